@@ -1,0 +1,110 @@
+"""Every error jserve raises on purpose: one tree, each with a kind, an HTTP status and the field at fault.
+
+Owns the mapping from "what went wrong" to "who must act": the client (4xx), the operator (exit code 2)
+or us (5xx). Knows nothing of HTTP bodies; ``jserve.api`` turns these into them.
+"""
+
+from __future__ import annotations
+
+
+class JserveError(Exception):
+    """Base of all errors raised on purpose.
+
+    Attributes:
+        status: HTTP status this error has when it answers a request.
+        kind: OpenAI error ``type``.
+        code: stable machine-readable code, or None.
+        field: the request field, config key, file or tensor at fault, or None.
+        retry_after: seconds after which a retry may help, or None.
+    """
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after = retry_after
+        if code is not None:
+            self.code = code
+
+
+class BadRequest(JserveError, ValueError):
+    """The client can mend this request; ``field`` names what is wrong."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ContextTooLong(BadRequest):
+    """Prompt plus requested tokens exceed the context, or can never fit the KV pool."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(JserveError):
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(JserveError):
+    """Unknown model, adapter or route."""
+
+    status = 404
+    kind = "invalid_request_error"
+    code = "model_not_found"
+
+
+class Overloaded(JserveError):
+    """The queue is full; try again after ``retry_after`` seconds."""
+
+    status = 503
+    kind = "server_error"
+    code = "overloaded"
+
+
+class NotReady(JserveError):
+    """Starting or draining."""
+
+    status = 503
+    kind = "server_error"
+    code = "starting"
+
+
+class EngineDead(JserveError):
+    """The engine process ended; its running requests fail with this."""
+
+    status = 503
+    kind = "server_error"
+    code = "engine_dead"
+
+
+class RequestFailed(JserveError):
+    """This request hit a fault of ours (a step that raised, non-finite logits)."""
+
+    status = 500
+    kind = "server_error"
+    code = "engine_step_failed"
+
+
+class ConfigError(JserveError, ValueError):
+    """An option or a model's config.json cannot be honoured; ``field`` is the option or key. Exit code 2."""
+
+    code = "config_error"
+
+
+class WeightsError(ConfigError):
+    """A weight, tokenizer or index file is broken; ``field`` is the file (and tensor). Exit code 2."""
+
+    code = "weights_error"

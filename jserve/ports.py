@@ -1,0 +1,84 @@
+"""The Protocols at the borders of the engine. Nothing concrete lives here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from jserve.types import Request, Sequence, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLimits:
+    """What the device side can take; the scheduler plans inside these."""
+
+    n_slots: int
+    max_rows: int
+    """Rows of one step; at most ``n_slots``."""
+    max_decode_rows: int
+    max_prefill_tokens: int
+    """Prefill tokens of one step, all rows together."""
+    max_prefill_rows: int
+    max_drafts: int
+    n_pages: int
+    """Pages of the pool, page 0 included (page 0 is scratch and never owned)."""
+    page_size: int
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(slots=True, kw_only=True)
+class InFlight:
+    """A launched step: its plan and whatever the runner needs to collect it."""
+
+    plan: StepPlan
+    launched: float
+    handle: Any
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Runs plans in order. ``launch`` returns at once; ``collect`` waits for that step only."""
+
+    @property
+    def limits(self) -> RunnerLimits: ...
+
+    def launch(self, plan: StepPlan) -> InFlight: ...
+
+    def collect(self, flight: InFlight) -> StepResult: ...
+
+
+class Clock(Protocol):
+    """Monotonic seconds; injected so that tests and the simulator own time."""
+
+    def __call__(self) -> float: ...
+
+
+class Proposer(Protocol):
+    """Host-side speculation: drafts for the sequences that will decode in the next step."""
+
+    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]: ...
+
+
+class Tokenizer(Protocol):
+    """What the host side needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Seq[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class Journal(Protocol):
+    """Receives every input of the scheduler, so that a replay gives the same decisions."""
+
+    def arrival(self, request: Request, now: float) -> None: ...
+
+    def cancel(self, request_id: str, now: float) -> None: ...
+
+    def plan(self, now: float, plan: StepPlan | None) -> None: ...
+
+    def commit(self, now: float, plan: StepPlan, result: StepResult) -> None: ...

@@ -1,0 +1,344 @@
+"""The values that cross the borders of the engine: what a user asks, what a step does, what comes back.
+
+Owns the data types shared by the HTTP side, the scheduler and the runner, and the checks on a request that
+need no model. Must not know jax, tokenizers or HTTP.
+
+A step, from plan to result (R rows, J drafts per row)::
+
+    StepPlan(rows=(RowPlan, ...), loads=(SlotLoad, ...))  --runner-->  StepResult(tokens_RJ, n_ok_R, ...)
+
+Three counters of a sequence that must never be mixed up::
+
+    tokens   |<------ prompt ------>|<-- output, known on the host -->|
+             0                      n_prompt                    len(tokens)
+    KV       |<------------- scheduled: written or being written ------------->|
+                                                      in_flight: emitting rows not yet committed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jserve.errors import BadRequest
+
+if TYPE_CHECKING:
+    from jserve.kv.cache import PageLease
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_IDS = 16
+MAX_BAD_WORDS = 32
+MAX_BAD_WORD_TOKENS = 8
+GREEDY_TEMPERATURE = 1e-5
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+def _require(ok: bool, name: str, message: str) -> None:
+    if not ok:
+        raise BadRequest(f"{name} {message}", field=name)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(ok and math.isfinite(value), name, "must be a finite number")  # type: ignore[arg-type]
+    inside = (value > low if low_open else value >= low) and value <= high  # type: ignore[operator]
+    _require(inside, name, f"must be in {'(' if low_open else '['}{low:g}, {high:g}]")
+
+
+def _integer(value: object, name: str, low: int, high: int) -> None:
+    _require(_is_int(value) and low <= value <= high, name, f"must be an integer in [{low}, {high}]")  # type: ignore[operator]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw the next token. Field names, defaults and ranges are vLLM's.
+
+    Raises:
+        BadRequest: a field is out of its range; ``field`` names it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 means greedy; below 1e-5 is treated as 0."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 switches it off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """Any int64. None derives one from the request id; choice i of n uses seed + i."""
+    max_tokens: int | None = 16
+    """None means as many as the context leaves."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to an additive bias in [-100, 100]; -100 bans the token outright."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    """Strings never to be produced; turned into ``bad_token_ids`` where a tokenizer is at hand."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "bad_token_ids", tuple(tuple(w) for w in self.bad_token_ids or ()))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        _integer(self.n, "n", 1, 128)
+        _number(self.temperature, "temperature", 0.0, 2.0)
+        _number(self.top_p, "top_p", 0.0, 1.0, low_open=True)
+        _integer(self.top_k, "top_k", -1, 2**31 - 1)
+        _number(self.min_p, "min_p", 0.0, 1.0)
+        _number(self.repetition_penalty, "repetition_penalty", 0.0, 100.0, low_open=True)
+        _number(self.presence_penalty, "presence_penalty", -2.0, 2.0)
+        _number(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
+        if self.seed is not None:
+            _integer(self.seed, "seed", INT64_MIN, INT64_MAX)
+        if self.max_tokens is not None:
+            _integer(self.max_tokens, "max_tokens", 0, 2**31 - 1)
+        _integer(self.min_tokens, "min_tokens", 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(getattr(self, name), name, 0, MAX_LOGPROBS)
+
+    def _check_lists(self) -> None:
+        _require(all(isinstance(s, str) and s for s in self.stop), "stop", "must hold non-empty strings")
+        _require(len(self.stop) <= 16, "stop", "may hold at most 16 strings")
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_IDS,
+            "stop_token_ids",
+            f"may hold at most {MAX_STOP_IDS} ids",
+        )
+        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"may hold at most {MAX_LOGIT_BIAS} entries")
+        for value in self.logit_bias.values():
+            _number(value, "logit_bias", -100.0, 100.0)
+        _require(self.allowed_token_ids != (), "allowed_token_ids", "must not be empty")
+        _require(all(isinstance(s, str) and s for s in self.bad_words), "bad_words", "must hold non-empty strings")
+        _require(len(self.bad_token_ids) <= MAX_BAD_WORDS, "bad_words", f"may hold at most {MAX_BAD_WORDS} entries")
+        _require(
+            all(0 < len(w) <= MAX_BAD_WORD_TOKENS for w in self.bad_token_ids),
+            "bad_words",
+            f"entries must be 1 to {MAX_BAD_WORD_TOKENS} tokens long",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def penalised(self) -> bool:
+        """True when sampling needs the token counts kept per slot on the device."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def biased(self) -> bool:
+        """True when sampling needs the dense bias row kept per slot on the device."""
+        return bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.bad_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a client asked, tokenised. Frozen; checked against the model by ``sched.admission.check``."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
+    """Ids that end generation unless ``params.ignore_eos``; from generation_config.json."""
+    arrival: float = 0.0
+    """Monotonic seconds."""
+    priority: int = 0
+    """Lower runs first."""
+    cache_salt: str = ""
+    """Sequences share cached prefixes only within one salt."""
+    adapter: str | None = None
+    skip_prefix_cache: bool = False
+
+
+class Finish(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SeqState(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One generation of ours: choice ``index`` of ``request``. Mutable, owned by the scheduler."""
+
+    request: Request
+    index: int
+    seed: int
+    tokens: list[int]
+    """Prompt then committed output: the ids the host knows."""
+    n_prompt: int
+    max_len: int
+    """len(tokens) never exceeds this: prompt + max_tokens, within the context."""
+    state: SeqState = SeqState.WAITING
+    scheduled: int = 0
+    """Tokens whose KV is written or is being written by a step in flight (upper bound under speculation)."""
+    in_flight: int = 0
+    """Upper bound on output tokens of steps not yet committed."""
+    slot: int = -1
+    lease: PageLease | None = None
+    n_cached: int = 0
+    """Prompt tokens that came from the prefix cache at first admission."""
+    n_preempted: int = 0
+    finish: Finish | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def n_output(self) -> int:
+        return len(self.tokens) - self.n_prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """One row of a step: ``count`` tokens of one sequence starting at position ``start``.
+
+    A decode or verify row has ``count == 1 + len(drafts)`` and ``from_slot`` True: its first token and its
+    true start are read from the slot on the device, ``start`` is the host's upper bound. Any other row
+    carries its token ids in ``tokens`` and an exact ``start``.
+    """
+
+    seq: Sequence
+    slot: int
+    start: int
+    count: int
+    from_slot: bool
+    tokens: Seq[int] = ()
+    """``count`` ids for a prefill row, empty for a decode row."""
+    emits: bool = True
+    """True when the row's last token is the last known one, so a new token is drawn."""
+    drafts: Seq[int] = ()
+    adapter: int = 0
+    mask: np.ndarray | None = None
+    """Allowed-token bits, int32[1 + len(drafts), ceil(V / 32)], or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotLoad:
+    """Fill the per-slot rows that sampling needs, before the step's rows run.
+
+    Only for sequences whose parameters are penalised or biased. ``tokens`` is every token known at
+    admission (the scheduler admits only sequences with nothing in flight).
+    """
+
+    slot: int
+    tokens: Seq[int]
+    n_prompt: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Which rows run next. Host values only: no padding, no device arrays.
+
+    Decode and verify rows come first, then prefill rows.
+    """
+
+    id: int
+    rows: tuple[RowPlan, ...]
+    loads: tuple[SlotLoad, ...] = ()
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What came back for a plan, numpy only. Rows in plan order; J = drafts + 1 columns."""
+
+    tokens_RJ: np.ndarray
+    """int32; columns beyond ``n_ok`` are meaningless."""
+    n_ok_R: np.ndarray
+    """int32: tokens drawn by the row (0 for a row that does not emit)."""
+    finite_R: np.ndarray
+    """bool: False when the row's logits held a NaN or infinity."""
+    logprob_RJ: np.ndarray
+    """float32: log-probability of each drawn token under the final distribution at temperature 1."""
+    top_ids_RJL: np.ndarray | None = None
+    """int32[R, J, MAX_LOGPROBS] most likely ids, or None when no row asked."""
+    top_logprobs_RJL: np.ndarray | None = None
+    prompt: Mapping[int, PromptLogprobs] = field(default_factory=dict)
+    """Row index -> log-probabilities of the row's own prompt tokens, for rows that asked."""
+    device_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log-probabilities of the tokens at positions ``start+1 .. start+n`` given what precedes them."""
+
+    start: int
+    logprob_n: np.ndarray
+    rank_n: np.ndarray
+    top_ids_nL: np.ndarray
+    top_logprobs_nL: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One drawn (or prompt) token's log-probability with the most likely alternatives, best first."""
+
+    token: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What one commit adds to one sequence. The last one of a sequence carries ``finish``."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Complete list, sent once, with the first token (first entry None)."""
+    finish: Finish | None = None
+    stop_reason: int | str | None = None
+    """The stop token id, when one ended the sequence."""
+    error: str | None = None
+    n_cached: int = 0
+    seed: int | None = None
+    """The seed in use, on the first output."""
