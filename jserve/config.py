@@ -1,0 +1,178 @@
+"""Every option of jserve, once: CLI flags, YAML keys, ``JSERVE_*`` variables and Python arguments come from here.
+
+Owns names, defaults, units and ranges. Must not know how an option is used. ``metadata`` of a field holds
+``help`` (one line with the unit) and, where they apply, ``min``, ``max`` and ``choices``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from jserve.errors import ConfigError
+
+
+def opt(default: Any, help: str, **meta: Any) -> Any:
+    """A dataclass field with its one-line help, range and choices."""
+    return field(default=default, metadata={"help": help, **meta})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    model: str = opt("", "HF directory, Orbax directory or hub name; empty serves the shipped model")
+    served_model_name: str = opt("", "name in the API; empty takes the last part of the path")
+    tokenizer: str = opt("", "directory with tokenizer.json; empty takes the model's")
+    revision: str = opt("", "hub revision")
+    load_format: str = opt("auto", "where weights come from", choices=("auto", "safetensors", "orbax", "dummy"))
+    dtype: str = opt("auto", "weights and activations", choices=("auto", "bfloat16", "float32", "float16"))
+    max_model_len: int = opt(0, "tokens of context; 0 takes the model's", min=0)
+    seed: int = opt(0, "seed of dummy weights and of requests without one", min=0)
+    chat_template: str = opt("", "file with a jinja2 chat template; empty takes the model's")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    page_size: int = opt(16, "tokens per KV page", choices=(8, 16, 32, 64, 128))
+    n_pages: int = opt(0, "pages in the pool; 0 sizes it from memory", min=0)
+    memory_utilization: float = opt(0.9, "share of device memory for weights and KV", min=0.05, max=0.98)
+    kv_memory_gb: float = opt(0.0, "GiB for the KV pool; 0 sizes it from memory", min=0.0)
+    kv_dtype: str = opt("auto", "KV storage", choices=("auto", "bfloat16", "float32", "float16"))
+    prefix_caching: bool = opt(True, "reuse the KV of shared prefixes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    max_num_seqs: int = opt(32, "sequences running at once", min=1, max=4096)
+    max_num_batched_tokens: int = opt(512, "tokens of one step, decode and prefill together", min=1)
+    max_prefill_chunk: int = opt(0, "prefill tokens of one request in one step; 0 is the whole budget", min=0)
+    overlap: int = opt(1, "steps planned ahead of the device", min=0, max=2)
+    max_waiting: int = opt(1024, "requests in the queue before new ones are refused", min=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    tensor_parallel_size: int = opt(1, "devices the model is sharded over", min=1, max=256)
+    attention_backend: str = opt("auto", "attention implementation", choices=("auto", "ref", "xla", "hopper"))
+    max_drafts: int = opt(0, "draft tokens verified per row and step", min=0, max=15)
+    prompt_logprobs: bool = opt(True, "compile the program that scores prompt tokens")
+    compile_cache: str = opt("auto", "directory of compiled programs; 'auto' is the user cache, '' is off")
+    compile_threads: int = opt(0, "programs compiled at once; 0 is one per core", min=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    host: str = opt("127.0.0.1", "address to listen on")
+    port: int = opt(8000, "port to listen on; 0 takes a free one", min=0, max=65535)
+    api_key: tuple[str, ...] = opt((), "key that /v1 requires (repeatable)")
+    max_body_mb: float = opt(8.0, "MiB of one request body", min=0.001, max=1024)
+    keep_alive_s: float = opt(15.0, "seconds between SSE comments while a stream is idle; 0 is off", min=0)
+    drain_timeout_s: float = opt(30.0, "seconds running requests get after SIGTERM", min=0)
+    max_restarts: int = opt(3, "engine restarts before the server gives up", min=0)
+    stall_timeout_s: float = opt(120.0, "seconds without a step, with work waiting, before /health fails", min=1)
+    in_process: bool = opt(False, "run the engine in a thread of the HTTP process")
+    log_level: str = opt("info", "log level on stderr", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All options. Frozen; build changed copies with ``dataclasses.replace`` or ``EngineConfig.of``."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    device: DeviceOptions = field(default_factory=DeviceOptions)
+    server: ServerOptions = field(default_factory=ServerOptions)
+
+    @classmethod
+    def of(cls, **flat: Any) -> EngineConfig:
+        """A config from flat option names, e.g. ``EngineConfig.of(model="dir", page_size=32)``.
+
+        Raises:
+            ConfigError: an unknown option, a value of the wrong type or out of its range.
+        """
+        owners = {f.name: (section, f) for section, options in sections() for f in dataclasses.fields(options)}
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in flat.items():
+            if name not in owners:
+                raise ConfigError(f"unknown option {name!r}{_hint(name, owners)}", field=name)
+            section, f = owners[name]
+            groups.setdefault(section, {})[name] = checked(f, value)
+        parts = {section: options(**groups.get(section, {})) for section, options in sections()}
+        return cls(**parts)
+
+    def flat(self) -> dict[str, Any]:
+        """All options by flat name; ``EngineConfig.of(**config.flat()) == config``."""
+        return {
+            f.name: getattr(getattr(self, section), f.name)
+            for section, options in sections()
+            for f in dataclasses.fields(options)
+        }
+
+
+def sections() -> list[tuple[str, type]]:
+    """(section name, options class) in order."""
+    return [
+        ("model", ModelOptions),
+        ("cache", CacheOptions),
+        ("scheduler", SchedulerOptions),
+        ("device", DeviceOptions),
+        ("server", ServerOptions),
+    ]
+
+
+def _hint(name: str, known: Any) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def checked(f: dataclasses.Field[Any], value: Any) -> Any:
+    """``value`` as option ``f`` takes it: converted from text where needed, inside its range.
+
+    Raises:
+        ConfigError: wrong type, not a choice, or out of range.
+    """
+    value = _convert(f, value)
+    choices, low, high = (f.metadata.get(k) for k in ("choices", "min", "max"))
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{f.name} must be one of {', '.join(map(str, choices))}, not {value!r}", field=f.name)
+    if low is not None and value < low:
+        raise ConfigError(f"{f.name} must be at least {low}, not {value}", field=f.name)
+    if high is not None and value > high:
+        raise ConfigError(f"{f.name} must be at most {high}, not {value}", field=f.name)
+    return value
+
+
+def _convert(f: dataclasses.Field[Any], value: Any) -> Any:
+    kind = type(f.default)
+    try:
+        if kind is tuple:
+            return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+        if kind is bool:
+            return _boolean(value)
+        if kind is str:
+            return _text(value)
+        if isinstance(value, bool):
+            raise ValueError("a boolean")
+        if kind is int and float(value) != int(value):
+            raise ValueError("not whole")
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{f.name} must be {kind.__name__}, not {value!r}", field=f.name) from None
+
+
+def _boolean(value: Any) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in words:
+        return words[str(value).lower()]
+    raise ValueError(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, dict | list | tuple | bool):
+        raise TypeError(value)
+    return str(value)
