@@ -1,0 +1,234 @@
+"""One packed int32 buffer per step: its layout, and what it becomes inside jit.
+
+Owns the order, shapes and dtypes of everything a step is told (``layout``) and the device side of reading it
+(``unpack``). The runner fills the same layout through numpy views; nothing else knows an offset. Floats
+travel as their bits. A field whose bucket feature is off has no bytes and is None in the view.
+
+Token axis of a bucket with D decode rows of J = 1 + drafts tokens, and P prefill tokens of F rows::
+
+    T = D * J + P      |d0 d0 d1 d1 ... |f0 f0 f0 f0 f0 f1 f1 f1 .. pad|
+    R = D + F            row r: r*J ...   row D+i: first_R[D+i] ...
+
+Unused rows have ``count == 0`` and slot C (out of range: scatters drop it). Page 0 is scratch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.types import MAX_STOP_IDS
+
+# Bits of ``flags``: what any row of the step needs, so that lax.cond can skip the rest.
+RANDOM, TRUNCATE, PENALTY, BIAS, BAD_WORDS, LOGPROBS, MIN_TOKENS = (1 << i for i in range(7))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Bucket:
+    """The static shape of a step. Choosing one is a function of the plan."""
+
+    D: int
+    """Decode (or verify) rows."""
+    P: int
+    """Prefill tokens."""
+    F: int
+    """Prefill rows."""
+    J: int = 1
+    """Tokens of a decode row: one plus its drafts."""
+    mask: bool = False
+    lora: bool = False
+    score: bool = False
+    """Also give the log-probabilities of the prefill tokens themselves."""
+
+    @property
+    def T(self) -> int:
+        return self.D * self.J + self.P
+
+    @property
+    def R(self) -> int:
+        return self.D + self.F
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDims:
+    """Sizes that are the same for all buckets of an engine."""
+
+    C: int
+    M: int
+    """Pages of one row: ceil(max_model_len / Z)."""
+    Z: int
+    V: int
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    name: str
+    shape: tuple[int, ...]
+    is_float: bool = False
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def layout(bucket: Bucket, dims: StepDims, attn: Mapping[str, tuple[int, ...]]) -> tuple[Field, ...]:
+    """The fields of the packed buffer in order. ``attn`` are the ints that the attention backend plans."""
+    T, R, J, S = bucket.T, bucket.R, bucket.J, MAX_STOP_IDS
+    fields = [
+        Field("flags", ()),
+        Field("n_decode", ()),
+        Field("n_prefill", ()),
+        Field("tok_T", (T,)),
+        Field("row_T", (T,)),
+        Field("slot_R", (R,)),
+        Field("start_R", (R,)),
+        Field("count_R", (R,)),
+        Field("first_R", (R,)),
+        Field("emit_R", (R,)),
+        Field("page_table_RM", (R, dims.M)),
+        Field("temperature_R", (R,), True),
+        Field("top_p_R", (R,), True),
+        Field("min_p_R", (R,), True),
+        Field("repetition_R", (R,), True),
+        Field("presence_R", (R,), True),
+        Field("frequency_R", (R,), True),
+        Field("top_k_R", (R,)),
+        Field("seed_R2", (R, 2)),
+        Field("min_pos_R", (R,)),
+        Field("stop_RS", (R, S)),
+    ]
+    if bucket.lora:
+        fields.append(Field("adapter_R", (R,)))
+    if bucket.mask:
+        fields.append(Field("mask_RJW", (R, J, -(-dims.V // 32))))
+    if bucket.score:
+        fields.append(Field("target_T", (T,)))
+    fields += [Field(f"attn.{name}", shape) for name, shape in sorted(attn.items())]
+    return tuple(fields)
+
+
+def buffer_size(fields: tuple[Field, ...]) -> int:
+    return sum(f.size for f in fields)
+
+
+def numpy_views(buf: np.ndarray, fields: tuple[Field, ...]) -> dict[str, np.ndarray]:
+    """Named, writable views of one host buffer (float fields as float32)."""
+    views, at = {}, 0
+    for f in fields:
+        part = buf[at : at + f.size].reshape(f.shape)
+        views[f.name] = part.view(np.float32) if f.is_float else part
+        at += f.size
+    return views
+
+
+@flax.struct.dataclass
+class StepView:
+    """The packed buffer inside jit: named and shaped, starts and tokens resolved from the slots.
+
+    Token axis entries that are padding have ``pos_T == -1`` and ``row_T == R``.
+    """
+
+    flags: jax.Array
+    n_decode: jax.Array
+    """Decode rows in use; they are rows 0 .. n_decode-1."""
+    n_prefill: jax.Array
+    """Prefill rows in use; they are rows D .. D+n_prefill-1."""
+    tok_T: jax.Array
+    row_T: jax.Array
+    pos_T: jax.Array
+    """int32: absolute position of each token, -1 for padding."""
+    write_page_T: jax.Array
+    """int32: page that receives the token's KV (0, the scratch page, for padding)."""
+    write_off_T: jax.Array
+    slot_R: jax.Array
+    start_R: jax.Array
+    """int32: true position of the row's first token (decode rows: length on the device)."""
+    count_R: jax.Array
+    first_R: jax.Array
+    """int32: index in T of the row's first token."""
+    kv_len_R: jax.Array
+    """int32: start + count, the context of the row's last token; 0 for an unused row."""
+    emit_R: jax.Array
+    page_table_RM: jax.Array
+    temperature_R: jax.Array
+    top_p_R: jax.Array
+    min_p_R: jax.Array
+    repetition_R: jax.Array
+    presence_R: jax.Array
+    frequency_R: jax.Array
+    top_k_R: jax.Array
+    seed_R2: jax.Array
+    """uint32[R, 2]: low and high word of the sequence's seed."""
+    min_pos_R: jax.Array
+    """int32: stop ids are banned for tokens drawn at positions below this one."""
+    stop_RS: jax.Array
+    """int32: EOS and stop ids, padded with -1."""
+    adapter_R: jax.Array | None
+    mask_RJW: jax.Array | None
+    target_T: jax.Array | None
+    """int32: the token that follows each prefill token in its prompt (-1: none)."""
+    attn: dict[str, jax.Array]
+    D: int = flax.struct.field(pytree_node=False)
+    P: int = flax.struct.field(pytree_node=False)
+    F: int = flax.struct.field(pytree_node=False)
+    J: int = flax.struct.field(pytree_node=False)
+
+
+def unpack(buf: jax.Array, fields: tuple[Field, ...], bucket: Bucket, dims: StepDims, slots: Any) -> StepView:
+    """Read the packed buffer against the slots (``slots.len_C``, ``slots.last_C``: int32[C])."""
+    raw = _fields(buf, fields)
+    R, C, Z = bucket.R, dims.C, dims.Z
+    slot_R = raw["slot_R"]
+    safe_R = jnp.minimum(slot_R, C - 1)
+    start_R = jnp.where(raw["start_R"] < 0, slots.len_C[safe_R], raw["start_R"])
+    row_T = raw["row_T"]
+    real_T = row_T < R
+    row = jnp.minimum(row_T, R - 1)
+    index_T = jnp.arange(bucket.T, dtype=jnp.int32)
+    pos_T = jnp.where(real_T, start_R[row] + index_T - raw["first_R"][row], -1)
+    tok_T = jnp.where(raw["tok_T"] < 0, slots.last_C[safe_R[row]], raw["tok_T"])
+    page = raw["page_table_RM"][row, jnp.clip(pos_T // Z, 0, dims.M - 1)]
+    attn = {f.name.removeprefix("attn."): raw[f.name] for f in fields if f.name.startswith("attn.")}
+    plain = {k: raw[k] for k in _PASSED if k in raw}
+    return StepView(
+        **plain,
+        adapter_R=raw.get("adapter_R"),
+        mask_RJW=raw.get("mask_RJW"),
+        target_T=raw.get("target_T"),
+        tok_T=jnp.where(real_T, tok_T, 0),
+        row_T=row_T,
+        pos_T=pos_T,
+        write_page_T=jnp.where(real_T, page, 0),
+        write_off_T=jnp.where(real_T, pos_T % Z, 0),
+        start_R=start_R,
+        kv_len_R=jnp.where(raw["count_R"] > 0, start_R + raw["count_R"], 0),
+        emit_R=raw["emit_R"] > 0,
+        seed_R2=raw["seed_R2"].astype(jnp.uint32),
+        attn=attn,
+        D=bucket.D,
+        P=bucket.P,
+        F=bucket.F,
+        J=bucket.J,
+    )
+
+
+_PASSED = (
+    "flags n_decode n_prefill slot_R count_R first_R page_table_RM temperature_R top_p_R min_p_R repetition_R"
+    " presence_R frequency_R top_k_R min_pos_R stop_RS"
+).split()
+
+
+def _fields(buf: jax.Array, fields: tuple[Field, ...]) -> dict[str, jax.Array]:
+    raw, at = {}, 0
+    for f in fields:
+        part = jax.lax.slice(buf, (at,), (at + f.size,)).reshape(f.shape)
+        raw[f.name] = jax.lax.bitcast_convert_type(part, jnp.float32) if f.is_float else part
+        at += f.size
+    return raw
