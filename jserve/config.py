@@ -20,12 +20,18 @@ def opt(default: Any, help: str, **meta: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    model: str = opt("", "HF directory, Orbax directory or hub name; empty serves the shipped model")
+    model: str = opt(
+        "", "HF directory, Orbax directory or hub name; empty serves the shipped model"
+    )
     served_model_name: str = opt("", "name in the API; empty takes the last part of the path")
     tokenizer: str = opt("", "directory with tokenizer.json; empty takes the model's")
     revision: str = opt("", "hub revision")
-    load_format: str = opt("auto", "where weights come from", choices=("auto", "safetensors", "orbax", "dummy"))
-    dtype: str = opt("auto", "weights and activations", choices=("auto", "bfloat16", "float32", "float16"))
+    load_format: str = opt(
+        "auto", "where weights come from", choices=("auto", "safetensors", "orbax", "dummy")
+    )
+    dtype: str = opt(
+        "auto", "weights and activations", choices=("auto", "bfloat16", "float32", "float16")
+    )
     max_model_len: int = opt(0, "tokens of context; 0 takes the model's", min=0)
     seed: int = opt(0, "seed of dummy weights and of requests without one", min=0)
     chat_template: str = opt("", "file with a jinja2 chat template; empty takes the model's")
@@ -35,7 +41,9 @@ class ModelOptions:
 class CacheOptions:
     page_size: int = opt(16, "tokens per KV page", choices=(8, 16, 32, 64, 128))
     n_pages: int = opt(0, "pages in the pool; 0 sizes it from memory", min=0)
-    memory_utilization: float = opt(0.9, "share of device memory for weights and KV", min=0.05, max=0.98)
+    memory_utilization: float = opt(
+        0.9, "share of device memory for weights and KV", min=0.05, max=0.98
+    )
     kv_memory_gb: float = opt(0.0, "GiB for the KV pool; 0 sizes it from memory", min=0.0)
     kv_dtype: str = opt("auto", "KV storage", choices=("auto", "bfloat16", "float32", "float16"))
     prefix_caching: bool = opt(True, "reuse the KV of shared prefixes")
@@ -45,7 +53,9 @@ class CacheOptions:
 class SchedulerOptions:
     max_num_seqs: int = opt(32, "sequences running at once", min=1, max=4096)
     max_num_batched_tokens: int = opt(512, "tokens of one step, decode and prefill together", min=1)
-    max_prefill_chunk: int = opt(0, "prefill tokens of one request in one step; 0 is the whole budget", min=0)
+    max_prefill_chunk: int = opt(
+        0, "prefill tokens of one request in one step; 0 is the whole budget", min=0
+    )
     overlap: int = opt(1, "steps planned ahead of the device", min=0, max=2)
     max_waiting: int = opt(1024, "requests in the queue before new ones are refused", min=1)
 
@@ -53,10 +63,14 @@ class SchedulerOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
     tensor_parallel_size: int = opt(1, "devices the model is sharded over", min=1, max=256)
-    attention_backend: str = opt("auto", "attention implementation", choices=("auto", "ref", "xla", "hopper"))
+    attention_backend: str = opt(
+        "auto", "attention implementation", choices=("auto", "ref", "xla", "hopper")
+    )
     max_drafts: int = opt(0, "draft tokens verified per row and step", min=0, max=15)
     prompt_logprobs: bool = opt(True, "compile the program that scores prompt tokens")
-    compile_cache: str = opt("auto", "directory of compiled programs; 'auto' is the user cache, '' is off")
+    compile_cache: str = opt(
+        "auto", "directory of compiled programs; 'auto' is the user cache, '' is off"
+    )
     compile_threads: int = opt(0, "programs compiled at once; 0 is one per core", min=0)
 
 
@@ -66,12 +80,18 @@ class ServerOptions:
     port: int = opt(8000, "port to listen on; 0 takes a free one", min=0, max=65535)
     api_key: tuple[str, ...] = opt((), "key that /v1 requires (repeatable)")
     max_body_mb: float = opt(8.0, "MiB of one request body", min=0.001, max=1024)
-    keep_alive_s: float = opt(15.0, "seconds between SSE comments while a stream is idle; 0 is off", min=0)
+    keep_alive_s: float = opt(
+        15.0, "seconds between SSE comments while a stream is idle; 0 is off", min=0
+    )
     drain_timeout_s: float = opt(30.0, "seconds running requests get after SIGTERM", min=0)
     max_restarts: int = opt(3, "engine restarts before the server gives up", min=0)
-    stall_timeout_s: float = opt(120.0, "seconds without a step, with work waiting, before /health fails", min=1)
+    stall_timeout_s: float = opt(
+        120.0, "seconds without a step, with work waiting, before /health fails", min=1
+    )
     in_process: bool = opt(False, "run the engine in a thread of the HTTP process")
-    log_level: str = opt("info", "log level on stderr", choices=("debug", "info", "warning", "error"))
+    log_level: str = opt(
+        "info", "log level on stderr", choices=("debug", "info", "warning", "error")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +111,11 @@ class EngineConfig:
         Raises:
             ConfigError: an unknown option, a value of the wrong type or out of its range.
         """
-        owners = {f.name: (section, f) for section, options in sections() for f in dataclasses.fields(options)}
+        owners = {
+            f.name: (section, f)
+            for section, options in sections()
+            for f in dataclasses.fields(options)
+        }
         groups: dict[str, dict[str, Any]] = {}
         for name, value in flat.items():
             if name not in owners:
@@ -137,7 +161,9 @@ def checked(f: dataclasses.Field[Any], value: Any) -> Any:
     value = _convert(f, value)
     choices, low, high = (f.metadata.get(k) for k in ("choices", "min", "max"))
     if choices is not None and value not in choices:
-        raise ConfigError(f"{f.name} must be one of {', '.join(map(str, choices))}, not {value!r}", field=f.name)
+        raise ConfigError(
+            f"{f.name} must be one of {', '.join(map(str, choices))}, not {value!r}", field=f.name
+        )
     if low is not None and value < low:
         raise ConfigError(f"{f.name} must be at least {low}, not {value}", field=f.name)
     if high is not None and value > high:
@@ -160,7 +186,9 @@ def _convert(f: dataclasses.Field[Any], value: Any) -> Any:
             raise ValueError("not whole")
         return kind(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{f.name} must be {kind.__name__}, not {value!r}", field=f.name) from None
+        raise ConfigError(
+            f"{f.name} must be {kind.__name__}, not {value!r}", field=f.name
+        ) from None
 
 
 def _boolean(value: Any) -> bool:

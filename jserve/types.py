@@ -56,7 +56,9 @@ def _number(value: object, name: str, low: float, high: float, *, low_open: bool
 
 
 def _integer(value: object, name: str, low: int, high: int) -> None:
-    _require(_is_int(value) and low <= value <= high, name, f"must be an integer in [{low}, {high}]")  # type: ignore[operator]
+    _require(
+        _is_int(value) and low <= value <= high, name, f"must be an integer in [{low}, {high}]"
+    )  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+            object.__setattr__(
+                self, name, (value,) if isinstance(value, str) else tuple(value or ())
+            )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "bad_token_ids", tuple(tuple(w) for w in self.bad_token_ids or ()))
         if self.allowed_token_ids is not None:
@@ -129,19 +133,33 @@ class SamplingParams:
                 _integer(getattr(self, name), name, 0, MAX_LOGPROBS)
 
     def _check_lists(self) -> None:
-        _require(all(isinstance(s, str) and s for s in self.stop), "stop", "must hold non-empty strings")
+        _require(
+            all(isinstance(s, str) and s for s in self.stop), "stop", "must hold non-empty strings"
+        )
         _require(len(self.stop) <= 16, "stop", "may hold at most 16 strings")
         _require(
             len(self.stop_token_ids) <= MAX_STOP_IDS,
             "stop_token_ids",
             f"may hold at most {MAX_STOP_IDS} ids",
         )
-        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"may hold at most {MAX_LOGIT_BIAS} entries")
+        _require(
+            len(self.logit_bias) <= MAX_LOGIT_BIAS,
+            "logit_bias",
+            f"may hold at most {MAX_LOGIT_BIAS} entries",
+        )
         for value in self.logit_bias.values():
             _number(value, "logit_bias", -100.0, 100.0)
         _require(self.allowed_token_ids != (), "allowed_token_ids", "must not be empty")
-        _require(all(isinstance(s, str) and s for s in self.bad_words), "bad_words", "must hold non-empty strings")
-        _require(len(self.bad_token_ids) <= MAX_BAD_WORDS, "bad_words", f"may hold at most {MAX_BAD_WORDS} entries")
+        _require(
+            all(isinstance(s, str) and s for s in self.bad_words),
+            "bad_words",
+            "must hold non-empty strings",
+        )
+        _require(
+            len(self.bad_token_ids) <= MAX_BAD_WORDS,
+            "bad_words",
+            f"may hold at most {MAX_BAD_WORDS} entries",
+        )
         _require(
             all(0 < len(w) <= MAX_BAD_WORD_TOKENS for w in self.bad_token_ids),
             "bad_words",
@@ -164,7 +182,9 @@ class SamplingParams:
     @property
     def biased(self) -> bool:
         """True when sampling needs the dense bias row kept per slot on the device."""
-        return bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.bad_token_ids)
+        return (
+            bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.bad_token_ids)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

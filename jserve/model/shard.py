@@ -56,7 +56,13 @@ class ShardRules:
         return PartitionSpec(*(self._axis(a) for a in axes))
 
     def _axis(self, name: str | None) -> str | None:
-        return None if name is None else self.extra[name] if name in self.extra else getattr(self, name)
+        return (
+            None
+            if name is None
+            else self.extra[name]
+            if name in self.extra
+            else getattr(self, name)
+        )
 
     def sharding(self, mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
         return NamedSharding(mesh, self.partition(axes))
@@ -79,7 +85,9 @@ def shardings(specs: Any, mesh: Mesh, rules: ShardRules) -> Any:
 def abstract(specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
     """ShapeDtypeStructs with shardings, for ahead-of-time compilation and restore."""
     return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype or dtype, sharding=rules.sharding(mesh, s.axes)),
+        lambda s: jax.ShapeDtypeStruct(
+            s.shape, s.dtype or dtype, sharding=rules.sharding(mesh, s.axes)
+        ),
         specs,
         is_leaf=is_spec,
     )

@@ -78,7 +78,9 @@ class Field:
         return math.prod(self.shape)
 
 
-def layout(bucket: Bucket, dims: StepDims, attn: Mapping[str, tuple[int, ...]]) -> tuple[Field, ...]:
+def layout(
+    bucket: Bucket, dims: StepDims, attn: Mapping[str, tuple[int, ...]]
+) -> tuple[Field, ...]:
     """The fields of the packed buffer in order. ``attn`` are the ints that the attention backend plans."""
     T, R, J, S = bucket.T, bucket.R, bucket.J, MAX_STOP_IDS
     fields = [
@@ -181,7 +183,9 @@ class StepView:
     J: int = flax.struct.field(pytree_node=False)
 
 
-def unpack(buf: jax.Array, fields: tuple[Field, ...], bucket: Bucket, dims: StepDims, slots: Any) -> StepView:
+def unpack(
+    buf: jax.Array, fields: tuple[Field, ...], bucket: Bucket, dims: StepDims, slots: Any
+) -> StepView:
     """Read the packed buffer against the slots (``slots.len_C``, ``slots.last_C``: int32[C])."""
     raw = _fields(buf, fields)
     R, C, Z = bucket.R, dims.C, dims.Z

@@ -1,0 +1,41 @@
+"""The table of attention backends: how KV is laid out, written and attended to.
+
+Owns the ``AttentionBackend`` type and the registry of backends. Must not know families or the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jserve.model.view import Bucket, StepDims, StepView
+
+LayerKV = tuple[jax.Array, jax.Array]
+"""(keys, values) of one layer, each of the backend's ``kv_shape``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBackend:
+    """One way to keep and read KV.
+
+    kv_shape:  (K, H, n_pages, page_size) -> shape of one layer's keys (values alike), K global kv heads.
+    kv_axis:   dimension of that shape that holds kv heads (sharded over the tensor-parallel axis).
+    plan_shapes: (bucket, dims) -> names and shapes of the int32 fields it adds to the packed buffer.
+    plan:      (views, bucket, dims) -> None; numpy, fills its own ``attn.*`` views from the others. The
+               start of a decode row is an upper bound there (-1 in the buffer means: read the slot).
+    write_kv:  (kv, k_TKH, v_TKH, view) -> kv. Padding tokens go to page 0.
+    attend:    (q_TNH, kv, view, *, window, scale) -> o_TNH, causal, ``window`` 0 = full. Padding rows are finite.
+    """
+
+    name: str
+    kv_axis: int
+    kv_shape: Callable[[int, int, int, int], tuple[int, ...]]
+    plan_shapes: Callable[[Bucket, StepDims], Mapping[str, tuple[int, ...]]]
+    plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None]
+    write_kv: Callable[[LayerKV, jax.Array, jax.Array, StepView], LayerKV]
+    attend: Callable[..., jax.Array]
+    options: Any = None
