@@ -26,6 +26,8 @@ class RunnerLimits:
     page_size: int
     max_model_len: int
     vocab_size: int
+    scores_prompts: bool = True
+    """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
 
 
 @dataclass(slots=True, kw_only=True)
