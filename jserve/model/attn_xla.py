@@ -2,25 +2,23 @@
 
 Owns a KV layout and two loops whose length is data, so a step costs what its rows hold and not what its bucket
 could. Must not know families or the runner. A layer's keys are [P, K, Z, H], so that a kv head's share of a
-page is one contiguous run; a block is ``S`` positions (S / Z pages) at fixed absolute borders.
+page is one contiguous run. A block is S positions (S / Z pages) that begin at a multiple of S.
 
-Decode rows: a work list of (row, block) pairs, ``W`` pairs an iteration; each gives a partial softmax, and
-the partials of a row, which lie side by side, are merged in order of position::
+Decode rows are sorted by length and taken W at a time, block by block, up to the longest of the W::
 
-    row       0   0   0   1   2   2   2   2 | 2  -  -        n_R = blocks of each row
-    block     0   1   2   0   0   1   2   3 | 4  -  -        end_R = cumsum(n_R)
-              '------ one iteration ------'
+    rows by length   |1180 1003  870  610| 420  333  300  122|  80  17   -   - |      W = 4
+    blocks of 128    |        10         |         4         |        1        |
 
-Prefill rows: tiles of ``Q`` tokens of one row, each against the blocks it can see, with a running softmax::
+Prefill rows are cut into tiles of Q tokens of one row, each against the blocks it can see::
 
-    tile      |--- Q ---|--- Q ---|-   '     a tile may reach past its row's end: later rows overwrite that
-    tokens    f0 f0 f0 f0 f0 f0 f0 f1 f1
+    tokens   f0 f0 f0 f0 f0 f0 f0 f1 f1 f1       a tile may reach past the end of its row: what it leaves
+    tiles    |--- Q ---|--- Q ---|               there is overwritten by the rows after it
+                                  |--- Q ---|
 
-No result depends on another row, on the page ids or on the bucket: blocks start at fixed positions, and a block
-that a token cannot see leaves its sums as they are, bit for bit. Facts behind the form (XLA:CPU): a gather is
-twice as fast when something is fused to it (here the mask that keeps NaN of unused pages out); batched products
-of few rows are good in [K, S, H]; bfloat16 pools are kept as uint16, since scattering bfloat16 converts the pool.
-Idea of partials and merge: flash decoding; of the running softmax: arXiv 2205.14135.
+Both keep a running softmax. No result depends on another row, on page ids or on the bucket: blocks lie at fixed
+positions, and a block that a token cannot see leaves its sums as they are, bit for bit. Bfloat16 is stored as its
+bits (uint16), because scattering bfloat16 on XLA:CPU converts the whole pool.
+Idea of the running softmax: FlashAttention (arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from jax import lax
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.view import Bucket, StepDims, StepView
 
-S_DECODE, W_DECODE = 64, 16
+S_DECODE, W_DECODE = 128, 4
 S_PREFILL, Q_PREFILL = 256, 128
 MASKED = float(np.finfo(np.float32).min)
 
@@ -161,7 +159,7 @@ def _decode(q: jax.Array, kv: LayerKV, view: StepView, window: int) -> jax.Array
         held = held._replace(len=jnp.where(at_W < D, held.len, 0))
         return out_DKJGH.at[at_W].set(_group(held, kv, window, S), mode="drop")
 
-    n_groups = -(-view.n_decode // W)
+    n_groups = -(-(rows.len > 0).sum() // W)
     out = lax.fori_loop(0, n_groups, group, jnp.zeros_like(rows.q))
     return out.swapaxes(1, 2).reshape(D * J, K, G, H)
 
@@ -293,6 +291,7 @@ XLA = AttentionBackend(
     name="xla",
     kv_axis=1,
     kv_shape=kv_shape,
+    kv_dtype=kv_dtype,
     plan_shapes=plan_shapes,
     plan=plan,
     write_kv=write_kv,
