@@ -189,6 +189,14 @@ def _yarn_numbers(raw: Config) -> dict[str, float | None]:
     return numbers
 
 
+def full_attention(config: Config) -> None:
+    """Refuse windows, for families that have none."""
+    if config.get("sliding_window"):
+        refuse("sliding_window", f"{config['sliding_window']!r} is not supported in this family")
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        refuse("layer_types", "other than full_attention are not supported in this family")
+
+
 def upper_windows(config: Config) -> tuple[int, ...]:
     """Window of each layer as Qwen states it: ``use_sliding_window`` switches it on, ``layer_types`` says
     where, else the layers from ``max_window_layers`` on. () if all layers are full."""
@@ -234,7 +242,10 @@ def number(config: Config, key: str, default: Any = REQUIRED, low: float | None 
     value = _value(config, key, default)
     ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or (value <= 0 if low is None else value < low):
-        refuse(key, f"must be a finite number {'above 0' if low is None else f'from {low:g} on'}, not {value!r}")
+        refuse(
+            key,
+            f"must be a finite number {'above 0' if low is None else f'from {low:g} on'}, not {value!r}",
+        )
     return float(value)
 
 
