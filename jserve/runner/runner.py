@@ -225,12 +225,14 @@ class ModelRunner:
         return out
 
     def _warm_up(self, progress: Progress) -> None:
-        """Run the smallest program once: first-run costs (threads, allocations) fall before
-        ready."""
-        progress("warm up", 0, 1)
-        batch = self._packer.pack(_NOTHING, self.ladder.buckets[0])
-        jax.block_until_ready(self._run(batch).packed_RX)
-        progress("warm up", 1, 1)
+        """Run programs on padding before ready: the cheapest one on a CPU (threads, allocations),
+        all of them twice on an accelerator (the first run of a graph is not captured)."""
+        cpu = self.model.mesh.devices.flat[0].platform == "cpu"
+        buckets = self.ladder.buckets[:1] if cpu else self.ladder.buckets * 2
+        for done, bucket in enumerate(buckets):
+            progress("warm up", done, len(buckets))
+            jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
+        progress("warm up", len(buckets), len(buckets))
 
 
 _NOTHING = StepPlan(id=-1, rows=(), page_table_RM=np.zeros((0, 0), np.int32))

@@ -77,10 +77,12 @@ def test_overlapped_equals_not(depth):
     assert as_tuples(rig.run(mixed_jobs(2))) == alone(2)
 
 
-def test_random_traces_equal_alone():
-    for seed in range(4):
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 44), marks=pytest.mark.slow)])
+def test_random_traces_equal_alone(seeds):
+    """Six workloads a seed."""
+    for seed in seeds:
         rig = Rig(runner(), seed=seed, chunk=-1, depth=seed % 3, pick=0.6)
-        assert as_tuples(rig.run(mixed_jobs(2))) == alone(2)
+        assert as_tuples(rig.run(mixed_jobs(seed))) == alone(seed), seed
 
 
 def test_cut_off_and_started_again_equals_uninterrupted():
