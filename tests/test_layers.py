@@ -37,7 +37,19 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
 }
 ANYTHING = {"build", "__init__"}
-HOST = ["api", "text", "engine", "sched", "kv", "spec", "grammar", "types", "ports", "config", "errors"]
+HOST = [
+    "api",
+    "text",
+    "engine",
+    "sched",
+    "kv",
+    "spec",
+    "grammar",
+    "types",
+    "ports",
+    "config",
+    "errors",
+]
 
 
 def _modules() -> list[Path]:
@@ -78,7 +90,9 @@ def _edges() -> dict[str, set[str]]:
             elif parts[0] in {"pallas_kernels", "checkpoints"}:
                 edges[_room(path)].add(parts[0])
     rooms = {_room(p) for p in _modules()} | {"pallas_kernels", "checkpoints"}
-    return {room: {t for t in targets if t in rooms and t != room} for room, targets in edges.items()}
+    return {
+        room: {t for t in targets if t in rooms and t != room} for room, targets in edges.items()
+    }
 
 
 def test_every_room_has_a_rule() -> None:
@@ -133,21 +147,33 @@ def test_only_the_cli_reads_the_environment() -> None:
 
 
 def test_host_packages_never_load_jax() -> None:
-    names = [f"jserve.{room}" for room in HOST if (PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists()]
+    names = [
+        f"jserve.{room}"
+        for room in HOST
+        if (PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists()
+    ]
     for room in HOST:
         if (PACKAGE / room).is_dir():
-            names += [f"jserve.{room}.{p.stem}" for p in (PACKAGE / room).glob("*.py") if p.stem != "__init__"]
+            names += [
+                f"jserve.{room}.{p.stem}"
+                for p in (PACKAGE / room).glob("*.py")
+                if p.stem != "__init__"
+            ]
     code = (
         f"import importlib, sys\nfor n in {names!r}: importlib.import_module(n)\n"
         "print([m for m in ('jax', 'jaxlib', 'flax', 'torch', 'transformers') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert out.returncode == 0, out.stderr
     assert out.stdout.strip() == "[]"
 
 
 def test_the_cli_loads_neither_jax_nor_transformers() -> None:
     code = "import jserve.cli, sys; print([m for m in ('jax', 'transformers') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert out.returncode == 0, out.stderr
     assert out.stdout.strip() == "[]"

@@ -29,7 +29,12 @@ def _tree_lines() -> dict[str, str]:
 
 
 def _tracked() -> set[str]:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *TREES], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", *TREES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     files = {Path(f) for f in listed.stdout.split("\n") if f and (ROOT / f).exists()}
     return {f.as_posix() for f in files if f.suffix == ".py" and f.name != "__init__.py"}
 
