@@ -211,6 +211,117 @@ def _cache_directory(given: str) -> Path:
     return Path.home() / ".cache" / "jserve" / "programs" if given == "auto" else Path(given)
 
 
+def serve(config: EngineConfig, console: Any) -> int:
+    """Load, compile, listen, serve until told to stop. Returns the exit code.
+
+    The port opens only when the engine is ready.
+
+    Raises:
+        ConfigError: an option, the model or the port cannot be used.
+    """
+    import asyncio
+    import logging
+
+    from rich.logging import RichHandler
+
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_path=False, markup=False)],
+    )
+    text = text_side(config)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config, text, console))
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
+    from jserve import __version__
+    from jserve.api.ask import ModelCard
+    from jserve.api.server import serve as listen
+    from jserve.engine.async_engine import AsyncEngine
+    from jserve.engine.client import InprocClient, ProcClient
+    from jserve.errors import EngineDead
+
+    def client() -> Any:
+        return InprocClient(config, engine) if config.server.in_process else ProcClient(config)
+
+    began = time.monotonic()
+    options = config.server
+    async_engine = AsyncEngine(
+        client, max_restarts=options.max_restarts, stall_timeout_s=options.stall_timeout_s
+    )
+    try:
+        with start_progress(console) as shown:
+            info = await async_engine.start(shown)
+        card = ModelCard(
+            name=text.name,
+            max_model_len=info["max_model_len"],
+            vocab_size=info["vocab_size"],
+            eos_ids=text.eos_ids,
+            defaults=text.defaults,
+            version=__version__,
+            scores_prompts=config.device.prompt_logprobs,
+        )
+        ready_s = time.monotonic() - began
+        return await listen(
+            config,
+            async_engine,
+            text.tokenizer,
+            _tested(text.chat),
+            card,
+            on_listening=lambda url: console.print(banner(url, text, info, ready_s)),
+        )
+    except EngineDead as e:
+        console.print(f"[red]error:[/] {e.message}", soft_wrap=True)
+        return 1
+    finally:
+        await async_engine.close()
+
+
+def _tested(chat: ChatTemplate | None) -> ChatTemplate | None:
+    """The chat template if it renders a plain message; without it the chat endpoint says so."""
+    import logging
+
+    fault = chat.self_test() if chat is not None else None
+    if fault:
+        logging.getLogger(__name__).warning("chat is off: the chat template fails: %s", fault)
+    return None if fault else chat
+
+
+def banner(url: str, text: TextSide, info: dict[str, Any], ready_s: float) -> str:
+    """What ``jserve serve`` prints when it listens: address, model, device, memory, a curl line."""
+    path = "chat/completions" if text.chat is not None else "completions"
+    ask = (
+        '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
+        if text.chat is not None
+        else '"prompt": "Once upon a time"'
+    )
+    body = f'{{"model": "{text.name}", {ask}, "stream": true}}'
+    return "\n".join(
+        (
+            f"[bold]jserve[/] listening on [bold]{url}[/]",
+            f"  model     {text.name} ({info.get('family')}), context {info['max_model_len']}",
+            f"  device    {info.get('device')}, {info.get('dtype')}, attention {info.get('backend')}",
+            f"  memory    weights {info.get('weights_gib')} GiB, KV {info.get('kv_gib')} GiB"
+            f" = {info.get('kv_tokens')} tokens in {info.get('kv_pages')} pages ({info.get('kv_dtype')})",
+            f"  programs  {info.get('programs')} compiled and sealed",
+            f"  start     {ready_s:.1f} s (load {info.get('load_s')}, compile {info.get('compile_s')})",
+            "",
+            f"curl -N {url}/v1/{path} -H 'content-type: application/json' -d '{body}'".replace(
+                "[", "\\["
+            ),
+        )
+    )
+
+
 def update_params(engine: Engine, params: Any) -> None:
     """Swap weights between steps; running sequences are recomputed, cached prefixes dropped."""
     engine.update_params(params)
@@ -251,6 +362,32 @@ def environment() -> dict[str, Any]:
     facts["devices"] = ", ".join(str(d) for d in jax.devices())
     facts["compile cache"] = str(_cache_directory("auto"))
     return facts
+
+
+@contextlib.contextmanager
+def start_progress(console: Any) -> Iterator[Progress]:
+    """Shows (stage, done, total) as bars on a terminal, as a line per stage elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    tasks: dict[str, Any] = {}
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+                if not console.is_terminal:
+                    console.print(f"{stage} ...", highlight=False)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield show
 
 
 @contextlib.contextmanager
