@@ -26,6 +26,8 @@ class RunnerLimits:
     page_size: int
     max_model_len: int
     vocab_size: int
+    scores_prompts: bool = True
+    """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +79,7 @@ class Journal(Protocol):
 
     def arrival(self, request: Request, now: float) -> None: ...
 
-    def cancel(self, request_id: str, now: float) -> None: ...
+    def cancel(self, request_id: str, now: float, index: int | None) -> None: ...
 
     def plan(self, now: float, plan: StepPlan | None) -> None: ...
 
