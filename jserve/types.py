@@ -375,6 +375,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop_reason: int | str | None = None
     """The stop token id, when one ended the sequence."""
     error: str | None = None
+    error_code: str | None = None
+    """``JserveError.code`` of what went wrong, with ``error``; ``errors.error_of`` gives its class."""
     n_cached: int = 0
     seed: int | None = None
     """The seed in use, on the first output."""
