@@ -333,7 +333,8 @@ class StepResult:
     finite_R: np.ndarray
     """bool: False when the row's logits held a NaN or infinity."""
     logprob_RJ: np.ndarray
-    """float32: log-probability of each drawn token under the final distribution at temperature 1."""
+    """float32: log-probability of each drawn token under the model's raw logits (as vLLM: before biases,
+    penalties, temperature and truncation); 0 when no row of the step asked for log-probabilities."""
     top_ids_RJL: np.ndarray | None = None
     """int32[R, J, MAX_LOGPROBS] most likely ids, or None when no row asked."""
     top_logprobs_RJL: np.ndarray | None = None
