@@ -1,4 +1,5 @@
-"""Parameters that a user hands over (from training, from another program) put where the engine wants them.
+"""Parameters that a user hands over (from training, from another program) put where the engine
+wants them.
 
 Owns matching a tree of arrays against the specs. Must not know families or files.
 """
@@ -22,14 +23,17 @@ from jserve.weights.place import named, sharding_of
 def adopt(
     params: Any, specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any, *, canonical: Any = None
 ) -> Any:
-    """``params`` as a tree like ``specs``: cast to ``dtype`` and resharded on the device; no copy where both fit.
+    """``params`` as a tree like ``specs``: cast to ``dtype`` and resharded on the device; no copy
+    where both fit.
 
-    ``params`` is the same tree of jax or numpy arrays (lists may be dicts with the index as key, int or str), a
-    flax ``nnx.State``, or nested mappings of nnx variables. ``canonical`` (``family.specs(arch, 1)``) also admits
-    parameters in the layout of one device where the specs repeat kv heads.
+    ``params`` is the same tree of jax or numpy arrays (lists may be dicts with the index as key,
+    int or str), a flax ``nnx.State``, or nested mappings of nnx variables. ``canonical``
+    (``family.specs(arch, 1)``) also admits parameters in the layout of one device where the specs
+    repeat kv heads.
 
     Raises:
-        WeightsError: a path is missing or unknown, or a leaf has another shape or no floating dtype; ``field`` is
+        WeightsError: a path is missing or unknown, or a leaf has another shape or no floating
+        dtype; ``field`` is
             ``params.<path>``.
         ConfigError: the mesh does not fit the rules.
     """

@@ -1,7 +1,7 @@
 """``jserve convert``: any model we can load, written as an Orbax directory.
 
-Owns the order of the conversion: load on the host's CPU device, write, copy the text files. Needs host memory for the whole
-model in the target dtype.
+Owns the order of the conversion: load on the host's CPU device, write, copy the text files. Needs
+host memory for the whole model in the target dtype.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def convert(
 ) -> Source:
     """Convert model ``src`` (as ``--model`` takes it) to the Orbax directory ``dst``; returns it resolved.
 
-    ``dtype``: bfloat16, float16 or float32; None or "auto" keeps what config.json states. Tensors are checked for
-    NaN and infinity in full on the way.
+    ``dtype``: bfloat16, float16 or float32; None or "auto" keeps what config.json states. Tensors
+    are checked for NaN and infinity in full on the way.
 
     Raises:
         ConfigError: ``src`` is not found or not supported, ``dst`` is not empty.

@@ -1,13 +1,16 @@
-"""Dummy weights: normal-looking random values of any shape, drawn on the device, equal on every mesh.
+"""Dummy weights: normal-looking random values of any shape, drawn on the device, equal on every
+mesh.
 
-Owns the generator. An element is a function of (seed, checkpoint tensor name, flat index in that tensor), so tensor
-parallelism, kv-head repeat and fused layouts do not change a value. Must not know files.
+Owns the generator. An element is a function of (seed, checkpoint tensor name, flat index in that
+tensor), so tensor parallelism, kv-head repeat and fused layouts do not change a value. Must not
+know files.
 
     h = hash32(index, key(seed, name))          multiply-xorshift rounds on uint32, exact on every backend
     x = (sum of the four bytes of h - 510) / sigma     Irwin-Hall of 4: normal to 3.4 sigma, kurtosis 2.7
 
-Threefry would give better normals at a tenth of the speed on a CPU; nothing here needs them: dummy weights exist
-to have the right shape, scale and lack of structure. A tensor of over 2**32 elements repeats after 2**32.
+Threefry would give better normals at a tenth of the speed on a CPU; nothing here needs them: dummy
+weights exist to have the right shape, scale and lack of structure. A tensor of over 2**32 elements
+repeats after 2**32.
 """
 
 from __future__ import annotations

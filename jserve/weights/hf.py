@@ -1,8 +1,9 @@
 """A Hugging Face model directory: its JSON files and the tensors of one or many safetensors shards.
 
-Owns which file holds which tensor (single file, sharded index, or shards without an index) and reading
-config.json and generation_config.json. Nothing in the directory is ever imported or unpickled: ``auto_map`` and
-``*.py`` files are ignored, ``*.bin`` and the like are refused with advice. Must not know parameters or jax.
+Owns which file holds which tensor (single file, sharded index, or shards without an index) and
+reading config.json and generation_config.json. Nothing in the directory is ever imported or
+unpickled: ``auto_map`` and ``*.py`` files are ignored, ``*.bin`` and the like are refused with
+advice. Must not know parameters or jax.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def read_json(path: Path, hook: Any = None) -> dict[str, Any]:
     """The JSON object in ``path``.
 
     Raises:
-        ConfigError: missing, too large, not UTF-8, not JSON, not an object. ``DuplicateKey`` passes from ``hook``.
+        ConfigError: missing, too large, not UTF-8, not JSON, not an object. ``DuplicateKey``
+        passes from ``hook``.
     """
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
@@ -85,7 +87,8 @@ def dtype_name(config: Mapping[str, Any]) -> str:
 
 
 class Tensors:
-    """All tensors of a directory by name, read lazily; ``get`` checks the shape and remembers what was used.
+    """All tensors of a directory by name, read lazily; ``get`` checks the shape and remembers what
+    was used.
 
     Raises:
         WeightsError: an index or shard is missing or broken; ``field`` names the file (and tensor).
@@ -99,7 +102,8 @@ class Tensors:
         self._used: set[str] = set()
 
     def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Tensor ``name`` as a view of the mapped file. A checkpoint that lacks the ``model.`` prefix is read too.
+        """Tensor ``name`` as a view of the mapped file. A checkpoint that lacks the ``model.``
+        prefix is read too.
 
         Raises:
             WeightsError: no such tensor, another shape, or a dtype that is no plain floating type.

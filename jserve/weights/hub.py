@@ -1,6 +1,8 @@
-"""Models by hub name: the local cache first, then a download; one line on failure, never a long wait.
+"""Models by hub name: the local cache first, then a download; one line on failure, never a long
+wait.
 
-Owns the contact with huggingface_hub. Fetches JSON, safetensors and tokenizer files only: no code, no pickles.
+Owns the contact with huggingface_hub. Fetches JSON, safetensors and tokenizer files only: no code,
+no pickles.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ log = logging.getLogger(__name__)
 
 TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_FILES = ["*.safetensors"]
-# Folders hold other formats of the same weights (original/, onnx/); consolidated* doubles the download.
+# Folders hold other formats of the same weights (original/, onnx/); consolidated* doubles the
+# download.
 SKIPPED = ["*/*", "consolidated*"]
 PROBE_SECONDS = 5.0
 
 
 def download(name: str, revision: str = "", *, weights: bool = True) -> Path:
-    """The directory of hub model ``name`` at ``revision`` (empty: main), from the cache if it is there.
+    """The directory of hub model ``name`` at ``revision`` (empty: main), from the cache if it is
+    there.
 
     Raises:
         ConfigError: not cached and offline or unreachable, unknown, gated; ``field`` is the option.

@@ -1,10 +1,12 @@
-"""Where each element of a parameter lies in the checkpoint: the index arithmetic of ``ParamSpec`` and ``Part``.
+"""Where each element of a parameter lies in the checkpoint: the index arithmetic of ``ParamSpec``
+and ``Part``.
 
-Owns: cutting a shard of a parameter into regions of checkpoint tensors (``pieces``), and the way from one
-layout of a parameter to another (``split``, ``join``, ``relayout``). Pure Python and array methods: works on numpy and on jax arrays.
-Must not know files, devices or dtypes.
+Owns: cutting a shard of a parameter into regions of checkpoint tensors (``pieces``), and the way
+from one layout of a parameter to another (``split``, ``join``, ``relayout``). Pure Python and
+array methods: works on numpy and on jax arrays. Must not know files, devices or dtypes.
 
-A parameter is its parts laid along ``concat``; a part is a tensor seen as ``view``, axis 0 repeated::
+A parameter is its parts laid along ``concat``; a part is a tensor seen as ``view``, axis 0
+repeated::
 
     concat axis  ->   0        a.extent       a.extent + b.extent
                       |<- part a ->|<------- part b ------->|

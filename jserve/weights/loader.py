@@ -1,8 +1,8 @@
 """Parameters straight into their shards: from safetensors, Orbax or the dummy generator.
 
-Owns the choice of the source and the way of a file's bytes to a device: one shard of one parameter at a time is put
-together in host memory, cast, scanned and sent off, so the peak above the parameters themselves is one shard.
-Must not know a family or a file format.
+Owns the choice of the source and the way of a file's bytes to a device: one shard of one parameter
+at a time is put together in host memory, cast, scanned and sent off, so the peak above the
+parameters themselves is one shard. Must not know a family or a file format.
 
     spec tree --pieces--> views of mapped tensors --copy + cast--> host block (one shard) --device_put--> device
                                                                    freed before the next
@@ -40,7 +40,8 @@ def load(
     seed: int = 0,
     scan_nan: str = "sample",
 ) -> Any:
-    """The parameters of ``family.specs(arch, tp)``, each with the sharding ``rules`` give it on ``mesh``.
+    """The parameters of ``family.specs(arch, tp)``, each with the sharding ``rules`` give it on
+    ``mesh``.
 
     Args:
         source: where they come from, see ``jserve.weights.source.resolve``.
@@ -50,7 +51,8 @@ def load(
         scan_nan: "off", "sample" (some elements of each tensor) or "full".
 
     Raises:
-        WeightsError: a file is broken, or does not match the specs; ``field`` is the file and tensor.
+        WeightsError: a file is broken, or does not match the specs; ``field`` is the file and
+        tensor.
         ConfigError: the mesh does not fit the rules.
     """
     if scan_nan not in SCANS:

@@ -1,7 +1,8 @@
 """Orbax checkpoints of jserve's own parameters: written by ``convert``, restored onto any mesh.
 
 Owns the directory layout below and the contact with orbax-checkpoint. What is stored is the tree of
-``family.specs(arch, 1)``, so a checkpoint fits every number of devices; kv heads are repeated after the restore.
+``family.specs(arch, 1)``, so a checkpoint fits every number of devices; kv heads are repeated
+after the restore.
 
     DST/params/            the Orbax checkpoint (chunks of at most CHUNK_BYTES, so that a shard reads only its part)
     DST/*.json, ...        tokenizer and generation_config.json, copied
@@ -35,7 +36,8 @@ BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def save(directory: Path, params: Any, beside: Path) -> None:
-    """Write ``params`` (the tree of ``specs(arch, 1)``) and the text files of ``beside`` to ``directory``.
+    """Write ``params`` (the tree of ``specs(arch, 1)``) and the text files of ``beside`` to
+    ``directory``.
 
     Raises:
         ConfigError: the directory exists and is not empty, or cannot be written.
@@ -75,12 +77,15 @@ def restore(
     progress: Progress | None = None,
     scan_nan: str = "sample",
 ) -> Any:
-    """The parameters stored in ``root`` as a tree like ``specs``, each read straight into its shards.
+    """The parameters stored in ``root`` as a tree like ``specs``, each read straight into its
+    shards.
 
-    ``canonical`` is the tree that was stored. Parameters are restored in groups of at most the largest one.
+    ``canonical`` is the tree that was stored. Parameters are restored in groups of at most the
+    largest one.
 
     Raises:
-        WeightsError: the checkpoint is broken or holds another tree; ``field`` is directory:parameter.
+        WeightsError: the checkpoint is broken or holds another tree; ``field`` is
+        directory:parameter.
     """
     tree = _stored_tree(root)
     bases = [spec for _, spec in named(canonical)]
@@ -163,7 +168,8 @@ def _restored_or_blame(
     try:
         return _restored(root, canonical, abstract, group)
     except Exception as error:
-        # Storage errors name chunks, not parameters: the first of the group that fails alone is the one.
+        # Storage errors name chunks, not parameters: the first of the group that fails alone is
+        # the one.
         for i in group:
             try:
                 _restored(root, canonical, abstract, [i])

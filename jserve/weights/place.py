@@ -1,6 +1,7 @@
 """Putting parameters on a mesh: one shard of one parameter at a time.
 
-Owns names of parameters, their shardings, the walk over the spec tree and the check of values. Must not know where
+Owns names of parameters, their shardings, the walk over the spec tree and the check of values.
+Must not know where
 values come from: callers give a ``Make``.
 """
 

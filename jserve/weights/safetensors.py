@@ -1,15 +1,16 @@
 """One safetensors file, read lazily and with distrust.
 
-Owns the file format: an 8-byte little-endian header length, a JSON header, the tensors end to end. Every
-property of the header is checked before any tensor can be asked for; tensors are read-only numpy views of the
-mapped file, so nothing is copied until a slice is. Must not know parameters, models, jax or directories.
+Owns the file format: an 8-byte little-endian header length, a JSON header, the tensors end to end.
+Every property of the header is checked before any tensor can be asked for; tensors are read-only
+numpy views of the mapped file, so nothing is copied until a slice is. Must not know parameters,
+models, jax or directories.
 
     0        8              8+n                                            file size
     |  n u64 | JSON header  |  tensor  |  tensor  | ...                   |
                             ^ data_offsets count from here; no gap, no overlap, no rest
 
-Format: the safetensors specification. A file that shrinks while mapped kills the process (SIGBUS); replace
-weight files by renaming, never in place.
+Format: the safetensors specification. A file that shrinks while mapped kills the process (SIGBUS);
+replace weight files by renaming, never in place.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class SafetensorsFile:
     """A checked, mapped file. ``tensors`` maps names to ``TensorInfo``; ``read`` gives views.
 
     Raises:
-        WeightsError: the file is missing, truncated or malformed; ``field`` is the file, or file:tensor.
+        WeightsError: the file is missing, truncated or malformed; ``field`` is the file, or
+        file:tensor.
     """
 
     __slots__ = ("_map", "path", "tensors")

@@ -1,7 +1,7 @@
 """From what the user wrote (``--model``, ``--revision``, ``--load-format``) to a directory and its kind.
 
-Owns telling local directories, Orbax directories and hub names apart, and reading the JSON files beside the weights.
-Opens no weights, imports neither jax nor anything out of a model directory.
+Owns telling local directories, Orbax directories and hub names apart, and reading the JSON files
+beside the weights. Opens no weights, imports neither jax nor anything out of a model directory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Source:
 
 
 def resolve(model: str, revision: str = "", load_format: str = "auto") -> Source:
-    """Find a model: a local directory, a config.json (dummy weights only), or a hub name ``owner/name``.
+    """Find a model: a local directory, a config.json (dummy weights only), or a hub name
+    ``owner/name``.
 
     Raises:
         ConfigError: nothing there, no network, no config.json; ``field`` is the option or the file.
