@@ -5,6 +5,7 @@ Owns the ``AttentionBackend`` type and the registry of backends. Must not know f
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jserve.errors import ConfigError
 from jserve.model.view import Bucket, StepDims, StepView
 
 LayerKV = tuple[jax.Array, jax.Array]
@@ -39,3 +41,25 @@ class AttentionBackend:
     write_kv: Callable[[LayerKV, jax.Array, jax.Array, StepView], LayerKV]
     attend: Callable[..., jax.Array]
     options: Any = None
+
+
+_BACKENDS: dict[str, str] = {
+    "ref": "jserve.model.attn_ref:REF",
+    "xla": "jserve.model.attn_xla:XLA",
+}
+
+
+def backend(name: str, platform: str = "cpu") -> AttentionBackend:
+    """The backend of that name; ``auto`` takes the best one for the platform.
+
+    Raises:
+        ConfigError: no such backend.
+    """
+    name = "xla" if name == "auto" else name
+    if name not in _BACKENDS:
+        raise ConfigError(
+            f"attention_backend {name!r} does not exist, only auto, {', '.join(_BACKENDS)}",
+            field="attention_backend",
+        )
+    module, _, attribute = _BACKENDS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
