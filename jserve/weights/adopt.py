@@ -1,5 +1,4 @@
-"""Parameters that a user hands over (from training, from another program) put where the engine
-wants them.
+"""Parameters that a user hands over (say, from training) put where the engine wants them.
 
 Owns matching a tree of arrays against the specs. Must not know families or files.
 """
@@ -23,8 +22,7 @@ from jserve.weights.place import named, sharding_of
 def adopt(
     params: Any, specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any, *, canonical: Any = None
 ) -> Any:
-    """``params`` as a tree like ``specs``: cast to ``dtype`` and resharded on the device; no copy
-    where both fit.
+    """``params`` as a tree like ``specs``: cast and resharded; no copy where both fit already.
 
     ``params`` is the same tree of jax or numpy arrays (lists may be dicts with the index as key,
     int or str), a flax ``nnx.State``, or nested mappings of nnx variables. ``canonical``
@@ -33,8 +31,7 @@ def adopt(
 
     Raises:
         WeightsError: a path is missing or unknown, or a leaf has another shape or no floating
-        dtype; ``field`` is
-            ``params.<path>``.
+            dtype; ``field`` is ``params.<path>``.
         ConfigError: the mesh does not fit the rules.
     """
     given = dict(_leaves(params, ()))

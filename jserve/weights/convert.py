@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules
+from jserve.model.shard import ShardRules, make_mesh
 from jserve.weights import orbax
 from jserve.weights.hf import dtype_name
 from jserve.weights.loader import load
@@ -25,7 +23,7 @@ from jserve.weights.source import Source, resolve
 def convert(
     src: str, dst: str | Path, *, dtype: Any = None, progress: Progress | None = None
 ) -> Source:
-    """Convert model ``src`` (as ``--model`` takes it) to the Orbax directory ``dst``; returns it resolved.
+    """Write model ``src`` (as ``--model`` takes it) to the Orbax directory ``dst``; resolve that.
 
     ``dtype``: bfloat16, float16 or float32; None or "auto" keeps what config.json states. Tensors
     are checked for NaN and infinity in full on the way.
@@ -37,7 +35,7 @@ def convert(
     source = resolve(src)
     family = family_for(source.config)
     kind = jax.numpy.dtype(dtype if dtype not in (None, "auto") else dtype_name(source.config))
-    mesh = Mesh(np.array(jax.local_devices(backend="cpu")[:1]), ("tp",))
+    mesh = make_mesh(1, jax.local_devices(backend="cpu"))
     arch = family.arch(source.config)
     orbax.check_target(Path(dst))
     params = load(

@@ -1,12 +1,11 @@
-"""Dummy weights: normal-looking random values of any shape, drawn on the device, equal on every
-mesh.
+"""Dummy weights: random values close to normal, drawn on the device, equal on every mesh.
 
 Owns the generator. An element is a function of (seed, checkpoint tensor name, flat index in that
 tensor), so tensor parallelism, kv-head repeat and fused layouts do not change a value. Must not
 know files.
 
-    h = hash32(index, key(seed, name))          multiply-xorshift rounds on uint32, exact on every backend
-    x = (sum of the four bytes of h - 510) / sigma     Irwin-Hall of 4: normal to 3.4 sigma, kurtosis 2.7
+    h = hash32(index, key(seed, name))    multiply-xorshift rounds on uint32: exact everywhere
+    x = (sum of h's 4 bytes - 510) / sigma    Irwin-Hall of 4: up to 3.4 sigma, kurtosis 2.7
 
 Threefry would give better normals at a tenth of the speed on a CPU; nothing here needs them: dummy
 weights exist to have the right shape, scale and lack of structure. A tensor of over 2**32 elements
@@ -32,7 +31,7 @@ _SIGMA = math.sqrt(4 * (256**2 - 1) / 12)
 
 
 def draw_shard(spec: ParamSpec, index: Index, dtype: Any, seed: int, device: Any) -> jax.Array:
-    """One shard of a parameter on ``device``: ``dtype[shard]``, mean ``init_mean``, deviation ``init``."""
+    """One shard of a parameter on ``device``: mean ``init_mean``, deviation ``init``."""
     shape = shard_shape(spec, index)
     with jax.default_device(device):
         if spec.init == 0:
@@ -81,7 +80,7 @@ def _fill(out: jax.Array, at: Any, *args: Any, **static: Any) -> jax.Array:
 def _flat_index(
     shape: tuple[int, ...], start: Any, view: tuple[int, ...], repeat: int
 ) -> jax.Array:
-    """uint32[shape]: the row-major index in the checkpoint tensor of each element of the region (mod 2**32)."""
+    """uint32[shape]: the row-major index in the tensor of each element of the region."""
     flat, stride = jnp.zeros((), jnp.uint32), 1
     for d in reversed(range(len(shape))):
         i = lax.broadcasted_iota(jnp.uint32, shape, d) + start[d]
@@ -102,7 +101,7 @@ def _hash(x: jax.Array, key: Any) -> jax.Array:
 
 
 def _normal(bits: jax.Array) -> jax.Array:
-    """Sum of the four bytes, centred: float32, whole numbers in [-510, 510], so exact everywhere."""
+    """Sum of the four bytes, centred: float32 whole numbers in [-510, 510], hence exact."""
     pairs = (bits & jnp.uint32(0xFF00FF)) + ((bits >> 8) & jnp.uint32(0xFF00FF))
     total = (pairs & jnp.uint32(0xFFFF)) + (pairs >> 16)
     return (total.astype(jnp.int32) - 510).astype(jnp.float32)

@@ -87,8 +87,7 @@ def dtype_name(config: Mapping[str, Any]) -> str:
 
 
 class Tensors:
-    """All tensors of a directory by name, read lazily; ``get`` checks the shape and remembers what
-    was used.
+    """All tensors of a directory by name, read lazily; ``get`` checks and remembers what was used.
 
     Raises:
         WeightsError: an index or shard is missing or broken; ``field`` names the file (and tensor).
@@ -138,7 +137,7 @@ class Tensors:
             file.drop_pages()
 
     def warn_unused(self, ignore: Iterable[str] = ()) -> list[str]:
-        """Log the tensors nothing asked for, once; returns their names (known buffers and ``ignore`` left out)."""
+        """Log and return the tensors nothing asked for, except known buffers and ``ignore``."""
         skip = set(ignore)
         extra = sorted(
             n for n in self._files if n not in self._used | skip and not n.endswith(BUFFERS)
@@ -161,8 +160,8 @@ def no_weights(directory: Path) -> WeightsError:
     pickles = sorted(p.name for pattern in PICKLES for p in directory.glob(pattern))
     if pickles:
         why = (
-            f"only pickled weights ({pickles[0]}), which are never loaded because they can run code; "
-            "save them as safetensors, e.g. model.save_pretrained(dir) with transformers"
+            f"only pickled weights ({pickles[0]}); they are never loaded because they can run "
+            "code. Save them as safetensors, e.g. model.save_pretrained(dir) with transformers"
         )
         return WeightsError(f"{directory}: {why}", field=str(directory / pickles[0]))
     return WeightsError(f"{directory}: no *.safetensors file", field=str(directory / SINGLE))

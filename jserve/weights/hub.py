@@ -1,5 +1,4 @@
-"""Models by hub name: the local cache first, then a download; one line on failure, never a long
-wait.
+"""Models by hub name: the local cache first, then a download; failures are one quick line.
 
 Owns the contact with huggingface_hub. Fetches JSON, safetensors and tokenizer files only: no code,
 no pickles.
@@ -41,12 +40,15 @@ def download(name: str, revision: str = "", *, weights: bool = True) -> Path:
     """
     wanted = TEXT_FILES + (WEIGHT_FILES if weights else [])
     cached = _cached(name, revision, wanted)
-    if cached is not None and (cached / "config.json").exists():
-        if not weights or has_safetensors(cached):
-            log.info("%s: from the local cache (%s)", name, cached.name)
-            return cached
+    if cached is not None and _complete(cached, weights):
+        log.info("%s: from the local cache (%s)", name, cached.name)
+        return cached
     _check_reachable(name)
     return _fetch(name, revision, wanted)
+
+
+def _complete(snapshot: Path, weights: bool) -> bool:
+    return (snapshot / "config.json").exists() and (not weights or has_safetensors(snapshot))
 
 
 def _cached(name: str, revision: str, wanted: list[str]) -> Path | None:

@@ -1,5 +1,4 @@
-"""Where each element of a parameter lies in the checkpoint: the index arithmetic of ``ParamSpec``
-and ``Part``.
+"""Where each element of a parameter lies in the checkpoint: index arithmetic over ``Part``s.
 
 Owns: cutting a shard of a parameter into regions of checkpoint tensors (``pieces``), and the way
 from one layout of a parameter to another (``split``, ``join``, ``relayout``). Pure Python and
@@ -12,9 +11,10 @@ repeated::
                       |<- part a ->|<------- part b ------->|
     shard index               [=====================]
     pieces                    [ a' ][       b'      ]          out: where in the shard
-                                     b' rows 2:6 of the repeated axis, repeat 2
-                                     source rows 1:3, each twice, nothing trimmed
-    odd edges                        rows 3:6: source rows 1:3 -> 4 rows, first one trimmed (skip = 1)
+
+    axis 0 of a part with repeat 2:   view rows       0   1   2
+                                      part rows      0 1 2 3 4 5
+    part rows 3:6 are cut from view rows 1:3 (each twice), less the first one (skip = 1)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Piece:
         return tuple(s.stop - s.start for s in self.rows)
 
     def cut(self, tensor: Any) -> Any:
-        """The region out of ``tensor`` (shape ``part.shape``); a view of it unless axis 0 repeats."""
+        """The region of ``tensor`` (shape ``part.shape``); a view of it unless axis 0 repeats."""
         view = tensor.reshape(self.part.view)
         r = self.part.repeat
         if r == 1:
@@ -68,26 +68,20 @@ class Piece:
 
 
 def check(spec: ParamSpec, name: str) -> None:
-    """Assert that the parts fill the parameter exactly (a wrong spec is our bug, not the user's)."""
+    """Assert that the parts fill the parameter exactly (a wrong spec is our own bug)."""
+    c = spec.concat
     assert len(spec.axes) == len(spec.shape), f"{name}: {spec.axes} against {spec.shape}"
     for part in spec.parts:
-        assert math.prod(part.view) == math.prod(part.shape), (
-            f"{name}: {part.name} view {part.view}"
-        )
-        shape = _repeated(part)
-        assert len(shape) == len(spec.shape), f"{name}: {part.name} has rank {len(shape)}"
-        rest = [
-            (a, b)
-            for d, (a, b) in enumerate(zip(shape, spec.shape, strict=True))
-            if d != spec.concat
-        ]
-        assert all(a == b for a, b in rest), f"{name}: {part.name} is {shape} in {spec.shape}"
-    total = sum(_repeated(p)[spec.concat] for p in spec.parts)
-    assert total == spec.shape[spec.concat], f"{name}: parts give {total}, not {spec.shape}"
+        shape, size = _repeated(part), math.prod(part.shape)
+        assert math.prod(part.view) == size, f"{name}: {part.name} viewed as {part.view}"
+        fits = (*shape[:c], *shape[c + 1 :]) == (*spec.shape[:c], *spec.shape[c + 1 :])
+        assert fits, f"{name}: {part.name} is {shape} in {spec.shape}"
+    total = sum(_repeated(p)[c] for p in spec.parts)
+    assert total == spec.shape[c], f"{name}: parts give {total}, not {spec.shape}"
 
 
 def pieces(spec: ParamSpec, index: Index) -> Iterator[Piece]:
-    """The pieces, in order, that fill the shard ``index`` (slices with step 1 or None) of ``spec``."""
+    """The pieces, in order, that fill the shard ``index`` (steps of 1) of ``spec``."""
     want = [range(*s.indices(n)) for s, n in zip(index, spec.shape, strict=True)]
     start = 0
     for part in spec.parts:
@@ -132,13 +126,8 @@ def join(spec: ParamSpec, tensors: Mapping[str, Any], concatenate: Any = np.conc
     return cuts[0] if len(cuts) == 1 else concatenate(cuts, axis=spec.concat)
 
 
-def same_tensors(a: ParamSpec, b: ParamSpec) -> bool:
-    """Whether two specs hold the same checkpoint tensors, so that ``relayout`` can go between them."""
-    return {(p.name, p.shape) for p in a.parts} == {(p.name, p.shape) for p in b.parts}
-
-
 def relayout(array: Any, src: ParamSpec, dst: ParamSpec, concatenate: Any = np.concatenate) -> Any:
-    """The parameter ``array`` laid out by ``src``, as ``dst`` lays it out (e.g. with kv heads repeated)."""
+    """The parameter ``array``, laid out by ``src``, as ``dst`` lays it out (heads repeated)."""
     return join(dst, split(src, array), concatenate)
 
 

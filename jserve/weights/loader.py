@@ -4,8 +4,8 @@ Owns the choice of the source and the way of a file's bytes to a device: one sha
 at a time is put together in host memory, cast, scanned and sent off, so the peak above the
 parameters themselves is one shard. Must not know a family or a file format.
 
-    spec tree --pieces--> views of mapped tensors --copy + cast--> host block (one shard) --device_put--> device
-                                                                   freed before the next
+    spec tree --pieces--> views of mapped tensors --copy, cast--> host block --device_put--> device
+                                                                  one shard, freed before the next
 On a CPU device the block itself becomes the shard (see ``place.ALIGN``).
 """
 

@@ -4,7 +4,7 @@ Owns the directory layout below and the contact with orbax-checkpoint. What is s
 ``family.specs(arch, 1)``, so a checkpoint fits every number of devices; kv heads are repeated
 after the restore.
 
-    DST/params/            the Orbax checkpoint (chunks of at most CHUNK_BYTES, so that a shard reads only its part)
+    DST/params/            the Orbax checkpoint, in chunks: a shard reads only its part
     DST/*.json, ...        tokenizer and generation_config.json, copied
     DST/config.json        copied last: a directory without it was not finished
 """
@@ -143,7 +143,7 @@ def _check_stored(root: Path, stored: dict[str, Any], wanted: list[tuple[str, Pa
 def _abstract(
     base: ParamSpec, name: str, spec: ParamSpec, mesh: Mesh, rules: ShardRules, dtype: Any
 ) -> jax.ShapeDtypeStruct:
-    """What to restore: straight into the final shards, or replicated where kv heads are repeated afterwards."""
+    """What to restore: the final shards, or replicas where kv heads are repeated afterwards."""
     if base.shape == spec.shape:
         sharding = sharding_of(spec, name, mesh, rules)
     else:

@@ -60,7 +60,7 @@ def sharding_of(spec: ParamSpec, name: str, mesh: Mesh, rules: ShardRules) -> Na
             )
         if axis is not None and n % mesh.shape[axis]:
             raise ConfigError(
-                f"{name}: {spec.shape} cannot be split over {mesh.shape[axis]} devices of axis {axis!r}",
+                f"{name}: {spec.shape} does not split over {mesh.shape[axis]} of axis {axis!r}",
                 field=name,
             )
     return rules.sharding(mesh, spec.axes)

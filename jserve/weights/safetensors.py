@@ -91,7 +91,7 @@ class SafetensorsFile:
         return flat.view(info.dtype).reshape(info.shape)
 
     def drop_pages(self) -> None:
-        """Let the kernel take back the pages read so far (they stay in its cache if there is room)."""
+        """Unmap the pages read so far; they stay in the kernel's cache if there is room."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -172,9 +172,9 @@ def _info(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
     if dtype is None:
         raise broken(path, f"unknown dtype {str(entry.get('dtype'))[:40]!r}", name)
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    if not _naturals(shape) or len(shape) > MAX_RANK:
+    if not isinstance(shape, list) or not _naturals(shape) or len(shape) > MAX_RANK:
         raise broken(path, "shape is not a short list of whole numbers", name)
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not isinstance(offsets, list) or not _span(offsets):
         raise broken(path, "data_offsets are not [begin, end]", name)
     if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**62:
         raise broken(path, f"shape {shape} is too large", name)
@@ -188,8 +188,12 @@ def _info(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
     )
 
 
-def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+def _naturals(values: list[Any]) -> bool:
+    return all(type(n) is int and n >= 0 for n in values)
+
+
+def _span(values: list[Any]) -> bool:
+    return len(values) == 2 and _naturals(values) and values[0] <= values[1]
 
 
 def _check_cover(path: Path, infos: Mapping[str, TensorInfo], base: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""From what the user wrote (``--model``, ``--revision``, ``--load-format``) to a directory and its kind.
+"""From what the user wrote (``--model``, ``--load-format``) to a directory and its kind.
 
 Owns telling local directories, Orbax directories and hub names apart, and reading the JSON files
 beside the weights. Opens no weights, imports neither jax nor anything out of a model directory.
@@ -64,7 +64,7 @@ def resolve(model: str, revision: str = "", load_format: str = "auto") -> Source
 
 
 def orbax_root(directory: Path) -> Path | None:
-    """The Orbax checkpoint of a directory: its ``params`` folder or itself; None if neither is one."""
+    """The Orbax checkpoint of a directory: its ``params`` folder or itself; None if neither."""
     for root in (directory / ORBAX_DIR, directory):
         if any((root / mark).exists() for mark in ORBAX_MARKS):
             return root
