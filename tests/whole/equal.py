@@ -53,6 +53,7 @@ OPTIONS = {
     "max_model_len": 160,
     "max_drafts": 3,
     "compile_cache": "",
+    "attention_backend": "ref",
 }
 BUCKETS = (
     Bucket(D=2, P=0, F=0, J=1),

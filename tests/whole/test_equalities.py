@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from whole import equal
+from tests.whole import equal
 
 TOLERANCE = 2e-4
 """Of log-probabilities; tokens and finish reasons must be equal."""
