@@ -241,6 +241,7 @@ class Scheduler:
             computed = len(seq.tokens) - 1 if drawn else seq.n_prompt
             if computed // self.floor.cache.page_size > lease.n_published:
                 self.floor.cache.publish(lease, seq.tokens, computed)
+        scores = self.scores.take(seq) if first else None
         if seq.finish is not None:
             self._retire(seq, now)
         return Output(
@@ -250,7 +251,7 @@ class Scheduler:
             logprobs=None
             if params.logprobs is None
             else outcome.logprobs_of(seq, result, row, len(drawn)),
-            prompt_logprobs=self.scores.take(seq) if first else None,
+            prompt_logprobs=scores,
             finish=seq.finish,
             stop_reason=seq.stop_reason,
             n_cached=seq.n_cached,
