@@ -1,4 +1,4 @@
-"""Fakes that keep the contract: a runner in numpy whose tokens betray every wrong page, and a byte tokenizer.
+"""Fakes that keep the contract: a runner whose tokens betray every wrong page, a byte tokenizer.
 
 Owns ``FakeRunner`` and ``ByteTokenizer``, for our tests and for users who test without a model.
 Must not import jax.
@@ -7,9 +7,9 @@ Must not import jax.
 plan's page table, as a device would. Per position it stores the token and a hash of all that was
 visible when it was computed (as KV depends on the whole prefix)::
 
-    sum_p = sum over i <= p of  mix(token_i, i)          read from the tokens the page table points at
-    ctx_p = mix(sum_p)                                   stored beside the token
-    draw  = mix(sum over i <= p of  mix(ctx_i, i))       read from the ctx the page table points at
+    sum_p = sum over i <= p of  mix(token_i, i)       read from the tokens that the table points at
+    ctx_p = mix(sum_p)                                stored beside the token
+    draw  = mix(sum over i <= p of  mix(ctx_i, i))    read from the ctx that the table points at
 
 so a page that is stale, shared too early, freed too early, or off by one changes the next token.
 Reading a position that was never written, writing scratch, or two rows writing one position raises
@@ -134,7 +134,7 @@ def _logprob(seen: int) -> float:
 
 
 class FakeRunner:
-    """``ports.Runner`` in numpy. Programs run in launch order, at launch; ``collect`` hands out results.
+    """``ports.Runner`` in numpy. A program runs at its launch; ``collect`` hands out its result.
 
     ``nan`` names (request id, index) pairs whose next emitting row gives logits that are not
     finite; ``fail_next`` makes the next ``collect`` raise; ``step_s`` is how long a step takes from
@@ -298,7 +298,7 @@ class FakeRunner:
         return _mix_N(np.cumsum(_place_N(self.ctx_PZ[page_N, off_N])))
 
     def _draw(self, row: RowPlan, pages: np.ndarray, start: int, out: _Out, r: int) -> None:
-        """Draw at the row's last token, or at each draft as long as drafts are what would be drawn."""
+        """Draw at the row's last token, or at each draft while drafts are what would be drawn."""
         seq, slot = row.seq, self._slots[row.slot]
         params, stops = seq.request.params, _stops(seq.request)
         seen_N = self._seen_N(pages, start + row.count)

@@ -18,7 +18,8 @@ Three counters of a sequence that must never be mixed up::
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -305,8 +306,8 @@ class SlotLoad:
 class StepPlan:
     """Which rows run next. Host values only: no padding, no device arrays.
 
-    Decode and verify rows come first, then prefill rows. Row r's token at position p has its KV in page
-    ``page_table_RM[r, p // page_size]``.
+    Decode and verify rows come first, then prefill rows. Row r's token at position p has its KV in
+    page ``page_table_RM[r, p // page_size]``.
     """
 
     id: int

@@ -87,7 +87,7 @@ class Scheduler:
         self.floor = Residency(n_slots=limits.n_slots, max_running=room, cache=cache)
         self.scores = PromptScores()
         self._groups: dict[str, list[Sequence]] = {}
-        self._n_submitted = self._n_steps = self._n_uncommitted = self._n_finished = 0
+        self._n_submitted = self.n_steps = self._n_uncommitted = self._n_finished = 0
         self._last_finish: float | None = None
         self._finish_gap = 1.0
 
@@ -131,8 +131,8 @@ class Scheduler:
         self._admit(draft)
         plan = None
         if draft.rows:
-            plan = draft.freeze(self._n_steps, self.floor.cache)
-            self._n_steps += 1
+            plan = draft.freeze(self.n_steps, self.floor.cache)
+            self.n_steps += 1
             self._n_uncommitted += 1
         if self.journal is not None:
             self.journal.plan(now, plan)

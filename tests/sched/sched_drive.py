@@ -74,7 +74,9 @@ class Told:
 class Drive:
     """An engine loop of ``depth`` steps ahead, with oracles on."""
 
-    def __init__(self, lim: RunnerLimits | None = None, *, depth=1, eos_rate=0, checks=True, **options):
+    def __init__(
+        self, lim: RunnerLimits | None = None, *, depth=1, eos_rate=0, checks=True, **options
+    ):
         sched = {k: options.pop(k) for k in ("proposer", "journal") if k in options}
         self.limits = lim or limits()
         self.config = config(**options)
@@ -182,7 +184,9 @@ class Drive:
         rows = {id(row.seq) for row in plan.rows}
         for seq in running:
             done = len(seq.tokens) + seq.in_flight >= seq.max_len
-            assert id(seq) in rows or seq.scheduled < seq.given or done, "I11: a decoder was skipped"
+            assert id(seq) in rows or seq.scheduled < seq.given or done, (
+                "I11: a decoder was skipped"
+            )
         chunk = options.max_prefill_chunk
         for row in plan.rows:
             assert row.from_slot or not chunk or row.count <= chunk, "a chunk is too large"
@@ -194,9 +198,13 @@ class Drive:
         floor.check(tuple(self.held))  # I1 - I8
         self._check_states()
         for key, node in floor.cache.tree.nodes():
-            assert int(self.runner.step_P[node.page]) in self.committed, "I9: a page is known too soon"
+            assert int(self.runner.step_P[node.page]) in self.committed, (
+                "I9: a page is known too soon"
+            )
             stored = tuple(self.runner.token_PZ[node.page].tolist())
-            assert stored == node.key, f"I6: the tree says {node.key}, the page holds {stored}, {key}"
+            assert stored == node.key, (
+                f"I6: the tree says {node.key}, the page holds {stored}, {key}"
+            )
 
     def _check_states(self) -> None:
         """I10, I12, I13: counters and states of every live sequence."""
