@@ -306,8 +306,8 @@ class SlotLoad:
 class StepPlan:
     """Which rows run next. Host values only: no padding, no device arrays.
 
-    Decode and verify rows come first, then prefill rows. Row r's token at position p has its KV in page
-    ``page_table_RM[r, p // page_size]``.
+    Decode and verify rows come first, then prefill rows. Row r's token at position p has its KV in
+    page ``page_table_RM[r, p // page_size]``.
     """
 
     id: int
