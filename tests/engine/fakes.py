@@ -1,7 +1,7 @@
 """A scheduler and a runner just large enough to drive the engine, with faults to order.
 
-Token i of a sequence is a function of its prompt and i only (``expected``), so that any lost, doubled or
-misdirected output shows.
+Token i of a sequence is a function of its prompt and i only (``expected``), so that any lost,
+doubled or misdirected output shows.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class FakeScheduler:
 
 
 class FakeRunner:
-    """Draws ``token`` after ``step_s`` seconds. ``before`` is called with the calls so far and may raise."""
+    """Draws ``token`` after ``step_s`` seconds; ``before(call, plan id)`` may raise."""
 
     limits = LIMITS
 
@@ -219,8 +219,13 @@ def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> tu
         raise ConfigError("model: no such directory", field="model")
     if model == "crash at start":
         raise RuntimeError("boom")
+    if model == "hang at start":
+        time.sleep(60)
     progress("compile", 2, 2)
-    runner = ResettableRunner(step_s=0.002, before=_poison if model == "poison" else None)
+    runner = ResettableRunner(
+        step_s=60.0 if model == "hang in a step" else 0.002,
+        before=_poison if model == "poison" else None,
+    )
     engine = Engine(FakeScheduler(), runner, overlap=config.scheduler.overlap)  # type: ignore[arg-type]
     return engine, {"model": model, "vocab_size": LIMITS.vocab_size}
 
