@@ -58,6 +58,7 @@ class AsyncEngine:
         counters: engine_deaths, restarts, faults, aborted, slow_readers, dropped_outputs.
         gave_up: set when the engine is dead for good; ``gave_up_reason`` says why.
         draining: True once ``drain`` was called.
+        client: the current engine's, None before the start.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class AsyncEngine:
         self._max_buffered, self._slow_reader_s = max_buffered_tokens, slow_reader_s
         self._clock = clock
         self._streams: dict[str, Stream] = {}
-        self._client: EngineClient | None = None
+        self.client: EngineClient | None = None
         self._stats = Stats()
         self._moved_at = self._ready_at = clock()
         self._n_tries = 0
@@ -120,8 +121,8 @@ class AsyncEngine:
         if self._restart is not None:
             self._restart.cancel()
         self._fail_all("the engine was closed", EngineDead.code, cancel=False)
-        if self._client is not None:
-            await asyncio.to_thread(self._client.close)
+        if self.client is not None:
+            await asyncio.to_thread(self.client.close)
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         """Run a request: its outputs as they come, one terminal one per choice; then it ends.
@@ -173,8 +174,8 @@ class AsyncEngine:
 
     def _open(self, request: Request) -> Stream:
         self._check_open(request)
-        assert self._client is not None
-        self._client.submit(request)
+        assert self.client is not None
+        self.client.submit(request)
         if not any(stream.open for stream in self._streams.values()):
             self._moved_at = self._clock()
         stream = Stream(request, max_buffered=self._max_buffered, clock=self._clock)
@@ -194,8 +195,8 @@ class AsyncEngine:
             raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
 
     def _cancel(self, request_id: str, index: int | None = None) -> None:
-        if self._client is not None and self._client.alive:
-            self._client.cancel(request_id, index)
+        if self.client is not None and self.client.alive:
+            self.client.cancel(request_id, index)
 
     def _deliver(self, output: Output) -> None:
         """Hand an output to its stream, unless its choice has already ended."""
@@ -218,7 +219,7 @@ class AsyncEngine:
 
     def _launch(self) -> None:
         self._fault = None
-        self._client = client = self._make_client()
+        self.client = client = self._make_client()
         loop = self._loop
 
         def on_message(message: Message) -> None:
@@ -237,7 +238,7 @@ class AsyncEngine:
             on_message(Gone(exit_code=1))
 
     def _on_message(self, client: EngineClient, message: Message) -> None:
-        if client is not self._client:
+        if client is not self.client:
             return
         match message:
             case Outputs():

@@ -19,15 +19,13 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jserve.engine.wire import Cancel, Stats, Submit
 from jserve.errors import EngineDead, JserveError, RequestFailed
 from jserve.ports import Clock, InFlight, Runner
+from jserve.sched.scheduler import Scheduler
 from jserve.types import Finish, Output, Request, StepPlan
-
-if TYPE_CHECKING:
-    from jserve.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

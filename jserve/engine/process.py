@@ -103,7 +103,7 @@ def serve(engine: Engine, link: Link) -> None:
         LinkClosed: the other end is gone.
         EngineDead: see ``Engine.step``.
     """
-    wait_s: float | None = None
+    wait_s = 0.0 if engine.busy else None
     told = 0.0
     while True:
         for message in link.receive(wait_s):

@@ -14,6 +14,7 @@ One line per event, in order; ``plan`` lines hold the decision, which the replay
     }
     {"type": "commit", "now": 3.0, "step": 0, "tokens": {...}, "n_ok": {...}}
     {"type": "cancel", "now": 4.0, "id": "r1", "index": null}
+    {"type": "reset", "now": 5.0}
 """
 
 from __future__ import annotations
@@ -128,7 +129,11 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
         )
 
 
-Event = Arrival | Cancelled | Planned | Committed
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    now: float
+
+
+Event = Arrival | Cancelled | Planned | Committed | Reset
 
 
 class JournalFile:
@@ -161,6 +166,9 @@ class JournalFile:
                 prompt={r: _scored(s) for r, s in result.prompt.items()},
             )
         )
+
+    def reset(self, now: float) -> None:
+        self._write(Reset(now=now))
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")
@@ -218,6 +226,9 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
         return scheduler.commit(plans.pop(event.step), event.result(), event.now)
     if isinstance(event, Cancelled):
         return scheduler.cancel(event.id, event.now, event.index)
+    if isinstance(event, Reset):
+        scheduler.reset(event.now)
+        return []
     assert isinstance(event, Arrival)
     with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
         scheduler.submit(event.request, event.now)

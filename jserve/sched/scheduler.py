@@ -208,6 +208,16 @@ class Scheduler:
         """Instead of ``commit``, for a step that raised: its sequences end with ``error``."""
         return self._commit(plan, outcome.failed(len(plan.rows)), now, error)
 
+    def reset(self, now: float) -> None:
+        """The device lost its state (a step raised): all who run start over from their tokens, and
+        nothing is cached. Every plan must be committed or failed before."""
+        if self.journal is not None:
+            self.journal.reset(now)
+        assert self._n_uncommitted == 0, f"{self._n_uncommitted} steps are still in flight"
+        for seq in list(self.floor.running):
+            self.floor.preempt(seq)
+        self.floor.cache.clear()
+
     def _commit(self, plan: StepPlan, result: StepResult, now: float, error: str) -> list[Output]:
         if self.journal is not None:
             self.journal.commit(now, plan, result)

@@ -1,10 +1,10 @@
-"""An engine process for the tests: ``python -m tests.engine.child FD [MODEL]``."""
+"""An engine process for the tests: ``python -m tests.engine.child FD``."""
 
 from __future__ import annotations
 
 import sys
 
-from jserve.engine.process import main
+from jserve.engine import process
 from tests.engine.fakes import build
 
 
@@ -13,4 +13,5 @@ def command(fd: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), build))
+    process.ORPHAN_GRACE_S = 0.3
+    sys.exit(process.main(int(sys.argv[1]), build))

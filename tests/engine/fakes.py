@@ -1,7 +1,7 @@
 """A scheduler and a runner just large enough to drive the engine, with faults to order.
 
-Token i of a sequence is a function of its prompt and i only (``expected``), so that any lost, doubled or
-misdirected output shows.
+Token i of a sequence is a function of its prompt and i only (``expected``), so that any lost,
+doubled or misdirected output shows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from jserve import testing
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.errors import BadRequest, ConfigError, Overloaded
 from jserve.ports import InFlight, RunnerLimits
+from jserve.sched.scheduler import Scheduler
 from jserve.types import (
     Finish,
     Output,
@@ -40,6 +42,8 @@ LIMITS = RunnerLimits(
     max_model_len=4096,
     vocab_size=1000,
 )
+
+HOST_CORE_LIMITS = dataclasses.replace(LIMITS, n_slots=32, max_rows=32, max_decode_rows=32)
 
 
 def request(id: str, n_prompt: int = 4, max_tokens: int = 8, **params: Any) -> Request:
@@ -169,7 +173,7 @@ class FakeScheduler:
 
 
 class FakeRunner:
-    """Draws ``token`` after ``step_s`` seconds. ``before`` is called with the calls so far and may raise."""
+    """Draws ``token`` after ``step_s`` seconds; ``before(call, plan id)`` may raise."""
 
     limits = LIMITS
 
@@ -219,8 +223,16 @@ def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> tu
         raise ConfigError("model: no such directory", field="model")
     if model == "crash at start":
         raise RuntimeError("boom")
+    if model == "hang at start":
+        time.sleep(60)
     progress("compile", 2, 2)
-    runner = ResettableRunner(step_s=0.002, before=_poison if model == "poison" else None)
+    if model == "host core":
+        scheduler = Scheduler(HOST_CORE_LIMITS, config)
+        return Engine(scheduler, testing.FakeRunner(HOST_CORE_LIMITS)), {"model": model}
+    runner = ResettableRunner(
+        step_s=60.0 if model == "hang in a step" else 0.002,
+        before=_poison if model == "poison" else None,
+    )
     engine = Engine(FakeScheduler(), runner, overlap=config.scheduler.overlap)  # type: ignore[arg-type]
     return engine, {"model": model, "vocab_size": LIMITS.vocab_size}
 

@@ -3,6 +3,7 @@ strings."""
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -29,7 +30,7 @@ def ids_of(tokenizer):
 def chunks(draw, ids):
     cuts = draw(st.lists(st.integers(0, len(ids)), max_size=6)) if ids else []
     edges = [0, *sorted(cuts), len(ids)]
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def run(stream, parts):
