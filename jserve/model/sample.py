@@ -147,17 +147,23 @@ def adjust(raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array) 
 
 def draw(logits_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
     """int32[E]: a token of each row's truncated distribution (any token for a greedy row)."""
+    uniform = uniforms(draws.seed_E2, draws.pos_E, PURPOSE_TOKEN)
+    return _invert(weights(logits_EV, draws, flags), uniform)
+
+
+def weights(logits_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
+    """float32[E, V]: what the draw is proportional to; 0 for a token that was cut, 1 for the likeliest."""
     temperature_E = jnp.where(_is_greedy(draws), 1.0, draws.temperature_E)
-    top_E = jnp.maximum(jnp.max(logits_EV, axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
-    scaled_EV = (logits_EV - top_E) / temperature_E[:, None]
+    top_E1 = jnp.max(logits_EV, axis=-1, keepdims=True)
+    top_E1 = jnp.maximum(top_E1, jnp.finfo(jnp.float32).min)
+    scaled_EV = (logits_EV - top_E1) / temperature_E[:, None]
     floor_E = jax.lax.cond(
         flags & TRUNCATE,
         lambda x: threshold(x, draws),
         lambda x: jnp.full(x.shape[:1], _NEG),
         scaled_EV,
     )
-    weight_EV = jnp.where(scaled_EV >= floor_E[:, None], jnp.exp(scaled_EV), 0.0)
-    return _invert(weight_EV, uniforms(draws.seed_E2, draws.pos_E, PURPOSE_TOKEN))
+    return jnp.where(scaled_EV >= floor_E[:, None], jnp.exp(scaled_EV), 0.0)
 
 
 def uniforms(seed_E2: jax.Array, pos_E: jax.Array, purpose: int) -> tuple[jax.Array, jax.Array]:
@@ -191,7 +197,8 @@ def threshold(scaled_EV: jax.Array, draws: Draws) -> jax.Array:
     at_E = jnp.sum((mass_En < want_E[:, None]).astype(jnp.int32), axis=1)
     edge_E = jnp.take_along_axis(best_En, jnp.minimum(at_E, n - 1)[:, None], axis=1)[:, 0]
     cuts_E = (draws.top_p_E < 1.0) & ~_is_greedy(draws)
-    wide_E = cuts_E & (at_E >= n) & (best_En[:, -1] > floor_E)
+    # Not best_En[:, -1]: a second slice of the sort that top_k lowers to keeps it a full sort.
+    wide_E = cuts_E & (at_E >= n) & (jnp.min(best_En, axis=1) > floor_E)
     edge_E = _search(scaled_EV, weight_EV, want_E, edge_E, wide_E)
     return jnp.where(cuts_E, jnp.maximum(floor_E, edge_E), floor_E)
 
