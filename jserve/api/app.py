@@ -16,7 +16,7 @@ from jserve.api.ask import ModelCard
 from jserve.api.auth import Access, Keys
 from jserve.api.chat import ChatTemplate
 from jserve.api.errors import shown
-from jserve.api.front import Front, Limits, ServedEngine, answer, json_response
+from jserve.api.front import TRACE, Front, Limits, ServedEngine, answer, json_response
 from jserve.api.metrics import Metrics
 from jserve.api.middleware import Handler, make_middlewares, request_id
 from jserve.api.prepare import Preparer
@@ -93,7 +93,7 @@ async def completions(request: web.Request, front: Front) -> web.StreamResponse:
 
 def _relabel(request: web.Request, label: str | None) -> None:
     if label is not None:
-        request["id"] = request_id(label)
+        request[TRACE].id = request_id(label)
 
 
 async def models(request: web.Request, front: Front) -> web.Response:

@@ -77,6 +77,21 @@ class Limits:
 
 
 @dataclass(slots=True, kw_only=True)
+class Trace:
+    """What is known of one HTTP request for headers, log and metrics."""
+
+    id: str
+    """The client's label, or ours; never a key."""
+    arrival: float
+    """Monotonic seconds."""
+    error: str | None = None
+    """Code of the error it ended with."""
+
+
+TRACE = web.RequestKey("trace", Trace)
+
+
+@dataclass(slots=True, kw_only=True)
 class Front:
     """One server's parts. ``close`` ends its threads."""
 
@@ -121,7 +136,7 @@ async def answer(
     Raises:
         JserveError: something went wrong before a status was sent.
     """
-    timer = RequestTimer(front.metrics, requests, request["arrival"])
+    timer = RequestTimer(front.metrics, requests, request[TRACE].arrival)
     run = Generation(front.engine, front.prepare.tokenizer, requests, timer)
     headers = _headers(wish.ignored)
     try:
@@ -158,8 +173,7 @@ async def _stream(
         stream = EventStream(
             request, keep_alive_s=keep_alive, write_timeout_s=front.limits.write_timeout_s
         )
-        headers = {**headers, "x-request-id": request["id"]}
-        request["streaming"] = True
+        headers = {**headers, "x-request-id": request[TRACE].id}
         async with await stream.open(headers):
             try:
                 await stream.send(reply.chunks(await first, lambda: run.usage))
@@ -188,8 +202,8 @@ def reported(request: web.Request, exc: BaseException) -> Any:
     """The client's error for ``exc``; faults of ours are logged by place, without their words."""
     error = as_error(exc)
     if error.code == "internal_error":
-        log.error("request %s failed: %s", request["id"], where(exc))
-    request["error"] = error.code
+        log.error("request %s failed: %s", request[TRACE].id, where(exc))
+    request[TRACE].error = error.code
     return error
 
 

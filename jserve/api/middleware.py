@@ -18,7 +18,7 @@ from aiohttp import web
 
 from jserve.api.auth import Access
 from jserve.api.errors import Forbidden, error_body, error_headers
-from jserve.api.front import Front, json_response, log, reported
+from jserve.api.front import TRACE, Front, Trace, json_response, log, reported
 from jserve.errors import JserveError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,14 +46,15 @@ def make_middlewares(front: Front, access: dict[str, Access]) -> list[Any]:
 
     @web.middleware
     async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request["id"] = request_id(request.headers.get("x-request-id"))
-        request["arrival"] = time.monotonic()
+        trace = request[TRACE] = Trace(
+            id=request_id(request.headers.get("x-request-id")), arrival=time.monotonic()
+        )
         status = CLIENT_LEFT
         front.metrics.in_flight.inc()
         try:
             response = await _answered(request, handler)
             if not response.prepared:
-                response.headers["x-request-id"] = request["id"]
+                response.headers["x-request-id"] = trace.id
                 if front.engine.draining:
                     response.force_close()
             status = response.status
@@ -95,14 +96,14 @@ def error_response(error: JserveError, *, allow: str | None = None) -> web.Respo
 def _record(front: Front, request: web.Request, status: int) -> None:
     route = route_name(request)
     front.metrics.answered(route, status)
-    ms = 1000 * (time.monotonic() - request["arrival"])
-    code = request.get("error")
+    trace = request[TRACE]
+    ms = 1000 * (time.monotonic() - trace.arrival)
     log.info(
         "%s %s %d %.1f ms %s%s",
         request.method if len(request.method) < 10 else "?",
         route,
         status,
         ms,
-        request["id"],
-        f" {code}" if code else "",
+        trace.id,
+        f" {trace.error}" if trace.error else "",
     )

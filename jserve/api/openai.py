@@ -19,12 +19,17 @@ from jserve.api.ask import Ask, ModelCard
 from jserve.api.chat import Chat, ChatTemplate
 from jserve.api.errors import Unsupported, shown
 from jserve.api.openai_messages import chat_of
+from jserve.api.openai_values import (
+    MAX_CHOICES,
+    bias_of,
+    ids_of,
+    prompts_of,
+    salt_of,
+    stop_of,
+    top_of,
+)
 from jserve.errors import BadRequest, NotFound
-from jserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
-
-MAX_CHOICES = 128
-MAX_STOP_CHARS = 1024
-MAX_SALT = 128
+from jserve.types import SamplingParams
 
 Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 Words = Annotated[list[str], Field(max_length=64, fail_fast=True)]
@@ -217,7 +222,7 @@ def chat_wish(raw: Mapping[str, Any], card: ModelCard, template: ChatTemplate | 
         raise BadRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
     if body.add_special_tokens:
         raise Unsupported("add_special_tokens has no meaning for chat", field="add_special_tokens")
-    logprobs = _top(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
+    logprobs = top_of(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
     ask = Ask(
         chat=_chat(body, template),
         field="messages",
@@ -258,40 +263,13 @@ def completion_wish(raw: Mapping[str, Any], card: ModelCard) -> Wish:
     length = 16 if body.max_tokens is None else body.max_tokens
     if length < 0 or (length == 0 and not body.echo):
         raise BadRequest("max_tokens must be at least 1 (0 with echo)", field="max_tokens")
-    logprobs = None if body.logprobs is None else _top(body.logprobs, "logprobs")
+    logprobs = None if body.logprobs is None else top_of(body.logprobs, "logprobs")
     params = _params(body, card, max_tokens=max(length, 1), logprobs=logprobs, field="max_tokens")
     if params.n * len(prompts) > MAX_CHOICES:
         raise BadRequest(f"n times the prompts may be at most {MAX_CHOICES}", field="n")
     special = body.add_special_tokens is not False
     ask = Ask(prompts=prompts, params=params, add_special_tokens=special, **_common(body))
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
-
-
-def prompts_of(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
-    """``prompt`` in any of its four forms: text, texts, token ids, lists of token ids.
-
-    Raises:
-        BadRequest: empty, of mixed or wrong type, or an id outside the vocabulary.
-    """
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise BadRequest("prompt must be text or token ids, and not empty", field="prompt")
-    if all(isinstance(v, int) for v in value):
-        value = [value]
-    if len(value) > MAX_CHOICES:
-        raise BadRequest(f"prompt may hold at most {MAX_CHOICES} prompts", field="prompt")
-    if all(isinstance(v, str) for v in value):
-        return tuple(value)
-    return tuple(_ids(v, "prompt", vocab_size) for v in value)
-
-
-def _ids(value: Any, field: str, vocab_size: int) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or any(type(v) is not int for v in value):
-        raise BadRequest(f"{field} must hold either texts or lists of token ids", field=field)
-    if value and (min(value) < 0 or max(value) >= vocab_size):
-        raise BadRequest(f"{field} ids must be in [0, {vocab_size - 1}]", field=field)
-    return tuple(value)
 
 
 def _common(body: Body) -> dict[str, Any]:
@@ -310,19 +288,8 @@ def _common(body: Body) -> dict[str, Any]:
         "truncate": keep,
         "truncate_left": body.truncation_side != "right",
         "priority": body.priority or 0,
-        "cache_salt": _salt(body.cache_salt),
+        "cache_salt": salt_of(body.cache_salt),
     }
-
-
-def _salt(salt: str | None) -> str:
-    if salt is None:
-        return ""
-    if not 0 < len(salt) <= MAX_SALT or any(c in "@/\\\0" for c in salt):
-        raise BadRequest(
-            f"cache_salt must be 1 to {MAX_SALT} characters, without @ / \\ or NUL",
-            field="cache_salt",
-        )
-    return salt
 
 
 def _params(
@@ -332,11 +299,11 @@ def _params(
     for name in _SAMPLING:
         if getattr(body, name) is not None:
             values[name] = getattr(body, name)
-    values["stop"] = _stop(body.stop)
-    values["logit_bias"] = _bias(body.logit_bias, card.vocab_size)
+    values["stop"] = stop_of(body.stop)
+    values["logit_bias"] = bias_of(body.logit_bias, card.vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids"):
         if values.get(name) is not None:
-            values[name] = _ids(values[name], name, card.vocab_size)
+            values[name] = ids_of(values[name], name, card.vocab_size)
     prompt_logprobs = _prompt_logprobs(body, logprobs, card)
     try:
         return SamplingParams(
@@ -374,44 +341,9 @@ def _prompt_logprobs(body: Body, logprobs: int | None, card: ModelCard) -> int |
     wanted = body.prompt_logprobs
     name = "prompt_logprobs" if wanted is not None else "echo"
     if wanted is not None:
-        _top(wanted, "prompt_logprobs")
+        top_of(wanted, "prompt_logprobs")
     if echo:
         wanted = max(wanted or 0, logprobs or 0)
     if wanted is not None and not card.scores_prompts:
         raise Unsupported("this server does not score prompt tokens", field=name)
     return wanted
-
-
-def _top(value: int, field: str) -> int:
-    if not 0 <= value <= MAX_LOGPROBS:
-        raise BadRequest(f"{field} must be in [0, {MAX_LOGPROBS}]", field=field)
-    return value
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    words = [value] if isinstance(value, str) else value or []
-    if not isinstance(words, list) or any(not isinstance(w, str) for w in words[:64]):
-        raise BadRequest("stop must be a string or a list of strings", field="stop")
-    if len(words) > 16 or any(not 0 < len(w) <= MAX_STOP_CHARS for w in words):
-        raise BadRequest(
-            f"stop may hold at most 16 strings of 1 to {MAX_STOP_CHARS} characters", field="stop"
-        )
-    return tuple(words)
-
-
-def _bias(value: Any, vocab_size: int) -> dict[int, float]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
-        raise BadRequest(
-            f"logit_bias must be an object of at most {MAX_LOGIT_BIAS} entries", field="logit_bias"
-        )
-    found: dict[int, float] = {}
-    for key, bias in value.items():
-        number = int(key) if re.fullmatch(r"[0-9]{1,9}", key, re.ASCII) else -1
-        if not 0 <= number < vocab_size:
-            raise BadRequest(
-                f"logit_bias keys must be token ids in [0, {vocab_size - 1}]", field="logit_bias"
-            )
-        found[number] = bias
-    return found
