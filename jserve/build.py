@@ -323,13 +323,29 @@ def banner(url: str, text: TextSide, info: dict[str, Any], ready_s: float) -> st
 
 
 def update_params(engine: Engine, params: Any) -> None:
-    """Swap weights between steps; running sequences are recomputed, cached prefixes dropped."""
-    engine.update_params(params)
+    """Swap the weights: running sequences are recomputed, cached prefixes dropped, nothing compiles.
+
+    Raises:
+        WeightsError: a leaf does not fit; the old weights stay.
+    """
+    from jserve.weights.adopt import adopt
+
+    runner: Any = engine.runner
+    model = runner.model
+    canonical = model.family.specs(model.arch, 1)
+    placed = adopt(
+        params, model.specs(), model.mesh, model.rules, model.dtype, canonical=canonical
+    )
+    engine.swap(lambda: runner.update_params(placed))
 
 
 def close(engine: Engine) -> None:
-    """Drop the device state and the weights."""
-    engine.close()
+    """Give the KV pool and the slots back to the device."""
+    import jax
+
+    runner: Any = engine.runner
+    for leaf in jax.tree.leaves(runner.state):
+        leaf.delete()
 
 
 def convert(source: str, target: Path, dtype: str, console: Any) -> None:
