@@ -257,6 +257,9 @@ class Live:
         async with self.http.get(self.url + path, **kwargs) as r:
             return r.status, await r.json(), r.headers
 
+    def app_metrics(self) -> str:
+        return self.server.front.metrics.scrape("text/plain")[0].decode()
+
     async def events(self, path: str, body, **kwargs) -> list:
         """Everything a stream sent: parsed events, "[DONE]", and comments as they are."""
         async with self.http.post(self.url + path, json=body | {"stream": True}, **kwargs) as r:
