@@ -277,7 +277,8 @@ def parse_events(raw: bytes) -> list:
         elif block == "data: [DONE]":
             found.append("[DONE]")
         else:
-            assert block.startswith("data: ") and "\n" not in block, block
+            assert block.startswith("data: "), block
+            assert "\n" not in block, block
             found.append(json.loads(block[6:]))
     return found
 

@@ -82,7 +82,7 @@ def test_keys(headers, good):
 
 def test_keys_are_not_kept():
     keys = Keys(("sk-secret",))
-    assert all("sk-secret".encode() not in digest for digest in keys._digests)
+    assert all(b"sk-secret" not in digest for digest in keys._digests)
     Keys(()).check({})
     assert Access("admin") is Access.ADMIN
 

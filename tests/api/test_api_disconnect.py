@@ -94,9 +94,9 @@ async def test_leaving_while_the_body_arrives():
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b'Content-Length: 50\r\n\r\n{"prompt"'
         )
-        await until(lambda: "http_requests_in_flight{model_name=\"tiny\"} 1.0" in srv.app_metrics())
+        await until(lambda: 'http_requests_in_flight{model_name="tiny"} 1.0' in srv.app_metrics())
         writer.close()
-        await until(lambda: "http_requests_in_flight{model_name=\"tiny\"} 0.0" in srv.app_metrics())
+        await until(lambda: 'http_requests_in_flight{model_name="tiny"} 0.0' in srv.app_metrics())
         assert engine.records == []
 
 
@@ -124,7 +124,7 @@ async def test_a_reader_that_stops_reading_is_cut_off():
     async with live(engine, limits=limits) as srv:
         engine.script = lambda request, index: _endless(request)  # type: ignore[method-assign]
         port = int(srv.url.rsplit(":", 1)[1])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         body = b'{"prompt":"x","stream":true,"max_tokens":400,"return_token_ids":true}'
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

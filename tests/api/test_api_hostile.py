@@ -139,6 +139,10 @@ async def test_bad_fields(shared, path):
     assert (await shared.post(path, base))[0] == 200
 
 
+def parts(*content) -> dict:
+    return {"messages": [{"role": "user", "content": list(content)}]}
+
+
 CHAT_ONLY = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -148,10 +152,19 @@ CHAT_ONLY = [
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": {}, "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        "messages[0].content[0]",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text",
+    ),
+    (parts("x"), "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": "x"}] * 2049}, "messages"),
     (
         {"messages": [{"role": "assistant", "content": "", "function_call": {}}]},
@@ -388,7 +401,8 @@ RAW = [
     b"GET / HTTP/1.1\r\nA\x00B: 1\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+    b"Content-Length: 6\r\n\r\nabcde",
 ]
 
 
@@ -524,9 +538,7 @@ async def test_request_id_rules(shared):
         ("<script>", False),
     ]:
         for path in ("/health", "/nope"):
-            async with shared.http.get(
-                shared.url + path, headers={"x-request-id": given}
-            ) as r:
+            async with shared.http.get(shared.url + path, headers={"x-request-id": given}) as r:
                 got = r.headers["x-request-id"]
                 assert (got == given) is kept
                 assert len(got) <= 64

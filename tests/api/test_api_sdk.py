@@ -16,9 +16,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 @pytest_asyncio.fixture
 async def client(srv):
-    async with openai.AsyncOpenAI(
-        base_url=srv.url + "/v1", api_key="x", max_retries=0
-    ) as made:
+    async with openai.AsyncOpenAI(base_url=srv.url + "/v1", api_key="x", max_retries=0) as made:
         yield made
 
 
@@ -88,9 +86,7 @@ async def test_overload_is_retried():
     async with live(engine) as srv:
         engine.fail_at, engine.failure = 0, {"error": "full", "error_code": "overloaded"}
         async with openai.AsyncOpenAI(base_url=srv.url + "/v1", api_key="x") as client:
-            task = asyncio.create_task(
-                client.chat.completions.create(model="tiny", messages=USER)
-            )
+            task = asyncio.create_task(client.chat.completions.create(model="tiny", messages=USER))
             while not engine.records:
                 await asyncio.sleep(0.01)
             engine.fail_at = None
