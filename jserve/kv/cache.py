@@ -107,10 +107,9 @@ class PageCache:
         if lease.cacheable:
             for i in range(lease.n_published, full):
                 page = lease.pages[i]
-                node, made = self.tree.child(node, tuple(tokens[i * Z : (i + 1) * Z]), page)
-                self.tree.lock(node)
+                node, made = self.tree.descend(node, tuple(tokens[i * Z : (i + 1) * Z]), page)
                 if made:
-                    self.pool.share((page,))
+                    self.pool.refs[page] += 1
         lease.node = node
         lease.n_published = max(lease.n_published, full)
 

@@ -65,28 +65,29 @@ class RadixTree:
             node = child
         return path
 
-    def child(self, node: Node, key: tuple[int, ...], page: int) -> tuple[Node, bool]:
-        """The child of ``node`` for ``key``, made over ``page`` if missing, and if it was made."""
-        known = node.children.get(key)
-        if known is not None:
-            return known, False
-        fresh = node.children[key] = Node(node, key, page)
+    def descend(self, node: Node, key: tuple[int, ...], page: int) -> tuple[Node, bool]:
+        """The locked child of ``node`` for ``key``, made over ``page`` if missing; if it was made.
+
+        The caller has locked ``node`` and its ancestors already.
+        """
+        child = node.children.get(key)
+        if child is not None:
+            if child.locks == 0:
+                self.n_evictable -= 1
+            child.locks += 1
+            return child, False
+        child = node.children[key] = Node(node, key, page)
+        child.locks = 1
         self.n_nodes += 1
-        self.n_evictable += 1
-        self._touch(fresh)
-        return fresh, True
+        return child, True
 
     def lock_path(self, node: Node) -> None:
         """Keep ``node`` and its ancestors from eviction until the matching ``unlock_path``."""
         while node.parent is not None:
-            self.lock(node)
+            if node.locks == 0:
+                self.n_evictable -= 1
+            node.locks += 1
             node = node.parent
-        node.locks += 1
-
-    def lock(self, node: Node) -> None:
-        """Lock one node whose ancestors the caller has locked already."""
-        if node.locks == 0:
-            self.n_evictable -= 1
         node.locks += 1
 
     def unlock_path(self, node: Node) -> None:

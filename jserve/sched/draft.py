@@ -37,8 +37,20 @@ class PlanDraft:
             return 0
         return min(self.tokens_left, self.prefill_left, self.chunk)
 
-    def decode(self, seq: Sequence, drafts: Seq[int] = ()) -> None:
-        """A row that reads its first token from the slot; the pages are held already."""
+    def decode(self, seqs: list[Sequence]) -> None:
+        """Rows of one token that read it from their slots; the pages are held already."""
+        self.rows += [
+            RowPlan(seq=seq, slot=seq.slot, start=seq.scheduled, count=1, from_slot=True)
+            for seq in seqs
+        ]
+        for seq in seqs:
+            seq.scheduled += 1
+            seq.in_flight += 1
+            seq.pending += 1
+        self.tokens_left -= len(seqs)
+
+    def verify(self, seq: Sequence, drafts: Seq[int]) -> None:
+        """A row that reads its first token from the slot and tries ``drafts`` after it."""
         count = 1 + len(drafts)
         self.rows.append(
             RowPlan(

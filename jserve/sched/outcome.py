@@ -14,17 +14,22 @@ from jserve.types import Finish, Sequence, StepResult, TokenLogprob
 def accept(seq: Sequence, drawn: list[int]) -> list[int]:
     """Append the drawn tokens that count and note the finish; gives those appended."""
     tokens = seq.tokens
+    room = seq.max_len - len(tokens)
+    if not seq.stop_ids.isdisjoint(drawn):
+        drawn = _cut_at_stop(seq, drawn[:room])
+    if len(drawn) >= room:
+        drawn = drawn[:room]
+        seq.finish = seq.finish or Finish.LENGTH
+    tokens += drawn
+    return drawn
+
+
+def _cut_at_stop(seq: Sequence, drawn: list[int]) -> list[int]:
     for i, token in enumerate(drawn):
-        if len(tokens) >= seq.max_len:
-            seq.finish = Finish.LENGTH
-            return drawn[:i]
-        tokens.append(token)
-        if token in seq.stop_ids and len(tokens) > seq.min_len:
+        if token in seq.stop_ids and len(seq.tokens) + i >= seq.min_len:
             seq.finish = Finish.STOP
             seq.stop_reason = _stop_reason(seq, token)
             return drawn[: i + 1]
-    if len(tokens) >= seq.max_len:
-        seq.finish = Finish.LENGTH
     return drawn
 
 

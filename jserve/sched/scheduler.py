@@ -17,6 +17,7 @@ computed and published, then find it in the cache. Where nothing can be shared t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 from jserve.config import EngineConfig
 from jserve.errors import BadRequest, Overloaded
@@ -30,7 +31,6 @@ from jserve.types import (
     Finish,
     Output,
     Request,
-    RowPlan,
     SeqState,
     Sequence,
     StepPlan,
@@ -149,11 +149,10 @@ class Scheduler:
             self._verify(draft, ready)
             return
         for seq in ready:
-            lease = seq.lease
-            if lease is None:  # gave way to an earlier one in this very loop
-                continue
-            if seq.scheduled < lease.capacity or self.floor.grow(seq, seq.scheduled + 1):
-                draft.decode(seq)
+            # One that gave way to an earlier one in this very loop holds no lease any more.
+            if seq.lease is not None and seq.scheduled >= seq.lease.capacity:
+                self.floor.grow(seq, seq.scheduled + 1)
+        draft.decode([seq for seq in ready if seq.lease is not None])
 
     def _verify(self, draft: PlanDraft, ready: list[Sequence]) -> None:
         """Decode rows with drafts, as far as budget, length and free pages allow them."""
@@ -168,7 +167,7 @@ class Scheduler:
             if drafts and not self.floor.cache.extend(seq.lease, seq.scheduled + 1 + len(drafts)):
                 drafts = ()
             if self.floor.grow(seq, seq.scheduled + 1 + len(drafts)):
-                draft.decode(seq, drafts)
+                draft.verify(seq, drafts)
                 spare -= len(drafts)
 
     def _prefill(self, draft: PlanDraft) -> None:
@@ -224,43 +223,46 @@ class Scheduler:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
         outputs: list[Output] = []
-        drawn_RJ, n_ok_R = result.tokens_RJ.tolist(), result.n_ok_R.tolist()
-        finite_R = result.finite_R.tolist()
-        for r, row in enumerate(plan.rows):
-            seq, n_ok = row.seq, n_ok_R[r]
-            _settle(row, n_ok)
+        columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
+        for r, row, drawn, n_ok, finite in zip(count(), plan.rows, *columns, strict=False):
+            seq = row.seq
+            seq.pending -= 1
+            if row.emits:
+                _settle(seq, 1 + len(row.drafts), n_ok)
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
-            if not finite_R[r]:
+            if not finite:
                 outputs.append(self._end(seq, Finish.ERROR, now, error))
                 continue
-            if r in result.prompt:
+            if row.score:
                 self.scores.add(seq, result.prompt[r])
             if row.emits:
-                outputs.append(self._advance(seq, drawn_RJ[r][:n_ok], result, r, now))
+                drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
+                outputs.append(self._advance(seq, drawn, result, r, now))
         return outputs
 
     def _advance(
         self, seq: Sequence, drawn: list[int], result: StepResult, row: int, now: float
     ) -> Output:
-        first = seq.n_output == 0
+        """Append what was drawn, publish the pages it proved sound, end what is over."""
+        request, lease, n_prompt = seq.request, seq.lease, seq.n_prompt
+        first = len(seq.tokens) == n_prompt
         drawn = outcome.accept(seq, drawn)
-        lease, params = seq.lease, seq.request.params
-        if lease is not None:
-            # The logits were finite, so the KV of everything before the last token is sound.
-            computed = len(seq.tokens) - 1 if drawn else seq.n_prompt
-            if computed // self.floor.cache.page_size > lease.n_published:
-                self.floor.cache.publish(lease, seq.tokens, computed)
+        # The logits were finite, so the KV of everything before the last token is sound.
+        n_sound = len(seq.tokens) - 1 if drawn else n_prompt
+        if lease is not None and n_sound // self.limits.page_size > lease.n_published:
+            self.floor.cache.publish(lease, seq.tokens, n_sound)
         scores = self.scores.take(seq) if first else None
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = outcome.logprobs_of(seq, result, row, len(drawn))
         if seq.finish is not None:
             self._retire(seq, now)
         return Output(
-            request_id=seq.request.id,
+            request_id=request.id,
             index=seq.index,
             token_ids=tuple(drawn),
-            logprobs=None
-            if params.logprobs is None
-            else outcome.logprobs_of(seq, result, row, len(drawn)),
+            logprobs=logprobs,
             prompt_logprobs=scores,
             finish=seq.finish,
             stop_reason=seq.stop_reason,
@@ -336,13 +338,9 @@ class Scheduler:
         )
 
 
-def _settle(row: RowPlan, n_ok: int) -> None:
-    """Take the row's upper bounds back, down to what the device really did."""
-    seq = row.seq
-    seq.pending -= 1
-    if row.emits:
-        most = 1 + len(row.drafts)
-        seq.in_flight -= most
-        if seq.lease is not None:
-            # Nobody is readmitted with rows in flight, so this row belongs to this residence.
-            seq.scheduled -= most - n_ok
+def _settle(seq: Sequence, most: int, n_ok: int) -> None:
+    """Take a row's upper bound of ``most`` tokens back, down to the ``n_ok`` that were drawn."""
+    seq.in_flight -= most
+    # Nobody is readmitted with rows in flight, so the row of one who runs is of this residence.
+    if n_ok != most and seq.lease is not None:
+        seq.scheduled -= most - n_ok

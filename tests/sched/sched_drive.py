@@ -1,6 +1,7 @@
-"""Drives a Scheduler with a FakeRunner as the engine does, and checks every invariant after every step.
+"""Drives a Scheduler with a FakeRunner as the engine does, and checks invariants after every step.
 
-The I-numbers are those of the invariant list the project tests against (conservation ... quiescence).
+The I-numbers name invariants: I1-I8 the page ledger (``kv.audit``), I9 visibility, I10 states, I11
+budgets, I12 tokens, I13 lengths, I14-I16 progress, I17 quiescence, I18-I28 equalities.
 """
 
 from __future__ import annotations
