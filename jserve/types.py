@@ -18,7 +18,8 @@ Three counters of a sequence that must never be mixed up::
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -233,6 +234,11 @@ class Sequence:
     n_prompt: int
     max_len: int
     """len(tokens) never exceeds this: prompt + max_tokens, within the context."""
+    stop_ids: frozenset[int] = frozenset()
+    """EOS and stop ids: one of them ends the sequence at any position from ``min_len`` on."""
+    min_len: int = 0
+    order: tuple[int, int] = (0, 0)
+    """(priority, number of submission): lower runs first."""
     state: SeqState = SeqState.WAITING
     scheduled: int = 0
     """Tokens whose KV is written or is being written by a step in flight (upper bound under speculation)."""
@@ -300,8 +306,8 @@ class SlotLoad:
 class StepPlan:
     """Which rows run next. Host values only: no padding, no device arrays.
 
-    Decode and verify rows come first, then prefill rows. Row r's token at position p has its KV in page
-    ``page_table_RM[r, p // page_size]``.
+    Decode and verify rows come first, then prefill rows. Row r's token at position p has its KV in
+    page ``page_table_RM[r, p // page_size]``.
     """
 
     id: int

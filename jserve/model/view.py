@@ -223,10 +223,7 @@ def unpack(
     )
 
 
-_PASSED = (
-    "flags n_decode n_prefill slot_R count_R first_R page_table_RM temperature_R top_p_R min_p_R repetition_R"
-    " presence_R frequency_R top_k_R min_pos_R stop_RS"
-).split()
+_PASSED = ["flags", "n_decode", "n_prefill", "slot_R", "count_R", "first_R", "page_table_RM", "temperature_R", "top_p_R", "min_p_R", "repetition_R", "presence_R", "frequency_R", "top_k_R", "min_pos_R", "stop_RS"]
 
 
 def _fields(buf: jax.Array, fields: tuple[Field, ...]) -> dict[str, jax.Array]:

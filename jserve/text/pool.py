@@ -1,13 +1,14 @@
 """Tokenising beside the event loop: a few threads, a cap on characters, a cap on the queue.
 
-Owns the promise that no prompt, however large, holds up the streams of others. ``tokenizers`` lets go of the
-interpreter lock while it works, at about one second per 3 to 4 million characters.
+Owns the promise that no prompt, however large, holds up the streams of others. ``tokenizers``
+lets go of the interpreter lock while it works, at about one second per 3 to 4 million characters.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 
 from jserve.errors import BadRequest, ContextTooLong, Overloaded

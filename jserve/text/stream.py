@@ -1,19 +1,22 @@
 """Ids to text while they are drawn: one ``TextStream`` per choice, stop strings included.
 
-Owns what may be shown now and what must wait. Must not know HTTP, requests or the engine. Text waits for
-two reasons only: its last character is incomplete, or it may be the beginning of a stop string::
+Owns what may be shown now and what must wait. Must not know HTTP, requests or the engine. Text
+waits for two reasons only: its last character is incomplete, or it may be the beginning of a stop
+string::
 
     ids    ->  decoder  ->  text  ->  StopFinder  ->  delta
                holds bytes            holds a proper prefix of a stop string
                of half a character
 
-The whole text, whatever the chunks, is that of one full decode, cut at the first stop string to be complete.
+The whole text, whatever the chunks, is that of one full decode, cut at the first stop string to
+be complete.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from tokenizers.decoders import DecodeStream
@@ -22,7 +25,8 @@ from jserve.text.tokenizer import TextTokenizer
 from jserve.types import SamplingParams
 
 PROMPT_TAIL = 5
-"""Prompt ids that non-byte-level decoders see first, so that the first word keeps its leading space."""
+"""Prompt ids that non-byte-level decoders see first, so that the first word keeps its leading
+space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +44,11 @@ class TextStream:
     """Incremental detokenisation and stop strings of one choice.
 
     Args:
-        tokenizer: the model's.
-        stop: strings that end the text; the first to be complete wins, of those the longest.
-        include_stop: keep the stop string (and the text of a terminating token) in the text.
-        skip_special_tokens: leave control tokens out of the text.
-        min_tokens: text of so many first tokens takes no part in stop strings.
-        prompt_ids: the last ids of the prompt, for decoders that need context; byte-level ones do not.
+        tokenizer: the model's. stop: strings that end the text; the first to be complete wins, of
+        those the longest. include_stop: keep the stop string (and the text of a terminating
+        token) in the text. skip_special_tokens: leave control tokens out of the text. min_tokens:
+        text of so many first tokens takes no part in stop strings. prompt_ids: the last ids of
+        the prompt, for decoders that need context; byte-level ones do not.
     """
 
     def __init__(
@@ -88,8 +91,8 @@ class TextStream:
         return self._finder.found
 
     def push(self, ids: Seq[int], *, terminator: bool = False) -> TextDelta:
-        """Add drawn ids. ``terminator`` marks the last one as the token that ended the sequence: it is
-        counted, but has no text unless stop strings are included."""
+        """Add drawn ids. ``terminator`` marks the last one as the token that ended the sequence:
+        it is counted, but has no text unless stop strings are included."""
         text: list[str] = []
         n_shown = len(ids) - (terminator and not self._include_stop)
         n_used = 0
@@ -103,7 +106,8 @@ class TextStream:
         return TextDelta(text="".join(text), n_tokens=n_used, stop=self.stopped)
 
     def flush(self) -> TextDelta:
-        """The end: all text held back, an incomplete character as U+FFFD. Empty after a stop string."""
+        """The end: all text held back, an incomplete character as U+FFFD. Empty after a stop
+        string."""
         if self._ended:
             return TextDelta(stop=self.stopped)
         text = self._take(self._decoder.flush()) + self._finder.flush()
@@ -119,10 +123,11 @@ class TextStream:
 
 
 class StopFinder:
-    """Finds stop strings in a text that arrives in pieces; the outcome does not depend on the pieces.
+    """Finds stop strings in a text that arrives in pieces; the outcome does not depend on the
+    pieces.
 
-    One Knuth-Morris-Pratt automaton per stop string. The longest matched prefix among them is the text
-    held back; it is a proper prefix of a stop string by construction.
+    One Knuth-Morris-Pratt automaton per stop string. The longest matched prefix among them is the
+    text held back; it is a proper prefix of a stop string by construction.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
@@ -134,7 +139,8 @@ class StopFinder:
         self._held = ""
 
     def feed(self, piece: str) -> str:
-        """The text that may be shown after ``piece``; sets ``found`` and drops the rest at a match."""
+        """The text that may be shown after ``piece``; sets ``found`` and drops the rest at a
+        match."""
         if not self._held and self._firsts.isdisjoint(piece):
             return piece
         text = self._held + piece
@@ -195,9 +201,10 @@ class ByteDecoder:
 class PieceDecoder:
     """Any other decoder (SentencePiece, WordPiece): ``DecodeStream``, made safe.
 
-    DecodeStream has no flush, raises when bytes that looked complete turn out not to be, and would show
-    the prompt again if it ended inside a character. So the ids since the last shown text are kept here,
-    with those before them as context, and decoded directly where the stream cannot go on.
+    DecodeStream has no flush, raises when bytes that looked complete turn out not to be, and
+    would show the prompt again if it ended inside a character. So the ids since the last shown
+    text are kept here, with those before them as context, and decoded directly where the stream
+    cannot go on.
     """
 
     def __init__(

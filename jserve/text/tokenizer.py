@@ -1,8 +1,8 @@
 """Text to ids and ids to text, for one model directory.
 
-Owns reading tokenizer.json (through ``tokenizers``), the special tokens, the bytes of every token, and the
-faults of these files. Must not know chat templates, HTTP or the engine. A directory without tokenizer.json
-is read by ``transformers``, which is imported only then.
+Owns reading tokenizer.json (through ``tokenizers``), the special tokens, the bytes of every
+token, and the faults of these files. Must not know chat templates, HTTP or the engine. A
+directory without tokenizer.json is read by ``transformers``, which is imported only then.
 
 Byte-level BPE writes each byte as one printable character; ``token_bytes`` undoes that::
 
@@ -28,7 +28,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character of byte-level BPE -> byte: printable Latin-1 stands for itself, the rest moves to 256+."""
+    """Character of byte-level BPE -> byte: printable Latin-1 stands for itself, the rest moves to
+    256+."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [b for b in range(256) if b not in set(plain)]
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(moved)}
@@ -67,7 +68,8 @@ class TextTokenizer:
 
     @functools.cached_property
     def _plain(self) -> HFTokenizer:
-        """A copy for which control tokens are ordinary text; made when first needed (0.5 s at 150k ids)."""
+        """A copy for which control tokens are ordinary text; made when first needed (0.5 s at
+        150k ids)."""
         plain = HFTokenizer.from_str(self.hf.to_str())
         plain.encode_special_tokens = True
         return plain
@@ -78,7 +80,8 @@ class TextTokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """Ids of ``text``. With ``parse_special`` False, control tokens written in it are ordinary text.
+        """Ids of ``text``. With ``parse_special`` False, control tokens written in it are
+        ordinary text.
 
         Raises:
             BadRequest: the text holds a lone surrogate.
@@ -92,10 +95,11 @@ class TextTokenizer:
             ) from None
 
     def encode_parts(self, parts: Seq[tuple[str, bool]]) -> list[int]:
-        """Ids of a rendered prompt given as (text, trusted) pieces in order; adds no special tokens.
+        """Ids of a rendered prompt given as (text, trusted) pieces in order; adds no special
+        tokens.
 
-        Control tokens count only where they lie wholly in trusted text. When untrusted text holds none
-        the ids are those of ``encode`` of the joined text.
+        Control tokens count only where they lie wholly in trusted text. When untrusted text holds
+        none the ids are those of ``encode`` of the joined text.
         """
         text, trusted = _join(parts)
         genuine = [
@@ -108,14 +112,14 @@ class TextTokenizer:
         return self._encode_around(text, genuine)
 
     def _encode_around(self, text: str, spans: list[tuple[int, int]]) -> list[int]:
+        """Ids of ``text`` with control tokens at ``spans`` and nowhere else."""
         ids: list[int] = []
         at = 0
-        for start, end in [*spans, (len(text), len(text))]:
+        for start, end in spans:
             ids += self.encode(text[at:start], add_special_tokens=False, parse_special=False)
-            if end > start:
-                ids.append(self.hf.token_to_id(text[start:end]))
+            ids += self.encode(text[start:end], add_special_tokens=False)
             at = end
-        return ids
+        return ids + self.encode(text[at:], add_special_tokens=False, parse_special=False)
 
     def decode(self, ids: Seq[int], *, skip_special_tokens: bool = True) -> str:
         return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -36,7 +36,8 @@ def byte_level_bpe() -> Tokenizer:
 def sentencepiece_like() -> Tokenizer:
     """Metaspace pieces, a fallback token per byte, the decoder chain of Llama 2."""
     pieces = ["<unk>", *SPECIAL, *(f"<0x{b:02X}>" for b in range(256))]
-    pieces += list("\u2581abcdefghijklmnopqrstuvwxyz.,#") + [
+    pieces += [
+        *"\u2581abcdefghijklmnopqrstuvwxyz.,#",
         "\u2581a",
         "\u2581the",
         "th",

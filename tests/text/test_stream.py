@@ -1,7 +1,9 @@
-"""Streams against one full decode: random ids, byte garbage, every chunking, overlapping stop strings."""
+"""Streams against one full decode: random ids, byte garbage, every chunking, overlapping stop
+strings."""
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -28,7 +30,7 @@ def ids_of(tokenizer):
 def chunks(draw, ids):
     cuts = draw(st.lists(st.integers(0, len(ids)), max_size=6)) if ids else []
     edges = [0, *sorted(cuts), len(ids)]
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def run(stream, parts):
@@ -133,8 +135,8 @@ def test_sentencepiece_stream_is_the_full_decode_of_whole_characters(data):
 @settings(max_examples=300)
 @given(data=st.data())
 def test_sentencepiece_garbage_loses_and_invents_nothing(data):
-    """HF shows a whole run of fallback bytes as U+FFFD when any of it is broken, which a stream cannot
-    take back once a character was shown: only the text around the bytes must agree."""
+    """HF shows a whole run of fallback bytes as U+FFFD when any of it is broken, which a stream
+    cannot take back once a character was shown: only the text around the bytes must agree."""
     first = PIECE.token_id("<0x80>")
     high = st.integers(first, first + 127)
     plain = st.integers(
