@@ -18,7 +18,7 @@ from jserve.api.chat import ChatTemplate
 from jserve.api.errors import shown
 from jserve.api.front import TRACE, Front, Limits, ServedEngine, answer, json_response
 from jserve.api.metrics import Metrics
-from jserve.api.middleware import Handler, make_middlewares, request_id
+from jserve.api.middleware import Handler, expect, make_middlewares, request_id, stamp
 from jserve.api.prepare import Preparer
 from jserve.config import EngineConfig
 from jserve.errors import EngineDead, NotFound, NotReady
@@ -53,9 +53,11 @@ def make_app(
     )
     app[FRONT], app[ACCESS] = front, access
     for method, path, level, handler in ROUTES:
-        resource = app.router.add_route(method, path, _bound(handler, front)).resource
+        route = app.router.add_route(method, path, _bound(handler, front), expect_handler=expect)
+        resource = route.resource
         assert resource is not None
         access[resource.canonical] = level
+    app.on_response_prepare.append(stamp)
     app.on_cleanup.append(_close)
     return app
 

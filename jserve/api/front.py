@@ -173,7 +173,6 @@ async def _stream(
         stream = EventStream(
             request, keep_alive_s=keep_alive, write_timeout_s=front.limits.write_timeout_s
         )
-        headers = {**headers, "x-request-id": request[TRACE].id}
         async with await stream.open(headers):
             try:
                 await stream.send(reply.chunks(await first, lambda: run.usage))

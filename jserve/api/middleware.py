@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from jserve.api.auth import Access
-from jserve.api.errors import Forbidden, error_body, error_headers
+from jserve.api.errors import Forbidden, HttpError, error_body, error_headers
 from jserve.api.front import TRACE, Front, Trace, json_response, log, reported
 from jserve.errors import JserveError
 
@@ -46,17 +46,15 @@ def make_middlewares(front: Front, access: dict[str, Access]) -> list[Any]:
 
     @web.middleware
     async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
-        trace = request[TRACE] = Trace(
+        request[TRACE] = Trace(
             id=request_id(request.headers.get("x-request-id")), arrival=time.monotonic()
         )
         status = CLIENT_LEFT
         front.metrics.in_flight.inc()
         try:
             response = await _answered(request, handler)
-            if not response.prepared:
-                response.headers["x-request-id"] = trace.id
-                if front.engine.draining:
-                    response.force_close()
+            if front.engine.draining and not response.prepared:
+                response.force_close()
             status = response.status
             return response
         finally:
@@ -75,6 +73,27 @@ def make_middlewares(front: Front, access: dict[str, Access]) -> list[Any]:
     return [around, guard]
 
 
+async def expect(request: web.Request) -> web.StreamResponse | None:
+    """Answers an ``Expect`` header; aiohttp asks this before any middleware runs."""
+    if request.version < HttpVersion11:
+        return None
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        response = error_response(HttpError(417))
+        response.headers["x-request-id"] = request_id(request.headers.get("x-request-id"))
+        return response
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    # The bytes of this line are not those of the answer, which may still be replaced by an error.
+    request.writer.output_size = 0
+    return None
+
+
+async def stamp(request: web.Request, response: web.StreamResponse) -> None:
+    """Headers of every answer, streams included; a signal, called before the headers go out."""
+    response.headers["Server"] = "jserve"
+    if (trace := request.get(TRACE)) is not None:
+        response.headers["x-request-id"] = trace.id
+
+
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
@@ -87,7 +106,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 def error_response(error: JserveError, *, allow: str | None = None) -> web.Response:
     headers = error_headers(error) | ({"Allow": allow} if allow else {})
     response = json_response(error_body(error), status=error.status, headers=headers)
-    if error.status in (408, 413):
+    if error.status in (408, 413) or error.code == "invalid_body":
         # The rest of the body is still on its way: it must not be read as the next request.
         response.force_close()
     return response

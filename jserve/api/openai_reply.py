@@ -5,8 +5,8 @@ log-probabilities; our own is ``seed``). Must not know HTTP or the engine.
 
 The order of a stream, per choice and then for all::
 
-    chat          role chunk . content chunks ... finish chunk  then  usage chunk if asked  [DONE]
-    completions   (echo and) text chunks ... the last with finish  then  usage chunk if asked  [DONE]
+    chat          role chunk . content chunks ... finish chunk then usage chunk if asked  [DONE]
+    completions   (echo and) text chunks ... the last with finish then usage chunk if asked  [DONE]
 """
 
 from __future__ import annotations

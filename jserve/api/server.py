@@ -20,6 +20,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 from jserve.api.app import FRONT, make_app
@@ -33,6 +34,7 @@ from jserve.errors import ConfigError
 from jserve.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("jserve.api")
+_CLIENT_FAULTS = (web.RequestPayloadError, HttpProcessingError)
 LAST_WORDS_S = 5.0
 """How long answers may take to leave once the engine has drained."""
 
@@ -87,7 +89,7 @@ class Connection(RequestHandler):
             body=orjson.dumps(error_body(error)),
             status=error.status,
             content_type="application/json",
-            headers={"x-request-id": request_id(None)},
+            headers={"x-request-id": request_id(None), "Server": "jserve"},
         )
         response.force_close()
         return response
@@ -95,7 +97,8 @@ class Connection(RequestHandler):
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """aiohttp would log the exception with its words; these may hold a prompt."""
         exc = kwargs.get("exc_info")
-        log.error("connection failed: %s", type(exc).__name__)
+        level = logging.DEBUG if isinstance(exc, _CLIENT_FAULTS) else logging.ERROR
+        log.log(level, "connection failed: %s", type(exc).__name__)
 
     def _await_headers(self) -> None:
         self._header_timer = self._loop.call_later(self._limits.header_timeout_s, self.force_close)

@@ -72,8 +72,11 @@ class EventStream:
         return self.response
 
     async def fail(self, error: JserveError) -> web.StreamResponse:
-        """The end of a broken stream: an error event, then the connection closes."""
-        self.response.force_close()
+        """The end of a broken stream: an error event, and no closing mark.
+
+        The connection stays open: to close one whose headers promised otherwise would make the
+        client's next request on it fail.
+        """
         with contextlib.suppress(ConnectionError):
             await self.send([error_body(error)])
             await self.response.write_eof()

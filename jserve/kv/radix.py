@@ -66,7 +66,7 @@ class RadixTree:
         return path
 
     def descend(self, node: Node, key: tuple[int, ...], page: int) -> tuple[Node, bool]:
-        """The child of ``node`` for ``key``, locked (made over ``page`` if missing); if it was made.
+        """The locked child of ``node`` for ``key``, made over ``page`` if missing; if it was made.
 
         The caller has locked ``node`` and its ancestors already.
         """

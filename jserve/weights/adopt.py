@@ -50,10 +50,11 @@ def adopt(
 
 def place(array: Any, base: ParamSpec, spec: ParamSpec, sharding: Any, dtype: Any) -> jax.Array:
     """``array``, laid out by ``spec`` or ``base``, as ``spec`` lays it out, cast and sharded."""
-    array = jnp.asarray(array)
     if array.shape != spec.shape:
         array = relayout(array, base, spec, jnp.concatenate)
-    return jax.device_put(array.astype(dtype), sharding)
+    if array.dtype != dtype:
+        array = array.astype(dtype)
+    return jax.device_put(array, sharding)
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

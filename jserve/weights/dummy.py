@@ -7,9 +7,11 @@ know files.
     h = hash32(index, key(seed, name))    multiply-xorshift rounds on uint32: exact everywhere
     x = (sum of h's 4 bytes - 510) / sigma    Irwin-Hall of 4: up to 3.4 sigma, kurtosis 2.7
 
-Threefry would give better normals at a tenth of the speed on a CPU; nothing here needs them: dummy
-weights exist to have the right shape, scale and lack of structure. A tensor of over 2**32 elements
-repeats after 2**32.
+One elementwise program per parameter shape: what differs between the parts of a parameter (key,
+offset, strides, repeat) are vectors along its concat axis, so nothing is concatenated, each device
+computes its own shard, and all layers share the program. Threefry's exact normals take about twenty
+times longer on a CPU, and dummy weights need only shape, scale and lack of structure. A tensor
+of over 2**32 elements repeats after 2**32.
 """
 
 from __future__ import annotations
@@ -17,84 +19,71 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
-from jserve.model.shard import ParamSpec
-from jserve.weights.layout import Index, Piece, pieces, shard_shape
+from jserve.model.shard import ParamSpec, Part
 
 _SIGMA = math.sqrt(4 * (256**2 - 1) / 12)
 
 
-def draw_shard(spec: ParamSpec, index: Index, dtype: Any, seed: int, device: Any) -> jax.Array:
-    """One shard of a parameter on ``device``: mean ``init_mean``, deviation ``init``."""
-    shape = shard_shape(spec, index)
-    with jax.default_device(device):
-        if spec.init == 0:
-            return jax.device_put(jnp.full(shape, spec.init_mean, dtype), device)
-        todo = list(pieces(spec, index))
-        if len(todo) == 1:
-            return _draw(*_args(todo[0], spec, seed), **_static(todo[0], dtype))
-        out = jnp.zeros(shape, dtype)
-        for piece in todo:
-            at = np.array([s.start for s in piece.out], np.int32)
-            out = _fill(out, at, *_args(piece, spec, seed), **_static(piece, dtype))
-        return jax.device_put(out, device)
-
-
-def _args(piece: Piece, spec: ParamSpec, seed: int) -> tuple[Any, ...]:
-    digest = hashlib.blake2b(f"{seed}/{piece.part.name}".encode(), digest_size=8).digest()
-    start = np.array([s.start for s in piece.rows], np.uint32)
+def draw(spec: ParamSpec, sharding: NamedSharding, dtype: Any, seed: int) -> jax.Array:
+    """The parameter as ``sharding`` lays it, with mean ``init_mean`` and deviation ``init``."""
+    columns = [_column(part, spec.concat, seed) for part in spec.parts]
+    extents = [part.view[spec.concat] * _repeat(part, spec.concat) for part in spec.parts]
+    if len(extents) > 1:
+        columns = [np.repeat(c[:, None], n, 1) for c, n in zip(columns, extents, strict=True)]
+        offsets = np.repeat(np.cumsum([0, *extents[:-1]]), extents).astype(np.uint32)
+    else:
+        columns, offsets = [columns[0][:, None]], np.zeros(1, np.uint32)
+    table = np.concatenate([np.concatenate(columns, axis=1), offsets[None]])
     scale = np.array([spec.init / _SIGMA, spec.init_mean], np.float32)
-    return np.frombuffer(digest, np.uint32), start, scale
+    repeats = any(part.repeat > 1 for part in spec.parts)
+    return _program(spec.shape, spec.concat, repeats, np.dtype(dtype), sharding)(table, scale)
 
 
-def _static(piece: Piece, dtype: Any) -> dict[str, Any]:
-    part = piece.part
-    return {
-        "shape": piece.shape,
-        "view": part.view,
-        "repeat": part.repeat,
-        "dtype": np.dtype(dtype),
-    }
+def _column(part: Part, concat: int, seed: int) -> np.ndarray:
+    """uint32[3 + rank]: two key words, the repeat, and the stride of each view dimension."""
+    digest = hashlib.blake2b(f"{seed}/{part.name}".encode(), digest_size=8).digest()
+    strides = [math.prod(part.view[d + 1 :]) % 2**32 for d in range(len(part.view))]
+    tail = np.array([part.repeat, *strides], np.uint32)
+    return np.concatenate([np.frombuffer(digest, "<u4").astype(np.uint32), tail])
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "view", "repeat", "dtype"))
-def _draw(
-    key: Any, start: Any, scale: Any, *, shape: Any, view: Any, repeat: int, dtype: Any
-) -> jax.Array:
-    bits = _hash(_flat_index(shape, start, view, repeat), key)
-    return (_normal(bits) * scale[0] + scale[1]).astype(dtype)
+def _repeat(part: Part, axis: int) -> int:
+    return part.repeat if axis == 0 else 1
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "view", "repeat", "dtype"), donate_argnums=0)
-def _fill(out: jax.Array, at: Any, *args: Any, **static: Any) -> jax.Array:
-    """``out`` with one piece drawn in place, so that a fused parameter is never held twice."""
-    return lax.dynamic_update_slice(out, _draw(*args, **static), at)
+@functools.lru_cache(maxsize=256)
+def _program(
+    shape: tuple[int, ...], concat: int, repeats: bool, dtype: Any, sharding: NamedSharding
+) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
+    """The draw of every parameter of this shape: (table uint32[4 + rank, n or 1], scale)."""
+
+    def draw_all(table: jax.Array, scale: jax.Array) -> jax.Array:
+        along = [-1 if d == concat else 1 for d in range(len(shape))]
+        key0, key1, repeat, *strides, offset = (row.reshape(along) for row in table)
+        flat = jnp.zeros((), jnp.uint32)
+        for d, stride in enumerate(strides):
+            i = lax.broadcasted_iota(jnp.uint32, shape, d)
+            i = i - offset if d == concat else i
+            flat = flat + (i // repeat if d == 0 and repeats else i) * stride
+        return (_normal(_hash(flat, key0, key1)) * scale[0] + scale[1]).astype(dtype)
+
+    return jax.jit(draw_all, out_shardings=sharding)
 
 
-def _flat_index(
-    shape: tuple[int, ...], start: Any, view: tuple[int, ...], repeat: int
-) -> jax.Array:
-    """uint32[shape]: the row-major index in the tensor of each element of the region."""
-    flat, stride = jnp.zeros((), jnp.uint32), 1
-    for d in reversed(range(len(shape))):
-        i = lax.broadcasted_iota(jnp.uint32, shape, d) + start[d]
-        i = i // jnp.uint32(repeat) if d == 0 and repeat > 1 else i
-        flat = flat + i * jnp.uint32(stride % 2**32)
-        stride *= view[d]
-    return flat
-
-
-def _hash(x: jax.Array, key: Any) -> jax.Array:
-    """A bijection of uint32 chosen by ``key`` (uint32[2]); neighbours in, unrelated bits out."""
-    x = (x + key[0]) * jnp.uint32(0x9E3779B1)
+def _hash(x: jax.Array, key0: jax.Array, key1: jax.Array) -> jax.Array:
+    """A bijection of uint32 chosen by the key words; neighbours in, unrelated bits out."""
+    x = (x + key0) * jnp.uint32(0x9E3779B1)
     x ^= x >> 16
-    x = (x ^ key[1]) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ key1) * jnp.uint32(0x85EBCA6B)
     x ^= x >> 13
     x *= jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

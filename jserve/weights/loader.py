@@ -20,10 +20,20 @@ from jserve.errors import ConfigError
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ParamSpec, ShardRules
 from jserve.weights import orbax
-from jserve.weights.dummy import draw_shard
+from jserve.weights.dummy import draw
 from jserve.weights.hf import Tensors
 from jserve.weights.layout import Index, pieces, shard_shape
-from jserve.weights.place import SCANS, Make, Progress, aligned, bad_values, build, named, tp_size
+from jserve.weights.place import (
+    SCANS,
+    Make,
+    Progress,
+    aligned,
+    bad_values,
+    build,
+    from_shards,
+    named,
+    tp_size,
+)
 from jserve.weights.safetensors import broken
 from jserve.weights.source import Source
 
@@ -82,14 +92,11 @@ def load(
 
 
 def _from_dummy(dtype: Any, seed: int) -> Make:
-    def make(spec: ParamSpec, index: Index, devices: Any) -> list[jax.Array]:
-        return [draw_shard(spec, index, spec.dtype or dtype, seed, device) for device in devices]
-
-    return make
+    return lambda spec, sharding: draw(spec, sharding, spec.dtype or dtype, seed)
 
 
 def _from_files(tensors: Tensors, dtype: Any, scan_nan: str) -> Make:
-    def make(spec: ParamSpec, index: Index, devices: Any) -> list[jax.Array]:
+    def shard(spec: ParamSpec, index: Index, devices: list[Any]) -> list[jax.Array]:
         block = aligned(shard_shape(spec, index), spec.dtype or dtype)
         for piece in pieces(spec, index):
             target = block[piece.out]
@@ -101,7 +108,7 @@ def _from_files(tensors: Tensors, dtype: Any, scan_nan: str) -> Make:
         # Waiting keeps one block alive at a time; queued transfers would hold many.
         return jax.block_until_ready([jax.device_put(block, device) for device in devices])
 
-    return make
+    return lambda spec, sharding: from_shards(spec, sharding, shard)
 
 
 def _check_present(specs: Any, tensors: Tensors) -> None:

@@ -203,7 +203,10 @@ def _n_bytes(a: jax.ShapeDtypeStruct) -> int:
     return math.prod(a.shape) * a.dtype.itemsize
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
+    """The first line of the innermost cause: the outer ones print whole storage specifications."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
 
 

@@ -23,7 +23,9 @@ from jserve.weights.layout import Index, check
 Progress = Callable[[str, int, int], None]
 """(parameter just loaded, bytes so far, bytes in all)."""
 
-Make = Callable[[ParamSpec, Index, list[Any]], Iterable[jax.Array]]
+Make = Callable[[ParamSpec, NamedSharding], jax.Array]
+
+MakeShard = Callable[[ParamSpec, Index, list[Any]], Iterable[jax.Array]]
 """(spec, index, devices that hold this shard) -> the shard on each of them."""
 
 SCANS = ("off", "sample", "full")
@@ -69,21 +71,22 @@ def sharding_of(spec: ParamSpec, name: str, mesh: Mesh, rules: ShardRules) -> Na
 def build(
     specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any, make: Make, progress: Progress | None
 ) -> Any:
-    """A tree like ``specs`` of sharded arrays, every distinct shard made once by ``make``."""
+    """A tree like ``specs`` of sharded arrays, one after the other."""
     params = named(specs)
     plans = [(name, spec, sharding_of(spec, name, mesh, rules)) for name, spec in params]
     total = sum(math.prod(s.shape) * np.dtype(s.dtype or dtype).itemsize for _, s in params)
     leaves, done = [], 0
     for name, spec, sharding in plans:
         check(spec, name)
-        leaves.append(_parameter(spec, sharding, make))
+        leaves.append(make(spec, sharding))
         done += leaves[-1].nbytes
         if progress is not None:
             progress(name, done, total)
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
 
 
-def _parameter(spec: ParamSpec, sharding: NamedSharding, make: Make) -> jax.Array:
+def from_shards(spec: ParamSpec, sharding: NamedSharding, make: MakeShard) -> jax.Array:
+    """A parameter out of this process's shards; ``make`` is called once per distinct shard."""
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
         key = tuple(s.indices(n)[:2] for s, n in zip(index or (), spec.shape, strict=True))

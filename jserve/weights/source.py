@@ -76,7 +76,8 @@ def _directory(model: str, revision: str, *, dummy: bool) -> Path:
         path = Path(model).expanduser()
         is_dir, is_file = path.is_dir(), path.is_file()
     except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"model {model[:80]!r} is no path: {error}", field="model") from None
+        reason = getattr(error, "strerror", None) or str(error)[:100]
+        raise ConfigError(f"model {model[:80]!r} is no path: {reason}", field="model") from None
     if is_dir:
         return path.absolute()
     if is_file and dummy and path.name == "config.json":

@@ -257,6 +257,9 @@ class Live:
         async with self.http.get(self.url + path, **kwargs) as r:
             return r.status, await r.json(), r.headers
 
+    def app_metrics(self) -> str:
+        return self.server.front.metrics.scrape("text/plain")[0].decode()
+
     async def events(self, path: str, body, **kwargs) -> list:
         """Everything a stream sent: parsed events, "[DONE]", and comments as they are."""
         async with self.http.post(self.url + path, json=body | {"stream": True}, **kwargs) as r:
@@ -274,7 +277,8 @@ def parse_events(raw: bytes) -> list:
         elif block == "data: [DONE]":
             found.append("[DONE]")
         else:
-            assert block.startswith("data: ") and "\n" not in block, block
+            assert block.startswith("data: "), block
+            assert "\n" not in block, block
             found.append(json.loads(block[6:]))
     return found
 

@@ -96,9 +96,7 @@ async def test_n_choices(stream):
             texts = [streamed_text(events[:-1], i) for i in range(3)]
             heads = [e["choices"][0] for e in events[:-1] if "role" in e["choices"][0]["delta"]]
             seeds = {c["index"]: c["seed"] for c in heads}
-            ends = [
-                c["index"] for e in events[:-1] for c in e["choices"] if c["finish_reason"]
-            ]
+            ends = [c["index"] for e in events[:-1] for c in e["choices"] if c["finish_reason"]]
             assert sorted(ends) == [0, 1, 2]
         else:
             _, body, _ = await srv.post(CHAT, chat_body(n=3, seed=7))
@@ -117,9 +115,7 @@ async def test_stop_string_ends_and_cancels(chunk, include):
     async with live(engine) as srv:
         fields = {"n": 2, "stop": ["XYZ", "q"], "include_stop_str_in_output": include}
         _, body, _ = await srv.post(CHAT, chat_body(**fields))
-        events = await srv.events(
-            CHAT, chat_body(**fields, stream_options={"include_usage": True})
-        )
+        events = await srv.events(CHAT, chat_body(**fields, stream_options={"include_usage": True}))
     first, second = body["choices"]
     expected = "abcXYZ" if include else "abc"
     assert first["message"]["content"] == expected
@@ -224,9 +220,7 @@ SAMPLING = {
 @pytest.mark.parametrize("name", [*SAMPLING])
 async def test_sampling_field_reaches_the_engine(srv, path, name):
     body = chat_body() if path == CHAT else {"prompt": "hi"}
-    status, answer, headers = await srv.post(
-        path, body | {name: SAMPLING[name], "max_tokens": 4}
-    )
+    status, answer, headers = await srv.post(path, body | {name: SAMPLING[name], "max_tokens": 4})
     assert status == 200, answer
     got = getattr(srv.engine.records[0].request.params, name)
     assert got == (tuple(SAMPLING[name]) if isinstance(SAMPLING[name], list) else SAMPLING[name])
@@ -287,9 +281,7 @@ async def test_unknown_fields_are_listed(srv):
     )
     assert status == 200
     assert headers["x-jserve-ignored-params"] == "frobnicate, user, bad??name"
-    async with srv.http.post(
-        srv.url + CHAT, json=chat_body(stream=True, frobnicate=1)
-    ) as r:
+    async with srv.http.post(srv.url + CHAT, json=chat_body(stream=True, frobnicate=1)) as r:
         assert r.headers["x-jserve-ignored-params"] == "frobnicate"
         await r.read()
 

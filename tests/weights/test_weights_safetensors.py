@@ -1,4 +1,4 @@
-"""The reader against files of every dtype, every kind of broken header, and 300 random corruptions."""
+"""The reader against every dtype, every kind of broken header, and 300 random corruptions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(tmp_path: Path, data: bytes) -> Path:
 @pytest.mark.parametrize("dtype", list(NAMES), ids=str)
 def test_reads_every_dtype(tmp_path: Path, dtype: Any, pad: int) -> None:
     x = np.frombuffer(np.random.default_rng(0).bytes(24 * dtype.itemsize), np.uint8)
-    x = (x & 1).astype(bool) if dtype == bool else x.view(dtype)
+    x = (x & 1).astype(bool) if dtype.kind == "b" else x.view(dtype)
     x = x[:24].reshape(4, 6)
     odd = {"one": np.zeros(1, np.uint8), "x": x}
     file = SafetensorsFile(write(tmp_path, pack(odd, pad)))
@@ -135,7 +135,11 @@ FAULTS: dict[str, tuple[Any, str | None, str]] = {
     "offset past the file": (entry("scalar", data_offsets=[2**40, 2**40 + 2]), "scalar", "truncat"),
     "overlap": (header(lambda h: shift(h, -4)), "b", "overlaps a"),
     "gap": (lambda: pack(TENSORS, edit=lambda h: shift(h, 8)) + b"\0" * 8, "b", "gap after a"),
-    "gap at the front": (lambda: pack(TENSORS, edit=lambda h: shift(h, 8, "a")) + b"\0" * 8, "a", "gap"),
+    "gap at the front": (
+        lambda: pack(TENSORS, edit=lambda h: shift(h, 8, "a")) + b"\0" * 8,
+        "a",
+        "gap",
+    ),
     "empty tensor out of place": (entry("empty", data_offsets=[7, 7]), "empty", "overlaps"),
 }
 
@@ -168,7 +172,7 @@ def test_strange_tensor_names_stay_on_one_line(tmp_path: Path) -> None:
 
 
 def test_survives_300_corruptions(tmp_path: Path) -> None:
-    """Never anything but a file that reads or a WeightsError; and we refuse all the library refuses."""
+    """A file reads or is a WeightsError, nothing else; what we read, the library reads too."""
     rng, good = random.Random(5), pack(TENSORS)
     read = refused = 0
     for i in range(300):
@@ -180,12 +184,11 @@ def test_survives_300_corruptions(tmp_path: Path) -> None:
         path = write(tmp_path, bytes(data))
         try:
             file = SafetensorsFile(path)
-            _ = [np.array(file.read(name)) for name in file.tensors]
-            read += 1
-        except WeightsError as error:
-            assert "\n" not in error.message
+        except WeightsError:
             refused += 1
             continue
+        _ = [np.array(file.read(name)) for name in file.tensors]
+        read += 1
         with safetensors.safe_open(path, "np") as theirs:
             assert set(theirs.keys()) == set(file.tensors)
     assert read > 20

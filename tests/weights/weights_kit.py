@@ -1,4 +1,4 @@
-"""Small model directories for the weight tests, written byte by byte so that they can be broken anywhere."""
+"""Small model directories for the weight tests, written so that they can be broken anywhere."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def raw(header: bytes, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def tensors_of(family: Family, arch: Arch, dtype: Any = BF16, seed: int = 0) -> dict[str, np.ndarray]:
+def tensors_of(
+    family: Family, arch: Arch, dtype: Any = BF16, seed: int = 0
+) -> dict[str, np.ndarray]:
     """Random values for every checkpoint tensor of the family, all different."""
     rng = np.random.default_rng(seed)
     specs = jax.tree.leaves(family.specs(arch, 1), is_leaf=is_spec)
