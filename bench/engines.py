@@ -228,6 +228,7 @@ class Running:
             # A worker may have left the group; psutil checks that the id is still the same process.
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(family, timeout=10)
         self.process.wait(10)
 
     def _family(self) -> list[psutil.Process]:

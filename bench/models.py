@@ -6,12 +6,13 @@ the same bytes.
 
 Vocabulary of 32000 ids::
 
-    0 .. 2        <|begin|> <|end|> <|pad|> 3 .. 258      the 256 bytes in GPT-2's printable
-    alphabet 259 .. 31999  " a", "aa", " aa", "aaa", " aaa" ...: one to three letters, each
-    reachable by merges
+    0 .. 2        <|begin|> <|end|> <|pad|>
+    3 .. 258      the 256 bytes in GPT-2's printable alphabet
+    259 .. 31323  " a" .. " z", " aa" .. " zz", " aaa" ...: a space and one to four letters
+    31324 .. 31999  "aa" .. "zz"
 
 Ids below ``FIRST_WORD`` get a zero embedding row. The embedding is tied to the output, so their
-logit is exactly 0 and greedy decoding never picks them: every generated token is one to four ASCII
+logit is exactly 0 and greedy decoding never picks them: every generated token is two to five ASCII
 characters, no server holds text back for half a code point, and each token can be seen as one piece
 of text.
 """
@@ -103,7 +104,7 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def draw(name: str, size: tuple[int, ...], seed: int, index: int) -> np.ndarray:
-    """bfloat16 weights: ones for norms, else normal with variance 1 / fan-in (0.02 for the embedding)."""
+    """bfloat16: ones for norms, else normal with deviation fan-in^-0.5 (embedding 0.02)."""
     if len(size) == 1:
         return np.ones(size, bfloat16)
     embedding = name == "model.embed_tokens.weight"
@@ -145,21 +146,25 @@ def config_json(shape: Shape) -> dict[str, Any]:
 
 
 def byte_alphabet() -> list[str]:
-    """The printable stand-ins of the bytes 0..255 in byte-level BPE: printable ones stand for themselves."""
+    """Stand-ins of the bytes 0..255 in byte-level BPE: a printable one stands for itself."""
     kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = itertools.count(256)
     return [chr(b) if b in kept else chr(next(spare)) for b in range(256)]
 
 
 def words_and_merges(n: int) -> tuple[list[str], list[list[str]]]:
-    """The first ``n`` words after the bytes, and the one merge that makes each."""
-    two = [a + b for a in LETTERS for b in LETTERS]
+    """The ``n`` words after the bytes, and the one merge that makes each.
+
+    Merges behind a space come first, so that text of any word is cut into exactly that word again.
+    """
+    pairs = [[a, b] for a in LETTERS for b in LETTERS]
     merges = [[SPACE, a] for a in LETTERS]
-    merges += [[w[0], w[1]] for w in two]
-    merges += [[SPACE + w[0], w[1]] for w in two]
-    merges += [[w, c] for w in two for c in LETTERS]
-    merges += [[SPACE + w, c] for w in two for c in LETTERS]
-    return ["".join(m) for m in merges[:n]], merges[:n]
+    for start in itertools.count():
+        if len(merges) >= n - len(pairs):
+            break
+        merges += [["".join(merges[start]), a] for a in LETTERS]
+    merges = merges[: n - len(pairs)] + pairs
+    return ["".join(m) for m in merges], merges
 
 
 def tokenizer_json(vocab: int) -> dict[str, Any]:
@@ -272,7 +277,7 @@ def _sizes(file: Path) -> dict[str, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m bench.models", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(prog="python -m bench.models", description="Write dummy models.")
     p.add_argument("names", nargs="+", choices=SHAPES, help="which models to write")
     p.add_argument("--out", type=Path, required=True, help="folder that gets a directory per model")
     p.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")

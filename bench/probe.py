@@ -82,7 +82,7 @@ class Clock:
         )
 
     def until(self, later: Clock) -> dict[str, float]:
-        """Cores in use between two readings; ``foreign_cores`` is everybody else's share, the noise."""
+        """Cores in use between two readings; ``foreign_cores`` is everybody else's: the noise."""
         wall = max(later.wall - self.wall, 1e-9)
         machine, client, server = (
             (getattr(later, k) - getattr(self, k)) / wall for k in ("machine", "client", "server")

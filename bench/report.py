@@ -109,7 +109,9 @@ def add_limits(result: dict[str, Any]) -> None:
     over the wall time; attention is not counted.
     """
     model = result.get("model")
-    for turn in result["turns"] if model else ():
+    if not model:
+        return
+    for turn in result["turns"]:
         for name, run in turn.get("workloads", {}).items():
             if not run.get("wall_s"):
                 continue

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import signal
 import sys
 import tempfile
 import time
@@ -31,6 +33,7 @@ from bench.engines import ENGINES, Engine, EngineError, Paths, Running, build
 from bench.models import facts
 
 FORMAT = 1
+ABOUT = "Compare servers under the same traffic."
 SETTLE_S = 1.0
 """Pause before a probe: a server's spinning threads need a moment to sleep."""
 err = Console(stderr=True, highlight=False)
@@ -96,12 +99,12 @@ def run_all(target: Target, plan: Plan, pid: int | None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in plan.names:
         results[name] = measure(target, plan.workload(name), pid)
-        err.print(f"    {report.one_line(name, results[name])}")
+        err.print(f"    {report.one_line(name, results[name])}", soft_wrap=True)
     return results
 
 
 def serve_turn(engine: Engine, plan: Plan) -> dict[str, Any]:
-    """One engine's turn. A server that fails to start or to answer leaves ``error`` in the result."""
+    """One engine's turn. A server that fails to start or answer leaves ``error`` in the result."""
     turn: dict[str, Any] = {"engine": engine.name}
     try:
         with Running(engine, plan.log_dir) as server:
@@ -145,8 +148,10 @@ def chosen(names: Sequence[str], paths: Paths) -> list[Engine]:
 
 
 def url_turns(target: Target, plan: Plan, rounds: int) -> list[dict[str, Any]]:
-    """The workloads against a server somebody else runs. Later rounds use other prompts, so that its
-    prefix cache cannot answer them."""
+    """The workloads against a server somebody else runs.
+
+    Later rounds use other prompts, so that its prefix cache cannot answer them.
+    """
     done = []
     for n in range(rounds):
         err.print(f"[bold]round {n}: {target.url}[/]")
@@ -157,6 +162,16 @@ def url_turns(target: Target, plan: Plan, rounds: int) -> list[dict[str, Any]]:
             turn["error"] = str(e)
         done.append(turn)
     return done
+
+
+@contextlib.contextmanager
+def ending_unwinds() -> Iterator[None]:
+    """SIGTERM raises SystemExit inside, so that no server is left behind to spoil the next run."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def names_of(given: Sequence[str], sweep: str, rates: str) -> tuple[str, ...]:
@@ -174,7 +189,9 @@ def names_of(given: Sequence[str], sweep: str, rates: str) -> tuple[str, ...]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(
+        prog="python -m bench.serving", description="Compare servers under the same traffic."
+    )
     add = p.add_argument
     add("model", type=Path, nargs="?", help="model directory every engine serves")
     add("--engine", action="append", help="jserve, vllm, llamacpp (repeatable); default jserve")
@@ -259,7 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_dir=args.log_dir,
     )
     try:
-        result = run(args, plan)
+        with ending_unwinds():
+            result = run(args, plan)
     except (EngineError, OSError, ValueError) as e:
         p.error(str(e))
     if args.json:

@@ -127,7 +127,7 @@ def _decode_rate(served: Sequence[Trace]) -> float | None:
 
 
 def waves(traces: Sequence[Trace], width: int) -> dict[str, float | None]:
-    """Median TTFT (ms) of the first ``width`` requests, which share nothing yet, and of the rest."""
+    """Median TTFT (ms) of the first ``width`` requests, with nothing cached, and of the rest."""
     served = [t for t in sorted(traces, key=lambda t: t.sent) if not t.complaint]
     first, rest = served[:width], served[width:]
     return {
