@@ -354,7 +354,7 @@ def convert(source: str, target: Path, dtype: str, console: Any) -> None:
     Raises:
         ConfigError: the source cannot be read, or the target exists.
     """
-    from jserve.weights.orbax import convert as write
+    from jserve.weights.convert import convert as write
 
     with progress_bar("converting", 0, shown=True) as bar:
         write(source, target, dtype=dtype, progress=lambda _stage, done, total: bar(done, total))

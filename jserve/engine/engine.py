@@ -19,6 +19,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from jserve.engine.wire import Cancel, Stats, Submit
@@ -59,6 +60,7 @@ class Engine:
         self._inbox: deque[Submit | Cancel] = deque()
         self._flights: deque[InFlight] = deque()
         self._faults: deque[float] = deque(maxlen=MAX_FAULTS)
+        self._landed: list[Output] = []
 
     def submit(self, request: Request) -> None:
         """Hand in a request; read at the next step. A refusal comes back as an Output in error."""
@@ -71,7 +73,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while a further step would do something."""
-        return bool(self._inbox or self._flights) or self.scheduler.has_work
+        return bool(self._inbox or self._flights or self._landed) or self.scheduler.has_work
 
     @property
     def n_in_flight(self) -> int:
@@ -108,6 +110,19 @@ class Engine:
             outputs += self.step()
         return outputs
 
+    def swap(self, change: Callable[[], None]) -> None:
+        """Change what the runner computes with (its weights) between two steps.
+
+        Steps in flight land first; their outputs come with the next ``step``. Then every running
+        sequence is recomputed and no cached prefix survives, since the KV no longer belongs.
+        """
+        while self._flights:
+            result = self.runner.collect(self._flights[0])
+            done = self._flights.popleft()
+            self._landed += self.scheduler.commit(done.plan, result, self.clock())
+        change()
+        self.scheduler.reset(self.clock())
+
     def stats(self) -> Stats:
         """Counters of the scheduler by their names, with what is in flight here."""
         values: dict[str, Any] = dataclasses.asdict(self.scheduler.stats())
@@ -120,7 +135,7 @@ class Engine:
         )
 
     def _read_inbox(self) -> list[Output]:
-        outputs: list[Output] = []
+        outputs, self._landed = self._landed, []
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, Cancel):
