@@ -188,7 +188,7 @@ class Drive:
         return {key: told.tokens for key, told in self.told.items()}
 
     def _most_steps(self) -> int:
-        """All work one request after the other, each recomputed three times, and slack for overlap."""
+        """All work one after the other, each recomputed three times, and slack for overlap."""
         chunk = self.config.scheduler.max_prefill_chunk or self.limits.max_prefill_tokens
         chunk = min(chunk, self.config.scheduler.max_num_batched_tokens)
         total = 0
@@ -242,7 +242,7 @@ class Drive:
         return self._oracles[key]
 
     def _check_scores(self, req: Request, index: int, out: Output) -> None:
-        """Log-probabilities are complete, are of the tokens sent, and are those of the definition."""
+        """Log-probabilities are complete, of the tokens sent, and those of the definition."""
         told = self.told[req.id, index]
         n_before = len(told.tokens) - len(out.token_ids)
         params, prompt = req.params, list(req.prompt_ids)

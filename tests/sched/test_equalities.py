@@ -1,4 +1,4 @@
-"""I18-I28: what a request says does not depend on batch, cache, chunks, pages, preemption or drafts."""
+"""I18-I28: tokens do not depend on batch, cache, chunks, pages, preemption or drafts."""
 
 import random
 

@@ -13,7 +13,7 @@ from jserve.sched.draft import PlanDraft
 from jserve.sched.residency import Residency
 from jserve.sched.scheduler import Scheduler
 
-SEEDS = range(12)
+SEEDS = range(20)
 
 
 def torture(seed: int) -> None:
@@ -51,29 +51,37 @@ def _random_request(rng: random.Random, id: str, drive: Drive):
     return request(id, prompt, eos=(3,), max_tokens=wanted, temperature=1.0, **extras)
 
 
-def test_without_a_bug_all_is_well():
+def torture_all() -> None:
     for seed in SEEDS:
         torture(seed)
 
 
-def tail_page_freed_one_step_early(patch):
-    """Sequences give their tail page away while the last row that writes it is still to come."""
-    commit = PlanDraft.freeze
+def test_without_a_bug_all_is_well():
+    torture_all()
 
-    def freeze(self, step, cache):
-        plan = commit(self, step, cache)
-        for row in plan.rows:
-            lease, seq = row.seq.lease, row.seq
-            if len(seq.tokens) + seq.in_flight >= seq.max_len and lease.n_published < len(
-                lease.pages
-            ):
-                page = lease.pages.pop()
-                cache.pool.drop([page])
-                cache.table.rows[lease.slot, len(lease.pages)] = 0
-                lease.capacity -= cache.page_size
+
+def tail_page_freed_one_step_early(patch):
+    """The tail page goes back to the pool when the row before the last is planned."""
+    freeze, release = PlanDraft.freeze, PageCache.release
+    early = {}
+
+    def freeze_and_free(self, step, cache):
+        plan = freeze(self, step, cache)
+        for seq in (row.seq for row in plan.rows):
+            lease, last_but_one = seq.lease, len(seq.tokens) + seq.in_flight == seq.max_len - 1
+            if last_but_one and lease not in early and lease.n_published < len(lease.pages):
+                early[lease] = lease.pages[-1]
+                cache.pool.drop([lease.pages[-1]])
         return plan
 
-    patch.setattr(PlanDraft, "freeze", freeze)
+    def release_the_rest(self, lease):
+        if lease in early:
+            lease.pages.remove(early[lease])
+            self.table.rows[lease.slot, len(lease.pages)] = 0
+        release(self, lease)
+
+    patch.setattr(PlanDraft, "freeze", freeze_and_free)
+    patch.setattr(PageCache, "release", release_the_rest)
 
 
 def published_before_commit(patch):
@@ -216,9 +224,8 @@ BUGS = [
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_caught(bug, monkeypatch):
     bug(monkeypatch)
-    with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        for seed in SEEDS:
-            torture(seed)
+    with pytest.raises((AssertionError, IndexError)):
+        torture_all()
 
 
 SILENT = [
@@ -226,7 +233,6 @@ SILENT = [
     match_ignores_the_prefix,
     slot_reused_without_a_load,
     readmitted_with_rows_in_flight,
-    published_one_token_too_far,
 ]
 
 
@@ -235,6 +241,5 @@ def test_the_output_oracle_alone_catches_it(bug, monkeypatch):
     """Without any look inside: the tokens themselves, or the device, betray the bug."""
     bug(monkeypatch)
     monkeypatch.setattr(Drive, "check", lambda self: None)
-    with pytest.raises((AssertionError, IndexError)):
-        for seed in SEEDS:
-            torture(seed)
+    with pytest.raises(AssertionError, match=r"diverged|never written|one position|scratch"):
+        torture_all()

@@ -232,7 +232,7 @@ def test_a_step_that_raised_fails_its_sequences_and_the_rest_goes_on(depth):
 
 
 def test_a_new_sequence_in_a_slot_is_not_touched_by_the_over_run_row():
-    """The slot goes on at once; the ended sequence's last row was launched before and runs before."""
+    """The slot goes on at once; the ended sequence's last row was launched, and runs, before."""
     drive = Drive(limits(n_slots=1, max_rows=1, max_decode_rows=1, n_pages=6), depth=2)
     drive.add(request("ends", [1, 2], stop_token_ids=tuple(range(11)), max_tokens=18))
     drive.add(request("follows", [5, 6, 7], max_tokens=12, presence_penalty=1.0))
