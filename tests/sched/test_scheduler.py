@@ -257,6 +257,20 @@ def test_preemption_takes_the_newest_and_loses_nothing():
     drive.run()
 
 
+def test_all_start_over_when_the_device_lost_its_pages():
+    drive = Drive(limits(n_pages=17), depth=0)
+    for id in "abc":
+        drive.add(request(id, [1, 2, 3, 4, ord(id) % 11], max_tokens=12, temperature=1.0))
+    for _ in range(6):
+        drive.step()
+    drive.scheduler.floor.evacuate()
+    drive.runner.reset()
+    drive.check()
+    assert drive.scheduler.stats().pages_free == 16
+    assert drive.scheduler.stats().preemptions == 0
+    drive.run()
+
+
 def test_a_protected_sequence_takes_all_its_pages_and_is_left_alone():
     drive = Drive(limits(n_pages=17))
     drive.add(request("often", [1] * 5, max_tokens=30))
