@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from jserve import fake_model
 from jserve.config import EngineConfig
 from jserve.ports import InFlight, RunnerLimits
+from jserve.sched import policy
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
 from jserve.types import Finish, Output, Request, SamplingParams, SeqState, StepPlan
@@ -117,6 +118,20 @@ class Drive:
         self.runner.nan.add((id, index))
         self.poisoned.add((id, index))
 
+    def preempt(self, pick: int) -> None:
+        """One of the running gives way, as if pages had run out."""
+        floor = self.scheduler.floor
+        able = [seq for seq in floor.running if not policy.protected(seq)]
+        if able:
+            floor.preempt(able[pick % len(able)])
+        self.check()
+
+    def next_turn(self, id: str, of: str, tail: list[int], **params) -> Request:
+        """A request that goes on where choice 0 of ``of`` ended."""
+        return request(
+            id, [*self.requests[of].prompt_ids, *self.told[of, 0].tokens, *tail], **params
+        )
+
     def hold(self, n: int) -> None:
         """Someone outside takes free pages."""
         pool = self.scheduler.floor.cache.pool
@@ -173,12 +188,16 @@ class Drive:
         return {key: told.tokens for key, told in self.told.items()}
 
     def _most_steps(self) -> int:
-        """All work one request after the other, each recomputed three times, and slack for overlap."""
+        """All work one after the other, each recomputed three times, and slack for overlap."""
         chunk = self.config.scheduler.max_prefill_chunk or self.limits.max_prefill_tokens
         chunk = min(chunk, self.config.scheduler.max_num_batched_tokens)
         total = 0
         for req in self.requests.values():
-            n_out = self.limits.max_model_len if req.params.max_tokens is None else req.params.max_tokens
+            n_out = (
+                self.limits.max_model_len
+                if req.params.max_tokens is None
+                else req.params.max_tokens
+            )
             longest = len(req.prompt_ids) + n_out
             total += req.params.n * ((1 + 3) * (longest // chunk + 1) + n_out + 2 * self.depth + 4)
         return total + 10
@@ -223,7 +242,7 @@ class Drive:
         return self._oracles[key]
 
     def _check_scores(self, req: Request, index: int, out: Output) -> None:
-        """Log-probabilities are complete, are of the tokens sent, and are those of the definition."""
+        """Log-probabilities are complete, of the tokens sent, and those of the definition."""
         told = self.told[req.id, index]
         n_before = len(told.tokens) - len(out.token_ids)
         params, prompt = req.params, list(req.prompt_ids)
@@ -245,7 +264,9 @@ class Drive:
             total, seen = fake_model.fold(total, seen, prompt[i], i)
             now = fake_model.mix(seen)
             assert entry.logprob == fake_model.logprob_of(now ^ fake_model.mix(prompt[i + 1]))
-            assert entry.top_ids == tuple(fake_model.top_of(now, VOCAB)[0][: params.prompt_logprobs])
+            assert entry.top_ids == tuple(
+                fake_model.top_of(now, VOCAB)[0][: params.prompt_logprobs]
+            )
 
     def _check_plan(self, plan: StepPlan) -> None:
         """I11: budgets; everyone past its prefill gets a row; decode rows come first."""

@@ -1,4 +1,4 @@
-"""The stateful property test of the host core: invariants I1-I17 after every rule, oracle on every token."""
+"""The stateful property test: invariants I1-I17 after every rule, an oracle on every token."""
 
 import pytest
 from hypothesis import HealthCheck, settings
