@@ -105,6 +105,8 @@ class Packer:
         """
         needs = Needs.of(plan)
         bucket = bucket or self.ladder.choose(needs)
+        if not needs.fit(bucket):
+            raise ValueError(f"{bucket} does not take {needs}")
         slate = self._slate(bucket)
         views, n = slate.views, needs.D
         self._clear(slate, bucket)
@@ -121,7 +123,7 @@ class Packer:
                 views[name][part] = self._static[name][slots[rows]]
         views["emit_R"][:n] = 1
         self._pages(slate, plan, bucket, needs)
-        _decode_tokens(views, plan.rows[:n], counts[:n], bucket)
+        _decode_tokens(views, plan.rows[:n], counts[:n], bucket, self.dims.V)
         _prefill_tokens(views, plan.rows[n:], bucket, self.dims.V)
         if bucket.mask:
             _masks(views, plan.rows, n, bucket)
@@ -248,7 +250,11 @@ def _in_range(name: str, values: np.ndarray, low: int, high: int) -> None:
 
 
 def _decode_tokens(
-    views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], counts: np.ndarray, bucket: Bucket
+    views: dict[str, np.ndarray],
+    rows: tuple[RowPlan, ...],
+    counts: np.ndarray,
+    bucket: Bucket,
+    V: int,
 ) -> None:
     n, J = len(rows), bucket.J
     if not n:
@@ -265,6 +271,7 @@ def _decode_tokens(
             raise ValueError(f"row {r} has count {row.count} and {len(row.drafts)} drafts")
         tok_DJ[r, 1 : row.count] = row.drafts
         tok_DJ[r, row.count :] = 0
+    _in_range("draft", tok_DJ[:, 1:], 0, V - 1)
 
 
 def _prefill_tokens(

@@ -232,6 +232,30 @@ def test_uniforms_are_uniform_and_independent():
     assert abs(np.corrcoef(u, w)[0, 1]) < 0.03
 
 
+def test_drafts_before_a_draw_count_as_output():
+    """Penalties and bad words at draft place j must see what they would see one token at a time."""
+    rng = np.random.default_rng(6)
+    drafts = (9, 12, 9)
+    kw = {"bad_token_ids": ((7, 9, 12), (9, 12, 9, 44), (12, 9, 45)), "frequency_penalty": 0.7}
+    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.3, max_tokens=99, **kw)
+    start = Context(prompt=rng.integers(0, V, 9).tolist(), output=(7,))
+    rows = [(params, start)] * 4
+    raw = rng.standard_normal((4, V)).astype(np.float32)
+    draws, flags = draws_of(rows, J=4)
+    place = jnp.arange(4)
+    prefix = np.array([[d if i < j else -1 for i, d in enumerate(drafts)] for j in range(4)])
+    draws = draws.replace(
+        prefix_EJ=jnp.asarray(prefix, jnp.int32), n_prefix_E=place, pos_E=draws.pos_E + place
+    )
+    got = np.asarray(jitted()["adjust"](raw, draws, slots_of(rows, V), flags))
+    for j in range(4):
+        context = Context(prompt=start.prompt, output=(*start.output, *drafts[:j]))
+        np.testing.assert_allclose(got[j], adjusted(raw[j], params, context), rtol=2e-5, atol=2e-5)
+    assert np.isneginf(got[1, 12])
+    assert np.isneginf(got[3, [44, 45]]).all()
+    assert not np.isneginf(got[2, [12, 44, 45]]).any()
+
+
 def test_greedy_takes_the_lowest_of_equal_logits():
     raw = np.zeros((3, V), np.float32)
     raw[0, [250, 40]] = 2.0
