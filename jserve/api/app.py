@@ -126,7 +126,7 @@ async def detokenize(request: web.Request, front: Front) -> web.Response:
 
 async def health(request: web.Request, front: Front) -> web.Response:
     if not front.engine.healthy():
-        raise EngineDead("the engine makes no progress")
+        raise EngineDead("the engine makes no progress", retry_after=5)
     return json_response({"status": "ok"})
 
 

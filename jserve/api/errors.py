@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from jserve.errors import BadRequest, JserveError, RequestFailed
+from jserve.errors import BadRequest, EngineDead, JserveError, RequestFailed
 
 MAX_MESSAGE = 300
 MAX_CLIENT_TEXT = 64
@@ -64,6 +64,8 @@ def shown(text: object) -> str:
 
 def as_error(exc: BaseException) -> JserveError:
     """The error a client is told for ``exc``; an unknown one becomes a 500 without details."""
+    if isinstance(exc, EngineDead):
+        return EngineDead("the engine is not running; try again later", retry_after=5)
     if isinstance(exc, JserveError):
         return exc
     if isinstance(exc, web.HTTPException):

@@ -14,13 +14,13 @@ Choices are numbered as OpenAI does::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from jserve.api.ask import Usage
-from jserve.errors import EngineDead, JserveError, NotReady, error_of
+from jserve.errors import EngineDead, JserveError, NotReady, Overloaded, RequestFailed, error_of
 from jserve.text.stream import TextStream
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, Output, Request, TokenLogprob
@@ -29,9 +29,9 @@ MERGE_BUFFER = 64
 
 
 class Engine(Protocol):
-    """What the front needs of ``AsyncEngine`` to run a request."""
+    """What the front needs of ``AsyncEngine`` to run a request; ``generate`` is a generator."""
 
-    def generate(self, request: Request) -> AsyncGenerator[Output, None]: ...
+    def generate(self, request: Request) -> AsyncIterator[Output]: ...
 
     def abort(self, request_id: str, index: int | None = None) -> None: ...
 
@@ -132,13 +132,16 @@ class Generation:
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
         if len(self.requests) > 1:
-            async with aclosing(merged([self._engine.generate(r) for r in self.requests])) as all_:
+            async with aclosing(merged([self._run(r) for r in self.requests])) as all_:
                 async for item in all_:
                     yield item
             return
-        async with aclosing(self._engine.generate(self.requests[0])) as outputs:
+        async with aclosing(self._run(self.requests[0])) as outputs:
             async for output in outputs:
                 yield 0, output
+
+    def _run(self, request: Request) -> AsyncGenerator[Output, None]:
+        return cast("AsyncGenerator[Output, None]", self._engine.generate(request))
 
     def _piece(self, prompt: int, output: Output) -> Piece | None:
         number = prompt * self.params.n + output.index
@@ -180,13 +183,23 @@ def _advance(
 
 
 def failure(output: Output) -> JserveError:
-    """The error an output with finish ERROR or ABORT stands for."""
+    """The error an output with finish ERROR or ABORT stands for. Faults keep their details."""
     if output.finish is Finish.ABORT or output.error_code == "draining":
         return NotReady("the server is shutting down", code="draining", retry_after=5)
-    return error_of(output.error_code, output.error or "the request failed")
+    error = error_of(output.error_code, output.error or "the request failed")
+    return hidden(error) if error.status >= 500 and not isinstance(error, Overloaded) else error
 
 
 T = TypeVar("T")
+
+
+def hidden(error: JserveError) -> JserveError:
+    """A fault in words for a client: its own may name files or hold a prompt."""
+    if isinstance(error, EngineDead):
+        return error
+    return RequestFailed("the engine failed on this request", code=error.code)
+
+
 _END: Any = object()
 
 

@@ -167,7 +167,8 @@ class _EngineCollector(Collector):
         for name, value in sorted(values.items()):
             yield self._value(name, value)
         for name, value in sorted(self._source.counters.items()):
-            yield self._counter(f"engine_{_clean(name)}", f"Engine events: {_clean(name)}.", value)
+            event = _clean(name).removeprefix("engine_")
+            yield self._counter(f"engine_{event}", f"Engine events: {event}.", value)
 
     def _value(self, name: str, value: float) -> Any:
         if name in _GAUGES:

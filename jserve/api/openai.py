@@ -25,6 +25,7 @@ from jserve.api.openai_values import (
     ids_of,
     prompts_of,
     salt_of,
+    stop_ids_of,
     stop_of,
     top_of,
 )
@@ -301,9 +302,9 @@ def _params(
             values[name] = getattr(body, name)
     values["stop"] = stop_of(body.stop)
     values["logit_bias"] = bias_of(body.logit_bias, card.vocab_size)
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        if values.get(name) is not None:
-            values[name] = ids_of(values[name], name, card.vocab_size)
+    values["stop_token_ids"] = stop_ids_of(body.stop_token_ids, card)
+    if body.allowed_token_ids is not None:
+        ids_of(body.allowed_token_ids, "allowed_token_ids", card.vocab_size)
     prompt_logprobs = _prompt_logprobs(body, logprobs, card)
     try:
         return SamplingParams(
@@ -326,7 +327,6 @@ _SAMPLING = (
     "frequency_penalty",
     "repetition_penalty",
     "seed",
-    "stop_token_ids",
     "ignore_eos",
     "min_tokens",
     "include_stop_str_in_output",

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from jserve.api.ask import ModelCard
 from jserve.errors import BadRequest
-from jserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from jserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
 
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 1024
@@ -71,6 +72,16 @@ def stop_of(value: Any) -> tuple[str, ...]:
             f"stop may hold at most 16 strings of 1 to {MAX_STOP_CHARS} characters", field="stop"
         )
     return tuple(words)
+
+
+def stop_ids_of(value: list[int] | None, card: ModelCard) -> tuple[int, ...]:
+    ids = ids_of(value or (), "stop_token_ids", card.vocab_size)
+    if len({*ids, *card.eos_ids}) > MAX_STOP_IDS:
+        raise BadRequest(
+            f"stop_token_ids and the model's end tokens may be {MAX_STOP_IDS} ids together",
+            field="stop_token_ids",
+        )
+    return ids
 
 
 def bias_of(value: Any, vocab_size: int) -> dict[int, float]:

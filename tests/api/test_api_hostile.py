@@ -67,6 +67,7 @@ BOTH = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [1] * 17}, "stop_token_ids"),
+    ({"stop_token_ids": list(range(16))}, "stop_token_ids"),
     ({"stop_token_ids": "1"}, "stop_token_ids"),
     ({"logit_bias": {"999": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),

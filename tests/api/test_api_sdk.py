@@ -76,7 +76,7 @@ async def test_errors(client, srv):
     assert (e.value.type, e.value.param) == ("invalid_request_error", "temperature")
     srv.engine.fail_at = 2
     stream = await client.chat.completions.create(model="tiny", messages=USER, stream=True)
-    with pytest.raises(openai.APIError, match="a step failed"):
+    with pytest.raises(openai.APIError, match="the engine failed"):
         async for _ in stream:
             pass
 
