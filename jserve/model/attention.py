@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
@@ -25,6 +26,7 @@ class AttentionBackend:
     """One way to keep and read KV.
 
     kv_shape:  (K, H, n_pages, page_size) -> shape of one layer's keys (values alike), K global kv heads.
+    kv_dtype:  dtype of the values -> dtype they are stored in (a backend may keep their bits as integers).
     kv_axis:   dimension of that shape that holds kv heads (sharded over the tensor-parallel axis).
     plan_shapes: (bucket, dims) -> names and shapes of the int32 fields it adds to the packed buffer.
     plan:      (views, bucket, dims) -> None; numpy, fills its own ``attn.*`` views from the others. The
@@ -40,6 +42,7 @@ class AttentionBackend:
     plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None]
     write_kv: Callable[[LayerKV, jax.Array, jax.Array, StepView], LayerKV]
     attend: Callable[..., jax.Array]
+    kv_dtype: Callable[[Any], Any] = jnp.dtype
     options: Any = None
 
 

@@ -2,25 +2,23 @@
 
 Owns a KV layout and two loops whose length is data, so a step costs what its rows hold and not what its bucket
 could. Must not know families or the runner. A layer's keys are [P, K, Z, H], so that a kv head's share of a
-page is one contiguous run; a block is ``S`` positions (S / Z pages) at fixed absolute borders.
+page is one contiguous run. A block is S positions (S / Z pages) that begin at a multiple of S.
 
-Decode rows: a work list of (row, block) pairs, ``W`` pairs an iteration; each gives a partial softmax, and
-the partials of a row, which lie side by side, are merged in order of position::
+Decode rows are sorted by length and taken W at a time, block by block, up to the longest of the W::
 
-    row       0   0   0   1   2   2   2   2 | 2  -  -        n_R = blocks of each row
-    block     0   1   2   0   0   1   2   3 | 4  -  -        end_R = cumsum(n_R)
-              '------ one iteration ------'
+    rows by length   |1180 1003  870  610| 420  333  300  122|  80  17   -   - |      W = 4
+    blocks of 128    |        10         |         4         |        1        |
 
-Prefill rows: tiles of ``Q`` tokens of one row, each against the blocks it can see, with a running softmax::
+Prefill rows are cut into tiles of Q tokens of one row, each against the blocks it can see::
 
-    tile      |--- Q ---|--- Q ---|-   '     a tile may reach past its row's end: later rows overwrite that
-    tokens    f0 f0 f0 f0 f0 f0 f0 f1 f1
+    tokens   f0 f0 f0 f0 f0 f0 f0 f1 f1 f1       a tile may reach past the end of its row: what it leaves
+    tiles    |--- Q ---|--- Q ---|               there is overwritten by the rows after it
+                                  |--- Q ---|
 
-No result depends on another row, on the page ids or on the bucket: blocks start at fixed positions, and a block
-that a token cannot see leaves its sums as they are, bit for bit. Facts behind the form (XLA:CPU): a gather is
-twice as fast when something is fused to it (here the mask that keeps NaN of unused pages out); batched products
-of few rows are good in [K, S, H]; bfloat16 pools are kept as uint16, since scattering bfloat16 converts the pool.
-Idea of partials and merge: flash decoding; of the running softmax: arXiv 2205.14135.
+Both keep a running softmax. No result depends on another row, on page ids or on the bucket: blocks lie at fixed
+positions, and a block that a token cannot see leaves its sums as they are, bit for bit. Bfloat16 is stored as its
+bits (uint16), because scattering bfloat16 on XLA:CPU converts the whole pool.
+Idea of the running softmax: FlashAttention (arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from jax import lax
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.view import Bucket, StepDims, StepView
 
-S_DECODE, W_DECODE = 64, 16
+S_DECODE, W_DECODE = 128, 4
 S_PREFILL, Q_PREFILL = 256, 128
 MASKED = float(np.finfo(np.float32).min)
 
@@ -88,35 +86,41 @@ class Blocks(NamedTuple):
 
     k_WKSH: jax.Array
     v_WKSH: jax.Array
-    pos_WS: jax.Array
 
 
-def _read(kv: LayerKV, pages_WB: jax.Array, start_W: jax.Array, len_W: jax.Array) -> Blocks:
-    """The blocks of pages [W, B] that begin at position ``start_W`` of rows that hold ``len_W`` tokens."""
+def _read(kv: LayerKV, pages_WB: jax.Array) -> Blocks:
+    """The blocks in pages [W, B]. What is not finite reads as NaN among keys, so that it stays visible in the
+    scores of its own row, and as zero among values, so that it cannot leave it with a weight of zero."""
     P, K, Z, H = kv[0].shape
     W, B = pages_WB.shape
-    pos_WS = start_W[:, None] + jnp.arange(B * Z, dtype=jnp.int32)
-    held = (pos_WS < len_W[:, None]).reshape(W, 1, B, Z, 1)
-    at_WKB = pages_WB[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]
+    at_A = (pages_WB[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]).reshape(-1)
 
-    def read(pool: jax.Array) -> jax.Array:
-        x = pool.reshape(P * K, Z, H).at[at_WKB].get(mode="promise_in_bounds")
-        return _from_bits(jnp.where(held, x, jnp.zeros((), x.dtype))).reshape(W, K, B * Z, H)
+    def read(pool: jax.Array, instead: float) -> jax.Array:
+        x_AY = pool.reshape(P * K, Z * H).at[at_A].get(mode="promise_in_bounds")
+        return _finite(x_AY, instead).reshape(W, K, B * Z, H)
 
-    return Blocks(read(kv[0]), read(kv[1]), pos_WS)
+    return Blocks(read(kv[0], np.nan), read(kv[1], 0.0))
+
+
+def _finite(x: jax.Array, instead: float) -> jax.Array:
+    """bfloat16 where its bits are stored, else float32; ``instead`` of what is not finite.
+
+    The select is also what makes the gather before it fast: XLA:CPU vectorises a gather only inside a fusion.
+    """
+    if x.dtype != jnp.uint16:
+        x = x.astype(jnp.float32)
+        return jnp.where(jnp.abs(x) < jnp.inf, x, instead)
+    exponent = np.uint16(0x7F80)
+    bits = np.asarray(instead, jnp.bfloat16).view(np.uint16)
+    return lax.bitcast_convert_type(
+        jnp.where((x & exponent) != exponent, x, bits), jnp.bfloat16
+    )
 
 
 def _to_bits(x: jax.Array, dtype: Any) -> jax.Array:
     if dtype == jnp.uint16:
         return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     return x.astype(dtype)
-
-
-def _from_bits(x: jax.Array) -> jax.Array:
-    """bfloat16 where its bits are stored, else float32."""
-    if x.dtype == jnp.uint16:
-        return lax.bitcast_convert_type(x, jnp.bfloat16)
-    return x.astype(jnp.float32)
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -126,8 +130,8 @@ def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------------------------------------- decode rows
 
 
-class Partial(NamedTuple):
-    """Softmax over part of the context: weighted sum of values, sum of weights, highest score."""
+class Sums(NamedTuple):
+    """A softmax under way: weighted sum of values, sum of weights, highest score."""
 
     o: jax.Array
     total: jax.Array
@@ -138,35 +142,33 @@ def _decode(q: jax.Array, kv: LayerKV, view: StepView, window: int) -> jax.Array
     """float32[D*J, K, G, H] of the decode rows."""
     D, J = view.D, view.J
     K, G, H = q.shape[1:]
-    q_DKJGH = q.reshape(D, J, K, G, H).swapaxes(1, 2)
+    W = min(W_DECODE, D)
     table_DM, S = _blocked(view.page_table_RM[:D], kv[0].shape[2], S_DECODE)
-    len_D, start_D = view.kv_len_R[:D], view.start_R[:D]
-    block0_D = jnp.maximum(start_D - window + 1, 0) // S if window else jnp.zeros_like(len_D)
-    n_D = jnp.where(len_D > 0, -(-len_D // S) - block0_D, 0)
-    end_D = jnp.cumsum(n_D)
-    B = S // kv[0].shape[2]
-    W = min(W_DECODE, D * (table_DM.shape[1] // B))
-    n_tiles = -(-end_D[-1] // W)
+    order_D = jnp.argsort(view.kv_len_R[:D], descending=True).astype(jnp.int32)
+    order_D = jnp.pad(order_D, (0, -D % W), constant_values=D)
+    rows = _Rows(
+        q=q.reshape(D, J, K, G, H).swapaxes(1, 2),
+        table=table_DM,
+        start=view.start_R[:D],
+        len=view.kv_len_R[:D],
+    )
 
-    def tile(i: jax.Array, partials: Partial) -> Partial:
-        item_W = i * W + jnp.arange(W, dtype=jnp.int32)
-        row_W = jnp.minimum((end_D <= item_W[:, None]).sum(1), D - 1)
-        block_W = block0_D[row_W] + item_W - (end_D - n_D)[row_W]
-        real_W = item_W < end_D[-1]
-        block_W = jnp.where(real_W, block_W, 0)
-        page_W = block_W[:, None] * B + jnp.arange(B, dtype=jnp.int32)
-        pages_WB = table_DM[row_W[:, None], page_W]
-        blocks = _read(kv, pages_WB, block_W * S, jnp.where(real_W, len_D[row_W], 0))
-        pos_WJ = start_D[row_W][:, None] + jnp.arange(J, dtype=jnp.int32)
-        new = _partial(q_DKJGH[row_W], blocks, pos_WJ, window)
-        return jax.tree.map(lambda all, x: lax.dynamic_update_slice_in_dim(all, x, i * W, 0), partials, new)
+    def group(i: jax.Array, out_DKJGH: jax.Array) -> jax.Array:
+        at_W = lax.dynamic_slice_in_dim(order_D, i * W, W)
+        held = jax.tree.map(lambda x: x.at[at_W].get(mode="clip"), rows)
+        held = held._replace(len=jnp.where(at_W < D, held.len, 0))
+        return out_DKJGH.at[at_W].set(_group(held, kv, window, S), mode="drop")
 
-    most = -(-D * (table_DM.shape[1] // B) // W) * W
-    shape = (most, K, J, G)
-    empty = Partial(jnp.zeros((*shape, H)), jnp.zeros(shape), jnp.zeros(shape))
-    partials = lax.fori_loop(0, n_tiles, tile, empty)
-    o_DKJGH = _merge(partials, end_D - n_D, n_D)
-    return o_DKJGH.swapaxes(1, 2).reshape(D * J, K, G, H)
+    n_groups = -(-(rows.len > 0).sum() // W)
+    out = lax.fori_loop(0, n_groups, group, jnp.zeros_like(rows.q))
+    return out.swapaxes(1, 2).reshape(D * J, K, G, H)
+
+
+class _Rows(NamedTuple):
+    q: jax.Array
+    table: jax.Array
+    start: jax.Array
+    len: jax.Array
 
 
 def _blocked(table_RM: jax.Array, Z: int, S: int) -> tuple[jax.Array, int]:
@@ -176,43 +178,57 @@ def _blocked(table_RM: jax.Array, Z: int, S: int) -> tuple[jax.Array, int]:
     return jnp.pad(table_RM, ((0, 0), (0, -M % B))), B * Z
 
 
-def _partial(q_WKJGH: jax.Array, blocks: Blocks, pos_WJ: jax.Array, window: int) -> Partial:
-    W, K, J, G, H = q_WKJGH.shape
-    score = _product("wkgh,wksh->wkgs", q_WKJGH.reshape(W, K, J * G, H), blocks.k_WKSH)
-    seen = _seen(pos_WJ, blocks.pos_WS, window)[:, None, :, None]
-    score = jnp.where(seen, score.reshape(W, K, J, G, -1), MASKED)
-    top = score.max(-1)
+def _group(rows: _Rows, kv: LayerKV, window: int, S: int) -> jax.Array:
+    """float32[W, K, J, G, H]: W rows against as many blocks as the longest of them has."""
+    W, K, J, G, H = rows.q.shape
+    B = S // kv[0].shape[2]
+    pos_WJ = rows.start[:, None] + jnp.arange(J, dtype=jnp.int32)
+    first_W = jnp.maximum(rows.start - window + 1, 0) // S if window else jnp.zeros_like(rows.len)
+    n_W = jnp.where(rows.len > 0, -(-rows.len // S) - first_W, 0)
+    table_WM = _shift(rows.table, first_W * B) if window else rows.table
+    q_WKQH = rows.q.reshape(W, K, J * G, H)
+
+    def block(j: jax.Array, sums: Sums) -> Sums:
+        pages_WB = lax.dynamic_slice_in_dim(table_WM, j * B, B, 1)
+        pos_WS = ((first_W + j) * S)[:, None] + jnp.arange(S, dtype=jnp.int32)
+        blocks = _read(kv, pages_WB)
+        score = _product("wkqh,wksh->wkqs", q_WKQH, blocks.k_WKSH).reshape(W, K, J, G, S)
+        seen = _seen(pos_WJ, pos_WS, window) & (pos_WS < rows.len[:, None])[:, None]
+        return _add(sums, score, seen[:, None, :, None], "wkqs,wksh->wkqh", blocks.v_WKSH)
+
+    return _finish(lax.fori_loop(0, n_W.max(), block, _no_sums((W, K, J, G), H)))
+
+
+def _shift(table_WM: jax.Array, by_W: jax.Array) -> jax.Array:
+    """Each row of the table begun ``by_W`` pages later; page 0 comes in at its end."""
+    M = table_WM.shape[1]
+    at_WM = by_W[:, None] + jnp.arange(M, dtype=jnp.int32)
+    moved_WM = jnp.take_along_axis(table_WM, jnp.minimum(at_WM, M - 1), axis=1)
+    return jnp.where(at_WM < M, moved_WM, 0)
+
+
+def _no_sums(shape: tuple[int, ...], H: int) -> Sums:
+    return Sums(jnp.zeros((*shape, H)), jnp.zeros(shape), jnp.full(shape, MASKED))
+
+
+def _add(sums: Sums, score: jax.Array, seen: jax.Array, spec: str, v: jax.Array) -> Sums:
+    """The softmax with one more block: scores [..., S] counted where seen, values of the block."""
+    score = jnp.where(seen, score, MASKED)
+    top = jnp.maximum(sums.top, score.max(-1))
     p = jnp.where(seen, jnp.exp(score - top[..., None]), 0.0)
-    o = _product("wkgs,wksh->wkgh", p.reshape(W, K, J * G, -1), blocks.v_WKSH)
-    return Partial(o.reshape(W, K, J, G, H), p.sum(-1), top)
+    keep = jnp.exp(sums.top - top)
+    o = _product(spec, p.reshape(*v.shape[:-2], -1, v.shape[-2]), v)
+    return Sums(sums.o * keep[..., None] + o.reshape(sums.o.shape), sums.total * keep + p.sum(-1), top)
+
+
+def _finish(sums: Sums) -> jax.Array:
+    return sums.o / jnp.maximum(sums.total, np.finfo(np.float32).tiny)[..., None]
 
 
 def _seen(pos_WQ: jax.Array, pos_WS: jax.Array, window: int) -> jax.Array:
     """bool[W, Q, S]: positions at or before each query's own, and within its window."""
     seen = pos_WS[:, None] <= pos_WQ[:, :, None]
     return seen & (pos_WS[:, None] > pos_WQ[:, :, None] - window) if window else seen
-
-
-def _merge(partials: Partial, first_D: jax.Array, n_D: jax.Array) -> jax.Array:
-    """float32[D, K, J, G, H]: the softmax over all partials of each row, in order; zero for unused rows."""
-
-    def add(j: jax.Array, sums: Partial) -> Partial:
-        at_D = first_D + jnp.minimum(j, n_D - 1)
-        more = jax.tree.map(lambda x: x[at_D], partials)
-        there = (j < n_D)[:, None, None, None]
-        top = jnp.where(there, jnp.maximum(sums.top, more.top), sums.top)
-        old, new = jnp.exp(sums.top - top), jnp.where(there, jnp.exp(more.top - top), 0.0)
-        return Partial(
-            sums.o * old[..., None] + jnp.where(there[..., None], more.o, 0.0) * new[..., None],
-            sums.total * old + more.total * new,
-            top,
-        )
-
-    shape = (n_D.shape[0], *partials.total.shape[1:])
-    H = partials.o.shape[-1]
-    zero = Partial(jnp.zeros((*shape, H)), jnp.zeros(shape), jnp.full(shape, MASKED))
-    sums = lax.fori_loop(0, n_D.max(), add, zero)
-    return sums.o / jnp.maximum(sums.total, np.finfo(np.float32).tiny)[..., None]
 
 
 # --------------------------------------------------------------------------------------------- prefill rows
@@ -258,30 +274,24 @@ def _tile(
     pos_Q = start + jnp.arange(Q, dtype=jnp.int32)
     first = jnp.maximum(start - window + 1, 0) // S if window else 0
 
-    def block(b: jax.Array, sums: Partial) -> Partial:
+    def block(b: jax.Array, sums: Sums) -> Sums:
         pages_B = lax.dynamic_slice_in_dim(table_M, b * B, B)
-        blocks = _read(kv, pages_B[None], (b * S)[None], (start + n)[None])
-        new = _product("kqh,ksh->kqs", q_KQGH.reshape(K, Q * G, H), blocks.k_WKSH[0])
-        seen_QS = _seen(pos_Q[None], blocks.pos_WS, window)[0]
-        score = jnp.where(seen_QS[:, None], new.reshape(K, Q, G, S), MASKED)
-        top = jnp.maximum(sums.top, score.max(-1))
-        p = jnp.where(seen_QS[:, None], jnp.exp(score - top[..., None]), 0.0)
-        o = _product("kqs,ksh->kqh", p.reshape(K, Q * G, S), blocks.v_WKSH[0])
-        keep = jnp.exp(sums.top - top)
-        o = sums.o * keep[..., None] + o.reshape(K, Q, G, H)
-        return Partial(o, sums.total * keep + p.sum(-1), top)
+        pos_S = b * S + jnp.arange(S, dtype=jnp.int32)
+        blocks = _read(kv, pages_B[None])
+        score = _product("kqh,ksh->kqs", q_KQGH.reshape(K, Q * G, H), blocks.k_WKSH[0])
+        score = score.reshape(K, Q, G, S)
+        seen_QS = _seen(pos_Q[None], pos_S[None], window)[0] & (pos_S < start + n)
+        return _add(sums, score, seen_QS[:, None], "kqs,ksh->kqh", blocks.v_WKSH[0])
 
-    shape = (K, Q, G)
-    zero = Partial(jnp.zeros((*shape, H)), jnp.zeros(shape), jnp.full(shape, MASKED))
-    sums = lax.fori_loop(first, -(-(start + n) // S), block, zero)
-    total = jnp.maximum(sums.total, np.finfo(np.float32).tiny)
-    return sums.o / total[..., None]
+    sums = lax.fori_loop(first, -(-(start + n) // S), block, _no_sums((K, Q, G), H))
+    return _finish(sums)
 
 
 XLA = AttentionBackend(
     name="xla",
     kv_axis=1,
     kv_shape=kv_shape,
+    kv_dtype=kv_dtype,
     plan_shapes=plan_shapes,
     plan=plan,
     write_kv=write_kv,

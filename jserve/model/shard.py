@@ -185,18 +185,18 @@ class _Drawing:
             dtype=jnp.dtype(spec.dtype or dtype),
         )
 
-    def __call__(self, salt: jax.Array) -> jax.Array:
-        pieces = [
-            jnp.repeat(_normal(view, salt + np.uint32(i * 0xC2B2AE35 & 0xFFFFFFFF)), repeat, axis=0)
-            for i, (view, repeat) in enumerate(self.parts)
-        ]
-        x = jnp.concatenate(pieces, axis=self.concat).reshape(self.shape)
-        return (x * self.deviation + self.mean).astype(self.dtype)
-
 
 @lru_cache(maxsize=256)
-def _drawer(drawing: _Drawing, sharding: NamedSharding) -> Callable[[np.uint32], jax.Array]:
-    return jax.jit(drawing, out_shardings=sharding)
+def _drawer(d: _Drawing, sharding: NamedSharding) -> Callable[[np.uint32], jax.Array]:
+    def draw(salt: jax.Array) -> jax.Array:
+        pieces = [
+            jnp.repeat(_normal(view, salt + np.uint32(i * 0xC2B2AE35 & 0xFFFFFFFF)), repeat, axis=0)
+            for i, (view, repeat) in enumerate(d.parts)
+        ]
+        x = jnp.concatenate(pieces, axis=d.concat).reshape(d.shape)
+        return (x * d.deviation + d.mean).astype(d.dtype)
+
+    return jax.jit(draw, out_shardings=sharding)
 
 
 def _normal(shape: tuple[int, ...], salt: jax.Array) -> jax.Array:

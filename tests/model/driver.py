@@ -104,7 +104,7 @@ class Driver:
         self.param_specs = partitions(specs, RULES)
         shape = self.attn.kv_shape(max(arch.K, tp), arch.H, n_pages, Z)
         self.kv_spec = kv_partition(self.attn.kv_axis)
-        poison = np.full(shape, np.nan, np.float32)
+        poison = np.full(shape, np.nan, np.float32)  # unused pages must not be seen
         sharding = jax.sharding.NamedSharding(self.mesh, self.kv_spec)
         self.kv = [
             (jax.device_put(poison, sharding), jax.device_put(poison, sharding))
@@ -138,17 +138,20 @@ class Driver:
         fields = layout(bucket, self.dims, self.attn.plan_shapes(bucket, self.dims))
         zeros = jnp.zeros(self.dims.C, jnp.int32)
         view = unpack(buf, fields, bucket, self.dims, NoSlots(zeros, zeros))
-        axis = AXIS
-        x_TD, kv = self.family.forward(self.arch, params, view, kv, self.attn, axis)
-        return self.family.logits(self.arch, params, x_TD, axis), kv
+        x_TD, kv = self.family.forward(self.arch, params, view, kv, self.attn, AXIS)
+        return self.family.logits(self.arch, params, x_TD, AXIS), kv
 
-    def greedy(self, prompt: Sequence[int], n: int, bucket_P: int = 48) -> tuple[np.ndarray, list[int]]:
-        """(logits of the prompt, n greedy tokens), the prompt in one step, then one decode row."""
+    def greedy(self, prompt: Sequence[int], n: int) -> tuple[np.ndarray, list[int]]:
+        """(logits of the prompt, n greedy tokens): the prompt in one step, then one decode row a step.
+
+        Both use the bucket of two decode rows and 40 prefill tokens, so a model compiles once.
+        """
+        bucket = Bucket(D=2, P=40, F=1)
         pages = list(range(1, 1 + self.dims.M))
-        first = self.step(Bucket(D=0, P=bucket_P, F=1), prefill=[Row(pages, 0, prompt)])
-        tokens = [int(first[len(prompt) - 1].argmax())]
+        first = self.step(bucket, prefill=[Row(pages, 0, prompt)])[2 : 2 + len(prompt)]
+        tokens = [int(first[-1].argmax())]
         while len(tokens) < n:
             at = len(prompt) + len(tokens) - 1
-            out = self.step(Bucket(D=2, P=0, F=0), decode=[Row(pages, at, tokens[-1:])])
+            out = self.step(bucket, decode=[Row(pages, at, tokens[-1:])])
             tokens.append(int(out[0].argmax()))
-        return first[: len(prompt)], tokens
+        return first, tokens
