@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -32,6 +32,7 @@ from bench.client import Target, drive
 from bench.engines import ENGINES, Engine, EngineError, Paths, Running, build
 from bench.models import facts
 
+E = TypeVar("E")
 FORMAT = 1
 ABOUT = "Compare servers under the same traffic."
 SETTLE_S = 1.0
@@ -54,7 +55,7 @@ class Plan:
         return workloads.make(name, seed=self.seed, scale=self.scale)
 
 
-def turns(engines: Sequence[Engine], rounds: int) -> Iterator[tuple[int, Engine]]:
+def turns(engines: Sequence[E], rounds: int) -> Iterator[tuple[int, E]]:
     """(round, engine): every engine once per round, in A B C, C B A, A B C ... order."""
     for n in range(rounds):
         for engine in engines if n % 2 == 0 else reversed(engines):
