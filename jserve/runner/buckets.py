@@ -3,7 +3,7 @@
 Owns the ladder of buckets. Must not know jax: a bucket is chosen from counts alone, so the choice replays.
 
 Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doubling; prefill tokens 32, 64, 128
-and doubling, each beside few decode rows and beside all of them. No rung has fewer than two tokens, since XLA:CPU
+and doubling, beside all decode rows and, up to 128, beside few of them. No rung has fewer than two tokens, since XLA:CPU
 multiplies one row many times slower than two.
 """
 
@@ -15,6 +15,8 @@ from jserve.model.view import Bucket
 from jserve.types import StepPlan
 
 FEW_ROWS = 2
+MOST_WITH_FEW = 128
+"""Prefill tokens up to which idle decode rows cost enough to have a program without them."""
 SMALL_SCORE = 64
 
 
@@ -86,7 +88,7 @@ class Ladder:
         found = {Bucket(D=d, P=0, F=0, J=j) for d in _decode_rungs(D) for j in widths}
         for p in _doubling(32, P):
             rows = max(1, min(F, p // 4))
-            found |= {Bucket(D=d, P=p, F=rows) for d in (few, D)}
+            found |= {Bucket(D=d, P=p, F=rows) for d in ((few, D) if p <= MOST_WITH_FEW else (D,))}
             if max_drafts:
                 found.add(Bucket(D=D, P=p, F=rows, J=1 + max_drafts))
         # The largest must take every row at once, whatever the token rungs allow.
