@@ -78,13 +78,18 @@ class FakeRunner:
         self.fail_next: Exception | None = None
         self.n_launched = self.n_collected = 0
         self._limits = limits
-        P, Z = limits.n_pages, limits.page_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all pages and slots, and the steps in flight."""
+        P, Z = self._limits.n_pages, self._limits.page_size
+        self.n_collected = self.n_launched
         self.token_PZ = np.full((P, Z), -1, np.int64)
         self.ctx_PZ = np.zeros((P, Z), np.uint64)
         self.poison_PZ = np.zeros((P, Z), bool)
         self.step_P = np.full(P, -1, np.int64)
         """The step that wrote each page last."""
-        self._slots = [_Slot() for _ in range(limits.n_slots)]
+        self._slots = [_Slot() for _ in range(self._limits.n_slots)]
 
     @property
     def limits(self) -> RunnerLimits:

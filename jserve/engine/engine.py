@@ -29,7 +29,7 @@ from jserve.types import Finish, Output, Request, StepPlan
 
 log = logging.getLogger(__name__)
 
-MAX_FAULTS = 3
+MAX_RETRIES = 2
 FAULT_WINDOW_S = 60.0
 
 
@@ -58,7 +58,7 @@ class Engine:
         self._overlap = overlap
         self._inbox: deque[Submit | Cancel] = deque()
         self._flights: deque[InFlight] = deque()
-        self._faults: deque[float] = deque(maxlen=MAX_FAULTS)
+        self._faults: list[float] = []
 
     def submit(self, request: Request) -> None:
         """Hand in a request; read at the next step. A refusal comes back as an Output in error."""
@@ -133,28 +133,29 @@ class Engine:
         return outputs
 
     def _recover(self, error: Exception, plan: StepPlan | None) -> list[Output]:
-        """Fail the sequences of every step not committed, rebuild the device state, go on."""
-        now = self.clock()
+        """Give up the steps in flight, rebuild the device state, try again without the suspects.
+
+        A first fault is blamed on the requests that joined in its step (there may be none), a
+        second one within a minute on everyone in it. A third one ends the engine.
+        """
         log.error("step failed", exc_info=error)
-        self._faults.append(now)
-        often = len(self._faults) == MAX_FAULTS and now - self._faults[0] < FAULT_WINDOW_S
+        now = self.clock()
+        self._faults = [at for at in self._faults if now - at < FAULT_WINDOW_S] + [now]
         reset = getattr(self.runner, "reset", None)
-        if often or reset is None:
-            why = (
-                f"{MAX_FAULTS} steps failed within {FAULT_WINDOW_S:.0f} s"
-                if often
-                else "a step failed"
-            )
-            raise EngineDead(f"{why}: {type(error).__name__}") from error
+        if reset is None or len(self._faults) > MAX_RETRIES:
+            times = f", {len(self._faults)} times within {FAULT_WINDOW_S:.0f} s" if reset else ""
+            raise EngineDead(f"a step failed with {type(error).__name__}{times}") from error
         lost = [flight.plan for flight in self._flights]
         if plan is not None and not any(plan is known for known in lost):
-            lost.append(plan)
+            lost.append(plan)  # its launch raised
+            culprit = plan
+        else:
+            culprit = lost[0]
         self._flights.clear()
-        message = f"the step failed with {type(error).__name__}"
-        outputs = [out for p in lost for out in self.scheduler.fail(p, message, now)]
+        blame = {r.seq.request.id for r in culprit.rows if len(self._faults) > 1 or not r.from_slot}
         reset()
-        self.scheduler.reset(now)
-        return outputs
+        message = f"the step failed with {type(error).__name__}"
+        return self.scheduler.recover(lost, blame, message, now)
 
 
 def refusal(request: Request, error: JserveError) -> list[Output]:

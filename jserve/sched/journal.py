@@ -14,7 +14,7 @@ One line per event, in order; ``plan`` lines hold the decision, which the replay
     }
     {"type": "commit", "now": 3.0, "step": 0, "tokens": {...}, "n_ok": {...}}
     {"type": "cancel", "now": 4.0, "id": "r1", "index": null}
-    {"type": "reset", "now": 5.0}
+    {"type": "recover", "now": 5.0, "blame": ["r1"], "error": "..."}
 """
 
 from __future__ import annotations
@@ -129,11 +129,15 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
         )
 
 
-class Reset(msgspec.Struct, frozen=True, tag="reset"):
+class Recovered(msgspec.Struct, frozen=True, tag="recover"):
+    """A step raised; every plan in flight was lost."""
+
     now: float
+    blame: list[str]
+    error: str
 
 
-Event = Arrival | Cancelled | Planned | Committed | Reset
+Event = Arrival | Cancelled | Planned | Committed | Recovered
 
 
 class JournalFile:
@@ -167,8 +171,8 @@ class JournalFile:
             )
         )
 
-    def reset(self, now: float) -> None:
-        self._write(Reset(now=now))
+    def recover(self, now: float, blame: Seq[str], error: str) -> None:
+        self._write(Recovered(now=now, blame=list(blame), error=error))
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")
@@ -226,9 +230,9 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
         return scheduler.commit(plans.pop(event.step), event.result(), event.now)
     if isinstance(event, Cancelled):
         return scheduler.cancel(event.id, event.now, event.index)
-    if isinstance(event, Reset):
-        scheduler.reset(event.now)
-        return []
+    if isinstance(event, Recovered):
+        lost = [plans.pop(step) for step in sorted(plans)]
+        return scheduler.recover(lost, event.blame, event.error, event.now)
     assert isinstance(event, Arrival)
     with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
         scheduler.submit(event.request, event.now)

@@ -79,11 +79,24 @@ class Residency:
 
     def preempt(self, seq: Sequence) -> None:
         """Back to the queue; tokens, seed and results in flight stay, so nothing said is lost."""
+        self._requeue(seq)
+        seq.n_preempted += 1
+        self.n_preemptions += 1
+
+    def evacuate(self) -> None:
+        """The device lost its pages: all who run start over, and nothing is cached any more.
+
+        No step may be in flight. It counts as nobody's preemption, so protection keeps its meaning.
+        """
+        for seq in self.running.snapshot():
+            assert seq.pending == 0, f"{seq.request.id} has rows in flight"
+            self._requeue(seq)
+        self.cache.clear()
+
+    def _requeue(self, seq: Sequence) -> None:
         self._vacate(seq)
         seq.state = SeqState.PREEMPTED
         seq.scheduled = seq.given = 0
-        seq.n_preempted += 1
-        self.n_preemptions += 1
         self.waiting.add(seq)
 
     def leave(self, seq: Sequence) -> None:

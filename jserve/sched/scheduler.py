@@ -16,8 +16,8 @@ computed and published, then find it in the cache. Where nothing can be shared t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import count
 
 from jserve.config import EngineConfig
 from jserve.errors import BadRequest, Overloaded
@@ -208,23 +208,37 @@ class Scheduler:
         """Instead of ``commit``, for a step that raised: its sequences end with ``error``."""
         return self._commit(plan, outcome.failed(len(plan.rows)), now, error)
 
-    def reset(self, now: float) -> None:
-        """The device lost its state (a step raised): all who run start over from their tokens, and
-        nothing is cached. Every plan must be committed or failed before."""
+    def recover(
+        self, plans: Iterable[StepPlan], blame: Iterable[str], error: str, now: float
+    ) -> list[Output]:
+        """A step raised and the device lost its state; ``plans`` are all that were in flight.
+
+        The requests in ``blame`` end with ``error``. All others start over from their tokens, and
+        nothing is cached any more.
+        """
+        blame = sorted(blame)
         if self.journal is not None:
-            self.journal.reset(now)
-        assert self._n_uncommitted == 0, f"{self._n_uncommitted} steps are still in flight"
+            self.journal.recover(now, blame, error)
+        for plan in plans:
+            self._n_uncommitted -= 1
+            for row in plan.rows:
+                row.seq.pending = row.seq.in_flight = 0
+        assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
+        blamed = [seq for id in blame for seq in self._groups.get(id, ()) if seq.finish is None]
+        outputs = [self._end(seq, Finish.ERROR, now, error) for seq in blamed]
         for seq in list(self.floor.running):
             self.floor.preempt(seq)
         self.floor.cache.clear()
+        return outputs
 
     def _commit(self, plan: StepPlan, result: StepResult, now: float, error: str) -> list[Output]:
         if self.journal is not None:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
         outputs: list[Output] = []
+        n_rows = len(plan.rows)
         columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
-        for r, row, drawn, n_ok, finite in zip(count(), plan.rows, *columns, strict=False):
+        for r, row, drawn, n_ok, finite in zip(range(n_rows), plan.rows, *columns, strict=True):
             seq = row.seq
             seq.pending -= 1
             if row.emits:

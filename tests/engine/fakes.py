@@ -25,6 +25,7 @@ from jserve.types import (
     Request,
     RowPlan,
     SamplingParams,
+    SeqState,
     Sequence,
     StepPlan,
     StepResult,
@@ -71,13 +72,13 @@ class FakeStats:
 
 
 class FakeScheduler:
-    """One row per live sequence and step; refuses the prompts a test asks it to refuse."""
+    """One row per live sequence and step, its first a prefill row; refuses ids "full..."."""
 
     def __init__(self) -> None:
         self.seqs: dict[tuple[str, int], Sequence] = {}
         self.planned: list[int] = []
         self.committed: list[int] = []
-        self.failed: list[int] = []
+        self.lost: list[int] = []
         self.cancelled: list[tuple[str, int | None]] = []
         self.n_resets = 0
 
@@ -106,11 +107,15 @@ class FakeScheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         live = [s for s in self.seqs.values() if s.n_output + s.in_flight < s.max_len - s.n_prompt]
-        rows = [RowPlan(seq=s, slot=0, start=0, count=1, from_slot=True) for s in live]
+        rows = [
+            RowPlan(seq=s, slot=0, start=0, count=1, from_slot=s.state is SeqState.RUNNING)
+            for s in live
+        ]
         if not rows:
             return None
         for seq in live:
             seq.in_flight += 1
+            seq.state = SeqState.RUNNING
         plan = StepPlan(
             id=len(self.planned),
             rows=tuple(rows),
@@ -142,27 +147,16 @@ class FakeScheduler:
             )
         return outputs
 
-    def fail(self, plan: StepPlan, error: str, now: float) -> list[Output]:
-        self.failed.append(plan.id)
-        outputs = []
-        for row in plan.rows:
-            seq = row.seq
-            seq.in_flight -= 1
-            if seq.finish is None:
-                seq.finish = Finish.ERROR
-                del self.seqs[seq.request.id, seq.index]
-                outputs.append(
-                    Output(
-                        request_id=seq.request.id,
-                        index=seq.index,
-                        finish=Finish.ERROR,
-                        error=error,
-                    )
-                )
-        return outputs
-
-    def reset(self, now: float) -> None:
+    def recover(self, plans, blame, error: str, now: float) -> list[Output]:
+        self.lost += [plan.id for plan in plans]
         self.n_resets += 1
+        for seq in self.seqs.values():
+            seq.in_flight = 0
+            seq.state = SeqState.WAITING
+        keys = [key for key in self.seqs if key[0] in blame]
+        for key in keys:
+            self.seqs.pop(key).finish = Finish.ERROR
+        return [Output(request_id=i, index=n, finish=Finish.ERROR, error=error) for i, n in keys]
 
     @property
     def has_work(self) -> bool:

@@ -274,6 +274,17 @@ def test_a_first_message_that_is_not_start_is_refused(served):
     assert codes == [2]
 
 
+def test_the_heap_is_frozen_after_the_start_and_only_where_asked(pair, monkeypatch):
+    front, engine = pair
+    calls = []
+    monkeypatch.setattr("jserve.engine.process.gc.freeze", lambda: calls.append("freeze"))
+    for freeze in (False, True):
+        front.send(TO[0])
+        front.send(Shutdown())
+        assert run(engine, build, freeze=freeze) == 0
+    assert calls == ["freeze"]
+
+
 def test_an_idle_engine_does_not_spin(served):
     front, _, _ = served
     front.send(TO[0])

@@ -1,4 +1,4 @@
-"""The loop over the real scheduler and page cache: exact tokens, faults in the middle, replay, wire."""
+"""The loop over the real scheduler and page cache: exact tokens, faults, replay, wire."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG = EngineConfig.of(max_num_seqs=6, max_num_batched_tokens=18)
 
 
 class FaultyRunner(FakeRunner):
-    """Raises at the calls named in ``faults`` (counted over launches and collects) and can start anew."""
+    """Raises at the calls (launches and collects, counted) in ``faults``; can start anew."""
 
     def __init__(self, faults=()):
         super().__init__(LIMITS)
@@ -68,9 +68,7 @@ def workload(rng, n=12):
     return [
         Request(
             id=f"r{i}",
-            prompt_ids=tuple(
-                [*stem[: rng.randrange(25)], *(rng.randrange(50) for _ in range(1 + i % 3))]
-            ),
+            prompt_ids=(*stem[: rng.randrange(25)], *(rng.randrange(50) for _ in range(1 + i % 3))),
             params=SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 20), n=1 + i % 2),
         )
         for i in range(n)
@@ -111,14 +109,15 @@ def test_tokens_are_those_of_the_definition(overlap, seed):
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(15))
-def test_a_fault_ends_its_own_rows_and_nobody_elses(overlap, seed, tmp_path):
+@pytest.mark.parametrize("n_faults", [1, 2])
+@pytest.mark.parametrize("seed", range(10))
+def test_who_is_not_blamed_for_a_fault_gets_the_same_tokens(overlap, n_faults, seed, tmp_path):
     rng = random.Random(seed)
-    runner = FaultyRunner(faults={rng.randint(3, 60)})
+    runner = FaultyRunner(faults=rng.sample(range(3, 60), n_faults))
     now = [0.0]
 
     def clock():
-        now[0] += 1.0
+        now[0] += 0.01
         return now[0]
 
     path = tmp_path / "journal"
@@ -129,18 +128,18 @@ def test_a_fault_ends_its_own_rows_and_nobody_elses(overlap, seed, tmp_path):
         outputs = run(engine, requests, rng)
     found = by_choice(outputs)
     scheduler.floor.check()
-    n_failed = 0
+    n_whole = 0
     for r in requests:
         for i in range(r.params.n):
             tokens, ends = found[r.id, i]
             expected = runner.expected(r, i)
-            assert len(ends) == 1
-            n_failed += ends == [Finish.ERROR]
             whole = ends == [Finish.LENGTH]
+            assert ends in ([Finish.LENGTH], [Finish.ERROR])
             assert tokens == (expected if whole else expected[: len(tokens)])
-    assert runner.n_resets == 1
-    assert 0 < n_failed < len(found)
-    assert replay(path, LIMITS, CONFIG).n_steps == scheduler.n_steps
+            n_whole += whole
+    assert runner.n_resets == n_faults
+    assert n_whole > len(found) / 3
+    assert replay(path, LIMITS, CONFIG).outputs == outputs
 
 
 def test_a_request_that_fits_nothing_is_refused_with_its_code():

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from jserve import fake_model
 from jserve.config import EngineConfig
 from jserve.ports import InFlight, RunnerLimits
+from jserve.sched import policy
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
 from jserve.types import Finish, Output, Request, SamplingParams, SeqState, StepPlan
@@ -90,6 +92,9 @@ class Drive:
         self.told: dict[tuple[str, int], Told] = {}
         self.committed: set[int] = set()
         self.held: list[int] = []
+        self.poisoned: set[tuple[str, int]] = set()
+        self.doomed: set[tuple[str, int]] = set()
+        self._oracles: dict[tuple[str, int], list[int]] = {}
         self.now = 0.0
         self.n_steps = 0
 
@@ -103,8 +108,29 @@ class Drive:
         self.check()
 
     def cancel(self, id: str, index: int | None = None) -> None:
-        self._hear(self.scheduler.cancel(id, self.now, index))
+        outputs = self.scheduler.cancel(id, self.now, index)
+        assert all(out.finish is Finish.ABORT and not out.token_ids for out in outputs)
+        self._hear(outputs)
+        self.check()  # I16: the page ledger balances without the cancelled ones, at once
+
+    def poison(self, id: str, index: int = 0) -> None:
+        """The next row of this choice computes KV that is not finite."""
+        self.runner.nan.add((id, index))
+        self.poisoned.add((id, index))
+
+    def preempt(self, pick: int) -> None:
+        """One of the running gives way, as if pages had run out."""
+        floor = self.scheduler.floor
+        able = [seq for seq in floor.running if not policy.protected(seq)]
+        if able:
+            floor.preempt(able[pick % len(able)])
         self.check()
+
+    def next_turn(self, id: str, of: str, tail: list[int], **params) -> Request:
+        """A request that goes on where choice 0 of ``of`` ended."""
+        return request(
+            id, [*self.requests[of].prompt_ids, *self.told[of, 0].tokens, *tail], **params
+        )
 
     def hold(self, n: int) -> None:
         """Someone outside takes free pages."""
@@ -119,33 +145,62 @@ class Drive:
 
     def step(self) -> bool:
         """One turn of the loop; False when nothing was done."""
+        launched = self.launch()
+        if self.flight and (not launched or len(self.flight) > self.depth):
+            self.commit()
+            return True
+        if not launched and not self.held:
+            assert not self.scheduler.has_work, "I14: work is left and nothing moves"
+        return launched
+
+    def launch(self) -> bool:
         self.now += 1.0
         self.n_steps += 1
         plan = self.scheduler.plan(self.now)
-        if plan is not None:
-            self._check_plan(plan)
-            self.flight.append(self.runner.launch(plan))
+        if plan is None:
             self.check()
-        if self.flight and (plan is None or len(self.flight) > self.depth):
-            self.commit()
-            return True
-        return plan is not None
+            return False
+        self._check_plan(plan)
+        self.flight.append(self.runner.launch(plan))
+        self.check()
+        return True
 
     def commit(self) -> None:
         flight = self.flight.popleft()
-        result = self.runner.collect(flight)
         self.committed.add(flight.plan.id)
-        self._hear(self.scheduler.commit(flight.plan, result, self.now))
+        try:
+            result = self.runner.collect(flight)
+        except RuntimeError as error:
+            self.doomed |= {(row.seq.request.id, row.seq.index) for row in flight.plan.rows}
+            self._hear(self.scheduler.fail(flight.plan, str(error), self.now))
+        else:
+            self._hear(self.scheduler.commit(flight.plan, result, self.now))
         self.check()
 
-    def run(self, most: int = 5000) -> dict[tuple[str, int], list[int]]:
-        """Until nothing is left; the tokens of each choice."""
-        for _ in range(most):
+    def run(self) -> dict[tuple[str, int], list[int]]:
+        """Until nothing is left, within a bound on steps (I14, I15); the tokens of each choice."""
+        self.let_go()
+        for _ in range(self._most_steps()):
             if not self.step():
                 break
-        assert not self.scheduler.has_work, "work is left and nothing moves"
+        assert not self.scheduler.has_work, "I15: not done within the bound on steps"
         self.check_idle()
         return {key: told.tokens for key, told in self.told.items()}
+
+    def _most_steps(self) -> int:
+        """All work one after the other, each recomputed three times, and slack for overlap."""
+        chunk = self.config.scheduler.max_prefill_chunk or self.limits.max_prefill_tokens
+        chunk = min(chunk, self.config.scheduler.max_num_batched_tokens)
+        total = 0
+        for req in self.requests.values():
+            n_out = (
+                self.limits.max_model_len
+                if req.params.max_tokens is None
+                else req.params.max_tokens
+            )
+            longest = len(req.prompt_ids) + n_out
+            total += req.params.n * ((1 + 3) * (longest // chunk + 1) + n_out + 2 * self.depth + 4)
+        return total + 10
 
     # -- oracles
 
@@ -159,7 +214,12 @@ class Drive:
             assert (out.seed is not None) == first, "the seed goes out with the first output"
             if out.finish is not None:
                 told.end = out
+                if out.finish is Finish.ERROR:
+                    key = (out.request_id, out.index)
+                    assert key in self.poisoned | self.doomed, f"I29: {key} failed without a fault"
+                    assert out.error, "an error without a text"
             self._check_tokens(out.request_id, out.index, told)
+            self._check_scores(self.requests[out.request_id], out.index, out)
 
     def _check_tokens(self, id: str, index: int, told: Told) -> None:
         """The output oracle, I12 and I13: every token is the one the definition gives."""
@@ -176,7 +236,37 @@ class Drive:
             assert told.end.finish == (Finish.STOP if by_stop else Finish.LENGTH)
 
     def oracle(self, req: Request, index: int, seed: int | None) -> list[int]:
-        return self.runner.expected(req, index, seed)
+        key = (req.id, index)
+        if key not in self._oracles:
+            self._oracles[key] = self.runner.expected(req, index, seed)
+        return self._oracles[key]
+
+    def _check_scores(self, req: Request, index: int, out: Output) -> None:
+        """Log-probabilities are complete, of the tokens sent, and those of the definition."""
+        told = self.told[req.id, index]
+        n_before = len(told.tokens) - len(out.token_ids)
+        params, prompt = req.params, list(req.prompt_ids)
+        if params.logprobs is not None and out.token_ids:
+            assert out.logprobs is not None
+            assert [p.token for p in out.logprobs] == list(out.token_ids)
+            assert all(len(p.top_ids) == params.logprobs for p in out.logprobs)
+        else:
+            assert out.logprobs is None
+        first = n_before == 0 and (out.token_ids or out.finish is Finish.LENGTH)
+        if params.prompt_logprobs is None or not first:
+            assert out.prompt_logprobs is None
+            return
+        assert out.prompt_logprobs is not None
+        assert out.prompt_logprobs[0] is None
+        assert [p.token for p in out.prompt_logprobs[1:]] == prompt[1:]
+        total = seen = 0
+        for i, entry in enumerate(out.prompt_logprobs[1:]):
+            total, seen = fake_model.fold(total, seen, prompt[i], i)
+            now = fake_model.mix(seen)
+            assert entry.logprob == fake_model.logprob_of(now ^ fake_model.mix(prompt[i + 1]))
+            assert entry.top_ids == tuple(
+                fake_model.top_of(now, VOCAB)[0][: params.prompt_logprobs]
+            )
 
     def _check_plan(self, plan: StepPlan) -> None:
         """I11: budgets; everyone past its prefill gets a row; decode rows come first."""
@@ -202,6 +292,7 @@ class Drive:
             assert int(self.runner.step_P[node.page]) in self.committed, (
                 "I9: a page is known too soon"
             )
+            assert not self.runner.poison_PZ[node.page].any(), "a page that is not finite is known"
             stored = tuple(self.runner.token_PZ[node.page].tolist())
             assert stored == node.key, (
                 f"I6: the tree says {node.key}, the page holds {stored}, {key}"
@@ -255,3 +346,39 @@ def tokens_of(reqs: list[Request], lim: RunnerLimits | None = None, **kw) -> dic
     for req in reqs:
         drive.add(req)
     return drive.run()
+
+
+def truth(drive: Drive, seq) -> list[int]:
+    """What comes after the tokens known and in flight, if all that is in flight is drawn."""
+    expected = drive.oracle(seq.request, seq.index, seq.seed)
+    return expected[seq.n_output + seq.in_flight :]
+
+
+class RightDrafts:
+    """A proposer that is always right."""
+
+    def __init__(self) -> None:
+        self.drive: Drive | None = None
+
+    def propose(self, seqs, max_drafts):
+        return [truth(self.drive, seq)[:max_drafts] for seq in seqs]
+
+
+class MixedDrafts(RightDrafts):
+    """Right for a while, then wrong; sometimes none. A function of the sequence alone."""
+
+    def propose(self, seqs, max_drafts):
+        return [self._one(seq, max_drafts) for seq in seqs]
+
+    def _one(self, seq, max_drafts):
+        h = fake_model.mix(len(seq.tokens) * 31 + seq.in_flight)
+        right = truth(self.drive, seq)[: h % (max_drafts + 1)]
+        wrong = [(h >> i) % VOCAB for i in range(3)]
+        return [*right, *wrong][:max_drafts] if h % 5 else []
+
+
+def drafting(proposer, lim: RunnerLimits | None = None, **kw) -> Drive:
+    """A drive with a proposer that knows the truth."""
+    drive = Drive(lim or limits(max_drafts=3), proposer=proposer, **kw)
+    proposer.drive = drive
+    return drive

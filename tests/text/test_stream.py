@@ -137,14 +137,21 @@ def test_sentencepiece_stream_is_the_full_decode_of_whole_characters(data):
 def test_sentencepiece_garbage_loses_and_invents_nothing(data):
     """HF shows a whole run of fallback bytes as U+FFFD when any of it is broken, which a stream
     cannot take back once a character was shown: only the text around the bytes must agree."""
-    first = PIECE.token_id("<0x80>")
-    high = st.integers(first, first + 127)
+    bytes_of_characters = ["C3", "A9", "E2", "82", "AC", "F0", "9F", "8E", "89", "FF"]
+    high = st.sampled_from(bytes_of_characters).map(lambda b: PIECE.token_id(f"<0x{b}>"))
     plain = st.integers(
         PIECE.token_id("a"), PIECE.token_id("the" if PIECE.token_id("the") else "he")
     )
     ids = data.draw(st.lists(high | plain, max_size=20))
     got = "".join(run(TextStream(PIECE), chunks(data.draw, ids)))
     assert visible(got) == visible(PIECE.decode(ids))
+
+
+def test_bytes_that_break_a_character_already_shown_do_not_end_the_stream():
+    """DecodeStream raises here: with 0xFF the run is no UTF-8 any more, but its "é" was shown."""
+    ids = [PIECE.token_id(t) for t in ("a", "<0xC3>", "<0xA9>", "<0xFF>", "b", "\u2581the")]
+    stream = TextStream(PIECE)
+    assert [stream.push([i]).text for i in ids] == ["a", "", "é", "", "\ufffdb", " the"]
 
 
 def visible(text):
