@@ -138,7 +138,7 @@ async def answer(
     """
     timer = RequestTimer(front.metrics, requests, request[TRACE].arrival)
     run = Generation(front.engine, front.prepare.tokenizer, requests, timer)
-    headers = _headers(wish.ignored)
+    headers = ignored_header(wish.ignored)
     try:
         if wish.body.stream:
             return await _stream(request, front, run, reply, headers)
@@ -147,7 +147,8 @@ async def answer(
         timer.end(run.usage.cached)
 
 
-def _headers(ignored: tuple[str, ...]) -> dict[str, str]:
+def ignored_header(ignored: tuple[str, ...]) -> dict[str, str]:
+    """Tells a client which of its fields had no effect."""
     return {"x-jserve-ignored-params": ", ".join(ignored)} if ignored else {}
 
 
