@@ -26,6 +26,8 @@ class RunnerLimits:
     page_size: int
     max_model_len: int
     vocab_size: int
+    scores_prompts: bool = True
+    """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,8 +79,10 @@ class Journal(Protocol):
 
     def arrival(self, request: Request, now: float) -> None: ...
 
-    def cancel(self, request_id: str, now: float) -> None: ...
+    def cancel(self, request_id: str, now: float, index: int | None) -> None: ...
 
     def plan(self, now: float, plan: StepPlan | None) -> None: ...
 
     def commit(self, now: float, plan: StepPlan, result: StepResult) -> None: ...
+
+    def recover(self, now: float, blame: Seq[str], error: str) -> None: ...

@@ -5,13 +5,16 @@ Owns the ``AttentionBackend`` type and the registry of backends. Must not know f
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jserve.errors import ConfigError
 from jserve.model.view import Bucket, StepDims, StepView
 
 LayerKV = tuple[jax.Array, jax.Array]
@@ -23,6 +26,7 @@ class AttentionBackend:
     """One way to keep and read KV.
 
     kv_shape:  (K, H, n_pages, page_size) -> shape of one layer's keys (values alike), K global kv heads.
+    kv_dtype:  dtype of the values -> dtype they are stored in (a backend may keep their bits as integers).
     kv_axis:   dimension of that shape that holds kv heads (sharded over the tensor-parallel axis).
     plan_shapes: (bucket, dims) -> names and shapes of the int32 fields it adds to the packed buffer.
     plan:      (views, bucket, dims) -> None; numpy, fills its own ``attn.*`` views from the others. The
@@ -38,4 +42,27 @@ class AttentionBackend:
     plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None]
     write_kv: Callable[[LayerKV, jax.Array, jax.Array, StepView], LayerKV]
     attend: Callable[..., jax.Array]
+    kv_dtype: Callable[[Any], Any] = jnp.dtype
     options: Any = None
+
+
+_BACKENDS: dict[str, str] = {
+    "ref": "jserve.model.attn_ref:REF",
+    "xla": "jserve.model.attn_xla:XLA",
+}
+
+
+def backend(name: str, platform: str = "cpu") -> AttentionBackend:
+    """The backend of that name; ``auto`` takes the best one for the platform.
+
+    Raises:
+        ConfigError: no such backend.
+    """
+    name = "xla" if name == "auto" else name
+    if name not in _BACKENDS:
+        raise ConfigError(
+            f"attention_backend {name!r} does not exist, only auto, {', '.join(_BACKENDS)}",
+            field="attention_backend",
+        )
+    module, _, attribute = _BACKENDS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -7,11 +7,21 @@ Must not know file formats; ``jserve.weights`` reads ``Part``s.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jserve.errors import ConfigError, WeightsError
+
+AXIS = "tp"
+"""The tensor-parallel mesh axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +56,9 @@ class ParamSpec:
 class ShardRules:
     """Logical axis -> mesh axis (None: replicated)."""
 
-    vocab: str | None = "tp"
-    kv_heads: str | None = "tp"
-    ffn: str | None = "tp"
+    vocab: str | None = AXIS
+    kv_heads: str | None = AXIS
+    ffn: str | None = AXIS
     embed: str | None = None
     extra: dict[str, str | None] = field(default_factory=dict)
 
@@ -91,3 +101,118 @@ def abstract(specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
         specs,
         is_leaf=is_spec,
     )
+
+
+def make_mesh(tp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A one-axis mesh of the first ``tp`` devices, Auto (shard_map refuses Explicit axes).
+
+    Raises:
+        ConfigError: fewer devices than ``tp``.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if len(devices) < tp:
+        raise ConfigError(
+            f"tensor_parallel_size {tp} exceeds the {len(devices)} devices of this machine",
+            field="tensor_parallel_size",
+        )
+    return jax.make_mesh((tp,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tp])
+
+
+def kv_partition(kv_axis: int) -> PartitionSpec:
+    """How one layer's keys (values alike) lie on the mesh: split at the dimension that holds kv heads."""
+    return PartitionSpec(*(None,) * kv_axis, AXIS)
+
+
+def assemble(spec: ParamSpec, get: Callable[[str], np.ndarray]) -> np.ndarray:
+    """The whole parameter from checkpoint tensors by name, on one host: what ``Part`` means, in numpy.
+
+    Raises:
+        WeightsError: a tensor has another shape than the spec says; ``field`` is its name.
+    """
+    pieces = []
+    for part in spec.parts:
+        x = np.asarray(get(part.name))
+        if x.shape != part.shape:
+            raise WeightsError(
+                f"tensor {part.name} has shape {list(x.shape)}, expected {list(part.shape)}",
+                field=part.name,
+            )
+        pieces.append(np.repeat(x.reshape(part.view), part.repeat, axis=0))
+    return np.concatenate(pieces, axis=spec.concat).reshape(spec.shape)
+
+
+def assemble_all(specs: Any, get: Callable[[str], np.ndarray], dtype: Any) -> Any:
+    """The parameter tree of ``specs``, unsharded, on the default device."""
+    return jax.tree.map(
+        lambda s: jnp.asarray(assemble(s, get), s.dtype or dtype), specs, is_leaf=is_spec
+    )
+
+
+def init_params(specs: Any, seed: int, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
+    """Dummy weights drawn on the mesh, tensor by tensor of the checkpoint they stand for.
+
+    A value depends on the seed, the tensor's place in the tree and its index alone: not on the mesh, and a
+    repeated kv head is repeated here too.
+    """
+    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+    drawn, salt = [], seed * 0x9E3779B9
+    for s in leaves:
+        draw = _drawer(_Drawing.of(s, dtype), rules.sharding(mesh, s.axes))
+        drawn.append(draw(np.uint32(salt & 0xFFFFFFFF)))
+        salt += 0x85EBCA6B
+    return jax.tree.unflatten(tree, drawn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawing:
+    """What a draw depends on besides its salt, without names: layers share one compiled program."""
+
+    parts: tuple[tuple[tuple[int, ...], int], ...]
+    concat: int
+    shape: tuple[int, ...]
+    mean: float
+    deviation: float
+    dtype: Any
+
+    @classmethod
+    def of(cls, spec: ParamSpec, dtype: Any) -> _Drawing:
+        return cls(
+            parts=tuple((p.view, p.repeat) for p in spec.parts),
+            concat=spec.concat,
+            shape=spec.shape,
+            mean=spec.init_mean,
+            deviation=spec.init,
+            dtype=jnp.dtype(spec.dtype or dtype),
+        )
+
+
+@lru_cache(maxsize=256)
+def _drawer(d: _Drawing, sharding: NamedSharding) -> Callable[[np.uint32], jax.Array]:
+    def draw(salt: jax.Array) -> jax.Array:
+        pieces = [
+            jnp.repeat(_normal(view, salt + np.uint32(i * 0xC2B2AE35 & 0xFFFFFFFF)), repeat, axis=0)
+            for i, (view, repeat) in enumerate(d.parts)
+        ]
+        x = jnp.concatenate(pieces, axis=d.concat).reshape(d.shape)
+        return (x * d.deviation + d.mean).astype(d.dtype)
+
+    return jax.jit(draw, out_shardings=sharding)
+
+
+def _normal(shape: tuple[int, ...], salt: jax.Array) -> jax.Array:
+    """Nearly normal float32 (sum of four uniform bytes): a hash of the index, 20 times faster on a CPU than
+    exact normals, and weights of a dummy model need no better."""
+    index = jnp.full(shape, salt, jnp.uint32)
+    for d in range(len(shape)):
+        stride = np.uint32(math.prod(shape[d + 1 :]) & 0xFFFFFFFF)
+        index = index + jax.lax.broadcasted_iota(jnp.uint32, shape, d) * stride
+    bits = _mix(_mix(index) + salt)
+    total = sum(((bits >> shift) & 0xFF).astype(jnp.float32) for shift in (0, 8, 16, 24))
+    return (total - 4 * 127.5) / math.sqrt(4 * (256**2 - 1) / 12)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

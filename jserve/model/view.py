@@ -29,6 +29,9 @@ from jserve.types import MAX_STOP_IDS
 # Bits of ``flags``: what any row of the step needs, so that lax.cond can skip the rest.
 RANDOM, TRUNCATE, PENALTY, BIAS, BAD_WORDS, LOGPROBS, MIN_TOKENS = (1 << i for i in range(7))
 
+N_STOP_IDS = MAX_STOP_IDS + 8
+"""Stop ids of a request and end-of-sequence ids of a model that one row holds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Bucket:
@@ -82,7 +85,7 @@ def layout(
     bucket: Bucket, dims: StepDims, attn: Mapping[str, tuple[int, ...]]
 ) -> tuple[Field, ...]:
     """The fields of the packed buffer in order. ``attn`` are the ints that the attention backend plans."""
-    T, R, J, S = bucket.T, bucket.R, bucket.J, MAX_STOP_IDS
+    T, R, J, S = bucket.T, bucket.R, bucket.J, N_STOP_IDS
     fields = [
         Field("flags", ()),
         Field("n_decode", ()),
@@ -94,6 +97,7 @@ def layout(
         Field("count_R", (R,)),
         Field("first_R", (R,)),
         Field("emit_R", (R,)),
+        Field("uses_R", (R,)),
         Field("page_table_RM", (R, dims.M)),
         Field("temperature_R", (R,), True),
         Field("top_p_R", (R,), True),
@@ -158,6 +162,8 @@ class StepView:
     kv_len_R: jax.Array
     """int32: start + count, the context of the row's last token; 0 for an unused row."""
     emit_R: jax.Array
+    uses_R: jax.Array
+    """int32: the flag bits that this row needs."""
     page_table_RM: jax.Array
     temperature_R: jax.Array
     top_p_R: jax.Array
@@ -223,7 +229,25 @@ def unpack(
     )
 
 
-_PASSED = ["flags", "n_decode", "n_prefill", "slot_R", "count_R", "first_R", "page_table_RM", "temperature_R", "top_p_R", "min_p_R", "repetition_R", "presence_R", "frequency_R", "top_k_R", "min_pos_R", "stop_RS"]
+_PASSED = (
+    "flags",
+    "n_decode",
+    "n_prefill",
+    "slot_R",
+    "count_R",
+    "first_R",
+    "uses_R",
+    "page_table_RM",
+    "temperature_R",
+    "top_p_R",
+    "min_p_R",
+    "repetition_R",
+    "presence_R",
+    "frequency_R",
+    "top_k_R",
+    "min_pos_R",
+    "stop_RS",
+)
 
 
 def _fields(buf: jax.Array, fields: tuple[Field, ...]) -> dict[str, jax.Array]:

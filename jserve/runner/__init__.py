@@ -1,0 +1,1 @@
+"""The border between host and device: numpy in, numpy out, jax inside."""

@@ -1,0 +1,85 @@
+"""The oracle: attention over the whole page table in plain jnp, any shape, any platform, for reading and tests.
+
+Owns nothing but clarity; every other backend is tested against it. Keys and values are [P, Z, K, H]; each token
+sees all pages of its row, masked to the positions at or before its own::
+
+    page_table_RM[row]  ->  [M, Z, K, H]  ->  [S, K, H]      S = M * Z, entry s holds position s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.view import Bucket, StepDims, StepView
+
+
+def kv_shape(K: int, H: int, n_pages: int, page_size: int) -> tuple[int, ...]:
+    return (n_pages, page_size, K, H)
+
+
+def plan_shapes(bucket: Bucket, dims: StepDims) -> Mapping[str, tuple[int, ...]]:
+    return {}
+
+
+def plan(views: Mapping[str, np.ndarray], bucket: Bucket, dims: StepDims) -> None:
+    """Nothing to plan."""
+
+
+def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
+    """Scatter each token's key and value to its page and offset."""
+    at = (view.write_page_T, view.write_off_T)
+    keys, values = kv
+    return (
+        keys.at[at].set(k_TKH.astype(keys.dtype)),
+        values.at[at].set(v_TKH.astype(values.dtype)),
+    )
+
+
+def attend(
+    q_TNH: jax.Array, kv: LayerKV, view: StepView, *, window: int, scale: float
+) -> jax.Array:
+    """float32[T, N, H]; zero for padding tokens."""
+    T, N, H = q_TNH.shape
+    row_T = jnp.minimum(view.row_T, view.page_table_RM.shape[0] - 1)
+    k_TSKH, v_TSKH = (_gather(x, view.page_table_RM)[row_T] for x in kv)
+    K = k_TSKH.shape[2]
+    seen_TS = _mask(view.pos_T, k_TSKH.shape[1], window)
+    # Pages beyond the context may hold anything, also NaN, which 0 * v would not stop.
+    k_TSKH = jnp.where(seen_TS[:, :, None, None], k_TSKH, 0.0)
+    v_TSKH = jnp.where(seen_TS[:, :, None, None], v_TSKH, 0.0)
+    q_TKGH = q_TNH.astype(jnp.float32).reshape(T, K, N // K, H) * scale
+    score_TKGS = jnp.einsum("tkgh,tskh->tkgs", q_TKGH, k_TSKH)
+    score_TKGS = jnp.where(seen_TS[:, None, None], score_TKGS, -jnp.inf)
+    top = jnp.maximum(score_TKGS.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    p_TKGS = jnp.exp(score_TKGS - top)
+    total = jnp.maximum(p_TKGS.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return jnp.einsum("tkgs,tskh->tkgh", p_TKGS / total, v_TSKH).reshape(T, N, H)
+
+
+def _gather(x_PZKH: jax.Array, table_RM: jax.Array) -> jax.Array:
+    R, M = table_RM.shape
+    _, Z, K, H = x_PZKH.shape
+    return x_PZKH[table_RM].reshape(R, M * Z, K, H).astype(jnp.float32)
+
+
+def _mask(pos_T: jax.Array, S: int, window: int) -> jax.Array:
+    """bool[T, S]: positions at or before the token's own, and within its window."""
+    s_S = jnp.arange(S, dtype=jnp.int32)
+    seen_TS = s_S <= pos_T[:, None]
+    return seen_TS & (s_S > pos_T[:, None] - window) if window else seen_TS
+
+
+REF = AttentionBackend(
+    name="ref",
+    kv_axis=2,
+    kv_shape=kv_shape,
+    plan_shapes=plan_shapes,
+    plan=plan,
+    write_kv=write_kv,
+    attend=attend,
+)

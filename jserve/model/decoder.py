@@ -1,0 +1,151 @@
+"""The pre-norm decoder that Llama, Qwen2, Qwen3 and Mistral share: its weights, forward pass and logits.
+
+Owns the order of the layers and the parameter tree. Must not know config.json or which family it serves: the
+switches of ``Arch`` decide. A family file is a config reader plus this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jserve.errors import ConfigError
+from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.family import Arch
+from jserve.model.layers import attention_block, embed, mlp_block, rms_norm, unembed
+from jserve.model.rope import rope_tables
+from jserve.model.shard import ParamSpec, Part
+from jserve.model.view import StepView
+
+
+def forward(
+    arch: Arch,
+    params: Any,
+    view: StepView,
+    kv: list[LayerKV],
+    attn: AttentionBackend,
+    axis: str | None,
+) -> tuple[jax.Array, list[LayerKV]]:
+    """(float32[T, D] after the final norm, the new KV of every layer)."""
+    x_TD = embed(params["embed"], view.tok_T, axis)
+    tables = rope_tables(arch, view.pos_T)
+    new_kv = []
+    for i, p in enumerate(params["layers"]):
+        with jax.named_scope(f"layer{i}"):
+            y_TD, layer_kv = attention_block(arch, i, p, x_TD, tables, view, kv[i], attn, axis)
+            x_TD = x_TD + y_TD
+            x_TD = x_TD + mlp_block(arch, p, x_TD, axis)
+            new_kv.append(layer_kv)
+    return rms_norm(x_TD, params["final_norm"], arch.norm_eps), new_kv
+
+
+def logits(arch: Arch, params: Any, x_ED: jax.Array, axis: str | None) -> jax.Array:
+    """float32[E, V] of the rows that emit."""
+    return unembed(params["embed" if arch.tied else "unembed"], x_ED, axis)
+
+
+def specs(arch: Arch, tp: int) -> dict[str, Any]:
+    """The parameter tree as ParamSpecs, global shapes.
+
+    Raises:
+        ConfigError: the shape cannot be split over ``tp`` shards; ``field`` is the config.json key.
+    """
+    check_tp(arch, tp)
+    V, D = arch.V, arch.D
+    tree: dict[str, Any] = {
+        "embed": _matrix("model.embed_tokens", (V, D), ("vocab", "embed")),
+        "layers": [_layer(arch, i, max(arch.K, tp)) for i in range(arch.L)],
+        "final_norm": _norm("model.norm", D),
+    }
+    if not arch.tied:
+        tree["unembed"] = _matrix("lm_head", (V, D), ("vocab", "embed"))
+    return tree
+
+
+def check_tp(arch: Arch, tp: int) -> None:
+    """Refuse a tensor-parallel size that does not divide the model; kv heads are repeated if it exceeds them."""
+    for key, size in (
+        ("vocab_size", arch.V),
+        ("num_attention_heads", arch.N),
+        ("intermediate_size", arch.F),
+    ):
+        if size % tp:
+            raise ConfigError(f"{key} {size} is not divisible by tensor_parallel_size {tp}", field=key)
+    if arch.K % tp and tp % arch.K:
+        raise ConfigError(
+            f"num_key_value_heads {arch.K} neither divides nor is divisible by tensor_parallel_size {tp}",
+            field="num_key_value_heads",
+        )
+
+
+def _layer(arch: Arch, i: int, K: int) -> dict[str, ParamSpec]:
+    """``K`` is the number of kv heads kept: the model's, or one per shard where there are more shards."""
+    D, F, H, N = arch.D, arch.F, arch.H, arch.N
+    attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+    layer = {
+        "attn_norm": _norm(f"model.layers.{i}.input_layernorm", D),
+        "qkv": _qkv(arch, attn, K, "weight"),
+        "o": _matrix(f"{attn}.o_proj", (D, N * H), ("embed", "kv_heads")),
+        "mlp_norm": _norm(f"model.layers.{i}.post_attention_layernorm", D),
+        "gate_up": _gate_up(arch, mlp, "weight"),
+        "down": _matrix(f"{mlp}.down_proj", (D, F), ("embed", "ffn")),
+    }
+    if arch.qkv_bias:
+        layer["qkv_bias"] = _qkv(arch, attn, K, "bias")
+    if arch.o_bias:
+        layer["o_bias"] = _bias(f"{attn}.o_proj", D)
+    if arch.qk_norm:
+        layer["q_norm"] = _norm(f"{attn}.q_norm", H)
+        layer["k_norm"] = _norm(f"{attn}.k_norm", H)
+    if arch.mlp_bias:
+        layer["gate_up_bias"] = _gate_up(arch, mlp, "bias")
+        layer["down_bias"] = _bias(f"{mlp}.down_proj", D)
+    return layer
+
+
+def _qkv(arch: Arch, at: str, K: int, kind: str) -> ParamSpec:
+    """[K, G+2, H, D] (bias: [K, G+2, H]): query heads of a kv head lie together, so N/K of them follow it."""
+    tail = (arch.D,) if kind == "weight" else ()
+    N, H, repeat = arch.N, arch.H, K // arch.K
+    q = Part(name=f"{at}.q_proj.{kind}", shape=(N * H, *tail), view=(K, N // K, H, *tail))
+    k, v = (
+        Part(
+            name=f"{at}.{name}.{kind}",
+            shape=(arch.K * H, *tail),
+            view=(arch.K, 1, H, *tail),
+            repeat=repeat,
+        )
+        for name in ("k_proj", "v_proj")
+    )
+    return ParamSpec(
+        shape=(K, N // K + 2, H, *tail),
+        axes=("kv_heads", None, None, *("embed" for _ in tail)),
+        parts=(q, k, v),
+        concat=1,
+    )
+
+
+def _gate_up(arch: Arch, at: str, kind: str) -> ParamSpec:
+    tail = (arch.D,) if kind == "weight" else ()
+    parts = tuple(
+        Part(name=f"{at}.{name}.{kind}", shape=(arch.F, *tail), view=(1, arch.F, *tail))
+        for name in ("gate_proj", "up_proj")
+    )
+    axes = (None, "ffn", *("embed" for _ in tail))
+    return ParamSpec(shape=(2, arch.F, *tail), axes=axes, parts=parts)
+
+
+def _matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
+    part = Part(name=f"{name}.weight", shape=shape, view=shape)
+    return ParamSpec(shape=shape, axes=axes, parts=(part,))
+
+
+def _norm(name: str, size: int) -> ParamSpec:
+    part = Part(name=f"{name}.weight", shape=(size,), view=(size,))
+    return ParamSpec(shape=(size,), axes=(None,), parts=(part,), init=0.0, init_mean=1.0)
+
+
+def _bias(name: str, size: int) -> ParamSpec:
+    part = Part(name=f"{name}.bias", shape=(size,), view=(size,))
+    return ParamSpec(shape=(size,), axes=(None,), parts=(part,))

@@ -1,0 +1,29 @@
+"""Llama 3.x (and any checkpoint of that shape): the plain decoder with optional biases."""
+
+from __future__ import annotations
+
+from jserve.model import decoder
+from jserve.model.family import Arch, Family
+from jserve.model.hf_config import Config, boolean, decoder_arch
+
+
+def arch(config: Config) -> Arch:
+    """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
+    attention_bias = boolean(config, "attention_bias", False)
+    return decoder_arch(
+        config,
+        "llama",
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=boolean(config, "mlp_bias", False),
+    )
+
+
+FAMILY = Family(
+    name="llama",
+    architectures=("LlamaForCausalLM",),
+    arch=arch,
+    specs=decoder.specs,
+    forward=decoder.forward,
+    logits=decoder.logits,
+)

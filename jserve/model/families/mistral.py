@@ -1,0 +1,29 @@
+"""Mistral: the plain decoder with one sliding window for all layers (null: full attention)."""
+
+from __future__ import annotations
+
+from jserve.model import decoder
+from jserve.model.family import Arch, Family
+from jserve.model.hf_config import Config, decoder_arch, integer, refuse
+
+
+def arch(config: Config) -> Arch:
+    """config.json -> Arch. A missing ``sliding_window`` means 4096, as in transformers."""
+    if config.get("layer_types") is not None:
+        refuse("layer_types", "is not supported for Mistral")
+    missing = "sliding_window" not in config
+    window = integer(config, "sliding_window", 4096 if missing else 0, low=0)
+    L = integer(config, "num_hidden_layers")
+    return decoder_arch(
+        config, "mistral", windows=(window,) * L if window else (), default_kv_heads=8
+    )
+
+
+FAMILY = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    arch=arch,
+    specs=decoder.specs,
+    forward=decoder.forward,
+    logits=decoder.logits,
+)

@@ -1,0 +1,24 @@
+"""Qwen2 and Qwen2.5: the plain decoder with a bias on q, k and v, and a window on the upper layers if asked."""
+
+from __future__ import annotations
+
+from jserve.model import decoder
+from jserve.model.family import Arch, Family
+from jserve.model.hf_config import Config, decoder_arch, upper_windows
+
+
+def arch(config: Config) -> Arch:
+    """config.json -> Arch."""
+    return decoder_arch(
+        config, "qwen2", qkv_bias=True, windows=upper_windows(config), default_kv_heads=32
+    )
+
+
+FAMILY = Family(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    arch=arch,
+    specs=decoder.specs,
+    forward=decoder.forward,
+    logits=decoder.logits,
+)

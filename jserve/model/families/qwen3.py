@@ -1,0 +1,32 @@
+"""Qwen3: the plain decoder with a norm on each query and key head, and a head size of its own."""
+
+from __future__ import annotations
+
+from jserve.model import decoder
+from jserve.model.family import Arch, Family
+from jserve.model.hf_config import Config, boolean, decoder_arch, upper_windows
+
+
+def arch(config: Config) -> Arch:
+    """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
+    attention_bias = boolean(config, "attention_bias", False)
+    return decoder_arch(
+        config,
+        "qwen3",
+        qk_norm=True,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        windows=upper_windows(config),
+        default_kv_heads=32,
+        default_head_dim=128,
+    )
+
+
+FAMILY = Family(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    arch=arch,
+    specs=decoder.specs,
+    forward=decoder.forward,
+    logits=decoder.logits,
+)

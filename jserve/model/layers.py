@@ -1,0 +1,102 @@
+"""The parts that decoders are made of: norms, attention and MLP blocks, embedding and unembedding.
+
+Owns the arithmetic between the attention backend and the residual stream. Must not know families, config.json
+or the runner. Activations are float32; every matrix product goes through ``dot``, which computes in the type
+of the weight. ``axis`` is the tensor-parallel mesh axis inside shard_map, None outside::
+
+    qkv [K, G+2, H, D]   heads of kv group k: its G queries, its key, its value     sharded over K
+    o   [D, N*H]         row-parallel: partial sums, psum over ``axis``             sharded over N*H
+    gate_up [2, F, D]    down [D, F], row-parallel                                  sharded over F
+    embed [V, D]         rows of other shards give zero, psum over ``axis``         sharded over V
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.dot import dot
+from jserve.model.family import Arch
+from jserve.model.rope import rotate
+from jserve.model.view import StepView
+
+Params = Mapping[str, jax.Array]
+Tables = tuple[jax.Array, jax.Array]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root mean square norm over the last dimension, in float32."""
+    x = x.astype(jnp.float32)
+    mean = jnp.mean(x * x, axis=-1, keepdims=True)
+    return x * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
+
+
+def attention_block(
+    arch: Arch,
+    layer: int,
+    p: Params,
+    x_TD: jax.Array,
+    tables: Tables,
+    view: StepView,
+    kv: LayerKV,
+    attn: AttentionBackend,
+    axis: str | None,
+) -> tuple[jax.Array, LayerKV]:
+    """(what the layer's attention adds to the residual stream, this layer's new KV)."""
+    q_TNH, k_TKH, v_TKH = _qkv(arch, p, rms_norm(x_TD, p["attn_norm"], arch.norm_eps), tables)
+    kv = attn.write_kv(kv, k_TKH, v_TKH, view)
+    o_TNH = attn.attend(q_TNH, kv, view, window=arch.window(layer), scale=arch.H**-0.5)
+    y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), axis)
+    return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
+
+
+def _qkv(
+    arch: Arch, p: Params, x_TD: jax.Array, tables: Tables
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    K, group, H, _ = p["qkv"].shape
+    y_TKGH = dot(x_TD, p["qkv"]).reshape(-1, K, group, H)
+    if "qkv_bias" in p:
+        y_TKGH = y_TKGH + p["qkv_bias"]
+    q_TNH = y_TKGH[:, :, :-2].reshape(-1, K * (group - 2), H)
+    k_TKH, v_TKH = y_TKGH[:, :, -2], y_TKGH[:, :, -1]
+    if arch.qk_norm:
+        q_TNH = rms_norm(q_TNH, p["q_norm"], arch.norm_eps)
+        k_TKH = rms_norm(k_TKH, p["k_norm"], arch.norm_eps)
+    return rotate(q_TNH, *tables), rotate(k_TKH, *tables), v_TKH
+
+
+def mlp_block(arch: Arch, p: Params, x_TD: jax.Array, axis: str | None) -> jax.Array:
+    """What the layer's SiLU-gated MLP adds to the residual stream."""
+    x_TD = rms_norm(x_TD, p["mlp_norm"], arch.norm_eps)
+    y_T2F = dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
+    if "gate_up_bias" in p:
+        y_T2F = y_T2F + p["gate_up_bias"]
+    h_TF = jax.nn.silu(y_T2F[:, 0]) * y_T2F[:, 1]
+    y_TD = reduce(dot(h_TF, p["down"]), axis)
+    return y_TD + p["down_bias"] if "down_bias" in p else y_TD
+
+
+def embed(table_VD: jax.Array, tok_T: jax.Array, axis: str | None) -> jax.Array:
+    """float32[T, D] of int32[T]; under ``axis`` each shard holds a contiguous range of the vocabulary."""
+    if axis is None:
+        return table_VD[tok_T].astype(jnp.float32)
+    V = table_VD.shape[0]
+    local_T = tok_T - lax.axis_index(axis) * V
+    mine_T = (local_T >= 0) & (local_T < V)
+    x_TD = table_VD[jnp.where(mine_T, local_T, 0)].astype(jnp.float32)
+    return reduce(jnp.where(mine_T[:, None], x_TD, 0.0), axis)
+
+
+def unembed(table_VD: jax.Array, x_ED: jax.Array, axis: str | None) -> jax.Array:
+    """float32[E, V], the whole vocabulary on every shard."""
+    y_EV = dot(x_ED, table_VD)
+    return y_EV if axis is None else lax.all_gather(y_EV, axis, axis=1, tiled=True)
+
+
+def reduce(y: jax.Array, axis: str | None) -> jax.Array:
+    """Sum of the shards' partial results."""
+    return y if axis is None else lax.psum(y, axis)

@@ -1,0 +1,189 @@
+"""SlotState: what a sequence leaves on the device between steps, one row per slot.
+
+Owns the truth that the host only bounds from above (length, last token) and the per-slot rows that sampling
+reads (token counts, biases, bad words), how a step advances them and how the host fills them. Must not know
+families or attention.
+
+``counts_CV`` holds the number of times a token was put out, plus ``IN_PROMPT`` where the prompt holds it.
+``recent_CB`` is the tail of the output, newest last, ``NONE`` before its start; a row of ``bad_CBK`` is one word,
+right-aligned, ``NONE`` on its left, its last id forbidden whenever the output ends with the ids before it::
+
+    recent   NONE NONE  7   4        bad   NONE  7  4  9   -> 9 is forbidden now
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SlotLoad
+
+IN_PROMPT = 1 << 30
+NONE = -1
+LOAD_PAIRS = 512
+"""(id, value) pairs of each kind that one run of the load program carries."""
+_TAIL = MAX_BAD_WORD_TOKENS - 1
+
+
+@flax.struct.dataclass
+class SlotState:
+    """Per-slot rows, replicated over the mesh. C slots, V vocabulary, B tail tokens, W words of K ids."""
+
+    len_C: jax.Array
+    """int32: tokens whose KV is written; the next row of the slot starts here."""
+    last_C: jax.Array
+    """int32: the token drawn last, at position ``len_C``."""
+    counts_CV: jax.Array
+    bias_CV: jax.Array
+    """float32, added to the logits; -inf forbids."""
+    recent_CB: jax.Array
+    bad_CWK: jax.Array
+
+
+def shapes(C: int, V: int) -> SlotState:
+    """The abstract state: a tree of ``ShapeDtypeStruct``."""
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    return SlotState(
+        len_C=ints(C),
+        last_C=ints(C),
+        counts_CV=ints(C, V),
+        bias_CV=jax.ShapeDtypeStruct((C, V), jnp.float32),
+        recent_CB=ints(C, _TAIL),
+        bad_CWK=ints(C, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+    )
+
+
+def empty(C: int, V: int) -> SlotState:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes(C, V))
+
+
+def advance(
+    slots: SlotState,
+    slot_R: jax.Array,
+    len_R: jax.Array,
+    token_RJ: jax.Array,
+    n_ok_R: jax.Array,
+    count_tokens: jax.Array,
+) -> SlotState:
+    """The slots after a step: ``n_ok_R`` of ``token_RJ`` accepted, ``len_R`` tokens of KV.
+
+    Rows with ``n_ok_R == 0`` leave their slot alone, as do rows of slot C. ``count_tokens`` (bool scalar)
+    says whether any row of the step has penalties; a slot without them has meaningless counts.
+    """
+    C = slots.len_C.shape[0]
+    J = token_RJ.shape[1]
+    live_R = n_ok_R > 0
+    hit_CR = (slot_R[None, :] == jnp.arange(C, dtype=jnp.int32)[:, None]) & live_R[None, :]
+    row_C = jnp.argmax(hit_CR, axis=1)
+    live_C = jnp.any(hit_CR, axis=1)
+    last_R = jnp.take_along_axis(token_RJ, jnp.maximum(n_ok_R - 1, 0)[:, None], axis=1)[:, 0]
+    tail_CX = jnp.concatenate([slots.recent_CB, token_RJ[row_C]], axis=1)
+    keep_CB = n_ok_R[row_C][:, None] + jnp.arange(_TAIL, dtype=jnp.int32)
+    recent_CB = jnp.take_along_axis(tail_CX, keep_CB, axis=1)
+    token_RJ = jnp.where(jnp.arange(J) < n_ok_R[:, None], token_RJ, slots.counts_CV.shape[1])
+    return slots.replace(
+        len_C=jnp.where(live_C, len_R[row_C], slots.len_C),
+        last_C=jnp.where(live_C, last_R[row_C], slots.last_C),
+        recent_CB=jnp.where(live_C[:, None], recent_CB, slots.recent_CB),
+        counts_CV=jax.lax.cond(
+            count_tokens,
+            lambda c: c.at[slot_R[:, None], token_RJ].add(1, mode="drop"),
+            lambda c: c,
+            slots.counts_CV,
+        ),
+    )
+
+
+_HEAD = 4
+_RECENT_AT = _HEAD
+_BAD_AT = _RECENT_AT + _TAIL
+_PAIRS_AT = _BAD_AT + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
+LOAD_SIZE = _PAIRS_AT + 4 * LOAD_PAIRS
+
+
+def load(slots: SlotState, buf: jax.Array) -> SlotState:
+    """Run one buffer of ``load_buffers``: reset the slot's rows if told to, then set the pairs."""
+    slot, reset = buf[0], buf[1] > 0
+    fill = jax.lax.bitcast_convert_type(buf[2], jnp.float32)
+    counts_V = jnp.where(reset, 0, slots.counts_CV[slot])
+    bias_V = jnp.where(reset, fill, slots.bias_CV[slot])
+    pairs = buf[_PAIRS_AT:].reshape(4, LOAD_PAIRS)
+    counts_V = counts_V.at[pairs[0]].set(pairs[1], mode="drop")
+    bias_V = bias_V.at[pairs[2]].set(
+        jax.lax.bitcast_convert_type(pairs[3], jnp.float32), mode="drop"
+    )
+    bad_WK = buf[_BAD_AT:_PAIRS_AT].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+    return slots.replace(
+        counts_CV=slots.counts_CV.at[slot].set(counts_V),
+        bias_CV=slots.bias_CV.at[slot].set(bias_V),
+        recent_CB=slots.recent_CB.at[slot].set(buf[_RECENT_AT:_BAD_AT]),
+        bad_CWK=slots.bad_CWK.at[slot].set(bad_WK),
+    )
+
+
+def load_buffers(item: SlotLoad, V: int) -> list[np.ndarray]:
+    """The int32[LOAD_SIZE] buffers that ``load`` runs, in order, to fill one slot; numpy only."""
+    count_ids, counts = _counts(item)
+    bias_ids, bias, fill = _biases(item)
+    n_runs = max(1, -(-max(len(count_ids), len(bias_ids)) // LOAD_PAIRS))
+    runs = []
+    for i in range(n_runs):
+        buf = np.empty(LOAD_SIZE, np.int32)
+        buf[:_HEAD] = item.slot, i == 0, np.float32(fill).view(np.int32), 0
+        buf[_RECENT_AT:_BAD_AT] = _recent(item)
+        buf[_BAD_AT:_PAIRS_AT] = _bad_words(item).ravel()
+        part = slice(i * LOAD_PAIRS, (i + 1) * LOAD_PAIRS)
+        pairs = buf[_PAIRS_AT:].reshape(4, LOAD_PAIRS)
+        _put(pairs[0], pairs[1], count_ids[part], counts[part], V)
+        _put(pairs[2], pairs[3], bias_ids[part], bias[part].view(np.int32), V)
+        runs.append(buf)
+    return runs
+
+
+def _put(ids: np.ndarray, values: np.ndarray, some: np.ndarray, what: np.ndarray, V: int) -> None:
+    ids[: len(some)], ids[len(some) :] = some, V
+    values[: len(some)], values[len(some) :] = what, 0
+
+
+def _counts(item: SlotLoad) -> tuple[np.ndarray, np.ndarray]:
+    if not item.params.penalised:
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+    tokens = np.asarray(item.tokens, np.int32)
+    ids, inverse = np.unique(tokens, return_inverse=True)
+    output = np.bincount(inverse[item.n_prompt :], minlength=len(ids))
+    prompt = np.bincount(inverse[: item.n_prompt], minlength=len(ids)) > 0
+    return ids, (output + prompt * IN_PROMPT).astype(np.int32)
+
+
+def _biases(item: SlotLoad) -> tuple[np.ndarray, np.ndarray, float]:
+    """Ids, float32 values, and the value of every other id."""
+    params = item.params
+    allowed = params.allowed_token_ids
+    bias = {} if allowed is None else dict.fromkeys(allowed, 0.0)
+    for token, value in params.logit_bias.items():
+        if allowed is None or token in bias:
+            bias[token] = -np.inf if value <= -100.0 else value
+    bias.update((word[0], -np.inf) for word in params.bad_token_ids if len(word) == 1)
+    ids = np.fromiter(bias.keys(), np.int32, len(bias))
+    values = np.fromiter(bias.values(), np.float32, len(bias))
+    return ids, values, 0.0 if allowed is None else -np.inf
+
+
+def _recent(item: SlotLoad) -> np.ndarray:
+    tail = np.full(_TAIL, NONE, np.int32)
+    output = item.tokens[max(item.n_prompt, len(item.tokens) - _TAIL) :]
+    if len(output):
+        tail[-len(output) :] = output
+    return tail
+
+
+def _bad_words(item: SlotLoad) -> np.ndarray:
+    bad_WK = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), NONE, np.int32)
+    for row, word in enumerate(w for w in item.params.bad_token_ids if len(w) > 1):
+        bad_WK[row, -len(word) :] = word
+    return bad_WK

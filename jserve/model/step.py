@@ -1,0 +1,313 @@
+"""One trip to the device: ``step(params, state, buf) -> (state, out)``.
+
+Owns the order of a step (unpack, forward, logits where tokens are drawn, sample, accept, advance the slots), the
+state that survives it and the packing of what comes back. It composes a family and an attention backend and
+knows neither. A pure function, run under ``shard_map`` on every mesh, one device included; state is donated by
+the caller.
+
+Logits are computed at one place per decode token and one per prefill row (E = D * J + F of them)::
+
+    T      |d0 d0 d1 d1 |f0 f0 f0 f0 f1 f1 f1 pad|
+    drawn    ^  ^  ^  ^            ^        ^
+
+``out.packed_RX`` holds n_ok, finite, J tokens and the bits of J log-probabilities per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jserve.model import slots as slot_rows
+from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.family import Arch, Family
+from jserve.model.sample import Draws, logprobs, sample
+from jserve.model.shard import ShardRules, abstract, partitions
+from jserve.model.slots import NONE, SlotState
+from jserve.model.verify import accept
+from jserve.model.view import LOGPROBS, PENALTY, Bucket, Field, StepDims, StepView, layout, unpack
+
+SCORE_BLOCK = 32
+"""Prefill tokens whose logits exist at once while scoring."""
+
+
+@flax.struct.dataclass
+class DeviceState:
+    """Everything that survives a step; donated to it and replaced whole."""
+
+    kv: list[LayerKV]
+    slots: SlotState
+
+
+@flax.struct.dataclass
+class Scores:
+    """Log-probabilities of the prefill tokens' successors, P of them (garbage where ``target_T`` is -1)."""
+
+    logprob_P: jax.Array
+    rank_P: jax.Array
+    """int32: 1 for the most likely token."""
+    top_ids_PL: jax.Array
+    top_logprobs_PL: jax.Array
+
+
+@flax.struct.dataclass
+class StepOut:
+    """What a step says to the host."""
+
+    packed_RX: jax.Array
+    """int32[R, 2 + 2 J]."""
+    top_ids_RJL: jax.Array
+    top_logprobs_RJL: jax.Array
+    scores: Scores | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """What all steps of an engine share; with a ``Bucket`` it determines a program."""
+
+    family: Family
+    arch: Arch
+    backend: AttentionBackend
+    dims: StepDims
+    mesh: Mesh
+    rules: ShardRules
+    n_pages: int
+    kv_dtype: Any
+    dtype: Any
+
+    @property
+    def axis(self) -> str | None:
+        """The mesh axis that kv heads are sharded over, or None on an unsharded mesh."""
+        name = self.rules.kv_heads
+        return name if name is not None and self.mesh.shape.get(name, 1) > 1 else None
+
+    @property
+    def tp(self) -> int:
+        return self.mesh.shape[self.axis] if self.axis else 1
+
+    @property
+    def kv_heads(self) -> int:
+        """kv heads kept on the whole mesh: repeated when there are fewer than devices."""
+        return max(self.arch.K, self.tp)
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        return self.backend.kv_shape(self.kv_heads, self.arch.H, self.n_pages, self.dims.Z)
+
+    def fields(self, bucket: Bucket) -> tuple[Field, ...]:
+        return layout(bucket, self.dims, self.backend.plan_shapes(bucket, self.dims))
+
+    def specs(self) -> Any:
+        return self.family.specs(self.arch, self.tp)
+
+    def state_partitions(self) -> DeviceState:
+        kv = [None] * len(self.layer_shape)
+        kv[self.backend.kv_axis] = self.axis
+        one = PartitionSpec(*kv)
+        shapes = slot_rows.shapes(self.dims.C, self.dims.V)
+        return DeviceState(
+            kv=[(one, one) for _ in range(self.arch.L)],
+            slots=jax.tree.map(lambda _: PartitionSpec(), shapes),
+        )
+
+    def state_shardings(self) -> DeviceState:
+        return jax.tree.map(
+            lambda p: NamedSharding(self.mesh, p),
+            self.state_partitions(),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+
+    def abstract_params(self) -> Any:
+        return abstract(self.specs(), self.mesh, self.rules, self.dtype)
+
+    def abstract_state(self) -> DeviceState:
+        one = jax.ShapeDtypeStruct(self.layer_shape, self.kv_dtype)
+        state = DeviceState(
+            kv=[(one, one) for _ in range(self.arch.L)],
+            slots=slot_rows.shapes(self.dims.C, self.dims.V),
+        )
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            state,
+            self.state_shardings(),
+        )
+
+
+Step = Callable[[Any, DeviceState, jax.Array], tuple[DeviceState, StepOut]]
+
+
+def make_step(model: StepModel, bucket: Bucket) -> Step:
+    """The pure step of one bucket over global arrays.
+
+    Raises:
+        ValueError: a bucket of fewer than two tokens or drawn places (XLA:CPU is far slower on one row).
+    """
+    if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
+        raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
+    fields = model.fields(bucket)
+
+    def local(params: Any, state: DeviceState, buf: jax.Array) -> tuple[DeviceState, StepOut]:
+        view = unpack(buf, fields, bucket, model.dims, state.slots)
+        return run(model, params, state, view)
+
+    whole = PartitionSpec()
+    state_specs = model.state_partitions()
+    return jax.shard_map(
+        local,
+        mesh=model.mesh,
+        in_specs=(partitions(model.specs(), model.rules), state_specs, whole),
+        out_specs=(state_specs, whole),
+        check_vma=False,
+    )
+
+
+def run(
+    model: StepModel, params: Any, state: DeviceState, view: StepView
+) -> tuple[DeviceState, StepOut]:
+    """One step on this shard of everything."""
+    family, arch = model.family, model.arch
+    x_TD, kv = family.forward(arch, params, view, state.kv, model.backend, model.axis)
+    with jax.named_scope("logits"):
+        raw_EV = family.logits(arch, params, x_TD[_drawn_places(view)], model.axis)
+    with jax.named_scope("sample"):
+        draws = _draws(view)
+        drawn_E, ok_E = sample(raw_EV, draws, state.slots, view.flags)
+        chosen = logprobs(raw_EV, drawn_E, view.flags)
+    with jax.named_scope("advance"):
+        token_RJ = _by_row(view, drawn_E, NONE)
+        n_ok_R = _n_ok(view, token_RJ)
+        slots = slot_rows.advance(
+            state.slots,
+            view.slot_R,
+            _new_len(view, n_ok_R),
+            token_RJ,
+            n_ok_R,
+            (view.flags & PENALTY) > 0,
+        )
+    out = _pack(view, token_RJ, n_ok_R, ok_E, chosen)
+    if view.target_T is not None:
+        out = out.replace(scores=_score(model, params, x_TD[-view.P :], view.target_T[-view.P :]))
+    return DeviceState(kv=kv, slots=slots), out
+
+
+def _drawn_places(view: StepView) -> jax.Array:
+    """int32[E]: indices in T whose logits draw a token."""
+    last_F = jnp.maximum(view.first_R + view.count_R - 1, 0)[view.D :]
+    return jnp.concatenate([jnp.arange(view.D * view.J, dtype=jnp.int32), last_F])
+
+
+def _per_draw(view: StepView, x_R: jax.Array) -> jax.Array:
+    """A row's value at each of its draws."""
+    return jnp.concatenate([jnp.repeat(x_R[: view.D], view.J, axis=0), x_R[view.D :]])
+
+
+def _by_row(view: StepView, x_E: jax.Array, fill: Any) -> jax.Array:
+    """[E, ...] -> [R, J, ...]; a prefill row has its one draw in column 0."""
+    n, rest = view.D * view.J, x_E.shape[1:]
+    decode = x_E[:n].reshape(view.D, view.J, *rest)
+    prefill = jnp.full((view.F, view.J, *rest), fill, x_E.dtype).at[:, 0].set(x_E[n:])
+    return jnp.concatenate([decode, prefill])
+
+
+_SAMPLING_ROWS = (
+    "uses_R",
+    "temperature_R",
+    "top_p_R",
+    "min_p_R",
+    "repetition_R",
+    "presence_R",
+    "frequency_R",
+    "top_k_R",
+    "seed_R2",
+    "min_pos_R",
+    "stop_RS",
+)
+
+
+def _draws(view: StepView) -> Draws:
+    place_E = jnp.concatenate(
+        [jnp.tile(jnp.arange(view.J, dtype=jnp.int32), view.D), jnp.zeros(view.F, jnp.int32)]
+    )
+    last_R = jnp.where(jnp.arange(view.D + view.F) < view.D, 0, view.count_R - 1)
+    rows = {
+        name.replace("_R", "_E"): _per_draw(view, getattr(view, name)) for name in _SAMPLING_ROWS
+    }
+    slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
+    mask_EW = None
+    if view.mask_RJW is not None:
+        D, J = view.D, view.J
+        mask_RJW = view.mask_RJW
+        mask_EW = jnp.concatenate([mask_RJW[:D].reshape(D * J, -1), mask_RJW[D:, 0]])
+    return Draws(
+        slot_E=_per_draw(view, slot_R),
+        pos_E=_per_draw(view, view.start_R + last_R) + place_E + 1,
+        prefix_EJ=_prefixes(view, place_E),
+        n_prefix_E=place_E,
+        mask_EW=mask_EW,
+        **rows,
+    )
+
+
+def _prefixes(view: StepView, place_E: jax.Array) -> jax.Array:
+    """int32[E, J - 1]: the drafts that stand before each draw."""
+    D, J = view.D, view.J
+    draft_DJ = view.tok_T[: D * J].reshape(D, J)[:, 1:]
+    draft_EJ = jnp.concatenate(
+        [jnp.repeat(draft_DJ, J, axis=0), jnp.full((view.F, J - 1), NONE, jnp.int32)]
+    )
+    before = jnp.arange(J - 1, dtype=jnp.int32) < place_E[:, None]
+    return jnp.where(before, draft_EJ, NONE)
+
+
+def _n_ok(view: StepView, token_RJ: jax.Array) -> jax.Array:
+    D, J = view.D, view.J
+    n_ok_D = accept(view.tok_T[: D * J].reshape(D, J), token_RJ[:D], view.count_R[:D])
+    n_ok_R = jnp.concatenate([n_ok_D, jnp.ones(view.F, jnp.int32)])
+    return jnp.where(view.emit_R & (view.count_R > 0), n_ok_R, 0)
+
+
+def _new_len(view: StepView, n_ok_R: jax.Array) -> jax.Array:
+    """Tokens of KV that stand: all of a prefill row, as many as were accepted of a decode row."""
+    decode = jnp.arange(view.D + view.F) < view.D
+    return view.start_R + jnp.where(decode, n_ok_R, view.count_R)
+
+
+def _pack(
+    view: StepView, token_RJ: jax.Array, n_ok_R: jax.Array, ok_E: jax.Array, chosen: Any
+) -> StepOut:
+    logprob_E, top_ids_EL, top_logprobs_EL = chosen
+    ok_RJ = _by_row(view, ok_E, True)
+    valid_RJ = jnp.arange(view.J) < jnp.maximum(n_ok_R, 1)[:, None]
+    finite_R = jnp.all(ok_RJ | ~valid_RJ, axis=1) | ~view.emit_R
+    bits_RJ = jax.lax.bitcast_convert_type(_by_row(view, logprob_E, 0.0), jnp.int32)
+    head_R2 = jnp.stack([n_ok_R, finite_R.astype(jnp.int32)], axis=1)
+    return StepOut(
+        packed_RX=jnp.concatenate([head_R2, token_RJ, bits_RJ], axis=1),
+        top_ids_RJL=_by_row(view, top_ids_EL, NONE),
+        top_logprobs_RJL=_by_row(view, top_logprobs_EL, 0.0),
+    )
+
+
+def _score(model: StepModel, params: Any, x_PD: jax.Array, target_P: jax.Array) -> Scores:
+    """Score the prefill tokens in blocks, so that only SCORE_BLOCK rows of logits exist at once."""
+    P, D = x_PD.shape
+    pad = -P % SCORE_BLOCK
+    x_XBD = jnp.pad(x_PD, ((0, pad), (0, 0))).reshape(-1, SCORE_BLOCK, D)
+    target_XB = jnp.pad(jnp.maximum(target_P, 0), (0, pad)).reshape(-1, SCORE_BLOCK)
+
+    def block(item: tuple[jax.Array, jax.Array]) -> Scores:
+        x_BD, target_B = item
+        raw_BV = model.family.logits(model.arch, params, x_BD, model.axis)
+        logprob_B, ids_BL, top_BL = logprobs(raw_BV, target_B, jnp.int32(LOGPROBS))
+        chosen_B1 = jnp.take_along_axis(raw_BV, target_B[:, None], axis=1)
+        rank_B = 1 + jnp.sum(raw_BV > chosen_B1, axis=1, dtype=jnp.int32)
+        return Scores(logprob_P=logprob_B, rank_P=rank_B, top_ids_PL=ids_BL, top_logprobs_PL=top_BL)
+
+    out = jax.lax.map(block, (x_XBD, target_XB))
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:P], out)

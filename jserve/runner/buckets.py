@@ -1,0 +1,130 @@
+"""The finite list of step shapes, and which one a plan runs in.
+
+Owns the ladder of buckets. Must not know jax: a bucket is chosen from counts alone, so the choice replays.
+
+Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doubling; prefill tokens 32, 64, 128
+and doubling, each beside few decode rows and beside all of them. No rung has fewer than two tokens, since XLA:CPU
+multiplies one row many times slower than two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jserve.model.view import Bucket
+from jserve.types import StepPlan
+
+FEW_ROWS = 2
+SMALL_SCORE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a plan asks of a bucket."""
+
+    D: int
+    P: int
+    F: int
+    J: int = 1
+    mask: bool = False
+    lora: bool = False
+    score: bool = False
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Needs:
+        rows = plan.rows
+        n_decode = count_decode(plan)
+        counts = [row.count for row in rows]
+        return cls(
+            D=n_decode,
+            P=sum(counts[n_decode:]),
+            F=len(rows) - n_decode,
+            J=max(counts[:n_decode], default=1),
+            mask=any([row.mask is not None for row in rows]),
+            lora=any([row.adapter for row in rows]),
+            score=any([row.score for row in rows]),
+        )
+
+    def fit(self, bucket: Bucket) -> bool:
+        return (
+            bucket.D >= self.D
+            and bucket.P >= self.P
+            and bucket.F >= self.F
+            and bucket.J >= self.J
+            and bucket.mask >= self.mask
+            and bucket.lora >= self.lora
+            and bucket.score >= self.score
+        )
+
+
+def count_decode(plan: StepPlan) -> int:
+    """Rows read from slots; they come first."""
+    return sum([row.from_slot for row in plan.rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """All buckets of an engine, cheapest first."""
+
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        max_decode_rows: int,
+        max_prefill_tokens: int,
+        max_prefill_rows: int,
+        max_drafts: int = 0,
+        scores: bool = True,
+        masks: bool = False,
+    ) -> Ladder:
+        """The rungs for these limits (those of ``RunnerLimits``)."""
+        D, P, F = max(FEW_ROWS, max_decode_rows), max(2, max_prefill_tokens), max_prefill_rows
+        few = min(FEW_ROWS, D)
+        widths = {1, 1 + max_drafts}
+        found = {Bucket(D=d, P=0, F=0, J=j) for d in _decode_rungs(D) for j in widths}
+        for p in _doubling(32, P):
+            rows = max(1, min(F, p // 4))
+            found |= {Bucket(D=d, P=p, F=rows) for d in (few, D)}
+            if max_drafts:
+                found.add(Bucket(D=D, P=p, F=rows, J=1 + max_drafts))
+        # The largest must take every row at once, whatever the token rungs allow.
+        found.add(Bucket(D=D, P=P, F=F, J=1 + max_drafts))
+        if scores:
+            for p in {min(SMALL_SCORE, P), P}:
+                found.add(Bucket(D=D, P=p, F=F, J=1 + max_drafts, score=True))
+        if masks:
+            found |= {_with_mask(b) for b in found}
+        return cls(buckets=tuple(sorted(found, key=_cost)))
+
+    def choose(self, needs: Needs) -> Bucket:
+        """The cheapest bucket that takes ``needs``.
+
+        Raises:
+            ValueError: none does; the scheduler went past the runner's limits.
+        """
+        for bucket in self.buckets:
+            if needs.fit(bucket):
+                return bucket
+        raise ValueError(f"no bucket takes {needs}")
+
+
+def _cost(b: Bucket) -> tuple:
+    return (b.score, b.mask, b.lora, b.T, b.R, b)
+
+
+def _with_mask(b: Bucket) -> Bucket:
+    return Bucket(D=b.D, P=b.P, F=b.F, J=b.J, mask=True, score=b.score)
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    rungs = []
+    while first < last:
+        rungs.append(first)
+        first *= 2
+    return [*rungs, last]
+
+
+def _decode_rungs(last: int) -> list[int]:
+    return [n for n in (2,) if n < last] + _doubling(min(8, last), last)

@@ -1,0 +1,120 @@
+"""How many KV pages fit, and the memory budget as the start banner prints it.
+
+Owns the sizing of the KV pool. Must not know plans. On an accelerator the pool takes what ``memory_utilization``
+leaves after weights and scratch. On a CPU the device is the host's memory, which others use too: the pool takes at
+most a quarter of what is free, and never more than twice what all slots can fill (the second half keeps prefixes).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import psutil
+
+from jserve.config import CacheOptions
+from jserve.errors import ConfigError
+from jserve.model.attention import AttentionBackend
+from jserve.model.family import Arch
+from jserve.model.view import StepDims
+
+GIB = 2**30
+CPU_SHARE = 0.25
+SCRATCH_SHARE = 0.05
+"""Of an accelerator's memory, kept for the scratch of the steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The KV pool and what it was sized from; bytes are per device."""
+
+    n_pages: int
+    page_bytes: int
+    kv_bytes: int
+    weight_bytes: int
+    slot_bytes: int
+    total_bytes: int
+    """Memory of the device (on a CPU: of the host)."""
+    tokens: int
+    """Tokens of KV the pool holds."""
+
+    def report(self) -> dict[str, float | int]:
+        """Figures for the start banner; GiB rounded to 0.01."""
+
+        def gib(n: int) -> float:
+            return round(n / GIB, 2)
+
+        return {
+            "kv_pages": self.n_pages,
+            "kv_tokens": self.tokens,
+            "kv_gib": gib(self.kv_bytes),
+            "weights_gib": gib(self.weight_bytes),
+            "slots_gib": gib(self.slot_bytes),
+            "device_gib": gib(self.total_bytes),
+        }
+
+
+def page_bytes(
+    arch: Arch, backend: AttentionBackend, *, page_size: int, itemsize: int, tp: int
+) -> int:
+    """Bytes of one page, keys and values of all layers, on one device of ``tp``."""
+    shape = backend.kv_shape(max(arch.K, tp), arch.H, 1, page_size)
+    return 2 * arch.L * math.prod(shape) * itemsize // tp
+
+
+def plan_memory(
+    *,
+    arch: Arch,
+    backend: AttentionBackend,
+    dims: StepDims,
+    itemsize: int,
+    tp: int,
+    params: Any,
+    options: CacheOptions,
+    device: jax.Device,
+) -> MemoryPlan:
+    """Size the KV pool; ``n_pages`` or ``kv_memory_gb`` of the options decide if they are given.
+
+    Raises:
+        ConfigError: not even one sequence of the full context fits; ``field`` is the option that limits it.
+    """
+    one = page_bytes(arch, backend, page_size=dims.Z, itemsize=itemsize, tp=tp)
+    weights = sum(x.nbytes for x in jax.tree.leaves(params)) // tp
+    slots = dims.C * dims.V * 8
+    total, free = _device_memory(device, options.memory_utilization, weights)
+    name, n_pages = "memory_utilization", (free - slots) // one
+    useful = 2 * dims.C * dims.M + 1
+    if options.n_pages:
+        name, n_pages = "n_pages", options.n_pages
+    elif options.kv_memory_gb:
+        name, n_pages = "kv_memory_gb", int(options.kv_memory_gb * GIB) // one
+    elif device.platform == "cpu":
+        n_pages = min(n_pages, useful)
+    if n_pages < dims.M + 1:
+        raise ConfigError(
+            f"{name} leaves {max(n_pages, 0)} KV pages of {one} bytes; one sequence of "
+            f"{dims.M * dims.Z} tokens needs {dims.M + 1}",
+            field=name,
+        )
+    return MemoryPlan(
+        n_pages=n_pages,
+        page_bytes=one,
+        kv_bytes=n_pages * one,
+        weight_bytes=weights,
+        slot_bytes=slots,
+        total_bytes=total,
+        tokens=(n_pages - 1) * dims.Z,
+    )
+
+
+def _device_memory(device: jax.Device, utilization: float, weights: int) -> tuple[int, int]:
+    """(bytes of the device, bytes that slots and KV may take)."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats:
+        memory = psutil.virtual_memory()
+        return memory.total, int(memory.available * min(utilization, CPU_SHARE))
+    total = stats["bytes_limit"]
+    used = max(stats.get("bytes_in_use", 0), weights)
+    return total, int(total * (utilization - SCRATCH_SHARE)) - used

@@ -1,0 +1,206 @@
+"""Every compiled program of an engine: listed, compiled before ready, counted after.
+
+Owns ahead-of-time compilation (``lower().compile()`` of each bucket in parallel threads), the persistent compile
+cache and the seal. Must not know plans. After ``seal()`` nothing may compile: on a GPU a new executable evicts
+every captured graph, and anywhere it stalls all requests. Compiles are counted through ``jax.monitoring``, so one
+by any code of this process is seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jserve.model import slots as slot_rows
+from jserve.model.step import DeviceState, StepModel, make_step
+from jserve.model.view import Bucket, buffer_size
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total)."""
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class _CompileCounter:
+    """Compiles of this process since the counter was first asked for."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self._lock = threading.Lock()
+        self._listening = False
+
+    def listen(self) -> _CompileCounter:
+        with self._lock:
+            if not self._listening:
+                jax.monitoring.register_event_duration_secs_listener(self._heard)
+                self._listening = True
+        return self
+
+    def _heard(self, event: str, duration: float, **_: Any) -> None:
+        if event == _COMPILE_EVENT:
+            with self._lock:
+                self.n += 1
+
+
+_COUNTER = _CompileCounter()
+
+
+def n_compiles() -> int:
+    """Compiles (cache hits included) in this process since the first call of this function."""
+    return _COUNTER.listen().n
+
+
+def use_compile_cache(directory: str | Path) -> None:
+    """Keep compiled programs in ``directory`` across processes; every program, however small."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramInfo:
+    """What one program costs."""
+
+    name: str
+    lower_s: float
+    """Tracing and lowering."""
+    compile_s: float
+    temp_bytes: int
+    """Scratch memory of one run on one device; -1 where the backend does not say."""
+
+
+class Programs:
+    """The compiled steps and the slot loader of one model.
+
+    Args:
+        threads: programs compiled at once; 0 is one per core.
+        strict: after ``seal``, ``check`` raises on a late compile instead of warning.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        buckets: Iterable[Bucket],
+        *,
+        threads: int = 0,
+        strict: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model = model
+        self.buckets = tuple(buckets)
+        self.strict = strict
+        self.infos: list[ProgramInfo] = []
+        self._steps: dict[Bucket, Any] = {}
+        self._load: Any = None
+        self._sealed_at: int | None = None
+        self._warned = 0
+        self._whole = NamedSharding(model.mesh, PartitionSpec())
+        n_compiles()
+        self._compile_all(threads or os.cpu_count() or 1, progress or (lambda *_: None))
+
+    def step(self, bucket: Bucket) -> Any:
+        """The compiled step: ``(params, state, buf) -> (state, out)``, state donated."""
+        return self._steps[bucket]
+
+    @property
+    def load(self) -> Any:
+        """The compiled slot loader: ``(slots, buf) -> slots``, slots donated."""
+        return self._load
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    def seal(self) -> None:
+        """From now on a compile is a fault."""
+        self._sealed_at = self._warned = n_compiles()
+
+    @property
+    def late_compiles(self) -> int:
+        """Compiles since the seal."""
+        return 0 if self._sealed_at is None else n_compiles() - self._sealed_at
+
+    def check(self) -> None:
+        """Raises RuntimeError (strict) or warns once each when something compiled after the seal."""
+        if self._sealed_at is None or n_compiles() == self._warned:
+            return
+        self._warned = n_compiles()
+        message = f"{self.late_compiles} programs were compiled after the engine was ready"
+        if self.strict:
+            raise RuntimeError(message)
+        log.warning(message)
+
+    def hlo(self, bucket: Bucket) -> str:
+        """The optimised HLO of a step."""
+        return self._steps[bucket].as_text()
+
+    def memory(self, bucket: Bucket) -> Any:
+        """XLA's memory analysis of a step."""
+        return self._steps[bucket].memory_analysis()
+
+    def _compile_all(self, threads: int, progress: Progress) -> None:
+        params = self.model.abstract_params()
+        state = self.model.abstract_state()
+        jobs = [*sorted(self.buckets, key=lambda b: -b.T), None]
+        done = 0
+        progress("compile", 0, len(jobs))
+        with ThreadPoolExecutor(min(threads, len(jobs)), "compile") as pool:
+            for _ in pool.map(lambda job: self._compile(job, params, state), jobs):
+                done += 1
+                progress("compile", done, len(jobs))
+
+    def _compile(self, bucket: Bucket | None, params: Any, state: DeviceState) -> None:
+        start = time.perf_counter()
+        if bucket is None:
+            name, lowered = "slot_load", self._lower_load(state)
+        else:
+            name, lowered = step_name(bucket), self._lower_step(bucket, params, state)
+        middle = time.perf_counter()
+        compiled = lowered.compile()
+        end = time.perf_counter()
+        if bucket is None:
+            self._load = compiled
+        else:
+            self._steps[bucket] = compiled
+        memory = compiled.memory_analysis()
+        temp = memory.temp_size_in_bytes if memory is not None else -1
+        self.infos.append(
+            ProgramInfo(name=name, lower_s=middle - start, compile_s=end - middle, temp_bytes=temp)
+        )
+
+    def _lower_step(self, bucket: Bucket, params: Any, state: DeviceState) -> Any:
+        step = make_step(self.model, bucket)
+        step.__name__ = step_name(bucket)
+        buf = self._ints(buffer_size(self.model.fields(bucket)))
+        return jax.jit(step, donate_argnums=(1,)).lower(params, state, buf)
+
+    def _lower_load(self, state: DeviceState) -> Any:
+        load = jax.jit(slot_rows.load, donate_argnums=(0,), out_shardings=self._whole)
+        return load.lower(state.slots, self._ints(slot_rows.LOAD_SIZE))
+
+    def _ints(self, n: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((n,), jnp.int32, sharding=self._whole)
+
+    def put(self, buf: np.ndarray) -> jax.Array:
+        """A buffer on every device. It may alias ``buf``, which must not change any more."""
+        return jax.device_put(buf, self._whole)
+
+
+def step_name(bucket: Bucket) -> str:
+    """e.g. ``step_D8_P128_F4_J1_score``."""
+    marks = "".join(f"_{m}" for m in ("mask", "lora", "score") if getattr(bucket, m))
+    return f"step_D{bucket.D}_P{bucket.P}_F{bucket.F}_J{bucket.J}{marks}"

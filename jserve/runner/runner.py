@@ -1,0 +1,322 @@
+"""ModelRunner: takes plans, runs them on the device in order, gives numpy back.
+
+Owns the parameters, the device state and the programs, and is the only caller of a compiled step. Must not know a
+scheduler. One packed buffer goes down per step and one comes up; ``launch`` returns while the device works and
+``collect`` waits for that step alone::
+
+    launch k+1:  pack | slot loads | step(params, state, buf)      device:  ... step k | step k+1
+    collect k:   wait for out k, slice its rows                                        ^ still running
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jserve.config import EngineConfig
+from jserve.errors import ConfigError
+from jserve.model.attention import backend as find_backend
+from jserve.model.family import Arch, Family
+from jserve.model.shard import ShardRules
+from jserve.model.slots import load_buffers
+from jserve.model.step import DeviceState, StepModel, StepOut
+from jserve.model.view import LOGPROBS, Bucket, StepDims
+from jserve.ports import InFlight, RunnerLimits
+from jserve.runner.batch import Packer, StepBatch, score_targets
+from jserve.runner.buckets import Ladder
+from jserve.runner.memory import MemoryPlan, plan_memory
+from jserve.runner.programs import Programs, Progress
+from jserve.runner.state import new_state
+from jserve.types import PromptLogprobs, StepPlan, StepResult
+
+MAX_PREFILL_ROWS = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class _Launched:
+    """A step on the device and how its rows were laid out."""
+
+    batch: StepBatch
+    out: StepOut
+    wants_top: bool
+
+
+class ModelRunner:
+    """Runs steps of one model on one mesh. Implements ``ports.Runner``.
+
+    Args:
+        family: the model family.
+        arch: its dimensions.
+        params: the tree of ``family.specs(arch, tp)``, placed on ``mesh`` by ``rules``.
+        mesh: Auto axes; one device is a mesh too.
+        config: options of the cache, the scheduler and the device are read.
+        rules: logical axis to mesh axis.
+        ladder: buckets; by default those of the options.
+        strict: a compile after start raises instead of warning.
+        progress: called with (stage, done, total) while starting.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigError: an option the device side cannot honour; ``field`` is its name.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        arch: Arch,
+        params: Any,
+        mesh: Mesh,
+        config: EngineConfig,
+        *,
+        rules: ShardRules | None = None,
+        ladder: Ladder | None = None,
+        strict: bool = False,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        rules = rules or ShardRules()
+        self.params = params
+        self._clock = clock
+        self._dtype = jax.tree.leaves(params)[0].dtype
+        platform = mesh.devices.flat[0].platform
+        attention = find_backend(config.device.attention_backend, platform)
+        kv_dtype = _kv_dtype(config, self._dtype, platform)
+        dims = _dims(arch, config)
+        tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
+        self.memory: MemoryPlan = plan_memory(
+            arch=arch,
+            backend=attention,
+            dims=dims,
+            itemsize=kv_dtype.itemsize,
+            tp=tp,
+            params=params,
+            options=config.cache,
+            device=mesh.devices.flat[0],
+        )
+        self.model = StepModel(
+            family=family,
+            arch=arch,
+            backend=attention,
+            dims=dims,
+            mesh=mesh,
+            rules=rules,
+            n_pages=self.memory.n_pages,
+            kv_dtype=kv_dtype,
+            dtype=self._dtype,
+        )
+        self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages)
+        self.ladder = ladder or _ladder(self.limits)
+        self.programs = Programs(
+            self.model,
+            self.ladder.buckets,
+            threads=config.device.compile_threads,
+            strict=strict,
+            progress=progress,
+        )
+        self._packer = Packer(
+            dims=dims,
+            n_pages=self.memory.n_pages,
+            ladder=self.ladder,
+            fields_of=self.model.fields,
+            plan_attention=attention.plan,
+        )
+        self.state: DeviceState = new_state(self.model)
+        self.bucket_times: dict[Bucket, float] = {}
+        self._busy_until = 0.0
+        self._warm_up(progress or (lambda *_: None))
+        self.programs.seal()
+
+    def launch(self, plan: StepPlan, bucket: Bucket | None = None) -> InFlight:
+        """Start a step and return. ``bucket`` overrides the choice (tests, benchmarks).
+
+        Raises:
+            ValueError: the plan is outside the limits; nothing was started.
+        """
+        now = self._clock()
+        self.programs.check()
+        batch = self._packer.pack(plan, bucket)
+        for item in plan.loads:
+            for buf in load_buffers(item, self.model.dims.V):
+                slots = self.programs.load(self.state.slots, self.programs.put(buf))
+                self.state = self.state.replace(slots=slots)
+        out = self._run(batch)
+        wants_top = bool(batch.flags & LOGPROBS)
+        for array in _fetched(out, wants_top):
+            array.copy_to_host_async()
+        return InFlight(
+            plan=plan, launched=now, handle=_Launched(batch=batch, out=out, wants_top=wants_top)
+        )
+
+    def collect(self, flight: InFlight) -> StepResult:
+        """Wait for a launched step and give its rows in plan order."""
+        launched: _Launched = flight.handle
+        bucket, out = launched.batch.bucket, launched.out
+        packed_RX = np.asarray(out.packed_RX)
+        now = self._clock()
+        began = max(flight.launched, self._busy_until)
+        self._busy_until = now
+        rows = _plan_rows(bucket, launched.batch.n_decode, len(flight.plan.rows))
+        picked_RX, J = packed_RX[rows], bucket.J
+        top = (out.top_ids_RJL, out.top_logprobs_RJL) if launched.wants_top else (None, None)
+        return StepResult(
+            n_ok_R=picked_RX[:, 0],
+            finite_R=picked_RX[:, 1] > 0,
+            tokens_RJ=picked_RX[:, 2 : 2 + J],
+            logprob_RJ=np.ascontiguousarray(picked_RX[:, 2 + J :]).view(np.float32),
+            top_ids_RJL=None if top[0] is None else np.asarray(top[0])[rows],
+            top_logprobs_RJL=None if top[1] is None else np.asarray(top[1])[rows],
+            prompt={} if out.scores is None else _prompt_logprobs(flight.plan, launched),
+            device_us=(now - began) * 1e6,
+        )
+
+    def update_params(self, params: Any) -> None:
+        """Serve other weights from the next launch on: same shapes, types and shardings, so nothing compiles.
+
+        KV written with the old weights stays; the caller empties the prefix cache.
+
+        Raises:
+            ConfigError: a parameter differs in shape, type or sharding; ``field`` is its path.
+        """
+        _check_like(params, self.params)
+        self.params = params
+
+    def reset(self) -> None:
+        """A new zeroed device state, after a step failed and took the donated one with it."""
+        self.state = new_state(self.model)
+        self._packer.forget()
+
+    def report(self) -> dict[str, Any]:
+        """What the start banner says of the device side."""
+        device = self.model.mesh.devices.flat[0]
+        return {
+            "device": f"{self.model.mesh.devices.size} x {device.device_kind}",
+            "backend": self.model.backend.name,
+            "dtype": str(self._dtype),
+            "kv_dtype": str(jnp.dtype(self.model.kv_dtype)),
+            "programs": len(self.programs),
+            **self.memory.report(),
+        }
+
+    def bench_bucket_times(self, repeats: int = 3) -> dict[Bucket, float]:
+        """Seconds of one step of each bucket with all its rows padding: the floor of its step time."""
+        for bucket in self.ladder.buckets:
+            batch = self._packer.pack(_NOTHING, bucket)
+            times = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                jax.block_until_ready(self._run(batch).packed_RX)
+                times.append(time.perf_counter() - start)
+            self.bucket_times[bucket] = sorted(times)[len(times) // 2]
+        return dict(self.bucket_times)
+
+    def _run(self, batch: StepBatch) -> StepOut:
+        step = self.programs.step(batch.bucket)
+        self.state, out = step(self.params, self.state, self.programs.put(batch.buf))
+        return out
+
+    def _warm_up(self, progress: Progress) -> None:
+        """Run the smallest program once: first-run costs (threads, allocations) fall before ready."""
+        progress("warm up", 0, 1)
+        batch = self._packer.pack(_NOTHING, self.ladder.buckets[0])
+        jax.block_until_ready(self._run(batch).packed_RX)
+        progress("warm up", 1, 1)
+
+
+_NOTHING = StepPlan(id=-1, rows=(), page_table_RM=np.zeros((0, 0), np.int32))
+
+
+def _fetched(out: StepOut, wants_top: bool) -> list[jax.Array]:
+    top = [out.top_ids_RJL, out.top_logprobs_RJL] if wants_top else []
+    return [out.packed_RX, *top, *jax.tree.leaves(out.scores)]
+
+
+def _plan_rows(bucket: Bucket, n_decode: int, n: int) -> np.ndarray:
+    """Where the plan's rows are in the bucket."""
+    rows = np.arange(n)
+    rows[n_decode:] += bucket.D - n_decode
+    return rows
+
+
+def _prompt_logprobs(plan: StepPlan, launched: _Launched) -> dict[int, PromptLogprobs]:
+    scores = jax.tree.map(np.asarray, launched.out.scores)
+    found, at = {}, 0
+    for i, row in enumerate(plan.rows[launched.batch.n_decode :], launched.batch.n_decode):
+        part = slice(at, at + len(score_targets(row)) if row.score else at)
+        at += row.count
+        if row.score:
+            found[i] = PromptLogprobs(
+                start=row.start,
+                logprob_n=scores.logprob_P[part],
+                rank_n=scores.rank_P[part],
+                top_ids_nL=scores.top_ids_PL[part],
+                top_logprobs_nL=scores.top_logprobs_PL[part],
+            )
+    return found
+
+
+def _check_like(params: Any, old: Any) -> None:
+    if jax.tree.structure(params) != jax.tree.structure(old):
+        raise ConfigError("the parameter trees differ", field="params")
+    for (path, new), was in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(old), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        if new.shape != was.shape or new.dtype != was.dtype:
+            raise ConfigError(
+                f"{name} is {new.dtype}{list(new.shape)}, not {was.dtype}{list(was.shape)}",
+                field=name,
+            )
+        if not new.sharding.is_equivalent_to(was.sharding, new.ndim):
+            raise ConfigError(f"{name} has another sharding than the weights in use", field=name)
+
+
+def _dims(arch: Arch, config: EngineConfig) -> StepDims:
+    length = config.model.max_model_len or arch.max_position
+    if length > arch.max_position:
+        raise ConfigError(
+            f"max_model_len {length} exceeds the model's {arch.max_position}", field="max_model_len"
+        )
+    Z = config.cache.page_size
+    return StepDims(C=config.scheduler.max_num_seqs, M=-(-length // Z), Z=Z, V=arch.V)
+
+
+def _kv_dtype(config: EngineConfig, dtype: Any, platform: str) -> Any:
+    """On a CPU 'auto' is float32: a bfloat16 scatter converts the whole cache in jax 0.10."""
+    name = config.cache.kv_dtype
+    if name != "auto":
+        return jnp.dtype(name)
+    return jnp.dtype(jnp.float32) if platform == "cpu" else jnp.dtype(dtype)
+
+
+def _limits(arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int) -> RunnerLimits:
+    budget = config.scheduler.max_num_batched_tokens
+    return RunnerLimits(
+        n_slots=dims.C,
+        max_rows=dims.C,
+        max_decode_rows=dims.C,
+        max_prefill_tokens=budget,
+        max_prefill_rows=max(1, min(MAX_PREFILL_ROWS, dims.C, budget)),
+        max_drafts=config.device.max_drafts,
+        n_pages=n_pages,
+        page_size=dims.Z,
+        max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),
+        vocab_size=arch.V,
+        scores_prompts=config.device.prompt_logprobs,
+    )
+
+
+def _ladder(limits: RunnerLimits) -> Ladder:
+    return Ladder.of(
+        max_decode_rows=limits.max_decode_rows,
+        max_prefill_tokens=limits.max_prefill_tokens,
+        max_prefill_rows=limits.max_prefill_rows,
+        max_drafts=limits.max_drafts,
+        scores=limits.scores_prompts,
+    )

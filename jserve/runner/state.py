@@ -1,0 +1,26 @@
+"""Allocating what lives on the device across steps.
+
+Owns the creation of ``DeviceState``: the KV of each layer and the slot rows, zeroed in place on their shards.
+Must not know plans or programs.
+
+One layer's keys and values are two arrays of the backend's shape, split over the kv heads::
+
+    kv[l] = (keys, values)    e.g. [pages, Z, K, H], page 0 scratch    |<- device 0 ->|<- device 1 ->| along K
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jserve.model.step import DeviceState, StepModel
+
+
+def new_state(model: StepModel) -> DeviceState:
+    """A zeroed state laid out on the model's mesh."""
+    abstract = model.abstract_state()
+
+    def zeros() -> DeviceState:
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
+
+    return jax.jit(zeros, out_shardings=model.state_shardings())()

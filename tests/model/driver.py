@@ -1,0 +1,119 @@
+"""Runs a family by hand, step by step, without the runner: packs a step, calls forward and logits.
+
+What the tests build on: rows are lists of token ids written to pages of their own, and a step is a list of
+(row, start, tokens), decode rows first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jserve.model.attention import backend
+from jserve.model.family import Arch, Family
+from jserve.model.hand import Row, pack
+from jserve.model.shard import (
+    AXIS,
+    ShardRules,
+    assemble_all,
+    kv_partition,
+    make_mesh,
+    partitions,
+    shardings,
+)
+from jserve.model.view import Bucket, StepDims, layout, unpack
+
+RULES = ShardRules()
+
+
+@dataclass(frozen=True)
+class NoSlots:
+    """Slots of a test: nothing is read from them, since every start is given."""
+
+    len_C: Any
+    last_C: Any
+
+
+class Driver:
+    """A model with its KV: ``step`` returns the logits of every token of a step."""
+
+    def __init__(
+        self,
+        family: Family,
+        arch: Arch,
+        get: Any,
+        *,
+        attn: str = "ref",
+        tp: int = 1,
+        n_pages: int = 40,
+        Z: int = 8,
+        M: int = 16,
+    ) -> None:
+        self.family, self.arch, self.tp = family, arch, tp
+        self.attn = backend(attn)
+        self.dims = StepDims(C=8, M=M, Z=Z, V=arch.V)
+        self.mesh: Mesh = make_mesh(tp)
+        specs = family.specs(arch, tp)
+        params = assemble_all(specs, get, jnp.float32)
+        self.params = jax.device_put(params, shardings(specs, self.mesh, RULES))
+        self.param_specs = partitions(specs, RULES)
+        shape = self.attn.kv_shape(max(arch.K, tp), arch.H, n_pages, Z)
+        self.kv_spec = kv_partition(self.attn.kv_axis)
+        poison = np.full(shape, np.nan, np.float32)  # unused pages must not be seen
+        sharding = jax.sharding.NamedSharding(self.mesh, self.kv_spec)
+        self.kv = [
+            (jax.device_put(poison, sharding), jax.device_put(poison, sharding))
+            for _ in range(arch.L)
+        ]
+        self._fns: dict[Bucket, Any] = {}
+
+    def step(
+        self, bucket: Bucket, decode: Sequence[Row] = (), prefill: Sequence[Row] = ()
+    ) -> np.ndarray:
+        """float32[T, V]: logits of every token of the step, padding included."""
+        if bucket not in self._fns:
+            self._fns[bucket] = self._compile(bucket)
+        buf = pack(bucket, self.dims, self.attn, decode, prefill)
+        out, self.kv = self._fns[bucket](self.params, self.kv, buf)
+        return np.asarray(out)
+
+    def _compile(self, bucket: Bucket) -> Any:
+        whole = PartitionSpec()
+        kv = [(self.kv_spec, self.kv_spec)] * self.arch.L
+        fn = jax.shard_map(
+            partial(self._step, bucket),
+            mesh=self.mesh,
+            in_specs=(self.param_specs, kv, whole),
+            out_specs=(whole, kv),
+            check_vma=False,
+        )
+        return jax.jit(fn, donate_argnums=(1,))
+
+    def _step(self, bucket: Bucket, params: Any, kv: Any, buf: jax.Array) -> Any:
+        fields = layout(bucket, self.dims, self.attn.plan_shapes(bucket, self.dims))
+        zeros = jnp.zeros(self.dims.C, jnp.int32)
+        view = unpack(buf, fields, bucket, self.dims, NoSlots(zeros, zeros))
+        x_TD, kv = self.family.forward(self.arch, params, view, kv, self.attn, AXIS)
+        return self.family.logits(self.arch, params, x_TD, AXIS), kv
+
+    def greedy(self, prompt: Sequence[int], n: int) -> tuple[np.ndarray, list[int]]:
+        """(logits of the prompt, n greedy tokens): the prompt in one step, then one decode row a step.
+
+        Both use the bucket of two decode rows and 40 prefill tokens, so a model compiles once.
+        """
+        bucket = Bucket(D=2, P=40, F=1)
+        pages = list(range(1, 1 + self.dims.M))
+        first = self.step(bucket, prefill=[Row(pages, 0, prompt)])[2 : 2 + len(prompt)]
+        tokens = [int(first[-1].argmax())]
+        while len(tokens) < n:
+            at = len(prompt) + len(tokens) - 1
+            out = self.step(bucket, decode=[Row(pages, at, tokens[-1:])])
+            tokens.append(int(out[0].argmax()))
+        return first, tokens

@@ -1,0 +1,51 @@
+"""Tiny random transformers models as the oracle, on CPU in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def tiny(architecture: str, seed: int = 0, **config: Any) -> tuple[Any, dict[str, Any]]:
+    """(random model, its config.json): weights large enough that tokens vary."""
+    kind = architecture.removesuffix("ForCausalLM")
+    hf_config = getattr(transformers, f"{kind}Config")(**{**SIZES, **config})
+    hf_config._attn_implementation = "eager"
+    model = getattr(transformers, architecture)(hf_config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
+    return model, {**hf_config.to_dict(), "architectures": [architecture]}
+
+
+def weights(model: Any) -> Any:
+    """Name -> numpy tensor of the model."""
+    state = {k: v.detach().numpy() for k, v in model.state_dict().items()}
+    return state.__getitem__
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], n: int) -> tuple[np.ndarray, list[int]]:
+    """(logits of the prompt, n greedy tokens), with the model's own cache."""
+    out = model(torch.tensor([prompt]), use_cache=True)
+    first, tokens = out.logits[0].numpy(), []
+    while True:
+        tokens.append(int(out.logits[0, -1].argmax()))
+        if len(tokens) == n:
+            return first, tokens
+        out = model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values)

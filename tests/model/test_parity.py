@@ -1,0 +1,108 @@
+"""Logits and greedy tokens of every family against transformers, from paged KV, one step at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jserve.model.families import family_for
+from tests.model import hf
+from tests.model.driver import Driver
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa4": ("LlamaForCausalLM", {}),
+    "llama-tied-gqa1": (
+        "LlamaForCausalLM",
+        {"tie_word_embeddings": True, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    ),
+    "llama3-biases-gqa8": (
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": LLAMA3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "llama-linear": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0}},
+    ),
+    "llama-dynamic": (
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+            "max_position_embeddings": 48,
+        },
+    ),
+    "llama-yarn": ("LlamaForCausalLM", {"rope_parameters": YARN, "head_dim": 16}),
+    "qwen2-gqa4": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen2-window-yarn": (
+        "Qwen2ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "max_window_layers": 1,
+            "rope_parameters": {**YARN, "beta_fast": 16.0, "mscale": 0.7, "mscale_all_dim": 0.5},
+        },
+    ),
+    "qwen3-gqa8": ("Qwen3ForCausalLM", {"num_key_value_heads": 1, "head_dim": 16}),
+    "qwen3-bias-window": (
+        "Qwen3ForCausalLM",
+        {
+            "attention_bias": True,
+            "head_dim": 8,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral-window": ("MistralForCausalLM", {"sliding_window": 17}),
+    "mistral-head-dim": (
+        "MistralForCausalLM",
+        {"sliding_window": None, "head_dim": 16, "num_key_value_heads": 4},
+    ),
+}
+ON_REF = ("llama-gqa4", "qwen3-bias-window")
+RUNS = [(case, "xla") for case in CASES] + [(case, "ref") for case in ON_REF]
+
+
+def check(case: str, attn: str, n: int) -> None:
+    model, config = hf.tiny(CASES[case][0], **CASES[case][1])
+    family = family_for(config)
+    arch = family.arch(config)
+    driver = Driver(family, arch, hf.weights(model), attn=attn)
+    prompt = np.random.default_rng(1).integers(0, 128, 39).tolist()
+    want_logits, want = hf.greedy(model, prompt, n)
+    got_logits, got = driver.greedy(prompt, n)
+    assert np.abs(got_logits - want_logits).max() < 2e-4 * np.ptp(want_logits)
+    assert got == want
+    assert len(set(want)) > 8, "the model repeats itself, which would hide errors"
+
+
+@pytest.mark.parametrize(("case", "attn"), RUNS)
+def test_same_logits_and_tokens_as_transformers(case: str, attn: str) -> None:
+    check(case, attn, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in CASES if c not in ON_REF])
+def test_same_logits_and_tokens_on_the_reference(case: str) -> None:
+    check(case, "ref", 64)

@@ -1,0 +1,313 @@
+"""Sampling against the sorted float64 reference: every field, in every pair, and the draws by chi-square."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jserve.model import sample as sampling
+from jserve.model.view import LOGPROBS, RANDOM, TRUNCATE
+from jserve.types import MAX_LOGPROBS, SamplingParams
+from tests.model.sample_reference import Context, adjusted, distribution
+from tests.model.sample_rig import draws_of, jitted, slots_of
+
+V = 300
+FIELDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "cold": {"temperature": 0.4},
+    "hot": {"temperature": 1.8},
+    "top_k": {"top_k": 7},
+    "wide_top_k": {"top_k": 150},
+    "top_p": {"top_p": 0.6},
+    "wide_top_p": {"top_p": 0.97},
+    "min_p": {"min_p": 0.1},
+    "repetition": {"repetition_penalty": 1.7},
+    "encourage": {"repetition_penalty": 0.6},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": -0.9},
+    "bias": {"logit_bias": {3: 4.5, 17: -100.0, 40: -3.25}},
+    "allowed": {"allowed_token_ids": tuple(range(0, V, 3))},
+    "bad": {"bad_token_ids": ((5,), (9, 11), (7, 9, 12), (8, 9, 13))},
+    "min_tokens": {"min_tokens": 6, "stop_token_ids": (21, 24)},
+}
+OUTPUT = (30, 30, 7, 9)
+
+
+def _context(rng: np.random.Generator) -> Context:
+    prompt = rng.integers(0, V, 12).tolist()
+    return Context(prompt=prompt, output=OUTPUT, eos_ids=(2,))
+
+
+def _pairs() -> list[dict[str, Any]]:
+    singles = list(FIELDS.values())
+    return [{}, *singles, *({**a, **b} for a, b in itertools.combinations(singles, 2))]
+
+
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_every_pair_of_fields_gives_the_reference_distribution(spread):
+    rng = np.random.default_rng(int(spread * 10))
+    rows = [(SamplingParams(**kw, max_tokens=99), _context(rng)) for kw in _pairs()]
+    raw = (rng.standard_normal((len(rows), V)) * spread).astype(np.float32)
+    raw[:, [2, 5, 11, 12, 13, 21]] += 3 * spread  # likely, so that a ban that fails is seen
+    draws, flags = draws_of(rows)
+    slots = slots_of(rows, V)
+    fns = jitted()
+    x = fns["adjust"](raw, draws, slots, flags)
+    w = np.asarray(fns["weights"](x, draws, flags | RANDOM | TRUNCATE), np.float64)
+    best = np.asarray(fns["argmax"](x))
+    for i, (params, context) in enumerate(rows):
+        want = adjusted(raw[i], params, context)
+        np.testing.assert_allclose(np.asarray(x[i]), want, rtol=2e-5, atol=2e-5)
+        if params.greedy:
+            assert best[i] == int(np.argmax(want)), params
+        else:
+            p = distribution(want, params)
+            np.testing.assert_array_equal(w[i] > 0, p > 0, err_msg=str(params))
+            np.testing.assert_allclose(w[i] / w[i].sum(), p, rtol=3e-4, atol=1e-6)
+
+
+def test_sample_of_a_mixed_batch_equals_each_row_alone():
+    rng = np.random.default_rng(3)
+    rows = [(SamplingParams(**kw, max_tokens=99), _context(rng)) for kw in _pairs()[1:17]]
+    raw = (rng.standard_normal((len(rows), V)) * 3).astype(np.float32)
+    draws, flags = draws_of(rows)
+    slots = slots_of(rows, V)
+    together, ok = jitted()["sample"](raw, draws, slots, flags)
+    assert np.all(ok)
+    for i, row in enumerate(rows):
+        alone_draws, alone_flags = draws_of([row], seeds=[i])
+        alone, _ = jitted()["sample"](raw[i : i + 1], alone_draws, slots_of([row], V), alone_flags)
+        assert int(alone[0]) == int(together[i]), row[0]
+
+
+@pytest.mark.parametrize("n_vocab", [50, 64, 65, 1000, 5003])
+def test_threshold_keeps_what_a_full_sort_keeps(n_vocab):
+    rng = np.random.default_rng(n_vocab)
+    rows = []
+    for _ in range(64):
+        params = SamplingParams(
+            temperature=float(rng.choice([0.3, 1.0, 2.0])),
+            top_k=int(rng.choice([0, 1, 2, 63, 64, 65, 200, n_vocab, n_vocab + 5])),
+            top_p=float(rng.choice([1.0, 0.001, 0.5, 0.9, 0.999])),
+            min_p=float(rng.choice([0.0, 0.02, 0.3, 1.0])),
+        )
+        rows.append((params, Context(prompt=[0], output=[])))
+    raw = rng.standard_normal((64, n_vocab)).astype(np.float32)
+    raw[:32] *= 5
+    raw[48:] = np.round(raw[48:] * 2) / 2  # many ties
+    draws, _ = draws_of(rows)
+    w = np.asarray(jitted()["weights"](raw, draws, RANDOM | TRUNCATE))
+    for i, (params, _) in enumerate(rows):
+        kept = set(np.flatnonzero(distribution(raw[i].astype(np.float64), params)))
+        got = set(np.flatnonzero(w[i]))
+        slack = _near_edge(raw[i], params)
+        assert got ^ kept <= slack, (params, len(kept), len(got))
+
+
+def _near_edge(raw_V: np.ndarray, params: SamplingParams) -> set[int]:
+    """Tokens whose mass above them is within float32 rounding of top_p: either answer is right."""
+    low, high = (
+        distribution(
+            raw_V.astype(np.float64),
+            SamplingParams(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                min_p=min(1.0, params.min_p * (1 + sign * 1e-6)),
+                top_p=min(1.0, params.top_p * (1 + sign * 3e-6)),
+            ),
+        )
+        for sign in (-1, 1)
+    )
+    return set(np.flatnonzero((low > 0) != (high > 0)))
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 2.0, "top_k": 20},
+    {"top_p": 0.7},
+    {"min_p": 0.05, "temperature": 1.5},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "logit_bias": {4: 2.0}},
+]
+
+
+@pytest.mark.parametrize("kw", SETTINGS, ids=str)
+def test_fifty_thousand_draws_follow_the_distribution(kw):
+    assert _chi_square(kw) < 1.0
+
+
+def _chi_square(kw: dict[str, Any], n: int = 50_000) -> float:
+    """Chi-square of n draws over its critical value at p = 1e-6; below 1 is a pass."""
+    params, size = SamplingParams(**kw), 200
+    context = Context(prompt=[1, 4, 4], output=[7, 9])
+    raw_V = (np.random.default_rng(1).standard_normal(size) * 2).astype(np.float32)
+    one, flags = draws_of([(params, context)])
+    slots = slots_of([(params, context)], size)
+    many = one.replace(
+        **{
+            name: jnp.repeat(getattr(one, name), n, axis=0)
+            for name in one.__dataclass_fields__
+            if name not in ("mask_EW", "seed_E2", "pos_E")
+        },
+        seed_E2=jnp.asarray(np.arange(n, dtype=np.int64).view(np.uint32).reshape(n, 2)) // 7,
+        pos_E=jnp.arange(n, dtype=jnp.int32) % 7,
+    )
+    raw_NV = jnp.broadcast_to(jnp.asarray(raw_V), (n, size))
+    tokens, _ = jitted()["sample"](raw_NV, many, slots, flags | RANDOM)
+    p = distribution(adjusted(raw_V, params, context), params)
+    seen = np.bincount(np.asarray(tokens), minlength=size)
+    assert not np.any(seen[p == 0]), "a token that was cut was drawn"
+    big = p * n >= 5
+    expect = np.append(p[big] * n, max(p[~big].sum() * n, 1e-9))
+    got = np.append(seen[big], seen[~big].sum())
+    keep = expect >= 1
+    chi = float(((got - expect)[keep] ** 2 / expect[keep]).sum())
+    return chi / _critical(int(keep.sum()) - 1)
+
+
+def _critical(df: int) -> float:
+    """Chi-square quantile at 1 - 1e-6 (Wilson and Hilferty)."""
+    df = max(df, 1)
+    return df * (1 - 2 / (9 * df) + 4.753 * (2 / (9 * df)) ** 0.5) ** 3
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda w: jnp.sqrt(w),
+        lambda w: jnp.where(w > 0.2, w, w * 0.7),
+        lambda w: jnp.roll(w, 1, axis=1),
+        lambda w: w.at[:, :32].set(0.0),
+    ],
+)
+def test_the_chi_square_test_sees_a_wrong_distribution(break_it, monkeypatch):
+    """Mutants of the weights must fail the test above, or it proves nothing."""
+    right = sampling.weights
+    monkeypatch.setattr(sampling, "weights", lambda *a: break_it(right(*a)))
+    jitted.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            assert _chi_square({"temperature": 1.5}) < 1.0
+    finally:
+        monkeypatch.undo()
+        jitted.cache_clear()
+
+
+def test_a_draw_depends_on_seed_and_position_only():
+    rng = np.random.default_rng(8)
+    params, context = SamplingParams(), Context(prompt=[1], output=[])
+    raw_V = rng.standard_normal(V).astype(np.float32)
+    seeds = [5, -1, 2**62, 5, 6]
+    draws, flags = draws_of([(params, context)] * 5, seeds=seeds)
+    draws = draws.replace(pos_E=jnp.asarray([3, 3, 3, 3, 3]))
+    fn, slots = jitted()["sample"], slots_of([(params, context)] * 5, V)
+    raw = np.broadcast_to(raw_V, (5, V))
+    first = np.asarray(fn(raw, draws, slots, flags)[0])
+    assert first[0] == first[3]
+    order = np.array([4, 2, 0, 1, 3])
+    shuffled = draws.replace(seed_E2=draws.seed_E2[order])
+    np.testing.assert_array_equal(np.asarray(fn(raw, shuffled, slots, flags)[0]), first[order])
+    seen = {
+        tuple(np.asarray(fn(raw, draws.replace(pos_E=jnp.full(5, p)), slots, flags)[0]).tolist())
+        for p in range(12)
+    }
+    assert len(seen) > 8, "positions must change the draw"
+    assert len(set(np.asarray(first).tolist())) > 1, "seeds must change the draw"
+
+
+def test_uniforms_are_uniform_and_independent():
+    n = 50_000
+    seed = jnp.asarray(np.arange(n, dtype=np.int64).view(np.uint32).reshape(n, 2))
+    u, v = (np.asarray(x) for x in sampling.uniforms(seed, jnp.zeros(n, jnp.int32), 0))
+    assert u.min() >= 0
+    assert max(u.max(), v.max()) < 1
+    grid = np.histogram2d(u, v, bins=8, range=[[0, 1], [0, 1]])[0]
+    assert ((grid - n / 64) ** 2 / (n / 64)).sum() < _critical(63)
+    w, _ = (np.asarray(x) for x in sampling.uniforms(seed, jnp.zeros(n, jnp.int32), 1))
+    assert abs(np.corrcoef(u, w)[0, 1]) < 0.03
+
+
+def test_drafts_before_a_draw_count_as_output():
+    """Penalties and bad words at draft place j must see what they would see one token at a time."""
+    rng = np.random.default_rng(6)
+    drafts = (9, 12, 9)
+    kw = {"bad_token_ids": ((7, 9, 12), (9, 12, 9, 44), (12, 9, 45)), "frequency_penalty": 0.7}
+    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.3, max_tokens=99, **kw)
+    start = Context(prompt=rng.integers(0, V, 9).tolist(), output=(7,))
+    rows = [(params, start)] * 4
+    raw = rng.standard_normal((4, V)).astype(np.float32)
+    draws, flags = draws_of(rows, J=4)
+    place = jnp.arange(4)
+    prefix = np.array([[d if i < j else -1 for i, d in enumerate(drafts)] for j in range(4)])
+    draws = draws.replace(
+        prefix_EJ=jnp.asarray(prefix, jnp.int32), n_prefix_E=place, pos_E=draws.pos_E + place
+    )
+    got = np.asarray(jitted()["adjust"](raw, draws, slots_of(rows, V), flags))
+    for j in range(4):
+        context = Context(prompt=start.prompt, output=(*start.output, *drafts[:j]))
+        np.testing.assert_allclose(got[j], adjusted(raw[j], params, context), rtol=2e-5, atol=2e-5)
+    assert np.isneginf(got[1, 12])
+    assert np.isneginf(got[3, [44, 45]]).all()
+    assert not np.isneginf(got[2, [12, 44, 45]]).any()
+
+
+def test_greedy_takes_the_lowest_of_equal_logits():
+    raw = np.zeros((3, V), np.float32)
+    raw[0, [250, 40]] = 2.0
+    raw[1, [31, 32]] = 1.0
+    np.testing.assert_array_equal(np.asarray(jitted()["argmax"](raw)), [40, 31, 0])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_with_a_broken_logit_is_told(bad):
+    rows = [(SamplingParams(temperature=t), Context(prompt=[1], output=[])) for t in (0, 0, 1)]
+    raw = np.random.default_rng(0).standard_normal((3, V)).astype(np.float32)
+    raw[1, 77] = bad
+    draws, flags = draws_of(rows)
+    for f in (0, flags):
+        _, ok = jitted()["sample"](raw, draws, slots_of(rows, V), f)
+        np.testing.assert_array_equal(np.asarray(ok), [True, False, True])
+
+
+def test_a_row_with_everything_forbidden_is_told():
+    params = SamplingParams(
+        allowed_token_ids=(4, 5), logit_bias={4: -100.0}, bad_token_ids=((5,),), temperature=0.7
+    )
+    rows = [(params, Context(prompt=[1], output=[])), (SamplingParams(), Context(prompt=[1], output=[]))]
+    raw = np.zeros((2, V), np.float32)
+    draws, flags = draws_of(rows)
+    token, ok = jitted()["sample"](raw, draws, slots_of(rows, V), flags)
+    np.testing.assert_array_equal(np.asarray(ok), [False, True])
+
+
+def test_grammar_masks_forbid_and_rows_without_one_are_free():
+    rng = np.random.default_rng(2)
+    mask = rng.random(V) < 0.1
+    rows = [
+        (SamplingParams(temperature=0.0), Context(prompt=[1], output=[], mask=mask)),
+        (SamplingParams(temperature=0.0), Context(prompt=[1], output=[])),
+    ]
+    raw = rng.standard_normal((2, V)).astype(np.float32)
+    draws, flags = draws_of(rows)
+    token, _ = jitted()["sample"](raw, draws, slots_of(rows, V), flags)
+    want = [int(np.argmax(adjusted(raw[i], *rows[i]))) for i in range(2)]
+    assert np.asarray(token).tolist() == want
+    assert want[0] != int(np.argmax(raw[0]))
+
+
+def test_logprobs_are_of_the_raw_logits():
+    raw = (np.random.default_rng(4).standard_normal((3, V)) * 3).astype(np.float32)
+    token = jnp.asarray([5, 100, 299])
+    chosen, ids, top = jitted()["logprobs"](raw, token, LOGPROBS)
+    x = raw.astype(np.float64)
+    want = x - np.log(np.exp(x).sum(1, keepdims=True))
+    np.testing.assert_allclose(np.asarray(chosen), want[range(3), [5, 100, 299]], rtol=1e-5)
+    order = np.argsort(-want, axis=1, kind="stable")[:, :MAX_LOGPROBS]
+    np.testing.assert_array_equal(np.asarray(ids), order)
+    np.testing.assert_allclose(np.asarray(top), np.take_along_axis(want, order, 1), rtol=1e-5)
+    assert not np.any(np.asarray(jitted()["logprobs"](raw, token, 0)[0]))

@@ -1,0 +1,105 @@
+"""The small pieces of a step: acceptance of drafts, and the slots as loads and steps leave them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.model import slots as slot_rows
+from jserve.model.slots import IN_PROMPT, LOAD_PAIRS, NONE
+from jserve.model.verify import accept
+from jserve.types import SamplingParams, SlotLoad
+
+C, V, J = 5, 700, 4
+_ADVANCE = jax.jit(slot_rows.advance)
+_LOAD = jax.jit(slot_rows.load)
+
+
+def test_accept_counts_the_drafts_that_equal_what_was_drawn():
+    rng = np.random.default_rng(0)
+    token_RJ = rng.integers(0, 2, (400, J))
+    drawn_RJ = rng.integers(0, 2, (400, J))
+    count_R = rng.integers(1, J + 1, 400)
+    got = np.asarray(accept(*(jnp.asarray(x, jnp.int32) for x in (token_RJ, drawn_RJ, count_R))))
+    for r in range(400):
+        n = 1
+        while n < count_R[r] and token_RJ[r, n] == drawn_RJ[r, n - 1]:
+            n += 1
+        assert got[r] == n
+
+
+def test_advance_moves_the_slots_of_emitting_rows_only():
+    rng = np.random.default_rng(1)
+    slots = jax.tree.map(
+        lambda a: jnp.asarray(rng.integers(0, 50, a.shape).astype(a.dtype)), slot_rows.empty(C, V)
+    )
+    before = jax.tree.map(np.asarray, slots)
+    slot_R = np.array([3, C, 0, 1, C])
+    n_ok_R = np.array([3, 1, 0, 1, 0])
+    len_R = np.array([30, 31, 32, 33, 34])
+    token_RJ = rng.integers(0, V, (5, J))
+    token_RJ[0] = [8, 9, 8, 7]
+    args = (jnp.asarray(x, jnp.int32) for x in (slot_R, len_R, token_RJ, n_ok_R))
+    after = jax.tree.map(np.asarray, _ADVANCE(slots, *args, jnp.asarray(True)))
+    assert after.len_C.tolist() == [before.len_C[0], 33, before.len_C[2], 30, before.len_C[4]]
+    assert after.last_C[[3, 1]].tolist() == [8, token_RJ[3, 0]]
+    np.testing.assert_array_equal(after.last_C[[0, 2, 4]], before.last_C[[0, 2, 4]])
+    for slot, n, r in ((3, 3, 0), (1, 1, 3)):
+        tail = [*before.recent_CB[slot], *token_RJ[r, :n]][n:]
+        assert after.recent_CB[slot].tolist() == tail
+        counts = before.counts_CV[slot] + np.bincount(token_RJ[r, :n], minlength=V)
+        np.testing.assert_array_equal(after.counts_CV[slot], counts)
+    np.testing.assert_array_equal(after.counts_CV[[0, 2, 4]], before.counts_CV[[0, 2, 4]])
+    np.testing.assert_array_equal(after.recent_CB[[0, 2, 4]], before.recent_CB[[0, 2, 4]])
+
+
+def test_advance_leaves_counts_alone_when_no_row_has_penalties():
+    slots = slot_rows.empty(C, V)
+    one = jnp.ones(1, jnp.int32)
+    after = _ADVANCE(slots, one, one, one[:, None], one, jnp.asarray(False))
+    assert not np.any(np.asarray(after.counts_CV))
+
+
+def _load(item: SlotLoad):
+    rng = np.random.default_rng(2)
+    slots = jax.tree.map(
+        lambda a: jnp.asarray(rng.integers(1, 9, a.shape).astype(a.dtype)), slot_rows.empty(C, V)
+    )
+    buffers = slot_rows.load_buffers(item, V)
+    for buf in buffers:
+        slots = _LOAD(slots, buf)
+    return jax.tree.map(np.asarray, slots), len(buffers)
+
+
+def test_load_fills_counts_over_several_chunks():
+    rng = np.random.default_rng(3)
+    prompt, output = np.arange(600).tolist(), rng.integers(0, V, 900).tolist()
+    params = SamplingParams(presence_penalty=1.0, max_tokens=None)
+    item = SlotLoad(slot=2, tokens=[*prompt, *output], n_prompt=600, params=params)
+    slots, n = _load(item)
+    assert n == -(-len({*prompt, *output}) // LOAD_PAIRS) > 1
+    got = slots.counts_CV[2]
+    np.testing.assert_array_equal(got & (IN_PROMPT - 1), np.bincount(output, minlength=V))
+    np.testing.assert_array_equal(got >= IN_PROMPT, np.arange(V) < 600)
+    assert slots.recent_CB[2].tolist() == output[-7:]
+    assert not slots.bias_CV[2].any()
+    assert slots.counts_CV[1].all(), "another slot was touched"
+
+
+def test_load_fills_biases_and_bad_words():
+    params = SamplingParams(
+        allowed_token_ids=tuple(range(0, V, 7)),
+        logit_bias={0: 2.5, 7: -100.0, 8: 50.0},
+        bad_token_ids=((14,), (1, 2), (1, 2, 3, 4, 5, 6, 7, 8)),
+    )
+    slots, _ = _load(SlotLoad(slot=4, tokens=[1, 2, 3], n_prompt=1, params=params))
+    want = np.full(V, -np.inf)
+    want[0:V:7] = 0
+    want[0] = 2.5
+    want[[7, 14]] = -np.inf
+    np.testing.assert_array_equal(slots.bias_CV[4], want)
+    assert slots.recent_CB[4].tolist() == [NONE] * 5 + [2, 3]
+    assert slots.bad_CWK[4, 0].tolist() == [NONE] * 6 + [1, 2]
+    assert slots.bad_CWK[4, 1].tolist() == list(range(1, 9))
+    assert (slots.bad_CWK[4, 2:] == NONE).all()

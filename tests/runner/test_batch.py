@@ -1,0 +1,260 @@
+"""Packing: what a plan says is what the device reads, and nothing out of range gets through."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from jserve.model import slots as slot_rows
+from jserve.model import view as v
+from jserve.model.view import Bucket, StepDims, buffer_size, layout, unpack
+from jserve.runner.batch import Packer, uses
+from jserve.runner.buckets import Ladder, Needs
+from jserve.types import Request, RowPlan, SamplingParams, Sequence, StepPlan
+
+DIMS = StepDims(C=6, M=8, Z=4, V=1000)
+LADDER = Ladder.of(
+    max_decode_rows=6, max_prefill_tokens=64, max_prefill_rows=4, max_drafts=2, masks=True
+)
+
+
+def fields_of(bucket: Bucket):
+    return layout(bucket, DIMS, {"seen_start_R": (bucket.R,)})
+
+
+def plan_attention(views, bucket, dims):
+    views["attn.seen_start_R"][...] = views["start_R"]
+
+
+def packer() -> Packer:
+    return Packer(
+        dims=DIMS, n_pages=50, ladder=LADDER, fields_of=fields_of, plan_attention=plan_attention
+    )
+
+
+def seq(slot: int, n_prompt: int = 9, **params) -> Sequence:
+    sampling = SamplingParams(max_tokens=None, **params)
+    prompt = tuple(range(100 * slot, 100 * slot + n_prompt))
+    request = Request(id=str(slot), prompt_ids=prompt, params=sampling, eos_ids=(2, 3))
+    return Sequence(
+        request=request,
+        index=0,
+        seed=-(2**40) - slot,
+        tokens=list(prompt),
+        n_prompt=n_prompt,
+        max_len=32,
+        slot=slot,
+    )
+
+
+def prefill(s: Sequence, start: int, count: int, **kw) -> RowPlan:
+    tokens = s.tokens[start : start + count]
+    return RowPlan(
+        seq=s, slot=s.slot, start=start, count=count, from_slot=False, tokens=tokens, **kw
+    )
+
+
+def decode(s: Sequence, start: int, drafts=(), **kw) -> RowPlan:
+    return RowPlan(
+        seq=s, slot=s.slot, start=start, count=1 + len(drafts), from_slot=True, drafts=drafts, **kw
+    )
+
+
+def plan(*rows: RowPlan, width: int = 6) -> StepPlan:
+    table = 1 + np.arange(len(rows) * width, dtype=np.int32).reshape(len(rows), width)
+    return StepPlan(id=0, rows=rows, page_table_RM=table)
+
+
+def view_of(batch, slots=None):
+    slots = slot_rows.empty(DIMS.C, 4) if slots is None else slots
+    return unpack(jnp.asarray(batch.buf), fields_of(batch.bucket), batch.bucket, DIMS, slots)
+
+
+def test_what_the_device_reads_is_what_the_plan_says():
+    a, b, c, d = seq(0, temperature=0.5, top_k=9), seq(3, min_tokens=4), seq(5), seq(2)
+    p = plan(decode(a, 12, (7, 8)), decode(b, 10), prefill(c, 2, 5, emits=False), prefill(d, 0, 9))
+    pk = packer()
+    pk.pack(plan(*(prefill(seq(i), 0, 9) for i in range(4))))  # leaves its marks in the buffer
+    batch = pk.pack(p)
+    slots = slot_rows.empty(DIMS.C, 4).replace(
+        len_C=jnp.asarray([11, 0, 0, 10, 0, 0]), last_C=jnp.asarray([41, 0, 0, 44, 0, 0])
+    )
+    view, bucket = view_of(batch, slots), batch.bucket
+    J, D = bucket.J, bucket.D
+    assert J == 3
+    where = {0: 0, 1: J, 2: D * J, 3: D * J + 5}
+    want = {0: ([41, 7, 8], 11), 1: ([44], 10), 2: (c.tokens[2:7], 2), 3: (d.tokens, 0)}
+    tok, pos, row = (np.asarray(x) for x in (view.tok_T, view.pos_T, view.row_T))
+    page, off = np.asarray(view.write_page_T), np.asarray(view.write_off_T)
+    used = np.zeros(bucket.T, bool)
+    for i, at in where.items():
+        tokens, start = want[i]
+        r = i if i < 2 else D + i - 2
+        part = slice(at, at + len(tokens))
+        used[part] = True
+        assert tok[part].tolist() == list(tokens)
+        assert row[part].tolist() == [r] * len(tokens)
+        assert pos[part].tolist() == list(range(start, start + len(tokens)))
+        assert page[part].tolist() == [int(p.page_table_RM[i, x // 4]) for x in pos[part]]
+        assert off[part].tolist() == [x % 4 for x in pos[part]]
+        assert int(view.kv_len_R[r]) == start + len(tokens)
+        assert int(view.first_R[r]) == at
+        assert int(view.slot_R[r]) == p.rows[i].slot
+        assert bool(view.emit_R[r]) == p.rows[i].emits
+    assert (row[~used] == bucket.R).all()
+    assert (pos[~used] == -1).all()
+    assert not page[~used].any()
+    idle = np.setdiff1d(np.arange(bucket.R), [0, 1, D, D + 1])
+    assert (np.asarray(view.slot_R)[idle] == DIMS.C).all()
+    assert not np.asarray(view.kv_len_R)[idle].any()
+    seen = np.asarray(view.attn["seen_start_R"])
+    assert seen[[0, 1, D, D + 1]].tolist() == [12, 10, 2, 0], "upper bounds for the backend's plan"
+    assert (int(view.n_decode), int(view.n_prefill)) == (2, 2)
+
+
+def test_sampling_fields_reach_their_rows():
+    s = seq(
+        4,
+        temperature=0.7,
+        top_p=0.8,
+        min_p=0.1,
+        top_k=5,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        min_tokens=3,
+        stop_token_ids=(9,),
+    )
+    view = view_of(packer().pack(plan(decode(seq(1), 9), decode(s, 9))))
+    got = [
+        float(getattr(view, f"{n}_R")[1])
+        for n in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+    ]
+    np.testing.assert_allclose(got, [0.7, 0.8, 0.1, 1.2, 0.3, 0.4], rtol=1e-6)
+    assert (int(view.top_k_R[1]), int(view.min_pos_R[1])) == (5, 12)
+    assert np.asarray(view.stop_RS[1])[:4].tolist() == [2, 3, 9, -1]
+    assert np.asarray(view.seed_R2[1]).view(np.int64)[0] == s.seed
+    assert int(view.flags) == v.RANDOM | v.TRUNCATE | v.PENALTY | v.MIN_TOKENS
+    assert int(view.uses_R[0]) == v.RANDOM
+
+
+def test_a_slot_that_changes_hands_takes_the_new_sampling_fields():
+    pk = packer()
+    pk.pack(plan(decode(seq(1, temperature=0.3), 9)))
+    view = view_of(pk.pack(plan(decode(seq(1, temperature=0.9), 9))))
+    assert float(view.temperature_R[0]) == pytest.approx(0.9)
+
+
+def test_a_narrower_page_table_leaves_nothing_of_a_wider_one():
+    pk = packer()
+    pk.pack(plan(decode(seq(1), 9), decode(seq(2), 9), width=8))
+    view = view_of(pk.pack(plan(decode(seq(1), 9), width=3)))
+    assert not np.asarray(view.page_table_RM)[:, 3:].any()
+
+
+def test_score_targets_stop_at_the_end_of_the_prompt():
+    s = seq(1, prompt_logprobs=1)
+    s.tokens.extend([901, 902])
+    batch = packer().pack(plan(prefill(s, 4, 6, score=True)))
+    assert batch.bucket.score
+    at = batch.bucket.D * batch.bucket.J
+    target = np.asarray(view_of(batch).target_T)[at : at + 6]
+    assert target.tolist() == [*s.tokens[5:9], -1, -1]
+
+
+def test_masks_reach_their_rows_and_others_are_free():
+    words = np.arange(2 * 32, dtype=np.int32).reshape(2, 32)
+    batch = packer().pack(plan(decode(seq(0), 9, (5,), mask=words), decode(seq(1), 9)))
+    assert batch.bucket.mask
+    mask = np.asarray(view_of(batch).mask_RJW)
+    np.testing.assert_array_equal(mask[0, :2], words)
+    assert (mask[1] == -1).all()
+
+
+def _bad_plans():
+    s = seq(1)
+    ok = prefill(s, 0, 9)
+    change = msgspec.structs.replace
+    yield "slot", plan(change(ok, slot=6))
+    yield "slot", plan(change(ok, slot=-1))
+    yield "start", plan(change(ok, start=-3))
+    yield "count", plan(change(ok, start=30))
+    yield "count", plan(prefill(s, 0, 9), width=2)
+    yield "tokens", plan(change(ok, tokens=[1, 2]))
+    yield "token id", plan(change(ok, tokens=[1] * 8 + [1000]))
+    yield "token id", plan(change(ok, tokens=[1] * 8 + [-1]))
+    yield "draft", plan(decode(s, 9, (4, 1000)))
+    yield "drafts", plan(change(decode(s, 9), count=2))
+    yield "page", dataclasses.replace(plan(ok), page_table_RM=np.full((1, 6), 50, np.int32))
+    yield "page", dataclasses.replace(plan(ok), page_table_RM=np.full((1, 6), -1, np.int32))
+    yield "page table", dataclasses.replace(plan(ok), page_table_RM=np.ones((2, 6), np.int32))
+    yield "page table", plan(ok, width=9)
+    yield "no bucket", plan(*[decode(seq(i % 6), 9) for i in range(7)])
+    yield "no bucket", plan(decode(s, 9, (1, 2, 3)))
+    yield "stop ids", plan(decode(seq(1, stop_token_ids=tuple(range(16))), 9))
+
+
+@pytest.mark.parametrize(("what", "bad"), list(_bad_plans()))
+def test_a_plan_out_of_range_is_refused(what, bad):
+    if what == "stop ids":
+        seq_ = bad.rows[0].seq
+        seq_.request = dataclasses.replace(seq_.request, eos_ids=tuple(range(20)))
+    with pytest.raises(ValueError, match=what):
+        packer().pack(bad)
+
+
+@pytest.mark.parametrize(
+    ("params", "bits"),
+    [
+        ({"temperature": 0.0}, 0),
+        ({"temperature": 1e-6, "top_p": 0.5}, 0),
+        ({"temperature": 1.0}, v.RANDOM),
+        ({"top_p": 0.9}, v.RANDOM | v.TRUNCATE),
+        ({"temperature": 0.0, "logprobs": 0}, v.LOGPROBS),
+        ({"temperature": 0.0, "bad_token_ids": ((4,),)}, v.BIAS),
+        ({"temperature": 0.0, "bad_token_ids": ((4, 5),)}, v.BAD_WORDS),
+        ({"temperature": 0.0, "allowed_token_ids": (4,)}, v.BIAS),
+        ({"temperature": 0.0, "repetition_penalty": 0.9}, v.PENALTY),
+    ],
+)
+def test_flags_say_what_the_parameters_need(params, bits):
+    assert uses(SamplingParams(**params)) == bits
+
+
+def test_every_plan_inside_the_limits_has_a_bucket():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        needs = Needs(
+            D=int(rng.integers(0, 7)),
+            P=int(rng.integers(0, 65)),
+            F=int(rng.integers(0, 5)),
+            J=int(rng.integers(1, 4)),
+            mask=bool(rng.integers(2)),
+            score=bool(rng.integers(2)),
+        )
+        bucket = LADDER.choose(needs)
+        assert needs.fit(bucket)
+        cheaper = [b for b in LADDER.buckets if needs.fit(b) and b.T < bucket.T]
+        assert all((b.score, b.mask) > (bucket.score, bucket.mask) for b in cheaper)
+
+
+@pytest.mark.parametrize("limits", [(1, 1, 1), (32, 512, 8), (256, 8192, 8), (5, 40, 3)])
+def test_the_ladder_is_short_and_has_no_bucket_of_one_row(limits):
+    rows, tokens, prefill_rows = limits
+    ladder = Ladder.of(
+        max_decode_rows=rows, max_prefill_tokens=tokens, max_prefill_rows=prefill_rows
+    )
+    assert all(b.T >= 2 and b.D * b.J + b.F >= 2 for b in ladder.buckets)
+    assert len(ladder.buckets) <= 32
+    assert len(set(ladder.buckets)) == len(ladder.buckets)
+    if limits == (32, 512, 8):
+        assert len(ladder.buckets) == 16
+
+
+def test_buffer_sizes_follow_the_fields():
+    batch = packer().pack(plan(decode(seq(0), 9)))
+    assert batch.buf.shape == (buffer_size(fields_of(batch.bucket)),)
