@@ -146,7 +146,7 @@ class Session:
 
     async def _stream(self, payload: bytes, trace: Trace) -> None:
         url = f"{self.target.url}/v1/completions"
-        headers = {"content-type": "application/json", "connection": "close"}
+        headers = {"content-type": "application/json"}
         async with self.http.post(url, data=payload, headers=headers) as reply:
             if reply.status != 200:
                 raise StreamError(f"status {reply.status}: {(await reply.text())[:160]}")
