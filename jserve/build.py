@@ -333,9 +333,7 @@ def update_params(engine: Engine, params: Any) -> None:
     runner: Any = engine.runner
     model = runner.model
     canonical = model.family.specs(model.arch, 1)
-    placed = adopt(
-        params, model.specs(), model.mesh, model.rules, model.dtype, canonical=canonical
-    )
+    placed = adopt(params, model.specs(), model.mesh, model.rules, model.dtype, canonical=canonical)
     engine.swap(lambda: runner.update_params(placed))
 
 

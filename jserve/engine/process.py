@@ -17,8 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import Any, Protocol
 
 from jserve.config import EngineConfig

@@ -112,9 +112,7 @@ def _finite(x: jax.Array, instead: float) -> jax.Array:
         return jnp.where(jnp.abs(x) < jnp.inf, x, instead)
     exponent = np.uint16(0x7F80)
     bits = np.asarray(instead, jnp.bfloat16).view(np.uint16)
-    return lax.bitcast_convert_type(
-        jnp.where((x & exponent) != exponent, x, bits), jnp.bfloat16
-    )
+    return lax.bitcast_convert_type(jnp.where((x & exponent) != exponent, x, bits), jnp.bfloat16)
 
 
 def _to_bits(x: jax.Array, dtype: Any) -> jax.Array:
@@ -218,7 +216,9 @@ def _add(sums: Sums, score: jax.Array, seen: jax.Array, spec: str, v: jax.Array)
     p = jnp.where(seen, jnp.exp(score - top[..., None]), 0.0)
     keep = jnp.exp(sums.top - top)
     o = _product(spec, p.reshape(*v.shape[:-2], -1, v.shape[-2]), v)
-    return Sums(sums.o * keep[..., None] + o.reshape(sums.o.shape), sums.total * keep + p.sum(-1), top)
+    return Sums(
+        sums.o * keep[..., None] + o.reshape(sums.o.shape), sums.total * keep + p.sum(-1), top
+    )
 
 
 def _finish(sums: Sums) -> jax.Array:

@@ -71,7 +71,9 @@ def check_tp(arch: Arch, tp: int) -> None:
         ("intermediate_size", arch.F),
     ):
         if size % tp:
-            raise ConfigError(f"{key} {size} is not divisible by tensor_parallel_size {tp}", field=key)
+            raise ConfigError(
+                f"{key} {size} is not divisible by tensor_parallel_size {tp}", field=key
+            )
     if arch.K % tp and tp % arch.K:
         raise ConfigError(
             f"num_key_value_heads {arch.K} neither divides nor is divisible by tensor_parallel_size {tp}",

@@ -27,7 +27,5 @@ def dot(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
     x_TD = x_TD.astype(w_ND.dtype)
     if T < MIN_ROWS and w_ND.dtype != jnp.float32:
         x_TD = jnp.pad(x_TD, ((0, MIN_ROWS - T), (0, 0)))
-    y_TN = lax.dot_general(
-        x_TD, w_ND, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    y_TN = lax.dot_general(x_TD, w_ND, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return y_TN[:T]

@@ -234,7 +234,10 @@ def number(config: Config, key: str, default: Any = REQUIRED, low: float | None 
     value = _value(config, key, default)
     ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or (value <= 0 if low is None else value < low):
-        refuse(key, f"must be a finite number {'above 0' if low is None else f'from {low:g} on'}, not {value!r}")
+        refuse(
+            key,
+            f"must be a finite number {'above 0' if low is None else f'from {low:g} on'}, not {value!r}",
+        )
     return float(value)
 
 

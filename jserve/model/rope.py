@@ -69,7 +69,9 @@ def _llama3(freq_H: np.ndarray, H: int, theta: float, s: RopeScaling) -> tuple[n
 
 
 def _yarn(freq_H: np.ndarray, H: int, theta: float, s: RopeScaling) -> tuple[np.ndarray, float]:
-    low, high = (_yarn_dim(b, H, theta, s.original_max_position) for b in (s.beta_fast, s.beta_slow))
+    low, high = (
+        _yarn_dim(b, H, theta, s.original_max_position) for b in (s.beta_fast, s.beta_slow)
+    )
     if s.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, H - 1)

@@ -9,17 +9,9 @@ import uvloop
 
 from tests.api import (
     test_api_disconnect as disconnect,
-)
-from tests.api import (
     test_api_engine as engine,
-)
-from tests.api import (
     test_api_hostile as hostile,
-)
-from tests.api import (
     test_api_server as server,
-)
-from tests.api import (
     test_api_stream as stream,
 )
 

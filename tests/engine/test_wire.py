@@ -11,8 +11,7 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jserve.config import EngineConfig
 from jserve.engine.process import run

@@ -7,8 +7,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jserve.text.stream import StopFinder, TextStream
 from jserve.text.tokenizer import TextTokenizer
