@@ -172,9 +172,11 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
         raise BadRequest(f"{at} must be a tool of type function", field=at)
     if not _string(function.get("name"), f"{at}.function.name"):
         raise BadRequest(f"{at}.function.name must not be empty", field=f"{at}.function.name")
-    if not isinstance(function.get("parameters", {}), dict | None):
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
         raise BadRequest(f"{at}.function.parameters must be an object", field=at)
-    return {"type": "function", "function": function}
+    # Templates walk the properties; a tool without any is common and must not fail there.
+    return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 def _documents(value: Any, template: ChatTemplate | None) -> list[dict[str, Any]] | None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from jserve.api.ask import Ask, ModelCard
+from jserve.api.ask import Ask, ModelCard, Wish
 from jserve.api.chat import ChatTemplate
 from jserve.api.errors import Unsupported
-from jserve.api.openai import Ids, Wish, check_model, ignored_fields, read
+from jserve.api.openai import Ids, check_model, ignored_fields, read
 from jserve.api.openai_messages import chat_of
 from jserve.errors import BadRequest
 from jserve.text.tokenizer import TextTokenizer
