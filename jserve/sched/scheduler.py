@@ -226,9 +226,7 @@ class Scheduler:
         assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
         blamed = [seq for id in blame for seq in self._groups.get(id, ()) if seq.finish is None]
         outputs = [self._end(seq, Finish.ERROR, now, error) for seq in blamed]
-        for seq in list(self.floor.running):
-            self.floor.preempt(seq)
-        self.floor.cache.clear()
+        self.floor.evacuate()
         return outputs
 
     def _commit(self, plan: StepPlan, result: StepResult, now: float, error: str) -> list[Output]:

@@ -39,8 +39,12 @@ class FaultyRunner(FakeRunner):
     """Raises at the calls (launches and collects, counted) in ``faults``; can start anew."""
 
     def __init__(self, faults=()):
+        self.faults, self.n_calls, self.n_resets = set(faults), 0, -1
         super().__init__(LIMITS)
-        self.faults, self.n_calls, self.n_resets = set(faults), 0, 0
+
+    def reset(self):
+        self.n_resets += 1
+        super().reset()
 
     def launch(self, plan):
         self._maybe_raise()
@@ -49,12 +53,6 @@ class FaultyRunner(FakeRunner):
     def collect(self, flight):
         self._maybe_raise()
         return super().collect(flight)
-
-    def reset(self):
-        """What the device held is gone: reading any of it later is an error."""
-        faults, n_calls, n_resets = self.faults, self.n_calls, self.n_resets
-        self.__init__(faults)
-        self.n_calls, self.n_resets = n_calls, n_resets + 1
 
     def _maybe_raise(self):
         self.n_calls += 1
