@@ -189,6 +189,14 @@ def _yarn_numbers(raw: Config) -> dict[str, float | None]:
     return numbers
 
 
+def full_attention(config: Config) -> None:
+    """Refuse windows, for families that have none."""
+    if config.get("sliding_window"):
+        refuse("sliding_window", f"{config['sliding_window']!r} is not supported in this family")
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        refuse("layer_types", "other than full_attention are not supported in this family")
+
+
 def upper_windows(config: Config) -> tuple[int, ...]:
     """Window of each layer as Qwen states it: ``use_sliding_window`` switches it on, ``layer_types`` says
     where, else the layers from ``max_window_layers`` on. () if all layers are full."""
