@@ -147,7 +147,7 @@ class _Door:
         )
         return _Running(request, text, self.tokenizer)
 
-    def _tokenised(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenised(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 return None, list(prompt["prompt_token_ids"])
