@@ -142,12 +142,23 @@ def engine(
 
     began = time.monotonic()
     runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
-    scheduler = Scheduler(runner.limits, config)
+    scheduler = Scheduler(runner.limits, config, journal=_journal(config.scheduler.journal))
     made = Engine(scheduler, runner, overlap=config.scheduler.overlap)
     info = {**facts, **runner.report(), "startup_s": round(time.monotonic() - began, 2)}
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
     return made, info
+
+
+def _journal(path: str) -> Any:
+    from jserve.sched.journal import JournalFile
+
+    if not path:
+        return None
+    try:
+        return JournalFile(open(path, "wb", buffering=1 << 16))  # noqa: SIM115  (lives as long as the engine)
+    except OSError as e:
+        raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
 
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
