@@ -1,4 +1,5 @@
-"""Every backend against the reference on one table of ragged steps, with NaN in all KV that no row may see."""
+"""Every backend against the reference on one table of ragged steps, with NaN in all KV that no
+row may see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the compiler made of a step: no copy of KV or of weights, no time spent on lengths that nobody has."""
+"""What the compiler made of a step: no copy of KV or of weights, no time spent on lengths that
+nobody has."""
 
 from __future__ import annotations
 

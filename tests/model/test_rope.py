@@ -1,4 +1,5 @@
-"""Rotary frequencies against transformers' own, at real model sizes; dynamic NTK as a function of position."""
+"""Rotary frequencies against transformers' own, at real model sizes; dynamic NTK as a function of
+position."""
 
 from __future__ import annotations
 
