@@ -27,6 +27,8 @@ import psutil
 HOST = "127.0.0.1"
 CONTEXT = 8192
 SEQS = 32
+KV_GIB = 2
+"""Memory for KV, the same for jserve and vllm; a fixed size also fixes jserve's program shapes."""
 
 
 class EngineError(Exception):
@@ -91,10 +93,10 @@ def _jserve(paths: Paths, extra: tuple[str, ...]) -> Engine:
     argv = (sys.executable, "-m", "jserve.cli", "serve", str(paths.model))
     fixed = ("--host", HOST, "--port", "{port}", "--served-model-name", "bench")
     limits = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQS))
-    cache = ("--compile-cache", str(paths.compile_cache))
+    memory = ("--kv-memory-gb", str(KV_GIB), "--compile-cache", str(paths.compile_cache))
     return Engine(
         name="jserve",
-        argv=(*argv, *fixed, *limits, *cache, *extra),
+        argv=(*argv, *fixed, *limits, *memory, *extra),
         ready_path="/ready",
         version_argv=(sys.executable, "-c", "import jserve; print('jserve', jserve.__version__)"),
         cache=paths.compile_cache,
@@ -111,7 +113,7 @@ def _vllm(paths: Paths, extra: tuple[str, ...]) -> Engine | str:
     limits = ("--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQS))
     cores = (os.cpu_count() or 1) - 1
     env = {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_NO_USAGE_STATS": "1",

@@ -66,6 +66,8 @@ FIGURES = (
 START = (
     Figure(workload="", title="ready s", path=("ready_s",)),
     Figure(workload="", title="first token s", path=("first_token_s",), higher_is_better=False),
+    Figure(workload="", title="CPU s", path=("cpu_s",)),
+    Figure(workload="", title="foreign cores", path=("cpu", "foreign_cores")),
 )
 
 
@@ -85,7 +87,7 @@ def one_line(name: str, result: dict[str, Any]) -> str:
     """Progress: the most telling figures of one workload."""
     shown = [
         f"{f.title} {_text(value)}"
-        for f in FIGURES
+        for f in (START if name == "start" else FIGURES)
         if _fits(f, name) and (value := f.of(result)) is not None
     ]
     return f"{name}: {', '.join(shown)}"

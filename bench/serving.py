@@ -108,16 +108,20 @@ def serve_turn(engine: Engine, plan: Plan) -> dict[str, Any]:
     """One engine's turn. A server that fails to start or answer leaves ``error`` in the result."""
     turn: dict[str, Any] = {"engine": engine.name}
     try:
+        before = probe.Clock.read(None)
         with Running(engine, plan.log_dir) as server:
             ready = server.wait_ready(plan.ready_timeout_s)
             target = Target(url=server.url, model=engine.model, timeout_s=plan.request_timeout_s)
             first = first_token(target, plan.seed) - server.begin
+            after = probe.Clock.read(server.pid)
             turn["start"] = {
                 "cold": server.cold,
                 "ready_s": round(ready, 2),
                 "first_token_s": round(first, 2),
+                "cpu_s": round(after.server, 2),
+                "cpu": before.until(after),
             }
-            err.print(f"    ready {ready:.1f} s, first token {first:.1f} s after start")
+            err.print(f"    {report.one_line('start', turn['start'])}", soft_wrap=True)
             turn["workloads"] = run_all(target, plan, server.pid)
             turn["memory_gib"] = probe.tree_memory_gib(server.pid)
     except EngineError as e:

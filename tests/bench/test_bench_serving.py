@@ -143,6 +143,7 @@ def test_a_comparison_runs_every_turn(run: dict) -> None:
         assert turn["workloads"]["S1"]["output_tokens"] == 128
         assert turn["workloads"]["S4"]["long_ttft_ms"] > 0
         assert turn["workloads"]["S3"]["ttft_steady_ms"] > 0
+        assert 0 < turn["start"]["cpu_s"] < 60
         assert turn["memory_gib"] > 0
     assert run["engines"] == {"jserve": "fake 1", "vllm": "fake 1"}
     assert run["machine"]["cores"] >= 1
