@@ -145,7 +145,7 @@ class ModelRunner:
         batch = self._packer.pack(plan, bucket)
         for item in plan.loads:
             for buf in load_buffers(item, self.model.dims.V):
-                slots = self.programs.load(self.state.slots, self.programs.put(buf))
+                slots = self.programs.load(self.state.slots, buf)
                 self.state = self.state.replace(slots=slots)
         out = self._run(batch)
         wants_top = bool(batch.flags & LOGPROBS)
@@ -219,7 +219,7 @@ class ModelRunner:
 
     def _run(self, batch: StepBatch) -> StepOut:
         step = self.programs.step(batch.bucket)
-        self.state, out = step(self.params, self.state, self.programs.put(batch.buf))
+        self.state, out = step(self.params, self.state, batch.buf)
         return out
 
     def _warm_up(self, progress: Progress) -> None:

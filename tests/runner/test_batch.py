@@ -251,7 +251,7 @@ def test_the_ladder_is_short_and_has_no_bucket_of_one_row(limits):
     assert len(ladder.buckets) <= 32
     assert len(set(ladder.buckets)) == len(ladder.buckets)
     if limits == (32, 512, 8):
-        assert len(ladder.buckets) == 14
+        assert len(ladder.buckets) == 12
 
 
 def test_buffer_sizes_follow_the_fields():
