@@ -20,7 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "ports": set(),
     "config": set(),
     "errors": set(),
-    "testing": {"kv", "sched"},
+    "fake_model": set(),
+    "testing": {"fake_model", "kv", "sched"},
     "kv": set(),
     "sched": {"kv"},
     "spec": set(),
@@ -49,6 +50,8 @@ HOST = [
     "ports",
     "config",
     "errors",
+    "testing",
+    "fake_model",
 ]
 
 

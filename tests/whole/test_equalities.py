@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -63,10 +64,11 @@ def test_sharded_equals_one_device(runner, tp: int) -> None:
 
 
 def test_nothing_compiles_after_ready(runner) -> None:
-    """500 requests of every kind in one run; the strict runner raises on a late compile."""
+    """500 requests of every kind in one run, in every bucket."""
     before = runner.programs.late_compiles
     rng = random.Random(7)
     requests = [r for i in range(100) for r in equal.draw_requests(rng, f"c{i}")][:500]
-    answers = equal.run(runner, requests, equal.PLAIN, rng)
+    way = dataclasses.replace(equal.PLAIN, overlap=1, prefix_caching=True, random_buckets=True)
+    answers = equal.run(runner, requests, way, rng)
     assert len({request for request, _ in answers}) == 500
     assert runner.programs.late_compiles == before
