@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.whole import equal
 from tests.whole.equal import TINY
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -44,3 +45,9 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {**TINY, "vocab_size": 320, "eos_token_id": 2}
     (root / "config.json").write_text(json.dumps(config))
     return root
+
+
+@pytest.fixture(scope="session")
+def runner():
+    """One compiled runner for all whole-engine workloads."""
+    return equal.make_runner()

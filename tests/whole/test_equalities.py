@@ -14,11 +14,6 @@ TOLERANCE = 2e-4
 """Of log-probabilities; tokens and finish reasons must be equal."""
 
 
-@pytest.fixture(scope="module")
-def runner():
-    return equal.make_runner()
-
-
 def compare(got, wanted) -> None:
     assert got.keys() == wanted.keys()
     for key, (tokens, end, logprobs, scores) in wanted.items():

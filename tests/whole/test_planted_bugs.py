@@ -13,7 +13,7 @@ import pytest
 
 from jserve.types import StepPlan, StepResult
 from tests.whole import equal
-from tests.whole.test_equalities import compare, runner  # noqa: F401  (the fixture)
+from tests.whole.test_equalities import compare
 
 SEEDS = range(200, 212)
 
@@ -105,9 +105,9 @@ def differs(runner: Any, broken: Erring, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_seen(runner, bug: str) -> None:  # noqa: F811
+def test_a_planted_bug_is_seen(runner, bug: str) -> None:
     assert any(differs(runner, Erring(runner, **BUGS[bug]), seed) for seed in SEEDS)
 
 
-def test_the_honest_device_passes_the_same_workloads(runner) -> None:  # noqa: F811
+def test_the_honest_device_passes_the_same_workloads(runner) -> None:
     assert not any(differs(runner, Erring(runner), seed) for seed in list(SEEDS)[:4])
