@@ -13,8 +13,8 @@ Decode rows are sorted by length and taken W at a time, block by block, up to th
 Prefill rows are cut into tiles of Q tokens of one row, each against the blocks it can see::
 
     tokens   f0 f0 f0 f0 f0 f0 f0 f1 f1 f1
-    tiles    |--- Q ---|--- Q ---|             what a tile leaves past the end of its row
-                                  |--- Q ---| is overwritten by the rows after it
+    tiles    |--- Q ---|--- Q ---|
+                                  |--- Q ---|
 
 Both keep a running softmax. No result depends on another row, on page ids or on the bucket:
 blocks lie at fixed positions, and a block that a token cannot see leaves its sums as they are,
@@ -244,24 +244,23 @@ def _prefill(q: jax.Array, kv: LayerKV, view: StepView, window: int) -> jax.Arra
     D, F, P = view.D, view.F, view.P
     K, G, H = q.shape[1:]
     Q = min(Q_PREFILL, P)
-    q_KPGH = jnp.pad(q, ((0, Q), (0, 0), (0, 0), (0, 0))).swapaxes(0, 1)
     table_FM, S = _blocked(view.page_table_RM[D:], kv[0].shape[2], S_PREFILL)
     first_F = view.first_R[D:] - D * view.J
     start_F, count_F = view.start_R[D:], view.count_R[D:]
     n_F = -(-count_F // Q)
     end_F = jnp.cumsum(n_F)
 
-    def tile(i: jax.Array, out_KPGH: jax.Array) -> jax.Array:
+    def tile(i: jax.Array, out_PKGH: jax.Array) -> jax.Array:
         f = jnp.minimum((end_F <= i).sum(), F - 1)
         skip = (i - (end_F - n_F)[f]) * Q
-        at = first_F[f] + skip
-        q_KQGH = lax.dynamic_slice_in_dim(q_KPGH, at, Q, 1)
         n = jnp.minimum(count_F[f] - skip, Q)
-        o_KQGH = _tile(q_KQGH, kv, table_FM[f], start_F[f] + skip, n, window, S)
-        return lax.dynamic_update_slice_in_dim(out_KPGH, o_KQGH, at, 1)
+        index_Q = jnp.arange(Q, dtype=jnp.int32)
+        at_Q = jnp.where(index_Q < n, first_F[f] + skip + index_Q, P)
+        q_QKGH = q.at[at_Q].get(mode="clip")
+        o_KQGH = _tile(q_QKGH.swapaxes(0, 1), kv, table_FM[f], start_F[f] + skip, n, window, S)
+        return out_PKGH.at[at_Q].set(o_KQGH.swapaxes(0, 1), mode="drop")
 
-    out_KPGH = lax.fori_loop(0, end_F[-1], tile, jnp.zeros((K, P + Q, G, H), jnp.float32))
-    return out_KPGH[:, :P].swapaxes(0, 1)
+    return lax.fori_loop(0, end_F[-1], tile, jnp.zeros((P, K, G, H), jnp.float32))
 
 
 def _tile(

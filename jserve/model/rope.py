@@ -24,22 +24,31 @@ KINDS = ("linear", "dynamic", "llama3", "yarn")
 
 
 def rope_tables(arch: Arch, pos_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each float32[T, H/2], for absolute positions int32[T]."""
+    """Two float32[T, 2, H/2] for absolute positions int32[T]: (cos, cos) and (-sin, sin).
+
+    Concatenated on purpose: XLA:CPU would fuse a bare cosine into every use and evaluate it for
+    every head of every layer.
+    """
     s = arch.rope_scaling
     pos_T1 = jnp.maximum(pos_T, 0).astype(jnp.float32)[:, None]
     if s is not None and s.kind == "dynamic":
-        angle_TH = pos_T1 * _dynamic(arch.H, arch.rope_theta, s, pos_T1)
-        return jnp.cos(angle_TH), jnp.sin(angle_TH)
-    freq_H, scale = inverse_frequencies(arch.H, arch.rope_theta, s)
-    angle_TH = pos_T1 * freq_H
-    return jnp.cos(angle_TH) * scale, jnp.sin(angle_TH) * scale
+        freq, scale = _dynamic(arch.H, arch.rope_theta, s, pos_T1), 1.0
+    else:
+        freq, scale = inverse_frequencies(arch.H, arch.rope_theta, s)
+    angle_TH = pos_T1 * freq
+    cos_TH, sin_TH = jnp.cos(angle_TH) * scale, jnp.sin(angle_TH) * scale
+    return jnp.stack([cos_TH, cos_TH], axis=1), jnp.stack([-sin_TH, sin_TH], axis=1)
 
 
-def rotate(x_TNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
-    """Heads turned by their token's angles; the shape stays."""
-    a, b = jnp.split(x_TNH, 2, axis=-1)
-    cos, sin = cos_TH[:, None], sin_TH[:, None]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+def rotate(x_TNH: jax.Array, cos_T2H: jax.Array, sin_T2H: jax.Array) -> jax.Array:
+    """Heads turned by their token's angles; the shape stays.
+
+    Written without a concatenation, which XLA:CPU would evaluate element by element.
+    """
+    T, N, H = x_TNH.shape
+    x_TN2H = x_TNH.reshape(T, N, 2, H // 2)
+    y_TN2H = x_TN2H * cos_T2H[:, None] + jnp.flip(x_TN2H, 2) * sin_T2H[:, None]
+    return y_TN2H.reshape(T, N, H)
 
 
 def inverse_frequencies(

@@ -74,6 +74,7 @@ def test_dynamic_rotates_by_position(pos: int) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     config = LlamaConfig(**{**BASE, "max_position_embeddings": 2048}, rope_parameters=dict(rope))
     freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=pos + 1)
-    cos, sin = rope_tables(arch(rope, max_position_embeddings=2048), jnp.array([pos]))
-    np.testing.assert_allclose(cos[0], np.cos(pos * freq.numpy()), atol=2e-3)
-    np.testing.assert_allclose(sin[0], np.sin(pos * freq.numpy()), atol=2e-3)
+    cos_T2H, sin_T2H = rope_tables(arch(rope, max_position_embeddings=2048), jnp.array([pos]))
+    for half, sign in ((0, -1), (1, 1)):
+        np.testing.assert_allclose(cos_T2H[0, half], np.cos(pos * freq.numpy()), atol=2e-3)
+        np.testing.assert_allclose(sin_T2H[0, half], sign * np.sin(pos * freq.numpy()), atol=2e-3)
