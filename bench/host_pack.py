@@ -2,8 +2,8 @@
 
     python -m bench.host_pack
 
-The scheduler's share (plan, commit) is measured beside it in ``bench/host.py``; together they should stay below
-300 us at 256 rows.
+The scheduler's share (plan, commit) is measured beside it in ``bench/host.py``; together they
+should stay below 300 us at 256 rows.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
 """Drawing tokens from logits, wholly on the device.
 
-Owns every sampling field of ``SamplingParams`` and the order in which they act, which is vLLM's: grammar mask,
-bias (logit_bias, allowed and bad ids), bad words, min_tokens, penalties; then the greedy choice, or temperature,
-min_p, top_k, top_p and a draw. Log-probabilities are of the raw logits, before all of that. Must not know
-families, attention or which rows are prefill.
+Owns every sampling field of ``SamplingParams`` and the order in which they act, which is vLLM's:
+grammar mask, bias (logit_bias, allowed and bad ids), bad words, min_tokens, penalties; then the
+greedy choice, or temperature, min_p, top_k, top_p and a draw. Log-probabilities are of the raw
+logits, before all of that. Must not know families, attention or which rows are prefill.
 
-Each of min_p, top_k and top_p keeps a set of the form "logit >= threshold", so truncation is one threshold per
-row and the vocabulary is never sorted: the 64 largest logits decide it nearly always, and otherwise a bisection
-over the bits of the floats finds the same number exactly. Equal logits at the threshold are kept together.
+Each of min_p, top_k and top_p keeps a set of the form "logit >= threshold", so truncation is one
+threshold per row and the vocabulary is never sorted: the 64 largest logits decide it nearly always,
+and otherwise a bisection over the bits of the floats finds the same number exactly. Equal logits at
+the threshold are kept together.
 
-A draw inverts the cumulative distribution in two stages, first a block of tokens, then a token of it, with one
-24-bit uniform number each, hashed from (seed, position of the token drawn, purpose) and nothing else::
+A draw inverts the cumulative distribution in two stages, first a block of tokens, then a token of
+it, with one 24-bit uniform number each, hashed from (seed, position of the token drawn, purpose)
+and nothing else::
 
     e_V   |......|......|......|......|    block sums -> cumulative -> block -> cumulative -> token
 
-``flags`` says what any row of the step needs; the rest is skipped by ``lax.cond``. E below counts draws (rows
-of the step times their positions), not experts.
+``flags`` says what any row of the step needs; the rest is skipped by ``lax.cond``. E below counts
+draws (rows of the step times their positions), not experts.
 """
 
 from __future__ import annotations
@@ -49,11 +51,13 @@ class Draws:
 
     slot_E: jax.Array
     uses_E: jax.Array
-    """int32: flag bits of this row; its slot's bias and bad words are meaningless without theirs."""
+    """int32: flag bits of this row; its slot's bias and bad words are meaningless without
+    theirs."""
     pos_E: jax.Array
     """int32: position of the token to be drawn."""
     prefix_EJ: jax.Array
-    """int32: drafts between the slot's last token and this draw, oldest first, NONE where there is none."""
+    """int32: drafts between the slot's last token and this draw, oldest first, NONE where there is
+    none."""
     n_prefix_E: jax.Array
     temperature_E: jax.Array
     top_p_E: jax.Array
@@ -74,7 +78,8 @@ def sample(
     """Draw one token per row of logits.
 
     Returns:
-        int32[E] tokens and bool[E], False where the logits held NaN or infinity or everything was forbidden.
+        int32[E] tokens and bool[E], False where the logits held NaN or infinity or everything was
+        forbidden.
     """
     ok_E = jnp.isfinite(jnp.max(raw_EV, axis=-1)) & jnp.isfinite(jnp.min(raw_EV, axis=-1))
 
@@ -99,7 +104,8 @@ def sample(
 
 
 def argmax(x_EV: jax.Array) -> jax.Array:
-    """int32[E], the lowest index of the maximum; one pass over V (XLA:CPU's own argmax is 20 times slower)."""
+    """int32[E], the lowest index of the maximum; one pass over V (XLA:CPU's own argmax is 20 times
+    slower)."""
     x_ENB = _blocks(x_EV, _NEG)
     best_EN = jnp.max(x_ENB, axis=2)
     block_E = jnp.argmax(best_EN, axis=1)
@@ -110,7 +116,8 @@ def argmax(x_EV: jax.Array) -> jax.Array:
 def logprobs(
     raw_EV: jax.Array, token_E: jax.Array, flags: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """float32[E] of the tokens, int32[E, 20] most likely ids and float32[E, 20]; zeros unless flagged."""
+    """float32[E] of the tokens, int32[E, 20] most likely ids and float32[E, 20]; zeros unless
+    flagged."""
     E, V = raw_EV.shape
     n = min(MAX_LOGPROBS, V)
 
@@ -152,7 +159,8 @@ def draw(logits_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
 
 
 def weights(logits_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
-    """float32[E, V]: what the draw is proportional to; 0 for a token that was cut, 1 for the likeliest."""
+    """float32[E, V]: what the draw is proportional to; 0 for a token that was cut, 1 for the
+    likeliest."""
     temperature_E = jnp.where(_is_greedy(draws), 1.0, draws.temperature_E)
     top_E1 = jnp.max(logits_EV, axis=-1, keepdims=True)
     top_E1 = jnp.maximum(top_E1, jnp.finfo(jnp.float32).min)
@@ -175,7 +183,8 @@ def uniforms(seed_E2: jax.Array, pos_E: jax.Array, purpose: int) -> tuple[jax.Ar
 
 
 def threshold(scaled_EV: jax.Array, draws: Draws) -> jax.Array:
-    """float32[E]: min_p, then top_k of what is left, then top_p of that, as one lower bound on logits.
+    """float32[E]: min_p, then top_k of what is left, then top_p of that, as one lower bound on
+    logits.
 
     Args:
         scaled_EV: logits over temperature, shifted so that the largest of a row is 0.
@@ -206,7 +215,8 @@ def threshold(scaled_EV: jax.Array, draws: Draws) -> jax.Array:
 def _search(
     x_EV: jax.Array, weight_EV: jax.Array, want_E: jax.Array, known_E: jax.Array, wide_E: jax.Array
 ) -> jax.Array:
-    """The largest t whose ``sum(weight[x >= t])`` reaches ``want``, for rows in ``wide_E``; else ``known_E``.
+    """The largest t whose ``sum(weight[x >= t])`` reaches ``want``, for rows in ``wide_E``; else
+    ``known_E``.
 
     ``x <= 0``, so the bits of ``-x`` order like the values and 31 halvings are exact.
     """
@@ -240,7 +250,8 @@ def _invert(weight_EV: jax.Array, uniform: tuple[jax.Array, jax.Array]) -> jax.A
 
 
 def _inverse_cdf(weight_EN: jax.Array, u_E: jax.Array) -> jax.Array:
-    """The first index whose cumulative weight exceeds ``u`` of the total; never one of weight zero."""
+    """The first index whose cumulative weight exceeds ``u`` of the total; never one of weight
+    zero."""
     mass_EN = _cumulative(weight_EN)
     some_EN = weight_EN > 0
     past_EN = (mass_EN > (u_E * mass_EN[:, -1])[:, None]) & some_EN

@@ -1,17 +1,22 @@
 """SlotState: what a sequence leaves on the device between steps, one row per slot.
 
-Owns the truth that the host only bounds from above (length, last token) and the per-slot rows that sampling
-reads (token counts, biases, bad words), how a step advances them and how the host fills them. Must not know
-families or attention.
+Owns the truth that the host only bounds from above (length, last token) and the per-slot rows that
+sampling reads (token counts, biases, bad words), how a step advances them and how the host fills
+them. Must not know families or attention.
 
-``counts_CV`` holds the number of times a token was put out, plus ``IN_PROMPT`` where the prompt holds it.
-``recent_CB`` is the tail of the output, newest last, ``NONE`` before its start; a row of ``bad_CBK`` is one word,
-right-aligned, ``NONE`` on its left, its last id forbidden whenever the output ends with the ids before it::
+``counts_CV`` holds the number of times a token was put out, plus ``IN_PROMPT`` where the prompt
+holds it.
+``recent_CB`` is the tail of the output, newest last, ``NONE`` before its start; a row of
+``bad_CWK`` is one word, right-aligned, ``NONE`` on its left, its last id forbidden whenever the
+output ends with the ids before it::
 
     recent   NONE NONE  7   4        bad   NONE  7  4  9   -> 9 is forbidden now
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import flax.struct
 import jax
@@ -29,7 +34,8 @@ _TAIL = MAX_BAD_WORD_TOKENS - 1
 
 @flax.struct.dataclass
 class SlotState:
-    """Per-slot rows, replicated over the mesh. C slots, V vocabulary, B tail tokens, W words of K ids."""
+    """Per-slot rows, replicated over the mesh. C slots, V vocabulary, B tail tokens, W words of K
+    ids."""
 
     len_C: jax.Array
     """int32: tokens whose KV is written; the next row of the slot starts here."""
@@ -42,24 +48,25 @@ class SlotState:
     bad_CWK: jax.Array
 
 
-def shapes(C: int, V: int) -> SlotState:
-    """The abstract state: a tree of ``ShapeDtypeStruct``."""
+def empty(C: int, V: int) -> SlotState:
+    """Slots nobody has held yet."""
 
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+    def ints(*shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.int32)
 
     return SlotState(
         len_C=ints(C),
         last_C=ints(C),
         counts_CV=ints(C, V),
-        bias_CV=jax.ShapeDtypeStruct((C, V), jnp.float32),
+        bias_CV=jnp.zeros((C, V), jnp.float32),
         recent_CB=ints(C, _TAIL),
         bad_CWK=ints(C, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
     )
 
 
-def empty(C: int, V: int) -> SlotState:
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes(C, V))
+def shapes(C: int, V: int) -> Any:
+    """The abstract state: a ``SlotState`` of ``ShapeDtypeStruct``."""
+    return jax.eval_shape(lambda: empty(C, V))
 
 
 def advance(
@@ -72,8 +79,9 @@ def advance(
 ) -> SlotState:
     """The slots after a step: ``n_ok_R`` of ``token_RJ`` accepted, ``len_R`` tokens of KV.
 
-    Rows with ``n_ok_R == 0`` leave their slot alone, as do rows of slot C. ``count_tokens`` (bool scalar)
-    says whether any row of the step has penalties; a slot without them has meaningless counts.
+    Rows with ``n_ok_R == 0`` leave their slot alone, as do rows of slot C. ``count_tokens`` (bool
+    scalar) says whether any row of the step has penalties; a slot without them has meaningless
+    counts.
     """
     C = slots.len_C.shape[0]
     J = token_RJ.shape[1]
@@ -86,7 +94,8 @@ def advance(
     keep_CB = n_ok_R[row_C][:, None] + jnp.arange(_TAIL, dtype=jnp.int32)
     recent_CB = jnp.take_along_axis(tail_CX, keep_CB, axis=1)
     token_RJ = jnp.where(jnp.arange(J) < n_ok_R[:, None], token_RJ, slots.counts_CV.shape[1])
-    return slots.replace(
+    return replace(
+        slots,
         len_C=jnp.where(live_C, len_R[row_C], slots.len_C),
         last_C=jnp.where(live_C, last_R[row_C], slots.last_C),
         recent_CB=jnp.where(live_C[:, None], recent_CB, slots.recent_CB),
@@ -118,7 +127,8 @@ def load(slots: SlotState, buf: jax.Array) -> SlotState:
         jax.lax.bitcast_convert_type(pairs[3], jnp.float32), mode="drop"
     )
     bad_WK = buf[_BAD_AT:_PAIRS_AT].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
-    return slots.replace(
+    return replace(
+        slots,
         counts_CV=slots.counts_CV.at[slot].set(counts_V),
         bias_CV=slots.bias_CV.at[slot].set(bias_V),
         recent_CB=slots.recent_CB.at[slot].set(buf[_RECENT_AT:_BAD_AT]),

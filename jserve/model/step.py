@@ -1,9 +1,9 @@
 """One trip to the device: ``step(params, state, buf) -> (state, out)``.
 
-Owns the order of a step (unpack, forward, logits where tokens are drawn, sample, accept, advance the slots), the
-state that survives it and the packing of what comes back. It composes a family and an attention backend and
-knows neither. A pure function, run under ``shard_map`` on every mesh, one device included; state is donated by
-the caller.
+Owns the order of a step (unpack, forward, logits where tokens are drawn, sample, accept, advance
+the slots), the state that survives it and the packing of what comes back. It composes a family and
+an attention backend and knows neither. A pure function, run under ``shard_map`` on every mesh, one
+device included; state is donated by the caller.
 
 Logits are computed at one place per decode token and one per prefill row (E = D * J + F of them)::
 
@@ -42,12 +42,14 @@ class DeviceState:
     """Everything that survives a step; donated to it and replaced whole."""
 
     kv: list[LayerKV]
+    """Of each layer (in an abstract state: their shapes, shardings or partitions)."""
     slots: SlotState
 
 
 @flax.struct.dataclass
 class Scores:
-    """Log-probabilities of the prefill tokens' successors, P of them (garbage where ``target_T`` is -1)."""
+    """Log-probabilities of the prefill tokens' successors, P of them (garbage where ``target_T`` is
+    -1)."""
 
     logprob_P: jax.Array
     rank_P: jax.Array
@@ -107,17 +109,15 @@ class StepModel:
     def specs(self) -> Any:
         return self.family.specs(self.arch, self.tp)
 
-    def state_partitions(self) -> DeviceState:
-        kv = [None] * len(self.layer_shape)
-        kv[self.backend.kv_axis] = self.axis
-        one = PartitionSpec(*kv)
+    def state_partitions(self) -> Any:
+        one: Any = PartitionSpec(*(None,) * self.backend.kv_axis, self.axis)
         shapes = slot_rows.shapes(self.dims.C, self.dims.V)
         return DeviceState(
             kv=[(one, one) for _ in range(self.arch.L)],
             slots=jax.tree.map(lambda _: PartitionSpec(), shapes),
         )
 
-    def state_shardings(self) -> DeviceState:
+    def state_shardings(self) -> Any:
         return jax.tree.map(
             lambda p: NamedSharding(self.mesh, p),
             self.state_partitions(),
@@ -127,8 +127,8 @@ class StepModel:
     def abstract_params(self) -> Any:
         return abstract(self.specs(), self.mesh, self.rules, self.dtype)
 
-    def abstract_state(self) -> DeviceState:
-        one = jax.ShapeDtypeStruct(self.layer_shape, self.kv_dtype)
+    def abstract_state(self) -> Any:
+        one: Any = jax.ShapeDtypeStruct(self.layer_shape, self.kv_dtype)
         state = DeviceState(
             kv=[(one, one) for _ in range(self.arch.L)],
             slots=slot_rows.shapes(self.dims.C, self.dims.V),
@@ -147,7 +147,8 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
     """The pure step of one bucket over global arrays.
 
     Raises:
-        ValueError: a bucket of fewer than two tokens or drawn places (XLA:CPU is far slower on one row).
+        ValueError: a bucket of fewer than two tokens or drawn places (XLA:CPU is far slower on one
+        row).
     """
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
@@ -191,10 +192,10 @@ def run(
             n_ok_R,
             (view.flags & PENALTY) > 0,
         )
-    out = _pack(view, token_RJ, n_ok_R, ok_E, chosen)
+    scores = None
     if view.target_T is not None:
-        out = out.replace(scores=_score(model, params, x_TD[-view.P :], view.target_T[-view.P :]))
-    return DeviceState(kv=kv, slots=slots), out
+        scores = _score(model, params, x_TD[-view.P :], view.target_T[-view.P :])
+    return DeviceState(kv=kv, slots=slots), _pack(view, token_RJ, n_ok_R, ok_E, chosen, scores)
 
 
 def _drawn_places(view: StepView) -> jax.Array:
@@ -280,7 +281,12 @@ def _new_len(view: StepView, n_ok_R: jax.Array) -> jax.Array:
 
 
 def _pack(
-    view: StepView, token_RJ: jax.Array, n_ok_R: jax.Array, ok_E: jax.Array, chosen: Any
+    view: StepView,
+    token_RJ: jax.Array,
+    n_ok_R: jax.Array,
+    ok_E: jax.Array,
+    chosen: tuple[jax.Array, jax.Array, jax.Array],
+    scores: Scores | None,
 ) -> StepOut:
     logprob_E, top_ids_EL, top_logprobs_EL = chosen
     ok_RJ = _by_row(view, ok_E, True)
@@ -292,6 +298,7 @@ def _pack(
         packed_RX=jnp.concatenate([head_R2, token_RJ, bits_RJ], axis=1),
         top_ids_RJL=_by_row(view, top_ids_EL, NONE),
         top_logprobs_RJL=_by_row(view, top_logprobs_EL, 0.0),
+        scores=scores,
     )
 
 

@@ -1,8 +1,9 @@
 """How many tokens of a row stand: drafts against what the target draws at their places.
 
-Owns acceptance. Every position draws its own token with its own counter-based key, exactly as it would one
-step at a time, and drafts stand while they equal what was drawn. So the output with drafts is the output
-without them, greedy and seeded alike, and a bad draft costs time only. Must not know who drafted.
+Owns acceptance. Every position draws its own token with its own counter-based key, exactly as it
+would one step at a time, and drafts stand while they equal what was drawn. So the output with
+drafts is the output without them, greedy and seeded alike, and a bad draft costs time only. Must
+not know who drafted.
 
 Row of J = 4 with three drafts; ``drawn[j]`` follows ``token[j]``::
 
@@ -20,7 +21,7 @@ def accept(token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array) -> jax.
     """int32[R]: tokens of ``drawn_RJ`` that stand, 1 to ``count_R``.
 
     Args:
-        token_RJ: int32, the tokens each row ran on: the last known one, then ``count_R - 1`` drafts.
+        token_RJ: int32, what each row ran on: its last known token, then ``count_R - 1`` drafts.
         drawn_RJ: int32, the token the target draws after each of them.
         count_R: int32, at least 1.
     """

@@ -1,12 +1,13 @@
 """One packed int32 buffer per step: its layout, and what it becomes inside jit.
 
-Owns the order, shapes and dtypes of everything a step is told (``layout``) and the device side of reading it
-(``unpack``). The runner fills the same layout through numpy views; nothing else knows an offset. Floats
-travel as their bits. A field whose bucket feature is off has no bytes and is None in the view.
+Owns the order, shapes and dtypes of everything a step is told (``layout``) and the device side of
+reading it (``unpack``). The runner fills the same layout through numpy views; nothing else knows an
+offset. Floats travel as their bits. A field whose bucket feature is off has no bytes and is None in
+the view.
 
 Token axis of a bucket with D decode rows of J = 1 + drafts tokens, and P prefill tokens of F rows::
 
-    buf  | flags, counts | rows_RX: slot, start, count ... stop ids | tok_T | row_T | page_table_RM | ... |
+    buf  | flags, counts | rows_RX: slot, start ... stop ids | tok_T | row_T | page_table_RM | ... |
 
     T = D * J + P      |d0 d0 d1 d1 ... |f0 f0 f0 f0 f0 f1 f1 f1 .. pad|
     R = D + F            row r: r*J ...   row D+i: first_R[D+i] ...
@@ -74,8 +75,8 @@ class StepDims:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A named part of the buffer. ``per_row`` fields are neighbours and share one matrix, a row of it per
-    row of the step: the host fills them with one gather."""
+    """A named part of the buffer. ``per_row`` fields are neighbours and share one matrix, a row of
+    it per row of the step: the host fills them with one gather."""
 
     name: str
     shape: tuple[int, ...]
@@ -130,7 +131,8 @@ def _columns(matrix_RX: Any) -> list[tuple[str, bool, Any]]:
 def layout(
     bucket: Bucket, dims: StepDims, attn: Mapping[str, tuple[int, ...]]
 ) -> tuple[Field, ...]:
-    """The fields of the packed buffer in order. ``attn`` are the ints that the attention backend plans."""
+    """The fields of the packed buffer in order. ``attn`` are the ints that the attention backend
+    plans."""
     T, R, J = bucket.T, bucket.R, bucket.J
     fields = [
         Field("flags", ()),
@@ -173,7 +175,8 @@ ROWS = "rows_RX"
 
 
 def _parts(fields: tuple[Field, ...]) -> list[tuple[Field | None, int, int, tuple[int, ...]]]:
-    """(field, offset, size, shape) in order; the per-row fields are one part, with None for the field."""
+    """(field, offset, size, shape) in order; the per-row fields are one part, with None for the
+    field."""
     parts: list[tuple[Field | None, int, int, tuple[int, ...]]] = []
     at = 0
     for f in fields:

@@ -1,11 +1,12 @@
 """StepPlan -> StepBatch: one packed int32 buffer, filled through named numpy views.
 
-Owns the host side of ``jserve.model.view.layout``: which number goes where, and the range check of every index,
-because JAX clamps a bad index to a wrong answer. Must not know a scheduler, nor run anything on a device.
+Owns the host side of ``jserve.model.view.layout``: which number goes where, and the range check of
+every index, because JAX clamps a bad index to a wrong answer. Must not know a scheduler, nor run
+anything on a device.
 
-What a sequence never changes (temperature, seed, stop ids ...) is kept per slot and gathered by slot; only starts,
-counts, pages and the tokens of prefill rows are written per step. The buffer of a bucket is reused and copied out,
-for a transfer may alias the copy::
+What a sequence never changes (temperature, seed, stop ids ...) is kept per slot and gathered by
+slot; only starts, counts, pages and the tokens of prefill rows are written per step. The buffer of
+a bucket is reused and copied out, for a transfer may alias the copy::
 
     rows     decode 0 .. n_decode-1 | unused .. D-1 | prefill D .. D+n_prefill-1 | unused
     slot_R      s0 s1 s2                 C              s7 s9                        C
@@ -86,7 +87,7 @@ class Packer:
         self._plan_attention = plan_attention
         self._slates: dict[Bucket, _Slate] = {}
         self._owner: list[Sequence | None] = [None] * dims.C
-        # One row per slot, in the columns of ``rows_RX``, and one for rows of the bucket that are not in use.
+        # One row per slot, in the columns of ``rows_RX``, and one for rows that are not in use.
         self._known_CX = np.zeros((dims.C, ROW_WIDTH), np.int32)
         self._known = row_columns(self._known_CX)
         self._known["slot_R"][...] = np.arange(dims.C)
@@ -100,7 +101,8 @@ class Packer:
         """The plan's buffer, in the cheapest bucket that takes it (or the one given).
 
         Raises:
-            ValueError: an index out of range, or a plan that no bucket takes: a fault of the scheduler.
+            ValueError: an index out of range, or a plan that no bucket takes: a fault of the
+            scheduler.
         """
         needs = Needs.of(plan)
         bucket = bucket or self.ladder.choose(needs)

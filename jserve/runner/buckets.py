@@ -1,10 +1,11 @@
 """The finite list of step shapes, and which one a plan runs in.
 
-Owns the ladder of buckets. Must not know jax: a bucket is chosen from counts alone, so the choice replays.
+Owns the ladder of buckets. Must not know jax: a bucket is chosen from counts alone, so the choice
+replays.
 
-Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doubling; prefill tokens 32, 64, 128
-and doubling, beside all decode rows and, at 32 and 128, beside few of them. No rung has fewer than two tokens, since XLA:CPU
-multiplies one row many times slower than two.
+Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doubling; prefill tokens
+32, 64, 128 and doubling, beside all decode rows and, at 32 and 128, beside few of them. No rung has
+fewer than two tokens, since XLA:CPU multiplies one row many times slower than two.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How many KV pages fit, and the memory budget as the start banner prints it.
 
-Owns the sizing of the KV pool. Must not know plans. On an accelerator the pool takes what ``memory_utilization``
-leaves after weights and scratch. On a CPU the device is the host's memory, which others use too: the pool takes at
-most a quarter of what is free, and never more than twice what all slots can fill (the second half keeps prefixes).
+Owns the sizing of the KV pool. Must not know plans. On an accelerator the pool takes what
+``memory_utilization`` leaves after weights and scratch. On a CPU the device is the host's memory,
+which others use too: the pool takes at most a quarter of what is free, and never more than twice
+what all slots can fill (the second half keeps prefixes).
 """
 
 from __future__ import annotations
@@ -73,12 +74,13 @@ def plan_memory(
     tp: int,
     params: Any,
     options: CacheOptions,
-    device: jax.Device,
+    device: Any,
 ) -> MemoryPlan:
     """Size the KV pool; ``n_pages`` or ``kv_memory_gb`` of the options decide if they are given.
 
     Raises:
-        ConfigError: not even one sequence of the full context fits; ``field`` is the option that limits it.
+        ConfigError: not even one sequence of the full context fits; ``field`` is the option that
+        limits it.
     """
     one = page_bytes(arch, backend, page_size=dims.Z, itemsize=itemsize, tp=tp)
     weights = sum(x.nbytes for x in jax.tree.leaves(params)) // tp
@@ -109,7 +111,7 @@ def plan_memory(
     )
 
 
-def _device_memory(device: jax.Device, utilization: float, weights: int) -> tuple[int, int]:
+def _device_memory(device: Any, utilization: float, weights: int) -> tuple[int, int]:
     """(bytes of the device, bytes that slots and KV may take)."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats:

@@ -1,9 +1,9 @@
 """Every compiled program of an engine: listed, compiled before ready, counted after.
 
-Owns ahead-of-time compilation (``lower().compile()`` of each bucket in parallel threads), the persistent compile
-cache and the seal. Must not know plans. After ``seal()`` nothing may compile: on a GPU a new executable evicts
-every captured graph, and anywhere it stalls all requests. Compiles are counted through ``jax.monitoring``, so one
-by any code of this process is seen.
+Owns ahead-of-time compilation (``lower().compile()`` of each bucket in parallel threads), the
+persistent compile cache and the seal. Must not know plans. After ``seal()`` nothing may compile: on
+a GPU a new executable evicts every captured graph, and anywhere it stalls all requests. Compiles
+are counted through ``jax.monitoring``, so one by any code of this process is seen.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _CompileCounter:
                 self._listening = True
         return self
 
-    def _heard(self, event: str, duration: float, **_: Any) -> None:
+    def _heard(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self.n += 1
@@ -134,7 +134,8 @@ class Programs:
         return 0 if self._sealed_at is None else n_compiles() - self._sealed_at
 
     def check(self) -> None:
-        """Raises RuntimeError (strict) or warns once each when something compiled after the seal."""
+        """Raises RuntimeError (strict) or warns once each when something compiled after the
+        seal."""
         if self._sealed_at is None or n_compiles() == self._warned:
             return
         self._warned = n_compiles()

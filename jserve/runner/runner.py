@@ -1,11 +1,11 @@
 """ModelRunner: takes plans, runs them on the device in order, gives numpy back.
 
-Owns the parameters, the device state and the programs, and is the only caller of a compiled step. Must not know a
-scheduler. One packed buffer goes down per step and one comes up; ``launch`` returns while the device works and
-``collect`` waits for that step alone::
+Owns the parameters, the device state and the programs, and is the only caller of a compiled step.
+Must not know a scheduler. One packed buffer goes down per step and one comes up; ``launch`` returns
+while the device works and ``collect`` waits for that step alone::
 
-    launch k+1:  pack | slot loads | step(params, state, buf)      device:  ... step k | step k+1
-    collect k:   wait for out k, slice its rows                                        ^ still running
+    launch k+1:  pack | slot loads | step(params, state, buf)      device: step k | step k+1
+    collect k:   wait for out k, slice its rows                            ^ still running
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class ModelRunner:
         for item in plan.loads:
             for buf in load_buffers(item, self.model.dims.V):
                 slots = self.programs.load(self.state.slots, buf)
-                self.state = self.state.replace(slots=slots)
+                self.state = DeviceState(kv=self.state.kv, slots=slots)
         out = self._run(batch)
         wants_top = bool(batch.flags & LOGPROBS)
         for array in _fetched(out, wants_top):
@@ -178,7 +178,8 @@ class ModelRunner:
         )
 
     def update_params(self, params: Any) -> None:
-        """Serve other weights from the next launch on: same shapes, types and shardings, so nothing compiles.
+        """Serve other weights from the next launch on: same shapes, types and shardings, so nothing
+        compiles.
 
         KV written with the old weights stays; the caller empties the prefix cache.
 
@@ -206,7 +207,8 @@ class ModelRunner:
         }
 
     def bench_bucket_times(self, repeats: int = 3) -> dict[Bucket, float]:
-        """Seconds of one step of each bucket with all its rows padding: the floor of its step time."""
+        """Seconds of one step of each bucket with all its rows padding: the floor of its step
+        time."""
         for bucket in self.ladder.buckets:
             batch = self._packer.pack(_NOTHING, bucket)
             times = []
@@ -223,7 +225,8 @@ class ModelRunner:
         return out
 
     def _warm_up(self, progress: Progress) -> None:
-        """Run the smallest program once: first-run costs (threads, allocations) fall before ready."""
+        """Run the smallest program once: first-run costs (threads, allocations) fall before
+        ready."""
         progress("warm up", 0, 1)
         batch = self._packer.pack(_NOTHING, self.ladder.buckets[0])
         jax.block_until_ready(self._run(batch).packed_RX)

@@ -1,11 +1,11 @@
 """Allocating what lives on the device across steps.
 
-Owns the creation of ``DeviceState``: the KV of each layer and the slot rows, zeroed in place on their shards.
-Must not know plans or programs.
+Owns the creation of ``DeviceState``: the KV of each layer and the slot rows, zeroed in place on
+their shards. Must not know plans or programs.
 
 One layer's keys and values are two arrays of the backend's shape, split over the kv heads::
 
-    kv[l] = (keys, values)    e.g. [pages, Z, K, H], page 0 scratch    |<- device 0 ->|<- device 1 ->| along K
+    kv[l] = (keys, values)   e.g. [pages, K, Z, H], page 0 scratch; along K: | device 0 | device 1 |
 """
 
 from __future__ import annotations

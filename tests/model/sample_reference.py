@@ -47,7 +47,8 @@ def adjusted(raw_V: np.ndarray, params: SamplingParams, context: Context) -> np.
 
 
 def distribution(logits_V: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """float64[V]: probabilities after temperature, min_p, top_k and top_p, ties at an edge all kept."""
+    """float64[V]: probabilities after temperature, min_p, top_k and top_p, ties at an edge all
+    kept."""
     if params.greedy:
         return np.eye(len(logits_V))[int(np.argmax(logits_V))]
     p = np.exp((logits_V - logits_V.max()) / params.temperature)

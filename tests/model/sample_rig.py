@@ -23,7 +23,8 @@ _LOAD = jax.jit(slot_rows.load)
 
 
 def slots_of(rows: Seq[tuple[SamplingParams, Context]], V: int) -> Any:
-    """Slots as they are after the loads of these rows (row i in slot i); unneeded ones hold rubbish."""
+    """Slots as they are after the loads of these rows (row i in slot i); unneeded ones hold
+    rubbish."""
     rng = np.random.default_rng(5)
     slots = jax.tree.map(
         lambda a: jnp.asarray(rng.integers(0, 5, a.shape).astype(a.dtype)),

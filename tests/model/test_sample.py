@@ -1,4 +1,5 @@
-"""Sampling against the sorted float64 reference: every field, in every pair, and the draws by chi-square."""
+"""Sampling against the sorted float64 reference: every field, in every pair, and the draws by
+chi-square."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A tiny llama on the real ModelRunner, driven by hand-made plans.
 
-What the runner tests build on. ``Rig`` plays the smallest possible scheduler: sequences with pages and a slot of
-their own, a plan from whichever of them a random generator picks, results applied in order. None of the real
-scheduler's policy is in it, so a fault it finds is the runner's.
+What the runner tests build on. ``Rig`` plays the smallest possible scheduler: sequences with pages
+and a slot of their own, a plan from whichever of them a random generator picks, results applied in
+order. None of the real scheduler's policy is in it, so a fault it finds is the runner's.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _draw(rng: np.random.Generator, spec: Any) -> np.ndarray:
 
 
 def _repeat(shape: tuple[int, ...], x: np.ndarray) -> np.ndarray:
-    """qkv [K, G + 2, H, D] for more shards than kv heads: each takes part of the queries, all of k and v."""
+    """qkv [K, G + 2, H, D] for more shards than kv heads: each takes part of the queries, all of k
+    and v."""
     if x.shape == shape:
         return x
     times = shape[0] // x.shape[0]

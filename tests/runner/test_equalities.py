@@ -1,4 +1,5 @@
-"""The equalities of the engine, on the real runner in float32: who else runs must not change what a row draws."""
+"""The equalities of the engine, on the real runner in float32: who else runs must not change what a
+row draws."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_random_traces_equal_alone():
 
 
 def test_cut_off_and_started_again_equals_uninterrupted():
-    """Preemption by recompute: the output so far becomes part of what is given, in another slot and pages."""
+    """Preemption by recompute: the output so far becomes part of what is given, in another slot and
+    pages."""
     job = mixed_jobs(1)[3]
     want = alone(1)[3]
     for cut in (1, 3, 7):

@@ -1,4 +1,5 @@
-"""What is compiled: donated in place, no copy of the KV, sealed, and a start that counts its programs."""
+"""What is compiled: donated in place, no copy of the KV, sealed, and a start that counts its
+programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Logits of a whole text in one go, through family.forward on a cache of its own: the runner's oracle."""
+"""Logits of a whole text in one go, through family.forward on a cache of its own: the runner's
+oracle."""
 
 from __future__ import annotations
 
