@@ -142,12 +142,23 @@ def engine(
 
     began = time.monotonic()
     runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
-    scheduler = Scheduler(runner.limits, config)
+    scheduler = Scheduler(runner.limits, config, journal=_journal(config.scheduler.journal))
     made = Engine(scheduler, runner, overlap=config.scheduler.overlap)
     info = {**facts, **runner.report(), "startup_s": round(time.monotonic() - began, 2)}
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
     return made, info
+
+
+def _journal(path: str) -> Any:
+    from jserve.sched.journal import JournalFile
+
+    if not path:
+        return None
+    try:
+        return JournalFile(open(path, "wb", buffering=1 << 16))  # noqa: SIM115  (lives as long as the engine)
+    except OSError as e:
+        raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
 
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
@@ -168,7 +179,14 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     began = time.monotonic()
     if params is None:
         params = load(
-            family, arch, source, mesh, rules, dtype, progress=progress, seed=config.model.seed
+            family,
+            arch,
+            source,
+            mesh,
+            rules,
+            dtype,
+            progress=lambda _, done, total: progress("load weights", done, total),
+            seed=config.model.seed,
         )
     else:
         specs = family.specs(arch, mesh.shape.get("tp", 1))
@@ -222,12 +240,9 @@ def serve(config: EngineConfig, console: Any) -> int:
     import asyncio
     import logging
 
-    from rich.logging import RichHandler
-
     logging.basicConfig(
         level=config.server.log_level.upper(),
-        format="%(message)s",
-        handlers=[RichHandler(console=console, show_path=False, markup=False)],
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     text = text_side(config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -277,7 +292,7 @@ async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
             text.tokenizer,
             _tested(text.chat),
             card,
-            on_listening=lambda url: console.print(banner(url, text, info, ready_s)),
+            on_listening=lambda url: print(banner(url, text, info, ready_s), flush=True),
         )
     except EngineDead as e:
         console.print(f"[red]error:[/] {e.message}", soft_wrap=True)
@@ -298,28 +313,22 @@ def _tested(chat: ChatTemplate | None) -> ChatTemplate | None:
 
 def banner(url: str, text: TextSide, info: dict[str, Any], ready_s: float) -> str:
     """What ``jserve serve`` prints when it listens: address, model, device, memory, a curl line."""
-    path = "chat/completions" if text.chat is not None else "completions"
-    ask = (
-        '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
-        if text.chat is not None
-        else '"prompt": "Once upon a time"'
-    )
+    path, ask = "completions", '"prompt": "Once upon a time"'
+    if text.chat is not None:
+        path = "chat/completions"
+        ask = '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
     body = f'{{"model": "{text.name}", {ask}, "stream": true}}'
-    return "\n".join(
-        (
-            f"[bold]jserve[/] listening on [bold]{url}[/]",
-            f"  model     {text.name} ({info.get('family')}), context {info['max_model_len']}",
-            f"  device    {info.get('device')}, {info.get('dtype')}, attention {info.get('backend')}",
-            f"  memory    weights {info.get('weights_gib')} GiB, KV {info.get('kv_gib')} GiB"
-            f" = {info.get('kv_tokens')} tokens in {info.get('kv_pages')} pages ({info.get('kv_dtype')})",
-            f"  programs  {info.get('programs')} compiled and sealed",
-            f"  start     {ready_s:.1f} s (load {info.get('load_s')}, compile {info.get('compile_s')})",
-            "",
-            f"curl -N {url}/v1/{path} -H 'content-type: application/json' -d '{body}'".replace(
-                "[", "\\["
-            ),
-        )
-    )
+    kv = f"{info['kv_gib']} GiB = {info['kv_tokens']} tokens in {info['kv_pages']} pages"
+    return f"""\
+jserve is listening on {url}
+  model     {text.name} ({info["family"]}), context {info["max_model_len"]}
+  device    {info["device"]}, {info["dtype"]}, attention {info["backend"]}
+  memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
+  programs  {info["programs"]} compiled and sealed
+  start     {ready_s:.1f} s (weights {info["load_s"]} s, programs {info["compile_s"]} s)
+
+curl -N {url}/v1/{path} -H 'content-type: application/json' -d '{body}'
+"""
 
 
 def update_params(engine: Engine, params: Any) -> None:
@@ -333,9 +342,7 @@ def update_params(engine: Engine, params: Any) -> None:
     runner: Any = engine.runner
     model = runner.model
     canonical = model.family.specs(model.arch, 1)
-    placed = adopt(
-        params, model.specs(), model.mesh, model.rules, model.dtype, canonical=canonical
-    )
+    placed = adopt(params, model.specs(), model.mesh, model.rules, model.dtype, canonical=canonical)
     engine.swap(lambda: runner.update_params(placed))
 
 

@@ -58,6 +58,7 @@ class SchedulerOptions:
     )
     overlap: int = opt(1, "steps planned ahead of the device", min=0, max=2)
     max_waiting: int = opt(1024, "requests in the queue before new ones are refused", min=1)
+    journal: str = opt("", "file for every input of the scheduler, prompts included; empty is off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,9 @@ class _Door:
 
     def _request(self, prompt: Prompt, params: SamplingParams, id: str | None) -> _Running:
         text, ids = self._tokenised(prompt)
-        words = tuple(tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in params.bad_words)
+        words = tuple(
+            tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in params.bad_words
+        )
         params = replace(params, bad_token_ids=(*params.bad_token_ids, *words)) if words else params
         request = Request(
             id=id or f"llm-{next(self._ids)}",
@@ -145,7 +147,7 @@ class _Door:
         )
         return _Running(request, text, self.tokenizer)
 
-    def _tokenised(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenised(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 return None, list(prompt["prompt_token_ids"])
@@ -157,10 +159,16 @@ class _Door:
     def _chat_prompt(self, messages: Seq[Message], template: Mapping[str, Any]) -> dict[str, Any]:
         chat = self._text.chat
         if chat is None:
-            raise BadRequest("the model has no chat template", field="messages", code="no_chat_template")
-        known = {k: template[k] for k in ("tools", "documents", "add_generation_prompt") if k in template}
+            raise BadRequest(
+                "the model has no chat template", field="messages", code="no_chat_template"
+            )
+        known = {
+            k: template[k] for k in ("tools", "documents", "add_generation_prompt") if k in template
+        }
         variables = dict(template.get("chat_template_kwargs") or {})
-        parts = chat.render(Chat(messages=[dict(m) for m in messages], variables=variables, **known))
+        parts = chat.render(
+            Chat(messages=[dict(m) for m in messages], variables=variables, **known)
+        )
         return {"prompt_token_ids": self.tokenizer.encode_parts(parts)}
 
 
@@ -271,11 +279,15 @@ class LLM(_Door):
         with self._lock:
             build.update_params(self._engine, params)
 
-    def _params(self, given: SamplingParams | Seq[SamplingParams] | None, n: int) -> list[SamplingParams]:
+    def _params(
+        self, given: SamplingParams | Seq[SamplingParams] | None, n: int
+    ) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.get_default_sampling_params()] * n
         if len(given) != n:
-            raise BadRequest(f"{len(given)} sampling_params for {n} prompts", field="sampling_params")
+            raise BadRequest(
+                f"{len(given)} sampling_params for {n} prompts", field="sampling_params"
+            )
         return list(given)
 
     def _run(self, jobs: list[_Running], progress: bool) -> None:
@@ -283,7 +295,9 @@ class LLM(_Door):
         for job in jobs:
             self._engine.submit(job.request)
         try:
-            with build.progress_bar("generating", len(jobs), shown=progress and len(jobs) > 1) as bar:
+            with build.progress_bar(
+                "generating", len(jobs), shown=progress and len(jobs) > 1
+            ) as bar:
                 while not all(job.output.finished for job in jobs):
                     self._step(by_id)
                     bar(sum(job.output.finished for job in jobs))
@@ -307,7 +321,9 @@ class LLM(_Door):
 class AsyncLLM(_Door):
     """The same for asyncio: one engine thread, many concurrent ``generate`` calls."""
 
-    def __init__(self, model: str = "", *, config: EngineConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str = "", *, config: EngineConfig | None = None, **options: Any
+    ) -> None:
         super().__init__(model, config, options)
         self.engine = AsyncEngine(lambda: InprocClient(self.config, build.engine), max_restarts=0)
 
@@ -332,7 +348,9 @@ class AsyncLLM(_Door):
         request_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the request's output so far after every step; closing the generator cancels it."""
-        job = self._request(prompt, sampling_params or self.get_default_sampling_params(), request_id)
+        job = self._request(
+            prompt, sampling_params or self.get_default_sampling_params(), request_id
+        )
         stream = self.engine.generate(job.request)
         try:
             async for out in stream:

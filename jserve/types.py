@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -46,21 +46,16 @@ def _require(ok: bool, name: str, message: str) -> None:
         raise BadRequest(f"{name} {message}", field=name)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: object, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+def _number(value: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
     ok = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(ok and math.isfinite(value), name, "must be a finite number")  # type: ignore[arg-type]
-    inside = (value > low if low_open else value >= low) and value <= high  # type: ignore[operator]
+    _require(ok and math.isfinite(value), name, "must be a finite number")
+    inside = (value > low if low_open else value >= low) and value <= high
     _require(inside, name, f"must be in {'(' if low_open else '['}{low:g}, {high:g}]")
 
 
-def _integer(value: object, name: str, low: int, high: int) -> None:
-    _require(
-        _is_int(value) and low <= value <= high, name, f"must be an integer in [{low}, {high}]"
-    )  # type: ignore[operator]
+def _integer(value: Any, name: str, low: int, high: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    _require(ok, name, f"must be an integer in [{low}, {high}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,15 @@ from jserve.api.ask import ModelCard
 from jserve.api.auth import Access, Keys
 from jserve.api.chat import ChatTemplate
 from jserve.api.errors import shown
-from jserve.api.front import TRACE, Front, Limits, ServedEngine, answer, json_response
+from jserve.api.front import (
+    TRACE,
+    Front,
+    Limits,
+    ServedEngine,
+    answer,
+    ignored_header,
+    json_response,
+)
 from jserve.api.metrics import Metrics
 from jserve.api.middleware import Handler, expect, make_middlewares, request_id, stamp
 from jserve.api.prepare import Preparer
@@ -111,9 +119,10 @@ async def model(request: web.Request, front: Front) -> web.Response:
 
 async def tokenize(request: web.Request, front: Front) -> web.Response:
     template, card = front.prepare.chat, front.card
-    ask = await front.read(request, lambda raw: tokens.tokenize_ask(raw, card, template))
-    (ids,) = await front.prepare.prompt_ids(ask)
-    return json_response(tokens.tokenized(ids, card))
+    wish = await front.read(request, lambda raw: tokens.tokenize_wish(raw, card, template))
+    (ids,) = await front.prepare.prompt_ids(wish.ask)
+    body = tokens.tokenized(wish.body, ids, card, front.prepare.tokenizer)
+    return json_response(body, headers=ignored_header(wish.ignored))
 
 
 async def detokenize(request: web.Request, front: Front) -> web.Response:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jserve.api.chat import Chat
 from jserve.types import SamplingParams
@@ -56,6 +57,18 @@ class Ask:
     truncate_left: bool = True
     priority: int = 0
     cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A request as its dialect read it."""
+
+    body: Any
+    """The dialect's own fields, for its answer."""
+    ask: Ask
+    stream: bool = False
+    ignored: tuple[str, ...] = ()
+    """Names of the fields that had no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,14 +20,12 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
-from jserve.api.ask import ModelCard
+from jserve.api.ask import ModelCard, Wish
 from jserve.api.auth import Keys
 from jserve.api.body import parse_object, read_body
 from jserve.api.errors import as_error, where
-from jserve.api.generate import Engine, Generation, Piece
+from jserve.api.generate import Engine, Generation, Piece, Reply
 from jserve.api.metrics import Metrics, RequestTimer
-from jserve.api.openai import Wish
-from jserve.api.openai_reply import Reply
 from jserve.api.prepare import Preparer
 from jserve.api.sse import EventStream
 from jserve.config import ServerOptions
@@ -44,7 +42,9 @@ class ServedEngine(Engine, Protocol):
 
     gave_up: asyncio.Event
     gave_up_reason: str
-    counters: dict[str, int]
+
+    @property
+    def counters(self) -> Mapping[Any, int]: ...
 
     @property
     def ready(self) -> bool: ...
@@ -138,16 +138,17 @@ async def answer(
     """
     timer = RequestTimer(front.metrics, requests, request[TRACE].arrival)
     run = Generation(front.engine, front.prepare.tokenizer, requests, timer)
-    headers = _headers(wish.ignored)
+    headers = ignored_header(wish.ignored)
     try:
-        if wish.body.stream:
+        if wish.stream:
             return await _stream(request, front, run, reply, headers)
         return await _whole(run, reply, headers)
     finally:
         timer.end(run.usage.cached)
 
 
-def _headers(ignored: tuple[str, ...]) -> dict[str, str]:
+def ignored_header(ignored: tuple[str, ...]) -> dict[str, str]:
+    """Tells a client which of its fields had no effect."""
     return {"x-jserve-ignored-params": ", ".join(ignored)} if ignored else {}
 
 

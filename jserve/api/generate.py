@@ -14,7 +14,7 @@ Choices are numbered as OpenAI does::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -26,6 +26,9 @@ from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, Output, Request, TokenLogprob
 
 MERGE_BUFFER = 64
+
+Json = dict[str, Any]
+Counts = Callable[[], Usage]
 
 
 class Engine(Protocol):
@@ -56,6 +59,19 @@ class Piece:
     stop_reason: int | str | None = None
     first: bool = False
     seed: int | None = None
+
+
+class Reply(Protocol):
+    """A dialect's way to answer. ``usage`` counts so far; it costs a walk over the choices."""
+
+    done: str | None
+    """What a stream that ended well sends last."""
+
+    def chunks(self, piece: Piece, usage: Counts) -> Iterator[Json]: ...
+
+    def last(self, usage: Usage) -> Iterator[Json]: ...
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Json: ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jserve.api.ask import Ask, ModelCard
+from jserve.api.ask import Ask, ModelCard, Wish
 from jserve.api.chat import Chat, ChatTemplate
 from jserve.api.errors import Unsupported, shown
 from jserve.api.openai_messages import chat_of
@@ -147,15 +146,6 @@ class CompletionBody(Body):
     echo: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """A read request: its fields, what they ask for, and the names of fields without effect."""
-
-    body: Any
-    ask: Ask
-    ignored: tuple[str, ...]
-
-
 def read(kind: type, raw: Mapping[str, Any]) -> Any:
     """``raw`` as a ``kind`` of body.
 
@@ -231,7 +221,7 @@ def chat_wish(raw: Mapping[str, Any], card: ModelCard, template: ChatTemplate | 
         params=_params(body, card, max_tokens=length, logprobs=logprobs, field=length_field),
         **_common(body),
     )
-    return Wish(body=body, ask=ask, ignored=ignored_fields(body))
+    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
 
 
 def _chat_length(body: ChatBody) -> tuple[int | None, str]:
@@ -270,7 +260,7 @@ def completion_wish(raw: Mapping[str, Any], card: ModelCard) -> Wish:
         raise BadRequest(f"n times the prompts may be at most {MAX_CHOICES}", field="n")
     special = body.add_special_tokens is not False
     ask = Ask(prompts=prompts, params=params, add_special_tokens=special, **_common(body))
-    return Wish(body=body, ask=ask, ignored=ignored_fields(body))
+    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
 
 
 def _common(body: Body) -> dict[str, Any]:

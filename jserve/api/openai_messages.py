@@ -21,7 +21,6 @@ MAX_TOOLS = 128
 MAX_VARIABLE_CHARS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
 def chat_of(fields: Mapping[str, Any], template: ChatTemplate | None) -> Chat:
@@ -68,12 +67,22 @@ def _message(value: Any, at: str, template: ChatTemplate | None) -> dict[str, An
     if role == "developer" and (template is None or not template.knows_role("developer")):
         role = "system"
     message: dict[str, Any] = {"role": role, "content": _content(value, role, at)}
-    for name in _KEPT:
+    for name in ("name", "tool_call_id"):
         if value.get(name) is not None:
             message[name] = _string(value[name], f"{at}.{name}")
+    message |= _reasoning(value, at)
     if value.get("tool_calls"):
         message["tool_calls"] = _tool_calls(value["tool_calls"], f"{at}.tool_calls")
     return message
+
+
+def _reasoning(value: dict[str, Any], at: str) -> dict[str, str]:
+    """A past answer's thoughts, under both names that templates read."""
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        if value.get(name) is not None:
+            text = _string(value[name], f"{at}.{name}")
+            return {"reasoning_content": text, "thinking": text}
+    return {}
 
 
 def _content(value: dict[str, Any], role: str, at: str) -> str:
@@ -163,9 +172,11 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
         raise BadRequest(f"{at} must be a tool of type function", field=at)
     if not _string(function.get("name"), f"{at}.function.name"):
         raise BadRequest(f"{at}.function.name must not be empty", field=f"{at}.function.name")
-    if not isinstance(function.get("parameters", {}), dict | None):
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
         raise BadRequest(f"{at}.function.parameters must be an object", field=at)
-    return {"type": "function", "function": function}
+    # Templates walk the properties; a tool without any is common and must not fail there.
+    return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 def _documents(value: Any, template: ChatTemplate | None) -> list[dict[str, Any]] | None:

@@ -13,34 +13,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from jserve.api.ask import ModelCard, Usage
-from jserve.api.generate import Piece
+from jserve.api.generate import Counts, Json, Piece
 from jserve.api.openai import ChatBody, CompletionBody
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request, TokenLogprob
 
 LOWEST = -9999.0
 """JSON has no minus infinity."""
-
-Json = dict[str, Any]
-Counts = Callable[[], Usage]
-
-
-class Reply(Protocol):
-    """A dialect's way to answer. ``usage`` counts so far; it costs a walk over the choices."""
-
-    done: str | None
-    """What a stream that ended well sends last."""
-
-    def chunks(self, piece: Piece, usage: Counts) -> Iterator[Json]: ...
-
-    def last(self, usage: Usage) -> Iterator[Json]: ...
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Json: ...
 
 
 @dataclass(slots=True, kw_only=True)

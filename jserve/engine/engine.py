@@ -148,9 +148,9 @@ class Engine:
         return outputs
 
     def _recover(self, error: Exception, plan: StepPlan | None) -> list[Output]:
-        """Give up the steps in flight, rebuild the device state, and try again without the suspects.
+        """Give up the steps in flight, rebuild the device state, try again without the suspects.
 
-        A first fault is blamed on the requests that joined in its step (it may have been nobody's), a
+        A first fault is blamed on the requests that joined in its step (there may be none), a
         second one within a minute on everyone in it. A third one ends the engine.
         """
         log.error("step failed", exc_info=error)

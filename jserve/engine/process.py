@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from typing import Any, Protocol
 
 from jserve.config import EngineConfig
@@ -65,9 +65,8 @@ def main(fd: int, build: Build) -> int:
     0: told to end, or the parent is gone. 2: the config or a model file is at fault. 1: anything
     else.
     """
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to the whole group; the parent tells us
+    # Ctrl-C reaches the whole process group; what it means is for the parent to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(fd, False)
     link = SocketLink(socket.socket(fileno=fd), ToEngine)
     threading.Thread(target=_end_with_parent, args=(fd,), daemon=True).start()
@@ -81,12 +80,12 @@ def run(link: Link, build: Build, *, freeze: bool) -> int:
         freeze: take everything alive after the start out of garbage collection.
     """
     try:
-        engine, info = _start(link, build)
+        engine, info, early = _start(link, build)
         if freeze:
             gc.collect()
             gc.freeze()
         link.send(Ready(info=info))
-        serve(engine, link)
+        serve(engine, link, early)
     except LinkClosed:
         return EXIT_OK
     except Exception as error:
@@ -94,36 +93,37 @@ def run(link: Link, build: Build, *, freeze: bool) -> int:
     return EXIT_OK
 
 
-def serve(engine: Engine, link: Link) -> None:
+def serve(engine: Engine, link: Link, early: Seq[Any] = ()) -> None:
     """Step the engine whenever there is work and block on the link when there is none.
 
-    Returns on Shutdown.
+    Returns on Shutdown. ``early`` are messages that came before the engine was ready.
 
     Raises:
         LinkClosed: the other end is gone.
         EngineDead: see ``Engine.step``.
     """
-    wait_s = 0.0 if engine.busy else None
-    told = 0.0
+    messages, told = early, 0.0
     while True:
-        for message in link.receive(wait_s):
+        for message in messages:
             if isinstance(message, Shutdown):
                 return
             _take(engine, message, link)
-        if not engine.busy:
-            continue
-        before = engine.n_steps
-        outputs = engine.step()
-        if outputs:
-            link.send(Outputs(step=engine.n_steps, outputs=outputs))
-        if not engine.busy or time.monotonic() - told > STATS_EVERY_S:
-            link.send(engine.stats())
-            told = time.monotonic()
-        moved = outputs or engine.n_steps > before or engine.n_in_flight
-        wait_s = None if not engine.busy else 0.0 if moved else BLOCKED_WAIT_S
+        wait_s: float | None = None
+        if engine.busy:
+            before = engine.n_steps
+            outputs = engine.step()
+            if outputs:
+                link.send(Outputs(step=engine.n_steps, outputs=outputs))
+            if not engine.busy or time.monotonic() - told > STATS_EVERY_S:
+                link.send(engine.stats())
+                told = time.monotonic()
+            moved = outputs or engine.n_steps > before or engine.n_in_flight
+            wait_s = None if not engine.busy else 0.0 if moved else BLOCKED_WAIT_S
+        messages = link.receive(wait_s)
 
 
-def _start(link: Link, build: Build) -> tuple[Engine, dict[str, Any]]:
+def _start(link: Link, build: Build) -> tuple[Engine, dict[str, Any], list[Any]]:
+    """The engine that Start asks for, its info, and the messages that came along with Start."""
     begun = time.monotonic()
     start = link.receive(None)
     while not start:
@@ -134,9 +134,7 @@ def _start(link: Link, build: Build) -> tuple[Engine, dict[str, Any]]:
     engine, info = build(
         config, lambda stage, done, total: link.send(Progress(stage=stage, done=done, total=total))
     )
-    for message in start[1:]:
-        _take(engine, message, link)
-    return engine, {"startup_s": time.monotonic() - begun, **info}
+    return engine, {"startup_s": time.monotonic() - begun, **info}, start[1:]
 
 
 def _take(engine: Engine, message: Any, link: Link) -> None:

@@ -18,8 +18,7 @@ under a step in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 
 import numpy as np
 

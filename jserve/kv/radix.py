@@ -17,8 +17,7 @@ evicting leaves, least recently used first. Idea: SGLang's radix cache, with who
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 
 RootKey = tuple[str, str | None, int]
 """(cache salt, adapter, weight version)."""

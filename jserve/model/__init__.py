@@ -1,4 +1,5 @@
-"""Device programs: pure JAX functions. Nothing here keeps state, reads the environment or knows a scheduler.
+"""Device programs: pure JAX functions. Nothing here keeps state, reads the environment or knows a
+scheduler.
 
 Array names end in their shape, one letter an axis::
 

@@ -1,6 +1,7 @@
 """The table of attention backends: how KV is laid out, written and attended to.
 
-Owns the ``AttentionBackend`` type and the registry of backends. Must not know families or the runner.
+Owns the ``AttentionBackend`` type and the registry of backends. Must not know families or the
+runner.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ LayerKV = tuple[jax.Array, jax.Array]
 class AttentionBackend:
     """One way to keep and read KV.
 
-    kv_shape:  (K, H, n_pages, page_size) -> shape of one layer's keys (values alike), K global kv heads.
-    kv_dtype:  dtype of the values -> dtype they are stored in (a backend may keep their bits as integers).
+    kv_shape:  (K, H, n_pages, page_size) -> shape of one layer's keys (values alike), K global kv
+               heads.
+    kv_dtype:  dtype of the values -> dtype they are stored in (a backend may keep their bits as
+               integers).
     kv_axis:   dimension of that shape that holds kv heads (sharded over the tensor-parallel axis).
-    plan_shapes: (bucket, dims) -> names and shapes of the int32 fields it adds to the packed buffer.
-    plan:      (views, bucket, dims) -> None; numpy, fills its own ``attn.*`` views from the others. The
-               start of a decode row is an upper bound there (-1 in the buffer means: read the slot).
+    plan_shapes: (bucket, dims) -> names and shapes of the int32 fields it adds to the packed
+               buffer.
+    plan:      (views, bucket, dims) -> None; numpy, fills its own ``attn.*`` views from the
+               others. The start of a decode row is an upper bound there (-1 in the buffer means:
+               read the slot).
     write_kv:  (kv, k_TKH, v_TKH, view) -> kv. Padding tokens go to page 0.
-    attend:    (q_TNH, kv, view, *, window, scale) -> o_TNH, causal, ``window`` 0 = full. Padding rows are finite.
+    attend:    (q_TNH, kv, view, *, window, scale) -> o_TNH, causal, ``window`` 0 = full. Padding
+               rows are finite.
     """
 
     name: str

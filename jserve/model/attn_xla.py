@@ -1,8 +1,9 @@
 """Paged attention in plain XLA: what serves on CPU, and the fallback wherever no kernel exists.
 
-Owns a KV layout and two loops whose length is data, so a step costs what its rows hold and not what its bucket
-could. Must not know families or the runner. A layer's keys are [P, K, Z, H], so that a kv head's share of a
-page is one contiguous run. A block is S positions (S / Z pages) that begin at a multiple of S.
+Owns a KV layout and two loops whose length is data, so a step costs what its rows hold and not
+what its bucket could. Must not know families or the runner. A layer's keys are [P, K, Z, H], so
+that a kv head's share of a page is one contiguous run. A block is S positions (S / Z pages) that
+begin at a multiple of S.
 
 Decode rows are sorted by length and taken W at a time, block by block, up to the longest of the W::
 
@@ -11,13 +12,15 @@ Decode rows are sorted by length and taken W at a time, block by block, up to th
 
 Prefill rows are cut into tiles of Q tokens of one row, each against the blocks it can see::
 
-    tokens   f0 f0 f0 f0 f0 f0 f0 f1 f1 f1       a tile may reach past the end of its row: what it leaves
-    tiles    |--- Q ---|--- Q ---|               there is overwritten by the rows after it
-                                  |--- Q ---|
+    tokens   f0 f0 f0 f0 f0 f0 f0 f1 f1 f1
+    tiles    |--- Q ---|--- Q ---|             what a tile leaves past the end of its row
+                                  |--- Q ---| is overwritten by the rows after it
 
-Both keep a running softmax. No result depends on another row, on page ids or on the bucket: blocks lie at fixed
-positions, and a block that a token cannot see leaves its sums as they are, bit for bit. Bfloat16 is stored as its
-bits (uint16), because scattering bfloat16 on XLA:CPU converts the whole pool.
+Both keep a running softmax. No result depends on another row, on page ids or on the bucket:
+blocks lie at fixed positions, and a block that a token cannot see leaves its sums as they are,
+bit for bit. Bfloat16 is stored as its bits (uint16), because scattering bfloat16 on XLA:CPU
+converts the whole pool.
+
 Idea of the running softmax: FlashAttention (arXiv 2205.14135).
 """
 
@@ -89,8 +92,9 @@ class Blocks(NamedTuple):
 
 
 def _read(kv: LayerKV, pages_WB: jax.Array) -> Blocks:
-    """The blocks in pages [W, B]. What is not finite reads as NaN among keys, so that it stays visible in the
-    scores of its own row, and as zero among values, so that it cannot leave it with a weight of zero."""
+    """The blocks in pages [W, B]. What is not finite reads as NaN among keys, so that it stays
+    visible in the scores of its own row, and as zero among values, so that it cannot leave it
+    with a weight of zero."""
     P, K, Z, H = kv[0].shape
     W, B = pages_WB.shape
     at_A = (pages_WB[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]).reshape(-1)
@@ -105,16 +109,15 @@ def _read(kv: LayerKV, pages_WB: jax.Array) -> Blocks:
 def _finite(x: jax.Array, instead: float) -> jax.Array:
     """bfloat16 where its bits are stored, else float32; ``instead`` of what is not finite.
 
-    The select is also what makes the gather before it fast: XLA:CPU vectorises a gather only inside a fusion.
+    The select is also what makes the gather before it fast: XLA:CPU vectorises a gather only
+    inside a fusion.
     """
     if x.dtype != jnp.uint16:
         x = x.astype(jnp.float32)
         return jnp.where(jnp.abs(x) < jnp.inf, x, instead)
     exponent = np.uint16(0x7F80)
     bits = np.asarray(instead, jnp.bfloat16).view(np.uint16)
-    return lax.bitcast_convert_type(
-        jnp.where((x & exponent) != exponent, x, bits), jnp.bfloat16
-    )
+    return lax.bitcast_convert_type(jnp.where((x & exponent) != exponent, x, bits), jnp.bfloat16)
 
 
 def _to_bits(x: jax.Array, dtype: Any) -> jax.Array:
@@ -127,7 +130,7 @@ def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
-# ---------------------------------------------------------------------------------------------- decode rows
+# --- decode rows
 
 
 class Sums(NamedTuple):
@@ -218,7 +221,9 @@ def _add(sums: Sums, score: jax.Array, seen: jax.Array, spec: str, v: jax.Array)
     p = jnp.where(seen, jnp.exp(score - top[..., None]), 0.0)
     keep = jnp.exp(sums.top - top)
     o = _product(spec, p.reshape(*v.shape[:-2], -1, v.shape[-2]), v)
-    return Sums(sums.o * keep[..., None] + o.reshape(sums.o.shape), sums.total * keep + p.sum(-1), top)
+    return Sums(
+        sums.o * keep[..., None] + o.reshape(sums.o.shape), sums.total * keep + p.sum(-1), top
+    )
 
 
 def _finish(sums: Sums) -> jax.Array:
@@ -231,7 +236,7 @@ def _seen(pos_WQ: jax.Array, pos_WS: jax.Array, window: int) -> jax.Array:
     return seen & (pos_WS[:, None] > pos_WQ[:, :, None] - window) if window else seen
 
 
-# --------------------------------------------------------------------------------------------- prefill rows
+# --- prefill rows
 
 
 def _prefill(q: jax.Array, kv: LayerKV, view: StepView, window: int) -> jax.Array:
@@ -268,7 +273,8 @@ def _tile(
     window: int,
     S: int,
 ) -> jax.Array:
-    """float32[K, Q, G, H] of ``n`` tokens from position ``start`` of the row with this page table."""
+    """float32[K, Q, G, H] of ``n`` tokens from position ``start`` of the row with this page
+    table."""
     K, Q, G, H = q_KQGH.shape
     B = S // kv[0].shape[2]
     pos_Q = start + jnp.arange(Q, dtype=jnp.int32)

@@ -1,7 +1,8 @@
-"""The pre-norm decoder that Llama, Qwen2, Qwen3 and Mistral share: its weights, forward pass and logits.
+"""The pre-norm decoder that Llama, Qwen2, Qwen3 and Mistral share: its weights, forward pass and
+logits.
 
-Owns the order of the layers and the parameter tree. Must not know config.json or which family it serves: the
-switches of ``Arch`` decide. A family file is a config reader plus this.
+Owns the order of the layers and the parameter tree. Must not know config.json or which family it
+serves: the switches of ``Arch`` decide. A family file is a config reader plus this.
 """
 
 from __future__ import annotations
@@ -64,23 +65,28 @@ def specs(arch: Arch, tp: int) -> dict[str, Any]:
 
 
 def check_tp(arch: Arch, tp: int) -> None:
-    """Refuse a tensor-parallel size that does not divide the model; kv heads are repeated if it exceeds them."""
+    """Refuse a tensor-parallel size that does not divide the model; kv heads are repeated if it
+    exceeds them."""
     for key, size in (
         ("vocab_size", arch.V),
         ("num_attention_heads", arch.N),
         ("intermediate_size", arch.F),
     ):
         if size % tp:
-            raise ConfigError(f"{key} {size} is not divisible by tensor_parallel_size {tp}", field=key)
+            raise ConfigError(
+                f"{key} {size} is not divisible by tensor_parallel_size {tp}", field=key
+            )
     if arch.K % tp and tp % arch.K:
         raise ConfigError(
-            f"num_key_value_heads {arch.K} neither divides nor is divisible by tensor_parallel_size {tp}",
+            f"num_key_value_heads {arch.K} neither divides tensor_parallel_size {tp}"
+            " nor is divisible by it",
             field="num_key_value_heads",
         )
 
 
 def _layer(arch: Arch, i: int, K: int) -> dict[str, ParamSpec]:
-    """``K`` is the number of kv heads kept: the model's, or one per shard where there are more shards."""
+    """``K`` is the number of kv heads kept: the model's, or one per shard where there are more
+    shards."""
     D, F, H, N = arch.D, arch.F, arch.H, arch.N
     attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
     layer = {
@@ -105,7 +111,8 @@ def _layer(arch: Arch, i: int, K: int) -> dict[str, ParamSpec]:
 
 
 def _qkv(arch: Arch, at: str, K: int, kind: str) -> ParamSpec:
-    """[K, G+2, H, D] (bias: [K, G+2, H]): query heads of a kv head lie together, so N/K of them follow it."""
+    """[K, G+2, H, D] (bias: [K, G+2, H]): query heads of a kv head lie together, so N/K of them
+    follow it."""
     tail = (arch.D,) if kind == "weight" else ()
     N, H, repeat = arch.N, arch.H, K // arch.K
     q = Part(name=f"{at}.q_proj.{kind}", shape=(N * H, *tail), view=(K, N // K, H, *tail))

@@ -1,10 +1,11 @@
 """The projection that every layer uses, and the facts about XLA:CPU that shape it.
 
-Owns how a weight matrix is stored and multiplied. Must not know layers or families. XLA:CPU multiplies
-bfloat16 at full speed only if all of these hold (GPUs do not care), so no other file has to think of them:
+Owns how a weight matrix is stored and multiplied. Must not know layers or families. XLA:CPU
+multiplies bfloat16 at full speed only if all of these hold (GPUs do not care), so no other file
+has to think of them:
 
 * weights are stored ``[out, in]`` and contracted over the last dimension of both operands;
-* the result is float32 (``preferred_element_type``), which is also the type of all activations here;
+* the result is float32 (``preferred_element_type``), as all activations here are;
 * there are at least two rows: one row alone takes 13 times longer than two.
 """
 
@@ -27,7 +28,5 @@ def dot(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
     x_TD = x_TD.astype(w_ND.dtype)
     if T < MIN_ROWS and w_ND.dtype != jnp.float32:
         x_TD = jnp.pad(x_TD, ((0, MIN_ROWS - T), (0, 0)))
-    y_TN = lax.dot_general(
-        x_TD, w_ND, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    y_TN = lax.dot_general(x_TD, w_ND, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return y_TN[:T]

@@ -1,7 +1,7 @@
 """What a model family is: a value of plain functions over one architecture description.
 
-Owns the ``Arch`` and ``Family`` types. Must not know any particular family; ``jserve.model.families`` has the
-registry, and each family file composes ``jserve.model.layers``.
+Owns the ``Arch`` and ``Family`` types. Must not know any particular family;
+``jserve.model.families`` has the registry, and each family file composes ``jserve.model.layers``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
-    """One decoder's dimensions and switches, normalised from config.json. Hashable: a static jit argument."""
+    """One decoder's dimensions and switches, normalised from config.json. Hashable: a static jit
+    argument."""
 
     family: str
     L: int
@@ -67,7 +68,8 @@ class Arch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model family. All functions are pure; ``axis`` is the tensor-parallel mesh axis inside shard_map.
+    """A model family. All functions are pure; ``axis`` is the tensor-parallel mesh axis inside
+    shard_map.
 
     arch:    config.json as a mapping -> Arch. Raises ConfigError naming the key it cannot honour.
     specs:   (arch, tp) -> tree of ParamSpec (global shapes; kv heads repeated when tp > K).

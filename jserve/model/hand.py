@@ -54,7 +54,9 @@ def pack(
         v[name][:] = 0.0 if name == "temperature_R" else 1.0
     v["n_decode"][()], v["n_prefill"][()] = len(decode), len(prefill)
     firsts = [r * bucket.J for r in range(len(decode))]
-    firsts += [bucket.D * bucket.J + sum(len(p.tokens) for p in prefill[:i]) for i in range(len(prefill))]
+    firsts += [
+        bucket.D * bucket.J + sum(len(p.tokens) for p in prefill[:i]) for i in range(len(prefill))
+    ]
     numbers = [*range(len(decode)), *range(bucket.D, bucket.D + len(prefill))]
     for r, first, row in zip(numbers, firsts, (*decode, *prefill), strict=True):
         n = len(row.tokens)

@@ -1,7 +1,8 @@
 """Reading a Hugging Face config.json into an ``Arch``: every key is honoured or refused by name.
 
-Owns the checks and the spellings (old ``rope_theta`` + ``rope_scaling``, new ``rope_parameters``). Must not know
-weights or layers. A family file calls ``decoder_arch`` and adds its own switches.
+Owns the checks and the spellings (old ``rope_theta`` + ``rope_scaling``, new
+``rope_parameters``). Must not know weights or layers. A family file calls ``decoder_arch`` and
+adds its own switches.
 """
 
 from __future__ import annotations
@@ -49,16 +50,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vision_config": (),
     "text_config": (),
 }
-"""Keys that change the computation in ways this decoder lacks, with the values (besides null) that do not."""
+"""Keys that change the computation in ways this decoder lacks, with the values (besides null)
+that do not."""
 
 
 def decoder_arch(config: Config, family: str, **switches: Any) -> Arch:
-    """The ``Arch`` of a plain decoder; ``switches`` are the family's own fields (biases, windows, defaults).
+    """The ``Arch`` of a plain decoder; ``switches`` are the family's own fields (biases, windows,
+    defaults).
 
-    ``default_kv_heads`` and ``default_head_dim`` among them are what a missing key means in this family.
+    ``default_kv_heads`` and ``default_head_dim`` among them are what a missing key means in this
+    family.
 
     Raises:
-        ConfigError: a key is missing, of the wrong type, or asks for something unsupported; ``field`` names it.
+        ConfigError: a key is missing, of the wrong type, or asks for something unsupported;
+        ``field`` names it.
     """
     for key, neutral in NEUTRAL.items():
         if config.get(key) is not None and config[key] not in neutral:
@@ -99,7 +104,8 @@ def _head_dim(config: Config, D: int, N: int, default: int | None) -> int:
 
 
 def _context(config: Config, scaling: RopeScaling | None) -> int:
-    """Tokens of context: linear and dynamic stretch what config.json states, yarn its original length."""
+    """Tokens of context: linear and dynamic stretch what config.json states, yarn its original
+    length."""
     stated = integer(config, "max_position_embeddings")
     if scaling is None or scaling.kind == "llama3":
         return stated
@@ -111,7 +117,8 @@ def rope(config: Config) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from either spelling; transformers gives ``rope_scaling`` precedence.
 
     Raises:
-        ConfigError: an unknown type, a missing or non-finite number, or a dictionary per layer type.
+        ConfigError: an unknown type, a missing or non-finite number, or a dictionary per
+        layer type.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     raw = config.get(key) or {}
@@ -179,8 +186,8 @@ def _llama3_numbers(raw: Config) -> dict[str, float]:
     return {"low_freq_factor": low, "high_freq_factor": high}
 
 
-def _yarn_numbers(raw: Config) -> dict[str, float | None]:
-    numbers: dict[str, float | None] = {
+def _yarn_numbers(raw: Config) -> dict[str, Any]:
+    numbers: dict[str, Any] = {
         name: number(raw, name, 0.0, low=0.0) if raw.get(name) is not None else None
         for name in ("attention_factor", "mscale", "mscale_all_dim")
     }
@@ -189,9 +196,18 @@ def _yarn_numbers(raw: Config) -> dict[str, float | None]:
     return numbers
 
 
+def full_attention(config: Config) -> None:
+    """Refuse windows, for families that have none."""
+    if config.get("sliding_window"):
+        refuse("sliding_window", f"{config['sliding_window']!r} is not supported in this family")
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        refuse("layer_types", "other than full_attention are not supported in this family")
+
+
 def upper_windows(config: Config) -> tuple[int, ...]:
-    """Window of each layer as Qwen states it: ``use_sliding_window`` switches it on, ``layer_types`` says
-    where, else the layers from ``max_window_layers`` on. () if all layers are full."""
+    """Window of each layer as Qwen states it: ``use_sliding_window`` switches it on,
+    ``layer_types`` says where, else the layers from ``max_window_layers`` on. () if all layers
+    are full."""
     L = integer(config, "num_hidden_layers")
     window = 0
     if boolean(config, "use_sliding_window", False):
@@ -234,7 +250,8 @@ def number(config: Config, key: str, default: Any = REQUIRED, low: float | None 
     value = _value(config, key, default)
     ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or (value <= 0 if low is None else value < low):
-        refuse(key, f"must be a finite number {'above 0' if low is None else f'from {low:g} on'}, not {value!r}")
+        bound = "above 0" if low is None else f"of at least {low:g}"
+        refuse(key, f"must be a finite number {bound}, not {value!r}")
     return float(value)
 
 

@@ -1,8 +1,9 @@
 """The parts that decoders are made of: norms, attention and MLP blocks, embedding and unembedding.
 
-Owns the arithmetic between the attention backend and the residual stream. Must not know families, config.json
-or the runner. Activations are float32; every matrix product goes through ``dot``, which computes in the type
-of the weight. ``axis`` is the tensor-parallel mesh axis inside shard_map, None outside::
+Owns the arithmetic between the attention backend and the residual stream. Must not know families,
+config.json or the runner. Activations are float32; every matrix product goes through ``dot``,
+which computes in the type of the weight. ``axis`` is the tensor-parallel mesh axis inside
+shard_map, None outside::
 
     qkv [K, G+2, H, D]   heads of kv group k: its G queries, its key, its value     sharded over K
     o   [D, N*H]         row-parallel: partial sums, psum over ``axis``             sharded over N*H
@@ -81,7 +82,8 @@ def mlp_block(arch: Arch, p: Params, x_TD: jax.Array, axis: str | None) -> jax.A
 
 
 def embed(table_VD: jax.Array, tok_T: jax.Array, axis: str | None) -> jax.Array:
-    """float32[T, D] of int32[T]; under ``axis`` each shard holds a contiguous range of the vocabulary."""
+    """float32[T, D] of int32[T]; under ``axis`` each shard holds a contiguous range of the
+    vocabulary."""
     if axis is None:
         return table_VD[tok_T].astype(jnp.float32)
     V = table_VD.shape[0]

@@ -1,11 +1,12 @@
 """Rotary position embedding: plain, linear, dynamic NTK, llama3 and yarn frequencies.
 
-Owns the frequencies and the rotation. Must not know config.json (``hf_config`` reads it) or families. The
-half-split form: dimension i turns together with dimension i + H/2.
+Owns the frequencies and the rotation. Must not know config.json (``hf_config`` reads it) or
+families. The half-split form: dimension i turns together with dimension i + H/2.
 
-Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), Llama 3.1. Numbers follow transformers, with
-one difference forced by caching: dynamic NTK is a function of the token's own position, as if the text had
-been fed one token at a time, so that neither chunking nor a cached prefix can change a result.
+Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), Llama 3.1. Numbers follow
+transformers, with one difference forced by caching: dynamic NTK is a function of the token's own
+position, as if the text had been fed one token at a time, so that neither chunking nor a cached
+prefix can change a result.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def _llama3(freq_H: np.ndarray, H: int, theta: float, s: RopeScaling) -> tuple[n
 
 
 def _yarn(freq_H: np.ndarray, H: int, theta: float, s: RopeScaling) -> tuple[np.ndarray, float]:
-    low, high = (_yarn_dim(b, H, theta, s.original_max_position) for b in (s.beta_fast, s.beta_slow))
+    low, high = (
+        _yarn_dim(b, H, theta, s.original_max_position) for b in (s.beta_fast, s.beta_slow)
+    )
     if s.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, H - 1)
@@ -96,7 +99,8 @@ def _yarn_scale(s: RopeScaling) -> float:
 
 
 def _dynamic(H: int, theta: float, s: RopeScaling, pos_T1: jax.Array) -> jax.Array:
-    """Radians per token float32[T, H/2]: the base grows once a position leaves the original context."""
+    """Radians per token float32[T, H/2]: the base grows once a position leaves the original
+    context."""
     n_T1 = jnp.maximum(pos_T1 + 1, s.original_max_position)
     growth_T1 = s.factor * n_T1 / s.original_max_position - (s.factor - 1)
     base_T1 = theta * growth_T1 ** (H / (H - 2))

@@ -1,8 +1,9 @@
-"""A weight is declared once: its shape, its logical axes, where it lies in a checkpoint, how to draw it.
+"""A weight is declared once: its shape, its logical axes, where it lies in a checkpoint, how to
+draw it.
 
-Owns ``ParamSpec`` and the rules that map logical axes to mesh axes. Everything else (abstract trees,
-shardings, loading, dummy weights) is a ``tree.map`` over specs. Idea: jax-llm-examples' ArrayInfo.
-Must not know file formats; ``jserve.weights`` reads ``Part``s.
+Owns ``ParamSpec`` and the rules that map logical axes to mesh axes. Everything else (abstract
+trees, shardings, loading, dummy weights) is a ``tree.map`` over specs. Idea: jax-llm-examples'
+ArrayInfo. Must not know file formats; ``jserve.weights`` reads ``Part``s.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ AXIS = "tp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One checkpoint tensor inside a parameter: reshaped to ``view``, its axis-0 entries repeated ``repeat``
-    times, then laid along the parameter's ``concat`` axis after the parts before it."""
+    """One checkpoint tensor inside a parameter: reshaped to ``view``, its axis-0 entries repeated
+    ``repeat`` times, then laid along the parameter's ``concat`` axis after the parts before
+    it."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,7 +105,7 @@ def abstract(specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
     )
 
 
-def make_mesh(tp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(tp: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A one-axis mesh of the first ``tp`` devices, Auto (shard_map refuses Explicit axes).
 
     Raises:
@@ -119,12 +121,14 @@ def make_mesh(tp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def kv_partition(kv_axis: int) -> PartitionSpec:
-    """How one layer's keys (values alike) lie on the mesh: split at the dimension that holds kv heads."""
+    """How one layer's keys (values alike) lie on the mesh: split at the dimension that holds kv
+    heads."""
     return PartitionSpec(*(None,) * kv_axis, AXIS)
 
 
 def assemble(spec: ParamSpec, get: Callable[[str], np.ndarray]) -> np.ndarray:
-    """The whole parameter from checkpoint tensors by name, on one host: what ``Part`` means, in numpy.
+    """The whole parameter from checkpoint tensors by name, on one host: what ``Part`` means, in
+    numpy.
 
     Raises:
         WeightsError: a tensor has another shape than the spec says; ``field`` is its name.
@@ -151,8 +155,8 @@ def assemble_all(specs: Any, get: Callable[[str], np.ndarray], dtype: Any) -> An
 def init_params(specs: Any, seed: int, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
     """Dummy weights drawn on the mesh, tensor by tensor of the checkpoint they stand for.
 
-    A value depends on the seed, the tensor's place in the tree and its index alone: not on the mesh, and a
-    repeated kv head is repeated here too.
+    A value depends on the seed, the tensor's place in the tree and its index alone: not on the
+    mesh, and a repeated kv head is repeated here too.
     """
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
     drawn, salt = [], seed * 0x9E3779B9
@@ -200,15 +204,17 @@ def _drawer(d: _Drawing, sharding: NamedSharding) -> Callable[[np.uint32], jax.A
 
 
 def _normal(shape: tuple[int, ...], salt: jax.Array) -> jax.Array:
-    """Nearly normal float32 (sum of four uniform bytes): a hash of the index, 20 times faster on a CPU than
-    exact normals, and weights of a dummy model need no better."""
+    """Nearly normal float32 (sum of four uniform bytes): a hash of the index, 20 times faster on
+    a CPU than exact normals, and weights of a dummy model need no better."""
     index = jnp.full(shape, salt, jnp.uint32)
     for d in range(len(shape)):
         stride = np.uint32(math.prod(shape[d + 1 :]) & 0xFFFFFFFF)
         index = index + jax.lax.broadcasted_iota(jnp.uint32, shape, d) * stride
     bits = _mix(_mix(index) + salt)
-    total = sum(((bits >> shift) & 0xFF).astype(jnp.float32) for shift in (0, 8, 16, 24))
-    return (total - 4 * 127.5) / math.sqrt(4 * (256**2 - 1) / 12)
+    total = jnp.full(shape, -4 * 127.5, jnp.float32)
+    for shift in (0, 8, 16, 24):
+        total = total + ((bits >> shift) & 0xFF).astype(jnp.float32)
+    return total / math.sqrt(4 * (256**2 - 1) / 12)
 
 
 def _mix(x: jax.Array) -> jax.Array:

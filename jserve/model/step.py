@@ -79,6 +79,7 @@ class StepModel:
     rules: ShardRules
     n_pages: int
     kv_dtype: Any
+    """As the backend stores it."""
     dtype: Any
 
     @property

@@ -6,6 +6,8 @@ travel as their bits. A field whose bucket feature is off has no bytes and is No
 
 Token axis of a bucket with D decode rows of J = 1 + drafts tokens, and P prefill tokens of F rows::
 
+    buf  | flags, counts | rows_RX: slot, start, count ... stop ids | tok_T | row_T | page_table_RM | ... |
+
     T = D * J + P      |d0 d0 d1 d1 ... |f0 f0 f0 f0 f0 f1 f1 f1 .. pad|
     R = D + F            row r: r*J ...   row D+i: first_R[D+i] ...
 
@@ -72,43 +74,72 @@ class StepDims:
 
 @dataclass(frozen=True, slots=True)
 class Field:
+    """A named part of the buffer. ``per_row`` fields are neighbours and share one matrix, a row of it per
+    row of the step: the host fills them with one gather."""
+
     name: str
     shape: tuple[int, ...]
     is_float: bool = False
+    per_row: bool = False
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
 
+COLUMNS = (
+    Field("slot_R", ()),
+    Field("start_R", ()),
+    Field("count_R", ()),
+    Field("first_R", ()),
+    Field("emit_R", ()),
+    Field("uses_R", ()),
+    Field("temperature_R", (), True),
+    Field("top_p_R", (), True),
+    Field("min_p_R", (), True),
+    Field("repetition_R", (), True),
+    Field("presence_R", (), True),
+    Field("frequency_R", (), True),
+    Field("top_k_R", ()),
+    Field("seed_R2", (2,)),
+    Field("min_pos_R", ()),
+    Field("stop_RS", (N_STOP_IDS,)),
+)
+"""What every row says of itself, in the order of its matrix row."""
+ROW_WIDTH = sum(c.size for c in COLUMNS)
+
+
+def row_columns(matrix_RX: np.ndarray) -> dict[str, np.ndarray]:
+    """Named, writable views of an int32[R, ROW_WIDTH] matrix (float columns as float32)."""
+    return {
+        name: part.view(np.float32) if is_float else part
+        for name, is_float, part in _columns(matrix_RX)
+    }
+
+
+def _columns(matrix_RX: Any) -> list[tuple[str, bool, Any]]:
+    """(name, is_float, part) of each column of a numpy or jax matrix."""
+    parts, at = [], 0
+    for c in COLUMNS:
+        part = matrix_RX[:, at : at + c.size] if c.shape else matrix_RX[:, at]
+        parts.append((c.name, c.is_float, part))
+        at += c.size
+    return parts
+
+
 def layout(
     bucket: Bucket, dims: StepDims, attn: Mapping[str, tuple[int, ...]]
 ) -> tuple[Field, ...]:
     """The fields of the packed buffer in order. ``attn`` are the ints that the attention backend plans."""
-    T, R, J, S = bucket.T, bucket.R, bucket.J, N_STOP_IDS
+    T, R, J = bucket.T, bucket.R, bucket.J
     fields = [
         Field("flags", ()),
         Field("n_decode", ()),
         Field("n_prefill", ()),
+        *(Field(c.name, (R, *c.shape), c.is_float, per_row=True) for c in COLUMNS),
         Field("tok_T", (T,)),
         Field("row_T", (T,)),
-        Field("slot_R", (R,)),
-        Field("start_R", (R,)),
-        Field("count_R", (R,)),
-        Field("first_R", (R,)),
-        Field("emit_R", (R,)),
-        Field("uses_R", (R,)),
         Field("page_table_RM", (R, dims.M)),
-        Field("temperature_R", (R,), True),
-        Field("top_p_R", (R,), True),
-        Field("min_p_R", (R,), True),
-        Field("repetition_R", (R,), True),
-        Field("presence_R", (R,), True),
-        Field("frequency_R", (R,), True),
-        Field("top_k_R", (R,)),
-        Field("seed_R2", (R, 2)),
-        Field("min_pos_R", (R,)),
-        Field("stop_RS", (R, S)),
     ]
     if bucket.lora:
         fields.append(Field("adapter_R", (R,)))
@@ -126,12 +157,34 @@ def buffer_size(fields: tuple[Field, ...]) -> int:
 
 def numpy_views(buf: np.ndarray, fields: tuple[Field, ...]) -> dict[str, np.ndarray]:
     """Named, writable views of one host buffer (float fields as float32)."""
-    views, at = {}, 0
-    for f in fields:
-        part = buf[at : at + f.size].reshape(f.shape)
-        views[f.name] = part.view(np.float32) if f.is_float else part
-        at += f.size
+    views: dict[str, np.ndarray] = {}
+    for f, at, n, shape in _parts(fields):
+        part = buf[at : at + n].reshape(shape)
+        if f is None:
+            views[ROWS] = part
+            views.update(row_columns(part))
+        else:
+            views[f.name] = part.view(np.float32) if f.is_float else part
     return views
+
+
+ROWS = "rows_RX"
+"""The name of the whole per-row matrix among the numpy views."""
+
+
+def _parts(fields: tuple[Field, ...]) -> list[tuple[Field | None, int, int, tuple[int, ...]]]:
+    """(field, offset, size, shape) in order; the per-row fields are one part, with None for the field."""
+    parts: list[tuple[Field | None, int, int, tuple[int, ...]]] = []
+    at = 0
+    for f in fields:
+        if not f.per_row:
+            parts.append((f, at, f.size, f.shape))
+            at += f.size
+        elif f.name == COLUMNS[0].name:
+            n = f.shape[0] * ROW_WIDTH
+            parts.append((None, at, n, (f.shape[0], ROW_WIDTH)))
+            at += n
+    return parts
 
 
 @flax.struct.dataclass
@@ -251,9 +304,14 @@ _PASSED = (
 
 
 def _fields(buf: jax.Array, fields: tuple[Field, ...]) -> dict[str, jax.Array]:
-    raw, at = {}, 0
-    for f in fields:
-        part = jax.lax.slice(buf, (at,), (at + f.size,)).reshape(f.shape)
-        raw[f.name] = jax.lax.bitcast_convert_type(part, jnp.float32) if f.is_float else part
-        at += f.size
+    def typed(part: jax.Array, is_float: bool) -> jax.Array:
+        return jax.lax.bitcast_convert_type(part, jnp.float32) if is_float else part
+
+    raw: dict[str, jax.Array] = {}
+    for f, at, n, shape in _parts(fields):
+        part = jax.lax.slice(buf, (at,), (at + n,)).reshape(shape)
+        if f is None:
+            raw.update({name: typed(x, is_float) for name, is_float, x in _columns(part)})
+        else:
+            raw[f.name] = typed(part, f.is_float)
     return raw

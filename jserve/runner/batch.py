@@ -15,6 +15,7 @@ for a transfer may alias the copy::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,32 +28,21 @@ from jserve.model.view import (
     N_STOP_IDS,
     PENALTY,
     RANDOM,
+    ROW_WIDTH,
+    ROWS,
     TRUNCATE,
     Bucket,
     Field,
     StepDims,
     buffer_size,
     numpy_views,
+    row_columns,
 )
 from jserve.runner.buckets import Ladder, Needs
 from jserve.types import GREEDY_TEMPERATURE, RowPlan, SamplingParams, Sequence, StepPlan
 
 FieldsOf = Callable[[Bucket], tuple[Field, ...]]
 PlanAttention = Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None]
-
-_STATIC = (
-    "uses_R",
-    "temperature_R",
-    "top_p_R",
-    "min_p_R",
-    "repetition_R",
-    "presence_R",
-    "frequency_R",
-    "top_k_R",
-    "min_pos_R",
-    "seed_R2",
-    "stop_RS",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +62,7 @@ class _Slate:
 
     buf: np.ndarray
     views: dict[str, np.ndarray]
+    first_D: np.ndarray
     width: int = 0
     """Page table columns that may be non-zero."""
 
@@ -95,7 +86,15 @@ class Packer:
         self._plan_attention = plan_attention
         self._slates: dict[Bucket, _Slate] = {}
         self._owner: list[Sequence | None] = [None] * dims.C
-        self._static = _static_rows(dims.C)
+        # One row per slot, in the columns of ``rows_RX``, and one for rows of the bucket that are not in use.
+        self._known_CX = np.zeros((dims.C, ROW_WIDTH), np.int32)
+        self._known = row_columns(self._known_CX)
+        self._known["slot_R"][...] = np.arange(dims.C)
+        self._known["emit_R"][...] = 1
+        idle_1X = np.zeros((1, ROW_WIDTH), np.int32)
+        idle = row_columns(idle_1X)
+        idle["slot_R"][...], idle["temperature_R"][...] = dims.C, 1.0
+        self._idle_X = idle_1X[0]
 
     def pack(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:
         """The plan's buffer, in the cheapest bucket that takes it (or the one given).
@@ -108,28 +107,21 @@ class Packer:
         if not needs.fit(bucket):
             raise ValueError(f"{bucket} does not take {needs}")
         slate = self._slate(bucket)
-        views, n = slate.views, needs.D
-        self._clear(slate, bucket)
-        slots = np.array([row.slot for row in plan.rows], np.intp)
-        starts = np.array([row.start for row in plan.rows], np.int32)
-        counts = np.array([row.count for row in plan.rows], np.int32)
-        self._check(plan, slots, starts, counts)
-        self._learn(plan.rows)
-        for rows, part in ((slice(0, n), slice(0, n)), (slice(n, None), _prefill(bucket, needs))):
-            views["slot_R"][part] = slots[rows]
-            views["start_R"][part] = starts[rows]
-            views["count_R"][part] = counts[rows]
-            for name in _STATIC:
-                views[name][part] = self._static[name][slots[rows]]
-        views["emit_R"][:n] = 1
+        views, n, rows = slate.views, needs.D, plan.rows
+        slots = [row.slot for row in rows]
+        counts = [row.count for row in rows]
+        self._check(plan, slots, counts)
+        self._learn(rows)
+        self._rows(slate, bucket, n, slots, counts, rows)
         self._pages(slate, plan, bucket, needs)
-        _decode_tokens(views, plan.rows[:n], counts[:n], bucket, self.dims.V)
-        _prefill_tokens(views, plan.rows[n:], bucket, self.dims.V)
+        views["row_T"][...] = bucket.R
+        _decode_tokens(views, rows[:n], counts[:n], bucket, self.dims.V)
+        _prefill_tokens(views, rows[n:], bucket, self.dims.V)
         if bucket.mask:
-            _masks(views, plan.rows, n, bucket)
+            _masks(views, rows, n, bucket)
         if bucket.lora:
-            _adapters(views, plan.rows, n, bucket)
-        flags = int(np.bitwise_or.reduce(self._static["uses_R"][slots])) if len(slots) else 0
+            _adapters(views, rows, n, bucket)
+        flags = int(np.bitwise_or.reduce(views["uses_R"]))
         views["flags"][...], views["n_decode"][...], views["n_prefill"][...] = flags, n, needs.F
         self._plan_attention(views, bucket, self.dims)
         views["start_R"][:n] = -1
@@ -144,44 +136,51 @@ class Packer:
         if slate is None:
             fields = self._fields_of(bucket)
             buf = np.zeros(buffer_size(fields), np.int32)
-            slate = self._slates[bucket] = _Slate(buf, numpy_views(buf, fields))
-            slate.views["temperature_R"][...] = 1.0
+            slate = self._slates[bucket] = _Slate(
+                buf, numpy_views(buf, fields), np.arange(bucket.D, dtype=np.int32) * bucket.J
+            )
         return slate
 
-    def _clear(self, slate: _Slate, bucket: Bucket) -> None:
-        views = slate.views
-        views["row_T"][...] = bucket.R
-        views["slot_R"][...] = self.dims.C
-        views["count_R"][...] = 0
-        views["start_R"][...] = 0
-        views["emit_R"][...] = 0
-        if bucket.score:
-            views["target_T"][...] = -1
-        views["first_R"][: bucket.D] = np.arange(0, bucket.D * bucket.J, bucket.J)
-        views["first_R"][bucket.D :] = 0
-
-    def _check(
-        self, plan: StepPlan, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray
+    def _rows(
+        self,
+        slate: _Slate,
+        bucket: Bucket,
+        n: int,
+        slots: list[int],
+        counts: list[int],
+        rows: tuple[RowPlan, ...],
     ) -> None:
+        views = slate.views
+        views[ROWS][...] = self._idle_X
+        picked_RX = self._known_CX[slots]
+        columns = row_columns(picked_RX)
+        columns["start_R"][...] = [row.start for row in rows]
+        columns["count_R"][...] = counts
+        views[ROWS][:n] = picked_RX[:n]
+        views[ROWS][bucket.D : bucket.D + len(rows) - n] = picked_RX[n:]
+        views["first_R"][: bucket.D] = slate.first_D
+
+    def _check(self, plan: StepPlan, slots: list[int], counts: list[int]) -> None:
         dims, table = self.dims, plan.page_table_RM
-        if not len(slots):
+        if not slots:
             return
+        starts = [row.start for row in plan.rows]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
         _in_range("slot", slots, 0, dims.C - 1)
         _in_range("start", starts, 0, dims.M * dims.Z - 1)
         _in_range("count", counts, 1, dims.M * dims.Z)
-        _in_range("start + count", starts + counts, 1, dims.M * dims.Z)
         if table.shape[0] != len(slots) or table.shape[1] > dims.M:
             raise ValueError(f"page table {table.shape} for {len(slots)} rows of {dims.M} pages")
-        if table.size:
-            _in_range("page", table, 0, self.n_pages - 1)
-        _in_range("start + count", starts + counts, 1, table.shape[1] * dims.Z)
+        _in_range("start + count", ends, 1, table.shape[1] * dims.Z)
+        if int(table.min()) < 0 or int(table.max()) >= self.n_pages:
+            raise ValueError(f"page out of range [0, {self.n_pages - 1}]")
 
     def _learn(self, rows: tuple[RowPlan, ...]) -> None:
         owner = self._owner
         for row in rows:
             if owner[row.slot] is not row.seq:
                 owner[row.slot] = row.seq
-                _fill_static(self._static, row.slot, row.seq)
+                _fill(self._known, row.slot, row.seq)
 
     def _pages(self, slate: _Slate, plan: StepPlan, bucket: Bucket, needs: Needs) -> None:
         table, out = plan.page_table_RM, slate.views["page_table_RM"]
@@ -197,32 +196,23 @@ def _prefill(bucket: Bucket, needs: Needs) -> slice:
     return slice(bucket.D, bucket.D + needs.F)
 
 
-def _static_rows(C: int) -> dict[str, np.ndarray]:
-    floats = {"temperature_R", "top_p_R", "min_p_R", "repetition_R", "presence_R", "frequency_R"}
-    shapes = {"seed_R2": (C, 2), "stop_RS": (C, N_STOP_IDS)}
-    return {
-        name: np.zeros(shapes.get(name, (C,)), np.float32 if name in floats else np.int32)
-        for name in _STATIC
-    }
-
-
-def _fill_static(static: dict[str, np.ndarray], slot: int, seq: Sequence) -> None:
+def _fill(known: dict[str, np.ndarray], slot: int, seq: Sequence) -> None:
     params = seq.request.params
-    static["uses_R"][slot] = uses(params)
-    static["temperature_R"][slot] = 0.0 if params.greedy else params.temperature
-    static["top_p_R"][slot] = params.top_p
-    static["min_p_R"][slot] = params.min_p
-    static["repetition_R"][slot] = params.repetition_penalty
-    static["presence_R"][slot] = params.presence_penalty
-    static["frequency_R"][slot] = params.frequency_penalty
-    static["top_k_R"][slot] = max(params.top_k, 0)
-    static["min_pos_R"][slot] = min(seq.n_prompt + params.min_tokens, 2**31 - 1)
-    static["seed_R2"][slot] = np.array([seq.seed], np.int64).view(np.int32)
+    known["uses_R"][slot] = uses(params)
+    known["temperature_R"][slot] = 0.0 if params.greedy else params.temperature
+    known["top_p_R"][slot] = params.top_p
+    known["min_p_R"][slot] = params.min_p
+    known["repetition_R"][slot] = params.repetition_penalty
+    known["presence_R"][slot] = params.presence_penalty
+    known["frequency_R"][slot] = params.frequency_penalty
+    known["top_k_R"][slot] = max(params.top_k, 0)
+    known["min_pos_R"][slot] = min(seq.n_prompt + params.min_tokens, 2**31 - 1)
+    known["seed_R2"][slot] = np.array([seq.seed], np.int64).view(np.int32)
     stops = [*seq.request.eos_ids, *params.stop_token_ids]
     if len(stops) > N_STOP_IDS:
         raise ValueError(f"stop ids and eos ids together exceed {N_STOP_IDS}: {len(stops)}")
-    static["stop_RS"][slot] = -1
-    static["stop_RS"][slot, : len(stops)] = stops
+    known["stop_RS"][slot] = -1
+    known["stop_RS"][slot, : len(stops)] = stops
 
 
 def uses(params: SamplingParams) -> int:
@@ -242,17 +232,15 @@ def uses(params: SamplingParams) -> int:
     )
 
 
-def _in_range(name: str, values: np.ndarray, low: int, high: int) -> None:
-    if values.min() < low or values.max() > high:
-        raise ValueError(
-            f"{name} out of range [{low}, {high}]: {int(values.min())} .. {int(values.max())}"
-        )
+def _in_range(name: str, values: Seq[int], low: int, high: int) -> None:
+    if min(values) < low or max(values) > high:
+        raise ValueError(f"{name} out of range [{low}, {high}]: {min(values)} .. {max(values)}")
 
 
 def _decode_tokens(
     views: dict[str, np.ndarray],
     rows: tuple[RowPlan, ...],
-    counts: np.ndarray,
+    counts: list[int],
     bucket: Bucket,
     V: int,
 ) -> None:
@@ -265,26 +253,28 @@ def _decode_tokens(
     row_DJ[:, 0] = np.arange(n)
     if J == 1:
         return
-    row_DJ[...] = np.where(np.arange(J) < counts[:, None], row_DJ[:, :1], bucket.R)
+    count_D1 = np.asarray(counts)[:, None]
+    row_DJ[...] = np.where(np.arange(J) < count_D1, row_DJ[:, :1], bucket.R)
     for r, row in enumerate(rows):
         if len(row.drafts) != row.count - 1:
             raise ValueError(f"row {r} has count {row.count} and {len(row.drafts)} drafts")
         tok_DJ[r, 1 : row.count] = row.drafts
-        tok_DJ[r, row.count :] = 0
-    _in_range("draft", tok_DJ[:, 1:], 0, V - 1)
+        if row.drafts:
+            _in_range("draft", row.drafts, 0, V - 1)
 
 
 def _prefill_tokens(
     views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], bucket: Bucket, V: int
 ) -> None:
     at = bucket.D * bucket.J
+    if bucket.score:
+        views["target_T"][...] = -1
     for i, row in enumerate(rows):
         r, part = bucket.D + i, slice(at, at + row.count)
         if row.from_slot or len(row.tokens) != row.count:
             raise ValueError(f"row {i} of prefill: {len(row.tokens)} tokens, count {row.count}")
-        tokens = np.asarray(row.tokens, np.int32)
-        _in_range("token id", tokens, 0, V - 1)
-        views["tok_T"][part] = tokens
+        _in_range("token id", row.tokens, 0, V - 1)
+        views["tok_T"][part] = row.tokens
         views["row_T"][part] = r
         views["first_R"][r] = at
         views["emit_R"][r] = row.emits

@@ -3,19 +3,22 @@
 Owns the ladder of buckets. Must not know jax: a bucket is chosen from counts alone, so the choice replays.
 
 Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doubling; prefill tokens 32, 64, 128
-and doubling, each beside few decode rows and beside all of them. No rung has fewer than two tokens, since XLA:CPU
+and doubling, beside all decode rows and, at 32 and 128, beside few of them. No rung has fewer than two tokens, since XLA:CPU
 multiplies one row many times slower than two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from jserve.model.view import Bucket
 from jserve.types import StepPlan
 
+_ADAPTER, _SCORE = attrgetter("adapter"), attrgetter("score")
 FEW_ROWS = 2
-SMALL_SCORE = 64
+WITH_FEW = (32, 128)
+"""Prefill rungs beside which idle decode rows cost enough to have a program without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +43,9 @@ class Needs:
             P=sum(counts[n_decode:]),
             F=len(rows) - n_decode,
             J=max(counts[:n_decode], default=1),
-            mask=any([row.mask is not None for row in rows]),
-            lora=any([row.adapter for row in rows]),
-            score=any([row.score for row in rows]),
+            mask=any(row.mask is not None for row in rows),
+            lora=any(map(_ADAPTER, rows)),
+            score=any(map(_SCORE, rows)),
         )
 
     def fit(self, bucket: Bucket) -> bool:
@@ -86,14 +89,13 @@ class Ladder:
         found = {Bucket(D=d, P=0, F=0, J=j) for d in _decode_rungs(D) for j in widths}
         for p in _doubling(32, P):
             rows = max(1, min(F, p // 4))
-            found |= {Bucket(D=d, P=p, F=rows) for d in (few, D)}
+            found |= {Bucket(D=d, P=p, F=rows) for d in ((few, D) if p in WITH_FEW else (D,))}
             if max_drafts:
                 found.add(Bucket(D=D, P=p, F=rows, J=1 + max_drafts))
         # The largest must take every row at once, whatever the token rungs allow.
         found.add(Bucket(D=D, P=P, F=F, J=1 + max_drafts))
         if scores:
-            for p in {min(SMALL_SCORE, P), P}:
-                found.add(Bucket(D=D, P=p, F=F, J=1 + max_drafts, score=True))
+            found.add(Bucket(D=D, P=P, F=F, J=1 + max_drafts, score=True))
         if masks:
             found |= {_with_mask(b) for b in found}
         return cls(buckets=tuple(sorted(found, key=_cost)))

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jserve.model import slots as slot_rows
@@ -194,10 +193,6 @@ class Programs:
 
     def _ints(self, n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n,), jnp.int32, sharding=self._whole)
-
-    def put(self, buf: np.ndarray) -> jax.Array:
-        """A buffer on every device. It may alias ``buf``, which must not change any more."""
-        return jax.device_put(buf, self._whole)
 
 
 def step_name(bucket: Bucket) -> str:

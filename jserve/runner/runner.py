@@ -87,14 +87,15 @@ class ModelRunner:
         self._dtype = jax.tree.leaves(params)[0].dtype
         platform = mesh.devices.flat[0].platform
         attention = find_backend(config.device.attention_backend, platform)
-        kv_dtype = _kv_dtype(config, self._dtype, platform)
+        self._kv_dtype = _kv_dtype(config, self._dtype)
+        stored = attention.kv_dtype(self._kv_dtype)
         dims = _dims(arch, config)
         tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
         self.memory: MemoryPlan = plan_memory(
             arch=arch,
             backend=attention,
             dims=dims,
-            itemsize=kv_dtype.itemsize,
+            itemsize=stored.itemsize,
             tp=tp,
             params=params,
             options=config.cache,
@@ -108,7 +109,7 @@ class ModelRunner:
             mesh=mesh,
             rules=rules,
             n_pages=self.memory.n_pages,
-            kv_dtype=kv_dtype,
+            kv_dtype=stored,
             dtype=self._dtype,
         )
         self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages)
@@ -144,7 +145,7 @@ class ModelRunner:
         batch = self._packer.pack(plan, bucket)
         for item in plan.loads:
             for buf in load_buffers(item, self.model.dims.V):
-                slots = self.programs.load(self.state.slots, self.programs.put(buf))
+                slots = self.programs.load(self.state.slots, buf)
                 self.state = self.state.replace(slots=slots)
         out = self._run(batch)
         wants_top = bool(batch.flags & LOGPROBS)
@@ -199,7 +200,7 @@ class ModelRunner:
             "device": f"{self.model.mesh.devices.size} x {device.device_kind}",
             "backend": self.model.backend.name,
             "dtype": str(self._dtype),
-            "kv_dtype": str(jnp.dtype(self.model.kv_dtype)),
+            "kv_dtype": str(self._kv_dtype),
             "programs": len(self.programs),
             **self.memory.report(),
         }
@@ -218,7 +219,7 @@ class ModelRunner:
 
     def _run(self, batch: StepBatch) -> StepOut:
         step = self.programs.step(batch.bucket)
-        self.state, out = step(self.params, self.state, self.programs.put(batch.buf))
+        self.state, out = step(self.params, self.state, batch.buf)
         return out
 
     def _warm_up(self, progress: Progress) -> None:
@@ -287,12 +288,9 @@ def _dims(arch: Arch, config: EngineConfig) -> StepDims:
     return StepDims(C=config.scheduler.max_num_seqs, M=-(-length // Z), Z=Z, V=arch.V)
 
 
-def _kv_dtype(config: EngineConfig, dtype: Any, platform: str) -> Any:
-    """On a CPU 'auto' is float32: a bfloat16 scatter converts the whole cache in jax 0.10."""
+def _kv_dtype(config: EngineConfig, dtype: Any) -> Any:
     name = config.cache.kv_dtype
-    if name != "auto":
-        return jnp.dtype(name)
-    return jnp.dtype(jnp.float32) if platform == "cpu" else jnp.dtype(dtype)
+    return jnp.dtype(dtype if name == "auto" else name)
 
 
 def _limits(arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int) -> RunnerLimits:

@@ -91,5 +91,5 @@ def _too_long(n_prompt: int, wanted: int, limits: RunnerLimits, pool: int) -> Co
     return ContextTooLong(
         f"the prompt has {n_prompt} tokens and {wanted} more are wanted,"
         f" {n_prompt + wanted} in all; {limit}",
-        field="prompt" if n_prompt >= limits.max_model_len else "max_tokens",
+        field="prompt" if n_prompt >= min(limits.max_model_len, pool) else "max_tokens",
     )

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO

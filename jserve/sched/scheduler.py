@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import count
 
 from jserve.config import EngineConfig
 from jserve.errors import BadRequest, Overloaded
@@ -227,9 +226,7 @@ class Scheduler:
         assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
         blamed = [seq for id in blame for seq in self._groups.get(id, ()) if seq.finish is None]
         outputs = [self._end(seq, Finish.ERROR, now, error) for seq in blamed]
-        for seq in list(self.floor.running):
-            self.floor.preempt(seq)
-        self.floor.cache.clear()
+        self.floor.evacuate()
         return outputs
 
     def _commit(self, plan: StepPlan, result: StepResult, now: float, error: str) -> list[Output]:
@@ -237,8 +234,9 @@ class Scheduler:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
         outputs: list[Output] = []
+        n_rows = len(plan.rows)
         columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
-        for r, row, drawn, n_ok, finite in zip(count(), plan.rows, *columns, strict=False):
+        for r, row, drawn, n_ok, finite in zip(range(n_rows), plan.rows, *columns, strict=True):
             seq = row.seq
             seq.pending -= 1
             if row.emits:

@@ -7,8 +7,7 @@ lets go of the interpreter lock while it works, at about one second per 3 to 4 m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 
 from jserve.errors import BadRequest, ContextTooLong, Overloaded

@@ -15,8 +15,7 @@ be complete.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
 
 from tokenizers.decoders import DecodeStream

@@ -112,7 +112,7 @@ class Tensors:
         info = file.tensors[found]
         if info.shape != shape:
             raise broken(file.path, f"shape {info.shape}, the config asks for {shape}", found)
-        if info.dtype.itemsize < 2 or info.dtype.name not in FLOATS:
+        if info.dtype.name not in FLOATS:
             raise broken(
                 file.path, f"dtype {info.dtype}; weights must be bf16, f16, f32 or f64", found
             )

@@ -11,7 +11,6 @@ after the restore.
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 from collections.abc import Iterator
@@ -28,8 +27,6 @@ from jserve.model.shard import ParamSpec, ShardRules, is_spec
 from jserve.weights.adopt import place
 from jserve.weights.place import Progress, bad_values_on_device, named, sharding_of
 from jserve.weights.source import ORBAX_DIR
-
-log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 << 20
 BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -96,7 +93,7 @@ def restore(
         _abstract(base, name, spec, mesh, rules, dtype)
         for (name, spec), base in zip(wanted, bases, strict=True)
     ]
-    total, leaves = sum(_n_bytes(a) for a in abstract), []
+    total, done, leaves = sum(_n_bytes(a) for a in abstract), 0, []
     names = [name for name, _ in wanted]
     for group in _groups([_n_bytes(a) for a in abstract]):
         arrays = _restored_or_blame(root, canonical, abstract, group, names)
@@ -104,8 +101,9 @@ def restore(
             if why := bad_values_on_device(array, scan_nan):
                 raise _broken(root, names[i], why)
             leaves.append(place(array, bases[i], wanted[i][1], shardings[i], array.dtype))
+            done += _n_bytes(abstract[i])
             if progress is not None:
-                progress(names[i], sum(_n_bytes(a) for a in abstract[: i + 1]), total)
+                progress(names[i], done, total)
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
 
 

@@ -162,6 +162,16 @@ async def test_metrics_count_what_happened():
     assert found[f"jserve:engine_restarts_total{tiny}"] == 0
 
 
+async def test_metrics_count_tokens_not_outputs():
+    engine = FakeEngine(("abcdefgh",))
+    engine.chunk = 5
+    async with live(engine) as srv:
+        await srv.post("/v1/completions", {"prompt": "x"})
+        found = await scrape(srv)
+    assert found["jserve:generation_tokens_total{'model_name': 'tiny'}"] == 9
+    assert found["jserve:inter_token_latency_seconds_count{'model_name': 'tiny'}"] == 1
+
+
 async def test_metric_labels_hold_no_client_text(srv):
     for i in range(20):
         await srv.get(f"/evil-{i}")

@@ -323,8 +323,12 @@ async def test_tools_are_rendered_and_text_comes_back(srv):
     prompt = bytes(i for i in srv.engine.records[0].request.prompt_ids if i < 256).decode()
     assert '"name": "sum"' in prompt
     assert body["choices"][0]["finish_reason"] == "stop"
-    await srv.post(CHAT, chat_body(tools=tools, tool_choice="none"))
+    bare = [{"type": "function", "function": {"name": "bare"}}]
+    await srv.post(CHAT, chat_body(tools=bare))
     prompt = bytes(i for i in srv.engine.records[1].request.prompt_ids if i < 256).decode()
+    assert '{"name": "bare", "parameters": {"type": "object", "properties": {}}}' in prompt
+    await srv.post(CHAT, chat_body(tools=tools, tool_choice="none"))
+    prompt = bytes(i for i in srv.engine.records[2].request.prompt_ids if i < 256).decode()
     assert "sum" not in prompt
 
 

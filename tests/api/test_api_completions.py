@@ -176,4 +176,10 @@ async def test_tokenize_and_detokenize(srv):
     _, back, _ = await srv.post("/detokenize", {"tokens": body["tokens"]})
     assert back["prompt"] == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     assert (await srv.post("/tokenize", {}))[0] == 400
+    assert (await srv.post("/tokenize", {"prompt": "x", "messages": messages}))[0] == 400
+    _, body, headers = await srv.post(
+        "/tokenize", {"prompt": "aé", "return_token_strs": True, "temperature": 1}
+    )
+    assert body["token_strs"] == ["a", "\ufffd", "\ufffd"]
+    assert headers["x-jserve-ignored-params"] == "temperature"
     assert (await srv.post("/detokenize", {"tokens": [999]}))[1]["error"]["param"] == "tokens"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import aiohttp
@@ -83,6 +84,28 @@ async def test_leaving_after_the_status_but_before_a_token():
             r.close()
         await until(lambda: all_cancelled(engine), 1.0)
         assert engine.records[0].cancelled_at - left_at < 1.0
+
+
+async def test_leaving_while_the_prompt_is_rendered():
+    """The thread cannot be stopped, but nothing reaches the engine; meanwhile others are served."""
+    engine = FakeEngine()
+    async with live(engine) as srv:
+        prepare = srv.server.front.prepare
+        begun = threading.Event()
+
+        def slow(chat):
+            begun.set()
+            time.sleep(0.5)
+            return [("x", True)]
+
+        prepare.chat.render = slow
+        left_at = await leave(srv, CHAT, chat_body(), begun.is_set)
+        assert (await srv.get("/health"))[0] == 200
+        assert (await srv.post(COMP, {"prompt": "x"}))[0] == 200
+        assert time.monotonic() - left_at < 0.4, "rendering must not hold up the loop"
+        await asyncio.sleep(0.6)
+        assert len(engine.records) == 1
+        assert 'status="499"' in srv.app_metrics()
 
 
 async def test_leaving_while_the_body_arrives():

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import logging
+import re
 import zlib
 
 import pytest
@@ -188,6 +189,7 @@ CHAT_ONLY = [
     ({"tools": [{"type": "retrieval", "function": {"name": "x"}}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"function": {"name": "f"}}] * 129}, "tools"),
+    ({"tools": [{"function": {"name": "f", "parameters": [1]}}]}, "tools[0]"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
     (
@@ -302,6 +304,8 @@ BODIES = [
     (b"[" * 100000, 400),
     (b'{"a":' * 100000, 400),
     (b'{"a":' * 100 + b"1" + b"}" * 100, 400),
+    (b'{"prompt": "x", "user": ' + b"[" * 64 + b"]" * 64 + b"}", 400),
+    (b'{"prompt": "x", "user": ' + b"[" * 63 + b"]" * 63 + b"}", 200),
     (b'{"prompt": "a\\u0000b"}', 200),
     (b'{"prompt": "x", "user": {"a": {"b": 1}}}', 200),
 ]
@@ -316,7 +320,7 @@ async def test_bad_bodies(shared):
             assert r.status == expected, (raw[:60], body)
             if expected != 200:
                 check_error(body, r.headers)
-    assert len(shared.engine.records) == 2
+    assert len(shared.engine.records) == 3
 
 
 HEADERS = [
@@ -473,6 +477,18 @@ async def test_connection_cap():
         assert b"too many connections" in answer
         for _, writer in held:
             writer.close()
+
+
+async def test_pipelined_requests_are_answered_in_order(shared):
+    body = b'{"prompt":"x","max_tokens":1}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"x-request-id: r%d\r\nContent-Length: %d\r\n\r\n"
+    )
+    last = b"GET /nope HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = await raw_exchange(shared, head % (1, len(body)) + body + head % (2, 2) + b"{}" + last)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"400", b"404"]
+    assert answer.index(b"x-request-id: r1") < answer.index(b"x-request-id: r2")
 
 
 async def test_keep_alive_after_an_error(shared):

@@ -72,7 +72,7 @@ class FakeStats:
 
 
 class FakeScheduler:
-    """One row per live sequence and step (its first one is a prefill row); refuses ids "full..."."""
+    """One row per live sequence and step, its first a prefill row; refuses ids "full..."."""
 
     def __init__(self) -> None:
         self.seqs: dict[tuple[str, int], Sequence] = {}

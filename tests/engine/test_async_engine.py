@@ -272,6 +272,12 @@ async def test_a_killed_process_fails_every_request_once_and_is_restarted(proces
     assert tokens(await outputs_of(engine, r)) == expected(r)
 
 
+async def test_ctrl_c_is_for_the_parent_to_handle(process_engine):
+    os.kill(process_engine.client.pid, signal.SIGINT)
+    r = request("a", max_tokens=30)
+    assert tokens(await outputs_of(process_engine, r)) == expected(r)
+
+
 async def test_it_gives_up_when_the_restarts_are_used_up(process_engine):
     engine = process_engine
     for n in range(2):

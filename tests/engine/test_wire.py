@@ -11,8 +11,7 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jserve.config import EngineConfig
 from jserve.engine.process import run
@@ -272,6 +271,17 @@ def test_a_first_message_that_is_not_start_is_refused(served):
     assert until(front, Fault)[-1].fatal
     thread.join(5)
     assert codes == [2]
+
+
+def test_the_heap_is_frozen_after_the_start_and_only_where_asked(pair, monkeypatch):
+    front, engine = pair
+    calls = []
+    monkeypatch.setattr("jserve.engine.process.gc.freeze", lambda: calls.append("freeze"))
+    for freeze in (False, True):
+        front.send(TO[0])
+        front.send(Shutdown())
+        assert run(engine, build, freeze=freeze) == 0
+    assert calls == ["freeze"]
 
 
 def test_an_idle_engine_does_not_spin(served):

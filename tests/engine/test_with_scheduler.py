@@ -1,4 +1,4 @@
-"""The loop over the real scheduler and page cache: exact tokens, faults in the middle, replay, wire."""
+"""The loop over the real scheduler and page cache: exact tokens, faults, replay, wire."""
 
 from __future__ import annotations
 
@@ -36,11 +36,15 @@ CONFIG = EngineConfig.of(max_num_seqs=6, max_num_batched_tokens=18)
 
 
 class FaultyRunner(FakeRunner):
-    """Raises at the calls named in ``faults`` (counted over launches and collects) and can start anew."""
+    """Raises at the calls (launches and collects, counted) in ``faults``; can start anew."""
 
     def __init__(self, faults=()):
+        self.faults, self.n_calls, self.n_resets = set(faults), 0, -1
         super().__init__(LIMITS)
-        self.faults, self.n_calls, self.n_resets = set(faults), 0, 0
+
+    def reset(self):
+        self.n_resets += 1
+        super().reset()
 
     def launch(self, plan):
         self._maybe_raise()
@@ -49,12 +53,6 @@ class FaultyRunner(FakeRunner):
     def collect(self, flight):
         self._maybe_raise()
         return super().collect(flight)
-
-    def reset(self):
-        """What the device held is gone: reading any of it later is an error."""
-        faults, n_calls, n_resets = self.faults, self.n_calls, self.n_resets
-        self.__init__(faults)
-        self.n_calls, self.n_resets = n_calls, n_resets + 1
 
     def _maybe_raise(self):
         self.n_calls += 1
@@ -68,9 +66,7 @@ def workload(rng, n=12):
     return [
         Request(
             id=f"r{i}",
-            prompt_ids=tuple(
-                [*stem[: rng.randrange(25)], *(rng.randrange(50) for _ in range(1 + i % 3))]
-            ),
+            prompt_ids=(*stem[: rng.randrange(25)], *(rng.randrange(50) for _ in range(1 + i % 3))),
             params=SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 20), n=1 + i % 2),
         )
         for i in range(n)

@@ -1,7 +1,7 @@
 """Runs a family by hand, step by step, without the runner: packs a step, calls forward and logits.
 
-What the tests build on: rows are lists of token ids written to pages of their own, and a step is a list of
-(row, start, tokens), decode rows first.
+What the tests build on: rows are lists of token ids written to pages of their own, and a step is
+a list of (row, start, tokens), decode rows first.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Driver:
         return self.family.logits(self.arch, params, x_TD, AXIS), kv
 
     def greedy(self, prompt: Sequence[int], n: int) -> tuple[np.ndarray, list[int]]:
-        """(logits of the prompt, n greedy tokens): the prompt in one step, then one decode row a step.
+        """(logits of the prompt, n greedy tokens): the prompt in one step, then one decode row a
+        step.
 
         Both use the bucket of two decode rows and 40 prefill tokens, so a model compiles once.
         """

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import transformers
 
+torch.set_num_threads(1)
+
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -10,26 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model import sample as sampling
-from jserve.model import slots as slot_rows
+from jserve.model import sample as sampling, slots as slot_rows
 from jserve.model.sample import Draws
 from jserve.model.view import N_STOP_IDS
 from jserve.runner.batch import uses
 from jserve.types import SamplingParams, SlotLoad
 from tests.model.sample_reference import Context
 
+C = 150
+"""Slots in all tests, so that little is compiled."""
 _LOAD = jax.jit(slot_rows.load)
 
 
-def slots_of(rows: Seq[tuple[SamplingParams, Context]], V: int, load_all: bool = False) -> Any:
+def slots_of(rows: Seq[tuple[SamplingParams, Context]], V: int) -> Any:
     """Slots as they are after the loads of these rows (row i in slot i); unneeded ones hold rubbish."""
     rng = np.random.default_rng(5)
     slots = jax.tree.map(
         lambda a: jnp.asarray(rng.integers(0, 5, a.shape).astype(a.dtype)),
-        slot_rows.empty(len(rows), V),
+        slot_rows.empty(C, V),
     )
     for i, (params, context) in enumerate(rows):
-        if params.penalised or params.biased or load_all:
+        if params.penalised or params.biased:
             tokens = [*context.prompt, *context.output]
             item = SlotLoad(slot=i, tokens=tokens, n_prompt=len(context.prompt), params=params)
             for buf in slot_rows.load_buffers(item, V):

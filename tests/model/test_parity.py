@@ -1,4 +1,5 @@
-"""Logits and greedy tokens of every family against transformers, from paged KV, one step at a time."""
+"""Logits and greedy tokens of every family against transformers, from paged KV, one step at a
+time."""
 
 from __future__ import annotations
 

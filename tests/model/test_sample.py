@@ -72,7 +72,7 @@ def test_every_pair_of_fields_gives_the_reference_distribution(spread):
 
 def test_sample_of_a_mixed_batch_equals_each_row_alone():
     rng = np.random.default_rng(3)
-    rows = [(SamplingParams(**kw, max_tokens=99), _context(rng)) for kw in _pairs()[1:17]]
+    rows = [(SamplingParams(**kw, max_tokens=99), _context(rng)) for kw in _pairs()[1:14]]
     raw = (rng.standard_normal((len(rows), V)) * 3).astype(np.float32)
     draws, flags = draws_of(rows)
     slots = slots_of(rows, V)
@@ -265,24 +265,26 @@ def test_greedy_takes_the_lowest_of_equal_logits():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_with_a_broken_logit_is_told(bad):
-    rows = [(SamplingParams(temperature=t), Context(prompt=[1], output=[])) for t in (0, 0, 1)]
-    raw = np.random.default_rng(0).standard_normal((3, V)).astype(np.float32)
+    temperatures = (0, 0, 1, 1, 0)
+    rows = [(SamplingParams(temperature=t), Context(prompt=[1], output=[])) for t in temperatures]
+    raw = np.random.default_rng(0).standard_normal((5, V)).astype(np.float32)
     raw[1, 77] = bad
     draws, flags = draws_of(rows)
     for f in (0, flags):
         _, ok = jitted()["sample"](raw, draws, slots_of(rows, V), f)
-        np.testing.assert_array_equal(np.asarray(ok), [True, False, True])
+        assert np.asarray(ok).tolist() == [True, False, True, True, True]
 
 
 def test_a_row_with_everything_forbidden_is_told():
     params = SamplingParams(
         allowed_token_ids=(4, 5), logit_bias={4: -100.0}, bad_token_ids=((5,),), temperature=0.7
     )
-    rows = [(params, Context(prompt=[1], output=[])), (SamplingParams(), Context(prompt=[1], output=[]))]
-    raw = np.zeros((2, V), np.float32)
+    nothing = Context(prompt=[1], output=[])
+    rows = [(params, nothing), *[(SamplingParams(), nothing)] * 4]
+    raw = np.zeros((5, V), np.float32)
     draws, flags = draws_of(rows)
-    token, ok = jitted()["sample"](raw, draws, slots_of(rows, V), flags)
-    np.testing.assert_array_equal(np.asarray(ok), [False, True])
+    _, ok = jitted()["sample"](raw, draws, slots_of(rows, V), flags)
+    assert np.asarray(ok).tolist() == [False, True, True, True, True]
 
 
 def test_grammar_masks_forbid_and_rows_without_one_are_free():

@@ -8,8 +8,10 @@ scheduler's policy is in it, so a fault it finds is the runner's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -95,6 +97,12 @@ def make_runner(
         ladder=None if buckets is None else Ladder(buckets=tuple(buckets)),
         strict=strict,
     )
+
+
+@lru_cache(maxsize=8)
+def shared(buckets: tuple[Bucket, ...] | None = SMALL, **options: Any) -> ModelRunner:
+    """A runner that several tests use; they leave it as they found it."""
+    return make_runner(buckets, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +231,9 @@ class Rig:
         return plan, [live for _, live in rows]
 
     def _chunk(self) -> int:
-        return self.chunk if self.chunk > 0 else int(self.rng.integers(1, 20)) if self.chunk else 10**6
+        return (
+            self.chunk if self.chunk > 0 else int(self.rng.integers(1, 20)) if self.chunk else 10**6
+        )
 
     def _prefill_row(self, live: Live, n: int) -> RowPlan:
         seq = live.seq
@@ -293,4 +303,3 @@ def jobs(n: int, seed: int = 0, **params: Any) -> list[Job]:
 
 def with_params(job: Job, **params: Any) -> Job:
     return replace(job, params=SamplingParams(max_tokens=64, **params))
-

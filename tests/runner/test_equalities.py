@@ -12,7 +12,14 @@ from jserve.model.view import Bucket
 from jserve.runner.runner import ModelRunner
 from jserve.types import SamplingParams
 from tests.runner import whole
-from tests.runner.harness import ARCH, Job, Rig, jobs, make_runner, prompts
+from tests.runner.harness import ARCH, SMALL, Job, Rig, jobs, make_runner, prompts, shared
+
+BUCKETS = (
+    Bucket(D=2, P=48, F=2),
+    Bucket(D=6, P=48, F=6),
+    Bucket(D=6, P=48, F=4, J=4),
+    Bucket(D=3, P=50, F=3, mask=True, score=True),
+)
 
 MIXED = [
     {"temperature": 0.0},
@@ -24,9 +31,8 @@ MIXED = [
 ]
 
 
-@lru_cache(maxsize=1)
 def runner() -> ModelRunner:
-    return make_runner()
+    return shared()
 
 
 def mixed_jobs(seed: int) -> list[Job]:
@@ -92,9 +98,8 @@ def test_cut_off_and_started_again_equals_uninterrupted():
 RIGHT_RANDOM_WRONG = ["right", "wrong", "random", "half"]
 
 
-@lru_cache(maxsize=1)
 def speculating() -> ModelRunner:
-    return make_runner((Bucket(D=6, P=48, F=4, J=4), Bucket(D=6, P=48, F=4)), max_drafts=3)
+    return shared(BUCKETS, max_drafts=3)
 
 
 def drafter(kind: str, outputs: dict[str, tuple[int, ...]]):
@@ -125,17 +130,8 @@ def test_speculative_equals_not(kind):
         assert mean == 1
 
 
-BUCKETS = (
-    Bucket(D=2, P=48, F=2),
-    Bucket(D=6, P=48, F=6),
-    Bucket(D=6, P=48, F=4, J=4),
-    Bucket(D=3, P=50, F=3, mask=True),
-    Bucket(D=2, P=48, F=4, score=True),
-)
-
-
 def test_every_bucket_gives_the_same_tokens():
-    many = make_runner(BUCKETS, max_drafts=3)
+    many = shared(BUCKETS, max_drafts=3)
     for bucket in BUCKETS:
         rig = Rig(many, bucket=lambda plan, b=bucket: b)
         for i in (0, 1, 3, 5):
@@ -144,12 +140,12 @@ def test_every_bucket_gives_the_same_tokens():
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_tensor_parallel_equals_one_device(tp):
-    sharded = make_runner(tp=tp)
+    sharded = make_runner(SMALL[1:], tp=tp)
     assert as_tuples(Rig(sharded, seed=3).run(mixed_jobs(1))) == alone(1)
 
 
 def test_prompt_logprobs_are_those_of_the_whole_text():
-    scoring = make_runner((Bucket(D=2, P=48, F=4, score=True),))
+    scoring = shared(BUCKETS, max_drafts=3)
     some = [
         Job(prompt=p, n=2, params=SamplingParams(temperature=0.0, prompt_logprobs=3))
         for p in prompts(3, seed=4, low=2)

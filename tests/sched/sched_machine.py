@@ -64,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos_rate=st.sampled_from([0, 7]),
     )
     def start(self, depth, n_pages, page_size, chunk, budget, reuse, drafts, eos_rate):
-        n_pages = 1 + (n_pages - 1) * 4 // page_size
+        n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)  # as many tokens at any page size
         lim = limits(n_pages=n_pages, page_size=page_size, max_drafts=drafts)
         options = {
             "depth": depth,

@@ -68,9 +68,10 @@ def test_too_long_for_the_context(n_prompt, max_tokens, field, numbers):
 def test_what_can_never_fit_the_pool_is_refused_and_what_just_fits_runs():
     small = limits(n_pages=5)  # 16 tokens with KV, and one more that is never computed
     assert check(request("a", [1] * 10, max_tokens=7), small) == 17
-    for n_prompt, wanted in ((10, 8), (17, 0), (17, None)):
-        with pytest.raises(ContextTooLong, match="4 pages"):
+    for n_prompt, wanted, field in ((10, 8, "max_tokens"), (17, 0, "prompt"), (17, None, "prompt")):
+        with pytest.raises(ContextTooLong, match="4 pages") as caught:
             check(request("a", [1] * n_prompt, max_tokens=wanted), small)
+        assert caught.value.field == field
     drive = Drive(small)
     drive.add(request("fits", [1] * 10, max_tokens=7))
     drive.add(request("prompt", [1] * 16, max_tokens=0))

@@ -60,6 +60,13 @@ def test_without_a_bug_all_is_well():
     torture_all()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_without_a_bug_all_is_well_nightly():
+    for seed in range(100, 5000):
+        torture(seed)
+
+
 def tail_page_freed_one_step_early(patch):
     """The tail page goes back to the pool when the row before the last is planned."""
     freeze, release = PlanDraft.freeze, PageCache.release

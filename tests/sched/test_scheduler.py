@@ -257,6 +257,19 @@ def test_preemption_takes_the_newest_and_loses_nothing():
     drive.run()
 
 
+def test_the_victim_is_the_newest_that_is_not_protected():
+    drive = Drive(limits(max_prefill_rows=4))
+    for id in "abcd":
+        drive.add(request(id, [1, 2]))
+    drive.step()
+    a, b, c, d = drive.scheduler.floor.running
+    assert drive.scheduler.floor.running.after(a) == [b, c, d]
+    assert policy.victim([b, c, d]) is d
+    d.n_preempted = policy.MAX_PREEMPTIONS
+    assert policy.victim([b, c, d]) is c
+    assert policy.victim([]) is None
+
+
 def test_all_start_over_when_the_device_lost_its_pages():
     drive = Drive(limits(n_pages=17), depth=0)
     for id in "abc":

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jserve.text.tokenizer import TextTokenizer
+
+settings.register_profile("jserve", deadline=None, derandomize=True)
+settings.load_profile("jserve")
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and then the dog sleeps",

@@ -7,8 +7,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jserve.text.stream import StopFinder, TextStream
 from jserve.text.tokenizer import TextTokenizer
@@ -137,7 +136,7 @@ def test_sentencepiece_stream_is_the_full_decode_of_whole_characters(data):
 def test_sentencepiece_garbage_loses_and_invents_nothing(data):
     """HF shows a whole run of fallback bytes as U+FFFD when any of it is broken, which a stream
     cannot take back once a character was shown: only the text around the bytes must agree."""
-    bytes_of_characters = "C3 A9 E2 82 AC F0 9F 8E 89 FF".split()
+    bytes_of_characters = ["C3", "A9", "E2", "82", "AC", "F0", "9F", "8E", "89", "FF"]
     high = st.sampled_from(bytes_of_characters).map(lambda b: PIECE.token_id(f"<0x{b}>"))
     plain = st.integers(
         PIECE.token_id("a"), PIECE.token_id("the" if PIECE.token_id("the") else "he")

@@ -6,8 +6,7 @@ import json
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import Tokenizer
 
 from jserve.errors import BadRequest, ContextTooLong, Overloaded, WeightsError

@@ -96,8 +96,15 @@ def test_has_no_structure() -> None:
     assert top[-1] / n**0.5 < 0.02
 
 
-def test_bits_look_random() -> None:
-    """No byte value of the hash is favoured, also along long strides."""
+def test_neighbours_at_any_distance_are_unrelated() -> None:
+    x = matrix("w", (1024, 1024)).ravel()
+    for power in range(19):
+        near, far = x[: -(1 << power)], x[1 << power :]
+        assert abs((near * far).mean()) < 6 / near.size**0.5, power
+        assert abs((near**2 * far**2).mean() - 1) < 10 / near.size**0.5, power
+
+
+def test_signs_are_balanced_along_strides() -> None:
     x = matrix("w", (256, 4096))
     for view in (x, x[:, ::64], x[::16]):
         share = (view > 0).mean()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,14 @@ from jserve.weights.loader import load
 from jserve.weights.source import resolve
 
 RULES = ShardRules()
-# Orbax leaves the coroutines of a failed read to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def collect() -> Iterator[None]:
+    """Orbax leaves the coroutines of a failed read to the garbage collector: let it run here."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +139,25 @@ def test_missing_data_names_a_parameter(converted: Path, tmp_path: Path) -> None
     assert caught.value.field is not None
     assert caught.value.field.startswith(f"{tmp_path / 'm/params'}:")
     assert "\n" not in caught.value.message
+
+
+def test_the_parameter_that_fails_is_the_one_named(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters are read in groups; the storage error of a group says nothing of which one."""
+    good, sizes = orbax._restored, []
+
+    def flaky(root: Path, canonical: Any, abstract: Any, group: list[int]) -> Any:
+        sizes.append(len(group))
+        if 6 in group:
+            raise ValueError("outer") from OSError("disk on fire\nsecond line")
+        return good(root, canonical, abstract, group)
+
+    monkeypatch.setattr(orbax, "_restored", flaky)
+    with pytest.raises(WeightsError, match=r"OSError: disk on fire$") as caught:
+        from_dir(converted, 1)
+    assert caught.value.field == f"{converted / 'params'}:layers.0.o"
+    assert max(sizes) > 1
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])

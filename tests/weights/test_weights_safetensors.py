@@ -126,6 +126,7 @@ FAULTS: dict[str, tuple[Any, str | None, str]] = {
     "boolean dimension": (entry("a", shape=[True, 12]), "a", "shape"),
     "rank 40": (entry("a", shape=[1] * 38 + [3, 4]), "a", "shape"),
     "shape against bytes": (entry("a", shape=[3, 5]), "a", "needs 60 bytes"),
+    "shape smaller than its bytes": (entry("a", shape=[3, 3]), "a", "needs 36 bytes"),
     "dtype against bytes": (entry("a", dtype="F64"), "a", "needs 96 bytes"),
     "huge empty shape": (entry("empty", shape=[0, 2**62, 2**62]), "empty", "too large"),
     "reversed offsets": (entry("a", data_offsets=[48, 0]), "a", "data_offsets"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import subprocess
@@ -10,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -26,6 +27,8 @@ from jserve.errors import ConfigError, WeightsError
 from jserve.weights.source import resolve
 
 ROOT = Path(__file__).parents[2]
+# The HTTP library that huggingface_hub stands on: httpx for 1.x, httpx2 for 2.x.
+httpx = importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
 NAME = "owner/tiny-model"
 
 
@@ -112,7 +115,7 @@ class Hub:
     def head(self, url: str, timeout: float) -> None:
         self.probes += 1
         if self.online is None:
-            raise httpx2.ConnectError("name resolution failed\nsecond line")
+            raise httpx.ConnectError("name resolution failed\nsecond line")
 
 
 @pytest.fixture
@@ -171,8 +174,8 @@ def test_offline_switch_is_respected(hub: Hub, monkeypatch: pytest.MonkeyPatch) 
     assert hub.probes == 0
 
 
-def answer(status: int) -> httpx2.Response:
-    return httpx2.Response(status, request=httpx2.Request("GET", "https://hub.invalid"))
+def answer(status: int) -> Any:
+    return httpx.Response(status, request=httpx.Request("GET", "https://hub.invalid"))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def answer(status: int) -> httpx2.Response:
         (GatedRepoError("403\nmore", response=answer(403)), "model", "gated"),
         (RevisionNotFoundError("404\nmore", response=answer(404)), "revision", "no revision 'v9'"),
         (OSError(28, "No space left on device"), "model", "No space left"),
-        (httpx2.ReadTimeout("slow\nmore"), "model", "download failed: ReadTimeout: slow"),
+        (httpx.ReadTimeout("slow\nmore"), "model", "download failed: ReadTimeout: slow"),
     ],
 )
 def test_hub_errors_are_one_line(hub: Hub, error: Exception, field: str, says: str) -> None:

@@ -239,5 +239,9 @@ def _answer(parts: list[Output]) -> Answer:
     assert len(ends) == 1, "exactly one end"
     logprobs = [t.logprob for part in parts for t in part.logprobs or ()]
     prompt = [part.prompt_logprobs for part in parts if part.prompt_logprobs is not None]
-    scores = [None if t is None else (t.token, round(t.logprob, 3)) for t in prompt[0]] if prompt else None
+    scores = (
+        [None if t is None else (t.token, round(t.logprob, 3)) for t in prompt[0]]
+        if prompt
+        else None
+    )
     return tokens, ends[0], logprobs, scores

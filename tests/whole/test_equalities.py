@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+
 from tests.whole import equal
 
 TOLERANCE = 2e-4
@@ -24,7 +25,9 @@ def compare(got, wanted) -> None:
         np.testing.assert_allclose(got[key][2], logprobs, atol=TOLERANCE)
         if scores is not None:
             ids, values = zip(*scores[1:], strict=True) if len(scores) > 1 else ((), ())
-            got_ids, got_values = zip(*got[key][3][1:], strict=True) if len(scores) > 1 else ((), ())
+            got_ids, got_values = (
+                zip(*got[key][3][1:], strict=True) if len(scores) > 1 else ((), ())
+            )
             assert got_ids == ids
             np.testing.assert_allclose(got_values, values, atol=2e-3)
 

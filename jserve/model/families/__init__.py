@@ -1,4 +1,5 @@
-"""The registry of model families: architecture name in config.json -> a ``Family``, imported when asked for."""
+"""The registry of model families: architecture name in config.json -> a ``Family``, imported when
+asked for."""
 
 from __future__ import annotations
 
@@ -30,14 +31,16 @@ def family_for(config: Mapping[str, Any]) -> Family:
         entry = _FAMILIES.get(name) if isinstance(name, str) else None
         if entry is not None:
             return entry if isinstance(entry, Family) else _load(entry)
+    known = ", ".join(sorted(_FAMILIES))
     raise ConfigError(
-        f"config.json: architectures {list(names)} is not supported, only {', '.join(sorted(_FAMILIES))}",
+        f"config.json: architectures {list(names)} is not supported, only {known}",
         field="architectures",
     )
 
 
 def register_family(family: Family) -> None:
-    """Serve ``family.architectures`` with this family from now on; it replaces one of the same name."""
+    """Serve ``family.architectures`` with this family from now on; it replaces one of the same
+    name."""
     for name in family.architectures:
         _FAMILIES[name] = family
 

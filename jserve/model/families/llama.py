@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from jserve.model import decoder
 from jserve.model.family import Arch, Family
-from jserve.model.hf_config import Config, boolean, decoder_arch
+from jserve.model.hf_config import Config, boolean, decoder_arch, full_attention
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
+    full_attention(config)
     attention_bias = boolean(config, "attention_bias", False)
     return decoder_arch(
         config,

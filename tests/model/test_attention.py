@@ -1,0 +1,223 @@
+"""Every backend against the reference on one table of ragged steps, with NaN in all KV that no
+row may see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jserve.errors import ConfigError
+from jserve.model.attention import AttentionBackend, backend
+from jserve.model.view import Bucket, StepDims, layout, unpack
+from tests.model.driver import NoSlots, Row, pack
+
+K, G, H, Z, M = 2, 2, 8, 8, 40
+N_PAGES = 280
+DIMS = StepDims(C=8, M=M, Z=Z, V=32)
+FULL = M * Z
+
+
+@dataclass(frozen=True)
+class Case:
+    """(start, count) of the decode rows and of the prefill rows of one step."""
+
+    decode: tuple[tuple[int, int], ...] = ()
+    prefill: tuple[tuple[int, int], ...] = ()
+
+
+CASES = {
+    "empty": Case(),
+    "length 1": Case(decode=((0, 1),), prefill=((0, 1),)),
+    "page border": Case(
+        decode=((Z - 1, 1), (Z, 1), (2 * Z - 1, 1)), prefill=((0, Z), (Z, Z), (Z - 1, 2))
+    ),
+    "block border": Case(
+        decode=((127, 1), (128, 1), (255, 1), (256, 1)), prefill=((127, 2), (120, 17))
+    ),
+    "all equal": Case(decode=((77, 1),) * 5, prefill=((30, 50),) * 3),
+    "one long, rest short": Case(decode=((FULL - 1, 1), (0, 1), (2, 1), (5, 1), (1, 1))),
+    "short first, long last": Case(decode=((0, 1), (3, 1), (9, 1), (30, 1), (FULL - 1, 1))),
+    "whole bucket of one row": Case(prefill=((0, 160),)),
+    "late chunk": Case(prefill=((FULL - 160, 160),)),
+    "mixed": Case(decode=((19, 1), (200, 1), (64, 1)), prefill=((0, 131), (250, 9), (5, 20))),
+    "decode only": Case(decode=((300, 1), (12, 1))),
+    "prefill only": Case(prefill=((3, 1), (0, 2), (99, 3))),
+}
+VERIFY = {
+    "drafts": Case(decode=((40, 3), (126, 3), (0, 3), (7, 2), (250, 1)), prefill=((0, 60),)),
+    "drafts, few": Case(decode=((FULL - 3, 3),)),
+}
+
+
+def rows_of(case: Case, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows on random pages, each with its own."""
+    free = (np.random.default_rng(seed).permutation(N_PAGES - 1) + 1).tolist()
+
+    def row(span: tuple[int, int]) -> Row:
+        start, count = span
+        return Row([free.pop() for _ in range(-(-(start + count) // Z))], start, [1] * count)
+
+    return [row(s) for s in case.decode], [row(s) for s in case.prefill]
+
+
+def content(row_key: Any, start: int, count: int, what: int) -> np.ndarray:
+    """The values of positions start .. start+count of a row: the same whatever the batch."""
+    rng = np.random.default_rng([what, *row_key])
+    return rng.standard_normal((FULL, K, H), np.float32)[start : start + count]
+
+
+def queries(row_key: Any, start: int, count: int) -> np.ndarray:
+    rng = np.random.default_rng([9, *row_key])
+    return rng.standard_normal((FULL, K * G, H), np.float32)[start : start + count]
+
+
+def run(
+    name: str,
+    case: Case,
+    *,
+    J: int = 1,
+    window: int = 0,
+    seed: int = 0,
+    keys: tuple[int, ...] = (),
+    stored: Any = jnp.float32,
+    bucket: Bucket | None = None,
+) -> list[np.ndarray]:
+    """Attention output of each row, decode rows first; checks that padding is finite."""
+    attn = backend(name)
+    bucket = bucket or Bucket(D=5, P=160, F=3, J=J)
+    decode, prefill = rows_of(case, seed)
+    rows = decode + prefill
+    ids = keys or tuple(range(len(rows)))
+    pools = [np.full((N_PAGES, Z, K, H), np.nan, np.float32) for _ in range(2)]
+    step = np.zeros((3, bucket.T, K * G, H), np.float32)
+    spans, at = [], bucket.D * bucket.J
+    for r, (row, key) in enumerate(zip(rows, ids, strict=True)):
+        first = r * bucket.J if r < len(decode) else at
+        at += 0 if r < len(decode) else len(row.tokens)
+        spans.append((first, len(row.tokens)))
+        _fill(pools, step, row, (key,), first)
+    kv = tuple(_layout(attn, p, stored) for p in pools)
+    buf = pack(bucket, DIMS, attn, decode, prefill)
+    out = np.asarray(_compiled(name, bucket, window)(buf, *step[:, :], kv))
+    assert np.isfinite(out).all()
+    return [out[first : first + n] for first, n in spans]
+
+
+def _fill(pools: list[np.ndarray], step: np.ndarray, row: Row, key: Any, first: int) -> None:
+    n = len(row.tokens)
+    for what, pool in enumerate(pools):
+        past = content(key, 0, row.start, what)
+        for p, x in enumerate(past):
+            pool[row.pages[p // Z], p % Z] = x
+        step[1 + what, first : first + n, :K] = content(key, row.start, n, what)
+    step[0, first : first + n] = queries(key, row.start, n)
+
+
+def _layout(attn: AttentionBackend, pool_PZKH: np.ndarray, stored: Any) -> jax.Array:
+    shape = attn.kv_shape(K, H, N_PAGES, Z)
+    pool = pool_PZKH if shape == pool_PZKH.shape else pool_PZKH.swapaxes(1, 2)
+    assert pool.shape == shape
+    if attn.kv_dtype(stored) == jnp.uint16:
+        return jax.lax.bitcast_convert_type(jnp.asarray(pool, jnp.bfloat16), jnp.uint16)
+    return jnp.asarray(pool, stored)
+
+
+@lru_cache
+def _compiled(name: str, bucket: Bucket, window: int) -> Any:
+    return jax.jit(partial(_step, backend(name), bucket, window))
+
+
+def _step(attn: Any, bucket: Bucket, window: int, buf: Any, q: Any, k: Any, v: Any, kv: Any) -> Any:
+    zeros = jnp.zeros(DIMS.C, jnp.int32)
+    fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
+    view = unpack(buf, fields, bucket, DIMS, NoSlots(zeros, zeros))
+    kv = attn.write_kv(kv, k[:, :K], v[:, :K], view)
+    return attn.attend(q, kv, view, window=window, scale=0.4)
+
+
+def dense(case: Case, r: int, window: int) -> np.ndarray:
+    """The same attention of one row in float64 numpy, without pages."""
+    start, n = (case.decode + case.prefill)[r]
+    k, v = (content((r,), 0, start + n, what).astype(np.float64) for what in range(2))
+    out = np.zeros((n, K * G, H))
+    for i, q in enumerate(queries((r,), start, n)):
+        low = max(start + i + 1 - window, 0) if window else 0
+        for h in range(K * G):
+            score = k[low : start + i + 1, h // G] @ q[h] * 0.4
+            p = np.exp(score - score.max())
+            out[i, h] = p / p.sum() @ v[low : start + i + 1, h // G]
+    return out
+
+
+@pytest.mark.parametrize("window", [0, 11, 150])
+@pytest.mark.parametrize("case", CASES)
+def test_xla_agrees_with_ref(case: str, window: int) -> None:
+    want = run("ref", CASES[case], window=window)
+    got = run("xla", CASES[case], window=window)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [0, 11])
+@pytest.mark.parametrize("case", VERIFY)
+def test_rows_of_several_tokens(case: str, window: int) -> None:
+    want = run("ref", VERIFY[case], J=3, window=window)
+    got = run("xla", VERIFY[case], J=3, window=window)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [0, 11])
+def test_ref_agrees_with_dense_numpy(window: int) -> None:
+    case = CASES["mixed"]
+    for r, got in enumerate(run("ref", case, window=window)):
+        np.testing.assert_allclose(got, dense(case, r, window), atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [0, 11])
+def test_decode_row_does_not_depend_on_the_batch(window: int) -> None:
+    together = run("xla", CASES["one long, rest short"], window=window)
+    for r, span in enumerate(CASES["one long, rest short"].decode):
+        alone = run("xla", Case(decode=(span,)), window=window, seed=5, keys=(r,))
+        np.testing.assert_array_equal(alone[0], together[r])
+
+
+def test_chunks_give_what_the_whole_gives() -> None:
+    whole = run("xla", Case(prefill=((0, 160),)))[0]
+    for cut in (1, 64, 129):
+        head = run("xla", Case(prefill=((0, cut),)))[0]
+        tail = (
+            run("xla", Case(prefill=((0, 1), (cut, 160 - cut))), keys=(7, 0))[1]
+            if cut > 1
+            else (run("xla", Case(prefill=((cut, 159),)))[0])
+        )
+        np.testing.assert_allclose(np.concatenate([head, tail]), whole, atol=1e-6)
+
+
+def test_buckets_give_the_same() -> None:
+    case = Case(decode=((200, 1),), prefill=((17, 40),))
+    small = run("xla", case, bucket=Bucket(D=1, P=40, F=1))
+    for a, b in zip(small, run("xla", case), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_bfloat16_kept_as_bits() -> None:
+    assert backend("xla").kv_dtype(jnp.bfloat16) == jnp.uint16
+    want = run("ref", CASES["mixed"])
+    got = run("xla", CASES["mixed"], stored=jnp.bfloat16)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.03)
+        assert np.abs(a - b).max() > 1e-5, "bfloat16 was not used"
+
+
+def test_unknown_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="attention_backend") as e:
+        backend("cuda")
+    assert e.value.field == "attention_backend"

@@ -1,0 +1,176 @@
+"""config.json is honoured or refused by name, one test per key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jserve.errors import ConfigError
+from jserve.model.families import family_for, register_family
+from jserve.model.family import RopeScaling
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rope_theta": 500000.0,
+}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 8}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def arch(config: dict[str, Any], **changes: Any) -> Any:
+    config = {**config, **changes}
+    return family_for(config).arch(config)
+
+
+REFUSED = [
+    (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),
+    (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    (LLAMA, {"num_attention_heads": 0}, "num_attention_heads"),
+    (LLAMA, {"num_attention_heads": True}, "num_attention_heads"),
+    (LLAMA, {"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size"),
+    (LLAMA, {"hidden_size": None}, "hidden_size"),
+    (LLAMA, {"hidden_size": "64"}, "hidden_size"),
+    (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads"),
+    (LLAMA, {"num_key_value_heads": -2}, "num_key_value_heads"),
+    (LLAMA, {"head_dim": 7}, "head_dim"),
+    (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers"),
+    (LLAMA, {"intermediate_size": 1.5}, "intermediate_size"),
+    (LLAMA, {"vocab_size": 0}, "vocab_size"),
+    (LLAMA, {"max_position_embeddings": None}, "max_position_embeddings"),
+    (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    (LLAMA, {"rope_theta": float("nan")}, "rope_theta"),
+    (LLAMA, {"rope_theta": float("inf")}, "rope_theta"),
+    (LLAMA, {"rope_theta": 0}, "rope_theta"),
+    (LLAMA, {"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta"),
+    (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling"),
+    (LLAMA, {"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters"),
+    (LLAMA, {"rope_scaling": "linear"}, "rope_scaling"),
+    (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
+    (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor"),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 0.5}}, "factor"),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 3}},
+        "rope_scaling.beta_fast",
+    ),
+    (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor"),
+    (LLAMA, {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate"),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": "x"}}, "mscale"),
+    (LLAMA, {"attention_bias": "yes"}, "attention_bias"),
+    (LLAMA, {"mlp_bias": 1}, "mlp_bias"),
+    (LLAMA, {"tie_word_embeddings": 1}, "tie_word_embeddings"),
+    (LLAMA, {"num_experts": 8}, "num_experts"),
+    (LLAMA, {"num_local_experts": 8}, "num_local_experts"),
+    (LLAMA, {"kv_lora_rank": 512}, "kv_lora_rank"),
+    (LLAMA, {"clip_qkv": 8.0}, "clip_qkv"),
+    (LLAMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    (LLAMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    (LLAMA, {"attention_chunk_size": 8192}, "attention_chunk_size"),
+    (LLAMA, {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    (LLAMA, {"residual_multiplier": 0.2}, "residual_multiplier"),
+    (LLAMA, {"is_encoder_decoder": True}, "is_encoder_decoder"),
+    (LLAMA, {"vision_config": {}}, "vision_config"),
+    (LLAMA, {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+    (LLAMA, {"sliding_window": 64}, "sliding_window"),
+    (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+    (LLAMA, {"architectures": None}, "architectures"),
+    (QWEN2, {"layer_types": ["full_attention"]}, "layer_types"),
+    (QWEN2, {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+    (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+    (QWEN2, {"use_sliding_window": True, "sliding_window": -1}, "sliding_window"),
+    (QWEN2, {"use_sliding_window": "no"}, "use_sliding_window"),
+    (QWEN3, {"attention_bias": 3}, "attention_bias"),
+    (MISTRAL, {"sliding_window": 4.5}, "sliding_window"),
+    (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "field"), REFUSED, ids=[f"{f}-{i}" for i, (_, _, f) in enumerate(REFUSED)]
+)
+def test_refused_by_name(config: dict[str, Any], change: dict[str, Any], field: str) -> None:
+    arch(config)
+    with pytest.raises(ConfigError) as e:
+        arch(config, **change)
+    assert e.value.field == field
+    assert field.rpartition(".")[2] in e.value.message
+
+
+def test_harmless_keys_pass() -> None:
+    quiet = {
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "pretraining_tp": 1,
+        "quantization_config": None,
+        "partial_rotary_factor": 1.0,
+        "auto_map": {"AutoModel": "evil.py"},
+        "layer_types": ["full_attention"] * 2,
+        "sliding_window": None,
+    }
+    assert arch(LLAMA, **quiet) == arch(LLAMA)
+
+
+def test_both_spellings_of_rope_mean_the_same() -> None:
+    old = arch(LLAMA, rope_theta=5e5, rope_scaling={**LLAMA3, "type": "llama3"})
+    new = arch(
+        {k: v for k, v in LLAMA.items() if k != "rope_theta"},
+        rope_parameters={**LLAMA3, "rope_theta": 5e5},
+    )
+    assert old == new
+    assert old.rope_scaling == RopeScaling(
+        kind="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=64,
+    )
+
+
+def test_scaling_stretches_the_context() -> None:
+    def context(**rope: Any) -> int:
+        return arch(LLAMA, rope_scaling=rope or None).max_position
+
+    assert context() == 128
+    assert context(type="linear", factor=2.0) == 256
+    assert context(type="dynamic", factor=4.0) == 512
+    assert context(type="yarn", factor=4.0, original_max_position_embeddings=64) == 256
+    assert context(**LLAMA3) == 128
+
+
+def test_families_read_their_own_switches() -> None:
+    a = arch(LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    assert (a.qkv_bias, a.o_bias, a.mlp_bias, a.tied, a.H) == (True, True, True, True, 8)
+    a = arch(QWEN2, use_sliding_window=True, sliding_window=9, max_window_layers=1)
+    assert (a.qkv_bias, a.o_bias, a.windows) == (True, False, (0, 9))
+    assert arch(QWEN2, sliding_window=9, max_window_layers=0).windows == ()
+    a = arch(QWEN3, head_dim=16)
+    assert (a.qk_norm, a.H, a.qkv_bias) == (True, 16, False)
+    assert arch(MISTRAL).windows == (4096, 4096)
+    assert arch(MISTRAL, sliding_window=None).windows == ()
+
+
+def test_register_family() -> None:
+    family = family_for(LLAMA)
+    register_family(replace(family, name="mine", architectures=("MineForCausalLM",)))
+    assert family_for({**LLAMA, "architectures": ["MineForCausalLM"]}).name == "mine"
+    assert family_for(LLAMA) is family

@@ -1,0 +1,79 @@
+"""Rotary frequencies against transformers' own, at real model sizes; dynamic NTK as a function of
+position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from jserve.model.families import family_for
+from jserve.model.rope import inverse_frequencies, rope_tables
+
+BASE = {
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32,
+    "max_position_embeddings": 131072,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama 3.1": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "qwen yarn": {**YARN, "original_max_position_embeddings": 32768},
+    "yarn without original": YARN,
+    "yarn not truncated": {**YARN, "original_max_position_embeddings": 4096, "truncate": False},
+    "yarn, all numbers": {
+        **YARN,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 24.0,
+        "beta_slow": 2.0,
+        "attention_factor": 1.3,
+    },
+    "yarn mscale": {
+        **YARN,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+def arch(rope: dict[str, Any], **changes: Any) -> Any:
+    config = {**BASE, **changes, "architectures": ["LlamaForCausalLM"], "rope_parameters": rope}
+    return family_for(config).arch(config)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_are_those_of_transformers(name: str) -> None:
+    config = LlamaConfig(**BASE, rope_parameters=dict(ROPES[name]))
+    want, factor = ROPE_INIT_FUNCTIONS[ROPES[name]["rope_type"]](config, torch.device("cpu"))
+    a = arch(ROPES[name])
+    got, scale = inverse_frequencies(a.H, a.rope_theta, a.rope_scaling)
+    np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
+    assert scale == pytest.approx(factor, rel=1e-7)
+
+
+@pytest.mark.parametrize("pos", [0, 100, 2047, 2048, 5000])
+def test_dynamic_rotates_by_position(pos: int) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = LlamaConfig(**{**BASE, "max_position_embeddings": 2048}, rope_parameters=dict(rope))
+    freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=pos + 1)
+    cos, sin = rope_tables(arch(rope, max_position_embeddings=2048), jnp.array([pos]))
+    np.testing.assert_allclose(cos[0], np.cos(pos * freq.numpy()), atol=2e-3)
+    np.testing.assert_allclose(sin[0], np.sin(pos * freq.numpy()), atol=2e-3)

@@ -1,0 +1,163 @@
+"""What is compiled: donated in place, no copy of the KV, sealed, and a start that counts its programs."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jserve.config import CacheOptions
+from jserve.errors import ConfigError
+from jserve.model.attention import backend
+from jserve.model.shard import make_mesh
+from jserve.model.step import make_step
+from jserve.model.view import Bucket, StepDims
+from jserve.runner.memory import page_bytes, plan_memory
+from jserve.runner.runner import ModelRunner
+from tests.runner.harness import ARCH, SMALL, Rig, jobs, make_runner, shared, tiny_params
+
+MANY_PAGES = 4001
+BACKENDS = ["ref", pytest.param("xla", marks=pytest.mark.slow)]
+
+
+def runner(attention: str) -> ModelRunner:
+    return shared(n_pages=MANY_PAGES, attention_backend=attention)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize("bucket", SMALL, ids=str)
+def test_the_step_updates_its_state_in_place(attention, bucket):
+    r = runner(attention)
+    memory, text = r.programs.memory(bucket), r.programs.hlo(bucket)
+    state = jax.tree.leaves(r.state)
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in state)
+    head = text[: text.index("\n")]
+    assert head.count("may-alias") + head.count("must-alias") == len(state)
+    layer = r.state.kv[0][0]
+    assert memory.temp_size_in_bytes < 2 * layer.nbytes
+    for array in (layer, r.state.slots.counts_CV, r.state.slots.bias_CV):
+        shape = ",".join(map(str, array.shape))
+        assert not re.findall(rf"= \w+\[{shape}\]\S* (?:copy|copy-start|convert|transpose)\(", text)
+
+
+def test_the_check_for_copies_sees_one():
+    """The same search on a step that keeps its old KV must find the copy."""
+    r = runner("ref")
+    params, state = r.model.abstract_params(), r.model.abstract_state()
+    step = make_step(r.model, SMALL[0])
+    buf = jax.ShapeDtypeStruct((r.programs.step(SMALL[0]).in_avals[0][2].shape[0],), jnp.int32)
+    compiled = jax.jit(step).lower(params, state, buf).compile()
+    layer = r.state.kv[0][0]
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
+    shape = ",".join(map(str, layer.shape))
+    assert re.findall(rf"= \w+\[{shape}\]\S* copy\(", compiled.as_text())
+
+
+def test_nothing_compiles_over_a_random_trace():
+    r = make_runner(None, max_num_batched_tokens=32, max_drafts=0, strict=True)
+    rng = np.random.default_rng(0)
+    for seed in range(6):
+        some = jobs(int(rng.integers(1, 7)), seed, temperature=float(seed % 2), top_p=0.9)
+        some[0] = jobs(1, seed, repetition_penalty=1.1, logit_bias={4: 1.0}, logprobs=2)[0]
+        if seed == 3:
+            some[-1] = jobs(1, seed, prompt_logprobs=1)[0]
+        Rig(r, seed=seed, chunk=-1, depth=seed % 3, pick=0.7).run(some)
+    assert r.programs.late_compiles == 0
+    assert len(r.programs) == len(r.ladder.buckets) + 1
+
+
+def test_a_late_compile_is_an_error_when_strict_and_counted_when_not(caplog, monkeypatch):
+    strict, lax = shared(), runner("ref")
+    monkeypatch.setattr(strict.programs, "strict", True)
+    lax.programs.seal()
+    strict.programs.seal()
+    jax.jit(lambda x: x * 3 + 1)(np.float32(2))
+    (job,) = jobs(1)
+    with pytest.raises(RuntimeError, match="compiled after"):
+        Rig(strict).run([job])
+    Rig(lax).run([job])
+    assert lax.programs.late_compiles >= 1
+    assert len([m for m in caplog.messages if "compiled after" in m]) == 1
+
+
+def test_other_weights_take_effect_without_a_compile():
+    r = shared()
+    (job,) = jobs(1, temperature=0.0)
+    first = Rig(r).run([job])
+    r.update_params(tiny_params(make_mesh(1), seed=1))
+    second = Rig(r).run([job])
+    r.update_params(tiny_params(make_mesh(1), seed=0))
+    assert first != second
+    assert Rig(r).run([job]) == first
+    wrong = tiny_params(make_mesh(1))
+    wrong["embed"] = wrong["embed"][:, :-1]
+    with pytest.raises(ConfigError, match="embed"):
+        r.update_params(wrong)
+    with pytest.raises(ConfigError, match="trees"):
+        r.update_params({"embed": wrong["embed"]})
+
+
+def test_reset_gives_a_working_state_after_a_lost_one():
+    r = shared()
+    some = jobs(2, temperature=0.0)
+    want = Rig(r).run(some)
+    for leaf in jax.tree.leaves(r.state):
+        leaf.delete()
+    with pytest.raises((RuntimeError, ValueError)):
+        Rig(r).run(some)
+    r.reset()
+    assert Rig(r).run(some) == want
+
+
+def test_every_bucket_is_timed():
+    r = runner("ref")
+    times = r.bench_bucket_times(repeats=1)
+    assert set(times) == set(SMALL)
+    assert all(t > 0 for t in times.values())
+
+
+def test_a_bucket_of_one_row_is_refused():
+    with pytest.raises(ValueError, match="fewer than two"):
+        make_step(runner("ref").model, Bucket(D=1, P=0, F=0))
+
+
+DIMS = StepDims(C=4, M=8, Z=8, V=128)
+
+
+def _plan(**options):
+    params = tiny_params(make_mesh(1))
+    return plan_memory(
+        arch=ARCH,
+        backend=backend("ref"),
+        dims=DIMS,
+        itemsize=4,
+        tp=1,
+        params=params,
+        options=CacheOptions(**options),
+        device=jax.devices()[0],
+    )
+
+
+def test_the_pool_is_sized_by_option_or_by_use():
+    one = page_bytes(ARCH, backend("ref"), page_size=8, itemsize=4, tp=1)
+    assert one == 2 * ARCH.L * ARCH.K * ARCH.H * 8 * 4
+    assert page_bytes(ARCH, backend("ref"), page_size=8, itemsize=4, tp=8) == one // 4
+    assert _plan(n_pages=33).n_pages == 33
+    assert _plan(kv_memory_gb=40 * one / 2**30).n_pages == 40
+    assert _plan().n_pages == 2 * 4 * 8 + 1
+    assert _plan(n_pages=33).report()["kv_tokens"] == 32 * 8
+
+
+@pytest.mark.parametrize("options", [{"n_pages": 8}, {"kv_memory_gb": 1e-6}])
+def test_a_pool_too_small_for_one_sequence_is_refused(options):
+    with pytest.raises(ConfigError) as caught:
+        _plan(**options)
+    assert caught.value.field == next(iter(options))
+
+
+def test_a_context_beyond_the_model_is_refused():
+    with pytest.raises(ConfigError, match="max_model_len"):
+        make_runner(max_model_len=129)
