@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -209,3 +211,24 @@ def test_the_probe_measures_something_and_sees_who_is_busy() -> None:
     used = before.until(probe.Clock.read(None))
     assert used["client_cores"] > 0.2
     assert used["foreign_cores"] >= 0
+
+
+def test_ending_the_benchmark_ends_its_server(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom bench import serving\n"
+        "from bench.engines import Engine\n"
+        "deaf = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "plan = serving.Plan(names=(), seed=0, scale=1, request_timeout_s=9, ready_timeout_s=50,\n"
+        "                    log_dir=Path(sys.argv[1]))\n"
+        "with serving.ending_unwinds():\n"
+        "    serving.compare([Engine(name='deaf', argv=(sys.executable, '-c', deaf))], plan, 1)\n"
+    )
+    harness = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    deadline = time.monotonic() + 30
+    while not (said := "".join(f.read_text() for f in tmp_path.iterdir())).strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    server = psutil.Process(int(said))
+    harness.terminate()
+    assert harness.wait(20) == 143
+    assert not server.is_running()
