@@ -156,7 +156,7 @@ def _journal(path: str) -> Any:
     if not path:
         return None
     try:
-        return JournalFile(open(path, "wb", buffering=1 << 16))  # noqa: SIM115  (lives as long as the engine)
+        return JournalFile(open(path, "wb", buffering=1 << 16))
     except OSError as e:
         raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
 

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
-from jserve.model.shard import ParamSpec, Part
+from jserve.model.shard import ParamSpec, Part, ShardRules, is_spec
 
 _SIGMA = math.sqrt(4 * (256**2 - 1) / 12)
 
@@ -46,6 +46,15 @@ def draw(spec: ParamSpec, sharding: NamedSharding, dtype: Any, seed: int) -> jax
     scale = np.array([spec.init / _SIGMA, spec.init_mean], np.float32)
     repeats = any(part.repeat > 1 for part in spec.parts)
     return _program(spec.shape, spec.concat, repeats, np.dtype(dtype), sharding)(table, scale)
+
+
+def draw_all(specs: Any, seed: int, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
+    """Dummy weights for a tree of specs: ``draw`` of each, laid out on ``mesh`` by ``rules``."""
+
+    def one(spec: ParamSpec) -> jax.Array:
+        return draw(spec, rules.sharding(mesh, spec.axes), spec.dtype or dtype, seed)
+
+    return jax.tree.map(one, specs, is_leaf=is_spec)
 
 
 def _column(part: Part, concat: int, seed: int) -> np.ndarray:

@@ -74,9 +74,7 @@ def make_runner(tp: int = 1) -> ModelRunner:
     params = {**params, "embed": params["embed"] * 30}
     config = EngineConfig.of(**OPTIONS)
     ladder = Ladder(buckets=BUCKETS)
-    return ModelRunner(
-        family, family.arch(TINY), params, mesh, config, rules=rules, ladder=ladder
-    )
+    return ModelRunner(family, family.arch(TINY), params, mesh, config, rules=rules, ladder=ladder)
 
 
 class RandomBuckets:
