@@ -140,6 +140,10 @@ class StepModel:
         )
 
 
+# Jitted only so that buckets with as many draws trace them once; XLA inlines the calls.
+_SAMPLE, _LOGPROBS = jax.jit(sample), jax.jit(logprobs)
+_ADVANCE = jax.jit(slot_rows.advance)
+
 Step = Callable[[Any, DeviceState, jax.Array], tuple[DeviceState, StepOut]]
 
 
@@ -179,12 +183,12 @@ def run(
         raw_EV = family.logits(arch, params, x_TD[_drawn_places(view)], model.axis)
     with jax.named_scope("sample"):
         draws = _draws(view)
-        drawn_E, ok_E = sample(raw_EV, draws, state.slots, view.flags)
-        chosen = logprobs(raw_EV, drawn_E, view.flags)
+        drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags)
+        chosen = _LOGPROBS(raw_EV, drawn_E, view.flags)
     with jax.named_scope("advance"):
         token_RJ = _by_row(view, drawn_E, NONE)
         n_ok_R = _n_ok(view, token_RJ)
-        slots = slot_rows.advance(
+        slots = _ADVANCE(
             state.slots,
             view.slot_R,
             _new_len(view, n_ok_R),
