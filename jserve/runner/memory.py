@@ -124,7 +124,7 @@ def _device_memory(device: Any, utilization: float, weights: int) -> tuple[int, 
     if not stats:
         memory = psutil.virtual_memory()
         share = int(memory.total * min(utilization, CPU_SHARE))
-        return memory.total, min(share, int(memory.available * utilization) - weights)
+        return memory.total, min(share, int(memory.available * utilization))
     total = stats["bytes_limit"]
     used = max(stats.get("bytes_in_use", 0), weights)
     return total, int(total * (utilization - SCRATCH_SHARE)) - used
