@@ -39,7 +39,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    page_size: int = opt(16, "tokens per KV page", choices=(8, 16, 32, 64, 128))
+    page_size: int = opt(32, "tokens per KV page", choices=(8, 16, 32, 64, 128))
     n_pages: int = opt(0, "pages in the pool; 0 sizes it from memory", min=0)
     memory_utilization: float = opt(
         0.9, "share of device memory for weights and KV", min=0.05, max=0.98
@@ -58,6 +58,7 @@ class SchedulerOptions:
     )
     overlap: int = opt(1, "steps planned ahead of the device", min=0, max=2)
     max_waiting: int = opt(1024, "requests in the queue before new ones are refused", min=1)
+    journal: str = opt("", "file for every input of the scheduler, prompts included; empty is off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

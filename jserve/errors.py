@@ -108,3 +108,12 @@ class WeightsError(ConfigError):
     """A weight, tokenizer or index file is broken; ``field`` is the file (and tensor). Exit code 2."""
 
     code = "weights_error"
+
+
+def error_of(code: str | None, message: str, *, field: str | None = None) -> JserveError:
+    """The error that ``code`` (as carried by ``Output.error_code``) stands for; RequestFailed if unknown."""
+    kinds = [*JserveError.__subclasses__(), *BadRequest.__subclasses__(), WeightsError]
+    kind = next((k for k in kinds if k.code == code), None)
+    if kind is not None:
+        return kind(message, field=field)
+    return RequestFailed(message, field=field, code=code)

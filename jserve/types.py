@@ -18,11 +18,10 @@ Three counters of a sequence that must never be mixed up::
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -46,21 +45,16 @@ def _require(ok: bool, name: str, message: str) -> None:
         raise BadRequest(f"{name} {message}", field=name)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: object, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+def _number(value: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
     ok = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(ok and math.isfinite(value), name, "must be a finite number")  # type: ignore[arg-type]
-    inside = (value > low if low_open else value >= low) and value <= high  # type: ignore[operator]
+    _require(ok and math.isfinite(value), name, "must be a finite number")
+    inside = (value > low if low_open else value >= low) and value <= high
     _require(inside, name, f"must be in {'(' if low_open else '['}{low:g}, {high:g}]")
 
 
-def _integer(value: object, name: str, low: int, high: int) -> None:
-    _require(
-        _is_int(value) and low <= value <= high, name, f"must be an integer in [{low}, {high}]"
-    )  # type: ignore[operator]
+def _integer(value: Any, name: str, low: int, high: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    _require(ok, name, f"must be an integer in [{low}, {high}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +228,11 @@ class Sequence:
     n_prompt: int
     max_len: int
     """len(tokens) never exceeds this: prompt + max_tokens, within the context."""
+    stop_ids: frozenset[int] = frozenset()
+    """EOS and stop ids: one of them ends the sequence at any position from ``min_len`` on."""
+    min_len: int = 0
+    order: tuple[int, int] = (0, 0)
+    """(priority, number of submission): lower runs first."""
     state: SeqState = SeqState.WAITING
     scheduled: int = 0
     """Tokens whose KV is written or is being written by a step in flight (upper bound under speculation)."""
@@ -301,8 +300,8 @@ class SlotLoad:
 class StepPlan:
     """Which rows run next. Host values only: no padding, no device arrays.
 
-    Decode and verify rows come first, then prefill rows. Row r's token at position p has its KV in page
-    ``page_table_RM[r, p // page_size]``.
+    Decode and verify rows come first, then prefill rows. Row r's token at position p has its KV in
+    page ``page_table_RM[r, p // page_size]``.
     """
 
     id: int
@@ -371,6 +370,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop_reason: int | str | None = None
     """The stop token id, when one ended the sequence."""
     error: str | None = None
+    error_code: str | None = None
+    """``JserveError.code`` of what went wrong, with ``error``; ``errors.error_of`` gives its class."""
     n_cached: int = 0
     seed: int | None = None
     """The seed in use, on the first output."""

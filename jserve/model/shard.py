@@ -8,10 +8,8 @@ ArrayInfo. Must not know file formats; ``jserve.weights`` reads ``Part``s.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -150,75 +148,3 @@ def assemble_all(specs: Any, get: Callable[[str], np.ndarray], dtype: Any) -> An
     return jax.tree.map(
         lambda s: jnp.asarray(assemble(s, get), s.dtype or dtype), specs, is_leaf=is_spec
     )
-
-
-def init_params(specs: Any, seed: int, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
-    """Dummy weights drawn on the mesh, tensor by tensor of the checkpoint they stand for.
-
-    A value depends on the seed, the tensor's place in the tree and its index alone: not on the
-    mesh, and a repeated kv head is repeated here too.
-    """
-    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
-    drawn, salt = [], seed * 0x9E3779B9
-    for s in leaves:
-        draw = _drawer(_Drawing.of(s, dtype), rules.sharding(mesh, s.axes))
-        drawn.append(draw(np.uint32(salt & 0xFFFFFFFF)))
-        salt += 0x85EBCA6B
-    return jax.tree.unflatten(tree, drawn)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Drawing:
-    """What a draw depends on besides its salt, without names: layers share one compiled program."""
-
-    parts: tuple[tuple[tuple[int, ...], int], ...]
-    concat: int
-    shape: tuple[int, ...]
-    mean: float
-    deviation: float
-    dtype: Any
-
-    @classmethod
-    def of(cls, spec: ParamSpec, dtype: Any) -> _Drawing:
-        return cls(
-            parts=tuple((p.view, p.repeat) for p in spec.parts),
-            concat=spec.concat,
-            shape=spec.shape,
-            mean=spec.init_mean,
-            deviation=spec.init,
-            dtype=jnp.dtype(spec.dtype or dtype),
-        )
-
-
-@lru_cache(maxsize=256)
-def _drawer(d: _Drawing, sharding: NamedSharding) -> Callable[[np.uint32], jax.Array]:
-    def draw(salt: jax.Array) -> jax.Array:
-        pieces = [
-            jnp.repeat(_normal(view, salt + np.uint32(i * 0xC2B2AE35 & 0xFFFFFFFF)), repeat, axis=0)
-            for i, (view, repeat) in enumerate(d.parts)
-        ]
-        x = jnp.concatenate(pieces, axis=d.concat).reshape(d.shape)
-        return (x * d.deviation + d.mean).astype(d.dtype)
-
-    return jax.jit(draw, out_shardings=sharding)
-
-
-def _normal(shape: tuple[int, ...], salt: jax.Array) -> jax.Array:
-    """Nearly normal float32 (sum of four uniform bytes): a hash of the index, 20 times faster on
-    a CPU than exact normals, and weights of a dummy model need no better."""
-    index = jnp.full(shape, salt, jnp.uint32)
-    for d in range(len(shape)):
-        stride = np.uint32(math.prod(shape[d + 1 :]) & 0xFFFFFFFF)
-        index = index + jax.lax.broadcasted_iota(jnp.uint32, shape, d) * stride
-    bits = _mix(_mix(index) + salt)
-    total = jnp.full(shape, -4 * 127.5, jnp.float32)
-    for shift in (0, 8, 16, 24):
-        total = total + ((bits >> shift) & 0xFF).astype(jnp.float32)
-    return total / math.sqrt(4 * (256**2 - 1) / 12)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3."""
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)

@@ -15,8 +15,7 @@ a bucket is reused and copied out, for a transfer may alias the copy::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np

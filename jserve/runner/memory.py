@@ -86,7 +86,7 @@ def plan_memory(
     weights = sum(x.nbytes for x in jax.tree.leaves(params)) // tp
     slots = dims.C * dims.V * 8
     total, free = _device_memory(device, options.memory_utilization, weights)
-    name, n_pages = "memory_utilization", (free - slots) // one
+    name, n_pages = "memory_utilization", _steady((free - slots) // one)
     useful = 2 * dims.C * dims.M + 1
     if options.n_pages:
         name, n_pages = "n_pages", options.n_pages
@@ -111,12 +111,20 @@ def plan_memory(
     )
 
 
+def _steady(n_pages: int) -> int:
+    """``n_pages`` down to four significant bits: the pool's size is in the shape of every program, so
+    a few free MiB more or less at the next start must not miss the whole compile cache."""
+    step = 1 << max(0, n_pages.bit_length() - 4)
+    return n_pages // step * step
+
+
 def _device_memory(device: Any, utilization: float, weights: int) -> tuple[int, int]:
     """(bytes of the device, bytes that slots and KV may take)."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats:
         memory = psutil.virtual_memory()
-        return memory.total, int(memory.available * min(utilization, CPU_SHARE))
+        share = int(memory.total * min(utilization, CPU_SHARE))
+        return memory.total, min(share, int(memory.available * utilization))
     total = stats["bytes_limit"]
     used = max(stats.get("bytes_in_use", 0), weights)
     return total, int(total * (utilization - SCRATCH_SHARE)) - used

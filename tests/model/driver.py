@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jserve.model.attention import AttentionBackend, backend
+from jserve.model.attention import backend
 from jserve.model.family import Arch, Family
+from jserve.model.hand import Row, pack
 from jserve.model.shard import (
     AXIS,
     ShardRules,
@@ -27,7 +28,7 @@ from jserve.model.shard import (
     partitions,
     shardings,
 )
-from jserve.model.view import Bucket, StepDims, buffer_size, layout, numpy_views, unpack
+from jserve.model.view import Bucket, StepDims, layout, unpack
 
 RULES = ShardRules()
 
@@ -38,45 +39,6 @@ class NoSlots:
 
     len_C: Any
     last_C: Any
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a step: page ids, position of the first token, the tokens."""
-
-    pages: Sequence[int]
-    start: int
-    tokens: Sequence[int]
-
-
-def pack(
-    bucket: Bucket,
-    dims: StepDims,
-    attn: AttentionBackend,
-    decode: Sequence[Row],
-    prefill: Sequence[Row],
-) -> np.ndarray:
-    """The packed buffer of a step; decode rows have ``bucket.J`` tokens or fewer."""
-    fields = layout(bucket, dims, attn.plan_shapes(bucket, dims))
-    buf = np.zeros(buffer_size(fields), np.int32)
-    v = numpy_views(buf, fields)
-    v["slot_R"][:] = dims.C
-    v["row_T"][:] = bucket.R
-    v["stop_RS"][:] = -1
-    v["n_decode"][()], v["n_prefill"][()] = len(decode), len(prefill)
-    at = bucket.D * bucket.J
-    rows = [(r, r * bucket.J, row) for r, row in enumerate(decode)]
-    for i, row in enumerate(prefill):
-        rows.append((bucket.D + i, at, row))
-        at += len(row.tokens)
-    for r, first, row in rows:
-        n = len(row.tokens)
-        v["slot_R"][r], v["start_R"][r], v["count_R"][r] = r, row.start, n
-        v["first_R"][r], v["emit_R"][r] = first, 1
-        v["tok_T"][first : first + n], v["row_T"][first : first + n] = row.tokens, r
-        v["page_table_RM"][r, : len(row.pages)] = row.pages
-    attn.plan(v, bucket, dims)
-    return buf
 
 
 class Driver:

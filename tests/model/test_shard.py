@@ -11,7 +11,8 @@ import pytest
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, assemble, init_params, is_spec, make_mesh
+from jserve.model.shard import ShardRules, assemble, is_spec, make_mesh
+from jserve.weights.dummy import draw_all
 from tests.model.driver import Driver
 
 CONFIG: dict[str, Any] = {
@@ -98,7 +99,7 @@ def test_assemble_refuses_a_wrong_shape() -> None:
 
 def test_dummy_weights_depend_on_the_seed_alone() -> None:
     def draw(tp: int, seed: int) -> Any:
-        return init_params(FAMILY.specs(ARCH, tp), seed, make_mesh(tp), ShardRules(), jnp.float32)
+        return draw_all(FAMILY.specs(ARCH, tp), seed, make_mesh(tp), ShardRules(), jnp.float32)
 
     one, two = draw(1, 0), draw(2, 0)
     jax.tree.map(np.testing.assert_array_equal, one, two)

@@ -8,8 +8,7 @@ order. None of the real scheduler's policy is in it, so a fault it finds is the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jserve.model import slots as slot_rows
-from jserve.model import view as v
+from jserve.model import slots as slot_rows, view as v
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, unpack
 from jserve.runner.batch import Packer, uses
 from jserve.runner.buckets import Ladder, Needs

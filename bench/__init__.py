@@ -1,0 +1,1 @@
+"""Benchmarks of jserve and its peers; run as modules from the repository root (bench/README.md)."""

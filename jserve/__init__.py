@@ -1,0 +1,42 @@
+"""jserve: a language-model serving engine whose device programs are pure JAX functions.
+
+Public names are loaded when first used, so that ``import jserve`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jserve.config import EngineConfig
+    from jserve.llm import LLM, AsyncLLM, CompletionOutput, RequestOutput
+    from jserve.model.families import register_family
+    from jserve.types import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "register_family",
+]
+
+_HOMES = {
+    "LLM": "jserve.llm",
+    "AsyncLLM": "jserve.llm",
+    "RequestOutput": "jserve.llm",
+    "CompletionOutput": "jserve.llm",
+    "EngineConfig": "jserve.config",
+    "SamplingParams": "jserve.types",
+    "register_family": "jserve.model.families",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jserve' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

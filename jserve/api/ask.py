@@ -1,0 +1,80 @@
+"""A client's wish, its fields read and not yet tokens: the same for every API dialect.
+
+Owns the hand-over from a dialect (``openai``, later others) to ``prepare``, and the facts about the
+served model both need. Must not know field names of any dialect, HTTP or the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jserve.api.chat import Chat
+from jserve.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What the HTTP side knows of the served model."""
+
+    name: str
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    vocab_size: int
+    eos_ids: tuple[int, ...] = ()
+    aliases: tuple[str, ...] = ()
+    """More names a request may use."""
+    defaults: Mapping[str, float | int] = field(default_factory=dict)
+    """Sampling values of generation_config.json, used where a request sets none."""
+    version: str = ""
+    fingerprint: str = ""
+    """Hash of model and config, sent as ``system_fingerprint``."""
+    scores_prompts: bool = True
+    """Whether the engine can give log-probabilities of prompt tokens."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def knows(self, name: str) -> bool:
+        return name == self.name or name in self.aliases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Either ``chat`` or ``prompts`` (each text or token ids), and how to answer.
+
+    ``field`` names the request field that held them, for errors found later.
+    """
+
+    params: SamplingParams
+    chat: Chat | None = None
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    field: str = "prompt"
+    length_field: str = "max_tokens"
+    add_special_tokens: bool = True
+    truncate: int | None = None
+    """Keep this many prompt tokens; -1 keeps what fits the context."""
+    truncate_left: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A request as its dialect read it."""
+
+    body: Any
+    """The dialect's own fields, for its answer."""
+    ask: Ask
+    stream: bool = False
+    ignored: tuple[str, ...] = ()
+    """Names of the fields that had no effect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one HTTP request: prompts once, outputs of all choices."""
+
+    prompt: int
+    completion: int
+    cached: int

@@ -1,0 +1,109 @@
+"""One shape for everything that goes wrong: any exception becomes a ``JserveError``, any of those a
+JSON body.
+
+Owns the words and bounds of error answers (OpenAI's ``{"error": {message, type, param, code}}``).
+Must not know endpoints or fields. Nothing here ever holds a traceback, a path, a prompt or a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from typing import Any
+
+from aiohttp import web
+
+from jserve.errors import BadRequest, EngineDead, JserveError, RequestFailed
+
+MAX_MESSAGE = 300
+MAX_CLIENT_TEXT = 64
+
+_HTTP = {
+    404: ("not_found", "there is nothing at this path"),
+    405: ("method_not_allowed", "this path does not take this method"),
+    408: ("body_timeout", "the request body did not arrive in time"),
+    413: ("body_too_large", "the request body is larger than this server takes"),
+    414: ("url_too_long", "the request line is too long"),
+    415: ("unsupported_media_type", "this content type or encoding is not supported"),
+    417: ("expectation_failed", "only 'Expect: 100-continue' is supported"),
+    431: ("headers_too_large", "the request headers are too large"),
+}
+
+
+class HttpError(JserveError):
+    """An answer decided by HTTP itself: wrong path, method, size or media type."""
+
+    kind = "invalid_request_error"
+    code = "http_error"
+
+    def __init__(self, status: int, message: str | None = None, *, field: str | None = None):
+        code, words = _HTTP.get(status, ("invalid_request", "the request could not be read"))
+        super().__init__(message or words, field=field, code=code)
+        self.status = status
+        if status == 408:
+            self.kind = "timeout_error"
+
+
+class Forbidden(JserveError):
+    status = 403
+    kind = "permission_error"
+    code = "forbidden"
+
+
+class Unsupported(BadRequest):
+    """A known field or value that this server cannot honour; ``field`` names it."""
+
+    code = "unsupported_parameter"
+
+
+def shown(text: object) -> str:
+    """Client text for a message: escaped and cut to 64 characters."""
+    cut = str(text)[: MAX_CLIENT_TEXT + 1]
+    return repr(cut[:MAX_CLIENT_TEXT]) + ("..." if len(cut) > MAX_CLIENT_TEXT else "")
+
+
+def as_error(exc: BaseException) -> JserveError:
+    """The error a client is told for ``exc``; an unknown one becomes a 500 without details."""
+    if isinstance(exc, EngineDead):
+        return EngineDead("the engine is not running; try again later", retry_after=5)
+    if isinstance(exc, JserveError):
+        return exc
+    if isinstance(exc, web.HTTPException):
+        return HttpError(exc.status_code)
+    if isinstance(exc, web.RequestPayloadError):
+        return BadRequest("the request body could not be decoded", code="invalid_body")
+    if isinstance(exc, asyncio.TimeoutError):
+        return HttpError(408)
+    return RequestFailed("internal error", code="internal_error")
+
+
+def error_body(error: JserveError) -> dict[str, Any]:
+    """The JSON body: ``message`` of at most 300 characters, ``type``, ``param`` and ``code``."""
+    message = error.message.encode("utf-8", "replace").decode()
+    if len(message) > MAX_MESSAGE:
+        message = message[: MAX_MESSAGE - 3] + "..."
+    param = error.field[:MAX_CLIENT_TEXT] if error.field else None
+    return {
+        "error": {"message": message, "type": error.kind, "param": param, "code": error.code},
+    }
+
+
+def error_headers(error: JserveError) -> dict[str, str]:
+    """Headers that steer a client's retries: how long to wait, or that retrying is of no use."""
+    headers: dict[str, str] = {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(max(1, round(error.retry_after or 1)))
+    if error.status == 500:
+        headers["x-should-retry"] = "false"
+    return headers
+
+
+def where(exc: BaseException) -> str:
+    """Type and place of an exception for the log, without its message: that may hold a prompt."""
+    frames = traceback.extract_tb(exc.__traceback__)[-4:]
+    lines = " < ".join(
+        f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}" for f in reversed(frames)
+    )
+    return f"{type(exc).__name__} at {lines or 'unknown'}"

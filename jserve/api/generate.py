@@ -1,0 +1,252 @@
+"""Runs prepared requests on the engine and tells the story in pieces of text.
+
+Owns one HTTP request's generations: which choice an output belongs to, ids to text, stop strings,
+when a choice is over, what is counted. Several prompts run side by side and their pieces are merged
+in order of arrival. Leaving the iterator, in whatever way, cancels everything still running. Must
+not know HTTP or any dialect.
+
+Choices are numbered as OpenAI does::
+
+    prompt 0        prompt 1                (n = 2)
+    choice 0, 1     choice 2, 3             choice = prompt * n + Output.index
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+from jserve.api.ask import Usage
+from jserve.errors import EngineDead, JserveError, NotReady, Overloaded, RequestFailed, error_of
+from jserve.text.stream import TextStream
+from jserve.text.tokenizer import TextTokenizer
+from jserve.types import Finish, Output, Request, TokenLogprob
+
+MERGE_BUFFER = 64
+
+Json = dict[str, Any]
+Counts = Callable[[], Usage]
+
+
+class Engine(Protocol):
+    """What the front needs of ``AsyncEngine`` to run a request; ``generate`` is a generator."""
+
+    def generate(self, request: Request) -> AsyncIterator[Output]: ...
+
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+
+class Observer(Protocol):
+    """Is told of every piece, for the metrics."""
+
+    def piece(self, piece: Piece) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """What one output added to one choice. The last piece of a choice carries ``finish``."""
+
+    choice: int
+    prompt: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish: Finish | None = None
+    stop_reason: int | str | None = None
+    first: bool = False
+    seed: int | None = None
+
+
+class Reply(Protocol):
+    """A dialect's way to answer. ``usage`` counts so far; it costs a walk over the choices."""
+
+    done: str | None
+    """What a stream that ended well sends last."""
+
+    def chunks(self, piece: Piece, usage: Counts) -> Iterator[Json]: ...
+
+    def last(self, usage: Usage) -> Iterator[Json]: ...
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Json: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Choice:
+    text: TextStream
+    started: bool = False
+    done: bool = False
+
+
+class Generation:
+    """The requests of one HTTP request, on the engine.
+
+    Args:
+        engine: runs the requests.
+        tokenizer: turns ids into text.
+        requests: one per prompt, all with the same parameters.
+        observer: told of every piece.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: TextTokenizer,
+        requests: Sequence[Request],
+        observer: Observer | None = None,
+    ) -> None:
+        self.requests = list(requests)
+        self.params = self.requests[0].params
+        self._engine = engine
+        self._observer = observer
+        self._cached = [0] * len(self.requests)
+        self._choices = [
+            _Choice(text=TextStream.of(tokenizer, r.params, r.prompt_ids))
+            for r in self.requests
+            for _ in range(self.params.n)
+        ]
+
+    @property
+    def n_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far; exact when the pieces are through."""
+        return Usage(
+            prompt=sum(len(r.prompt_ids) for r in self.requests),
+            completion=sum(c.text.n_tokens for c in self._choices),
+            cached=sum(self._cached),
+        )
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Every piece of every choice until all have finished.
+
+        Raises:
+            JserveError: the engine refused a request or failed; nothing follows.
+        """
+        left = self.n_choices
+        try:
+            async with aclosing(self._outputs()) as outputs:
+                async for prompt, output in outputs:
+                    piece = self._piece(prompt, output)
+                    if piece is None:
+                        continue
+                    if self._observer is not None:
+                        self._observer.piece(piece)
+                    left -= piece.finish is not None
+                    yield piece
+                    if not left:
+                        return
+            raise EngineDead("the engine ended the request without an answer")
+        finally:
+            for request in self.requests:
+                self._engine.abort(request.id)
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
+        if len(self.requests) > 1:
+            async with aclosing(merged([self._run(r) for r in self.requests])) as all_:
+                async for item in all_:
+                    yield item
+            return
+        async with aclosing(self._run(self.requests[0])) as outputs:
+            async for output in outputs:
+                yield 0, output
+
+    def _run(self, request: Request) -> AsyncGenerator[Output, None]:
+        return cast("AsyncGenerator[Output, None]", self._engine.generate(request))
+
+    def _piece(self, prompt: int, output: Output) -> Piece | None:
+        number = prompt * self.params.n + output.index
+        choice = self._choices[number]
+        if choice.done:
+            return None
+        if output.finish in (Finish.ERROR, Finish.ABORT):
+            raise failure(output)
+        self._cached[prompt] = max(self._cached[prompt], output.n_cached)
+        text, n_tokens, finish, reason = _advance(choice.text, output)
+        first, choice.started, choice.done = not choice.started, True, finish is not None
+        if choice.text.stopped is not None:
+            self._engine.abort(self.requests[prompt].id, output.index)
+        return Piece(
+            choice=number,
+            prompt=prompt,
+            text=text,
+            token_ids=output.token_ids[:n_tokens],
+            logprobs=None if output.logprobs is None else output.logprobs[:n_tokens],
+            prompt_logprobs=output.prompt_logprobs,
+            finish=finish,
+            stop_reason=reason,
+            first=first,
+            seed=output.seed,
+        )
+
+
+def _advance(
+    stream: TextStream, output: Output
+) -> tuple[str, int, Finish | None, int | str | None]:
+    """(text, tokens used, finish, stop reason) after ``output`` went through its choice's text."""
+    delta = stream.push(output.token_ids, terminator=output.finish is Finish.STOP)
+    text = delta.text
+    if output.finish is not None and delta.stop is None:
+        text += stream.flush().text
+    if stream.stopped is not None:
+        return text, delta.n_tokens, Finish.STOP, stream.stopped
+    return text, delta.n_tokens, output.finish, output.stop_reason
+
+
+def failure(output: Output) -> JserveError:
+    """The error an output with finish ERROR or ABORT stands for. Faults keep their details."""
+    if output.finish is Finish.ABORT or output.error_code == "draining":
+        return NotReady("the server is shutting down", code="draining", retry_after=5)
+    error = error_of(output.error_code, output.error or "the request failed")
+    return hidden(error) if error.status >= 500 and not isinstance(error, Overloaded) else error
+
+
+T = TypeVar("T")
+
+
+def hidden(error: JserveError) -> JserveError:
+    """A fault in words for a client: its own may name files or hold a prompt."""
+    if isinstance(error, EngineDead):
+        return error
+    return RequestFailed("the engine failed on this request", code=error.code)
+
+
+_END: Any = object()
+
+
+async def merged(
+    sources: Sequence[AsyncGenerator[T, None]],
+) -> AsyncGenerator[tuple[int, T], None]:
+    """(source number, item) of all sources in order of arrival; the first error ends it."""
+    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(MERGE_BUFFER)
+
+    async def pump(number: int, source: AsyncGenerator[T, None]) -> None:
+        last: Any = _END
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    await queue.put((number, item))
+        except Exception as e:
+            last = e
+        await queue.put((number, last))
+
+    tasks = [asyncio.create_task(pump(i, source)) for i, source in enumerate(sources)]
+    try:
+        left = len(tasks)
+        while left:
+            number, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is _END:
+                left -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,201 @@
+"""Prometheus metrics: what the HTTP side sees, and the engine's own counters at scrape time.
+
+Owns names, buckets and labels. Every label comes from us, never from a client, so that their number
+is bounded. Must not know dialects. Names follow vLLM's suffixes under the prefix ``jserve:``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from jserve.api.generate import Piece
+from jserve.types import Request
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+# Names of the scheduler's counters -> (metric, help). Anything else is exported under its own name.
+_COUNTERS = {
+    "cache_query_tokens": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "cache_hit_tokens": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "preemptions": ("num_preemptions", "Sequences that lost their pages and start over."),
+    "finished": ("sequences_finished", "Sequences ended, for whatever reason."),
+}
+_GAUGES = {
+    "preempted": ("num_requests_preempted", "Sequences that wait after losing their pages."),
+    "pages_total": ("kv_pages", "KV pages in the pool."),
+    "pages_free": ("kv_pages_free", "KV pages that hold nothing."),
+    "pages_cached": ("kv_pages_cached", "KV pages kept for reuse only."),
+}
+
+
+class EngineStats(Protocol):
+    """What ``AsyncEngine.stats()`` gives."""
+
+    step: int
+    waiting: int
+    running: int
+    in_flight: int
+    values: Mapping[str, float]
+
+
+class StatsSource(Protocol):
+    """The engine, as the scrape sees it."""
+
+    @property
+    def counters(self) -> Mapping[Any, int]: ...
+
+    @property
+    def n_active(self) -> int: ...
+
+    def stats(self) -> Any: ...
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own.
+
+    Args:
+        model: the served model's name, the label of the request metrics.
+        source: asked for the engine's counters at every scrape.
+    """
+
+    def __init__(self, model: str, source: StatsSource) -> None:
+        self.registry = CollectorRegistry()
+        labels = {"labelnames": ("model_name",), "registry": self.registry}
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"jserve:{name}", help, buckets=buckets, **labels).labels(model)
+
+        def counter(name: str, help: str) -> Counter:
+            return Counter(f"jserve:{name}", help, **labels).labels(model)
+
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _LONG
+        )
+        self.itl = histogram("inter_token_latency_seconds", "Between outputs of a choice.", _SHORT)
+        self.e2e = histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", _LONG
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests.")
+        self.output_tokens = counter("generation_tokens", "Tokens drawn.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens not computed again.")
+        self.in_flight = Gauge(
+            "jserve:http_requests_in_flight", "HTTP requests being answered.", **labels
+        ).labels(model)
+        self._finished = Counter(
+            "jserve:request_success",
+            "Choices that ended well, by reason.",
+            labelnames=("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self._http = Counter(
+            "jserve:http_requests",
+            "HTTP answers by route and status; 499 is a client that left.",
+            labelnames=("route", "status"),
+            registry=self.registry,
+        )
+        self._model = model
+        self.registry.register(_EngineCollector(model, source))
+
+    def answered(self, route: str, status: int) -> None:
+        self._http.labels(route, str(status)).inc()
+
+    def finished(self, reason: str) -> None:
+        self._finished.labels(self._model, reason).inc()
+
+    def scrape(self, accept: str) -> tuple[bytes, str]:
+        """(body, content type): OpenMetrics or the text format, as ``accept`` asks."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type
+
+
+class RequestTimer:
+    """Watches the pieces of one HTTP request; times run from ``arrival`` (monotonic seconds)."""
+
+    def __init__(self, metrics: Metrics, requests: list[Request], arrival: float) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._last: dict[int, float] = {}
+        metrics.prompt_tokens.inc(sum(len(r.prompt_ids) for r in requests))
+
+    def piece(self, piece: Piece) -> None:
+        now = time.monotonic()
+        metrics = self._metrics
+        if piece.first:
+            metrics.ttft.observe(now - self._arrival)
+        else:
+            metrics.itl.observe(now - self._last[piece.choice])
+        self._last[piece.choice] = now
+        metrics.output_tokens.inc(len(piece.token_ids))
+        if piece.finish is not None:
+            metrics.finished(piece.finish.value)
+            metrics.e2e.observe(now - self._arrival)
+
+    def end(self, n_cached: int) -> None:
+        self._metrics.cached_tokens.inc(n_cached)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's latest counters when scraped."""
+
+    def __init__(self, model: str, source: StatsSource) -> None:
+        self._model = model
+        self._source = source
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        stats = self._source.stats()
+        yield self._gauge("num_requests_running", "Sequences running.", stats.running)
+        yield self._gauge("num_requests_waiting", "Sequences waiting.", stats.waiting)
+        yield self._gauge("num_requests_active", "Requests not yet ended.", self._source.n_active)
+        yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
+        yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
+        values = dict(stats.values)
+        yield self._gauge(
+            "kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", _usage(values)
+        )
+        for name, value in sorted(values.items()):
+            yield self._value(name, value)
+        for name, value in sorted(self._source.counters.items()):
+            event = _clean(name).removeprefix("engine_")
+            yield self._counter(f"engine_{event}", f"Engine events: {event}.", value)
+
+    def _value(self, name: str, value: float) -> Any:
+        if name in _GAUGES:
+            return self._gauge(*_GAUGES[name], value)
+        if name in _COUNTERS:
+            return self._counter(*_COUNTERS[name], value)
+        clean = _clean(name)
+        if clean.endswith("_total"):
+            return self._counter(clean.removesuffix("_total"), f"Engine counter {clean}.", value)
+        return self._gauge(clean, f"Engine value {clean}.", value)
+
+    def _gauge(self, name: str, help: str, value: float) -> Any:
+        family = GaugeMetricFamily(f"jserve:{name}", help, labels=["model_name"])
+        family.add_metric([self._model], float(value))
+        return family
+
+    def _counter(self, name: str, help: str, value: float) -> Any:
+        family = CounterMetricFamily(f"jserve:{name}", help, labels=["model_name"])
+        family.add_metric([self._model], float(value))
+        return family
+
+
+def _usage(values: Mapping[str, float]) -> float:
+    total = values.get("pages_total", 0)
+    idle = values.get("pages_free", 0) + values.get("pages_cached", 0)
+    return min(1.0, max(0.0, 1.0 - idle / total)) if total else 0.0
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name)[:64]

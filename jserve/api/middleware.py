@@ -1,0 +1,128 @@
+"""What every request goes through: an id, the key, one shape of error, one line of log, one count.
+
+Owns these for all routes, those that do not exist included. Must not know what a handler does. The
+log line holds our own words only: method, route (not the path), status, milliseconds and the
+request id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import HttpVersion11, web
+
+from jserve.api.auth import Access
+from jserve.api.errors import Forbidden, HttpError, error_body, error_headers
+from jserve.api.front import TRACE, Front, Trace, json_response, log, reported
+from jserve.errors import JserveError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+CLIENT_LEFT = 499
+_ID = re.compile(r"[A-Za-z0-9._\-]{1,64}")
+
+
+def request_id(given: str | None) -> str:
+    """A client's label if it is short and plain, else one of ours. Never used as a key."""
+    return given if given and _ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def route_name(request: web.Request) -> str:
+    """The route's pattern, or "unknown": never text from a client."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "unknown"
+
+
+def make_middlewares(front: Front, access: dict[str, Access]) -> list[Any]:
+    """[around, guard]: errors, ids, log and counts outside; keys inside.
+
+    Args:
+        access: level of every route by its pattern; a route that is not in it takes a key.
+    """
+
+    @web.middleware
+    async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[TRACE] = Trace(
+            id=request_id(request.headers.get("x-request-id")), arrival=time.monotonic()
+        )
+        status = CLIENT_LEFT
+        front.metrics.in_flight.inc()
+        try:
+            response = await _answered(request, handler)
+            if front.engine.draining and not response.prepared:
+                response.force_close()
+            status = response.status
+            return response
+        finally:
+            front.metrics.in_flight.dec()
+            _record(front, request, status)
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        level = access.get(route_name(request), Access.USER)
+        if level is not Access.OPEN:
+            front.keys.check(request.headers)
+        if level is Access.ADMIN:
+            raise Forbidden("this path is not enabled", code="admin_only")
+        return await handler(request)
+
+    return [around, guard]
+
+
+async def expect(request: web.Request) -> web.StreamResponse | None:
+    """Answers an ``Expect`` header; aiohttp asks this before any middleware runs."""
+    if request.version < HttpVersion11:
+        return None
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        response = error_response(HttpError(417))
+        response.headers["x-request-id"] = request_id(request.headers.get("x-request-id"))
+        return response
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    # The bytes of this line are not those of the answer, which may still be replaced by an error.
+    request.writer.output_size = 0
+    return None
+
+
+async def stamp(request: web.Request, response: web.StreamResponse) -> None:
+    """Headers of every answer, streams included; a signal, called before the headers go out."""
+    response.headers["Server"] = "jserve"
+    if (trace := request.get(TRACE)) is not None:
+        response.headers["x-request-id"] = trace.id
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception as e:
+        return error_response(reported(request, e), allow=getattr(e, "headers", {}).get("Allow"))
+
+
+def error_response(error: JserveError, *, allow: str | None = None) -> web.Response:
+    headers = error_headers(error) | ({"Allow": allow} if allow else {})
+    response = json_response(error_body(error), status=error.status, headers=headers)
+    if error.status in (408, 413) or error.code == "invalid_body":
+        # The rest of the body is still on its way: it must not be read as the next request.
+        response.force_close()
+    return response
+
+
+def _record(front: Front, request: web.Request, status: int) -> None:
+    route = route_name(request)
+    front.metrics.answered(route, status)
+    trace = request[TRACE]
+    ms = 1000 * (time.monotonic() - trace.arrival)
+    log.info(
+        "%s %s %d %.1f ms %s%s",
+        request.method if len(request.method) < 10 else "?",
+        route,
+        status,
+        ms,
+        trace.id,
+        f" {trace.error}" if trace.error else "",
+    )

@@ -1,0 +1,102 @@
+"""Request values that are lists, maps or either-or: checked by hand, bounded before a walk.
+
+Owns the shapes of ``prompt``, ``stop``, ``logit_bias`` and id lists. Must not know whole requests.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jserve.api.ask import ModelCard
+from jserve.errors import BadRequest
+from jserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
+
+MAX_CHOICES = 128
+MAX_STOP_CHARS = 1024
+MAX_SALT = 128
+
+
+def prompts_of(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
+    """``prompt`` in any of its four forms: text, texts, token ids, lists of token ids.
+
+    Raises:
+        BadRequest: empty, of mixed or wrong type, or an id outside the vocabulary.
+    """
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise BadRequest("prompt must be text or token ids, and not empty", field="prompt")
+    if all(isinstance(v, int) for v in value):
+        value = [value]
+    if len(value) > MAX_CHOICES:
+        raise BadRequest(f"prompt may hold at most {MAX_CHOICES} prompts", field="prompt")
+    if all(isinstance(v, str) for v in value):
+        return tuple(value)
+    if not all(isinstance(v, list) for v in value):
+        raise BadRequest("prompt must hold either texts or lists of token ids", field="prompt")
+    return tuple(ids_of(v, "prompt", vocab_size) for v in value)
+
+
+def ids_of(value: Any, field: str, vocab_size: int) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or any(type(v) is not int for v in value):
+        raise BadRequest(f"{field} must hold token ids", field=field)
+    if value and (min(value) < 0 or max(value) >= vocab_size):
+        raise BadRequest(f"{field} ids must be in [0, {vocab_size - 1}]", field=field)
+    return tuple(value)
+
+
+def salt_of(salt: str | None) -> str:
+    if salt is None:
+        return ""
+    if not 0 < len(salt) <= MAX_SALT or any(c in "@/\\\0" for c in salt):
+        raise BadRequest(
+            f"cache_salt must be 1 to {MAX_SALT} characters, without @ / \\ or NUL",
+            field="cache_salt",
+        )
+    return salt
+
+
+def top_of(value: int, field: str) -> int:
+    if not 0 <= value <= MAX_LOGPROBS:
+        raise BadRequest(f"{field} must be in [0, {MAX_LOGPROBS}]", field=field)
+    return value
+
+
+def stop_of(value: Any) -> tuple[str, ...]:
+    words = [value] if isinstance(value, str) else value or []
+    if not isinstance(words, list) or any(not isinstance(w, str) for w in words[:64]):
+        raise BadRequest("stop must be a string or a list of strings", field="stop")
+    if len(words) > 16 or any(not 0 < len(w) <= MAX_STOP_CHARS for w in words):
+        raise BadRequest(
+            f"stop may hold at most 16 strings of 1 to {MAX_STOP_CHARS} characters", field="stop"
+        )
+    return tuple(words)
+
+
+def stop_ids_of(value: list[int] | None, card: ModelCard) -> tuple[int, ...]:
+    ids = ids_of(value or (), "stop_token_ids", card.vocab_size)
+    if len({*ids, *card.eos_ids}) > MAX_STOP_IDS:
+        raise BadRequest(
+            f"stop_token_ids and the model's end tokens may be {MAX_STOP_IDS} ids together",
+            field="stop_token_ids",
+        )
+    return ids
+
+
+def bias_of(value: Any, vocab_size: int) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
+        raise BadRequest(
+            f"logit_bias must be an object of at most {MAX_LOGIT_BIAS} entries", field="logit_bias"
+        )
+    found: dict[int, float] = {}
+    for key, bias in value.items():
+        number = int(key) if re.fullmatch(r"[0-9]{1,9}", key, re.ASCII) else -1
+        if not 0 <= number < vocab_size:
+            raise BadRequest(
+                f"logit_bias keys must be token ids in [0, {vocab_size - 1}]", field="logit_bias"
+            )
+        found[number] = bias
+    return found

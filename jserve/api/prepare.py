@@ -1,0 +1,177 @@
+"""From an ``Ask`` to ``Request``s: renders, tokenises and checks what needs the model's limits.
+
+Owns the work that grows with the size of a request: it runs in threads, bounded in characters
+before a tokenizer sees them, never on the event loop. Must not know HTTP, field names of a dialect
+or the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from jserve.api.ask import Ask, ModelCard
+from jserve.api.chat import Chat, ChatTemplate, Part
+from jserve.errors import BadRequest, ContextTooLong, Overloaded
+from jserve.text.pool import TokenizerPool
+from jserve.text.tokenizer import TextTokenizer
+from jserve.types import MAX_BAD_WORD_TOKENS, Request, SamplingParams
+
+CHARS_PER_TOKEN = 8
+"""A prompt of more characters than this times the context is refused before tokenising."""
+MAX_QUEUED = 256
+
+
+class Preparer:
+    """Turns asks into requests in a few threads. ``close`` ends them."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, chat: ChatTemplate | None, card: ModelCard
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.card = card
+        self.max_chars = CHARS_PER_TOKEN * card.max_model_len
+        self._pool = TokenizerPool(tokenizer, max_chars=self.max_chars)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="jserve-render")
+        self._queued = 0
+
+    def close(self) -> None:
+        self._pool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def requests(self, ask: Ask) -> list[Request]:
+        """One request per prompt, within the model's limits.
+
+        Raises:
+            ContextTooLong: more characters or tokens than the context takes.
+            BadRequest: an empty prompt, a token id outside the vocabulary, refused messages.
+            Overloaded: too many requests wait for a thread.
+        """
+        prompts = [tuple(ids) for ids in await self.prompt_ids(ask)]
+        params = await self._with_bad_words(ask.params)
+        return [self._request(ask, params, self._fitted(ask, params, ids)) for ids in prompts]
+
+    async def prompt_ids(self, ask: Ask) -> list[list[int]]:
+        """Token ids of every prompt of ``ask``, before any truncation."""
+        if ask.chat is not None:
+            parts = await self.render(ask.chat)
+            return [await self._pool.encode_parts_async(parts, field=ask.field)]
+        found = []
+        encode = self._pool.encode_async
+        for prompt in ask.prompts:
+            if not isinstance(prompt, str):
+                found.append(list(prompt))
+                continue
+            found.append(
+                await encode(prompt, add_special_tokens=ask.add_special_tokens, field=ask.field)
+            )
+        return found
+
+    async def render(self, chat: Chat) -> list[Part]:
+        """The prompt of ``chat`` by the model's template.
+
+        Raises:
+            BadRequest: the model has no chat template (code "no_chat_template").
+        """
+        if self.chat is None:
+            raise BadRequest(
+                "this model has no chat template; use /v1/completions",
+                field="messages",
+                code="no_chat_template",
+            )
+        self._check_chars(chat)
+        return await self.run(self.chat.render, chat)
+
+    async def run(self, work, *args):
+        """``work(*args)`` in a thread.
+
+        Raises:
+            Overloaded: too many calls wait already.
+        """
+        if self._queued >= MAX_QUEUED:
+            raise Overloaded("too many requests wait to be read", retry_after=1)
+        self._queued += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        finally:
+            self._queued -= 1
+
+    def _check_chars(self, chat: Chat) -> None:
+        n_chars = sum(len(m.get("content") or "") for m in chat.messages)
+        if n_chars > self.max_chars:
+            raise ContextTooLong(
+                f"the messages have {n_chars} characters; this model takes at most "
+                f"{self.max_chars} ({self.card.max_model_len} tokens)",
+                field="messages",
+            )
+
+    async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        if not params.bad_words:
+            return params
+        ids = await self.run(bad_token_ids, self.tokenizer, params.bad_words)
+        return replace(params, bad_token_ids=ids)
+
+    def _fitted(self, ask: Ask, params: SamplingParams, ids: tuple[int, ...]) -> tuple[int, ...]:
+        limit = self.card.max_model_len
+        n_out = params.max_tokens if params.max_tokens is not None else 1
+        if ask.truncate is not None:
+            keep = max(limit - n_out, 1) if ask.truncate < 0 else ask.truncate
+            ids = ids[-keep:] if ask.truncate_left else ids[:keep]
+        if not ids:
+            raise BadRequest(f"{ask.field} must hold at least one token", field=ask.field)
+        self._check_ids(ask, ids)
+        if len(ids) >= limit:
+            raise ContextTooLong(
+                f"the prompt has {len(ids)} tokens; this model's context is {limit} tokens, "
+                "of which one at least is for the answer",
+                field=ask.field,
+            )
+        if len(ids) + n_out > limit:
+            raise ContextTooLong(
+                f"the prompt has {len(ids)} tokens and {ask.length_field} is {n_out}; together "
+                f"they exceed this model's context of {limit} tokens",
+                field=ask.length_field,
+            )
+        return ids
+
+    def _check_ids(self, ask: Ask, ids: tuple[int, ...]) -> None:
+        if min(ids) < 0 or max(ids) >= self.card.vocab_size:
+            raise BadRequest(
+                f"{ask.field} holds a token id outside [0, {self.card.vocab_size - 1}]",
+                field=ask.field,
+            )
+
+    def _request(self, ask: Ask, params: SamplingParams, ids: tuple[int, ...]) -> Request:
+        return Request(
+            id=uuid.uuid4().hex,
+            prompt_ids=ids,
+            params=params,
+            eos_ids=self.card.eos_ids,
+            arrival=time.monotonic(),
+            priority=ask.priority,
+            cache_salt=ask.cache_salt,
+        )
+
+
+def bad_token_ids(tokenizer: TextTokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that spell ``words``, at the start of a text and after a blank.
+
+    Raises:
+        BadRequest: a word takes more than 8 tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False, parse_special=False))
+            if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
+                raise BadRequest(
+                    f"bad_words entries must be 1 to {MAX_BAD_WORD_TOKENS} tokens long",
+                    field="bad_words",
+                )
+            found[ids] = None
+    return tuple(found)

@@ -1,0 +1,267 @@
+"""Runs the application on a port: connections with time limits, signals, an orderly end.
+
+Owns the socket, the life of the process on the HTTP side and its exit code. Must not know routes.
+::
+
+    SIGTERM or SIGINT   /ready 503, new requests 503, running ones finish  -> 0
+    a second signal     everything ends now                                -> 128 + signal
+    engine gave up      everything ends, the reason is logged              -> 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler
+
+from jserve.api.app import FRONT, make_app
+from jserve.api.ask import ModelCard
+from jserve.api.chat import ChatTemplate
+from jserve.api.errors import HttpError, as_error, error_body
+from jserve.api.front import Front, Limits, ServedEngine
+from jserve.api.middleware import request_id
+from jserve.config import EngineConfig, ServerOptions
+from jserve.errors import ConfigError
+from jserve.text.tokenizer import TextTokenizer
+
+log = logging.getLogger("jserve.api")
+_CLIENT_FAULTS = (web.RequestPayloadError, HttpProcessingError)
+LAST_WORDS_S = 5.0
+"""How long answers may take to leave once the engine has drained."""
+
+
+class Connection(RequestHandler):
+    """aiohttp's connection and what it lacks: a header timer, a small send buffer, JSON errors."""
+
+    __slots__ = ("_header_timer", "_limits")
+
+    def __init__(self, manager: web.Server, limits: Limits, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._limits = limits
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if len(self._manager.connections) > self._limits.max_connections:  # type: ignore[union-attr]
+            transport.write(_REFUSAL)  # type: ignore[attr-defined]
+            transport.close()
+            return
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer)
+        self._await_headers()
+
+    def data_received(self, data: bytes) -> None:
+        before = self._request_count
+        idle = self._header_timer is None and self._current_request is None and not self._messages
+        super().data_received(data)
+        if self._request_count > before:
+            self._stop_timer()
+        elif idle and data:
+            self._await_headers()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What the parser refused, or a fault outside of every middleware, in our shape."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun already")
+        error = as_error(exc) if status >= 500 and exc is not None else HttpError(status)
+        response = web.Response(
+            body=orjson.dumps(error_body(error)),
+            status=error.status,
+            content_type="application/json",
+            headers={"x-request-id": request_id(None), "Server": "jserve"},
+        )
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """aiohttp would log the exception with its words; these may hold a prompt."""
+        exc = kwargs.get("exc_info")
+        level = logging.DEBUG if isinstance(exc, _CLIENT_FAULTS) else logging.ERROR
+        log.log(level, "connection failed: %s", type(exc).__name__)
+
+    def _await_headers(self) -> None:
+        self._header_timer = self._loop.call_later(self._limits.header_timeout_s, self.force_close)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def _refusal() -> bytes:
+    body = orjson.dumps(
+        {
+            "error": {
+                "message": "too many connections",
+                "type": "server_error",
+                "param": None,
+                "code": "overloaded",
+            }
+        }
+    )
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Retry-After: 1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_REFUSAL = _refusal()
+
+
+class HttpServer:
+    """One application on one listening socket.
+
+    Args:
+        app: from ``make_app``.
+        options: host and port.
+    """
+
+    def __init__(self, app: web.Application, options: ServerOptions) -> None:
+        self.front: Front = app[FRONT]
+        self._options = options
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._listener: asyncio.Server | None = None
+
+    async def start(self) -> str:
+        """Listens; the address as a URL.
+
+        Raises:
+            ConfigError: the address is taken or not ours.
+        """
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        host, port = self._options.host, self._options.port
+        try:
+            self._listener = await loop.create_server(
+                self._connect, host, port, backlog=1024, reuse_address=True
+            )
+        except (OSError, OverflowError) as e:
+            await self._runner.cleanup()
+            reason = getattr(e, "strerror", None) or str(e)
+            raise ConfigError(f"cannot listen on {host}:{port}: {reason}", field="port") from None
+        name = self._listener.sockets[0].getsockname()
+        shown = f"[{name[0]}]" if ":" in name[0] else name[0]
+        return f"http://{shown}:{name[1]}"
+
+    async def stop(self, timeout_s: float = LAST_WORDS_S) -> None:
+        """Stops listening, gives answers ``timeout_s`` to leave, closes every connection."""
+        if self._listener is not None:
+            self._listener.close()
+        server = self._runner.server
+        if server is not None:
+            server.pre_shutdown()
+            await server.shutdown(timeout_s)
+        await self._runner.cleanup()
+
+    def _connect(self) -> Connection:
+        server = self._runner.server
+        assert server is not None
+        limits = self.front.limits
+        return Connection(
+            server,
+            limits,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=limits.idle_timeout_s,
+            access_log=None,
+            lingering_time=1.0,
+        )
+
+
+async def serve(
+    config: EngineConfig,
+    engine: ServedEngine,
+    tokenizer: TextTokenizer,
+    chat: ChatTemplate | None,
+    card: ModelCard,
+    *,
+    on_listening: Callable[[str], None] | None = None,
+    limits: Limits | None = None,
+) -> int:
+    """Serves until a signal or until the engine gives up; the exit code of the process.
+
+    Args:
+        engine: started.
+        chat: the model's template, or None for a model without one.
+        on_listening: told the URL once the port is open.
+
+    Raises:
+        ConfigError: the port cannot be opened.
+    """
+    app = make_app(config, engine, tokenizer, chat, card, limits=limits)
+    server = HttpServer(app, config.server)
+    url = await server.start()
+    with _signals() as signals:
+        if on_listening is not None:
+            on_listening(url)
+        try:
+            return await _until_end(engine, signals, config.server.drain_timeout_s, server)
+        finally:
+            await server.stop(0.5)
+
+
+async def _until_end(
+    engine: ServedEngine, signals: asyncio.Queue[int], drain_timeout_s: float, server: HttpServer
+) -> int:
+    signalled = asyncio.ensure_future(signals.get())
+    gave_up = asyncio.ensure_future(engine.gave_up.wait())
+    try:
+        await asyncio.wait({signalled, gave_up}, return_when=asyncio.FIRST_COMPLETED)
+        if gave_up.done():
+            log.error("the engine gave up: %s", engine.gave_up_reason)
+            return 1
+        log.info("draining for at most %.0f s", drain_timeout_s)
+        drained = asyncio.ensure_future(_drain(engine, server, drain_timeout_s))
+        again = asyncio.ensure_future(signals.get())
+        await asyncio.wait({drained, again, gave_up}, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if drained.done():
+            return 0
+        drained.cancel()
+        await asyncio.gather(drained, return_exceptions=True)
+        return 1 if gave_up.done() else 128 + again.result()
+    finally:
+        for task in (signalled, gave_up):
+            task.cancel()
+
+
+async def _drain(engine: ServedEngine, server: HttpServer, timeout_s: float) -> None:
+    n_aborted = await engine.drain(timeout_s)
+    if n_aborted:
+        log.warning("%d requests did not finish in time", n_aborted)
+    await server.stop()
+
+
+@contextlib.contextmanager
+def _signals():
+    """A queue of the SIGTERM and SIGINT that arrive."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, arrived.put_nowait, int(number))
+    try:
+        yield arrived
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

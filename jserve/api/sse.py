@@ -1,0 +1,112 @@
+"""Server-sent events on one response: framing, headers, keep-alive comments, errors, slow readers.
+
+Owns what every dialect's stream has in common. Must not know what the events mean. A stream that
+goes wrong ends with an error event and without the closing mark, so that no client takes it for a
+whole answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from jserve.api.errors import error_body
+from jserve.errors import JserveError
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class EventStream:
+    """An open event stream. Use ``async with await EventStream.open(...)``.
+
+    Args:
+        request: the request to answer.
+        keep_alive_s: a comment is sent after so many idle seconds; 0 is off.
+        write_timeout_s: a reader that takes nothing for so long is cut off.
+    """
+
+    def __init__(
+        self, request: web.Request, *, keep_alive_s: float, write_timeout_s: float
+    ) -> None:
+        self.response = web.StreamResponse(headers=HEADERS)
+        self._request = request
+        self._loop = asyncio.get_running_loop()
+        self._write_timeout_s = write_timeout_s
+        self._keep_alive_s = keep_alive_s
+        self._written_at = self._loop.time()
+        self._pinger: asyncio.Task[None] | None = None
+
+    async def open(self, headers: Mapping[str, str]) -> EventStream:
+        """Sends status 200 and the headers."""
+        self.response.headers.update(headers)
+        await self.response.prepare(self._request)
+        if self._keep_alive_s > 0:
+            self._pinger = asyncio.create_task(self._ping())
+        return self
+
+    async def send(self, events: Iterable[Any]) -> None:
+        """Writes JSON events in one go.
+
+        Raises:
+            ConnectionError: the client is gone, or took nothing for ``write_timeout_s``.
+        """
+        data = b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
+        if data:
+            await self._write(data)
+
+    async def finish(self, done: str | None) -> web.StreamResponse:
+        """The end of a good stream: the mark ``done``, if the dialect has one."""
+        if done is not None:
+            await self._write(b"data: " + done.encode() + b"\n\n")
+        await self.response.write_eof()
+        return self.response
+
+    async def fail(self, error: JserveError) -> web.StreamResponse:
+        """The end of a broken stream: an error event, and no closing mark.
+
+        The connection stays open: to close one whose headers promised otherwise would make the
+        client's next request on it fail.
+        """
+        with contextlib.suppress(ConnectionError):
+            await self.send([error_body(error)])
+            await self.response.write_eof()
+        return self.response
+
+    async def __aenter__(self) -> EventStream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._pinger is not None:
+            self._pinger.cancel()
+
+    async def _write(self, data: bytes) -> None:
+        self._written_at = self._loop.time()
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self.response.write(data)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client stopped reading") from None
+
+    async def _ping(self) -> None:
+        while True:
+            due = self._written_at + self._keep_alive_s
+            now = self._loop.time()
+            if now < due:
+                await asyncio.sleep(due - now)
+                continue
+            try:
+                await self._write(KEEP_ALIVE)
+            except ConnectionError:
+                return

@@ -1,0 +1,428 @@
+"""The composition root: an ``EngineConfig`` becomes a wired engine, a server, a converted checkpoint.
+
+The only file that may import everything. It imports rooms inside its functions, so that the HTTP process
+never loads jax. Owns no policy: what is chosen here is named in ``jserve.config``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jserve.config import EngineConfig
+from jserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jserve.api.chat import ChatTemplate
+    from jserve.engine.engine import Engine
+    from jserve.text.tokenizer import TextTokenizer
+
+SHIPPED = "jserve-mini"
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSide:
+    """What the side without jax needs of a model."""
+
+    name: str
+    directory: Path
+    tokenizer: TextTokenizer
+    chat: ChatTemplate | None
+    eos_ids: tuple[int, ...]
+    defaults: dict[str, Any]
+    """Sampling defaults of generation_config.json, by SamplingParams field."""
+
+
+def shipped(name: str = SHIPPED) -> Path:
+    """Directory of a model that comes with jserve: package data of a wheel, or the clone's checkpoints/.
+
+    Raises:
+        ConfigError: this installation has none.
+    """
+    here = Path(__file__).parent
+    for directory in (here / "shipped" / name, here.parent / "checkpoints" / name):
+        if (directory / "config.json").is_file():
+            return directory
+    raise ConfigError(f"this installation has no shipped model {name}; name a model", field="model")
+
+
+def located(config: EngineConfig) -> Any:
+    """The ``Source`` of the model that ``config`` names.
+
+    Raises:
+        ConfigError: nothing usable is there.
+    """
+    from jserve.weights.source import resolve
+
+    options = config.model
+    return resolve(options.model or str(shipped()), options.revision, options.load_format)
+
+
+def text_side(config: EngineConfig) -> TextSide:
+    """Tokenizer, chat template and generation defaults; loads no jax.
+
+    Raises:
+        ConfigError: the model, its tokenizer or its chat template is missing or broken.
+    """
+    from jserve.api.chat import load_chat_template
+    from jserve.text.tokenizer import check_vocab, load_tokenizer
+
+    source = located(config)
+    tokenizer = load_tokenizer(config.model.tokenizer or source.directory)
+    if isinstance(source.config.get("vocab_size"), int):
+        check_vocab(tokenizer, source.config["vocab_size"])
+    control = [tokenizer.token_text(i) for i in sorted(tokenizer.special_ids)]
+    chat = load_chat_template(
+        config.model.tokenizer or source.directory,
+        file=config.model.chat_template,
+        control=control,
+    )
+    return TextSide(
+        name=config.model.served_model_name or source.name,
+        directory=source.directory,
+        tokenizer=tokenizer,
+        chat=chat,
+        eos_ids=_eos_ids(source, tokenizer),
+        defaults=_sampling_defaults(source.generation),
+    )
+
+
+def _eos_ids(source: Any, tokenizer: Any) -> tuple[int, ...]:
+    """generation_config.json, else config.json, else the tokenizer."""
+    for given in (source.generation.get("eos_token_id"), source.config.get("eos_token_id")):
+        ids = given if isinstance(given, list) else [given]
+        if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            return tuple(ids)
+    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+
+
+def _sampling_defaults(generation: Any) -> dict[str, Any]:
+    """What generation_config.json says of sampling; values that are no valid setting are left out."""
+    from jserve.errors import BadRequest
+    from jserve.types import SamplingParams
+
+    found: dict[str, Any] = {}
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        with contextlib.suppress(BadRequest):
+            if generation.get(name) is not None:
+                SamplingParams(**{name: generation[name]})
+                found[name] = generation[name]
+    if generation.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found
+
+
+def engine(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    params: Any = None,
+    mesh: Any = None,
+) -> tuple[Engine, dict[str, Any]]:
+    """Load, compile and wire everything on the device side.
+
+    Args:
+        params: weights as a pytree instead of the model's files.
+        mesh: a jax Mesh with an axis "tp"; by default the first ``tensor_parallel_size`` devices.
+
+    Returns:
+        The engine and facts for the banner and /metrics.
+
+    Raises:
+        ConfigError: an option, config.json key, file or tensor cannot be honoured.
+    """
+    from jserve.engine.engine import Engine
+    from jserve.sched.scheduler import Scheduler
+
+    began = time.monotonic()
+    runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
+    scheduler = Scheduler(runner.limits, config, journal=_journal(config.scheduler.journal))
+    made = Engine(scheduler, runner, overlap=config.scheduler.overlap)
+    info = {**facts, **runner.report(), "startup_s": round(time.monotonic() - began, 2)}
+    info["max_model_len"] = runner.limits.max_model_len
+    info["vocab_size"] = runner.limits.vocab_size
+    return made, info
+
+
+def _journal(path: str) -> Any:
+    from jserve.sched.journal import JournalFile
+
+    if not path:
+        return None
+    try:
+        return JournalFile(open(path, "wb", buffering=1 << 16))
+    except OSError as e:
+        raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
+
+
+def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
+    from jserve.model.families import family_for
+    from jserve.model.shard import ShardRules
+    from jserve.runner.programs import use_compile_cache
+    from jserve.runner.runner import ModelRunner
+    from jserve.weights.adopt import adopt
+    from jserve.weights.loader import load
+
+    source = located(config)
+    family = family_for(source.config)
+    arch = family.arch(source.config)
+    mesh = mesh if mesh is not None else _mesh(config)
+    rules, dtype = ShardRules(), _dtype(config, source)
+    if config.device.compile_cache:
+        use_compile_cache(_cache_directory(config.device.compile_cache))
+    began = time.monotonic()
+    if params is None:
+        params = load(
+            family,
+            arch,
+            source,
+            mesh,
+            rules,
+            dtype,
+            progress=lambda _, done, total: progress("load weights", done, total),
+            seed=config.model.seed,
+        )
+    else:
+        specs = family.specs(arch, mesh.shape.get("tp", 1))
+        params = adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
+    loaded = time.monotonic()
+    runner = ModelRunner(family, arch, params, mesh, config, rules=rules, progress=progress)
+    facts = {
+        "model": config.model.served_model_name or source.name,
+        "family": family.name,
+        "load_s": round(loaded - began, 2),
+        "compile_s": round(time.monotonic() - loaded, 2),
+    }
+    return runner, facts
+
+
+def _mesh(config: EngineConfig) -> Any:
+    import jax
+
+    from jserve.model.shard import make_mesh
+
+    tp = config.device.tensor_parallel_size
+    if tp > len(jax.devices()):
+        raise ConfigError(
+            f"tensor_parallel_size is {tp} but there are {len(jax.devices())} {jax.default_backend()} devices",
+            field="tensor_parallel_size",
+        )
+    return make_mesh(tp)
+
+
+def _dtype(config: EngineConfig, source: Any) -> Any:
+    import jax.numpy as jnp
+
+    from jserve.weights.hf import dtype_name
+
+    name = config.model.dtype if config.model.dtype != "auto" else dtype_name(source.config)
+    return jnp.dtype(name)
+
+
+def _cache_directory(given: str) -> Path:
+    return Path.home() / ".cache" / "jserve" / "programs" if given == "auto" else Path(given)
+
+
+def serve(config: EngineConfig, console: Any) -> int:
+    """Load, compile, listen, serve until told to stop. Returns the exit code.
+
+    The port opens only when the engine is ready.
+
+    Raises:
+        ConfigError: an option, the model or the port cannot be used.
+    """
+    import asyncio
+    import logging
+
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    text = text_side(config)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config, text, console))
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
+    from jserve import __version__
+    from jserve.api.ask import ModelCard
+    from jserve.api.server import serve as listen
+    from jserve.engine.async_engine import AsyncEngine
+    from jserve.engine.client import InprocClient, ProcClient
+    from jserve.errors import EngineDead
+
+    def client() -> Any:
+        return InprocClient(config, engine) if config.server.in_process else ProcClient(config)
+
+    began = time.monotonic()
+    options = config.server
+    async_engine = AsyncEngine(
+        client, max_restarts=options.max_restarts, stall_timeout_s=options.stall_timeout_s
+    )
+    try:
+        with start_progress(console) as shown:
+            info = await async_engine.start(shown)
+        card = ModelCard(
+            name=text.name,
+            max_model_len=info["max_model_len"],
+            vocab_size=info["vocab_size"],
+            eos_ids=text.eos_ids,
+            defaults=text.defaults,
+            version=__version__,
+            scores_prompts=config.device.prompt_logprobs,
+        )
+        ready_s = time.monotonic() - began
+        return await listen(
+            config,
+            async_engine,
+            text.tokenizer,
+            _tested(text.chat),
+            card,
+            on_listening=lambda url: print(banner(url, text, info, ready_s), flush=True),
+        )
+    except EngineDead as e:
+        console.print(f"[red]error:[/] {e.message}", soft_wrap=True)
+        return 1
+    finally:
+        await async_engine.close()
+
+
+def _tested(chat: ChatTemplate | None) -> ChatTemplate | None:
+    """The chat template if it renders a plain message; without it the chat endpoint says so."""
+    import logging
+
+    fault = chat.self_test() if chat is not None else None
+    if fault:
+        logging.getLogger(__name__).warning("chat is off: the chat template fails: %s", fault)
+    return None if fault else chat
+
+
+def banner(url: str, text: TextSide, info: dict[str, Any], ready_s: float) -> str:
+    """What ``jserve serve`` prints when it listens: address, model, device, memory, a curl line."""
+    path, ask = "completions", '"prompt": "Once upon a time"'
+    if text.chat is not None:
+        path = "chat/completions"
+        ask = '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
+    body = f'{{"model": "{text.name}", {ask}, "stream": true}}'
+    kv = f"{info['kv_gib']} GiB = {info['kv_tokens']} tokens in {info['kv_pages']} pages"
+    return f"""\
+jserve is listening on {url}
+  model     {text.name} ({info["family"]}), context {info["max_model_len"]}
+  device    {info["device"]}, {info["dtype"]}, attention {info["backend"]}
+  memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
+  programs  {info["programs"]} compiled and sealed
+  start     {ready_s:.1f} s (weights {info["load_s"]} s, programs {info["compile_s"]} s)
+
+curl -N {url}/v1/{path} -H 'content-type: application/json' -d '{body}'
+"""
+
+
+def update_params(engine: Engine, params: Any) -> None:
+    """Swap the weights: running sequences are recomputed, cached prefixes dropped, nothing compiles.
+
+    Raises:
+        WeightsError: a leaf does not fit; the old weights stay.
+    """
+    from jserve.weights.adopt import adopt
+
+    runner: Any = engine.runner
+    model = runner.model
+    canonical = model.family.specs(model.arch, 1)
+    placed = adopt(params, model.specs(), model.mesh, model.rules, model.dtype, canonical=canonical)
+    engine.swap(lambda: runner.update_params(placed))
+
+
+def close(engine: Engine) -> None:
+    """Give the KV pool and the slots back to the device."""
+    import jax
+
+    runner: Any = engine.runner
+    for leaf in jax.tree.leaves(runner.state):
+        leaf.delete()
+
+
+def convert(source: str, target: Path, dtype: str, console: Any) -> None:
+    """Write ``source`` as an Orbax checkpoint with its config and tokenizer beside it.
+
+    Raises:
+        ConfigError: the source cannot be read, or the target exists.
+    """
+    from jserve.weights.convert import convert as write
+
+    with progress_bar("converting", 0, shown=True) as bar:
+        write(source, target, dtype=dtype, progress=lambda _stage, done, total: bar(done, total))
+    console.print(f"wrote {target}", highlight=False)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices and directories."""
+    import importlib.metadata
+    import platform
+
+    import jax
+
+    facts: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("jserve", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "aiohttp"):
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    facts["backend"] = jax.default_backend()
+    facts["devices"] = ", ".join(str(d) for d in jax.devices())
+    facts["compile cache"] = str(_cache_directory("auto"))
+    return facts
+
+
+@contextlib.contextmanager
+def start_progress(console: Any) -> Iterator[Progress]:
+    """Shows (stage, done, total) as bars on a terminal, as a line per stage elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    tasks: dict[str, Any] = {}
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+                if not console.is_terminal:
+                    console.print(f"{stage} ...", highlight=False)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield show
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, total: int, *, shown: bool) -> Iterator[Callable[..., None]]:
+    """A rich bar on stderr; the context's value takes (done[, total])."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if not shown:
+        yield lambda *_: None
+        return
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done, total=total: bar.update(task, completed=done, total=total)

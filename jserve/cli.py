@@ -1,0 +1,308 @@
+"""The command line: ``jserve serve | generate | chat | convert | env``.
+
+Owns flags, environment variables, YAML files and exit codes; the only file that reads ``os.environ`` and
+``sys.argv``. Flags are generated from ``jserve.config``, so they cannot drift from it. Imports neither jax
+nor transformers at module level: ``--help`` must be quick. Results go to stdout, everything else to stderr.
+
+Exit codes: 0 done, 1 failed while running, 2 bad usage, config or weights, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+
+from jserve.config import EngineConfig, ServerOptions, sections
+from jserve.errors import ConfigError, JserveError
+
+ENV_PREFIX = "JSERVE_"
+ALIASES = {"tensor_parallel_size": ["--tp", "-tp"], "page_size": ["--block-size"]}
+
+app = typer.Typer(
+    name="jserve",
+    help="Serve decoder language models with pure JAX programs.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+err = Console(stderr=True, highlight=False)
+
+
+def _option(f: dataclasses.Field[Any], section: str) -> inspect.Parameter:
+    kind = type(f.default)
+    flags = [f"--{f.name.replace('_', '-')}", *ALIASES.get(f.name, [])]
+    if kind is bool:
+        flags[0] += f"/--no-{f.name.replace('_', '-')}"
+    shown = f.default if f.default not in ("", ()) else None
+    choices = " | ".join(map(str, f.metadata.get("choices", ())))
+    note = ", ".join(
+        part
+        for part in (f.metadata["help"], choices, "" if shown is None else f"default {shown}")
+        if part
+    )
+    option = typer.Option(
+        *flags, help=note, rich_help_panel=section.capitalize(), show_default=False
+    )
+    base: Any = list[str] if kind is tuple else kind
+    return inspect.Parameter(
+        f.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[Optional[base], option],  # noqa: UP045  (typer reads the annotation)
+    )
+
+
+def with_options(*skip: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command every option of ``EngineConfig`` (sections in ``skip`` left out) as flags.
+
+    The command receives them resolved, as keyword ``config``.
+    """
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            p
+            for p in inspect.signature(command, eval_str=True).parameters.values()
+            if p.name != "config"
+        ]
+        generated = [
+            _option(f, section)
+            for section, options in sections()
+            if options not in skip
+            for f in dataclasses.fields(options)
+            if f.name != "model"
+        ]
+        names = {p.name for p in generated}
+        file = inspect.Parameter(
+            "config_file",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                Optional[Path],  # noqa: UP045
+                typer.Option(
+                    "--config", help="YAML file of options; flags and JSERVE_* variables win"
+                ),
+            ],
+        )
+
+        def run(**given: Any) -> None:
+            file_path = given.pop("config_file")
+            flags = {k: v for k, v in given.items() if k in names and v is not None}
+            if given.get("model"):
+                flags["model"] = given["model"]
+            rest = {k: v for k, v in given.items() if k not in names and k != "model"}
+            with reported():
+                command(config=resolve(flags, file_path, os.environ), **rest)
+
+        run.__signature__ = inspect.Signature([*own, *generated, file])  # type: ignore[attr-defined]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return wrap
+
+
+def resolve(
+    flags: Mapping[str, Any], file: Path | None, environ: Mapping[str, str]
+) -> EngineConfig:
+    """Flags over ``JSERVE_*`` over the YAML file over defaults.
+
+    Raises:
+        ConfigError: an unknown option or a bad value; says where it stands.
+    """
+    known = set(EngineConfig().flat())
+    merged: dict[str, Any] = _yaml_options(file) if file else {}
+    for name, value in environ.items():
+        option = name.removeprefix(ENV_PREFIX).lower()
+        if name.startswith(ENV_PREFIX) and option in known:
+            merged[option] = value
+        elif name.startswith(ENV_PREFIX):
+            err.print(f"[yellow]warning:[/] {name} is not an option of jserve; ignored")
+    return EngineConfig.of(**{**merged, **flags})
+
+
+def _yaml_options(file: Path) -> dict[str, Any]:
+    """Options of a YAML file, flat or grouped by section, with - or _ in names."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(file.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise ConfigError(f"{file}: {' '.join(str(e).split())[:200]}", field="config") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: must hold a mapping of options", field="config")
+    names = {section for section, _ in sections()}
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        group = value if key in names and isinstance(value, dict) else {key: value}
+        flat.update({str(k).replace("-", "_"): v for k, v in group.items()})
+    return flat
+
+
+class reported:
+    """Turns expected errors into one line on stderr and an exit code."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, ConfigError):
+            err.print(f"[red]error:[/] {error.message}", markup=True, soft_wrap=True)
+            raise typer.Exit(2)
+        if isinstance(error, JserveError):
+            err.print(f"[red]error:[/] {error.message}", soft_wrap=True)
+            raise typer.Exit(1)
+        if isinstance(error, KeyboardInterrupt):
+            raise typer.Exit(130)
+
+
+Model = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Argument(
+        help="HF or Orbax directory, or hub name; nothing serves the shipped model",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+@with_options()
+def serve(config: EngineConfig, model: Model = None) -> None:
+    """Serve a model over HTTP with the OpenAI API."""
+    from jserve import build
+
+    raise typer.Exit(build.serve(config, err))
+
+
+@app.command()
+@with_options(ServerOptions)
+def generate(
+    config: EngineConfig,
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="text to continue; - reads stdin")
+    ] = "-",
+    model: Model = None,
+    chat: Annotated[bool, typer.Option("--chat/--raw", help="apply the chat template")] = True,
+    max_tokens: Annotated[int, typer.Option(help="tokens to generate at most", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0.0, max=2.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="nucleus mass")] = 1.0,
+) -> None:
+    """Print one completion to stdout."""
+    from jserve import LLM, SamplingParams
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    with LLM(config=config) as llm:
+        run = (
+            llm.stream_chat([{"role": "user", "content": text}], params)
+            if chat
+            else llm.stream(text, params)
+        )
+        for piece in run:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+@app.command()
+@with_options(ServerOptions)
+def chat(
+    config: EngineConfig,
+    model: Model = None,
+    system: Annotated[str, typer.Option(help="system message")] = "",
+    max_tokens: Annotated[int, typer.Option(help="tokens of one answer at most", min=1)] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0.0, max=2.0)] = 0.0,
+) -> None:
+    """Talk to a model in the terminal. /new starts over, /quit (or ctrl-d) ends."""
+    from jserve import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    with LLM(config=config) as llm:
+        err.print(f"[dim]{llm.model_name} — /new starts over, /quit ends[/]")
+        while (said := _ask()) not in (None, "/quit"):
+            if said == "/new":
+                messages = list(opening)
+            elif said:
+                messages.append({"role": "user", "content": said})
+                _answer(llm, messages, params)
+
+
+def _ask() -> str | None:
+    try:
+        return err.input("[bold]> [/]").strip()
+    except EOFError:
+        return None
+
+
+def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> None:
+    """Stream one answer and append it; an answer that cannot be made leaves the dialogue as it was."""
+    pieces: list[str] = []
+    try:
+        for piece in llm.stream_chat(messages, params):
+            pieces.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except JserveError as e:
+        err.print(f"[red]error:[/] {e.message}")
+        messages.pop()
+        return
+    sys.stdout.write("\n")
+    messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="HF directory or hub name")],
+    target: Annotated[Path, typer.Argument(help="directory to write; must not exist")],
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32 or float16")] = "auto",
+) -> None:
+    """Write a model as an Orbax checkpoint, which restores onto any mesh."""
+    from jserve import build
+
+    with reported():
+        build.convert(source, target, dtype, err)
+        typer.echo(str(target))
+
+
+@app.command()
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Versions, devices and directories, for a bug report."""
+    from jserve import build
+
+    facts = build.environment()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        typer.echo(f"{key:<{width}}  {value}")
+
+
+@app.command(hidden=True)
+def engine(fd: Annotated[int, typer.Option(help="socket inherited from the HTTP process")]) -> None:
+    """The engine process; started by ``serve``."""
+    from jserve import build
+    from jserve.engine import process
+
+    process.main(fd, build.engine)
+
+
+def main() -> None:
+    """Entry point: parse, run, and never show a traceback for a user's mistake."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

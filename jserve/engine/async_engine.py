@@ -1,0 +1,320 @@
+"""The asyncio face of an engine, and its supervisor.
+
+Owns the requests that run, each with its queue of outputs and exactly one terminal output per
+choice, and the restarts of an engine that died. Must not know HTTP or text. All state is touched
+on one event loop::
+
+    generate(request) --Submit--> client --> engine
+        ^                            |
+        '---- queue of Outputs <-----'   one message per step, dealt out by request id
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from jserve.engine.client import EngineClient, OnMessage
+from jserve.engine.process import OnProgress
+from jserve.engine.streams import Stream
+from jserve.engine.wire import Fault, Gone, Message, Outputs, Progress, Ready, Stats
+from jserve.errors import (
+    BadRequest,
+    ConfigError,
+    EngineDead,
+    JserveError,
+    NotReady,
+    RequestFailed,
+    WeightsError,
+)
+from jserve.ports import Clock
+from jserve.types import Finish, Output, Request
+
+log = logging.getLogger(__name__)
+
+MAX_BACKOFF_S = 30.0
+FORGIVE_AFTER_S = 600.0
+"""An engine that ran so long starts again with the full number of restarts."""
+
+
+class AsyncEngine:
+    """Requests in, async iterators of outputs back; restarts an engine that died.
+
+    Args:
+        make_client: makes a fresh, unstarted client, also for every restart.
+        max_restarts: restarts before giving up.
+        stall_timeout_s: seconds without a step, with work waiting, until ``healthy`` is False.
+        max_buffered_tokens: tokens a consumer may lag behind ...
+        slow_reader_s: ... for so many seconds, before its request is ended with an error.
+        backoff_s: wait before the first restart; doubles each time.
+        clock: monotonic seconds.
+
+    Attributes:
+        counters: engine_deaths, restarts, faults, aborted, slow_readers, dropped_outputs.
+        gave_up: set when the engine is dead for good; ``gave_up_reason`` says why.
+        draining: True once ``drain`` was called.
+        client: the current engine's, None before the start.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[[], EngineClient],
+        *,
+        max_restarts: int = 3,
+        stall_timeout_s: float = 120.0,
+        max_buffered_tokens: int = 256,
+        slow_reader_s: float = 30.0,
+        backoff_s: float = 0.5,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._make_client = make_client
+        self._max_restarts, self._backoff_s = max_restarts, backoff_s
+        self._stall_timeout_s = stall_timeout_s
+        self._max_buffered, self._slow_reader_s = max_buffered_tokens, slow_reader_s
+        self._clock = clock
+        self._streams: dict[str, Stream] = {}
+        self.client: EngineClient | None = None
+        self._stats = Stats()
+        self._moved_at = self._ready_at = clock()
+        self._n_tries = 0
+        self._fault: Fault | None = None
+        self._closing = False
+        self._restart: asyncio.Task[None] | None = None
+        self._on_progress: OnProgress | None = None
+        self._first: asyncio.Future[dict[str, Any]] | None = None
+        self.ready = self.draining = False
+        self.info: dict[str, Any] = {}
+        self.gave_up, self.gave_up_reason = asyncio.Event(), ""
+        names = "engine_deaths restarts faults aborted slow_readers dropped_outputs"
+        self.counters = dict.fromkeys(names.split(), 0)
+
+    async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
+        """Start the engine and wait until it takes requests; returns the info of its Ready message.
+
+        Raises:
+            ConfigError, WeightsError: an option or a file is at fault; ``field`` names it.
+            EngineDead: the engine ended during its start. A first start is not tried again.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_progress = on_progress
+        self._first = self._loop.create_future()
+        self._launch()
+        return await self._first
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests, wait for those that run, end the rest; returns how many were
+        ended."""
+        self.draining = True
+        until = self._clock() + timeout_s
+        while self._streams and self._clock() < until:
+            await asyncio.sleep(0.02)
+        return self._fail_all("the server is shutting down", "draining", cancel=True)
+
+    async def close(self) -> None:
+        """End the engine; whatever still runs gets an error. Idempotent."""
+        self._closing, self.ready = True, False
+        if self._restart is not None:
+            self._restart.cancel()
+        self._fail_all("the engine was closed", EngineDead.code, cancel=False)
+        if self.client is not None:
+            await asyncio.to_thread(self.client.close)
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        """Run a request: its outputs as they come, one terminal one per choice; then it ends.
+
+        Leaving early (``aclose``, cancellation) cancels the request in the engine. Refusals by the
+        scheduler and faults come as terminal outputs in error, see ``errors.error_of``.
+
+        Raises:
+            NotReady: starting or draining. EngineDead: restarting, or given up.
+            BadRequest: the id is in use, or the request is too large to be sent.
+        """
+        stream = self._open(request)
+        try:
+            while (output := await stream.get()) is not None:
+                yield output
+        finally:
+            self._streams.pop(request.id, None)
+            if stream.open:
+                self.counters["aborted"] += 1
+                self._cancel(request.id)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one choice of it: its consumer gets a terminal output with ABORT.
+        Idempotent."""
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.end(Finish.ABORT, index=index):
+            self.counters["aborted"] += 1
+            self._cancel(request_id, index if stream.open else None)
+
+    @property
+    def n_active(self) -> int:
+        """Requests whose consumer has not finished."""
+        return len(self._streams)
+
+    @property
+    def n_buffered_tokens(self) -> int:
+        """Tokens drawn and not yet taken by consumers, all requests together."""
+        return sum(stream.n_buffered for stream in self._streams.values())
+
+    def stats(self) -> Stats:
+        """What the engine last said of itself."""
+        return self._stats
+
+    def healthy(self) -> bool:
+        """The engine is up, and makes steps whenever work is waiting."""
+        waiting = any(stream.open for stream in self._streams.values())
+        stalled = waiting and self._clock() - self._moved_at > self._stall_timeout_s
+        return self.ready and not stalled
+
+    def _open(self, request: Request) -> Stream:
+        self._check_open(request)
+        assert self.client is not None
+        self.client.submit(request)
+        if not any(stream.open for stream in self._streams.values()):
+            self._moved_at = self._clock()
+        stream = Stream(request, max_buffered=self._max_buffered, clock=self._clock)
+        self._streams[request.id] = stream
+        return stream
+
+    def _check_open(self, request: Request) -> None:
+        if self.draining or self._closing:
+            raise NotReady("the server is shutting down", code="draining", retry_after=5.0)
+        if self.gave_up.is_set():
+            raise EngineDead(self.gave_up_reason)
+        if not self.ready:
+            if self.counters["engine_deaths"]:
+                raise EngineDead("the engine is being restarted", retry_after=5.0)
+            raise NotReady("the engine is starting", retry_after=5.0)
+        if request.id in self._streams:
+            raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
+
+    def _cancel(self, request_id: str, index: int | None = None) -> None:
+        if self.client is not None and self.client.alive:
+            self.client.cancel(request_id, index)
+
+    def _deliver(self, output: Output) -> None:
+        """Hand an output to its stream, unless its choice has already ended."""
+        stream = self._streams.get(output.request_id)
+        if stream is None or not stream.put(output):
+            self.counters["dropped_outputs"] += 1
+        elif stream.lag_s > self._slow_reader_s and stream.open:
+            self.counters["slow_readers"] += 1
+            self._cancel(output.request_id)
+            stream.end(Finish.ERROR, "the client reads too slowly", "slow_reader")
+
+    def _fail_all(self, message: str, code: str | None, *, cancel: bool) -> int:
+        """End every running request in error; returns how many there were."""
+        n = 0
+        for stream in self._streams.values():
+            if cancel and stream.open:
+                self._cancel(stream.request.id)
+            n += stream.end(Finish.ERROR, message, code)
+        return n
+
+    def _launch(self) -> None:
+        self._fault = None
+        self.client = client = self._make_client()
+        loop = self._loop
+
+        def on_message(message: Message) -> None:
+            try:
+                loop.call_soon_threadsafe(self._on_message, client, message)
+            except RuntimeError:  # the loop is closed: nobody is left to hear it
+                log.debug("dropped %s", type(message).__name__)
+
+        self._start_client(client, on_message)
+
+    def _start_client(self, client: EngineClient, on_message: OnMessage) -> None:
+        try:
+            client.start(on_message)
+        except OSError as error:
+            self._fault = Fault(message=f"cannot start the engine: {error}", fatal=True)
+            on_message(Gone(exit_code=1))
+
+    def _on_message(self, client: EngineClient, message: Message) -> None:
+        if client is not self.client:
+            return
+        match message:
+            case Outputs():
+                self._progress_to(message.step)
+                for output in message.outputs:
+                    self._deliver(output)
+            case Stats():
+                self._progress_to(message.step)
+                self._stats = message
+            case Ready():
+                self._on_ready(message)
+            case Progress():
+                if self._on_progress is not None:
+                    self._on_progress(message.stage, message.done, message.total)
+            case Fault():
+                self._on_fault(message)
+            case Gone():
+                self._on_gone(message)
+
+    def _progress_to(self, step: int) -> None:
+        if step != self._stats.step:
+            self._stats = msgspec.structs.replace(self._stats, step=step)
+            self._moved_at = self._clock()
+
+    def _on_ready(self, message: Ready) -> None:
+        self.info, self.ready = message.info, True
+        self._ready_at = self._moved_at = self._clock()
+        if self._first is not None and not self._first.done():
+            self._first.set_result(message.info)
+
+    def _on_fault(self, fault: Fault) -> None:
+        """A fatal fault explains the Gone that follows; another one may have cost any request a
+        message."""
+        self.counters["faults"] += 1
+        if fault.fatal:
+            self._fault = fault
+            return
+        log.error("engine: %s", fault.message)
+        self._fail_all(fault.message, RequestFailed.code, cancel=True)
+
+    def _on_gone(self, gone: Gone) -> None:
+        was_ready, self.ready = self.ready, False
+        why = self._fault.message if self._fault else f"it ended with code {gone.exit_code}"
+        if self._closing:
+            why = "the engine was closed"
+        else:
+            self.counters["engine_deaths"] += 1
+            log.error("the engine died: %s", why)
+        self._fail_all(f"the engine died: {why}", EngineDead.code, cancel=False)
+        if self._first is not None and not self._first.done():
+            self._first.set_exception(_start_error(self._fault, why))
+        elif not self._closing:
+            self._plan_restart(why, was_ready)
+
+    def _plan_restart(self, why: str, was_ready: bool) -> None:
+        if was_ready and self._clock() - self._ready_at > FORGIVE_AFTER_S:
+            self._n_tries = 0
+        if self._n_tries >= self._max_restarts:
+            self.gave_up_reason = f"the engine died {self._n_tries + 1} times, at last: {why}"
+            self.gave_up.set()
+            return
+        self._n_tries += 1
+        wait_s = min(self._backoff_s * 2 ** (self._n_tries - 1), MAX_BACKOFF_S)
+        self._restart = self._loop.create_task(self._restart_after(wait_s))
+
+    async def _restart_after(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        self.counters["restarts"] += 1
+        self._stats = Stats()
+        self._launch()
+
+
+def _start_error(fault: Fault | None, why: str) -> JserveError:
+    """The error of a start that failed; a config error keeps its class, so that the exit code is
+    2."""
+    for kind in (ConfigError, WeightsError):
+        if fault is not None and fault.code == kind.code:
+            return kind(fault.message, field=fault.field)
+    return EngineDead(f"the engine did not start: {why}")

@@ -1,0 +1,187 @@
+"""The loop: requests in, steps through the runner, outputs back. One thread calls ``step``.
+
+Owns the steps in flight and what happens when one raises. Must not know jax, sockets or how the
+scheduler decides. With overlap 1 the next step is planned and launched before the last one's
+result is awaited::
+
+    step()    1st          2nd                             3rd
+    host      plan launch  plan launch  collect 1  commit  plan launch  collect 2  commit
+    device          [======== step 1 ========][======== step 2 ========][=== step 3 ...
+    flights   [1]          [1 2]        [2]                [2 3]        [3]
+
+Source of the loop: mini-sglang's overlapped scheduler, cut to what plan/commit and launch/collect
+need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from jserve.engine.wire import Cancel, Stats, Submit
+from jserve.errors import EngineDead, JserveError, RequestFailed
+from jserve.ports import Clock, InFlight, Runner
+from jserve.sched.scheduler import Scheduler
+from jserve.types import Finish, Output, Request, StepPlan
+
+log = logging.getLogger(__name__)
+
+MAX_RETRIES = 2
+FAULT_WINDOW_S = 60.0
+
+
+class Engine:
+    """A scheduler and a runner, stepped together.
+
+    Args:
+        scheduler: decides; its state changes only inside ``step``.
+        runner: computes. One with a ``reset()`` method survives a step that raises.
+        overlap: steps launched ahead of the one that is awaited (0, 1 or 2).
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: int = 1,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self.n_steps = 0
+        self._overlap = overlap
+        self._inbox: deque[Submit | Cancel] = deque()
+        self._flights: deque[InFlight] = deque()
+        self._landed: list[Output] = []
+        self._faults: list[float] = []
+
+    def submit(self, request: Request) -> None:
+        """Hand in a request; read at the next step. A refusal comes back as an Output in error."""
+        self._inbox.append(Submit(request=request))
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End a request (or its choice ``index``) at the next step. Unknown ids are ignored."""
+        self._inbox.append(Cancel(request_id=request_id, index=index))
+
+    @property
+    def busy(self) -> bool:
+        """True while a further step would do something."""
+        return bool(self._inbox or self._flights or self._landed) or self.scheduler.has_work
+
+    @property
+    def n_in_flight(self) -> int:
+        """Steps launched and not yet committed."""
+        return len(self._flights)
+
+    def step(self) -> list[Output]:
+        """Read the inbox, launch one step, collect the oldest when enough are in flight, commit it.
+
+        Raises:
+            EngineDead: a step raised, and the runner cannot be reset or did so three times a
+            minute.
+        """
+        outputs = self._read_inbox()
+        plan = self.scheduler.plan(self.clock())
+        result = None
+        try:
+            if plan is not None:
+                self._flights.append(self.runner.launch(plan))
+            if self._flights and (plan is None or len(self._flights) > self._overlap):
+                result = self.runner.collect(self._flights[0])
+        except Exception as error:
+            return outputs + self._recover(error, plan)
+        if result is not None:
+            done = self._flights.popleft()
+            outputs += self.scheduler.commit(done.plan, result, self.clock())
+            self.n_steps += 1
+        return outputs
+
+    def drain(self) -> list[Output]:
+        """Step until nothing is left."""
+        outputs: list[Output] = []
+        while self.busy:
+            outputs += self.step()
+        return outputs
+
+    def swap(self, change: Callable[[], None]) -> None:
+        """Change what the runner computes with (its weights) between two steps.
+
+        Steps in flight land first; their outputs come with the next ``step``. Then every running
+        sequence is recomputed and no cached prefix survives, since the KV no longer belongs.
+        """
+        while self._flights:
+            result = self.runner.collect(self._flights[0])
+            done = self._flights.popleft()
+            self._landed += self.scheduler.commit(done.plan, result, self.clock())
+        change()
+        self.scheduler.recover((), (), "", self.clock())
+
+    def stats(self) -> Stats:
+        """Counters of the scheduler by their names, with what is in flight here."""
+        values: dict[str, Any] = dataclasses.asdict(self.scheduler.stats())
+        return Stats(
+            step=self.n_steps,
+            waiting=values.pop("waiting"),
+            running=values.pop("running"),
+            in_flight=len(self._flights),
+            values=values,
+        )
+
+    def _read_inbox(self) -> list[Output]:
+        outputs, self._landed = self._landed, []
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Cancel):
+                outputs += self.scheduler.cancel(message.request_id, self.clock(), message.index)
+                continue
+            try:
+                self.scheduler.submit(message.request, self.clock())
+            except JserveError as error:
+                outputs += refusal(message.request, error)
+        return outputs
+
+    def _recover(self, error: Exception, plan: StepPlan | None) -> list[Output]:
+        """Give up the steps in flight, rebuild the device state, try again without the suspects.
+
+        A first fault is blamed on the requests that joined in its step (there may be none), a
+        second one within a minute on everyone in it. A third one ends the engine.
+        """
+        log.error("step failed", exc_info=error)
+        now = self.clock()
+        self._faults = [at for at in self._faults if now - at < FAULT_WINDOW_S] + [now]
+        reset = getattr(self.runner, "reset", None)
+        if reset is None or len(self._faults) > MAX_RETRIES:
+            times = f", {len(self._faults)} times within {FAULT_WINDOW_S:.0f} s" if reset else ""
+            raise EngineDead(f"a step failed with {type(error).__name__}{times}") from error
+        lost = [flight.plan for flight in self._flights]
+        if plan is not None and not any(plan is known for known in lost):
+            lost.append(plan)  # its launch raised
+            culprit = plan
+        else:
+            culprit = lost[0]
+        self._flights.clear()
+        blame = {r.seq.request.id for r in culprit.rows if len(self._faults) > 1 or not r.from_slot}
+        reset()
+        message = f"the step failed with {type(error).__name__}"
+        return self.scheduler.recover(lost, blame, message, now)
+
+
+def refusal(request: Request, error: JserveError) -> list[Output]:
+    """The terminal outputs of a request that was not taken, one per choice."""
+    return [
+        Output(
+            request_id=request.id,
+            index=i,
+            finish=Finish.ERROR,
+            error=error.message,
+            error_code=error.code or RequestFailed.code,
+        )
+        for i in range(request.params.n)
+    ]

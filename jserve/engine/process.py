@@ -1,0 +1,180 @@
+"""The engine's side of the boundary: start from a config, serve messages until told to end.
+
+Owns the life of the engine process: its start, its loop over the link, its exit code, its end
+when the parent dies. Must not know how an engine is built: ``build`` is injected, so that this
+file imports no runner::
+
+    Start -> build (Progress ...) -> Ready -> [ receive -> step -> Outputs ] ... -> Shutdown
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence as Seq
+from typing import Any, Protocol
+
+from jserve.config import EngineConfig
+from jserve.engine.engine import Engine
+from jserve.engine.wire import (
+    Cancel,
+    Fault,
+    LinkClosed,
+    Message,
+    Outputs,
+    Progress,
+    Ready,
+    Shutdown,
+    SocketLink,
+    Start,
+    Submit,
+    ToEngine,
+)
+from jserve.errors import ConfigError, JserveError
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[str, int, int], None]
+"""Called during start-up with (stage, parts done, parts in all)."""
+Build = Callable[[EngineConfig, OnProgress], tuple[Engine, dict[str, Any]]]
+"""Makes the engine and the ``info`` of its Ready message (values that msgpack can carry)."""
+
+STATS_EVERY_S = 0.25
+BLOCKED_WAIT_S = 0.02
+ORPHAN_GRACE_S = 5.0
+EXIT_OK, EXIT_CRASH, EXIT_CONFIG = 0, 1, 2
+
+
+class Link(Protocol):
+    """Either end of a boundary: a ``SocketLink``, or queues within one process."""
+
+    def send(self, message: Message) -> None: ...
+
+    def receive(self, timeout_s: float | None) -> list[Any]: ...
+
+
+def main(fd: int, build: Build) -> int:
+    """Be the engine process on the socket ``fd``; returns the exit code.
+
+    0: told to end, or the parent is gone. 2: the config or a model file is at fault. 1: anything
+    else.
+    """
+    # Ctrl-C reaches the whole process group; what it means is for the parent to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(fd, False)
+    link = SocketLink(socket.socket(fileno=fd), ToEngine)
+    threading.Thread(target=_end_with_parent, args=(fd,), daemon=True).start()
+    return run(link, build, freeze=True)
+
+
+def run(link: Link, build: Build, *, freeze: bool) -> int:
+    """Build the engine that the first message asks for and serve it; returns an exit code.
+
+    Args:
+        freeze: take everything alive after the start out of garbage collection.
+    """
+    try:
+        engine, info, early = _start(link, build)
+        if freeze:
+            gc.collect()
+            gc.freeze()
+        link.send(Ready(info=info))
+        serve(engine, link, early)
+    except LinkClosed:
+        return EXIT_OK
+    except Exception as error:
+        return _report(link, error)
+    return EXIT_OK
+
+
+def serve(engine: Engine, link: Link, early: Seq[Any] = ()) -> None:
+    """Step the engine whenever there is work and block on the link when there is none.
+
+    Returns on Shutdown. ``early`` are messages that came before the engine was ready.
+
+    Raises:
+        LinkClosed: the other end is gone.
+        EngineDead: see ``Engine.step``.
+    """
+    messages, told = early, 0.0
+    while True:
+        for message in messages:
+            if isinstance(message, Shutdown):
+                return
+            _take(engine, message, link)
+        wait_s: float | None = None
+        if engine.busy:
+            before = engine.n_steps
+            outputs = engine.step()
+            if outputs:
+                link.send(Outputs(step=engine.n_steps, outputs=outputs))
+            if not engine.busy or time.monotonic() - told > STATS_EVERY_S:
+                link.send(engine.stats())
+                told = time.monotonic()
+            moved = outputs or engine.n_steps > before or engine.n_in_flight
+            wait_s = None if not engine.busy else 0.0 if moved else BLOCKED_WAIT_S
+        messages = link.receive(wait_s)
+
+
+def _start(link: Link, build: Build) -> tuple[Engine, dict[str, Any], list[Any]]:
+    """The engine that Start asks for, its info, and the messages that came along with Start."""
+    begun = time.monotonic()
+    start = link.receive(None)
+    while not start:
+        start = link.receive(None)
+    if not isinstance(start[0], Start):
+        raise ConfigError("the first message must be Start", field="start")
+    config = EngineConfig.of(**start[0].config)
+    engine, info = build(
+        config, lambda stage, done, total: link.send(Progress(stage=stage, done=done, total=total))
+    )
+    return engine, {"startup_s": time.monotonic() - begun, **info}, start[1:]
+
+
+def _take(engine: Engine, message: Any, link: Link) -> None:
+    match message:
+        case Submit():
+            engine.submit(message.request)
+        case Cancel():
+            engine.cancel(message.request_id, message.index)
+        case Fault():
+            log.error("%s", message.message)
+            link.send(message)
+        case _:
+            link.send(Fault(message=f"unexpected {type(message).__name__}", code="malformed"))
+
+
+def _report(link: Link, error: Exception) -> int:
+    """Tell the other end why this one ends; the traceback goes to the log unless the user can
+    mend it."""
+    known = isinstance(error, JserveError)
+    mendable = isinstance(error, ConfigError)
+    if not mendable:
+        log.error("the engine ends", exc_info=error)
+    fault = Fault(
+        message=error.message if known else f"{type(error).__name__}: {str(error)[:300]}",
+        code=error.code if known else "engine_dead",
+        field=error.field if known else None,
+        fatal=True,
+    )
+    try:
+        link.send(fault)
+    except LinkClosed:
+        log.error("nobody is left to be told: %s", fault.message)
+    return EXIT_CONFIG if mendable else EXIT_CRASH
+
+
+def _end_with_parent(fd: int) -> None:
+    """End the process when the other end is gone, also out of a step or a compilation that
+    hangs."""
+    poll = select.poll()
+    poll.register(fd, 0)  # hang-ups are reported without being asked for
+    poll.poll()
+    time.sleep(ORPHAN_GRACE_S)
+    os._exit(EXIT_CRASH)

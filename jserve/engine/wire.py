@@ -1,0 +1,224 @@
+"""The one process boundary: messages between the HTTP side and the engine, as bytes on a socket.
+
+Owns the message types, the framing and its limits. Must not know what a message causes. Nothing
+is ever unpickled; a frame that does not decode into one of the expected types is reported, never
+raised::
+
+    socket   [ n: uint32, little endian ][ n bytes of msgpack ][ n ][ ... ]
+    front -> engine   Start  Submit  Cancel  Shutdown
+    engine -> front   Progress  Ready  Outputs (one per step, all sequences)  Stats  Fault
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jserve.types import Output, Request
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+_READ_BYTES = 2**20
+_HEADER = struct.Struct("<I")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower):
+    """Base of all messages; the type is the lower-case class name."""
+
+
+class Start(Message, frozen=True):
+    """First message: ``EngineConfig.flat()``."""
+
+    config: dict[str, Any]
+
+
+class Submit(Message, frozen=True):
+    request: Request
+
+
+class Cancel(Message, frozen=True):
+    """End a request, or only its choice ``index``."""
+
+    request_id: str
+    index: int | None = None
+
+
+class Shutdown(Message, frozen=True):
+    """End the engine now; what still runs is dropped."""
+
+
+class Progress(Message, frozen=True):
+    """Start-up: ``done`` of ``total`` parts of ``stage`` are ready."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Ready(Message, frozen=True):
+    """The engine takes requests. ``info``: model, vocabulary, limits, memory, programs, seconds."""
+
+    info: dict[str, Any]
+
+
+class Outputs(Message, frozen=True):
+    """Everything that one step brought, for all sequences."""
+
+    step: int
+    outputs: list[Output]
+
+
+class Stats(Message, frozen=True):
+    """The engine's state after ``step`` steps; names in ``values`` that end in _total only grow."""
+
+    step: int = 0
+    waiting: int = 0
+    running: int = 0
+    in_flight: int = 0
+    values: dict[str, float] = {}
+
+
+class Fault(Message, frozen=True):
+    """Something went wrong beyond one request; after a fatal one the engine ends.
+
+    ``code`` is that of a ``JserveError``, ``field`` the option or file at fault.
+    """
+
+    message: str
+    code: str | None = None
+    field: str | None = None
+    fatal: bool = False
+
+
+class Gone(Message, frozen=True):
+    """Never sent: what a client reports when its engine has ended, by an exit code of
+    ``process.main`` or the negative number of the signal that killed it."""
+
+    exit_code: int
+
+
+ToEngine = Start | Submit | Cancel | Shutdown
+FromEngine = Progress | Ready | Outputs | Stats | Fault
+
+
+class LinkClosed(Exception):
+    """The other end of the socket is gone, or sent a length no message may have."""
+
+
+class TooLarge(ValueError):
+    """A message above MAX_MESSAGE_BYTES."""
+
+
+def _plain_number(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot cross the wire")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain_number)
+
+
+def pack(message: Message) -> bytes:
+    """The frame of a message.
+
+    Raises:
+        TooLarge: more than MAX_MESSAGE_BYTES.
+        TypeError, OverflowError: a value that msgpack has no form for.
+    """
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise TooLarge(
+            f"a message of {len(payload)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}"
+        )
+    return _HEADER.pack(len(payload)) + payload
+
+
+def take_frames(buffer: bytearray) -> list[bytes]:
+    """Remove and return the payloads of all complete frames at the head of ``buffer``.
+
+    Raises:
+        LinkClosed: a length above MAX_MESSAGE_BYTES; where the next frame begins is then unknown.
+    """
+    payloads: list[bytes] = []
+    at = 0
+    while len(buffer) - at >= _HEADER.size:
+        (n,) = _HEADER.unpack_from(buffer, at)
+        if n > MAX_MESSAGE_BYTES:
+            raise LinkClosed(f"a frame of {n} bytes was announced, above the limit")
+        if len(buffer) - at - _HEADER.size < n:
+            break
+        payloads.append(bytes(buffer[at + _HEADER.size : at + _HEADER.size + n]))
+        at += _HEADER.size + n
+    del buffer[:at]
+    return payloads
+
+
+class SocketLink:
+    """One end of the socket pair. One thread may receive, any may send.
+
+    Args:
+        sock: a connected stream socket in blocking mode; owned from here on.
+        incoming: the union of message types that this end expects.
+    """
+
+    def __init__(self, sock: socket.socket, incoming: Any) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+        self._decoder = msgspec.msgpack.Decoder(incoming)
+        self._sending = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send, waiting while the other end's buffer is full.
+
+        Raises:
+            LinkClosed: the other end is gone.
+            TooLarge, TypeError, OverflowError: see ``pack``; nothing was sent.
+        """
+        self.send_frame(pack(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send what ``pack`` made; raises LinkClosed."""
+        with self._sending:
+            try:
+                self._sock.sendall(frame)
+            except OSError as error:
+                raise LinkClosed(str(error)) from error
+
+    def receive(self, timeout_s: float | None) -> list[Any]:
+        """Messages at hand, waiting up to ``timeout_s`` (None: for ever) for bytes to come; may
+        be [].
+
+        A frame that does not decode is in the list as a ``Fault`` that says why.
+
+        Raises:
+            LinkClosed: the other end is gone, or a frame is too long.
+        """
+        try:
+            if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+                return []
+            data = self._sock.recv(_READ_BYTES)
+        except OSError as error:
+            raise LinkClosed(str(error)) from error
+        if not data:
+            raise LinkClosed("the other end closed the socket")
+        self._buffer += data
+        return [self._decode(payload) for payload in take_frames(self._buffer)]
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _decode(self, payload: bytes) -> Any:
+        try:
+            return self._decoder.decode(payload)
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+            return Fault(message=f"malformed message: {str(error)[:200]}", code="malformed")

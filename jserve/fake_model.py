@@ -1,0 +1,133 @@
+"""The function that ``FakeRunner`` computes instead of a model, and its plain definition.
+
+Owns the hashes and the drawing rule. Must not know pages, rows, slots or steps: ``expected``
+computes the tokens of a request from a plain list, so it can judge what came through all of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from jserve.types import MAX_LOGPROBS, Request, SamplingParams
+
+MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix(value: int) -> int:
+    """A 64-bit hash of an integer (the splitmix64 finaliser)."""
+    z = (value + _GOLDEN) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def mix_N(value_N: np.ndarray) -> np.ndarray:
+    """``mix`` of a uint64 array."""
+    z = value_N + np.uint64(_GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _place(value: int, position: int) -> int:
+    """``value`` (a token or ctx) tied to its position."""
+    return mix(value ^ mix(position))
+
+
+def place_N(value_N: np.ndarray, start: int = 0) -> np.ndarray:
+    index_N = np.arange(start, start + len(value_N), dtype=np.uint64)
+    return mix_N(value_N ^ mix_N(index_N))
+
+
+def bias_digest(params: SamplingParams) -> int:
+    parts = (sorted(params.logit_bias.items()), params.bad_token_ids)
+    digest = 0
+    for i, byte in enumerate(repr(parts).encode()):
+        digest = mix(digest ^ (byte << (i % 7)))
+    return digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeModel:
+    """The function that FakeRunner computes: from what is visible to the next token."""
+
+    vocab_size: int
+    eos_rate: int = 0
+    """One draw in so many is the first stop id of the row; 0 leaves it to chance."""
+
+    def draw(
+        self,
+        seen: int,
+        position: int,
+        seed: int,
+        params: SamplingParams,
+        stops: Seq[int],
+        lock: int,
+    ) -> int:
+        """The token at ``position`` given the hash ``seen`` of all before it.
+
+        Stop ids are banned below position ``lock``, as on the device.
+        """
+        if not params.greedy:
+            seen = mix(seen ^ mix(seed & MASK) ^ mix(position))
+        pool = params.allowed_token_ids
+        token = pool[seen % len(pool)] if pool else seen % self.vocab_size
+        if self.eos_rate and stops and mix(seen ^ 1) % self.eos_rate == 0:
+            token = stops[0]
+        if position < lock and len(set(stops)) < self.vocab_size:
+            while token in stops:
+                token = (token + 1) % self.vocab_size
+        return token
+
+
+def stops_of(request: Request) -> tuple[int, ...]:
+    eos = () if request.params.ignore_eos else request.eos_ids
+    return (*eos, *request.params.stop_token_ids)
+
+
+def sampling_hash(params: SamplingParams, history: int, bias: int) -> int:
+    return (mix(history) if params.penalised else 0) ^ (mix(bias) if params.biased else 0)
+
+
+def logprob_of(seen: int) -> float:
+    return -(seen % 4096) / 1024
+
+
+def fold(total: int, seen: int, token: int, position: int) -> tuple[int, int]:
+    """One more token: (sum of placed tokens, sum of placed ctx)."""
+    total = (total + _place(token, position)) & MASK
+    return total, (seen + _place(mix(total), position)) & MASK
+
+
+def counted(token: int, drawn: bool) -> int:
+    return mix(mix(token) ^ drawn)
+
+
+def top_of(seen: int, vocab: int) -> tuple[list[int], list[float]]:
+    """The fake's most likely ids and their log-probabilities, best first."""
+    ids = [(seen + i) % vocab for i in range(MAX_LOGPROBS)]
+    return ids, [logprob_of(seen) - i for i in range(MAX_LOGPROBS)]
+
+
+def expected(model: FakeModel, request: Request, seed: int, most: int) -> list[int]:
+    """The output tokens of ``request`` by the definition, up to ``most`` tokens with the prompt."""
+    params, stops = request.params, stops_of(request)
+    tokens, n_prompt = list(request.prompt_ids), len(request.prompt_ids)
+    total = seen = 0
+    for i, token in enumerate(tokens):
+        total, seen = fold(total, seen, token, i)
+    history = sum(counted(t, False) for t in tokens) & MASK
+    while len(tokens) < most:
+        salt = sampling_hash(params, history, bias_digest(params))
+        lock = n_prompt + params.min_tokens
+        token = model.draw(mix(seen) ^ salt, len(tokens), seed, params, stops, lock)
+        history = (history + counted(token, True)) & MASK
+        total, seen = fold(total, seen, token, len(tokens))
+        tokens.append(token)
+        if token in stops and len(tokens) > lock:
+            break
+    return tokens[n_prompt:]

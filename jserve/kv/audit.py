@@ -1,0 +1,114 @@
+"""The audit of the page ledger: every count recomputed from the owners, never from the counters.
+
+Owns the invariants of pages (conservation, reference sums, exclusive writers, tables, free list,
+tree shape, pinned paths, one root per node; I-numbers as in the tests). Must not repair anything.
+Linear in the pages held: it can run after every step in tests and when idle in production.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from jserve.kv.pages import PageLease, PagePool, PageTable
+from jserve.kv.radix import Node, RadixTree
+
+
+def check(
+    pool: PagePool, table: PageTable, tree: RadixTree, leases: list[PageLease], held: list[int]
+) -> None:
+    """Raises AssertionError at the first invariant that does not hold."""
+    cached = [node.page for _, node in tree.nodes()]
+    _references(pool, cached, leases, held)
+    _free_list(pool)
+    _tables(table, leases)
+    _writers(pool, set(cached), leases)
+    _shape(tree)
+    _locks(tree, leases)
+
+
+def _references(
+    pool: PagePool, cached: list[int], leases: list[PageLease], held: list[int]
+) -> None:
+    """I1 and I2: each page's count equals its owners, and owned + free pages are all pages."""
+    owners = Counter(cached) + Counter(held)
+    for lease in leases:
+        assert not lease.released, f"slot {lease.slot} lives on a released lease"
+        owners.update(lease.pages)
+    assert len(cached) == len(set(cached)), "a page stands in the tree twice"
+    assert owners[0] == 0, "the scratch page is owned"
+    for page in range(1, pool.n_pages):
+        refs = pool.refs[page]
+        assert refs == owners[page], f"page {page} counts {refs} owners, has {owners[page]}"
+    n_owned = sum(1 for page in owners if owners[page])
+    assert n_owned + pool.n_free == pool.n_usable, (
+        f"{n_owned} owned + {pool.n_free} free != {pool.n_usable} pages"
+    )
+
+
+def _free_list(pool: PagePool) -> None:
+    """I5: no duplicates, nothing that is owned, never scratch."""
+    free = pool.free_pages()
+    assert len(free) == len(set(free)), "a page is in the free list twice"
+    assert all(0 < page < pool.n_pages for page in free), "the free list holds a page of no pool"
+    assert all(pool.refs[page] == 0 for page in free), "an owned page is in the free list"
+
+
+def _tables(table: PageTable, leases: list[PageLease]) -> None:
+    """I4: a slot's row is its lease's pages, each once; slots without a lease point at scratch."""
+    rows = {lease.slot: lease for lease in leases}
+    assert len(rows) == len(leases), "two leases share a slot"
+    for slot in range(len(table.rows)):
+        pages = rows[slot].pages if slot in rows else []
+        assert len(pages) == len(set(pages)), f"slot {slot} holds a page twice: {pages}"
+        row = table.rows[slot]
+        assert row[: len(pages)].tolist() == pages, f"slot {slot}: table {row}, lease {pages}"
+        assert not row[len(pages) :].any(), f"slot {slot} keeps stale pages behind its own: {row}"
+
+
+def _writers(pool: PagePool, cached: set[int], leases: list[PageLease]) -> None:
+    """I3: a page that is still written has one owner and is not in the tree."""
+    for lease in leases:
+        for page in lease.pages[max(lease.n_published, lease.n_shared) :]:
+            assert pool.refs[page] == 1, f"page {page} is written and shared"
+            assert page not in cached, f"page {page} is written and in the tree"
+
+
+def _shape(tree: RadixTree) -> None:
+    """I6 and I8: keys are full pages, parents and children agree, every node hangs on one root."""
+    seen: set[int] = set()
+    for _, node in tree.nodes():
+        assert id(node) not in seen, "a node is reachable twice"
+        seen.add(id(node))
+        assert len(node.key) == tree.page_size, f"a key of {len(node.key)} tokens"
+        assert node.page > 0, "an evicted node is still reachable"
+        assert node.parent is not None, "a node without a parent"
+        assert node.parent.children.get(node.key) is node, "parent and child disagree"
+    assert len(seen) == tree.n_nodes, f"{len(seen)} nodes, counted {tree.n_nodes}"
+
+
+def _locks(tree: RadixTree, leases: list[PageLease]) -> None:
+    """I7: locks are the leases on the path; unlocked pages are exactly the evictable ones."""
+    expected = Counter(id(node) for lease in leases for node in _path(lease.node))
+    for lease in leases:
+        root = _path(lease.node)[-1]
+        assert tree.roots.get(root.key) is root, f"slot {lease.slot} hangs on a dropped root"
+        depth = len(_path(lease.node)) - 1
+        full = lease.n_published if lease.cacheable else lease.n_shared
+        assert depth == full, f"slot {lease.slot} locks {depth} pages, published {full}"
+    nodes = [node for _, node in tree.nodes()]
+    for node in [*nodes, *tree.roots.values()]:
+        assert node.locks == expected[id(node)], f"{node.locks} locks, {expected[id(node)]} leases"
+    free = sum(1 for node in nodes if node.locks == 0)
+    assert free == tree.n_evictable, f"{free} evictable pages, counted {tree.n_evictable}"
+    assert all(root.children or root.locks for root in tree.roots.values()), "an empty root stays"
+
+
+def _path(node: Node) -> list[Node]:
+    return list(_ancestors(node))
+
+
+def _ancestors(node: Node | None) -> Iterator[Node]:
+    while node is not None:
+        yield node
+        node = node.parent

@@ -1,0 +1,150 @@
+"""The one door to pages: find a known prefix, hold pages, make them known, give them back.
+
+Owns the pool, the page table and the tree, and keeps the three consistent. Must not know sequences,
+steps or devices: it is told token ids and counts, and when they may be trusted.
+
+::
+
+    sequence  |<--- shared, from the tree --->|<- own, published ->|<- own, being written ->|
+    pages     [  7  ][ 12  ][  3  ][  44  ]    [  9  ][  21  ]      [  30  ][  31  ][  5  ]
+              0                 n_shared * Z          n_published * Z              capacity
+              '------------ path to lease.node, locked -----------'
+
+A page enters the tree only by ``publish``, which the scheduler calls after the step that wrote it
+was committed with finite logits. A page whose tokens are in the tree already (two sequences
+computed the same prefix side by side) stays private: tables are append-only, so nothing is swapped
+under a step in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+
+import numpy as np
+
+from jserve.kv import audit
+from jserve.kv.pages import PageLease, PagePool, PageTable
+from jserve.kv.radix import RadixTree, RootKey
+
+
+class PageCache:
+    """Facade over ``PagePool``, ``PageTable`` and ``RadixTree``."""
+
+    def __init__(
+        self,
+        *,
+        n_pages: int,
+        page_size: int,
+        n_slots: int,
+        pages_per_slot: int,
+        reuse: bool = True,
+    ) -> None:
+        self.page_size = page_size
+        self.reuse = reuse
+        self.pool = PagePool(n_pages)
+        self.table = PageTable(n_slots, pages_per_slot)
+        self.tree = RadixTree(page_size)
+
+    @property
+    def n_available(self) -> int:
+        """Pages that ``extend`` can hand out: free ones and unlocked cached ones."""
+        return self.pool.n_free + self.tree.n_evictable
+
+    def match(
+        self,
+        key: RootKey,
+        tokens: Seq[int],
+        *,
+        slot: int,
+        reuse: bool = True,
+        cacheable: bool = True,
+    ) -> PageLease:
+        """A lease for ``slot`` that starts with the pages of the longest known prefix.
+
+        At least one token is left to compute, since the next one is drawn from its logits.
+        ``reuse`` False looks nothing up; ``cacheable`` False also keeps the pages out of the tree.
+        """
+        root = self.tree.root(key)
+        limit = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
+        path = self.tree.match(root, tokens, limit)
+        node = path[-1] if path else root
+        self.tree.lock_path(node)
+        pages = [n.page for n in path]
+        self.pool.share(pages)
+        self.table.append(slot, 0, pages)
+        return PageLease(
+            slot=slot,
+            node=node,
+            pages=pages,
+            n_shared=len(pages),
+            n_published=len(pages),
+            capacity=len(pages) * self.page_size,
+            cacheable=cacheable and self.reuse,
+        )
+
+    def extend(self, lease: PageLease, n_tokens: int, *, keep: int = 0) -> bool:
+        """Make ``lease`` hold pages for ``n_tokens``, evicting where needed.
+
+        False, with nothing changed, when fewer than ``keep`` pages would stay available.
+        """
+        short = -(-n_tokens // self.page_size) - len(lease.pages)
+        if short <= 0:
+            return True
+        if short + keep > self.n_available:
+            return False
+        if short > self.pool.n_free:
+            self.pool.drop(self.tree.evict(short - self.pool.n_free))
+        fresh = self.pool.take(short)
+        self.table.append(lease.slot, len(lease.pages), fresh)
+        lease.pages += fresh
+        lease.capacity = len(lease.pages) * self.page_size
+        return True
+
+    def publish(self, lease: PageLease, tokens: Seq[int], n_tokens: int) -> None:
+        """Let others find the full pages among the first ``n_tokens``, all known and computed."""
+        Z, full, node = self.page_size, n_tokens // self.page_size, lease.node
+        if lease.cacheable:
+            for i in range(lease.n_published, full):
+                page = lease.pages[i]
+                node, made = self.tree.descend(node, tuple(tokens[i * Z : (i + 1) * Z]), page)
+                if made:
+                    self.pool.refs[page] += 1
+        lease.node = node
+        lease.n_published = max(lease.n_published, full)
+
+    def release(self, lease: PageLease) -> None:
+        """Give back everything the lease holds; its published pages stay findable until evicted.
+
+        Raises:
+            RuntimeError: the lease was given back before.
+        """
+        if lease.released:
+            raise RuntimeError(f"the lease of slot {lease.slot} was released twice")
+        lease.released = True
+        self.tree.unlock_path(lease.node)
+        self.pool.drop(lease.pages)
+        self.table.clear(lease.slot, len(lease.pages))
+
+    def evict(self, n: int) -> int:
+        """Forget up to ``n`` unlocked cached pages; gives how many."""
+        pages = self.tree.evict(n)
+        self.pool.drop(pages)
+        return len(pages)
+
+    def clear(self) -> int:
+        """Forget everything that no lease holds."""
+        return self.evict(self.tree.n_evictable)
+
+    def snapshot(self, slots: list[int], n_tokens: int) -> np.ndarray:
+        """int32[len(slots), ceil(n_tokens / Z)]: a copy of the table rows of ``slots``."""
+        return self.table.snapshot(slots, -(-n_tokens // self.page_size))
+
+    def check(self, leases: Iterable[PageLease], held: Iterable[int] = ()) -> None:
+        """Recompute every count from the owners and compare (invariants 1 to 8; see ``audit``).
+
+        ``leases`` are all live leases, ``held`` pages that someone outside took from the pool.
+
+        Raises:
+            AssertionError: the books are wrong; the message says which and where.
+        """
+        audit.check(self.pool, self.table, self.tree, list(leases), list(held))

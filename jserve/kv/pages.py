@@ -1,0 +1,111 @@
+"""Pages as integers: who holds which, which is handed out next, where each slot finds its own.
+
+Owns the ids of KV pages, never their bytes. Must not know tokens, sequences or the tree.
+Page 0 is scratch: padding is written there, nobody owns it, it is never handed out.
+
+    pool   free: [ 5  9  2 ]    taken on the left, given back on the right: freed first, used first
+    table  slot s: [ 7  12  3  44  0  0 ]     position p of slot s lies in page rows[s, p // Z]
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jserve.kv.radix import Node
+
+
+class PagePool:
+    """Page ids 1 .. n_pages-1 with a reference count each; a count of 0 means free."""
+
+    def __init__(self, n_pages: int) -> None:
+        if n_pages < 2:
+            raise ValueError(f"a pool needs a scratch page and one more, not {n_pages} pages")
+        self.n_pages = n_pages
+        self.refs = [0] * n_pages
+        self._free = deque(range(1, n_pages))
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def n_usable(self) -> int:
+        """Pages that can be owned: all but scratch."""
+        return self.n_pages - 1
+
+    def free_pages(self) -> tuple[int, ...]:
+        """Free ids in the order in which they will be handed out."""
+        return tuple(self._free)
+
+    def take(self, n: int) -> list[int]:
+        """``n`` free pages, each held once by the caller. The caller has looked at ``n_free``."""
+        assert n <= len(self._free), f"{n} pages asked, {len(self._free)} free"
+        pages = [self._free.popleft() for _ in range(n)]
+        for page in pages:
+            self.refs[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more holder for each of ``pages``, which must be held already."""
+        for page in pages:
+            assert self.refs[page] > 0, f"page {page} is free and cannot be shared"
+            self.refs[page] += 1
+
+    def drop(self, pages: Iterable[int]) -> int:
+        """One holder less for each of ``pages``; gives how many became free."""
+        before = len(self._free)
+        for page in pages:
+            assert self.refs[page] > 0, f"page {page} is free already"
+            self.refs[page] -= 1
+            if self.refs[page] == 0:
+                self._free.append(page)
+        return len(self._free) - before
+
+
+class PageTable:
+    """int32[C, M]: the pages of each slot in order of position; append-only while a sequence lives.
+
+    Append-only matters: a step in flight may read the row, so an entry never changes under it.
+    """
+
+    def __init__(self, n_slots: int, pages_per_slot: int) -> None:
+        self.rows = np.zeros((n_slots, pages_per_slot), np.int32)
+
+    def append(self, slot: int, at: int, pages: list[int]) -> None:
+        self.rows[slot, at : at + len(pages)] = pages
+
+    def clear(self, slot: int, n: int) -> None:
+        """Point the first ``n`` entries back at scratch."""
+        self.rows[slot, :n] = 0
+
+    def snapshot(self, slots: list[int], width: int) -> np.ndarray:
+        """int32[len(slots), width]: a copy that later appends do not touch."""
+        return self.rows[slots, :width]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PageLease:
+    """What a sequence holds: one reference on each of ``pages`` and a lock on the path to ``node``.
+
+    Given back exactly once, by ``PageCache.release``.
+    """
+
+    slot: int
+    node: Node
+    """Deepest tree node on this sequence's tokens; its path is locked by this lease."""
+    pages: list[int] = field(default_factory=list)
+    n_shared: int = 0
+    """Leading pages that came from the tree."""
+    n_published: int = 0
+    """Leading full pages whose tokens are in the tree (as these pages or as an equal copy)."""
+    capacity: int = 0
+    """Tokens that fit the pages held."""
+    cacheable: bool = True
+    """False keeps the pages out of the tree."""
+    released: bool = False

@@ -1,0 +1,374 @@
+"""The Python door: ``LLM`` (blocking, in process) and ``AsyncLLM``. Field names are vLLM's.
+
+Owns prompts in, ``RequestOutput`` out, and the progress bar. Must not know HTTP, scheduling or jax; ``build``
+makes the engine, ``TextStream`` makes text of ids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jserve import build
+from jserve.api.chat import Chat
+from jserve.config import EngineConfig
+from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.client import InprocClient
+from jserve.engine.engine import Engine
+from jserve.errors import BadRequest, error_of
+from jserve.text.stream import TextStream
+from jserve.types import Finish, Output, Request, SamplingParams, TokenLogprob
+
+Prompt = str | Seq[int] | Mapping[str, Any]
+"""Text, token ids, or ``{"prompt": str}`` / ``{"prompt_token_ids": [int]}``."""
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    seed: int | None = None
+    """The seed in use; giving it again gives the same tokens."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and what came of it so far. ``finished`` is True when every choice has ended."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finished: bool = False
+    num_cached_tokens: int = 0
+
+
+class _Running:
+    """Collects the engine's outputs of one request into a ``RequestOutput``."""
+
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Any) -> None:
+        self.request = request
+        params = request.params
+        choices = [CompletionOutput(i) for i in range(params.n)]
+        self.output = RequestOutput(request.id, prompt, list(request.prompt_ids), choices)
+        self.streams = [
+            TextStream.of(tokenizer, params, request.prompt_ids) for _ in range(params.n)
+        ]
+
+    def take(self, out: Output) -> str | None:
+        """Add one output. Returns the stop string that ends its choice now, if one does.
+
+        Raises:
+            JserveError: the request failed.
+        """
+        choice = self.output.outputs[out.index]
+        if choice.finish_reason is not None:
+            return None
+        if out.finish is Finish.ERROR:
+            raise error_of(out.error_code, out.error or "the request failed")
+        self._head(out, choice)
+        delta = self._text(out, choice)
+        if delta.stop is not None:
+            choice.finish_reason, choice.stop_reason = "stop", delta.stop
+        elif out.finish is not None:
+            choice.finish_reason, choice.stop_reason = out.finish.value, out.stop_reason
+        self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
+        return delta.stop
+
+    def _head(self, out: Output, choice: CompletionOutput) -> None:
+        if out.seed is not None:
+            choice.seed = out.seed
+        if out.prompt_logprobs is not None:
+            self.output.prompt_logprobs = list(out.prompt_logprobs)
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, out.n_cached)
+
+    def _text(self, out: Output, choice: CompletionOutput) -> Any:
+        stream = self.streams[out.index]
+        ended_by_id = out.finish is Finish.STOP and out.stop_reason is not None
+        delta = stream.push(out.token_ids, terminator=ended_by_id or out.finish is Finish.STOP)
+        taken = out.token_ids[: delta.n_tokens] if delta.stop is not None else out.token_ids
+        choice.token_ids.extend(taken)
+        if out.logprobs is not None:
+            kept = out.logprobs[: len(taken)]
+            choice.logprobs = (choice.logprobs or []) + list(kept)
+            choice.cumulative_logprob = sum(t.logprob for t in choice.logprobs)
+        choice.text += delta.text
+        if out.finish is not None and delta.stop is None:
+            choice.text += stream.flush().text
+        return delta
+
+
+class _Door:
+    """What ``LLM`` and ``AsyncLLM`` share: options, tokenizer, chat template, requests."""
+
+    def __init__(self, model: str, config: EngineConfig | None, options: dict[str, Any]) -> None:
+        flat = {**(config.flat() if config else {}), **options}
+        if model:
+            flat["model"] = str(model)
+        self.config = EngineConfig.of(**flat)
+        self._text = build.text_side(self.config)
+        self.tokenizer = self._text.tokenizer
+        self._ids = itertools.count()
+
+    @property
+    def model_name(self) -> str:
+        return self._text.name
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own defaults (generation_config.json) over ours."""
+        return SamplingParams(**self._text.defaults)
+
+    def _request(self, prompt: Prompt, params: SamplingParams, id: str | None) -> _Running:
+        text, ids = self._tokenised(prompt)
+        words = tuple(
+            tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in params.bad_words
+        )
+        params = replace(params, bad_token_ids=(*params.bad_token_ids, *words)) if words else params
+        request = Request(
+            id=id or f"llm-{next(self._ids)}",
+            prompt_ids=tuple(ids),
+            params=params,
+            eos_ids=self._text.eos_ids,
+        )
+        return _Running(request, text, self.tokenizer)
+
+    def _tokenised(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return None, list(prompt["prompt_token_ids"])
+            prompt = prompt.get("prompt", "")
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        return None, list(prompt)
+
+    def _chat_prompt(self, messages: Seq[Message], template: Mapping[str, Any]) -> dict[str, Any]:
+        chat = self._text.chat
+        if chat is None:
+            raise BadRequest(
+                "the model has no chat template", field="messages", code="no_chat_template"
+            )
+        known = {
+            k: template[k] for k in ("tools", "documents", "add_generation_prompt") if k in template
+        }
+        variables = dict(template.get("chat_template_kwargs") or {})
+        parts = chat.render(
+            Chat(messages=[dict(m) for m in messages], variables=variables, **known)
+        )
+        return {"prompt_token_ids": self.tokenizer.encode_parts(parts)}
+
+
+class LLM(_Door):
+    """Offline generation in this process.
+
+    Args:
+        model: HF directory, Orbax directory or hub name; empty takes the shipped model.
+        config: options as one value; ``options`` are flat option names and win over it.
+        params: weights as a pytree (a live training program's, an ``nnx`` state); no files are read then
+            but config.json and the tokenizer of ``model``.
+        mesh: a ``jax.sharding.Mesh`` with an axis "tp"; by default the first devices.
+
+    Raises:
+        ConfigError: an option, config.json key, tokenizer or weight cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        config: EngineConfig | None = None,
+        params: Any = None,
+        mesh: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, config, options)
+        self._lock = threading.Lock()
+        self._engine: Engine
+        self._engine, self.info = build.engine(self.config, params=params, mesh=mesh)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the device memory. The object is unusable afterwards."""
+        build.close(self._engine)
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; outputs in the order of the prompts.
+
+        Args:
+            prompts: text, token ids, dicts with "prompt" or "prompt_token_ids", or a list of these.
+            sampling_params: one for all, or one per prompt.
+            use_tqdm: show a progress bar on stderr.
+
+        Raises:
+            BadRequest: a prompt or a sampling field is wrong for this model; nothing is generated then.
+        """
+        many = _prompt_list(prompts)
+        params = self._params(sampling_params, len(many))
+        with self._lock:
+            jobs = [self._request(p, s, None) for p, s in zip(many, params, strict=True)]
+            self._run(jobs, use_tqdm)
+        return [job.output for job in jobs]
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one dialogue or many. ``template``: tools, documents, chat_template_kwargs."""
+        dialogues = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self._chat_prompt(d, template) for d in dialogues]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Text of one completion, piece by piece. Closing the iterator cancels the request."""
+        job = self._request(prompt, params or self.get_default_sampling_params(), None)
+        with self._lock:
+            self._engine.submit(job.request)
+            sent = 0
+            try:
+                while not job.output.finished:
+                    self._step({job.request.id: job})
+                    text = job.output.outputs[0].text
+                    yield text[sent:]
+                    sent = len(text)
+            finally:
+                self._cancel([job])
+
+    def stream_chat(
+        self, messages: Seq[Message], params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[str]:
+        """``stream`` of a dialogue's next answer."""
+        return self.stream(self._chat_prompt(messages, template), params)
+
+    def update_params(self, params: Any) -> None:
+        """Swap the weights between steps: same tree, shapes and dtypes; nothing recompiles.
+
+        Cached prefixes of the old weights are dropped.
+
+        Raises:
+            WeightsError: a leaf does not fit; the old weights stay.
+        """
+        with self._lock:
+            build.update_params(self._engine, params)
+
+    def _params(
+        self, given: SamplingParams | Seq[SamplingParams] | None, n: int
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.get_default_sampling_params()] * n
+        if len(given) != n:
+            raise BadRequest(
+                f"{len(given)} sampling_params for {n} prompts", field="sampling_params"
+            )
+        return list(given)
+
+    def _run(self, jobs: list[_Running], progress: bool) -> None:
+        by_id = {job.request.id: job for job in jobs}
+        for job in jobs:
+            self._engine.submit(job.request)
+        try:
+            with build.progress_bar(
+                "generating", len(jobs), shown=progress and len(jobs) > 1
+            ) as bar:
+                while not all(job.output.finished for job in jobs):
+                    self._step(by_id)
+                    bar(sum(job.output.finished for job in jobs))
+        finally:
+            self._cancel(jobs)
+
+    def _step(self, jobs: Mapping[str, _Running]) -> None:
+        for out in self._engine.step():
+            job = jobs.get(out.request_id)
+            if job is not None and job.take(out) is not None:
+                self._engine.cancel(out.request_id, out.index)
+
+    def _cancel(self, jobs: Iterable[_Running]) -> None:
+        """End what is unfinished (an error, ctrl-c, a closed iterator) and run the engine dry."""
+        for job in jobs:
+            if not job.output.finished:
+                self._engine.cancel(job.request.id)
+        self._engine.drain()
+
+
+class AsyncLLM(_Door):
+    """The same for asyncio: one engine thread, many concurrent ``generate`` calls."""
+
+    def __init__(
+        self, model: str = "", *, config: EngineConfig | None = None, **options: Any
+    ) -> None:
+        super().__init__(model, config, options)
+        self.engine = AsyncEngine(lambda: InprocClient(self.config, build.engine), max_restarts=0)
+
+    async def start(self) -> dict[str, Any]:
+        """Load and compile. Returns facts about model, device and memory."""
+        return await self.engine.start()
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the request's output so far after every step; closing the generator cancels it."""
+        job = self._request(
+            prompt, sampling_params or self.get_default_sampling_params(), request_id
+        )
+        stream = self.engine.generate(job.request)
+        try:
+            async for out in stream:
+                if job.take(out) is not None:
+                    self.engine.abort(job.request.id, out.index)
+                yield job.output
+                if job.output.finished:
+                    break
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+
+
+def _prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""A step's packed buffer made by hand: for research scripts, sharding experiments and tests of the model side.
+
+Owns nothing but a plain way to fill ``view.layout``. The runner has its own, faster packer; a step cannot tell
+them apart. Every row here decodes greedily; set other fields through ``view.numpy_views``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jserve.model.attention import AttentionBackend
+from jserve.model.view import Bucket, StepDims, buffer_size, layout, numpy_views
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a step: its page ids, the position of its first token, its tokens.
+
+    ``start`` -1 and token -1 mean the slot's own length and last token, as the step before left them.
+    """
+
+    pages: Sequence[int]
+    start: int
+    tokens: Sequence[int]
+    slot: int | None = None
+    """Row of the slot state; by default the row's own number."""
+
+
+def pack(
+    bucket: Bucket,
+    dims: StepDims,
+    attn: AttentionBackend,
+    decode: Sequence[Row],
+    prefill: Sequence[Row],
+) -> np.ndarray:
+    """int32 buffer of a step that runs these rows; decode rows have ``bucket.J`` tokens or fewer.
+
+    Raises:
+        ValueError: the rows do not fit the bucket.
+    """
+    n_tokens = sum(len(row.tokens) for row in prefill)
+    if len(decode) > bucket.D or len(prefill) > bucket.F or n_tokens > bucket.P:
+        raise ValueError(f"{len(decode)} and {len(prefill)} rows, {n_tokens} tokens: not {bucket}")
+    fields = layout(bucket, dims, attn.plan_shapes(bucket, dims))
+    buf = np.zeros(buffer_size(fields), np.int32)
+    v = numpy_views(buf, fields)
+    v["slot_R"][:] = dims.C
+    v["row_T"][:] = bucket.R
+    v["stop_RS"][:] = -1
+    for name in ("temperature_R", "top_p_R", "repetition_R"):
+        v[name][:] = 0.0 if name == "temperature_R" else 1.0
+    v["n_decode"][()], v["n_prefill"][()] = len(decode), len(prefill)
+    firsts = [r * bucket.J for r in range(len(decode))]
+    firsts += [
+        bucket.D * bucket.J + sum(len(p.tokens) for p in prefill[:i]) for i in range(len(prefill))
+    ]
+    numbers = [*range(len(decode)), *range(bucket.D, bucket.D + len(prefill))]
+    for r, first, row in zip(numbers, firsts, (*decode, *prefill), strict=True):
+        n = len(row.tokens)
+        v["slot_R"][r] = r if row.slot is None else row.slot
+        v["start_R"][r], v["count_R"][r], v["first_R"][r], v["emit_R"][r] = row.start, n, first, 1
+        v["tok_T"][first : first + n], v["row_T"][first : first + n] = row.tokens, r
+        v["page_table_RM"][r, : len(row.pages)] = row.pages
+    attn.plan(v, bucket, dims)
+    return buf

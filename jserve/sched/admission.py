@@ -1,0 +1,95 @@
+"""What a request must satisfy before it may wait in the queue, as far as only the model can tell.
+
+Owns the checks that need limits (vocabulary, context, pool). ``SamplingParams`` has checked itself.
+Must not know the state of the scheduler: the same request passes or fails at any time. Every
+integer that will be used as an index on the device is range-checked here, since JAX clamps a bad
+index to a wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jserve.errors import BadRequest, ContextTooLong, NotFound
+from jserve.ports import RunnerLimits
+from jserve.types import MAX_STOP_IDS, Request
+
+
+def check(request: Request, limits: RunnerLimits, vocab: int | None = None) -> int:
+    """The most tokens (prompt and output) that ``request`` may reach.
+
+    ``vocab`` is the number of real token ids where it is below the padded ``limits.vocab_size``.
+
+    Raises:
+        BadRequest: an id out of range, an empty prompt, an option the engine was built without.
+        ContextTooLong: prompt and output exceed the context or can never fit the KV pool.
+        NotFound: the adapter is not loaded.
+    """
+    _check_ids(request, vocab or limits.vocab_size)
+    _check_features(request, limits)
+    return _max_len(request, limits)
+
+
+def _check_ids(request: Request, vocab: int) -> None:
+    params = request.params
+    if not request.prompt_ids:
+        raise BadRequest("prompt must hold at least one token", field="prompt")
+    _in_range(request.prompt_ids, vocab, "prompt")
+    _in_range(request.eos_ids, vocab, "eos_ids")
+    _in_range(params.stop_token_ids, vocab, "stop_token_ids")
+    _in_range(params.logit_bias, vocab, "logit_bias")
+    _in_range(params.allowed_token_ids or (), vocab, "allowed_token_ids")
+    _in_range((t for word in params.bad_token_ids for t in word), vocab, "bad_words")
+
+
+def _in_range(ids: Iterable[int], vocab: int, field: str) -> None:
+    for i in ids:
+        if type(i) is not int or not 0 <= i < vocab:
+            raise BadRequest(
+                f"{field} holds the token id {str(i)[:24]}, ids are integers in [0, {vocab - 1}]",
+                field=field,
+            )
+
+
+def _check_features(request: Request, limits: RunnerLimits) -> None:
+    params = request.params
+    n_stops = len({*params.stop_token_ids, *request.eos_ids})
+    if n_stops > MAX_STOP_IDS:
+        raise BadRequest(
+            f"stop_token_ids and the model's EOS ids are {n_stops} ids together,"
+            f" at most {MAX_STOP_IDS} fit",
+            field="stop_token_ids",
+        )
+    if params.prompt_logprobs is not None and not limits.scores_prompts:
+        raise BadRequest("prompt_logprobs is switched off on this server", field="prompt_logprobs")
+    if params.bad_words and not params.bad_token_ids:
+        raise BadRequest("bad_words needs a tokenizer to become token ids", field="bad_words")
+    if request.adapter is not None:
+        raise NotFound(f"no adapter named {request.adapter[:64]!r} is loaded", field="model")
+
+
+def _max_len(request: Request, limits: RunnerLimits) -> int:
+    n_prompt, wanted = len(request.prompt_ids), request.params.max_tokens
+    # The last token drawn is never computed, so it needs no page.
+    pool = (limits.n_pages - 1) * limits.page_size + 1
+    if wanted is None:
+        room = min(limits.max_model_len, pool) - n_prompt
+        if room < max(1, request.params.min_tokens):
+            raise _too_long(n_prompt, max(1, request.params.min_tokens), limits, pool)
+        return n_prompt + room
+    total = n_prompt + wanted
+    if total > limits.max_model_len or max(n_prompt + 1, total) > pool:
+        raise _too_long(n_prompt, wanted, limits, pool)
+    return total
+
+
+def _too_long(n_prompt: int, wanted: int, limits: RunnerLimits, pool: int) -> ContextTooLong:
+    if n_prompt + wanted > limits.max_model_len:
+        limit = f"the context holds {limits.max_model_len}"
+    else:
+        limit = f"the KV pool of {limits.n_pages - 1} pages holds {pool}"
+    return ContextTooLong(
+        f"the prompt has {n_prompt} tokens and {wanted} more are wanted,"
+        f" {n_prompt + wanted} in all; {limit}",
+        field="prompt" if n_prompt >= min(limits.max_model_len, pool) else "max_tokens",
+    )

@@ -1,0 +1,114 @@
+"""A plan in the making: rows are added within one step's limits, then frozen.
+
+Owns the budgets of one step and the counters that a row moves on its sequence. Must not know
+queues, policy or who deserves a row.
+
+A row of ``count`` tokens moves ``scheduled`` by ``count``; an emitting row moves ``in_flight`` by
+the most tokens it can draw. Commit takes back what was not drawn::
+
+    before   len(tokens) + in_flight == scheduled + 1        (every sequence past its prefill)
+    row      scheduled += 1 + drafts    in_flight += 1 + drafts
+    commit   len(tokens) += n_ok        in_flight -= 1 + drafts      scheduled -= 1 + drafts - n_ok
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from jserve.kv.cache import PageCache
+from jserve.types import RowPlan, Sequence, SlotLoad, StepPlan
+
+
+class PlanDraft:
+    """Rows and budgets of the step being planned."""
+
+    def __init__(self, *, tokens: int, prefill_tokens: int, prefill_rows: int, chunk: int) -> None:
+        self.tokens_left = tokens
+        self.prefill_left = prefill_tokens
+        self.prefill_rows_left = prefill_rows
+        self.chunk = chunk
+        self.rows: list[RowPlan] = []
+        self.loads: list[SlotLoad] = []
+
+    @property
+    def prefill_room(self) -> int:
+        """Tokens that one more prefill row may have; 0 when there can be none."""
+        if self.prefill_rows_left <= 0:
+            return 0
+        return min(self.tokens_left, self.prefill_left, self.chunk)
+
+    def decode(self, seqs: list[Sequence]) -> None:
+        """Rows of one token that read it from their slots; the pages are held already."""
+        self.rows += [
+            RowPlan(seq=seq, slot=seq.slot, start=seq.scheduled, count=1, from_slot=True)
+            for seq in seqs
+        ]
+        for seq in seqs:
+            seq.scheduled += 1
+            seq.in_flight += 1
+            seq.pending += 1
+        self.tokens_left -= len(seqs)
+
+    def verify(self, seq: Sequence, drafts: Seq[int]) -> None:
+        """A row that reads its first token from the slot and tries ``drafts`` after it."""
+        count = 1 + len(drafts)
+        self.rows.append(
+            RowPlan(
+                seq=seq,
+                slot=seq.slot,
+                start=seq.scheduled,
+                count=count,
+                from_slot=True,
+                drafts=drafts,
+            )
+        )
+        seq.scheduled += count
+        seq.in_flight += count
+        seq.pending += 1
+        self.tokens_left -= count
+
+    def prefill(self, seq: Sequence, *, score: bool) -> None:
+        """A row with the next known tokens of ``seq``, as many as there is room for."""
+        start = seq.scheduled
+        count = min(seq.given - start, self.prefill_room)
+        emits = start + count == seq.given
+        self.rows.append(
+            RowPlan(
+                seq=seq,
+                slot=seq.slot,
+                start=start,
+                count=count,
+                from_slot=False,
+                tokens=seq.tokens[start : start + count],
+                emits=emits,
+                score=score and start + 1 < seq.n_prompt,
+            )
+        )
+        seq.scheduled += count
+        seq.in_flight += emits
+        seq.pending += 1
+        self.tokens_left -= count
+        self.prefill_left -= count
+        self.prefill_rows_left -= 1
+
+    def load(self, seq: Sequence) -> None:
+        """Have the slot's counts and bias row filled before the step's rows run."""
+        params = seq.request.params
+        if params.penalised or params.biased:
+            self.loads.append(
+                SlotLoad(
+                    slot=seq.slot, tokens=tuple(seq.tokens), n_prompt=seq.n_prompt, params=params
+                )
+            )
+
+    def freeze(self, step: int, cache: PageCache) -> StepPlan:
+        """The plan, with the page table as it stands now."""
+        rows = self.rows
+        slots = [row.slot for row in rows]
+        longest = max([row.start + row.count for row in rows])
+        return StepPlan(
+            id=step,
+            rows=tuple(rows),
+            loads=tuple(self.loads),
+            page_table_RM=cache.snapshot(slots, longest),
+        )

@@ -1,0 +1,292 @@
+"""The scheduler's inputs as JSON lines, and a replay that must reach the same decisions.
+
+Owns the format of the journal. Must not know devices or wall time: the scheduler is a pure state
+machine, so its inputs (arrivals, cancels, results, clock readings) determine every plan, on any
+machine.
+
+One line per event, in order; ``plan`` lines hold the decision, which the replay compares::
+
+    {"type": "arrival", "now": 1.0, "request": {...}}
+    {
+        "type": "plan",
+        "now": 2.0,
+        "decision": {"id": 0, "rows": [["r1", 0, 3, 0, 16, false, ...]], "loads": [], "pages": 123},
+    }
+    {"type": "commit", "now": 3.0, "step": 0, "tokens": {...}, "n_ok": {...}}
+    {"type": "cancel", "now": 4.0, "id": "r1", "index": null}
+    {"type": "recover", "now": 5.0, "blame": ["r1"], "error": "..."}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+
+from jserve.config import EngineConfig
+from jserve.errors import JserveError
+from jserve.ports import RunnerLimits
+from jserve.sched.scheduler import Scheduler
+from jserve.types import Output, PromptLogprobs, Request, RowPlan, Sequence, StepPlan, StepResult
+
+
+class Diverged(JserveError):
+    """A replay decided otherwise than the journal says; the message names the line."""
+
+    code = "replay_diverged"
+
+
+class Array(msgspec.Struct, frozen=True):
+    """A numpy array: bytes travel as base64, so NaN and -inf survive JSON."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, array: np.ndarray | None) -> Array | None:
+        if array is None:
+            return None
+        return cls(dtype=array.dtype.str, shape=array.shape, data=array.tobytes())
+
+    def numpy(self) -> np.ndarray:
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What a plan decided."""
+
+    id: int
+    rows: tuple[tuple[str, int, int, int, int, bool, bool, bool, tuple[int, ...]], ...]
+    """(request id, index, slot, start, count, from_slot, emits, score, drafts) each."""
+    loads: tuple[int, ...]
+    pages: int
+    """Checksum of the page table."""
+
+    @classmethod
+    def of(cls, plan: StepPlan | None) -> Decision | None:
+        if plan is None:
+            return None
+        return cls(
+            id=plan.id,
+            rows=tuple(_row(row) for row in plan.rows),
+            loads=tuple(load.slot for load in plan.loads),
+            pages=zlib.crc32(np.ascontiguousarray(plan.page_table_RM).tobytes()),
+        )
+
+
+class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
+    now: float
+    request: Request
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag="cancel"):
+    now: float
+    id: str
+    index: int | None
+
+
+class Planned(msgspec.Struct, frozen=True, tag="plan"):
+    now: float
+    decision: Decision | None
+
+
+class Scored(msgspec.Struct, frozen=True):
+    start: int
+    logprob: Array
+    rank: Array
+    top_ids: Array
+    top_logprobs: Array
+
+
+class Committed(msgspec.Struct, frozen=True, tag="commit"):
+    now: float
+    step: int
+    tokens: Array
+    n_ok: Array
+    finite: Array
+    logprob: Array
+    top_ids: Array | None
+    top_logprobs: Array | None
+    prompt: dict[int, Scored]
+
+    def result(self) -> StepResult:
+        return StepResult(
+            tokens_RJ=self.tokens.numpy(),
+            n_ok_R=self.n_ok.numpy(),
+            finite_R=self.finite.numpy(),
+            logprob_RJ=self.logprob.numpy(),
+            top_ids_RJL=None if self.top_ids is None else self.top_ids.numpy(),
+            top_logprobs_RJL=None if self.top_logprobs is None else self.top_logprobs.numpy(),
+            prompt={r: _unscored(s) for r, s in self.prompt.items()},
+        )
+
+
+class Recovered(msgspec.Struct, frozen=True, tag="recover"):
+    """A step raised; every plan in flight was lost."""
+
+    now: float
+    blame: list[str]
+    error: str
+
+
+Event = Arrival | Cancelled | Planned | Committed | Recovered
+
+
+class JournalFile:
+    """``ports.Journal`` into a binary file; each event is one line, written at once."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._encoder = msgspec.json.Encoder()
+
+    def arrival(self, request: Request, now: float) -> None:
+        self._write(Arrival(now=now, request=request))
+
+    def cancel(self, request_id: str, now: float, index: int | None) -> None:
+        self._write(Cancelled(now=now, id=request_id, index=index))
+
+    def plan(self, now: float, plan: StepPlan | None) -> None:
+        self._write(Planned(now=now, decision=Decision.of(plan)))
+
+    def commit(self, now: float, plan: StepPlan, result: StepResult) -> None:
+        self._write(
+            Committed(
+                now=now,
+                step=plan.id,
+                tokens=_array(result.tokens_RJ),
+                n_ok=_array(result.n_ok_R),
+                finite=_array(result.finite_R),
+                logprob=_array(result.logprob_RJ),
+                top_ids=Array.of(result.top_ids_RJL),
+                top_logprobs=Array.of(result.top_logprobs_RJL),
+                prompt={r: _scored(s) for r, s in result.prompt.items()},
+            )
+        )
+
+    def recover(self, now: float, blame: Seq[str], error: str) -> None:
+        self._write(Recovered(now=now, blame=list(blame), error=error))
+
+    def _write(self, event: Event) -> None:
+        self._file.write(self._encoder.encode(event) + b"\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A replay that agreed with its journal."""
+
+    n_events: int
+    n_steps: int
+    outputs: list[Output]
+
+
+def replay(path: str | Path, limits: RunnerLimits, config: EngineConfig) -> Replayed:
+    """Drive a fresh scheduler with the inputs in ``path``.
+
+    A last line that was cut off (the process died) is left out.
+
+    Raises:
+        Diverged: a plan differs from the recorded one.
+    """
+    drafts = _RecordedDrafts()
+    scheduler = Scheduler(limits, config, proposer=drafts)
+    plans: dict[int, StepPlan] = {}
+    outputs: list[Output] = []
+    n_events = 0
+    for event in _events(Path(path)):
+        n_events += 1
+        if isinstance(event, Planned):
+            drafts.decision = event.decision
+            plan = scheduler.plan(event.now)
+            _compare(n_events, event.decision, Decision.of(plan))
+            if plan is not None:
+                plans[plan.id] = plan
+        else:
+            outputs += _feed(scheduler, event, plans)
+    return Replayed(n_events=n_events, n_steps=scheduler.n_steps, outputs=outputs)
+
+
+class _RecordedDrafts:
+    """A proposer that says what the recorded plan used."""
+
+    def __init__(self) -> None:
+        self.decision: Decision | None = None
+
+    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
+        rows = self.decision.rows if self.decision is not None else ()
+        said = {(row[0], row[1]): row[8] for row in rows}
+        return [said.get((seq.request.id, seq.index), ()) for seq in seqs]
+
+
+def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> list[Output]:
+    if isinstance(event, Committed):
+        return scheduler.commit(plans.pop(event.step), event.result(), event.now)
+    if isinstance(event, Cancelled):
+        return scheduler.cancel(event.id, event.now, event.index)
+    if isinstance(event, Recovered):
+        lost = [plans.pop(step) for step in sorted(plans)]
+        return scheduler.recover(lost, event.blame, event.error, event.now)
+    assert isinstance(event, Arrival)
+    with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
+        scheduler.submit(event.request, event.now)
+    return []
+
+
+def _compare(line: int, recorded: Decision | None, made: Decision | None) -> None:
+    if recorded != made:
+        raise Diverged(f"line {line}: the journal has {recorded}, the replay {made}")
+
+
+def _events(path: Path) -> Iterator[Event]:
+    decoder = msgspec.json.Decoder(Event)
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield decoder.decode(line)
+
+
+def _row(row: RowPlan) -> tuple:
+    seq = row.seq
+    return (
+        seq.request.id,
+        seq.index,
+        row.slot,
+        row.start,
+        row.count,
+        row.from_slot,
+        row.emits,
+        row.score,
+        tuple(row.drafts),
+    )
+
+
+def _array(array: np.ndarray) -> Array:
+    made = Array.of(array)
+    assert made is not None
+    return made
+
+
+def _scored(chunk: PromptLogprobs) -> Scored:
+    return Scored(
+        start=chunk.start,
+        logprob=_array(chunk.logprob_n),
+        rank=_array(chunk.rank_n),
+        top_ids=_array(chunk.top_ids_nL),
+        top_logprobs=_array(chunk.top_logprobs_nL),
+    )
+
+
+def _unscored(scored: Scored) -> PromptLogprobs:
+    return PromptLogprobs(
+        start=scored.start,
+        logprob_n=scored.logprob.numpy(),
+        rank_n=scored.rank.numpy(),
+        top_ids_nL=scored.top_ids.numpy(),
+        top_logprobs_nL=scored.top_logprobs.numpy(),
+    )

@@ -1,0 +1,81 @@
+"""What drawn tokens mean for their sequence: appended, cut at a stop or at the length, scored.
+
+Owns the stopping rules. Must not know pages, queues or steps. The device bans stop ids before
+``min_len``; the rule here is the same, so host and device agree on where a sequence may end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jserve.types import Finish, Sequence, StepResult, TokenLogprob
+
+
+def accept(seq: Sequence, drawn: list[int]) -> list[int]:
+    """Append the drawn tokens that count and note the finish; gives those appended."""
+    tokens = seq.tokens
+    room = seq.max_len - len(tokens)
+    if not seq.stop_ids.isdisjoint(drawn):
+        drawn = _cut_at_stop(seq, drawn[:room])
+    if len(drawn) >= room:
+        drawn = drawn[:room]
+        seq.finish = seq.finish or Finish.LENGTH
+    tokens += drawn
+    return drawn
+
+
+def _cut_at_stop(seq: Sequence, drawn: list[int]) -> list[int]:
+    for i, token in enumerate(drawn):
+        if token in seq.stop_ids and len(seq.tokens) + i >= seq.min_len:
+            seq.finish = Finish.STOP
+            seq.stop_reason = _stop_reason(seq, token)
+            return drawn[: i + 1]
+    return drawn
+
+
+def _stop_reason(seq: Sequence, token: int) -> int | None:
+    """The id for a stop id of the request; None for the model's own EOS."""
+    params = seq.request.params
+    is_eos = token in seq.request.eos_ids and not params.ignore_eos
+    return None if is_eos else token
+
+
+def stop_ids(seq_eos: tuple[int, ...], stops: tuple[int, ...], ignore_eos: bool) -> frozenset[int]:
+    return frozenset(stops) if ignore_eos else frozenset((*seq_eos, *stops))
+
+
+def logprobs_of(
+    seq: Sequence, result: StepResult, row: int, n: int
+) -> tuple[TokenLogprob, ...] | None:
+    """Log-probabilities of the last ``n`` tokens, drawn by ``row``; None when not asked for."""
+    k = seq.request.params.logprobs
+    if k is None or n == 0:
+        return None
+    ids_JL, tops_JL = _top(result, row, n, k)
+    drawn = zip(seq.tokens[-n:], result.logprob_RJ[row, :n].tolist(), ids_JL, tops_JL, strict=True)
+    return tuple(
+        TokenLogprob(token=t, logprob=p, top_ids=tuple(ids), top_logprobs=tuple(tops))
+        for t, p, ids, tops in drawn
+    )
+
+
+def _top(result: StepResult, row: int, n: int, k: int) -> tuple[list, list]:
+    if k == 0:
+        return [()] * n, [()] * n
+    assert result.top_ids_RJL is not None, "top log-probabilities were asked for and did not come"
+    assert result.top_logprobs_RJL is not None, "top ids came without their log-probabilities"
+    return (
+        result.top_ids_RJL[row, :n, :k].tolist(),
+        result.top_logprobs_RJL[row, :n, :k].tolist(),
+    )
+
+
+def failed(n_rows: int) -> StepResult:
+    """The result of a step that never gave one: no tokens, every row marked as not finite."""
+    zero = np.zeros((n_rows, 1), np.int32)
+    return StepResult(
+        tokens_RJ=zero,
+        n_ok_R=zero[:, 0],
+        finite_R=np.zeros(n_rows, bool),
+        logprob_RJ=zero.astype(np.float32),
+    )

@@ -1,0 +1,135 @@
+"""Who waits, who runs, and what the running ones hold: a slot and a lease on pages.
+
+Owns the queue, the running sequences, the free slots and the page cache, and moves sequences
+between them. Must not know rows, budgets, results or outputs.
+
+Why slots and pages of a sequence that ended or gave way may be handed out at once, although a step
+in flight may hold one more row of it: programs run in launch order. Whoever gets the slot or the
+pages next is planned later, so its ``SlotLoad``, its first row (which carries ids and an exact
+start) and its KV writes come after the over-run row. What that row leaves behind (last token,
+length, counts, KV behind the published pages) is overwritten before it is read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from jserve.kv.cache import PageCache
+from jserve.sched import policy
+from jserve.sched.queue import OrderedSeqs
+from jserve.types import SeqState, Sequence
+
+
+class Residency:
+    """The waiting and the running, and the ways between: enter, grow, preempt, leave."""
+
+    def __init__(self, *, n_slots: int, max_running: int, cache: PageCache) -> None:
+        self.cache = cache
+        self.max_running = max_running
+        self.waiting = OrderedSeqs()
+        self.running = OrderedSeqs()
+        self.weights_version = 0
+        self.n_preemptions = 0
+        self.n_looked_up = 0
+        self.n_hit = 0
+        self._slots = deque(range(n_slots))
+        self._refused: tuple[Sequence, int, int] | None = None
+
+    @property
+    def full(self) -> bool:
+        return len(self.running) >= self.max_running
+
+    def enter(self, seq: Sequence) -> bool:
+        """A slot and pages for all known tokens of ``seq``; False, with no trace, if they lack."""
+        state = (seq, self.cache.n_available, len(self.running))
+        if self._refused == state:
+            return False  # nothing came back since it was refused, so do not search the tree again
+        reuse = reuses_cache(seq)
+        lease = self.cache.match(
+            (seq.request.cache_salt, seq.request.adapter, self.weights_version),
+            seq.tokens,
+            slot=self._slots[0],
+            reuse=reuse,
+            cacheable=not seq.request.skip_prefix_cache,
+        )
+        n_cached, keep = lease.capacity, policy.headroom(len(self.running))
+        if not self.cache.extend(lease, policy.tokens_wanted(seq), keep=keep):
+            self.cache.release(lease)
+            self._refused = state
+            return False
+        self.n_looked_up += len(seq.tokens) if reuse else 0
+        self.n_hit += n_cached
+        if seq.n_preempted == 0:
+            seq.n_cached = n_cached
+        seq.slot, seq.lease, seq.state = self._slots.popleft(), lease, SeqState.RUNNING
+        seq.scheduled, seq.given = n_cached, len(seq.tokens)
+        self.waiting.remove(seq)
+        self.running.add(seq)
+        return True
+
+    def grow(self, seq: Sequence, n_tokens: int) -> bool:
+        """Pages for ``n_tokens``, taken from later sequences if need be; False: it gave way."""
+        assert seq.lease is not None
+        while not self.cache.extend(seq.lease, n_tokens):
+            victim = policy.victim(self.running.after(seq)) or seq
+            self.preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def preempt(self, seq: Sequence) -> None:
+        """Back to the queue; tokens, seed and results in flight stay, so nothing said is lost."""
+        self._requeue(seq)
+        seq.n_preempted += 1
+        self.n_preemptions += 1
+
+    def evacuate(self) -> None:
+        """The device lost its pages: all who run start over, and nothing is cached any more.
+
+        No step may be in flight. It counts as nobody's preemption, so protection keeps its meaning.
+        """
+        for seq in self.running.snapshot():
+            assert seq.pending == 0, f"{seq.request.id} has rows in flight"
+            self._requeue(seq)
+        self.cache.clear()
+
+    def _requeue(self, seq: Sequence) -> None:
+        self._vacate(seq)
+        seq.state = SeqState.PREEMPTED
+        seq.scheduled = seq.given = 0
+        self.waiting.add(seq)
+
+    def leave(self, seq: Sequence) -> None:
+        """``seq`` is over, wherever it was."""
+        if seq.lease is not None:
+            self._vacate(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.state = SeqState.FINISHED
+        self._refused = None
+
+    def check(self, held: tuple[int, ...] = ()) -> None:
+        """Audit pages and slots against their owners; see ``PageCache.check``."""
+        leases = [seq.lease for seq in self.running if seq.lease is not None]
+        slots = sorted([*self._slots, *(seq.slot for seq in self.running)])
+        assert slots == list(range(len(slots))), f"slots are lost or held twice: {slots}"
+        assert len(leases) == len(self.running), "a running sequence holds no lease"
+        assert all(seq.lease is None for seq in self.waiting), "a waiting sequence holds pages"
+        self.cache.check(leases, held)
+
+    def _vacate(self, seq: Sequence) -> None:
+        assert seq.lease is not None
+        self.running.remove(seq)
+        self.cache.release(seq.lease)
+        self._slots.append(seq.slot)
+        seq.lease, seq.slot = None, -1
+
+
+def owes_scores(seq: Sequence) -> bool:
+    """True while the log-probabilities of the prompt are still to be sent."""
+    return seq.request.params.prompt_logprobs is not None and seq.n_output == 0
+
+
+def reuses_cache(seq: Sequence) -> bool:
+    """A prompt that is scored must be computed in full, so it takes nothing from the cache."""
+    return not seq.request.skip_prefix_cache and not owes_scores(seq)

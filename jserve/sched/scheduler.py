@@ -1,0 +1,358 @@
+"""Which rows run next, and what their results mean: a pure state machine over its inputs.
+
+Owns the life of a request from arrival to its one end. Must not know jax, threads, wall time or
+what a token says. The rule: the plan for the next step is made from counts and upper bounds while
+earlier steps run; values (last token, true length) live on the device; commit reconciles.
+
+A sequence has no phase; a step hands out ``todo = known + in_flight + drafts - scheduled`` tokens::
+
+    WAITING --admit--> RUNNING --stop, length, cancel, fault--> FINISHED
+       ^                  |                                        ^
+       '---- PREEMPTED <--' (pages and slot gone, tokens stay) ----'
+
+Choices of one request (``n`` > 1): choice 0 goes first; the others wait until its prompt is
+computed and published, then find it in the cache. Where nothing can be shared they do not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jserve.config import EngineConfig
+from jserve.errors import BadRequest, Overloaded
+from jserve.kv.cache import PageCache
+from jserve.ports import Journal, Proposer, RunnerLimits
+from jserve.sched import admission, outcome, policy
+from jserve.sched.draft import PlanDraft
+from jserve.sched.residency import Residency, owes_scores, reuses_cache
+from jserve.sched.scores import PromptScores
+from jserve.types import (
+    Finish,
+    Output,
+    Request,
+    SeqState,
+    Sequence,
+    StepPlan,
+    StepResult,
+)
+
+NON_FINITE = "the model gave logits that are not finite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedStats:
+    """Gauges and counters (since start) for metrics and admission."""
+
+    waiting: int
+    preempted: int
+    running: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    """Pages of the tree that no sequence uses: they count as free for admission."""
+    cache_query_tokens: int
+    """Counter: tokens of admitted sequences that were looked up in the prefix cache."""
+    cache_hit_tokens: int
+    preemptions: int
+    finished: int
+
+
+class Scheduler:
+    """``submit`` and ``cancel`` at any time; ``plan``, launch, then ``commit`` in that order."""
+
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        config: EngineConfig,
+        *,
+        proposer: Proposer | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.limits = limits
+        self.options = config.scheduler
+        self.seed = config.model.seed
+        self.proposer = proposer
+        self.journal = journal
+        cache = PageCache(
+            n_pages=limits.n_pages,
+            page_size=limits.page_size,
+            n_slots=limits.n_slots,
+            pages_per_slot=-(-limits.max_model_len // limits.page_size),
+            reuse=config.cache.prefix_caching,
+        )
+        # All who run must fit the decode rows of one step, so that nobody who decodes skips a step.
+        room = min(limits.n_slots, limits.max_rows, limits.max_decode_rows)
+        room = min(room, self.options.max_num_seqs, self.options.max_num_batched_tokens)
+        self.floor = Residency(n_slots=limits.n_slots, max_running=room, cache=cache)
+        self.scores = PromptScores()
+        self._groups: dict[str, list[Sequence]] = {}
+        self._n_submitted = self.n_steps = self._n_uncommitted = self._n_finished = 0
+        self._last_finish: float | None = None
+        self._finish_gap = 1.0
+
+    def submit(self, request: Request, now: float) -> None:
+        """Queue ``request`` (one sequence per choice).
+
+        Raises:
+            BadRequest: see ``admission.check`` (ContextTooLong, NotFound too); or the id is live.
+            Overloaded: the queue is full.
+        """
+        if self.journal is not None:
+            self.journal.arrival(request, now)
+        max_len = admission.check(request, self.limits)
+        if request.id in self._groups:
+            raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
+        if len(self.floor.waiting) >= self.options.max_waiting:
+            raise self._overloaded()
+        group = [self._sequence(request, i, max_len) for i in range(request.params.n)]
+        self._groups[request.id] = group
+        for seq in group:
+            self.floor.waiting.add(seq)
+
+    def cancel(self, request_id: str, now: float = 0.0, index: int | None = None) -> list[Output]:
+        """End a request (or one choice): its terminal outputs, none if it is unknown or over."""
+        if self.journal is not None:
+            self.journal.cancel(request_id, now, index)
+        group = self._groups.get(request_id, ())
+        chosen = [s for s in group if s.finish is None and index in (None, s.index)]
+        return [self._end(seq, Finish.ABORT, now) for seq in chosen]
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The rows of the next step, or None when nothing can run before a result comes back."""
+        draft = PlanDraft(
+            tokens=self.options.max_num_batched_tokens,
+            prefill_tokens=self.limits.max_prefill_tokens,
+            prefill_rows=self.limits.max_prefill_rows,
+            chunk=self.options.max_prefill_chunk or self.limits.max_prefill_tokens,
+        )
+        self._decode(draft)
+        self._prefill(draft)
+        self._admit(draft)
+        plan = None
+        if draft.rows:
+            plan = draft.freeze(self.n_steps, self.floor.cache)
+            self.n_steps += 1
+            self._n_uncommitted += 1
+        if self.journal is not None:
+            self.journal.plan(now, plan)
+        return plan
+
+    def _decode(self, draft: PlanDraft) -> None:
+        """One row for every sequence whose known tokens are all scheduled, in order."""
+        ready = [
+            seq
+            for seq in self.floor.running
+            if seq.scheduled >= seq.given and len(seq.tokens) + seq.in_flight < seq.max_len
+        ]
+        if self.proposer is not None and self.limits.max_drafts and ready:
+            self._verify(draft, ready)
+            return
+        for seq in ready:
+            # One that gave way to an earlier one in this very loop holds no lease any more.
+            if seq.lease is not None and seq.scheduled >= seq.lease.capacity:
+                self.floor.grow(seq, seq.scheduled + 1)
+        draft.decode([seq for seq in ready if seq.lease is not None])
+
+    def _verify(self, draft: PlanDraft, ready: list[Sequence]) -> None:
+        """Decode rows with drafts, as far as budget, length and free pages allow them."""
+        assert self.proposer is not None
+        proposed = self.proposer.propose(ready, self.limits.max_drafts)
+        spare = draft.tokens_left - len(self.floor.running)
+        for seq, drafts in zip(ready, proposed, strict=True):
+            if seq.lease is None:
+                continue
+            room = seq.max_len - len(seq.tokens) - seq.in_flight - 1
+            drafts = tuple(drafts[: max(0, min(room, spare, self.limits.max_drafts))])
+            if drafts and not self.floor.cache.extend(seq.lease, seq.scheduled + 1 + len(drafts)):
+                drafts = ()
+            if self.floor.grow(seq, seq.scheduled + 1 + len(drafts)):
+                draft.verify(seq, drafts)
+                spare -= len(drafts)
+
+    def _prefill(self, draft: PlanDraft) -> None:
+        """The next chunk of every running sequence that has known tokens left."""
+        for seq in self.floor.running:
+            if seq.scheduled < seq.given and draft.prefill_room:
+                draft.prefill(seq, score=owes_scores(seq))
+
+    def _admit(self, draft: PlanDraft) -> None:
+        """Waiting sequences in order, while slots, rows, budget and pages last."""
+        if not self.floor.waiting or not self._may_admit(draft):
+            return
+        for seq in self.floor.waiting.snapshot():
+            if not self._may_admit(draft) or seq.pending:
+                return  # rows of its last residence must come back before it may start again
+            if self._waits_for_leader(seq):
+                continue
+            if not self.floor.enter(seq):
+                return  # strictly in order: nobody overtakes one who waits for pages
+            draft.load(seq)
+            draft.prefill(seq, score=owes_scores(seq))
+
+    def _may_admit(self, draft: PlanDraft) -> bool:
+        return draft.prefill_room > 0 and not self.floor.full
+
+    def _waits_for_leader(self, seq: Sequence) -> bool:
+        leader = self._groups[seq.request.id][0]
+        shareable = (
+            seq.n_prompt > self.limits.page_size and self.floor.cache.reuse and reuses_cache(seq)
+        )
+        return seq is not leader and shareable and leader.finish is None and leader.n_output == 0
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
+        """Take over the results of ``plan``: one output per row that moved a live sequence."""
+        return self._commit(plan, result, now, NON_FINITE)
+
+    def fail(self, plan: StepPlan, error: str, now: float) -> list[Output]:
+        """Instead of ``commit``, for a step that raised: its sequences end with ``error``."""
+        return self._commit(plan, outcome.failed(len(plan.rows)), now, error)
+
+    def recover(
+        self, plans: Iterable[StepPlan], blame: Iterable[str], error: str, now: float
+    ) -> list[Output]:
+        """A step raised and the device lost its state; ``plans`` are all that were in flight.
+
+        The requests in ``blame`` end with ``error``. All others start over from their tokens, and
+        nothing is cached any more.
+        """
+        blame = sorted(blame)
+        if self.journal is not None:
+            self.journal.recover(now, blame, error)
+        for plan in plans:
+            self._n_uncommitted -= 1
+            for row in plan.rows:
+                row.seq.pending = row.seq.in_flight = 0
+        assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
+        blamed = [seq for id in blame for seq in self._groups.get(id, ()) if seq.finish is None]
+        outputs = [self._end(seq, Finish.ERROR, now, error) for seq in blamed]
+        self.floor.evacuate()
+        return outputs
+
+    def _commit(self, plan: StepPlan, result: StepResult, now: float, error: str) -> list[Output]:
+        if self.journal is not None:
+            self.journal.commit(now, plan, result)
+        self._n_uncommitted -= 1
+        outputs: list[Output] = []
+        n_rows = len(plan.rows)
+        columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
+        for r, row, drawn, n_ok, finite in zip(range(n_rows), plan.rows, *columns, strict=True):
+            seq = row.seq
+            seq.pending -= 1
+            if row.emits:
+                _settle(seq, 1 + len(row.drafts), n_ok)
+            if seq.finish is not None:
+                continue  # over-run: it ended while this row was in flight
+            if not finite:
+                outputs.append(self._end(seq, Finish.ERROR, now, error))
+                continue
+            if row.score:
+                self.scores.add(seq, result.prompt[r])
+            if row.emits:
+                drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
+                outputs.append(self._advance(seq, drawn, result, r, now))
+        return outputs
+
+    def _advance(
+        self, seq: Sequence, drawn: list[int], result: StepResult, row: int, now: float
+    ) -> Output:
+        """Append what was drawn, publish the pages it proved sound, end what is over."""
+        request, lease, n_prompt = seq.request, seq.lease, seq.n_prompt
+        first = len(seq.tokens) == n_prompt
+        drawn = outcome.accept(seq, drawn)
+        # The logits were finite, so the KV of everything before the last token is sound.
+        n_sound = len(seq.tokens) - 1 if drawn else n_prompt
+        if lease is not None and n_sound // self.limits.page_size > lease.n_published:
+            self.floor.cache.publish(lease, seq.tokens, n_sound)
+        scores = self.scores.take(seq) if first else None
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = outcome.logprobs_of(seq, result, row, len(drawn))
+        if seq.finish is not None:
+            self._retire(seq, now)
+        return Output(
+            request_id=request.id,
+            index=seq.index,
+            token_ids=tuple(drawn),
+            logprobs=logprobs,
+            prompt_logprobs=scores,
+            finish=seq.finish,
+            stop_reason=seq.stop_reason,
+            n_cached=seq.n_cached,
+            seed=seq.seed if first else None,
+        )
+
+    def _end(self, seq: Sequence, finish: Finish, now: float, error: str | None = None) -> Output:
+        """End ``seq`` from outside; its unpublished pages are forgotten."""
+        seq.finish = finish
+        self._retire(seq, now)
+        return Output(
+            request_id=seq.request.id,
+            index=seq.index,
+            finish=finish,
+            error=error,
+            n_cached=seq.n_cached,
+            seed=seq.seed if seq.n_output == 0 else None,
+        )
+
+    def _retire(self, seq: Sequence, now: float) -> None:
+        self.floor.leave(seq)
+        self.scores.drop(seq)
+        if all(s.finish is not None for s in self._groups[seq.request.id]):
+            del self._groups[seq.request.id]
+        self._n_finished += 1
+        if self._last_finish is not None:
+            gap = max(0.0, now - self._last_finish)
+            self._finish_gap += 0.1 * (gap - self._finish_gap)
+        self._last_finish = now
+
+    def _sequence(self, request: Request, index: int, max_len: int) -> Sequence:
+        params = request.params
+        self._n_submitted += 1
+        return Sequence(
+            request=request,
+            index=index,
+            seed=policy.seed_of(request.id, self.seed, params.seed, index),
+            tokens=list(request.prompt_ids),
+            n_prompt=len(request.prompt_ids),
+            max_len=max_len,
+            stop_ids=outcome.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
+            min_len=len(request.prompt_ids) + params.min_tokens,
+            order=(request.priority, self._n_submitted),
+        )
+
+    def _overloaded(self) -> Overloaded:
+        wait = min(60.0, max(1.0, len(self.floor.waiting) * self._finish_gap))
+        return Overloaded(
+            f"{len(self.floor.waiting)} sequences are waiting, the queue holds"
+            f" {self.options.max_waiting}; try again in {wait:.0f} s",
+            retry_after=wait,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """True while anything waits, runs or is in flight."""
+        return bool(len(self.floor.waiting) or len(self.floor.running) or self._n_uncommitted)
+
+    def stats(self) -> SchedStats:
+        preempted = sum(1 for seq in self.floor.waiting if seq.state is SeqState.PREEMPTED)
+        return SchedStats(
+            waiting=len(self.floor.waiting) - preempted,
+            preempted=preempted,
+            running=len(self.floor.running),
+            pages_total=self.floor.cache.pool.n_usable,
+            pages_free=self.floor.cache.pool.n_free,
+            pages_cached=self.floor.cache.tree.n_evictable,
+            cache_query_tokens=self.floor.n_looked_up,
+            cache_hit_tokens=self.floor.n_hit,
+            preemptions=self.floor.n_preemptions,
+            finished=self._n_finished,
+        )
+
+
+def _settle(seq: Sequence, most: int, n_ok: int) -> None:
+    """Take a row's upper bound of ``most`` tokens back, down to the ``n_ok`` that were drawn."""
+    seq.in_flight -= most
+    # Nobody is readmitted with rows in flight, so the row of one who runs is of this residence.
+    if n_ok != most and seq.lease is not None:
+        seq.scheduled -= most - n_ok

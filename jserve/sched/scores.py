@@ -1,0 +1,46 @@
+"""Collects the log-probabilities of prompt tokens, which arrive in chunks, into one list.
+
+Owns the partial lists. Must not know plans or stopping. A chunk that is computed again after a
+preemption overwrites itself, so every position ends up filled exactly once.
+"""
+
+from __future__ import annotations
+
+from jserve.types import PromptLogprobs, Sequence, TokenLogprob
+
+
+class PromptScores:
+    """Partial prompt log-probabilities of the sequences that asked for them."""
+
+    def __init__(self) -> None:
+        self._lists: dict[Sequence, list[TokenLogprob | None]] = {}
+
+    def add(self, seq: Sequence, chunk: PromptLogprobs) -> None:
+        """Take over one row's chunk; positions outside the prompt are ignored."""
+        scores = self._lists.setdefault(seq, [None] * seq.n_prompt)
+        k = seq.request.params.prompt_logprobs or 0
+        logprobs = chunk.logprob_n.tolist()
+        ids_nL, tops_nL = chunk.top_ids_nL[:, :k].tolist(), chunk.top_logprobs_nL[:, :k].tolist()
+        for i, logprob in enumerate(logprobs):
+            at = chunk.start + 1 + i
+            if at < seq.n_prompt:
+                scores[at] = TokenLogprob(
+                    token=seq.tokens[at],
+                    logprob=logprob,
+                    top_ids=tuple(ids_nL[i]),
+                    top_logprobs=tuple(tops_nL[i]),
+                )
+
+    def take(self, seq: Sequence) -> tuple[TokenLogprob | None, ...] | None:
+        """The complete list (first entry None), or None when the request did not ask for it."""
+        if seq.request.params.prompt_logprobs is None:
+            return None
+        scores = self._lists.pop(seq, [None] * seq.n_prompt)
+        assert all(scores[1:]), f"{seq.request.id}: prompt log-probabilities have gaps"
+        return tuple(scores)
+
+    def drop(self, seq: Sequence) -> None:
+        self._lists.pop(seq, None)
+
+    def __len__(self) -> int:
+        return len(self._lists)

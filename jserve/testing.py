@@ -1,0 +1,319 @@
+"""Fakes that keep the contract: a runner whose tokens betray every wrong page, a byte tokenizer.
+
+Owns ``FakeRunner`` and ``ByteTokenizer``, for our tests and for users who test without a model.
+Must not import jax.
+
+``FakeRunner`` keeps its own memory of what each page holds and knows a row's past only through the
+plan's page table, as a device would. Per position it stores the token and a hash of all that was
+visible when it was computed (as KV depends on the whole prefix)::
+
+    sum_p = sum over i <= p of  mix(token_i, i)       read from the tokens that the table points at
+    ctx_p = mix(sum_p)                                stored beside the token
+    draw  = mix(sum over i <= p of  mix(ctx_i, i))    read from the ctx that the table points at
+
+so a page that is stale, shared too early, freed too early, or off by one changes the next token.
+Reading a position that was never written, writing scratch, or two rows writing one position raises
+``AssertionError``. ``FakeRunner.expected`` computes the same function from a plain list of tokens,
+without pages or batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jserve.errors import BadRequest
+from jserve.fake_model import (
+    MASK,
+    FakeModel,
+    bias_digest,
+    counted,
+    expected,
+    logprob_of,
+    mix,
+    mix_N,
+    place_N,
+    sampling_hash,
+    stops_of,
+    top_of,
+)
+from jserve.ports import InFlight, RunnerLimits
+from jserve.types import (
+    MAX_LOGPROBS,
+    PromptLogprobs,
+    Request,
+    RowPlan,
+    SlotLoad,
+    StepPlan,
+    StepResult,
+)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What the device keeps per slot."""
+
+    length: int = 0
+    last: int = -1
+    history: int = 0
+    """Sum of hashes of the tokens seen, prompt and output apart: stands for the penalty counts."""
+    bias: int = 0
+
+
+class FakeRunner:
+    """``ports.Runner`` in numpy. A program runs at its launch; ``collect`` hands out its result.
+
+    ``nan`` names (request id, index) pairs whose next row computes KV that is not finite, and so
+    does all that reads it; ``fail_next`` makes the next ``collect`` raise; ``step_s`` is how long a
+    step takes from its launch.
+    """
+
+    def __init__(self, limits: RunnerLimits, *, eos_rate: int = 0, step_s: float = 0.0) -> None:
+        self.model = FakeModel(vocab_size=limits.vocab_size, eos_rate=eos_rate)
+        self.step_s = step_s
+        self.nan: set[tuple[str, int]] = set()
+        self.fail_next: Exception | None = None
+        self.n_launched = self.n_collected = 0
+        self._limits = limits
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all pages and slots, and the steps in flight."""
+        P, Z = self._limits.n_pages, self._limits.page_size
+        self.n_collected = self.n_launched
+        self.token_PZ = np.full((P, Z), -1, np.int64)
+        self.ctx_PZ = np.zeros((P, Z), np.uint64)
+        self.poison_PZ = np.zeros((P, Z), bool)
+        self.step_P = np.full(P, -1, np.int64)
+        """The step that wrote each page last."""
+        self._slots = [_Slot() for _ in range(self._limits.n_slots)]
+
+    @property
+    def limits(self) -> RunnerLimits:
+        return self._limits
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        self._check(plan)
+        for load in plan.loads:
+            self._load(load)
+        result = self._run(plan)
+        self.n_launched += 1
+        return InFlight(plan=plan, launched=time.monotonic(), handle=(self.n_launched, result))
+
+    def collect(self, flight: InFlight) -> StepResult:
+        number, result = flight.handle
+        assert number == self.n_collected + 1, "steps must be collected in launch order"
+        self.n_collected = number
+        if self.step_s:
+            time.sleep(max(0.0, flight.launched + self.step_s - time.monotonic()))
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        return result
+
+    def expected(self, request: Request, index: int = 0, seed: int | None = None) -> list[int]:
+        """The output tokens of choice ``index`` by the definition (``fake_model.expected``).
+
+        ``seed`` is needed when the request has none and samples (``Output.seed`` tells it).
+        """
+        wanted, limits = request.params.max_tokens, self._limits
+        most = limits.max_model_len if wanted is None else len(request.prompt_ids) + wanted
+        most = min(most, (limits.n_pages - 1) * limits.page_size + 1)
+        if seed is None:
+            seed = (request.params.seed or 0) + index
+        return expected(self.model, request, seed, most)
+
+    def _check(self, plan: StepPlan) -> None:
+        """What the real runner would have to assume of any plan."""
+        limits, rows = self._limits, plan.rows
+        decode = [row for row in rows if row.from_slot]
+        prefill = rows[len(decode) :]
+        assert rows, "an empty plan"
+        assert all(row.from_slot for row in rows[: len(decode)]), "decode rows must come first"
+        assert len(decode) <= limits.max_decode_rows, f"{len(decode)} decode rows"
+        assert len(rows) <= limits.max_rows, f"{len(rows)} rows"
+        assert len(prefill) <= limits.max_prefill_rows, f"{len(prefill)} prefill rows"
+        n_prefill = sum(row.count for row in prefill)
+        assert n_prefill <= limits.max_prefill_tokens, f"{n_prefill} prefill tokens"
+        assert len({row.slot for row in rows}) == len(rows), "two rows share a slot"
+        assert {load.slot for load in plan.loads} <= {row.slot for row in rows}, (
+            "a load without a row"
+        )
+        assert len(plan.page_table_RM) == len(rows), "the page table has other rows than the plan"
+        for row in rows:
+            n_given = 1 + len(row.drafts) if row.from_slot else len(row.tokens)
+            assert row.count == n_given > 0, f"count {row.count}, {n_given} tokens"
+            assert len(row.drafts) <= limits.max_drafts, f"{len(row.drafts)} drafts"
+            assert row.start + row.count <= limits.max_model_len, "a row leaves the context"
+
+    def _load(self, load: SlotLoad) -> None:
+        slot = self._slots[load.slot]
+        slot.history = sum(counted(t, i >= load.n_prompt) for i, t in enumerate(load.tokens)) & MASK
+        slot.bias = bias_digest(load.params)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        wants_top = any(row.seq.request.params.logprobs is not None for row in plan.rows)
+        out = _blank(len(plan.rows), 1 + max(len(row.drafts) for row in plan.rows), top=wants_top)
+        scores: dict[int, PromptLogprobs] = {}
+        written: set[tuple[int, int]] = set()
+        for r, row in enumerate(plan.rows):
+            pages = plan.page_table_RM[r]
+            tokens, start = self._inputs(row)
+            self._write(row, pages, start, tokens, written, plan.id)
+            if row.score:
+                scores[r] = self._score(row, pages, start)
+            if row.emits:
+                self._draw(row, pages, start, out, r)
+            else:
+                self._slots[row.slot].length = start + row.count
+        return replace(out, prompt=scores)
+
+    def _inputs(self, row: RowPlan) -> tuple[list[int], int]:
+        """The row's tokens and true start: device truth for a row that reads its slot."""
+        if not row.from_slot:
+            return list(row.tokens), row.start
+        slot = self._slots[row.slot]
+        assert slot.length <= row.start, f"slot at {slot.length}, the plan's bound is {row.start}"
+        return [slot.last, *row.drafts], slot.length
+
+    def _cells(self, pages: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """(page, offset) of positions 0 .. n-1."""
+        position_N = np.arange(n)
+        return pages[position_N // self._limits.page_size], position_N % self._limits.page_size
+
+    def _write(
+        self,
+        row: RowPlan,
+        pages: np.ndarray,
+        start: int,
+        tokens: list[int],
+        written: set[tuple[int, int]],
+        step: int,
+    ) -> None:
+        page_N, off_N = self._cells(pages, start + len(tokens))
+        new = (page_N[start:], off_N[start:])
+        assert new[0].min() > 0, "a token is written to the scratch page"
+        cells = set(zip(new[0].tolist(), new[1].tolist(), strict=True))
+        assert not cells & written, "two rows write one position"
+        written |= cells
+        self.token_PZ[new] = tokens
+        token_N = self.token_PZ[page_N, off_N]
+        assert token_N.min() >= 0, "a position is read that was never written"
+        self.ctx_PZ[new] = mix_N(np.cumsum(place_N(token_N.astype(np.uint64))))[start:]
+        self.step_P[new[0]] = step
+        key = (row.seq.request.id, row.seq.index)
+        self.poison_PZ[new] = key in self.nan or self.poison_PZ[page_N[:start], off_N[:start]].any()
+        self.nan.discard(key)
+
+    def _seen_N(self, pages: np.ndarray, n: int) -> np.ndarray:
+        """uint64[n]: hash of everything visible up to each position."""
+        page_N, off_N = self._cells(pages, n)
+        return mix_N(np.cumsum(place_N(self.ctx_PZ[page_N, off_N])))
+
+    def _draw(self, row: RowPlan, pages: np.ndarray, start: int, out: StepResult, r: int) -> None:
+        """Draw at the row's last token, or at each draft while drafts are what would be drawn."""
+        seq, slot = row.seq, self._slots[row.slot]
+        params, stops = seq.request.params, stops_of(seq.request)
+        seen_N = self._seen_N(pages, start + row.count)
+        out.finite_R[r] = not self.poison_PZ[self._cells(pages, start + row.count)].any()
+        first = start + row.count - len(row.drafts) - 1
+        lock = seq.n_prompt + params.min_tokens
+        for j in range(1 + len(row.drafts)):
+            salt = sampling_hash(params, slot.history, slot.bias)
+            seen = int(seen_N[first + j]) ^ salt
+            token = self.model.draw(seen, first + j + 1, seq.seed, params, stops, lock)
+            slot.history = (slot.history + counted(token, True)) & MASK
+            slot.last, slot.length = token, first + j + 1
+            _put(out, r, j, token, seen, self._limits.vocab_size)
+            if j < len(row.drafts) and token != row.drafts[j]:
+                break
+
+    def _score(self, row: RowPlan, pages: np.ndarray, start: int) -> PromptLogprobs:
+        n = min(start + row.count, row.seq.n_prompt - 1) - start
+        seen = [int(s) for s in self._seen_N(pages, start + n)[start:]]
+        tokens = row.seq.tokens[start + 1 : start + n + 1]
+        top = [top_of(s, self._limits.vocab_size) for s in seen]
+        return PromptLogprobs(
+            start=start,
+            logprob_n=np.array(
+                [logprob_of(s ^ mix(t)) for s, t in zip(seen, tokens, strict=True)], np.float32
+            ),
+            rank_n=np.ones(n, np.int32),
+            top_ids_nL=np.array([ids for ids, _ in top], np.int32).reshape(n, MAX_LOGPROBS),
+            top_logprobs_nL=np.array([p for _, p in top], np.float32).reshape(n, MAX_LOGPROBS),
+        )
+
+
+def _blank(R: int, J: int, *, top: bool) -> StepResult:
+    """A result to be filled: nothing drawn, every row finite."""
+    return StepResult(
+        tokens_RJ=np.zeros((R, J), np.int32),
+        n_ok_R=np.zeros(R, np.int32),
+        finite_R=np.ones(R, bool),
+        logprob_RJ=np.zeros((R, J), np.float32),
+        top_ids_RJL=np.zeros((R, J, MAX_LOGPROBS), np.int32) if top else None,
+        top_logprobs_RJL=np.zeros((R, J, MAX_LOGPROBS), np.float32) if top else None,
+    )
+
+
+def _put(out: StepResult, r: int, j: int, token: int, seen: int, vocab: int) -> None:
+    out.tokens_RJ[r, j] = token
+    out.n_ok_R[r] = j + 1
+    out.logprob_RJ[r, j] = logprob_of(seen)
+    if out.top_ids_RJL is not None and out.top_logprobs_RJL is not None:
+        out.top_ids_RJL[r, j], out.top_logprobs_RJL[r, j] = top_of(seen, vocab)
+
+
+class ByteTokenizer:
+    """``ports.Tokenizer``: UTF-8 bytes are ids 0 .. n_bytes-1, special tokens follow.
+
+    ``n_bytes`` below 256 makes a small vocabulary (128: ASCII only); other text is refused.
+    Special tokens never come from text: their names are encoded byte by byte.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_bytes: int = 256,
+        specials: Seq[str] = ("<|bos|>", "<|eos|>", "<|pad|>"),
+        add_bos: bool = False,
+    ) -> None:
+        if not 1 <= n_bytes <= 256:
+            raise ValueError(f"n_bytes must be in [1, 256], not {n_bytes}")
+        self.n_bytes = n_bytes
+        self.specials = {name: n_bytes + i for i, name in enumerate(specials)}
+        self.add_bos = add_bos
+
+    @property
+    def vocab_size(self) -> int:
+        return self.n_bytes + len(self.specials)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        eos = self.specials.get("<|eos|>")
+        return () if eos is None else (eos,)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises BadRequest for text outside UTF-8 or outside a small vocabulary."""
+        try:
+            ids = list(text.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise BadRequest("text is not valid Unicode", field="prompt") from error
+        if ids and max(ids) >= self.n_bytes:
+            raise BadRequest(
+                f"text has bytes outside the {self.n_bytes} known ones", field="prompt"
+            )
+        bos = [self.specials["<|bos|>"]] if self.add_bos and add_special_tokens else []
+        return bos + ids
+
+    def decode(self, ids: Seq[int], *, skip_special_tokens: bool = True) -> str:
+        """Invalid UTF-8 becomes U+FFFD, one per maximal bad part."""
+        names = {i: name.encode() for name, i in self.specials.items()}
+        parts = [
+            bytes([i]) if i < self.n_bytes else b"" if skip_special_tokens else names[i]
+            for i in ids
+        ]
+        return b"".join(parts).decode("utf-8", errors="replace")

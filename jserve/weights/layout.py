@@ -1,0 +1,135 @@
+"""Where each element of a parameter lies in the checkpoint: index arithmetic over ``Part``s.
+
+Owns: cutting a shard of a parameter into regions of checkpoint tensors (``pieces``), and the way
+from one layout of a parameter to another (``split``, ``join``, ``relayout``). Pure Python and
+array methods: works on numpy and on jax arrays. Must not know files, devices or dtypes.
+
+A parameter is its parts laid along ``concat``; a part is a tensor seen as ``view``, axis 0
+repeated::
+
+    concat axis  ->   0        a.extent       a.extent + b.extent
+                      |<- part a ->|<------- part b ------->|
+    shard index               [=====================]
+    pieces                    [ a' ][       b'      ]          out: where in the shard
+
+    axis 0 of a part with repeat 2:   view rows       0   1   2
+                                      part rows      0 1 2 3 4 5
+    part rows 3:6 are cut from view rows 1:3 (each twice), less the first one (skip = 1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jserve.model.shard import ParamSpec, Part
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A region of one part, and the region of the shard it fills."""
+
+    part: Part
+    rows: Index
+    """Region of the part in view coordinates after the repeat on axis 0."""
+    out: Index
+    """Region of the shard (shard coordinates) that it fills; same shape as ``rows``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(s.stop - s.start for s in self.rows)
+
+    def cut(self, tensor: Any) -> Any:
+        """The region of ``tensor`` (shape ``part.shape``); a view of it unless axis 0 repeats."""
+        view = tensor.reshape(self.part.view)
+        r = self.part.repeat
+        if r == 1:
+            return view[self.rows]
+        first, last = self.rows[0].start, self.rows[0].stop
+        source = view[(slice(first // r, -(-last // r)), *self.rows[1:])]
+        skip = first % r
+        return source.repeat(r, axis=0)[skip : skip + last - first]
+
+    def copy(self, tensor: np.ndarray, target: np.ndarray) -> None:
+        """Write the region into ``target``, casting; without a temporary of its size."""
+        r = self.part.repeat
+        view = tensor.reshape(self.part.view)
+        if r == 1:
+            target[...] = view[self.rows]
+            return
+        for i, row in enumerate(range(self.rows[0].start, self.rows[0].stop)):
+            target[i] = view[(row // r, *self.rows[1:])]
+
+
+def check(spec: ParamSpec, name: str) -> None:
+    """Assert that the parts fill the parameter exactly (a wrong spec is our own bug)."""
+    c = spec.concat
+    assert len(spec.axes) == len(spec.shape), f"{name}: {spec.axes} against {spec.shape}"
+    for part in spec.parts:
+        shape, size = _repeated(part), math.prod(part.shape)
+        assert math.prod(part.view) == size, f"{name}: {part.name} viewed as {part.view}"
+        fits = (*shape[:c], *shape[c + 1 :]) == (*spec.shape[:c], *spec.shape[c + 1 :])
+        assert fits, f"{name}: {part.name} is {shape} in {spec.shape}"
+    total = sum(_repeated(p)[c] for p in spec.parts)
+    assert total == spec.shape[c], f"{name}: parts give {total}, not {spec.shape}"
+
+
+def pieces(spec: ParamSpec, index: Index) -> Iterator[Piece]:
+    """The pieces, in order, that fill the shard ``index`` (steps of 1) of ``spec``."""
+    want = [range(*s.indices(n)) for s, n in zip(index, spec.shape, strict=True)]
+    start = 0
+    for part in spec.parts:
+        extent = _repeated(part)[spec.concat]
+        low = max(want[spec.concat].start, start)
+        high = min(want[spec.concat].stop, start + extent)
+        if low < high:
+            rows = [slice(w.start, w.stop) for w in want]
+            out = [slice(0, len(w)) for w in want]
+            rows[spec.concat] = slice(low - start, high - start)
+            begin = want[spec.concat].start
+            out[spec.concat] = slice(low - begin, high - begin)
+            yield Piece(part=part, rows=tuple(rows), out=tuple(out))
+        start += extent
+
+
+def shard_shape(spec: ParamSpec, index: Index) -> tuple[int, ...]:
+    return tuple(len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True))
+
+
+def whole(spec: ParamSpec) -> Index:
+    return tuple(slice(0, n) for n in spec.shape)
+
+
+def split(spec: ParamSpec, array: Any) -> dict[str, Any]:
+    """The checkpoint tensors inside a parameter (repeats dropped): the inverse of ``join``."""
+    tensors, start = {}, 0
+    for part in spec.parts:
+        extent = _repeated(part)[spec.concat]
+        at = tuple(
+            slice(start, start + extent) if d == spec.concat else slice(None)
+            for d in range(len(spec.shape))
+        )
+        tensors[part.name] = array[at][:: part.repeat].reshape(part.shape)
+        start += extent
+    return tensors
+
+
+def join(spec: ParamSpec, tensors: Mapping[str, Any], concatenate: Any = np.concatenate) -> Any:
+    """The parameter out of its checkpoint tensors. ``concatenate`` is numpy's or jax.numpy's."""
+    cuts = [p.cut(tensors[p.part.name]) for p in pieces(spec, whole(spec))]
+    return cuts[0] if len(cuts) == 1 else concatenate(cuts, axis=spec.concat)
+
+
+def relayout(array: Any, src: ParamSpec, dst: ParamSpec, concatenate: Any = np.concatenate) -> Any:
+    """The parameter ``array``, laid out by ``src``, as ``dst`` lays it out (heads repeated)."""
+    return join(dst, split(src, array), concatenate)
+
+
+def _repeated(part: Part) -> tuple[int, ...]:
+    return (part.view[0] * part.repeat, *part.view[1:])

@@ -1,0 +1,118 @@
+"""Parameters straight into their shards: from safetensors, Orbax or the dummy generator.
+
+Owns the choice of the source and the way of a file's bytes to a device: one shard of one parameter
+at a time is put together in host memory, cast, scanned and sent off, so the peak above the
+parameters themselves is one shard. Must not know a family or a file format.
+
+    spec tree --pieces--> views of mapped tensors --copy, cast--> host block --device_put--> device
+                                                                  one shard, freed before the next
+On a CPU device the block itself becomes the shard (see ``place.ALIGN``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jserve.errors import ConfigError
+from jserve.model.family import Arch, Family
+from jserve.model.shard import ParamSpec, ShardRules
+from jserve.weights import orbax
+from jserve.weights.dummy import draw
+from jserve.weights.hf import Tensors
+from jserve.weights.layout import Index, pieces, shard_shape
+from jserve.weights.place import (
+    SCANS,
+    Make,
+    Progress,
+    aligned,
+    bad_values,
+    build,
+    from_shards,
+    named,
+    tp_size,
+)
+from jserve.weights.safetensors import broken
+from jserve.weights.source import Source
+
+
+def load(
+    family: Family,
+    arch: Arch,
+    source: Source,
+    mesh: Mesh,
+    rules: ShardRules,
+    dtype: Any,
+    *,
+    progress: Progress | None = None,
+    seed: int = 0,
+    scan_nan: str = "sample",
+) -> Any:
+    """The parameters of ``family.specs(arch, tp)``, each with the sharding ``rules`` give it on
+    ``mesh``.
+
+    Args:
+        source: where they come from, see ``jserve.weights.source.resolve``.
+        dtype: of all parameters whose spec names none.
+        progress: called after each parameter.
+        seed: of dummy weights.
+        scan_nan: "off", "sample" (some elements of each tensor) or "full".
+
+    Raises:
+        WeightsError: a file is broken, or does not match the specs; ``field`` is the file and
+        tensor.
+        ConfigError: the mesh does not fit the rules.
+    """
+    if scan_nan not in SCANS:
+        raise ConfigError(
+            f"scan_nan must be off, sample or full, not {scan_nan!r}", field="scan_nan"
+        )
+    specs = family.specs(arch, tp_size(mesh, rules))
+    if source.format == "orbax":
+        canonical = family.specs(arch, 1)
+        return orbax.restore(
+            source.weights,
+            canonical,
+            specs,
+            mesh,
+            rules,
+            dtype,
+            progress=progress,
+            scan_nan=scan_nan,
+        )
+    if source.format == "dummy":
+        return build(specs, mesh, rules, dtype, _from_dummy(dtype, seed), progress)
+    tensors = Tensors(source.weights)
+    _check_present(specs, tensors)
+    params = build(specs, mesh, rules, dtype, _from_files(tensors, dtype, scan_nan), progress)
+    tensors.warn_unused(ignore=("lm_head.weight",) if arch.tied else ())
+    return params
+
+
+def _from_dummy(dtype: Any, seed: int) -> Make:
+    return lambda spec, sharding: draw(spec, sharding, spec.dtype or dtype, seed)
+
+
+def _from_files(tensors: Tensors, dtype: Any, scan_nan: str) -> Make:
+    def shard(spec: ParamSpec, index: Index, devices: list[Any]) -> list[jax.Array]:
+        block = aligned(shard_shape(spec, index), spec.dtype or dtype)
+        for piece in pieces(spec, index):
+            target = block[piece.out]
+            piece.copy(tensors.get(piece.part.name, piece.part.shape), target)
+            why = bad_values(target, scan_nan)
+            if why:
+                raise broken(tensors.path(piece.part.name), why, piece.part.name)
+        tensors.drop_pages()
+        # Waiting keeps one block alive at a time; queued transfers would hold many.
+        return jax.block_until_ready([jax.device_put(block, device) for device in devices])
+
+    return lambda spec, sharding: from_shards(spec, sharding, shard)
+
+
+def _check_present(specs: Any, tensors: Tensors) -> None:
+    """Every tensor there with the right shape, before the first byte is loaded."""
+    for _, spec in named(specs):
+        for part in spec.parts:
+            tensors.get(part.name, part.shape)

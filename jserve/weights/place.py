@@ -1,0 +1,141 @@
+"""Putting parameters on a mesh: one shard of one parameter at a time.
+
+Owns names of parameters, their shardings, the walk over the spec tree and the check of values.
+Must not know where
+values come from: callers give a ``Make``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jserve.errors import ConfigError
+from jserve.model.shard import ParamSpec, ShardRules, is_spec
+from jserve.weights.layout import Index, check
+
+Progress = Callable[[str, int, int], None]
+"""(parameter just loaded, bytes so far, bytes in all)."""
+
+Make = Callable[[ParamSpec, NamedSharding], jax.Array]
+
+MakeShard = Callable[[ParamSpec, Index, list[Any]], Iterable[jax.Array]]
+"""(spec, index, devices that hold this shard) -> the shard on each of them."""
+
+SCANS = ("off", "sample", "full")
+SAMPLE = 4096
+"""Elements that the sampling scan looks at, in each tensor or shard."""
+
+ALIGN = 64
+"""Byte alignment from which XLA:CPU takes a numpy buffer over without copying it."""
+
+_SLAB = 1 << 18
+
+
+def tp_size(mesh: Mesh, rules: ShardRules) -> int:
+    """Shards of the kv heads on ``mesh``: the ``tp`` of ``Family.specs``."""
+    return mesh.shape.get(rules.kv_heads, 1) if rules.kv_heads else 1
+
+
+def named(specs: Any) -> list[tuple[str, ParamSpec]]:
+    """(dotted name, spec) of every parameter, in tree order."""
+    found = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), spec) for path, spec in found]
+
+
+def sharding_of(spec: ParamSpec, name: str, mesh: Mesh, rules: ShardRules) -> NamedSharding:
+    """The sharding of one parameter.
+
+    Raises:
+        ConfigError: a rule names an axis the mesh lacks, or a dimension does not divide.
+    """
+    for n, axis in zip(spec.shape, rules.partition(spec.axes), strict=True):
+        if axis is not None and axis not in mesh.shape:
+            raise ConfigError(
+                f"{name}: the mesh has no axis {axis!r}, only {mesh.axis_names}", field="mesh"
+            )
+        if axis is not None and n % mesh.shape[axis]:
+            raise ConfigError(
+                f"{name}: {spec.shape} does not split over {mesh.shape[axis]} of axis {axis!r}",
+                field=name,
+            )
+    return rules.sharding(mesh, spec.axes)
+
+
+def build(
+    specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any, make: Make, progress: Progress | None
+) -> Any:
+    """A tree like ``specs`` of sharded arrays, one after the other."""
+    params = named(specs)
+    plans = [(name, spec, sharding_of(spec, name, mesh, rules)) for name, spec in params]
+    total = sum(math.prod(s.shape) * np.dtype(s.dtype or dtype).itemsize for _, s in params)
+    leaves, done = [], 0
+    for name, spec, sharding in plans:
+        check(spec, name)
+        leaves.append(make(spec, sharding))
+        done += leaves[-1].nbytes
+        if progress is not None:
+            progress(name, done, total)
+    return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
+
+
+def from_shards(spec: ParamSpec, sharding: NamedSharding, make: MakeShard) -> jax.Array:
+    """A parameter out of this process's shards; ``make`` is called once per distinct shard."""
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
+        key = tuple(s.indices(n)[:2] for s, n in zip(index or (), spec.shape, strict=True))
+        holders.setdefault(key, []).append(device)
+    shards = [
+        shard
+        for key, devices in holders.items()
+        for shard in make(spec, tuple(slice(*ends) for ends in key), devices)
+    ]
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, shards)
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Uninitialised host array whose first byte is ``ALIGN``-aligned."""
+    dtype = np.dtype(dtype)
+    n_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(n_bytes + ALIGN, np.uint8)
+    start = -raw.ctypes.data % ALIGN
+    return raw[start : start + n_bytes].view(dtype).reshape(shape)
+
+
+def bad_values(block: np.ndarray, scan: str) -> str | None:
+    """What is wrong with the values of a host array, or None."""
+    if scan == "off" or block.size == 0:
+        return None
+    if scan == "sample":
+        picks = np.arange(0, block.size, -(-block.size // SAMPLE))
+        return _verdict(block[np.unravel_index(picks, block.shape)])
+    # In slabs, because the temporaries of a scan over a whole shard would double its memory.
+    flags = ["external_loop", "buffered"]
+    slabs = np.nditer(block, flags=flags, buffersize=_SLAB, order="K")  # type: ignore[arg-type]
+    return next(filter(None, map(_verdict, slabs)), None)  # type: ignore[arg-type]
+
+
+def _verdict(values: np.ndarray) -> str | None:
+    if np.isfinite(values).all():
+        return None
+    return "has NaN values" if np.isnan(values).any() else "has infinite values"
+
+
+def bad_values_on_device(array: jax.Array, scan: str) -> str | None:
+    """The same for an array already on devices; scanned there, only flags come back."""
+    if scan == "off" or array.size == 0:
+        return None
+    if scan == "sample":
+        step = -(-array.size // SAMPLE)
+        array = (
+            array[(slice(None, None, max(1, step // array.shape[-1])),)] if array.ndim else array
+        )
+    if bool(jnp.isfinite(array).all()):
+        return None
+    return "has NaN values" if bool(jnp.isnan(array).any()) else "has infinite values"

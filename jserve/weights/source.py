@@ -1,0 +1,108 @@
+"""From what the user wrote (``--model``, ``--load-format``) to a directory and its kind.
+
+Owns telling local directories, Orbax directories and hub names apart, and reading the JSON files
+beside the weights. Opens no weights, imports neither jax nor anything out of a model directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jserve.errors import ConfigError, WeightsError
+from jserve.weights import hf
+from jserve.weights.hub import download
+
+FORMATS = ("auto", "safetensors", "orbax", "dummy")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+ORBAX_DIR = "params"
+ORBAX_MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model found: where its files are, what its weights are, and its parsed JSON."""
+
+    name: str
+    """Last part of the directory or hub name: the default model name in the API."""
+    directory: Path
+    """Holds config.json and the tokenizer files."""
+    format: str
+    """safetensors, orbax or dummy."""
+    weights: Path
+    """Directory of the weights (the Orbax directory, else ``directory``)."""
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    """generation_config.json; {} if missing or broken."""
+
+
+def resolve(model: str, revision: str = "", load_format: str = "auto") -> Source:
+    """Find a model: a local directory, a config.json (dummy weights only), or a hub name
+    ``owner/name``.
+
+    Raises:
+        ConfigError: nothing there, no network, no config.json; ``field`` is the option or the file.
+        WeightsError: the directory has no weights of that format (e.g. only pickled ones).
+    """
+    if load_format not in FORMATS:
+        raise ConfigError(f"load_format must be one of {', '.join(FORMATS)}", field="load_format")
+    if not model:
+        raise ConfigError("model is empty", field="model")
+    directory = _directory(model, revision, dummy=load_format == "dummy")
+    found = _format(directory, load_format)
+    return Source(
+        name=Path(model).name if HUB_NAME.fullmatch(model) else directory.name,
+        directory=directory,
+        format=found,
+        weights=(orbax_root(directory) or directory) if found == "orbax" else directory,
+        config=hf.read_config(directory),
+        generation=hf.read_generation_config(directory),
+    )
+
+
+def orbax_root(directory: Path) -> Path | None:
+    """The Orbax checkpoint of a directory: its ``params`` folder or itself; None if neither."""
+    for root in (directory / ORBAX_DIR, directory):
+        if any((root / mark).exists() for mark in ORBAX_MARKS):
+            return root
+    return None
+
+
+def _directory(model: str, revision: str, *, dummy: bool) -> Path:
+    try:
+        path = Path(model).expanduser()
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)[:100]
+        raise ConfigError(f"model {model[:80]!r} is no path: {reason}", field="model") from None
+    if is_dir:
+        return path.absolute()
+    if is_file and dummy and path.name == "config.json":
+        return path.absolute().parent
+    if is_file:
+        raise ConfigError(f"model {model!r} is a file; give the directory it is in", field="model")
+    if not HUB_NAME.fullmatch(model):
+        raise ConfigError(
+            f"model {model[:200]!r}: no such directory (and no hub name, which is owner/name)",
+            field="model",
+        )
+    return download(model, revision, weights=not dummy)
+
+
+def _format(directory: Path, asked: str) -> str:
+    if asked == "dummy":
+        return asked
+    if asked in ("auto", "safetensors") and hf.has_safetensors(directory):
+        return "safetensors"
+    if asked in ("auto", "orbax") and orbax_root(directory) is not None:
+        return "orbax"
+    if asked == "orbax":
+        raise WeightsError(
+            f"{directory}: no Orbax checkpoint (run jserve convert)", field=str(directory)
+        )
+    if not (directory / "config.json").exists():
+        hf.read_config(directory)
+    raise hf.no_weights(directory)

@@ -1,0 +1,98 @@
+"""The dummy models: complete, seeded, and readable by the libraries the engines use."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+from bench import models
+
+TINY = dataclasses.replace(
+    models.SHAPES["llama-60m"], layers=2, hidden=64, heads=2, kv_heads=1, ffn=96, head_dim=32
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.write(tmp_path_factory.mktemp("models") / "tiny", TINY, seed=1)
+
+
+def test_sizes_of_the_two_models() -> None:
+    assert models.n_params(models.SHAPES["llama-60m"]) == pytest.approx(59e6, rel=0.01)
+    # 2.08 GB in bf16
+    assert models.n_params(models.SHAPES["llama-1b"]) == pytest.approx(1.04e9, rel=0.005)
+
+
+def test_the_same_seed_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    again = models.write(tmp_path / "again", TINY, seed=1)
+    other = models.write(tmp_path / "other", TINY, seed=2)
+    digests = [
+        hashlib.sha256((f / "model.safetensors").read_bytes()).hexdigest()
+        for f in (folder, again, other)
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_weights_match_the_config(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    assert {n: t.shape for n, t in tensors.items()} == dict(models.tensors(TINY))
+    assert {str(t.dtype) for t in tensors.values()} == {"bfloat16"}
+    up = tensors["model.layers.1.mlp.up_proj.weight"].astype(np.float32)
+    assert up.std() == pytest.approx(64**-0.5, rel=0.05)
+    embed = tensors["model.embed_tokens.weight"].astype(np.float32)
+    assert not embed[: models.FIRST_WORD].any(), "greedy decoding must never pick these"
+    assert embed[models.FIRST_WORD :].any(axis=1).all()
+
+
+def test_every_word_of_the_tokenizer_is_plain_text_and_reachable(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == TINY.vocab == models.VOCAB
+    rng = np.random.default_rng(0)
+    for i in [models.FIRST_WORD, models.VOCAB - 1, *rng.integers(models.FIRST_WORD, 32000, 300)]:
+        text = tokenizer.decode([int(i)])
+        assert 2 <= len(text) <= 5
+        assert text.isascii()
+        assert tokenizer.encode(text, add_special_tokens=False).ids == [i]
+    text = "Grüße, abc 12 – 日本 xyz"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_facts_are_read_from_the_headers(folder: Path) -> None:
+    facts = models.facts(folder)
+    assert facts["name"] == "tiny"
+    assert facts["head_params"] == 32000 * 64
+    assert facts["head_params"] + facts["body_params"] == models.n_params(TINY)
+    assert facts["weight_bytes"] == pytest.approx(2 * models.n_params(TINY), rel=0.01)
+
+
+def test_a_folder_with_weights_is_not_overwritten(folder: Path) -> None:
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match=r"model\.safetensors"):
+        models.write(folder, TINY, seed=9)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("broken", ["config.json", "model.safetensors"])
+def test_facts_of_a_broken_folder_name_it(folder: Path, tmp_path: Path, broken: str) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(b"" if file.name == broken else file.read_bytes())
+    with pytest.raises(ValueError, match=tmp_path.name):
+        models.facts(tmp_path)
+
+
+@pytest.mark.slow
+def test_transformers_loads_and_generates(folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["head_dim"] == 32
+    out = model.generate(torch.tensor([[300, 301, 302]]), max_new_tokens=8, do_sample=False)
+    assert (out[0, 3:] >= models.FIRST_WORD).all()
+    assert len(transformers.AutoTokenizer.from_pretrained(folder)) == models.VOCAB

@@ -1,0 +1,384 @@
+"""Drives a Scheduler with a FakeRunner as the engine does, and checks invariants after every step.
+
+The I-numbers name invariants: I1-I8 the page ledger (``kv.audit``), I9 visibility, I10 states, I11
+budgets, I12 tokens, I13 lengths, I14-I16 progress, I17 quiescence, I18-I28 equalities.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from jserve import fake_model
+from jserve.config import EngineConfig
+from jserve.ports import InFlight, RunnerLimits
+from jserve.sched import policy
+from jserve.sched.scheduler import Scheduler
+from jserve.testing import FakeRunner
+from jserve.types import Finish, Output, Request, SamplingParams, SeqState, StepPlan
+
+VOCAB = 11
+
+
+def limits(**changes) -> RunnerLimits:
+    base = {
+        "n_slots": 4,
+        "max_rows": 4,
+        "max_decode_rows": 4,
+        "max_prefill_tokens": 16,
+        "max_prefill_rows": 3,
+        "max_drafts": 0,
+        "n_pages": 33,
+        "page_size": 4,
+        "max_model_len": 64,
+        "vocab_size": VOCAB,
+    }
+    return RunnerLimits(**(base | changes))
+
+
+def config(**options) -> EngineConfig:
+    """Flat options without the range checks, which are for users (tests want pages of 1 token)."""
+    base = EngineConfig.of(max_num_seqs=64, max_num_batched_tokens=64)
+    flat = base.flat() | options
+    import dataclasses
+
+    from jserve.config import sections
+
+    parts = {
+        name: kind(**{f.name: flat[f.name] for f in dataclasses.fields(kind)})
+        for name, kind in sections()
+    }
+    return EngineConfig(**parts)
+
+
+def request(id: str, prompt, *, eos=(), priority=0, salt="", skip=False, **params) -> Request:
+    params.setdefault("temperature", 0.0)
+    params.setdefault("max_tokens", 8)
+    return Request(
+        id=id,
+        prompt_ids=tuple(prompt),
+        params=SamplingParams(**params),
+        eos_ids=tuple(eos),
+        priority=priority,
+        cache_salt=salt,
+        skip_prefix_cache=skip,
+    )
+
+
+@dataclass
+class Told:
+    """What the client of one choice has seen."""
+
+    tokens: list[int] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    end: Output | None = None
+
+
+class Drive:
+    """An engine loop of ``depth`` steps ahead, with oracles on."""
+
+    def __init__(
+        self, lim: RunnerLimits | None = None, *, depth=1, eos_rate=0, checks=True, **options
+    ):
+        sched = {k: options.pop(k) for k in ("proposer", "journal") if k in options}
+        self.limits = lim or limits()
+        self.config = config(**options)
+        self.runner = FakeRunner(self.limits, eos_rate=eos_rate)
+        self.scheduler = Scheduler(self.limits, self.config, **sched)
+        self.depth = depth
+        self.checks = checks
+        self.flight: deque[InFlight] = deque()
+        self.requests: dict[str, Request] = {}
+        self.told: dict[tuple[str, int], Told] = {}
+        self.committed: set[int] = set()
+        self.held: list[int] = []
+        self.poisoned: set[tuple[str, int]] = set()
+        self.doomed: set[tuple[str, int]] = set()
+        self._oracles: dict[tuple[str, int], list[int]] = {}
+        self.now = 0.0
+        self.n_steps = 0
+
+    # -- inputs
+
+    def add(self, req: Request) -> None:
+        self.scheduler.submit(req, self.now)
+        self.requests[req.id] = req
+        for i in range(req.params.n):
+            self.told[req.id, i] = Told()
+        self.check()
+
+    def cancel(self, id: str, index: int | None = None) -> None:
+        outputs = self.scheduler.cancel(id, self.now, index)
+        assert all(out.finish is Finish.ABORT and not out.token_ids for out in outputs)
+        self._hear(outputs)
+        self.check()  # I16: the page ledger balances without the cancelled ones, at once
+
+    def poison(self, id: str, index: int = 0) -> None:
+        """The next row of this choice computes KV that is not finite."""
+        self.runner.nan.add((id, index))
+        self.poisoned.add((id, index))
+
+    def preempt(self, pick: int) -> None:
+        """One of the running gives way, as if pages had run out."""
+        floor = self.scheduler.floor
+        able = [seq for seq in floor.running if not policy.protected(seq)]
+        if able:
+            floor.preempt(able[pick % len(able)])
+        self.check()
+
+    def next_turn(self, id: str, of: str, tail: list[int], **params) -> Request:
+        """A request that goes on where choice 0 of ``of`` ended."""
+        return request(
+            id, [*self.requests[of].prompt_ids, *self.told[of, 0].tokens, *tail], **params
+        )
+
+    def hold(self, n: int) -> None:
+        """Someone outside takes free pages."""
+        pool = self.scheduler.floor.cache.pool
+        self.held += pool.take(min(n, pool.n_free))
+
+    def let_go(self) -> None:
+        self.scheduler.floor.cache.pool.drop(self.held)
+        self.held = []
+
+    # -- steps
+
+    def step(self) -> bool:
+        """One turn of the loop; False when nothing was done."""
+        launched = self.launch()
+        if self.flight and (not launched or len(self.flight) > self.depth):
+            self.commit()
+            return True
+        if not launched and not self.held:
+            assert not self.scheduler.has_work, "I14: work is left and nothing moves"
+        return launched
+
+    def launch(self) -> bool:
+        self.now += 1.0
+        self.n_steps += 1
+        plan = self.scheduler.plan(self.now)
+        if plan is None:
+            self.check()
+            return False
+        self._check_plan(plan)
+        self.flight.append(self.runner.launch(plan))
+        self.check()
+        return True
+
+    def commit(self) -> None:
+        flight = self.flight.popleft()
+        self.committed.add(flight.plan.id)
+        try:
+            result = self.runner.collect(flight)
+        except RuntimeError as error:
+            self.doomed |= {(row.seq.request.id, row.seq.index) for row in flight.plan.rows}
+            self._hear(self.scheduler.fail(flight.plan, str(error), self.now))
+        else:
+            self._hear(self.scheduler.commit(flight.plan, result, self.now))
+        self.check()
+
+    def run(self) -> dict[tuple[str, int], list[int]]:
+        """Until nothing is left, within a bound on steps (I14, I15); the tokens of each choice."""
+        self.let_go()
+        for _ in range(self._most_steps()):
+            if not self.step():
+                break
+        assert not self.scheduler.has_work, "I15: not done within the bound on steps"
+        self.check_idle()
+        return {key: told.tokens for key, told in self.told.items()}
+
+    def _most_steps(self) -> int:
+        """All work one after the other, each recomputed three times, and slack for overlap."""
+        chunk = self.config.scheduler.max_prefill_chunk or self.limits.max_prefill_tokens
+        chunk = min(chunk, self.config.scheduler.max_num_batched_tokens)
+        total = 0
+        for req in self.requests.values():
+            n_out = (
+                self.limits.max_model_len
+                if req.params.max_tokens is None
+                else req.params.max_tokens
+            )
+            longest = len(req.prompt_ids) + n_out
+            total += req.params.n * ((1 + 3) * (longest // chunk + 1) + n_out + 2 * self.depth + 4)
+        return total + 10
+
+    # -- oracles
+
+    def _hear(self, outputs: list[Output]) -> None:
+        for out in outputs:
+            told = self.told[out.request_id, out.index]
+            assert told.end is None, f"I10: {out} after the end {told.end}"
+            first = not told.outputs
+            told.outputs.append(out)
+            told.tokens += out.token_ids
+            assert (out.seed is not None) == first, "the seed goes out with the first output"
+            if out.finish is not None:
+                told.end = out
+                if out.finish is Finish.ERROR:
+                    key = (out.request_id, out.index)
+                    assert key in self.poisoned | self.doomed, f"I29: {key} failed without a fault"
+                    assert out.error, "an error without a text"
+            self._check_tokens(out.request_id, out.index, told)
+            self._check_scores(self.requests[out.request_id], out.index, out)
+
+    def _check_tokens(self, id: str, index: int, told: Told) -> None:
+        """The output oracle, I12 and I13: every token is the one the definition gives."""
+        req = self.requests[id]
+        expected = self.oracle(req, index, told.outputs[0].seed)
+        assert told.tokens == expected[: len(told.tokens)], f"{id}/{index} diverged"
+        if told.end is None:
+            assert len(told.tokens) < max(1, len(expected)), "it should have ended"
+        elif told.end.finish in (Finish.STOP, Finish.LENGTH):
+            assert told.tokens == expected, f"{id}/{index} ended early"
+            stops = (*req.params.stop_token_ids, *(() if req.params.ignore_eos else req.eos_ids))
+            n_min = req.params.min_tokens
+            by_stop = bool(expected) and expected[-1] in stops and len(expected) > n_min
+            assert told.end.finish == (Finish.STOP if by_stop else Finish.LENGTH)
+
+    def oracle(self, req: Request, index: int, seed: int | None) -> list[int]:
+        key = (req.id, index)
+        if key not in self._oracles:
+            self._oracles[key] = self.runner.expected(req, index, seed)
+        return self._oracles[key]
+
+    def _check_scores(self, req: Request, index: int, out: Output) -> None:
+        """Log-probabilities are complete, of the tokens sent, and those of the definition."""
+        told = self.told[req.id, index]
+        n_before = len(told.tokens) - len(out.token_ids)
+        params, prompt = req.params, list(req.prompt_ids)
+        if params.logprobs is not None and out.token_ids:
+            assert out.logprobs is not None
+            assert [p.token for p in out.logprobs] == list(out.token_ids)
+            assert all(len(p.top_ids) == params.logprobs for p in out.logprobs)
+        else:
+            assert out.logprobs is None
+        first = n_before == 0 and (out.token_ids or out.finish is Finish.LENGTH)
+        if params.prompt_logprobs is None or not first:
+            assert out.prompt_logprobs is None
+            return
+        assert out.prompt_logprobs is not None
+        assert out.prompt_logprobs[0] is None
+        assert [p.token for p in out.prompt_logprobs[1:]] == prompt[1:]
+        total = seen = 0
+        for i, entry in enumerate(out.prompt_logprobs[1:]):
+            total, seen = fake_model.fold(total, seen, prompt[i], i)
+            now = fake_model.mix(seen)
+            assert entry.logprob == fake_model.logprob_of(now ^ fake_model.mix(prompt[i + 1]))
+            assert entry.top_ids == tuple(
+                fake_model.top_of(now, VOCAB)[0][: params.prompt_logprobs]
+            )
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        """I11: budgets; everyone past its prefill gets a row; decode rows come first."""
+        options, running = self.config.scheduler, self.scheduler.floor.running
+        assert plan.n_tokens <= options.max_num_batched_tokens, "I11: over the token budget"
+        rows = {id(row.seq) for row in plan.rows}
+        for seq in running:
+            done = len(seq.tokens) + seq.in_flight >= seq.max_len
+            assert id(seq) in rows or seq.scheduled < seq.given or done, (
+                "I11: a decoder was skipped"
+            )
+        chunk = options.max_prefill_chunk
+        for row in plan.rows:
+            assert row.from_slot or not chunk or row.count <= chunk, "a chunk is too large"
+
+    def check(self) -> None:
+        if not self.checks:
+            return
+        floor = self.scheduler.floor
+        floor.check(tuple(self.held))  # I1 - I8
+        self._check_states()
+        for key, node in floor.cache.tree.nodes():
+            assert int(self.runner.step_P[node.page]) in self.committed, (
+                "I9: a page is known too soon"
+            )
+            assert not self.runner.poison_PZ[node.page].any(), "a page that is not finite is known"
+            stored = tuple(self.runner.token_PZ[node.page].tolist())
+            assert stored == node.key, (
+                f"I6: the tree says {node.key}, the page holds {stored}, {key}"
+            )
+
+    def _check_states(self) -> None:
+        """I10, I12, I13: counters and states of every live sequence."""
+        sched = self.scheduler
+        waiting, running = list(sched.floor.waiting), list(sched.floor.running)
+        rows = [row for flight in self.flight for row in flight.plan.rows]
+        live = [seq for group in sched._groups.values() for seq in group if seq.finish is None]
+        assert {id(s) for s in waiting} | {id(s) for s in running} == {id(s) for s in live}
+        assert len(waiting) + len(running) == len(live), "I10: in two places"
+        for seq in live:
+            told = self.told[seq.request.id, seq.index]
+            assert told.tokens == seq.tokens[seq.n_prompt :], "I12: told and known differ"
+            assert len(seq.tokens) <= seq.max_len <= self.limits.max_model_len, "I13"
+            assert seq.n_preempted <= 3, "I15: preempted too often"
+            mine = [row for row in rows if row.seq is seq]
+            assert seq.pending == len(mine)
+            assert seq.in_flight == sum(1 + len(row.drafts) for row in mine if row.emits)
+            assert len(seq.tokens) + seq.in_flight <= seq.max_len + (seq.max_len == seq.n_prompt)
+            if seq.state is SeqState.RUNNING:
+                assert seq.lease is not None, "I10"
+                assert seq.scheduled <= seq.lease.capacity, "KV without a page"
+                if seq.scheduled >= seq.given:
+                    assert len(seq.tokens) + seq.in_flight == seq.scheduled + 1
+        keys = [s.order for s in running]
+        assert keys == sorted(keys), "the running are out of order"
+
+    def check_idle(self) -> None:
+        """I10 and I17: one end each; clearing the cache brings every page back."""
+        self.let_go()
+        sched, cache = self.scheduler, self.scheduler.floor.cache
+        for key, told in self.told.items():
+            assert told.end is not None, f"I10: {key} has no end"
+        assert not sched._groups, "I17: a request is left"
+        assert not len(sched.scores), "I17: scores are left"
+        assert sched.stats().running == sched.stats().waiting == sched.stats().preempted == 0
+        cached = cache.tree.n_nodes
+        assert cache.pool.n_free + cached == cache.pool.n_usable, "I17: pages are lost"
+        assert cache.tree.n_evictable == cached, "I17: a lock is left"
+        assert not cache.table.rows.any(), "I17: a table row is left"
+        if self.checks:
+            sched.floor.check()
+
+
+def tokens_of(reqs: list[Request], lim: RunnerLimits | None = None, **kw) -> dict:
+    """Run ``reqs`` to the end in a fresh drive; the tokens of each choice."""
+    drive = Drive(lim, **kw)
+    for req in reqs:
+        drive.add(req)
+    return drive.run()
+
+
+def truth(drive: Drive, seq) -> list[int]:
+    """What comes after the tokens known and in flight, if all that is in flight is drawn."""
+    expected = drive.oracle(seq.request, seq.index, seq.seed)
+    return expected[seq.n_output + seq.in_flight :]
+
+
+class RightDrafts:
+    """A proposer that is always right."""
+
+    def __init__(self) -> None:
+        self.drive: Drive | None = None
+
+    def propose(self, seqs, max_drafts):
+        return [truth(self.drive, seq)[:max_drafts] for seq in seqs]
+
+
+class MixedDrafts(RightDrafts):
+    """Right for a while, then wrong; sometimes none. A function of the sequence alone."""
+
+    def propose(self, seqs, max_drafts):
+        return [self._one(seq, max_drafts) for seq in seqs]
+
+    def _one(self, seq, max_drafts):
+        h = fake_model.mix(len(seq.tokens) * 31 + seq.in_flight)
+        right = truth(self.drive, seq)[: h % (max_drafts + 1)]
+        wrong = [(h >> i) % VOCAB for i in range(3)]
+        return [*right, *wrong][:max_drafts] if h % 5 else []
+
+
+def drafting(proposer, lim: RunnerLimits | None = None, **kw) -> Drive:
+    """A drive with a proposer that knows the truth."""
+    drive = Drive(lim or limits(max_drafts=3), proposer=proposer, **kw)
+    proposer.drive = drive
+    return drive

@@ -1,0 +1,99 @@
+"""The command line as a user meets it: precedence of options, refusals in one line, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jserve import cli
+from jserve.config import EngineConfig, sections
+from jserve.errors import ConfigError
+
+run = CliRunner()
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "jserve.yaml"
+    file.write_text("scheduler:\n  max-num-seqs: 3\n  overlap: 2\npage_size: 32\nport: 9\n")
+    environ = {"JSERVE_MAX_NUM_SEQS": "4", "JSERVE_PAGE_SIZE": "64", "HOME": "/nowhere"}
+    config = cli.resolve({"page_size": 128}, file, environ)
+    assert config.cache.page_size == 128
+    assert config.scheduler.max_num_seqs == 4
+    assert config.scheduler.overlap == 2
+    assert config.server.port == 9
+    assert config.device == EngineConfig().device
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("max_num_sqs: 3", "did you mean 'max_num_seqs'"),
+        ("port: 70000", "port must be at most 65535"),
+        ("overlap: [1]", "overlap must be int"),
+        ("prefix_caching: maybe", "prefix_caching must be bool"),
+        ("- a list", "must hold a mapping"),
+        ("a: [", "jserve.yaml"),
+    ],
+)
+def test_a_bad_file_is_refused_naming_the_option(tmp_path: Path, text: str, word: str) -> None:
+    file = tmp_path / "jserve.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=word):
+        cli.resolve({}, file, {})
+
+
+def test_an_unknown_variable_is_reported_not_obeyed(capsys) -> None:
+    assert cli.resolve({}, None, {"JSERVE_PROT": "1"}) == EngineConfig()
+    assert "JSERVE_PROT" in capsys.readouterr().err
+
+
+def test_every_option_is_a_flag_of_serve() -> None:
+    text = run.invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "400"}).output
+    for name in EngineConfig().flat():
+        if name != "model":
+            assert f"--{name.replace('_', '-')}" in text, name
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        (["serve", "--prt", "1"], "--port"),
+        (["srve"], "serve"),
+        (["serve", "--port", "x"], "port"),
+        (["serve", "--port", "70000"], "port must be at most 65535"),
+        (["serve", "/does/not/exist"], "/does/not/exist"),
+        (["generate", "/does/not/exist", "-p", "x"], "/does/not/exist"),
+        (["convert", "/does/not/exist", "/tmp/x"], "/does/not/exist"),
+        (["serve", "--config", "/does/not/exist.yaml"], "/does/not/exist.yaml"),
+        (["serve", "--load-format", "gguf"], "load_format must be one of"),
+    ],
+)
+def test_bad_usage_is_one_clear_message_and_exit_code_2(line: list[str], word: str) -> None:
+    result = run.invoke(cli.app, line, env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    assert word in result.output
+    assert "Traceback" not in result.output
+
+
+def test_env_prints_facts_as_json() -> None:
+    result = run.invoke(cli.app, ["env", "--json"])
+    facts = json.loads(result.stdout)
+    assert facts["backend"] == "cpu"
+    assert facts["jax"][0].isdigit()
+
+
+def test_config_survives_its_flat_form() -> None:
+    config = EngineConfig.of(page_size="32", api_key="a,b", prefix_caching="no", kv_memory_gb="0.5")
+    assert EngineConfig.of(**config.flat()) == config
+    assert config.server.api_key == ("a", "b")
+
+
+def test_every_option_has_one_line_of_help() -> None:
+    import dataclasses
+
+    for _, options in sections():
+        for f in dataclasses.fields(options):
+            assert 5 < len(f.metadata["help"]) < 90, f.name

@@ -1,0 +1,288 @@
+"""Loading onto 1 to 8 devices against a plain numpy assembly, and the memory it takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from weights_kit import BF16, LLAMA, Model, same
+
+from jserve.errors import ConfigError, WeightsError
+from jserve.model.shard import (
+    ParamSpec,
+    Part,
+    ShardRules,
+    assemble_all,
+    is_spec,
+    make_mesh,
+    partitions,
+)
+from jserve.weights.layout import check, pieces, relayout, split, whole
+from jserve.weights.loader import load
+from jserve.weights.place import bad_values, bad_values_on_device, tp_size
+from jserve.weights.source import resolve
+
+RULES = ShardRules()
+ROOT = Path(__file__).parents[2]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "tied": LLAMA | {"tie_word_embeddings": True},
+    "one kv head": LLAMA | {"num_key_value_heads": 1},
+    "qwen2": LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3": LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "all heads": LLAMA | {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
+}
+
+
+def loaded(model: Model, tp: int, dtype: Any = BF16, **options: Any) -> Any:
+    source = resolve(str(model.path))
+    return load(model.family, model.arch, source, make_mesh(tp), RULES, dtype, **options)
+
+
+def expected(model: Model, tp: int, dtype: Any = BF16) -> Any:
+    return assemble_all(model.family.specs(model.arch, tp), model.tensors.__getitem__, dtype)
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert same(x, y), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_equals_a_plain_assembly(tmp_path: Path, name: str, tp: int) -> None:
+    model = Model(tmp_path / "m", CONFIGS[name]).single()
+    assert_equal(loaded(model, tp), expected(model, tp))
+
+
+def test_every_shard_holds_its_slice_only(tmp_path: Path) -> None:
+    model = Model(tmp_path / "m", LLAMA).single()
+    params = loaded(model, 8)
+    specs = model.family.specs(model.arch, 8)
+    for array, partition in zip(
+        jax.tree.leaves(params), jax.tree.leaves(partitions(specs, RULES)), strict=True
+    ):
+        assert array.sharding.spec == partition
+        assert len(array.addressable_shards) == 8
+        for shard in array.addressable_shards:
+            assert same(shard.data, np.asarray(array)[shard.index])
+    assert params["embed"].addressable_shards[0].data.shape == (8, 32)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_sharded_files_load_the_same(tmp_path: Path, n: int) -> None:
+    model = Model(tmp_path / "m", LLAMA).sharded(n)
+    assert_equal(loaded(model, 2), expected(model, 2))
+    (model.path / "model.safetensors.index.json").unlink()
+    assert_equal(loaded(model, 2), expected(model, 2))
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, BF16, np.float64])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_casts_like_numpy(tmp_path: Path, stored: Any, dtype: Any) -> None:
+    model = Model(tmp_path / "m", LLAMA | {"num_hidden_layers": 1}, np.dtype(stored)).single()
+    want = {n: x.astype(dtype) for n, x in model.tensors.items()}
+    specs = model.family.specs(model.arch, 2)
+    assert_equal(loaded(model, 2, dtype), assemble_all(specs, want.__getitem__, dtype))
+
+
+@pytest.mark.parametrize("change", ["strip", "add"])
+def test_prefix_of_names_may_differ(tmp_path: Path, change: str) -> None:
+    model = Model(tmp_path / "m", LLAMA)
+    want = expected(model, 2)
+    strip = change == "strip"
+    model.tensors = {
+        (n.removeprefix("model.") if strip else f"model.{n}" if n.startswith("lm_head") else n): x
+        for n, x in model.tensors.items()
+    }
+    model.single()
+    assert_equal(loaded(model, 2), want)
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    model = Model(tmp_path / "m", LLAMA).single()
+    seen: list[tuple[str, int, int]] = []
+    params = loaded(model, 2, progress=lambda *step: seen.append(step))
+    sizes = [x.nbytes for x in jax.tree.leaves(params)]
+    assert [done for _, done, _ in seen] == list(np.cumsum(sizes))
+    assert {total for _, _, total in seen} == {sum(sizes)}
+    assert "layers.1.qkv" in [name for name, _, _ in seen]
+
+
+def test_mesh_must_fit_the_rules(tmp_path: Path) -> None:
+    model = Model(tmp_path / "m", LLAMA).single()
+    source = resolve(str(model.path))
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    with pytest.raises(ConfigError, match="no axis 'tp'") as caught:
+        load(model.family, model.arch, source, mesh, RULES, BF16)
+    assert caught.value.field == "mesh"
+    rules = ShardRules(extra={"embed": "x"})
+    mesh = jax.make_mesh((1, 3), ("tp", "x"), devices=jax.devices()[:3])
+    with pytest.raises(ConfigError, match=r"embed: .* does not split over 3 of axis 'x'"):
+        load(model.family, model.arch, source, mesh, rules, BF16)
+    with pytest.raises(ConfigError, match="scan_nan"):
+        load(model.family, model.arch, source, make_mesh(1), RULES, BF16, scan_nan="maybe")
+
+
+def test_tp_size_follows_the_rules() -> None:
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"))
+    assert tp_size(mesh, RULES) == 4
+    assert tp_size(mesh, ShardRules(kv_heads=None)) == 1
+    assert tp_size(mesh, ShardRules(kv_heads="dp")) == 2
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_full_scan_names_the_tensor(tmp_path: Path, bad: float, tp: int) -> None:
+    model = Model(tmp_path / "m", LLAMA)
+    name = "model.layers.1.mlp.up_proj.weight"
+    model.tensors[name][63, 31] = bad
+    model.single()
+    with pytest.raises(WeightsError, match="NaN" if np.isnan(bad) else "infinite") as caught:
+        loaded(model, tp, scan_nan="full")
+    assert caught.value.field == f"{model.path / 'model.safetensors'}:{name}"
+    loaded(model, tp, scan_nan="off")
+
+
+def test_overflow_of_the_cast_is_found(tmp_path: Path) -> None:
+    model = Model(tmp_path / "m", LLAMA)
+    model.tensors["model.norm.weight"][3] = 1e30
+    model.single()
+    with np.errstate(over="ignore"), pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+        loaded(model, 1, jnp.float16)
+
+
+def test_sample_scan_finds_a_broken_tensor_and_reads_little() -> None:
+    block = np.zeros((3000, 1000), np.float32)
+    block[1700, 13] = np.nan
+    assert bad_values(block, "full") == "has NaN values"
+    assert bad_values(block, "sample") is None
+    assert bad_values(block, "off") is None
+    block[5:40] = np.nan
+    assert bad_values(block, "sample") == "has NaN values"
+    assert bad_values(block[:, ::2], "full") == "has NaN values"
+    assert bad_values(block[50:1700], "full") is None
+    assert bad_values(np.array([1, np.inf], BF16), "sample") == "has infinite values"
+    assert bad_values_on_device(jnp.asarray(block), "sample") == "has NaN values"
+    assert bad_values_on_device(jnp.asarray(block[50:1700]), "full") is None
+
+
+# ---- index arithmetic --------------------------------------------------------------------------
+
+
+def fused(repeat: int) -> ParamSpec:
+    """Like qkv: [K * repeat, G + 2, 3], G = 2 / repeat."""
+    K, G = 2 * repeat, 2 // repeat
+    q = Part(name="q", shape=(12,), view=(K, G, 3))
+    k, v = (Part(name=n, shape=(6,), view=(2, 1, 3), repeat=repeat) for n in "kv")
+    return ParamSpec(shape=(K, G + 2, 3), axes=("kv_heads", None, None), parts=(q, k, v), concat=1)
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_any_box_of_a_parameter_is_cut_right(repeat: int) -> None:
+    spec, rng = fused(repeat), np.random.default_rng(1)
+    check(spec, "fused")
+    tensors = {p.name: rng.standard_normal(p.shape) for p in spec.parts}
+    views = [np.repeat(tensors[p.name].reshape(p.view), p.repeat, 0) for p in spec.parts]
+    full = np.concatenate(views, 1)
+    for _ in range(200):
+        ends = [sorted(rng.choice(n + 1, 2, replace=False)) for n in spec.shape]
+        index = tuple(slice(int(a), int(b)) for a, b in ends)
+        out = np.full(full[index].shape, np.nan)
+        cut = np.full_like(out, np.nan)
+        for piece in pieces(spec, index):
+            piece.copy(tensors[piece.part.name], out[piece.out])
+            cut[piece.out] = piece.cut(tensors[piece.part.name])
+            assert piece.shape == out[piece.out].shape
+        assert same(out, full[index])
+        assert same(cut, full[index])
+
+
+def test_layouts_convert_into_each_other() -> None:
+    one, two = fused(1), fused(2)
+    tensors = {p.name: np.arange(float(p.shape[0])) + i for i, p in enumerate(one.parts)}
+    a, b = (
+        np.concatenate([pc.cut(tensors[pc.part.name]) for pc in pieces(s, whole(s))], 1)
+        for s in (one, two)
+    )
+    assert same(relayout(a, one, two), b)
+    assert same(relayout(b, two, one), a)
+    assert same(relayout(jnp.asarray(a), one, two, jnp.concatenate), jnp.asarray(b))
+    assert all(same(split(two, b)[n], x) for n, x in tensors.items())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_specs_of_the_families_are_consistent(name: str, tmp_path: Path) -> None:
+    model = Model(tmp_path, CONFIGS[name])
+    for tp in (1, 2, 4, 8):
+        for spec in jax.tree.leaves(model.family.specs(model.arch, tp), is_leaf=is_spec):
+            check(spec, name)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+MEASURE = """
+import gc, re, sys, threading, time
+import jax
+from jserve.model.families import family_for
+from jserve.model.shard import ShardRules, make_mesh
+from jserve.weights.loader import load
+from jserve.weights.source import resolve
+
+def rss():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+def measure(tp, dtype):
+    args = (family, arch, source, make_mesh(tp), ShardRules(), jax.numpy.dtype(dtype))
+    jax.block_until_ready(load(*args))  # first use of these devices allocates for good
+    gc.collect()
+    before, peak, stop = rss(), [0], threading.Event()
+    def watch():
+        while not stop.is_set():
+            peak[0] = max(peak[0], rss())
+            time.sleep(0.0005)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    params = jax.block_until_ready(load(*args))
+    stop.set()
+    thread.join()
+    shards = [s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards]
+    print(tp, dtype, peak[0] - before - sum(shards), max(shards))
+
+source = resolve(sys.argv[1])
+family = family_for(source.config)
+arch = family.arch(source.config)
+for case in sys.argv[2:]:
+    tp, dtype = case.split(":")
+    measure(int(tp), dtype)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_is_one_shard(tmp_path: Path) -> None:
+    """Anonymous memory above the parameters themselves stays below 1.2 of the largest shard."""
+    big = LLAMA | {"hidden_size": 512, "intermediate_size": 4096, "vocab_size": 32768}
+    model = Model(tmp_path / "m", big).single()
+    cases = ["1:bfloat16", "4:bfloat16", "1:float32"]
+    run = [sys.executable, "-c", MEASURE, str(model.path), *cases]
+    # Freed blocks go back to the kernel at once, so that what is held is what is counted.
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [f"{tp}:{dtype}" for tp, dtype, *_ in lines] == cases
+    for *_, extra, shard in lines:
+        assert int(extra) < 1.2 * int(shard), done.stdout

@@ -1,0 +1,244 @@
+"""Randomised workloads for the real engine, and the plainest way to run the same requests: one by one.
+
+A workload is requests with arrival steps plus one way of running them (overlap, budget, chunk, pool size,
+prefix cache, drafts, buckets). Its outputs must equal those of each request alone, with nothing clever on.
+One ``ModelRunner`` serves all workloads: a tighter pool is only a smaller number told to the scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jserve.config import EngineConfig
+from jserve.engine.engine import Engine
+from jserve.model.families import family_for
+from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.view import Bucket
+from jserve.ports import InFlight
+from jserve.runner.buckets import Ladder, Needs
+from jserve.runner.runner import ModelRunner
+from jserve.sched.scheduler import Scheduler
+from jserve.types import Output, Request, SamplingParams, Sequence, StepPlan
+from jserve.weights.loader import load
+from jserve.weights.source import Source
+
+V = 96
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+OPTIONS = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "page_size": 8,
+    "n_pages": 400,
+    "max_model_len": 160,
+    "max_drafts": 3,
+    "compile_cache": "",
+}
+BUCKETS = (
+    Bucket(D=2, P=0, F=0, J=1),
+    Bucket(D=8, P=0, F=0, J=4),
+    Bucket(D=2, P=16, F=4, J=1),
+    Bucket(D=8, P=64, F=8, J=4),
+    Bucket(D=8, P=64, F=8, J=4, score=True),
+)
+
+
+def make_runner(tp: int = 1) -> ModelRunner:
+    """The tiny model with drawn weights, large enough in scale that its choices vary."""
+    family = family_for(TINY)
+    source = Source(
+        name="tiny", directory=None, format="dummy", weights=None, config=TINY, generation={}
+    )  # type: ignore[arg-type]
+    mesh, rules, dtype = make_mesh(tp), ShardRules(), jnp.dtype("float32")
+    params = load(family, family.arch(TINY), source, mesh, rules, dtype, seed=3)
+    params = {**params, "embed": params["embed"] * 30}
+    config = EngineConfig.of(**OPTIONS)
+    ladder = Ladder(buckets=BUCKETS)
+    return ModelRunner(family, family.arch(TINY), params, mesh, config, rules=rules, ladder=ladder)
+
+
+class RandomBuckets:
+    """Runs each plan in any bucket that takes it, not the cheapest."""
+
+    def __init__(self, runner: ModelRunner, rng: random.Random) -> None:
+        self.runner, self.rng = runner, rng
+        self.limits = runner.limits
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        fitting = [b for b in BUCKETS if Needs.of(plan).fit(b)]
+        return self.runner.launch(plan, self.rng.choice(fitting))
+
+    def collect(self, flight: InFlight) -> Any:
+        return self.runner.collect(flight)
+
+
+class Guesses:
+    """Drafts that are right, wrong or mixed: the known continuation with some tokens changed."""
+
+    def __init__(self, truth: dict[tuple[str, int], list[int]], rng: random.Random) -> None:
+        self.truth, self.rng = truth, rng
+
+    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
+        return [self._drafts(seq, max_drafts) for seq in seqs]
+
+    def _drafts(self, seq: Sequence, most: int) -> list[int]:
+        told = self.truth[seq.request.id, seq.index]
+        at = seq.n_output + seq.in_flight
+        right = told[at : at + self.rng.randint(0, most)]
+        return [t if self.rng.random() < 0.7 else self.rng.randrange(V) for t in right]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a workload is run."""
+
+    overlap: int
+    budget: int
+    chunk: int
+    n_pages: int
+    prefix_caching: bool
+    drafts: bool
+    random_buckets: bool
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Way:
+        return cls(
+            overlap=rng.choice((0, 1, 1, 2)),
+            budget=rng.choice((8, 13, 32, 64)),
+            chunk=rng.choice((0, 1, 7, 8, 9, 31)),
+            n_pages=rng.choice((26, 40, 400)),
+            prefix_caching=rng.random() < 0.7,
+            drafts=rng.random() < 0.4,
+            random_buckets=rng.random() < 0.5,
+        )
+
+
+PLAIN = Way(
+    overlap=0,
+    budget=64,
+    chunk=0,
+    n_pages=400,
+    prefix_caching=False,
+    drafts=False,
+    random_buckets=False,
+)
+
+
+def draw_params(rng: random.Random) -> SamplingParams:
+    """Any combination of sampling fields."""
+    extras: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        extras |= {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+    if rng.random() < 0.3:
+        extras["logit_bias"] = {rng.randrange(V): rng.choice((-100.0, 3.0)) for _ in range(4)}
+    if rng.random() < 0.15:
+        extras["allowed_token_ids"] = tuple(rng.sample(range(V), 20))
+    if rng.random() < 0.2:
+        extras["bad_token_ids"] = tuple(
+            tuple(rng.randrange(V) for _ in range(rng.randint(1, 2))) for _ in range(5)
+        )
+    if rng.random() < 0.4:
+        extras["stop_token_ids"] = tuple(rng.sample(range(V), 6))
+        extras["min_tokens"] = rng.choice((0, 5))
+    return SamplingParams(
+        n=rng.choice((1, 1, 1, 3)),
+        temperature=rng.choice((0.0, 0.0, 0.7, 1.3)),
+        top_k=rng.choice((0, 0, 5)),
+        top_p=rng.choice((1.0, 0.8)),
+        min_p=rng.choice((0.0, 0.1)),
+        seed=rng.choice((None, 0, -5, 2**62)),
+        max_tokens=rng.randint(5, 40),
+        logprobs=rng.choice((None, 0, 3)),
+        prompt_logprobs=rng.choice((None, None, None, 2)),
+        **extras,
+    )
+
+
+def draw_requests(rng: random.Random, tag: str) -> list[Request]:
+    """Prompts of 1 to 90 tokens over a few shared prefixes."""
+    stems = [[rng.randrange(V) for _ in range(rng.choice((8, 16, 33)))] for _ in range(2)]
+    found = []
+    for i in range(rng.randint(3, 9)):
+        stem = rng.choice((*stems, []))
+        tail = [rng.randrange(V) for _ in range(rng.choice((1, 2, 7, 8, 9, 25, 55)))]
+        params = draw_params(rng)
+        found.append(Request(id=f"{tag}-{i}", prompt_ids=tuple(stem + tail), params=params))
+    return found
+
+
+Answer = tuple[list[int], str, list[float] | None, Any]
+"""Tokens, finish reason, log-probabilities, prompt log-probabilities."""
+
+
+def run(
+    runner: ModelRunner,
+    requests: list[Request],
+    way: Way,
+    rng: random.Random,
+    truth: dict[tuple[str, int], list[int]] | None = None,
+) -> dict[tuple[str, int], Answer]:
+    """Run all requests, arriving at random steps, and gather what each choice got."""
+    limits = dataclasses.replace(runner.limits, n_pages=way.n_pages)
+    config = EngineConfig.of(
+        **OPTIONS
+        | {
+            "max_num_batched_tokens": way.budget,
+            "max_prefill_chunk": way.chunk,
+            "prefix_caching": way.prefix_caching,
+            "overlap": way.overlap,
+        }
+    )
+    proposer = Guesses(truth or {}, rng) if way.drafts else None
+    scheduler = Scheduler(limits, config, proposer=proposer)
+    device: Any = RandomBuckets(runner, rng) if way.random_buckets else runner
+    engine = Engine(scheduler, device, overlap=way.overlap)
+    waiting, outputs = list(requests), []
+    for _ in range(4000):
+        while waiting and (rng.random() < 0.4 or not engine.busy):
+            engine.submit(waiting.pop(0))
+        outputs += engine.step()
+        if not waiting and not engine.busy:
+            break
+    assert not engine.busy, "the workload did not end"
+    return gathered(outputs)
+
+
+def gathered(outputs: Seq[Output]) -> dict[tuple[str, int], Answer]:
+    found: dict[tuple[str, int], list[Output]] = {}
+    for out in outputs:
+        found.setdefault((out.request_id, out.index), []).append(out)
+    return {key: _answer(parts) for key, parts in found.items()}
+
+
+def _answer(parts: list[Output]) -> Answer:
+    tokens = [t for part in parts for t in part.token_ids]
+    ends = [str(part.finish) + str(part.error or "") for part in parts if part.finish is not None]
+    assert len(ends) == 1, "exactly one end"
+    logprobs = [t.logprob for part in parts for t in part.logprobs or ()]
+    prompt = [part.prompt_logprobs for part in parts if part.prompt_logprobs is not None]
+    scores = (
+        [None if t is None else (t.token, round(t.logprob, 3)) for t in prompt[0]]
+        if prompt
+        else None
+    )
+    return tokens, ends[0], logprobs, scores

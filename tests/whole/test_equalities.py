@@ -1,0 +1,69 @@
+"""Design.md section 10 on the real engine: however requests are run, each gets what it gets alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from tests.whole import equal
+
+TOLERANCE = 2e-4
+"""Of log-probabilities; tokens and finish reasons must be equal."""
+
+
+def compare(got, wanted) -> None:
+    assert got.keys() == wanted.keys()
+    for key, (tokens, end, logprobs, scores) in wanted.items():
+        assert got[key][:2] == (tokens, end), f"{key}: {got[key][:2]} is not {(tokens, end)}"
+        np.testing.assert_allclose(got[key][2], logprobs, atol=TOLERANCE)
+        if scores is not None:
+            ids, values = zip(*scores[1:], strict=True) if len(scores) > 1 else ((), ())
+            got_ids, got_values = (
+                zip(*got[key][3][1:], strict=True) if len(scores) > 1 else ((), ())
+            )
+            assert got_ids == ids
+            np.testing.assert_allclose(got_values, values, atol=2e-3)
+
+
+def check_workload(runner, seed: int, other=None) -> None:
+    rng = random.Random(seed)
+    requests = equal.draw_requests(rng, f"w{seed}")
+    alone: dict = {}
+    for request in requests:
+        alone |= equal.run(runner, [request], equal.PLAIN, random.Random(0))
+    truth = {key: answer[0] for key, answer in alone.items()}
+    way = equal.Way.draw(rng)
+    compare(equal.run(other or runner, requests, way, rng, truth), alone)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_way_of_running_equals_alone(runner, seed: int) -> None:
+    check_workload(runner, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(10))
+def test_any_way_of_running_equals_alone_many(runner, block: int) -> None:
+    for seed in range(1000 + 20 * block, 1020 + 20 * block):
+        check_workload(runner, seed)
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sharded_equals_one_device(runner, tp: int) -> None:
+    sharded = equal.make_runner(tp)
+    for seed in range(50, 54):
+        check_workload(runner, seed, sharded)
+
+
+def test_nothing_compiles_after_ready(runner) -> None:
+    """500 requests of every kind in one run, in every bucket."""
+    before = runner.programs.late_compiles
+    rng = random.Random(7)
+    requests = [r for i in range(100) for r in equal.draw_requests(rng, f"c{i}")][:500]
+    way = dataclasses.replace(equal.PLAIN, overlap=1, prefix_caching=True, random_buckets=True)
+    answers = equal.run(runner, requests, way, rng)
+    assert len({request for request, _ in answers}) == 500
+    assert runner.programs.late_compiles == before

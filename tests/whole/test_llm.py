@@ -1,0 +1,170 @@
+"""The Python door on a tiny model: outputs, streams, errors, weights handed over and swapped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jserve import LLM, AsyncLLM, SamplingParams
+from jserve.errors import BadRequest, ConfigError, ContextTooLong, WeightsError
+from tests.whole.conftest import SMALL_OPTIONS
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_dir: Path):
+    with LLM(str(tiny_dir), **SMALL_OPTIONS) as made:
+        yield made
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["the quick", "fox", "a much longer prompt that spans several pages " * 2]
+    together = llm.generate(prompts, GREEDY, use_tqdm=False)
+    alone = [llm.generate(p, GREEDY, use_tqdm=False)[0] for p in prompts]
+    assert [o.prompt for o in together] == prompts
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+    for out in together:
+        choice = out.outputs[0]
+        assert out.finished
+        assert choice.finish_reason == "length"
+        assert len(choice.token_ids) == 12
+        assert choice.text == llm.tokenizer.decode(choice.token_ids)
+
+
+def test_token_ids_and_dicts_are_prompts_too(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("the quick")
+    runs = llm.generate([ids, {"prompt_token_ids": ids}, {"prompt": "the quick"}], GREEDY)
+    assert len({tuple(o.outputs[0].token_ids) for o in runs}) == 1
+
+
+def test_a_stream_is_the_answer_in_pieces(llm: LLM) -> None:
+    whole = llm.generate("the quick", GREEDY)[0].outputs[0].text
+    assert "".join(llm.stream("the quick", GREEDY)) == whole
+
+
+def test_a_closed_stream_frees_everything(llm: LLM) -> None:
+    stream = llm.stream("the quick", GREEDY)
+    next(stream)
+    stream.close()
+    assert not llm._engine.busy
+    assert llm._engine.stats().running == 0
+
+
+def test_stop_strings_cut_text_and_tokens(llm: LLM) -> None:
+    free = llm.generate("the quick", GREEDY)[0].outputs[0]
+    stop = free.text[3:5]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=(stop,))
+    cut = llm.generate("the quick", params)[0].outputs[0]
+    assert cut.finish_reason == "stop"
+    assert cut.stop_reason == stop
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+
+
+def test_n_choices_with_a_seed_repeat(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, logprobs=2)
+    first, again = (llm.generate("the quick", params)[0] for _ in range(2))
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in again.outputs]
+    assert len({tuple(c.token_ids) for c in first.outputs}) > 1
+    for i, choice in enumerate(first.outputs):
+        alone = SamplingParams(temperature=1.0, seed=5 + i, max_tokens=8)
+        assert llm.generate("the quick", alone)[0].outputs[0].token_ids == choice.token_ids
+        assert choice.logprobs is not None
+        assert len(choice.logprobs) == len(choice.token_ids)
+        assert all(len(t.top_ids) == 2 for t in choice.logprobs)
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    out = llm.chat([{"role": "user", "content": "hi"}], GREEDY)[0]
+    text = llm.tokenizer.decode(out.prompt_token_ids, skip_special_tokens=False)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "word"),
+    [
+        ([], GREEDY, BadRequest, "prompt"),
+        ([999999], GREEDY, BadRequest, "prompt"),
+        ([-1], GREEDY, BadRequest, "prompt"),
+        ([5] * 200, GREEDY, ContextTooLong, "160"),
+        ([5], SamplingParams(max_tokens=500), ContextTooLong, "160"),
+        ([5], SamplingParams(logit_bias={999999: 1.0}), BadRequest, "logit_bias"),
+        ([5], SamplingParams(allowed_token_ids=(999999,)), BadRequest, "allowed_token_ids"),
+        ([5], SamplingParams(stop_token_ids=(-4,)), BadRequest, "stop_token_ids"),
+    ],
+)
+def test_a_bad_request_raises_and_harms_nothing(llm: LLM, prompt, params, error, word) -> None:
+    before = llm.generate("the quick", GREEDY)[0].outputs[0].token_ids
+    with pytest.raises(error, match=word):
+        llm.generate([[5, 6], {"prompt_token_ids": prompt}], [GREEDY, params])
+    assert llm.generate("the quick", GREEDY)[0].outputs[0].token_ids == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", float("nan")),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("n", 0),
+        ("seed", 2**63),
+        ("max_tokens", -1),
+        ("logprobs", 21),
+        ("presence_penalty", 3),
+        ("repetition_penalty", 0),
+        ("stop", ("",)),
+        ("allowed_token_ids", ()),
+        ("logit_bias", {1: 101.0}),
+    ],
+)
+def test_sampling_fields_are_range_checked_by_name(field: str, value: object) -> None:
+    with pytest.raises(BadRequest, match=field) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+
+
+def test_weights_handed_over_and_swapped(llm: LLM, tiny_dir: Path) -> None:
+    """``params=`` and ``update_params``: a live program's weights serve at once, on one set of programs."""
+    mine = jax.tree.map(np.asarray, llm._engine.runner.params)  # type: ignore[attr-defined]
+    other = jax.tree.map(lambda x: x[..., ::-1], mine)
+    options = {k: v for k, v in SMALL_OPTIONS.items() if k != "load_format"}
+    with LLM(str(tiny_dir), params=mine, load_format="dummy", **options) as second:
+        want = llm.generate("the quick", GREEDY)[0].outputs[0].token_ids
+        assert second.generate("the quick", GREEDY)[0].outputs[0].token_ids == want
+        second.update_params(other)
+        changed = second.generate("the quick", GREEDY)[0].outputs[0].token_ids
+        assert changed != want
+        second.update_params(mine)
+        assert second.generate("the quick", GREEDY)[0].outputs[0].token_ids == want
+        broken = {**mine, "norm": np.ones(3, np.float32)}
+        with pytest.raises(WeightsError, match="norm"):
+            second.update_params(broken)
+        assert second.generate("the quick", GREEDY)[0].outputs[0].token_ids == want
+
+
+def test_a_config_that_is_not_supported_is_refused_by_key(tiny_dir: Path, tmp_path: Path) -> None:
+    for file in tiny_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | {"hidden_act": "gelu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="hidden_act"):
+        LLM(str(tmp_path), **SMALL_OPTIONS)
+
+
+async def test_async_generate_streams_and_cancels(tiny_dir: Path, llm: LLM) -> None:
+    want = llm.generate("the quick", GREEDY)[0].outputs[0].token_ids
+    async with AsyncLLM(str(tiny_dir), **SMALL_OPTIONS) as made:
+        seen = [list(o.outputs[0].token_ids) async for o in made.generate("the quick", GREEDY)]
+        assert seen[-1] == want
+        half = made.generate("the quick", GREEDY)
+        await anext(half)
+        await half.aclose()
+        again = [o async for o in made.generate("the quick", GREEDY)]
+        assert again[-1].outputs[0].token_ids == want
