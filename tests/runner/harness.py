@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 6,
     "max_num_batched_tokens": 48,
     "page_size": 8,
-    "attention_backend": "ref",
+    "attention_backend": "xla",
     "n_pages": 6 * 16 + 1,
     "compile_cache": "",
 }

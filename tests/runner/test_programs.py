@@ -21,7 +21,7 @@ from jserve.runner.runner import ModelRunner
 from tests.runner.harness import ARCH, SMALL, Rig, jobs, make_runner, shared, tiny_params
 
 MANY_PAGES = 4001
-BACKENDS = ["ref", pytest.param("xla", marks=pytest.mark.slow)]
+BACKENDS = ["xla", pytest.param("ref", marks=pytest.mark.slow)]
 
 
 def runner(attention: str) -> ModelRunner:
@@ -46,7 +46,7 @@ def test_the_step_updates_its_state_in_place(attention, bucket):
 
 def test_the_check_for_copies_sees_one():
     """The same search on a step that keeps its old KV must find the copy."""
-    r = runner("ref")
+    r = runner("xla")
     params, state = r.model.abstract_params(), r.model.abstract_state()
     step = make_step(r.model, SMALL[0])
     buf = jax.ShapeDtypeStruct((r.programs.step(SMALL[0]).in_avals[0][2].shape[0],), jnp.int32)
@@ -71,7 +71,7 @@ def test_nothing_compiles_over_a_random_trace():
 
 
 def test_a_late_compile_is_an_error_when_strict_and_counted_when_not(caplog, monkeypatch):
-    strict, lax = shared(), runner("ref")
+    strict, lax = shared(), runner("xla")
     monkeypatch.setattr(strict.programs, "strict", True)
     lax.programs.seal()
     strict.programs.seal()
@@ -114,7 +114,7 @@ def test_reset_gives_a_working_state_after_a_lost_one():
 
 
 def test_every_bucket_is_timed():
-    r = runner("ref")
+    r = runner("xla")
     times = r.bench_bucket_times(repeats=1)
     assert set(times) == set(SMALL)
     assert all(t > 0 for t in times.values())
@@ -122,7 +122,7 @@ def test_every_bucket_is_timed():
 
 def test_a_bucket_of_one_row_is_refused():
     with pytest.raises(ValueError, match="fewer than two"):
-        make_step(runner("ref").model, Bucket(D=1, P=0, F=0))
+        make_step(runner("xla").model, Bucket(D=1, P=0, F=0))
 
 
 DIMS = StepDims(C=4, M=8, Z=8, V=128)
