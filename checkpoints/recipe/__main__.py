@@ -1,0 +1,60 @@
+"""Command line: `python -m checkpoints.recipe {data,tokenizer,train,eval,export}`."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from . import skills
+from .chat import segments
+from .model import SIZES
+from .tokenizer import load_or_train
+
+WORK = Path(__file__).parent.parent / "work"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="checkpoints.recipe", description=__doc__)
+    parser.add_argument("command", choices=("data", "tokenizer", "train", "eval", "export"))
+    parser.add_argument("--size", choices=("main", "draft", "tiny"), default="main")
+    parser.add_argument("--minutes", type=float, default=60.0, help="wall-clock training budget")
+    parser.add_argument("--steps", type=int, default=None, help="budget in steps instead")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=100, help="chats to print, items per skill")
+    parser.add_argument("--fast-matmul", action="store_true", help="bf16 products while training")
+    parser.add_argument("--work", type=Path, default=WORK, help="scratch folder with checkpoints")
+    parser.add_argument("--out", type=Path, help="folder of the exported model")
+    return parser.parse_args()
+
+
+def data(args) -> None:
+    rng = np.random.default_rng(args.seed)
+    for _ in range(args.count):
+        text = "".join(text for text, _ in segments(skills.draw(rng, "test")))
+        Console().print(text, markup=False, highlight=False)
+
+
+def train(args) -> None:
+    from . import train as loop
+
+    config = dataclasses.replace(SIZES[args.size], fast_matmul=args.fast_matmul)
+    plan = loop.Plan(config, args.minutes, args.steps, args.seed)
+    loop.train(plan, load_or_train(args.work / "tokenizer.json"), args.work / args.size)
+
+
+def main() -> None:
+    args = _arguments()
+    jax.config.update("jax_compilation_cache_dir", str(args.work / "xla"))
+    if args.command == "data":
+        data(args)
+    elif args.command == "tokenizer":
+        load_or_train(args.work / "tokenizer.json")
+    elif args.command == "train":
+        train(args)
+
+
+if __name__ == "__main__":
+    main()
