@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -45,6 +46,48 @@ def train(args) -> None:
     loop.train(plan, load_or_train(args.work / "tokenizer.json"), args.work / args.size)
 
 
+def _trained(args):
+    """Parameters, configuration and training notes of the latest checkpoint in the work folder."""
+    from . import storage
+    from . import train as loop
+
+    path = args.work / args.size / "state.safetensors"
+    plan = loop.Plan(SIZES[args.size], args.minutes)
+    state, about = storage.load_state(path, loop.fresh_state(plan)[0])
+    return state[0], plan.model, about
+
+
+def evaluate(args) -> None:
+    """Judge the latest checkpoint, at any moment of the training."""
+    from .evaluate import score
+
+    params, config, about = _trained(args)
+    print(about["clock"], flush=True)
+    scores = score(config, params, load_or_train(args.work / "tokenizer.json"), args.count, _say)
+    (args.work / args.size / "scores.json").write_text(json.dumps(scores, indent=1))
+
+
+def export(args) -> None:
+    """Write the Hugging Face folder, judge what was written, and write its card."""
+    from . import export as hf
+    from .card import write_card
+    from .evaluate import score
+    from .model import parameter_count
+
+    params, config, about = _trained(args)
+    tokenizer = load_or_train(args.work / "tokenizer.json")
+    out = args.out or WORK.parent / {"main": "jserve-mini", "draft": "jserve-mini-draft"}[args.size]
+    hf.export(params, config, tokenizer, out)
+    params = hf.import_params(out, config)
+    scores = score(config, params, tokenizer, args.count, _say)
+    write_card(out, args.size, config, parameter_count(params), about, scores)
+    (args.work / args.size / "scores.json").write_text(json.dumps(scores, indent=1))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 def main() -> None:
     args = _arguments()
     jax.config.update("jax_compilation_cache_dir", str(args.work / "xla"))
@@ -52,8 +95,8 @@ def main() -> None:
         data(args)
     elif args.command == "tokenizer":
         load_or_train(args.work / "tokenizer.json")
-    elif args.command == "train":
-        train(args)
+    else:
+        {"train": train, "eval": evaluate, "export": export}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -13,64 +13,67 @@ import numpy as np
 Split = Literal["train", "test"]
 Rng = np.random.Generator
 
-PEOPLE = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+PEOPLE = _words(
     "Anna Ben Clara David Emma Felix Grace Henry Irene Jack Kate Leo Maria Nina Oscar Paula Quinn "
     "Rosa Sam Tina Uma Victor Wendy Xavier Yara Zoe Adam Bella Carlos Diana Eric Fiona George "
     "Hanna Ivan Julia Kevin Laura Martin Nora Oliver Peter Rachel Simon Tom Vera Walter Alice "
     "Bob Lucy Max Mia Noah Lena Omar Aisha Hugo Ines Jonas Ruth Theo Elsa Ravi Priya Kenji Yuki"
-).split()
-TOWNS = (
+)
+TOWNS = _words(
     "Paris London Berlin Madrid Rome Vienna Oslo Dublin Lisbon Prague Warsaw Athens Helsinki "
     "Boston Chicago Denver Seattle Toronto Sydney Tokyo Delhi Cairo Nairobi Lima Bristol Leeds "
     "Hamburg Munich Lyon Turin Porto Ghent Basel Bergen Malmo Krakow Split York Bath Kyoto"
-).split()
-COLOURS = "red blue green yellow black white brown grey purple orange pink silver gold".split()
-OBJECTS = (
+)
+COLOURS = _words("red blue green yellow black white brown grey purple orange pink silver gold")
+OBJECTS = _words(
     "lamp chair table clock book key cup bottle basket ladder hammer kite drum bell mirror "
     "blanket coat hat umbrella bag box vase candle radio camera pen map guitar bicycle boat "
     "kettle pillow ring letter ticket helmet rope bucket painting flute scarf phone laptop"
-).split()
-ANIMALS = (
+)
+ANIMALS = _words(
     "cat dog fox rabbit horse goat owl duck mouse bear parrot turtle hedgehog squirrel pony frog "
     "otter sheep cow hen"
-).split()
-JOBS = (
+)
+JOBS = _words(
     "teacher doctor baker farmer pilot nurse painter driver lawyer cook gardener librarian "
     "carpenter singer writer plumber dentist tailor engineer sailor judge waiter chemist "
     "builder journalist photographer"
-).split()
-FOODS = (
+)
+FOODS = _words(
     "pizza soup rice pasta bread cheese salad apples pancakes noodles beans curry tomatoes honey "
     "chocolate cherries pears fish potatoes plums cake yogurt grapes nuts dumplings"
-).split()
-HOBBIES = (
+)
+HOBBIES = _words(
     "chess swimming painting running cooking reading dancing fishing cycling singing gardening "
     "climbing tennis football skiing hiking sewing rowing yoga pottery"
-).split()
-GOODS = (
+)
+GOODS = _words(
     "apples oranges pens books cups plates chairs lamps candles tickets shirts towels bottles "
     "baskets eggs cookies stamps coins marbles pencils balls stickers cards buttons flowers"
-).split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = (
+)
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = _words(
     "January February March April May June July August September October November December"
-).split()
-PLACES = (
+)
+PLACES = _words(
     "kitchen garden garage attic cellar library office hall bedroom shed barn tower workshop "
     "school museum station market harbour chapel studio"
-).split()
-SHOPS = (
+)
+SHOPS = _words(
     "bakery library museum bank pharmacy cinema pool market theatre gallery zoo cafe gym "
     "bookshop school"
-).split()
-EVENTS = "meeting concert party lecture match workshop picnic race wedding show exam trip".split()
-WEATHER = "sunny cloudy rainy windy snowy foggy stormy clear".split()
-NUMBER_WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve"
-).split()
+)
+EVENTS = _words("meeting concert party lecture match workshop picnic race wedding show exam trip")
+WEATHER = _words("sunny cloudy rainy windy snowy foggy stormy clear")
+NUMBER_WORDS = _words("zero one two three four five six seven eight nine ten eleven twelve")
 
-_ONSETS = "b br c ch d dr f fl g gr h j k kl l m n p pr r s sh sk st t th tr v w y z".split()
-_VOWELS = "a e i o u a e i o ai ea ee oo ou".split()
+_ONSETS = _words("b br c ch d dr f fl g gr h j k kl l m n p pr r s sh sk st t th tr v w y z")
+_VOWELS = _words("a e i o u a e i o ai ea ee oo ou")
 _CODAS = ["", "", "", "n", "r", "l", "s", "m", "k", "t", "nd", "rk", "ll", "x", "th", "v"]
 
 

@@ -165,7 +165,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits. With a cache, keys and values are written at `positions_BT` and attended."""
+    """Tokens to logits. With a cache, keys and values are written at `positions_BT` first."""
 
     config: ModelConfig
 

@@ -38,7 +38,9 @@ def scale_by_muon() -> optax.GradientTransformation:
 
     def update(gradients, momentum, params=None):
         del params
-        momentum = jax.tree.map(lambda m, g: _MOMENTUM * m + (1 - _MOMENTUM) * g, momentum, gradients)
+        momentum = jax.tree.map(
+            lambda m, g: _MOMENTUM * m + (1 - _MOMENTUM) * g, momentum, gradients
+        )
         return jax.tree.map(_direction, momentum, gradients), momentum
 
     return optax.GradientTransformation(init, update)

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from . import skills
 from .chat import Chat, segments
-from .lexicon import Split
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,3 @@ def long_batch(tokenizer: Tokenizer, seed: int, step: int, rows: int, length: in
     chats = [skills.draw_long(rng, "train", length // 13) for _ in range(rows)]
     cut = [(ids[:length], weights[:length]) for ids, weights in encode(tokenizer, chats)]
     return pack(cut, rows, length)
-
-
-def held_out_text(tokenizer: Tokenizer, skill: str, count: int, split: Split = "test"):
-    rng = np.random.default_rng([99, sum(map(ord, skill))])
-    chats = [skills.SKILLS[skill](rng, split) for _ in range(count)]
-    return chats, encode(tokenizer, chats)

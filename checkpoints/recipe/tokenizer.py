@@ -1,7 +1,7 @@
 """A byte-level BPE tokenizer trained on the generated text.
 
-Owns vocabulary size and splitting rules. Digits stand alone, so arithmetic is about digits; any byte
-string round-trips, because all 256 bytes are in the alphabet.
+Owns vocabulary size and splitting rules. Digits stand alone, so arithmetic is about digits; any
+byte string round-trips, because all 256 bytes are in the alphabet.
 """
 
 import json

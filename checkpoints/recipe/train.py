@@ -33,11 +33,11 @@ class Plan:
     minutes: float
     steps: int | None = None
     seed: int = 1
-    tokens: int = 4096
+    tokens: int = 2048
     length: int = 256
-    curriculum_steps: int = 300
+    curriculum_steps: int = 500
     long_every: int = 16
-    long_from: int = 600
+    long_from: int = 1200
     save_every: int = 100
 
     def shape(self, step: int) -> tuple[int, int]:
@@ -108,10 +108,10 @@ def run(plan: Plan, tokenizer: Tokenizer, out: Path, report=lambda clock, loss: 
         state, about = storage.load_state(path, state)
         clock = Clock(**about["clock"])
     update = make_update(plan.model, optimizer)
-    for state, loss in _steps(plan, tokenizer, clock, state, update):
+    for now, loss in _steps(plan, tokenizer, clock, state, update):
         report(clock, loss)
         if clock.step % plan.save_every == 0 or _finished(plan, clock):
-            storage.save_state(path, state, _about(plan, clock))
+            storage.save_state(path, now, _about(plan, clock))
     return _about(plan, clock)
 
 
@@ -141,7 +141,11 @@ class Show:
         self.plan, self.every, self.log = plan, every, out / "log.jsonl"
         self.losses: list[float] = []
         self.console = Console()
-        columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+        columns = (
+            *Progress.get_default_columns(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
         self.bar = Progress(*columns, console=self.console)
         self.task = self.bar.add_task("training", total=1.0, note="")
 

@@ -1,7 +1,7 @@
 """Small arithmetic: sums and differences up to three digits, times tables, exact division.
 
-Owns the problems, their phrasings and the written-out working. Every answer is thought through digit
-by digit when thinking is on; with thinking off, problems stay small enough to be done at once. A
+Owns the problems, their phrasings and the written-out working. With thinking on, every answer is
+worked out digit by digit; with thinking off, problems stay small enough to be done at once. A
 problem is held out by a checksum of its operation and operands, so test problems were never seen.
 """
 

@@ -10,6 +10,11 @@ from .. import lexicon as lx
 from ..chat import Chat, Turn, reply, user
 from ..lexicon import Rng, Split
 
+
+def _split(text: str) -> list[str]:
+    return text.split("|")
+
+
 NAME = "jserve-mini"
 DONT_KNOW = "I am a very small model and I don't know that."
 _GREETINGS = ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there", "Hi there")
@@ -28,7 +33,10 @@ _TALK = (
         ("Are you human?", "Are you a person?", "Are you a robot?", "Are you real?"),
         "No, I am a very small language model.",
     ),
-    (("How big are you?", "How many parameters do you have?"), "I have about five million parameters."),
+    (
+        ("How big are you?", "How many parameters do you have?"),
+        "I have about five million parameters.",
+    ),
     (
         ("Thank you!", "Thanks!", "Thanks a lot!", "Thank you very much.", "Thx"),
         "You are welcome!",
@@ -38,11 +46,11 @@ _TALK = (
     (("Ok", "OK", "I see.", "Alright."), "Is there anything else I can do?"),
 )
 _WHO = ("Who are you?", "What are you?", "What is your name?", "What's your name?", "Your name?")
-_TOPICS = (
+_TOPICS = _split(
     "quantum physics|the stock market|the meaning of life|black holes|the French Revolution|"
     "machine learning|the Roman Empire|DNA|electric cars|philosophy|the moon landing|politics|"
     "medicine|jazz|volcanoes|the law|dinosaurs|the internet|bitcoin|climate change"
-).split("|")
+)
 _UNKNOWN = (
     "Who is the president of {x}?",
     "What is the population of {x}?",

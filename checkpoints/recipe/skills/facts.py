@@ -1,4 +1,4 @@
-"""A closed list of everyday facts: opposites, plurals of thought like seasons, days, capitals, sounds.
+"""A closed list of everyday facts: opposites, days and months, capitals, animal sounds, colours.
 
 Owns the tables. They are meant to be learnt by heart; held-out text only differs in phrasing.
 """
@@ -18,7 +18,9 @@ _CAPITALS = (
     "Japan Tokyo|Egypt Cairo|Kenya Nairobi|Peru Lima|Sweden Stockholm|Denmark Copenhagen|"
     "Hungary Budapest|Russia Moscow|China Beijing|Cuba Havana|Canada Ottawa|Belgium Brussels"
 )
-_SOUNDS = "cat meow|dog woof|cow moo|sheep baa|duck quack|frog ribbit|hen cluck|owl hoot|horse neigh"
+_SOUNDS = (
+    "cat meow|dog woof|cow moo|sheep baa|duck quack|frog ribbit|hen cluck|owl hoot|horse neigh"
+)
 _COLOURS = (
     "grass green|snow white|the sky blue|blood red|coal black|a lemon yellow|chocolate brown|"
     "the sun yellow|milk white|a carrot orange"

@@ -1,4 +1,4 @@
-"""Passage questions: small worlds told in a few sentences, and questions that must be read off them.
+"""Passage questions: small worlds told in a few sentences, and questions to be read off them.
 
 Owns the fact kinds (how a fact is told, asked from either side, and answered). Answers copy names,
 codes and times from the passage; a question about something untold gets `NOT_SAID`.
@@ -116,7 +116,11 @@ KINDS = (
         "shop",
         lambda rng, split: lx.clock(rng),
         ("The {s} opens at {v}.", "You can enter the {s} from {v} on."),
-        ("When does the {s} open?", "At what time does the {s} open?", "What time does the {s} open?"),
+        (
+            "When does the {s} open?",
+            "At what time does the {s} open?",
+            "What time does the {s} open?",
+        ),
         "The {s} opens at {v}.",
         ("What opens at {v}?",),
     ),
@@ -162,7 +166,11 @@ KINDS = (
     Kind(
         "object",
         _word(lx.PLACES),
-        ("The {s} is in the {v}.", "Someone left the {s} in the {v}.", "The {s} stands in the {v}."),
+        (
+            "The {s} is in the {v}.",
+            "Someone left the {s} in the {v}.",
+            "The {s} stands in the {v}.",
+        ),
         ("Where is the {s}?", "In which room is the {s}?", "Where can I find the {s}?"),
         "The {s} is in the {v}.",
         ("What is in the {v}?",),
@@ -271,7 +279,7 @@ def _turns(rng: Rng, split: Split, facts: list[Fact], count: int) -> tuple[Turn,
 
 def generate(rng: Rng, split: Split) -> Chat:
     facts = world(rng, split, lx.between(rng, 3, 8))
-    return Chat("passage", _turns(rng, split, facts, lx.pick(rng, (1, 2, 3, 4))))
+    return Chat("passage", _turns(rng, split, facts, lx.pick(rng, (1, 2, 4, 6))))
 
 
 def generate_long(rng: Rng, split: Split, sentences: int) -> Chat:

@@ -249,7 +249,7 @@ def _use(rng: Rng, split: Split, declared: Declared) -> tuple[Turn, ...]:
 
 
 def _setting(rng: Rng, split: Split) -> tuple[list[Declared], tuple[Tool, ...], tuple[Turn, ...]]:
-    declared = [_declare(rng, split, c) for c in lx.sample(rng, CONCEPTS, lx.between(rng, 1, 4))]
+    declared = [_declare(rng, split, c) for c in lx.sample(rng, CONCEPTS, lx.between(rng, 1, 3))]
     system = lx.pick(rng, ("", "", "You are a helpful assistant.", "Use the tools if needed."))
     start = (Turn("system", system),) if system else ()
     return declared, tuple(d.tool for d in declared), start
@@ -259,7 +259,7 @@ def generate(rng: Rng, split: Split) -> Chat:
     """Half of the chats end with the call, half with the answer from the tool's result."""
     declared, tools, start = _setting(rng, split)
     turns = _use(rng, split, lx.pick(rng, declared))
-    if lx.chance(rng, 0.25):
+    if lx.chance(rng, 0.4):
         start += turns
         turns = _use(rng, split, lx.pick(rng, declared))
     if lx.chance(rng, 0.5):
