@@ -21,7 +21,7 @@ MARKUP_TOKENS = (
     "</tool_response>",
 )
 NO_THINKING = "<think>\n\n</think>\n\n"
-PROMPT_WEIGHT = 0.1
+PROMPT_WEIGHT = 0.03
 
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}

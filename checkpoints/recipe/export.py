@@ -92,6 +92,7 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     tensors = hf_tensors(params, config, dtype)
     save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
     _write(out / "config.json", hf_config(config, jnp.dtype(dtype).name))
     _write(out / "tokenizer_config.json", _tokenizer_config(config))
     special = {"eos_token": TURN_END, "pad_token": END_OF_TEXT}

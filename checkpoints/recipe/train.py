@@ -37,7 +37,7 @@ class Plan:
     length: int = 256
     curriculum_steps: int = 500
     long_every: int = 16
-    long_from: int = 1200
+    long_from: int = 1700
     save_every: int = 100
 
     def shape(self, step: int) -> tuple[int, int]:

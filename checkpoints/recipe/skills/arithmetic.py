@@ -59,7 +59,11 @@ def equation(op: str, x: int, y: int) -> str:
 
 
 def working(op: str, x: int, y: int) -> str:
-    """The written-out way to the answer, as put between the think tags."""
+    """The written-out way to the answer. Stating the sum first puts its digits in fixed places."""
+    return f"{x} {_SIGN[op]} {y}\n{_steps(op, x, y)}"
+
+
+def _steps(op: str, x: int, y: int) -> str:
     if op == "+":
         return _add(x, y)
     if op == "-":
@@ -111,7 +115,7 @@ def _operands(rng: Rng, op: str, thinking: bool) -> tuple[int, int]:
         if op == "*" and lx.chance(rng, 0.5):
             x, y = y, x
         return (x, y) if op == "*" else (x * y, x)
-    top = 999 if thinking and lx.chance(rng, 0.5) else lx.pick(rng, (20, 99, 99))
+    top = 999 if thinking and lx.chance(rng, 0.4) else lx.pick(rng, (20, 99, 99))
     x, y = lx.between(rng, 0, top), lx.between(rng, 0, top)
     if op == "-" and x < y and not (y <= 20 and lx.chance(rng, 0.3)):
         x, y = y, x

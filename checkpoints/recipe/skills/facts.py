@@ -19,7 +19,7 @@ _CAPITALS = (
     "Hungary Budapest|Russia Moscow|China Beijing|Cuba Havana|Canada Ottawa|Belgium Brussels"
 )
 _SOUNDS = (
-    "cat meow|dog woof|cow moo|sheep baa|duck quack|frog ribbit|hen cluck|owl hoot|horse neigh"
+    "cat meow|dog woof|cow moo|sheep baa|duck quack|frog ribbit|hen cluck|pig oink|horse neigh"
 )
 _COLOURS = (
     "grass green|snow white|the sky blue|blood red|coal black|a lemon yellow|chocolate brown|"
