@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.02, 0.003, 0.03
+# Batches are small, so the gradient is noisy and the rates are half of what is usual for Muon.
+MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.01, 0.0015, 0.03
 _MOMENTUM = 0.95
 # The quintic whose repeated use drives all singular values of a matrix towards one.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -64,7 +65,7 @@ def make_optimizer(params) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), split)
 
 
-def rate_at(step: int, done: float, warmup: int = 60, decay: float = 0.25) -> float:
+def rate_at(step: int, done: float, warmup: int = 60, decay: float = 0.5) -> float:
     """The multiplier of the full rate. `done` is the spent share of the budget."""
     warm = min(1.0, (step + 1) / warmup)
     return warm * min(1.0, max(0.02, (1.0 - done) / decay))

@@ -36,9 +36,9 @@ class Plan:
     tokens: int = 2048
     length: int = 256
     curriculum_steps: int = 500
-    long_every: int = 16
-    long_from: int = 1700
-    save_every: int = 100
+    long_every: int = 24
+    long_from: int = 1900
+    save_every: int = 50
 
     def shape(self, step: int) -> tuple[int, int]:
         length = self.length

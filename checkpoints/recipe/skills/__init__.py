@@ -30,18 +30,18 @@ SKILLS: dict[str, Generator] = {
 # Skills with one right answer; the others are judged by bits per byte.
 CLOSED = tuple(name for name in SKILLS if name != "story")
 MIXTURE = {
-    "passage": 0.22,
-    "arithmetic": 0.11,
-    "arithmetic_thinking": 0.09,
-    "units": 0.07,
+    "passage": 0.24,
+    "arithmetic": 0.06,
+    "arithmetic_thinking": 0.12,
+    "units": 0.06,
     "extract": 0.10,
-    "tools": 0.10,
+    "tools": 0.12,
     "tool_unneeded": 0.03,
     "dialogue": 0.08,
-    "lists": 0.06,
-    "notes": 0.05,
+    "lists": 0.05,
+    "notes": 0.08,
     "facts": 0.03,
-    "story": 0.06,
+    "story": 0.03,
 }
 _PLAIN = 0.02
 _NAMES, _WEIGHTS = tuple(MIXTURE), tuple(MIXTURE.values())

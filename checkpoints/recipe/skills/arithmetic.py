@@ -115,7 +115,7 @@ def _operands(rng: Rng, op: str, thinking: bool) -> tuple[int, int]:
         if op == "*" and lx.chance(rng, 0.5):
             x, y = y, x
         return (x, y) if op == "*" else (x * y, x)
-    top = 999 if thinking and lx.chance(rng, 0.4) else lx.pick(rng, (20, 99, 99))
+    top = 999 if thinking and lx.chance(rng, 0.4) else lx.pick(rng, (10, 20, 99))
     x, y = lx.between(rng, 0, top), lx.between(rng, 0, top)
     if op == "-" and x < y and not (y <= 20 and lx.chance(rng, 0.3)):
         x, y = y, x
