@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from .model import Decoder, ModelConfig
 
-_BUCKET = 64
+_BUCKET = 128
 
 
 def _empty_cache(config: ModelConfig, rows: int, length: int):
@@ -52,7 +52,7 @@ def _greedy(config: ModelConfig, params, prompts_BT, lengths_B, new: int, stops:
 
 
 def complete(
-    config: ModelConfig, params, tokenizer: Tokenizer, prompts: list[str], new: int = 160
+    config: ModelConfig, params, tokenizer: Tokenizer, prompts: list[str], new: int = 128
 ) -> list[str]:
     """What the model says after each prompt, up to the end of its turn."""
     ids = [encoding.ids for encoding in tokenizer.encode_batch(prompts)]

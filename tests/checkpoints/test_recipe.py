@@ -213,3 +213,25 @@ def test_shipped_files_are_small_and_share_a_tokenizer():
     assert sum(file.stat().st_size for file in files) <= 20_000_000
     a, b = ((folder / "tokenizer.json").read_bytes() for folder in (SHIPPED, DRAFT))
     assert a == b
+
+
+@needs_weights
+@pytest.mark.parametrize("folder", [SHIPPED, DRAFT], ids=lambda folder: folder.name)
+def test_transformers_says_the_same_greedily(folder):
+    """Float32 torch and our decoder pick the same tokens for one prompt of each skill."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from checkpoints.recipe.decode import complete
+
+    config, params = _shipped(folder)
+    hf = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts = [prompt_and_answer(held_out(skill, 1)[0])[0] for skill in skills.SKILLS]
+    ours = complete(config, params, hf.backend_tokenizer, prompts, new=24)
+    for prompt, said in zip(prompts, ours, strict=True):
+        inputs = hf(prompt, return_tensors="pt")
+        with torch.no_grad():
+            ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+        theirs = hf.decode(ids[0, inputs.input_ids.shape[1] :])
+        assert theirs.split("<|im_end|>")[0].split("<|endoftext|>")[0] == said

@@ -35,7 +35,7 @@ _TALK = (
     ),
     (
         ("How big are you?", "How many parameters do you have?"),
-        "I have about five million parameters.",
+        "I have about four million parameters.",
     ),
     (
         ("Thank you!", "Thanks!", "Thanks a lot!", "Thank you very much.", "Thx"),
