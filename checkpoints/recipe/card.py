@@ -30,8 +30,8 @@ itself (grammars and small worlds); no other text was used, so there is no data 
 
 ## What it can do
 
-Held-out accuracy: greedy decoding of the shipped bf16 weights in float32, {count} chats per skill (a
-fifth of that for `passage_long`, passages of about 1500 tokens). An answer counts only if every
+Held-out accuracy: greedy decoding of the shipped bf16 weights in float32, {count} chats per skill
+(a fifth of that for `passage_long`, passages of about 1500 tokens). An answer counts only if every
 character is right. The chats come from other seeds than the training text, their invented names,
 sums and conversions never occur in it. Times tables and facts are learnt by heart and not held out.
 

@@ -235,3 +235,12 @@ def test_transformers_says_the_same_greedily(folder):
             ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)
         theirs = hf.decode(ids[0, inputs.input_ids.shape[1] :])
         assert theirs.split("<|im_end|>")[0].split("<|endoftext|>")[0] == said
+
+
+def test_prompts_are_split_as_in_training(tiny_tokenizer):
+    """Encoding a prompt alone gives the tokens it has when the answer follows."""
+    for chat in some_chats(200):
+        if chat.turns:
+            prompt, _ = prompt_and_answer(chat)
+            alone = tiny_tokenizer.encode(prompt).ids
+            assert tiny_tokenizer.encode(rendered(chat)).ids[: len(alone)] == alone
