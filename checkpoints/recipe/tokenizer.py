@@ -19,7 +19,10 @@ SEED = 20_000
 
 # GPT-2's pattern with one change: a run of line breaks is one piece whatever follows it. A prompt
 # that ends in line breaks then has the tokens it had in training, when an answer followed them.
-_PIECES = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"""
+_PIECES = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _splitting() -> pre_tokenizers.PreTokenizer:
