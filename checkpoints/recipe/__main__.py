@@ -23,6 +23,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=("main", "draft", "tiny"), default="main")
     parser.add_argument("--minutes", type=float, default=60.0, help="wall-clock training budget")
     parser.add_argument("--steps", type=int, default=None, help="budget in steps instead")
+    parser.add_argument("--decay", type=float, default=0.5, help="annealed share of the budget")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100, help="chats to print, items per skill")
     parser.add_argument("--fast-matmul", action="store_true", help="bf16 products while training")
@@ -42,7 +43,7 @@ def train(args) -> None:
     from . import train as loop
 
     config = dataclasses.replace(SIZES[args.size], fast_matmul=args.fast_matmul)
-    plan = loop.Plan(config, args.minutes, args.steps, args.seed)
+    plan = loop.Plan(config, args.minutes, args.steps, args.seed, args.decay)
     loop.train(plan, load_or_train(args.work / "tokenizer.json"), args.work / args.size)
 
 

@@ -65,7 +65,7 @@ def make_optimizer(params) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), split)
 
 
-def rate_at(step: int, done: float, warmup: int = 60, decay: float = 0.5) -> float:
+def rate_at(step: int, done: float, decay: float, warmup: int = 60) -> float:
     """The multiplier of the full rate. `done` is the spent share of the budget."""
     warm = min(1.0, (step + 1) / warmup)
     return warm * min(1.0, max(0.02, (1.0 - done) / decay))

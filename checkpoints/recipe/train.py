@@ -33,6 +33,7 @@ class Plan:
     minutes: float
     steps: int | None = None
     seed: int = 1
+    decay: float = 0.5  # the last share of the budget, over which the rate falls to nothing
     tokens: int = 2048
     length: int = 256
     curriculum_steps: int = 500
@@ -124,7 +125,7 @@ def _steps(plan: Plan, tokenizer: Tokenizer, clock: Clock, state, update) -> Ite
         began = time.monotonic()
         batch = batch_at(plan, tokenizer, clock.step)
         arrays = tuple(map(jnp.asarray, dataclasses.astuple(batch)))
-        rate = np.float32(rate_at(clock.step, _spent(plan, clock)))
+        rate = np.float32(rate_at(clock.step, _spent(plan, clock), plan.decay))
         state, loss = update(state, arrays, rate)
         loss = float(loss)
         clock.step += 1
