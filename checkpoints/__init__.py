@@ -1,0 +1,1 @@
+"""The weights that ship with jserve and the recipes that made them."""

@@ -1,0 +1,72 @@
+"""Batched greedy decoding with a key-value cache, for judging a model while it trains.
+
+Owns padding and the decoding loop, nothing about skills. Prompts are padded on the right: positions
+past a prompt hold rubbish that is overwritten before any token may look at it.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from .model import Decoder, ModelConfig
+
+_BUCKET = 128
+
+
+def _empty_cache(config: ModelConfig, rows: int, length: int):
+    shape = (rows, length, config.kv_heads, config.head_dim)
+    return [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(config.layers)]
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def _greedy(config: ModelConfig, params, prompts_BT, lengths_B, new: int, stops: jax.Array):
+    B, T = prompts_BT.shape
+    slots_S = jnp.arange(T + new)
+    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    rows_B = jnp.arange(B)
+
+    def forward(tokens_BT, positions_BT, cache):
+        mask_BTS = slots_S <= positions_BT[:, :, None]
+        return Decoder(config).apply({"params": params}, tokens_BT, positions_BT, mask_BTS, cache)
+
+    logits_BTV, cache = forward(prompts_BT, positions_BT, _empty_cache(config, B, T + new))
+    first_B = logits_BTV[rows_B, lengths_B - 1].argmax(-1)
+
+    def advance(carry):
+        i, token_B, done_B, out_BN, cache = carry
+        out_BN = out_BN.at[:, i].set(jnp.where(done_B, stops[0], token_B))
+        done_B = done_B | (token_B[:, None] == stops).any(-1)
+        positions_B1 = (lengths_B + i)[:, None]
+        logits_B1V, cache = forward(token_B[:, None], positions_B1, cache)
+        return i + 1, logits_B1V[:, 0].argmax(-1), done_B, out_BN, cache
+
+    def busy(carry):
+        return (carry[0] < new) & ~carry[2].all()
+
+    out_BN = jnp.full((B, new), stops[0])
+    start = (0, first_B, jnp.zeros(B, bool), out_BN, cache)
+    return jax.lax.while_loop(busy, advance, start)[3]
+
+
+def complete(
+    config: ModelConfig, params, tokenizer: Tokenizer, prompts: list[str], new: int = 128
+) -> list[str]:
+    """What the model says after each prompt, up to the end of its turn."""
+    ids = [encoding.ids for encoding in tokenizer.encode_batch(prompts)]
+    width = -(-max(map(len, ids)) // _BUCKET) * _BUCKET
+    prompts_BT = np.zeros((len(ids), width), np.int32)
+    for row, tokens in zip(prompts_BT, ids, strict=True):
+        row[: len(tokens)] = tokens
+    lengths_B = np.array([len(tokens) for tokens in ids])
+    stops = jnp.array([2, 0])  # <|im_end|>, <|endoftext|>: fixed by the tokenizer's trainer
+    out_BN = np.asarray(_greedy(config, params, prompts_BT, lengths_B, new, stops))
+    return [_text(tokenizer, row) for row in out_BN]
+
+
+def _text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
+    ended = np.flatnonzero((tokens == 2) | (tokens == 0))
+    end = int(ended[0]) if len(ended) else len(tokens)
+    return tokenizer.decode(tokens[:end].tolist(), skip_special_tokens=False)

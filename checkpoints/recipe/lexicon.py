@@ -1,0 +1,154 @@
+"""Word lists and samplers of invented words; everything the small worlds are made of.
+
+Owns vocabulary only, no sentences. Half of all proper names are invented from syllables, so that a
+model cannot know them and has to copy them from its context. Invented words carry their split in a
+checksum: held-out text uses names that no training text contains.
+"""
+
+import zlib
+from typing import Literal
+
+import numpy as np
+
+Split = Literal["train", "test"]
+Rng = np.random.Generator
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+PEOPLE = _words(
+    "Anna Ben Clara David Emma Felix Grace Henry Irene Jack Kate Leo Maria Nina Oscar Paula Quinn "
+    "Rosa Sam Tina Uma Victor Wendy Xavier Yara Zoe Adam Bella Carlos Diana Eric Fiona George "
+    "Hanna Ivan Julia Kevin Laura Martin Nora Oliver Peter Rachel Simon Tom Vera Walter Alice "
+    "Bob Lucy Max Mia Noah Lena Omar Aisha Hugo Ines Jonas Ruth Theo Elsa Ravi Priya Kenji Yuki"
+)
+TOWNS = _words(
+    "Paris London Berlin Madrid Rome Vienna Oslo Dublin Lisbon Prague Warsaw Athens Helsinki "
+    "Boston Chicago Denver Seattle Toronto Sydney Tokyo Delhi Cairo Nairobi Lima Bristol Leeds "
+    "Hamburg Munich Lyon Turin Porto Ghent Basel Bergen Malmo Krakow Split York Bath Kyoto"
+)
+COLOURS = _words("red blue green yellow black white brown grey purple pink silver gold")
+OBJECTS = _words(
+    "lamp chair table clock book key cup bottle basket ladder hammer kite drum bell mirror "
+    "blanket coat hat bag box vase candle radio camera pen map guitar bicycle boat "
+    "kettle pillow ring letter ticket helmet rope bucket painting flute scarf phone laptop"
+)
+ANIMALS = _words(
+    "cat dog fox rabbit horse goat owl duck mouse bear parrot turtle hedgehog squirrel pony frog "
+    "otter sheep cow hen"
+)
+JOBS = _words(
+    "teacher doctor baker farmer pilot nurse painter driver lawyer cook gardener librarian "
+    "carpenter singer writer plumber dentist tailor sailor judge waiter chemist "
+    "builder journalist photographer"
+)
+FOODS = _words(
+    "pizza soup rice pasta bread cheese salad apples pancakes noodles beans curry tomatoes honey "
+    "chocolate cherries pears fish potatoes plums cake yogurt grapes nuts dumplings"
+)
+HOBBIES = _words(
+    "chess swimming painting running cooking reading dancing fishing cycling singing gardening "
+    "climbing tennis football skiing hiking sewing rowing yoga pottery"
+)
+GOODS = _words(
+    "apples oranges pens books cups plates chairs lamps candles tickets shirts towels bottles "
+    "baskets eggs cookies stamps coins marbles pencils balls stickers cards buttons flowers"
+)
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = _words(
+    "January February March April May June July August September October November December"
+)
+PLACES = _words(
+    "kitchen garden garage attic cellar library office hall bedroom shed barn tower workshop "
+    "school museum station market harbour chapel studio"
+)
+SHOPS = _words(
+    "bakery library museum bank pharmacy cinema pool market theatre gallery zoo cafe gym "
+    "bookshop school"
+)
+EVENTS = _words("meeting concert party lecture match workshop picnic race wedding show exam trip")
+WEATHER = _words("sunny cloudy rainy windy snowy foggy stormy clear")
+NUMBER_WORDS = _words("zero one two three four five six seven eight nine ten eleven twelve")
+
+_ONSETS = _words("b br c ch d dr f fl g gr h j k kl l m n p pr r s sh sk st t th tr v w y z")
+_VOWELS = _words("a e i o u a e i o ai ea ee oo ou")
+_CODAS = ["", "", "", "n", "r", "l", "s", "m", "k", "t", "nd", "rk", "ll", "x", "th", "v"]
+
+
+def pick(rng: Rng, items):
+    return items[int(rng.integers(len(items)))]
+
+
+def sample(rng: Rng, items, count: int) -> list:
+    return [items[int(i)] for i in rng.choice(len(items), count, replace=False)]
+
+
+def chance(rng: Rng, probability: float) -> bool:
+    return bool(rng.random() < probability)
+
+
+def between(rng: Rng, low: int, high: int) -> int:
+    """A whole number from `low` to `high`, both included."""
+    return int(rng.integers(low, high + 1))
+
+
+def held_out(key: object, share: int = 8) -> bool:
+    """Whether this item belongs to the held-out split: one in `share`, fixed for ever."""
+    return zlib.crc32(str(key).encode()) % share == 0
+
+
+def invented(rng: Rng, split: Split) -> str:
+    """A pronounceable word nobody has seen, from the given split."""
+    while True:
+        word = "".join(
+            pick(rng, _ONSETS) + pick(rng, _VOWELS) + pick(rng, _CODAS)
+            for _ in range(2 + chance(rng, 0.2))
+        )
+        if len(word) < 11 and held_out(word) == (split == "test"):
+            return word
+
+
+def person(rng: Rng, split: Split) -> str:
+    return pick(rng, PEOPLE) if chance(rng, 0.5) else invented(rng, split).capitalize()
+
+
+def town(rng: Rng, split: Split) -> str:
+    return pick(rng, TOWNS) if chance(rng, 0.4) else invented(rng, split).capitalize()
+
+
+def distinct(rng: Rng, draw, split: Split, count: int) -> list[str]:
+    """`count` different words from `draw(rng, split)`, in the order drawn."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw(rng, split)] = None
+    return list(found)
+
+
+def code(rng: Rng) -> str:
+    """A door code, a locker number: high entropy, so it can only be copied."""
+    letters = "".join(chr(65 + int(i)) for i in rng.integers(0, 26, between(rng, 0, 2)))
+    return letters + str(between(rng, 100, 9999))
+
+
+def clock(rng: Rng) -> str:
+    return f"{between(rng, 6, 22)}:{pick(rng, ('00', '15', '30', '45', '10', '20', '50'))}"
+
+
+def a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def listing(items: list[str]) -> str:
+    """`x`, `x and y`, `x, y and z`."""
+    return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
+
+
+def casual(rng: Rng, question: str) -> str:
+    """The same question as a hurried user types it: lower case first letter, no question mark."""
+    if chance(rng, 0.25):
+        question = question[0].lower() + question[1:]
+    if question[-1] in "?." and chance(rng, 0.2):
+        question = question[:-1]
+    return question

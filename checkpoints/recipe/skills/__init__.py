@@ -1,0 +1,74 @@
+"""The skills and their mixture: which kinds of chats the model sees, and how often.
+
+Owns the table of generators. A skill is a function `(rng, split) -> Chat`; everything random comes
+from the numpy generator it is given, so a seed names its text for ever.
+"""
+
+from collections.abc import Callable
+
+from .. import lexicon as lx
+from ..chat import Chat
+from ..lexicon import Rng, Split
+from . import arithmetic, dialogue, extract, facts, lists, passage, story, tools, units
+
+Generator = Callable[[Rng, Split], Chat]
+
+SKILLS: dict[str, Generator] = {
+    "passage": passage.generate,
+    "arithmetic": arithmetic.generate,
+    "arithmetic_thinking": arithmetic.generate_thinking,
+    "units": units.generate,
+    "extract": extract.generate,
+    "tools": tools.generate,
+    "tool_unneeded": tools.generate_unneeded,
+    "dialogue": dialogue.generate,
+    "lists": lists.generate,
+    "notes": lists.generate_notes,
+    "facts": facts.generate,
+    "story": story.generate,
+}
+# Skills with one right answer; the others are judged by bits per byte.
+CLOSED = tuple(name for name in SKILLS if name != "story")
+MIXTURE = {
+    "passage": 0.24,
+    "arithmetic": 0.06,
+    "arithmetic_thinking": 0.12,
+    "units": 0.06,
+    "extract": 0.10,
+    "tools": 0.12,
+    "tool_unneeded": 0.03,
+    "dialogue": 0.08,
+    "lists": 0.05,
+    "notes": 0.08,
+    "facts": 0.03,
+    "story": 0.03,
+}
+_PLAIN = 0.02
+_NAMES, _WEIGHTS = tuple(MIXTURE), tuple(MIXTURE.values())
+
+
+def draw(rng: Rng, split: Split, dense_copying: bool = False) -> Chat:
+    """One chat from the mixture. `dense_copying` is the curriculum for the first steps."""
+    if dense_copying and lx.chance(rng, 0.5):
+        return lx.pick(rng, (lists.generate_notes, lists.generate))(rng, split)
+    if lx.chance(rng, _PLAIN):
+        teller = passage.plain if lx.chance(rng, 0.5) else _tell_story
+        return Chat("plain", plain=teller(rng, split))
+    name = _NAMES[int(rng.choice(len(_NAMES), p=_WEIGHTS))]
+    return SKILLS[name](rng, split)
+
+
+def _tell_story(rng: Rng, split: Split) -> str:
+    return story.story(rng, split)[1]
+
+
+def draw_long(rng: Rng, split: Split, sentences: int) -> Chat:
+    """A chat that fills a long row: one long passage, or many unrelated exchanges in one chat."""
+    if lx.chance(rng, 0.5):
+        return passage.generate_long(rng, split, sentences)
+    turns = []
+    for _ in range(sentences // 3):
+        chat = draw(rng, split)
+        if chat.turns and not chat.tools and chat.turns[0].role == "user":
+            turns += chat.turns
+    return Chat("chat_long", tuple(turns)) if turns else draw_long(rng, split, sentences)
