@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from . import skills
-from .chat import segments
-from .model import SIZES
-from .tokenizer import load_or_train
+from checkpoints.recipe import skills
+from checkpoints.recipe.chat import segments
+from checkpoints.recipe.model import SIZES
+from checkpoints.recipe.tokenizer import load_or_train
 
 WORK = Path(__file__).parent.parent / "work"
 
@@ -40,7 +40,7 @@ def data(args) -> None:
 
 
 def train(args) -> None:
-    from . import train as loop
+    from checkpoints.recipe import train as loop
 
     config = dataclasses.replace(SIZES[args.size], fast_matmul=args.fast_matmul)
     plan = loop.Plan(config, args.minutes, args.steps, args.seed, args.decay)
@@ -49,8 +49,7 @@ def train(args) -> None:
 
 def _trained(args):
     """Parameters, configuration and training notes of the latest checkpoint in the work folder."""
-    from . import storage
-    from . import train as loop
+    from checkpoints.recipe import storage, train as loop
 
     path = args.work / args.size / "state.safetensors"
     plan = loop.Plan(SIZES[args.size], args.minutes)
@@ -60,7 +59,7 @@ def _trained(args):
 
 def evaluate(args) -> None:
     """Judge the latest checkpoint, at any moment of the training."""
-    from .evaluate import score
+    from checkpoints.recipe.evaluate import score
 
     params, config, about = _trained(args)
     print(about["clock"], flush=True)
@@ -70,10 +69,10 @@ def evaluate(args) -> None:
 
 def export(args) -> None:
     """Write the Hugging Face folder, judge what was written, and write its card."""
-    from . import export as hf
-    from .card import write_card
-    from .evaluate import score
-    from .model import parameter_count
+    from checkpoints.recipe import export as hf
+    from checkpoints.recipe.card import write_card
+    from checkpoints.recipe.evaluate import score
+    from checkpoints.recipe.model import parameter_count
 
     params, config, about = _trained(args)
     tokenizer = load_or_train(args.work / "tokenizer.json")

@@ -6,7 +6,7 @@ Owns the README.md inside an exported folder. Every number comes from the traini
 
 from pathlib import Path
 
-from .model import ModelConfig
+from checkpoints.recipe.model import ModelConfig
 
 _CARD = """\
 ---

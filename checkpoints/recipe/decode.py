@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from .model import Decoder, ModelConfig
+from checkpoints.recipe.model import Decoder, ModelConfig
 
 _BUCKET = 128
 

@@ -14,12 +14,12 @@ import numpy as np
 import optax
 from tokenizers import Tokenizer
 
-from . import skills
-from .chat import Chat, prompt_and_answer, segments
-from .decode import complete
-from .model import ModelConfig, packed_logits
-from .packing import encode
-from .skills import passage
+from checkpoints.recipe import skills
+from checkpoints.recipe.chat import Chat, prompt_and_answer, segments
+from checkpoints.recipe.decode import complete
+from checkpoints.recipe.model import ModelConfig, packed_logits
+from checkpoints.recipe.packing import encode
+from checkpoints.recipe.skills import passage
 
 _ROWS = 50
 

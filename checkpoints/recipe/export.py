@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from safetensors.flax import save_file
 from tokenizers import Tokenizer
 
-from .chat import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
-from .model import ModelConfig
+from checkpoints.recipe.chat import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
+from checkpoints.recipe.model import ModelConfig
 
 _LAYER = {
     "input_layernorm.weight": ("attention_norm", "weight"),

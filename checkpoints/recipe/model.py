@@ -8,6 +8,7 @@ N query heads, K kv heads, G = N/K, H head dim, V vocabulary.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -194,7 +195,7 @@ class Decoder(nn.Module):
         return matmul(x_BTD, embedding_VD.T, c.fast_matmul), new_cache
 
 
-def init_params(config: ModelConfig, seed: int) -> dict:
+def init_params(config: ModelConfig, seed: int) -> Any:
     tokens_BT = jnp.zeros((1, 2), jnp.int32)
     mask_BTS = jnp.ones((1, 2, 2), bool)
     variables = Decoder(config).init(jax.random.key(seed), tokens_BT, tokens_BT, mask_BTS)

@@ -37,12 +37,10 @@ def scale_by_muon() -> optax.GradientTransformation:
     def init(params):
         return jax.tree.map(jnp.zeros_like, params)
 
-    def update(gradients, momentum, params=None):
+    def update(updates, state, params=None):
         del params
-        momentum = jax.tree.map(
-            lambda m, g: _MOMENTUM * m + (1 - _MOMENTUM) * g, momentum, gradients
-        )
-        return jax.tree.map(_direction, momentum, gradients), momentum
+        momentum = jax.tree.map(lambda m, g: _MOMENTUM * m + (1 - _MOMENTUM) * g, state, updates)
+        return jax.tree.map(_direction, momentum, updates), momentum
 
     return optax.GradientTransformation(init, update)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
-from . import skills
-from .chat import Chat, segments
+from checkpoints.recipe import skills
+from checkpoints.recipe.chat import Chat, segments
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ checkpoint only loads into the configuration that wrote it. No pickle.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ def save_state(path: Path, state, about: dict) -> None:
     os.replace(partial, path)
 
 
-def load_state(path: Path, like) -> tuple[object, dict]:
+def load_state(path: Path, like) -> tuple[Any, dict]:
     """The stored state in the structure of `like`, and what was noted about it."""
     with safe_open(str(path), "numpy") as file:
         leaves = [file.get_tensor(name) for name in sorted(file.keys())]

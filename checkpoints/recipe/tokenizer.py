@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from . import skills
-from .chat import MARKUP_TOKENS, SPECIAL_TOKENS, segments
+from checkpoints.recipe import skills
+from checkpoints.recipe.chat import MARKUP_TOKENS, SPECIAL_TOKENS, segments
 
 VOCAB_SIZE = 2048
 SEED = 20_000

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
-from . import packing, storage
-from .model import ModelConfig, init_params, packed_logits
-from .optimizer import make_optimizer, rate_at
-from .packing import Batch
+from checkpoints.recipe import packing, storage
+from checkpoints.recipe.model import ModelConfig, init_params, packed_logits
+from checkpoints.recipe.optimizer import make_optimizer, rate_at
+from checkpoints.recipe.packing import Batch
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,20 @@ from the numpy generator it is given, so a seed names its text for ever.
 
 from collections.abc import Callable
 
-from .. import lexicon as lx
-from ..chat import Chat
-from ..lexicon import Rng, Split
-from . import arithmetic, dialogue, extract, facts, lists, passage, story, tools, units
+from checkpoints.recipe import lexicon as lx
+from checkpoints.recipe.chat import Chat
+from checkpoints.recipe.lexicon import Rng, Split
+from checkpoints.recipe.skills import (
+    arithmetic,
+    dialogue,
+    extract,
+    facts,
+    lists,
+    passage,
+    story,
+    tools,
+    units,
+)
 
 Generator = Callable[[Rng, Split], Chat]
 

@@ -5,9 +5,9 @@ worked out digit by digit; with thinking off, problems stay small enough to be d
 problem is held out by a checksum of its operation and operands, so test problems were never seen.
 """
 
-from .. import lexicon as lx
-from ..chat import Chat, reply, user
-from ..lexicon import Rng, Split
+from checkpoints.recipe import lexicon as lx
+from checkpoints.recipe.chat import Chat, reply, user
+from checkpoints.recipe.lexicon import Rng, Split
 
 _SIGN = {"+": "+", "-": "-", "*": "x", "/": "/"}
 _WORDS = {

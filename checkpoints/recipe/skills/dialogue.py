@@ -6,9 +6,9 @@ by exact match; the things to remember (names, towns, favourites) are drawn fres
 
 from dataclasses import dataclass
 
-from .. import lexicon as lx
-from ..chat import Chat, Turn, reply, user
-from ..lexicon import Rng, Split
+from checkpoints.recipe import lexicon as lx
+from checkpoints.recipe.chat import Chat, Turn, reply, user
+from checkpoints.recipe.lexicon import Rng, Split
 
 
 def _split(text: str) -> list[str]:

@@ -6,9 +6,9 @@ the record, sometimes with one the text does not mention, which must come back a
 
 import json
 
-from .. import lexicon as lx
-from ..chat import Chat, ask
-from ..lexicon import Rng, Split
+from checkpoints.recipe import lexicon as lx
+from checkpoints.recipe.chat import Chat, ask
+from checkpoints.recipe.lexicon import Rng, Split
 
 _TEMPLATES = {
     "person": (

@@ -3,9 +3,9 @@
 Owns the tables. They are meant to be learnt by heart; held-out text only differs in phrasing.
 """
 
-from .. import lexicon as lx
-from ..chat import Chat, reply, user
-from ..lexicon import Rng, Split
+from checkpoints.recipe import lexicon as lx
+from checkpoints.recipe.chat import Chat, reply, user
+from checkpoints.recipe.lexicon import Rng, Split
 
 _OPPOSITES = (
     "hot cold|big small|fast slow|up down|day night|open closed|happy sad|old young|light dark|"

@@ -4,9 +4,9 @@ Owns list questions (repeat, reverse, sort, first, last, count, largest) and loo
 random keys and values, which is where the copying circuits form early in training.
 """
 
-from .. import lexicon as lx
-from ..chat import Chat, ask, reply, user
-from ..lexicon import Rng, Split
+from checkpoints.recipe import lexicon as lx
+from checkpoints.recipe.chat import Chat, ask, reply, user
+from checkpoints.recipe.lexicon import Rng, Split
 
 
 def _words(rng: Rng, split: Split, count: int) -> list[str]:

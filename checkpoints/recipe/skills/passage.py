@@ -6,9 +6,9 @@ codes and times from the passage; a question about something untold gets `NOT_SA
 
 from dataclasses import dataclass
 
-from .. import lexicon as lx
-from ..chat import Chat, Turn, reply, user
-from ..lexicon import Rng, Split
+from checkpoints.recipe import lexicon as lx
+from checkpoints.recipe.chat import Chat, Turn, reply, user
+from checkpoints.recipe.lexicon import Rng, Split
 
 NOT_SAID = "The text does not say."
 

@@ -4,9 +4,9 @@ Owns plots and descriptions. A story keeps its hero, place, thing and helper str
 sentence to the last, which is the coherence the model is to pick up.
 """
 
-from .. import lexicon as lx
-from ..chat import Chat, ask
-from ..lexicon import Rng, Split
+from checkpoints.recipe import lexicon as lx
+from checkpoints.recipe.chat import Chat, ask
+from checkpoints.recipe.lexicon import Rng, Split
 
 _PLOTS = (
     (

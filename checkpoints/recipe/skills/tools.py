@@ -7,10 +7,10 @@ suffixes, so the call must be copied from the declaration in the prompt, not rem
 import json
 from dataclasses import dataclass
 
-from .. import lexicon as lx
-from ..chat import Call, Chat, Tool, Turn, reply, user
-from ..lexicon import Rng, Split
-from . import dialogue
+from checkpoints.recipe import lexicon as lx
+from checkpoints.recipe.chat import Call, Chat, Tool, Turn, reply, user
+from checkpoints.recipe.lexicon import Rng, Split
+from checkpoints.recipe.skills import dialogue
 
 NO_TOOL = "I have no tool for that."
 

@@ -4,9 +4,9 @@ Owns the conversion table and its phrasings. Held-out items are (number, from, t
 training text contains.
 """
 
-from .. import lexicon as lx
-from ..chat import Chat, reply, user
-from ..lexicon import Rng, Split
+from checkpoints.recipe import lexicon as lx
+from checkpoints.recipe.chat import Chat, reply, user
+from checkpoints.recipe.lexicon import Rng, Split
 
 # large unit, small unit, how many small ones make a large one, abbreviations
 TABLE = (
