@@ -124,8 +124,11 @@ class Engine:
         self.scheduler.recover((), (), "", self.clock())
 
     def stats(self) -> Stats:
-        """Counters of the scheduler by their names, with what is in flight here."""
+        """Counters of the scheduler and the runner by their names, with what is in flight here."""
         values: dict[str, Any] = dataclasses.asdict(self.scheduler.stats())
+        counters = getattr(self.runner, "counters", None)
+        if counters is not None:
+            values |= counters()
         return Stats(
             step=self.n_steps,
             waiting=values.pop("waiting"),

@@ -206,6 +206,10 @@ class ModelRunner:
             **self.memory.report(),
         }
 
+    def counters(self) -> dict[str, float]:
+        """What /metrics shows of the device side."""
+        return {"compiles_after_ready_total": float(self.programs.late_compiles)}
+
     def bench_bucket_times(self, repeats: int = 3) -> dict[Bucket, float]:
         """Seconds of one step of each bucket with all its rows padding: the floor of its step
         time."""

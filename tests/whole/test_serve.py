@@ -114,6 +114,17 @@ def test_a_stream_is_the_answer_in_pieces(server: Server) -> None:
     assert whole.usage.completion_tokens == 20
 
 
+def test_metrics_say_that_nothing_compiled_while_serving(server: Server) -> None:
+    client(server).completions.create(model="tiny-llama", prompt="x", max_tokens=4)
+    metrics = ""
+    for _ in range(20):
+        metrics = urllib.request.urlopen(server.url + "/metrics", timeout=10).read().decode()
+        if "compiles_after_ready" in metrics:
+            break
+        time.sleep(0.5)
+    assert re.search(r"^jserve:compiles_after_ready_total\S* 0.0$", metrics, re.M)
+
+
 def test_bad_input_is_refused_by_name(server: Server) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client(server).completions.create(model="tiny-llama", prompt="x", temperature=7)
