@@ -1,4 +1,4 @@
-"""The composition root: an ``EngineConfig`` becomes a wired engine, a server, a converted checkpoint.
+"""The composition root: an ``EngineConfig`` becomes a wired engine and its text side.
 
 The only file that may import everything. It imports rooms inside its functions, so that the HTTP process
 never loads jax. Owns no policy: what is chosen here is named in ``jserve.config``.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +175,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     mesh = mesh if mesh is not None else _mesh(config)
     rules, dtype = ShardRules(), _dtype(config, source)
     if config.device.compile_cache:
-        use_compile_cache(_cache_directory(config.device.compile_cache))
+        use_compile_cache(cache_directory(config.device.compile_cache))
     began = time.monotonic()
     if params is None:
         params = load(
@@ -225,110 +225,9 @@ def _dtype(config: EngineConfig, source: Any) -> Any:
     return jnp.dtype(name)
 
 
-def _cache_directory(given: str) -> Path:
+def cache_directory(given: str) -> Path:
+    """Where compiled programs are kept: "auto" is the user's cache."""
     return Path.home() / ".cache" / "jserve" / "programs" if given == "auto" else Path(given)
-
-
-def serve(config: EngineConfig, console: Any) -> int:
-    """Load, compile, listen, serve until told to stop. Returns the exit code.
-
-    The port opens only when the engine is ready.
-
-    Raises:
-        ConfigError: an option, the model or the port cannot be used.
-    """
-    import asyncio
-    import logging
-
-    logging.basicConfig(
-        level=config.server.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    text = text_side(config)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, text, console))
-
-
-def _loop_factory() -> Any:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
-async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
-    from jserve import __version__
-    from jserve.api.ask import ModelCard
-    from jserve.api.server import serve as listen
-    from jserve.engine.async_engine import AsyncEngine
-    from jserve.engine.client import InprocClient, ProcClient
-    from jserve.errors import EngineDead
-
-    def client() -> Any:
-        return InprocClient(config, engine) if config.server.in_process else ProcClient(config)
-
-    began = time.monotonic()
-    options = config.server
-    async_engine = AsyncEngine(
-        client, max_restarts=options.max_restarts, stall_timeout_s=options.stall_timeout_s
-    )
-    try:
-        with start_progress(console) as shown:
-            info = await async_engine.start(shown)
-        card = ModelCard(
-            name=text.name,
-            max_model_len=info["max_model_len"],
-            vocab_size=info["vocab_size"],
-            eos_ids=text.eos_ids,
-            defaults=text.defaults,
-            version=__version__,
-            scores_prompts=config.device.prompt_logprobs,
-        )
-        ready_s = time.monotonic() - began
-        return await listen(
-            config,
-            async_engine,
-            text.tokenizer,
-            _tested(text.chat),
-            card,
-            on_listening=lambda url: print(banner(url, text, info, ready_s), flush=True),
-        )
-    except EngineDead as e:
-        console.print(f"[red]error:[/] {e.message}", soft_wrap=True)
-        return 1
-    finally:
-        await async_engine.close()
-
-
-def _tested(chat: ChatTemplate | None) -> ChatTemplate | None:
-    """The chat template if it renders a plain message; without it the chat endpoint says so."""
-    import logging
-
-    fault = chat.self_test() if chat is not None else None
-    if fault:
-        logging.getLogger(__name__).warning("chat is off: the chat template fails: %s", fault)
-    return None if fault else chat
-
-
-def banner(url: str, text: TextSide, info: dict[str, Any], ready_s: float) -> str:
-    """What ``jserve serve`` prints when it listens: address, model, device, memory, a curl line."""
-    path, ask = "completions", '"prompt": "Once upon a time"'
-    if text.chat is not None:
-        path = "chat/completions"
-        ask = '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
-    body = f'{{"model": "{text.name}", {ask}, "stream": true}}'
-    kv = f"{info['kv_gib']} GiB = {info['kv_tokens']} tokens in {info['kv_pages']} pages"
-    return f"""\
-jserve is listening on {url}
-  model     {text.name} ({info["family"]}), context {info["max_model_len"]}
-  device    {info["device"]}, {info["dtype"]}, attention {info["backend"]}
-  memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
-  programs  {info["programs"]} compiled and sealed
-  start     {ready_s:.1f} s (weights {info["load_s"]} s, programs {info["compile_s"]} s)
-
-curl -N {url}/v1/{path} -H 'content-type: application/json' -d '{body}'
-"""
 
 
 def update_params(engine: Engine, params: Any) -> None:
@@ -353,76 +252,3 @@ def close(engine: Engine) -> None:
     runner: Any = engine.runner
     for leaf in jax.tree.leaves(runner.state):
         leaf.delete()
-
-
-def convert(source: str, target: Path, dtype: str, console: Any) -> None:
-    """Write ``source`` as an Orbax checkpoint with its config and tokenizer beside it.
-
-    Raises:
-        ConfigError: the source cannot be read, or the target exists.
-    """
-    from jserve.weights.convert import convert as write
-
-    with progress_bar("converting", 0, shown=True) as bar:
-        write(source, target, dtype=dtype, progress=lambda _stage, done, total: bar(done, total))
-    console.print(f"wrote {target}", highlight=False)
-
-
-def environment() -> dict[str, Any]:
-    """Versions, devices and directories."""
-    import importlib.metadata
-    import platform
-
-    import jax
-
-    facts: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("jserve", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "aiohttp"):
-        try:
-            facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            facts[name] = "not installed"
-    facts["backend"] = jax.default_backend()
-    facts["devices"] = ", ".join(str(d) for d in jax.devices())
-    facts["compile cache"] = str(_cache_directory("auto"))
-    return facts
-
-
-@contextlib.contextmanager
-def start_progress(console: Any) -> Iterator[Progress]:
-    """Shows (stage, done, total) as bars on a terminal, as a line per stage elsewhere."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    tasks: dict[str, Any] = {}
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-                if not console.is_terminal:
-                    console.print(f"{stage} ...", highlight=False)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        yield show
-
-
-@contextlib.contextmanager
-def progress_bar(title: str, total: int, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """A rich bar on stderr; the context's value takes (done[, total])."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    if not shown:
-        yield lambda *_: None
-        return
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda done, total=total: bar.update(task, completed=done, total=total)

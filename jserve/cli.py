@@ -177,9 +177,9 @@ Model = Annotated[
 @with_options()
 def serve(config: EngineConfig, model: Model = None) -> None:
     """Serve a model over HTTP with the OpenAI API."""
-    from jserve import build
+    from jserve import commands
 
-    raise typer.Exit(build.serve(config, err))
+    raise typer.Exit(commands.serve(config, err))
 
 
 @app.command()
@@ -267,10 +267,10 @@ def convert(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32 or float16")] = "auto",
 ) -> None:
     """Write a model as an Orbax checkpoint, which restores onto any mesh."""
-    from jserve import build
+    from jserve import commands
 
     with reported():
-        build.convert(source, target, dtype, err)
+        commands.convert(source, target, dtype, err)
         typer.echo(str(target))
 
 
@@ -279,9 +279,9 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
     """Versions, devices and directories, for a bug report."""
-    from jserve import build
+    from jserve import commands
 
-    facts = build.environment()
+    facts = commands.environment()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return

@@ -19,6 +19,7 @@ from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
 from jserve.errors import BadRequest, error_of
+from jserve.progress import progress_bar
 from jserve.text.stream import TextStream
 from jserve.types import Finish, Output, Request, SamplingParams, TokenLogprob
 
@@ -295,9 +296,7 @@ class LLM(_Door):
         for job in jobs:
             self._engine.submit(job.request)
         try:
-            with build.progress_bar(
-                "generating", len(jobs), shown=progress and len(jobs) > 1
-            ) as bar:
+            with progress_bar("generating", len(jobs), shown=progress and len(jobs) > 1) as bar:
                 while not all(job.output.finished for job in jobs):
                     self._step(by_id)
                     bar(sum(job.output.finished for job in jobs))

@@ -1,0 +1,152 @@
+"""What the commands do once their options are known: ``serve``, ``convert``, ``env``.
+
+Owns the start banner, the order of a server's life and what is shown meanwhile. Must not know flags (``cli``)
+or how an engine is wired (``build``).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jserve.build import TextSide, cache_directory, engine, text_side
+from jserve.config import EngineConfig
+from jserve.progress import progress_bar, start_progress
+
+if TYPE_CHECKING:
+    from jserve.api.chat import ChatTemplate
+
+
+def serve(config: EngineConfig, console: Any) -> int:
+    """Load, compile, listen, serve until told to stop. Returns the exit code.
+
+    The port opens only when the engine is ready.
+
+    Raises:
+        ConfigError: an option, the model or the port cannot be used.
+    """
+    import asyncio
+    import logging
+
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    text = text_side(config)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config, text, console))
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
+    from jserve import __version__
+    from jserve.api.ask import ModelCard
+    from jserve.api.server import serve as listen
+    from jserve.engine.async_engine import AsyncEngine
+    from jserve.engine.client import InprocClient, ProcClient
+    from jserve.errors import EngineDead
+
+    def client() -> Any:
+        return InprocClient(config, engine) if config.server.in_process else ProcClient(config)
+
+    began = time.monotonic()
+    options = config.server
+    async_engine = AsyncEngine(
+        client, max_restarts=options.max_restarts, stall_timeout_s=options.stall_timeout_s
+    )
+    try:
+        with start_progress(console) as shown:
+            info = await async_engine.start(shown)
+        card = ModelCard(
+            name=text.name,
+            max_model_len=info["max_model_len"],
+            vocab_size=info["vocab_size"],
+            eos_ids=text.eos_ids,
+            defaults=text.defaults,
+            version=__version__,
+            scores_prompts=config.device.prompt_logprobs,
+        )
+        ready_s = time.monotonic() - began
+        return await listen(
+            config,
+            async_engine,
+            text.tokenizer,
+            _tested(text.chat),
+            card,
+            on_listening=lambda url: print(banner(url, text, info, ready_s), flush=True),
+        )
+    except EngineDead as e:
+        console.print(f"[red]error:[/] {e.message}", soft_wrap=True)
+        return 1
+    finally:
+        await async_engine.close()
+
+
+def _tested(chat: ChatTemplate | None) -> ChatTemplate | None:
+    """The chat template if it renders a plain message; without it the chat endpoint says so."""
+    import logging
+
+    fault = chat.self_test() if chat is not None else None
+    if fault:
+        logging.getLogger(__name__).warning("chat is off: the chat template fails: %s", fault)
+    return None if fault else chat
+
+
+def banner(url: str, text: TextSide, info: dict[str, Any], ready_s: float) -> str:
+    """What ``jserve serve`` prints when it listens: address, model, device, memory, a curl line."""
+    path, ask = "completions", '"prompt": "Once upon a time"'
+    if text.chat is not None:
+        path = "chat/completions"
+        ask = '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
+    body = f'{{"model": "{text.name}", {ask}, "stream": true}}'
+    kv = f"{info['kv_gib']} GiB = {info['kv_tokens']} tokens in {info['kv_pages']} pages"
+    return f"""\
+jserve is listening on {url}
+  model     {text.name} ({info["family"]}), context {info["max_model_len"]}
+  device    {info["device"]}, {info["dtype"]}, attention {info["backend"]}
+  memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
+  programs  {info["programs"]} compiled and sealed
+  start     {ready_s:.1f} s (weights {info["load_s"]} s, programs {info["compile_s"]} s)
+
+curl -N {url}/v1/{path} -H 'content-type: application/json' -d '{body}'
+"""
+
+
+def convert(source: str, target: Path, dtype: str, console: Any) -> None:
+    """Write ``source`` as an Orbax checkpoint with its config and tokenizer beside it.
+
+    Raises:
+        ConfigError: the source cannot be read, or the target exists.
+    """
+    from jserve.weights.convert import convert as write
+
+    with progress_bar("converting", 0, shown=True) as bar:
+        write(source, target, dtype=dtype, progress=lambda _stage, done, total: bar(done, total))
+    console.print(f"wrote {target}", highlight=False)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices and directories."""
+    import importlib.metadata
+    import platform
+
+    import jax
+
+    facts: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("jserve", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "aiohttp"):
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    facts["backend"] = jax.default_backend()
+    facts["devices"] = ", ".join(str(d) for d in jax.devices())
+    facts["compile cache"] = str(cache_directory("auto"))
+    return facts
