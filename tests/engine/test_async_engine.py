@@ -16,6 +16,7 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient, ProcClient
+from jserve.engine.streams import Stream
 from jserve.engine.wire import (
     Fault,
     FromEngine,
@@ -507,7 +508,7 @@ async def test_an_engine_that_ran_long_is_forgiven_its_restarts(scripted):
 async def test_finished_requests_leave_nothing_behind(engine):
     await asyncio.gather(*(outputs_of(engine, request(f"r{i}")) for i in range(20)))
     gc.collect()
-    left = [o for o in gc.get_objects() if type(o).__name__ == "Stream"]
+    left = [o for o in gc.get_objects() if type(o) is Stream]
     assert left == []
 
 

@@ -406,5 +406,5 @@ def test_finished_requests_are_forgotten():
         drive.add(request(f"gone{i}", [i % 11] * 6, n=2, max_tokens=3))
     drive.run()
     gc.collect()
-    alive = [o for o in gc.get_objects() if isinstance(o, Sequence)]
+    alive = [o for o in gc.get_objects() if type(o) is Sequence]
     assert not [seq for seq in alive if seq.request.id.startswith("gone")]
