@@ -8,12 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jserve.model.families import family_for
 from jserve.model.rope import inverse_frequencies, rope_tables
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on CPU torch")
+LlamaConfig = pytest.importorskip("transformers").LlamaConfig
+ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 
 BASE = {
     "hidden_size": 4096,
