@@ -246,3 +246,9 @@ def test_prompts_are_split_as_in_training(tiny_tokenizer):
             prompt, _ = prompt_and_answer(chat)
             alone = tiny_tokenizer.encode(prompt).ids
             assert tiny_tokenizer.encode(rendered(chat)).ids[: len(alone)] == alone
+
+
+def test_a_world_that_tells_everything_still_has_questions():
+    """Long passages may leave nothing untold to ask about; thousands are drawn in a training run."""
+    for seed in range(400):
+        skills.draw_long(np.random.default_rng(seed), "train", 150)

@@ -237,21 +237,26 @@ def question(rng: Rng, split: Split, facts: list[Fact]) -> tuple[str, str]:
     """A question about the facts and its one right answer."""
     fact = facts[lx.between(rng, 0, len(facts) - 1)]
     kind = fact.kind
-    if lx.chance(rng, 0.15):
-        return _unanswerable(rng, split, facts, fact)
+    untold = _unanswerable(rng, split, facts, fact) if lx.chance(rng, 0.15) else None
+    if untold is not None:
+        return untold
     forms = kind.back if kind.back and lx.chance(rng, 0.25) else kind.ask
     asked = lx.pick(rng, forms).format(s=fact.subject, v=fact.value)
     said = kind.answer.format(s=fact.subject, v=fact.value)
     return asked, said[0].upper() + said[1:]
 
 
-def _unanswerable(rng: Rng, split: Split, facts: list[Fact], fact: Fact) -> tuple[str, str]:
-    """Ask about an untold subject, or about an untold side of a known one."""
+def _unanswerable(
+    rng: Rng, split: Split, facts: list[Fact], fact: Fact
+) -> tuple[str, str] | None:
+    """Ask about an untold subject, or about an untold side of a known one; None if all is told."""
     told = {(f.kind, f.subject) for f in facts}
     kinds = [k for k in KINDS if k.subject == fact.kind.subject]
     strangers = _subjects(rng, split, fact.kind.subject, 4)
     names = [fact.subject, *strangers]
     options = [(k, n) for k in kinds for n in names if (k, n) not in told]
+    if not options:
+        return None
     kind, name = lx.pick(rng, options)
     return lx.pick(rng, kind.ask).format(s=name), NOT_SAID
 
