@@ -37,6 +37,8 @@ from jserve.runner.state import new_state
 from jserve.types import PromptLogprobs, StepPlan, StepResult
 
 MAX_PREFILL_ROWS = 8
+CPU_WARM_UP_S = 1.0
+"""Seconds of warm-up on a CPU, before the last program begins."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -229,13 +231,17 @@ class ModelRunner:
         return out
 
     def _warm_up(self, progress: Progress) -> None:
-        """Run programs on padding before ready: the cheapest one on a CPU (threads, allocations),
-        all of them twice on an accelerator (the first run of a graph is not captured)."""
+        """Run programs on padding before ready: on an accelerator all of them twice (the first run
+        of a graph is not captured), on a CPU once each, cheapest first, for a second or so (a first
+        run pays for scratch memory; the largest programs of a large model take that long anyway)."""
         cpu = self.model.mesh.devices.flat[0].platform == "cpu"
-        buckets = self.ladder.buckets[:1] if cpu else self.ladder.buckets * 2
+        buckets = self.ladder.buckets if cpu else self.ladder.buckets * 2
+        began = self._clock()
         for done, bucket in enumerate(buckets):
             progress("warm up", done, len(buckets))
             jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
+            if cpu and self._clock() - began > CPU_WARM_UP_S:
+                break
         progress("warm up", len(buckets), len(buckets))
 
 
