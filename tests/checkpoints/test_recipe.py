@@ -19,7 +19,7 @@ SHIPPED = CHECKPOINTS / "jserve-mini"
 DRAFT = CHECKPOINTS / "jserve-mini-draft"
 TINY = SIZES["tiny"]
 # What the shipped weights reach with a margin; the aim is 0.9, to be raised with better weights.
-FLOOR = 0.5
+FLOOR = 0.75
 needs_weights = pytest.mark.skipif(
     not (SHIPPED / "model.safetensors").exists(), reason="no trained weights in this tree"
 )
