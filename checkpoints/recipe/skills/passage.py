@@ -246,9 +246,7 @@ def question(rng: Rng, split: Split, facts: list[Fact]) -> tuple[str, str]:
     return asked, said[0].upper() + said[1:]
 
 
-def _unanswerable(
-    rng: Rng, split: Split, facts: list[Fact], fact: Fact
-) -> tuple[str, str] | None:
+def _unanswerable(rng: Rng, split: Split, facts: list[Fact], fact: Fact) -> tuple[str, str] | None:
     """Ask about an untold subject, or about an untold side of a known one; None if all is told."""
     told = {(f.kind, f.subject) for f in facts}
     kinds = [k for k in KINDS if k.subject == fact.kind.subject]
