@@ -156,7 +156,7 @@ def _journal(path: str) -> Any:
     if not path:
         return None
     try:
-        return JournalFile(open(path, "wb", buffering=1 << 16))
+        return JournalFile(open(path, "wb", buffering=0))
     except OSError as e:
         raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
 

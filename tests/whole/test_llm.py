@@ -11,6 +11,7 @@ import pytest
 
 from jserve import LLM, AsyncLLM, SamplingParams
 from jserve.errors import BadRequest, ConfigError, ContextTooLong, WeightsError
+from jserve.sched.journal import replay
 from tests.whole.conftest import SMALL_OPTIONS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -168,3 +169,13 @@ async def test_async_generate_streams_and_cancels(tiny_dir: Path, llm: LLM) -> N
         await half.aclose()
         again = [o async for o in made.generate("the quick", GREEDY)]
         assert again[-1].outputs[0].token_ids == want
+
+
+def test_the_journal_of_a_real_run_replays(tiny_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with LLM(str(tiny_dir), **SMALL_OPTIONS, journal=str(path)) as made:
+        outputs = made.generate(["the quick", "fox " * 20], GREEDY, use_tqdm=False)
+        replayed = replay(path, made._engine.runner.limits, made.config)
+    told = [t for out in replayed.outputs for t in out.token_ids]
+    assert sorted(told) == sorted(t for o in outputs for t in o.outputs[0].token_ids)
+    assert replayed.n_steps > 10
