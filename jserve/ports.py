@@ -10,6 +10,19 @@ from jserve.types import Request, Sequence, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """How long one bucket's program took, measured before the engine was ready (or a roofline's guess)."""
+
+    n_decode: int
+    """Rows that decode or verify."""
+    n_prefill: int
+    """Tokens of prefill rows."""
+    n_context: int
+    """KV tokens that each row may read."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
     """What the device side can take; the scheduler plans inside these."""
 
@@ -28,6 +41,14 @@ class RunnerLimits:
     vocab_size: int
     scores_prompts: bool = True
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
+    step_times: tuple[StepTime, ...] = ()
+    """What is known of step times before the first step; empty when nothing was measured."""
+
+
+class StepCosts(Protocol):
+    """Predicts a step's time from its size, so that admission can promise and chunks can be chosen."""
+
+    def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float: ...
 
 
 @dataclass(slots=True, kw_only=True)

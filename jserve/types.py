@@ -183,6 +183,28 @@ class SamplingParams:
         )
 
 
+class Lane(StrEnum):
+    """What a request is worth waiting for: a person, a program, or nobody in particular."""
+
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BULK = "bulk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """How long the KV of the prompt tokens ``start .. end`` (None: to the end) is worth keeping.
+
+    Pages of higher ``priority`` (0 to 100; 50 is everyone else's) are evicted later, for ``seconds`` after
+    their last use.
+    """
+
+    start: int = 0
+    end: int | None = None
+    priority: int = 75
+    seconds: float = 60.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What a client asked, tokenised. Frozen; checked against the model by ``sched.admission.check``."""
@@ -195,9 +217,23 @@ class Request:
     arrival: float = 0.0
     """Monotonic seconds."""
     priority: int = 0
-    """Lower runs first."""
+    """Lower runs first within its lane."""
+    lane: Lane = Lane.STANDARD
+    tenant: str = ""
+    """Who pays: tenants share a lane fairly by tokens, and never each other's cached prefixes."""
+    ttft_deadline_ms: float | None = None
+    """From arrival to the first token."""
+    tpot_deadline_ms: float | None = None
+    """Mean time between tokens after the first."""
+    deadline_ms: float | None = None
+    """From arrival to the last token."""
     cache_salt: str = ""
     """Sequences share cached prefixes only within one salt."""
+    retain: tuple[Retention, ...] = ()
+    cache: str | None = None
+    """Name of a cache handle whose tokens the prompt starts with."""
+    session: str | None = None
+    """Name under which this request's KV stays pinned for the next turn."""
     adapter: str | None = None
     skip_prefix_cache: bool = False
 

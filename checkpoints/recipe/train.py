@@ -37,8 +37,8 @@ class Plan:
     tokens: int = 2048
     length: int = 256
     curriculum_steps: int = 500
-    long_every: int = 24
-    long_from: int = 1900
+    long_every: int = 10
+    long_from: int = 1200
     save_every: int = 50
 
     def shape(self, step: int) -> tuple[int, int]:

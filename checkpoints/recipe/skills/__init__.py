@@ -40,16 +40,16 @@ SKILLS: dict[str, Generator] = {
 # Skills with one right answer; the others are judged by bits per byte.
 CLOSED = tuple(name for name in SKILLS if name != "story")
 MIXTURE = {
-    "passage": 0.24,
-    "arithmetic": 0.06,
-    "arithmetic_thinking": 0.12,
-    "units": 0.06,
+    "passage": 0.22,
+    "arithmetic": 0.09,
+    "arithmetic_thinking": 0.11,
+    "units": 0.08,
     "extract": 0.10,
-    "tools": 0.12,
+    "tools": 0.10,
     "tool_unneeded": 0.03,
-    "dialogue": 0.08,
-    "lists": 0.05,
-    "notes": 0.08,
+    "dialogue": 0.06,
+    "lists": 0.08,
+    "notes": 0.07,
     "facts": 0.03,
     "story": 0.03,
 }

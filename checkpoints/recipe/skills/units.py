@@ -72,4 +72,4 @@ def generate(rng: Rng, split: Split) -> Chat:
     turns = [*_one(rng, split)]
     if lx.chance(rng, 0.15):
         turns = [*_one(rng, split), *turns]
-    return Chat("units", tuple(turns), thinking=lx.chance(rng, 0.5))
+    return Chat("units", tuple(turns), thinking=lx.chance(rng, 0.7))
