@@ -126,6 +126,7 @@ class Engine:
     def stats(self) -> Stats:
         """Counters of the scheduler and the runner by their names, with what is in flight here."""
         values: dict[str, Any] = dataclasses.asdict(self.scheduler.stats())
+        values |= values.pop("lanes", {})
         counters = getattr(self.runner, "counters", None)
         if counters is not None:
             values |= counters()
@@ -148,7 +149,7 @@ class Engine:
                 self.scheduler.submit(message.request, self.clock())
             except JserveError as error:
                 outputs += refusal(message.request, error)
-        return outputs
+        return outputs + self.scheduler.expire(self.clock())
 
     def _recover(self, error: Exception, plan: StepPlan | None) -> list[Output]:
         """Give up the steps in flight, rebuild the device state, try again without the suspects.

@@ -12,7 +12,10 @@ from collections.abc import Iterable
 
 from jserve.errors import BadRequest, ContextTooLong, NotFound
 from jserve.ports import RunnerLimits
-from jserve.types import MAX_STOP_IDS, Request
+from jserve.types import MAX_STOP_IDS, Lane, Request
+
+MAX_DEADLINE_MS = 1e9
+_LANES = tuple(lane.value for lane in Lane)
 
 
 def check(request: Request, limits: RunnerLimits, vocab: int | None = None) -> int:
@@ -27,6 +30,7 @@ def check(request: Request, limits: RunnerLimits, vocab: int | None = None) -> i
     """
     _check_ids(request, vocab or limits.vocab_size)
     _check_features(request, limits)
+    _check_service(request)
     return _max_len(request, limits)
 
 
@@ -66,6 +70,21 @@ def _check_features(request: Request, limits: RunnerLimits) -> None:
         raise BadRequest("bad_words needs a tokenizer to become token ids", field="bad_words")
     if request.adapter is not None:
         raise NotFound(f"no adapter named {request.adapter[:64]!r} is loaded", field="model")
+
+
+def _check_service(request: Request) -> None:
+    """Lane and deadlines, which every door takes from its client."""
+    if request.lane not in _LANES:
+        raise BadRequest(f"lane must be one of {', '.join(_LANES)}", field="lane")
+    for field in ("ttft_deadline_ms", "tpot_deadline_ms", "deadline_ms"):
+        value = getattr(request, field)
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value <= MAX_DEADLINE_MS:
+            raise BadRequest(
+                f"{field} must be a number in (0, {MAX_DEADLINE_MS:g}] milliseconds", field=field
+            )
 
 
 def _max_len(request: Request, limits: RunnerLimits) -> int:

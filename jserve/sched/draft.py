@@ -30,6 +30,14 @@ class PlanDraft:
         self.rows: list[RowPlan] = []
         self.loads: list[SlotLoad] = []
 
+    def limit(self, prefill_tokens: int) -> None:
+        """From now on at most ``prefill_tokens`` more prefill tokens."""
+        self.prefill_left = min(self.prefill_left, prefill_tokens)
+
+    def longest(self) -> int:
+        """Tokens of the longest row so far."""
+        return max([row.start + row.count for row in self.rows], default=0)
+
     @property
     def prefill_room(self) -> int:
         """Tokens that one more prefill row may have; 0 when there can be none."""
@@ -105,10 +113,9 @@ class PlanDraft:
         """The plan, with the page table as it stands now."""
         rows = self.rows
         slots = [row.slot for row in rows]
-        longest = max([row.start + row.count for row in rows])
         return StepPlan(
             id=step,
             rows=tuple(rows),
             loads=tuple(self.loads),
-            page_table_RM=cache.snapshot(slots, longest),
+            page_table_RM=cache.snapshot(slots, self.longest()),
         )

@@ -12,8 +12,9 @@ One line per event, in order; ``plan`` lines hold the decision, which the replay
         "now": 2.0,
         "decision": {"id": 0, "rows": [["r1", 0, 3, 0, 16, false, ...]], "loads": [], "pages": 123},
     }
-    {"type": "commit", "now": 3.0, "step": 0, "tokens": {...}, "n_ok": {...}}
+    {"type": "commit", "now": 3.0, "step": 0, "tokens": {...}, "n_ok": {...}, "device_us": 812.0}
     {"type": "cancel", "now": 4.0, "id": "r1", "index": null}
+    {"type": "expire", "now": 4.5}
     {"type": "recover", "now": 5.0, "blame": ["r1"], "error": "..."}
 """
 
@@ -115,6 +116,7 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
     top_ids: Array | None
     top_logprobs: Array | None
     prompt: dict[int, Scored]
+    device_us: float = 0.0
 
     def result(self) -> StepResult:
         return StepResult(
@@ -125,7 +127,14 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
             top_ids_RJL=None if self.top_ids is None else self.top_ids.numpy(),
             top_logprobs_RJL=None if self.top_logprobs is None else self.top_logprobs.numpy(),
             prompt={r: _unscored(s) for r, s in self.prompt.items()},
+            device_us=self.device_us,
         )
+
+
+class Expired(msgspec.Struct, frozen=True, tag="expire"):
+    """Some sequences' time was up; a look at the clock that changed nothing is not written."""
+
+    now: float
 
 
 class Recovered(msgspec.Struct, frozen=True, tag="recover"):
@@ -136,7 +145,7 @@ class Recovered(msgspec.Struct, frozen=True, tag="recover"):
     error: str
 
 
-Event = Arrival | Cancelled | Planned | Committed | Recovered
+Event = Arrival | Cancelled | Planned | Committed | Expired | Recovered
 
 
 class JournalFile:
@@ -167,8 +176,12 @@ class JournalFile:
                 top_ids=Array.of(result.top_ids_RJL),
                 top_logprobs=Array.of(result.top_logprobs_RJL),
                 prompt={r: _scored(s) for r, s in result.prompt.items()},
+                device_us=result.device_us,
             )
         )
+
+    def expire(self, now: float) -> None:
+        self._write(Expired(now=now))
 
     def recover(self, now: float, blame: Seq[str], error: str) -> None:
         self._write(Recovered(now=now, blame=list(blame), error=error))
@@ -229,6 +242,8 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
         return scheduler.commit(plans.pop(event.step), event.result(), event.now)
     if isinstance(event, Cancelled):
         return scheduler.cancel(event.id, event.now, event.index)
+    if isinstance(event, Expired):
+        return scheduler.expire(event.now)
     if isinstance(event, Recovered):
         lost = [plans.pop(step) for step in sorted(plans)]
         return scheduler.recover(lost, event.blame, event.error, event.now)

@@ -6,8 +6,6 @@ Owns the stopping rules. Must not know pages, queues or steps. The device bans s
 
 from __future__ import annotations
 
-import numpy as np
-
 from jserve.types import Finish, Sequence, StepResult, TokenLogprob
 
 
@@ -67,15 +65,4 @@ def _top(result: StepResult, row: int, n: int, k: int) -> tuple[list, list]:
     return (
         result.top_ids_RJL[row, :n, :k].tolist(),
         result.top_logprobs_RJL[row, :n, :k].tolist(),
-    )
-
-
-def failed(n_rows: int) -> StepResult:
-    """The result of a step that never gave one: no tokens, every row marked as not finite."""
-    zero = np.zeros((n_rows, 1), np.int32)
-    return StepResult(
-        tokens_RJ=zero,
-        n_ok_R=zero[:, 0],
-        finite_R=np.zeros(n_rows, bool),
-        logprob_RJ=zero.astype(np.float32),
     )

@@ -2,26 +2,62 @@
 
 Owns no state. Must not know pages' ids, plans or devices.
 
-Progress (why preemption ends): victims are always later in order than the sequence that needs the
-page, or that sequence itself; nobody is preempted more than ``MAX_PREEMPTIONS`` times; after that a
-sequence is admitted only with every page it can ever need, so it neither gives way nor asks again.
+Progress (why preemption ends). Those who run have one fixed order: lane, priority, arrival. Three
+facts, each by itself enough to end it, hold for any choice of victims made here:
+
+* a victim is later in that order than who needs the page, or is that one itself; so the first in
+  order never gives way to a page's need;
+* nobody gives way more than ``MAX_PREEMPTIONS`` times, for whatever reason (pages, or a higher lane
+  that finds no room), so a finite set of sequences gives way finitely often;
+* who has given way that often is admitted only with every page it can ever need: it is no victim
+  and asks for nothing again.
+
+Between two preemptions every step gives each one who runs a row, or its turn in the prefill budget.
+When nobody runs all pages are free, and admission has checked that any one sequence fits alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
+from math import inf
 
-from jserve.types import Sequence
+from jserve.types import Lane, Sequence
 
 MAX_PREEMPTIONS = 3
+OUTPUT_WEIGHT = 2.0
+"""What a token drawn costs its tenant, where a prompt token computed costs 1."""
+_RANKS = {lane: i for i, lane in enumerate(Lane)}
 _SEED_BITS = 48
 _WRAP = 2**64
 
 
-def order(seq: Sequence) -> tuple[int, int]:
-    """Sort key of the waiting and the running: priority, then first come first served."""
+def rank(seq: Sequence) -> int:
+    """Place of the lane: 0 for interactive, 2 for bulk."""
+    return _RANKS[seq.request.lane]
+
+
+def order_of(lane: Lane, priority: int, number: int) -> tuple[int, int, int]:
+    """``Sequence.order`` of the ``number``-th submission."""
+    return _RANKS[lane], priority, number
+
+
+def order(seq: Sequence) -> tuple[int, int, int]:
+    """Sort key of those who run and of those who came back: lane, priority, first come first."""
     return seq.order
+
+
+def turn(seq: Sequence) -> tuple[int, float, int]:
+    """Sort key of what one tenant has waiting in one lane: priority, deadline, first come first.
+
+    Earliest deadline first is best as long as all deadlines can be met, which admission sees to.
+    """
+    return seq.order[1], seq.due, seq.order[2]
+
+
+def charge(n_new: int, n_out: int) -> float:
+    """What a tenant is charged for prompt tokens computed and tokens drawn."""
+    return n_new + OUTPUT_WEIGHT * n_out
 
 
 def protected(seq: Sequence) -> bool:
@@ -29,9 +65,37 @@ def protected(seq: Sequence) -> bool:
     return seq.n_preempted >= MAX_PREEMPTIONS
 
 
+def waste(seq: Sequence) -> int:
+    """Tokens to be computed again if ``seq`` gives way now: those whose pages nobody could find."""
+    lease = seq.lease
+    if lease is None:
+        return 0
+    full = lease.n_published if lease.cacheable else lease.n_shared
+    return max(0, seq.scheduled - full * _page_size(seq))
+
+
+def _page_size(seq: Sequence) -> int:
+    lease = seq.lease
+    return lease.capacity // len(lease.pages) if lease is not None and lease.pages else 0
+
+
 def victim(later: Seq[Sequence]) -> Sequence | None:
-    """The sequence to preempt among ``later`` (in order): the newest that is not protected."""
-    return next((seq for seq in reversed(later) if not protected(seq)), None)
+    """Who of ``later`` (in order) is preempted: of the lowest lane, the one that wastes least.
+
+    Among equals the one with the fewest tokens drawn, then the newest. Protected ones never.
+    """
+    able = [seq for seq in later if not protected(seq)]
+    return min(able, key=_regret, default=None)
+
+
+def _regret(seq: Sequence) -> tuple[int, int, int, int]:
+    return -rank(seq), waste(seq), seq.n_output, -seq.order[2]
+
+
+def yielding(running: Iterable[Sequence]) -> list[Sequence]:
+    """Those who give way to lane interactive when it finds no room: bulk, least waste first."""
+    bulk = [s for s in running if s.request.lane == Lane.BULK and not protected(s)]
+    return sorted(bulk, key=_regret)
 
 
 def headroom(n_running: int) -> int:
@@ -47,6 +111,11 @@ def kv_tokens(seq: Sequence) -> int:
 def tokens_wanted(seq: Sequence) -> int:
     """Tokens whose pages admission takes at once: the known ones, or all there can be."""
     return kv_tokens(seq) if protected(seq) else len(seq.tokens)
+
+
+def due_of(first_by: float | None, end_by: float | None) -> float:
+    """``Sequence.due``: when the first token is promised, else the last one, else never."""
+    return min(inf if first_by is None else first_by, inf if end_by is None else end_by)
 
 
 def seed_of(request_id: str, salt: int, given: int | None, index: int) -> int:

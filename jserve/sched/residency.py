@@ -13,21 +13,30 @@ length, counts, KV behind the published pages) is overwritten before it is read.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from jserve.kv.cache import PageCache
+from jserve.kv.radix import RootKey
 from jserve.sched import policy
-from jserve.sched.queue import OrderedSeqs
-from jserve.types import SeqState, Sequence
+from jserve.sched.forecast import Lengths, reserve
+from jserve.sched.queue import OrderedSeqs, WaitQueue
+from jserve.types import Lane, Request, SeqState, Sequence
 
 
 class Residency:
-    """The waiting and the running, and the ways between: enter, grow, preempt, leave."""
+    """The waiting and the running, and the ways between: enter, grow, make way, preempt, leave."""
 
-    def __init__(self, *, n_slots: int, max_running: int, cache: PageCache) -> None:
+    def __init__(
+        self, *, n_slots: int, max_running: int, cache: PageCache, waiting: WaitQueue
+    ) -> None:
         self.cache = cache
         self.max_running = max_running
-        self.waiting = OrderedSeqs()
+        self.waiting = waiting
         self.running = OrderedSeqs()
+        self.n_running = dict.fromkeys(Lane, 0)
+        self.lengths = Lengths()
+        self._most_pages = 0
+        """Pages of all who run at their full lengths, shared ones counted for each."""
         self.weights_version = 0
         self.n_preemptions = 0
         self.n_looked_up = 0
@@ -46,13 +55,13 @@ class Residency:
             return False  # nothing came back since it was refused, so do not search the tree again
         reuse = reuses_cache(seq)
         lease = self.cache.match(
-            (seq.request.cache_salt, seq.request.adapter, self.weights_version),
+            self._root(seq.request),
             seq.tokens,
             slot=self._slots[0],
             reuse=reuse,
             cacheable=not seq.request.skip_prefix_cache,
         )
-        n_cached, keep = lease.capacity, policy.headroom(len(self.running))
+        n_cached, keep = lease.capacity, self._keep(seq)
         if not self.cache.extend(lease, policy.tokens_wanted(seq), keep=keep):
             self.cache.release(lease)
             self._refused = state
@@ -61,11 +70,70 @@ class Residency:
         self.n_hit += n_cached
         if seq.n_preempted == 0:
             seq.n_cached = n_cached
+        self.waiting.remove(seq)
         seq.slot, seq.lease, seq.state = self._slots.popleft(), lease, SeqState.RUNNING
         seq.scheduled, seq.given = n_cached, len(seq.tokens)
-        self.waiting.remove(seq)
-        self.running.add(seq)
+        self._join(seq)
+        n_out = self.lengths.expected(seq.request.lane, seq.max_len - seq.n_prompt)
+        self.waiting.entered(seq, len(seq.tokens) - n_cached, n_out)
         return True
+
+    def _keep(self, seq: Sequence) -> int:
+        """Pages that must stay available when ``seq`` gets in, for everyone's growth to come."""
+        least = policy.headroom(len(self.running))
+        if not len(self.running) or self._most_pages + self._most(seq) <= self.cache.pool.n_usable:
+            return least  # alone, or all can grow to their end side by side
+        return max(least, reserve(self.running, seq, self.lengths, self.cache.page_size))
+
+    def _most(self, seq: Sequence) -> int:
+        """Pages of ``seq`` at its full length."""
+        return -(-policy.kv_tokens(seq) // self.cache.page_size)
+
+    def make_way(self, now: float, held_back: Callable[[Sequence], bool]) -> None:
+        """Bulk gives way to the first of lane interactive that finds no slot or no pages.
+
+        To be called before the step's rows are made, since a row needs its sequence's pages. Nobody
+        gives way unless that makes room enough. ``held_back`` are waiting for something else.
+        """
+        seq = self._urgent(now, held_back)
+        if seq is None:
+            return
+        wanted = -(-policy.tokens_wanted(seq) // self.cache.page_size) + self._keep(seq)
+        short, chosen = wanted - self.cache.n_available, []
+        for victim in policy.yielding(self.running):
+            if short <= 0 and (chosen or not self.full):
+                break
+            assert victim.lease is not None
+            short -= len(victim.lease.pages) - victim.lease.n_shared
+            chosen.append(victim)
+        if short <= 0:
+            for victim in chosen:
+                self.preempt(victim)
+
+    def _urgent(self, now: float, held_back: Callable[[Sequence], bool]) -> Sequence | None:
+        """The first of lane interactive whose turn it could be, if any bulk runs."""
+        lane = Lane.INTERACTIVE
+        if not self.waiting.lanes[lane].n or not self.n_running[Lane.BULK]:
+            return None
+        walk = self.waiting.walk(now)
+        while (seq := walk.next()) is not None and not seq.pending:
+            if seq.request.lane != lane:
+                if not walk.pass_by(seq):
+                    return None
+            elif not held_back(seq):
+                return seq
+        return None
+
+    def _root(self, request: Request) -> RootKey:
+        return request.cache_salt, request.adapter, self.weights_version
+
+    def n_known(self, request: Request) -> int:
+        """Prompt tokens of ``request`` that the cache holds now; nothing is reserved."""
+        Z, cache = self.cache.page_size, self.cache
+        root = cache.tree.roots.get(self._root(request))
+        if root is None or not cache.reuse or request.skip_prefix_cache:
+            return 0
+        return Z * len(cache.tree.match(root, request.prompt_ids, (len(request.prompt_ids) - 1) // Z))
 
     def grow(self, seq: Sequence, n_tokens: int) -> bool:
         """Pages for ``n_tokens``, taken from later sequences if need be; False: it gave way."""
@@ -106,6 +174,7 @@ class Residency:
         else:
             self.waiting.remove(seq)
         seq.state = SeqState.FINISHED
+        self.waiting.settle(seq)
         self._refused = None
 
     def check(self, held: tuple[int, ...] = ()) -> None:
@@ -117,9 +186,16 @@ class Residency:
         assert all(seq.lease is None for seq in self.waiting), "a waiting sequence holds pages"
         self.cache.check(leases, held)
 
+    def _join(self, seq: Sequence) -> None:
+        self.running.add(seq)
+        self.n_running[seq.request.lane] += 1
+        self._most_pages += self._most(seq)
+
     def _vacate(self, seq: Sequence) -> None:
         assert seq.lease is not None
         self.running.remove(seq)
+        self.n_running[seq.request.lane] -= 1
+        self._most_pages -= self._most(seq)
         self.cache.release(seq.lease)
         self._slots.append(seq.slot)
         seq.lease, seq.slot = None, -1

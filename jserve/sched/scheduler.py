@@ -17,45 +17,32 @@ computed and published, then find it in the cache. Where nothing can be shared t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from jserve.config import EngineConfig
-from jserve.errors import BadRequest, Overloaded
+from jserve.config import EngineConfig, SchedulerOptions
+from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.kv.cache import PageCache
 from jserve.ports import Journal, Proposer, RunnerLimits
-from jserve.sched import admission, outcome, policy
+from jserve.sched import admission, estimate, outcome, policy
+from jserve.sched.budget import cap_of
+from jserve.sched.costs import MeasuredCosts
+from jserve.sched.deadlines import Deadlines
 from jserve.sched.draft import PlanDraft
+from jserve.sched.gate import Gate
+from jserve.sched.queue import WaitQueue, weights_of
 from jserve.sched.residency import Residency, owes_scores, reuses_cache
 from jserve.sched.scores import PromptScores
+from jserve.sched.stats import LaneCounts, SchedStats, stats_of
 from jserve.types import (
     Finish,
+    Lane,
     Output,
     Request,
-    SeqState,
     Sequence,
     StepPlan,
     StepResult,
 )
 
 NON_FINITE = "the model gave logits that are not finite"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedStats:
-    """Gauges and counters (since start) for metrics and admission."""
-
-    waiting: int
-    preempted: int
-    running: int
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    """Pages of the tree that no sequence uses: they count as free for admission."""
-    cache_query_tokens: int
-    """Counter: tokens of admitted sequences that were looked up in the prefix cache."""
-    cache_hit_tokens: int
-    preemptions: int
-    finished: int
 
 
 class Scheduler:
@@ -81,34 +68,68 @@ class Scheduler:
             pages_per_slot=-(-limits.max_model_len // limits.page_size),
             reuse=config.cache.prefix_caching,
         )
-        # All who run must fit the decode rows of one step, so that nobody who decodes skips a step.
-        room = min(limits.n_slots, limits.max_rows, limits.max_decode_rows)
-        room = min(room, self.options.max_num_seqs, self.options.max_num_batched_tokens)
-        self.floor = Residency(n_slots=limits.n_slots, max_running=room, cache=cache)
+        options = self.options
+        self.floor = Residency(
+            n_slots=limits.n_slots,
+            max_running=_most_running(limits, options),
+            cache=cache,
+            waiting=WaitQueue(weights_of(options), options.ageing_s),
+        )
+        self.costs = MeasuredCosts(limits.step_times)
+        self.cap = cap_of(self.costs, limits, options)
+        self.gate = Gate(options, self.cap, self.floor)
+        self.deadlines = Deadlines()
         self.scores = PromptScores()
+        self.counts = {lane: LaneCounts() for lane in Lane}
         self._groups: dict[str, list[Sequence]] = {}
-        self._n_submitted = self.n_steps = self._n_uncommitted = self._n_finished = 0
-        self._last_finish: float | None = None
-        self._finish_gap = 1.0
+        self._n_submitted = self.n_steps = self._n_uncommitted = 0
 
     def submit(self, request: Request, now: float) -> None:
         """Queue ``request`` (one sequence per choice).
 
         Raises:
             BadRequest: see ``admission.check`` (ContextTooLong, NotFound too); or the id is live.
-            Overloaded: the queue is full.
+            Overloaded, RateLimited, DeadlineInfeasible, DeadlineUnreachable: see ``Gate.check``.
         """
         if self.journal is not None:
             self.journal.arrival(request, now)
         max_len = admission.check(request, self.limits)
         if request.id in self._groups:
             raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
-        if len(self.floor.waiting) >= self.options.max_waiting:
-            raise self._overloaded()
-        group = [self._sequence(request, i, max_len) for i in range(request.params.n)]
+        max_len = self.gate.capped(request, max_len)
+        self.gate.check(request, max_len, now)
+        if not self.has_work:
+            self.gate.gaps.busy_from(now)
+        group = [self._sequence(request, i, max_len, now) for i in range(request.params.n)]
         self._groups[request.id] = group
         for seq in group:
             self.floor.waiting.add(seq)
+            self._watch(seq, now)
+        self.gate.update()
+
+    def _watch(self, seq: Sequence, now: float) -> None:
+        """Mind the deadlines of ``seq``; its first admission must come a prefill before the first."""
+        first_by, end_by = estimate.due_times(seq.request, now)
+        if first_by is not None and self.costs.known:
+            alone = estimate.alone(self.cap, seq.n_prompt - self.floor.n_known(seq.request), 1, 0)
+            first_by -= alone.ttft_s / 2  # half, since a wrong guess must not end who could make it
+        self.deadlines.add(seq, first_by, end_by)
+
+    def expire(self, now: float) -> list[Output]:
+        """End those whose deadline passed, or became hopeless in the queue; to be called before
+        ``plan``.
+
+        They end in error with code ``deadline_exceeded`` and the field; what was drawn stays said.
+        """
+        passed = self.deadlines.passed(now)
+        if passed and self.journal is not None:
+            self.journal.expire(now)
+        outputs = []
+        for seq, field in passed:
+            self.counts[seq.request.lane].expired += 1
+            late = DeadlineExceeded(f"{field} of {getattr(seq.request, field):g} ms has passed")
+            outputs.append(self._end(seq, Finish.ERROR, now, late.message, late.code, field))
+        return outputs
 
     def cancel(self, request_id: str, now: float = 0.0, index: int | None = None) -> list[Output]:
         """End a request (or one choice): its terminal outputs, none if it is unknown or over."""
@@ -122,13 +143,14 @@ class Scheduler:
         """The rows of the next step, or None when nothing can run before a result comes back."""
         draft = PlanDraft(
             tokens=self.options.max_num_batched_tokens,
-            prefill_tokens=self.limits.max_prefill_tokens,
+            prefill_tokens=self.cap.most,
             prefill_rows=self.limits.max_prefill_rows,
             chunk=self.options.max_prefill_chunk or self.limits.max_prefill_tokens,
         )
+        self.floor.make_way(now, self._waits_for_leader)
         self._decode(draft)
         self._prefill(draft)
-        self._admit(draft)
+        self._admit(draft, now)
         plan = None
         if draft.rows:
             plan = draft.freeze(self.n_steps, self.floor.cache)
@@ -172,23 +194,31 @@ class Scheduler:
 
     def _prefill(self, draft: PlanDraft) -> None:
         """The next chunk of every running sequence that has known tokens left."""
-        for seq in self.floor.running:
-            if seq.scheduled < seq.given and draft.prefill_room:
+        begun = [seq for seq in self.floor.running if seq.scheduled < seq.given]
+        if not begun and not (len(self.floor.waiting) and not self.floor.full):
+            return
+        if self.gate.level:
+            self.gate.update()
+        n_context = draft.longest() if self.cap.bound_s else 0
+        draft.limit(self.cap.tokens(len(draft.rows), n_context, short=self.gate.short))
+        for seq in begun:
+            if draft.prefill_room:
                 draft.prefill(seq, score=owes_scores(seq))
 
-    def _admit(self, draft: PlanDraft) -> None:
-        """Waiting sequences in order, while slots, rows, budget and pages last."""
-        if not self.floor.waiting or not self._may_admit(draft):
-            return
-        for seq in self.floor.waiting.snapshot():
-            if not self._may_admit(draft) or seq.pending:
+    def _admit(self, draft: PlanDraft, now: float) -> None:
+        """Candidates from the queue, while slots, rows, budget and pages last."""
+        walk = self.floor.waiting.walk(now) if len(self.floor.waiting) else None
+        while walk is not None and self._may_admit(draft):
+            seq = walk.next()
+            if seq is None or seq.pending:
                 return  # rows of its last residence must come back before it may start again
             if self._waits_for_leader(seq):
                 continue
-            if not self.floor.enter(seq):
-                return  # strictly in order: nobody overtakes one who waits for pages
-            draft.load(seq)
-            draft.prefill(seq, score=owes_scores(seq))
+            if self.floor.enter(seq):
+                draft.load(seq)
+                draft.prefill(seq, score=owes_scores(seq))
+            elif not walk.pass_by(seq):
+                return
 
     def _may_admit(self, draft: PlanDraft) -> bool:
         return draft.prefill_room > 0 and not self.floor.full
@@ -202,11 +232,39 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take over the results of ``plan``: one output per row that moved a live sequence."""
-        return self._commit(plan, result, now, NON_FINITE)
+        if self.journal is not None:
+            self.journal.commit(now, plan, result)
+        self._n_uncommitted -= 1
+        self._observe(plan, result)
+        outputs: list[Output] = []
+        n_rows = len(plan.rows)
+        columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
+        for r, row, drawn, n_ok, finite in zip(range(n_rows), plan.rows, *columns, strict=True):
+            seq = row.seq
+            seq.pending -= 1
+            if row.emits:
+                _settle(seq, 1 + len(row.drafts), n_ok)
+            if seq.finish is not None:
+                continue  # over-run: it ended while this row was in flight
+            if not finite:
+                outputs.append(self._end(seq, Finish.ERROR, now, NON_FINITE))
+                continue
+            if row.score:
+                self.scores.add(seq, result.prompt[r])
+            if row.emits:
+                drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
+                outputs.append(self._advance(seq, drawn, result, r, now))
+        return outputs
 
-    def fail(self, plan: StepPlan, error: str, now: float) -> list[Output]:
-        """Instead of ``commit``, for a step that raised: its sequences end with ``error``."""
-        return self._commit(plan, outcome.failed(len(plan.rows)), now, error)
+    def _observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from the time the step took; the rows of prefill stand last."""
+        n_rows = len(plan.rows)
+        n_decode, n_prefill = n_rows, 0
+        while n_decode and not plan.rows[n_decode - 1].from_slot:
+            n_decode -= 1
+            n_prefill += plan.rows[n_decode].count
+        self.gate.n_context = plan.page_table_RM.shape[1] * self.limits.page_size
+        self.costs.observe(n_decode, n_prefill, self.gate.n_context, result.device_us * 1e-6)
 
     def recover(
         self, plans: Iterable[StepPlan], blame: Iterable[str], error: str, now: float
@@ -227,30 +285,6 @@ class Scheduler:
         blamed = [seq for id in blame for seq in self._groups.get(id, ()) if seq.finish is None]
         outputs = [self._end(seq, Finish.ERROR, now, error) for seq in blamed]
         self.floor.evacuate()
-        return outputs
-
-    def _commit(self, plan: StepPlan, result: StepResult, now: float, error: str) -> list[Output]:
-        if self.journal is not None:
-            self.journal.commit(now, plan, result)
-        self._n_uncommitted -= 1
-        outputs: list[Output] = []
-        n_rows = len(plan.rows)
-        columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
-        for r, row, drawn, n_ok, finite in zip(range(n_rows), plan.rows, *columns, strict=True):
-            seq = row.seq
-            seq.pending -= 1
-            if row.emits:
-                _settle(seq, 1 + len(row.drafts), n_ok)
-            if seq.finish is not None:
-                continue  # over-run: it ended while this row was in flight
-            if not finite:
-                outputs.append(self._end(seq, Finish.ERROR, now, error))
-                continue
-            if row.score:
-                self.scores.add(seq, result.prompt[r])
-            if row.emits:
-                drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
-                outputs.append(self._advance(seq, drawn, result, r, now))
         return outputs
 
     def _advance(
@@ -282,7 +316,15 @@ class Scheduler:
             seed=seq.seed if first else None,
         )
 
-    def _end(self, seq: Sequence, finish: Finish, now: float, error: str | None = None) -> Output:
+    def _end(
+        self,
+        seq: Sequence,
+        finish: Finish,
+        now: float,
+        error: str | None = None,
+        code: str | None = None,
+        field: str | None = None,
+    ) -> Output:
         """End ``seq`` from outside; its unpublished pages are forgotten."""
         seq.finish = finish
         self._retire(seq, now)
@@ -291,22 +333,25 @@ class Scheduler:
             index=seq.index,
             finish=finish,
             error=error,
+            error_code=code,
+            error_field=field,
             n_cached=seq.n_cached,
             seed=seq.seed if seq.n_output == 0 else None,
         )
 
     def _retire(self, seq: Sequence, now: float) -> None:
+        if seq.charged is not None:
+            self.gate.gaps.ended(now)
+        if seq.finish in (Finish.STOP, Finish.LENGTH):
+            self.floor.lengths.ended(seq)
         self.floor.leave(seq)
         self.scores.drop(seq)
+        self.deadlines.forget(seq)
+        self.counts[seq.request.lane].ended(seq)
         if all(s.finish is not None for s in self._groups[seq.request.id]):
             del self._groups[seq.request.id]
-        self._n_finished += 1
-        if self._last_finish is not None:
-            gap = max(0.0, now - self._last_finish)
-            self._finish_gap += 0.1 * (gap - self._finish_gap)
-        self._last_finish = now
 
-    def _sequence(self, request: Request, index: int, max_len: int) -> Sequence:
+    def _sequence(self, request: Request, index: int, max_len: int, now: float) -> Sequence:
         params = request.params
         self._n_submitted += 1
         return Sequence(
@@ -318,15 +363,9 @@ class Scheduler:
             max_len=max_len,
             stop_ids=outcome.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
             min_len=len(request.prompt_ids) + params.min_tokens,
-            order=(request.priority, self._n_submitted),
-        )
-
-    def _overloaded(self) -> Overloaded:
-        wait = min(60.0, max(1.0, len(self.floor.waiting) * self._finish_gap))
-        return Overloaded(
-            f"{len(self.floor.waiting)} sequences are waiting, the queue holds"
-            f" {self.options.max_waiting}; try again in {wait:.0f} s",
-            retry_after=wait,
+            order=policy.order_of(request.lane, request.priority, self._n_submitted),
+            arrived=now,
+            due=estimate.due(request, now),
         )
 
     @property
@@ -335,19 +374,13 @@ class Scheduler:
         return bool(len(self.floor.waiting) or len(self.floor.running) or self._n_uncommitted)
 
     def stats(self) -> SchedStats:
-        preempted = sum(1 for seq in self.floor.waiting if seq.state is SeqState.PREEMPTED)
-        return SchedStats(
-            waiting=len(self.floor.waiting) - preempted,
-            preempted=preempted,
-            running=len(self.floor.running),
-            pages_total=self.floor.cache.pool.n_usable,
-            pages_free=self.floor.cache.pool.n_free,
-            pages_cached=self.floor.cache.tree.n_evictable,
-            cache_query_tokens=self.floor.n_looked_up,
-            cache_hit_tokens=self.floor.n_hit,
-            preemptions=self.floor.n_preemptions,
-            finished=self._n_finished,
-        )
+        return stats_of(self)
+
+
+def _most_running(limits: RunnerLimits, options: SchedulerOptions) -> int:
+    """All who run must fit the decode rows of one step, so that nobody who decodes skips a step."""
+    room = min(limits.n_slots, limits.max_rows, limits.max_decode_rows)
+    return min(room, options.max_num_seqs, options.max_num_batched_tokens)
 
 
 def _settle(seq: Sequence, most: int, n_ok: int) -> None:

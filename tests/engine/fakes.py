@@ -105,6 +105,9 @@ class FakeScheduler:
             self.seqs.pop(key).finish = Finish.ABORT
         return [Output(request_id=i, index=n, finish=Finish.ABORT) for i, n in keys]
 
+    def expire(self, now: float) -> list[Output]:
+        return []
+
     def plan(self, now: float) -> StepPlan | None:
         live = [s for s in self.seqs.values() if s.n_output + s.in_flight < s.max_len - s.n_prompt]
         rows = [

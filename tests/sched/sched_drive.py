@@ -6,13 +6,14 @@ budgets, I12 tokens, I13 lengths, I14-I16 progress, I17 quiescence, I18-I28 equa
 
 from __future__ import annotations
 
-from collections import deque
+import dataclasses
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from jserve import fake_model
-from jserve.config import EngineConfig
-from jserve.ports import InFlight, RunnerLimits
-from jserve.sched import policy
+from jserve.config import EngineConfig, sections
+from jserve.ports import InFlight, RunnerLimits, StepTime
+from jserve.sched import budget, policy
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
 from jserve.types import Finish, Output, Request, SamplingParams, SeqState, StepPlan
@@ -40,10 +41,6 @@ def config(**options) -> EngineConfig:
     """Flat options without the range checks, which are for users (tests want pages of 1 token)."""
     base = EngineConfig.of(max_num_seqs=64, max_num_batched_tokens=64)
     flat = base.flat() | options
-    import dataclasses
-
-    from jserve.config import sections
-
     parts = {
         name: kind(**{f.name: flat[f.name] for f in dataclasses.fields(kind)})
         for name, kind in sections()
@@ -51,9 +48,27 @@ def config(**options) -> EngineConfig:
     return EngineConfig(**parts)
 
 
+def seconds_of(n_decode: int, n_prefill: int) -> float:
+    """What a step takes on the device of these tests."""
+    return 1e-3 * (2 + 0.1 * n_decode + 0.5 * n_prefill)
+
+
+def step_times() -> tuple[StepTime, ...]:
+    """The times of its programs, for contexts up to 64 tokens."""
+    return tuple(
+        StepTime(n_decode=d, n_prefill=p, n_context=64, seconds=seconds_of(d, p))
+        for d in (2, 4)
+        for p in (0, 4, 8, 16)
+    )
+
+
+SERVICE = ("lane", "tenant", "ttft_deadline_ms", "tpot_deadline_ms", "deadline_ms", "arrival")
+
+
 def request(id: str, prompt, *, eos=(), priority=0, salt="", skip=False, **params) -> Request:
     params.setdefault("temperature", 0.0)
     params.setdefault("max_tokens", 8)
+    service = {name: params.pop(name) for name in SERVICE if name in params}
     return Request(
         id=id,
         prompt_ids=tuple(prompt),
@@ -62,6 +77,7 @@ def request(id: str, prompt, *, eos=(), priority=0, salt="", skip=False, **param
         priority=priority,
         cache_salt=salt,
         skip_prefix_cache=skip,
+        **service,
     )
 
 
@@ -94,8 +110,10 @@ class Drive:
         self.held: list[int] = []
         self.poisoned: set[tuple[str, int]] = set()
         self.doomed: set[tuple[str, int]] = set()
+        self.late: set[tuple[str, int]] = set()
+        self.n_faults = 0
         self._oracles: dict[tuple[str, int], list[int]] = {}
-        self.now = 0.0
+        self.now, self.tick = 0.0, 1.0
         self.n_steps = 0
 
     # -- inputs
@@ -154,8 +172,9 @@ class Drive:
         return launched
 
     def launch(self) -> bool:
-        self.now += 1.0
+        self.now += self.tick
         self.n_steps += 1
+        self._expire()
         plan = self.scheduler.plan(self.now)
         if plan is None:
             self.check()
@@ -165,17 +184,35 @@ class Drive:
         self.check()
         return True
 
+    def _expire(self) -> None:
+        outputs = self.scheduler.expire(self.now)
+        self.late |= {(out.request_id, out.index) for out in outputs}
+        assert all(out.error_code == "deadline_exceeded" and out.error_field for out in outputs)
+        self._hear(outputs)
+
     def commit(self) -> None:
         flight = self.flight.popleft()
         self.committed.add(flight.plan.id)
         try:
             result = self.runner.collect(flight)
         except RuntimeError as error:
-            self.doomed |= {(row.seq.request.id, row.seq.index) for row in flight.plan.rows}
-            self._hear(self.scheduler.fail(flight.plan, str(error), self.now))
+            self._recover(flight.plan, str(error))
         else:
+            n_prefill = sum(row.count for row in flight.plan.rows if not row.from_slot)
+            took = seconds_of(len(flight.plan.rows), n_prefill)
+            result = dataclasses.replace(result, device_us=took * 1e6)
             self._hear(self.scheduler.commit(flight.plan, result, self.now))
         self.check()
+
+    def _recover(self, culprit: StepPlan, error: str) -> None:
+        """As the engine does after a step that raised: everything in flight is lost."""
+        lost = [culprit, *(flight.plan for flight in self.flight)]
+        blame = {row.seq.request.id for row in culprit.rows}
+        self.doomed |= {key for key in self.told if key[0] in blame}
+        self.n_faults += 1
+        self.flight.clear()
+        self.runner.reset()
+        self._hear(self.scheduler.recover(lost, blame, error, self.now))
 
     def run(self) -> dict[tuple[str, int], list[int]]:
         """Until nothing is left, within a bound on steps (I14, I15); the tokens of each choice."""
@@ -190,7 +227,9 @@ class Drive:
     def _most_steps(self) -> int:
         """All work one after the other, each recomputed three times, and slack for overlap."""
         chunk = self.config.scheduler.max_prefill_chunk or self.limits.max_prefill_tokens
-        chunk = min(chunk, self.config.scheduler.max_num_batched_tokens)
+        options = self.config.scheduler
+        chunk = min(chunk, options.max_num_batched_tokens, options.max_prefill_tokens or chunk)
+        chunk = max(1, chunk // budget.SHORTENED)
         total = 0
         for req in self.requests.values():
             n_out = (
@@ -199,7 +238,10 @@ class Drive:
                 else req.params.max_tokens
             )
             longest = len(req.prompt_ids) + n_out
-            total += req.params.n * ((1 + 3) * (longest // chunk + 1) + n_out + 2 * self.depth + 4)
+            again = 1 + 3 + self.n_faults
+            if self.config.scheduler.itl_bound_ms:
+                chunk, again = min(chunk, self.limits.page_size), again * budget.PATIENCE
+            total += req.params.n * (again * (longest // chunk + 1) + n_out + 2 * self.depth + 4)
         return total + 10
 
     # -- oracles
@@ -216,7 +258,7 @@ class Drive:
                 told.end = out
                 if out.finish is Finish.ERROR:
                     key = (out.request_id, out.index)
-                    assert key in self.poisoned | self.doomed, f"I29: {key} failed without a fault"
+                    assert key in self.poisoned | self.doomed | self.late, f"I29: {key} failed without a fault"
                     assert out.error, "an error without a text"
             self._check_tokens(out.request_id, out.index, told)
             self._check_scores(self.requests[out.request_id], out.index, out)
@@ -281,6 +323,8 @@ class Drive:
         chunk = options.max_prefill_chunk
         for row in plan.rows:
             assert row.from_slot or not chunk or row.count <= chunk, "a chunk is too large"
+        prefill = sum(row.count for row in plan.rows if not row.from_slot)
+        assert prefill <= (options.max_prefill_tokens or prefill), "over the prefill budget"
 
     def check(self) -> None:
         if not self.checks:
@@ -322,6 +366,28 @@ class Drive:
                     assert len(seq.tokens) + seq.in_flight == seq.scheduled + 1
         keys = [s.order for s in running]
         assert keys == sorted(keys), "the running are out of order"
+        self._check_accounts(waiting, running)
+
+    def _check_accounts(self, waiting: list, running: list) -> None:
+        """I2 for the queue: every count is that of its members."""
+        floor = self.scheduler.floor
+        assert len(floor.waiting) == len(waiting)
+        fresh = [s for s in waiting if s.state is SeqState.WAITING]
+        assert floor.waiting.n_tokens == sum(s.n_prompt for s in fresh)
+        assert floor.waiting.held_by == Counter(s.request.tenant for s in waiting)
+        assert all(s.charged is None for s in fresh if s.n_preempted == 0)
+        for lane, queue in floor.waiting.lanes.items():
+            mine = [s for s in fresh if s.request.lane == lane]
+            assert queue.n == sum(s.request.lane == lane for s in waiting)
+            assert floor.n_running[lane] == sum(s.request.lane == lane for s in running)
+            tokens = Counter()
+            for seq in mine:
+                tokens[seq.request.tenant] += seq.n_prompt
+            assert queue.tokens == tokens
+            assert queue.tenants.keys() == tokens.keys()
+        Z = self.limits.page_size
+        assert floor._most_pages == sum(-(-policy.kv_tokens(s) // Z) for s in running)
+        assert set(floor.waiting._passed) <= set(waiting), "someone holds the door from outside"
 
     def check_idle(self) -> None:
         """I10 and I17: one end each; clearing the cache brings every page back."""
@@ -331,6 +397,8 @@ class Drive:
             assert told.end is not None, f"I10: {key} has no end"
         assert not sched._groups, "I17: a request is left"
         assert not len(sched.scores), "I17: scores are left"
+        assert not len(sched.deadlines), "I17: a deadline is left"
+        assert not sched.floor.waiting.held_by and not sched.floor.waiting._arrivals
         assert sched.stats().running == sched.stats().waiting == sched.stats().preempted == 0
         cached = cache.tree.n_nodes
         assert cache.pool.n_free + cached == cache.pool.n_usable, "I17: pages are lost"

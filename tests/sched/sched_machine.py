@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits, request
+from sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits, request, step_times
 
-from jserve.errors import Overloaded
+from jserve.errors import (
+    BadRequest,
+    DeadlineInfeasible,
+    DeadlineUnreachable,
+    JserveError,
+    Overloaded,
+    RateLimited,
+)
+from jserve.types import Lane
 
 # Overlapping prefixes over few tokens, so that the tree branches and pages are shared.
 PREFIXES = [(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 9), (1, 2, 3, 4) * 4, (5,) * 12]
@@ -23,6 +32,18 @@ requests = st.fixed_dictionaries(
         "salt": st.sampled_from(["", "", "tenant"]),
         "skip": st.sampled_from([False, False, False, True]),
         "eos": st.sampled_from([(), (), (3,)]),
+        "lane": st.sampled_from([*Lane, Lane.STANDARD]),
+        "tenant": st.sampled_from(["", "", "ann", "bob"]),
+        "deadlines": st.sampled_from(
+            [
+                {},
+                {},
+                {},
+                {"ttft_deadline_ms": 3000.0},
+                {"deadline_ms": 9000.0},
+                {"ttft_deadline_ms": 20000, "tpot_deadline_ms": 30.0, "deadline_ms": 60000},
+            ]
+        ),
         "extras": st.sampled_from(
             [
                 {},
@@ -43,10 +64,10 @@ requests = st.fixed_dictionaries(
 
 def make(id: str, spec: dict):
     spec = dict(spec)
-    extras = spec.pop("extras")
+    extras = spec.pop("extras") | spec.pop("deadlines")
     prompt = (*spec.pop("prefix"), *spec.pop("tail"))
     if extras.get("min_tokens", 0) > spec["max_tokens"]:
-        extras = {}
+        del extras["min_tokens"]
     return request(id, prompt, **spec, **extras)
 
 
@@ -62,10 +83,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         reuse=st.booleans(),
         drafts=st.sampled_from([0, 0, 3]),
         eos_rate=st.sampled_from([0, 7]),
+        bound_ms=st.sampled_from([0.0, 0.0, 9.0, 0.001]),
+        ageing_s=st.sampled_from([0.0, 5.0, 1e6]),
+        measured=st.booleans(),
+        most_prefill=st.sampled_from([0, 6]),
+        tokens=st.sampled_from([0, 120]),
     )
-    def start(self, depth, n_pages, page_size, chunk, budget, reuse, drafts, eos_rate):
+    def start(
+        self,
+        depth,
+        n_pages,
+        page_size,
+        chunk,
+        budget,
+        reuse,
+        drafts,
+        eos_rate,
+        bound_ms,
+        ageing_s,
+        measured,
+        most_prefill,
+        tokens,
+    ):
         n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)  # as many tokens at any page size
-        lim = limits(n_pages=n_pages, page_size=page_size, max_drafts=drafts)
+        times = step_times() if measured else ()
+        lim = limits(n_pages=n_pages, page_size=page_size, max_drafts=drafts, step_times=times)
         options = {
             "depth": depth,
             "eos_rate": eos_rate,
@@ -73,6 +115,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             "max_num_batched_tokens": budget,
             "prefix_caching": reuse,
             "max_waiting": 8,
+            "itl_bound_ms": bound_ms,
+            "ageing_s": ageing_s,
+            "max_prefill_tokens": most_prefill,
+            "max_waiting_tokens": tokens,
+            "tenant_share": 0.5,
+            "max_tokens_bulk": 20,
         }
         proposing = drafting(MixedDrafts(), lim, **options) if drafts else None
         self.drive = proposing or Drive(lim, **options)
@@ -80,12 +128,33 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(spec=requests)
     def add(self, spec):
+        """Taken, or refused for a reason that holds."""
         self.n += 1
-        if len(self.drive.scheduler.floor.waiting) < 8:
-            self.drive.add(make(f"r{self.n}", spec))
-            return
-        with pytest.raises(Overloaded):
-            self.drive.add(make(f"r{self.n}", spec))
+        req = make(f"r{self.n}", spec)
+        before = self.shape()
+        try:
+            self.drive.add(req)
+        except JserveError as error:
+            assert self.shape() == before, "a refusal left a trace"
+            self.check_refusal(req, error)
+
+    def shape(self) -> tuple:
+        floor = self.drive.scheduler.floor
+        return len(floor.waiting), len(floor.running), floor.waiting.n_tokens
+
+    def check_refusal(self, req, error) -> None:
+        sched = self.drive.scheduler
+        if isinstance(error, Overloaded):
+            full = sched.gate.load() >= 1.0
+            assert full or sched.gate.level >= (1 if req.lane is Lane.BULK else 3)
+            assert full or req.lane is not Lane.INTERACTIVE, "the last to be refused"
+        elif isinstance(error, RateLimited):
+            assert req.tenant and sched.floor.waiting.held_by[req.tenant] >= 4
+        elif isinstance(error, DeadlineInfeasible | DeadlineUnreachable):
+            assert getattr(req, error.field) is not None
+        else:
+            assert isinstance(error, BadRequest)
+            assert (error.field, req.lane) == ("max_tokens", Lane.BULK)
 
     @rule()
     def step(self):
@@ -113,6 +182,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.drive.cancel(id, choice)
         if twice:
             assert self.drive.scheduler.cancel(id, self.drive.now, choice) == []
+
+    @rule(seconds=st.sampled_from([0.0, 3.0, 30.0]))
+    def time_passes(self, seconds):
+        self.drive.now += seconds
 
     @rule(n=st.integers(1, 12))
     def take_pages(self, n):
@@ -151,12 +224,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def next_turn(self, data, tail):
         """A request that contains an ended one and what it said."""
         done = [k[0] for k, told in self.drive.told.items() if told.end and told.tokens]
-        if done and len(self.drive.scheduler.floor.waiting) < 8:
+        if done:
             of = data.draw(st.sampled_from(sorted(set(done))))
             self.n += 1
             turn = self.drive.next_turn(f"r{self.n}", of, [tail], max_tokens=2)
             if len(turn.prompt_ids) < 40:
-                self.drive.add(turn)
+                with contextlib.suppress(Overloaded):
+                    self.drive.add(turn)
 
     def teardown(self):
         if hasattr(self, "drive"):

@@ -166,8 +166,8 @@ def lock_is_not_taken(patch):
 def readmitted_with_rows_in_flight(patch):
     """The queue does not wait for the rows of the last residence."""
 
-    def admit(self, draft):
-        for seq in self.floor.waiting.snapshot():
+    def admit(self, draft, now):
+        for seq in list(self.floor.waiting):
             if self._may_admit(draft) and self.floor.enter(seq):
                 draft.load(seq)
                 draft.prefill(seq, score=residency.owes_scores(seq))
@@ -177,15 +177,15 @@ def readmitted_with_rows_in_flight(patch):
 
 def bad_pages_are_published(patch):
     """Pages are made known at the end of a chunk, before any logits proved them finite."""
-    commit = Scheduler._commit
+    commit = Scheduler.commit
 
-    def early(self, plan, result, now, error):
+    def early(self, plan, result, now):
         for row in plan.rows:
             if not row.from_slot and row.seq.lease is not None:
                 self.floor.cache.publish(row.seq.lease, row.seq.tokens, row.start + row.count)
-        return commit(self, plan, result, now, error)
+        return commit(self, plan, result, now)
 
-    patch.setattr(Scheduler, "_commit", early)
+    patch.setattr(Scheduler, "commit", early)
 
 
 def rejected_drafts_count(patch):

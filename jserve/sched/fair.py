@@ -1,0 +1,49 @@
+"""Who of several parties is served next, so that each gets its share: one counter per party.
+
+Owns the counters. Must not know what a party is (a tenant, a lane) or what it waits for.
+
+Every party has a counter of the tokens it was served, divided by its weight; the one with the
+least is served next. Who comes back after a pause starts no lower than where service stands, so
+nobody saves up. Between two parties that both always wait, served tokens over weight differ by at
+most one request each. Sources: start-time fair queueing (Goyal et al., 1996) and the virtual token
+counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+MOST_IDLE = 256
+"""Counters of parties that have nothing to do; beyond it those that say nothing are dropped."""
+
+
+class Shares:
+    """Counters by party; ``weights`` default to 1."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = weights or {}
+        self._served: dict[str, float] = {}
+        self._now = 0.0
+        """The counter of the party served last."""
+
+    def join(self, party: str) -> None:
+        """``party`` has something to do again."""
+        self._served[party] = max(self._served.get(party, 0.0), self._now)
+
+    def at(self, party: str) -> float:
+        return self._served.get(party, self._now)
+
+    def least(self, parties: Iterable[str]) -> str:
+        """Who of ``parties`` (at least one, in order of rank) comes next; the first among equals."""
+        return min(parties, key=self.at)
+
+    def serve(self, party: str, tokens: float) -> None:
+        """``party`` is served now and charged for ``tokens``."""
+        self._now = max(self._now, self.at(party))
+        self.charge(party, tokens)
+        if len(self._served) > MOST_IDLE:
+            self._served = {p: n for p, n in self._served.items() if n > self._now}
+
+    def charge(self, party: str, tokens: float) -> None:
+        """Charge more, or less than 0 to give back, without it being a turn."""
+        self._served[party] = self.at(party) + tokens / self._weights.get(party, 1.0)

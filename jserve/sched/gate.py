@@ -1,0 +1,201 @@
+"""Who may join the queue: bounds, shares, overload, deadlines.
+
+Owns the overload level and the counts of refusals. Must not know rows, results or HTTP.
+
+``load`` is the fuller of the queue's bounds (sequences, prompt tokens, seconds of work). The level
+rises and falls with a gap between, so that it does not flutter::
+
+    load   0 ------- 0.5 ------- 0.75 ------- 0.9 ---- 1.0
+    up to              1           2            3       |
+    back below    0.35      0.6         0.75            |
+                       no bulk     shorter      no      nobody
+                                   prefills   standard
+
+A refused request changes nothing, however often it comes again: retries do not raise the load.
+"""
+
+from __future__ import annotations
+
+from jserve.config import SchedulerOptions
+from jserve.errors import BadRequest, DeadlineInfeasible, DeadlineUnreachable, JserveError
+from jserve.errors import Overloaded, RateLimited
+from jserve.sched import estimate
+from jserve.sched.budget import PrefillCap
+from jserve.sched.estimate import EndGaps, Forecast, Pace
+from jserve.sched.residency import Residency
+from jserve.types import Lane, Request
+
+UP = (0.5, 0.75, 0.9)
+DOWN = (0.35, 0.6, 0.75)
+SHED_FROM = {Lane.BULK: 1, Lane.STANDARD: 3, Lane.INTERACTIVE: 4}
+"""Overload level from which a lane is refused; at 4 the queue is full."""
+SHORT_FROM = 2
+
+
+def next_level(level: int, load: float) -> int:
+    """The overload level after ``level`` at ``load``."""
+    while level < len(UP) and load >= UP[level]:
+        level += 1
+    while level and load < DOWN[level - 1]:
+        level -= 1
+    return level
+
+
+class Gate:
+    """Says at arrival whether a request is taken.
+
+    Args:
+        options: bounds of the queue, caps of the lanes.
+        cap: the step's prefill cap, whose costs predict times.
+        floor: who waits and who runs.
+    """
+
+    def __init__(self, options: SchedulerOptions, cap: PrefillCap, floor: Residency) -> None:
+        self.options = options
+        self.cap = cap
+        self.floor = floor
+        self.gaps = EndGaps()
+        self.level = 0
+        self.n_context = 0
+        """Tokens of the longest row of late."""
+        self.n_refused = dict.fromkeys(Lane, 0)
+        self._most_out = {
+            Lane.INTERACTIVE: options.max_tokens_interactive,
+            Lane.STANDARD: options.max_tokens_standard,
+            Lane.BULK: options.max_tokens_bulk,
+        }
+
+    def capped(self, request: Request, max_len: int) -> int:
+        """``max_len`` under the lane's cap on ``max_tokens``; an open length is cut to it.
+
+        Raises:
+            BadRequest: ``max_tokens`` is above the cap.
+        """
+        cap, wanted = self._most_out[request.lane], request.params.max_tokens
+        if cap and (wanted or request.params.min_tokens) > cap:
+            raise BadRequest(
+                f"max_tokens may be at most {cap} in lane {request.lane}", field="max_tokens"
+            )
+        return min(max_len, len(request.prompt_ids) + cap) if cap else max_len
+
+    def check(self, request: Request, max_len: int, now: float) -> None:
+        """Raises:
+        Overloaded, RateLimited: the queue, or the tenant's part of it, has no room.
+        DeadlineInfeasible, DeadlineUnreachable: a deadline cannot be met at all, or not now.
+        """
+        self.update()
+        try:
+            self._check_room(request)
+            self._check_deadlines(request, max_len, now)
+        except JserveError:
+            self.n_refused[request.lane] += 1
+            raise
+
+    def update(self) -> None:
+        """Bring the overload level up to the load of now."""
+        self.level = next_level(self.level, self.load())
+
+    def load(self) -> float:
+        """How full the queue is; 1 is full."""
+        options, waiting = self.options, self.floor.waiting
+        load = len(waiting) / options.max_waiting
+        if options.max_waiting_tokens:
+            load = max(load, waiting.n_tokens / options.max_waiting_tokens)
+        if options.max_queue_s and len(waiting) and self.cap.costs.known:
+            load = max(load, self.queue_s() / options.max_queue_s)
+        return load
+
+    def queue_s(self) -> float:
+        """Seconds of work that wait."""
+        return self._pace().wait_s(len(self.floor.waiting), self.floor.waiting.n_tokens)
+
+    @property
+    def short(self) -> bool:
+        """Overload asks for shorter prefills."""
+        return self.level >= SHORT_FROM
+
+    def _pace(self) -> Pace:
+        n_running = len(self.floor.running)
+        return estimate.pace_of(
+            self.cap,
+            n_running,
+            self.n_context,
+            gap_s=self.gaps.mean_s,
+            n_free=self.floor.max_running - n_running,
+        )
+
+    def _check_room(self, request: Request) -> None:
+        waiting, options, tenant = self.floor.waiting, self.options, request.tenant
+        level = 4 if self.load() >= 1.0 else self.level
+        if level >= SHED_FROM[request.lane]:
+            wait = self._retry_after()
+            what = "the queue is full" if level == 4 else f"lane {request.lane} is shed"
+            raise Overloaded(
+                f"overloaded: {what}, {len(waiting)} sequences are waiting"
+                f" (the queue holds {options.max_waiting}); try again in {wait:.0f} s",
+                retry_after=wait,
+            )
+        if tenant and waiting.held_by.get(tenant, 0) >= max(
+            1, int(options.tenant_share * options.max_waiting)
+        ):
+            wait = self._retry_after()
+            raise RateLimited(
+                f"this API key has {waiting.held_by[tenant]} sequences waiting, its share of the"
+                f" queue; try again in {wait:.0f} s",
+                retry_after=wait,
+            )
+
+    def _retry_after(self) -> float:
+        """Seconds until half of what waits is served, between 1 and 60."""
+        if self.cap.costs.known:
+            return min(60.0, max(1.0, self.queue_s() / 2))
+        return min(60.0, max(1.0, len(self.floor.waiting) * self.gaps.mean_s / 2))
+
+    def _check_deadlines(self, request: Request, max_len: int, now: float) -> None:
+        wishes = (request.ttft_deadline_ms, request.tpot_deadline_ms, request.deadline_ms)
+        if wishes == (None, None, None) or not self.cap.costs.known:
+            return
+        n_prompt = len(request.prompt_ids)
+        n_new = n_prompt - self.floor.n_known(request)
+        n_out = self.floor.lengths.expected(request.lane, max_len - n_prompt)
+        context = max(self.n_context, n_prompt)
+        best = estimate.alone(self.cap, n_new, n_out, n_prompt)
+        likely = self._behind(request, now, n_new, n_out, context)
+        first_by, end_by = estimate.due_times(request, now)
+        _promise("ttft_deadline_ms", wishes[0], best.ttft_s, likely.ttft_s, first_by, now)
+        tpot_by = None if wishes[1] is None else now + wishes[1] / 1000
+        _promise("tpot_deadline_ms", wishes[1], best.tpot_s, likely.tpot_s, tpot_by, now)
+        _promise("deadline_ms", wishes[2], best.total_s, likely.total_s, end_by, now)
+
+    def _behind(
+        self, request: Request, now: float, n_new: int, n_out: int, context: int
+    ) -> Forecast:
+        floor, pace = self.floor, self._pace()
+        n, tokens = estimate.ahead(floor.waiting, request, estimate.due(request, now))
+        begun = sum([max(0, seq.given - seq.scheduled) for seq in floor.running])
+        n_running = len(floor.running)
+        wait_s = pace.wait_s(n + 1, tokens + begun)
+        beside = min(n_running, floor.max_running - 1)
+        return estimate.behind(self.cap, pace, wait_s, beside, n_new, n_out, context)
+
+
+def _promise(
+    field: str, wish: float | None, best_s: float, likely_s: float, by: float | None, now: float
+) -> None:
+    """Raises if ``wish`` milliseconds, up at ``by``, cannot be kept: at all, or as things stand."""
+    if wish is None or by is None:
+        return
+    if best_s > wish / 1000:
+        raise DeadlineInfeasible(
+            f"{field} of {wish:g} ms cannot be met: it takes about {best_s * 1e3:.0f} ms"
+            " on an idle server",
+            field=field,
+        )
+    if now + likely_s > by:
+        late = now + likely_s - by
+        raise DeadlineUnreachable(
+            f"{field} of {wish:g} ms cannot be met now: it would take about"
+            f" {likely_s * 1e3:.0f} ms behind what is waiting",
+            field=field,
+            retry_after=min(60.0, max(1.0, late)),
+        )
