@@ -60,12 +60,18 @@ class SchedulerOptions:
         0, "prefill tokens of one step, all requests together; 0 is what the device takes", min=0
     )
     itl_bound_ms: float = opt(
-        0.0, "longest step in ms while sequences decode, kept by smaller prefills; 0 is off", min=0.0
+        0.0,
+        "longest step in ms while sequences decode, kept by smaller prefills; 0 is off",
+        min=0.0,
     )
     overlap: int = opt(1, "steps planned ahead of the device", min=0, max=2)
-    max_waiting: int = opt(1024, "sequences in the queue before new ones are refused", min=1)
+    max_waiting: int = opt(
+        1024,
+        "sequences in the queue before new ones are refused (lane interactive: an eighth more)",
+        min=1,
+    )
     max_waiting_tokens: int = opt(
-        1 << 20, "prompt tokens in the queue before new requests are refused; 0 is no bound", min=0
+        1 << 22, "prompt tokens in the queue before new requests are refused; 0 is no bound", min=0
     )
     max_queue_s: float = opt(
         0.0, "seconds of work in the queue before new requests are refused; 0 is no bound", min=0.0

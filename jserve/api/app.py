@@ -7,12 +7,13 @@ request runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
 from jserve.api import openai, openai_reply, tokens
-from jserve.api.ask import ModelCard
+from jserve.api.ask import ModelCard, Wish
 from jserve.api.auth import Access, Keys
 from jserve.api.chat import ChatTemplate
 from jserve.api.errors import shown
@@ -31,6 +32,7 @@ from jserve.api.prepare import Preparer
 from jserve.config import EngineConfig
 from jserve.errors import EngineDead, NotFound, NotReady
 from jserve.text.tokenizer import TextTokenizer
+from jserve.types import Request
 
 FRONT = web.AppKey("front", Front)
 ACCESS = web.AppKey("access", dict)
@@ -85,7 +87,7 @@ async def chat_completions(request: web.Request, front: Front) -> web.StreamResp
     template, card = front.prepare.chat, front.card
     wish = await front.read(request, lambda raw: openai.chat_wish(raw, card, template))
     _relabel(request, wish.body.request_id)
-    requests = await front.prepare.requests(wish.ask)
+    requests = await _requests(request, front, wish)
     reply = openai_reply.ChatReply(wish.body, card, front.prepare.tokenizer, requests)
     return await answer(request, front, wish, requests, reply)
 
@@ -94,11 +96,16 @@ async def completions(request: web.Request, front: Front) -> web.StreamResponse:
     card = front.card
     wish = await front.read(request, lambda raw: openai.completion_wish(raw, card))
     _relabel(request, wish.body.request_id)
-    requests = await front.prepare.requests(wish.ask)
+    requests = await _requests(request, front, wish)
     reply = openai_reply.CompletionReply(
         wish.body, card, front.prepare.tokenizer, requests, wish.ask.prompts
     )
     return await answer(request, front, wish, requests, reply)
+
+
+async def _requests(request: web.Request, front: Front, wish: Wish) -> list[Request]:
+    """What ``wish`` asks for, on the account of the key that came with it."""
+    return await front.prepare.requests(replace(wish.ask, tenant=request[TRACE].tenant))
 
 
 def _relabel(request: web.Request, label: str | None) -> None:

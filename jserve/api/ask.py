@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.api.chat import Chat
-from jserve.types import SamplingParams
+from jserve.types import Lane, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,12 @@ class Ask:
     """Keep this many prompt tokens; -1 keeps what fits the context."""
     truncate_left: bool = True
     priority: int = 0
+    lane: Lane = Lane.STANDARD
+    tenant: str = ""
+    """Who asks, by the digest of the key; filled in by the route."""
+    ttft_deadline_ms: float | None = None
+    tpot_deadline_ms: float | None = None
+    deadline_ms: float | None = None
     cache_salt: str = ""
 
 

@@ -15,6 +15,10 @@ from enum import StrEnum
 from jserve.errors import Unauthorized
 
 
+TENANT_HEX = 16
+"""Enough of a digest to tell keys apart, too little to try keys against in secret."""
+
+
 class Access(StrEnum):
     """Who may call a route when keys are set. ``ADMIN`` routes are off for now."""
 
@@ -36,16 +40,19 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raises:
-        Unauthorized: keys are set and the headers hold none of them.
+    def check(self, headers: Mapping[str, str]) -> str:
+        """The tenant: ``TENANT_HEX`` digits of the key's digest, "" where no keys are set.
+
+        Raises:
+            Unauthorized: keys are set and the headers hold none of them.
         """
         if not self._digests:
-            return
+            return ""
         given = _digest(_presented(headers))
         hits = [hmac.compare_digest(given, digest) for digest in self._digests]
         if not any(hits):
             raise Unauthorized("a valid API key is required")
+        return given.hex()[:TENANT_HEX]
 
 
 def _presented(headers: Mapping[str, str]) -> str:

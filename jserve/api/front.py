@@ -86,6 +86,8 @@ class Trace:
     """Monotonic seconds."""
     error: str | None = None
     """Code of the error it ended with."""
+    tenant: str = ""
+    """Whose key it came with; "" where the server has no keys."""
 
 
 TRACE = web.RequestKey("trace", Trace)

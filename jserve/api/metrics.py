@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from jserve.api.generate import Piece
-from jserve.types import Request
+from jserve.types import Lane, Request
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -30,10 +30,34 @@ _COUNTERS = {
     "finished": ("sequences_finished", "Sequences ended, for whatever reason."),
 }
 _GAUGES = {
+    "waiting_tokens": (
+        "waiting_prompt_tokens",
+        "Prompt tokens that wait for their first admission.",
+    ),
+    "overload_level": (
+        "overload_level",
+        "0 calm, 1 bulk is shed, 2 and prefills are short, 3 and standard is shed.",
+    ),
+    "overload_load": ("overload_load", "How full the queue is; 1 is full."),
     "preempted": ("num_requests_preempted", "Sequences that wait after losing their pages."),
     "pages_total": ("kv_pages", "KV pages in the pool."),
     "pages_free": ("kv_pages_free", "KV pages that hold nothing."),
     "pages_cached": ("kv_pages_cached", "KV pages kept for reuse only."),
+}
+
+
+# Values by lane come as "<lane>_<name>"; name -> (metric, help).
+_LANE_GAUGES = {
+    "waiting": ("lane_requests_waiting", "Sequences waiting, by lane."),
+    "running": ("lane_requests_running", "Sequences running, by lane."),
+}
+_LANE_COUNTERS = {
+    "refused": ("lane_refused", "Requests refused for want of room or of time, by lane."),
+    "expired": ("lane_deadline_exceeded", "Sequences ended by their deadline, by lane."),
+    "finished": ("lane_sequences_finished", "Sequences ended, for whatever reason, by lane."),
+    "prompt_tokens": ("lane_prompt_tokens", "Prompt tokens of ended sequences, by lane."),
+    "cached_tokens": ("lane_prompt_tokens_cached", "Of these, tokens found in the cache, by lane."),
+    "output_tokens": ("lane_generation_tokens", "Tokens drawn by ended sequences, by lane."),
 }
 
 
@@ -164,11 +188,25 @@ class _EngineCollector(Collector):
         yield self._gauge(
             "kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", _usage(values)
         )
+        yield from self._by_lane(values)
         for name, value in sorted(values.items()):
             yield self._value(name, value)
         for name, value in sorted(self._source.counters.items()):
             event = _clean(name).removeprefix("engine_")
             yield self._counter(f"engine_{event}", f"Engine events: {event}.", value)
+
+    def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:
+        """One family per name with a label for the lane; takes what it tells out of ``values``."""
+        kinds = ((_LANE_GAUGES, GaugeMetricFamily), (_LANE_COUNTERS, CounterMetricFamily))
+        for names, kind in kinds:
+            for name, (metric, help) in names.items():
+                family = kind(f"jserve:{metric}", help, labels=["model_name", "lane"])
+                for lane in Lane:
+                    value = values.pop(f"{lane}_{name}", None)
+                    if value is not None:
+                        family.add_metric([self._model, lane.value], float(value))
+                if family.samples:
+                    yield family
 
     def _value(self, name: str, value: float) -> Any:
         if name in _GAUGES:

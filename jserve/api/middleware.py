@@ -65,7 +65,7 @@ def make_middlewares(front: Front, access: dict[str, Access]) -> list[Any]:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         level = access.get(route_name(request), Access.USER)
         if level is not Access.OPEN:
-            front.keys.check(request.headers)
+            request[TRACE].tenant = front.keys.check(request.headers)
         if level is Access.ADMIN:
             raise Forbidden("this path is not enabled", code="admin_only")
         return await handler(request)

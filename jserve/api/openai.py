@@ -29,9 +29,10 @@ from jserve.api.openai_values import (
     top_of,
 )
 from jserve.errors import BadRequest, NotFound
-from jserve.types import SamplingParams
+from jserve.types import Lane, SamplingParams
 
 Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
+Milliseconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Words = Annotated[list[str], Field(max_length=64, fail_fast=True)]
 
 # Known fields that are not honoured, with the values that ask for nothing (null always does).
@@ -104,6 +105,10 @@ class Body(BaseModel):
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     priority: int | None = None
+    lane: Literal["interactive", "standard", "bulk"] | None = None
+    ttft_deadline_ms: Milliseconds | None = None
+    tpot_deadline_ms: Milliseconds | None = None
+    deadline_ms: Milliseconds | None = None
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
@@ -279,6 +284,10 @@ def _common(body: Body) -> dict[str, Any]:
         "truncate": keep,
         "truncate_left": body.truncation_side != "right",
         "priority": body.priority or 0,
+        "lane": Lane(body.lane or Lane.STANDARD),
+        "ttft_deadline_ms": body.ttft_deadline_ms,
+        "tpot_deadline_ms": body.tpot_deadline_ms,
+        "deadline_ms": body.deadline_ms,
         "cache_salt": salt_of(body.cache_salt),
     }
 

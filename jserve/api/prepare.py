@@ -154,6 +154,11 @@ class Preparer:
             eos_ids=self.card.eos_ids,
             arrival=time.monotonic(),
             priority=ask.priority,
+            lane=ask.lane,
+            tenant=ask.tenant,
+            ttft_deadline_ms=ask.ttft_deadline_ms,
+            tpot_deadline_ms=ask.tpot_deadline_ms,
+            deadline_ms=ask.deadline_ms,
             cache_salt=ask.cache_salt,
         )
 

@@ -62,15 +62,11 @@ class PrefillCap:
         return 0
 
 
-def cap_of(
-    costs: MeasuredCosts, limits: RunnerLimits, options: SchedulerOptions
-) -> PrefillCap:
+def cap_of(costs: MeasuredCosts, limits: RunnerLimits, options: SchedulerOptions) -> PrefillCap:
     """The cap within what the device takes and the options say."""
     most = min(limits.max_prefill_tokens, options.max_num_batched_tokens)
     most = min(most, options.max_prefill_tokens or most)
-    return PrefillCap(
-        costs, most=most, least=limits.page_size, bound_s=options.itl_bound_ms / 1000
-    )
+    return PrefillCap(costs, most=most, least=limits.page_size, bound_s=options.itl_bound_ms / 1000)
 
 
 def _rungs(measured: tuple[int, ...], least: int, most: int) -> tuple[int, ...]:

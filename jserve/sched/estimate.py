@@ -60,9 +60,7 @@ def ahead(queue: WaitQueue, request: Request, due: float) -> tuple[float, float]
     return _with_lanes(queue, request, n, tokens)
 
 
-def _with_lanes(
-    queue: WaitQueue, request: Request, n: float, tokens: float
-) -> tuple[float, float]:
+def _with_lanes(queue: WaitQueue, request: Request, n: float, tokens: float) -> tuple[float, float]:
     """Add what other lanes get while this lane serves ``tokens`` and the request itself."""
     served, weights = tokens + len(request.prompt_ids), queue.weights
     for name, lane in queue.lanes.items():
@@ -92,7 +90,13 @@ def alone(cap: PrefillCap, n_new: int, n_out: int, n_context: int) -> Forecast:
 
 
 def behind(
-    cap: PrefillCap, pace: Pace, wait_s: float, n_running: int, n_new: int, n_out: int, n_context: int
+    cap: PrefillCap,
+    pace: Pace,
+    wait_s: float,
+    n_running: int,
+    n_new: int,
+    n_out: int,
+    n_context: int,
 ) -> Forecast:
     """After ``wait_s`` in the queue, beside ``n_running`` who decode."""
     ttft_s = wait_s + max(1.0, n_new / pace.chunk) * pace.step_s

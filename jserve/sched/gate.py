@@ -3,12 +3,13 @@
 Owns the overload level and the counts of refusals. Must not know rows, results or HTTP.
 
 ``load`` is the fuller of the queue's bounds (sequences, prompt tokens, seconds of work). The level
-rises and falls with a gap between, so that it does not flutter::
+rises and falls with a gap between, so that it does not flutter; lane interactive has an eighth of
+the queue on top, which is its own::
 
-    load   0 ------- 0.5 ------- 0.75 ------- 0.9 ---- 1.0
-    up to              1           2            3       |
-    back below    0.35      0.6         0.75            |
-                       no bulk     shorter      no      nobody
+    load   0 ------- 0.5 ------- 0.75 ------- 1.0 ------ 1.125
+    up to              1           2            3          |
+    back below    0.35      0.6         0.85               |
+                       no bulk     shorter      no       nobody
                                    prefills   standard
 
 A refused request changes nothing, however often it comes again: retries do not raise the load.
@@ -25,10 +26,11 @@ from jserve.sched.estimate import EndGaps, Forecast, Pace
 from jserve.sched.residency import Residency
 from jserve.types import Lane, Request
 
-UP = (0.5, 0.75, 0.9)
-DOWN = (0.35, 0.6, 0.75)
+UP = (0.5, 0.75, 1.0)
+DOWN = (0.35, 0.6, 0.85)
+FULL = 1.125
 SHED_FROM = {Lane.BULK: 1, Lane.STANDARD: 3, Lane.INTERACTIVE: 4}
-"""Overload level from which a lane is refused; at 4 the queue is full."""
+"""Overload level from which a lane is refused; 4 stands for a full queue."""
 SHORT_FROM = 2
 
 
@@ -126,10 +128,10 @@ class Gate:
 
     def _check_room(self, request: Request) -> None:
         waiting, options, tenant = self.floor.waiting, self.options, request.tenant
-        level = 4 if self.load() >= 1.0 else self.level
+        level = 4 if self.load() >= FULL else self.level
         if level >= SHED_FROM[request.lane]:
             wait = self._retry_after()
-            what = "the queue is full" if level == 4 else f"lane {request.lane} is shed"
+            what = "the queue is full" if level >= 3 else f"lane {request.lane} is shed"
             raise Overloaded(
                 f"overloaded: {what}, {len(waiting)} sequences are waiting"
                 f" (the queue holds {options.max_waiting}); try again in {wait:.0f} s",

@@ -130,7 +130,7 @@ class WaitQueue:
         self.held_by: dict[str, int] = {}
         """Sequences waiting per tenant."""
         self._ageing_s = ageing_s
-        self._n_entered = 0
+        self._n = self._n_entered = 0
         self._arrivals: deque[Sequence] = deque()
         """Fresh ones by arrival; those that are no longer waiting are dropped lazily."""
         self._passed: dict[Sequence, int] = {}
@@ -141,6 +141,7 @@ class WaitQueue:
         if not lane.n:
             self.shares.join(seq.request.lane)
         lane.add(seq)
+        self._n += 1
         tenant = seq.request.tenant
         self.held_by[tenant] = self.held_by.get(tenant, 0) + 1
         if seq.state is SeqState.WAITING:
@@ -150,6 +151,7 @@ class WaitQueue:
         """``seq`` waits no more; its state is still that of its waiting."""
         self.lanes[seq.request.lane].remove(seq)
         self._passed.pop(seq, None)
+        self._n -= 1
         tenant = seq.request.tenant
         self.held_by[tenant] -= 1
         if not self.held_by[tenant]:
@@ -212,7 +214,7 @@ class WaitQueue:
             yield from lane
 
     def __len__(self) -> int:
-        return sum(lane.n for lane in self.lanes.values())
+        return self._n
 
 
 def weights_of(options: SchedulerOptions) -> dict[Lane, int]:

@@ -133,7 +133,9 @@ class Residency:
         root = cache.tree.roots.get(self._root(request))
         if root is None or not cache.reuse or request.skip_prefix_cache:
             return 0
-        return Z * len(cache.tree.match(root, request.prompt_ids, (len(request.prompt_ids) - 1) // Z))
+        return Z * len(
+            cache.tree.match(root, request.prompt_ids, (len(request.prompt_ids) - 1) // Z)
+        )
 
     def grow(self, seq: Sequence, n_tokens: int) -> bool:
         """Pages for ``n_tokens``, taken from later sequences if need be; False: it gave way."""

@@ -258,7 +258,9 @@ class Drive:
                 told.end = out
                 if out.finish is Finish.ERROR:
                     key = (out.request_id, out.index)
-                    assert key in self.poisoned | self.doomed | self.late, f"I29: {key} failed without a fault"
+                    assert key in self.poisoned | self.doomed | self.late, (
+                        f"I29: {key} failed without a fault"
+                    )
                     assert out.error, "an error without a text"
             self._check_tokens(out.request_id, out.index, told)
             self._check_scores(self.requests[out.request_id], out.index, out)

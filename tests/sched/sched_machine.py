@@ -145,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_refusal(self, req, error) -> None:
         sched = self.drive.scheduler
         if isinstance(error, Overloaded):
-            full = sched.gate.load() >= 1.0
+            full = sched.gate.load() >= 1.125
             assert full or sched.gate.level >= (1 if req.lane is Lane.BULK else 3)
             assert full or req.lane is not Lane.INTERACTIVE, "the last to be refused"
         elif isinstance(error, RateLimited):
