@@ -14,7 +14,6 @@ from enum import StrEnum
 
 from jserve.errors import Unauthorized
 
-
 TENANT_HEX = 16
 """Enough of a digest to tell keys apart, too little to try keys against in secret."""
 

@@ -98,9 +98,13 @@ def behind(
     n_out: int,
     n_context: int,
 ) -> Forecast:
-    """After ``wait_s`` in the queue, beside ``n_running`` who decode."""
+    """After ``wait_s`` in the queue, beside ``n_running`` who decode.
+
+    Where others wait too, every step carries prefill: tokens come a full step apart.
+    """
     ttft_s = wait_s + max(1.0, n_new / pace.chunk) * pace.step_s
-    tpot_s = cap.costs.seconds(n_running + 1, 0, n_context)
+    n_prefill = max(1, round(pace.chunk)) if wait_s > 0 else 0
+    tpot_s = cap.costs.seconds(n_running + 1, n_prefill, n_context)
     return Forecast(ttft_s=ttft_s, tpot_s=tpot_s, total_s=ttft_s + max(0, n_out - 1) * tpot_s)
 
 
@@ -108,7 +112,8 @@ class EndGaps:
     """Mean seconds between two ends of sequences that held a slot, while there was work."""
 
     def __init__(self) -> None:
-        self.mean_s = 1.0
+        self.mean_s = 0.0
+        """0 until one has ended, which promises too much rather than too little."""
         self._last = 0.0
         self._n = 0
 

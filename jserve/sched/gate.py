@@ -18,8 +18,14 @@ A refused request changes nothing, however often it comes again: retries do not 
 from __future__ import annotations
 
 from jserve.config import SchedulerOptions
-from jserve.errors import BadRequest, DeadlineInfeasible, DeadlineUnreachable, JserveError
-from jserve.errors import Overloaded, RateLimited
+from jserve.errors import (
+    BadRequest,
+    DeadlineInfeasible,
+    DeadlineUnreachable,
+    JserveError,
+    Overloaded,
+    RateLimited,
+)
 from jserve.sched import estimate
 from jserve.sched.budget import PrefillCap
 from jserve.sched.estimate import EndGaps, Forecast, Pace

@@ -400,7 +400,8 @@ class Drive:
         assert not sched._groups, "I17: a request is left"
         assert not len(sched.scores), "I17: scores are left"
         assert not len(sched.deadlines), "I17: a deadline is left"
-        assert not sched.floor.waiting.held_by and not sched.floor.waiting._arrivals
+        assert not sched.floor.waiting.held_by
+        assert not sched.floor.waiting._arrivals
         assert sched.stats().running == sched.stats().waiting == sched.stats().preempted == 0
         cached = cache.tree.n_nodes
         assert cache.pool.n_free + cached == cache.pool.n_usable, "I17: pages are lost"

@@ -149,7 +149,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert full or sched.gate.level >= (1 if req.lane is Lane.BULK else 3)
             assert full or req.lane is not Lane.INTERACTIVE, "the last to be refused"
         elif isinstance(error, RateLimited):
-            assert req.tenant and sched.floor.waiting.held_by[req.tenant] >= 4
+            assert req.tenant
+            assert sched.floor.waiting.held_by[req.tenant] >= 4
         elif isinstance(error, DeadlineInfeasible | DeadlineUnreachable):
             assert getattr(req, error.field) is not None
         else:

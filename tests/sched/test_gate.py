@@ -97,9 +97,8 @@ def test_retry_after_grows_with_the_queue():
 def accepted_under(retries: int) -> tuple[int, int]:
     """(requests accepted, tokens drawn) in 200 steps while refused ones come back at once."""
     drive = Drive(limits(n_slots=2), max_waiting=6)
-    waiting_room, n = [], 0
-    for _ in range(200):
-        n += 1
+    waiting_room = []
+    for n in range(200):
         waiting_room.append(request(f"r{n}", [n % 11] * 6, max_tokens=4, ignore_eos=True))
         for _ in range(1 + retries):
             if waiting_room and try_add(drive, waiting_room[0]) is None:
