@@ -100,11 +100,17 @@ def behind(
 ) -> Forecast:
     """After ``wait_s`` in the queue, beside ``n_running`` who decode.
 
-    Where others wait too, every step carries prefill: tokens come a full step apart.
+    Where others wait too, every step carries a whole chunk: its tokens come a full step apart.
     """
-    ttft_s = wait_s + max(1.0, n_new / pace.chunk) * pace.step_s
-    n_prefill = max(1, round(pace.chunk)) if wait_s > 0 else 0
-    tpot_s = cap.costs.seconds(n_running + 1, n_prefill, n_context)
+    chunk = max(1, round(pace.chunk))
+    n_full, rest = divmod(n_new, chunk)
+    if wait_s > 0:
+        ttft_s = wait_s + (n_full + (rest > 0)) * pace.step_s
+        tpot_s = cap.costs.seconds(n_running + 1, chunk, n_context)
+    else:
+        last_s = cap.costs.seconds(n_running, rest, n_context) if rest else 0.0
+        ttft_s = n_full * pace.step_s + last_s
+        tpot_s = cap.costs.seconds(n_running + 1, 0, n_context)
     return Forecast(ttft_s=ttft_s, tpot_s=tpot_s, total_s=ttft_s + max(0, n_out - 1) * tpot_s)
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-MOST_IDLE = 256
-"""Counters of parties that have nothing to do; beyond it those that say nothing are dropped."""
+MOST = 256
+"""Counters kept; beyond it the lower half becomes one, that of the highest among them."""
 
 
 class Shares:
@@ -41,9 +41,15 @@ class Shares:
         """``party`` is served now and charged for ``tokens``."""
         self._now = max(self._now, self.at(party))
         self.charge(party, tokens)
-        if len(self._served) > MOST_IDLE:
-            self._served = {p: n for p, n in self._served.items() if n > self._now}
+        if len(self._served) > MOST:
+            self._merge()
 
     def charge(self, party: str, tokens: float) -> None:
         """Charge more, or less than 0 to give back, without it being a turn."""
         self._served[party] = self.at(party) + tokens / self._weights.get(party, 1.0)
+
+    def _merge(self) -> None:
+        """Forget the lower half: whoever of them comes again starts where the highest stood."""
+        ordered = sorted(self._served.items(), key=lambda item: item[1])
+        self._now = max(self._now, ordered[len(ordered) // 2 - 1][1])
+        self._served = {party: n for party, n in ordered if n > self._now}

