@@ -3,7 +3,10 @@
 Owns the timing of the host loop. No device is involved: results are made up, so the figures are the
 pure cost of ``Scheduler.plan`` and ``Scheduler.commit`` in steady decoding with overlap depth 1.
 
-    python -m bench.host [--rows 1,64,256,1024] [--steps 200] [--json FILE] [--logprobs]
+    python -m bench.host [--rows 1,64,256,1024] [--waiting 0] [--steps 200] [--json FILE] [--logprobs]
+
+``--waiting`` puts that many more requests, of all lanes and 20 tenants, into the queue behind those
+who run: what steady decoding pays for a queue.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from rich.table import Table
 from jserve.config import EngineConfig
 from jserve.ports import RunnerLimits
 from jserve.sched.scheduler import Scheduler
-from jserve.types import Request, SamplingParams, StepPlan, StepResult
+from jserve.types import Lane, Request, SamplingParams, StepPlan, StepResult
 
 PAGE_SIZE, CONTEXT, PROMPT, VOCAB = 16, 2048, 128, 32000
 
@@ -49,10 +52,13 @@ def limits_for(rows: int) -> RunnerLimits:
     )
 
 
-def scheduler_for(rows: int, *, logprobs: int | None = None) -> Scheduler:
-    """A scheduler with ``rows`` requests submitted."""
+def scheduler_for(rows: int, *, logprobs: int | None = None, waiting: int = 0) -> Scheduler:
+    """A scheduler with ``rows`` requests submitted, and ``waiting`` more behind them."""
     config = EngineConfig.of(
-        max_num_seqs=rows, max_num_batched_tokens=8192 + rows, max_waiting=rows
+        max_num_seqs=rows,
+        max_num_batched_tokens=8192 + rows,
+        max_waiting=4 * (rows + waiting),
+        max_waiting_tokens=0,
     )
     scheduler = Scheduler(limits_for(rows), config)
     rng = np.random.default_rng(0)
@@ -61,6 +67,23 @@ def scheduler_for(rows: int, *, logprobs: int | None = None) -> Scheduler:
         # Unequal lengths spread the page borders over the steps, as real traffic does.
         prompt = tuple(rng.integers(0, VOCAB, PROMPT + int(rng.integers(PAGE_SIZE))).tolist())
         scheduler.submit(Request(id=str(i), prompt_ids=prompt, params=params), 0.0)
+    if waiting:
+        while len(scheduler.floor.running) < rows:  # those who run are in before the others come
+            plan = scheduler.plan(0.0)
+            assert plan is not None
+            scheduler.commit(plan, next(results())(plan), 0.0)
+    lanes = list(Lane)
+    for i in range(waiting):
+        scheduler.submit(
+            Request(
+                id=f"w{i}",
+                prompt_ids=(1,) * PROMPT,
+                params=params,
+                lane=lanes[i % len(lanes)],
+                tenant=f"t{i % 20}",
+            ),
+            0.0,
+        )
     return scheduler
 
 
@@ -83,9 +106,9 @@ def results() -> Iterator[Callable[[StepPlan], StepResult]]:
         yield result
 
 
-def measure(rows: int, steps: int, *, logprobs: int | None = None) -> Times:
+def measure(rows: int, steps: int, *, logprobs: int | None = None, waiting: int = 0) -> Times:
     """Steady decoding of ``rows`` rows: microseconds of each part, one entry per step."""
-    scheduler, make = scheduler_for(rows, logprobs=logprobs), results()
+    scheduler, make = scheduler_for(rows, logprobs=logprobs, waiting=waiting), results()
     times: Times = {"plan": [], "commit": []}
     flight: list[StepPlan] = []
     gc.collect()
@@ -137,12 +160,13 @@ def show(lines: list[dict[str, Any]]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="1,64,256,1024", help="row counts, comma-separated")
+    parser.add_argument("--waiting", type=int, default=0, help="requests in the queue behind them")
     parser.add_argument("--steps", type=int, default=200, help="steps measured per row count")
     parser.add_argument("--logprobs", type=int, default=None, help="logprobs each request asks for")
     parser.add_argument("--json", type=Path, default=None, help="file for the figures")
     args = parser.parse_args(argv)
     lines = [
-        summary(rows, measure(rows, args.steps, logprobs=args.logprobs))
+        summary(rows, measure(rows, args.steps, logprobs=args.logprobs, waiting=args.waiting))
         for rows in map(int, args.rows.split(","))
     ]
     show(lines)
