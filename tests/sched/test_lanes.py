@@ -227,6 +227,7 @@ def test_who_cannot_get_in_is_passed_by_higher_lanes_only_and_not_for_ever():
 
 def test_a_holder_that_was_passed_often_enough_comes_before_all():
     line = Line()
+    line.enter(line.add(Lane.BULK, n_prompt=100))  # bulk has had its share: order speaks against it
     big = line.add(Lane.BULK, n_prompt=1000)
     walk = line.queue.walk(0.0)
     assert walk.next() is big
@@ -333,7 +334,8 @@ def test_the_victim_wastes_least():
 
 def test_a_need_for_pages_never_takes_from_a_higher_lane():
     drive = Drive(limits(n_pages=9), depth=0)
-    drive.add(request("bulk", [1] * 6, lane=Lane.BULK, max_tokens=22, ignore_eos=True))
+    # Bulk is the first to need the ninth page: for its 17th token, when the chat has 15.
+    drive.add(request("bulk", [1] * 8, lane=Lane.BULK, max_tokens=22, ignore_eos=True))
     drive.add(request("chat", [2] * 6, lane=Lane.INTERACTIVE, max_tokens=22, ignore_eos=True))
     floor = drive.scheduler.floor
     victims = []
