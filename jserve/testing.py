@@ -169,6 +169,8 @@ class FakeRunner:
                 self._draw(row, pages, start, out, r)
             else:
                 self._slots[row.slot].length = start + row.count
+            cells = self._cells(pages, start + row.count)
+            out.finite_R[r] = not self.poison_PZ[cells].any()
         return replace(out, prompt=scores)
 
     def _inputs(self, row: RowPlan) -> tuple[list[int], int]:
@@ -218,7 +220,6 @@ class FakeRunner:
         seq, slot = row.seq, self._slots[row.slot]
         params, stops = seq.request.params, stops_of(seq.request)
         seen_N = self._seen_N(pages, start + row.count)
-        out.finite_R[r] = not self.poison_PZ[self._cells(pages, start + row.count)].any()
         first = start + row.count - len(row.drafts) - 1
         lock = seq.n_prompt + params.min_tokens
         for j in range(1 + len(row.drafts)):
