@@ -36,6 +36,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 16
 MAX_BAD_WORDS = 32
 MAX_BAD_WORD_TOKENS = 8
+MAX_RETENTIONS = 16
 GREEDY_TEMPERATURE = 1e-5
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -197,12 +198,22 @@ class Retention:
 
     Pages of higher ``priority`` (0 to 100; 50 is everyone else's) are evicted later, for ``seconds`` after
     their last use.
+
+    Raises:
+        BadRequest: a field is out of its range.
     """
 
     start: int = 0
     end: int | None = None
     priority: int = 75
     seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        _integer(self.start, "retain.start", 0, 2**31 - 1)
+        if self.end is not None:
+            _integer(self.end, "retain.end", self.start + 1, 2**31 - 1)
+        _integer(self.priority, "retain.priority", 0, 100)
+        _number(self.seconds, "retain.seconds", 0.0, 86400.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

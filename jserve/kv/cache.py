@@ -14,6 +14,8 @@ A page enters the tree only by ``publish``, which the scheduler calls after the 
 was committed with finite logits. A page whose tokens are in the tree already (two sequences
 computed the same prefix side by side) stays private: tables are append-only, so nothing is swapped
 under a step in flight.
+
+Time is what ``advance`` was told last: nothing here reads a clock, so a replay decides alike.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import numpy as np
 
 from jserve.kv import audit
 from jserve.kv.pages import PageLease, PagePool, PageTable
-from jserve.kv.radix import RadixTree, RootKey
+from jserve.kv.radix import Node, RadixTree, RootKey
+from jserve.kv.retention import Keep
 
 
 class PageCache:
@@ -44,6 +47,11 @@ class PageCache:
         self.pool = PagePool(n_pages)
         self.table = PageTable(n_slots, pages_per_slot)
         self.tree = RadixTree(page_size)
+        self.now = 0.0
+
+    def advance(self, now: float) -> None:
+        """It is ``now`` (seconds of any monotonic clock); a clock that goes back is not believed."""
+        self.now = max(self.now, now)
 
     @property
     def n_available(self) -> int:
@@ -58,11 +66,13 @@ class PageCache:
         slot: int,
         reuse: bool = True,
         cacheable: bool = True,
+        keeps: tuple[Keep, ...] = (),
     ) -> PageLease:
         """A lease for ``slot`` that starts with the pages of the longest known prefix.
 
         At least one token is left to compute, since the next one is drawn from its logits.
         ``reuse`` False looks nothing up; ``cacheable`` False also keeps the pages out of the tree.
+        ``keeps`` are the priorities that the pages get when the lease is given back.
         """
         root = self.tree.root(key)
         limit = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
@@ -80,7 +90,14 @@ class PageCache:
             n_published=len(pages),
             capacity=len(pages) * self.page_size,
             cacheable=cacheable and self.reuse,
+            keeps=keeps,
         )
+
+    def n_known(self, key: RootKey, tokens: Seq[int]) -> int:
+        """Pages of the longest known prefix of ``tokens``; nothing is locked or touched."""
+        root = self.tree.roots.get(key)
+        limit = (len(tokens) - 1) // self.page_size if self.reuse else 0
+        return len(self.tree.match(root, tokens, limit)) if root is not None else 0
 
     def extend(self, lease: PageLease, n_tokens: int, *, keep: int = 0) -> bool:
         """Make ``lease`` hold pages for ``n_tokens``, evicting where needed.
@@ -93,7 +110,7 @@ class PageCache:
         if short + keep > self.n_available:
             return False
         if short > self.pool.n_free:
-            self.pool.drop(self.tree.evict(short - self.pool.n_free))
+            self.evict(short - self.pool.n_free)
         fresh = self.pool.take(short)
         self.table.append(lease.slot, len(lease.pages), fresh)
         lease.pages += fresh
@@ -121,13 +138,13 @@ class PageCache:
         if lease.released:
             raise RuntimeError(f"the lease of slot {lease.slot} was released twice")
         lease.released = True
-        self.tree.unlock_path(lease.node)
+        self.tree.unlock_path(lease.node, self.now, lease.keeps, lease.n_shared)
         self.pool.drop(lease.pages)
         self.table.clear(lease.slot, len(lease.pages))
 
     def evict(self, n: int) -> int:
         """Forget up to ``n`` unlocked cached pages; gives how many."""
-        pages = self.tree.evict(n)
+        pages = self.tree.evict(n, self.now)
         self.pool.drop(pages)
         return len(pages)
 
@@ -139,12 +156,18 @@ class PageCache:
         """int32[len(slots), ceil(n_tokens / Z)]: a copy of the table rows of ``slots``."""
         return self.table.snapshot(slots, -(-n_tokens // self.page_size))
 
-    def check(self, leases: Iterable[PageLease], held: Iterable[int] = ()) -> None:
+    def check(
+        self,
+        leases: Iterable[PageLease],
+        held: Iterable[int] = (),
+        pinned: Iterable[Node] = (),
+    ) -> None:
         """Recompute every count from the owners and compare (invariants 1 to 8; see ``audit``).
 
-        ``leases`` are all live leases, ``held`` pages that someone outside took from the pool.
+        ``leases`` are all live leases, ``held`` pages that someone outside took from the pool,
+        ``pinned`` the nodes that someone pinned, once per pin.
 
         Raises:
             AssertionError: the books are wrong; the message says which and where.
         """
-        audit.check(self.pool, self.table, self.tree, list(leases), list(held))
+        audit.check(self.pool, self.table, self.tree, list(leases), list(held), list(pinned))

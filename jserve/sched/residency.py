@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections import deque
 
 from jserve.kv.cache import PageCache
+from jserve.kv.radix import RootKey
+from jserve.kv.retention import keeps_of
 from jserve.sched import policy
 from jserve.sched.queue import OrderedSeqs
-from jserve.types import SeqState, Sequence
+from jserve.types import Request, SeqState, Sequence
 
 
 class Residency:
@@ -39,6 +41,14 @@ class Residency:
     def full(self) -> bool:
         return len(self.running) >= self.max_running
 
+    def key_of(self, request: Request) -> RootKey:
+        """The root that the prefixes of ``request`` hang on."""
+        return (*root_of(request), self.weights_version)
+
+    def n_known(self, seq: Sequence) -> int:
+        """Pages of ``seq`` that could be shared now."""
+        return self.cache.n_known(self.key_of(seq.request), seq.tokens)
+
     def enter(self, seq: Sequence) -> bool:
         """A slot and pages for all known tokens of ``seq``; False, with no trace, if they lack."""
         state = (seq, self.cache.n_available, len(self.running))
@@ -46,11 +56,12 @@ class Residency:
             return False  # nothing came back since it was refused, so do not search the tree again
         reuse = reuses_cache(seq)
         lease = self.cache.match(
-            (seq.request.cache_salt, seq.request.adapter, self.weights_version),
+            self.key_of(seq.request),
             seq.tokens,
             slot=self._slots[0],
             reuse=reuse,
             cacheable=not seq.request.skip_prefix_cache,
+            keeps=keeps_of(seq.request.retain, self.cache.page_size),
         )
         n_cached, keep = lease.capacity, policy.headroom(len(self.running))
         if not self.cache.extend(lease, policy.tokens_wanted(seq), keep=keep):
@@ -123,6 +134,11 @@ class Residency:
         self.cache.release(seq.lease)
         self._slots.append(seq.slot)
         seq.lease, seq.slot = None, -1
+
+
+def root_of(request: Request) -> tuple[str, str, str | None]:
+    """(tenant, salt, adapter): requests that differ in one share nothing."""
+    return request.tenant, request.cache_salt, request.adapter
 
 
 def owes_scores(seq: Sequence) -> bool:

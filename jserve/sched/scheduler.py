@@ -10,8 +10,7 @@ A sequence has no phase; a step hands out ``todo = known + in_flight + drafts - 
        ^                  |                                        ^
        '---- PREEMPTED <--' (pages and slot gone, tokens stay) ----'
 
-Choices of one request (``n`` > 1): choice 0 goes first; the others wait until its prompt is
-computed and published, then find it in the cache. Where nothing can be shared they do not wait.
+A prefix that is being computed is waited for, not computed twice: see ``sched.leaders``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from jserve.kv.cache import PageCache
 from jserve.ports import Journal, Proposer, RunnerLimits
 from jserve.sched import admission, outcome, policy
 from jserve.sched.draft import PlanDraft
-from jserve.sched.residency import Residency, owes_scores, reuses_cache
+from jserve.sched.leaders import Leaders
+from jserve.sched.residency import Residency, owes_scores
 from jserve.sched.scores import PromptScores
 from jserve.types import (
     Finish,
@@ -54,6 +54,8 @@ class SchedStats:
     cache_query_tokens: int
     """Counter: tokens of admitted sequences that were looked up in the prefix cache."""
     cache_hit_tokens: int
+    prefix_waits_total: int
+    """Sequences that waited for a prefix that another one was computing."""
     preemptions: int
     finished: int
 
@@ -85,6 +87,7 @@ class Scheduler:
         room = min(limits.n_slots, limits.max_rows, limits.max_decode_rows)
         room = min(room, self.options.max_num_seqs, self.options.max_num_batched_tokens)
         self.floor = Residency(n_slots=limits.n_slots, max_running=room, cache=cache)
+        self.leaders = Leaders(self.floor)
         self.scores = PromptScores()
         self._groups: dict[str, list[Sequence]] = {}
         self._n_submitted = self.n_steps = self._n_uncommitted = self._n_finished = 0
@@ -98,6 +101,7 @@ class Scheduler:
             BadRequest: see ``admission.check`` (ContextTooLong, NotFound too); or the id is live.
             Overloaded: the queue is full.
         """
+        self.floor.cache.advance(now)
         if self.journal is not None:
             self.journal.arrival(request, now)
         max_len = admission.check(request, self.limits)
@@ -112,6 +116,7 @@ class Scheduler:
 
     def cancel(self, request_id: str, now: float = 0.0, index: int | None = None) -> list[Output]:
         """End a request (or one choice): its terminal outputs, none if it is unknown or over."""
+        self.floor.cache.advance(now)
         if self.journal is not None:
             self.journal.cancel(request_id, now, index)
         group = self._groups.get(request_id, ())
@@ -120,6 +125,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The rows of the next step, or None when nothing can run before a result comes back."""
+        self.floor.cache.advance(now)
         draft = PlanDraft(
             tokens=self.options.max_num_batched_tokens,
             prefill_tokens=self.limits.max_prefill_tokens,
@@ -183,7 +189,7 @@ class Scheduler:
         for seq in self.floor.waiting.snapshot():
             if not self._may_admit(draft) or seq.pending:
                 return  # rows of its last residence must come back before it may start again
-            if self._waits_for_leader(seq):
+            if self.leaders.wait(seq, self.n_steps):
                 continue
             if not self.floor.enter(seq):
                 return  # strictly in order: nobody overtakes one who waits for pages
@@ -192,13 +198,6 @@ class Scheduler:
 
     def _may_admit(self, draft: PlanDraft) -> bool:
         return draft.prefill_room > 0 and not self.floor.full
-
-    def _waits_for_leader(self, seq: Sequence) -> bool:
-        leader = self._groups[seq.request.id][0]
-        shareable = (
-            seq.n_prompt > self.limits.page_size and self.floor.cache.reuse and reuses_cache(seq)
-        )
-        return seq is not leader and shareable and leader.finish is None and leader.n_output == 0
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take over the results of ``plan``: one output per row that moved a live sequence."""
@@ -217,6 +216,7 @@ class Scheduler:
         nothing is cached any more.
         """
         blame = sorted(blame)
+        self.floor.cache.advance(now)
         if self.journal is not None:
             self.journal.recover(now, blame, error)
         for plan in plans:
@@ -230,6 +230,7 @@ class Scheduler:
         return outputs
 
     def _commit(self, plan: StepPlan, result: StepResult, now: float, error: str) -> list[Output]:
+        self.floor.cache.advance(now)
         if self.journal is not None:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
@@ -251,19 +252,25 @@ class Scheduler:
             if row.emits:
                 drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
                 outputs.append(self._advance(seq, drawn, result, r, now))
+            else:
+                self._publish(seq, row.start + row.count)
         return outputs
+
+    def _publish(self, seq: Sequence, n_sound: int) -> None:
+        """Let others find the full pages of the first ``n_sound`` tokens, whose logits were finite."""
+        lease = seq.lease
+        if lease is not None and n_sound // self.limits.page_size > lease.n_published:
+            self.floor.cache.publish(lease, seq.tokens, n_sound)
 
     def _advance(
         self, seq: Sequence, drawn: list[int], result: StepResult, row: int, now: float
     ) -> Output:
         """Append what was drawn, publish the pages it proved sound, end what is over."""
-        request, lease, n_prompt = seq.request, seq.lease, seq.n_prompt
+        request, n_prompt = seq.request, seq.n_prompt
         first = len(seq.tokens) == n_prompt
         drawn = outcome.accept(seq, drawn)
         # The logits were finite, so the KV of everything before the last token is sound.
-        n_sound = len(seq.tokens) - 1 if drawn else n_prompt
-        if lease is not None and n_sound // self.limits.page_size > lease.n_published:
-            self.floor.cache.publish(lease, seq.tokens, n_sound)
+        self._publish(seq, len(seq.tokens) - 1 if drawn else n_prompt)
         scores = self.scores.take(seq) if first else None
         logprobs = None
         if request.params.logprobs is not None:
@@ -297,6 +304,7 @@ class Scheduler:
 
     def _retire(self, seq: Sequence, now: float) -> None:
         self.floor.leave(seq)
+        self.leaders.forget(seq)
         self.scores.drop(seq)
         if all(s.finish is not None for s in self._groups[seq.request.id]):
             del self._groups[seq.request.id]
@@ -345,6 +353,7 @@ class Scheduler:
             pages_cached=self.floor.cache.tree.n_evictable,
             cache_query_tokens=self.floor.n_looked_up,
             cache_hit_tokens=self.floor.n_hit,
+            prefix_waits_total=self.leaders.n_waits,
             preemptions=self.floor.n_preemptions,
             finished=self._n_finished,
         )
