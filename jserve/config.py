@@ -47,6 +47,12 @@ class CacheOptions:
     kv_memory_gb: float = opt(0.0, "GiB for the KV pool; 0 sizes it from memory", min=0.0)
     kv_dtype: str = opt("auto", "KV storage", choices=("auto", "bfloat16", "float32", "float16"))
     prefix_caching: bool = opt(True, "reuse the KV of shared prefixes")
+    handle_pages: int = opt(
+        0, "KV pages that named cache handles may pin; 0 is half of the pool", min=0
+    )
+    session_ttl_s: float = opt(
+        300.0, "seconds that the KV of a session is kept for its next turn", min=0.0, max=604800.0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

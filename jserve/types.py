@@ -242,11 +242,26 @@ class Request:
     """Sequences share cached prefixes only within one salt."""
     retain: tuple[Retention, ...] = ()
     cache: str | None = None
-    """Name of a cache handle whose tokens the prompt starts with."""
+    """Name of the tenant's cache handle whose tokens the prompt starts with. A prompt that does not
+    begin with them gets them put in front: it is the rest."""
     session: str | None = None
-    """Name under which this request's KV stays pinned for the next turn."""
+    """Name of a conversation: this request's KV is kept for its next turn, evicted only when nothing
+    else is left to evict."""
     adapter: str | None = None
     skip_prefix_cache: bool = False
+
+
+class HandleInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said of a cache handle."""
+
+    name: str
+    n_tokens: int
+    n_pages: int
+    """Pages it takes from the quota: the full ones of its tokens."""
+    pinned: bool
+    """False while it is computed for the first time, and after a fault until its next use."""
+    expires_in_s: float
+    n_uses: int = 0
 
 
 class Finish(StrEnum):

@@ -151,6 +151,11 @@ class RadixTree:
             self.n_pinned -= above.pins == 0
         self.unlock_path(node, now)
 
+    def release_priority(self, node: Node) -> None:
+        """From now on ``node`` is worth what any page is."""
+        node.priority = EVERYONE
+        self._offer(node)
+
     def evict(self, n: int, now: float = 0.0) -> list[int]:
         """Forget up to ``n`` unlocked pages, least worth keeping first; gives their ids."""
         self._lapse(now)

@@ -14,6 +14,9 @@ One line per event, in order; ``plan`` lines hold the decision, which the replay
     }
     {"type": "commit", "now": 3.0, "step": 0, "tokens": {...}, "n_ok": {...}}
     {"type": "cancel", "now": 4.0, "id": "r1", "index": null}
+    {"type": "create", "now": 4.0, "request": {...}, "ttl_s": 60.0}
+    {"type": "renew", "now": 4.0, "tenant": "", "name": "manual", "ttl_s": 60.0}
+    {"type": "drop", "now": 4.0, "tenant": "", "name": "manual"}
     {"type": "recover", "now": 5.0, "blame": ["r1"], "error": "..."}
 """
 
@@ -32,6 +35,7 @@ import numpy as np
 from jserve.config import EngineConfig
 from jserve.errors import JserveError
 from jserve.ports import RunnerLimits
+from jserve.sched import caching
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Output, PromptLogprobs, Request, RowPlan, Sequence, StepPlan, StepResult
 
@@ -92,6 +96,25 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancel"):
     index: int | None
 
 
+class Created(msgspec.Struct, frozen=True, tag="create"):
+    now: float
+    request: Request
+    ttl_s: float
+
+
+class Renewed(msgspec.Struct, frozen=True, tag="renew"):
+    now: float
+    tenant: str
+    name: str
+    ttl_s: float
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="drop"):
+    now: float
+    tenant: str
+    name: str
+
+
 class Planned(msgspec.Struct, frozen=True, tag="plan"):
     now: float
     decision: Decision | None
@@ -136,7 +159,7 @@ class Recovered(msgspec.Struct, frozen=True, tag="recover"):
     error: str
 
 
-Event = Arrival | Cancelled | Planned | Committed | Recovered
+Event = Arrival | Cancelled | Created | Renewed | Dropped | Planned | Committed | Recovered
 
 
 class JournalFile:
@@ -151,6 +174,15 @@ class JournalFile:
 
     def cancel(self, request_id: str, now: float, index: int | None) -> None:
         self._write(Cancelled(now=now, id=request_id, index=index))
+
+    def create(self, request: Request, ttl_s: float, now: float) -> None:
+        self._write(Created(now=now, request=request, ttl_s=ttl_s))
+
+    def renew(self, tenant: str, name: str, ttl_s: float, now: float) -> None:
+        self._write(Renewed(now=now, tenant=tenant, name=name, ttl_s=ttl_s))
+
+    def drop(self, tenant: str, name: str, now: float) -> None:
+        self._write(Dropped(now=now, tenant=tenant, name=name))
 
     def plan(self, now: float, plan: StepPlan | None) -> None:
         self._write(Planned(now=now, decision=Decision.of(plan)))
@@ -232,10 +264,24 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
     if isinstance(event, Recovered):
         lost = [plans.pop(step) for step in sorted(plans)]
         return scheduler.recover(lost, event.blame, event.error, event.now)
-    assert isinstance(event, Arrival)
     with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
-        scheduler.submit(event.request, event.now)
+        _ask(scheduler, event)
     return []
+
+
+def _ask(scheduler: Scheduler, event: Event) -> None:
+    """An input that may be refused."""
+    match event:
+        case Arrival():
+            scheduler.submit(event.request, event.now)
+        case Created():
+            caching.create(scheduler, event.request, event.ttl_s, event.now)
+        case Renewed():
+            caching.renew(scheduler, event.tenant, event.name, event.ttl_s, event.now)
+        case Dropped():
+            caching.drop(scheduler, event.tenant, event.name, event.now)
+        case _:
+            raise AssertionError(f"{event} is no request")
 
 
 def _compare(line: int, recorded: Decision | None, made: Decision | None) -> None:

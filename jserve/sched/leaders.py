@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from jserve.sched.residency import Residency, reuses_cache, root_of
+from jserve.sched.keeping import root_of
+from jserve.sched.residency import Residency, reuses_cache
 from jserve.types import Sequence
 
 PATIENCE = 8

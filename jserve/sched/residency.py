@@ -16,8 +16,8 @@ from collections import deque
 
 from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
-from jserve.kv.retention import keeps_of
 from jserve.sched import policy
+from jserve.sched.keeping import Keeping, root_of
 from jserve.sched.queue import OrderedSeqs
 from jserve.types import Request, SeqState, Sequence
 
@@ -25,8 +25,11 @@ from jserve.types import Request, SeqState, Sequence
 class Residency:
     """The waiting and the running, and the ways between: enter, grow, preempt, leave."""
 
-    def __init__(self, *, n_slots: int, max_running: int, cache: PageCache) -> None:
+    def __init__(
+        self, *, n_slots: int, max_running: int, cache: PageCache, keeping: Keeping | None = None
+    ) -> None:
         self.cache = cache
+        self.keeping = keeping or Keeping(cache)
         self.max_running = max_running
         self.waiting = OrderedSeqs()
         self.running = OrderedSeqs()
@@ -61,7 +64,7 @@ class Residency:
             slot=self._slots[0],
             reuse=reuse,
             cacheable=not seq.request.skip_prefix_cache,
-            keeps=keeps_of(seq.request.retain, self.cache.page_size),
+            keeps=self.keeping.keeps(seq.request),
         )
         n_cached, keep = lease.capacity, policy.headroom(len(self.running))
         if not self.cache.extend(lease, policy.tokens_wanted(seq), keep=keep):
@@ -70,6 +73,7 @@ class Residency:
             return False
         self.n_looked_up += len(seq.tokens) if reuse else 0
         self.n_hit += n_cached
+        self.keeping.hits[seq.request.lane] += n_cached
         if seq.n_preempted == 0:
             seq.n_cached = n_cached
         seq.slot, seq.lease, seq.state = self._slots.popleft(), lease, SeqState.RUNNING
@@ -102,6 +106,7 @@ class Residency:
         for seq in self.running.snapshot():
             assert seq.pending == 0, f"{seq.request.id} has rows in flight"
             self._requeue(seq)
+        self.keeping.lose()
         self.cache.clear()
 
     def _requeue(self, seq: Sequence) -> None:
@@ -112,8 +117,10 @@ class Residency:
 
     def leave(self, seq: Sequence) -> None:
         """``seq`` is over, wherever it was."""
-        if seq.lease is not None:
+        lease = seq.lease
+        if lease is not None:
             self._vacate(seq)
+            self.keeping.ended(seq.request, lease)
         else:
             self.waiting.remove(seq)
         seq.state = SeqState.FINISHED
@@ -126,7 +133,7 @@ class Residency:
         assert slots == list(range(len(slots))), f"slots are lost or held twice: {slots}"
         assert len(leases) == len(self.running), "a running sequence holds no lease"
         assert all(seq.lease is None for seq in self.waiting), "a waiting sequence holds pages"
-        self.cache.check(leases, held)
+        self.cache.check(leases, held, self.keeping.handles.pinned())
 
     def _vacate(self, seq: Sequence) -> None:
         assert seq.lease is not None
@@ -134,11 +141,6 @@ class Residency:
         self.cache.release(seq.lease)
         self._slots.append(seq.slot)
         seq.lease, seq.slot = None, -1
-
-
-def root_of(request: Request) -> tuple[str, str, str | None]:
-    """(tenant, salt, adapter): requests that differ in one share nothing."""
-    return request.tenant, request.cache_salt, request.adapter
 
 
 def owes_scores(seq: Sequence) -> bool:

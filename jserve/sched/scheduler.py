@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from jserve.config import EngineConfig
 from jserve.errors import BadRequest, Overloaded
 from jserve.kv.cache import PageCache
+from jserve.kv.handles import quota_of
 from jserve.ports import Journal, Proposer, RunnerLimits
 from jserve.sched import admission, outcome, policy
 from jserve.sched.draft import PlanDraft
+from jserve.sched.keeping import Keeping
 from jserve.sched.leaders import Leaders
 from jserve.sched.residency import Residency, owes_scores
 from jserve.sched.scores import PromptScores
@@ -54,8 +56,6 @@ class SchedStats:
     cache_query_tokens: int
     """Counter: tokens of admitted sequences that were looked up in the prefix cache."""
     cache_hit_tokens: int
-    prefix_waits_total: int
-    """Sequences that waited for a prefix that another one was computing."""
     preemptions: int
     finished: int
 
@@ -76,17 +76,25 @@ class Scheduler:
         self.seed = config.model.seed
         self.proposer = proposer
         self.journal = journal
+        per_slot = -(-limits.max_model_len // limits.page_size)
         cache = PageCache(
             n_pages=limits.n_pages,
             page_size=limits.page_size,
             n_slots=limits.n_slots,
-            pages_per_slot=-(-limits.max_model_len // limits.page_size),
+            pages_per_slot=per_slot,
             reuse=config.cache.prefix_caching,
+        )
+        keeping = Keeping(
+            cache,
+            handle_pages=quota_of(limits.n_pages, per_slot, config.cache.handle_pages),
+            session_ttl_s=config.cache.session_ttl_s,
         )
         # All who run must fit the decode rows of one step, so that nobody who decodes skips a step.
         room = min(limits.n_slots, limits.max_rows, limits.max_decode_rows)
         room = min(room, self.options.max_num_seqs, self.options.max_num_batched_tokens)
-        self.floor = Residency(n_slots=limits.n_slots, max_running=room, cache=cache)
+        self.floor = Residency(
+            n_slots=limits.n_slots, max_running=room, cache=cache, keeping=keeping
+        )
         self.leaders = Leaders(self.floor)
         self.scores = PromptScores()
         self._groups: dict[str, list[Sequence]] = {}
@@ -99,11 +107,16 @@ class Scheduler:
 
         Raises:
             BadRequest: see ``admission.check`` (ContextTooLong, NotFound too); or the id is live.
+            CacheNotFound: ``request.cache`` names no handle.
             Overloaded: the queue is full.
         """
-        self.floor.cache.advance(now)
+        self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.arrival(request, now)
+        self.enqueue(self.floor.keeping.with_prefix(request))
+
+    def enqueue(self, request: Request) -> None:
+        """``submit`` without journal and clock, of a prompt that is complete."""
         max_len = admission.check(request, self.limits)
         if request.id in self._groups:
             raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
@@ -116,7 +129,7 @@ class Scheduler:
 
     def cancel(self, request_id: str, now: float = 0.0, index: int | None = None) -> list[Output]:
         """End a request (or one choice): its terminal outputs, none if it is unknown or over."""
-        self.floor.cache.advance(now)
+        self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.cancel(request_id, now, index)
         group = self._groups.get(request_id, ())
@@ -125,7 +138,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The rows of the next step, or None when nothing can run before a result comes back."""
-        self.floor.cache.advance(now)
+        self.floor.keeping.advance(now)
         draft = PlanDraft(
             tokens=self.options.max_num_batched_tokens,
             prefill_tokens=self.limits.max_prefill_tokens,
@@ -216,7 +229,7 @@ class Scheduler:
         nothing is cached any more.
         """
         blame = sorted(blame)
-        self.floor.cache.advance(now)
+        self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.recover(now, blame, error)
         for plan in plans:
@@ -230,7 +243,7 @@ class Scheduler:
         return outputs
 
     def _commit(self, plan: StepPlan, result: StepResult, now: float, error: str) -> list[Output]:
-        self.floor.cache.advance(now)
+        self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
@@ -261,6 +274,8 @@ class Scheduler:
         lease = seq.lease
         if lease is not None and n_sound // self.limits.page_size > lease.n_published:
             self.floor.cache.publish(lease, seq.tokens, n_sound)
+        if seq.request.cache is not None:
+            self.floor.keeping.settle(seq.request, lease)
 
     def _advance(
         self, seq: Sequence, drawn: list[int], result: StepResult, row: int, now: float
@@ -304,6 +319,7 @@ class Scheduler:
 
     def _retire(self, seq: Sequence, now: float) -> None:
         self.floor.leave(seq)
+        self.floor.keeping.abandon(seq.request)
         self.leaders.forget(seq)
         self.scores.drop(seq)
         if all(s.finish is not None for s in self._groups[seq.request.id]):
@@ -353,10 +369,14 @@ class Scheduler:
             pages_cached=self.floor.cache.tree.n_evictable,
             cache_query_tokens=self.floor.n_looked_up,
             cache_hit_tokens=self.floor.n_hit,
-            prefix_waits_total=self.leaders.n_waits,
             preemptions=self.floor.n_preemptions,
             finished=self._n_finished,
         )
+
+    def counters(self) -> dict[str, float]:
+        """More for /metrics: hits by lane, handles, sessions, waits for a prefix under way."""
+        waits = {"prefix_waits_total": float(self.leaders.n_waits)}
+        return self.floor.keeping.counters() | waits
 
 
 def _settle(seq: Sequence, most: int, n_ok: int) -> None:

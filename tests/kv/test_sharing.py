@@ -24,7 +24,7 @@ def test_a_prefix_asked_for_at_once_is_computed_once(depth, n):
     assert drive.computed["r0"] == 27
     assert [drive.computed[f"r{i}"] for i in range(1, n)] == [3] * (n - 1)
     assert [drive.told[f"r{i}", 0].outputs[0].n_cached for i in range(n)] == [0] + [24] * (n - 1)
-    assert drive.scheduler.stats().prefix_waits_total == n - 1
+    assert drive.scheduler.leaders.n_waits == n - 1
     assert len(drive.scheduler.leaders) == 0
 
 
@@ -96,7 +96,7 @@ def test_who_cannot_share_does_not_wait(fields):
     drive.step()
     assert drive.computed == {"a": 25, "b": 25}
     drive.run()
-    assert drive.scheduler.stats().prefix_waits_total == 0
+    assert drive.scheduler.leaders.n_waits == 0
 
 
 @pytest.mark.parametrize("first", [{"skip": True}, {"prompt_logprobs": 1}])
