@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from tests.sched.sched_drive import Drive, limits, request
+from tests.sched.sched_drive import Drive, Told, limits, request
 
-__all__ = ["CountingDrive", "limits", "request", "with_fields"]
+__all__ = ["CountingDrive", "Told", "limits", "request", "with_fields"]
 
 
 class CountingDrive(Drive):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits, request
+from tests.sched.sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits, request
 
 from jserve.errors import Overloaded
 
