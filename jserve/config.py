@@ -62,8 +62,32 @@ class SchedulerOptions:
     max_prefill_chunk: int = opt(
         0, "prefill tokens of one request in one step; 0 is the whole budget", min=0
     )
+    max_prefill_tokens: int = opt(
+        0, "prefill tokens of one step, all requests together; 0 is what the device takes", min=0
+    )
+    itl_bound_ms: float = opt(
+        0.0, "longest step in ms while sequences decode, kept by smaller prefills; 0 is off", min=0.0
+    )
     overlap: int = opt(1, "steps planned ahead of the device", min=0, max=2)
-    max_waiting: int = opt(1024, "requests in the queue before new ones are refused", min=1)
+    max_waiting: int = opt(1024, "sequences in the queue before new ones are refused", min=1)
+    max_waiting_tokens: int = opt(
+        1 << 20, "prompt tokens in the queue before new requests are refused; 0 is no bound", min=0
+    )
+    max_queue_s: float = opt(
+        0.0, "seconds of work in the queue before new requests are refused; 0 is no bound", min=0.0
+    )
+    tenant_share: float = opt(
+        0.5, "share of the queue that one API key may fill before it gets 429", min=0.01, max=1.0
+    )
+    ageing_s: float = opt(
+        30.0, "seconds after which a waiting request also takes its turn by arrival", min=0.0
+    )
+    weight_interactive: int = opt(16, "share of lane interactive while others wait", min=1)
+    weight_standard: int = opt(4, "share of lane standard while others wait", min=1)
+    weight_bulk: int = opt(1, "share of lane bulk while others wait", min=1)
+    max_tokens_interactive: int = opt(0, "most max_tokens in lane interactive; 0 is no cap", min=0)
+    max_tokens_standard: int = opt(0, "most max_tokens in lane standard; 0 is no cap", min=0)
+    max_tokens_bulk: int = opt(0, "most max_tokens in lane bulk; 0 is no cap", min=0)
     journal: str = opt("", "file for every input of the scheduler, prompts included; empty is off")
 
 

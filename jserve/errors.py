@@ -52,6 +52,12 @@ class ContextTooLong(BadRequest):
     code = "context_length_exceeded"
 
 
+class DeadlineInfeasible(BadRequest):
+    """The deadline could not be met on an idle server either; ``field`` names it."""
+
+    code = "deadline_infeasible"
+
+
 class Unauthorized(JserveError):
     status = 401
     kind = "authentication_error"
@@ -86,6 +92,30 @@ class Overloaded(JserveError):
     status = 503
     kind = "server_error"
     code = "overloaded"
+
+
+class RateLimited(JserveError):
+    """This tenant has its share of the queue already; try again after ``retry_after`` seconds."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "queue_full_tenant"
+
+
+class DeadlineUnreachable(JserveError):
+    """The deadline could be met, but not behind what is waiting now; ``field`` names it."""
+
+    status = 503
+    kind = "server_error"
+    code = "deadline_unreachable"
+
+
+class DeadlineExceeded(JserveError):
+    """The deadline ``field`` passed (or became hopeless) after the request was accepted."""
+
+    status = 504
+    kind = "timeout_error"
+    code = "deadline_exceeded"
 
 
 class NotReady(JserveError):
@@ -124,7 +154,13 @@ class WeightsError(ConfigError):
     code = "weights_error"
 
 
-def error_of(code: str | None, message: str, *, field: str | None = None) -> JserveError:
+def error_of(
+    code: str | None,
+    message: str,
+    *,
+    field: str | None = None,
+    retry_after: float | None = None,
+) -> JserveError:
     """The error that ``code`` (as carried by ``Output.error_code``) stands for; RequestFailed if unknown."""
     kinds = [
         *JserveError.__subclasses__(),
@@ -134,5 +170,5 @@ def error_of(code: str | None, message: str, *, field: str | None = None) -> Jse
     ]
     kind = next((k for k in kinds if k.code == code), None)
     if kind is not None:
-        return kind(message, field=field)
+        return kind(message, field=field, retry_after=retry_after)
     return RequestFailed(message, field=field, code=code)

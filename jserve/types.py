@@ -228,7 +228,7 @@ class Request:
     arrival: float = 0.0
     """Monotonic seconds."""
     priority: int = 0
-    """Lower runs first within its lane."""
+    """Lower runs first among what its tenant has waiting in its lane."""
     lane: Lane = Lane.STANDARD
     tenant: str = ""
     """Who pays: tenants share a lane fairly by tokens, and never each other's cached prefixes."""
@@ -293,8 +293,14 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     """EOS and stop ids: one of them ends the sequence at any position from ``min_len`` on."""
     min_len: int = 0
-    order: tuple[int, int] = (0, 0)
-    """(priority, number of submission): lower runs first."""
+    order: tuple[int, int, int] = (0, 0, 0)
+    """(rank of the lane, priority, number of submission): lower runs first and gives way last."""
+    arrived: float = 0.0
+    """Scheduler seconds; deadlines and ageing count from here."""
+    due: float = math.inf
+    """When the first token (or else the last one) is promised: earlier runs first."""
+    charged: int | None = None
+    """Output tokens its tenant and lane were charged for at first admission; None before it."""
     state: SeqState = SeqState.WAITING
     scheduled: int = 0
     """Tokens whose KV is written or is being written by a step in flight (upper bound under speculation)."""
@@ -434,6 +440,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     error: str | None = None
     error_code: str | None = None
     """``JserveError.code`` of what went wrong, with ``error``; ``errors.error_of`` gives its class."""
+    error_field: str | None = None
+    """The request field at fault, with ``error``."""
+    retry_after: float | None = None
+    """Seconds after which a refused request may be sent again."""
     n_cached: int = 0
     seed: int | None = None
     """The seed in use, on the first output."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 from jserve.api.ask import Usage
-from jserve.errors import EngineDead, JserveError, NotReady, Overloaded, RequestFailed, error_of
+from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
 from jserve.text.stream import TextStream
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, Output, Request, TokenLogprob
@@ -202,8 +202,13 @@ def failure(output: Output) -> JserveError:
     """The error an output with finish ERROR or ABORT stands for. Faults keep their details."""
     if output.finish is Finish.ABORT or output.error_code == "draining":
         return NotReady("the server is shutting down", code="draining", retry_after=5)
-    error = error_of(output.error_code, output.error or "the request failed")
-    return hidden(error) if error.status >= 500 and not isinstance(error, Overloaded) else error
+    error = error_of(
+        output.error_code,
+        output.error or "the request failed",
+        field=output.error_field,
+        retry_after=output.retry_after,
+    )
+    return hidden(error) if error.status == 500 else error
 
 
 T = TypeVar("T")

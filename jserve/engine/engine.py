@@ -185,6 +185,8 @@ def refusal(request: Request, error: JserveError) -> list[Output]:
             finish=Finish.ERROR,
             error=error.message,
             error_code=error.code or RequestFailed.code,
+            error_field=error.field,
+            retry_after=error.retry_after,
         )
         for i in range(request.params.n)
     ]
