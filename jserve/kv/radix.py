@@ -72,6 +72,8 @@ class RadixTree:
         self.n_nodes = 0
         self.n_evictable = 0
         self.n_pinned = 0
+        self.n_evicted = 0
+        """Counter: pages forgotten since the start."""
         self._tick = 0
         self._serial = 0
         self._leaves: list[tuple[int, int, int, Node]] = []
@@ -244,6 +246,7 @@ class RadixTree:
         del parent.children[node.key]
         node.page = 0  # marks the node dead for heap entries that still name it
         self.n_nodes -= 1
+        self.n_evicted += 1
         self.n_evictable -= 1
         self._offer(parent)
         self._drop_empty_root(parent)
