@@ -7,11 +7,12 @@ request runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
-from jserve.api import openai, openai_reply, tokens
+from jserve.api import caches, openai, openai_reply, tokens
 from jserve.api.ask import ModelCard
 from jserve.api.auth import Access, Keys
 from jserve.api.chat import ChatTemplate
@@ -48,7 +49,7 @@ def make_app(
     """The application: all routes over one engine. Its clean-up ends the threads it started."""
     front = Front(
         engine=engine,
-        prepare=Preparer(tokenizer, chat, card),
+        prepare=Preparer(tokenizer, chat, card, caches.HandleBook()),
         card=card,
         options=config.server,
         keys=Keys(config.server.api_key),
@@ -85,7 +86,7 @@ async def chat_completions(request: web.Request, front: Front) -> web.StreamResp
     template, card = front.prepare.chat, front.card
     wish = await front.read(request, lambda raw: openai.chat_wish(raw, card, template))
     _relabel(request, wish.body.request_id)
-    requests = await front.prepare.requests(wish.ask)
+    requests = await front.prepare.requests(replace(wish.ask, tenant=front.tenant(request)))
     reply = openai_reply.ChatReply(wish.body, card, front.prepare.tokenizer, requests)
     return await answer(request, front, wish, requests, reply)
 
@@ -94,7 +95,7 @@ async def completions(request: web.Request, front: Front) -> web.StreamResponse:
     card = front.card
     wish = await front.read(request, lambda raw: openai.completion_wish(raw, card))
     _relabel(request, wish.body.request_id)
-    requests = await front.prepare.requests(wish.ask)
+    requests = await front.prepare.requests(replace(wish.ask, tenant=front.tenant(request)))
     reply = openai_reply.CompletionReply(
         wish.body, card, front.prepare.tokenizer, requests, wish.ask.prompts
     )
@@ -161,6 +162,11 @@ ROUTES: tuple[tuple[str, str, Access, Callable[[web.Request, Front], Any]], ...]
     ("POST", "/v1/completions", Access.USER, completions),
     ("GET", "/v1/models", Access.USER, models),
     ("GET", "/v1/models/{model:.+}", Access.USER, model),
+    ("POST", "/v1/caches", Access.USER, caches.create),
+    ("GET", "/v1/caches", Access.USER, caches.listed),
+    ("GET", "/v1/caches/{name}", Access.USER, caches.one),
+    ("POST", "/v1/caches/{name}", Access.USER, caches.renew),
+    ("DELETE", "/v1/caches/{name}", Access.USER, caches.drop),
     ("POST", "/tokenize", Access.USER, tokenize),
     ("POST", "/detokenize", Access.USER, detokenize),
     ("GET", "/metrics", Access.USER, metrics),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.api.chat import Chat
-from jserve.types import SamplingParams
+from jserve.types import Retention, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,13 @@ class Ask:
     """Keep this many prompt tokens; -1 keeps what fits the context."""
     truncate_left: bool = True
     priority: int = 0
+    tenant: str = ""
     cache_salt: str = ""
+    cache: str | None = None
+    """Name of a cache handle that every prompt starts with, or is put behind."""
+    session: str | None = None
+    retain: tuple[Retention, ...] = ()
+    skip_prefix_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,13 +154,14 @@ class Handles:
         """The pinned nodes, one per settled handle."""
         return [handle.node for handle in self._handles.values() if handle.node is not None]
 
-    def info(self, handle: Handle) -> HandleInfo:
+    def info(self, handle: Handle, now: float = 0.0) -> HandleInfo:
+        """What is said of it; ``now`` counts where it is later than the cache's time."""
         return HandleInfo(
             name=handle.name,
             n_tokens=len(handle.tokens),
             n_pages=handle.n_pages,
             pinned=handle.node is not None,
-            expires_in_s=max(0.0, handle.expires - self.cache.now),
+            expires_in_s=max(0.0, handle.expires - max(now, self.cache.now)),
             n_uses=handle.n_uses,
         )
 

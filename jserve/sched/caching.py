@@ -57,12 +57,14 @@ def drop(scheduler: Scheduler, tenant: str, name: str, now: float) -> HandleInfo
     return keeping.handles.info(keeping.handles.drop(tenant, name))
 
 
-def find(scheduler: Scheduler, tenant: str, name: str | None) -> list[HandleInfo]:
-    """What is known of a tenant's handles, or of one. Changes nothing.
+def find(
+    scheduler: Scheduler, tenant: str, name: str | None = None, now: float = 0.0
+) -> list[HandleInfo]:
+    """What is known of a tenant's handles, or of one. Changes nothing, so it is not journalled.
 
     Raises:
         CacheNotFound: there is none of that name.
     """
     handles = scheduler.floor.keeping.handles
     found = handles.of(tenant) if name is None else [handles.find(tenant, name)]
-    return [handles.info(handle) for handle in found]
+    return [handles.info(handle, now) for handle in found]

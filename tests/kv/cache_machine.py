@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from tests.kv.counting import Told, with_fields
-from tests.sched.sched_machine import PREFIXES, SchedulerMachine, make, requests
 
 from jserve.errors import BadRequest, CacheFull, CacheNotFound
 from jserve.sched import caching
 from jserve.types import Retention
+from tests.kv.counting import Told, with_fields
+from tests.sched.sched_machine import PREFIXES, SchedulerMachine, make, requests
 
 TENANTS = st.sampled_from(["", "", "b"])
 NAMES = st.sampled_from(["h1", "h2", "h3"])
@@ -142,5 +142,3 @@ class CacheMachine(SchedulerMachine):
 def _plain(prompt) -> dict:
     """A greedy request of ``prompt`` with nothing to draw."""
     return {"prefix": (), "tail": list(prompt), "max_tokens": 0, "extras": {}}
-
-

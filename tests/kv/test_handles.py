@@ -1,13 +1,13 @@
 """Named prefixes: pinned once computed, found by name, gone in time, within their quota."""
 
 import pytest
-from tests.kv.counting import CountingDrive, Told, limits, request, with_fields
 
 from jserve.errors import BadRequest, CacheFull, CacheNotFound, ContextTooLong, Overloaded
 from jserve.kv.handles import quota_of
 from jserve.sched import caching
 from jserve.sched.journal import JournalFile, replay
 from jserve.types import Finish
+from tests.kv.counting import CountingDrive, Told, limits, request, with_fields
 
 DOCUMENT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4]
 Z = 4

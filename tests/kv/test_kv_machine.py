@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+
 from tests.kv.cache_machine import CacheMachine
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}

@@ -1,10 +1,10 @@
 """A prefix that is being computed is shared as it grows; nobody waits for nothing or for ever."""
 
 import pytest
-from tests.kv.counting import CountingDrive, limits, request, with_fields
 
 from jserve.kv.cache import PageCache
 from jserve.sched.leaders import PATIENCE, Leaders, common_pages
+from tests.kv.counting import CountingDrive, limits, request, with_fields
 
 Z = 4
 PREFIX = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4]
