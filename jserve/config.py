@@ -47,6 +47,9 @@ class CacheOptions:
     kv_memory_gb: float = opt(0.0, "GiB for the KV pool; 0 sizes it from memory", min=0.0)
     kv_dtype: str = opt("auto", "KV storage", choices=("auto", "bfloat16", "float32", "float16"))
     prefix_caching: bool = opt(True, "reuse the KV of shared prefixes")
+    host_memory_gb: float = opt(
+        0.0, "GiB of host memory for evicted KV pages; 0 is none", min=0.0, max=65536.0
+    )
     handle_pages: int = opt(
         0, "KV pages that named cache handles may pin; 0 is half of the pool", min=0
     )

@@ -41,6 +41,8 @@ class RunnerLimits:
     vocab_size: int
     scores_prompts: bool = True
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
+    n_host_pages: int = 0
+    """Pages of host memory that evicted pages may be moved to; 0: there is no such tier."""
     step_times: tuple[StepTime, ...] = ()
     """What is known of step times before the first step; empty when nothing was measured."""
 

@@ -364,6 +364,16 @@ class SlotLoad:
     params: SamplingParams
 
 
+class PageMove(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Copy one page between the device and host memory, before the rows of its plan run."""
+
+    page: int
+    host: int
+    """Number of the host page."""
+    out: bool
+    """True: device to host."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """Which rows run next. Host values only: no padding, no device arrays.
@@ -378,6 +388,8 @@ class StepPlan:
     """int32[R, m], a snapshot: m is the most pages that any row needs for its start + count tokens;
     entries past a row's own pages are 0 (scratch)."""
     loads: tuple[SlotLoad, ...] = ()
+    moves: tuple[PageMove, ...] = ()
+    """Pages to copy first, in this order: those that go out, then those that come in."""
 
     @property
     def n_tokens(self) -> int:

@@ -25,7 +25,7 @@ from jserve.api.ask import Ask, ModelCard, Wish
 from jserve.api.chat import ChatTemplate
 from jserve.api.front import Front, ignored_header, json_response
 from jserve.api.generate import failure
-from jserve.api.openai import check_model, ignored_fields, read
+from jserve.api.openai import ChatBody, check_model, ignored_fields, read
 from jserve.api.openai_messages import chat_of
 from jserve.api.openai_values import prompts_of, salt_of
 from jserve.engine.wire import Handle
@@ -42,7 +42,7 @@ class CreateBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     name: str
-    ttl_s: float | int | None = None
+    ttl_s: float | None = None
     model: str | None = None
     prompt: Any = None
     add_special_tokens: bool | None = None
@@ -58,7 +58,7 @@ class RenewBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    ttl_s: float | int
+    ttl_s: float
 
 
 class HandleBook:
@@ -103,7 +103,8 @@ def create_wish(raw: Mapping[str, Any], card: ModelCard, template: ChatTemplate 
         special = body.add_special_tokens is not False
         ask = replace(ask, prompts=prompts, add_special_tokens=special)
     else:
-        fields = {name: getattr(body, name) for name in CreateBody.model_fields}
+        fields: dict[str, Any] = dict.fromkeys(ChatBody.model_fields)
+        fields |= {name: getattr(body, name) for name in CreateBody.model_fields}
         chat = chat_of(fields | {"add_generation_prompt": False}, template)
         ask = replace(ask, chat=chat, field="messages")
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))

@@ -28,6 +28,8 @@ from jserve.kv import audit
 from jserve.kv.pages import PageLease, PagePool, PageTable
 from jserve.kv.radix import Node, RadixTree, RootKey
 from jserve.kv.retention import Keep
+from jserve.kv.tiers import HostTier, digest_of, next_digest
+from jserve.types import PageMove
 
 
 class PageCache:
@@ -41,12 +43,14 @@ class PageCache:
         n_slots: int,
         pages_per_slot: int,
         reuse: bool = True,
+        n_host_pages: int = 0,
     ) -> None:
         self.page_size = page_size
         self.reuse = reuse
         self.pool = PagePool(n_pages)
         self.table = PageTable(n_slots, pages_per_slot)
         self.tree = RadixTree(page_size)
+        self.tier = HostTier(n_host_pages) if n_host_pages and reuse else None
         self.now = 0.0
 
     def advance(self, now: float) -> None:
@@ -117,6 +121,32 @@ class PageCache:
         lease.capacity = len(lease.pages) * self.page_size
         return True
 
+    def load(self, lease: PageLease, tokens: Seq[int]) -> int:
+        """Fill the fresh pages of ``lease`` that follow its shared ones from the host tier, as far
+        as that knows ``tokens``; gives how many tokens need not be computed because of it.
+
+        The loads travel in the next plan. Others find these pages once that was committed.
+        """
+        if self.tier is None:
+            return 0
+        Z, n, digest = self.page_size, lease.n_shared, digest_of(lease.node)
+        for i in range(lease.n_shared, (len(tokens) - 1) // Z):
+            digest = next_digest(digest, tokens[i * Z : (i + 1) * Z])
+            if not self.tier.holds(digest):
+                break
+            self.tier.load(digest, lease.pages[i])
+            n += 1
+        return (n - lease.n_shared) * Z
+
+    def moves(self, step: int) -> tuple[PageMove, ...]:
+        """The moves between the tiers that plan ``step`` has to carry; each is given once."""
+        return () if self.tier is None else self.tier.drain(step)
+
+    def landed(self, step: int, *, ok: bool) -> None:
+        """Plan ``step`` was committed, or it failed."""
+        if self.tier is not None:
+            self.tier.landed(step, ok=ok)
+
     def publish(self, lease: PageLease, tokens: Seq[int], n_tokens: int) -> None:
         """Let others find the full pages among the first ``n_tokens``, all known and computed."""
         Z, full, node = self.page_size, n_tokens // self.page_size, lease.node
@@ -139,18 +169,28 @@ class PageCache:
             raise RuntimeError(f"the lease of slot {lease.slot} was released twice")
         lease.released = True
         self.tree.unlock_path(lease.node, self.now, lease.keeps, lease.n_shared)
+        if self.tier is not None:
+            self.tier.forget_loads(lease.pages[lease.n_shared :])
         self.pool.drop(lease.pages)
         self.table.clear(lease.slot, len(lease.pages))
 
     def evict(self, n: int) -> int:
         """Forget up to ``n`` unlocked cached pages; gives how many."""
-        pages = self.tree.evict(n, self.now)
+        pages = self.tree.evict(n, self.now, self._save if self.tier is not None else None)
         self.pool.drop(pages)
         return len(pages)
 
     def clear(self) -> int:
-        """Forget everything that no lease holds."""
-        return self.evict(self.tree.n_evictable)
+        """Forget everything that no lease and no pin holds, in the host tier too."""
+        pages = self.tree.evict(self.tree.n_evictable)
+        self.pool.drop(pages)
+        if self.tier is not None:
+            self.tier.lose()
+        return len(pages)
+
+    def _save(self, node: Node) -> None:
+        assert self.tier is not None
+        self.tier.save(digest_of(node), node.page)
 
     def snapshot(self, slots: list[int], n_tokens: int) -> np.ndarray:
         """int32[len(slots), ceil(n_tokens / Z)]: a copy of the table rows of ``slots``."""
@@ -170,4 +210,6 @@ class PageCache:
         Raises:
             AssertionError: the books are wrong; the message says which and where.
         """
+        if self.tier is not None:
+            self.tier.check()
         audit.check(self.pool, self.table, self.tree, list(leases), list(held), list(pinned))

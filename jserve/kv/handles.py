@@ -169,7 +169,7 @@ class Handles:
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
             raise BadRequest(f"name must be a string of 1 to {MAX_NAME} characters", field="name")
         if (tenant, name) in self._handles:
-            raise BadRequest(f"a cache named {name!r} exists already", field="name", code="exists")
+            raise BadRequest(f"a cache named {name!r} exists already", field="name")
         _check_ttl(ttl_s)
         if not self.cache.reuse:
             raise BadRequest("prefix caching is switched off on this server", field="cache")

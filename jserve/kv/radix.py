@@ -19,7 +19,7 @@ Idea: SGLang's radix cache, with whole pages as edges.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 
 from jserve.kv.retention import EVERYONE, Keep, strongest
 
@@ -32,6 +32,7 @@ class Node:
 
     __slots__ = (
         "children",
+        "digest",
         "key",
         "locks",
         "page",
@@ -52,6 +53,8 @@ class Node:
         self.used = 0
         self.priority = EVERYONE
         self.seconds = self.until = 0.0
+        self.digest = b""
+        """Name of the whole prefix, once ``kv.tiers`` asked for it."""
 
 
 def path_to(node: Node) -> list[Node]:
@@ -158,13 +161,20 @@ class RadixTree:
         node.priority = EVERYONE
         self._offer(node)
 
-    def evict(self, n: int, now: float = 0.0) -> list[int]:
-        """Forget up to ``n`` unlocked pages, least worth keeping first; gives their ids."""
+    def evict(
+        self, n: int, now: float = 0.0, farewell: Callable[[Node], None] | None = None
+    ) -> list[int]:
+        """Forget up to ``n`` unlocked pages, least worth keeping first; gives their ids.
+
+        ``farewell`` is called with each node while it is still whole.
+        """
         self._lapse(now)
         pages: list[int] = []
         while len(pages) < n and self._leaves:
             priority, used, _, node = heapq.heappop(self._leaves)
             if self._is_leaf(node) and (node.priority, node.used) == (priority, used):
+                if farewell is not None:
+                    farewell(node)
                 pages.append(self._remove(node))
         return pages
 

@@ -32,6 +32,7 @@ from jserve.ports import InFlight, RunnerLimits
 from jserve.runner.batch import Packer, StepBatch, score_targets
 from jserve.runner.buckets import Ladder
 from jserve.runner.memory import MemoryPlan, plan_memory
+from jserve.runner.moves import Leaving, PageMover, host_pages
 from jserve.runner.programs import Programs, Progress
 from jserve.runner.state import new_state
 from jserve.types import PromptLogprobs, StepPlan, StepResult
@@ -48,6 +49,8 @@ class _Launched:
     batch: StepBatch
     out: StepOut
     wants_top: bool
+    leaving: list[Leaving]
+    """Pages on their way to host memory."""
 
 
 class ModelRunner:
@@ -114,7 +117,8 @@ class ModelRunner:
             kv_dtype=stored,
             dtype=self._dtype,
         )
-        self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages)
+        n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
+        self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages, n_host)
         self.ladder = ladder or _ladder(self.limits)
         self.programs = Programs(
             self.model,
@@ -130,6 +134,7 @@ class ModelRunner:
             fields_of=self.model.fields,
             plan_attention=attention.plan,
         )
+        self._mover = PageMover(self.model, n_host) if n_host else None
         self.state: DeviceState = new_state(self.model)
         self.bucket_times: dict[Bucket, float] = {}
         self._busy_until = 0.0
@@ -145,6 +150,7 @@ class ModelRunner:
         now = self._clock()
         self.programs.check()
         batch = self._packer.pack(plan, bucket)
+        leaving = self._move(plan)
         for item in plan.loads:
             for buf in load_buffers(item, self.model.dims.V):
                 slots = self.programs.load(self.state.slots, buf)
@@ -154,7 +160,9 @@ class ModelRunner:
         for array in _fetched(out, wants_top):
             array.copy_to_host_async()
         return InFlight(
-            plan=plan, launched=now, handle=_Launched(batch=batch, out=out, wants_top=wants_top)
+            plan=plan,
+            launched=now,
+            handle=_Launched(batch=batch, out=out, wants_top=wants_top, leaving=leaving),
         )
 
     def collect(self, flight: InFlight) -> StepResult:
@@ -162,6 +170,8 @@ class ModelRunner:
         launched: _Launched = flight.handle
         bucket, out = launched.batch.bucket, launched.out
         packed_RX = np.asarray(out.packed_RX)
+        if self._mover is not None:
+            self._mover.land(launched.leaving)
         now = self._clock()
         began = max(flight.launched, self._busy_until)
         self._busy_until = now
@@ -224,6 +234,19 @@ class ModelRunner:
                 times.append(time.perf_counter() - start)
             self.bucket_times[bucket] = sorted(times)[len(times) // 2]
         return dict(self.bucket_times)
+
+    def _move(self, plan: StepPlan) -> list[Leaving]:
+        """Copy pages between device and host memory, as far as the plan asks for it."""
+        if not plan.moves:
+            return []
+        if self._mover is None:
+            raise ValueError("the plan moves pages and there is no host memory for them")
+        pages = [move.page for move in plan.moves]
+        if min(pages) < 1 or max(pages) >= self.limits.n_pages:
+            raise ValueError(f"page out of range [1, {self.limits.n_pages - 1}] in a move")
+        kv, leaving = self._mover.launch(self.state.kv, plan.moves)
+        self.state = DeviceState(kv=kv, slots=self.state.slots)
+        return leaving
 
     def _run(self, batch: StepBatch) -> StepOut:
         step = self.programs.step(batch.bucket)
@@ -308,7 +331,9 @@ def _kv_dtype(config: EngineConfig, dtype: Any) -> Any:
     return jnp.dtype(dtype if name == "auto" else name)
 
 
-def _limits(arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int) -> RunnerLimits:
+def _limits(
+    arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int, n_host_pages: int
+) -> RunnerLimits:
     budget = config.scheduler.max_num_batched_tokens
     return RunnerLimits(
         n_slots=dims.C,
@@ -322,6 +347,7 @@ def _limits(arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int) -> R
         max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),
         vocab_size=arch.V,
         scores_prompts=config.device.prompt_logprobs,
+        n_host_pages=n_host_pages,
     )
 
 

@@ -110,5 +110,6 @@ class PlanDraft:
             id=step,
             rows=tuple(rows),
             loads=tuple(self.loads),
+            moves=cache.moves(step),
             page_table_RM=cache.snapshot(slots, longest),
         )

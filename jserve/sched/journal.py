@@ -72,6 +72,8 @@ class Decision(msgspec.Struct, frozen=True):
     loads: tuple[int, ...]
     pages: int
     """Checksum of the page table."""
+    moves: tuple[tuple[int, int, bool], ...] = ()
+    """(page, host page, out) each."""
 
     @classmethod
     def of(cls, plan: StepPlan | None) -> Decision | None:
@@ -82,6 +84,7 @@ class Decision(msgspec.Struct, frozen=True):
             rows=tuple(_row(row) for row in plan.rows),
             loads=tuple(load.slot for load in plan.loads),
             pages=zlib.crc32(np.ascontiguousarray(plan.page_table_RM).tobytes()),
+            moves=tuple((move.page, move.host, move.out) for move in plan.moves),
         )
 
 

@@ -71,6 +71,7 @@ class Residency:
             self.cache.release(lease)
             self._refused = state
             return False
+        n_cached += self.cache.load(lease, seq.tokens) if reuse else 0
         self.n_looked_up += len(seq.tokens) if reuse else 0
         self.n_hit += n_cached
         self.keeping.hits[seq.request.lane] += n_cached

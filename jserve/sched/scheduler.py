@@ -83,6 +83,7 @@ class Scheduler:
             n_slots=limits.n_slots,
             pages_per_slot=per_slot,
             reuse=config.cache.prefix_caching,
+            n_host_pages=limits.n_host_pages,
         )
         keeping = Keeping(
             cache,
@@ -99,6 +100,8 @@ class Scheduler:
         self.scores = PromptScores()
         self._groups: dict[str, list[Sequence]] = {}
         self._n_submitted = self.n_steps = self._n_uncommitted = self._n_finished = 0
+        self.n_prefilled = 0
+        """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
         self._last_finish: float | None = None
         self._finish_gap = 1.0
 
@@ -151,6 +154,7 @@ class Scheduler:
         plan = None
         if draft.rows:
             plan = draft.freeze(self.n_steps, self.floor.cache)
+            self.n_prefilled += self.limits.max_prefill_tokens - draft.prefill_left
             self.n_steps += 1
             self._n_uncommitted += 1
         if self.journal is not None:
@@ -214,10 +218,12 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take over the results of ``plan``: one output per row that moved a live sequence."""
+        self.floor.cache.landed(plan.id, ok=True)
         return self._commit(plan, result, now, NON_FINITE)
 
     def fail(self, plan: StepPlan, error: str, now: float) -> list[Output]:
         """Instead of ``commit``, for a step that raised: its sequences end with ``error``."""
+        self.floor.cache.landed(plan.id, ok=False)
         return self._commit(plan, outcome.failed(len(plan.rows)), now, error)
 
     def recover(
@@ -375,8 +381,16 @@ class Scheduler:
 
     def counters(self) -> dict[str, float]:
         """More for /metrics: hits by lane, handles, sessions, waits for a prefix under way."""
-        waits = {"prefix_waits_total": float(self.leaders.n_waits)}
-        return self.floor.keeping.counters() | waits
+        tier = self.floor.cache.tier
+        tiers = {} if tier is None else tier.counters()
+        return (
+            self.floor.keeping.counters()
+            | tiers
+            | {
+                "prefix_waits_total": float(self.leaders.n_waits),
+                "prefill_tokens_total": float(self.n_prefilled),
+            }
+        )
 
 
 def _settle(seq: Sequence, most: int, n_ok: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from jserve.errors import BadRequest, CacheFull, CacheNotFound
 from jserve.sched import caching
 from jserve.types import Retention
 from tests.kv.counting import Told, with_fields
+from tests.sched.sched_drive import Drive, MixedDrafts, drafting, limits
 from tests.sched.sched_machine import PREFIXES, SchedulerMachine, make, requests
 
 TENANTS = st.sampled_from(["", "", "b"])
@@ -32,6 +33,35 @@ HINTS = st.lists(
 
 class CacheMachine(SchedulerMachine):
     """``SchedulerMachine`` with everything that outlives a request."""
+
+    @initialize(
+        depth=st.sampled_from([0, 1, 2]),
+        n_pages=st.sampled_from([14, 18, 40]),
+        n_host_pages=st.sampled_from([0, 2, 5, 20]),
+        page_size=st.sampled_from([1, 4, 4, 8]),
+        chunk=st.sampled_from([0, 1, 5, 8]),
+        drafts=st.sampled_from([0, 0, 3]),
+        handle_pages=st.sampled_from([0, 3]),
+        session_ttl_s=st.sampled_from([4.0, 100.0]),
+    )
+    def start(
+        self, depth, n_pages, n_host_pages, page_size, chunk, drafts, handle_pages, session_ttl_s
+    ):
+        """As ``SchedulerMachine.start``, with a host tier and the options of what is kept."""
+        n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)
+        changes = {"n_host_pages": n_host_pages, "max_model_len": 48}
+        lim = limits(n_pages=n_pages, page_size=page_size, max_drafts=drafts, **changes)
+        options = {
+            "depth": depth,
+            "eos_rate": 7,
+            "max_prefill_chunk": chunk,
+            "max_waiting": 8,
+            "handle_pages": handle_pages,
+            "session_ttl_s": session_ttl_s,
+        }
+        proposing = drafting(MixedDrafts(), lim, **options) if drafts else None
+        self.drive = proposing or Drive(lim, **options)
+        self.n = 0
 
     def _queue_has_room(self) -> bool:
         return len(self.drive.scheduler.floor.waiting) < 8
