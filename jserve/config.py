@@ -50,6 +50,10 @@ class CacheOptions:
     host_memory_gb: float = opt(
         0.0, "GiB of host memory for evicted KV pages; 0 is none", min=0.0, max=65536.0
     )
+    disk_dir: str = opt(
+        "", "directory for KV pages that outlive the server; needs host_memory_gb; empty is none"
+    )
+    disk_gb: float = opt(10.0, "GiB of files in disk_dir", min=0.001, max=1048576.0)
     handle_pages: int = opt(
         0, "KV pages that named cache handles may pin; 0 is half of the pool", min=0
     )

@@ -372,6 +372,16 @@ class PageMove(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Number of the host page."""
     out: bool
     """True: device to host."""
+    digest: bytes = b""
+    """Name under which a page that goes out is also written to disk; empty: it is not."""
+
+
+class PageFetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Read one page from disk into host memory; answered with its ticket."""
+
+    ticket: int
+    digest: bytes
+    host: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

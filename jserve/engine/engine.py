@@ -24,8 +24,8 @@ from typing import Any
 
 from jserve.engine.wire import Cancel, Create, Handle, Handles, Stats, Submit
 from jserve.errors import EngineDead, JserveError, RequestFailed
-from jserve.ports import Clock, InFlight, Runner
-from jserve.sched import caching
+from jserve.ports import Clock, DiskTier, InFlight, Runner
+from jserve.sched import caching, tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Finish, Output, Request, StepPlan
 
@@ -63,6 +63,10 @@ class Engine:
         self._flights: deque[InFlight] = deque()
         self._landed: list[Output] = []
         self._faults: list[float] = []
+        stored = runner.stored() if isinstance(runner, DiskTier) else None
+        self._disk = runner if isinstance(runner, DiskTier) and stored is not None else None
+        if stored is not None:
+            tiering.learn(scheduler, stored, clock())
 
     def submit(self, request: Request) -> None:
         """Hand in a request; read at the next step. A refusal comes back as an Output in error."""
@@ -109,6 +113,8 @@ class Engine:
         try:
             if plan is not None:
                 self._flights.append(self.runner.launch(plan))
+            if self._disk is not None:
+                self._disk.fetch(tiering.take_fetches(self.scheduler))
             if self._flights and (plan is None or len(self._flights) > self._overlap):
                 result = self.runner.collect(self._flights[0])
         except Exception as error:
@@ -154,8 +160,17 @@ class Engine:
             values=values,
         )
 
+    def close(self) -> None:
+        """Write what is worth it to disk. The engine is not stepped again."""
+        if self._disk is not None:
+            self._disk.farewell(self.scheduler.floor.cache.farewell())
+
     def _read_inbox(self) -> list[Output]:
         outputs, self._landed = self._landed, []
+        if self._disk is not None:
+            answers = self._disk.take_fetched()
+            if answers:
+                tiering.fetched(self.scheduler, answers, self.clock())
         while self._inbox:
             message = self._inbox.popleft()
             match message:

@@ -88,6 +88,7 @@ def run(link: Link, build: Build, *, freeze: bool) -> int:
             gc.freeze()
         link.send(Ready(info=info))
         serve(engine, link, early)
+        engine.close()
     except LinkClosed:
         return EXIT_OK
     except Exception as error:

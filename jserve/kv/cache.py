@@ -138,6 +138,34 @@ class PageCache:
             n += 1
         return (n - lease.n_shared) * Z
 
+    def fetch(self, key: RootKey, tokens: Seq[int]) -> list[int]:
+        """Begin to read what the disk knows of ``tokens`` beyond the faster tiers; the tickets."""
+        tier, Z = self.tier, self.page_size
+        if tier is None or not tier.on_disk:
+            return []
+        limit = (len(tokens) - 1) // Z
+        root = self.tree.roots.get(key) or Node(None, key, 0)
+        path, tickets = self.tree.match(root, tokens, limit), []
+        digest = digest_of(path[-1] if path else root)
+        for i in range(len(path), limit):
+            digest = next_digest(digest, tokens[i * Z : (i + 1) * Z])
+            if tier.holds(digest):
+                tier.touch(digest)
+                continue
+            ticket = tier.fetch(digest) if digest in tier.on_disk else None
+            if ticket is None:
+                break
+            tickets.append(ticket)
+        return tickets
+
+    def farewell(self) -> list[tuple[int, bytes]]:
+        """(page, digest) of what the tree knows and the disk does not, for a last write."""
+        tier = self.tier
+        if tier is None or not tier.disk:
+            return []
+        named = [(node.page, digest_of(node)) for _, node in self.tree.nodes()]
+        return [(page, digest) for page, digest in named if digest not in tier.on_disk]
+
     def moves(self, step: int) -> tuple[PageMove, ...]:
         """The moves between the tiers that plan ``step`` has to carry; each is given once."""
         return () if self.tier is None else self.tier.drain(step)

@@ -15,6 +15,7 @@ goes on beside the steps and is awaited with the result of its own step::
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jserve.model.step import StepModel
-from jserve.types import PageMove
+from jserve.runner.spill import Spill
+from jserve.types import PageFetch, PageMove
 
 WIDTH = 16
+FORMAT = 1
+"""Of the bytes of a page on disk."""
 KV = list[tuple[jax.Array, jax.Array]]
 
 
@@ -36,6 +40,7 @@ class Leaving:
     """Pages on their way to host pages ``hosts``: [arrays, WIDTH on the page axis, ...]."""
 
     hosts: list[int]
+    digests: list[bytes]
     data: jax.Array
 
 
@@ -57,10 +62,13 @@ class PageMover:
         dtype = np.dtype(model.kv_dtype)
         self._pool_H = np.zeros((n_host_pages, self._n_arrays, *shape), dtype)
         self._gather, self._scatter = self._compile(model)
+        self.spill: Spill | None = None
+        """Where pages that go out are also written; set once, before the first launch."""
 
     @property
-    def nbytes(self) -> int:
-        return self._pool_H.nbytes
+    def page_nbytes(self) -> int:
+        """Bytes of one page, keys and values of all layers on all devices."""
+        return self._pool_H[0].nbytes
 
     def launch(self, kv: KV, moves: Seq[PageMove]) -> tuple[KV, list[Leaving]]:
         """The KV after ``moves`` (those that go out first), and what is on its way to the host.
@@ -82,11 +90,47 @@ class PageMover:
         for part in leaving:
             pages_H = np.moveaxis(np.asarray(part.data), 1 + self._axis, 0)
             self._pool_H[part.hosts] = pages_H[: len(part.hosts)]
+            self._write(pages_H, part.digests)
+
+    def fetch(self, asked: Seq[PageFetch]) -> None:
+        """Begin to read pages from disk."""
+        for fetch in asked:
+            if self.spill is not None:
+                self.spill.read(fetch)
+
+    def take_fetched(self) -> list[tuple[int, bool]]:
+        """(ticket, found) of the reads that are over; what was found is in its host page."""
+        answers = []
+        for fetch, data in self.spill.answers() if self.spill is not None else ():
+            if data is not None:
+                row = np.frombuffer(data, self._pool_H.dtype).reshape(self._pool_H.shape[1:])
+                self._pool_H[fetch.host] = row
+            answers.append((fetch.ticket, data is not None))
+        return answers
+
+    def farewell(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> None:
+        """Write device pages (page, digest) to disk and wait until all that waits is written."""
+        if self.spill is None:
+            return
+        for i in range(0, len(pages), WIDTH):
+            part = pages[i : i + WIDTH]
+            data = np.asarray(self._gather(kv, _padded([page for page, _ in part])))
+            pages_H = np.moveaxis(data, 1 + self._axis, 0)
+            self._write(pages_H, [digest for _, digest in part], must=True)
+        self.spill.close()
+
+    def _write(self, pages_H: np.ndarray, digests: Seq[bytes], *, must: bool = False) -> None:
+        if self.spill is None:
+            return
+        for page, digest in zip(pages_H, digests, strict=False):
+            if digest:
+                self.spill.write(digest, page.tobytes(), must=must)
 
     def _take(self, kv: KV, moves: Seq[PageMove]) -> Leaving:
         data = self._gather(kv, _padded([move.page for move in moves]))
         data.copy_to_host_async()
-        return Leaving(hosts=[move.host for move in moves], data=data)
+        hosts, digests = [move.host for move in moves], [move.digest for move in moves]
+        return Leaving(hosts=hosts, digests=digests, data=data)
 
     def _bring(self, kv: KV, moves: Seq[PageMove]) -> KV:
         pages_H = self._pool_H[_padded([move.host for move in moves])]
@@ -131,6 +175,27 @@ def page_axis(model: StepModel) -> int:
     one, two = (shape_of(model.kv_heads, model.arch.H, n, model.dims.Z) for n in (1, 2))
     (axis,) = [i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
     return axis
+
+
+def identity(model: StepModel, params: Any) -> str:
+    """16 hex digits of everything that the bytes of a page depend on: the weights' bits, the
+    architecture, the backend's layout, types, page size and layers."""
+
+    @jax.jit
+    def sums(x: jax.Array) -> jax.Array:
+        width = x.dtype.itemsize
+        bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width])
+        flat = bits.reshape(-1).astype(jnp.uint32)
+        place = jnp.arange(flat.size, dtype=jnp.uint32) * jnp.uint32(2654435761) + 1
+        return jnp.stack([flat.sum(dtype=jnp.uint32), (flat * place).sum(dtype=jnp.uint32)])
+
+    digest = hashlib.blake2b(digest_size=8)
+    about = (FORMAT, model.family.name, repr(model.arch), model.backend.name, model.layer_shape[1:])
+    digest.update(repr((*about, model.dims.Z, model.arch.L, str(model.kv_dtype))).encode())
+    for path, leaf in jax.tree.leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(sums(leaf)).tobytes())
+    return digest.hexdigest()
 
 
 def host_pages(gib: float, page_bytes: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,11 +32,13 @@ from jserve.model.view import LOGPROBS, Bucket, StepDims
 from jserve.ports import InFlight, RunnerLimits
 from jserve.runner.batch import Packer, StepBatch, score_targets
 from jserve.runner.buckets import Ladder
+from jserve.runner.disk import DiskStore
 from jserve.runner.memory import MemoryPlan, plan_memory
-from jserve.runner.moves import Leaving, PageMover, host_pages
+from jserve.runner.moves import Leaving, PageMover, host_pages, identity
 from jserve.runner.programs import Programs, Progress
+from jserve.runner.spill import Spill
 from jserve.runner.state import new_state
-from jserve.types import PromptLogprobs, StepPlan, StepResult
+from jserve.types import PageFetch, PromptLogprobs, StepPlan, StepResult
 
 MAX_PREFILL_ROWS = 8
 CPU_WARM_UP_S = 1.0
@@ -135,6 +138,7 @@ class ModelRunner:
             plan_attention=attention.plan,
         )
         self._mover = PageMover(self.model, n_host) if n_host else None
+        self._spill = self._open_disk(config)
         self.state: DeviceState = new_state(self.model)
         self.bucket_times: dict[Bucket, float] = {}
         self._busy_until = 0.0
@@ -220,7 +224,8 @@ class ModelRunner:
 
     def counters(self) -> dict[str, float]:
         """What /metrics shows of the device side."""
-        return {"compiles_after_ready_total": float(self.programs.late_compiles)}
+        disk = {} if self._spill is None else self._spill.counters()
+        return {"compiles_after_ready_total": float(self.programs.late_compiles)} | disk
 
     def bench_bucket_times(self, repeats: int = 3) -> dict[Bucket, float]:
         """Seconds of one step of each bucket with all its rows padding: the floor of its step
@@ -234,6 +239,46 @@ class ModelRunner:
                 times.append(time.perf_counter() - start)
             self.bucket_times[bucket] = sorted(times)[len(times) // 2]
         return dict(self.bucket_times)
+
+    def stored(self) -> list[bytes] | None:
+        """Digests of the pages on disk, None when there is no disk tier."""
+        return None if self._spill is None else self._spill.store.digests()
+
+    def fetch(self, asked: list[PageFetch]) -> None:
+        """Begin to read pages from disk into host memory."""
+        if self._mover is not None:
+            self._mover.fetch(asked)
+
+    def take_fetched(self) -> list[tuple[int, bool]]:
+        """(ticket, found) of the reads that are over."""
+        return [] if self._mover is None else self._mover.take_fetched()
+
+    def farewell(self, pages: list[tuple[int, bytes]]) -> None:
+        """The last call: write device pages (page, digest) to disk."""
+        if self._mover is not None:
+            self._mover.farewell(self.state.kv, pages)
+
+    def _open_disk(self, config: EngineConfig) -> Spill | None:
+        options = config.cache
+        if not options.disk_dir:
+            return None
+        if self._mover is None:
+            raise ConfigError(
+                "disk_dir needs host_memory_gb, through which pages go", field="disk_dir"
+            )
+        try:
+            store = DiskStore(
+                Path(options.disk_dir),
+                identity(self.model, self.params),
+                page_bytes=self._mover.page_nbytes,
+                max_bytes=int(options.disk_gb * 2**30),
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"disk_dir {error.filename}: {error.strerror}", field="disk_dir"
+            ) from None
+        self._mover.spill = Spill(store)
+        return self._mover.spill
 
     def _move(self, plan: StepPlan) -> list[Leaving]:
         """Copy pages between device and host memory, as far as the plan asks for it."""

@@ -35,7 +35,7 @@ import numpy as np
 from jserve.config import EngineConfig
 from jserve.errors import JserveError
 from jserve.ports import RunnerLimits
-from jserve.sched import caching
+from jserve.sched import caching, tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Output, PromptLogprobs, Request, RowPlan, Sequence, StepPlan, StepResult
 
@@ -118,6 +118,20 @@ class Dropped(msgspec.Struct, frozen=True, tag="drop"):
     name: str
 
 
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """What the disk held at the start."""
+
+    now: float
+    digests: list[bytes]
+
+
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    """Reads from disk were answered: (ticket, found)."""
+
+    now: float
+    answers: list[tuple[int, bool]]
+
+
 class Planned(msgspec.Struct, frozen=True, tag="plan"):
     now: float
     decision: Decision | None
@@ -162,7 +176,9 @@ class Recovered(msgspec.Struct, frozen=True, tag="recover"):
     error: str
 
 
-Event = Arrival | Cancelled | Created | Renewed | Dropped | Planned | Committed | Recovered
+Handled = Created | Renewed | Dropped
+Disk = Stored | Fetched
+Event = Arrival | Cancelled | Handled | Disk | Planned | Committed | Recovered
 
 
 class JournalFile:
@@ -186,6 +202,12 @@ class JournalFile:
 
     def drop(self, tenant: str, name: str, now: float) -> None:
         self._write(Dropped(now=now, tenant=tenant, name=name))
+
+    def stored(self, digests: Seq[bytes], now: float) -> None:
+        self._write(Stored(now=now, digests=list(digests)))
+
+    def fetched(self, answers: Seq[tuple[int, bool]], now: float) -> None:
+        self._write(Fetched(now=now, answers=list(answers)))
 
     def plan(self, now: float, plan: StepPlan | None) -> None:
         self._write(Planned(now=now, decision=Decision.of(plan)))
@@ -281,6 +303,10 @@ def _ask(scheduler: Scheduler, event: Event) -> None:
             caching.create(scheduler, event.request, event.ttl_s, event.now)
         case Renewed():
             caching.renew(scheduler, event.tenant, event.name, event.ttl_s, event.now)
+        case Stored():
+            tiering.learn(scheduler, event.digests, event.now)
+        case Fetched():
+            tiering.fetched(scheduler, event.answers, event.now)
         case Dropped():
             caching.drop(scheduler, event.tenant, event.name, event.now)
         case _:

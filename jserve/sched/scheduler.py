@@ -25,6 +25,7 @@ from jserve.kv.handles import quota_of
 from jserve.ports import Journal, Proposer, RunnerLimits
 from jserve.sched import admission, outcome, policy
 from jserve.sched.draft import PlanDraft
+from jserve.sched.fetching import Fetching
 from jserve.sched.keeping import Keeping
 from jserve.sched.leaders import Leaders
 from jserve.sched.residency import Residency, owes_scores
@@ -97,6 +98,7 @@ class Scheduler:
             n_slots=limits.n_slots, max_running=room, cache=cache, keeping=keeping
         )
         self.leaders = Leaders(self.floor)
+        self.fetching = Fetching(self.floor)
         self.scores = PromptScores()
         self._groups: dict[str, list[Sequence]] = {}
         self._n_submitted = self.n_steps = self._n_uncommitted = self._n_finished = 0
@@ -206,7 +208,7 @@ class Scheduler:
         for seq in self.floor.waiting.snapshot():
             if not self._may_admit(draft) or seq.pending:
                 return  # rows of its last residence must come back before it may start again
-            if self.leaders.wait(seq, self.n_steps):
+            if self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq):
                 continue
             if not self.floor.enter(seq):
                 return  # strictly in order: nobody overtakes one who waits for pages
@@ -327,6 +329,7 @@ class Scheduler:
         self.floor.leave(seq)
         self.floor.keeping.abandon(seq.request)
         self.leaders.forget(seq)
+        self.fetching.forget(seq)
         self.scores.drop(seq)
         if all(s.finish is not None for s in self._groups[seq.request.id]):
             del self._groups[seq.request.id]

@@ -101,7 +101,7 @@ async def test_what_cannot_be_cached_is_refused_by_name(fields, status, field):
 
 async def test_a_name_is_taken_once_and_free_again_when_its_maker_leaves():
     async with host(step_s=0.2) as found:
-        task = asyncio.create_task(create(found.srv))
+        task = asyncio.create_task(create(found.srv, prompt=DOCUMENT * 6))
         await asyncio.sleep(0.1)
         status, body, _ = await create(found.srv)
         assert (status, body["error"]["param"]) == (400, "name")

@@ -9,6 +9,7 @@ from jserve.errors import BadRequest, CacheFull, CacheNotFound
 from jserve.sched import caching
 from jserve.types import Retention
 from tests.kv.counting import Told, with_fields
+from tests.kv.disk_drive import DiskDrive
 from tests.sched.sched_drive import Drive, MixedDrafts, drafting, limits
 from tests.sched.sched_machine import PREFIXES, SchedulerMachine, make, requests
 
@@ -41,11 +42,21 @@ class CacheMachine(SchedulerMachine):
         page_size=st.sampled_from([1, 4, 4, 8]),
         chunk=st.sampled_from([0, 1, 5, 8]),
         drafts=st.sampled_from([0, 0, 3]),
+        disk=st.booleans(),
         handle_pages=st.sampled_from([0, 3]),
         session_ttl_s=st.sampled_from([4.0, 100.0]),
     )
     def start(
-        self, depth, n_pages, n_host_pages, page_size, chunk, drafts, handle_pages, session_ttl_s
+        self,
+        depth,
+        n_pages,
+        n_host_pages,
+        page_size,
+        chunk,
+        drafts,
+        disk,
+        handle_pages,
+        session_ttl_s,
     ):
         """As ``SchedulerMachine.start``, with a host tier and the options of what is kept."""
         n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)
@@ -60,7 +71,10 @@ class CacheMachine(SchedulerMachine):
             "session_ttl_s": session_ttl_s,
         }
         proposing = drafting(MixedDrafts(), lim, **options) if drafts else None
-        self.drive = proposing or Drive(lim, **options)
+        if proposing is None and n_host_pages and disk:
+            self.drive = DiskDrive(lim, **options)
+        else:
+            self.drive = proposing or Drive(lim, **options)
         self.n = 0
 
     def _queue_has_room(self) -> bool:
@@ -132,6 +146,22 @@ class CacheMachine(SchedulerMachine):
         except CacheNotFound:
             assert scheduler.floor.keeping.handles.get(tenant, name) is None
         self.drive.check()
+
+    @rule(number=st.integers(0, 5), fail=st.booleans())
+    def disk_answers(self, number, fail):
+        if isinstance(self.drive, DiskDrive):
+            self.drive.deliver(number, fail=fail)
+
+    @rule(lag=st.integers(1, 9))
+    def disk_is_slow(self, lag):
+        if isinstance(self.drive, DiskDrive):
+            self.drive.lag = lag
+
+    @rule(k=st.integers(0, 3))
+    def disk_loses_files(self, k):
+        if isinstance(self.drive, DiskDrive):
+            for digest in list(self.drive.runner.disk)[:k]:
+                del self.drive.runner.disk[digest]
 
     @rule(dt=st.sampled_from([0.5, 5.0, 50.0, 600.0]))
     def time_passes(self, dt):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jserve.kv import disk
-from jserve.kv.disk import READ_ONLY_S, DiskStore
+from jserve.runner import disk
+from jserve.runner.disk import READ_ONLY_S, DiskStore
 
 N = 64
 
