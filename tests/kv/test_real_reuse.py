@@ -10,6 +10,7 @@ import pytest
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
+from jserve.errors import ConfigError
 from jserve.model.view import Bucket
 from jserve.runner.runner import ModelRunner
 from jserve.sched.scheduler import Scheduler
@@ -128,3 +129,49 @@ def test_pages_come_back_from_the_host_as_they_went(tp, overlap):
     assert counters["host_pages_loaded_total"] >= 15
     assert device.programs.late_compiles == 0
     engine.scheduler.floor.check()
+
+
+def with_disk(folder, *, seed: int = 0, **options) -> tuple[ModelRunner, Engine]:
+    gib = (N_HOST + 0.5) * PAGE_BYTES / 2**30
+    device = make_runner(
+        BUCKETS, seed=seed, host_memory_gb=gib, disk_dir=str(folder), disk_gb=0.01, **options
+    )
+    return device, engine_of(device, n_pages=18, host=N_HOST)
+
+
+def test_a_restart_reuses_the_disk_and_other_weights_do_not(tmp_path):
+    prompts = [text(41, seed=s) for s in range(3)]
+    _, engine = with_disk(tmp_path)
+    cold = [tokens_of(engine, p, f"c{i}")[0] for i, p in enumerate(prompts)]
+    engine.close()
+    files = sorted(tmp_path.rglob("*.kv"))
+    assert len(files) >= 15
+
+    device, engine = with_disk(tmp_path)
+    assert len(device.stored() or ()) == len(files)
+    warm = [tokens_of(engine, p, f"w{i}") for i, p in enumerate(prompts)]
+    assert warm == [(drawn, 1) for drawn in cold]
+    assert engine.scheduler.counters()["disk_pages_read_total"] == 15
+    engine.close()
+
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    broken = bytearray(files[1].read_bytes())
+    broken[100] ^= 1
+    files[1].write_bytes(broken)
+    device, engine = with_disk(tmp_path)
+    again = [tokens_of(engine, p, f"w{i}") for i, p in enumerate(prompts)]
+    assert [drawn for drawn, _ in again] == cold, "a broken file is a miss, never an answer"
+    assert sum(n for _, n in again) > 3
+    assert device.counters()["disk_pages_broken_total"] >= 1
+    engine.close()
+
+    device, engine = with_disk(tmp_path, seed=1)
+    assert device.stored() == []
+    assert tokens_of(engine, prompts[0], "x")[1] == 41
+    engine.close()
+
+
+def test_a_disk_needs_host_memory(tmp_path):
+    with pytest.raises(ConfigError) as e:
+        make_runner(BUCKETS, disk_dir=str(tmp_path))
+    assert e.value.field == "disk_dir"
