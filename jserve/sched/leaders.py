@@ -47,12 +47,17 @@ class Leaders:
     def __init__(self, floor: Residency) -> None:
         self._floor = floor
         self._waits: dict[Sequence, Wait] = {}
+        self._let_go: dict[Sequence, int] = {}
+        """The step in which a wait ended: its sequence may go then, whoever else asks."""
         self.n_waits = 0
         """Counter of waits begun."""
 
     def wait(self, seq: Sequence, step: int) -> bool:
-        """True while ``seq`` (in the queue) had better wait; ``step`` counts plans."""
+        """True while ``seq`` (in the queue) had better wait; ``step`` counts plans. It may be asked
+        more than once a step and says the same."""
         wait = self._waits.get(seq)
+        if self._let_go.get(seq) == step:
+            return False
         if wait is None:
             wait = self._find(seq, step)
             if wait is None:
@@ -61,12 +66,14 @@ class Leaders:
             self.n_waits += 1
         elif not _goes_on(wait, step):
             del self._waits[seq]
+            self._let_go[seq] = step
             return False
         return True
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` is over."""
         self._waits.pop(seq, None)
+        self._let_go.pop(seq, None)
 
     def __len__(self) -> int:
         return len(self._waits)

@@ -78,6 +78,7 @@ def test_a_leader_without_progress_is_given_up():
     leaders = Leaders(drive.scheduler.floor)
     assert [leaders.wait(follower, step) for step in range(PATIENCE)] == [True] * PATIENCE
     assert not leaders.wait(follower, PATIENCE)
+    assert not leaders.wait(follower, PATIENCE), "whoever asks in that step hears the same"
     assert len(leaders) == 0
 
 
