@@ -17,6 +17,8 @@ One line per event, in order; ``plan`` lines hold the decision, which the replay
     {"type": "create", "now": 4.0, "request": {...}, "ttl_s": 60.0}
     {"type": "renew", "now": 4.0, "tenant": "", "name": "manual", "ttl_s": 60.0}
     {"type": "drop", "now": 4.0, "tenant": "", "name": "manual"}
+    {"type": "stored", "now": 0.0, "digests": ["..."]}
+    {"type": "fetched", "now": 4.5, "answers": [[1, true]]}
     {"type": "recover", "now": 5.0, "blame": ["r1"], "error": "..."}
 """
 
