@@ -182,6 +182,7 @@ def test_after_a_fault_a_handle_is_computed_again_by_its_next_use():
     drive.until_done("r1")
     assert drive.computed["r1"] == 16
     assert info(drive).pinned
+    assert drive.scheduler.floor.cache.tree.n_pinned == 3, "its own pages, not those of its user"
     drive.scheduler.floor.cache.clear()
     use(drive, "r2", [1, 2])
     drive.until_done("r2")

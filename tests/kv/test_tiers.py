@@ -74,12 +74,21 @@ def test_the_oldest_host_page_goes_first_and_use_counts():
     assert kinds == [True, False], "what goes out comes first"
 
 
-def test_a_save_whose_page_was_dropped_before_its_plan_is_not_made():
+def test_a_host_page_whose_bytes_are_on_the_way_is_not_given_away():
     tier = HostTier(1)
     tier.save(b"a", 3)
-    tier.save(b"b", 4)
+    tier.save(b"b", 4)  # no room: forgotten
     tier.check()
-    assert [move.page for move in tier.drain(0)] == [4]
+    assert [move.page for move in tier.drain(0)] == [3]
+    tier.save(b"b", 4)
+    assert tier.drain(1) == ()
+    tier.landed(0, ok=True)
+    tier.load(b"a", 7)
+    tier.save(b"b", 4)
+    assert [(move.page, move.out) for move in tier.drain(2)] == [(7, False)]
+    tier.save(b"b", 4)
+    assert [(move.page, move.out) for move in tier.drain(3)] == [(4, True)]
+    tier.check()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
