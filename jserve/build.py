@@ -250,6 +250,7 @@ def close(engine: Engine) -> None:
     """Give the KV pool and the slots back to the device."""
     import jax
 
+    engine.close()
     runner: Any = engine.runner
     for leaf in jax.tree.leaves(runner.state):
         leaf.delete()

@@ -52,6 +52,19 @@ class CacheOptions:
     kv_memory_gb: float = opt(0.0, "GiB for the KV pool; 0 sizes it from memory", min=0.0)
     kv_dtype: str = opt("auto", "KV storage", choices=("auto", "bfloat16", "float32", "float16"))
     prefix_caching: bool = opt(True, "reuse the KV of shared prefixes")
+    host_memory_gb: float = opt(
+        0.0, "GiB of host memory for evicted KV pages; 0 is none", min=0.0, max=65536.0
+    )
+    disk_dir: str = opt(
+        "", "directory for KV pages that outlive the server; needs host_memory_gb; empty is none"
+    )
+    disk_gb: float = opt(10.0, "GiB of files in disk_dir", min=0.001, max=1048576.0)
+    handle_pages: int = opt(
+        0, "KV pages that named cache handles may pin; 0 is half of the pool", min=0
+    )
+    session_ttl_s: float = opt(
+        300.0, "seconds that the KV of a session is kept for its next turn", min=0.0, max=604800.0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

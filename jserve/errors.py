@@ -72,6 +72,20 @@ class NotFound(JserveError):
     code = "model_not_found"
 
 
+class CacheNotFound(NotFound):
+    """No cache handle of that name; it was never made, was dropped or has expired."""
+
+    code = "cache_not_found"
+
+
+class CacheFull(JserveError):
+    """Cache handles pin as many pages as they may; drop one or wait until one expires."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "cache_quota_exceeded"
+
+
 class Overloaded(JserveError):
     """The queue is full; try again after ``retry_after`` seconds."""
 
@@ -148,7 +162,12 @@ def error_of(
     retry_after: float | None = None,
 ) -> JserveError:
     """The error that ``code`` (as carried by ``Output.error_code``) stands for; RequestFailed if unknown."""
-    kinds = [*JserveError.__subclasses__(), *BadRequest.__subclasses__(), WeightsError]
+    kinds = [
+        *JserveError.__subclasses__(),
+        *BadRequest.__subclasses__(),
+        *NotFound.__subclasses__(),
+        WeightsError,
+    ]
     kind = next((k for k in kinds if k.code == code), None)
     if kind is not None:
         return kind(message, field=field, retry_after=retry_after)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jserve.types import Request, Sequence, StepPlan, StepResult
+from jserve.types import PageFetch, Request, Sequence, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,8 @@ class RunnerLimits:
     vocab_size: int
     scores_prompts: bool = True
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
+    n_host_pages: int = 0
+    """Pages of host memory that evicted pages may be moved to; 0: there is no such tier."""
     step_times: tuple[StepTime, ...] = ()
     """What is known of step times before the first step; empty when nothing was measured."""
 
@@ -72,6 +74,27 @@ class Runner(Protocol):
     def collect(self, flight: InFlight) -> StepResult: ...
 
 
+@runtime_checkable
+class DiskTier(Protocol):
+    """What a runner has besides, when it can keep pages on disk."""
+
+    def stored(self) -> list[bytes] | None:
+        """Digests of the pages at hand; None when it keeps none."""
+        ...
+
+    def fetch(self, asked: list[PageFetch]) -> None:
+        """Begin to read; returns at once."""
+        ...
+
+    def take_fetched(self) -> list[tuple[int, bool]]:
+        """(ticket, found) of reads that are over; what was found is in its host page."""
+        ...
+
+    def farewell(self, pages: list[tuple[int, bytes]]) -> None:
+        """Write (device page, digest) and everything that waits, then stop."""
+        ...
+
+
 class Clock(Protocol):
     """Monotonic seconds; injected so that tests and the simulator own time."""
 
@@ -101,6 +124,16 @@ class Journal(Protocol):
     def arrival(self, request: Request, now: float) -> None: ...
 
     def cancel(self, request_id: str, now: float, index: int | None) -> None: ...
+
+    def create(self, request: Request, ttl_s: float, now: float) -> None: ...
+
+    def renew(self, tenant: str, name: str, ttl_s: float, now: float) -> None: ...
+
+    def drop(self, tenant: str, name: str, now: float) -> None: ...
+
+    def stored(self, digests: Seq[bytes], now: float) -> None: ...
+
+    def fetched(self, answers: Seq[tuple[int, bool]], now: float) -> None: ...
 
     def plan(self, now: float, plan: StepPlan | None) -> None: ...
 

@@ -51,6 +51,8 @@ from jserve.types import (
     StepResult,
 )
 
+HostCopy = tuple[np.ndarray, ...]
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -90,6 +92,8 @@ class FakeRunner:
         self.step_P = np.full(P, -1, np.int64)
         """The step that wrote each page last."""
         self._slots = [_Slot() for _ in range(self._limits.n_slots)]
+        self.host: dict[int, HostCopy] = {}
+        """What each host page holds: tokens, ctx, poison."""
 
     @property
     def limits(self) -> RunnerLimits:
@@ -97,14 +101,17 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         self._check(plan)
+        saved = self._move(plan)
         for load in plan.loads:
             self._load(load)
         result = self._run(plan)
         self.n_launched += 1
-        return InFlight(plan=plan, launched=time.monotonic(), handle=(self.n_launched, result))
+        return InFlight(
+            plan=plan, launched=time.monotonic(), handle=(self.n_launched, result, saved)
+        )
 
     def collect(self, flight: InFlight) -> StepResult:
-        number, result = flight.handle
+        number, result, saved = flight.handle
         assert number == self.n_collected + 1, "steps must be collected in launch order"
         self.n_collected = number
         if self.step_s:
@@ -112,6 +119,7 @@ class FakeRunner:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
+        self.host |= saved
         return result
 
     def expected(self, request: Request, index: int = 0, seed: int | None = None) -> list[int]:
@@ -149,6 +157,24 @@ class FakeRunner:
             assert len(row.drafts) <= limits.max_drafts, f"{len(row.drafts)} drafts"
             assert row.start + row.count <= limits.max_model_len, "a row leaves the context"
 
+    def _move(self, plan: StepPlan) -> dict[int, HostCopy]:
+        """Copy pages in the order of ``plan.moves``; gives what goes out, there once collected."""
+        saved: dict[int, HostCopy] = {}
+        kinds = [move.out for move in plan.moves]
+        assert kinds == sorted(kinds, reverse=True), "pages that go out must come first"
+        for move in plan.moves:
+            assert 0 < move.page < self._limits.n_pages, f"page {move.page} is moved"
+            assert 0 <= move.host < self._limits.n_host_pages, f"host page {move.host} is moved"
+            arrays = (self.token_PZ, self.ctx_PZ, self.poison_PZ)
+            if move.out:
+                saved[move.host] = tuple(array[move.page].copy() for array in arrays)
+                continue
+            assert move.host in self.host, "a host page is loaded before its save was collected"
+            for array, kept in zip(arrays, self.host[move.host], strict=True):
+                array[move.page] = kept
+            self.step_P[move.page] = plan.id
+        return saved
+
     def _load(self, load: SlotLoad) -> None:
         slot = self._slots[load.slot]
         slot.history = sum(counted(t, i >= load.n_prompt) for i, t in enumerate(load.tokens)) & MASK
@@ -169,6 +195,8 @@ class FakeRunner:
                 self._draw(row, pages, start, out, r)
             else:
                 self._slots[row.slot].length = start + row.count
+            cells = self._cells(pages, start + row.count)
+            out.finite_R[r] = not self.poison_PZ[cells].any()
         return replace(out, prompt=scores)
 
     def _inputs(self, row: RowPlan) -> tuple[list[int], int]:
@@ -218,7 +246,6 @@ class FakeRunner:
         seq, slot = row.seq, self._slots[row.slot]
         params, stops = seq.request.params, stops_of(seq.request)
         seen_N = self._seen_N(pages, start + row.count)
-        out.finite_R[r] = not self.poison_PZ[self._cells(pages, start + row.count)].any()
         first = start + row.count - len(row.drafts) - 1
         lock = seq.n_prompt + params.min_tokens
         for j in range(1 + len(row.drafts)):

@@ -36,6 +36,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 16
 MAX_BAD_WORDS = 32
 MAX_BAD_WORD_TOKENS = 8
+MAX_RETENTIONS = 16
 GREEDY_TEMPERATURE = 1e-5
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -197,12 +198,22 @@ class Retention:
 
     Pages of higher ``priority`` (0 to 100; 50 is everyone else's) are evicted later, for ``seconds`` after
     their last use.
+
+    Raises:
+        BadRequest: a field is out of its range.
     """
 
     start: int = 0
     end: int | None = None
     priority: int = 75
     seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        _integer(self.start, "retain.start", 0, 2**31 - 1)
+        if self.end is not None:
+            _integer(self.end, "retain.end", self.start + 1, 2**31 - 1)
+        _integer(self.priority, "retain.priority", 0, 100)
+        _number(self.seconds, "retain.seconds", 0.0, 86400.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,11 +242,26 @@ class Request:
     """Sequences share cached prefixes only within one salt."""
     retain: tuple[Retention, ...] = ()
     cache: str | None = None
-    """Name of a cache handle whose tokens the prompt starts with."""
+    """Name of the tenant's cache handle whose tokens the prompt starts with. A prompt that does not
+    begin with them gets them put in front: it is the rest."""
     session: str | None = None
-    """Name under which this request's KV stays pinned for the next turn."""
+    """Name of a conversation: this request's KV is kept for its next turn, evicted only when nothing
+    else is left to evict."""
     adapter: str | None = None
     skip_prefix_cache: bool = False
+
+
+class HandleInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said of a cache handle."""
+
+    name: str
+    n_tokens: int
+    n_pages: int
+    """Pages it takes from the quota: the full ones of its tokens."""
+    pinned: bool
+    """False while it is computed for the first time, and after a fault until its next use."""
+    expires_in_s: float
+    n_uses: int = 0
 
 
 class Finish(StrEnum):
@@ -338,6 +364,26 @@ class SlotLoad:
     params: SamplingParams
 
 
+class PageMove(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Copy one page between the device and host memory, before the rows of its plan run."""
+
+    page: int
+    host: int
+    """Number of the host page."""
+    out: bool
+    """True: device to host."""
+    digest: bytes = b""
+    """Name under which a page that goes out is also written to disk; empty: it is not."""
+
+
+class PageFetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Read one page from disk into host memory; answered with its ticket."""
+
+    ticket: int
+    digest: bytes
+    host: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """Which rows run next. Host values only: no padding, no device arrays.
@@ -352,6 +398,8 @@ class StepPlan:
     """int32[R, m], a snapshot: m is the most pages that any row needs for its start + count tokens;
     entries past a row's own pages are 0 (scratch)."""
     loads: tuple[SlotLoad, ...] = ()
+    moves: tuple[PageMove, ...] = ()
+    """Pages to copy first, in this order: those that go out, then those that come in."""
 
     @property
     def n_tokens(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from jserve.api import openai, openai_reply, tokens
+from jserve.api import caches, openai, openai_reply, tokens
 from jserve.api.ask import ModelCard, Wish
 from jserve.api.auth import Access, Keys
 from jserve.api.chat import ChatTemplate
@@ -50,7 +50,7 @@ def make_app(
     """The application: all routes over one engine. Its clean-up ends the threads it started."""
     front = Front(
         engine=engine,
-        prepare=Preparer(tokenizer, chat, card),
+        prepare=Preparer(tokenizer, chat, card, caches.HandleBook()),
         card=card,
         options=config.server,
         keys=Keys(config.server.api_key),
@@ -168,6 +168,11 @@ ROUTES: tuple[tuple[str, str, Access, Callable[[web.Request, Front], Any]], ...]
     ("POST", "/v1/completions", Access.USER, completions),
     ("GET", "/v1/models", Access.USER, models),
     ("GET", "/v1/models/{model:.+}", Access.USER, model),
+    ("POST", "/v1/caches", Access.USER, caches.create),
+    ("GET", "/v1/caches", Access.USER, caches.listed),
+    ("GET", "/v1/caches/{name}", Access.USER, caches.one),
+    ("POST", "/v1/caches/{name}", Access.USER, caches.renew),
+    ("DELETE", "/v1/caches/{name}", Access.USER, caches.drop),
     ("POST", "/tokenize", Access.USER, tokenize),
     ("POST", "/detokenize", Access.USER, detokenize),
     ("GET", "/metrics", Access.USER, metrics),

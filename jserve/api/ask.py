@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.api.chat import Chat
-from jserve.types import Lane, SamplingParams
+from jserve.types import Lane, Retention, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,11 @@ class Ask:
     tpot_deadline_ms: float | None = None
     deadline_ms: float | None = None
     cache_salt: str = ""
+    cache: str | None = None
+    """Name of a cache handle that every prompt starts with, or is put behind."""
+    session: str | None = None
+    retain: tuple[Retention, ...] = ()
+    skip_prefix_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

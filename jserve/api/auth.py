@@ -53,6 +53,10 @@ class Keys:
             raise Unauthorized("a valid API key is required")
         return given.hex()[:TENANT_HEX]
 
+    def tenant(self, headers: Mapping[str, str]) -> str:
+        """Who asks: a name derived from the key, "" for everyone while no keys are set."""
+        return _digest(_presented(headers)).hex()[:16] if self._digests else ""
+
 
 def _presented(headers: Mapping[str, str]) -> str:
     scheme, _, token = headers.get("Authorization", "").partition(" ")

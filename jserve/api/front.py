@@ -29,7 +29,8 @@ from jserve.api.metrics import Metrics, RequestTimer
 from jserve.api.prepare import Preparer
 from jserve.api.sse import EventStream
 from jserve.config import ServerOptions
-from jserve.types import Request
+from jserve.engine.wire import Handle
+from jserve.types import HandleInfo, Output, Request
 
 log = logging.getLogger("jserve.api")
 
@@ -60,6 +61,10 @@ class ServedEngine(Engine, Protocol):
     def stats(self) -> Any: ...
 
     async def drain(self, timeout_s: float) -> int: ...
+
+    async def create(self, request: Request, ttl_s: float) -> list[Output]: ...
+
+    async def handles(self, message: Handle) -> list[HandleInfo]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,10 @@ class Front:
     @property
     def max_bytes(self) -> int:
         return int(self.options.max_body_mb * 2**20)
+
+    def tenant(self, request: web.Request) -> str:
+        """Who asks."""
+        return self.keys.tenant(request.headers)
 
     async def read(self, request: web.Request, wish: Callable[[dict[str, Any]], Any]) -> Any:
         """``wish`` of the JSON object in the body; big ones are worked on in a thread.

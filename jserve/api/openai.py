@@ -22,7 +22,9 @@ from jserve.api.openai_values import (
     MAX_CHOICES,
     bias_of,
     ids_of,
+    name_of,
     prompts_of,
+    retain_of,
     salt_of,
     stop_ids_of,
     stop_of,
@@ -110,6 +112,10 @@ class Body(BaseModel):
     tpot_deadline_ms: Milliseconds | None = None
     deadline_ms: Milliseconds | None = None
     cache_salt: str | None = None
+    cache: str | None = None
+    session: str | None = None
+    retain: Any = None
+    skip_prefix_cache: bool | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -278,6 +284,10 @@ def _common(body: Body) -> dict[str, Any]:
         raise BadRequest(
             "truncate_prompt_tokens must be -1 or at least 1", field="truncate_prompt_tokens"
         )
+    if body.cache is not None and keep is not None:
+        raise BadRequest(
+            "truncate_prompt_tokens would cut what cache names", field="truncate_prompt_tokens"
+        )
     if not -(2**63) <= (body.priority or 0) < 2**63:
         raise BadRequest("priority must be a 64-bit integer", field="priority")
     return {
@@ -289,6 +299,10 @@ def _common(body: Body) -> dict[str, Any]:
         "tpot_deadline_ms": body.tpot_deadline_ms,
         "deadline_ms": body.deadline_ms,
         "cache_salt": salt_of(body.cache_salt),
+        "cache": name_of(body.cache, "cache"),
+        "session": name_of(body.session, "session"),
+        "retain": retain_of(body.retain),
+        "skip_prefix_cache": bool(body.skip_prefix_cache),
     }
 
 

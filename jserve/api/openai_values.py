@@ -10,7 +10,13 @@ from typing import Any
 
 from jserve.api.ask import ModelCard
 from jserve.errors import BadRequest
-from jserve.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
+from jserve.types import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_RETENTIONS,
+    MAX_STOP_IDS,
+    Retention,
+)
 
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 1024
@@ -55,6 +61,31 @@ def salt_of(salt: str | None) -> str:
             field="cache_salt",
         )
     return salt
+
+
+def name_of(value: str | None, field: str) -> str | None:
+    if value is not None and not 0 < len(value) <= MAX_SALT:
+        raise BadRequest(f"{field} must be 1 to {MAX_SALT} characters", field=field)
+    return value
+
+
+def retain_of(value: Any) -> tuple[Retention, ...]:
+    """``retain``: how long the KV of token ranges of the prompt is worth keeping.
+
+    Raises:
+        BadRequest: not a list of ranges, or a range that ``Retention`` refuses.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MAX_RETENTIONS:
+        raise BadRequest(f"retain must be a list of at most {MAX_RETENTIONS}", field="retain")
+    known = {"start", "end", "priority", "seconds"}
+    for hint in value:
+        if not isinstance(hint, dict) or not hint.keys() <= known:
+            raise BadRequest(
+                f"retain must hold objects with {', '.join(sorted(known))}", field="retain"
+            )
+    return tuple(Retention(**hint) for hint in value)
 
 
 def top_of(value: int, field: str) -> int:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, Protocol
 
 from jserve.api.ask import Ask, ModelCard
 from jserve.api.chat import Chat, ChatTemplate, Part
@@ -26,13 +27,24 @@ CHARS_PER_TOKEN = 8
 MAX_QUEUED = 256
 
 
+class Heads(Protocol):
+    """Knows the tokens of named caches."""
+
+    def head(self, ask: Ask) -> tuple[int, ...] | None: ...
+
+
 class Preparer:
     """Turns asks into requests in a few threads. ``close`` ends them."""
 
     def __init__(
-        self, tokenizer: TextTokenizer, chat: ChatTemplate | None, card: ModelCard
+        self,
+        tokenizer: TextTokenizer,
+        chat: ChatTemplate | None,
+        card: ModelCard,
+        book: Heads | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.book: Any = book
         self.chat = chat
         self.card = card
         self.max_chars = CHARS_PER_TOKEN * card.max_model_len
@@ -53,6 +65,9 @@ class Preparer:
             Overloaded: too many requests wait for a thread.
         """
         prompts = [tuple(ids) for ids in await self.prompt_ids(ask)]
+        head = self.book.head(ask) if self.book is not None else None
+        if head is not None:
+            prompts = await self._behind(ask, head, prompts)
         params = await self._with_bad_words(ask.params)
         return [self._request(ask, params, self._fitted(ask, params, ids)) for ids in prompts]
 
@@ -71,6 +86,18 @@ class Preparer:
                 await encode(prompt, add_special_tokens=ask.add_special_tokens, field=ask.field)
             )
         return found
+
+    async def _behind(
+        self, ask: Ask, head: tuple[int, ...], prompts: list[tuple[int, ...]]
+    ) -> list[tuple[int, ...]]:
+        """The prompts with ``head`` in front; one that begins with it is complete already. A text
+        that goes on behind it gets no special tokens."""
+        rest = await self.prompt_ids(replace(ask, add_special_tokens=False))
+        n = len(head)
+        return [
+            ids if ids[:n] == head else (*head, *tail)
+            for ids, tail in zip(prompts, rest, strict=True)
+        ]
 
     async def render(self, chat: Chat) -> list[Part]:
         """The prompt of ``chat`` by the model's template.
@@ -160,6 +187,10 @@ class Preparer:
             tpot_deadline_ms=ask.tpot_deadline_ms,
             deadline_ms=ask.deadline_ms,
             cache_salt=ask.cache_salt,
+            cache=ask.cache,
+            session=ask.session,
+            retain=ask.retain,
+            skip_prefix_cache=ask.skip_prefix_cache,
         )
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -22,7 +23,17 @@ import msgspec
 from jserve.engine.client import EngineClient, OnMessage
 from jserve.engine.process import OnProgress
 from jserve.engine.streams import Stream
-from jserve.engine.wire import Fault, Gone, Message, Outputs, Progress, Ready, Stats
+from jserve.engine.wire import (
+    Fault,
+    Gone,
+    Handle,
+    Handles,
+    Message,
+    Outputs,
+    Progress,
+    Ready,
+    Stats,
+)
 from jserve.errors import (
     BadRequest,
     ConfigError,
@@ -31,9 +42,10 @@ from jserve.errors import (
     NotReady,
     RequestFailed,
     WeightsError,
+    error_of,
 )
 from jserve.ports import Clock
-from jserve.types import Finish, Output, Request
+from jserve.types import Finish, HandleInfo, Output, Request
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +90,7 @@ class AsyncEngine:
         self._max_buffered, self._slow_reader_s = max_buffered_tokens, slow_reader_s
         self._clock = clock
         self._streams: dict[str, Stream] = {}
+        self._asked: dict[str, asyncio.Future[list[HandleInfo]]] = {}
         self.client: EngineClient | None = None
         self._stats = Stats()
         self._moved_at = self._ready_at = clock()
@@ -134,7 +147,38 @@ class AsyncEngine:
             NotReady: starting or draining. EngineDead: restarting, or given up.
             BadRequest: the id is in use, or the request is too large to be sent.
         """
-        stream = self._open(request)
+        async with aclosing(self._outputs(request, None)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def create(self, request: Request, ttl_s: float) -> list[Output]:
+        """Compute the prompt of ``request`` and pin it as the handle ``request.cache``: its
+        outputs, the last one in error if it failed. Cancelling this gives the handle up.
+
+        Raises:
+            As ``generate``.
+        """
+        async with aclosing(self._outputs(request, ttl_s)) as outputs:
+            return [output async for output in outputs]
+
+    async def handles(self, message: Handle) -> list[HandleInfo]:
+        """Renew, drop or look at cache handles; ``message.id`` must be new.
+
+        Raises:
+            CacheNotFound, BadRequest: as the engine says.
+            NotReady, EngineDead: as ``generate``.
+        """
+        self._check_open()
+        assert self.client is not None
+        answer = self._asked[message.id] = self._loop.create_future()
+        try:
+            self.client.ask(message)
+            return await answer
+        finally:
+            self._asked.pop(message.id, None)
+
+    async def _outputs(self, request: Request, ttl_s: float | None) -> AsyncGenerator[Output, None]:
+        stream = self._open(request, ttl_s)
         try:
             while (output := await stream.get()) is not None:
                 yield output
@@ -172,17 +216,22 @@ class AsyncEngine:
         stalled = waiting and self._clock() - self._moved_at > self._stall_timeout_s
         return self.ready and not stalled
 
-    def _open(self, request: Request) -> Stream:
-        self._check_open(request)
+    def _open(self, request: Request, ttl_s: float | None) -> Stream:
+        self._check_open()
+        if request.id in self._streams:
+            raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
         assert self.client is not None
-        self.client.submit(request)
+        if ttl_s is None:
+            self.client.submit(request)
+        else:
+            self.client.create(request, ttl_s)
         if not any(stream.open for stream in self._streams.values()):
             self._moved_at = self._clock()
         stream = Stream(request, max_buffered=self._max_buffered, clock=self._clock)
         self._streams[request.id] = stream
         return stream
 
-    def _check_open(self, request: Request) -> None:
+    def _check_open(self) -> None:
         if self.draining or self._closing:
             raise NotReady("the server is shutting down", code="draining", retry_after=5.0)
         if self.gave_up.is_set():
@@ -191,8 +240,6 @@ class AsyncEngine:
             if self.counters["engine_deaths"]:
                 raise EngineDead("the engine is being restarted", retry_after=5.0)
             raise NotReady("the engine is starting", retry_after=5.0)
-        if request.id in self._streams:
-            raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
 
     def _cancel(self, request_id: str, index: int | None = None) -> None:
         if self.client is not None and self.client.alive:
@@ -210,6 +257,9 @@ class AsyncEngine:
 
     def _fail_all(self, message: str, code: str | None, *, cancel: bool) -> int:
         """End every running request in error; returns how many there were."""
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(error_of(code, message))
         n = 0
         for stream in self._streams.values():
             if cancel and stream.open:
@@ -245,6 +295,8 @@ class AsyncEngine:
                 self._progress_to(message.step)
                 for output in message.outputs:
                     self._deliver(output)
+            case Handles():
+                self._on_handles(message)
             case Stats():
                 self._progress_to(message.step)
                 self._stats = message
@@ -257,6 +309,16 @@ class AsyncEngine:
                 self._on_fault(message)
             case Gone():
                 self._on_gone(message)
+
+    def _on_handles(self, message: Handles) -> None:
+        answer = self._asked.get(message.id)
+        if answer is None or answer.done():
+            return
+        if message.error is None:
+            answer.set_result(message.handles)
+        else:
+            field = message.error_field
+            answer.set_exception(error_of(message.error_code, message.error, field=field))
 
     def _progress_to(self, step: int) -> None:
         if step != self._stats.step:

@@ -23,8 +23,10 @@ from jserve.config import EngineConfig
 from jserve.engine.process import EXIT_CRASH, Build, run
 from jserve.engine.wire import (
     Cancel,
+    Create,
     FromEngine,
     Gone,
+    Handle,
     LinkClosed,
     Message,
     Ready,
@@ -68,6 +70,14 @@ class EngineClient(Protocol):
 
     def cancel(self, request_id: str, index: int | None = None) -> None: ...
 
+    def create(self, request: Request, ttl_s: float) -> None:
+        """Send a request whose prompt becomes a cache handle; as ``submit``."""
+        ...
+
+    def ask(self, message: Handle) -> None:
+        """Renew, drop or look at cache handles; answered by a ``Handles`` message."""
+        ...
+
     def close(self, timeout_s: float = 5.0) -> None:
         """End the engine, by force after ``timeout_s``, and wait until it has ended. Idempotent."""
         ...
@@ -107,6 +117,12 @@ class InprocClient:
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         self._inbox.put(Cancel(request_id=request_id, index=index))
+
+    def create(self, request: Request, ttl_s: float) -> None:
+        self._inbox.put(Create(request=request, ttl_s=ttl_s))
+
+    def ask(self, message: Handle) -> None:
+        self._inbox.put(message)
 
     def close(self, timeout_s: float = 5.0) -> None:
         self.kill()
@@ -188,8 +204,17 @@ class ProcClient:
         ).start()
 
     def submit(self, request: Request) -> None:
+        self._post(Submit(request=request))
+
+    def create(self, request: Request, ttl_s: float) -> None:
+        self._post(Create(request=request, ttl_s=ttl_s))
+
+    def ask(self, message: Handle) -> None:
+        self._outbox.put(pack(message))
+
+    def _post(self, message: Submit | Create) -> None:
         try:
-            self._outbox.put(pack(Submit(request=request)))
+            self._outbox.put(pack(message))
         except (TooLarge, TypeError, OverflowError) as error:
             raise BadRequest(
                 f"prompt cannot be sent to the engine: {error}", field="prompt"

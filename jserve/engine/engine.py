@@ -22,9 +22,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from jserve.engine.wire import Cancel, Stats, Submit
+from jserve.engine.wire import Cancel, Create, Handle, Handles, Stats, Submit
 from jserve.errors import EngineDead, JserveError, RequestFailed
-from jserve.ports import Clock, InFlight, Runner
+from jserve.ports import Clock, DiskTier, InFlight, Runner
+from jserve.sched import caching, tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Finish, Output, Request, StepPlan
 
@@ -57,10 +58,15 @@ class Engine:
         self.clock = clock
         self.n_steps = 0
         self._overlap = overlap
-        self._inbox: deque[Submit | Cancel] = deque()
+        self._inbox: deque[Submit | Cancel | Create | Handle] = deque()
+        self._answers: list[Handles] = []
         self._flights: deque[InFlight] = deque()
         self._landed: list[Output] = []
         self._faults: list[float] = []
+        stored = runner.stored() if isinstance(runner, DiskTier) else None
+        self._disk = runner if isinstance(runner, DiskTier) and stored is not None else None
+        if stored is not None:
+            tiering.learn(scheduler, stored, clock())
 
     def submit(self, request: Request) -> None:
         """Hand in a request; read at the next step. A refusal comes back as an Output in error."""
@@ -69,6 +75,20 @@ class Engine:
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request (or its choice ``index``) at the next step. Unknown ids are ignored."""
         self._inbox.append(Cancel(request_id=request_id, index=index))
+
+    def create(self, request: Request, ttl_s: float) -> None:
+        """Compute the prompt of ``request`` and pin it as the handle ``request.cache``, from the next
+        step on. It has outputs like any request."""
+        self._inbox.append(Create(request=request, ttl_s=ttl_s))
+
+    def ask(self, message: Handle) -> None:
+        """Renew, drop or look at handles; the next step's ``take_answers`` has the answer."""
+        self._inbox.append(message)
+
+    def take_answers(self) -> list[Handles]:
+        """The answers to what was asked, each given once."""
+        answers, self._answers = self._answers, []
+        return answers
 
     @property
     def busy(self) -> bool:
@@ -93,6 +113,8 @@ class Engine:
         try:
             if plan is not None:
                 self._flights.append(self.runner.launch(plan))
+            if self._disk is not None:
+                self._disk.fetch(tiering.take_fetches(self.scheduler))
             if self._flights and (plan is None or len(self._flights) > self._overlap):
                 result = self.runner.collect(self._flights[0])
         except Exception as error:
@@ -127,9 +149,10 @@ class Engine:
         """Counters of the scheduler and the runner by their names, with what is in flight here."""
         values: dict[str, Any] = dataclasses.asdict(self.scheduler.stats())
         values |= values.pop("lanes", {})
-        counters = getattr(self.runner, "counters", None)
-        if counters is not None:
-            values |= counters()
+        for side in (self.scheduler, self.runner):
+            counters = getattr(side, "counters", None)
+            if counters is not None:
+                values |= counters()
         return Stats(
             step=self.n_steps,
             waiting=values.pop("waiting"),
@@ -138,18 +161,54 @@ class Engine:
             values=values,
         )
 
+    def close(self) -> None:
+        """Write what is worth it to disk. The engine is not stepped again."""
+        if self._disk is not None:
+            self._disk.farewell(self.scheduler.floor.cache.farewell())
+
     def _read_inbox(self) -> list[Output]:
         outputs, self._landed = self._landed, []
+        if self._disk is not None:
+            answers = self._disk.take_fetched()
+            if answers:
+                tiering.fetched(self.scheduler, answers, self.clock())
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, Cancel):
-                outputs += self.scheduler.cancel(message.request_id, self.clock(), message.index)
-                continue
-            try:
-                self.scheduler.submit(message.request, self.clock())
-            except JserveError as error:
-                outputs += refusal(message.request, error)
+            match message:
+                case Cancel():
+                    now = self.clock()
+                    outputs += self.scheduler.cancel(message.request_id, now, message.index)
+                case Handle():
+                    self._answers.append(self._answer(message))
+                case Submit() | Create():
+                    outputs += self._hand_in(message)
         return outputs + self.scheduler.expire(self.clock())
+
+    def _hand_in(self, message: Submit | Create) -> list[Output]:
+        """Nothing, or the refusal."""
+        try:
+            if isinstance(message, Create):
+                caching.create(self.scheduler, message.request, message.ttl_s, self.clock())
+            else:
+                self.scheduler.submit(message.request, self.clock())
+        except JserveError as error:
+            return refusal(message.request, error)
+        return []
+
+    def _answer(self, asked: Handle) -> Handles:
+        tenant, name, now = asked.tenant, asked.name, self.clock()
+        try:
+            if asked.action == "find":
+                found = caching.find(self.scheduler, tenant, name, now)
+            elif asked.action == "drop":
+                found = [caching.drop(self.scheduler, tenant, name or "", now)]
+            else:
+                found = [caching.renew(self.scheduler, tenant, name or "", asked.ttl_s, now)]
+        except JserveError as error:
+            return Handles(
+                id=asked.id, error=error.message, error_code=error.code, error_field=error.field
+            )
+        return Handles(id=asked.id, handles=found)
 
     def _recover(self, error: Exception, plan: StepPlan | None) -> list[Output]:
         """Give up the steps in flight, rebuild the device state, try again without the suspects.

@@ -24,7 +24,9 @@ from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.engine.wire import (
     Cancel,
+    Create,
     Fault,
+    Handle,
     LinkClosed,
     Message,
     Outputs,
@@ -86,6 +88,7 @@ def run(link: Link, build: Build, *, freeze: bool) -> int:
             gc.freeze()
         link.send(Ready(info=info))
         serve(engine, link, early)
+        engine.close()
     except LinkClosed:
         return EXIT_OK
     except Exception as error:
@@ -114,6 +117,8 @@ def serve(engine: Engine, link: Link, early: Seq[Any] = ()) -> None:
             outputs = engine.step()
             if outputs:
                 link.send(Outputs(step=engine.n_steps, outputs=outputs))
+            for answer in engine.take_answers():
+                link.send(answer)
             if not engine.busy or time.monotonic() - told > STATS_EVERY_S:
                 link.send(engine.stats())
                 told = time.monotonic()
@@ -143,6 +148,10 @@ def _take(engine: Engine, message: Any, link: Link) -> None:
             engine.submit(message.request)
         case Cancel():
             engine.cancel(message.request_id, message.index)
+        case Create():
+            engine.create(message.request, message.ttl_s)
+        case Handle():
+            engine.ask(message)
         case Fault():
             log.error("%s", message.message)
             link.send(message)

@@ -5,8 +5,8 @@ is ever unpickled; a frame that does not decode into one of the expected types i
 raised::
 
     socket   [ n: uint32, little endian ][ n bytes of msgpack ][ n ][ ... ]
-    front -> engine   Start  Submit  Cancel  Shutdown
-    engine -> front   Progress  Ready  Outputs (one per step, all sequences)  Stats  Fault
+    front -> engine   Start  Submit  Cancel  Create  Handle  Shutdown
+    engine -> front   Progress  Ready  Outputs (one per step, all sequences)  Handles  Stats  Fault
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import select
 import socket
 import struct
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from jserve.types import Output, Request
+from jserve.types import HandleInfo, Output, Request
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
@@ -48,6 +48,27 @@ class Cancel(Message, frozen=True):
     index: int | None = None
 
 
+class Create(Message, frozen=True):
+    """Compute the prompt of ``request`` and pin it as the cache handle ``request.cache``.
+
+    Its outputs are those of a request of that id.
+    """
+
+    request: Request
+    ttl_s: float
+
+
+class Handle(Message, frozen=True):
+    """Renew, drop or look at cache handles; answered by one ``Handles`` of the same id."""
+
+    id: str
+    action: Literal["renew", "drop", "find"]
+    tenant: str = ""
+    name: str | None = None
+    """None with "find" means all of the tenant's."""
+    ttl_s: float = 0.0
+
+
 class Shutdown(Message, frozen=True):
     """End the engine now; what still runs is dropped."""
 
@@ -71,6 +92,16 @@ class Outputs(Message, frozen=True):
 
     step: int
     outputs: list[Output]
+
+
+class Handles(Message, frozen=True):
+    """The answer to ``Handle`` ``id``: what is known of the handles, or why there is none."""
+
+    id: str
+    handles: list[HandleInfo] = []
+    error: str | None = None
+    error_code: str | None = None
+    error_field: str | None = None
 
 
 class Stats(Message, frozen=True):
@@ -102,8 +133,8 @@ class Gone(Message, frozen=True):
     exit_code: int
 
 
-ToEngine = Start | Submit | Cancel | Shutdown
-FromEngine = Progress | Ready | Outputs | Stats | Fault
+ToEngine = Start | Submit | Cancel | Create | Handle | Shutdown
+FromEngine = Progress | Ready | Outputs | Handles | Stats | Fault
 
 
 class LinkClosed(Exception):

@@ -15,7 +15,12 @@ from jserve.kv.radix import Node, RadixTree
 
 
 def check(
-    pool: PagePool, table: PageTable, tree: RadixTree, leases: list[PageLease], held: list[int]
+    pool: PagePool,
+    table: PageTable,
+    tree: RadixTree,
+    leases: list[PageLease],
+    held: list[int],
+    pinned: list[Node],
 ) -> None:
     """Raises AssertionError at the first invariant that does not hold."""
     cached = [node.page for _, node in tree.nodes()]
@@ -24,7 +29,8 @@ def check(
     _tables(table, leases)
     _writers(pool, set(cached), leases)
     _shape(tree)
-    _locks(tree, leases)
+    _locks(tree, leases, pinned)
+    _pins(tree, pinned)
 
 
 def _references(
@@ -87,9 +93,10 @@ def _shape(tree: RadixTree) -> None:
     assert len(seen) == tree.n_nodes, f"{len(seen)} nodes, counted {tree.n_nodes}"
 
 
-def _locks(tree: RadixTree, leases: list[PageLease]) -> None:
-    """I7: locks are the leases on the path; unlocked pages are exactly the evictable ones."""
-    expected = Counter(id(node) for lease in leases for node in _path(lease.node))
+def _locks(tree: RadixTree, leases: list[PageLease], pinned: list[Node]) -> None:
+    """I7: locks are the leases and pins on the path; unlocked pages are the evictable ones."""
+    ends = [*(lease.node for lease in leases), *pinned]
+    expected = Counter(id(node) for end in ends for node in _path(end))
     for lease in leases:
         root = _path(lease.node)[-1]
         assert tree.roots.get(root.key) is root, f"slot {lease.slot} hangs on a dropped root"
@@ -102,6 +109,17 @@ def _locks(tree: RadixTree, leases: list[PageLease]) -> None:
     free = sum(1 for node in nodes if node.locks == 0)
     assert free == tree.n_evictable, f"{free} evictable pages, counted {tree.n_evictable}"
     assert all(root.children or root.locks for root in tree.roots.values()), "an empty root stays"
+
+
+def _pins(tree: RadixTree, pinned: list[Node]) -> None:
+    """I7: pins are those of the owners, and every unlocked leaf can be found for eviction."""
+    expected = Counter(id(node) for end in pinned for node in _path(end)[:-1])
+    nodes = [node for _, node in tree.nodes()]
+    for node in nodes:
+        assert node.pins == expected[id(node)], f"{node.pins} pins, {expected[id(node)]} owners"
+    assert tree.n_pinned == len(expected), f"{len(expected)} pinned pages, counted {tree.n_pinned}"
+    assert all(end.page > 0 for end in pinned), "a pinned node was evicted"
+    assert not tree.lost(), f"unlocked pages {tree.lost()} are in no heap"
 
 
 def _path(node: Node) -> list[Node]:

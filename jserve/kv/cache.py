@@ -14,6 +14,8 @@ A page enters the tree only by ``publish``, which the scheduler calls after the 
 was committed with finite logits. A page whose tokens are in the tree already (two sequences
 computed the same prefix side by side) stays private: tables are append-only, so nothing is swapped
 under a step in flight.
+
+Time is what ``advance`` was told last: nothing here reads a clock, so a replay decides alike.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ import numpy as np
 
 from jserve.kv import audit
 from jserve.kv.pages import PageLease, PagePool, PageTable
-from jserve.kv.radix import RadixTree, RootKey
+from jserve.kv.radix import Node, RadixTree, RootKey
+from jserve.kv.retention import Keep
+from jserve.kv.tiers import HostTier, digest_of, next_digest
+from jserve.types import PageMove
 
 
 class PageCache:
@@ -38,12 +43,19 @@ class PageCache:
         n_slots: int,
         pages_per_slot: int,
         reuse: bool = True,
+        n_host_pages: int = 0,
     ) -> None:
         self.page_size = page_size
         self.reuse = reuse
         self.pool = PagePool(n_pages)
         self.table = PageTable(n_slots, pages_per_slot)
         self.tree = RadixTree(page_size)
+        self.tier = HostTier(n_host_pages) if n_host_pages and reuse else None
+        self.now = 0.0
+
+    def advance(self, now: float) -> None:
+        """It is ``now`` (seconds of any monotonic clock); a clock that goes back is not believed."""
+        self.now = max(self.now, now)
 
     @property
     def n_available(self) -> int:
@@ -58,11 +70,13 @@ class PageCache:
         slot: int,
         reuse: bool = True,
         cacheable: bool = True,
+        keeps: tuple[Keep, ...] = (),
     ) -> PageLease:
         """A lease for ``slot`` that starts with the pages of the longest known prefix.
 
         At least one token is left to compute, since the next one is drawn from its logits.
         ``reuse`` False looks nothing up; ``cacheable`` False also keeps the pages out of the tree.
+        ``keeps`` are the priorities that the pages get when the lease is given back.
         """
         root = self.tree.root(key)
         limit = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
@@ -80,7 +94,14 @@ class PageCache:
             n_published=len(pages),
             capacity=len(pages) * self.page_size,
             cacheable=cacheable and self.reuse,
+            keeps=keeps,
         )
+
+    def n_known(self, key: RootKey, tokens: Seq[int]) -> int:
+        """Pages of the longest known prefix of ``tokens``; nothing is locked or touched."""
+        root = self.tree.roots.get(key)
+        limit = (len(tokens) - 1) // self.page_size if self.reuse else 0
+        return len(self.tree.match(root, tokens, limit)) if root is not None else 0
 
     def extend(self, lease: PageLease, n_tokens: int, *, keep: int = 0) -> bool:
         """Make ``lease`` hold pages for ``n_tokens``, evicting where needed.
@@ -93,12 +114,66 @@ class PageCache:
         if short + keep > self.n_available:
             return False
         if short > self.pool.n_free:
-            self.pool.drop(self.tree.evict(short - self.pool.n_free))
+            self.evict(short - self.pool.n_free)
         fresh = self.pool.take(short)
         self.table.append(lease.slot, len(lease.pages), fresh)
         lease.pages += fresh
         lease.capacity = len(lease.pages) * self.page_size
         return True
+
+    def load(self, lease: PageLease, tokens: Seq[int]) -> int:
+        """Fill the fresh pages of ``lease`` that follow its shared ones from the host tier, as far
+        as that knows ``tokens``; gives how many tokens need not be computed because of it.
+
+        The loads travel in the next plan. Others find these pages once that was committed.
+        """
+        if self.tier is None:
+            return 0
+        Z, n, digest = self.page_size, lease.n_shared, digest_of(lease.node)
+        for i in range(lease.n_shared, (len(tokens) - 1) // Z):
+            digest = next_digest(digest, tokens[i * Z : (i + 1) * Z])
+            if not self.tier.holds(digest):
+                break
+            self.tier.load(digest, lease.pages[i])
+            n += 1
+        return (n - lease.n_shared) * Z
+
+    def fetch(self, key: RootKey, tokens: Seq[int]) -> list[int]:
+        """Begin to read what the disk knows of ``tokens`` beyond the faster tiers; the tickets."""
+        tier, Z = self.tier, self.page_size
+        if tier is None or not tier.on_disk:
+            return []
+        limit = (len(tokens) - 1) // Z
+        root = self.tree.roots.get(key) or Node(None, key, 0)
+        path, tickets = self.tree.match(root, tokens, limit), []
+        digest = digest_of(path[-1] if path else root)
+        for i in range(len(path), limit):
+            digest = next_digest(digest, tokens[i * Z : (i + 1) * Z])
+            if tier.holds(digest):
+                tier.touch(digest)
+                continue
+            ticket = tier.fetch(digest) if digest in tier.on_disk else None
+            if ticket is None:
+                break
+            tickets.append(ticket)
+        return tickets
+
+    def farewell(self) -> list[tuple[int, bytes]]:
+        """(page, digest) of what the tree knows and the disk does not, for a last write."""
+        tier = self.tier
+        if tier is None or not tier.disk:
+            return []
+        named = [(node.page, digest_of(node)) for _, node in self.tree.nodes()]
+        return [(page, digest) for page, digest in named if digest not in tier.on_disk]
+
+    def moves(self, step: int) -> tuple[PageMove, ...]:
+        """The moves between the tiers that plan ``step`` has to carry; each is given once."""
+        return () if self.tier is None else self.tier.drain(step)
+
+    def landed(self, step: int, *, ok: bool) -> None:
+        """Plan ``step`` was committed, or it failed."""
+        if self.tier is not None:
+            self.tier.landed(step, ok=ok)
 
     def publish(self, lease: PageLease, tokens: Seq[int], n_tokens: int) -> None:
         """Let others find the full pages among the first ``n_tokens``, all known and computed."""
@@ -121,30 +196,48 @@ class PageCache:
         if lease.released:
             raise RuntimeError(f"the lease of slot {lease.slot} was released twice")
         lease.released = True
-        self.tree.unlock_path(lease.node)
+        self.tree.unlock_path(lease.node, self.now, lease.keeps, lease.n_shared)
+        if self.tier is not None:
+            self.tier.forget_loads(lease.pages[lease.n_shared :])
         self.pool.drop(lease.pages)
         self.table.clear(lease.slot, len(lease.pages))
 
     def evict(self, n: int) -> int:
         """Forget up to ``n`` unlocked cached pages; gives how many."""
-        pages = self.tree.evict(n)
+        pages = self.tree.evict(n, self.now, self._save if self.tier is not None else None)
         self.pool.drop(pages)
         return len(pages)
 
     def clear(self) -> int:
-        """Forget everything that no lease holds."""
-        return self.evict(self.tree.n_evictable)
+        """Forget everything that no lease and no pin holds, in the host tier too."""
+        pages = self.tree.evict(self.tree.n_evictable)
+        self.pool.drop(pages)
+        if self.tier is not None:
+            self.tier.lose()
+        return len(pages)
+
+    def _save(self, node: Node) -> None:
+        assert self.tier is not None
+        self.tier.save(digest_of(node), node.page)
 
     def snapshot(self, slots: list[int], n_tokens: int) -> np.ndarray:
         """int32[len(slots), ceil(n_tokens / Z)]: a copy of the table rows of ``slots``."""
         return self.table.snapshot(slots, -(-n_tokens // self.page_size))
 
-    def check(self, leases: Iterable[PageLease], held: Iterable[int] = ()) -> None:
+    def check(
+        self,
+        leases: Iterable[PageLease],
+        held: Iterable[int] = (),
+        pinned: Iterable[Node] = (),
+    ) -> None:
         """Recompute every count from the owners and compare (invariants 1 to 8; see ``audit``).
 
-        ``leases`` are all live leases, ``held`` pages that someone outside took from the pool.
+        ``leases`` are all live leases, ``held`` pages that someone outside took from the pool,
+        ``pinned`` the nodes that someone pinned, once per pin.
 
         Raises:
             AssertionError: the books are wrong; the message says which and where.
         """
-        audit.check(self.pool, self.table, self.tree, list(leases), list(held))
+        if self.tier is not None:
+            self.tier.check()
+        audit.check(self.pool, self.table, self.tree, list(leases), list(held), list(pinned))

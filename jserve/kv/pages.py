@@ -18,6 +18,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jserve.kv.radix import Node
+    from jserve.kv.retention import Keep
 
 
 class PagePool:
@@ -108,4 +109,6 @@ class PageLease:
     """Tokens that fit the pages held."""
     cacheable: bool = True
     """False keeps the pages out of the tree."""
+    keeps: tuple[Keep, ...] = ()
+    """How long its published pages are worth keeping once it is over."""
     released: bool = False

@@ -288,7 +288,8 @@ def _pack(
     logprob_E, top_ids_EL, top_logprobs_EL = chosen
     ok_RJ = _by_row(view, ok_E, True)
     valid_RJ = jnp.arange(view.J) < jnp.maximum(n_ok_R, 1)[:, None]
-    finite_R = jnp.all(ok_RJ | ~valid_RJ, axis=1) | ~view.emit_R
+    # Also of a row that draws nothing: its pages are shared as soon as they are known to be sound.
+    finite_R = jnp.all(ok_RJ | ~valid_RJ, axis=1) | (view.count_R == 0)
     bits_RJ = jax.lax.bitcast_convert_type(_by_row(view, logprob_E, 0.0), jnp.int32)
     head_R2 = jnp.stack([n_ok_R, finite_R.astype(jnp.int32)], axis=1)
     return StepOut(

@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,10 +33,13 @@ from jserve.model.view import LOGPROBS, Bucket, StepDims
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.runner.batch import Packer, StepBatch, score_targets
 from jserve.runner.buckets import Ladder
+from jserve.runner.disk import DiskStore
 from jserve.runner.memory import MemoryPlan, plan_memory
+from jserve.runner.moves import Leaving, PageMover, host_pages, identity
 from jserve.runner.programs import Programs, Progress
+from jserve.runner.spill import Spill
 from jserve.runner.state import new_state
-from jserve.types import PromptLogprobs, StepPlan, StepResult
+from jserve.types import PageFetch, PromptLogprobs, StepPlan, StepResult
 
 MAX_PREFILL_ROWS = 8
 CPU_WARM_UP_S = 1.0
@@ -49,6 +53,8 @@ class _Launched:
     batch: StepBatch
     out: StepOut
     wants_top: bool
+    leaving: list[Leaving]
+    """Pages on their way to host memory."""
 
 
 class ModelRunner:
@@ -115,7 +121,8 @@ class ModelRunner:
             kv_dtype=stored,
             dtype=self._dtype,
         )
-        self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages)
+        n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
+        self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages, n_host)
         self.ladder = ladder or _ladder(self.limits)
         self.programs = Programs(
             self.model,
@@ -131,6 +138,8 @@ class ModelRunner:
             fields_of=self.model.fields,
             plan_attention=attention.plan,
         )
+        self._mover = PageMover(self.model, n_host) if n_host else None
+        self._spill = self._open_disk(config)
         self.state: DeviceState = new_state(self.model)
         self.bucket_times: dict[Bucket, float] = {}
         self._busy_until = 0.0
@@ -147,6 +156,7 @@ class ModelRunner:
         now = self._clock()
         self.programs.check()
         batch = self._packer.pack(plan, bucket)
+        leaving = self._move(plan)
         for item in plan.loads:
             for buf in load_buffers(item, self.model.dims.V):
                 slots = self.programs.load(self.state.slots, buf)
@@ -156,7 +166,9 @@ class ModelRunner:
         for array in _fetched(out, wants_top):
             array.copy_to_host_async()
         return InFlight(
-            plan=plan, launched=now, handle=_Launched(batch=batch, out=out, wants_top=wants_top)
+            plan=plan,
+            launched=now,
+            handle=_Launched(batch=batch, out=out, wants_top=wants_top, leaving=leaving),
         )
 
     def collect(self, flight: InFlight) -> StepResult:
@@ -164,6 +176,8 @@ class ModelRunner:
         launched: _Launched = flight.handle
         bucket, out = launched.batch.bucket, launched.out
         packed_RX = np.asarray(out.packed_RX)
+        if self._mover is not None:
+            self._mover.land(launched.leaving)
         now = self._clock()
         began = max(flight.launched, self._busy_until)
         self._busy_until = now
@@ -212,7 +226,8 @@ class ModelRunner:
 
     def counters(self) -> dict[str, float]:
         """What /metrics shows of the device side."""
-        return {"compiles_after_ready_total": float(self.programs.late_compiles)}
+        disk = {} if self._spill is None else self._spill.counters()
+        return {"compiles_after_ready_total": float(self.programs.late_compiles)} | disk
 
     def bench_bucket_times(self, repeats: int = 3) -> dict[Bucket, float]:
         """Seconds of one step of each bucket with all its rows padding: the floor of its step
@@ -226,6 +241,59 @@ class ModelRunner:
                 times.append(time.perf_counter() - start)
             self.bucket_times[bucket] = sorted(times)[len(times) // 2]
         return dict(self.bucket_times)
+
+    def stored(self) -> list[bytes] | None:
+        """Digests of the pages on disk, None when there is no disk tier."""
+        return None if self._spill is None else self._spill.store.digests()
+
+    def fetch(self, asked: list[PageFetch]) -> None:
+        """Begin to read pages from disk into host memory."""
+        if self._mover is not None:
+            self._mover.fetch(asked)
+
+    def take_fetched(self) -> list[tuple[int, bool]]:
+        """(ticket, found) of the reads that are over."""
+        return [] if self._mover is None else self._mover.take_fetched()
+
+    def farewell(self, pages: list[tuple[int, bytes]]) -> None:
+        """The last call: write device pages (page, digest) to disk."""
+        if self._mover is not None:
+            self._mover.farewell(self.state.kv, pages)
+
+    def _open_disk(self, config: EngineConfig) -> Spill | None:
+        options = config.cache
+        if not options.disk_dir:
+            return None
+        if self._mover is None:
+            raise ConfigError(
+                "disk_dir needs host_memory_gb, through which pages go", field="disk_dir"
+            )
+        try:
+            store = DiskStore(
+                Path(options.disk_dir),
+                identity(self.model, self.params),
+                page_bytes=self._mover.page_nbytes,
+                max_bytes=int(options.disk_gb * 2**30),
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"disk_dir {error.filename}: {error.strerror}", field="disk_dir"
+            ) from None
+        self._mover.spill = Spill(store)
+        return self._mover.spill
+
+    def _move(self, plan: StepPlan) -> list[Leaving]:
+        """Copy pages between device and host memory, as far as the plan asks for it."""
+        if not plan.moves:
+            return []
+        if self._mover is None:
+            raise ValueError("the plan moves pages and there is no host memory for them")
+        pages = [move.page for move in plan.moves]
+        if min(pages) < 1 or max(pages) >= self.limits.n_pages:
+            raise ValueError(f"page out of range [1, {self.limits.n_pages - 1}] in a move")
+        kv, leaving = self._mover.launch(self.state.kv, plan.moves)
+        self.state = DeviceState(kv=kv, slots=self.state.slots)
+        return leaving
 
     def _run(self, batch: StepBatch) -> StepOut:
         step = self.programs.step(batch.bucket)
@@ -318,7 +386,9 @@ def _kv_dtype(config: EngineConfig, dtype: Any) -> Any:
     return jnp.dtype(dtype if name == "auto" else name)
 
 
-def _limits(arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int) -> RunnerLimits:
+def _limits(
+    arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int, n_host_pages: int
+) -> RunnerLimits:
     budget = config.scheduler.max_num_batched_tokens
     return RunnerLimits(
         n_slots=dims.C,
@@ -332,6 +402,7 @@ def _limits(arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int) -> R
         max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),
         vocab_size=arch.V,
         scores_prompts=config.device.prompt_logprobs,
+        n_host_pages=n_host_pages,
     )
 
 

@@ -27,6 +27,8 @@ class PlanDraft:
         self.prefill_left = prefill_tokens
         self.prefill_rows_left = prefill_rows
         self.chunk = chunk
+        self.n_prefill = 0
+        """Tokens of prefill rows so far."""
         self.rows: list[RowPlan] = []
         self.loads: list[SlotLoad] = []
 
@@ -97,6 +99,7 @@ class PlanDraft:
         seq.pending += 1
         self.tokens_left -= count
         self.prefill_left -= count
+        self.n_prefill += count
         self.prefill_rows_left -= 1
 
     def load(self, seq: Sequence) -> None:
@@ -117,5 +120,6 @@ class PlanDraft:
             id=step,
             rows=tuple(rows),
             loads=tuple(self.loads),
+            moves=cache.moves(step),
             page_table_RM=cache.snapshot(slots, self.longest()),
         )

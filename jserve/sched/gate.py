@@ -164,7 +164,7 @@ class Gate:
         if wishes == (None, None, None) or not self.cap.costs.known:
             return
         n_prompt = len(request.prompt_ids)
-        n_new = n_prompt - self.floor.n_known(request)
+        n_new = n_prompt - self.floor.tokens_known(request)
         n_out = self.floor.lengths.expected(request.lane, max_len - n_prompt)
         context = max(self.n_context, n_prompt)
         best = estimate.alone(self.cap, n_new, n_out, n_prompt)

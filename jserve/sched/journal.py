@@ -15,6 +15,11 @@ One line per event, in order; ``plan`` lines hold the decision, which the replay
     {"type": "commit", "now": 3.0, "step": 0, "tokens": {...}, "n_ok": {...}, "device_us": 812.0}
     {"type": "cancel", "now": 4.0, "id": "r1", "index": null}
     {"type": "expire", "now": 4.5}
+    {"type": "create", "now": 4.0, "request": {...}, "ttl_s": 60.0}
+    {"type": "renew", "now": 4.0, "tenant": "", "name": "manual", "ttl_s": 60.0}
+    {"type": "drop", "now": 4.0, "tenant": "", "name": "manual"}
+    {"type": "stored", "now": 0.0, "digests": ["..."]}
+    {"type": "fetched", "now": 4.5, "answers": [[1, true]]}
     {"type": "recover", "now": 5.0, "blame": ["r1"], "error": "..."}
 """
 
@@ -33,6 +38,7 @@ import numpy as np
 from jserve.config import EngineConfig
 from jserve.errors import JserveError
 from jserve.ports import RunnerLimits
+from jserve.sched import caching, tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Output, PromptLogprobs, Request, RowPlan, Sequence, StepPlan, StepResult
 
@@ -69,6 +75,8 @@ class Decision(msgspec.Struct, frozen=True):
     loads: tuple[int, ...]
     pages: int
     """Checksum of the page table."""
+    moves: tuple[tuple[int, int, bool], ...] = ()
+    """(page, host page, out) each."""
 
     @classmethod
     def of(cls, plan: StepPlan | None) -> Decision | None:
@@ -79,6 +87,7 @@ class Decision(msgspec.Struct, frozen=True):
             rows=tuple(_row(row) for row in plan.rows),
             loads=tuple(load.slot for load in plan.loads),
             pages=zlib.crc32(np.ascontiguousarray(plan.page_table_RM).tobytes()),
+            moves=tuple((move.page, move.host, move.out) for move in plan.moves),
         )
 
 
@@ -91,6 +100,39 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancel"):
     now: float
     id: str
     index: int | None
+
+
+class Created(msgspec.Struct, frozen=True, tag="create"):
+    now: float
+    request: Request
+    ttl_s: float
+
+
+class Renewed(msgspec.Struct, frozen=True, tag="renew"):
+    now: float
+    tenant: str
+    name: str
+    ttl_s: float
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="drop"):
+    now: float
+    tenant: str
+    name: str
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """What the disk held at the start."""
+
+    now: float
+    digests: list[bytes]
+
+
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    """Reads from disk were answered: (ticket, found)."""
+
+    now: float
+    answers: list[tuple[int, bool]]
 
 
 class Planned(msgspec.Struct, frozen=True, tag="plan"):
@@ -145,7 +187,9 @@ class Recovered(msgspec.Struct, frozen=True, tag="recover"):
     error: str
 
 
-Event = Arrival | Cancelled | Planned | Committed | Expired | Recovered
+Handled = Created | Renewed | Dropped
+Disk = Stored | Fetched
+Event = Arrival | Cancelled | Handled | Disk | Planned | Committed | Expired | Recovered
 
 
 class JournalFile:
@@ -160,6 +204,21 @@ class JournalFile:
 
     def cancel(self, request_id: str, now: float, index: int | None) -> None:
         self._write(Cancelled(now=now, id=request_id, index=index))
+
+    def create(self, request: Request, ttl_s: float, now: float) -> None:
+        self._write(Created(now=now, request=request, ttl_s=ttl_s))
+
+    def renew(self, tenant: str, name: str, ttl_s: float, now: float) -> None:
+        self._write(Renewed(now=now, tenant=tenant, name=name, ttl_s=ttl_s))
+
+    def drop(self, tenant: str, name: str, now: float) -> None:
+        self._write(Dropped(now=now, tenant=tenant, name=name))
+
+    def stored(self, digests: Seq[bytes], now: float) -> None:
+        self._write(Stored(now=now, digests=list(digests)))
+
+    def fetched(self, answers: Seq[tuple[int, bool]], now: float) -> None:
+        self._write(Fetched(now=now, answers=list(answers)))
 
     def plan(self, now: float, plan: StepPlan | None) -> None:
         self._write(Planned(now=now, decision=Decision.of(plan)))
@@ -247,10 +306,28 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
     if isinstance(event, Recovered):
         lost = [plans.pop(step) for step in sorted(plans)]
         return scheduler.recover(lost, event.blame, event.error, event.now)
-    assert isinstance(event, Arrival)
     with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
-        scheduler.submit(event.request, event.now)
+        _ask(scheduler, event)
     return []
+
+
+def _ask(scheduler: Scheduler, event: Event) -> None:
+    """An input that may be refused."""
+    match event:
+        case Arrival():
+            scheduler.submit(event.request, event.now)
+        case Created():
+            caching.create(scheduler, event.request, event.ttl_s, event.now)
+        case Renewed():
+            caching.renew(scheduler, event.tenant, event.name, event.ttl_s, event.now)
+        case Stored():
+            tiering.learn(scheduler, event.digests, event.now)
+        case Fetched():
+            tiering.fetched(scheduler, event.answers, event.now)
+        case Dropped():
+            caching.drop(scheduler, event.tenant, event.name, event.now)
+        case _:
+            raise AssertionError(f"{event} is no request")
 
 
 def _compare(line: int, recorded: Decision | None, made: Decision | None) -> None:

@@ -19,6 +19,7 @@ from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
 from jserve.sched import policy
 from jserve.sched.forecast import Lengths, reserve
+from jserve.sched.keeping import Keeping, root_of
 from jserve.sched.queue import OrderedSeqs, WaitQueue
 from jserve.types import Lane, Request, SeqState, Sequence
 
@@ -27,9 +28,16 @@ class Residency:
     """The waiting and the running, and the ways between: enter, grow, make way, preempt, leave."""
 
     def __init__(
-        self, *, n_slots: int, max_running: int, cache: PageCache, waiting: WaitQueue
+        self,
+        *,
+        n_slots: int,
+        max_running: int,
+        cache: PageCache,
+        waiting: WaitQueue,
+        keeping: Keeping | None = None,
     ) -> None:
         self.cache = cache
+        self.keeping = keeping or Keeping(cache)
         self.max_running = max_running
         self.waiting = waiting
         self.running = OrderedSeqs()
@@ -48,6 +56,14 @@ class Residency:
     def full(self) -> bool:
         return len(self.running) >= self.max_running
 
+    def key_of(self, request: Request) -> RootKey:
+        """The root that the prefixes of ``request`` hang on."""
+        return (*root_of(request), self.weights_version)
+
+    def n_known(self, seq: Sequence) -> int:
+        """Pages of ``seq`` that could be shared now."""
+        return self.cache.n_known(self.key_of(seq.request), seq.tokens)
+
     def enter(self, seq: Sequence) -> bool:
         """A slot and pages for all known tokens of ``seq``; False, with no trace, if they lack."""
         state = (seq, self.cache.n_available, len(self.running))
@@ -55,17 +71,19 @@ class Residency:
             return False  # nothing came back since it was refused, so do not search the tree again
         reuse = reuses_cache(seq)
         lease = self.cache.match(
-            self._root(seq.request),
+            self.key_of(seq.request),
             seq.tokens,
             slot=self._slots[0],
             reuse=reuse,
             cacheable=not seq.request.skip_prefix_cache,
+            keeps=self.keeping.keeps(seq.request),
         )
         n_cached, keep = lease.capacity, self._keep(seq)
         if not self.cache.extend(lease, policy.tokens_wanted(seq), keep=keep):
             self.cache.release(lease)
             self._refused = state
             return False
+        n_cached += self.cache.load(lease, seq.tokens) if reuse else 0
         self.n_looked_up += len(seq.tokens) if reuse else 0
         self.n_hit += n_cached
         if seq.n_preempted == 0:
@@ -127,15 +145,11 @@ class Residency:
     def _root(self, request: Request) -> RootKey:
         return request.cache_salt, request.adapter, self.weights_version
 
-    def n_known(self, request: Request) -> int:
+    def tokens_known(self, request: Request) -> int:
         """Prompt tokens of ``request`` that the cache holds now; nothing is reserved."""
-        Z, cache = self.cache.page_size, self.cache
-        root = cache.tree.roots.get(self._root(request))
-        if root is None or not cache.reuse or request.skip_prefix_cache:
+        if request.skip_prefix_cache:
             return 0
-        return Z * len(
-            cache.tree.match(root, request.prompt_ids, (len(request.prompt_ids) - 1) // Z)
-        )
+        return self.cache.page_size * self.cache.n_known(self.key_of(request), request.prompt_ids)
 
     def grow(self, seq: Sequence, n_tokens: int) -> bool:
         """Pages for ``n_tokens``, taken from later sequences if need be; False: it gave way."""
@@ -161,6 +175,7 @@ class Residency:
         for seq in self.running.snapshot():
             assert seq.pending == 0, f"{seq.request.id} has rows in flight"
             self._requeue(seq)
+        self.keeping.lose()
         self.cache.clear()
 
     def _requeue(self, seq: Sequence) -> None:
@@ -171,8 +186,10 @@ class Residency:
 
     def leave(self, seq: Sequence) -> None:
         """``seq`` is over, wherever it was."""
-        if seq.lease is not None:
+        lease = seq.lease
+        if lease is not None:
             self._vacate(seq)
+            self.keeping.ended(seq.request, lease)
         else:
             self.waiting.remove(seq)
         seq.state = SeqState.FINISHED
@@ -186,7 +203,7 @@ class Residency:
         assert slots == list(range(len(slots))), f"slots are lost or held twice: {slots}"
         assert len(leases) == len(self.running), "a running sequence holds no lease"
         assert all(seq.lease is None for seq in self.waiting), "a waiting sequence holds pages"
-        self.cache.check(leases, held)
+        self.cache.check(leases, held, self.keeping.handles.pinned())
 
     def _join(self, seq: Sequence) -> None:
         self.running.add(seq)

@@ -10,8 +10,7 @@ A sequence has no phase; a step hands out ``todo = known + in_flight + drafts - 
        ^                  |                                        ^
        '---- PREEMPTED <--' (pages and slot gone, tokens stay) ----'
 
-Choices of one request (``n`` > 1): choice 0 goes first; the others wait until its prompt is
-computed and published, then find it in the cache. Where nothing can be shared they do not wait.
+A prefix that is being computed is waited for, not computed twice: see ``sched.leaders``.
 """
 
 from __future__ import annotations
@@ -21,17 +20,21 @@ from collections.abc import Iterable
 from jserve.config import EngineConfig, SchedulerOptions
 from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.kv.cache import PageCache
+from jserve.kv.handles import quota_of
 from jserve.ports import Journal, Proposer, RunnerLimits
 from jserve.sched import admission, estimate, outcome, policy
 from jserve.sched.budget import cap_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
 from jserve.sched.draft import PlanDraft
+from jserve.sched.fetching import Fetching
 from jserve.sched.gate import Gate
+from jserve.sched.keeping import Keeping
+from jserve.sched.leaders import Leaders
 from jserve.sched.queue import WaitQueue, weights_of
-from jserve.sched.residency import Residency, owes_scores, reuses_cache
+from jserve.sched.residency import Residency, owes_scores
 from jserve.sched.scores import PromptScores
-from jserve.sched.stats import LaneCounts, SchedStats, stats_of
+from jserve.sched.stats import LaneCounts, SchedStats, counters_of, stats_of
 from jserve.types import (
     Finish,
     Lane,
@@ -61,12 +64,19 @@ class Scheduler:
         self.seed = config.model.seed
         self.proposer = proposer
         self.journal = journal
+        per_slot = -(-limits.max_model_len // limits.page_size)
         cache = PageCache(
             n_pages=limits.n_pages,
             page_size=limits.page_size,
             n_slots=limits.n_slots,
-            pages_per_slot=-(-limits.max_model_len // limits.page_size),
+            pages_per_slot=per_slot,
             reuse=config.cache.prefix_caching,
+            n_host_pages=limits.n_host_pages,
+        )
+        keeping = Keeping(
+            cache,
+            handle_pages=quota_of(limits.n_pages, per_slot, config.cache.handle_pages),
+            session_ttl_s=config.cache.session_ttl_s,
         )
         options = self.options
         self.floor = Residency(
@@ -74,7 +84,10 @@ class Scheduler:
             max_running=_most_running(limits, options),
             cache=cache,
             waiting=WaitQueue(weights_of(options), options.ageing_s),
+            keeping=keeping,
         )
+        self.leaders = Leaders(self.floor)
+        self.fetching = Fetching(self.floor)
         self.costs = MeasuredCosts(limits.step_times)
         self.cap = cap_of(self.costs, limits, options)
         self.gate = Gate(options, self.cap, self.floor)
@@ -83,16 +96,24 @@ class Scheduler:
         self.counts = {lane: LaneCounts() for lane in Lane}
         self._groups: dict[str, list[Sequence]] = {}
         self._n_submitted = self.n_steps = self._n_uncommitted = 0
+        self.n_prefilled = 0
+        """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
 
     def submit(self, request: Request, now: float) -> None:
         """Queue ``request`` (one sequence per choice).
 
         Raises:
             BadRequest: see ``admission.check`` (ContextTooLong, NotFound too); or the id is live.
+            CacheNotFound: ``request.cache`` names no handle.
             Overloaded, RateLimited, DeadlineInfeasible, DeadlineUnreachable: see ``Gate.check``.
         """
+        self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.arrival(request, now)
+        self.enqueue(self.floor.keeping.with_prefix(request), now)
+
+    def enqueue(self, request: Request, now: float) -> None:
+        """``submit`` without the journal, of a prompt that is complete."""
         max_len = admission.check(request, self.limits)
         if request.id in self._groups:
             raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
@@ -111,7 +132,9 @@ class Scheduler:
         """Mind the deadlines of ``seq``; its first admission must come a prefill before the first."""
         first_by, end_by = estimate.due_times(seq.request, now)
         if first_by is not None and self.costs.known:
-            alone = estimate.alone(self.cap, seq.n_prompt - self.floor.n_known(seq.request), 1, 0)
+            alone = estimate.alone(
+                self.cap, seq.n_prompt - self.floor.tokens_known(seq.request), 1, 0
+            )
             first_by -= alone.ttft_s / 2  # half, since a wrong guess must not end who could make it
         self.deadlines.add(seq, first_by, end_by)
 
@@ -122,8 +145,10 @@ class Scheduler:
         They end in error with code ``deadline_exceeded`` and the field; what was drawn stays said.
         """
         passed = self.deadlines.passed(now)
-        if passed and self.journal is not None:
-            self.journal.expire(now)
+        if passed:
+            self.floor.keeping.advance(now)
+            if self.journal is not None:
+                self.journal.expire(now)
         outputs = []
         for seq, field in passed:
             self.counts[seq.request.lane].expired += 1
@@ -133,6 +158,7 @@ class Scheduler:
 
     def cancel(self, request_id: str, now: float = 0.0, index: int | None = None) -> list[Output]:
         """End a request (or one choice): its terminal outputs, none if it is unknown or over."""
+        self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.cancel(request_id, now, index)
         group = self._groups.get(request_id, ())
@@ -141,19 +167,21 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The rows of the next step, or None when nothing can run before a result comes back."""
+        self.floor.keeping.advance(now)
         draft = PlanDraft(
             tokens=self.options.max_num_batched_tokens,
             prefill_tokens=self.cap.most,
             prefill_rows=self.limits.max_prefill_rows,
             chunk=self.options.max_prefill_chunk or self.limits.max_prefill_tokens,
         )
-        self.floor.make_way(now, self._waits_for_leader)
+        self.floor.make_way(now, self._held_back)
         self._decode(draft)
         self._prefill(draft)
         self._admit(draft, now)
         plan = None
         if draft.rows:
             plan = draft.freeze(self.n_steps, self.floor.cache)
+            self.n_prefilled += draft.n_prefill
             self.n_steps += 1
             self._n_uncommitted += 1
         if self.journal is not None:
@@ -212,7 +240,7 @@ class Scheduler:
             seq = walk.next()
             if seq is None or seq.pending:
                 return  # rows of its last residence must come back before it may start again
-            if self._waits_for_leader(seq):
+            if self._held_back(seq):
                 continue
             if self.floor.enter(seq):
                 draft.load(seq)
@@ -220,21 +248,20 @@ class Scheduler:
             elif not walk.pass_by(seq):
                 return
 
+    def _held_back(self, seq: Sequence) -> bool:
+        """True while what ``seq`` needs is being computed by another, or read from disk."""
+        return self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq)
+
     def _may_admit(self, draft: PlanDraft) -> bool:
         return draft.prefill_room > 0 and not self.floor.full
 
-    def _waits_for_leader(self, seq: Sequence) -> bool:
-        leader = self._groups[seq.request.id][0]
-        shareable = (
-            seq.n_prompt > self.limits.page_size and self.floor.cache.reuse and reuses_cache(seq)
-        )
-        return seq is not leader and shareable and leader.finish is None and leader.n_output == 0
-
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take over the results of ``plan``: one output per row that moved a live sequence."""
+        self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
+        self.floor.cache.landed(plan.id, ok=True)
         self._observe(plan, result)
         outputs: list[Output] = []
         n_rows = len(plan.rows)
@@ -254,6 +281,8 @@ class Scheduler:
             if row.emits:
                 drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
                 outputs.append(self._advance(seq, drawn, result, r, now))
+            else:
+                self._publish(seq, row.start + row.count)
         return outputs
 
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
@@ -266,6 +295,14 @@ class Scheduler:
         self.gate.n_context = plan.page_table_RM.shape[1] * self.limits.page_size
         self.costs.observe(n_decode, n_prefill, self.gate.n_context, result.device_us * 1e-6)
 
+    def _publish(self, seq: Sequence, n_sound: int) -> None:
+        """Let others find the full pages of the first ``n_sound`` tokens, whose logits were finite."""
+        lease = seq.lease
+        if lease is not None and n_sound // self.limits.page_size > lease.n_published:
+            self.floor.cache.publish(lease, seq.tokens, n_sound)
+        if seq.request.cache is not None:
+            self.floor.keeping.settle(seq.request, lease)
+
     def recover(
         self, plans: Iterable[StepPlan], blame: Iterable[str], error: str, now: float
     ) -> list[Output]:
@@ -275,6 +312,7 @@ class Scheduler:
         nothing is cached any more.
         """
         blame = sorted(blame)
+        self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.recover(now, blame, error)
         for plan in plans:
@@ -291,13 +329,11 @@ class Scheduler:
         self, seq: Sequence, drawn: list[int], result: StepResult, row: int, now: float
     ) -> Output:
         """Append what was drawn, publish the pages it proved sound, end what is over."""
-        request, lease, n_prompt = seq.request, seq.lease, seq.n_prompt
+        request, n_prompt = seq.request, seq.n_prompt
         first = len(seq.tokens) == n_prompt
         drawn = outcome.accept(seq, drawn)
         # The logits were finite, so the KV of everything before the last token is sound.
-        n_sound = len(seq.tokens) - 1 if drawn else n_prompt
-        if lease is not None and n_sound // self.limits.page_size > lease.n_published:
-            self.floor.cache.publish(lease, seq.tokens, n_sound)
+        self._publish(seq, len(seq.tokens) - 1 if drawn else n_prompt)
         scores = self.scores.take(seq) if first else None
         logprobs = None
         if request.params.logprobs is not None:
@@ -345,6 +381,9 @@ class Scheduler:
         if seq.finish in (Finish.STOP, Finish.LENGTH):
             self.floor.lengths.ended(seq)
         self.floor.leave(seq)
+        self.floor.keeping.abandon(seq.request)
+        self.leaders.forget(seq)
+        self.fetching.forget(seq)
         self.scores.drop(seq)
         self.deadlines.forget(seq)
         self.counts[seq.request.lane].ended(seq)
@@ -375,6 +414,10 @@ class Scheduler:
 
     def stats(self) -> SchedStats:
         return stats_of(self)
+
+    def counters(self) -> dict[str, float]:
+        """More for /metrics: the tiers, handles, sessions, waits for a prefix under way."""
+        return counters_of(self)
 
 
 def _most_running(limits: RunnerLimits, options: SchedulerOptions) -> int:

@@ -83,6 +83,18 @@ def stats_of(scheduler: Scheduler) -> SchedStats:
     )
 
 
+def counters_of(scheduler: Scheduler) -> dict[str, float]:
+    """Those that are not there in every build: tiers, handles, sessions, waits for a prefix."""
+    floor = scheduler.floor
+    tiers = {} if floor.cache.tier is None else floor.cache.tier.counters()
+    return {
+        **floor.keeping.counters(),
+        **tiers,
+        "prefix_waits_total": float(scheduler.leaders.n_waits),
+        "prefill_tokens_total": float(scheduler.n_prefilled),
+    }
+
+
 def _lanes(scheduler: Scheduler) -> dict[str, int]:
     values = {}
     for lane in Lane:

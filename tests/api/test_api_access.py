@@ -12,6 +12,11 @@ from tests.api.fake import FakeEngine, chat_body, live
 
 # Who may call what. A route that is added must be added here by hand, on purpose.
 EXPECTED = {
+    ("POST", "/v1/caches"): "user",
+    ("GET", "/v1/caches"): "user",
+    ("GET", "/v1/caches/{name}"): "user",
+    ("POST", "/v1/caches/{name}"): "user",
+    ("DELETE", "/v1/caches/{name}"): "user",
     ("POST", "/v1/chat/completions"): "user",
     ("POST", "/v1/completions"): "user",
     ("GET", "/v1/models"): "user",

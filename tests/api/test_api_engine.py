@@ -40,7 +40,7 @@ class Host:
 
 
 @asynccontextmanager
-async def host(*, step_s: float = 0.0, eos_rate: int = 20, **options):
+async def host(*, step_s: float = 0.0, eos_rate: int = 20, serve=None, **options):
     found = Host()
     config = EngineConfig.of(max_num_seqs=4, max_num_batched_tokens=36, **options)
 
@@ -52,7 +52,7 @@ async def host(*, step_s: float = 0.0, eos_rate: int = 20, **options):
     found.face = AsyncEngine(lambda: InprocClient(config, build))
     await found.face.start()
     try:
-        async with live(found.face) as srv:
+        async with live(found.face, **(serve or {})) as srv:
             found.srv = srv
             yield found
     finally:

@@ -6,7 +6,6 @@ import contextlib
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits, request, step_times
 
 from jserve.errors import (
     BadRequest,
@@ -17,6 +16,7 @@ from jserve.errors import (
     RateLimited,
 )
 from jserve.types import Lane
+from tests.sched.sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits, request, step_times
 
 # Overlapping prefixes over few tokens, so that the tree branches and pages are shared.
 PREFIXES = [(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 9), (1, 2, 3, 4) * 4, (5,) * 12]

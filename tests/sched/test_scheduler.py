@@ -305,7 +305,7 @@ def test_a_protected_sequence_takes_all_its_pages_and_is_left_alone():
 def test_slot_loads_come_with_every_admission_of_those_who_need_them():
     drive = Drive(depth=0)
     drive.add(request("plain", [1] * 5))
-    drive.add(request("counts", [1] * 5, frequency_penalty=1.0))
+    drive.add(request("counts", [3] * 5, frequency_penalty=1.0))
     drive.add(request("bias", [2] * 5, logit_bias={1: 2.0}))
     plan = drive.scheduler.plan(0.0)
     slots = {row.seq.request.id: row.slot for row in plan.rows}

@@ -1,0 +1,190 @@
+"""Named caches over HTTP: create a prefix once, renew, look at it, drop it.
+
+Owns the fields and answers of ``/v1/caches`` and the tokens of the handles made here, so that a
+request that names one counts and checks its whole prompt. Must not know pages or pins: the engine
+says what a handle is worth. ::
+
+    POST   /v1/caches          {"name", "prompt" | "messages", "ttl_s"}   computes it, answers when done
+    GET    /v1/caches          all of the caller's
+    GET    /v1/caches/{name}   one
+    POST   /v1/caches/{name}   {"ttl_s"}: it lives that long from now
+    DELETE /v1/caches/{name}
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict
+
+from jserve.api.ask import Ask, ModelCard, Wish
+from jserve.api.chat import ChatTemplate
+from jserve.api.front import Front, ignored_header, json_response
+from jserve.api.generate import failure
+from jserve.api.openai import ChatBody, check_model, ignored_fields, read
+from jserve.api.openai_messages import chat_of
+from jserve.api.openai_values import prompts_of, salt_of
+from jserve.engine.wire import Handle
+from jserve.errors import BadRequest, CacheNotFound
+from jserve.types import Finish, HandleInfo, Request, SamplingParams
+
+TTL_S = 3600.0
+NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)
+
+
+class CreateBody(BaseModel):
+    """POST /v1/caches: ``prompt``, or ``messages`` with the fields that shape a chat prompt."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str
+    ttl_s: float | None = None
+    model: str | None = None
+    prompt: Any = None
+    add_special_tokens: bool | None = None
+    messages: Any = None
+    tools: Any = None
+    documents: Any = None
+    chat_template_kwargs: Any = None
+    cache_salt: str | None = None
+
+
+class RenewBody(BaseModel):
+    """POST /v1/caches/{name}."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    ttl_s: float
+
+
+class HandleBook:
+    """The tokens of the handles made through this server, by tenant and name."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[tuple[str, str], tuple[int, ...]] = {}
+
+    def head(self, ask: Ask) -> tuple[int, ...] | None:
+        """Tokens that the prompt of ``ask`` starts with; None when it names no handle known here."""
+        return None if ask.cache is None else self._tokens.get((ask.tenant, ask.cache))
+
+    def made(self, tenant: str, name: str, tokens: tuple[int, ...]) -> None:
+        self._tokens[tenant, name] = tokens
+
+    def forget(self, tenant: str, name: str) -> None:
+        self._tokens.pop((tenant, name), None)
+
+    def keep_only(self, tenant: str, names: Sequence[str]) -> None:
+        """The tenant has these handles and no other."""
+        gone = [key for key in self._tokens if key[0] == tenant and key[1] not in names]
+        for key in gone:
+            del self._tokens[key]
+
+
+def create_wish(raw: Mapping[str, Any], card: ModelCard, template: ChatTemplate | None) -> Wish:
+    """What to make a cache of.
+
+    Raises:
+        BadRequest: neither or both of ``prompt`` and ``messages``, several prompts.
+        NotFound: an unknown model.
+    """
+    body: CreateBody = read(CreateBody, raw)
+    check_model(body.model, card)
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequest("give either prompt or messages", field="prompt")
+    ask = Ask(params=NOTHING_DRAWN, cache_salt=salt_of(body.cache_salt))
+    if body.prompt is not None:
+        prompts = prompts_of(body.prompt, card.vocab_size)
+        if len(prompts) > 1:
+            raise BadRequest("a cache is made of one prompt", field="prompt")
+        special = body.add_special_tokens is not False
+        ask = replace(ask, prompts=prompts, add_special_tokens=special)
+    else:
+        fields: dict[str, Any] = dict.fromkeys(ChatBody.model_fields)
+        fields |= {name: getattr(body, name) for name in CreateBody.model_fields}
+        chat = chat_of(fields | {"add_generation_prompt": False}, template)
+        ask = replace(ask, chat=chat, field="messages")
+    return Wish(body=body, ask=ask, ignored=ignored_fields(body))
+
+
+async def create(request: web.Request, front: Front) -> web.StreamResponse:
+    """Compute a prefix and pin it; answered when it is pinned."""
+    template, card = front.prepare.chat, front.card
+    wish = await front.read(request, lambda raw: create_wish(raw, card, template))
+    tenant, name = front.tenant(request), wish.body.name
+    (made,) = await front.prepare.requests(replace(wish.ask, tenant=tenant))
+    made = replace(made, cache=name)
+    ttl_s = TTL_S if wish.body.ttl_s is None else float(wish.body.ttl_s)
+    n_cached = await _compute(front, made, ttl_s)
+    found = await front.engine.handles(_ask("find", tenant))
+    front.prepare.book.keep_only(tenant, [info.name for info in found])
+    front.prepare.book.made(tenant, name, made.prompt_ids)
+    info = next((info for info in found if info.name == name), None)
+    if info is None:
+        raise CacheNotFound(f"cache {name!r} has expired already", field="ttl_s")
+    usage = {"prompt_tokens": len(made.prompt_ids), "cached_tokens": n_cached}
+    return json_response(shown(info) | {"usage": usage}, headers=ignored_header(wish.ignored))
+
+
+async def _compute(front: Front, made: Request, ttl_s: float) -> int:
+    """Tokens that were known already.
+
+    Raises:
+        JserveError: the engine refused or failed.
+    """
+    outputs = await front.engine.create(made, ttl_s)
+    for output in outputs:
+        if output.finish in (Finish.ERROR, Finish.ABORT):
+            raise failure(output)
+    return max(output.n_cached for output in outputs)
+
+
+async def listed(request: web.Request, front: Front) -> web.StreamResponse:
+    found = await front.engine.handles(_ask("find", front.tenant(request)))
+    return json_response({"object": "list", "data": [shown(info) for info in found]})
+
+
+async def one(request: web.Request, front: Front) -> web.StreamResponse:
+    return await _answered(front, _ask("find", front.tenant(request), _name(request)))
+
+
+async def renew(request: web.Request, front: Front) -> web.StreamResponse:
+    body: RenewBody = await front.read(request, lambda raw: read(RenewBody, raw))
+    tenant, name = front.tenant(request), _name(request)
+    return await _answered(front, _ask("renew", tenant, name, float(body.ttl_s)))
+
+
+async def drop(request: web.Request, front: Front) -> web.StreamResponse:
+    tenant, name = front.tenant(request), _name(request)
+    front.prepare.book.forget(tenant, name)
+    await front.engine.handles(_ask("drop", tenant, name))
+    return json_response({"object": "cache.deleted", "name": name, "deleted": True})
+
+
+async def _answered(front: Front, message: Handle) -> web.Response:
+    (info,) = await front.engine.handles(message)
+    return json_response(shown(info))
+
+
+def _ask(action: Any, tenant: str, name: str | None = None, ttl_s: float = 0.0) -> Handle:
+    return Handle(id=uuid.uuid4().hex, action=action, tenant=tenant, name=name, ttl_s=ttl_s)
+
+
+def _name(request: web.Request) -> str:
+    return request.match_info["name"]
+
+
+def shown(info: HandleInfo) -> dict[str, Any]:
+    """A handle as the API shows it."""
+    return {
+        "object": "cache",
+        "name": info.name,
+        "tokens": info.n_tokens,
+        "pages": info.n_pages,
+        "pinned": info.pinned,
+        "expires_in_s": round(info.expires_in_s, 3),
+        "uses": info.n_uses,
+    }

@@ -1,0 +1,220 @@
+"""Pages between the device and host memory: two programs in the queue of the steps.
+
+Owns the host pool (numpy), the programs that gather and scatter pages, and when bytes have arrived.
+Must not know who decides. A gather runs before the steps that rewrite its pages, a scatter before
+those that read them, because all programs run in the order of their launch; the copy to the host
+goes on beside the steps and is awaited with the result of its own step::
+
+    launch k     gather pages -> [L, 2 arrays each] -- copy to host begins
+                 scatter <- rows of the host pool (copied first: a later landing may rewrite them)
+                 step k
+    collect k    the gathered pages are written to the host pool
+
+``WIDTH`` pages go in one program; the rest of a last one is scratch page 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jserve.model.step import StepModel
+from jserve.runner.spill import Spill
+from jserve.types import PageFetch, PageMove
+
+WIDTH = 16
+FORMAT = 1
+"""Of the bytes of a page on disk."""
+KV = list[tuple[jax.Array, jax.Array]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Leaving:
+    """Pages on their way to host pages ``hosts``: [arrays, WIDTH on the page axis, ...]."""
+
+    hosts: list[int]
+    digests: list[bytes]
+    data: jax.Array
+
+
+class PageMover:
+    """The host pool of one engine and its programs, compiled here.
+
+    Args:
+        model: whose KV is moved.
+        n_host_pages: pages of the host pool.
+    """
+
+    def __init__(self, model: StepModel, n_host_pages: int) -> None:
+        self.n_host_pages = n_host_pages
+        self._axis = page_axis(model)
+        shape = list(model.layer_shape)
+        del shape[self._axis]
+        self._n_arrays = 2 * model.arch.L
+        self._sharding = _stacked_sharding(model)
+        dtype = np.dtype(model.kv_dtype)
+        self._pool_H = np.zeros((n_host_pages, self._n_arrays, *shape), dtype)
+        self._gather, self._scatter = self._compile(model)
+        self.spill: Spill | None = None
+        """Where pages that go out are also written; set once, before the first launch."""
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page, keys and values of all layers on all devices."""
+        return self._pool_H[0].nbytes
+
+    def launch(self, kv: KV, moves: Seq[PageMove]) -> tuple[KV, list[Leaving]]:
+        """The KV after ``moves`` (those that go out first), and what is on its way to the host.
+
+        Raises:
+            ValueError: a page or host page that does not exist; nothing was started.
+        """
+        for move in moves:
+            if not 0 <= move.host < self.n_host_pages:
+                raise ValueError(f"host page {move.host} of {self.n_host_pages}")
+        out = [move for move in moves if move.out]
+        leaving = [self._take(kv, part) for part in _parts(out)]
+        for part in _parts([move for move in moves if not move.out]):
+            kv = self._bring(kv, part)
+        return kv, leaving
+
+    def land(self, leaving: Seq[Leaving]) -> None:
+        """Wait for the pages and write them to the host pool."""
+        for part in leaving:
+            pages_H = np.moveaxis(np.asarray(part.data), 1 + self._axis, 0)
+            self._pool_H[part.hosts] = pages_H[: len(part.hosts)]
+            self._write(pages_H, part.digests)
+
+    def fetch(self, asked: Seq[PageFetch]) -> None:
+        """Begin to read pages from disk."""
+        for fetch in asked:
+            if self.spill is not None:
+                self.spill.read(fetch)
+
+    def take_fetched(self) -> list[tuple[int, bool]]:
+        """(ticket, found) of the reads that are over; what was found is in its host page."""
+        answers = []
+        for fetch, data in self.spill.answers() if self.spill is not None else ():
+            if data is not None:
+                row = np.frombuffer(data, self._pool_H.dtype).reshape(self._pool_H.shape[1:])
+                self._pool_H[fetch.host] = row
+            answers.append((fetch.ticket, data is not None))
+        return answers
+
+    def farewell(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> None:
+        """Write device pages (page, digest) to disk and wait until all that waits is written."""
+        if self.spill is None:
+            return
+        for i in range(0, len(pages), WIDTH):
+            part = pages[i : i + WIDTH]
+            data = np.asarray(self._gather(kv, _padded([page for page, _ in part])))
+            pages_H = np.moveaxis(data, 1 + self._axis, 0)
+            self._write(pages_H, [digest for _, digest in part], must=True)
+        self.spill.close()
+
+    def _write(self, pages_H: np.ndarray, digests: Seq[bytes], *, must: bool = False) -> None:
+        if self.spill is None:
+            return
+        for page, digest in zip(pages_H, digests, strict=False):
+            if digest:
+                self.spill.write(digest, page.tobytes(), must=must)
+
+    def _take(self, kv: KV, moves: Seq[PageMove]) -> Leaving:
+        data = self._gather(kv, _padded([move.page for move in moves]))
+        data.copy_to_host_async()
+        hosts, digests = [move.host for move in moves], [move.digest for move in moves]
+        return Leaving(hosts=hosts, digests=digests, data=data)
+
+    def _bring(self, kv: KV, moves: Seq[PageMove]) -> KV:
+        pages_H = self._pool_H[_padded([move.host for move in moves])]
+        data = np.ascontiguousarray(np.moveaxis(pages_H, 0, 1 + self._axis))
+        pages_W = _padded([move.page for move in moves])
+        return self._scatter(kv, pages_W, jax.device_put(data, self._sharding))
+
+    def _compile(self, model: StepModel) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        axis = self._axis
+        kv = model.abstract_state().kv
+        kv_shardings = model.state_shardings().kv
+        whole = NamedSharding(model.mesh, PartitionSpec())
+        pages_W = jax.ShapeDtypeStruct((WIDTH,), jnp.int32, sharding=whole)
+        shape = list(model.layer_shape)
+        shape[axis] = WIDTH
+        data = jax.ShapeDtypeStruct(
+            (self._n_arrays, *shape), model.kv_dtype, sharding=self._sharding
+        )
+
+        def gather(kv: KV, pages_W: jax.Array) -> jax.Array:
+            arrays = [array for layer in kv for array in layer]
+            return jnp.stack([jnp.take(array, pages_W, axis=axis) for array in arrays])
+
+        def scatter(kv: KV, pages_W: jax.Array, data: jax.Array) -> KV:
+            at = (slice(None),) * axis
+            moved = [
+                tuple(
+                    array.at[(*at, pages_W)].set(data[2 * i + j]) for j, array in enumerate(layer)
+                )
+                for i, layer in enumerate(kv)
+            ]
+            return moved  # type: ignore[return-value]
+
+        out = jax.jit(gather, out_shardings=self._sharding).lower(kv, pages_W).compile()
+        into = jax.jit(scatter, donate_argnums=(0,), out_shardings=kv_shardings)
+        return out, into.lower(kv, pages_W, data).compile()
+
+
+def page_axis(model: StepModel) -> int:
+    """Which dimension of a layer's keys counts pages."""
+    shape_of = model.backend.kv_shape
+    one, two = (shape_of(model.kv_heads, model.arch.H, n, model.dims.Z) for n in (1, 2))
+    (axis,) = [i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
+    return axis
+
+
+def identity(model: StepModel, params: Any) -> str:
+    """16 hex digits of everything that the bytes of a page depend on: the weights' bits, the
+    architecture, the backend's layout, types, page size and layers."""
+
+    @jax.jit
+    def sums(x: jax.Array) -> jax.Array:
+        width = x.dtype.itemsize
+        bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width])
+        flat = bits.reshape(-1).astype(jnp.uint32)
+        place = jnp.arange(flat.size, dtype=jnp.uint32) * jnp.uint32(2654435761) + 1
+        return jnp.stack([flat.sum(dtype=jnp.uint32), (flat * place).sum(dtype=jnp.uint32)])
+
+    digest = hashlib.blake2b(digest_size=8)
+    about = (FORMAT, model.family.name, repr(model.arch), model.backend.name, model.layer_shape[1:])
+    digest.update(repr((*about, model.dims.Z, model.arch.L, str(model.kv_dtype))).encode())
+    for path, leaf in jax.tree.leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(sums(leaf)).tobytes())
+    return digest.hexdigest()
+
+
+def host_pages(gib: float, page_bytes: int) -> int:
+    """Pages of ``page_bytes`` (all devices together) that ``gib`` GiB of host memory hold."""
+    return int(gib * 2**30) // page_bytes
+
+
+def _stacked_sharding(model: StepModel) -> NamedSharding:
+    """Split over kv heads as the KV is, behind one more leading dimension."""
+    spec = PartitionSpec(None, *(None,) * model.backend.kv_axis, model.axis)
+    return NamedSharding(model.mesh, spec)
+
+
+def _parts(moves: Seq[PageMove]) -> list[Seq[PageMove]]:
+    return [moves[i : i + WIDTH] for i in range(0, len(moves), WIDTH)]
+
+
+def _padded(ids: list[int]) -> np.ndarray:
+    """int32[WIDTH]: ``ids``, then zeros."""
+    padded = np.zeros(WIDTH, np.int32)
+    padded[: len(ids)] = ids
+    return padded

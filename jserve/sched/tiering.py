@@ -1,0 +1,42 @@
+"""What the disk says, as inputs of the scheduler: what it held at the start, what reads brought.
+
+Owns their order: the clock first, then the journal, then the change, so that a replay does alike.
+Must not know files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from typing import TYPE_CHECKING
+
+from jserve.types import PageFetch
+
+if TYPE_CHECKING:
+    from jserve.sched.scheduler import Scheduler
+
+
+def learn(scheduler: Scheduler, digests: Iterable[bytes], now: float) -> None:
+    """There is a disk, and it holds pages of these digests."""
+    tier, digests = scheduler.floor.cache.tier, list(digests)
+    scheduler.floor.keeping.advance(now)
+    if scheduler.journal is not None:
+        scheduler.journal.stored(digests, now)
+    if tier is not None:
+        tier.learn(digests)
+
+
+def take_fetches(scheduler: Scheduler) -> list[PageFetch]:
+    """The reads to start, each given once."""
+    tier = scheduler.floor.cache.tier
+    return [] if tier is None else tier.take_fetches()
+
+
+def fetched(scheduler: Scheduler, answers: Seq[tuple[int, bool]], now: float) -> None:
+    """Reads were answered: (ticket, whether the page is in its host page)."""
+    tier = scheduler.floor.cache.tier
+    scheduler.floor.keeping.advance(now)
+    if scheduler.journal is not None:
+        scheduler.journal.fetched(answers, now)
+    assert tier is not None, "a read was answered and there is no tier"
+    for ticket, ok in answers:
+        tier.fetched(ticket, ok=ok)

@@ -1,0 +1,177 @@
+"""Reuse on the real runner in float32: cached equals cold at every border, also through host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from jserve.config import EngineConfig
+from jserve.engine.engine import Engine
+from jserve.errors import ConfigError
+from jserve.model.view import Bucket
+from jserve.runner.runner import ModelRunner
+from jserve.sched.scheduler import Scheduler
+from jserve.types import Output, Request, SamplingParams
+from tests.runner.harness import ARCH, OPTIONS, make_runner
+
+Z = 8
+PAGE_BYTES = 2 * ARCH.L * ARCH.K * Z * ARCH.H * 4
+BUCKETS = (Bucket(D=6, P=48, F=6),)
+N_HOST = 24
+
+
+@lru_cache(maxsize=2)
+def runner(tp: int = 1) -> ModelRunner:
+    gib = (N_HOST + 0.5) * PAGE_BYTES / 2**30
+    return make_runner(BUCKETS, tp=tp, strict=True, host_memory_gb=gib)
+
+
+def engine_of(device: ModelRunner, *, n_pages: int = 97, host: int = 0, overlap: int = 1) -> Engine:
+    """A fresh scheduler over the runner; fewer pages are only smaller numbers told to it."""
+    limits = dataclasses.replace(device.limits, n_pages=n_pages, n_host_pages=host)
+    return Engine(Scheduler(limits, EngineConfig.of(**OPTIONS)), device, overlap=overlap)
+
+
+def tokens_of(engine: Engine, prompt, id: str, n: int = 6, **fields) -> tuple[list[int], int]:
+    """(what was drawn, prompt tokens computed for it)."""
+    before = engine.scheduler.n_prefilled
+    params = SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+    engine.submit(Request(id=id, prompt_ids=tuple(prompt), params=params, **fields))
+    outputs: list[Output] = engine.drain()
+    assert outputs[-1].error is None, outputs[-1].error
+    drawn = [t for out in outputs for t in out.token_ids]
+    return drawn, engine.scheduler.n_prefilled - before
+
+
+def text(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, ARCH.V, n).tolist()
+
+
+def test_the_host_pool_has_the_pages_that_were_asked_for():
+    assert runner().limits.n_host_pages == N_HOST
+
+
+@pytest.mark.parametrize("n_prompt", [7, 8, 9, 16, 17, 25, 40])
+def test_cached_equals_cold_at_every_hit_length_around_page_borders(n_prompt):
+    whole = text(n_prompt + 9, seed=n_prompt)
+    for shared in [n for n in (1, 7, 8, 9, 15, 16, 17, 23, 24, 25, 39, 40, 41) if n < len(whole)]:
+        engine = engine_of(runner())
+        cold, n_cold = tokens_of(engine, whole, "cold", skip_prefix_cache=True)
+        assert n_cold == len(whole)
+        tokens_of(engine, [*whole[:shared], (whole[shared] + 1) % ARCH.V], "first", n=1)
+        warm, n_warm = tokens_of(engine, whole, "warm")
+        assert warm == cold, f"{shared} tokens shared"
+        assert n_warm == len(whole) - shared // Z * Z
+        again, n_again = tokens_of(engine, whole, "again")
+        assert again == cold
+        assert n_again == len(whole) - (len(whole) - 1) // Z * Z
+
+
+def test_generated_tokens_are_reused_by_the_next_turn():
+    engine = engine_of(runner())
+    first = text(13)
+    said, _ = tokens_of(engine, first, "t1", n=12, session="talk")
+    turn = [*first, *said, *text(5, seed=2)]
+    warm, n_warm = tokens_of(engine, turn, "t2", session="talk")
+    cold, _ = tokens_of(engine, turn, "cold", skip_prefix_cache=True)
+    assert warm == cold
+    assert n_warm == len(turn) - 24
+
+
+def test_two_at_once_compute_a_prefix_once_and_draw_what_each_draws_alone():
+    head, device = text(41), runner()
+    tails = [text(3, seed=s) for s in (1, 2, 3)]
+    engine = engine_of(device)
+    alone = [
+        tokens_of(engine, [*head, *tail], f"alone-{i}", skip_prefix_cache=True)[0]
+        for i, tail in enumerate(tails)
+    ]
+    before = engine.scheduler.n_prefilled
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for i, tail in enumerate(tails):
+        engine.submit(Request(id=f"r{i}", prompt_ids=(*head, *tail), params=params))
+    found: dict[str, list[int]] = {}
+    for out in engine.drain():
+        found.setdefault(out.request_id, []).extend(out.token_ids)
+    assert [found[f"r{i}"] for i in range(3)] == alone
+    assert engine.scheduler.n_prefilled - before == 44 + 2 * (44 - 40)
+
+
+def test_a_tenant_computes_what_another_one_has_cached():
+    engine = engine_of(runner())
+    prompt = text(41)
+    counts = [
+        tokens_of(engine, prompt, f"{tenant}{i}", tenant=tenant)[1]
+        for i in range(2)
+        for tenant in ("a", "b")
+    ]
+    assert counts == [41, 41, 1, 1]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_pages_come_back_from_the_host_as_they_went(tp, overlap):
+    device = runner(tp)
+    engine = engine_of(device, n_pages=18, host=N_HOST, overlap=overlap)
+    prompts = [text(41, seed=s) for s in range(3)]
+    cold = [tokens_of(engine, p, f"c{i}", skip_prefix_cache=True)[0] for i, p in enumerate(prompts)]
+    for turn in range(4):
+        for i, prompt in enumerate(prompts):
+            drawn, n = tokens_of(engine, prompt, f"r{turn}-{i}", n=6)
+            assert drawn == cold[i], (turn, i)
+            assert n == (41 if turn == 0 else 1)
+        tokens_of(engine, text(100, seed=50 + turn), f"big{turn}", n=2)
+    counters = engine.scheduler.counters()
+    assert counters["host_pages_saved_total"] >= 15
+    assert counters["host_pages_loaded_total"] >= 15
+    assert device.programs.late_compiles == 0
+    engine.scheduler.floor.check()
+
+
+def with_disk(folder, *, seed: int = 0, **options) -> tuple[ModelRunner, Engine]:
+    gib = (N_HOST + 0.5) * PAGE_BYTES / 2**30
+    device = make_runner(
+        BUCKETS, seed=seed, host_memory_gb=gib, disk_dir=str(folder), disk_gb=0.01, **options
+    )
+    return device, engine_of(device, n_pages=18, host=N_HOST)
+
+
+def test_a_restart_reuses_the_disk_and_other_weights_do_not(tmp_path):
+    prompts = [text(41, seed=s) for s in range(3)]
+    _, engine = with_disk(tmp_path)
+    cold = [tokens_of(engine, p, f"c{i}")[0] for i, p in enumerate(prompts)]
+    engine.close()
+    files = sorted(tmp_path.rglob("*.kv"))
+    assert len(files) >= 15
+
+    device, engine = with_disk(tmp_path)
+    assert len(device.stored() or ()) == len(files)
+    warm = [tokens_of(engine, p, f"w{i}") for i, p in enumerate(prompts)]
+    assert warm == [(drawn, 1) for drawn in cold]
+    assert engine.scheduler.counters()["disk_pages_read_total"] == 15
+    engine.close()
+
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    broken = bytearray(files[1].read_bytes())
+    broken[100] ^= 1
+    files[1].write_bytes(broken)
+    device, engine = with_disk(tmp_path)
+    again = [tokens_of(engine, p, f"w{i}") for i, p in enumerate(prompts)]
+    assert [drawn for drawn, _ in again] == cold, "a broken file is a miss, never an answer"
+    assert sum(n for _, n in again) > 3
+    assert device.counters()["disk_pages_broken_total"] >= 1
+    engine.close()
+
+    device, engine = with_disk(tmp_path, seed=1)
+    assert device.stored() == []
+    assert tokens_of(engine, prompts[0], "x")[1] == 41
+    engine.close()
+
+
+def test_a_disk_needs_host_memory(tmp_path):
+    with pytest.raises(ConfigError) as e:
+        make_runner(BUCKETS, disk_dir=str(tmp_path))
+    assert e.value.field == "disk_dir"
