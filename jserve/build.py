@@ -186,6 +186,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
             rules,
             dtype,
             progress=lambda _, done, total: progress("load weights", done, total),
+            scan_nan=config.model.scan_nan,
             seed=config.model.seed,
         )
     else:

@@ -173,12 +173,19 @@ Model = Annotated[
 ]
 
 
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Lets the engine process's malloc ask for huge pages: a step on a CPU walks gigabytes of weights and KV,
+and is up to a sixth faster with fewer address translations. Read by glibc when a process starts."""
+
+
 @app.command()
 @with_options()
 def serve(config: EngineConfig, model: Model = None) -> None:
     """Serve a model over HTTP with the OpenAI API."""
     from jserve import commands
 
+    for name, value in HUGE_PAGES.items():
+        os.environ.setdefault(name, value)
     raise typer.Exit(commands.serve(config, err))
 
 

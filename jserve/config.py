@@ -29,6 +29,11 @@ class ModelOptions:
     load_format: str = opt(
         "auto", "where weights come from", choices=("auto", "safetensors", "orbax", "dummy")
     )
+    scan_nan: str = opt(
+        "sample",
+        "weights looked at for values that are not finite",
+        choices=("off", "sample", "full"),
+    )
     dtype: str = opt(
         "auto", "weights and activations", choices=("auto", "bfloat16", "float32", "float16")
     )

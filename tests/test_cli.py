@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.flax import load_file, save_file
 from typer.testing import CliRunner
 
 from jserve import cli
@@ -76,6 +79,19 @@ def test_bad_usage_is_one_clear_message_and_exit_code_2(line: list[str], word: s
     assert result.exit_code == 2, result.output
     assert word in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_full_scan_finds_one_bad_weight_before_anything_is_compiled(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent.parent / "checkpoints" / "jserve-mini", model)
+    path, name = model / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(path)
+    tensors[name] = tensors[name].at[5, 7].set(np.nan)
+    save_file(tensors, path)
+    result = run.invoke(cli.app, ["generate", str(model), "--scan-nan", "full", "-p", "x"])
+    assert result.exit_code == 2, result.output
+    assert name in result.output
+    assert "NaN" in result.output
 
 
 def test_env_prints_facts_as_json() -> None:

@@ -37,8 +37,8 @@ from jax import lax
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.view import Bucket, StepDims, StepView
 
-S_DECODE, W_DECODE = 128, 4
-S_PREFILL, Q_PREFILL = 256, 128
+S_DECODE, W_DECODE = 128, 8
+S_PREFILL, Q_PREFILL = 128, 128
 MASKED = float(np.finfo(np.float32).min)
 
 
@@ -199,7 +199,8 @@ def _group(rows: _Rows, kv: LayerKV, window: int, S: int) -> jax.Array:
         seen = _seen(pos_WJ, pos_WS, window) & (pos_WS < rows.len[:, None])[:, None]
         return _add(sums, score, seen[:, None, :, None], "wkqs,wksh->wkqh", blocks.v_WKSH)
 
-    return _finish(lax.fori_loop(0, n_W.max(), block, _no_sums((W, K, J, G), H)))
+    out = _finish(lax.fori_loop(0, n_W.max(), block, _no_sums((W, K, J, G), H)))
+    return jnp.where((rows.len > 0)[:, None, None, None, None], out, 0.0)
 
 
 def _shift(table_WM: jax.Array, by_W: jax.Array) -> jax.Array:
@@ -215,10 +216,14 @@ def _no_sums(shape: tuple[int, ...], H: int) -> Sums:
 
 
 def _add(sums: Sums, score: jax.Array, seen: jax.Array, spec: str, v: jax.Array) -> Sums:
-    """The softmax with one more block: scores [..., S] counted where seen, values of the block."""
+    """The softmax with one more block: scores [..., S] counted where seen, values of the block.
+
+    A query that has seen nothing yet counts masked positions with a weight of one; the first score
+    that it does see takes all of that back, since ``keep`` is then exactly zero.
+    """
     score = jnp.where(seen, score, MASKED)
     top = jnp.maximum(sums.top, score.max(-1))
-    p = jnp.where(seen, jnp.exp(score - top[..., None]), 0.0)
+    p = jnp.exp(score - top[..., None])
     keep = jnp.exp(sums.top - top)
     o = _product(spec, p.reshape(*v.shape[:-2], -1, v.shape[-2]), v)
     return Sums(

@@ -31,7 +31,17 @@ from jserve.model.sample import Draws, logprobs, sample
 from jserve.model.shard import ShardRules, abstract, partitions
 from jserve.model.slots import NONE, SlotState
 from jserve.model.verify import accept
-from jserve.model.view import LOGPROBS, PENALTY, Bucket, Field, StepDims, StepView, layout, unpack
+from jserve.model.view import (
+    LOGPROBS,
+    PENALTY,
+    SAMPLING,
+    Bucket,
+    Field,
+    StepDims,
+    StepView,
+    layout,
+    unpack,
+)
 
 SCORE_BLOCK = 32
 """Prefill tokens whose logits exist at once while scoring."""
@@ -221,29 +231,12 @@ def _by_row(view: StepView, x_E: jax.Array, fill: Any) -> jax.Array:
     return jnp.concatenate([decode, prefill])
 
 
-_SAMPLING_ROWS = (
-    "uses_R",
-    "temperature_R",
-    "top_p_R",
-    "min_p_R",
-    "repetition_R",
-    "presence_R",
-    "frequency_R",
-    "top_k_R",
-    "seed_R2",
-    "min_pos_R",
-    "stop_RS",
-)
-
-
 def _draws(view: StepView) -> Draws:
     place_E = jnp.concatenate(
         [jnp.tile(jnp.arange(view.J, dtype=jnp.int32), view.D), jnp.zeros(view.F, jnp.int32)]
     )
     last_R = jnp.where(jnp.arange(view.D + view.F) < view.D, 0, view.count_R - 1)
-    rows = {
-        name.replace("_R", "_E"): _per_draw(view, getattr(view, name)) for name in _SAMPLING_ROWS
-    }
+    rows = {c.name.replace("_R", "_E"): _per_draw(view, getattr(view, c.name)) for c in SAMPLING}
     slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
     mask_EW = None
     if view.mask_RJW is not None:

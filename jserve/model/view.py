@@ -88,12 +88,14 @@ class Field:
         return math.prod(self.shape)
 
 
-COLUMNS = (
+PLACE = (
     Field("slot_R", ()),
     Field("start_R", ()),
     Field("count_R", ()),
     Field("first_R", ()),
     Field("emit_R", ()),
+)
+SAMPLING = (
     Field("uses_R", ()),
     Field("temperature_R", (), True),
     Field("top_p_R", (), True),
@@ -106,7 +108,8 @@ COLUMNS = (
     Field("min_pos_R", ()),
     Field("stop_RS", (N_STOP_IDS,)),
 )
-"""What every row says of itself, in the order of its matrix row."""
+COLUMNS = (*PLACE, *SAMPLING)
+"""What every row says of itself, in the order of its matrix row: where it is, how it is drawn."""
 ROW_WIDTH = sum(c.size for c in COLUMNS)
 
 
@@ -285,25 +288,8 @@ def unpack(
     )
 
 
-_PASSED = (
-    "flags",
-    "n_decode",
-    "n_prefill",
-    "slot_R",
-    "count_R",
-    "first_R",
-    "uses_R",
-    "page_table_RM",
-    "temperature_R",
-    "top_p_R",
-    "min_p_R",
-    "repetition_R",
-    "presence_R",
-    "frequency_R",
-    "top_k_R",
-    "min_pos_R",
-    "stop_RS",
-)
+_AS_GIVEN = ("flags", "n_decode", "n_prefill", "slot_R", "count_R", "first_R", "page_table_RM")
+_PASSED = (*_AS_GIVEN, *(c.name for c in SAMPLING if c.name != "seed_R2"))
 
 
 def _fields(buf: jax.Array, fields: tuple[Field, ...]) -> dict[str, jax.Array]:

@@ -4,8 +4,9 @@ Owns the ladder of buckets. Must not know jax: a bucket is chosen from counts al
 replays.
 
 Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doubling; prefill tokens
-32, 64, 128 and doubling, beside all decode rows and, at 32 and 128, beside few of them. No rung has
-fewer than two tokens, since XLA:CPU multiplies one row many times slower than two.
+64, 128 and doubling beside all decode rows, 32 and 128 beside few of them, and three quarters of
+the largest, where padding costs most. No rung has fewer than two tokens, since XLA:CPU multiplies
+one row many times slower than two.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _ADAPTER, _SCORE = attrgetter("adapter"), attrgetter("score")
 FEW_ROWS = 2
 WITH_FEW = (32, 128)
 """Prefill rungs beside which idle decode rows cost enough to have a program without them."""
+ONLY_FEW = 32
+"""The prefill rung that is not worth a program beside all decode rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +91,10 @@ class Ladder:
         few = min(FEW_ROWS, D)
         widths = {1, 1 + max_drafts}
         found = {Bucket(D=d, P=0, F=0, J=j) for d in _decode_rungs(D) for j in widths}
-        for p in _doubling(32, P):
+        for p in _prefill_rungs(P):
             rows = max(1, min(F, p // 4))
-            found |= {Bucket(D=d, P=p, F=rows) for d in ((few, D) if p in WITH_FEW else (D,))}
+            beside = ({few} if p in WITH_FEW else set()) | ({D} if p != ONLY_FEW else set())
+            found |= {Bucket(D=d, P=p, F=rows) for d in beside}
             if max_drafts:
                 found.add(Bucket(D=D, P=p, F=rows, J=1 + max_drafts))
         # The largest must take every row at once, whatever the token rungs allow.
@@ -127,6 +131,11 @@ def _doubling(first: int, last: int) -> list[int]:
         rungs.append(first)
         first *= 2
     return [*rungs, last]
+
+
+def _prefill_rungs(last: int) -> list[int]:
+    quarters = [last * 3 // 4] if last >= 256 else []
+    return sorted({*_doubling(32, last), *quarters})
 
 
 def _decode_rungs(last: int) -> list[int]:

@@ -10,6 +10,7 @@ while the device works and ``collect`` waits for that step alone::
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from jserve.model.shard import ShardRules
 from jserve.model.slots import load_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
 from jserve.model.view import LOGPROBS, Bucket, StepDims
-from jserve.ports import InFlight, RunnerLimits
+from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.runner.batch import Packer, StepBatch, score_targets
 from jserve.runner.buckets import Ladder
 from jserve.runner.disk import DiskStore
@@ -142,7 +143,8 @@ class ModelRunner:
         self.state: DeviceState = new_state(self.model)
         self.bucket_times: dict[Bucket, float] = {}
         self._busy_until = 0.0
-        self._warm_up(progress or (lambda *_: None))
+        times = self._warm_up(progress or (lambda *_: None))
+        self.limits = dataclasses.replace(self.limits, step_times=times)
         self.programs.seal()
 
     def launch(self, plan: StepPlan, bucket: Bucket | None = None) -> InFlight:
@@ -298,19 +300,27 @@ class ModelRunner:
         self.state, out = step(self.params, self.state, batch.buf)
         return out
 
-    def _warm_up(self, progress: Progress) -> None:
+    def _warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
         """Run programs on padding before ready: on an accelerator all of them twice (the first run
         of a graph is not captured), on a CPU once each, cheapest first, for a second or so (a first
-        run pays for scratch memory; the largest programs of a large model take that long anyway)."""
+        run pays for scratch memory; the largest programs of a large model take that long anyway).
+        The last run of each is its known time."""
         cpu = self.model.mesh.devices.flat[0].platform == "cpu"
         buckets = self.ladder.buckets if cpu else self.ladder.buckets * 2
-        began = self._clock()
+        began, times = self._clock(), {}
         for done, bucket in enumerate(buckets):
             progress("warm up", done, len(buckets))
+            start = self._clock()
             jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
+            times[bucket] = self._clock() - start
             if cpu and self._clock() - began > CPU_WARM_UP_S:
                 break
         progress("warm up", len(buckets), len(buckets))
+        return tuple(
+            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=t)
+            for b, t in times.items()
+            if b.J == 1 and not (b.score or b.mask)
+        )
 
 
 _NOTHING = StepPlan(id=-1, rows=(), page_table_RM=np.zeros((0, 0), np.int32))

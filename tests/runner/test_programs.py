@@ -120,6 +120,14 @@ def test_every_bucket_is_timed():
     assert all(t > 0 for t in times.values())
 
 
+def test_the_warm_up_tells_the_scheduler_what_steps_cost():
+    r = runner("xla")
+    shapes = {(b.D, b.P) for b in SMALL}
+    assert r.limits.step_times
+    assert {(t.n_decode, t.n_prefill) for t in r.limits.step_times} <= shapes
+    assert all(t.seconds > 0 for t in r.limits.step_times)
+
+
 def test_a_bucket_of_one_row_is_refused():
     with pytest.raises(ValueError, match="fewer than two"):
         make_step(runner("xla").model, Bucket(D=1, P=0, F=0))
