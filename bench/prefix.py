@@ -35,6 +35,7 @@ from bench import probe, report
 from bench.client import StreamError, connections, sse_data
 from bench.engines import CONTEXT, EngineError, Paths, Running, build
 from bench.models import facts
+from bench.serving import ending_unwinds
 from bench.stats import percentile
 from bench.workloads import Draw
 
@@ -315,8 +316,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="bench-cache-") as fresh:
             cache = args.compile_cache or Path(fresh)
             cache.mkdir(parents=True, exist_ok=True)
-            off = serve(args, cache, reuse=False)
-            on = serve(args, cache, reuse=True)
+            with ending_unwinds():
+                off = serve(args, cache, reuse=False)
+                on = serve(args, cache, reuse=True)
     except (EngineError, StreamError, OSError, ValueError) as e:
         p.error(str(e))
     result = {

@@ -123,10 +123,10 @@ def test_pages_come_back_from_the_host_as_they_went(tp, overlap):
             drawn, n = tokens_of(engine, prompt, f"r{turn}-{i}", n=6)
             assert drawn == cold[i], (turn, i)
             assert n == (41 if turn == 0 else 1)
-        tokens_of(engine, text(100, seed=50 + turn), f"big{turn}", n=2)
+        tokens_of(engine, text(100, seed=50 + turn), f"big{turn}", n=2, skip_prefix_cache=True)
     counters = engine.scheduler.counters()
-    assert counters["host_pages_saved_total"] >= 15
-    assert counters["host_pages_loaded_total"] >= 15
+    assert counters["host_pages_saved_total"] >= 10
+    assert counters["host_pages_loaded_total"] >= 30
     assert device.programs.late_compiles == 0
     engine.scheduler.floor.check()
 
