@@ -447,7 +447,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     top_logprobs: tuple[float, ...] = ()
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """What one commit adds to one sequence. The last one of a sequence carries ``finish``."""
 
     request_id: str

@@ -12,11 +12,12 @@ so many sequences to end.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from jserve.sched import policy
 from jserve.sched.budget import PATIENCE, PrefillCap
 from jserve.sched.queue import WaitQueue
-from jserve.types import Request
+from jserve.types import Request, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ def ahead(queue: WaitQueue, request: Request, due: float) -> tuple[float, float]
     """(sequences, prompt tokens) served before ``request``, if it arrives now; see above."""
     lane = queue.lanes[request.lane]
     mine = lane.tenants.get(request.tenant)
-    before = mine.below((request.priority, due, float("inf"))) if mine is not None else []
+    before = mine.below((request.priority, due, inf)) if mine is not None else []
     n_tokens = len(request.prompt_ids) + sum([seq.n_prompt for seq in before])
     n, tokens = len(before) + float(len(lane.back)), n_tokens - len(request.prompt_ids)
     for tenant, has in lane.tokens.items():
@@ -69,6 +70,25 @@ def _with_lanes(queue: WaitQueue, request: Request, n: float, tokens: float) -> 
             part = min(1.0, served * weights[name] / weights[request.lane] / has)
             n, tokens = n + part * lane.n, tokens + part * lane.n_tokens
     return n, tokens
+
+
+def pushed_late(
+    queue: WaitQueue, request: Request, due: float, pace: Pace, n: float, tokens: float, now: float
+) -> Sequence | None:
+    """Who waits behind ``request`` and would miss the deadline of its first token because of it.
+
+    Looks at the tenant's own line, in which an earlier deadline goes first. ``n`` sequences with
+    ``tokens`` stand before ``request``. None if all who can be in time still are.
+    """
+    mine = queue.lanes[request.lane].tenants.get(request.tenant)
+    own = len(request.prompt_ids)
+    for seq in mine.beyond((request.priority, due, inf)) if mine is not None else ():
+        n, tokens = n + 1, tokens + seq.n_prompt
+        if seq.request.ttft_deadline_ms is not None:
+            left = seq.due - now - pace.step_s
+            if pace.wait_s(n, tokens) <= left < pace.wait_s(n + 1, tokens + own):
+                return seq
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +120,13 @@ def behind(
 ) -> Forecast:
     """After ``wait_s`` in the queue, beside ``n_running`` who decode.
 
-    Where others wait too, every step carries a whole chunk: its tokens come a full step apart.
+    Where others wait too, every step carries a whole chunk: its tokens come a full step apart. One
+    step more is that under way.
     """
     chunk = max(1, round(pace.chunk))
     n_full, rest = divmod(n_new, chunk)
     if wait_s > 0:
-        ttft_s = wait_s + (n_full + (rest > 0)) * pace.step_s
+        ttft_s = wait_s + (n_full + (rest > 0) + 1) * pace.step_s
         tpot_s = cap.costs.seconds(n_running + 1, chunk, n_context)
     else:
         last_s = cap.costs.seconds(n_running, rest, n_context) if rest else 0.0

@@ -178,12 +178,18 @@ class Gate:
     def _behind(
         self, request: Request, now: float, n_new: int, n_out: int, context: int
     ) -> Forecast:
-        floor, pace = self.floor, self._pace()
-        n, tokens = estimate.ahead(floor.waiting, request, estimate.due(request, now))
-        begun = sum([max(0, seq.given - seq.scheduled) for seq in floor.running])
-        n_running = len(floor.running)
-        wait_s = pace.wait_s(n + 1, tokens + begun)
-        beside = min(n_running, floor.max_running - 1)
+        floor, pace, due = self.floor, self._pace(), estimate.due(request, now)
+        n, tokens = estimate.ahead(floor.waiting, request, due)
+        tokens += sum([max(0, seq.given - seq.scheduled) for seq in floor.running])
+        late = estimate.pushed_late(floor.waiting, request, due, pace, n, tokens, now)
+        if late is not None:
+            raise DeadlineUnreachable(
+                "this deadline cannot be met now: it would break one that was promised before",
+                field="deadline_ms" if request.ttft_deadline_ms is None else "ttft_deadline_ms",
+                retry_after=min(60.0, max(1.0, late.due - now)),
+            )
+        beside = min(len(floor.running), floor.max_running - 1)
+        wait_s = pace.wait_s(n + 1, tokens)
         return estimate.behind(self.cap, pace, wait_s, beside, n_new, n_out, context)
 
 

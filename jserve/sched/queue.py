@@ -49,11 +49,15 @@ class OrderedSeqs:
 
     def after(self, seq: Sequence) -> list[Sequence]:
         """Those that come after ``seq``."""
-        return self._seqs[bisect.bisect_right(self._seqs, self._key(seq), key=self._key) :]
+        return self.beyond(self._key(seq))
 
     def below(self, key: Any) -> list[Sequence]:
         """Those whose key is below ``key``."""
         return self._seqs[: bisect.bisect_left(self._seqs, key, key=self._key)]
+
+    def beyond(self, key: Any) -> list[Sequence]:
+        """Those whose key is above ``key``."""
+        return self._seqs[bisect.bisect_right(self._seqs, key, key=self._key) :]
 
     def first(self, beyond: Any = None) -> Sequence | None:
         """The first one, or the first whose key is above ``beyond``."""
