@@ -115,6 +115,7 @@ def test_a_tenant_computes_what_another_one_has_cached():
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_pages_come_back_from_the_host_as_they_went(tp, overlap):
     device = runner(tp)
+    device.programs.seal()  # the other runner of these tests was perhaps compiled since
     engine = engine_of(device, n_pages=18, host=N_HOST, overlap=overlap)
     prompts = [text(41, seed=s) for s in range(3)]
     cold = [tokens_of(engine, p, f"c{i}", skip_prefix_cache=True)[0] for i, p in enumerate(prompts)]
