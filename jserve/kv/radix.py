@@ -45,6 +45,8 @@ class RadixTree:
         self.roots: dict[RootKey, Node] = {}
         self.n_nodes = 0
         self.n_evictable = 0
+        self.n_evicted = 0
+        """Counter: pages forgotten since the start."""
         self._tick = 0
         self._leaves: list[tuple[int, int, Node]] = []
         """Heap of (used, serial, node); an entry is stale when the node changed since."""
@@ -144,6 +146,7 @@ class RadixTree:
         del parent.children[node.key]
         node.page = 0  # marks the node dead for heap entries that still name it
         self.n_nodes -= 1
+        self.n_evicted += 1
         self.n_evictable -= 1
         if self._is_leaf(parent):
             self._serial += 1
