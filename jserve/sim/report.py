@@ -209,7 +209,7 @@ def _show(reports: Seq[tuple[str, Report]], title: str, console: Console) -> Non
     table = Table(title=title)
     swept = len(reports) > 1
     if swept:
-        table.add_column("setting")
+        table.add_column("setting", no_wrap=True)
     table.add_column("lane")
     for heading, _ in COLUMNS:
         table.add_column(heading, justify="right")
