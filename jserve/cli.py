@@ -1,4 +1,4 @@
-"""The command line: ``jserve serve | generate | chat | convert | env``.
+"""The command line: ``jserve serve | generate | chat | convert | simulate | bench | env``.
 
 Owns flags, environment variables, YAML files and exit codes; the only file that reads ``os.environ`` and
 ``sys.argv``. Flags are generated from ``jserve.config``, so they cannot drift from it. Imports neither jax
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Optional
 import typer
 from rich.console import Console
 
-from jserve.config import EngineConfig, ServerOptions, sections
+from jserve.config import DeviceOptions, EngineConfig, ModelOptions, ServerOptions, sections
 from jserve.errors import ConfigError, JserveError
 
 ENV_PREFIX = "JSERVE_"
@@ -35,6 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 err = Console(stderr=True, highlight=False)
 
 
@@ -279,6 +281,67 @@ def convert(
     with reported():
         commands.convert(source, target, dtype, err)
         typer.echo(str(target))
+
+
+@app.command()
+@with_options(ModelOptions, DeviceOptions, ServerOptions)
+def simulate(
+    config: EngineConfig,
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help="trace, journal, .traffic file, or e.g. 'rate=8,n=1000;rate=1,n=9,lane=bulk'"
+        ),
+    ],
+    costs: Annotated[
+        Optional[Path], typer.Option(help="step times, measured by jserve bench steps")  # noqa: UP045
+    ] = None,
+    roofline: Annotated[
+        str, typer.Option(help="instead: config.json or llama-3.1-8b on --gpu (default)")
+    ] = "",
+    gpu: Annotated[str, typer.Option(help="GPU of the roofline")] = "h200",
+    max_model_len: Annotated[
+        int, typer.Option(help="tokens of context; 0: the model's", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="seed of traffic and jitter", min=0)] = 0,
+    load: Annotated[float, typer.Option(help="arrivals come this many times as fast")] = 1.0,
+    batching: Annotated[str, typer.Option(help="continuous, or static to compare")] = "continuous",
+    deadlines: Annotated[
+        bool, typer.Option("--deadlines/--hide-deadlines", help="tell the scheduler the deadlines")
+    ] = True,
+    retries: Annotated[int, typer.Option(help="times a refused client sends again", min=0)] = 0,
+    jitter: Annotated[float, typer.Option(help="sigma of a log-normal step time", min=0.0)] = 0.0,
+    slo_ttft_ms: Annotated[float, typer.Option(help="good: first token within")] = float("inf"),
+    slo_tpot_ms: Annotated[float, typer.Option(help="good: mean token time within")] = float("inf"),
+    sweep: Annotated[str, typer.Option(help="option=a,b,c: one run per value")] = "",
+    against: Annotated[str, typer.Option(help="second axis of the sweep, likewise")] = "",
+    plot: Annotated[Optional[Path], typer.Option(help="SVG file to draw")] = None,  # noqa: UP045
+    save_trace: Annotated[Optional[Path], typer.Option(help="file for the trace")] = None,  # noqa: UP045
+    verify: Annotated[
+        bool, typer.Option("--verify", help="replay a journal: are all decisions the same?")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Serve a trace with the real scheduler on a device that only takes time."""
+    wish = {k: v for k, v in locals().items() if k not in ("config", "verify", "as_json")}
+    from jserve import commands
+
+    replies = commands.verify if verify else commands.simulate
+    typer.echo(replies(config, wish, as_json, err), nl=False)
+
+
+@bench.command()
+@with_options(ServerOptions)
+def steps(
+    config: EngineConfig,
+    model: Model = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="file to write")] = Path("steps.json"),
+    repeats: Annotated[int, typer.Option(help="steps per bucket and context", min=1)] = 9,
+) -> None:
+    """Measure every step program, as a table for jserve simulate --costs."""
+    from jserve import commands
+
+    typer.echo(commands.bench_steps(config, out, repeats, err), nl=False)
 
 
 @app.command()

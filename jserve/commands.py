@@ -1,4 +1,4 @@
-"""What the commands do once their options are known: ``serve``, ``convert``, ``env``.
+"""What the commands do once their options are known: all but ``generate`` and ``chat``.
 
 Owns the start banner, the order of a server's life and what is shown meanwhile. Must not know flags (``cli``)
 or how an engine is wired (``build``).
@@ -131,6 +131,62 @@ def convert(source: str, target: Path, dtype: str, console: Any) -> None:
     with progress_bar("converting", 0, shown=True) as bar:
         write(source, target, dtype=dtype, progress=lambda _stage, done, total: bar(done, total))
     console.print(f"wrote {target}", highlight=False)
+
+
+def simulate(config: EngineConfig, wish: dict[str, Any], as_json: bool, console: Any) -> str:
+    """Run a simulation (or a sweep): its tables, or JSON, as text.
+
+    Raises:
+        ConfigError: an argument, file or option that makes no sense.
+    """
+    import json
+
+    from jserve.sim import report
+    from jserve.sim.study import Wish, study
+
+    found = study(Wish(**wish), config, lambda line: console.print(line, highlight=False))
+    if as_json:
+        return json.dumps([one for _, one in found], indent=1) + "\n"
+    return report.tables(found, found[0][1]["device"])
+
+
+def verify(config: EngineConfig, wish: dict[str, Any], as_json: bool, console: Any) -> str:
+    """Replay a journal through the simulator: one line, or JSON, as text.
+
+    Raises:
+        Diverged: a decision differs.
+        ConfigError: an argument, file or option that makes no sense.
+    """
+    import dataclasses
+    import json
+
+    from jserve.sim.study import Wish, verify
+
+    done = verify(Wish(**wish), config)
+    if as_json:
+        return json.dumps(dataclasses.asdict(done)) + "\n"
+    return f"{done.n_requests} requests, {done.n_steps} steps: every decision as recorded\n"
+
+
+def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> str:
+    """Start an engine, time all its step programs, write the table; a summary as text.
+
+    Raises:
+        ConfigError: an option, the model or the file cannot be used.
+    """
+    from jserve.build import close
+    from jserve.sim.measure import measure, shown, write
+
+    with start_progress(console) as progress:
+        made, info = engine(config, progress)
+    about = environment() | {key: info[key] for key in ("model", "device", "dtype", "backend")}
+    runner: Any = made.runner
+    buckets = [b for b in runner.ladder.buckets if b.J == 1 and not b.score and not b.mask]
+    with progress_bar("steps", 0, shown=True) as bar:
+        table = measure(runner, buckets, repeats=repeats, about=about, progress=bar)
+    close(made)
+    write(table, out)
+    return f"{shown(table)}wrote {out}\n"
 
 
 def environment() -> dict[str, Any]:

@@ -89,17 +89,20 @@ async def send(reply: web.StreamResponse, event: dict, torn: bool = False) -> No
 
 
 def main() -> None:
-    """Run as a server process: ``fake_server.py PORT [--child]``."""
+    """Run as a server process: ``fake_server.py PORT [--child] [--step-s S]``."""
     p = argparse.ArgumentParser()
     p.add_argument("port", type=int)
     p.add_argument("--child", action="store_true", help="also start a child deaf to SIGTERM")
+    p.add_argument("--step-s", type=float, default=0.0, help="seconds between two chunks")
     args = p.parse_args()
     if args.child:
         deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
         child = subprocess.Popen([sys.executable, "-c", deaf])
         print(f"child {child.pid}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    web.run_app(Fake().app(), host="127.0.0.1", port=args.port, print=None, handle_signals=False)
+    web.run_app(
+        Fake(args.step_s).app(), host="127.0.0.1", port=args.port, print=None, handle_signals=False
+    )
 
 
 if __name__ == "__main__":

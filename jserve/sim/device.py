@@ -1,0 +1,172 @@
+"""A device that only takes time: steps end when their price says so, tokens come from the trace.
+
+Owns simulated time and the step queue of one device. Must not decide anything. It is a
+``ports.Runner``, so that the engine's own loop drives it::
+
+    host     launch 1   launch 2              collect 1   launch 3
+    device     [======== step 1 ========][======== step 2 ========][== step 3 ...
+    clock    moves by host_s at a launch, to the step's end at its collect
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jserve.ports import InFlight, RunnerLimits, StepCosts
+from jserve.types import PromptLogprobs, RowPlan, Sequence, StepPlan, StepResult
+
+Answers = Callable[[Sequence], list[int]]
+"""What a sequence will draw, first token first; the end token repeated behind it."""
+
+
+class SimClock:
+    """``ports.Clock`` that stands still until it is moved."""
+
+    __slots__ = ("now",)
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _Step(NamedTuple):
+    end: float
+    result: StepResult
+
+
+class _Blank(NamedTuple):
+    """Read-only columns shared by all results of one number of rows."""
+
+    ok_R: np.ndarray
+    finite_R: np.ndarray
+    logprob_R1: np.ndarray
+
+
+class SimRunner:
+    """``ports.Runner`` whose steps last ``costs`` and draw what ``answers`` says.
+
+    Args:
+        limits: what the scheduler plans inside.
+        costs: seconds of a step on the device.
+        clock: moved by launches (``host_s`` each) and collects.
+        answers: asked when a residence of a sequence begins to draw.
+        jitter: sigma of a log-normal factor on each step's time; 0 is none.
+        seed: of the jitter.
+        claims: step id to microseconds that its result claims instead, for replays.
+    """
+
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        costs: StepCosts,
+        clock: SimClock,
+        answers: Answers,
+        *,
+        host_s: float = 0.0,
+        jitter: float = 0.0,
+        seed: int = 0,
+        claims: Mapping[int, float] | None = None,
+    ) -> None:
+        self.costs, self.clock, self.answers, self.claims = costs, clock, answers, claims
+        self.host_s, self.jitter = host_s, jitter
+        self.busy_s = 0.0
+        """Seconds in which the device had a step."""
+        self.n_tokens = 0
+        self._limits = limits
+        self._free_at = 0.0
+        self._rng = np.random.default_rng(seed)
+        self._answers_C: list[list[int]] = [[]] * limits.n_slots
+        self._blanks: dict[int, _Blank] = {}
+
+    @property
+    def limits(self) -> RunnerLimits:
+        return self._limits
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        clock, rows = self.clock, plan.rows
+        clock.now += self.host_s
+        ends = [row.start + row.count for row in rows]
+        n_decode = _count_decode(rows)
+        prefill = rows[n_decode:]
+        n_prefill = sum([row.count for row in prefill])
+        seconds = self.costs.seconds(n_decode, n_prefill, sum(ends) // len(ends))
+        if self.jitter:
+            seconds *= float(self._rng.lognormal(0.0, self.jitter))
+        end = max(clock.now, self._free_at) + seconds
+        self._free_at = end
+        self.busy_s += seconds
+        self.n_tokens += n_decode + n_prefill
+        claimed = seconds * 1e6 if self.claims is None else self.claims.get(plan.id, 0.0)
+        drawn = self._drawn(rows[:n_decode], ends) + [self._begun(row) for row in prefill]
+        step = _Step(end, self._result(drawn, n_decode, prefill, claimed))
+        return InFlight(plan=plan, launched=clock.now, handle=step)
+
+    def collect(self, flight: InFlight) -> StepResult:
+        step: _Step = flight.handle
+        self.clock.now = max(self.clock.now, step.end)
+        return step.result
+
+    def counters(self) -> dict[str, float]:
+        """For ``Engine.stats``."""
+        return {"device_busy_seconds_total": self.busy_s}
+
+    def _drawn(self, decode: tuple[RowPlan, ...], ends: list[int]) -> list[int]:
+        """What rows draw that follow their own last token: the answer's next one."""
+        answers = self._answers_C
+        return [
+            answers[row.slot][end - row.seq.n_prompt]
+            for row, end in zip(decode, ends, strict=False)
+        ]
+
+    def _begun(self, row: RowPlan) -> int:
+        """What a prefill row draws, if anything. Every residence of a slot begins with one."""
+        at = row.start + row.count - row.seq.n_prompt
+        if not row.emits:
+            return 0
+        answer = self._answers_C[row.slot] = self.answers(row.seq)
+        return answer[at]
+
+    def _result(
+        self, drawn: list[int], n_decode: int, prefill: tuple[RowPlan, ...], device_us: float
+    ) -> StepResult:
+        blank = self._blanks.get(len(drawn)) or self._blank(len(drawn))
+        ok_R = blank.ok_R
+        if not all([row.emits for row in prefill]):
+            ok_R = ok_R.copy()
+            ok_R[n_decode:] = [row.emits for row in prefill]
+        return StepResult(
+            tokens_RJ=np.array(drawn, np.int32).reshape(-1, 1),
+            n_ok_R=ok_R,
+            finite_R=blank.finite_R,
+            logprob_RJ=blank.logprob_R1,
+            prompt={n_decode + i: _scores(row) for i, row in enumerate(prefill) if row.score},
+            device_us=device_us,
+        )
+
+    def _blank(self, n: int) -> _Blank:
+        blank = _Blank(np.ones(n, np.int32), np.ones(n, bool), np.zeros((n, 1), np.float32))
+        for column in blank:
+            column.flags.writeable = False
+        self._blanks[n] = blank
+        return blank
+
+
+def _count_decode(rows: tuple[RowPlan, ...]) -> int:
+    """Decode rows come first, so the last one tells unless the step is mixed."""
+    if rows[-1].from_slot:
+        return len(rows)
+    return sum([row.from_slot for row in rows])
+
+
+def _scores(row: RowPlan) -> PromptLogprobs:
+    """Log-probabilities of the row's prompt tokens: zeros, since nobody reads them."""
+    n = min(row.start + row.count, row.seq.n_prompt - 1) - row.start
+    zeros, none = np.zeros(n, np.float32), np.zeros((n, 0), np.int32)
+    return PromptLogprobs(
+        start=row.start, logprob_n=zeros, rank_n=zeros, top_ids_nL=none, top_logprobs_nL=none
+    )

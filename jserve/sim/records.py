@@ -1,0 +1,116 @@
+"""What the clients of a simulation saw: one record per request, closed into columns.
+
+Owns the times and ends of requests. Must not know percentiles or schedulers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from jserve.sim.trace import TraceItem
+from jserve.types import Finish, Sequence
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A request that is over. Times in seconds; None for what never came."""
+
+    id: str
+    lane: str
+    tenant: str
+    at: float
+    """When its client sent it first."""
+    end: float
+    ttft: float | None
+    tpot: float | None
+    """Mean time between tokens after the first, of choice 0."""
+    n_prompt: int
+    n_cached: int
+    n_output: int
+    n_preempted: int
+    n_sent: int
+    finish: str
+    error: str | None
+    refused: bool
+    """It never ran."""
+    ttft_deadline: float | None
+    tpot_deadline: float | None
+    deadline: float | None
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A request on its way."""
+
+    item: TraceItem
+    at: float
+    times: list[list[float]]
+    """Per choice, when each output with tokens came."""
+    left: int
+    """Choices without an end."""
+    n_sent: int = 0
+    n_cached: int = 0
+    seq: Sequence | None = None
+    finish: Finish | None = None
+    error: str | None = None
+    refused: bool = False
+
+
+@dataclass(slots=True)
+class Records:
+    """All requests of a run."""
+
+    open: dict[str, Record] = field(default_factory=dict)
+    done: list[Done] = field(default_factory=list)
+    gaps: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    """Per lane, seconds between the outputs of each request."""
+    n_unsent: int = 0
+    """Later turns of sessions that failed before."""
+
+    def sent(self, item: TraceItem, at: float) -> None:
+        """A client sends (again); the first time counts."""
+        record = self.open.get(item.id)
+        if record is None:
+            record = self.open[item.id] = Record(item, at, [], 0)
+        record.left = len(item.outputs)
+        record.times = [[] for _ in item.outputs]
+        record.n_sent += 1
+        record.error, record.refused = None, False
+
+    def close(self, record: Record, now: float) -> None:
+        """Its last choice ended."""
+        item, times = record.item, record.times[0]
+        del self.open[item.id]
+        for choice in record.times:
+            if len(choice) > 1:
+                gaps = np.diff(np.array(choice)).astype(np.float32)
+                self.gaps.setdefault(item.lane.value, []).append(gaps)
+        span = times[-1] - times[0] if len(times) > 1 else None
+        self.done.append(
+            Done(
+                id=item.id,
+                lane=item.lane.value,
+                tenant=item.tenant,
+                at=record.at,
+                end=now,
+                ttft=times[0] - record.at if times else None,
+                tpot=None if span is None else span / (len(times) - 1),
+                n_prompt=item.n_prompt,
+                n_cached=record.n_cached,
+                n_output=sum(map(len, record.times)),
+                n_preempted=0 if record.seq is None else record.seq.n_preempted,
+                n_sent=record.n_sent,
+                finish=record.finish.value if record.finish else "",
+                error=record.error,
+                refused=record.refused,
+                ttft_deadline=_seconds(item.ttft_deadline_ms),
+                tpot_deadline=_seconds(item.tpot_deadline_ms),
+                deadline=_seconds(item.deadline_ms),
+            )
+        )
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1e3

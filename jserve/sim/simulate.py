@@ -1,0 +1,308 @@
+"""The simulation: the engine's own loop, scheduler and page cache against a trace and a device that
+only takes time.
+
+Owns the clients: when each request is sent, sent again or given up, and what is written down of it.
+Must not decide what runs: that is ``Engine.step`` with the ``Scheduler`` that serves.
+
+The clock jumps to the next arrival while the engine is idle; otherwise launches and collects move
+it (``sim.device``), and arrivals are read at the start of a step, as they are live::
+
+    heap     (at, arrival | cancel) ...      next turns and retries are pushed as answers come
+    loop     due events -> engine inbox -> Engine.step() -> outputs -> records
+
+Static batching, for comparison only: a gate before the same scheduler lets nobody in until all who
+run are done, and then as many as may run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+
+from jserve.config import EngineConfig
+from jserve.engine.engine import Engine
+from jserve.errors import JserveError
+from jserve.ports import Clock, Journal, RunnerLimits
+from jserve.sched.scheduler import Scheduler
+from jserve.sched.stats import SchedStats
+from jserve.sim.costs import MAX_PREFILL_ROWS, Device, ladder
+from jserve.sim.device import SimClock, SimRunner
+from jserve.sim.records import Record, Records
+from jserve.sim.trace import VOCAB, Streams, TraceItem, request_of
+from jserve.types import Output, Request, Sequence
+
+IDLE_S = 0.01
+"""How far the clock moves when work waits for nothing but time."""
+MAX_IDLE = 100_000
+RETRIED = frozenset({"overloaded", "queue_full_tenant", "deadline_unreachable"})
+"""Error codes after which a client may send again."""
+
+
+class Stuck(JserveError):
+    """Work is left and neither time nor traffic moves it: a fault of the scheduler."""
+
+    code = "simulation_stuck"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is simulated, besides the traffic."""
+
+    config: EngineConfig
+    device: Device
+    seed: int = 0
+    jitter: float = 0.0
+    """Sigma of a log-normal factor on every step's time."""
+    load: float = 1.0
+    """Arrivals come this many times as fast; think times stay."""
+    batching: str = "continuous"
+    """Or ``static``."""
+    deadlines: bool = True
+    """False hides the deadlines from the scheduler; goodput is judged by them all the same."""
+    retries: int = 0
+    """How often a client that was refused sends again, after the stated or doubling seconds."""
+    sample_s: float = 0.25
+    journal: Journal | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What came out."""
+
+    records: Records
+    stats: SchedStats
+    n_evicted: int
+    n_steps: int
+    n_tokens: int
+    """Tokens computed, over-run and recomputed ones included."""
+    busy_s: float
+    began: float
+    ended: float
+    samples: list[tuple[float, int, int, int, int]] = field(default_factory=list)
+    """(time, waiting, running, pages free, pages cached and unused)."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+def limits_of(setup: Setup) -> RunnerLimits:
+    """The limits that ``jserve.runner`` would have on this device with this config."""
+    options, device = setup.config.scheduler, setup.device
+    n, budget = options.max_num_seqs, options.max_num_batched_tokens
+    length = setup.config.model.max_model_len or device.max_model_len
+    return RunnerLimits(
+        n_slots=n,
+        max_rows=n,
+        max_decode_rows=n,
+        max_prefill_tokens=budget,
+        max_prefill_rows=max(1, min(MAX_PREFILL_ROWS, n, budget)),
+        max_drafts=0,
+        n_pages=device.n_pages,
+        page_size=setup.config.cache.page_size,
+        max_model_len=length,
+        vocab_size=VOCAB,
+        step_times=ladder(device.costs, rows=n, tokens=budget, context=length),
+    )
+
+
+def simulate(trace: Seq[TraceItem], setup: Setup, limits: RunnerLimits | None = None) -> Run:
+    """Serve ``trace`` to its end.
+
+    Raises:
+        ConfigError: the device has no price for a step.
+        Stuck: the scheduler leaves work behind.
+    """
+    clock = SimClock()
+    simulation = Simulation(trace, setup, limits or limits_of(setup), clock=clock)
+    with _no_gc():
+        return simulation.run()
+
+
+@contextlib.contextmanager
+def _no_gc() -> Iterator[None]:
+    """Nothing here is cyclic, and looking through millions of tokens for cycles takes half the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class Simulation:
+    """One trace on one engine.
+
+    Args:
+        clock: simulated time; moved by the runner and, between steps, by this loop.
+        readings: what the scheduler is told instead, if not ``clock``.
+        claims: step times that results claim instead of the device's; see ``SimRunner``.
+    """
+
+    def __init__(
+        self,
+        trace: Seq[TraceItem],
+        setup: Setup,
+        limits: RunnerLimits,
+        *,
+        clock: SimClock,
+        readings: Clock | None = None,
+        claims: Mapping[int, float] | None = None,
+    ) -> None:
+        self.setup, self.clock = setup, clock
+        self.streams, self.records = Streams(), Records()
+        self.runner = SimRunner(
+            limits,
+            setup.device.costs,
+            clock,
+            self._answer,
+            host_s=setup.device.host_s,
+            jitter=setup.jitter,
+            seed=setup.seed,
+            claims=claims,
+        )
+        self.scheduler = Scheduler(limits, setup.config, journal=setup.journal)
+        overlap = setup.config.scheduler.overlap
+        self.engine = Engine(self.scheduler, self.runner, overlap=overlap, clock=readings or clock)
+        self.samples: list[tuple[float, int, int, int, int]] = []
+        self._next_sample = 0.0
+        self._gate: deque[TraceItem] = deque()
+        self._serial = itertools.count()
+        self._heap: list[tuple[float, int, TraceItem, int | None, bool]] = []
+        """(time, serial, item, choice, is a cancel)."""
+        self._followers: dict[str, list[TraceItem]] = {}
+        for item in trace:
+            if item.after:
+                self._followers.setdefault(item.after, []).append(item)
+            else:
+                self._push(item.at / setup.load, item)
+        self.began = self._heap[0][0] if self._heap else 0.0
+        clock.now = self.began
+
+    def run(self) -> Run:
+        """Until all is served."""
+        engine, idle = self.engine, 0
+        while True:
+            self.deliver(self.clock.now)
+            if engine.busy:
+                before = (engine.n_steps, engine.n_in_flight)
+                outputs = engine.step()
+                self.hear(outputs)
+                moved = outputs or before != (engine.n_steps, engine.n_in_flight)
+                idle = 0 if moved else self._wait(idle)
+            elif self._heap:
+                self.clock.now = max(self.clock.now, self._heap[0][0])
+            elif not self._gate:
+                return self.result()
+
+    def result(self) -> Run:
+        return Run(
+            records=self.records,
+            stats=self.scheduler.stats(),
+            n_evicted=self.scheduler.floor.cache.tree.n_evicted,
+            n_steps=self.engine.n_steps,
+            n_tokens=self.runner.n_tokens,
+            busy_s=self.runner.busy_s,
+            began=self.began,
+            ended=self.clock.now,
+            samples=self.samples,
+        )
+
+    def deliver(self, now: float) -> None:
+        """Hand in what is due by ``now``; look around at times."""
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            at, _, item, index, hangs_up = heapq.heappop(heap)
+            if hangs_up:
+                self.engine.cancel(item.id, index)
+            elif self.setup.batching == "static":
+                self._gate.append(item)
+                self.records.sent(item, at)
+            else:
+                self.send(item, at)
+        if self._gate and not self.engine.busy:
+            for _ in range(min(len(self._gate), self.setup.config.scheduler.max_num_seqs)):
+                item = self._gate.popleft()
+                self.send(item, self.records.open[item.id].at)
+        if now >= self._next_sample:
+            self._sample(now)
+
+    def send(self, item: TraceItem, at: float) -> None:
+        """Hand one request to the engine; ``at`` is when its client sent it."""
+        self.records.sent(item, at)
+        request = request_of(item, self.streams, at)
+        if not self.setup.deadlines:
+            request = _without_deadlines(request)
+        for seconds, index in item.cancels:
+            self._push(at + seconds, item, index, hangs_up=True)
+        self.engine.submit(request)
+
+    def _push(
+        self, at: float, item: TraceItem, index: int | None = None, hangs_up: bool = False
+    ) -> None:
+        heapq.heappush(self._heap, (at, next(self._serial), item, index, hangs_up))
+
+    def hear(self, outputs: Seq[Output]) -> None:
+        """Write down what each output says, and send what follows from it."""
+        now, records = self.clock.now, self.records.open
+        for output in outputs:
+            record = records[output.request_id]
+            if output.token_ids:
+                record.times[output.index].append(now)
+            if output.finish is not None:
+                self._end(record, output, now)
+
+    def _end(self, record: Record, output: Output, now: float) -> None:
+        record.left -= 1
+        if output.error_code is not None:
+            record.error = output.error_code
+            record.refused = record.refused or record.seq is None
+        record.finish = output.finish
+        record.n_cached = max(record.n_cached, output.n_cached)
+        if record.left:
+            return
+        if record.error in RETRIED and record.n_sent <= self.setup.retries:
+            wait = output.retry_after or float(2 ** (record.n_sent - 1))
+            self._push(now + wait, record.item)
+            return
+        self.records.close(record, now)
+        self._follow(record.item, record.error is None, now)
+
+    def _follow(self, item: TraceItem, went_well: bool, now: float) -> None:
+        for follower in self._followers.pop(item.id, ()):
+            if went_well:
+                self._push(now + follower.at, follower)
+            else:
+                self.records.n_unsent += 1
+                self._follow(follower, False, now)
+
+    def _answer(self, seq: Sequence) -> list[int]:
+        record = self.records.open[seq.request.id]
+        record.seq = seq
+        return self.streams.answer(record.item, seq.index)
+
+    def _wait(self, idle: int) -> int:
+        if idle > MAX_IDLE:
+            raise Stuck(f"work is left at {self.clock.now:.3f} s and nothing moves it")
+        soon = self.clock.now + IDLE_S
+        self.clock.now = min(soon, self._heap[0][0]) if self._heap else soon
+        return idle + 1
+
+    def _sample(self, now: float) -> None:
+        stats = self.scheduler.stats()
+        waiting = stats.waiting + stats.preempted + len(self._gate)
+        self.samples.append((now, waiting, stats.running, stats.pages_free, stats.pages_cached))
+        self._next_sample = now + self.setup.sample_s
+
+
+def _without_deadlines(request: Request) -> Request:
+    return dataclasses.replace(
+        request, ttft_deadline_ms=None, tpot_deadline_ms=None, deadline_ms=None
+    )

@@ -1,0 +1,201 @@
+"""What ``jserve simulate`` does: a trace and a device become one report, or one per value of a sweep.
+
+Owns the meaning of the command's arguments. Must not know flags, tables or consoles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jserve.config import CacheOptions, EngineConfig, SchedulerOptions
+from jserve.errors import ConfigError
+from jserve.sched.journal import JournalFile
+from jserve.sim import costs, plot, recorded, traffic
+from jserve.sim.report import Report, Slo, summarise
+from jserve.sim.simulate import Run, Setup, limits_of, simulate
+from jserve.sim.trace import TraceItem, read, write
+
+BATCHING = ("continuous", "static")
+SETUP = {"load": float, "batching": str, "deadlines": str, "retries": int, "jitter": float}
+"""What a sweep may change besides options of the scheduler and the cache."""
+NOT_SIMULATED = ("host_memory_gb", "disk_dir", "disk_gb")
+"""Options of the cache's tiers: moves between them have no price here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """The arguments of ``jserve simulate``, as given."""
+
+    trace: str
+    """A trace, a journal, a ``.traffic`` file, or the text form of traffic sources."""
+    costs: Path | None = None
+    roofline: str = ""
+    gpu: str = "h200"
+    max_model_len: int = 0
+    seed: int = 0
+    load: float = 1.0
+    batching: str = "continuous"
+    deadlines: bool = True
+    retries: int = 0
+    jitter: float = 0.0
+    slo_ttft_ms: float = math.inf
+    slo_tpot_ms: float = math.inf
+    sweep: str = ""
+    against: str = ""
+    """A second axis: one line of the plot per value."""
+    plot: Path | None = None
+    save_trace: Path | None = None
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms)
+
+
+Said = Callable[[str], None]
+"""Takes a line of progress."""
+
+
+def study(wish: Wish, config: EngineConfig, said: Said) -> list[tuple[str, Report]]:
+    """(setting, report) of every run, in order.
+
+    Raises:
+        ConfigError: an argument, file or option that makes no sense; ``field`` names it.
+    """
+    points = settings(wish, config)
+    if wish.plot is not None:
+        plot.check(wish.plot)
+    trace = load_trace(wish.trace, wish.seed)
+    if wish.save_trace is not None:
+        write(wish.save_trace, trace, about=wish.trace)
+    found: list[tuple[str, Report]] = []
+    for label, setup in points:
+        run = _run(trace, setup)
+        setting = dict(pair.split("=") for pair in label.split())
+        report = {"setting": setting, "device": setup.device.name, **summarise(run, wish.slo)}
+        found.append((label, report))
+        said(f"{label or 'done'}: {len(run.records.done)} requests, {run.seconds:.1f} s simulated")
+        if wish.plot is not None and not wish.sweep:
+            plot.draw_run(run, report, wish.slo, wish.plot, setup.device.name)
+    if wish.plot is not None and wish.sweep:
+        plot.draw_sweep(found, wish.plot, points[0][1].device.name)
+    return found
+
+
+def _run(trace: list[TraceItem], setup: Setup) -> Run:
+    path = setup.config.scheduler.journal
+    if not path:
+        return simulate(trace, setup)
+    try:
+        with open(path, "wb") as file:
+            return simulate(trace, dataclasses.replace(setup, journal=JournalFile(file)))
+    except OSError as e:
+        raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
+
+
+def verify(wish: Wish, config: EngineConfig) -> recorded.Verified:
+    """Replay the journal ``wish.trace`` through the simulator; see ``recorded.verify``.
+
+    Raises:
+        ConfigError: not a journal, or a sweep of it.
+        Diverged: a decision differs.
+    """
+    path = Path(wish.trace)
+    if not recorded.is_journal(path):
+        raise ConfigError(f"{wish.trace} is not a journal of the scheduler", field="trace")
+    if wish.sweep or wish.plot or config.scheduler.journal:
+        raise ConfigError("a replay takes no sweep, plot or journal", field="verify")
+    setup = _setup(wish, config, {})
+    return recorded.verify(path, setup, limits_of(setup))
+
+
+def load_trace(text: str, seed: int) -> list[TraceItem]:
+    """The requests that ``text`` names: a file (trace, journal, traffic sources) or the sources.
+
+    Raises:
+        ConfigError: nothing of the kind.
+    """
+    path = Path(text)
+    if "=" in text and not os.path.exists(text):  # Path.exists raises where it is too long a name
+        trace = traffic.generate(traffic.parse(text), seed)
+    elif path.suffix == ".traffic":
+        trace = traffic.generate(traffic.parse_file(path), seed)
+    elif recorded.is_journal(path):
+        trace = recorded.convert(path)
+    else:
+        trace = read(path)
+    if not trace:
+        raise ConfigError(f"trace {text[:200]}: no requests", field="trace")
+    return trace
+
+
+def settings(wish: Wish, config: EngineConfig) -> list[tuple[str, Setup]]:
+    """The runs that are wanted: one, or one per value of the sweep.
+
+    Raises:
+        ConfigError: an option that cannot be swept, or a bad value.
+    """
+    if config.scheduler.journal and (wish.sweep or wish.against):
+        raise ConfigError("a sweep has no single journal", field="journal")
+    axes = [_axis(text) for text in (wish.sweep, wish.against) if text]
+    if wish.against and not wish.sweep:
+        raise ConfigError("against needs a sweep", field="against")
+    found = []
+    for changes in itertools.product(*axes):
+        label = " ".join(f"{name}={value}" for name, value in changes)
+        found.append((label, _setup(wish, config, dict(changes))))
+    return found
+
+
+def _axis(text: str) -> list[tuple[str, str]]:
+    """(name, value) of each point of ``name=a,b,c``."""
+    name, equals, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    known = {f.name for kind in (SchedulerOptions, CacheOptions) for f in dataclasses.fields(kind)}
+    if not equals or name not in (known | set(SETUP)) - {"journal"}:
+        raise ConfigError(
+            f"sweep {text!r}: must be name=a,b,c of an option of the scheduler or the cache"
+            f" or of {', '.join(SETUP)}",
+            field="sweep",
+        )
+    return [(name, value.strip()) for value in values.split(",")]
+
+
+def _setup(wish: Wish, config: EngineConfig, changes: dict[str, Any]) -> Setup:
+    own = {name: _own(name, changes[name]) for name in changes if name in SETUP}
+    flat = config.flat() | {"max_model_len": wish.max_model_len or config.model.max_model_len}
+    config = EngineConfig.of(**flat | {k: v for k, v in changes.items() if k not in SETUP})
+    for name in NOT_SIMULATED:
+        if config.flat().get(name) != EngineConfig().flat().get(name):
+            raise ConfigError(f"{name}: tiers of the cache are not simulated", field=name)
+    given = {name: getattr(wish, name) for name in SETUP} | own
+    if given["batching"] not in BATCHING:
+        raise ConfigError(f"batching must be one of {', '.join(BATCHING)}", field="batching")
+    if not given["load"] > 0:
+        raise ConfigError("load must be above 0", field="load")
+    return Setup(config=config, device=_device(wish, config), seed=wish.seed, **given)
+
+
+def _own(name: str, value: str) -> Any:
+    try:
+        if name == "deadlines":
+            return {"kept": True, "hidden": False}[value]
+        return SETUP[name](value)
+    except (ValueError, KeyError):
+        kinds = {"deadlines": "kept or hidden", "batching": " or ".join(BATCHING)}
+        wanted = kinds.get(name, "a number")
+        raise ConfigError(f"{name} must be {wanted}, not {value!r}", field=name) from None
+
+
+def _device(wish: Wish, config: EngineConfig) -> costs.Device:
+    if wish.costs is not None and wish.roofline:
+        raise ConfigError("give a measured table or a roofline, not both", field="costs")
+    if wish.costs is not None:
+        return costs.from_table(wish.costs, config.cache)
+    return costs.from_roofline(wish.roofline or costs.MODEL, wish.gpu, config.cache)

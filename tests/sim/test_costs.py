@@ -1,0 +1,149 @@
+"""Prices: tables choose as the runner does, rooflines follow the arithmetic."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from jserve.config import CacheOptions
+from jserve.errors import ConfigError
+from jserve.ports import StepTime
+from jserve.sim import costs
+from jserve.sim.costs import SHAPES, Shape, Table, TableFile
+
+
+def step(d: int, p: int, c: int, s: float) -> StepTime:
+    return StepTime(n_decode=d, n_prefill=p, n_context=c, seconds=s)
+
+
+STEPS = (
+    step(2, 0, 10, 1.0),
+    step(2, 0, 110, 2.0),
+    step(8, 0, 10, 3.0),
+    step(8, 32, 10, 5.0),
+    step(2, 128, 10, 9.0),
+    step(8, 128, 10, 11.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("d", "p", "c", "seconds"),
+    [
+        (1, 0, 0, 1.0),
+        (2, 0, 60, 1.5),
+        (2, 0, 210, 3.0),
+        (3, 0, 60, 3.0),
+        (0, 1, 10, 5.0),
+        (2, 33, 10, 9.0),
+        (8, 128, 10, 11.0),
+    ],
+)
+def test_a_step_takes_the_cheapest_bucket_that_holds_it(d, p, c, seconds) -> None:
+    assert Table(STEPS).seconds(d, p, c) == pytest.approx(seconds)
+
+
+def test_a_step_outside_the_table_is_refused() -> None:
+    with pytest.raises(ConfigError, match="9 decode rows"):
+        Table(STEPS).seconds(9, 0, 0)
+    with pytest.raises(ConfigError, match="makes no sense"):
+        Table([step(1, 0, 0, 0.0)])
+    with pytest.raises(ConfigError, match="no steps"):
+        Table([])
+
+
+def test_the_choice_of_a_bucket_is_the_runners() -> None:
+    from jserve.runner import runner
+    from jserve.runner.buckets import Ladder, Needs
+
+    ladder = Ladder.of(max_decode_rows=16, max_prefill_tokens=256, max_prefill_rows=8, scores=False)
+    table = Table([step(b.D, b.P, 0, 1.0 + i) for i, b in enumerate(ladder.buckets)])
+    for d in range(17):
+        for p in (0, 1, 31, 33, 100, 129, 256):
+            if d + p:
+                chosen = ladder.choose(Needs(D=d, P=p, F=min(1, p)))
+                assert table.seconds(d, p, 0) == 1.0 + ladder.buckets.index(chosen), (d, p)
+    assert costs.MAX_PREFILL_ROWS == runner.MAX_PREFILL_ROWS
+
+
+def write_table(path: Path, **changes) -> Path:
+    base = {
+        "format": costs.FORMAT,
+        "about": {"model": "m"},
+        "host_seconds": 0.001,
+        "n_slots": 8,
+        "n_pages": 101,
+        "page_size": 32,
+        "max_model_len": 512,
+        "steps": STEPS,
+    }
+    path.write_bytes(msgspec.json.encode(TableFile(**(base | changes))))
+    return path
+
+
+def test_a_table_file_is_a_device(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "steps.json")
+    device = costs.from_table(path, CacheOptions())
+    assert (device.name, device.n_pages, device.max_model_len) == ("m", 101, 512)
+    assert device.costs.seconds(8, 0, 10) == 3.0
+    assert costs.from_table(path, CacheOptions(page_size=64)).n_pages == 51
+    assert costs.from_table(path, CacheOptions(n_pages=7)).n_pages == 7
+    with pytest.raises(ConfigError, match="kv_memory_gb has no meaning"):
+        costs.from_table(path, CacheOptions(kv_memory_gb=1.0))
+    with pytest.raises(ConfigError, match="format"):
+        costs.from_table(write_table(path, format="x"), CacheOptions())
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="steps"):
+        costs.from_table(path, CacheOptions())
+
+
+def test_the_roofline_of_8b_on_an_h200() -> None:
+    """Against figures computed independently: 15.0 GB of weights and 128 KiB of KV a token are read
+    at 4.3 TB/s, and 4096 prompt tokens take 78.9 ms at 780 TFLOP/s."""
+    shape = SHAPES["llama-3.1-8b"]
+    gpu = costs.GPUS["h200"]
+    line = costs.Roofline(shape=shape, gpu=gpu, kv_itemsize=2)
+
+    def limit(d: int, p: int, c: int) -> float:
+        return (line.seconds(d, p, c) - gpu.step_s) * gpu.reached
+
+    assert shape.body + 2 * shape.unembed == pytest.approx(8.03e9, rel=0.001)
+    assert limit(1, 0, 512) == pytest.approx(3.51e-3, rel=0.01)
+    assert limit(128, 0, 2048) == pytest.approx(11.49e-3, rel=0.01)
+    assert limit(0, 4096, 2048) == pytest.approx(78.9e-3, rel=0.03)
+    assert line.n_pages(CacheOptions()) == pytest.approx(788_000 / 32, rel=0.05)
+    assert line.n_pages(CacheOptions(kv_memory_gb=1.0)) == 2**30 // (32 * 131072)
+    with pytest.raises(ConfigError, match="no room"):
+        line.n_pages(CacheOptions(memory_utilization=0.05))
+
+
+def test_a_config_json_is_read_or_refused_by_key(tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    device = costs.from_roofline(str(tmp_path), "h200", CacheOptions(n_pages=9))
+    assert (device.n_pages, device.max_model_len) == (9, 128)
+    assert Shape.of(config, "x").kv_numbers == 2 * 2 * 2 * 16
+    path.write_text(json.dumps(config | {"num_hidden_layers": "2"}))
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        costs.from_roofline(str(path), "h200", CacheOptions())
+    with pytest.raises(ConfigError, match="h100"):
+        costs.from_roofline(str(path), "h100", CacheOptions())
+    with pytest.raises(ConfigError, match="nowhere"):
+        costs.from_roofline(str(tmp_path / "nowhere"), "h200", CacheOptions())
+
+
+def test_the_ladder_covers_every_step() -> None:
+    table = Table(costs.ladder(Table([step(64, 512, 0, 1.0)]), rows=48, tokens=500, context=99))
+    assert table.seconds(48, 500, 99) == 1.0
+    assert table.seconds(1, 0, 0) == 1.0

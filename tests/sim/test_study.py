@@ -1,0 +1,138 @@
+"""``jserve simulate`` as a user meets it: tables, JSON, sweeps, plots, replays, refusals."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jserve import cli
+from jserve.config import EngineConfig
+from jserve.errors import ConfigError
+from jserve.sim import plot, study
+from jserve.sim.study import Wish
+
+TRAFFIC = "rate=40,n=30,prompt=60,output=8;lane=bulk,rate=10,n=6,prompt=90,output=9"
+run = CliRunner()
+
+
+def simulate(*line: str) -> str:
+    result = run.invoke(cli.app, ["simulate", *line], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_run_prints_a_table_or_json(tmp_path: Path) -> None:
+    saved = tmp_path / "t.jsonl"
+    text = simulate(TRAFFIC, "--max-num-seqs", "8", "--save-trace", str(saved))
+    for word in ("llama-3.1-8b on one NVIDIA H200", "bulk", "standard", "TTFT p50", "cache hits"):
+        assert word in text
+    [found] = json.loads(simulate(str(saved), "--max-num-seqs", "8", "--json"))
+    assert found["lanes"]["all"]["requests"] == 36
+    assert found["lanes"]["bulk"]["ended"] == 6
+
+
+def test_a_sweep_gives_one_report_per_value() -> None:
+    line = [TRAFFIC, "--sweep", "max-num-seqs=1,8", "--json", "--seed", "3"]
+    one, eight = json.loads(simulate(*line))
+    assert (one["setting"], eight["setting"]) == ({"max_num_seqs": "1"}, {"max_num_seqs": "8"})
+    assert one["queue"]["running_max"] == 1
+    assert one["lanes"]["all"]["ttft_ms"]["p99"] > 2 * eight["lanes"]["all"]["ttft_ms"]["p99"]
+    loads = json.loads(simulate(TRAFFIC, "--sweep", "load=0.5,2", "--json"))
+    assert loads[0]["seconds"] > 1.5 * loads[1]["seconds"]
+
+
+def test_a_second_axis_gives_every_pair() -> None:
+    wish = Wish(trace="", sweep="load=1,2", against="batching=static,continuous")
+    points = study.settings(wish, EngineConfig())
+    assert [(s.load, s.batching) for _, s in points] == [
+        (1.0, "static"),
+        (1.0, "continuous"),
+        (2.0, "static"),
+        (2.0, "continuous"),
+    ]
+
+
+def test_traffic_may_stand_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mix.traffic"
+    path.write_text("# two kinds\nrate=4,n=3   # chat\n\nrate=1,n=2,lane=bulk\n")
+    assert len(study.load_trace(str(path), 0)) == 5
+    path.write_text("rats=4")
+    with pytest.raises(ConfigError, match="did you mean"):
+        study.load_trace(str(path), 0)
+
+
+def test_cache_and_length_options_reach_the_device() -> None:
+    config = EngineConfig.of(n_pages=77, page_size=16)
+    [(_, setup)] = study.settings(Wish(trace="", max_model_len=640), config)
+    assert setup.device.n_pages == 77
+    assert setup.config.model.max_model_len == 640
+    points = study.settings(Wish(trace="", sweep="n_pages=5,9"), EngineConfig())
+    assert [s.device.n_pages for _, s in points] == [5, 9]
+    points = study.settings(Wish(trace="", sweep="kv_dtype=auto,float32"), EngineConfig())
+    assert points[0][1].device.n_pages == pytest.approx(2 * points[1][1].device.n_pages, abs=2)
+    points = study.settings(Wish(trace="", sweep="deadlines=kept,hidden"), EngineConfig())
+    assert [s.deadlines for _, s in points] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"trace": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"sweep": "port=1,2"}, "sweep"),
+        ({"sweep": "journal=a,b"}, "sweep"),
+        ({"against": "load=1,2"}, "needs a sweep"),
+        ({"sweep": "max_num_seqs=0"}, "at least 1"),
+        ({"sweep": "load=fast"}, "load must be a number"),
+        ({"sweep": "batching=dynamic"}, "batching must be one of"),
+        ({"sweep": "deadlines=maybe"}, "kept or hidden"),
+        ({"load": 0.0}, "load must be above 0"),
+        ({"costs": Path("a"), "roofline": "b"}, "not both"),
+        ({"gpu": "abacus"}, "no roofline for"),
+        ({"plot": Path("x.png")}, "must end in .svg"),
+    ],
+)
+def test_a_senseless_wish_is_refused_by_name(changes, word) -> None:
+    wish = dataclasses.replace(Wish(trace="n=1"), **changes)
+    with pytest.raises(ConfigError, match=word):
+        study.study(wish, EngineConfig(), lambda _: None)
+
+
+def test_a_journal_is_written_replayed_and_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    options = ["--max-num-seqs", "4", "--n-pages", "60", "--max-model-len", "512"]
+    simulate(TRAFFIC, *options, "--journal", str(path))
+    assert "36 requests" in simulate(str(path), *options, "--verify")
+    assert "every decision" in simulate(str(path), *options, "--verify")
+    [found] = json.loads(simulate(str(path), *options, "--json"))
+    assert found["lanes"]["all"]["requests"] == 36
+    other = run.invoke(cli.app, ["simulate", str(path), "--max-num-seqs", "3", "--verify"])
+    assert other.exit_code == 1
+    assert "the journal has" in other.output
+    refused = run.invoke(cli.app, ["simulate", "n=1", "--verify"])
+    assert refused.exit_code == 2
+
+
+def test_plots_are_small_svg_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = []
+    for name, more in (
+        ("run", []),
+        ("again", []),
+        ("lanes", ["--sweep", "max_prefill_chunk=32,64"]),
+        ("lines", ["--sweep", "load=1,2", "--against", "batching=static,continuous"]),
+    ):
+        path = tmp_path / f"{name}.svg"
+        simulate("rate=40,n=9,prompt=60,output=8;lane=bulk,n=4", "--plot", str(path), *more)
+        drawn.append(path.read_text())
+    assert all("<svg" in text and len(text) < 100_000 for text in drawn)
+    assert drawn[0] == drawn[1], "the same run draws the same file"
+    assert "static TTFT p99" in drawn[3]
+
+
+def test_without_matplotlib_a_plot_is_refused_before_the_run(monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"jserve\[plot\]"):
+        plot.check(tmp_path / "x.svg")
