@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from jserve.engine.gate import Gate
 from jserve.engine.wire import Cancel, Stats, Submit
 from jserve.errors import EngineDead, JserveError, RequestFailed
 from jserve.ports import Clock, InFlight, Runner
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 MAX_RETRIES = 2
 FAULT_WINDOW_S = 60.0
+COMPILE_WAIT_S = 0.005
+"""How long an engine with nothing else to do waits for a grammar, before it looks at its inbox."""
 
 
 class Engine:
@@ -58,6 +61,7 @@ class Engine:
         self.n_steps = 0
         self._overlap = overlap
         self._inbox: deque[Submit | Cancel] = deque()
+        self._gate = Gate(scheduler.guides)
         self._flights: deque[InFlight] = deque()
         self._landed: list[Output] = []
         self._faults: list[float] = []
@@ -73,7 +77,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while a further step would do something."""
-        return bool(self._inbox or self._flights or self._landed) or self.scheduler.has_work
+        ours = self._inbox or self._flights or self._landed or len(self._gate)
+        return bool(ours) or self.scheduler.has_work
 
     @property
     def n_in_flight(self) -> int:
@@ -142,13 +147,26 @@ class Engine:
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, Cancel):
+                outputs += self._gate.cancel(message.request_id, message.index)
                 outputs += self.scheduler.cancel(message.request_id, self.clock(), message.index)
                 continue
-            try:
-                self.scheduler.submit(message.request, self.clock())
-            except JserveError as error:
-                outputs += refusal(message.request, error)
+            opened = self._gate.put(message.request)
+            if opened is not None:
+                outputs += self._enter(*opened)
+        idle = not self._flights and not self.scheduler.has_work
+        for request, error in self._gate.take(COMPILE_WAIT_S if idle else 0.0):
+            outputs += self._enter(request, error)
         return outputs
+
+    def _enter(self, request: Request, error: JserveError | None) -> list[Output]:
+        """Hand a request to the scheduler, unless ``error`` or the scheduler refuses it."""
+        try:
+            if error is not None:
+                raise error
+            self.scheduler.submit(request, self.clock())
+        except JserveError as refused:
+            return refusal(request, refused)
+        return []
 
     def _recover(self, error: Exception, plan: StepPlan | None) -> list[Output]:
         """Give up the steps in flight, rebuild the device state, try again without the suspects.

@@ -18,6 +18,7 @@ from jserve.types import StepPlan
 
 _ADAPTER, _SCORE = attrgetter("adapter"), attrgetter("score")
 FEW_ROWS = 2
+MASKED_ROWS = 8
 WITH_FEW = (32, 128)
 """Prefill rungs beside which idle decode rows cost enough to have a program without them."""
 
@@ -98,7 +99,7 @@ class Ladder:
         if scores:
             found.add(Bucket(D=D, P=P, F=F, J=1 + max_drafts, score=True))
         if masks:
-            found |= {_with_mask(b) for b in found}
+            found |= {_with_mask(b) for b in found if _worth_a_mask(b, D, P)}
         return cls(buckets=tuple(sorted(found, key=_cost)))
 
     def choose(self, needs: Needs) -> Bucket:
@@ -115,6 +116,13 @@ class Ladder:
 
 def _cost(b: Bucket) -> tuple:
     return (b.score, b.mask, b.lora, b.T, b.R, b)
+
+
+def _worth_a_mask(b: Bucket, D: int, P: int) -> bool:
+    """Fewer rungs take masks: each is one more program to compile, and guided rows are few."""
+    if b.P == 0:
+        return b.D in (FEW_ROWS, MASKED_ROWS, D)
+    return b.D == D and b.P in (*WITH_FEW, P)
 
 
 def _with_mask(b: Bucket) -> Bucket:

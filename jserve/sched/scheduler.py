@@ -10,6 +10,11 @@ A sequence has no phase; a step hands out ``todo = known + in_flight + drafts - 
        ^                  |                                        ^
        '---- PREEMPTED <--' (pages and slot gone, tokens stay) ----'
 
+A guided sequence (structured output, a thought with a budget) is the exception to "counts only":
+which token comes next decides what may follow. It is planned when nothing of it is in flight and
+its mask is at hand; until then the others go on without it. What its guide forces becomes known
+tokens, which the next row carries like a prompt's.
+
 Choices of one request (``n`` > 1): choice 0 goes first; the others wait until its prompt is
 computed and published, then find it in the cache. Where nothing can be shared they do not wait.
 """
@@ -22,7 +27,7 @@ from dataclasses import dataclass
 from jserve.config import EngineConfig
 from jserve.errors import BadRequest, Overloaded
 from jserve.kv.cache import PageCache
-from jserve.ports import Journal, Proposer, RunnerLimits
+from jserve.ports import Guides, Journal, Proposer, RunnerLimits, Verdict
 from jserve.sched import admission, outcome, policy
 from jserve.sched.draft import PlanDraft
 from jserve.sched.residency import Residency, owes_scores, reuses_cache
@@ -38,6 +43,9 @@ from jserve.types import (
 )
 
 NON_FINITE = "the model gave logits that are not finite"
+GRAMMAR_FAILED = "grammar_failed"
+MASK_PATIENCE_S = 0.0005
+"""How long planning waits for masks beside a step in flight; guided rows that lack theirs wait on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +76,14 @@ class Scheduler:
         *,
         proposer: Proposer | None = None,
         journal: Journal | None = None,
+        guides: Guides | None = None,
     ) -> None:
         self.limits = limits
         self.options = config.scheduler
         self.seed = config.model.seed
         self.proposer = proposer
         self.journal = journal
+        self.guides = guides
         cache = PageCache(
             n_pages=limits.n_pages,
             page_size=limits.page_size,
@@ -101,6 +111,10 @@ class Scheduler:
         if self.journal is not None:
             self.journal.arrival(request, now)
         max_len = admission.check(request, self.limits)
+        if request.params.guided and self.guides is None:
+            raise BadRequest(
+                "structured output is off on this server", field="structured_outputs"
+            )
         if request.id in self._groups:
             raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
         if len(self.floor.waiting) >= self.options.max_waiting:
@@ -126,9 +140,12 @@ class Scheduler:
             prefill_rows=self.limits.max_prefill_rows,
             chunk=self.options.max_prefill_chunk or self.limits.max_prefill_tokens,
         )
-        self._decode(draft)
-        self._prefill(draft)
-        self._admit(draft)
+        if self.guides is not None:
+            self.guides.settle(MASK_PATIENCE_S)
+        self._fill(draft)
+        if self.guides is not None and not draft.rows and not self._n_uncommitted:
+            self.guides.settle(None)  # nobody else has anything to do
+            self._fill(draft)
         plan = None
         if draft.rows:
             plan = draft.freeze(self.n_steps, self.floor.cache)
@@ -138,12 +155,19 @@ class Scheduler:
             self.journal.plan(now, plan)
         return plan
 
+    def _fill(self, draft: PlanDraft) -> None:
+        self._decode(draft)
+        self._prefill(draft)
+        self._admit(draft)
+
     def _decode(self, draft: PlanDraft) -> None:
         """One row for every sequence whose known tokens are all scheduled, in order."""
         ready = [
             seq
             for seq in self.floor.running
-            if seq.scheduled >= seq.given and len(seq.tokens) + seq.in_flight < seq.max_len
+            if seq.scheduled >= seq.given
+            and len(seq.tokens) + seq.in_flight < seq.max_len
+            and (seq.guide is None or seq.guide.room(seq.in_flight) > 0)
         ]
         if self.proposer is not None and self.limits.max_drafts and ready:
             self._verify(draft, ready)
@@ -152,7 +176,10 @@ class Scheduler:
             # One that gave way to an earlier one in this very loop holds no lease any more.
             if seq.lease is not None and seq.scheduled >= seq.lease.capacity:
                 self.floor.grow(seq, seq.scheduled + 1)
-        draft.decode([seq for seq in ready if seq.lease is not None])
+        draft.decode([seq for seq in ready if seq.lease is not None and seq.guide is None])
+        for seq in ready:
+            if seq.lease is not None and seq.guide is not None:
+                draft.verify(seq, ())
 
     def _verify(self, draft: PlanDraft, ready: list[Sequence]) -> None:
         """Decode rows with drafts, as far as budget, length and free pages allow them."""
@@ -163,7 +190,11 @@ class Scheduler:
             if seq.lease is None:
                 continue
             room = seq.max_len - len(seq.tokens) - seq.in_flight - 1
+            if seq.guide is not None:
+                room = min(room, seq.guide.room(seq.in_flight) - 1)
             drafts = tuple(drafts[: max(0, min(room, spare, self.limits.max_drafts))])
+            if seq.guide is not None:
+                drafts = tuple(seq.guide.trim(drafts))
             if drafts and not self.floor.cache.extend(seq.lease, seq.scheduled + 1 + len(drafts)):
                 drafts = ()
             if self.floor.grow(seq, seq.scheduled + 1 + len(drafts)):
@@ -172,9 +203,16 @@ class Scheduler:
 
     def _prefill(self, draft: PlanDraft) -> None:
         """The next chunk of every running sequence that has known tokens left."""
-        for seq in self.floor.running:
-            if seq.scheduled < seq.given and draft.prefill_room:
-                draft.prefill(seq, score=owes_scores(seq))
+        owed = [seq for seq in self.floor.running if seq.scheduled < seq.given]
+        for seq in owed:
+            if not draft.prefill_room or seq.lease is None or _lacks_mask(seq):
+                continue
+            # Tokens that a guide forced came after the pages were handed out.
+            if seq.given > seq.lease.capacity and not self.floor.grow(seq, seq.given):
+                continue
+            if seq.n_output and seq.scheduled >= seq.n_prompt:
+                draft.load(seq)  # the device counts what it draws, and forced tokens it did not
+            draft.prefill(seq, score=owes_scores(seq))
 
     def _admit(self, draft: PlanDraft) -> None:
         """Waiting sequences in order, while slots, rows, budget and pages last."""
@@ -183,7 +221,7 @@ class Scheduler:
         for seq in self.floor.waiting.snapshot():
             if not self._may_admit(draft) or seq.pending:
                 return  # rows of its last residence must come back before it may start again
-            if self._waits_for_leader(seq):
+            if self._waits_for_leader(seq) or _lacks_mask(seq):
                 continue
             if not self.floor.enter(seq):
                 return  # strictly in order: nobody overtakes one who waits for pages
@@ -244,13 +282,15 @@ class Scheduler:
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
             if not finite:
-                outputs.append(self._end(seq, Finish.ERROR, now, error))
+                outputs.append(self._end_unsound(seq, now, error))
                 continue
             if row.score:
                 self.scores.add(seq, result.prompt[r])
             if row.emits:
                 drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
                 outputs.append(self._advance(seq, drawn, result, r, now))
+        if self.guides is not None:
+            self.guides.kick()
         return outputs
 
     def _advance(
@@ -259,9 +299,17 @@ class Scheduler:
         """Append what was drawn, publish the pages it proved sound, end what is over."""
         request, lease, n_prompt = seq.request, seq.lease, seq.n_prompt
         first = len(seq.tokens) == n_prompt
+        n_drawn, verdict = len(drawn), None
+        if seq.guide is not None:
+            verdict = self._ask(seq, drawn)
+            if verdict.error is not None:
+                return self._end(seq, Finish.ERROR, now, verdict.error, GRAMMAR_FAILED)
+            drawn = [*drawn, *verdict.forced]
         drawn = outcome.accept(seq, drawn)
-        # The logits were finite, so the KV of everything before the last token is sound.
-        n_sound = len(seq.tokens) - 1 if drawn else n_prompt
+        # The logits were finite, so the KV of everything before the last drawn token is sound.
+        n_sound = len(seq.tokens) - max(1, 1 + len(drawn) - n_drawn) if drawn else n_prompt
+        if verdict is not None:
+            _obey(seq, verdict)
         if lease is not None and n_sound // self.limits.page_size > lease.n_published:
             self.floor.cache.publish(lease, seq.tokens, n_sound)
         scores = self.scores.take(seq) if first else None
@@ -282,7 +330,32 @@ class Scheduler:
             seed=seq.seed if first else None,
         )
 
-    def _end(self, seq: Sequence, finish: Finish, now: float, error: str | None = None) -> Output:
+    def _ask(self, seq: Sequence, drawn: list[int]) -> Verdict:
+        assert seq.guide is not None
+        verdict = seq.guide.take(drawn)
+        self._note(seq, verdict)
+        return verdict
+
+    def _note(self, seq: Sequence, verdict: Verdict) -> None:
+        if self.journal is not None:
+            self.journal.guided(seq.request.id, seq.index, verdict)
+
+    def _end_unsound(self, seq: Sequence, now: float, error: str) -> Output:
+        """End a sequence from which nothing could be drawn."""
+        fault = None if seq.guide is None else seq.guide.fault
+        if fault is None:
+            return self._end(seq, Finish.ERROR, now, error)
+        self._note(seq, Verdict(error=fault))
+        return self._end(seq, Finish.ERROR, now, fault, GRAMMAR_FAILED)
+
+    def _end(
+        self,
+        seq: Sequence,
+        finish: Finish,
+        now: float,
+        error: str | None = None,
+        code: str | None = None,
+    ) -> Output:
         """End ``seq`` from outside; its unpublished pages are forgotten."""
         seq.finish = finish
         self._retire(seq, now)
@@ -291,6 +364,7 @@ class Scheduler:
             index=seq.index,
             finish=finish,
             error=error,
+            error_code=code,
             n_cached=seq.n_cached,
             seed=seq.seed if seq.n_output == 0 else None,
         )
@@ -318,6 +392,7 @@ class Scheduler:
             max_len=max_len,
             stop_ids=outcome.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
             min_len=len(request.prompt_ids) + params.min_tokens,
+            guide=self.guides.guide(request) if self.guides is not None else None,
             order=(request.priority, self._n_submitted),
         )
 
@@ -348,6 +423,20 @@ class Scheduler:
             preemptions=self.floor.n_preemptions,
             finished=self._n_finished,
         )
+
+
+def _lacks_mask(seq: Sequence) -> bool:
+    return seq.guide is not None and seq.guide.room(0) <= 0
+
+
+def _obey(seq: Sequence, verdict: Verdict) -> None:
+    """What a verdict means for a sequence that has just taken its tokens."""
+    if verdict.ended and seq.finish is None:
+        seq.finish = Finish.STOP
+    if verdict.free:
+        seq.guide = None
+    if seq.lease is not None and verdict.forced:
+        seq.given = len(seq.tokens)
 
 
 def _settle(seq: Sequence, most: int, n_ok: int) -> None:
