@@ -51,6 +51,18 @@ def lowered(spec: StructuredOutputs) -> str:
             return _tags(parsed(value, "structural_tag"), spec)
 
 
+def bounded(spec: StructuredOutputs) -> None:
+    """Look at size and depth only, in time linear in the bounds. BadRequest as ``lowered``."""
+    for name in ("json", "structural_tag"):
+        if getattr(spec, name) is not None:
+            parsed(getattr(spec, name), name)
+    for name in ("regex", "grammar", "whitespace_pattern"):
+        if getattr(spec, name) is not None:
+            _text(getattr(spec, name), name)
+    if spec.choice is not None:
+        _choice(spec.choice)
+
+
 def parsed(value: Any, name: str) -> dict[str, Any]:
     """A JSON object that may come as text, inside the bounds.
 

@@ -79,17 +79,21 @@ class _Wrapper:
         self.tokens = list(vocab.tokens)
         self.special_token_ids = list(vocab.special_ids)
         self._encode = vocab.encode
+        self.made: LLTokenizer | None = None
 
     def __call__(self, text: Any) -> list[int]:
-        if self._encode is None:
-            return []
-        return self._encode(text.decode("utf-8") if isinstance(text, bytes) else text)
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        if self._encode is not None:
+            return self._encode(text)
+        return self.made.greedy_tokenize(text) if self.made is not None else []
 
 
 def ll_tokenizer(vocab: Vocabulary) -> LLTokenizer:
     """llguidance's own table of ``vocab``; 0.05 s per 100k tokens."""
-    return LLTokenizer(
-        _Wrapper(vocab),  # type: ignore[arg-type]  # any object with these attributes
+    wrapper = _Wrapper(vocab)
+    wrapper.made = LLTokenizer(
+        wrapper,  # type: ignore[arg-type]  # any object with these attributes
         n_vocab=len(vocab.tokens),
         eos_token=list(vocab.eos_ids),
     )
+    return wrapper.made
