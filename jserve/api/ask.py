@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.api.chat import Chat
-from jserve.api.openai_structure import Shape
+from jserve.api.openai_structure import FREE, Shape
 from jserve.api.speech import PLAIN, Speech
 from jserve.types import SamplingParams
 
@@ -63,7 +63,7 @@ class Ask:
     truncate_left: bool = True
     priority: int = 0
     cache_salt: str = ""
-    shape: Shape = Shape()
+    shape: Shape = FREE
     """Where ``params.structured_outputs`` came from."""
 
 

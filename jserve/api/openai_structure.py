@@ -42,6 +42,10 @@ class Shape:
     """Whether the answer may hold tool calls."""
 
 
+FREE = Shape()
+"""An answer that may be anything."""
+
+
 def shape_of(
     values: Mapping[str, Any], tools: list[dict[str, Any]] | None, speech: Speech
 ) -> Shape:
@@ -67,7 +71,7 @@ def shape_of(
     if speech.form is None:
         raise Unsupported(
             "this model's way to call tools is not known, so it cannot be held to it",
-            field="tool_choice" if required else "tools",
+            field="tool_choice" if required else "parallel_tool_calls" if single else "tools",
         )
     pairs = [(tool["function"]["name"], tool["function"]["parameters"]) for _, tool in named]
     grammar = calls_grammar(
@@ -137,7 +141,7 @@ def _answer(values: Mapping[str, Any]) -> Shape:
         )
     if extra is not None:
         return Shape(spec=_structured(extra))
-    return _format(format_) if given else Shape()
+    return _format(format_) if given else FREE
 
 
 def _structured(value: Any) -> StructuredOutputs:

@@ -38,9 +38,7 @@ class Preparer:
         chat: ChatTemplate | None,
         card: ModelCard,
     ) -> None:
-        self._checker = GrammarChecker(
-            lambda: vocabulary(tokenizer, card.vocab_size, card.eos_ids)
-        )
+        self._checker = GrammarChecker(lambda: vocabulary(tokenizer, card.vocab_size, card.eos_ids))
         self.tokenizer = tokenizer
         self.chat = chat
         self.card = card

@@ -124,9 +124,7 @@ def _thinking(tags: tuple[str, str], tokenizer: TextTokenizer) -> Thinking:
     )
 
 
-def _keeps_special(
-    calls: str, tags: tuple[str, str] | None, tokenizer: TextTokenizer
-) -> bool:
+def _keeps_special(calls: str, tags: tuple[str, str] | None, tokenizer: TextTokenizer) -> bool:
     marks = {"llama3": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]", "[ARGS]")}.get(calls, ())
     ids = {tokenizer.token_id(mark) for mark in (*marks, *(tags or ()))}
     return not ids.isdisjoint(tokenizer.special_ids)

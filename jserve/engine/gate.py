@@ -48,9 +48,7 @@ class Gate:
         if not self._waiting:
             return
         futures = [future for _, future in self._waiting.values()]
-        concurrent.futures.wait(
-            futures, wait_s, return_when=concurrent.futures.FIRST_COMPLETED
-        )
+        concurrent.futures.wait(futures, wait_s, return_when=concurrent.futures.FIRST_COMPLETED)
         for key, (request, future) in list(self._waiting.items()):
             if future.done():
                 del self._waiting[key]

@@ -59,16 +59,16 @@ def answer(compiler: Compiler, spec: bytes) -> Answer:
         return Answer(message=error.message, field=error.field, code=error.code)
     except (msgspec.MsgspecError, RecursionError, MemoryError) as error:
         name = type(error).__name__
-        return Answer(f"the grammar cannot be read ({name})", "structured_outputs", "invalid_schema")
+        return Answer(
+            f"the grammar cannot be read ({name})", "structured_outputs", "invalid_schema"
+        )
     return Answer()
 
 
 def main(source: BinaryIO, sink: BinaryIO) -> None:
     """Serve until ``source`` ends."""
     table = msgspec.msgpack.decode(read_frame(source), type=Table)
-    vocab = Vocabulary(
-        tokens=table.tokens, special_ids=table.special_ids, eos_ids=table.eos_ids
-    )
+    vocab = Vocabulary(tokens=table.tokens, special_ids=table.special_ids, eos_ids=table.eos_ids)
     compiler = Compiler(ll_tokenizer(vocab), cache_bytes=1)
     write_frame(sink, msgspec.msgpack.encode(Answer()))
     while spec := read_frame(source):

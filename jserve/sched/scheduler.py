@@ -30,6 +30,7 @@ from jserve.kv.cache import PageCache
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits, Verdict
 from jserve.sched import admission, outcome, policy
 from jserve.sched.draft import PlanDraft
+from jserve.sched.guided import lacks_mask, obey
 from jserve.sched.residency import Residency, owes_scores, reuses_cache
 from jserve.sched.scores import PromptScores
 from jserve.types import (
@@ -112,9 +113,7 @@ class Scheduler:
             self.journal.arrival(request, now)
         max_len = admission.check(request, self.limits)
         if request.params.guided and self.guides is None:
-            raise BadRequest(
-                "structured output is off on this server", field="structured_outputs"
-            )
+            raise BadRequest("structured output is off on this server", field="structured_outputs")
         if request.id in self._groups:
             raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
         if len(self.floor.waiting) >= self.options.max_waiting:
@@ -205,7 +204,7 @@ class Scheduler:
         """The next chunk of every running sequence that has known tokens left."""
         owed = [seq for seq in self.floor.running if seq.scheduled < seq.given]
         for seq in owed:
-            if not draft.prefill_room or seq.lease is None or _lacks_mask(seq):
+            if not draft.prefill_room or seq.lease is None or lacks_mask(seq):
                 continue
             # Tokens that a guide forced came after the pages were handed out.
             if seq.given > seq.lease.capacity and not self.floor.grow(seq, seq.given):
@@ -221,7 +220,7 @@ class Scheduler:
         for seq in self.floor.waiting.snapshot():
             if not self._may_admit(draft) or seq.pending:
                 return  # rows of its last residence must come back before it may start again
-            if self._waits_for_leader(seq) or _lacks_mask(seq):
+            if self._waits_for_leader(seq) or lacks_mask(seq):
                 continue
             if not self.floor.enter(seq):
                 return  # strictly in order: nobody overtakes one who waits for pages
@@ -309,7 +308,7 @@ class Scheduler:
         # The logits were finite, so the KV of everything before the last drawn token is sound.
         n_sound = len(seq.tokens) - max(1, 1 + len(drawn) - n_drawn) if drawn else n_prompt
         if verdict is not None:
-            _obey(seq, verdict)
+            obey(seq, verdict)
         if lease is not None and n_sound // self.limits.page_size > lease.n_published:
             self.floor.cache.publish(lease, seq.tokens, n_sound)
         scores = self.scores.take(seq) if first else None
@@ -423,20 +422,6 @@ class Scheduler:
             preemptions=self.floor.n_preemptions,
             finished=self._n_finished,
         )
-
-
-def _lacks_mask(seq: Sequence) -> bool:
-    return seq.guide is not None and seq.guide.room(0) <= 0
-
-
-def _obey(seq: Sequence, verdict: Verdict) -> None:
-    """What a verdict means for a sequence that has just taken its tokens."""
-    if verdict.ended and seq.finish is None:
-        seq.finish = Finish.STOP
-    if verdict.free:
-        seq.guide = None
-    if seq.lease is not None and verdict.forced:
-        seq.given = len(seq.tokens)
 
 
 def _settle(seq: Sequence, most: int, n_ok: int) -> None:

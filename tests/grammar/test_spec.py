@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 
+import msgspec
 import numpy as np
 import pytest
 
+from jserve.engine.wire import Submit, ToEngine, pack, take_frames
 from jserve.errors import BadRequest
 from jserve.grammar.matcher import Compiler
 from jserve.grammar.spec import MAX_BYTES, MAX_DEPTH, lowered
 from jserve.types import StructuredOutputs
-from tests.grammar.kit import compiler, ids
+from tests.grammar.kit import CITY, compiler, ids, request, thinking
 
 
 def accepts(spec: StructuredOutputs, said: str) -> bool:
@@ -145,13 +149,9 @@ def test_bombs_and_broken_texts_are_refused_by_field(spec, field, code):
 
 @pytest.mark.parametrize("regex", ["(a+)+b", "(.*a){25}", "a{1,100000}", "((a{1,99}){1,99}){1,99}"])
 def test_regex_bombs_compile_or_are_refused_quickly(regex):
-    import time
-
     began = time.monotonic()
-    try:
+    with contextlib.suppress(BadRequest):
         compiler().compile(StructuredOutputs(regex=regex))
-    except BadRequest:
-        pass
     assert time.monotonic() - began < 5
 
 
@@ -188,11 +188,6 @@ def test_the_cache_is_bounded_in_bytes_and_keeps_what_is_used():
 
 
 def test_the_wire_carries_what_the_client_wrote():
-    from jserve.engine.wire import Submit, ToEngine, pack, take_frames
-    import msgspec
-
-    from tests.grammar.kit import CITY, request, thinking
-
     asked = request("a", CITY, thinking=thinking(), thinking_token_budget=5)
     (frame,) = take_frames(bytearray(pack(Submit(request=asked))))
     back = msgspec.msgpack.Decoder(ToEngine).decode(frame)
@@ -200,7 +195,9 @@ def test_the_wire_carries_what_the_client_wrote():
     assert lowered(back.request.params.structured_outputs) == lowered(CITY)
     choice = StructuredOutputs(choice=("a", "b"))
     (frame,) = take_frames(bytearray(pack(Submit(request=request("b", choice)))))
-    assert msgspec.msgpack.Decoder(ToEngine).decode(frame).request.params.structured_outputs == choice
+    assert (
+        msgspec.msgpack.Decoder(ToEngine).decode(frame).request.params.structured_outputs == choice
+    )
 
 
 def test_json_is_compact_where_it_says_so():

@@ -91,9 +91,7 @@ def test_drafts_across_the_end_of_a_thought(budget, right):
     answers = {"a": tokens(plain, "a")}
     drafted = run(asked, proposer=Oracle(answers, right), max_drafts=4)
     assert tokens(drafted, "a") == answers["a"]
-    assert answers["a"][budget : budget + len(ids("\n</think>\n\n"))] == list(
-        ids("\n</think>\n\n")
-    )
+    assert answers["a"][budget : budget + len(ids("\n</think>\n\n"))] == list(ids("\n</think>\n\n"))
 
 
 def guide(spec: StructuredOutputs, *, fast: bool = False) -> TokenGuide:
@@ -153,5 +151,7 @@ def test_the_compiler_is_shared_by_copies_only():
     compiled = compiler().compile(CITY)
     first = compiled.mask_W.copy()
     for _ in range(3):
-        guide(CITY).take([int(np.flatnonzero(np.unpackbits(first.view(np.uint8), bitorder="little"))[0])])
+        guide(CITY).take(
+            [int(np.flatnonzero(np.unpackbits(first.view(np.uint8), bitorder="little"))[0])]
+        )
     np.testing.assert_array_equal(compiler().compile(CITY).mask_W, first)

@@ -78,9 +78,7 @@ def test_a_structure_begins_after_the_thought(budget):
 
 def test_an_unlimited_thought_cannot_end_the_output():
     asked = request("a", CITY, thinking=thinking(inside=True), max_tokens=80)
-    made = engine()
-    made.runner.model.__class__  # the fake draws EOS like any id; the mask bans it in a thought
-    outputs = run(asked)
+    outputs = run(asked)  # the fake draws EOS like any id; the mask bans it in a thought
     assert EOS not in tokens(outputs, "a")[:-1]
 
 
