@@ -79,7 +79,7 @@ def shape_of(
         pairs,
         many=not single and not isinstance(choice, dict),
         required=required,
-        answer=_beside_calls(shape, required=required),
+        answer=_beside_calls(shape, speech, required=required),
     )
     checks = [
         (f"tools[{i}].function.parameters", StructuredOutputs(json=tool["function"]["parameters"]))
@@ -115,12 +115,17 @@ def _chosen(tools: list[dict[str, Any]], choice: Any) -> list[tuple[int, dict[st
     return found[:1]
 
 
-def _beside_calls(shape: Shape, *, required: bool) -> dict[str, Any] | None:
+def _beside_calls(shape: Shape, speech: Speech, *, required: bool) -> dict[str, Any] | None:
     if shape.spec is None:
         return None
     name = shape.field.split(".")[0]
     if required:
         raise BadRequest(f"tool_choice leaves no room for {name}", field=name)
+    if speech.form is not None and speech.form.bare:
+        raise Unsupported(
+            f"{name} cannot stand beside the tools of this model, whose calls are plain JSON too",
+            field=name,
+        )
     if shape.spec.given[0] not in ("json", "json_object"):
         raise Unsupported(f"only JSON can stand beside tools in {name}", field=name)
     return {"type": "object"} if shape.spec.json is None else _schema(shape)

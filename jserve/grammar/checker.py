@@ -18,7 +18,7 @@ from hashlib import sha256
 
 import msgspec
 
-from jserve.errors import BadRequest, Overloaded
+from jserve.errors import BadRequest, Overloaded, RequestFailed
 from jserve.grammar.spec import FIELD, bounded
 from jserve.grammar.vocab import Vocabulary
 from jserve.grammar.worker import Answer, Table, read_frame, write_frame
@@ -120,6 +120,8 @@ class GrammarChecker:
             assert self._process.stdin is not None
             write_frame(self._process.stdin, msgspec.msgpack.encode(table))  # type: ignore[arg-type]
             self._answer(self._process, START_LIMIT_S)
+            if self._process is None:  # no grammar was at fault, so none is judged
+                raise RequestFailed("the process that checks grammars does not start")
         return self._process
 
     def _answer(self, process: subprocess.Popen[bytes], limit_s: float) -> Answer:

@@ -50,7 +50,8 @@ def calls_grammar(
     Args:
         many: more than one call may be made.
         required: there must be a call; else free text may stand instead, or before it.
-        answer: without ``required``, the schema of an answer instead of free text.
+        answer: without ``required``, the schema of an answer instead of free text; not for a
+            ``bare`` form, whose calls begin as JSON does.
     """
     first, *rest = (*form.begin, *form.head)
     names = " | ".join(f"call_{i}" for i in range(len(tools)))

@@ -9,6 +9,7 @@ stdout, as ``engine.wire`` frames them: a vocabulary first, then specs; one ``An
 from __future__ import annotations
 
 import resource
+import signal
 import struct
 import sys
 from typing import BinaryIO
@@ -76,5 +77,7 @@ def main(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
+    # Ctrl-C reaches the whole process group; this process ends when its input does.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     main(sys.stdin.buffer, sys.stdout.buffer)

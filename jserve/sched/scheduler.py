@@ -44,6 +44,7 @@ from jserve.types import (
 )
 
 NON_FINITE = "the model gave logits that are not finite"
+NOTHING_ALLOWED = "no token is left that the structure and the other constraints allow, or the logits are not finite"
 GRAMMAR_FAILED = "grammar_failed"
 MASK_PATIENCE_S = 0.0005
 """How long planning waits for masks beside a step in flight; guided rows that lack theirs wait on."""
@@ -343,7 +344,9 @@ class Scheduler:
         """End a sequence from which nothing could be drawn."""
         fault = None if seq.guide is None else seq.guide.fault
         if fault is None:
-            return self._end(seq, Finish.ERROR, now, error)
+            excluded = seq.guide is not None and error == NON_FINITE
+            said = (NOTHING_ALLOWED, "nothing_allowed") if excluded else (error, None)
+            return self._end(seq, Finish.ERROR, now, *said)
         self._note(seq, Verdict(error=fault))
         return self._end(seq, Finish.ERROR, now, fault, GRAMMAR_FAILED)
 

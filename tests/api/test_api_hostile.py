@@ -120,7 +120,7 @@ BOTH = [
         "response_format.json_schema.schema",
     ),
     ({"response_format": json_schema({"$ref": "#"})}, "response_format.json_schema.schema"),
-    ({"response_format": json_schema(nested(70))}, "response_format.json_schema.schema"),
+    ({"structured_outputs": {"json": json.dumps(nested(70))}}, "structured_outputs.json"),
     (
         {"response_format": json_schema({"enum": ["x" * 70_000]})},
         "response_format.json_schema.schema",

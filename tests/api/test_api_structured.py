@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import jsonschema
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from jserve.api.app import make_app
 from jserve.api.ask import ModelCard
@@ -144,7 +144,7 @@ def json_schema(schema: dict) -> dict:
 async def test_formats_of_openai_and_vllm_through_the_engine():
     async with fake_device() as client:
         for seed in range(4):
-            args = {"seed": seed, "max_tokens": 120}
+            args = {"seed": seed, "max_tokens": 400}
             content, _, _, finish = await whole(
                 client, response_format=json_schema(CITY.json), **args
             )
@@ -159,7 +159,7 @@ async def test_formats_of_openai_and_vllm_through_the_engine():
 
 async def test_the_sdk_parses_a_pydantic_answer():
     class Place(BaseModel):
-        n: int
+        n: int = Field(ge=0, le=99)
         kind: bool
 
     async with fake_device() as client:
@@ -345,6 +345,14 @@ async def test_structure_after_a_thought():
             "response_format",
         ),
         (
+            {
+                "tools": [WEATHER],
+                "response_format": {"type": "json_object"},
+                "extra_body": {"llama": True},
+            },
+            "response_format",
+        ),
+        (
             {"tools": [WEATHER], "extra_body": {"structured_outputs": {"regex": "a"}}},
             "structured_outputs",
         ),
@@ -353,7 +361,8 @@ async def test_structure_after_a_thought():
 )
 async def test_refusals_name_the_field(fields, param):
     script = Script()
-    async with served(script) as client:
+    bare = fields.get("extra_body", {}).get("llama")
+    async with served(script, FORMATS["llama3" if bare else "hermes"]) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.create(model="tiny", messages=USER, **fields)
         assert caught.value.param == param

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
+from concurrent.futures import Future
 
 import jsonschema
 import pytest
 
+from jserve.config import EngineConfig
+from jserve.sched.journal import JournalFile, replay
 from jserve.types import StructuredOutputs
 from tests.grammar.kit import (
     CITY,
@@ -15,11 +20,13 @@ from tests.grammar.kit import (
     finish,
     gather,
     guides,
+    limits,
     reference,
     request,
     run,
     schema,
     text,
+    thinking,
     tokens,
 )
 
@@ -124,7 +131,8 @@ def test_a_grammar_and_a_bias_that_exclude_each_other_end_that_row_only():
     spec = StructuredOutputs(regex="[0-9]+")
     letters = tuple(range(50, 60))
     outputs = run(request("a", spec, allowed_token_ids=letters), request("b", max_tokens=9))
-    assert finish(outputs, "a") == "error"
+    last = gather(outputs)["a", 0][-1]
+    assert (last.finish, last.error_code) == ("error", "nothing_allowed")
     assert finish(outputs, "b") == "length"
 
 
@@ -170,8 +178,6 @@ def test_a_server_without_guides_or_masks_refuses():
 def test_a_request_whose_grammar_compiles_can_be_cancelled():
     class Never:
         def compile(self, request):
-            from concurrent.futures import Future
-
             return Future()
 
         def __getattr__(self, name):
@@ -192,8 +198,6 @@ def test_unguided_rows_never_wait_for_masks():
     compute = slow._compute
 
     def late(moved):
-        import time
-
         time.sleep(0.2)
         compute(moved)
 
@@ -212,3 +216,46 @@ def test_unguided_rows_never_wait_for_masks():
     assert n_guided < 10
     outputs += made.drain()
     assert finish(outputs, "a") == "stop"
+
+
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_pages_of_forced_tokens_are_shared_only_once_they_are_written(fast_forward):
+    """The next turn starts with the whole answer: what it finds in the cache must be sound."""
+    spec = StructuredOutputs(regex="red car(, the red house in the city of Paris){3} [a-z]")
+    made = engine(fast_forward=fast_forward)
+    first = request("a", spec)
+    made.submit(first)
+    # The follower comes while the first one still runs, and right behind it.
+    answer = reference(first, spec, 0)
+    for n in (9, 17, 25, len(answer)):
+        turn = dataclasses.replace(
+            request(f"b{n}", max_tokens=6), prompt_ids=(*first.prompt_ids, *answer[:n])
+        )
+        alone = tokens(run(turn), turn.id)
+        outputs = made.step() + made.step()
+        made.submit(turn)
+        while finish_of(outputs, turn.id) is None:
+            outputs += made.step()
+        assert tokens(outputs, turn.id) == alone
+    made.drain()
+
+
+def finish_of(outputs, id):
+    last = gather(outputs).get((id, 0))
+    return None if last is None or last[-1].finish is None else last[-1].finish
+
+
+def test_a_journal_replays_guided_sequences_without_their_grammars(tmp_path):
+    path = tmp_path / "journal"
+    asked = [request(f"r{i}", CITY, temperature=1.0, seed=i) for i in range(3)]
+    asked.append(request("t", thinking=thinking(inside=True), thinking_token_budget=5))
+    asked += [request("n", SPECS["object"], n=3, temperature=1.0), request("f", max_tokens=20)]
+    spec = StructuredOutputs(regex="[0-9]+")
+    asked.append(request("bad", spec, allowed_token_ids=(50, 51)))
+    with path.open("wb", buffering=0) as file:
+        outputs = run(*asked, journal=JournalFile(file))
+    config = EngineConfig.of(max_num_batched_tokens=64, max_num_seqs=8)
+    replayed = replay(path, limits(), config)
+    refused = [o for o in replayed.outputs if o.error_code == "invalid_schema"]
+    assert replayed.outputs == outputs
+    assert not refused

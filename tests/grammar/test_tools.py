@@ -66,7 +66,7 @@ def test_auto_is_words_or_calls_that_fit(kind):
         assert not accepts(form, (*ids("see "), *BAD[kind]), many=True, required=False)
 
 
-@pytest.mark.parametrize("kind", ONE)
+@pytest.mark.parametrize("kind", ["hermes", "mistral"])
 def test_an_answer_of_a_schema_may_stand_instead(kind):
     form, one = ONE[kind]
     answer = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
 
 from jserve import LLM, SamplingParams, build
+from jserve.api.app import make_app
+from jserve.api.ask import ModelCard
+from jserve.api.server import HttpServer
+from jserve.config import EngineConfig
+from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.client import InprocClient
 from jserve.errors import BadRequest
 from jserve.types import StructuredOutputs
 from tests.whole.conftest import SMALL_OPTIONS
@@ -147,3 +154,70 @@ def test_the_shipped_model_says_valid_json(capsys) -> None:
         with capsys.disabled():
             print(f"\nshipped model: {finished} finished and valid, {cut} cut by length")
         assert finished > cut
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 30}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_the_shipped_model_calls_tools_through_the_sdk(capsys) -> None:
+    config = EngineConfig.of(model=str(build.shipped()), port=0, **SHIPPED)
+    side = build.text_side(config)
+    face = AsyncEngine(lambda: InprocClient(config, build.engine))
+    info = await face.start()
+    card = ModelCard(
+        name=side.name,
+        max_model_len=info["max_model_len"],
+        vocab_size=info["vocab_size"],
+        eos_ids=side.eos_ids,
+    )
+    server = HttpServer(make_app(config, face, side.tokenizer, side.chat, card), config.server)
+    url = await server.start()
+    asked: dict[str, Any] = {
+        "model": side.name,
+        "messages": [{"role": "user", "content": "What is the weather in Oslo?"}],
+        "tools": [WEATHER],
+        "max_tokens": 150,
+    }
+    try:
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as client:
+            for choice in ("required", "auto"):
+                for seed in range(4):
+                    answer = await client.chat.completions.create(
+                        **asked, tool_choice=choice, seed=seed
+                    )
+                    first = answer.choices[0]
+                    calls = first.message.tool_calls or []
+                    with capsys.disabled():
+                        said = [(c.function.name, c.function.arguments) for c in calls]
+                        print(
+                            f"\n{choice}: {first.finish_reason} {said or first.message.content!r}"
+                        )
+                    if choice == "required" and first.finish_reason != "length":
+                        assert first.finish_reason == "tool_calls"
+                        for call in calls:
+                            schema = WEATHER["function"]["parameters"]
+                            jsonschema.validate(json.loads(call.function.arguments), schema)
+            limited = await client.chat.completions.create(
+                model=side.name,
+                messages=[{"role": "user", "content": "What is 12 + 30?"}],
+                extra_body={"thinking_token_budget": 4},
+                max_tokens=60,
+            )
+            details = limited.usage.completion_tokens_details
+            assert details.reasoning_tokens <= 4 + 4
+    finally:
+        await server.stop(0.5)
+        await face.close()
