@@ -83,12 +83,17 @@ def parsed(value: Any, name: str) -> dict[str, Any]:
 
 
 def json_options(spec: StructuredOutputs) -> dict[str, Any]:
-    """llguidance's options for writing JSON as ``spec`` wants it."""
+    """llguidance's options for writing JSON as ``spec`` wants it.
+
+    They go over those in a schema's own ``x-guidance``, which could ask not to be enforced.
+    """
+    strict = {"lenient": False, "coerce_one_of": False}
     if spec.whitespace_pattern is not None:
         pattern = _text(spec.whitespace_pattern, "whitespace_pattern")
-        return {"whitespace_flexible": True, "whitespace_pattern": pattern}
+        return {**strict, "whitespace_flexible": True, "whitespace_pattern": pattern}
     gap = "" if spec.disable_any_whitespace else " "
     return {
+        **strict,
         "whitespace_flexible": False,
         "item_separator": f",{gap}",
         "key_separator": f":{gap}",

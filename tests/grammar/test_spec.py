@@ -110,6 +110,16 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword(name, nested):
     assert len(caught.value.message) <= 300
 
 
+@pytest.mark.parametrize("name", ["uniqueItems", "oneOf"])
+def test_a_schema_cannot_ask_not_to_be_enforced(name):
+    schema = REFUSED[name] | {"x-guidance": {"lenient": True, "coerce_one_of": True}}
+    with pytest.raises(BadRequest, match=name):
+        compiler().compile(StructuredOutputs(json=schema))
+    tags = {"structures": [{"begin": "<", "schema": schema, "end": ">"}], "triggers": ["<"]}
+    with pytest.raises(BadRequest, match=name):
+        compiler().compile(StructuredOutputs(structural_tag=tags))
+
+
 def deep(n: int) -> dict:
     schema: dict = {"type": "integer"}
     for _ in range(n):
