@@ -91,6 +91,8 @@ class TokenGuides:
         self._batch = self._masking.submit(self._compute, moved) if moved else None
 
     def settle(self, timeout_s: float | None) -> None:
+        if timeout_s is None and self._batch is None:
+            self.kick()
         batch = self._batch
         if batch is None:
             return
@@ -99,8 +101,8 @@ class TokenGuides:
         except TimeoutError:
             return
         self._batch = None
-        self.kick()
-        if self._batch is not None and timeout_s is None:
+        self.kick()  # those who moved while it was computed
+        if timeout_s is None and self._batch is not None:
             self._batch.result()
             self._batch = None
 
