@@ -93,7 +93,13 @@ async def served(engine, template: str = FORMATS["hermes"], **options):
 
 @asynccontextmanager
 async def fake_device(**options):
-    """The real scheduler, guides and async engine over the fake device."""
+    """The real scheduler, guides and async engine over the fake device.
+
+    It draws evenly among what is allowed, so where it may think it would think for ever: thoughts
+    are off unless the template begins one.
+    """
+    if "<think>\n" not in options.get("template", ""):
+        options["reasoning_parser"] = "none"
 
     def build(config, progress):
         config = EngineConfig.of(max_num_batched_tokens=64, max_num_seqs=8)
@@ -173,7 +179,7 @@ async def test_the_sdk_parses_a_pydantic_answer():
 async def test_forced_calls_are_valid_in_every_format(kind):
     async with fake_device(template=FORMATS[kind]) as client:
         for seed in range(3):
-            args = {"seed": seed, "max_tokens": 200, "temperature": 1.0}
+            args = {"seed": seed, "max_tokens": 400, "temperature": 1.0}
             for choice in (
                 "required",
                 {"type": "function", "function": {"name": "get_weather"}},
@@ -185,8 +191,6 @@ async def test_forced_calls_are_valid_in_every_format(kind):
                 assert await streamed(client, **fields) == answer
                 content, _, calls, finish = answer
                 assert content == ""
-                if finish == "length":
-                    continue
                 assert finish == "tool_calls"
                 assert calls
                 assert len(calls) == 1 or seed != 2
