@@ -142,12 +142,34 @@ def engine(
 
     began = time.monotonic()
     runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
-    scheduler = Scheduler(runner.limits, config, journal=_journal(config.scheduler.journal))
+    scheduler = Scheduler(
+        runner.limits,
+        config,
+        journal=_journal(config.scheduler.journal),
+        guides=_guides(config, runner.limits.vocab_size),
+    )
     made = Engine(scheduler, runner, overlap=config.scheduler.overlap)
     info = {**facts, **runner.report(), "startup_s": round(time.monotonic() - began, 2)}
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
     return made, info
+
+
+def _guides(config: EngineConfig, n_vocab: int) -> Any:
+    """Structured output; the tokenizer is loaded when the first grammar comes."""
+    from jserve.grammar.guides import TokenGuides
+    from jserve.grammar.vocab import vocabulary
+    from jserve.text.tokenizer import load_tokenizer
+
+    if not config.device.structured_outputs:
+        return None
+
+    def table() -> Any:
+        source = located(config)
+        tokenizer = load_tokenizer(config.model.tokenizer or source.directory)
+        return vocabulary(tokenizer, n_vocab, _eos_ids(source, tokenizer))
+
+    return TokenGuides(table)
 
 
 def _journal(path: str) -> Any:
@@ -250,6 +272,9 @@ def close(engine: Engine) -> None:
     """Give the KV pool and the slots back to the device."""
     import jax
 
+    guides: Any = engine.scheduler.guides
+    if guides is not None:
+        guides.close()
     engine.close()
     runner: Any = engine.runner
     for leaf in jax.tree.leaves(runner.state):

@@ -73,6 +73,7 @@ async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
             defaults=text.defaults,
             version=__version__,
             scores_prompts=config.device.prompt_logprobs,
+            masks=config.device.structured_outputs,
         )
         ready_s = time.monotonic() - began
         return await listen(

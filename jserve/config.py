@@ -40,6 +40,16 @@ class ModelOptions:
     max_model_len: int = opt(0, "tokens of context; 0 takes the model's", min=0)
     seed: int = opt(0, "seed of dummy weights and of requests without one", min=0)
     chat_template: str = opt("", "file with a jinja2 chat template; empty takes the model's")
+    tool_call_parser: str = opt(
+        "auto",
+        "how the model writes tool calls; 'auto' asks its chat template",
+        choices=("auto", "none", "hermes", "llama3", "mistral"),
+    )
+    reasoning_parser: str = opt(
+        "auto",
+        "how the model writes thoughts; 'auto' asks its vocabulary",
+        choices=("auto", "none", "think", "mistral"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +127,7 @@ class DeviceOptions:
     )
     max_drafts: int = opt(0, "draft tokens verified per row and step", min=0, max=15)
     prompt_logprobs: bool = opt(True, "compile the program that scores prompt tokens")
+    structured_outputs: bool = opt(True, "compile the programs that apply grammar masks")
     compile_cache: str = opt(
         "auto", "directory of compiled programs; 'auto' is the user cache, '' is off"
     )

@@ -67,13 +67,17 @@ class FakeModel:
         params: SamplingParams,
         stops: Seq[int],
         lock: int,
+        mask_W: np.ndarray | None = None,
     ) -> int:
-        """The token at ``position`` given the hash ``seen`` of all before it.
+        """The token at ``position`` given the hash ``seen`` of all before it; -1: all is forbidden.
 
-        Stop ids are banned below position ``lock``, as on the device.
+        Stop ids are banned below position ``lock``, as on the device; ``mask_W`` holds the bits of
+        the allowed tokens.
         """
         if not params.greedy:
             seen = mix(seen ^ mix(seed & MASK) ^ mix(position))
+        if mask_W is not None:
+            return self._masked(seen, params, stops if position < lock else (), mask_W)
         pool = params.allowed_token_ids
         token = pool[seen % len(pool)] if pool else seen % self.vocab_size
         if self.eos_rate and stops and mix(seen ^ 1) % self.eos_rate == 0:
@@ -82,6 +86,16 @@ class FakeModel:
             while token in stops:
                 token = (token + 1) % self.vocab_size
         return token
+
+    def _masked(
+        self, seen: int, params: SamplingParams, banned: Seq[int], mask_W: np.ndarray
+    ) -> int:
+        bits = np.unpackbits(mask_W.astype("<i4").view(np.uint8), bitorder="little")
+        pool = np.flatnonzero(bits[: self.vocab_size])
+        pool = pool[~np.isin(pool, banned)]
+        if params.allowed_token_ids is not None:
+            pool = pool[np.isin(pool, params.allowed_token_ids)]
+        return int(pool[seen % len(pool)]) if len(pool) else -1
 
 
 def stops_of(request: Request) -> tuple[int, ...]:

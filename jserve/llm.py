@@ -14,6 +14,7 @@ from typing import Any
 
 from jserve import build
 from jserve.api.chat import Chat
+from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
@@ -21,7 +22,7 @@ from jserve.engine.engine import Engine
 from jserve.errors import BadRequest, error_of
 from jserve.progress import progress_bar
 from jserve.text.stream import TextStream
-from jserve.types import Finish, Output, Request, SamplingParams, TokenLogprob
+from jserve.types import Finish, Output, Request, SamplingParams, Thinking, TokenLogprob
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": str}`` / ``{"prompt_token_ids": [int]}``."""
@@ -121,6 +122,7 @@ class _Door:
         self.config = EngineConfig.of(**flat)
         self._text = build.text_side(self.config)
         self.tokenizer = self._text.tokenizer
+        self._speech = speech_of(self.config.model, self._text.chat, self.tokenizer)
         self._ids = itertools.count()
 
     @property
@@ -145,8 +147,20 @@ class _Door:
             prompt_ids=tuple(ids),
             params=params,
             eos_ids=self._text.eos_ids,
+            thinking=self._thinking(prompt, params, ids),
         )
         return _Running(request, text, self.tokenizer)
+
+    def _thinking(self, prompt: Prompt, params: SamplingParams, ids: list[int]) -> Thinking | None:
+        """The thought that may come first: before an answer of a given structure in chats only."""
+        if params.limits_thought and self._speech.thinking is None:
+            raise BadRequest(
+                "this model's thoughts cannot be limited", field="thinking_token_budget"
+            )
+        chats = isinstance(prompt, Mapping) and prompt.get("chat")
+        if params.limits_thought or (params.guided and chats):
+            return self._speech.thinking_after(ids, self.tokenizer)
+        return None
 
     def _tokenised(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -170,7 +184,7 @@ class _Door:
         parts = chat.render(
             Chat(messages=[dict(m) for m in messages], variables=variables, **known)
         )
-        return {"prompt_token_ids": self.tokenizer.encode_parts(parts)}
+        return {"prompt_token_ids": self.tokenizer.encode_parts(parts), "chat": True}
 
 
 class LLM(_Door):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from jserve.types import PageFetch, Request, Sequence, StepPlan, StepResult
 
@@ -39,6 +42,8 @@ class RunnerLimits:
     page_size: int
     max_model_len: int
     vocab_size: int
+    masks: bool = True
+    """False refuses structured output (no program takes a mask)."""
     scores_prompts: bool = True
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
     n_host_pages: int = 0
@@ -107,6 +112,68 @@ class Proposer(Protocol):
     def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a guide makes of drawn tokens."""
+
+    forced: tuple[int, ...] = ()
+    """Ids that must follow and need no model step."""
+    ended: bool = False
+    """Nothing may follow the tokens drawn and forced."""
+    free: bool = False
+    """The guide has nothing more to say: the sequence goes on without it."""
+    error: str | None = None
+    """The sequence ends with this error."""
+
+
+class Guide(Protocol):
+    """What one sequence's tokens must obey. Its state is that of the committed tokens."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why its mask forbids everything; None when that is not the guide's doing."""
+        ...
+
+    def room(self, in_flight: int) -> int:
+        """Tokens that may be planned now, with so many in flight; 0: wait for them, or for a
+        mask."""
+        ...
+
+    def trim(self, drafts: Seq[int]) -> Seq[int]:
+        """The first of ``drafts`` that may follow."""
+        ...
+
+    def mask(self, drafts: Seq[int]) -> np.ndarray | None:
+        """Allowed-token bits int32[1 + len(drafts), ceil(V / 32)] after each of the trimmed
+        ``drafts``; None: all are allowed everywhere."""
+        ...
+
+    def take(self, drawn: Seq[int]) -> Verdict:
+        """The sequence got these tokens; moves the state past them and past what they force."""
+        ...
+
+
+class Guides(Protocol):
+    """Makes guides, and computes their masks beside the device step."""
+
+    def compile(self, request: Request) -> Future[None] | None:
+        """Have what ``request`` must obey compiled; None when it is at hand. The future raises
+        BadRequest for a structure that cannot be enforced."""
+        ...
+
+    def guide(self, request: Request) -> Guide | None:
+        """A guide for one choice of a compiled request; None when it needs none."""
+        ...
+
+    def kick(self) -> None:
+        """Begin the masks of the guides that moved, elsewhere; called after each commit."""
+        ...
+
+    def settle(self, timeout_s: float | None) -> None:
+        """Wait until all masks begun are there, for ``timeout_s`` at most."""
+        ...
+
+
 class Tokenizer(Protocol):
     """What the host side needs of a tokenizer."""
 
@@ -140,5 +207,6 @@ class Journal(Protocol):
     def commit(self, now: float, plan: StepPlan, result: StepResult) -> None: ...
 
     def expire(self, now: float) -> None: ...
+    def guided(self, request_id: str, index: int, verdict: Verdict) -> None: ...
 
     def recover(self, now: float, blame: Seq[str], error: str) -> None: ...

@@ -155,6 +155,10 @@ class FakeRunner:
             n_given = 1 + len(row.drafts) if row.from_slot else len(row.tokens)
             assert row.count == n_given > 0, f"count {row.count}, {n_given} tokens"
             assert len(row.drafts) <= limits.max_drafts, f"{len(row.drafts)} drafts"
+            if row.mask is not None:
+                words = -(-limits.vocab_size // 32)
+                shape = (1 + len(row.drafts), words)
+                assert row.mask.shape == shape, f"mask {row.mask.shape}, wanted {shape}"
             assert row.start + row.count <= limits.max_model_len, "a row leaves the context"
 
     def _move(self, plan: StepPlan) -> dict[int, HostCopy]:
@@ -251,7 +255,11 @@ class FakeRunner:
         for j in range(1 + len(row.drafts)):
             salt = sampling_hash(params, slot.history, slot.bias)
             seen = int(seen_N[first + j]) ^ salt
-            token = self.model.draw(seen, first + j + 1, seq.seed, params, stops, lock)
+            mask_W = None if row.mask is None else row.mask[j]
+            token = self.model.draw(seen, first + j + 1, seq.seed, params, stops, lock, mask_W)
+            if token < 0:
+                out.finite_R[r], out.n_ok_R[r] = False, j + 1
+                break
             slot.history = (slot.history + counted(token, True)) & MASK
             slot.last, slot.length = token, first + j + 1
             _put(out, r, j, token, seen, self._limits.vocab_size)

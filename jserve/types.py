@@ -30,6 +30,7 @@ from jserve.errors import BadRequest
 
 if TYPE_CHECKING:
     from jserve.kv.cache import PageLease
+    from jserve.ports import Guide
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -56,6 +57,74 @@ def _number(value: Any, name: str, low: float, high: float, *, low_open: bool = 
 def _integer(value: Any, name: str, low: int, high: int) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     _require(ok, name, f"must be an integer in [{low}, {high}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What the output must look like: exactly one of the first six fields. Names are vLLM's.
+
+    Raises:
+        BadRequest: none or several are given, or one is of the wrong type; ``field`` names it.
+    """
+
+    json: Any = None
+    """A JSON schema, as an object or as JSON text."""
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    """One of these texts, to the letter."""
+    grammar: str | None = None
+    """Lark (llguidance's dialect) or GBNF."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    structural_tag: Any = None
+    """``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}``, or that as JSON text."""
+    whitespace_pattern: str | None = None
+    """Regex of the white space between JSON tokens; None writes JSON as ``json.dumps`` does."""
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+    def __post_init__(self) -> None:
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+        n_given = len(self.given)
+        names = ", ".join(STRUCTURES)
+        _require(n_given == 1, "structured_outputs", f"must set exactly one of {names}")
+        _require(self.json is None or isinstance(self.json, dict | str), *_wrong("json", "schema"))
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, str), *_wrong(name, "string"))
+        words = self.choice is None or (
+            bool(self.choice) and all(isinstance(w, str) and w for w in self.choice)
+        )
+        _require(words, *_wrong("choice", "list of non-empty strings"))
+        tag = self.structural_tag
+        _require(tag is None or isinstance(tag, dict | str), *_wrong("structural_tag", "object"))
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the structures that are set; one, once checked."""
+        return tuple(n for n in STRUCTURES if getattr(self, n) not in (None, False))
+
+
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def _wrong(name: str, kind: str) -> tuple[str, str]:
+    return f"structured_outputs.{name}", f"must be a {kind}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """The token ids by which a thought is told from the answer; from the model's chat format."""
+
+    open_id: int
+    close_id: int
+    end_ids: tuple[int, ...]
+    """What ends a thought that ran out of its budget, ``close_id`` among them."""
+    gap_ids: tuple[int, ...] = ()
+    """What stands between ``close_id`` and a structured answer."""
+    inside: bool = False
+    """True when the prompt ends inside a thought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +164,9 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """Strings never to be produced; turned into ``bad_token_ids`` where a tokenizer is at hand."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
+    """Most tokens of a thought, which is then closed; None or -1 is no limit."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -125,6 +197,8 @@ class SamplingParams:
         _integer(self.min_tokens, "min_tokens", 0, 2**31 - 1)
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
+        if self.thinking_token_budget is not None:
+            _integer(self.thinking_token_budget, "thinking_token_budget", -1, 2**31 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(getattr(self, name), name, 0, MAX_LOGPROBS)
@@ -175,6 +249,15 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+    @property
+    def guided(self) -> bool:
+        """True when the tokens to come depend on what the drawn ones say."""
+        return self.structured_outputs is not None or self.limits_thought
+
+    @property
+    def limits_thought(self) -> bool:
+        return self.thinking_token_budget not in (None, -1)
 
     @property
     def biased(self) -> bool:
@@ -249,6 +332,8 @@ class Request:
     else is left to evict."""
     adapter: str | None = None
     skip_prefix_cache: bool = False
+    thinking: Thinking | None = None
+    """None where the model writes no thoughts, or the prompt closed the thought already."""
 
 
 class HandleInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,6 +397,8 @@ class Sequence:
     """Tokens known at (re-)admission: rows below it carry ids, rows from it on read the slot."""
     slot: int = -1
     lease: PageLease | None = None
+    guide: Guide | None = None
+    """What its tokens must obey; None for most."""
     n_cached: int = 0
     """Prompt tokens that came from the prefix cache at first admission."""
     n_preempted: int = 0

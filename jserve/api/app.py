@@ -29,6 +29,7 @@ from jserve.api.front import (
 from jserve.api.metrics import Metrics
 from jserve.api.middleware import Handler, expect, make_middlewares, request_id, stamp
 from jserve.api.prepare import Preparer
+from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
 from jserve.errors import EngineDead, NotFound, NotReady
 from jserve.text.tokenizer import TextTokenizer
@@ -47,7 +48,12 @@ def make_app(
     *,
     limits: Limits | None = None,
 ) -> web.Application:
-    """The application: all routes over one engine. Its clean-up ends the threads it started."""
+    """The application: all routes over one engine. Its clean-up ends what it started.
+
+    Raises:
+        ConfigError: the parser of thoughts that was asked for does not fit the model.
+    """
+    card = replace(card, speech=speech_of(config.model, chat, tokenizer))
     front = Front(
         engine=engine,
         prepare=Preparer(tokenizer, chat, card, caches.HandleBook()),
@@ -88,7 +94,9 @@ async def chat_completions(request: web.Request, front: Front) -> web.StreamResp
     wish = await front.read(request, lambda raw: openai.chat_wish(raw, card, template))
     _relabel(request, wish.body.request_id)
     requests = await _requests(request, front, wish)
-    reply = openai_reply.ChatReply(wish.body, card, front.prepare.tokenizer, requests)
+    reply = openai_reply.ChatReply(
+        wish.body, card, front.prepare.tokenizer, requests, calls=wish.ask.shape.calls
+    )
     return await answer(request, front, wish, requests, reply)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.api.chat import Chat
+from jserve.api.openai_structure import FREE, Shape
+from jserve.api.speech import PLAIN, Speech
 from jserve.types import Lane, Retention, SamplingParams
 
 
@@ -33,6 +35,10 @@ class ModelCard:
     """Hash of model and config, sent as ``system_fingerprint``."""
     scores_prompts: bool = True
     """Whether the engine can give log-probabilities of prompt tokens."""
+    masks: bool = True
+    """Whether the engine can hold an answer to a structure."""
+    speech: Speech = PLAIN
+    """How the model writes thoughts and tool calls."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def knows(self, name: str) -> bool:
@@ -68,6 +74,8 @@ class Ask:
     session: str | None = None
     retain: tuple[Retention, ...] = ()
     skip_prefix_cache: bool = False
+    shape: Shape = FREE
+    """Where ``params.structured_outputs`` came from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +97,5 @@ class Usage:
     prompt: int
     completion: int
     cached: int
+    reasoning: int | None = None
+    """Output tokens of thoughts; None where the model has none."""

@@ -167,7 +167,11 @@ class ChatTemplate:
 
     def knows_role(self, role: str) -> bool:
         """Whether the templates mention a role by name."""
-        return any(role in text for text in self._sources.values())
+        return self.mentions(role)
+
+    def mentions(self, text: str) -> bool:
+        """Whether ``text`` stands in a template, as its source writes it."""
+        return any(text in source for source in self._sources.values())
 
     def takes(self, variable: str) -> bool:
         """Whether ``variable`` may be set by a request: a template reads it and it is not ours."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +19,7 @@ from jserve.api.ask import Ask, ModelCard, Wish
 from jserve.api.chat import Chat, ChatTemplate
 from jserve.api.errors import Unsupported, shown
 from jserve.api.openai_messages import chat_of
+from jserve.api.openai_structure import Shape, shape_of
 from jserve.api.openai_values import (
     MAX_CHOICES,
     bias_of,
@@ -46,7 +48,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "functions": (),
     "grammar": (),
-    "include_reasoning": (True,),
     "json_schema": (),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
@@ -54,17 +55,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "regex": (),
-    "response_format": ({"type": "text"},),
     "structural_tag": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking": (),
-    "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_CHAT_ONLY = frozenset({"messages", "tools", "tool_choice"})
+_CHAT_ONLY = frozenset({"messages", "tools", "tool_choice", "thinking_token_budget"})
 
 
 class StreamOptions(BaseModel):
@@ -120,6 +118,8 @@ class Body(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
 
     @property
     def include_usage(self) -> bool:
@@ -147,6 +147,8 @@ class ChatBody(Body):
     chat_template_kwargs: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionBody(Body):
@@ -225,14 +227,49 @@ def chat_wish(raw: Mapping[str, Any], card: ModelCard, template: ChatTemplate | 
     if body.add_special_tokens:
         raise Unsupported("add_special_tokens has no meaning for chat", field="add_special_tokens")
     logprobs = top_of(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
+    chat = _chat(body, template)
+    shape = _shape(body, chat.tools, card)
+    params = _params(body, card, max_tokens=length, logprobs=logprobs, field=length_field)
     ask = Ask(
-        chat=_chat(body, template),
+        chat=chat,
         field="messages",
         length_field=length_field,
-        params=_params(body, card, max_tokens=length, logprobs=logprobs, field=length_field),
+        params=replace(params, **_talk(body, shape, card)),
+        shape=shape,
         **_common(body),
     )
     return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
+
+
+def _talk(body: ChatBody, shape: Shape, card: ModelCard) -> dict[str, Any]:
+    """Sampling parameters that follow from how the model talks."""
+    found: dict[str, Any] = {"structured_outputs": shape.spec}
+    budget = body.thinking_token_budget
+    if budget is not None and budget != -1:
+        if budget < -1:
+            raise BadRequest(
+                "thinking_token_budget must be at least 0, or -1", field="thinking_token_budget"
+            )
+        if card.speech.thinking is None or not card.masks:
+            raise Unsupported(
+                "this model's thoughts cannot be limited", field="thinking_token_budget"
+            )
+        found["thinking_token_budget"] = budget
+    if card.speech.keeps_special and (shape.calls or card.speech.tags is not None):
+        found["skip_special_tokens"] = False
+    return found
+
+
+def _shape(body: Body, tools: list[dict[str, Any]] | None, card: ModelCard) -> Shape:
+    values = {name: getattr(body, name) for name in type(body).model_fields}
+    shape = shape_of(values, tools, card.speech)
+    if shape.spec is not None and not card.masks:
+        name = shape.field.split(".")[0]
+        raise Unsupported(f"{name} is switched off on this server", field=name)
+    if shape.spec is not None and not card.eos_ids:
+        name = shape.field.split(".")[0]
+        raise Unsupported(f"{name} needs a model with an end token", field=name)
+    return shape
 
 
 def _chat_length(body: ChatBody) -> tuple[int | None, str]:
@@ -269,8 +306,14 @@ def completion_wish(raw: Mapping[str, Any], card: ModelCard) -> Wish:
     params = _params(body, card, max_tokens=max(length, 1), logprobs=logprobs, field="max_tokens")
     if params.n * len(prompts) > MAX_CHOICES:
         raise BadRequest(f"n times the prompts may be at most {MAX_CHOICES}", field="n")
-    special = body.add_special_tokens is not False
-    ask = Ask(prompts=prompts, params=params, add_special_tokens=special, **_common(body))
+    shape = _shape(body, None, card)
+    ask = Ask(
+        prompts=prompts,
+        params=replace(params, structured_outputs=shape.spec),
+        add_special_tokens=body.add_special_tokens is not False,
+        shape=shape,
+        **_common(body),
+    )
     return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
 
 

@@ -154,10 +154,8 @@ def _tools(fields: Mapping[str, Any], template: ChatTemplate | None) -> list[dic
         if choice not in (None, "none"):
             raise BadRequest("tool_choice needs tools", field="tool_choice")
         return None
-    if choice not in (None, "none", "auto"):
-        raise Unsupported("tool_choice must be none or auto", field="tool_choice")
-    if fields["parallel_tool_calls"] is False:
-        raise Unsupported("parallel_tool_calls cannot be forbidden", field="parallel_tool_calls")
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        raise BadRequest("tool_choice must be none, auto or required", field="tool_choice")
     if not isinstance(value, list) or not 0 < len(value) <= MAX_TOOLS:
         raise BadRequest(f"tools must be a list of 1 to {MAX_TOOLS}", field="tools")
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(value)]
@@ -172,6 +170,9 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
         raise BadRequest(f"{at} must be a tool of type function", field=at)
     if not _string(function.get("name"), f"{at}.function.name"):
         raise BadRequest(f"{at}.function.name must not be empty", field=f"{at}.function.name")
+    if function.get("strict") is not None and not isinstance(function["strict"], bool):
+        where = f"{at}.function.strict"
+        raise BadRequest(f"{where} must be true or false", field=where)
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise BadRequest(f"{at}.function.parameters must be an object", field=at)

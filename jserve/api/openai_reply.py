@@ -14,11 +14,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jserve.api.ask import ModelCard, Usage
 from jserve.api.generate import Counts, Json, Piece
 from jserve.api.openai import ChatBody, CompletionBody
+from jserve.api.voice import Voice
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request, TokenLogprob
 
@@ -59,12 +60,15 @@ def gathered(pieces: Sequence[Piece]) -> list[tuple[int, _Whole]]:
 
 
 def usage_of(usage: Usage) -> Json:
-    return {
+    found: Json = {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
+    if usage.reasoning is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning}
+    return found
 
 
 class TokenWriter:
@@ -143,20 +147,29 @@ def _finite(logprob: float) -> float:
 
 
 class ChatReply:
-    """Answers of /v1/chat/completions for one request."""
+    """Answers of /v1/chat/completions for one request. ``calls``: look for tool calls in them."""
 
     done: str | None = "[DONE]"
 
     def __init__(
-        self, body: ChatBody, card: ModelCard, tokenizer: TextTokenizer, requests: Sequence[Request]
+        self,
+        body: ChatBody,
+        card: ModelCard,
+        tokenizer: TextTokenizer,
+        requests: Sequence[Request],
+        *,
+        calls: bool = False,
     ) -> None:
         self._body = body
         self._requests = requests
+        self._card, self._tokenizer, self._calls = card, tokenizer, calls
+        self._voices: dict[int, Voice] = {}
         self._writer = TokenWriter(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._head = _head("chatcmpl-", card)
 
     def chunks(self, piece: Piece, usage: Counts) -> Iterator[Json]:
-        """The chunks of one piece: its role when it is the choice's first, text, finish."""
+        """The chunks of one piece: its role when it is the choice's first, what it says, finish."""
+        voice = self._voice(piece.choice, piece.prompt)
         if piece.first:
             role = self._choice(piece, {"role": "assistant", "content": ""})
             role["seed"] = piece.seed
@@ -164,8 +177,9 @@ class ChatReply:
             if self._body.return_token_ids:
                 chunk["prompt_token_ids"] = list(self._requests[piece.prompt].prompt_ids)
             yield chunk
-        if piece.text or (piece.token_ids and (self._body.logprobs or self._body.return_token_ids)):
-            choice = self._choice(piece, {"content": piece.text})
+        delta = voice.delta(piece.text, piece.token_ids, last=piece.finish is not None)
+        if delta or (piece.token_ids and (self._body.logprobs or self._body.return_token_ids)):
+            choice = self._choice(piece, delta or {"content": ""})
             if self._body.logprobs:
                 choice["logprobs"] = self._logprobs(piece.logprobs or ())
             if self._body.return_token_ids:
@@ -173,14 +187,14 @@ class ChatReply:
             yield self._chunk(choice, usage)
         if piece.finish is not None:
             choice = self._choice(piece, {})
-            choice["finish_reason"] = piece.finish.value
+            choice["finish_reason"] = voice.finish(piece.finish.value)
             choice["stop_reason"] = piece.stop_reason
             yield self._chunk(choice, usage)
 
     def last(self, usage: Usage) -> Iterator[Json]:
         if self._body.include_usage:
             head = self._head | {"object": "chat.completion.chunk"}
-            yield head | {"choices": [], "usage": usage_of(usage)}
+            yield head | {"choices": [], "usage": usage_of(self._counted(usage))}
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> Json:
         """The ``chat.completion`` object."""
@@ -188,7 +202,7 @@ class ChatReply:
         answer = self._head | {
             "object": "chat.completion",
             "choices": [self._whole_choice(number, choice) for number, choice in choices],
-            "usage": usage_of(usage),
+            "usage": usage_of(self._counted(usage)),
         }
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = list(self._requests[0].prompt_ids)
@@ -197,21 +211,33 @@ class ChatReply:
         return answer
 
     def _whole_choice(self, number: int, choice: _Whole) -> Json:
+        voice = self._voice(number, choice.prompt)
         found: Json = {
             "index": number,
-            "message": {
-                "role": "assistant",
-                "content": "".join(choice.text),
-                "refusal": None,
-            },
+            "message": voice.message("".join(choice.text), choice.token_ids),
             "logprobs": self._logprobs(choice.logprobs) if self._body.logprobs else None,
-            "finish_reason": choice.finish,
+            "finish_reason": voice.finish(choice.finish),
             "stop_reason": choice.stop_reason,
             "seed": choice.seed,
         }
         if self._body.return_token_ids:
             found["token_ids"] = choice.token_ids
         return found
+
+    def _voice(self, number: int, prompt: int) -> Voice:
+        voice = self._voices.get(number)
+        if voice is None:
+            speech = self._card.speech
+            state = speech.state(self._requests[prompt].prompt_ids, self._tokenizer)
+            shows = self._body.include_reasoning is not False
+            voice = Voice(speech, state, calls=self._calls, shows_reasoning=shows)
+            self._voices[number] = voice
+        return voice
+
+    def _counted(self, usage: Usage) -> Usage:
+        if self._card.speech.tags is None:
+            return usage
+        return replace(usage, reasoning=sum(v.n_reasoning for v in self._voices.values()))
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
         return self._writer.chat(entries, self._body.top_logprobs or 0)
@@ -221,7 +247,7 @@ class ChatReply:
 
     def _chunk(self, choice: Json, usage: Counts) -> Json:
         chunk = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
-        return _with_usage(chunk, self._body, usage)
+        return _with_usage(chunk, self._body, lambda: self._counted(usage()))
 
 
 class CompletionReply:

@@ -17,7 +17,10 @@ from typing import Any, Protocol
 
 from jserve.api.ask import Ask, ModelCard
 from jserve.api.chat import Chat, ChatTemplate, Part
+from jserve.api.openai_structure import Shape
 from jserve.errors import BadRequest, ContextTooLong, Overloaded
+from jserve.grammar.checker import GrammarChecker
+from jserve.grammar.vocab import vocabulary
 from jserve.text.pool import TokenizerPool
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import MAX_BAD_WORD_TOKENS, Request, SamplingParams
@@ -43,6 +46,7 @@ class Preparer:
         card: ModelCard,
         book: Heads | None = None,
     ) -> None:
+        self._checker = GrammarChecker(lambda: vocabulary(tokenizer, card.vocab_size, card.eos_ids))
         self.tokenizer = tokenizer
         self.book: Any = book
         self.chat = chat
@@ -53,6 +57,7 @@ class Preparer:
         self._queued = 0
 
     def close(self) -> None:
+        self._checker.close()
         self._pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -61,9 +66,11 @@ class Preparer:
 
         Raises:
             ContextTooLong: more characters or tokens than the context takes.
-            BadRequest: an empty prompt, a token id outside the vocabulary, refused messages.
+            BadRequest: an empty prompt, a token id outside the vocabulary, refused messages, a
+            structure that cannot be enforced.
             Overloaded: too many requests wait for a thread.
         """
+        await self._check_shape(ask.shape)
         prompts = [tuple(ids) for ids in await self.prompt_ids(ask)]
         head = self.book.head(ask) if self.book is not None else None
         if head is not None:
@@ -128,6 +135,17 @@ class Preparer:
         finally:
             self._queued -= 1
 
+    async def _check_shape(self, shape: Shape) -> None:
+        """Have the structure compiled, its parts first, so that an error names its field."""
+        last = () if shape.spec is None else ((shape.field, shape.spec),)
+        for field, spec in (*shape.checks, *last):
+            try:
+                future = self._checker.check(spec)
+                if future is not None:
+                    await asyncio.wrap_future(future)
+            except BadRequest as e:
+                raise _at_field(e, field) from None
+
     def _check_chars(self, chat: Chat) -> None:
         n_chars = sum(len(m.get("content") or "") for m in chat.messages)
         if n_chars > self.max_chars:
@@ -174,7 +192,11 @@ class Preparer:
             )
 
     def _request(self, ask: Ask, params: SamplingParams, ids: tuple[int, ...]) -> Request:
+        thinking = None
+        if ask.chat is not None and params.guided:
+            thinking = self.card.speech.thinking_after(ids, self.tokenizer)
         return Request(
+            thinking=thinking,
             id=uuid.uuid4().hex,
             prompt_ids=ids,
             params=params,
@@ -192,6 +214,14 @@ class Preparer:
             retain=ask.retain,
             skip_prefix_cache=ask.skip_prefix_cache,
         )
+
+
+def _at_field(error: BadRequest, field: str) -> BadRequest:
+    """The error of a structure, under the name of the request field it came from."""
+    inner = error.field or ""
+    if field == "structured_outputs" or not inner.startswith("structured_outputs"):
+        return error
+    return BadRequest(error.message.replace(inner, field, 1), field=field, code=error.code)
 
 
 def bad_token_ids(tokenizer: TextTokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from jserve.engine.gate import Gate
 from jserve.engine.wire import Cancel, Create, Handle, Handles, Stats, Submit
 from jserve.errors import EngineDead, JserveError, RequestFailed
 from jserve.ports import Clock, DiskTier, InFlight, Runner
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 MAX_RETRIES = 2
 FAULT_WINDOW_S = 60.0
+COMPILE_WAIT_S = 0.005
+"""How long an engine with nothing else to do waits for a grammar, before it looks at its inbox."""
 
 
 class Engine:
@@ -60,6 +63,7 @@ class Engine:
         self._overlap = overlap
         self._inbox: deque[Submit | Cancel | Create | Handle] = deque()
         self._answers: list[Handles] = []
+        self._gate = Gate(scheduler.guides)
         self._flights: deque[InFlight] = deque()
         self._landed: list[Output] = []
         self._faults: list[float] = []
@@ -93,7 +97,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while a further step would do something."""
-        return bool(self._inbox or self._flights or self._landed) or self.scheduler.has_work
+        ours = self._inbox or self._flights or self._landed or len(self._gate)
+        return bool(ours) or self.scheduler.has_work
 
     @property
     def n_in_flight(self) -> int:
@@ -177,20 +182,24 @@ class Engine:
             match message:
                 case Cancel():
                     now = self.clock()
+                    outputs += self._gate.cancel(message.request_id, message.index)
                     outputs += self.scheduler.cancel(message.request_id, now, message.index)
                 case Handle():
                     self._answers.append(self._answer(message))
-                case Submit() | Create():
-                    outputs += self._hand_in(message)
+                case Create():
+                    outputs += self._create(message)
+                case Submit():
+                    opened = self._gate.put(message.request)
+                    outputs += [] if opened is None else self._enter(*opened)
+        idle = not self._flights and not self.scheduler.has_work
+        for request, error in self._gate.take(COMPILE_WAIT_S if idle else 0.0):
+            outputs += self._enter(request, error)
         return outputs + self.scheduler.expire(self.clock())
 
-    def _hand_in(self, message: Submit | Create) -> list[Output]:
-        """Nothing, or the refusal."""
+    def _create(self, message: Create) -> list[Output]:
+        """Nothing, or the refusal of a cache handle."""
         try:
-            if isinstance(message, Create):
-                caching.create(self.scheduler, message.request, message.ttl_s, self.clock())
-            else:
-                self.scheduler.submit(message.request, self.clock())
+            caching.create(self.scheduler, message.request, message.ttl_s, self.clock())
         except JserveError as error:
             return refusal(message.request, error)
         return []
@@ -209,6 +218,16 @@ class Engine:
                 id=asked.id, error=error.message, error_code=error.code, error_field=error.field
             )
         return Handles(id=asked.id, handles=found)
+
+    def _enter(self, request: Request, error: JserveError | None) -> list[Output]:
+        """Hand a request to the scheduler, unless ``error`` or the scheduler refuses it."""
+        try:
+            if error is not None:
+                raise error
+            self.scheduler.submit(request, self.clock())
+        except JserveError as refused:
+            return refusal(request, refused)
+        return []
 
     def _recover(self, error: Exception, plan: StepPlan | None) -> list[Output]:
         """Give up the steps in flight, rebuild the device state, try again without the suspects.

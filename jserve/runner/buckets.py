@@ -102,7 +102,7 @@ class Ladder:
         if scores:
             found.add(Bucket(D=D, P=P, F=F, J=1 + max_drafts, score=True))
         if masks:
-            found |= {_with_mask(b) for b in found}
+            found |= {_with_mask(b) for b in found if _worth_a_mask(b, D, P)}
         return cls(buckets=tuple(sorted(found, key=_cost)))
 
     def choose(self, needs: Needs) -> Bucket:
@@ -119,6 +119,11 @@ class Ladder:
 
 def _cost(b: Bucket) -> tuple:
     return (b.score, b.mask, b.lora, b.T, b.R, b)
+
+
+def _worth_a_mask(b: Bucket, D: int, P: int) -> bool:
+    """Few rungs take masks: each is one more program to compile, and guided rows are few."""
+    return b.D in (FEW_ROWS, D) if b.P == 0 else (b.D, b.P) == (D, P)
 
 
 def _with_mask(b: Bucket) -> Bucket:

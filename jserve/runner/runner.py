@@ -401,6 +401,7 @@ def _limits(
         page_size=dims.Z,
         max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),
         vocab_size=arch.V,
+        masks=config.device.structured_outputs,
         scores_prompts=config.device.prompt_logprobs,
         n_host_pages=n_host_pages,
     )
@@ -413,4 +414,5 @@ def _ladder(limits: RunnerLimits) -> Ladder:
         max_prefill_rows=limits.max_prefill_rows,
         max_drafts=limits.max_drafts,
         scores=limits.scores_prompts,
+        masks=limits.masks,
     )

@@ -66,6 +66,8 @@ def _check_features(request: Request, limits: RunnerLimits) -> None:
         )
     if params.prompt_logprobs is not None and not limits.scores_prompts:
         raise BadRequest("prompt_logprobs is switched off on this server", field="prompt_logprobs")
+    if params.guided:
+        _check_guided(request, limits)
     if params.bad_words and not params.bad_token_ids:
         raise BadRequest("bad_words needs a tokenizer to become token ids", field="bad_words")
     if request.adapter is not None:
@@ -85,6 +87,20 @@ def _check_service(request: Request) -> None:
             raise BadRequest(
                 f"{field} must be a number in (0, {MAX_DEADLINE_MS:g}] milliseconds", field=field
             )
+
+
+def _check_guided(request: Request, limits: RunnerLimits) -> None:
+    params = request.params
+    name = "structured_outputs" if params.structured_outputs else "thinking_token_budget"
+    if not limits.masks:
+        raise BadRequest(f"{name} is switched off on this server", field=name)
+    if params.structured_outputs is not None and not request.eos_ids:
+        raise BadRequest(f"{name} needs a model with an end token", field=name)
+    thinking = request.thinking
+    if thinking is None:
+        return
+    ids = (thinking.open_id, thinking.close_id, *thinking.end_ids, *thinking.gap_ids)
+    _in_range(ids, limits.vocab_size, "thinking")
 
 
 def _max_len(request: Request, limits: RunnerLimits) -> int:

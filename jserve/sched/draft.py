@@ -60,7 +60,10 @@ class PlanDraft:
         self.tokens_left -= len(seqs)
 
     def verify(self, seq: Sequence, drafts: Seq[int]) -> None:
-        """A row that reads its first token from the slot and tries ``drafts`` after it."""
+        """A row that reads its first token from the slot and tries ``drafts`` after it.
+
+        The drafts of a guided sequence were trimmed to what its guide lets follow.
+        """
         count = 1 + len(drafts)
         self.rows.append(
             RowPlan(
@@ -70,6 +73,7 @@ class PlanDraft:
                 count=count,
                 from_slot=True,
                 drafts=drafts,
+                mask=None if seq.guide is None else seq.guide.mask(drafts),
             )
         )
         seq.scheduled += count
@@ -92,6 +96,7 @@ class PlanDraft:
                 tokens=seq.tokens[start : start + count],
                 emits=emits,
                 score=score and start + 1 < seq.n_prompt,
+                mask=None if seq.guide is None or not emits else seq.guide.mask(()),
             )
         )
         seq.scheduled += count

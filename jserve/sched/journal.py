@@ -20,6 +20,7 @@ One line per event, in order; ``plan`` lines hold the decision, which the replay
     {"type": "drop", "now": 4.0, "tenant": "", "name": "manual"}
     {"type": "stored", "now": 0.0, "digests": ["..."]}
     {"type": "fetched", "now": 4.5, "answers": [[1, true]]}
+    {"type": "guided", "id": "r1", "index": 0, "forced": [5, 6], "ended": false, ...}
     {"type": "recover", "now": 5.0, "blame": ["r1"], "error": "..."}
 """
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +39,7 @@ import numpy as np
 
 from jserve.config import EngineConfig
 from jserve.errors import JserveError
-from jserve.ports import RunnerLimits
+from jserve.ports import RunnerLimits, Verdict
 from jserve.sched import caching, tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Output, PromptLogprobs, Request, RowPlan, Sequence, StepPlan, StepResult
@@ -179,6 +181,20 @@ class Expired(msgspec.Struct, frozen=True, tag="expire"):
     now: float
 
 
+class Guided(msgspec.Struct, frozen=True, tag="guided"):
+    """What the guide of a sequence said of the tokens it got; it follows the commit they came in."""
+
+    id: str
+    index: int
+    forced: tuple[int, ...]
+    ended: bool
+    free: bool
+    error: str | None
+
+    def verdict(self) -> Verdict:
+        return Verdict(forced=self.forced, ended=self.ended, free=self.free, error=self.error)
+
+
 class Recovered(msgspec.Struct, frozen=True, tag="recover"):
     """A step raised; every plan in flight was lost."""
 
@@ -189,7 +205,7 @@ class Recovered(msgspec.Struct, frozen=True, tag="recover"):
 
 Handled = Created | Renewed | Dropped
 Disk = Stored | Fetched
-Event = Arrival | Cancelled | Handled | Disk | Planned | Committed | Expired | Recovered
+Event = Arrival | Cancelled | Handled | Disk | Planned | Committed | Guided | Expired | Recovered
 
 
 class JournalFile:
@@ -242,6 +258,10 @@ class JournalFile:
     def expire(self, now: float) -> None:
         self._write(Expired(now=now))
 
+    def guided(self, request_id: str, index: int, verdict: Verdict) -> None:
+        said = (verdict.forced, verdict.ended, verdict.free, verdict.error)
+        self._write(Guided(request_id, index, *said))
+
     def recover(self, now: float, blame: Seq[str], error: str) -> None:
         self._write(Recovered(now=now, blame=list(blame), error=error))
 
@@ -266,15 +286,17 @@ def replay(path: str | Path, limits: RunnerLimits, config: EngineConfig) -> Repl
     Raises:
         Diverged: a plan differs from the recorded one.
     """
-    drafts = _RecordedDrafts()
-    scheduler = Scheduler(limits, config, proposer=drafts)
+    drafts, guides = _RecordedDrafts(), _RecordedGuides(Path(path))
+    scheduler = Scheduler(limits, config, proposer=drafts, guides=guides)
     plans: dict[int, StepPlan] = {}
     outputs: list[Output] = []
     n_events = 0
     for event in _events(Path(path)):
         n_events += 1
+        if isinstance(event, Guided):
+            continue
         if isinstance(event, Planned):
-            drafts.decision = event.decision
+            drafts.decision = guides.decision = event.decision
             plan = scheduler.plan(event.now)
             _compare(n_events, event.decision, Decision.of(plan))
             if plan is not None:
@@ -294,6 +316,58 @@ class _RecordedDrafts:
         rows = self.decision.rows if self.decision is not None else ()
         said = {(row[0], row[1]): row[8] for row in rows}
         return [said.get((seq.request.id, seq.index), ()) for seq in seqs]
+
+
+class _RecordedGuides:
+    """Guides that say what the recorded ones said, and hold back who was held back."""
+
+    def __init__(self, path: Path) -> None:
+        self.decision: Decision | None = None
+        self.said: dict[tuple[str, int], deque[Verdict]] = defaultdict(deque)
+        for event in _events(path):
+            if isinstance(event, Guided):
+                self.said[event.id, event.index].append(event.verdict())
+        self._n_choices: dict[str, int] = {}
+
+    def compile(self, request: Request) -> None:
+        return None
+
+    def guide(self, request: Request) -> _RecordedGuide | None:
+        if not request.params.guided:
+            return None
+        index = self._n_choices.get(request.id, 0)
+        self._n_choices[request.id] = (index + 1) % request.params.n
+        return _RecordedGuide(self, (request.id, index))
+
+    def kick(self) -> None: ...
+
+    def settle(self, timeout_s: float | None) -> None: ...
+
+
+class _RecordedGuide:
+    """``ports.Guide`` of one recorded sequence."""
+
+    def __init__(self, guides: _RecordedGuides, key: tuple[str, int]) -> None:
+        self._guides, self._key = guides, key
+
+    @property
+    def fault(self) -> str | None:
+        said = self._guides.said[self._key]
+        return said[0].error if said else None
+
+    def room(self, in_flight: int) -> int:
+        rows = self._guides.decision.rows if self._guides.decision is not None else ()
+        return 2**30 if any((row[0], row[1]) == self._key for row in rows) else 0
+
+    def trim(self, drafts: Seq[int]) -> Seq[int]:
+        return drafts
+
+    def mask(self, drafts: Seq[int]) -> None:
+        return None
+
+    def take(self, drawn: Seq[int]) -> Verdict:
+        said = self._guides.said[self._key]
+        return said.popleft() if said else Verdict()
 
 
 def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> list[Output]:

@@ -11,6 +11,11 @@ A sequence has no phase; a step hands out ``todo = known + in_flight + drafts - 
        '---- PREEMPTED <--' (pages and slot gone, tokens stay) ----'
 
 A prefix that is being computed is waited for, not computed twice: see ``sched.leaders``.
+
+A guided sequence (structured output, a thought with a budget) is the exception to "counts only":
+which token comes next decides what may follow. It is planned when nothing of it is in flight and
+its mask is at hand; until then the others go on without it. What its guide forces becomes known
+tokens, which the next row carries like a prompt's.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from jserve.config import EngineConfig, SchedulerOptions
 from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.kv.cache import PageCache
 from jserve.kv.handles import quota_of
-from jserve.ports import Journal, Proposer, RunnerLimits
+from jserve.ports import Guides, Journal, Proposer, RunnerLimits, Verdict
 from jserve.sched import admission, estimate, outcome, policy
 from jserve.sched.budget import cap_of
 from jserve.sched.costs import MeasuredCosts
@@ -29,6 +34,7 @@ from jserve.sched.deadlines import Deadlines
 from jserve.sched.draft import PlanDraft
 from jserve.sched.fetching import Fetching
 from jserve.sched.gate import Gate
+from jserve.sched.guided import lacks_mask, obey
 from jserve.sched.keeping import Keeping
 from jserve.sched.leaders import Leaders
 from jserve.sched.queue import WaitQueue, weights_of
@@ -46,6 +52,10 @@ from jserve.types import (
 )
 
 NON_FINITE = "the model gave logits that are not finite"
+NOTHING_ALLOWED = "no token is left that the structure and the other constraints allow, or the logits are not finite"
+GRAMMAR_FAILED = "grammar_failed"
+MASK_PATIENCE_S = 0.0005
+"""How long planning waits for masks beside a step in flight; guided rows that lack theirs wait on."""
 
 
 class Scheduler:
@@ -58,12 +68,14 @@ class Scheduler:
         *,
         proposer: Proposer | None = None,
         journal: Journal | None = None,
+        guides: Guides | None = None,
     ) -> None:
         self.limits = limits
         self.options = config.scheduler
         self.seed = config.model.seed
         self.proposer = proposer
         self.journal = journal
+        self.guides = guides
         per_slot = -(-limits.max_model_len // limits.page_size)
         cache = PageCache(
             n_pages=limits.n_pages,
@@ -115,6 +127,8 @@ class Scheduler:
     def enqueue(self, request: Request, now: float) -> None:
         """``submit`` without the journal, of a prompt that is complete."""
         max_len = admission.check(request, self.limits)
+        if request.params.guided and self.guides is None:
+            raise BadRequest("structured output is off on this server", field="structured_outputs")
         if request.id in self._groups:
             raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
         max_len = self.gate.capped(request, max_len)
@@ -175,9 +189,12 @@ class Scheduler:
             chunk=self.options.max_prefill_chunk or self.limits.max_prefill_tokens,
         )
         self.floor.make_way(now, self._held_back)
-        self._decode(draft)
-        self._prefill(draft)
-        self._admit(draft, now)
+        if self.guides is not None:
+            self.guides.settle(MASK_PATIENCE_S)
+        self._fill(draft, now)
+        if self.guides is not None and not draft.rows and not self._n_uncommitted:
+            self.guides.settle(None)  # nobody else has anything to do
+            self._fill(draft, now)
         plan = None
         if draft.rows:
             plan = draft.freeze(self.n_steps, self.floor.cache)
@@ -188,12 +205,19 @@ class Scheduler:
             self.journal.plan(now, plan)
         return plan
 
+    def _fill(self, draft: PlanDraft, now: float) -> None:
+        self._decode(draft)
+        self._prefill(draft)
+        self._admit(draft, now)
+
     def _decode(self, draft: PlanDraft) -> None:
         """One row for every sequence whose known tokens are all scheduled, in order."""
         ready = [
             seq
             for seq in self.floor.running
-            if seq.scheduled >= seq.given and len(seq.tokens) + seq.in_flight < seq.max_len
+            if seq.scheduled >= seq.given
+            and len(seq.tokens) + seq.in_flight < seq.max_len
+            and (seq.guide is None or seq.guide.room(seq.in_flight) > 0)
         ]
         if self.proposer is not None and self.limits.max_drafts and ready:
             self._verify(draft, ready)
@@ -202,7 +226,10 @@ class Scheduler:
             # One that gave way to an earlier one in this very loop holds no lease any more.
             if seq.lease is not None and seq.scheduled >= seq.lease.capacity:
                 self.floor.grow(seq, seq.scheduled + 1)
-        draft.decode([seq for seq in ready if seq.lease is not None])
+        draft.decode([seq for seq in ready if seq.lease is not None and seq.guide is None])
+        for seq in ready:
+            if seq.lease is not None and seq.guide is not None:
+                draft.verify(seq, ())
 
     def _verify(self, draft: PlanDraft, ready: list[Sequence]) -> None:
         """Decode rows with drafts, as far as budget, length and free pages allow them."""
@@ -213,7 +240,11 @@ class Scheduler:
             if seq.lease is None:
                 continue
             room = seq.max_len - len(seq.tokens) - seq.in_flight - 1
+            if seq.guide is not None:
+                room = min(room, seq.guide.room(seq.in_flight) - 1)
             drafts = tuple(drafts[: max(0, min(room, spare, self.limits.max_drafts))])
+            if seq.guide is not None:
+                drafts = tuple(seq.guide.trim(drafts))
             if drafts and not self.floor.cache.extend(seq.lease, seq.scheduled + 1 + len(drafts)):
                 drafts = ()
             if self.floor.grow(seq, seq.scheduled + 1 + len(drafts)):
@@ -230,8 +261,14 @@ class Scheduler:
         n_context = draft.longest() if self.cap.bound_s else 0
         draft.limit(self.cap.tokens(len(draft.rows), n_context, short=self.gate.short))
         for seq in begun:
-            if draft.prefill_room:
-                draft.prefill(seq, score=owes_scores(seq))
+            if not draft.prefill_room or seq.lease is None or lacks_mask(seq):
+                continue
+            # Tokens that a guide forced came after the pages were handed out.
+            if seq.given > seq.lease.capacity and not self.floor.grow(seq, seq.given):
+                continue
+            if seq.n_output and seq.scheduled >= seq.n_prompt:
+                draft.load(seq)  # the device counts what it draws, and forced tokens it did not
+            draft.prefill(seq, score=owes_scores(seq))
 
     def _admit(self, draft: PlanDraft, now: float) -> None:
         """Candidates from the queue, while slots, rows, budget and pages last."""
@@ -240,7 +277,7 @@ class Scheduler:
             seq = walk.next()
             if seq is None or seq.pending:
                 return  # rows of its last residence must come back before it may start again
-            if self._held_back(seq):
+            if self._held_back(seq) or lacks_mask(seq):
                 continue
             if self.floor.enter(seq):
                 draft.load(seq)
@@ -274,7 +311,7 @@ class Scheduler:
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
             if not finite:
-                outputs.append(self._end(seq, Finish.ERROR, now, NON_FINITE))
+                outputs.append(self._end_unsound(seq, now))
                 continue
             if row.score:
                 self.scores.add(seq, result.prompt[r])
@@ -283,6 +320,8 @@ class Scheduler:
                 outputs.append(self._advance(seq, drawn, result, r, now))
             else:
                 self._publish(seq, row.start + row.count)
+        if self.guides is not None:
+            self.guides.kick()
         return outputs
 
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
@@ -331,9 +370,18 @@ class Scheduler:
         """Append what was drawn, publish the pages it proved sound, end what is over."""
         request, n_prompt = seq.request, seq.n_prompt
         first = len(seq.tokens) == n_prompt
+        n_drawn, verdict = len(drawn), None
+        if seq.guide is not None:
+            verdict = self._ask(seq, drawn)
+            if verdict.error is not None:
+                return self._end(seq, Finish.ERROR, now, verdict.error, GRAMMAR_FAILED)
+            drawn = [*drawn, *verdict.forced]
         drawn = outcome.accept(seq, drawn)
-        # The logits were finite, so the KV of everything before the last token is sound.
-        self._publish(seq, len(seq.tokens) - 1 if drawn else n_prompt)
+        # The logits were finite, so the KV of everything before the last drawn token is sound.
+        n_sound = len(seq.tokens) - max(1, 1 + len(drawn) - n_drawn) if drawn else n_prompt
+        if verdict is not None:
+            obey(seq, verdict)
+        self._publish(seq, n_sound)
         scores = self.scores.take(seq) if first else None
         logprobs = None
         if request.params.logprobs is not None:
@@ -351,6 +399,26 @@ class Scheduler:
             n_cached=seq.n_cached,
             seed=seq.seed if first else None,
         )
+
+    def _ask(self, seq: Sequence, drawn: list[int]) -> Verdict:
+        assert seq.guide is not None
+        verdict = seq.guide.take(drawn)
+        self._note(seq, verdict)
+        return verdict
+
+    def _note(self, seq: Sequence, verdict: Verdict) -> None:
+        if self.journal is not None:
+            self.journal.guided(seq.request.id, seq.index, verdict)
+
+    def _end_unsound(self, seq: Sequence, now: float) -> Output:
+        """End a sequence from which nothing could be drawn."""
+        fault = None if seq.guide is None else seq.guide.fault
+        if fault is None:
+            excluded = seq.guide is not None
+            said = (NOTHING_ALLOWED, "nothing_allowed") if excluded else (NON_FINITE, None)
+            return self._end(seq, Finish.ERROR, now, *said)
+        self._note(seq, Verdict(error=fault))
+        return self._end(seq, Finish.ERROR, now, fault, GRAMMAR_FAILED)
 
     def _end(
         self,
@@ -402,6 +470,7 @@ class Scheduler:
             max_len=max_len,
             stop_ids=outcome.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
             min_len=len(request.prompt_ids) + params.min_tokens,
+            guide=self.guides.guide(request) if self.guides is not None else None,
             order=policy.order_of(request.lane, request.priority, self._n_submitted),
             arrived=now,
             due=estimate.due(request, now),

@@ -30,6 +30,17 @@ def check_error(body: dict, headers) -> dict:
     return error
 
 
+def json_schema(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def nested(n: int) -> dict:
+    schema: dict = {"type": "integer"}
+    for _ in range(n):
+        schema = {"items": schema}
+    return schema
+
+
 BOTH = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
@@ -97,9 +108,42 @@ BOTH = [
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"best_of": 4}, "best_of"),
     ({"suffix": "x"}, "suffix"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"response_format": 3}, "response_format.type"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        {"response_format": json_schema({"type": "array", "uniqueItems": True})},
+        "response_format.json_schema.schema",
+    ),
+    ({"response_format": json_schema({"$ref": "#"})}, "response_format.json_schema.schema"),
+    ({"structured_outputs": {"json": json.dumps(nested(70))}}, "structured_outputs.json"),
+    (
+        {"response_format": json_schema({"enum": ["x" * 70_000]})},
+        "response_format.json_schema.schema",
+    ),
+    ({"response_format": {"type": "structural_tag", "structures": 3}}, "response_format"),
+    ({"structured_outputs": "a"}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs.json_object"),
+    ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "a", "backend": "x"}}, "structured_outputs.backend"),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+    ),
     ({"guided_json": {}}, "guided_json"),
     ({"guided_regex": "a"}, "guided_regex"),
     ({"guided_anything_new": 1}, "guided_anything_new"),
@@ -136,6 +180,8 @@ async def test_bad_fields(shared, path):
             "invalid_value",
             "unsupported_parameter",
             "context_length_exceeded",
+            "invalid_schema",
+            "grammar_too_large",
         )
     assert shared.engine.records == []
     assert (await shared.post(path, base))[0] == 200
@@ -194,8 +240,18 @@ CHAT_ONLY = [
     ({"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
     (
         {"tools": [{"function": {"name": "f"}}], "tool_choice": {"type": "function"}},
-        "tool_choice",
+        "tool_choice.function.name",
     ),
+    ({"tools": [{"function": {"name": "f"}}], "tool_choice": "some"}, "tool_choice"),
+    ({"tools": [{"function": {"name": "f"}}], "tool_choice": 3}, "tool_choice"),
+    (
+        {"tools": [{"function": {"name": "f"}}], "tool_choice": {"type": "allowed_tools"}},
+        "tool_choice.type",
+    ),
+    ({"tools": [{"function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
+    ({"include_reasoning": 3}, "include_reasoning"),
     (
         {"tools": [{"function": {"name": "f"}}], "parallel_tool_calls": False},
         "parallel_tool_calls",

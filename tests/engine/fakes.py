@@ -75,6 +75,7 @@ class FakeScheduler:
     """One row per live sequence and step, its first a prefill row; refuses ids "full..."."""
 
     def __init__(self) -> None:
+        self.guides = None
         self.seqs: dict[tuple[str, int], Sequence] = {}
         self.planned: list[int] = []
         self.committed: list[int] = []

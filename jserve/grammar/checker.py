@@ -1,0 +1,150 @@
+"""Asks a worker process whether a grammar can be enforced, and kills it when it takes too long.
+
+Owns the process, its time limit and the verdicts so far. Must not know HTTP or request fields. One
+check at a time, in a thread of its own: nobody's tokens or templates wait for it.
+"""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import sha256
+
+import msgspec
+
+from jserve.errors import BadRequest, Overloaded, RequestFailed
+from jserve.grammar.spec import FIELD, bounded
+from jserve.grammar.vocab import Vocabulary
+from jserve.grammar.worker import Answer, Table, read_frame, write_frame
+from jserve.types import StructuredOutputs
+
+TIME_LIMIT_S = 5.0
+START_LIMIT_S = 60.0
+MAX_QUEUED = 32
+MAX_VERDICTS = 4096
+
+
+class GrammarChecker:
+    """``check`` grammars before they are let in. ``close`` ends the process.
+
+    Args:
+        make_vocabulary: called once, when the first grammar comes.
+        time_limit_s: seconds one compilation may take.
+        command: arguments of the worker process.
+    """
+
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], Vocabulary],
+        *,
+        time_limit_s: float = TIME_LIMIT_S,
+        command: tuple[str, ...] = (sys.executable, "-m", "jserve.grammar.worker"),
+    ) -> None:
+        self._make_vocabulary = make_vocabulary
+        self._time_limit_s = time_limit_s
+        self._command = command
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jserve-checker")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._verdicts: OrderedDict[bytes, Answer] = OrderedDict()
+        self._lock = threading.Lock()
+        self._n_queued = 0
+        self.n_killed = 0
+
+    def check(self, spec: StructuredOutputs) -> Future[None] | None:
+        """None when ``spec`` is known to be fine; else a future that raises BadRequest if not.
+
+        Raises:
+            BadRequest: too large to be looked at, or known to be wrong.
+            Overloaded: too many wait.
+        """
+        bounded(spec)
+        payload = msgspec.msgpack.encode(spec)
+        key = sha256(payload).digest()
+        known = self._known(key)
+        if known is not None:
+            return _judge(known)
+        with self._lock:
+            if self._n_queued >= MAX_QUEUED:
+                raise Overloaded("too many grammars wait to be compiled", retry_after=1)
+            self._n_queued += 1
+        return self._thread.submit(self._check, key, payload)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _check(self, key: bytes, payload: bytes) -> None:
+        try:
+            said = self._known(key) or self._ask(payload)
+        finally:
+            with self._lock:
+                self._n_queued -= 1
+        with self._lock:
+            self._verdicts[key] = said
+            while len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        _judge(said)
+
+    def _known(self, key: bytes) -> Answer | None:
+        with self._lock:
+            found = self._verdicts.get(key)
+            if found is not None:
+                self._verdicts.move_to_end(key)
+            return found
+
+    def _ask(self, payload: bytes) -> Answer:
+        process = self._running()
+        try:
+            assert process.stdin is not None
+            write_frame(process.stdin, payload)  # type: ignore[arg-type]
+        except OSError:
+            return self._given_up("ended")
+        return self._answer(process, self._time_limit_s)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            vocab = self._make_vocabulary()
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            table = Table(vocab.tokens, vocab.special_ids, vocab.eos_ids)
+            assert self._process.stdin is not None
+            write_frame(self._process.stdin, msgspec.msgpack.encode(table))  # type: ignore[arg-type]
+            self._answer(self._process, START_LIMIT_S)
+            if self._process is None:  # no grammar was at fault, so none is judged
+                raise RequestFailed("the process that checks grammars does not start")
+        return self._process
+
+    def _answer(self, process: subprocess.Popen[bytes], limit_s: float) -> Answer:
+        assert process.stdout is not None
+        until = time.monotonic() + limit_s
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))
+        if not ready:
+            return self._given_up(f"took longer than {limit_s:g} s")
+        payload = read_frame(process.stdout)  # type: ignore[arg-type]  # written in one piece
+        if not payload:
+            return self._given_up("needs too much memory")
+        return msgspec.msgpack.decode(payload, type=Answer)
+
+    def _given_up(self, why: str) -> Answer:
+        """The grammar's fault: what killed the worker is not tried again."""
+        process, self._process = self._process, None
+        self.n_killed += 1
+        if process is not None:
+            process.kill()
+            process.wait()
+        return Answer(f"{FIELD}: compiling the grammar {why}", FIELD, "grammar_too_large")
+
+
+def _judge(said: Answer) -> None:
+    if said.message:
+        raise BadRequest(said.message, field=said.field, code=said.code)

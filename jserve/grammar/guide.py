@@ -1,0 +1,248 @@
+"""One sequence's guide: what may come next, what must, and when it is over.
+
+Owns the walk over a sequence's tokens (``ports.Guide``). Must not know plans, pages or threads.
+
+One rule makes drafts, fast-forward and plain steps give the same tokens: **where the text to come
+is certain, its token is too** (the tokenizer's own), and the mask allows only that. So a forced
+token may be drawn under its mask, drafted, or put in without a model step, all the same::
+
+    drawn      {"      city   ":     ·"    P    ar
+    forced            must=(city, ":)           ...       compute_ff_tokens after each drawn token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher
+from llguidance.numpy import fill_next_token_bitmask
+
+from jserve.grammar.matcher import Compiled
+from jserve.grammar.thought import Phase, Thought
+from jserve.ports import Verdict
+
+UNLIMITED = 1 << 30
+
+
+class _Mark(NamedTuple):
+    phase: Phase
+    n_thought: int
+    thought_must: tuple[int, ...]
+    must: tuple[int, ...]
+    ended: bool
+
+
+class MaskKit:
+    """What the guides of one vocabulary share: widths, end tokens and constant masks."""
+
+    def __init__(self, n_words: int, eos_ids: tuple[int, ...], *, canonical: bool) -> None:
+        self.n_words = n_words
+        self.eos_ids = eos_ids
+        self.canonical = canonical
+        """Whether certain text has certain tokens."""
+        self.all_W = np.full(n_words, -1, np.int32)
+        self.no_end_W = self.all_W.copy()
+        for token in eos_ids:
+            self.no_end_W[token >> 5] &= ~_bit(token)
+        self.none_W = np.zeros(n_words, np.int32)
+
+    def only(self, token: int) -> np.ndarray:
+        """int32[W]: the mask that allows one token."""
+        words_W = self.none_W.copy()
+        words_W[token >> 5] = _bit(token)
+        return words_W
+
+
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << (token & 31)).astype(np.int32)
+
+
+class TokenGuide:
+    """``ports.Guide`` of one sequence.
+
+    Args:
+        kit: shared by all guides.
+        compiled: the grammar of the answer, or None for a thought with a budget only.
+        thought: where the sequence starts.
+        fast: put in forced tokens without a model step (their log-probabilities are not known).
+    """
+
+    def __init__(
+        self, kit: MaskKit, compiled: Compiled | None, thought: Thought, *, fast: bool
+    ) -> None:
+        self.kit = kit
+        self.thought = thought
+        self.ended = False
+        self.fault: str | None = None
+        self.mask_W: np.ndarray | None = None
+        """The matcher's mask for the next token; None while it has to be computed."""
+        self.matcher: LLMatcher | None = None
+        self._must: tuple[int, ...] = ()
+        self._fast = fast
+        self._n_taken = 0
+        if compiled is not None:
+            self.matcher = compiled.matcher.deep_copy()
+            self.mask_W = compiled.mask_W
+            self._must = compiled.forced if kit.canonical else ()
+
+    @property
+    def needs_mask(self) -> bool:
+        """True when the matcher has to be asked before the next row."""
+        return self.matcher is not None and self.mask_W is None and not self.ended
+
+    def room(self, in_flight: int) -> int:
+        if self.matcher is not None:
+            return UNLIMITED if not in_flight and not self.needs_mask else 0
+        if self.thought.must:
+            return 0 if in_flight else UNLIMITED
+        left = self.thought.left
+        return UNLIMITED if left is None else max(0, left - in_flight)
+
+    def trim(self, drafts: Seq[int]) -> Seq[int]:
+        return drafts[: self._walk(drafts, None)]
+
+    def mask(self, drafts: Seq[int]) -> np.ndarray | None:
+        first_W = self._words()
+        if not drafts:
+            return None if first_W is None else first_W[None]
+        rows: list[np.ndarray | None] = [first_W]
+        self._walk(drafts, rows)
+        if all(row is None for row in rows):
+            return None
+        return np.stack([self.kit.all_W if row is None else row for row in rows])
+
+    def take(self, drawn: Seq[int]) -> Verdict:
+        forced: list[int] = []
+        try:
+            for token in drawn:
+                self._take(token)
+            while self._fast and self.pending and not self.ended:
+                ids = self.pending
+                forced += ids
+                for token in ids:
+                    self._take(token)
+        except ValueError as error:
+            self.fault = str(error)
+            return Verdict(error=self.fault)
+        free = self.matcher is None and self.thought.phase is Phase.ANSWER
+        return Verdict(forced=tuple(forced), ended=self.ended, free=free)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The ids that must come next."""
+        return self.thought.must or (self._must if self._answers else ())
+
+    @property
+    def _answers(self) -> bool:
+        return self.thought.phase is Phase.ANSWER
+
+    def _take(self, token: int) -> None:
+        if self.ended:
+            raise ValueError("the output goes on after its end")
+        if not self.thought.take(token) or self.matcher is None:
+            return
+        if token in self.kit.eos_ids:
+            self.ended = True
+            if not self.matcher.is_accepting():
+                raise ValueError("the output ended before its structure was complete")
+            return
+        self.mask_W = None
+        if not self.matcher.consume_token(token):
+            raise ValueError("the output left its structure")
+        self._n_taken += 1
+        self._must = self._must[1:] or self._ahead()
+
+    def _ahead(self) -> tuple[int, ...]:
+        assert self.matcher is not None
+        if self.matcher.is_stopped():
+            return self.kit.eos_ids[:1]
+        return tuple(self.matcher.compute_ff_tokens()) if self.kit.canonical else ()
+
+    def _words(self) -> np.ndarray | None:
+        """int32[W]: what may come next; None: anything."""
+        if self.fault is not None or self.ended:
+            return self.kit.none_W
+        must = self.pending
+        if must and self.thought.phase is not Phase.BEFORE:
+            return self.kit.only(must[0])
+        if self.matcher is None:
+            return None
+        match self.thought.phase:
+            case Phase.INSIDE:
+                return self.kit.no_end_W
+            case Phase.BEFORE:
+                assert self.thought.tags is not None
+                answer_W = self.kit.only(self._must[0]) if self._must else self._matcher_words()
+                return answer_W | self.kit.only(self.thought.tags.open_id)
+        return self._matcher_words()
+
+    def _matcher_words(self) -> np.ndarray:
+        if self.mask_W is None:
+            self.compute()
+        return self.kit.none_W if self.mask_W is None else self.mask_W
+
+    def compute(self) -> None:
+        """Ask the matcher for the next token's mask, here and now."""
+        assert self.matcher is not None
+        mask_1W = np.zeros((1, self.kit.n_words), np.int32)
+        fill_next_token_bitmask(self.matcher, mask_1W)
+        self.put(mask_1W[0])
+
+    def put(self, mask_W: np.ndarray) -> None:
+        """Hand in the mask that the matcher made. A matcher in error forbids everything."""
+        assert self.matcher is not None
+        if self.matcher.is_error():
+            self.fault = "the structure became too complex to follow"
+            mask_W = self.kit.none_W
+        self.mask_W = mask_W
+
+    def _walk(self, drafts: Seq[int], rows: list[np.ndarray | None] | None) -> int:
+        """Step over ``drafts`` while they are allowed, collecting the mask after each; go back.
+
+        Returns:
+            How many are allowed. One that ends the output is not: nothing can follow it.
+        """
+        mark, mask_W, before = self._mark(), self.mask_W, self._n_taken
+        n = 0
+        for token in drafts:
+            if not self._may(token):
+                break
+            self._take(token)
+            n += 1
+            if rows is not None:
+                rows.append(self._words())
+        if self.matcher is not None and self._n_taken > before:
+            self.matcher.rollback(self._n_taken - before)
+            self._n_taken = before
+        self.mask_W = mask_W
+        self._undo(mark)
+        return n
+
+    def _may(self, token: int) -> bool:
+        words_W = self._words_cheap()
+        if words_W is not None:
+            return bool(words_W[token >> 5] & _bit(token)) and token not in self.kit.eos_ids
+        if self.matcher is None:
+            return True
+        ok = self.matcher.validate_tokens([token]) == 1
+        opens = self.thought.phase is Phase.BEFORE and self._opens(token)
+        return (ok or opens) and token not in self.kit.eos_ids
+
+    def _opens(self, token: int) -> bool:
+        return self.thought.tags is not None and token == self.thought.tags.open_id
+
+    def _words_cheap(self) -> np.ndarray | None:
+        """The mask, where it takes no asking of the matcher."""
+        asks = self.matcher is not None and self.thought.phase is not Phase.INSIDE
+        return None if asks and not self.pending and self.mask_W is None else self._words()
+
+    def _mark(self) -> _Mark:
+        thought = self.thought
+        return _Mark(thought.phase, thought.n_tokens, thought.must, self._must, self.ended)
+
+    def _undo(self, mark: _Mark) -> None:
+        thought = self.thought
+        thought.phase, thought.n_tokens, thought.must = mark[:3]
+        self._must, self.ended = mark.must, mark.ended

@@ -1,0 +1,146 @@
+"""All guides of an engine: compiled in threads, their masks computed in one batch beside the step.
+
+Owns the threads and what is being computed (``ports.Guides``). Must not know plans or rows. ::
+
+    commit k    take -> guides that moved -> kick --.
+    plan k+2    settle (0.5 ms at most)             '--> mask thread: one llguidance call for all
+                those without a mask wait a step         (its own threads, no GIL)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import WeakSet
+
+import numpy as np
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from jserve.grammar.guide import MaskKit, TokenGuide
+from jserve.grammar.matcher import Compiled, Compiler
+from jserve.grammar.thought import Thought
+from jserve.grammar.vocab import Vocabulary, ll_tokenizer
+from jserve.types import Request
+
+log = logging.getLogger(__name__)
+
+COMPILE_THREADS = 2
+
+
+class TokenGuides:
+    """``ports.Guides`` for one vocabulary.
+
+    Args:
+        make_vocabulary: called once, in a thread, when the first grammar comes.
+        fast_forward: put in forced tokens without a model step.
+        mask_threads: llguidance's; 0 takes half of the cores.
+    """
+
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], Vocabulary],
+        *,
+        fast_forward: bool = True,
+        mask_threads: int = 0,
+    ) -> None:
+        self._make_vocabulary = make_vocabulary
+        self._fast_forward = fast_forward
+        self._n_threads = mask_threads or max(1, (os.cpu_count() or 2) // 2)
+        self._compiling = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="jserve-grammar")
+        self._masking = ThreadPoolExecutor(1, thread_name_prefix="jserve-mask")
+        self._setup = threading.Lock()
+        self._parts: tuple[Compiler, MaskKit, LLExecutor] | None = None
+        self._alive: WeakSet[TokenGuide] = WeakSet()
+        self._batch: Future[None] | None = None
+        self.n_masks = 0
+
+    def close(self) -> None:
+        """End the threads."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._masking.shutdown(wait=False, cancel_futures=True)
+
+    def compile(self, request: Request) -> Future[None] | None:
+        if not request.params.guided or self._known(request):
+            return None
+        return self._compiling.submit(self._compile, request)
+
+    def guide(self, request: Request) -> TokenGuide | None:
+        params = request.params
+        if not params.guided or (params.structured_outputs is None and request.thinking is None):
+            return None
+        compiler, kit, _ = self._ready()
+        compiled = self._compiled(compiler, request)
+        thought = Thought(
+            tags=request.thinking,
+            budget=params.thinking_token_budget if params.limits_thought else None,
+            structured=compiled is not None,
+        )
+        fast = self._fast_forward and params.logprobs is None
+        made = TokenGuide(kit, compiled, thought, fast=fast)
+        self._alive.add(made)
+        return made
+
+    def kick(self) -> None:
+        if self._batch is not None and not self._batch.done():
+            return  # those who move meanwhile are caught by the next settle
+        moved = [guide for guide in self._alive if guide.needs_mask]
+        self._batch = self._masking.submit(self._compute, moved) if moved else None
+
+    def settle(self, timeout_s: float | None) -> None:
+        if timeout_s is None and self._batch is None:
+            self.kick()
+        batch = self._batch
+        if batch is None:
+            return
+        try:
+            batch.result(timeout_s)
+        except TimeoutError:
+            return
+        self._batch = None
+        self.kick()  # those who moved while it was computed
+        if timeout_s is None and self._batch is not None:
+            self._batch.result()
+            self._batch = None
+
+    def _known(self, request: Request) -> bool:
+        spec = request.params.structured_outputs
+        if self._parts is None:
+            return False
+        return spec is None or self._parts[0].known(spec) is not None
+
+    def _compile(self, request: Request) -> None:
+        compiler, _, _ = self._ready()
+        self._compiled(compiler, request)
+
+    def _compiled(self, compiler: Compiler, request: Request) -> Compiled | None:
+        spec = request.params.structured_outputs
+        return None if spec is None else compiler.compile(spec)
+
+    def _ready(self) -> tuple[Compiler, MaskKit, LLExecutor]:
+        with self._setup:
+            if self._parts is None:
+                vocab = self._make_vocabulary()
+                compiler = Compiler(ll_tokenizer(vocab))
+                canonical = vocab.encode is not None
+                kit = MaskKit(compiler.n_words, vocab.eos_ids, canonical=canonical)
+                self._parts = (compiler, kit, LLExecutor(num_threads=self._n_threads))
+            return self._parts
+
+    def _compute(self, guides: list[TokenGuide]) -> None:
+        compiler, _, executor = self._ready()
+        mask_GW = np.zeros((len(guides), compiler.n_words), np.int32)
+        jobs = [(guide.matcher, i) for i, guide in enumerate(guides)]
+        try:
+            fill_next_token_bitmask_par(executor, jobs, mask_GW)  # type: ignore[arg-type]
+        except Exception as error:  # a fault of the library ends these sequences, not the engine
+            log.error("masks failed", exc_info=error)
+            for guide in guides:
+                guide.fault = f"the mask failed with {type(error).__name__}"
+            mask_GW[...] = 0
+        for guide, mask_W in zip(guides, mask_GW, strict=True):
+            guide.put(mask_W)
+        self.n_masks += len(guides)

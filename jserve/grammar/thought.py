@@ -1,0 +1,85 @@
+"""Where a sequence is between thought and answer, told by token ids alone.
+
+Owns the phases and the budget. Must not know grammars. ::
+
+    BEFORE --open_id--> INSIDE --close_id or budget--> GAP --gap_ids--> ANSWER
+       '------------------ any other token ----------------------------^
+
+The gap is forced only where a structured answer follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jserve.types import Thinking
+
+
+class Phase(Enum):
+    BEFORE = "before"
+    INSIDE = "inside"
+    GAP = "gap"
+    ANSWER = "answer"
+
+
+@dataclass(slots=True, kw_only=True)
+class Thought:
+    """The thinking of one sequence. ``must`` are the ids that have to come next in the GAP."""
+
+    tags: Thinking | None
+    budget: int | None = None
+    structured: bool = True
+    """Whether the answer has a structure of its own."""
+    phase: Phase = Phase.ANSWER
+    n_tokens: int = 0
+    must: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.tags is not None:
+            self.phase = Phase.INSIDE if self.tags.inside else Phase.BEFORE
+            if self.tags.inside:
+                self._check_budget()
+
+    @property
+    def left(self) -> int | None:
+        """Tokens until the budget may be spent; None when it cannot be."""
+        if self.budget is None or self.phase not in (Phase.BEFORE, Phase.INSIDE):
+            return None
+        return self.budget - self.n_tokens
+
+    def take(self, token: int) -> bool:
+        """Move past ``token``; True when it belongs to the answer.
+
+        Raises:
+            ValueError: another token had to come.
+        """
+        tags = self.tags
+        if self.phase is Phase.ANSWER or tags is None:
+            return True
+        if self.phase is Phase.GAP:
+            if token != self.must[0]:
+                raise ValueError(f"token {token} where {self.must[0]} had to come")
+            self._force(self.must[1:])
+            return False
+        if self.phase is Phase.BEFORE:
+            if token != tags.open_id:
+                self.phase = Phase.ANSWER
+                return True
+            self.phase = Phase.INSIDE
+        elif token == tags.close_id:
+            self._force(tags.gap_ids if self.structured else ())
+            return False
+        else:
+            self.n_tokens += 1
+        self._check_budget()
+        return False
+
+    def _check_budget(self) -> None:
+        if self.budget is not None and self.n_tokens >= self.budget:
+            assert self.tags is not None
+            self._force(self.tags.end_ids)
+
+    def _force(self, ids: tuple[int, ...]) -> None:
+        self.must = ids
+        self.phase = Phase.GAP if ids else Phase.ANSWER

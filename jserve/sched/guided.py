@@ -1,0 +1,29 @@
+"""What a guide's word means for its sequence: when it may be planned, and what it gets for granted.
+
+Owns the two places where a guide touches a sequence's counters. Must not know grammars. Forced
+tokens become known ones: the next row carries them like a prompt's, and draws after the last::
+
+    tokens      ... drawn  f0  f1  f2
+    scheduled          |               KV is written below it
+    given                          |   the row: drawn f0 f1 f2, ids and an exact start
+"""
+
+from __future__ import annotations
+
+from jserve.ports import Verdict
+from jserve.types import Finish, Sequence
+
+
+def lacks_mask(seq: Sequence) -> bool:
+    """True while ``seq`` cannot be planned for want of a mask."""
+    return seq.guide is not None and seq.guide.room(0) <= 0
+
+
+def obey(seq: Sequence, verdict: Verdict) -> None:
+    """What a verdict means for a sequence that has just taken its tokens."""
+    if verdict.ended and seq.finish is None:
+        seq.finish = Finish.STOP
+    if verdict.free:
+        seq.guide = None
+    if seq.lease is not None and verdict.forced:
+        seq.given = len(seq.tokens)

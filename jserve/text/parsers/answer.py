@@ -1,0 +1,43 @@
+"""A whole answer: thought first, then content and tool calls.
+
+Owns the order of the two parsers. Must not know their formats.
+"""
+
+from __future__ import annotations
+
+from jserve.text.parsers.calls import CallParser
+from jserve.text.parsers.reasoning import State, ThoughtParser
+from jserve.text.parsers.said import Said
+
+
+class AnswerParser:
+    """Text in, ``Said`` out; any cut of a text gives the same pieces, concatenated.
+
+    Args:
+        thought: None where all text is the answer.
+        calls: reads the answer.
+    """
+
+    def __init__(self, thought: ThoughtParser | None, calls: CallParser) -> None:
+        self._thought, self._calls = thought, calls
+
+    @property
+    def thinking(self) -> bool:
+        """True while the text so far ends inside a thought."""
+        return self._thought is not None and self._thought.state is State.THOUGHT
+
+    def feed(self, text: str) -> Said:
+        if self._thought is None:
+            return self._calls.feed(text)
+        return self._both(*self._thought.feed(text))
+
+    def close(self) -> Said:
+        """What was held back, at the end of the text."""
+        said = self._both(*self._thought.close()) if self._thought is not None else Said()
+        said.add(self._calls.close())
+        return said
+
+    def _both(self, reasoning: str, answer: str) -> Said:
+        said = self._calls.feed(answer) if answer else Said()
+        said.reasoning = reasoning
+        return said

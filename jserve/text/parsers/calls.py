@@ -1,0 +1,235 @@
+"""Tool calls in a model's text: Hermes (also Qwen and jserve-mini), Llama 3, Mistral.
+
+Owns the markers of each format. Must not know HTTP or how calls are prompted. ::
+
+    hermes   text <tool_call> {"name": ..., "arguments": {...}} </tool_call> <tool_call> ...
+    llama3   {"name": ..., "parameters": {...}}; {...}       or   text <|python_tag|> {...}
+    mistral  text [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
+             text [TOOL_CALLS] name [ARGS] {...} [TOOL_CALLS] name [ARGS] {...}
+
+What looks like a call and turns out to be none is content, to the letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from jserve.text.parsers.call_json import ObjectCall, ValueEnd
+from jserve.text.parsers.said import Said, Until
+
+
+class CallParser(Protocol):
+    """``feed`` text, then ``close`` once."""
+
+    def feed(self, text: str) -> Said: ...
+
+    def close(self) -> Said: ...
+
+
+State = Callable[[str, Said], str]
+"""Takes text, tells ``said``, gives back the text it leaves for the next state."""
+
+
+class _Machine:
+    """States that hand on the rest of the text, and the content between calls."""
+
+    def __init__(self, marker: str) -> None:
+        self.n_calls = 0
+        self._marker = marker
+        self._until = Until(marker)
+        self._space = ""
+        self._state: State = self._text
+        self._call: ObjectCall | None = None
+        self._lead = ""
+
+    def feed(self, text: str) -> Said:
+        said = Said()
+        while text:
+            text = self._state(text, said)
+        return said
+
+    def close(self) -> Said:
+        said = Said()
+        if self._call is not None and not self._call.begun:
+            self._tell(self._lead + self._call.raw, said)
+        self._tell(self._until.flush(), said)
+        if not self.n_calls:
+            said.content += self._space
+        return said
+
+    def _tell(self, text: str, said: Said) -> None:
+        """Content; white space waits, for around calls it is none."""
+        text = self._space + text
+        bare = text.rstrip()
+        self._space = text[len(bare) :]
+        if self.n_calls and bare and not self._told:
+            bare = bare.lstrip()
+        self._told = self._told or bool(bare)
+        said.content += bare
+
+    _told = False
+
+    def _text(self, text: str, said: Said) -> str:
+        shown, rest = self._until.feed(text)
+        self._tell(shown, said)
+        if rest is None:
+            return ""
+        self._after_marker()
+        return rest
+
+    def _after_marker(self) -> None:
+        self._expect(self._marker)
+
+    def _expect(self, lead: str) -> None:
+        """An object is to come; ``lead`` is what it stands behind, should it be no call."""
+        self._call, self._lead = ObjectCall(self.n_calls), lead
+        self._state = self._object
+
+    def _object(self, text: str, said: Said) -> str:
+        call = self._call
+        assert call is not None
+        for at, char in enumerate(text, 1):
+            call.push(char, said)
+            if call.begun and self.n_calls == call.index:
+                self.n_calls, self._space, self._told = call.index + 1, "", False
+            if call.bad or call.done:
+                self._call = None
+                if call.bad and not call.begun:
+                    self._tell(self._lead + call.raw, said)
+                    self._state = self._text
+                else:
+                    self._state = self._after_object
+                return text[at:]
+        return ""
+
+    def _after_object(self, text: str, said: Said) -> str:
+        raise NotImplementedError
+
+
+class HermesCalls(_Machine):
+    """``<tool_call>`` around each object; what stands between object and closing tag is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__("<tool_call>")
+        self._closing = Until("</tool_call>")
+
+    def _after_object(self, text: str, said: Said) -> str:
+        _, rest = self._closing.feed(text)
+        if rest is None:
+            return ""
+        self._state = self._text
+        return rest
+
+
+class LlamaCalls(_Machine):
+    """Objects from the first character on, or behind ``<|python_tag|>``, parted by semicolons."""
+
+    def __init__(self) -> None:
+        super().__init__("<|python_tag|>")
+        self._state = self._start
+
+    def _start(self, text: str, said: Said) -> str:
+        bare = text.lstrip()
+        self._space += text[: len(text) - len(bare)]
+        if not bare:
+            return ""
+        self._state = self._text
+        if bare[0] == "{":
+            lead, self._space = self._space, ""
+            self._expect(lead)
+        return bare
+
+    def _after_object(self, text: str, said: Said) -> str:
+        bare = text.lstrip()
+        if not bare:
+            return ""
+        if bare[0] == ";":
+            self._expect(";")
+            return bare[1:]
+        self._state = self._text
+        return bare
+
+
+class MistralCalls(_Machine):
+    """An array behind ``[TOOL_CALLS]``, or a name and its arguments behind each."""
+
+    def __init__(self) -> None:
+        super().__init__("[TOOL_CALLS]")
+        self._name = ""
+        self._value: ValueEnd | None = None
+
+    def close(self) -> Said:
+        said = super().close()
+        if self._state == self._named:
+            self._tell(self._marker + self._name, said)
+        return said
+
+    def _after_marker(self) -> None:
+        self._name, self._state = "", self._head
+
+    def _head(self, text: str, said: Said) -> str:
+        bare = text.lstrip()
+        if not bare:
+            return ""
+        if bare[0] != "[":
+            self._state = self._named
+            return bare
+        self._expect(f"{self._marker}[")
+        return bare[1:]
+
+    def _named(self, text: str, said: Said) -> str:
+        for at, char in enumerate(text, 1):
+            if char == "{" and _plain_name(self._name):
+                said.begin(self.n_calls, _plain_name(self._name))
+                self.n_calls, self._space, self._told = self.n_calls + 1, "", False
+                self._value, self._state = ValueEnd(), self._arguments
+                return text[at - 1 :]
+            self._name += char
+            if char in '{}"\n' or len(self._name) > 256:
+                self._tell(self._marker + self._name, said)
+                self._state = self._text
+                return text[at:]
+        return ""
+
+    def _arguments(self, text: str, said: Said) -> str:
+        assert self._value is not None
+        for at, char in enumerate(text, 1):
+            said.argue(self.n_calls - 1, char)
+            if self._value.push(char):
+                self._state = self._text
+                return text[at:]
+        return ""
+
+    def _after_object(self, text: str, said: Said) -> str:
+        bare = text.lstrip()
+        if not bare:
+            return ""
+        if bare[0] == ",":
+            self._expect(",")
+            return bare[1:]
+        self._state = self._text
+        return bare[1:] if bare[0] == "]" else bare
+
+
+def _plain_name(head: str) -> str:
+    """The name in ``name``, ``name[ARGS]`` or ``name[CALL_ID]id[ARGS]``."""
+    return head.split("[", 1)[0].strip()
+
+
+class NoCalls:
+    """A model that writes none, or a request without tools: all is content."""
+
+    def feed(self, text: str) -> Said:
+        return Said(content=text)
+
+    def close(self) -> Said:
+        return Said()
+
+
+CALL_PARSERS: dict[str, Callable[[], CallParser]] = {
+    "none": NoCalls,
+    "hermes": HermesCalls,
+    "llama3": LlamaCalls,
+    "mistral": MistralCalls,
+}

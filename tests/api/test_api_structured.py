@@ -1,0 +1,388 @@
+"""Structured output, tool calls and thoughts over HTTP: through the real engine with a fake device,
+and with scripted texts; the real openai SDK as the client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from jserve.api.app import make_app
+from jserve.api.ask import ModelCard
+from jserve.api.chat import ChatTemplate
+from jserve.api.server import HttpServer
+from jserve.config import EngineConfig
+from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.client import InprocClient
+from jserve.engine.engine import Engine
+from jserve.errors import ConfigError
+from jserve.sched.scheduler import Scheduler
+from jserve.testing import FakeRunner
+from jserve.types import Finish, Output, Request
+from tests.api.fake import CHATML, FakeEngine
+from tests.grammar.kit import CITY, EOS, VOCAB, guides, limits, tokenizer
+
+USER = [{"role": "user", "content": "hi"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 6},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+FORMATS = {
+    "hermes": "{# <tool_call> #}" + CHATML,
+    "llama3": '{# {"name": "parameters": } #}' + CHATML,
+    "mistral": "{# [TOOL_CALLS] #}" + CHATML,
+}
+LIMITS = limits(n_pages=600, max_model_len=600)
+
+
+class Script(FakeEngine):
+    """Says ``texts``, ``chunk`` tokens at a time, in the vocabulary of ``tests.grammar.kit``."""
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        self.records.append(request)  # type: ignore[arg-type]
+        said = self.texts[(len(self.records) - 1) % len(self.texts)]
+        ids = [*tokenizer().encode(said, add_special_tokens=False), EOS]
+        for at in range(0, len(ids), self.chunk):
+            batch = tuple(ids[at : at + self.chunk])
+            last = batch[-1] == EOS
+            yield Output(
+                request_id=request.id,
+                index=0,
+                token_ids=batch,
+                finish=Finish.STOP if last else None,
+                seed=1 if at == 0 else None,
+            )
+
+    @property
+    def n_active(self) -> int:
+        return 0
+
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+
+@asynccontextmanager
+async def served(engine, template: str = FORMATS["hermes"], **options):
+    """An SDK client of a live server over ``engine``."""
+    config = EngineConfig.of(port=0, **options)
+    card = ModelCard(name="tiny", max_model_len=600, vocab_size=VOCAB, eos_ids=(EOS,))
+    chat = ChatTemplate({"default": template})
+    server = HttpServer(make_app(config, engine, tokenizer(), chat, card), config.server)
+    url = await server.start()
+    try:
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as client:
+            yield client.chat.completions
+    finally:
+        await server.stop(0.2)
+
+
+@asynccontextmanager
+async def fake_device(**options):
+    """The real scheduler, guides and async engine over the fake device.
+
+    It draws evenly among what is allowed, so where it may think it would think for ever: thoughts
+    are off unless the template begins one.
+    """
+    if "<think>\n" not in options.get("template", ""):
+        options["reasoning_parser"] = "none"
+
+    def build(config, progress):
+        config = EngineConfig.of(max_num_batched_tokens=64, max_num_seqs=8)
+        scheduler = Scheduler(LIMITS, config, guides=guides())
+        return Engine(scheduler, FakeRunner(LIMITS)), {}
+
+    face = AsyncEngine(lambda: InprocClient(EngineConfig(), build))
+    await face.start()
+    try:
+        async with served(face, **options) as client:
+            yield client
+    finally:
+        await face.close()
+
+
+async def streamed(client, **fields):
+    """(content, reasoning, [(name, arguments)], finish reason) of a stream."""
+    content = reasoning = ""
+    calls: dict[int, list[str]] = {}
+    finish = None
+    async for chunk in await client.create(model="tiny", messages=USER, stream=True, **fields):
+        for choice in chunk.choices:
+            delta = choice.delta
+            content += delta.content or ""
+            reasoning += getattr(delta, "reasoning", None) or ""
+            assert getattr(delta, "reasoning", None) == getattr(delta, "reasoning_content", None)
+            for call in delta.tool_calls or []:
+                if call.id:
+                    assert call.type == "function"
+                    calls[call.index] = [call.function.name, ""]
+                calls[call.index][1] += call.function.arguments or ""
+            finish = choice.finish_reason or finish
+    return content, reasoning, [tuple(c) for c in calls.values()], finish
+
+
+async def whole(client, **fields):
+    answer = await client.create(model="tiny", messages=USER, **fields)
+    choice = answer.choices[0]
+    calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or []]
+    reasoning = getattr(choice.message, "reasoning", None) or ""
+    return choice.message.content or "", reasoning, calls, choice.finish_reason
+
+
+def json_schema(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
+async def test_formats_of_openai_and_vllm_through_the_engine():
+    async with fake_device() as client:
+        for seed in range(4):
+            args = {"seed": seed, "max_tokens": 400}
+            content, _, _, finish = await whole(
+                client, response_format=json_schema(CITY.json), **args
+            )
+            assert finish == "stop"
+            jsonschema.validate(json.loads(content), CITY.json)
+            extra = {"structured_outputs": {"json": CITY.json}}
+            assert (await whole(client, extra_body=extra, **args))[0] == content
+            assert (await streamed(client, extra_body=extra, **args))[0] == content
+            extra = {"structured_outputs": {"choice": ["red", "blue car"]}}
+            assert (await whole(client, extra_body=extra, **args))[0] in ("red", "blue car")
+
+
+async def test_the_sdk_parses_a_pydantic_answer():
+    class Place(BaseModel):
+        n: int = Field(ge=0, le=99)
+        kind: bool
+
+    async with fake_device() as client:
+        answer = await client.parse(
+            model="tiny", messages=USER, response_format=Place, max_tokens=80, seed=3
+        )
+        assert isinstance(answer.choices[0].message.parsed, Place)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+async def test_forced_calls_are_valid_in_every_format(kind):
+    async with fake_device(template=FORMATS[kind]) as client:
+        for seed in range(3):
+            args = {"seed": seed, "max_tokens": 400, "temperature": 1.0}
+            for choice in (
+                "required",
+                {"type": "function", "function": {"name": "get_weather"}},
+            ):
+                fields = {"tools": [WEATHER, TIME], "tool_choice": choice, **args}
+                if seed == 2:
+                    fields["parallel_tool_calls"] = False
+                answer = await whole(client, **fields)
+                assert await streamed(client, **fields) == answer
+                content, _, calls, finish = answer
+                assert content == ""
+                assert finish == "tool_calls"
+                assert calls
+                assert len(calls) == 1 or seed != 2
+                for name, arguments in calls:
+                    tool = {"get_weather": WEATHER, "time": TIME}[name]
+                    value = json.loads(arguments)
+                    jsonschema.validate(value, tool["function"]["parameters"])
+                    assert choice == "required" or name == "get_weather"
+
+
+async def test_auto_with_a_strict_tool_says_words_or_a_valid_call():
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    async with fake_device() as client:
+        content, _, calls, _ = await whole(client, tools=[strict], seed=1, max_tokens=60)
+        assert content or calls
+
+
+async def test_auto_beside_a_schema_is_one_of_both():
+    async with fake_device() as client:
+        for seed in range(3):
+            content, _, calls, finish = await whole(
+                client,
+                tools=[WEATHER],
+                response_format=json_schema(CITY.json),
+                seed=seed,
+                max_tokens=150,
+            )
+            if finish == "stop":
+                jsonschema.validate(json.loads(content), CITY.json)
+            elif finish == "tool_calls":
+                jsonschema.validate(json.loads(calls[0][1]), WEATHER["function"]["parameters"])
+
+
+TEXTS = {
+    "hermes": (
+        'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
+        '</tool_call>\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    ),
+    "llama3": (
+        '{"name": "get_weather", "parameters": {"city": "Paris"}}; '
+        '{"name": "time", "parameters": {}}'
+    ),
+    "mistral": (
+        'Let me see.[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}, '
+        '{"name": "time", "arguments": {}}]'
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("thought", ["", "<think>\nThe sky,\n\n1 < 2.\n</think>\n\n"])
+async def test_parallel_calls_streamed_and_whole(kind, chunk, thought):
+    script = Script((thought + TEXTS[kind],))
+    script.chunk = chunk
+    async with served(script, FORMATS[kind]) as client:
+        got = await streamed(client, tools=[WEATHER, TIME])
+        assert got == await whole(client, tools=[WEATHER, TIME])
+        content, reasoning, calls, finish = got
+        assert content == ("" if kind == "llama3" else "Let me see.")
+        assert reasoning == ("The sky,\n\n1 < 2." if thought else "")
+        assert calls == [("get_weather", '{"city": "Paris"}'), ("time", "{}")]
+        assert finish == "tool_calls"
+
+
+async def test_without_tools_or_with_none_the_text_is_content():
+    async with served(Script((TEXTS["hermes"],))) as client:
+        for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+            got = await whole(client, **fields)
+            assert got == (TEXTS["hermes"], "", [], "stop")
+            assert await streamed(client, **fields) == got
+
+
+async def test_usage_counts_the_tokens_of_the_thought():
+    thought = "<think>\nred car\n</think>"
+    script = Script((thought + "\n\nred",))
+    async with served(script) as client:
+        answer = await client.create(model="tiny", messages=USER)
+        counted = answer.usage.completion_tokens_details.reasoning_tokens
+        assert counted == len(tokenizer().encode(thought))
+        last = None
+        options = {"include_usage": True}
+        async for chunk in await client.create(
+            model="tiny", messages=USER, stream=True, stream_options=options
+        ):
+            last = chunk
+        assert last.usage.completion_tokens_details.reasoning_tokens == counted
+        hidden = await client.create(
+            model="tiny", messages=USER, extra_body={"include_reasoning": False}
+        )
+        assert hidden.choices[0].message.content == "red"
+        assert not hasattr(hidden.choices[0].message, "reasoning")
+
+
+async def test_a_prompt_inside_or_past_a_thought_is_known():
+    opened = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    if opened == CHATML:
+        opened = CHATML + "<think>\n"
+    async with served(Script(("red car\n</think>\n\nblue",)), opened) as client:
+        assert (await whole(client))[:2] == ("blue", "red car")
+    async with served(Script(("<think> is text",)), CHATML + "<think>\n\n</think>\n\n") as client:
+        assert (await whole(client))[:2] == ("<think> is text", "")
+
+
+async def test_a_thought_budget_reaches_the_engine_and_ends_the_thought():
+    async with fake_device(template=CHATML + "<think>\n") as client:
+        answer = await client.create(
+            model="tiny",
+            messages=USER,
+            max_tokens=40,
+            extra_body={"thinking_token_budget": 6},
+            temperature=0,
+        )
+        details = answer.usage.completion_tokens_details
+        assert details.reasoning_tokens == 6 + 2  # the line break and the tag that close it
+        assert answer.choices[0].message.content is not None
+
+
+async def test_structure_after_a_thought():
+    async with fake_device(template=CHATML + "<think>\n") as client:
+        content, reasoning, _, finish = await whole(
+            client,
+            response_format=json_schema(CITY.json),
+            extra_body={"thinking_token_budget": 5},
+            max_tokens=150,
+            seed=2,
+        )
+        assert finish == "stop"
+        assert reasoning
+        jsonschema.validate(json.loads(content), CITY.json)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {
+                "tools": [WEATHER, {"function": {"name": "f", "parameters": {"not": {}}}}],
+                "tool_choice": "required",
+            },
+            "tools[1].function.parameters",
+        ),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {"type": "function", "function": {"name": "other"}},
+            },
+            "tool_choice.function.name",
+        ),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "response_format",
+        ),
+        (
+            {
+                "tools": [WEATHER],
+                "response_format": {"type": "json_object"},
+                "extra_body": {"llama": True},
+            },
+            "response_format",
+        ),
+        (
+            {"tools": [WEATHER], "extra_body": {"structured_outputs": {"regex": "a"}}},
+            "structured_outputs",
+        ),
+        ({"response_format": json_schema({"not": {}})}, "response_format.json_schema.schema"),
+    ],
+)
+async def test_refusals_name_the_field(fields, param):
+    script = Script()
+    bare = fields.get("extra_body", {}).get("llama")
+    async with served(script, FORMATS["llama3" if bare else "hermes"]) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.create(model="tiny", messages=USER, **fields)
+        assert caught.value.param == param
+        assert len(caught.value.message) < 500
+    assert script.records == []
+
+
+async def test_a_parser_that_does_not_fit_is_a_config_error():
+    with pytest.raises(ConfigError) as caught:
+        async with served(Script(), reasoning_parser="mistral"):
+            pass
+    assert caught.value.field == "reasoning_parser"
+
+
+async def test_parsers_can_be_switched_off():
+    said = "<think>a</think>" + TEXTS["hermes"]
+    off = {"reasoning_parser": "none", "tool_call_parser": "none"}
+    async with served(Script((said,)), **off) as client:
+        assert await whole(client, tools=[WEATHER]) == (said, "", [], "stop")

@@ -1,0 +1,101 @@
+"""The worker process: verdicts, the kill, and that a kill costs nobody else anything."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from jserve.errors import BadRequest, RequestFailed
+from jserve.grammar.checker import GrammarChecker
+from jserve.grammar.vocab import vocabulary
+from jserve.types import StructuredOutputs
+from tests.grammar.kit import CITY, EOS, VOCAB, tokenizer
+
+
+def made(**options) -> GrammarChecker:
+    return GrammarChecker(lambda: vocabulary(tokenizer(), VOCAB, (EOS,)), **options)
+
+
+@pytest.fixture(scope="module")
+def checker():
+    one = made()
+    yield one
+    one.close()
+
+
+def wait(checker: GrammarChecker, spec: StructuredOutputs) -> None:
+    future = checker.check(spec)
+    if future is not None:
+        future.result(60)
+
+
+def test_good_and_bad_and_the_second_time_without_asking(checker):
+    bad = StructuredOutputs(json={"type": "array", "uniqueItems": True})
+    wait(checker, CITY)
+    assert checker.check(CITY) is None
+    for _ in range(2):
+        with pytest.raises(BadRequest, match="uniqueItems") as caught:
+            wait(checker, bad)
+        assert caught.value.field == "structured_outputs.json"
+        assert caught.value.code == "invalid_schema"
+    assert checker.n_killed == 0
+
+
+def test_a_schema_over_the_bounds_never_reaches_the_process(checker):
+    with pytest.raises(BadRequest) as caught:
+        checker.check(StructuredOutputs(regex="a" * 70_000))
+    assert caught.value.code == "grammar_too_large"
+
+
+SLEEPER = (
+    "import sys, time; sys.path.insert(0, '.')\n"
+    "from jserve.grammar import worker\n"
+    "plain = worker.answer\n"
+    "def answer(compiler, spec):\n"
+    "    if b'sleep' in spec: time.sleep(60)\n"
+    "    if b'crash' in spec: sys.exit(3)\n"
+    "    return plain(compiler, spec)\n"
+    "worker.answer = answer\n"
+    "worker.main(sys.stdin.buffer, sys.stdout.buffer)\n"
+)
+
+
+def test_a_compilation_without_end_is_killed_and_the_next_one_works():
+    one = made(time_limit_s=4.0, command=(sys.executable, "-c", SLEEPER))
+    try:
+        wait(one, CITY)
+        began = time.monotonic()
+        with pytest.raises(BadRequest, match="longer than 4 s") as caught:
+            wait(one, StructuredOutputs(choice=("sleep",)))
+        assert caught.value.code == "grammar_too_large"
+        assert time.monotonic() - began < 20
+        with pytest.raises(BadRequest, match="too much memory"):
+            wait(one, StructuredOutputs(choice=("crash",)))
+        assert one.n_killed == 2
+        wait(one, StructuredOutputs(choice=("good",)))
+        with pytest.raises(BadRequest, match="longer than 4 s"):
+            wait(one, StructuredOutputs(choice=("sleep",)))
+        assert one.n_killed == 2, "a verdict is kept"
+    finally:
+        one.close()
+
+
+def test_close_ends_the_process():
+    one = made()
+    wait(one, CITY)
+    process = one._process
+    assert process is not None
+    one.close()
+    assert process.poll() is not None
+
+
+def test_a_worker_that_does_not_start_is_not_the_grammars_fault():
+    one = made(command=(sys.executable, "-c", "raise SystemExit(1)"))
+    try:
+        for _ in range(2):
+            with pytest.raises(RequestFailed, match="does not start"):
+                wait(one, CITY)
+    finally:
+        one.close()

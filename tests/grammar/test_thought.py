@@ -1,0 +1,113 @@
+"""Thoughts: budgets that end them cleanly, and structures that begin after them."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from jserve.grammar.thought import Phase, Thought
+from tests.grammar.kit import CITY, EOS, engine, finish, ids, request, run, text, thinking, tokens
+
+END = list(ids("\n</think>\n\n"))
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 7, 20])
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_a_budget_ends_the_thought_there_and_the_answer_goes_on(budget, overlap):
+    free = request("a", thinking=thinking(inside=True), max_tokens=50)
+    limited = request(
+        "a", thinking=thinking(inside=True), thinking_token_budget=budget, max_tokens=50
+    )
+    before = tokens(run(free), "a")
+    after = run(limited, overlap=overlap)
+    drawn = tokens(after, "a")
+    assert drawn[:budget] == before[:budget]
+    if budget:
+        assert drawn[budget : budget + len(END)] == END
+    else:  # the end is there before anything is drawn: the model draws it under its mask
+        assert drawn[: len(END)] == END
+    assert len(drawn) == 50
+    assert finish(after, "a") == "length"
+    slow = run(limited, fast_forward=False, overlap=overlap)
+    assert tokens(slow, "a") == drawn
+
+
+def test_a_thought_with_a_budget_is_planned_ahead_until_near_its_end():
+    """Under overlap 1 the thought itself loses no step; only its end waits once."""
+    made = engine()
+    made.submit(
+        request("a", thinking=thinking(inside=True), thinking_token_budget=40, max_tokens=60)
+    )
+    made.drain()
+    assert made.n_steps < 64
+
+
+def test_penalties_count_a_forced_end():
+    asked = request(
+        "a",
+        thinking=thinking(inside=True),
+        thinking_token_budget=5,
+        frequency_penalty=1.0,
+        max_tokens=40,
+    )
+    assert tokens(run(asked), "a") == tokens(run(asked, fast_forward=False), "a")
+
+
+@pytest.mark.parametrize("budget", [0, 3, 12])
+def test_a_structure_begins_after_the_thought(budget):
+    asked = request(
+        "a",
+        CITY,
+        thinking=thinking(inside=True),
+        thinking_token_budget=budget,
+        temperature=1.0,
+        seed=1,
+        max_tokens=200,
+    )
+    outputs = run(asked)
+    said = text(tokens(outputs, "a"))
+    assert finish(outputs, "a") == "stop"
+    thought, _, answer = said.rpartition("</think>")
+    assert answer.startswith("\n\n{")
+    jsonschema.validate(json.loads(answer), CITY.json)
+    assert tokens(run(asked, fast_forward=False), "a") == tokens(outputs, "a")
+    del thought
+
+
+def test_an_unlimited_thought_cannot_end_the_output():
+    asked = request("a", CITY, thinking=thinking(inside=True), max_tokens=80)
+    outputs = run(asked)  # the fake draws EOS like any id; the mask bans it in a thought
+    assert EOS not in tokens(outputs, "a")[:-1]
+
+
+def test_a_model_that_does_not_think_answers_at_once():
+    asked = request("a", CITY, thinking=thinking(), temperature=1.0, seed=3)
+    outputs = run(asked)
+    said = text(tokens(outputs, "a"))
+    first = tokens(outputs, "a")[0]
+    if first != thinking().open_id:
+        jsonschema.validate(json.loads(said), CITY.json)
+
+
+def test_phases():
+    tags = thinking()
+    thought = Thought(tags=tags, budget=2)
+    assert thought.phase is Phase.BEFORE
+    assert not thought.take(tags.open_id)
+    assert thought.phase is Phase.INSIDE
+    assert not thought.take(40)
+    assert not thought.take(41)
+    assert thought.phase is Phase.GAP
+    assert list(thought.must) == END
+    with pytest.raises(ValueError, match="had to come"):
+        thought.take(99)
+    for token in END:
+        assert not thought.take(token)
+    assert thought.phase is Phase.ANSWER
+    assert thought.take(40)
+    closed = Thought(tags=tags, structured=False)
+    closed.take(tags.open_id)
+    closed.take(tags.close_id)
+    assert closed.phase is Phase.ANSWER

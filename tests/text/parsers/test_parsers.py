@@ -1,0 +1,193 @@
+"""Thoughts and tool calls read from text: by example, and by every way to cut a text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jserve.text.parsers.answer import AnswerParser
+from jserve.text.parsers.calls import CALL_PARSERS
+from jserve.text.parsers.reasoning import State, ThoughtParser
+from jserve.text.parsers.said import Said
+
+C1 = '{"name": "get_weather", "arguments": {"city": "Paris", "deep": {"x": "}\\"{"}}}'
+C2 = '{"name": "time", "arguments": {}}'
+CORPUS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
+    # text, content, [(name, arguments)]
+    "hermes": [
+        ("", "", []),
+        ("plain words\n", "plain words\n", []),
+        ("a < b <tool and <tool_call", "a < b <tool and <tool_call", []),
+        (f"<tool_call>\n{C1}\n</tool_call>", "", [("get_weather", C1[37:-1])]),
+        (
+            f"Let me see.\n<tool_call>\n{C1}\n</tool_call>\n<tool_call>{C2}</tool_call>\n",
+            "Let me see.",
+            [("get_weather", C1[37:-1]), ("time", "{}")],
+        ),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f"}</tool_call> ok', "ok", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"name":"f","n":12,"arguments":{"a":[1,2]}}', "", [("f", '{"a":[1,2]}')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "un', "", [("f", '{"a": "un')]),
+        ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+        ('<tool_call>{"nam', '<tool_call>{"nam', []),
+        ('x <tool_call>{"a": 1}</tool_call>', 'x <tool_call>{"a": 1}</tool_call>', []),
+        ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+        ('<tool_call>{"name": "f",}</tool_call>', "", [("f", "")]),
+    ],
+    "llama3": [
+        ("plain", "plain", []),
+        (' {"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+        (f"{C2}; {C1}", "", [("time", "{}"), ("get_weather", C1[37:-1])]),
+        (f"<|python_tag|>{C2}", "", [("time", "{}")]),
+        (f"see <|python_tag|>{C2}", "see", [("time", "{}")]),
+        ('{"a": 1} is JSON', '{"a": 1} is JSON', []),
+        (" {not json", " {not json", []),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        ("  \n", "  \n", []),
+    ],
+    "mistral": [
+        ("plain [TOOL", "plain [TOOL", []),
+        (f"[TOOL_CALLS][{C1}, {C2}]", "", [("get_weather", C1[37:-1]), ("time", "{}")]),
+        (f"ok [TOOL_CALLS] [{C2}]", "ok", [("time", "{}")]),
+        ('[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}', "", [("f", '{"a": {"b": 1}}')]),
+        (
+            '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": "]}"}',
+            "",
+            [("f", '{"a": 1}'), ("g", '{"b": "]}"}')],
+        ),
+        ("[TOOL_CALLS][3]", "[TOOL_CALLS][3]", []),
+        ("[TOOL_CALLS]na", "[TOOL_CALLS]na", []),
+    ],
+}
+THOUGHTS = [
+    # text, state, reasoning, answer
+    ("<think>\nab\n\ncd\n</think>\n\nok", State.LEAD, "ab\n\ncd", "ok"),
+    (" \n<think>a</think>b", State.LEAD, "a", "b"),
+    ("no <think>a</think>", State.LEAD, "", "no <think>a</think>"),
+    ("<think>a </thin", State.LEAD, "a </thin", ""),
+    ("<thin", State.LEAD, "", "<thin"),
+    ("a\n</think>\n b ", State.THOUGHT, "a", "b "),
+    ("a \n", State.THOUGHT, "a", ""),
+    ("</think>", State.THOUGHT, "", ""),
+    ("<think>\n\n</think>\n\nx", State.LEAD, "", "x"),
+    ("a</think>", State.ANSWER, "", "a</think>"),
+]
+CASES = [(kind, text) for kind, rows in CORPUS.items() for text, *_ in rows]
+
+
+def parse(kind: str, pieces: list[str], state: State = State.ANSWER) -> Said:
+    parser = AnswerParser(ThoughtParser("<think>", "</think>", state), CALL_PARSERS[kind]())
+    said = Said()
+    for piece in pieces:
+        said.add(parser.feed(piece))
+    said.add(parser.close())
+    return said
+
+
+def flat(said: Said) -> tuple[str, str, list[tuple[str, str]]]:
+    calls: dict[int, list[str]] = {}
+    for piece in said.calls:
+        if piece.name is not None:
+            assert piece.index not in calls, "a name came twice"
+            assert piece.index == len(calls)
+            calls[piece.index] = [piece.name, ""]
+        calls[piece.index][1] += piece.arguments
+    return said.reasoning, said.content, [(n, a) for n, a in calls.values()]
+
+
+@pytest.mark.parametrize("kind", CORPUS)
+def test_examples(kind):
+    for text, content, calls in CORPUS[kind]:
+        assert flat(parse(kind, [text])) == ("", content, calls), text
+
+
+@pytest.mark.parametrize(("text", "state", "reasoning", "answer"), THOUGHTS)
+def test_thoughts(text, state, reasoning, answer):
+    assert flat(parse("none", [text], state)) == (reasoning, answer, [])
+
+
+@pytest.mark.parametrize(("kind", "text"), CASES)
+def test_two_cuts_anywhere_change_nothing(kind, text):
+    whole = flat(parse(kind, [text]))
+    assert flat(parse(kind, list(text))) == whole
+    for i in range(len(text)):
+        assert flat(parse(kind, [text[:i], text[i:]])) == whole, i
+    # All pairs of cuts of a short text; of a long one, every third place.
+    for i, j in itertools.combinations(range(0, len(text) + 1, 1 if len(text) < 50 else 3), 2):
+        assert flat(parse(kind, [text[:i], text[i:j], text[j:]])) == whole, (i, j)
+
+
+@pytest.mark.parametrize(("text", "state", "reasoning", "answer"), THOUGHTS)
+@pytest.mark.parametrize("tail", ["", f"<tool_call>{C2}</tool_call>"])
+def test_every_cut_of_a_thought_changes_nothing(text, state, reasoning, answer, tail):
+    text += tail
+    whole = flat(parse("hermes", [text], state))
+    n = len(text) - 1
+    cuts = range(2 ** min(n, 9)) if n > 0 else []
+    for bits in cuts:  # all 512 ways to cut the last ten characters
+        pieces, at = [], 0
+        for i in range(n):
+            if i >= n - 9 and bits >> (n - 1 - i) & 1:
+                pieces.append(text[at : i + 1])
+                at = i + 1
+        assert flat(parse("hermes", [*pieces, text[at:]], state)) == whole
+    del reasoning, answer
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|python_tag|>",
+        "<think>",
+        "</think>",
+        C1,
+        C2,
+        '{"name": "f", "arguments": ',
+        '"parameters": "x\\',
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        ";",
+        ",",
+        " ",
+        "\n",
+        "word",
+        "<",
+        "ü",
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(sorted(CALL_PARSERS)),
+    st.sampled_from([State.LEAD, State.THOUGHT, State.ANSWER]),
+    st.lists(FRAGMENTS, max_size=12).map("".join),
+    st.data(),
+)
+def test_no_text_depends_on_its_cuts(kind, state, text, data):
+    whole = flat(parse(kind, [text], state))
+    at = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    edges = [0, *at, len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
+    assert flat(parse(kind, pieces, state)) == whole
+    assert flat(parse(kind, list(text), state)) == whole
+    if "tool_call" not in text and kind == "hermes" and state is State.ANSWER:
+        assert whole == ("", text, []), "content without markers stays to the letter"
+
+
+def test_arguments_are_passed_on_while_they_are_written():
+    parser = CALL_PARSERS["hermes"]()
+    said = parser.feed('<tool_call>\n{"name": "f", "arguments": {"city": "Par')
+    assert flat(said) == ("", "", [("f", '{"city": "Par')])
+    assert json.loads(C1)["arguments"]["city"] == "Paris"
