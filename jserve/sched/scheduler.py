@@ -206,9 +206,17 @@ class Scheduler:
         return plan
 
     def _fill(self, draft: PlanDraft, now: float) -> None:
+        if self.guides is not None:
+            self._grow_forced()
         self._decode(draft)
         self._prefill(draft)
         self._admit(draft, now)
+
+    def _grow_forced(self) -> None:
+        """Pages for the tokens that guides forced. Before any row: growing may push others out."""
+        for seq in self.floor.running.snapshot():
+            if seq.lease is not None and seq.given > seq.lease.capacity:
+                self.floor.grow(seq, seq.given)
 
     def _decode(self, draft: PlanDraft) -> None:
         """One row for every sequence whose known tokens are all scheduled, in order."""
@@ -261,10 +269,7 @@ class Scheduler:
         n_context = draft.longest() if self.cap.bound_s else 0
         draft.limit(self.cap.tokens(len(draft.rows), n_context, short=self.gate.short))
         for seq in begun:
-            if not draft.prefill_room or seq.lease is None or lacks_mask(seq):
-                continue
-            # Tokens that a guide forced came after the pages were handed out.
-            if seq.given > seq.lease.capacity and not self.floor.grow(seq, seq.given):
+            if not draft.prefill_room or lacks_mask(seq):
                 continue
             if seq.n_output and seq.scheduled >= seq.n_prompt:
                 draft.load(seq)  # the device counts what it draws, and forced tokens it did not
