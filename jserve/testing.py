@@ -200,7 +200,7 @@ class FakeRunner:
             else:
                 self._slots[row.slot].length = start + row.count
             cells = self._cells(pages, start + row.count)
-            out.finite_R[r] = not self.poison_PZ[cells].any()
+            out.finite_R[r] &= not self.poison_PZ[cells].any()
         return replace(out, prompt=scores)
 
     def _inputs(self, row: RowPlan) -> tuple[list[int], int]:
