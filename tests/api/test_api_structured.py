@@ -48,7 +48,7 @@ FORMATS = {
     "llama3": '{# {"name": "parameters": } #}' + CHATML,
     "mistral": "{# [TOOL_CALLS] #}" + CHATML,
 }
-LIMITS = limits(n_pages=600, max_model_len=600)
+LIMITS = limits(n_pages=600, max_model_len=900)
 
 
 class Script(FakeEngine):
@@ -80,7 +80,7 @@ class Script(FakeEngine):
 async def served(engine, template: str = FORMATS["hermes"], **options):
     """An SDK client of a live server over ``engine``."""
     config = EngineConfig.of(port=0, **options)
-    card = ModelCard(name="tiny", max_model_len=600, vocab_size=VOCAB, eos_ids=(EOS,))
+    card = ModelCard(name="tiny", max_model_len=900, vocab_size=VOCAB, eos_ids=(EOS,))
     chat = ChatTemplate({"default": template})
     server = HttpServer(make_app(config, engine, tokenizer(), chat, card), config.server)
     url = await server.start()

@@ -9,7 +9,7 @@ import pytest
 
 from jserve.types import StructuredOutputs
 from tests.grammar.kit import finish, request, run, text, tokens
-from tests.whole.schemas import SCHEMAS
+from tests.whole.schemas import FORMATS, SCHEMAS
 
 OPTIONS = {
     "n_slots": 32,
@@ -30,7 +30,7 @@ def valid(name: str, seeds: range, max_tokens: int = 300) -> tuple[int, int]:
         for seed in seeds
     ]
     outputs = run(*asked, **OPTIONS)
-    checks = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    checks = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
     n_finished = 0
     for item in asked:
         end = finish(outputs, item.id)

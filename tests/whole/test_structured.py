@@ -24,7 +24,7 @@ from jserve.engine.client import InprocClient
 from jserve.errors import BadRequest
 from jserve.types import StructuredOutputs
 from tests.whole.conftest import SMALL_OPTIONS
-from tests.whole.schemas import SCHEMAS
+from tests.whole.schemas import FORMATS, SCHEMAS
 
 CITY = {
     "type": "object",
@@ -115,9 +115,9 @@ def valid_share(llm: LLM, n_each: int, max_tokens: int) -> tuple[int, int]:
     ):
         choice = out.outputs[0]
         if choice.finish_reason == "stop":
-            jsonschema.Draft202012Validator(
-                schema, format_checker=jsonschema.FormatChecker()
-            ).validate(json.loads(choice.text))
+            jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(
+                json.loads(choice.text)
+            )
             finished += 1
         else:
             assert choice.finish_reason == "length"
