@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
+import threading
 from concurrent.futures import Future
 
 import jsonschema
@@ -194,27 +194,25 @@ def test_a_request_whose_grammar_compiles_can_be_cancelled():
 
 
 def test_unguided_rows_never_wait_for_masks():
-    """With masks that take for ever, the others run at full speed, and the guided one waits."""
-    slow = guides()
+    """While no mask comes, the others run at full speed, and the guided one waits."""
+    slow, may_go_on = guides(), threading.Event()
     compute = slow._compute
 
     def late(moved):
-        time.sleep(0.2)
+        may_go_on.wait(5)
         compute(moved)
 
     slow._compute = late  # type: ignore[method-assign]
-    made = engine(all_guides=slow, step_s=0.002)
+    made = engine(all_guides=slow)
     made.submit(request("a", CITY))
     made.submit(request("b", max_tokens=60))
-    outputs, steps = [], 0
-    while finish(outputs, "b") is None if ("b", 0) in gather(outputs) else True:
+    outputs = []
+    while finish_of(outputs, "b") is None:
         outputs += made.step()
-        steps += 1
-        assert steps < 400
-    n_guided = len([o for o in outputs if o.request_id == "a"])
-    # 60 tokens in as many steps (and a few to start), while the guided row got only some.
-    assert made.n_steps < 75
-    assert n_guided < 10
+    # The first mask came with the grammar; the second one never did.
+    assert len([o for o in outputs if o.request_id == "a"]) == 1
+    assert made.n_steps < 66
+    may_go_on.set()
     outputs += made.drain()
     assert finish(outputs, "a") == "stop"
 
