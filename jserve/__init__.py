@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jserve.config import EngineConfig
-    from jserve.llm import LLM, AsyncLLM, CompletionOutput, RequestOutput
+    from jserve.llm import LLM, AsyncLLM, RequestOptions
     from jserve.model.families import register_family
-    from jserve.types import SamplingParams
+    from jserve.outputs import CompletionOutput, RequestOutput
+    from jserve.types import Lane, Retention, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,18 +21,26 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "Lane",
+    "RequestOptions",
     "RequestOutput",
+    "Retention",
     "SamplingParams",
+    "StructuredOutputs",
     "register_family",
 ]
 
 _HOMES = {
     "LLM": "jserve.llm",
     "AsyncLLM": "jserve.llm",
-    "RequestOutput": "jserve.llm",
-    "CompletionOutput": "jserve.llm",
+    "RequestOptions": "jserve.llm",
+    "RequestOutput": "jserve.outputs",
+    "CompletionOutput": "jserve.outputs",
     "EngineConfig": "jserve.config",
+    "Lane": "jserve.types",
+    "Retention": "jserve.types",
     "SamplingParams": "jserve.types",
+    "StructuredOutputs": "jserve.types",
     "register_family": "jserve.model.families",
 }
 

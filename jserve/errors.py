@@ -154,6 +154,12 @@ class WeightsError(ConfigError):
     code = "weights_error"
 
 
+class InvalidSchema(BadRequest):
+    """A schema, grammar or other structure that cannot be read or enforced; ``field`` names it."""
+
+    code = "invalid_schema"
+
+
 def error_of(
     code: str | None,
     message: str,

@@ -1,6 +1,7 @@
 """The Python door: ``LLM`` (blocking, in process) and ``AsyncLLM``. Field names are vLLM's.
 
-Owns prompts in, ``RequestOutput`` out, and the progress bar. Must not know HTTP, scheduling or jax; ``build``
+Owns prompts in, cache handles, and the progress bar; ``outputs`` owns what comes out. Must not know HTTP,
+scheduling or jax; ``build``
 makes the engine, ``TextStream`` makes text of ids.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jserve import build
@@ -19,97 +20,45 @@ from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
+from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, error_of
+from jserve.outputs import RequestOutput, Running, failure_of
 from jserve.progress import progress_bar
-from jserve.text.stream import TextStream
-from jserve.types import Finish, Output, Request, SamplingParams, Thinking, TokenLogprob
+from jserve.types import (
+    Finish,
+    HandleInfo,
+    Lane,
+    Request,
+    Retention,
+    SamplingParams,
+    Thinking,
+)
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": str}`` / ``{"prompt_token_ids": [int]}``."""
 Message = Mapping[str, Any]
 
 
-@dataclass(slots=True)
-class CompletionOutput:
-    """One choice of a request."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    seed: int | None = None
-    """The seed in use; giving it again gives the same tokens."""
+NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)
 
 
-@dataclass(slots=True)
-class RequestOutput:
-    """A request and what came of it so far. ``finished`` is True when every choice has ended."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How a request is served, beside how it is sampled: the fields of ``Request``, by their HTTP names."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    finished: bool = False
-    num_cached_tokens: int = 0
-
-
-class _Running:
-    """Collects the engine's outputs of one request into a ``RequestOutput``."""
-
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Any) -> None:
-        self.request = request
-        params = request.params
-        choices = [CompletionOutput(i) for i in range(params.n)]
-        self.output = RequestOutput(request.id, prompt, list(request.prompt_ids), choices)
-        self.streams = [
-            TextStream.of(tokenizer, params, request.prompt_ids) for _ in range(params.n)
-        ]
-
-    def take(self, out: Output) -> str | None:
-        """Add one output. Returns the stop string that ends its choice now, if one does.
-
-        Raises:
-            JserveError: the request failed.
-        """
-        choice = self.output.outputs[out.index]
-        if choice.finish_reason is not None:
-            return None
-        if out.finish is Finish.ERROR:
-            raise error_of(out.error_code, out.error or "the request failed")
-        self._head(out, choice)
-        delta = self._text(out, choice)
-        if delta.stop is not None:
-            choice.finish_reason, choice.stop_reason = "stop", delta.stop
-        elif out.finish is not None:
-            choice.finish_reason, choice.stop_reason = out.finish.value, out.stop_reason
-        self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
-        return delta.stop
-
-    def _head(self, out: Output, choice: CompletionOutput) -> None:
-        if out.seed is not None:
-            choice.seed = out.seed
-        if out.prompt_logprobs is not None:
-            self.output.prompt_logprobs = list(out.prompt_logprobs)
-        self.output.num_cached_tokens = max(self.output.num_cached_tokens, out.n_cached)
-
-    def _text(self, out: Output, choice: CompletionOutput) -> Any:
-        stream = self.streams[out.index]
-        ended_by_id = out.finish is Finish.STOP and out.stop_reason is not None
-        delta = stream.push(out.token_ids, terminator=ended_by_id or out.finish is Finish.STOP)
-        taken = out.token_ids[: delta.n_tokens] if delta.stop is not None else out.token_ids
-        choice.token_ids.extend(taken)
-        if out.logprobs is not None:
-            kept = out.logprobs[: len(taken)]
-            choice.logprobs = (choice.logprobs or []) + list(kept)
-            choice.cumulative_logprob = sum(t.logprob for t in choice.logprobs)
-        choice.text += delta.text
-        if out.finish is not None and delta.stop is None:
-            choice.text += stream.flush().text
-        return delta
+    lane: Lane | str = Lane.STANDARD
+    priority: int = 0
+    """Lower runs first within its lane."""
+    ttft_deadline_ms: float | None = None
+    tpot_deadline_ms: float | None = None
+    deadline_ms: float | None = None
+    tenant: str = ""
+    cache_salt: str = ""
+    cache: str | None = None
+    """Name of a cache handle (``LLM.create_cache``) that the prompt starts with, or is put behind."""
+    session: str | None = None
+    retain: tuple[Retention, ...] = ()
+    skip_prefix_cache: bool = False
 
 
 class _Door:
@@ -136,7 +85,13 @@ class _Door:
         """The model's own defaults (generation_config.json) over ours."""
         return SamplingParams(**self._text.defaults)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, id: str | None) -> _Running:
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        id: str | None,
+        options: RequestOptions | None = None,
+    ) -> Running:
         text, ids = self._tokenised(prompt)
         words = tuple(
             tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in params.bad_words
@@ -148,8 +103,9 @@ class _Door:
             params=params,
             eos_ids=self._text.eos_ids,
             thinking=self._thinking(prompt, params, ids),
+            **{f.name: getattr(options, f.name) for f in fields(RequestOptions) if options},
         )
-        return _Running(request, text, self.tokenizer)
+        return Running(request, text, self.tokenizer)
 
     def _thinking(self, prompt: Prompt, params: SamplingParams, ids: list[int]) -> Thinking | None:
         """The thought that may come first: before an answer of a given structure in chats only."""
@@ -230,6 +186,7 @@ class LLM(_Door):
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        options: RequestOptions | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; outputs in the order of the prompts.
@@ -237,6 +194,7 @@ class LLM(_Door):
         Args:
             prompts: text, token ids, dicts with "prompt" or "prompt_token_ids", or a list of these.
             sampling_params: one for all, or one per prompt.
+            options: lane, deadlines, caches and the like, for all of them.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
@@ -245,7 +203,7 @@ class LLM(_Door):
         many = _prompt_list(prompts)
         params = self._params(sampling_params, len(many))
         with self._lock:
-            jobs = [self._request(p, s, None) for p, s in zip(many, params, strict=True)]
+            jobs = [self._request(p, s, None, options) for p, s in zip(many, params, strict=True)]
             self._run(jobs, use_tqdm)
         return [job.output for job in jobs]
 
@@ -254,13 +212,14 @@ class LLM(_Door):
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        options: RequestOptions | None = None,
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one dialogue or many. ``template``: tools, documents, chat_template_kwargs."""
         dialogues = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self._chat_prompt(d, template) for d in dialogues]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, options=options, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text of one completion, piece by piece. Closing the iterator cancels the request."""
@@ -282,6 +241,57 @@ class LLM(_Door):
     ) -> Iterator[str]:
         """``stream`` of a dialogue's next answer."""
         return self.stream(self._chat_prompt(messages, template), params)
+
+    def create_cache(
+        self,
+        name: str,
+        prompt: Prompt,
+        *,
+        ttl_s: float = 3600.0,
+        options: RequestOptions | None = None,
+    ) -> HandleInfo:
+        """Compute ``prompt`` once and pin its KV as ``name`` for ``ttl_s`` seconds; requests use it by
+        ``RequestOptions(cache=name)``.
+
+        Raises:
+            BadRequest: a name in use, a prompt shorter than a page, a TTL out of range.
+            CacheFull: handles may pin no more pages.
+        """
+        job = self._request(
+            prompt, NOTHING_DRAWN, None, replace(options or RequestOptions(), cache=name)
+        )
+        with self._lock:
+            self._engine.create(job.request, ttl_s)
+            for out in self._engine.drain():
+                if out.request_id == job.request.id and out.finish is Finish.ERROR:
+                    raise failure_of(out)
+        return self.caches(name, tenant=job.request.tenant)[0]
+
+    def caches(self, name: str | None = None, *, tenant: str = "") -> list[HandleInfo]:
+        """The cache handles of ``tenant``, or the one called ``name``. Raises CacheNotFound."""
+        return self._handle("find", tenant, name)
+
+    def renew_cache(self, name: str, ttl_s: float, *, tenant: str = "") -> HandleInfo:
+        """Let a cache handle live for ``ttl_s`` seconds from now. Raises CacheNotFound."""
+        return self._handle("renew", tenant, name, ttl_s)[0]
+
+    def drop_cache(self, name: str, *, tenant: str = "") -> HandleInfo:
+        """Forget a cache handle; its pages are evicted when room is needed. Raises CacheNotFound."""
+        return self._handle("drop", tenant, name)[0]
+
+    def _handle(
+        self, action: Any, tenant: str, name: str | None, ttl_s: float = 0.0
+    ) -> list[HandleInfo]:
+        asked = Handle(
+            id=f"llm-{next(self._ids)}", action=action, tenant=tenant, name=name, ttl_s=ttl_s
+        )
+        with self._lock:
+            self._engine.ask(asked)
+            self._engine.drain()
+            (answer,) = self._engine.take_answers()
+        if answer.error is not None:
+            raise error_of(answer.error_code, answer.error, field=answer.error_field)
+        return list(answer.handles)
 
     def update_params(self, params: Any) -> None:
         """Swap the weights between steps: same tree, shapes and dtypes; nothing recompiles.
@@ -305,7 +315,7 @@ class LLM(_Door):
             )
         return list(given)
 
-    def _run(self, jobs: list[_Running], progress: bool) -> None:
+    def _run(self, jobs: list[Running], progress: bool) -> None:
         by_id = {job.request.id: job for job in jobs}
         for job in jobs:
             self._engine.submit(job.request)
@@ -317,13 +327,13 @@ class LLM(_Door):
         finally:
             self._cancel(jobs)
 
-    def _step(self, jobs: Mapping[str, _Running]) -> None:
+    def _step(self, jobs: Mapping[str, Running]) -> None:
         for out in self._engine.step():
             job = jobs.get(out.request_id)
             if job is not None and job.take(out) is not None:
                 self._engine.cancel(out.request_id, out.index)
 
-    def _cancel(self, jobs: Iterable[_Running]) -> None:
+    def _cancel(self, jobs: Iterable[Running]) -> None:
         """End what is unfinished (an error, ctrl-c, a closed iterator) and run the engine dry."""
         for job in jobs:
             if not job.output.finished:
@@ -359,10 +369,12 @@ class AsyncLLM(_Door):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the request's output so far after every step; closing the generator cancels it."""
         job = self._request(
-            prompt, sampling_params or self.get_default_sampling_params(), request_id
+            prompt, sampling_params or self.get_default_sampling_params(), request_id, options
         )
         stream = self.engine.generate(job.request)
         try:

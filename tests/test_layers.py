@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "runner": {"model", "weights"},
     "progress": set(),
     "commands": {"build", "progress", "api", "engine", "weights", "sim"},
-    "llm": {"build", "progress", "text", "engine", "api"},
+    "outputs": {"text"},
+    "llm": {"build", "outputs", "progress", "text", "engine", "api"},
     "cli": {"build", "commands", "llm", "engine"},
     "build": set(),
     "__init__": set(),
@@ -56,6 +57,7 @@ HOST = [
     "errors",
     "testing",
     "fake_model",
+    "outputs",
 ]
 
 

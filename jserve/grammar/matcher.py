@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, InvalidSchema
 from jserve.grammar.spec import FIELD, lowered
 from jserve.types import StructuredOutputs
 
@@ -121,10 +121,8 @@ def _key(text: str) -> bytes:
 def _check(matcher: LLMatcher, kind: str) -> None:
     if matcher.is_error():
         where = f"{FIELD}.{kind}"
-        raise BadRequest(
-            f"{where} cannot be enforced: {_words(matcher.get_error())}",
-            field=where,
-            code="invalid_schema",
+        raise InvalidSchema(
+            f"{where} cannot be enforced: {_words(matcher.get_error())}", field=where
         )
 
 

@@ -17,7 +17,7 @@ import orjson
 from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, InvalidSchema
 from jserve.types import StructuredOutputs
 
 MAX_BYTES = 64 << 10
@@ -201,7 +201,7 @@ def _bounded(value: Any, name: str) -> None:
 
 
 def _bad(name: str, what: str) -> BadRequest:
-    return BadRequest(f"{FIELD}.{name} {what}", field=f"{FIELD}.{name}", code="invalid_schema")
+    return InvalidSchema(f"{FIELD}.{name} {what}", field=f"{FIELD}.{name}")
 
 
 def _too_large(name: str, what: str) -> BadRequest:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from jserve.errors import BadRequest, CacheFull, CacheNotFound
+from jserve.errors import (
+    BadRequest,
+    CacheFull,
+    CacheNotFound,
+    ContextTooLong,
+    JserveError,
+    Overloaded,
+    RateLimited,
+)
 from jserve.sched import caching
 from jserve.types import Retention
 from tests.kv.counting import Told, with_fields
@@ -13,6 +21,7 @@ from tests.kv.disk_drive import DiskDrive
 from tests.sched.sched_drive import Drive, MixedDrafts, drafting, limits
 from tests.sched.sched_machine import PREFIXES, SchedulerMachine, make, requests
 
+MAX_LEN = 48
 TENANTS = st.sampled_from(["", "", "b"])
 NAMES = st.sampled_from(["h1", "h2", "h3"])
 HINTS = st.lists(
@@ -60,7 +69,7 @@ class CacheMachine(SchedulerMachine):
     ):
         """As ``SchedulerMachine.start``, with a host tier and the options of what is kept."""
         n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)
-        changes = {"n_host_pages": n_host_pages, "max_model_len": 48}
+        changes = {"n_host_pages": n_host_pages, "max_model_len": MAX_LEN}
         lim = limits(n_pages=n_pages, page_size=page_size, max_drafts=drafts, **changes)
         options = {
             "depth": depth,
@@ -92,8 +101,16 @@ class CacheMachine(SchedulerMachine):
     def add_kept(self, spec, tenant, hints, session):
         if self._queue_has_room() and spec["n"] == 1:
             self.n += 1
-            made = make(f"r{self.n}", spec)
-            self.drive.add(with_fields(made, tenant=tenant, retain=tuple(hints), session=session))
+            fields = {"tenant": tenant, "retain": tuple(hints), "session": session}
+            made = with_fields(make(f"r{self.n}", spec), **fields)
+            before = self.shape()
+            try:
+                self.drive.add(made)
+            except ContextTooLong:
+                assert len(made.prompt_ids) + made.params.max_tokens > MAX_LEN
+            except JserveError as error:
+                assert self.shape() == before, "a refusal left a trace"
+                self.check_refusal(made, error)
 
     @rule(
         tenant=TENANTS,
@@ -110,7 +127,7 @@ class CacheMachine(SchedulerMachine):
         before = (len(handles), handles.n_pages)
         try:
             caching.create(self.drive.scheduler, spec, ttl_s, self.drive.now)
-        except (BadRequest, CacheFull):
+        except (BadRequest, CacheFull, Overloaded, RateLimited):
             assert (len(handles), handles.n_pages) <= before, "a refusal left something behind"
             self.drive.check()
         else:
@@ -129,6 +146,9 @@ class CacheMachine(SchedulerMachine):
         except CacheNotFound:
             handles = self.drive.scheduler.floor.keeping.handles
             assert handles.get(tenant, name) is None
+            return
+        except (Overloaded, RateLimited) as error:
+            self.check_refusal(request, error)
             return
         assert handle is not None
         head = handle.tokens
@@ -201,4 +221,4 @@ class CacheMachine(SchedulerMachine):
 
 def _plain(prompt) -> dict:
     """A greedy request of ``prompt`` with nothing to draw."""
-    return {"prefix": (), "tail": list(prompt), "max_tokens": 0, "extras": {}}
+    return {"prefix": (), "tail": list(prompt), "max_tokens": 0, "extras": {}, "deadlines": {}}

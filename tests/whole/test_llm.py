@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from jserve import LLM, AsyncLLM, SamplingParams
-from jserve.errors import BadRequest, ConfigError, ContextTooLong, WeightsError
+from jserve import LLM, AsyncLLM, RequestOptions, SamplingParams
+from jserve.errors import BadRequest, CacheNotFound, ConfigError, ContextTooLong, WeightsError
 from jserve.sched.journal import replay
 from tests.whole.conftest import SMALL_OPTIONS
 
@@ -46,6 +46,36 @@ def test_token_ids_and_dicts_are_prompts_too(llm: LLM) -> None:
 def test_a_stream_is_the_answer_in_pieces(llm: LLM) -> None:
     whole = llm.generate("the quick", GREEDY)[0].outputs[0].text
     assert "".join(llm.stream("the quick", GREEDY)) == whole
+
+
+def test_a_cache_handle_is_made_used_renewed_and_dropped(llm: LLM) -> None:
+    document, question = "the quick brown fox jumps over the dog " * 4, "what jumps?"
+    cold = llm.generate(document + question, GREEDY, options=RequestOptions(cache_salt="other"))
+    made = llm.create_cache("doc", document, ttl_s=60)
+    assert (made.name, made.pinned, made.n_uses) == ("doc", True, 0)
+    rest = llm.tokenizer.encode(document + question)[made.n_tokens :]
+    warm = llm.generate([rest], GREEDY, options=RequestOptions(cache="doc"))
+    assert warm[0].outputs[0].token_ids == cold[0].outputs[0].token_ids
+    assert warm[0].num_cached_tokens >= made.n_pages * llm.config.cache.page_size
+    assert llm.renew_cache("doc", 600).expires_in_s > 500
+    assert [c.n_uses for c in llm.caches()] == [1]
+    with pytest.raises(CacheNotFound):
+        llm.caches("doc", tenant="somebody else")
+    llm.drop_cache("doc")
+    assert llm.caches() == []
+    with pytest.raises(CacheNotFound):
+        llm.generate("x", GREEDY, options=RequestOptions(cache="doc"))
+    with pytest.raises(BadRequest, match="ttl_s"):
+        llm.create_cache("doc", document, ttl_s=-1)
+
+
+def test_options_are_checked_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(BadRequest, match="lane"):
+        llm.generate("x", GREEDY, options=RequestOptions(lane="express"))
+    with pytest.raises(BadRequest, match="deadline_ms"):
+        llm.generate("x", GREEDY, options=RequestOptions(deadline_ms=-1))
+    out = llm.generate("x", GREEDY, options=RequestOptions(lane="bulk", session="s"))
+    assert len(out[0].outputs[0].token_ids) == 12
 
 
 def test_a_closed_stream_frees_everything(llm: LLM) -> None:

@@ -1,0 +1,107 @@
+"""What came of a request, as the Python door gives it. Field names are vLLM's.
+
+Owns the way from the engine's ``Output``s to one ``RequestOutput``: text, stop strings, log-probabilities
+gathered. Must not know prompts, engines or jax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jserve.errors import JserveError, error_of
+from jserve.text.stream import TextStream
+from jserve.types import Finish, Output, Request, TokenLogprob
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    seed: int | None = None
+    """The seed in use; giving it again gives the same tokens."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and what came of it so far. ``finished`` is True when every choice has ended."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finished: bool = False
+    num_cached_tokens: int = 0
+
+
+class Running:
+    """Collects the engine's outputs of one request into a ``RequestOutput``."""
+
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Any) -> None:
+        self.request = request
+        params = request.params
+        choices = [CompletionOutput(i) for i in range(params.n)]
+        self.output = RequestOutput(request.id, prompt, list(request.prompt_ids), choices)
+        self.streams = [
+            TextStream.of(tokenizer, params, request.prompt_ids) for _ in range(params.n)
+        ]
+
+    def take(self, out: Output) -> str | None:
+        """Add one output. Returns the stop string that ends its choice now, if one does.
+
+        Raises:
+            JserveError: the request failed.
+        """
+        choice = self.output.outputs[out.index]
+        if choice.finish_reason is not None:
+            return None
+        if out.finish is Finish.ERROR:
+            raise failure_of(out)
+        self._head(out, choice)
+        delta = self._text(out, choice)
+        if delta.stop is not None:
+            choice.finish_reason, choice.stop_reason = "stop", delta.stop
+        elif out.finish is not None:
+            choice.finish_reason, choice.stop_reason = out.finish.value, out.stop_reason
+        self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
+        return delta.stop
+
+    def _head(self, out: Output, choice: CompletionOutput) -> None:
+        if out.seed is not None:
+            choice.seed = out.seed
+        if out.prompt_logprobs is not None:
+            self.output.prompt_logprobs = list(out.prompt_logprobs)
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, out.n_cached)
+
+    def _text(self, out: Output, choice: CompletionOutput) -> Any:
+        stream = self.streams[out.index]
+        ended_by_id = out.finish is Finish.STOP and out.stop_reason is not None
+        delta = stream.push(out.token_ids, terminator=ended_by_id or out.finish is Finish.STOP)
+        taken = out.token_ids[: delta.n_tokens] if delta.stop is not None else out.token_ids
+        choice.token_ids.extend(taken)
+        if out.logprobs is not None:
+            kept = out.logprobs[: len(taken)]
+            choice.logprobs = (choice.logprobs or []) + list(kept)
+            choice.cumulative_logprob = sum(t.logprob for t in choice.logprobs)
+        choice.text += delta.text
+        if out.finish is not None and delta.stop is None:
+            choice.text += stream.flush().text
+        return delta
+
+
+def failure_of(out: Output) -> JserveError:
+    """The error that ended a request."""
+    return error_of(
+        out.error_code,
+        out.error or "the request failed",
+        field=out.error_field,
+        retry_after=out.retry_after,
+    )
