@@ -1,0 +1,239 @@
+"""Compile for an H200 on a machine without one, and read what the compiler says of the result.
+
+Owns the description of the device and the report. Needs jax 0.11's CUDA plugin wheels (no GPU, no
+driver); ``available()`` says whether they are there. Nothing here runs a kernel: a report proves
+that code becomes machine code of sm_90a without spills, not that it is right or fast::
+
+    report = compile_for(f, jax.ShapeDtypeStruct((64, 128), jnp.bfloat16), donate=(0,))
+    report.spills, report.smem_bytes, report.temp_bytes, report.copies(min_bytes=1 << 20)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+SMEM_LIMIT = 232448
+"""Bytes of shared memory that one block may have on sm_90."""
+SMEM_PER_SM = 233472
+SMS = 132
+
+_TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  device_vendor: "NVIDIA Corporation" name: "NVIDIA H200" device_address_bits: 64
+  runtime_version: "13.0.0" driver_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
+BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+_COPYING = "copy|copy-start|dynamic-slice|dynamic-update-slice|concatenate|scatter|transpose"
+_OP = re.compile(r"%\S+ = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What ptxas says of one Mosaic kernel."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One compiled program. ``temp_bytes`` and ``alias_bytes`` are XLA's; ``smem_bytes`` is the
+    largest block's."""
+
+    kernels: tuple[Kernel, ...]
+    smem_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+    hlo: str
+    flops: float
+    bytes_accessed: float
+
+    @property
+    def spills(self) -> int:
+        """Bytes spilled by all Mosaic kernels."""
+        return sum(k.spill_bytes for k in self.kernels)
+
+    def copies(self, min_bytes: int) -> list[str]:
+        """Instructions that write at least ``min_bytes`` and only move data: ``op type[shape]``.
+        Those inside a fusion count by the fusion's own result, not here."""
+        found = []
+        for dtype, dims, op in _OP.findall(self._top_level()):
+            size = math.prod(int(d) for d in dims.split(",") if d) * BYTES.get(dtype, 1)
+            if size >= min_bytes and re.fullmatch(_COPYING, op):
+                found.append(f"{op} {dtype}[{dims}]")
+        return found
+
+    def fusion_results(self, min_bytes: int) -> list[str]:
+        """Fusions whose result is at least ``min_bytes``: name type[shape]."""
+        found = []
+        for line in self._top_level().splitlines():
+            m = re.search(r"%(\S+) = (\w+)\[([\d,]*)\]\S* fusion\(", line)
+            if m and _size(m[2], m[3]) >= min_bytes:
+                found.append(f"{m[1]} {m[2]}[{m[3]}]")
+        return found
+
+    def command_buffers(self) -> int:
+        """Command buffers (CUDA graphs) that the entry computation calls."""
+        return len(re.findall(r"%command_buffer\S* \(", self.hlo))
+
+    def outside_graphs(self) -> list[str]:
+        """Ops of the entry that are launched by the host one by one."""
+        entry = self.hlo.split("\nENTRY ")[-1]
+        quiet = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "call"}
+        ops = [m[2] for m in re.finditer(r"%(\S+) = .*? ([\w-]+)\(", entry)]
+        return [op for op in ops if op not in quiet]
+
+    def collectives(self) -> list[str]:
+        """Names of the collectives, in order."""
+        names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+        return re.findall(rf"= .*? ({names})(?:-start)?\(", self.hlo)
+
+    def _top_level(self) -> str:
+        """The text without the bodies of fusions."""
+        blocks = re.split(r"\n(?=(?:ENTRY )?%\S+ \()", self.hlo)
+        return "\n".join(b for b in blocks if not re.match(r"%(fused|wrapped|region|\S*_comput)", b))
+
+
+def _size(dtype: str, dims: str) -> int:
+    return math.prod(int(d) for d in dims.split(",") if d) * BYTES.get(dtype, 1)
+
+
+@lru_cache
+def available() -> str | None:
+    """None if this process can compile for an H200, else the reason why not.
+
+    The plugin must have been told not to ask for cuDNN and a driver before jax started:
+    ``JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1``.
+    """
+    if os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") != "1":
+        return "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 is not set"
+    try:
+        h200(1)
+    except Exception as error:
+        return f"no CUDA plugin that compiles without a device: {error}"
+    return None
+
+
+@lru_cache
+def h200(n: int = 1) -> tuple[Any, ...]:
+    """``n`` described H200s: devices to compile for, which run nothing."""
+    jax.devices()  # registers the plugins
+    topology = topologies.get_topology_desc(
+        topology_name="h200", platform="cuda", topology=f"1x1x{n}", target_config=_TARGET
+    )
+    return tuple(topology.devices)
+
+
+def compile_for(
+    fn: Callable[..., Any],
+    *args: Any,
+    donate: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
+) -> Report:
+    """Compile ``fn`` of ``jax.ShapeDtypeStruct`` trees for an H200.
+
+    Arguments without a sharding are placed on one device.
+    """
+    where = SingleDeviceSharding(h200(1)[0])
+
+    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return x if x.sharding else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    placed = jax.tree.map(place, args)
+    jitted = jax.jit(fn, donate_argnums=donate)
+    with _mosaic_says() as said:
+        compiled = jitted.trace(*placed).lower(lowering_platforms=("cuda",)).compile(options)
+    return _report(compiled, said())
+
+
+def _report(compiled: Any, said: str) -> Report:
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    cost = cost[0] if isinstance(cost, list) else cost
+    return Report(
+        kernels=tuple(_kernels(said)),
+        smem_bytes=max((int(x) for x in re.findall(r"smem_scratch_bytes=(\d+)", said)), default=0),
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        hlo=re.sub(r", backend_config=\{kernel_hash.*", "", compiled.as_text()),
+        flops=cost.get("flops", 0.0),
+        bytes_accessed=cost.get("bytes accessed", 0.0),
+    )
+
+
+def _kernels(said: str) -> Iterator[Kernel]:
+    pattern = (
+        r"Compiling entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers"
+    )
+    for name, stack, stores, loads, registers in re.findall(pattern, said, re.S):
+        yield Kernel(
+            name=name,
+            registers=int(registers),
+            spill_bytes=int(stores) + int(loads),
+            stack_bytes=int(stack),
+        )
+
+
+@contextlib.contextmanager
+def _mosaic_says() -> Iterator[Callable[[], str]]:
+    """What the Mosaic compiler prints meanwhile: its Python to sys.stdout, its C++ to the process's
+    own streams."""
+    wanted = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
+    before = {k: os.environ.get(k) for k in wanted}
+    os.environ.update(dict.fromkeys(wanted, "1"))
+    with tempfile.TemporaryDirectory() as folder:
+        path, python = Path(folder) / "said", io.StringIO()
+        said = {"text": ""}
+        with path.open("wb") as sink, _streams_to(sink.fileno()):
+            with contextlib.redirect_stdout(python):
+                yield lambda: said["text"]
+        said["text"] = python.getvalue() + path.read_text(errors="replace")
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextlib.contextmanager
+def _streams_to(target: int) -> Iterator[None]:
+    kept = [(fd, os.dup(fd)) for fd in (1, 2)]
+    try:
+        for fd, _ in kept:
+            os.dup2(target, fd)
+        yield
+    finally:
+        for fd, saved in kept:
+            os.dup2(saved, fd)
+            os.close(saved)

@@ -1,0 +1,2 @@
+"""Attention of decode and verification rows over paged KV."""
+

@@ -1,0 +1,479 @@
+"""Paged decode attention for Hopper in Mosaic GPU: TMA, wgmma, a warpgroup that loads and one that
+computes, split-KV over a work list made of true lengths, and the combination of the splits.
+
+Owns the two kernels and their work list. Must not know dtypes of callers or where tuning comes
+from: ``Tile`` says it all. All visible key blocks of all rows lie on one line; a kv head's S blocks
+of the grid ("splits") each take an equal run of it, whatever row it belongs to::
+
+    rows        |r0        |r1 |r2                        |r3  |      cum_D1 marks the borders
+    splits      |s0     |s1     |s2     |s3     |s4     |s5    |      ``per`` blocks each
+    partials     0       1,2     3   4   5       6 ...                slot = row + split, unique
+
+so a row that lies in splits a..b has its partial sums in slots row+a .. row+b, neighbours, and the
+second kernel adds them up. A 64-row tile of the matrix unit holds the J tokens of a row times the G
+query heads of the kv head (row j * G + g), several tiles if they are more than 64.
+
+Scores are kept in units of log2: p = 2 ** (x - m).
+Idea of the running softmax: FlashAttention (arXiv 2205.14135), of splitting keys: Flash-Decoding.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+M = 64
+"""Rows of a wgmma tile."""
+MASKED = -1e30
+OUT_COLUMNS = 64
+"""Columns of the output that pass through shared memory at once."""
+LOG2E = math.log2(math.e)
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Everything static about one call. ``block`` keys are scored at once, ``stages`` of them are
+    in flight; ``splits`` blocks of the grid share a kv head's keys."""
+
+    J: int
+    G: int
+    K: int
+    H: int
+    Z: int
+    block: int
+    stages: int
+    splits: int
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    register_p: bool = True
+    """Weights stay in registers and sums in the accumulator. The interpreter knows only the other
+    way, through shared memory and a fresh accumulator."""
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of queries of one kv head, padded: a multiple of 8, of 64 above 64."""
+        rows = self.J * self.G
+        return -(-rows // 8) * 8 if rows <= M else -(-rows // M) * M
+
+    @property
+    def tile_rows(self) -> int:
+        return min(self.q_rows, M)
+
+    @property
+    def tiles(self) -> int:
+        return self.q_rows // self.tile_rows
+
+    @property
+    def partial_rows(self) -> int:
+        """Rows of one slot of partial sums, all kv heads, padded for the combining kernel."""
+        return -(-self.K * self.q_rows // M) * M
+
+    @property
+    def chunk(self) -> int:
+        """Columns of the output that are accumulated and written together."""
+        return min(self.H, 128)
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute. Each has its own columns of the output; all score all keys."""
+        return self.H // self.chunk
+
+    @property
+    def q_stages(self) -> int:
+        """Queries of this many segments lie in shared memory."""
+        return 2 if self.H <= 128 else 1
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of one copy: a page, or as much of it as a block holds."""
+        return min(self.Z, self.block)
+
+
+class Work(NamedTuple):
+    """The work list on the device, int32. ``first_D`` is the first visible block of each row."""
+
+    cum_E: jax.Array
+    first_D: jax.Array
+    row0_S: jax.Array
+    row1_S: jax.Array
+    per_1: jax.Array
+
+
+def plan(start_D: jax.Array, len_D: jax.Array, tile: Tile) -> Work:
+    """Share the visible blocks of all rows out to the splits. A row of length 0 has none."""
+    low_D = jnp.maximum(start_D - tile.window + 1, 0) if tile.window else jnp.zeros_like(len_D)
+    first_D = low_D // tile.block
+    n_D = jnp.where(len_D > 0, -(-len_D // tile.block) - first_D, 0)
+    end_D = jnp.cumsum(n_D)
+    per = jnp.maximum(-(-end_D[-1] // tile.splits), 1)
+    begin_S = jnp.arange(tile.splits, dtype=jnp.int32) * per
+    last_S = jnp.minimum(begin_S + per, end_D[-1]) - 1
+    row0_S = (end_D[None] <= begin_S[:, None]).sum(1, dtype=jnp.int32)
+    row1_S = (end_D[None] <= last_S[:, None]).sum(1, dtype=jnp.int32) + 1
+    row1_S = jnp.where(last_S >= begin_S, row1_S, row0_S)
+    cum_E = jnp.concatenate([jnp.zeros(1, jnp.int32), end_D])
+    return Work(cum_E, first_D, row0_S, row1_S, per[None])
+
+
+def attend(
+    q_DKQH: jax.Array,
+    keys_PKZH: jax.Array,
+    values_PKZH: jax.Array,
+    table_DM: jax.Array,
+    start_D: jax.Array,
+    len_D: jax.Array,
+    work: Work,
+    tile: Tile,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Partial sums (o, m, l) of every slot: float32 [D + S, partial_rows, H] and twice
+    [D + S, partial_rows]. Slots that no row uses and padding rows are not written."""
+    slots = len_D.shape[0] + tile.splits
+    row = jax.ShapeDtypeStruct((slots, tile.partial_rows), jnp.float32)
+    sums = jax.ShapeDtypeStruct((slots, tile.partial_rows, tile.H), jnp.float32)
+    return plgpu.kernel(
+        functools.partial(_attend, tile=tile),
+        out_type=(sums, row, row),
+        grid=(tile.splits, tile.K, tile.tiles),
+        grid_names=("s", "h", "t"),
+        num_threads=tile.warpgroups + 1,
+        thread_name="wg",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        scratch_types=_scratch(tile, q_DKQH.dtype),
+    )(q_DKQH, keys_PKZH, values_PKZH, table_DM, start_D, len_D, *work)
+
+
+def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
+    def swizzled(*shape: int, dtype: Any = dtype) -> Any:
+        width = 128 // jnp.dtype(dtype).itemsize
+        transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    copies = tile.block // tile.page_rows
+    scratch = {
+        "q_in": swizzled(tile.q_stages, M, tile.H),
+        "k": swizzled(tile.stages, tile.block, tile.H),
+        "v": swizzled(tile.stages, tile.block, tile.H),
+        "o_out": swizzled(tile.warpgroups, M, OUT_COLUMNS, dtype=jnp.float32),
+        "m_out": plgpu.SMEM((M,), jnp.float32),
+        "l_out": plgpu.SMEM((M,), jnp.float32),
+        "q_here": plgpu.Barrier(num_barriers=tile.q_stages),
+        "q_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.q_stages),
+        "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        "v_here": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        "free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
+    }
+    if not tile.register_p:
+        scratch["p"] = swizzled(tile.warpgroups, M, tile.block)
+    return scratch
+
+
+class _Segment(NamedTuple):
+    """A run of blocks of one row within one split: ``begin`` .. ``end`` count from the row's first
+    visible block 0 on the common line, ``base`` turns them into blocks of the row."""
+
+    row: Any
+    begin: Any
+    end: Any
+    base: Any
+
+
+def _attend(
+    q, keys, values, table, start, length, cum, first, row0, row1, per, o, m, l, *, tile, **sm
+):
+    """The kernel: one kv head's share of the common line."""
+    split = lax.axis_index("s")
+    head = lax.axis_index("h")
+    m_tile = lax.axis_index("t")
+    low = split * per[0]
+    high = low + per[0]
+
+    def segments(use):
+        """``use(segment, n)`` each segment that holds blocks, the ``n``-th of this split."""
+
+        def row(r, n):
+            begin = jnp.maximum(cum[r], low)
+            end = jnp.minimum(cum[r + 1], high)
+
+            @pl.when(end > begin)
+            def _():
+                use(_Segment(r, begin, end, first[r] - cum[r]), n)
+
+            return jnp.where(end > begin, n + 1, n)
+
+        lax.fori_loop(row0[split], row1[split], row, jnp.int32(0))
+
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg < tile.warpgroups)
+    def _():
+        def compute(seg: _Segment, n) -> None:
+            sums = _compute(start, length, seg, n, wg, m_tile, low, tile, sm)
+            _write((o, m, l), sums, seg.row + split, head * tile.q_rows + m_tile * M, wg, tile, sm)
+
+        segments(compute)
+
+    @pl.when(wg == tile.warpgroups)
+    def _():
+        def load(seg: _Segment, n) -> None:
+            _load_q(q.at[seg.row, head, pl.ds(m_tile * M, tile.tile_rows)], n, tile, sm)
+            _load(keys, values, table, length, seg, head, low, tile, sm)
+
+        segments(load)
+
+
+def _load_q(q, n, tile: Tile, sm) -> None:
+    slot = lax.rem(n, jnp.int32(tile.q_stages))
+
+    @pl.when(n >= tile.q_stages)
+    def _():
+        plgpu.barrier_wait(sm["q_free"].at[slot])
+
+    to = sm["q_in"].at[slot, pl.ds(0, tile.tile_rows)]
+    plgpu.copy_gmem_to_smem(q, to, sm["q_here"].at[slot])
+
+
+def _load(keys, values, table, length, seg: _Segment, head, low, tile: Tile, sm) -> None:
+    """Copy the segment's blocks, ``stages`` ahead of the computation. Page ids are read one block
+    ahead of their use; those past the row's end repeat its last page (masked later)."""
+    copies = tile.block // tile.page_rows
+    last = lax.div(length[seg.row] - 1, jnp.int32(tile.Z))
+
+    def pages(i):
+        at = (i + seg.base) * tile.block
+        ids = []
+        for c in range(copies):
+            page = lax.div(at + c * tile.page_rows, jnp.int32(tile.Z))
+            ids.append(table[seg.row, jnp.minimum(page, last)])
+        return tuple(ids)
+
+    def block(i, ids):
+        slot = lax.rem(i - low, jnp.int32(tile.stages))
+        following = pages(jnp.minimum(i + 1, seg.end - 1))
+
+        @pl.when(i - low >= tile.stages)
+        def _():
+            plgpu.barrier_wait(sm["free"].at[slot])
+
+        for c, page in enumerate(ids):
+            to = pl.ds(c * tile.page_rows, tile.page_rows)
+            begin = lax.rem((i + seg.base) * tile.block, jnp.int32(tile.Z)) if copies == 1 else 0
+            source = (page, head, pl.ds(begin, tile.page_rows))
+            for pool, name in ((keys, "k"), (values, "v")):
+                plgpu.copy_gmem_to_smem(
+                    pool.at[source], sm[name].at[slot, to], sm[f"{name}_here"].at[slot]
+                )
+        return following
+
+    lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin))
+
+
+class _Sums(NamedTuple):
+    o: Any
+    m: Any
+    l: Any  # noqa: E741
+
+
+def _compute(start, length, seg: _Segment, n, wg, m_tile, low, tile: Tile, sm) -> _Sums:
+    """The segment's softmax sums over the columns of this warpgroup."""
+    slot = lax.rem(n, jnp.int32(tile.q_stages))
+    plgpu.barrier_wait(sm["q_here"].at[slot])
+    sums = _blocks(start[seg.row], length[seg.row], seg, slot, wg, m_tile, low, tile, sm)
+    plgpu.barrier_arrive(sm["q_free"].at[slot])
+    return sums
+
+
+def _blocks(start, length, seg: _Segment, q_slot, wg, m_tile, low, tile: Tile, sm) -> _Sums:
+    q = sm["q_in"].at[q_slot]
+    step = functools.partial(_block, q, start, length, seg.base, wg, m_tile, low, tile, sm)
+    plain = functools.partial(step, masked=False)
+    masked = functools.partial(step, masked=True)
+    # Only the blocks at the ends of what the row sees need masks.
+    high_plain = jnp.clip(
+        lax.div(start + 1, jnp.int32(tile.block)) - seg.base, seg.begin, seg.end
+    )
+    low_plain = seg.begin
+    if tile.window:
+        below = jnp.maximum(length - 1 - tile.window + tile.block, 0)
+        low_plain = lax.div(below, jnp.int32(tile.block)) - seg.base
+        low_plain = jnp.clip(low_plain, seg.begin, high_plain)
+    sums = _no_sums(tile)
+    if tile.window:
+        sums = lax.fori_loop(seg.begin, low_plain, masked, sums)
+    sums = lax.fori_loop(low_plain, high_plain, plain, sums)
+    return lax.fori_loop(high_plain, seg.end, masked, sums)
+
+
+def _no_sums(tile: Tile) -> _Sums:
+    def full(shape, value, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    o = full((M, tile.chunk), 0.0, plgpu.Layout.WGMMA)
+    return _Sums(o, full((M,), MASKED, ROWS), full((M,), 0.0, ROWS))
+
+
+def _block(
+    q, start, length, base, wg, m_tile, low, tile: Tile, sm, i, sums: _Sums, *, masked
+) -> _Sums:
+    """Add block ``i`` of the common line."""
+    slot = lax.rem(i - low, jnp.int32(tile.stages))
+    at = (i + base) * tile.block
+    plgpu.barrier_wait(sm["k_here"].at[slot])
+    x = _scores(q, sm["k"].at[slot], tile)
+    if masked:
+        x = _mask(x, start, length, at, m_tile, tile)
+    top = jnp.maximum(sums.m, x.max(axis=1))
+    keep = jnp.exp2(sums.m - top)
+    p = jnp.exp2(x - lax.broadcast_in_dim(top, x.shape, [0]))
+    total = sums.l * keep + p.sum(axis=1)
+    plgpu.barrier_wait(sm["v_here"].at[slot])
+    v = sm["v"].at[slot, :, pl.ds(wg * tile.chunk, tile.chunk)]
+    if masked:
+        _blank(v, start, length, at, tile)
+    o = _weigh(p, sums.o, keep, v, wg, tile, sm)
+    plgpu.barrier_arrive(sm["free"].at[slot])
+    return _Sums(o, top, total)
+
+
+def _scores(q, k, tile: Tile):
+    """float32[64, block] in units of log2."""
+
+    def product(acc):
+        plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        return acc[...]
+
+    x = pl.run_scoped(product, plgpu.ACC((M, tile.block), jnp.float32))
+    if tile.soft_cap:
+        return jnp.tanh(x * (tile.scale / tile.soft_cap)) * (tile.soft_cap * LOG2E)
+    return x * (tile.scale * LOG2E)
+
+
+def _mask(x, start, length, at, m_tile, tile: Tile):
+    """Hide keys after the query, beyond the row or before the window."""
+    ids = functools.partial(
+        plgpu.broadcasted_iota, jnp.int32, x.shape, layout=plgpu.Layout.WGMMA
+    )
+    key = ids(1) + at
+    query = lax.div(ids(0) + m_tile * M, jnp.int32(tile.G)) + start
+    seen = (key <= query) & (key < length)
+    if tile.window:
+        seen = seen & (key > query - tile.window)
+    return jnp.where(seen, x, MASKED)
+
+
+def _blank(v, start, length, at, tile: Tile) -> None:
+    """Zero the values in shared memory that no query of the row may see: a page's rest may hold
+    anything, also NaN, which a weight of zero would not stop."""
+    for c in range(tile.block // M):
+        part = v.at[pl.ds(c * M, M)]
+        values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+        key = plgpu.broadcasted_iota(
+            jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA
+        ) + (at + c * M)
+        seen = key < length
+        if tile.window:
+            seen = seen & (key > start - tile.window)
+        part[...] = jnp.where(seen, values, jnp.zeros_like(values))
+    plgpu.commit_smem()
+
+
+def _weigh(p, o, keep, v, wg, tile: Tile, sm):
+    """The sums of values, rescaled by ``keep``, plus the block's."""
+    p16 = p.astype(sm["v"].dtype)
+    old = o * lax.broadcast_in_dim(keep, o.shape, [0])
+    if tile.register_p:
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, p16, v))(plgpu.ACC.init(old))
+    sm["p"].at[wg][...] = p16
+    plgpu.commit_smem()
+
+    def product(acc):
+        plgpu.wgmma(acc, sm["p"].at[wg], v)
+        return acc[...]
+
+    return old + pl.run_scoped(product, plgpu.ACC(o.shape, jnp.float32))
+
+
+def _write(out, sums: _Sums, slot, row, wg, tile: Tile, sm) -> None:
+    o, m, l = out  # noqa: E741
+    used, here = pl.ds(0, tile.tile_rows), pl.ds(row, tile.tile_rows)
+    for c in range(0, tile.chunk, OUT_COLUMNS):
+        sm["o_out"].at[wg][...] = sums.o[:, c : c + OUT_COLUMNS]
+        plgpu.commit_smem()
+        columns = pl.ds(wg * tile.chunk + c, OUT_COLUMNS)
+        plgpu.copy_smem_to_gmem(sm["o_out"].at[wg, used], o.at[slot, here, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == 0)
+    def _():
+        sm["m_out"][...] = sums.m
+        sm["l_out"][...] = sums.l
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(sm["m_out"].at[used], m.at[slot, here])
+        plgpu.copy_smem_to_gmem(sm["l_out"].at[used], l.at[slot, here])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def combine(
+    o: jax.Array,
+    m: jax.Array,
+    l: jax.Array,  # noqa: E741
+    sink_Y: jax.Array,
+    work: Work,
+    tile: Tile,
+    interpret: Any = None,
+) -> jax.Array:
+    """float32[D, partial_rows, H] of the partial sums; zero for rows without any. ``sink_Y`` is the
+    logit in units of log2 that each row's softmax also counts (MASKED: none)."""
+    rows = work.first_D.shape[0]
+    out = jax.ShapeDtypeStruct((rows, tile.partial_rows, tile.H), jnp.float32)
+    return plgpu.kernel(
+        functools.partial(_combine, tile=tile),
+        out_type=out,
+        grid=(rows, tile.partial_rows // M, tile.H // tile.chunk),
+        grid_names=("r", "y", "c"),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(o, m, l, sink_Y, work.cum_E, work.per_1)
+
+
+def _combine(o, m, l, sink, cum, per, out, *, tile: Tile):  # noqa: E741
+    row = lax.axis_index("r")
+    here = pl.ds(lax.axis_index("y") * M, M)
+    columns = pl.ds(lax.axis_index("c") * tile.chunk, tile.chunk)
+    begin, end = cum[row], cum[row + 1]
+    s0 = lax.div(begin, per[0])
+    s1 = jnp.where(end > begin, lax.div(end - 1, per[0]) + 1, s0)
+
+    def vector(ref):
+        return plgpu.load(ref, layout=ROWS, optimized=False)
+
+    def add(slot, sums: _Sums) -> _Sums:
+        mine = vector(m.at[slot, here])
+        top = jnp.maximum(sums.m, mine)
+        keep, count = jnp.exp2(sums.m - top), jnp.exp2(mine - top)
+        part = plgpu.load(
+            o.at[slot, here, columns], layout=plgpu.Layout.WGMMA, optimized=False
+        )
+        old = sums.o * lax.broadcast_in_dim(keep, part.shape, [0])
+        new = old + part * lax.broadcast_in_dim(count, part.shape, [0])
+        return _Sums(new, top, sums.l * keep + vector(l.at[slot, here]) * count)
+
+    sums = lax.fori_loop(row + s0, row + s1, add, _no_sums(tile))
+    # A sink only adds to the total; where nothing was seen the total stays above zero with it.
+    sunk = vector(sink.at[here])
+    top = jnp.maximum(sums.m, sunk)
+    keep = jnp.exp2(sums.m - top)
+    total = sums.l * keep + jnp.where(sunk > MASKED, jnp.exp2(sunk - top), 0.0)
+    weight = jnp.where(total > 0, keep / total, 0.0)
+    out.at[row, here, columns][...] = sums.o * lax.broadcast_in_dim(weight, sums.o.shape, [0])
