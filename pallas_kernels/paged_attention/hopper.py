@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 M = 64
 """Rows of a wgmma tile."""
 MASKED = -1e30
-OUT_COLUMNS = 64
+OUT_COLUMNS = 32
 """Columns of the output that pass through shared memory at once."""
 LOG2E = math.log2(math.e)
 ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -42,7 +42,9 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """Everything static about one call. ``block`` keys are scored at once, ``stages`` of them are
-    in flight; ``splits`` blocks of the grid share a kv head's keys."""
+    in flight; ``splits`` teams share a kv head's keys. A block of the grid holds ``teams`` of them
+    (1 or 2) that know nothing of each other: they work on neighbouring kv heads if those are even
+    in number, else on neighbouring splits."""
 
     J: int
     G: int
@@ -52,6 +54,7 @@ class Tile:
     block: int
     stages: int
     splits: int
+    teams: int
     scale: float
     window: int = 0
     soft_cap: float = 0.0
@@ -85,8 +88,20 @@ class Tile:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups that compute. Each has its own columns of the output; all score all keys."""
+        """Warpgroups of a team that compute (one more loads). Each has its own columns of the
+        output; all score all keys."""
         return self.H // self.chunk
+
+    @property
+    def team_heads(self) -> bool:
+        """Whether the teams of a block differ in the kv head, not in the split."""
+        return self.teams > 1 and self.K % self.teams == 0
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        if self.team_heads:
+            return (self.splits, self.K // self.teams, self.tiles)
+        return (self.splits // self.teams, self.K, self.tiles)
 
     @property
     def q_stages(self) -> int:
@@ -144,9 +159,9 @@ def attend(
     return plgpu.kernel(
         functools.partial(_attend, tile=tile),
         out_type=(sums, row, row),
-        grid=(tile.splits, tile.K, tile.tiles),
+        grid=tile.grid,
         grid_names=("s", "h", "t"),
-        num_threads=tile.warpgroups + 1,
+        num_threads=tile.teams * (tile.warpgroups + 1),
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -160,23 +175,55 @@ def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
         transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
-    copies = tile.block // tile.page_rows
+    teams, copies = tile.teams, tile.block // tile.page_rows
     scratch = {
-        "q_in": swizzled(tile.q_stages, M, tile.H),
-        "k": swizzled(tile.stages, tile.block, tile.H),
-        "v": swizzled(tile.stages, tile.block, tile.H),
-        "o_out": swizzled(tile.warpgroups, M, OUT_COLUMNS, dtype=jnp.float32),
-        "m_out": plgpu.SMEM((M,), jnp.float32),
-        "l_out": plgpu.SMEM((M,), jnp.float32),
-        "q_here": plgpu.Barrier(num_barriers=tile.q_stages),
-        "q_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.q_stages),
-        "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
-        "v_here": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
-        "free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
+        "q_in": swizzled(teams, tile.q_stages, M, tile.H),
+        "k": swizzled(teams, tile.stages, tile.block, tile.H),
+        "v": swizzled(teams, tile.stages, tile.block, tile.H),
+        "o_out": swizzled(teams, tile.warpgroups, M, OUT_COLUMNS, dtype=jnp.float32),
+        "m_out": plgpu.SMEM((teams, M), jnp.float32),
+        "l_out": plgpu.SMEM((teams, M), jnp.float32),
+        "q_here": plgpu.Barrier(num_barriers=teams * tile.q_stages),
+        "q_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.q_stages),
+        "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
+        "v_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
+        "free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.stages),
     }
     if not tile.register_p:
-        scratch["p"] = swizzled(tile.warpgroups, M, tile.block)
+        scratch["p"] = swizzled(teams, tile.warpgroups, M, tile.block)
     return scratch
+
+
+class _Team(NamedTuple):
+    """What a team has for itself: its place in the grid and its part of the shared memory."""
+
+    tile: Tile
+    sm: dict[str, Any]
+    index: Any
+    split: Any
+    head: Any
+    m_tile: Any
+    low: Any
+    """First block of its run on the common line."""
+
+    def room(self, name: str) -> Any:
+        return self.sm[name].at[self.index]
+
+    def barrier(self, name: str, slot: Any) -> Any:
+        n = self.tile.q_stages if name.startswith("q") else self.tile.stages
+        return self.sm[name].at[self.index * n + slot]
+
+    def slot(self, i: Any) -> Any:
+        return lax.rem(i - self.low, jnp.int32(self.tile.stages))
+
+
+def _team(tile: Tile, index, per, sm) -> _Team:
+    split, head = lax.axis_index("s"), lax.axis_index("h")
+    if tile.team_heads:
+        head = head * tile.teams + index
+    else:
+        split = split * tile.teams + index
+    return _Team(tile, sm, index, split, head, lax.axis_index("t"), split * per)
 
 
 class _Segment(NamedTuple):
@@ -192,19 +239,16 @@ class _Segment(NamedTuple):
 def _attend(
     q, keys, values, table, start, length, cum, first, row0, row1, per, o, m, l, *, tile, **sm
 ):
-    """The kernel: one kv head's share of the common line."""
-    split = lax.axis_index("s")
-    head = lax.axis_index("h")
-    m_tile = lax.axis_index("t")
-    low = split * per[0]
-    high = low + per[0]
+    """The kernel: one block of the grid."""
+    wg = lax.axis_index("wg")
+    n_compute = tile.teams * tile.warpgroups
 
-    def segments(use):
-        """``use(segment, n)`` each segment that holds blocks, the ``n``-th of this split."""
+    def segments(team: _Team, use):
+        """``use(segment, n)`` each segment that holds blocks, the ``n``-th of this team."""
 
         def row(r, n):
-            begin = jnp.maximum(cum[r], low)
-            end = jnp.minimum(cum[r + 1], high)
+            begin = jnp.maximum(cum[r], team.low)
+            end = jnp.minimum(cum[r + 1], team.low + per[0])
 
             @pl.when(end > begin)
             def _():
@@ -212,43 +256,59 @@ def _attend(
 
             return jnp.where(end > begin, n + 1, n)
 
-        lax.fori_loop(row0[split], row1[split], row, jnp.int32(0))
+        lax.fori_loop(row0[team.split], row1[team.split], row, jnp.int32(0))
 
-    wg = lax.axis_index("wg")
-
-    @pl.when(wg < tile.warpgroups)
+    @pl.when(wg < n_compute)
     def _():
+        _registers(tile, compute=True)
+        team = _team(tile, lax.div(wg, jnp.int32(tile.warpgroups)), per[0], sm)
+        part = lax.rem(wg, jnp.int32(tile.warpgroups))
+
         def compute(seg: _Segment, n) -> None:
-            sums = _compute(start, length, seg, n, wg, m_tile, low, tile, sm)
-            _write((o, m, l), sums, seg.row + split, head * tile.q_rows + m_tile * M, wg, tile, sm)
+            sums = _compute(team, start[seg.row], length[seg.row], seg, n, part)
+            _write(team, (o, m, l), sums, seg.row, part)
 
-        segments(compute)
+        segments(team, compute)
 
-    @pl.when(wg == tile.warpgroups)
+    @pl.when(wg >= n_compute)
     def _():
+        _registers(tile, compute=False)
+        team = _team(tile, wg - n_compute, per[0], sm)
+
         def load(seg: _Segment, n) -> None:
-            _load_q(q.at[seg.row, head, pl.ds(m_tile * M, tile.tile_rows)], n, tile, sm)
-            _load(keys, values, table, length, seg, head, low, tile, sm)
+            _load_q(team, q.at[seg.row, team.head, pl.ds(team.m_tile * M, tile.tile_rows)], n)
+            _load(team, keys, values, table, length[seg.row], seg)
 
-        segments(load)
+        segments(team, load)
 
 
-def _load_q(q, n, tile: Tile, sm) -> None:
-    slot = lax.rem(n, jnp.int32(tile.q_stages))
+def _registers(tile: Tile, *, compute: bool) -> None:
+    """Hand registers of the warpgroups that load to those that compute, where they are short:
+    512 are there for each thread number."""
+    if tile.teams * (tile.warpgroups + 1) > 2:
+        plgpu.set_max_registers(
+            (232 if tile.teams == 1 else 208) if compute else 40,
+            action="increase" if compute else "decrease",
+        )
 
-    @pl.when(n >= tile.q_stages)
+
+def _load_q(team: _Team, q, n) -> None:
+    slot = lax.rem(n, jnp.int32(team.tile.q_stages))
+
+    @pl.when(n >= team.tile.q_stages)
     def _():
-        plgpu.barrier_wait(sm["q_free"].at[slot])
+        plgpu.barrier_wait(team.barrier("q_free", slot))
 
-    to = sm["q_in"].at[slot, pl.ds(0, tile.tile_rows)]
-    plgpu.copy_gmem_to_smem(q, to, sm["q_here"].at[slot])
+    to = team.room("q_in").at[slot, pl.ds(0, team.tile.tile_rows)]
+    plgpu.copy_gmem_to_smem(q, to, team.barrier("q_here", slot))
 
 
-def _load(keys, values, table, length, seg: _Segment, head, low, tile: Tile, sm) -> None:
+def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
     """Copy the segment's blocks, ``stages`` ahead of the computation. Page ids are read one block
     ahead of their use; those past the row's end repeat its last page (masked later)."""
+    tile = team.tile
     copies = tile.block // tile.page_rows
-    last = lax.div(length[seg.row] - 1, jnp.int32(tile.Z))
+    last = lax.div(length - 1, jnp.int32(tile.Z))
 
     def pages(i):
         at = (i + seg.base) * tile.block
@@ -259,20 +319,22 @@ def _load(keys, values, table, length, seg: _Segment, head, low, tile: Tile, sm)
         return tuple(ids)
 
     def block(i, ids):
-        slot = lax.rem(i - low, jnp.int32(tile.stages))
+        slot = team.slot(i)
         following = pages(jnp.minimum(i + 1, seg.end - 1))
 
-        @pl.when(i - low >= tile.stages)
+        @pl.when(i - team.low >= tile.stages)
         def _():
-            plgpu.barrier_wait(sm["free"].at[slot])
+            plgpu.barrier_wait(team.barrier("free", slot))
 
         for c, page in enumerate(ids):
             to = pl.ds(c * tile.page_rows, tile.page_rows)
             begin = lax.rem((i + seg.base) * tile.block, jnp.int32(tile.Z)) if copies == 1 else 0
-            source = (page, head, pl.ds(begin, tile.page_rows))
+            source = (page, team.head, pl.ds(begin, tile.page_rows))
             for pool, name in ((keys, "k"), (values, "v")):
                 plgpu.copy_gmem_to_smem(
-                    pool.at[source], sm[name].at[slot, to], sm[f"{name}_here"].at[slot]
+                    pool.at[source],
+                    team.room(name).at[slot, to],
+                    team.barrier(f"{name}_here", slot),
                 )
         return following
 
@@ -285,18 +347,18 @@ class _Sums(NamedTuple):
     l: Any  # noqa: E741
 
 
-def _compute(start, length, seg: _Segment, n, wg, m_tile, low, tile: Tile, sm) -> _Sums:
+def _compute(team: _Team, start, length, seg: _Segment, n, part) -> _Sums:
     """The segment's softmax sums over the columns of this warpgroup."""
-    slot = lax.rem(n, jnp.int32(tile.q_stages))
-    plgpu.barrier_wait(sm["q_here"].at[slot])
-    sums = _blocks(start[seg.row], length[seg.row], seg, slot, wg, m_tile, low, tile, sm)
-    plgpu.barrier_arrive(sm["q_free"].at[slot])
+    slot = lax.rem(n, jnp.int32(team.tile.q_stages))
+    plgpu.barrier_wait(team.barrier("q_here", slot))
+    sums = _blocks(team, team.room("q_in").at[slot], start, length, seg, part)
+    plgpu.barrier_arrive(team.barrier("q_free", slot))
     return sums
 
 
-def _blocks(start, length, seg: _Segment, q_slot, wg, m_tile, low, tile: Tile, sm) -> _Sums:
-    q = sm["q_in"].at[q_slot]
-    step = functools.partial(_block, q, start, length, seg.base, wg, m_tile, low, tile, sm)
+def _blocks(team: _Team, q, start, length, seg: _Segment, part) -> _Sums:
+    tile = team.tile
+    step = functools.partial(_block, team, q, start, length, seg.base, part)
     plain = functools.partial(step, masked=False)
     masked = functools.partial(step, masked=True)
     # Only the blocks at the ends of what the row sees need masks.
@@ -324,25 +386,25 @@ def _no_sums(tile: Tile) -> _Sums:
 
 
 def _block(
-    q, start, length, base, wg, m_tile, low, tile: Tile, sm, i, sums: _Sums, *, masked
+    team: _Team, q, start, length, base, part, i, sums: _Sums, *, masked: bool
 ) -> _Sums:
     """Add block ``i`` of the common line."""
-    slot = lax.rem(i - low, jnp.int32(tile.stages))
+    tile, slot = team.tile, team.slot(i)
     at = (i + base) * tile.block
-    plgpu.barrier_wait(sm["k_here"].at[slot])
-    x = _scores(q, sm["k"].at[slot], tile)
+    plgpu.barrier_wait(team.barrier("k_here", slot))
+    x = _scores(q, team.room("k").at[slot], tile)
     if masked:
-        x = _mask(x, start, length, at, m_tile, tile)
+        x = _mask(x, start, length, at, team.m_tile, tile)
     top = jnp.maximum(sums.m, x.max(axis=1))
     keep = jnp.exp2(sums.m - top)
     p = jnp.exp2(x - lax.broadcast_in_dim(top, x.shape, [0]))
     total = sums.l * keep + p.sum(axis=1)
-    plgpu.barrier_wait(sm["v_here"].at[slot])
-    v = sm["v"].at[slot, :, pl.ds(wg * tile.chunk, tile.chunk)]
+    plgpu.barrier_wait(team.barrier("v_here", slot))
+    v = team.room("v").at[slot, :, pl.ds(part * tile.chunk, tile.chunk)]
     if masked:
         _blank(v, start, length, at, tile)
-    o = _weigh(p, sums.o, keep, v, wg, tile, sm)
-    plgpu.barrier_arrive(sm["free"].at[slot])
+    o = _weigh(team, p, sums.o, keep, v, part)
+    plgpu.barrier_arrive(team.barrier("free", slot))
     return _Sums(o, top, total)
 
 
@@ -388,39 +450,43 @@ def _blank(v, start, length, at, tile: Tile) -> None:
     plgpu.commit_smem()
 
 
-def _weigh(p, o, keep, v, wg, tile: Tile, sm):
+def _weigh(team: _Team, p, o, keep, v, part):
     """The sums of values, rescaled by ``keep``, plus the block's."""
-    p16 = p.astype(sm["v"].dtype)
+    p16 = p.astype(team.sm["v"].dtype)
     old = o * lax.broadcast_in_dim(keep, o.shape, [0])
-    if tile.register_p:
+    if team.tile.register_p:
         return pl.run_state(lambda acc: plgpu.wgmma(acc, p16, v))(plgpu.ACC.init(old))
-    sm["p"].at[wg][...] = p16
+    mine = team.room("p").at[part]
+    mine[...] = p16
     plgpu.commit_smem()
 
     def product(acc):
-        plgpu.wgmma(acc, sm["p"].at[wg], v)
+        plgpu.wgmma(acc, mine, v)
         return acc[...]
 
     return old + pl.run_scoped(product, plgpu.ACC(o.shape, jnp.float32))
 
 
-def _write(out, sums: _Sums, slot, row, wg, tile: Tile, sm) -> None:
+def _write(team: _Team, out, sums: _Sums, row, part) -> None:
+    """Write the used rows to the slot of this row and split."""
     o, m, l = out  # noqa: E741
-    used, here = pl.ds(0, tile.tile_rows), pl.ds(row, tile.tile_rows)
+    tile, slot = team.tile, row + team.split
+    used = pl.ds(0, tile.tile_rows)
+    here = pl.ds(team.head * tile.q_rows + team.m_tile * M, tile.tile_rows)
+    room = team.room("o_out").at[part]
     for c in range(0, tile.chunk, OUT_COLUMNS):
-        sm["o_out"].at[wg][...] = sums.o[:, c : c + OUT_COLUMNS]
+        room[...] = sums.o[:, c : c + OUT_COLUMNS]
         plgpu.commit_smem()
-        columns = pl.ds(wg * tile.chunk + c, OUT_COLUMNS)
-        plgpu.copy_smem_to_gmem(sm["o_out"].at[wg, used], o.at[slot, here, columns])
+        columns = pl.ds(part * tile.chunk + c, OUT_COLUMNS)
+        plgpu.copy_smem_to_gmem(room.at[used], o.at[slot, here, columns])
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(wg == 0)
+    @pl.when(part == 0)
     def _():
-        sm["m_out"][...] = sums.m
-        sm["l_out"][...] = sums.l
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(sm["m_out"].at[used], m.at[slot, here])
-        plgpu.copy_smem_to_gmem(sm["l_out"].at[used], l.at[slot, here])
+        for vector, name, to in ((sums.m, "m_out", m), (sums.l, "l_out", l)):
+            team.room(name)[...] = vector
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(team.room(name).at[used], to.at[slot, here])
         plgpu.wait_smem_to_gmem(0)
 
 
