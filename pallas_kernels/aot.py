@@ -125,7 +125,9 @@ class Report:
     def _top_level(self) -> str:
         """The text without the bodies of fusions."""
         blocks = re.split(r"\n(?=(?:ENTRY )?%\S+ \()", self.hlo)
-        return "\n".join(b for b in blocks if not re.match(r"%(fused|wrapped|region|\S*_comput)", b))
+        return "\n".join(
+            b for b in blocks if not re.match(r"%(fused|wrapped|region|\S*_comput)", b)
+        )
 
 
 def _size(dtype: str, dims: str) -> int:
@@ -218,9 +220,12 @@ def _mosaic_says() -> Iterator[Callable[[], str]]:
     with tempfile.TemporaryDirectory() as folder:
         path, python = Path(folder) / "said", io.StringIO()
         said = {"text": ""}
-        with path.open("wb") as sink, _streams_to(sink.fileno()):
-            with contextlib.redirect_stdout(python):
-                yield lambda: said["text"]
+        with (
+            path.open("wb") as sink,
+            _streams_to(sink.fileno()),
+            contextlib.redirect_stdout(python),
+        ):
+            yield lambda: said["text"]
         said["text"] = python.getvalue() + path.read_text(errors="replace")
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})

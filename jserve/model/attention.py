@@ -55,14 +55,16 @@ class AttentionBackend:
 _BACKENDS: dict[str, str] = {
     "ref": "jserve.model.attn_ref:REF",
     "xla": "jserve.model.attn_xla:XLA",
+    "hopper": "jserve.model.attn_hopper:hopper",
 }
 
 
 def backend(name: str, platform: str = "cpu") -> AttentionBackend:
-    """The backend of that name; ``auto`` takes the best one for the platform.
+    """The backend of that name; ``auto`` takes the best one for the platform that has been proved
+    there (so far ``xla`` on all).
 
     Raises:
-        ConfigError: no such backend.
+        ConfigError: no such backend, or not with this jax.
     """
     name = "xla" if name == "auto" else name
     if name not in _BACKENDS:
@@ -71,4 +73,5 @@ def backend(name: str, platform: str = "cpu") -> AttentionBackend:
             field="attention_backend",
         )
     module, _, attribute = _BACKENDS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    found = getattr(importlib.import_module(module), attribute)
+    return found if isinstance(found, AttentionBackend) else found(platform)

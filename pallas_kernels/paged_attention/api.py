@@ -1,0 +1,156 @@
+"""``paged_attention``: what it takes, what it refuses, and the packing around the Hopper kernels.
+
+Owns shapes and tuning. Must not know how the kernels work (``hopper``) or who calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.flash import LOG2E, MASKED
+from pallas_kernels.paged_attention import hopper
+from pallas_kernels.paged_attention.combine import combine
+from pallas_kernels.paged_attention.hopper import Tile
+
+Array = jax.Array
+HEAD_DIMS = (64, 128, 256)
+MAX_TOKENS = 16
+DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def paged_attention(
+    q_DJNH: Array,
+    keys_PKZH: Array,
+    values_PKZH: Array,
+    table_DM: Array,
+    start_D: Array,
+    len_D: Array,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks_N: Array | None = None,
+    tune: dict[str, int] | None = None,
+    interpret: Any = None,
+) -> Array:
+    """Causal attention of D rows of J query tokens over their pages.
+
+    Args:
+        q_DJNH: queries of tokens start .. start + J - 1 of each row; cast to the pool's dtype.
+        keys_PKZH, values_PKZH: pool of pages, bfloat16 or float16. What lies beyond a row's
+            length or outside its window may be anything, also NaN.
+        table_DM: int32 page ids; entries beyond the length are not read.
+        start_D: int32 position of the first token.
+        len_D: int32 keys of the row, its own tokens included; 0 for a row without any.
+        scale: of the scores.
+        window: keys each token sees, itself included; 0 for all.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
+        sinks_N: logit per head that takes part in the softmax with a value of zero.
+        tune: ``block``, ``stages``, ``teams`` instead of those of tune.json.
+        interpret: ``plgpu.InterpretGPUParams()`` runs on a CPU.
+
+    Returns:
+        float32[D, J, N, H]; zero for rows of length 0; finite but meaningless for tokens at or
+        beyond the length.
+
+    Raises:
+        ValueError: a shape or dtype that the kernel cannot serve, named.
+    """
+    tile = tile_of(q_DJNH, keys_PKZH, scale, window, soft_cap, tune, interpret)
+    D, J, N, H = q_DJNH.shape
+    K, rows = tile.K, tile.J * tile.G
+    q_DKQH = q_DJNH.reshape(D, J, K, tile.G, H).swapaxes(1, 2).reshape(D, K, rows, H)
+    q_DKQH = jnp.pad(q_DKQH, ((0, 0), (0, 0), (0, tile.q_rows - rows), (0, 0)))
+    work = hopper.plan(start_D, len_D, tile)
+    sums = hopper.attend(
+        q_DKQH.astype(keys_PKZH.dtype),
+        keys_PKZH,
+        values_PKZH,
+        table_DM,
+        start_D,
+        len_D,
+        work,
+        tile,
+        interpret,
+    )
+    o_DYH = combine(*sums, _sink_rows(sinks_N, tile), work, tile, interpret)
+    o_DKQH = o_DYH[:, : K * tile.q_rows].reshape(D, K, tile.q_rows, H)[:, :, :rows]
+    return o_DKQH.reshape(D, K, J, tile.G, H).swapaxes(1, 2).reshape(D, J, N, H)
+
+
+def tile_of(
+    q_DJNH: Any,
+    keys_PKZH: Any,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    tune: dict[str, int] | None = None,
+    interpret: Any = None,
+) -> Tile:
+    """The static description of a call; only shapes and dtypes of the arrays are read.
+
+    Raises:
+        ValueError: as ``paged_attention``.
+    """
+    _, J, N, H = q_DJNH.shape
+    _, K, Z, H_kv = keys_PKZH.shape
+    if H_kv != H or H not in HEAD_DIMS:
+        raise ValueError(f"head dimension {H} of q and {H_kv} of keys must be one of {HEAD_DIMS}")
+    if N % K:
+        raise ValueError(f"{N} query heads are not a multiple of {K} kv heads")
+    if not 1 <= J <= MAX_TOKENS:
+        raise ValueError(f"{J} tokens a row, but 1 to {MAX_TOKENS} are served")
+    if keys_PKZH.dtype not in DTYPES:
+        raise ValueError(f"keys are {keys_PKZH.dtype}, but bfloat16 or float16 is served")
+    chosen = {**tuned(H), **(tune or {})}
+    block, teams = chosen["block"], chosen["teams"]
+    if Z % 8 or (block % Z and Z % block):
+        raise ValueError(f"page size {Z} must be a multiple of 8 and divide {block} or be divided")
+    tile = Tile(
+        J=J,
+        G=N // K,
+        K=K,
+        H=H,
+        Z=Z,
+        block=block,
+        stages=chosen["stages"],
+        splits=teams,
+        teams=teams,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        register_p=interpret is None,
+    )
+    return dataclasses.replace(tile, splits=_splits(tile, chosen.get("sms", 132)))
+
+
+def _splits(tile: Tile, sms: int) -> int:
+    """As many as keep every multiprocessor busy with one block of the grid."""
+    if tile.team_heads:
+        return max(sms // (tile.K // tile.teams * tile.tiles), 1)
+    return max(sms // (tile.K * tile.tiles), 1) * tile.teams
+
+
+@lru_cache
+def tuned(H: int) -> dict[str, int]:
+    """The tuning of one head dimension: ``block``, ``stages``, ``teams`` and ``sms``."""
+    table = json.loads(resources.files(__package__).joinpath("tune.json").read_text())
+    return {"sms": table["sms"], **table[str(H)]}
+
+
+def _sink_rows(sinks_N: Array | None, tile: Tile) -> Array:
+    """float32[partial_rows] in units of log2."""
+    if sinks_N is None:
+        return jnp.full(tile.partial_rows, MASKED, jnp.float32)
+    sink_KG = sinks_N.astype(jnp.float32).reshape(tile.K, tile.G) * LOG2E
+    sink_KQ = jnp.tile(sink_KG, (1, tile.J))
+    pad = ((0, 0), (0, tile.q_rows - tile.J * tile.G))
+    sink_Y = jnp.pad(sink_KQ, pad, constant_values=MASKED).reshape(-1)
+    return jnp.pad(sink_Y, (0, tile.partial_rows - sink_Y.shape[0]), constant_values=MASKED)

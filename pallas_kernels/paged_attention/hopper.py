@@ -1,7 +1,7 @@
 """Paged decode attention for Hopper in Mosaic GPU: TMA, wgmma, a warpgroup that loads and one that
-computes, split-KV over a work list made of true lengths, and the combination of the splits.
+computes, split-KV over a work list made of true lengths.
 
-Owns the two kernels and their work list. Must not know dtypes of callers or where tuning comes
+Owns the first kernel and the work list. Must not know dtypes of callers or where tuning comes
 from: ``Tile`` says it all. All visible key blocks of all rows lie on one line; a kv head's S blocks
 of the grid ("splits") each take an equal run of it, whatever row it belongs to::
 
@@ -10,17 +10,15 @@ of the grid ("splits") each take an equal run of it, whatever row it belongs to:
     partials     0       1,2     3   4   5       6 ...                slot = row + split, unique
 
 so a row that lies in splits a..b has its partial sums in slots row+a .. row+b, neighbours, and the
-second kernel adds them up. A 64-row tile of the matrix unit holds the J tokens of a row times the G
+second kernel (``combine``) adds them up. A 64-row tile of the matrix unit holds the J tokens of a row times the G
 query heads of the kv head (row j * G + g), several tiles if they are more than 64.
 
-Scores are kept in units of log2: p = 2 ** (x - m).
-Idea of the running softmax: FlashAttention (arXiv 2205.14135), of splitting keys: Flash-Decoding.
+Idea of splitting keys: Flash-Decoding (Dao and others, 2023).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,13 +28,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-M = 64
-"""Rows of a wgmma tile."""
-MASKED = -1e30
+from pallas_kernels import flash
+from pallas_kernels.flash import M, Sums, swizzled
+
 OUT_COLUMNS = 32
 """Columns of the output that pass through shared memory at once."""
-LOG2E = math.log2(math.e)
-ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +104,6 @@ class Tile:
         """Queries of this many segments lie in shared memory."""
         return 2 if self.H <= 128 else 1
 
-    @property
-    def page_rows(self) -> int:
-        """Rows of one copy: a page, or as much of it as a block holds."""
-        return min(self.Z, self.block)
-
 
 class Work(NamedTuple):
     """The work list on the device, int32. ``first_D`` is the first visible block of each row."""
@@ -151,7 +142,7 @@ def attend(
     tile: Tile,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Partial sums (o, m, l) of every slot: float32 [D + S, partial_rows, H] and twice
+    """Partial sums (o, top, total) of every slot: float32 [D + S, partial_rows, H] and twice
     [D + S, partial_rows]. Slots that no row uses and padding rows are not written."""
     slots = len_D.shape[0] + tile.splits
     row = jax.ShapeDtypeStruct((slots, tile.partial_rows), jnp.float32)
@@ -170,19 +161,15 @@ def attend(
 
 
 def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
-    def swizzled(*shape: int, dtype: Any = dtype) -> Any:
-        width = 128 // jnp.dtype(dtype).itemsize
-        transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-    teams, copies = tile.teams, tile.block // tile.page_rows
+    room = functools.partial(swizzled, dtype=dtype)
+    teams, copies = tile.teams, tile.block // flash.page_rows(tile.Z, tile.block)
     scratch = {
-        "q_in": swizzled(teams, tile.q_stages, M, tile.H),
-        "k": swizzled(teams, tile.stages, tile.block, tile.H),
-        "v": swizzled(teams, tile.stages, tile.block, tile.H),
+        "q_in": room(teams, tile.q_stages, M, tile.H),
+        "k": room(teams, tile.stages, tile.block, tile.H),
+        "v": room(teams, tile.stages, tile.block, tile.H),
         "o_out": swizzled(teams, tile.warpgroups, M, OUT_COLUMNS, dtype=jnp.float32),
-        "m_out": plgpu.SMEM((teams, M), jnp.float32),
-        "l_out": plgpu.SMEM((teams, M), jnp.float32),
+        "top_out": plgpu.SMEM((teams, M), jnp.float32),
+        "total_out": plgpu.SMEM((teams, M), jnp.float32),
         "q_here": plgpu.Barrier(num_barriers=teams * tile.q_stages),
         "q_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.q_stages),
         "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
@@ -190,7 +177,7 @@ def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
         "free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.stages),
     }
     if not tile.register_p:
-        scratch["p"] = swizzled(teams, tile.warpgroups, M, tile.block)
+        scratch["p"] = room(teams, tile.warpgroups, M, tile.block)
     return scratch
 
 
@@ -237,14 +224,15 @@ class _Segment(NamedTuple):
 
 
 def _attend(
-    q, keys, values, table, start, length, cum, first, row0, row1, per, o, m, l, *, tile, **sm
+    q, keys, values, table, start, length, cum, first, row0, row1, per, o, top, total, *, tile, **sm
 ):
     """The kernel: one block of the grid."""
     wg = lax.axis_index("wg")
     n_compute = tile.teams * tile.warpgroups
 
     def segments(team: _Team, use):
-        """``use(segment, n)`` each segment that holds blocks, the ``n``-th of this team."""
+        """``use(segment, n)`` each segment that holds blocks, the ``n``-th of this team; the number
+        of them."""
 
         def row(r, n):
             begin = jnp.maximum(cum[r], team.low)
@@ -256,7 +244,7 @@ def _attend(
 
             return jnp.where(end > begin, n + 1, n)
 
-        lax.fori_loop(row0[team.split], row1[team.split], row, jnp.int32(0))
+        return lax.fori_loop(row0[team.split], row1[team.split], row, jnp.int32(0))
 
     @pl.when(wg < n_compute)
     def _():
@@ -266,7 +254,7 @@ def _attend(
 
         def compute(seg: _Segment, n) -> None:
             sums = _compute(team, start[seg.row], length[seg.row], seg, n, part)
-            _write(team, (o, m, l), sums, seg.row, part)
+            _write(team, (o, top, total), sums, seg.row, part)
 
         segments(team, compute)
 
@@ -279,7 +267,18 @@ def _attend(
             _load_q(team, q.at[seg.row, team.head, pl.ds(team.m_tile * M, tile.tile_rows)], n)
             _load(team, keys, values, table, length[seg.row], seg)
 
-        segments(team, load)
+        n = segments(team, load)
+        n_blocks = jnp.clip(cum[table.shape[0]] - team.low, 0, per[0])
+        _drain(team, "q_free", n, tile.q_stages)
+        _drain(team, "free", n_blocks, tile.stages)
+
+
+def _drain(team: _Team, name: str, n, stages: int) -> None:
+    """Wait for the last uses of a ring of ``n`` in all, so that every phase is observed."""
+
+    @pl.loop(jnp.maximum(n - stages, 0), n)
+    def _(i):
+        plgpu.barrier_wait(team.barrier(name, lax.rem(i, jnp.int32(stages))))
 
 
 def _registers(tile: Tile, *, compute: bool) -> None:
@@ -307,16 +306,10 @@ def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
     """Copy the segment's blocks, ``stages`` ahead of the computation. Page ids are read one block
     ahead of their use; those past the row's end repeat its last page (masked later)."""
     tile = team.tile
-    copies = tile.block // tile.page_rows
     last = lax.div(length - 1, jnp.int32(tile.Z))
 
     def pages(i):
-        at = (i + seg.base) * tile.block
-        ids = []
-        for c in range(copies):
-            page = lax.div(at + c * tile.page_rows, jnp.int32(tile.Z))
-            ids.append(table[seg.row, jnp.minimum(page, last)])
-        return tuple(ids)
+        return flash.page_ids(table, seg.row, i + seg.base, last, tile.Z, tile.block)
 
     def block(i, ids):
         slot = team.slot(i)
@@ -326,28 +319,15 @@ def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
         def _():
             plgpu.barrier_wait(team.barrier("free", slot))
 
-        for c, page in enumerate(ids):
-            to = pl.ds(c * tile.page_rows, tile.page_rows)
-            begin = lax.rem((i + seg.base) * tile.block, jnp.int32(tile.Z)) if copies == 1 else 0
-            source = (page, team.head, pl.ds(begin, tile.page_rows))
-            for pool, name in ((keys, "k"), (values, "v")):
-                plgpu.copy_gmem_to_smem(
-                    pool.at[source],
-                    team.room(name).at[slot, to],
-                    team.barrier(f"{name}_here", slot),
-                )
+        for pool, name in ((keys, "k"), (values, "v")):
+            to, here = team.room(name).at[slot], team.barrier(f"{name}_here", slot)
+            flash.copy_block(ids, pool, team.head, i + seg.base, to, here, tile.Z, tile.block)
         return following
 
     lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin))
 
 
-class _Sums(NamedTuple):
-    o: Any
-    m: Any
-    l: Any  # noqa: E741
-
-
-def _compute(team: _Team, start, length, seg: _Segment, n, part) -> _Sums:
+def _compute(team: _Team, start, length, seg: _Segment, n, part) -> Sums:
     """The segment's softmax sums over the columns of this warpgroup."""
     slot = lax.rem(n, jnp.int32(team.tile.q_stages))
     plgpu.barrier_wait(team.barrier("q_here", slot))
@@ -356,120 +336,51 @@ def _compute(team: _Team, start, length, seg: _Segment, n, part) -> _Sums:
     return sums
 
 
-def _blocks(team: _Team, q, start, length, seg: _Segment, part) -> _Sums:
+def _blocks(team: _Team, q, start, length, seg: _Segment, part) -> Sums:
     tile = team.tile
     step = functools.partial(_block, team, q, start, length, seg.base, part)
     plain = functools.partial(step, masked=False)
     masked = functools.partial(step, masked=True)
     # Only the blocks at the ends of what the row sees need masks.
-    high_plain = jnp.clip(
-        lax.div(start + 1, jnp.int32(tile.block)) - seg.base, seg.begin, seg.end
-    )
+    high_plain = jnp.clip(lax.div(start + 1, jnp.int32(tile.block)) - seg.base, seg.begin, seg.end)
     low_plain = seg.begin
     if tile.window:
         below = jnp.maximum(length - 1 - tile.window + tile.block, 0)
         low_plain = lax.div(below, jnp.int32(tile.block)) - seg.base
         low_plain = jnp.clip(low_plain, seg.begin, high_plain)
-    sums = _no_sums(tile)
+    sums = flash.no_sums(tile.chunk)
     if tile.window:
         sums = lax.fori_loop(seg.begin, low_plain, masked, sums)
     sums = lax.fori_loop(low_plain, high_plain, plain, sums)
     return lax.fori_loop(high_plain, seg.end, masked, sums)
 
 
-def _no_sums(tile: Tile) -> _Sums:
-    def full(shape, value, layout):
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    o = full((M, tile.chunk), 0.0, plgpu.Layout.WGMMA)
-    return _Sums(o, full((M,), MASKED, ROWS), full((M,), 0.0, ROWS))
-
-
-def _block(
-    team: _Team, q, start, length, base, part, i, sums: _Sums, *, masked: bool
-) -> _Sums:
+def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: bool) -> Sums:
     """Add block ``i`` of the common line."""
     tile, slot = team.tile, team.slot(i)
     at = (i + base) * tile.block
     plgpu.barrier_wait(team.barrier("k_here", slot))
-    x = _scores(q, team.room("k").at[slot], tile)
+    x = flash.scores(q, team.room("k").at[slot], tile.scale, tile.soft_cap, None)
     if masked:
-        x = _mask(x, start, length, at, team.m_tile, tile)
-    top = jnp.maximum(sums.m, x.max(axis=1))
-    keep = jnp.exp2(sums.m - top)
-    p = jnp.exp2(x - lax.broadcast_in_dim(top, x.shape, [0]))
-    total = sums.l * keep + p.sum(axis=1)
+        x = flash.mask(x, at, lambda row: _position(team, row, start), length, tile.window)
+    p, keep, m, total = flash.weights(x, sums)
     plgpu.barrier_wait(team.barrier("v_here", slot))
     v = team.room("v").at[slot, :, pl.ds(part * tile.chunk, tile.chunk)]
     if masked:
-        _blank(v, start, length, at, tile)
-    o = _weigh(team, p, sums.o, keep, v, part)
+        flash.blank(v, at, start - tile.window + 1 if tile.window else 0, length)
+    room = None if tile.register_p else team.room("p").at[part]
+    o = flash.weigh(p, sums.o, keep, v, room)
     plgpu.barrier_arrive(team.barrier("free", slot))
-    return _Sums(o, top, total)
+    return Sums(o, m, total)
 
 
-def _scores(q, k, tile: Tile):
-    """float32[64, block] in units of log2."""
-
-    def product(acc):
-        plgpu.wgmma(acc, q, k.transpose((1, 0)))
-        return acc[...]
-
-    x = pl.run_scoped(product, plgpu.ACC((M, tile.block), jnp.float32))
-    if tile.soft_cap:
-        return jnp.tanh(x * (tile.scale / tile.soft_cap)) * (tile.soft_cap * LOG2E)
-    return x * (tile.scale * LOG2E)
+def _position(team: _Team, row, start):
+    return lax.div(row + team.m_tile * M, jnp.int32(team.tile.G)) + start
 
 
-def _mask(x, start, length, at, m_tile, tile: Tile):
-    """Hide keys after the query, beyond the row or before the window."""
-    ids = functools.partial(
-        plgpu.broadcasted_iota, jnp.int32, x.shape, layout=plgpu.Layout.WGMMA
-    )
-    key = ids(1) + at
-    query = lax.div(ids(0) + m_tile * M, jnp.int32(tile.G)) + start
-    seen = (key <= query) & (key < length)
-    if tile.window:
-        seen = seen & (key > query - tile.window)
-    return jnp.where(seen, x, MASKED)
-
-
-def _blank(v, start, length, at, tile: Tile) -> None:
-    """Zero the values in shared memory that no query of the row may see: a page's rest may hold
-    anything, also NaN, which a weight of zero would not stop."""
-    for c in range(tile.block // M):
-        part = v.at[pl.ds(c * M, M)]
-        values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-        key = plgpu.broadcasted_iota(
-            jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA
-        ) + (at + c * M)
-        seen = key < length
-        if tile.window:
-            seen = seen & (key > start - tile.window)
-        part[...] = jnp.where(seen, values, jnp.zeros_like(values))
-    plgpu.commit_smem()
-
-
-def _weigh(team: _Team, p, o, keep, v, part):
-    """The sums of values, rescaled by ``keep``, plus the block's."""
-    p16 = p.astype(team.sm["v"].dtype)
-    old = o * lax.broadcast_in_dim(keep, o.shape, [0])
-    if team.tile.register_p:
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, p16, v))(plgpu.ACC.init(old))
-    mine = team.room("p").at[part]
-    mine[...] = p16
-    plgpu.commit_smem()
-
-    def product(acc):
-        plgpu.wgmma(acc, mine, v)
-        return acc[...]
-
-    return old + pl.run_scoped(product, plgpu.ACC(o.shape, jnp.float32))
-
-
-def _write(team: _Team, out, sums: _Sums, row, part) -> None:
+def _write(team: _Team, out, sums: Sums, row, part) -> None:
     """Write the used rows to the slot of this row and split."""
-    o, m, l = out  # noqa: E741
+    o, top, total = out
     tile, slot = team.tile, row + team.split
     used = pl.ds(0, tile.tile_rows)
     here = pl.ds(team.head * tile.q_rows + team.m_tile * M, tile.tile_rows)
@@ -483,63 +394,8 @@ def _write(team: _Team, out, sums: _Sums, row, part) -> None:
 
     @pl.when(part == 0)
     def _():
-        for vector, name, to in ((sums.m, "m_out", m), (sums.l, "l_out", l)):
+        for vector, name, to in ((sums.top, "top_out", top), (sums.total, "total_out", total)):
             team.room(name)[...] = vector
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(team.room(name).at[used], to.at[slot, here])
         plgpu.wait_smem_to_gmem(0)
-
-
-def combine(
-    o: jax.Array,
-    m: jax.Array,
-    l: jax.Array,  # noqa: E741
-    sink_Y: jax.Array,
-    work: Work,
-    tile: Tile,
-    interpret: Any = None,
-) -> jax.Array:
-    """float32[D, partial_rows, H] of the partial sums; zero for rows without any. ``sink_Y`` is the
-    logit in units of log2 that each row's softmax also counts (MASKED: none)."""
-    rows = work.first_D.shape[0]
-    out = jax.ShapeDtypeStruct((rows, tile.partial_rows, tile.H), jnp.float32)
-    return plgpu.kernel(
-        functools.partial(_combine, tile=tile),
-        out_type=out,
-        grid=(rows, tile.partial_rows // M, tile.H // tile.chunk),
-        grid_names=("r", "y", "c"),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(o, m, l, sink_Y, work.cum_E, work.per_1)
-
-
-def _combine(o, m, l, sink, cum, per, out, *, tile: Tile):  # noqa: E741
-    row = lax.axis_index("r")
-    here = pl.ds(lax.axis_index("y") * M, M)
-    columns = pl.ds(lax.axis_index("c") * tile.chunk, tile.chunk)
-    begin, end = cum[row], cum[row + 1]
-    s0 = lax.div(begin, per[0])
-    s1 = jnp.where(end > begin, lax.div(end - 1, per[0]) + 1, s0)
-
-    def vector(ref):
-        return plgpu.load(ref, layout=ROWS, optimized=False)
-
-    def add(slot, sums: _Sums) -> _Sums:
-        mine = vector(m.at[slot, here])
-        top = jnp.maximum(sums.m, mine)
-        keep, count = jnp.exp2(sums.m - top), jnp.exp2(mine - top)
-        part = plgpu.load(
-            o.at[slot, here, columns], layout=plgpu.Layout.WGMMA, optimized=False
-        )
-        old = sums.o * lax.broadcast_in_dim(keep, part.shape, [0])
-        new = old + part * lax.broadcast_in_dim(count, part.shape, [0])
-        return _Sums(new, top, sums.l * keep + vector(l.at[slot, here]) * count)
-
-    sums = lax.fori_loop(row + s0, row + s1, add, _no_sums(tile))
-    # A sink only adds to the total; where nothing was seen the total stays above zero with it.
-    sunk = vector(sink.at[here])
-    top = jnp.maximum(sums.m, sunk)
-    keep = jnp.exp2(sums.m - top)
-    total = sums.l * keep + jnp.where(sunk > MASKED, jnp.exp2(sunk - top), 0.0)
-    weight = jnp.where(total > 0, keep / total, 0.0)
-    out.at[row, here, columns][...] = sums.o * lax.broadcast_in_dim(weight, sums.o.shape, [0])

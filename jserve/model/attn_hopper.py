@@ -1,0 +1,129 @@
+"""Paged attention by the Pallas kernels for Hopper: decode rows and prefill rows, one kernel each.
+
+Owns the KV layout the kernels read and the way from a step to their arguments. Must not know
+families, the runner or how the kernels work. A layer's keys are [P, K, Z, H] in bfloat16 (or
+float16, where that is the model's), so a kv head's share of a page is one contiguous run, which is
+what a bulk copy wants. The step picks kernels by what the bucket holds::
+
+    T   |d0 d0 d1 d1 ...           |f0 f0 f0 f0 f1 f1 pad|
+          paged_attention [D, J]     ragged_prefill [P]         a part of no tokens has no kernel
+
+Needs jax 0.11 or later and the wheel's kernels; on a CPU the Mosaic interpreter runs them, far too
+slowly for anything but tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.errors import ConfigError
+from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.view import Bucket, StepDims, StepView
+
+
+def kv_shape(K: int, H: int, n_pages: int, page_size: int) -> tuple[int, ...]:
+    return (n_pages, K, page_size, H)
+
+
+def kv_dtype(dtype: Any) -> Any:
+    """How values of ``dtype`` are stored: 16 bits, bfloat16 unless they are float16."""
+    return jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
+
+
+def plan_shapes(bucket: Bucket, dims: StepDims) -> Mapping[str, tuple[int, ...]]:
+    return {}
+
+
+def plan(views: Mapping[str, np.ndarray], bucket: Bucket, dims: StepDims) -> None:
+    """Nothing to plan: the work lists come from the true lengths, on the device."""
+
+
+def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
+    """Scatter each token's key and value to its page and offset; padding writes nothing.
+
+    No two tokens share a place, and XLA is told so: it would otherwise write 16-bit values by
+    compare-and-swap.
+    """
+    page_T = jnp.where(view.pos_T >= 0, view.write_page_T, kv[0].shape[0])
+
+    def write(pool: jax.Array, x_TKH: jax.Array) -> jax.Array:
+        at = pool.at[page_T, :, view.write_off_T]
+        return at.set(x_TKH.astype(pool.dtype), mode="drop", unique_indices=True)
+
+    return write(kv[0], k_TKH), write(kv[1], v_TKH)
+
+
+def attend(
+    q_TNH: jax.Array,
+    kv: LayerKV,
+    view: StepView,
+    *,
+    window: int,
+    scale: float,
+    interpret: Any = None,
+) -> jax.Array:
+    """float32[T, N, H]; zero for unused rows and prefill padding."""
+    from pallas_kernels.paged_attention import paged_attention
+    from pallas_kernels.ragged_prefill import ragged_prefill
+
+    _, N, H = q_TNH.shape
+    D, J = view.D, view.J
+    options: dict[str, Any] = dict(window=window, scale=scale, interpret=interpret)
+    parts = []
+    if D:
+        o_DJNH = paged_attention(
+            q_TNH[: D * J].reshape(D, J, N, H),
+            *kv,
+            view.page_table_RM[:D],
+            view.start_R[:D],
+            view.kv_len_R[:D],
+            **options,
+        )
+        parts.append(o_DJNH.reshape(D * J, N, H))
+    if view.P:
+        o_PNH = ragged_prefill(
+            q_TNH[D * J :],
+            *kv,
+            view.page_table_RM[D:],
+            view.first_R[D:] - D * J,
+            view.start_R[D:],
+            view.count_R[D:],
+            **options,
+        )
+        parts.append(o_PNH.astype(jnp.float32))
+    return jnp.concatenate(parts)
+
+
+def hopper(platform: str) -> AttentionBackend:
+    """The backend for a platform; a CPU gets the interpreter.
+
+    Raises:
+        ConfigError: this jax is too old for the kernels.
+    """
+    if jax.__version_info__ < (0, 11):
+        raise ConfigError(
+            f"attention_backend 'hopper' needs jax 0.11 or later, this is {jax.__version__}",
+            field="attention_backend",
+        )
+    return AttentionBackend(
+        name="hopper",
+        kv_axis=1,
+        kv_shape=kv_shape,
+        kv_dtype=kv_dtype,
+        plan_shapes=plan_shapes,
+        plan=plan,
+        write_kv=write_kv,
+        attend=partial(attend, interpret=_interpreter() if platform == "cpu" else None),
+    )
+
+
+def _interpreter() -> Any:
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu.InterpretGPUParams()

@@ -1,0 +1,141 @@
+"""The parts that both attention kernels are made of: one block of keys against 64 queries.
+
+Owns the arithmetic of the running softmax in wgmma's register layout, and the copies of pages into
+shared memory. Must not know grids or work lists. Scores are kept in units of log2:
+p = 2 ** (x - m). Nothing finite is ever taken for granted of a key that a query may not see.
+
+Idea of the running softmax: FlashAttention (arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+M = 64
+"""Rows of a wgmma tile."""
+MASKED = -1e30
+LOG2E = math.log2(math.e)
+WGMMA = plgpu.Layout.WGMMA
+ROWS = WGMMA.reduce(1)
+
+
+class Sums(NamedTuple):
+    """A softmax under way: weighted sum of values, highest score, sum of weights."""
+
+    o: Any
+    top: Any
+    total: Any
+
+
+def no_sums(columns: int) -> Sums:
+    def full(shape: tuple[int, ...], value: float, layout: Any) -> Any:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    return Sums(full((M, columns), 0.0, WGMMA), full((M,), MASKED, ROWS), full((M,), 0.0, ROWS))
+
+
+def along_rows(vector: Any, like: Any) -> Any:
+    return lax.broadcast_in_dim(vector, like.shape, [0])
+
+
+def swizzled(*shape: int, dtype: Any) -> Any:
+    """Shared memory in the tiling that wgmma and TMA want."""
+    width = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def scores(q: Any, k: Any, scale: float, soft_cap: float, issued: Callable[[], None] | None) -> Any:
+    """float32[64, block] in units of log2. ``issued`` is called while the product runs."""
+
+    def product(acc: Any) -> Any:
+        plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        if issued is not None:
+            issued()
+        return acc[...]
+
+    x = pl.run_scoped(product, plgpu.ACC((M, k.shape[0]), jnp.float32))
+    if soft_cap:
+        return jnp.tanh(x * (scale / soft_cap)) * (soft_cap * LOG2E)
+    return x * (scale * LOG2E)
+
+
+def mask(x: Any, at: Any, position: Callable[[Any], Any], length: Any, window: int) -> Any:
+    """Hide keys after the query, beyond the row or before the window. Key 0 of ``x`` is at ``at``;
+    ``position`` gives the position of the query in a row of the tile."""
+    ids = functools.partial(plgpu.broadcasted_iota, jnp.int32, x.shape, layout=WGMMA)
+    key, query = ids(1) + at, position(ids(0))
+    seen = (key <= query) & (key < length)
+    if window:
+        seen = seen & (key > query - window)
+    return jnp.where(seen, x, MASKED)
+
+
+def blank(v: Any, at: Any, low: Any, high: Any) -> None:
+    """Zero the values in shared memory whose position is not in low .. high - 1: they may be
+    anything, also NaN, which a weight of zero would not stop."""
+    for c in range(0, v.shape[0], M):
+        part = v.at[pl.ds(c, M)]
+        values = plgpu.load(part, layout=WGMMA)
+        key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA) + (at + c)
+        part[...] = jnp.where((key >= low) & (key < high), values, jnp.zeros_like(values))
+    plgpu.commit_smem()
+
+
+def weights(x: Any, sums: Sums) -> tuple[Any, Any, Any, Any]:
+    """(p, factor of the old sums, new highest score, new sum of weights)."""
+    top = jnp.maximum(sums.top, x.max(axis=1))
+    keep = jnp.exp2(sums.top - top)
+    p = jnp.exp2(x - along_rows(top, x))
+    return p, keep, top, sums.total * keep + p.sum(axis=1)
+
+
+def weigh(p: Any, o: Any, keep: Any, v: Any, room: Any) -> Any:
+    """``o`` times ``keep`` plus p @ v. ``room``: shared memory for p, or None to keep it in
+    registers and add in the accumulator, which the interpreter cannot do."""
+    p16 = p.astype(v.dtype)
+    old = o * along_rows(keep, o)
+    if room is None:
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, p16, v))(plgpu.ACC.init(old))
+    room[...] = p16
+    plgpu.commit_smem()
+
+    def product(acc: Any) -> Any:
+        plgpu.wgmma(acc, room, v)
+        return acc[...]
+
+    return old + pl.run_scoped(product, plgpu.ACC(o.shape, jnp.float32))
+
+
+def page_rows(page_size: int, block: int) -> int:
+    """Rows of one copy: a page, or as much of it as a block holds."""
+    return min(page_size, block)
+
+
+def page_ids(table: Any, row: Any, block_index: Any, last: Any, Z: int, block: int) -> tuple:
+    """Pages of a block of the row, one per copy. Those past the row's ``last`` repeat it."""
+    rows = page_rows(Z, block)
+    ids = []
+    for c in range(block // rows):
+        page = lax.div(block_index * block + c * rows, jnp.int32(Z))
+        ids.append(table[row, jnp.minimum(page, last)])
+    return tuple(ids)
+
+
+def copy_block(
+    ids: tuple, pool: Any, head: Any, block_index: Any, to: Any, here: Any, Z: int, block: int
+) -> None:
+    """Copy a block's rows of one kv head into ``to``; each copy arrives at ``here``."""
+    rows = page_rows(Z, block)
+    begin = lax.rem(block_index * block, jnp.int32(Z)) if block < Z else 0
+    for c, page in enumerate(ids):
+        source = pool.at[page, head, pl.ds(begin, rows)]
+        plgpu.copy_gmem_to_smem(source, to.at[pl.ds(c * rows, rows)], here)

@@ -1,0 +1,67 @@
+"""What ``paged_attention`` computes, in plain jnp and float32, for reading and for tests."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def paged_attention(
+    q_DJNH: Array,
+    keys_PKZH: Array,
+    values_PKZH: Array,
+    table_DM: Array,
+    start_D: Array,
+    len_D: Array,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks_N: Array | None = None,
+) -> Array:
+    """float32[D, J, N, H]; arguments as of ``api.paged_attention``."""
+    D, J, N, H = q_DJNH.shape
+    K = keys_PKZH.shape[1]
+    pos_DJ = start_D[:, None] + jnp.arange(J, dtype=jnp.int32)
+    k_DSKH, v_DSKH = gather(keys_PKZH, table_DM), gather(values_PKZH, table_DM)
+    seen_DJS = visible(pos_DJ, len_D, k_DSKH.shape[1], window)
+    row_sees_DS = seen_DJS.any(1)[..., None, None]
+    q_DJKGH = q_DJNH.astype(jnp.float32).reshape(D, J, K, N // K, H)
+    x = jnp.einsum("djkgh,dskh->djkgs", q_DJKGH, jnp.where(row_sees_DS, k_DSKH, 0.0))
+    p = softmax(x * scale, seen_DJS[:, :, None, None], soft_cap, _sinks(sinks_N, K))
+    o = jnp.einsum("djkgs,dskh->djkgh", p, jnp.where(row_sees_DS, v_DSKH, 0.0))
+    return o.reshape(D, J, N, H)
+
+
+def gather(pool_PKZH: Array, table_RM: Array) -> Array:
+    """float32[R, M * Z, K, H]: each row's pages one after another."""
+    _, K, Z, H = pool_PKZH.shape
+    R, M = table_RM.shape
+    return pool_PKZH[table_RM].astype(jnp.float32).swapaxes(2, 3).reshape(R, M * Z, K, H)
+
+
+def visible(pos_RQ: Array, len_R: Array, S: int, window: int) -> Array:
+    """bool[R, Q, S]: keys at or before the query's position, in the row and in its window."""
+    s_S = jnp.arange(S, dtype=jnp.int32)
+    seen = (s_S <= pos_RQ[..., None]) & (s_S < len_R[:, None, None])
+    return seen & (s_S > pos_RQ[..., None] - window) if window else seen
+
+
+def softmax(x: Array, seen: Array, soft_cap: float, sinks_KG1: Array | None) -> Array:
+    """Weights over the last dimension, zero where nothing is seen; a sink takes its share."""
+    if soft_cap:
+        x = soft_cap * jnp.tanh(x / soft_cap)
+    x = jnp.where(seen, x, -jnp.inf)
+    top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    sunk = jnp.zeros_like(top)
+    if sinks_KG1 is not None:
+        top = jnp.maximum(top, sinks_KG1)
+        sunk = jnp.exp(sinks_KG1 - top)
+    p = jnp.exp(x - top)
+    return p / jnp.maximum(p.sum(-1, keepdims=True) + sunk, jnp.finfo(jnp.float32).tiny)
+
+
+def _sinks(sinks_N: Array | None, K: int) -> Array | None:
+    return None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, -1, 1)

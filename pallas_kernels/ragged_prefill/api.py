@@ -1,0 +1,130 @@
+"""``ragged_prefill``: what it takes, what it refuses, and the packing around the Hopper kernel.
+
+Owns shapes and tuning. Must not know how the kernel works (``hopper``) or who calls.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.flash import LOG2E
+from pallas_kernels.paged_attention.api import DTYPES, HEAD_DIMS
+from pallas_kernels.ragged_prefill import hopper
+from pallas_kernels.ragged_prefill.hopper import ROWS_OF_TILE, Tile
+from pallas_kernels.ragged_prefill.ref import row_of_token
+
+Array = jax.Array
+
+
+def ragged_prefill(
+    q_PNH: Array,
+    keys_PKZH: Array,
+    values_PKZH: Array,
+    table_FM: Array,
+    first_F: Array,
+    start_F: Array,
+    count_F: Array,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks_N: Array | None = None,
+    tune: dict[str, Any] | None = None,
+    interpret: Any = None,
+) -> Array:
+    """Causal attention of chunks of F sequences, whose own keys are in their pages already.
+
+    Args:
+        q_PNH: queries of P tokens; cast to the pool's dtype.
+        keys_PKZH, values_PKZH: pool of pages, bfloat16 or float16. What lies beyond a sequence's
+            last token or before its first token's window may be anything, also NaN.
+        table_FM: int32 page ids; entries beyond the last token are not read.
+        first_F: int32 index in P of the sequence's first token.
+        start_F: int32 position of that token.
+        count_F: int32 tokens of the sequence, neighbours in P; 0 for none.
+        scale, window, soft_cap, sinks_N, interpret: as of ``paged_attention``.
+        tune: ``block``, ``stages``, ``ping_pong`` instead of those of tune.json.
+
+    Returns:
+        [P, N, H] in the pool's dtype; zero for tokens of no sequence.
+
+    Raises:
+        ValueError: a shape or dtype that the kernel cannot serve, named.
+    """
+    tile = tile_of(q_PNH, keys_PKZH, count_F.shape[0], scale, window, soft_cap, tune, interpret)
+    P, N, H = q_PNH.shape
+    q_KPGH = q_PNH.astype(keys_PKZH.dtype).reshape(P, tile.K, tile.G, H).swapaxes(0, 1)
+    q_KYH = q_KPGH.reshape(tile.K, P * tile.G, H)
+    o_KYH = hopper.attend(
+        jnp.pad(q_KYH, ((0, 0), (0, ROWS_OF_TILE), (0, 0))),
+        keys_PKZH,
+        values_PKZH,
+        table_FM,
+        first_F,
+        start_F,
+        count_F,
+        None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(tile.K, tile.G) * LOG2E,
+        hopper.plan(count_F, tile),
+        tile,
+        interpret,
+    )
+    o_PNH = o_KYH.reshape(tile.K, P, tile.G, H).swapaxes(0, 1).reshape(P, N, H)
+    real_P = row_of_token(first_F, count_F, P) >= 0
+    return jnp.where(real_P[:, None, None], o_PNH, jnp.zeros_like(o_PNH))
+
+
+def tile_of(
+    q_PNH: Any,
+    keys_PKZH: Any,
+    F: int,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    tune: dict[str, Any] | None = None,
+    interpret: Any = None,
+) -> Tile:
+    """The static description of a call; only shapes and dtypes of the arrays are read.
+
+    Raises:
+        ValueError: as ``ragged_prefill``.
+    """
+    P, N, H = q_PNH.shape
+    _, K, Z, H_kv = keys_PKZH.shape
+    if H_kv != H or H not in HEAD_DIMS:
+        raise ValueError(f"head dimension {H} of q and {H_kv} of keys must be one of {HEAD_DIMS}")
+    if N % K:
+        raise ValueError(f"{N} query heads are not a multiple of {K} kv heads")
+    if keys_PKZH.dtype not in DTYPES:
+        raise ValueError(f"keys are {keys_PKZH.dtype}, but bfloat16 or float16 is served")
+    chosen = {**tuned(H), **(tune or {})}
+    block = chosen["block"]
+    if Z % 8 or (block % Z and Z % block):
+        raise ValueError(f"page size {Z} must be a multiple of 8 and divide {block} or be divided")
+    return Tile(
+        P=P,
+        F=F,
+        G=N // K,
+        K=K,
+        H=H,
+        Z=Z,
+        block=block,
+        stages=chosen["stages"],
+        ping_pong=chosen["ping_pong"],
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        register_p=interpret is None,
+    )
+
+
+@lru_cache
+def tuned(H: int) -> dict[str, Any]:
+    """The tuning of one head dimension: ``block``, ``stages`` and ``ping_pong``."""
+    table = json.loads(resources.files(__package__).joinpath("tune.json").read_text())
+    return table[str(H)]

@@ -1,0 +1,360 @@
+"""Prefill attention over pages for Hopper in Mosaic GPU: chunks of several sequences in one call.
+
+Owns the kernel and its list of tiles. Must not know dtypes of callers or where tuning comes from:
+``Tile`` says it all. A tile is 128 rows of one sequence and one kv head; a row is a (token, query
+head of the group) pair, token-major, so that all heads of a group share the keys they load::
+
+    tokens      |f0 f0 f0 f0 f0 f0 f0|f1 f1 f1|   G = 4 rows each
+    tiles       |--- 128 ---|--- 128 -|- 128 --|   a tile never crosses a sequence
+                  warpgroup 0: rows 0..63, warpgroup 1: rows 64..127, warpgroup 2 loads
+
+    keys        |plain     |plain     |masked    |      blocks up to the tile's last token
+                 no masks   no masks   causal border, window, end of the sequence
+
+While one computing warpgroup does its softmax the other has the matrix unit (``ping_pong``).
+Idea of taking turns: FlashAttention-3 (arXiv 2407.08608).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import flash
+from pallas_kernels.flash import M, Sums, along_rows, swizzled
+
+TEAM = 2
+"""Warpgroups that compute."""
+ROWS_OF_TILE = TEAM * M
+OUT_COLUMNS = 64
+"""Columns of the output that pass through shared memory at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Everything static about one call of P tokens in at most F sequences."""
+
+    P: int
+    F: int
+    G: int
+    K: int
+    H: int
+    Z: int
+    block: int
+    stages: int
+    ping_pong: bool
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    register_p: bool = True
+    """As of ``paged_attention``: the interpreter needs weights in shared memory."""
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that P tokens in F sequences can need."""
+        return self.P * self.G // ROWS_OF_TILE + self.F
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of one kv head's queries; the last tile may read past the tokens."""
+        return self.P * self.G + ROWS_OF_TILE
+
+
+class Work(NamedTuple):
+    """The list of tiles, int32: sequence and first row within it; ``n_1`` tiles in all. The last
+    tile of a sequence has the most keys and comes first."""
+
+    row_I: jax.Array
+    skip_I: jax.Array
+    n_1: jax.Array
+
+
+def plan(count_F: jax.Array, tile: Tile) -> Work:
+    n_F = -(-count_F * tile.G // ROWS_OF_TILE)
+    end_F = jnp.cumsum(n_F)
+    i_I = end_F[-1] - 1 - jnp.arange(tile.tiles, dtype=jnp.int32)
+    row_I = jnp.minimum((end_F[None] <= i_I[:, None]).sum(1, dtype=jnp.int32), tile.F - 1)
+    skip_I = (i_I - (end_F - n_F)[row_I]) * ROWS_OF_TILE
+    return Work(row_I, skip_I, end_F[-1:])
+
+
+def attend(
+    q_KYH: jax.Array,
+    keys_PKZH: jax.Array,
+    values_PKZH: jax.Array,
+    table_FM: jax.Array,
+    first_F: jax.Array,
+    start_F: jax.Array,
+    count_F: jax.Array,
+    sinks_KG: jax.Array,
+    work: Work,
+    tile: Tile,
+    interpret: Any = None,
+) -> jax.Array:
+    """[K, P * G, H] in the pool's dtype; rows of no token are not written. ``sinks_KG`` are logits
+    in units of log2 (MASKED: none)."""
+    out = jax.ShapeDtypeStruct((tile.K, tile.P * tile.G, tile.H), keys_PKZH.dtype)
+    return plgpu.kernel(
+        functools.partial(_attend, tile=tile),
+        out_type=out,
+        grid=(tile.tiles, tile.K),
+        grid_names=("i", "h"),
+        num_threads=TEAM + 1,
+        thread_name="wg",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        scratch_types=_scratch(tile, q_KYH.dtype),
+    )(q_KYH, keys_PKZH, values_PKZH, table_FM, first_F, start_F, count_F, sinks_KG, *work)
+
+
+def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
+    room = functools.partial(swizzled, dtype=dtype)
+    copies = tile.block // flash.page_rows(tile.Z, tile.block)
+    scratch = {
+        "q_in": room(TEAM, M, tile.H),
+        "k": room(tile.stages, tile.block, tile.H),
+        "v": room(tile.stages, tile.block, tile.H),
+        "o_out": plgpu.SMEM((TEAM, M, OUT_COLUMNS), dtype),
+        "q_here": plgpu.Barrier(num_barriers=TEAM),
+        "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        "v_here": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        "k_free": plgpu.Barrier(num_arrivals=TEAM, num_barriers=tile.stages),
+        "v_free": plgpu.Barrier(num_arrivals=TEAM, num_barriers=tile.stages),
+        "turn": plgpu.Barrier(num_arrivals=TEAM),
+        "raw": plgpu.Barrier(num_arrivals=copies),
+    }
+    if not tile.register_p:
+        scratch["p"] = room(TEAM, M, tile.block)
+    return scratch
+
+
+class _Job(NamedTuple):
+    """One tile of the list. ``start`` and ``length`` are of the sequence, ``skip`` the tile's first
+    row within it; blocks ``begin`` .. ``end`` are what its tokens see."""
+
+    tile: Tile
+    sm: dict[str, Any]
+    row: Any
+    head: Any
+    skip: Any
+    start: Any
+    length: Any
+    begin: Any
+    end: Any
+
+    def slot(self, j: Any) -> Any:
+        return lax.rem(j - self.begin, jnp.int32(self.tile.stages))
+
+
+def _job(tile: Tile, sm, work: Work, start, count) -> _Job:
+    i = lax.axis_index("i")
+    row, skip = work.row_I[i], work.skip_I[i]
+    begins, tokens = start[row], count[row]
+    first_token = lax.div(skip, jnp.int32(tile.G))
+    last_token = lax.div(skip + ROWS_OF_TILE - 1, jnp.int32(tile.G))
+    keys = begins + jnp.minimum(tokens, last_token + 1)
+    end = lax.div(keys + (tile.block - 1), jnp.int32(tile.block))
+    begin = jnp.int32(0)
+    if tile.window:
+        low = jnp.maximum(begins + first_token - tile.window + 1, 0)
+        begin = lax.div(low, jnp.int32(tile.block))
+    head = lax.axis_index("h")
+    return _Job(tile, sm, row, head, skip, begins, begins + tokens, begin, end)
+
+
+def _attend(
+    q, keys, values, table, first, start, count, sinks, row_I, skip_I, n_1, out, *, tile, **sm
+):
+    """The kernel: one tile."""
+    work = Work(row_I, skip_I, n_1)
+    wg = lax.axis_index("wg")
+
+    @pl.when(lax.axis_index("i") < n_1[0])
+    def _():
+        job = _job(tile, sm, work, start, count)
+        rows = first[job.row] * tile.G + job.skip
+
+        @pl.when(wg < TEAM)
+        def _():
+            plgpu.set_max_registers(224, action="increase")
+            o = _compute(job, wg, sinks)
+            valid = count[job.row] * tile.G - job.skip - wg * M
+            _write(job, out, o, rows + wg * M, valid, wg)
+
+        @pl.when(wg == TEAM)
+        def _():
+            plgpu.set_max_registers(64, action="decrease")
+            for w in range(TEAM):
+                source = q.at[job.head, pl.ds(rows + w * M, M)]
+                plgpu.copy_gmem_to_smem(source, sm["q_in"].at[w], sm["q_here"].at[w])
+            _load(job, keys, values, table)
+
+
+def _load(job: _Job, keys, values, table) -> None:
+    """Copy the blocks in order, ``stages`` ahead; page ids are read one block ahead of their use."""
+    tile, sm = job.tile, job.sm
+    last = lax.div(job.length - 1, jnp.int32(tile.Z))
+
+    def pages(j):
+        return flash.page_ids(table, job.row, j, last, tile.Z, tile.block)
+
+    def block(j, ids):
+        slot = job.slot(j)
+        following = pages(jnp.minimum(j + 1, job.end - 1))
+        for name in ("k", "v"):
+
+            @pl.when(j - job.begin >= tile.stages)
+            def _(name=name):
+                plgpu.barrier_wait(sm[f"{name}_free"].at[slot])
+
+            if name == "k":
+                flash.copy_block(
+                    ids,
+                    keys,
+                    job.head,
+                    j,
+                    sm["k"].at[slot],
+                    sm["k_here"].at[slot],
+                    tile.Z,
+                    tile.block,
+                )
+            else:
+                _load_values(job, values, ids, j, slot)
+        return following
+
+    lax.fori_loop(job.begin, job.end, block, pages(job.begin))
+    for name in ("k_free", "v_free"):
+
+        @pl.loop(jnp.maximum(job.end - tile.stages, job.begin), job.end)
+        def _(j, name=name):
+            plgpu.barrier_wait(sm[name].at[job.slot(j)])
+
+
+def _load_values(job: _Job, values, ids, j, slot) -> None:
+    """Copy a block of values. One that holds what no token of the sequence may see is cleaned
+    before anyone is told that it is here."""
+    tile, sm, at = job.tile, job.sm, j * job.tile.block
+    low = job.start - tile.window + 1 if tile.window else jnp.int32(0)
+    whole = (at + tile.block <= job.length) & (at >= low)
+    to, here = sm["v"].at[slot], sm["v_here"].at[slot]
+
+    @pl.when(whole)
+    def _():
+        flash.copy_block(ids, values, job.head, j, to, here, tile.Z, tile.block)
+
+    @pl.when(jnp.logical_not(whole))
+    def _():
+        flash.copy_block(ids, values, job.head, j, to, sm["raw"], tile.Z, tile.block)
+        plgpu.barrier_wait(sm["raw"])
+        for c in range(0, tile.H, M):
+            flash.blank(sm["v"].at[slot, :, pl.ds(c, M)], at, low, job.length)
+        for _ in ids:
+            plgpu.barrier_arrive(here)
+
+
+def _take_turn(job: _Job) -> None:
+    """Wait until the other warpgroup comes here too."""
+    plgpu.barrier_arrive(job.sm["turn"])
+    plgpu.barrier_wait(job.sm["turn"])
+
+
+def _compute(job: _Job, wg, sinks) -> Any:
+    """float32[64, H]: the finished output of this warpgroup's rows."""
+    tile, block = job.tile, jnp.int32(job.tile.block)
+    skip = job.skip + wg * M
+    first = job.start + lax.div(skip, jnp.int32(tile.G))
+    last = jnp.minimum(job.start + lax.div(skip + M - 1, jnp.int32(tile.G)), job.length - 1)
+    high_plain = jnp.clip(
+        lax.div(jnp.minimum(first, job.length - 1) + 1, block), job.begin, job.end
+    )
+    low_plain = job.begin
+    if tile.window:
+        below = jnp.maximum(last - tile.window + tile.block, 0)
+        low_plain = jnp.clip(lax.div(below, block), job.begin, high_plain)
+    step = functools.partial(_block, job, wg, skip)
+    plain = functools.partial(step, masked=False)
+    masked = functools.partial(step, masked=True)
+    plgpu.barrier_wait(job.sm["q_here"].at[wg])
+    if tile.ping_pong:
+        pl.when(wg == 1)(lambda: _take_turn(job))
+    sums = flash.no_sums(tile.H)
+    if tile.window:
+        sums = lax.fori_loop(job.begin, low_plain, masked, sums)
+    sums = lax.fori_loop(low_plain, high_plain, plain, sums)
+    sums = lax.fori_loop(high_plain, job.end, masked, sums)
+    if tile.ping_pong:
+        pl.when(wg == 0)(lambda: _take_turn(job))
+    return _finish(job, sums, skip, sinks)
+
+
+def _block(job: _Job, wg, skip, j, sums: Sums, *, masked: bool) -> Sums:
+    """Add block ``j`` of the sequence."""
+    tile, sm, slot = job.tile, job.sm, job.slot(j)
+    at = j * tile.block
+    plgpu.barrier_wait(sm["k_here"].at[slot])
+    turn = functools.partial(_take_turn, job) if tile.ping_pong else None
+    x = flash.scores(sm["q_in"].at[wg], sm["k"].at[slot], tile.scale, tile.soft_cap, turn)
+    plgpu.barrier_arrive(sm["k_free"].at[slot])
+    if masked:
+
+        def position(row):
+            return lax.div(row + skip, jnp.int32(tile.G)) + job.start
+
+        x = flash.mask(x, at, position, job.length, tile.window)
+    p, keep, m, total = flash.weights(x, sums)
+    if tile.ping_pong:
+        plgpu.barrier_arrive(sm["turn"])
+    plgpu.barrier_wait(sm["v_here"].at[slot])
+    if tile.ping_pong:
+        plgpu.barrier_wait(sm["turn"])
+    room = None if tile.register_p else sm["p"].at[wg]
+    o = flash.weigh(p, sums.o, keep, sm["v"].at[slot], room)
+    plgpu.barrier_arrive(sm["v_free"].at[slot])
+    return Sums(o, m, total)
+
+
+def _finish(job: _Job, sums: Sums, skip, sinks) -> Any:
+    """Divide by the sum of weights, to which a sink adds its own."""
+    total, o = sums.total, sums.o
+    if sinks is not None:
+        row = plgpu.broadcasted_iota(jnp.int32, (M, M), 0, layout=flash.WGMMA) + skip
+        group = lax.rem(row, jnp.int32(job.tile.G))
+        sunk = jnp.full((M, M), flash.MASKED, jnp.float32)
+        for g in range(job.tile.G):
+            sunk = jnp.where(group == g, sinks[job.head, g], sunk)
+        sunk = sunk.max(axis=1)
+        top = jnp.maximum(sums.top, sunk)
+        keep = jnp.exp2(sums.top - top)
+        total = total * keep + jnp.exp2(sunk - top)
+        o = o * along_rows(keep, o)
+    return o / along_rows(total, o)
+
+
+def _write(job: _Job, out, o, rows, valid, wg) -> None:
+    """Write the rows that are tokens of this sequence: all 64 at once, or powers of two of them."""
+    room = job.sm["o_out"].at[wg]
+    for c in range(0, job.tile.H, OUT_COLUMNS):
+        room[...] = o[:, c : c + OUT_COLUMNS].astype(out.dtype)
+        plgpu.commit_smem()
+        columns = pl.ds(c, OUT_COLUMNS)
+
+        @pl.when(valid >= M)
+        def _(columns=columns):
+            plgpu.copy_smem_to_gmem(room, out.at[job.head, pl.ds(rows, M), columns])
+
+        for size in (32, 16, 8, 4, 2, 1):
+            done = jnp.bitwise_and(valid, jnp.int32(M - 2 * size))
+
+            @pl.when((valid > 0) & (valid < M) & (jnp.bitwise_and(valid, size) > 0))
+            def _(columns=columns, size=size, done=done):
+                to = out.at[job.head, pl.ds(rows + done, size), columns]
+                plgpu.copy_smem_to_gmem(room.at[pl.ds(done, size)], to)
+
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,140 @@
+"""Paged attention in the Mosaic interpreter against float64, and the reference against it too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention import hopper, paged_attention, ref
+from pallas_kernels.paged_attention.api import tile_of
+from tests.pallas_kernels.cases import DECODE, VERIFY, attention, inputs
+
+TUNE = {"sms": 6}
+"""Few splits: rows share them and long rows lie in several."""
+
+
+def run(
+    spans: Any,
+    *,
+    J: int = 1,
+    G: int = 4,
+    K: int = 1,
+    H: int = 64,
+    Z: int = 16,
+    tune: dict[str, int] | None = None,
+    sinks: bool = False,
+    kernel: Any = None,
+    dtype: Any = jnp.bfloat16,
+    **variant: Any,
+) -> None:
+    """One call on fresh random inputs, compared token by token."""
+    data = inputs(spans, K=K, H=H, Z=Z, window=variant.get("window", 0), dtype=dtype)
+    rng = np.random.default_rng([J, G, H])
+    q = np.asarray(jnp.asarray(rng.standard_normal((len(spans), J, K * G, H)), dtype), np.float32)
+    sinks_N = rng.standard_normal(K * G).astype(np.float32) if sinks else None
+    kwargs: dict[str, Any] = dict(scale=H**-0.5, sinks_N=sinks_N, **variant)
+    if kernel is None:
+        kernel = paged_attention
+        kwargs |= {"tune": {**TUNE, **(tune or {})}, "interpret": plgpu.InterpretGPUParams()}
+    args = (data.keys, data.values, data.table, data.start, data.length)
+    got = np.asarray(kernel(jnp.asarray(q), *args, **kwargs))
+    assert got.shape == q.shape
+    assert got.dtype == np.float32
+    for r, (start, count) in enumerate(spans):
+        if count == 0:
+            assert not got[r].any(), "a row without keys is not zero"
+        for j in range(count):
+            k, v = data.dense_k[r], data.dense_v[r]
+            want = attention(q[r, j], k, v, start + j, scale=H**-0.5, sinks=sinks_N, **variant)
+            np.testing.assert_allclose(got[r, j], want, atol=4e-3)
+
+
+@pytest.mark.parametrize("case", DECODE)
+def test_decode_rows(case: str) -> None:
+    run(DECODE[case])
+
+
+@pytest.mark.parametrize("case", VERIFY)
+@pytest.mark.parametrize("window", [0, 50])
+def test_rows_of_several_tokens(case: str, window: int) -> None:
+    run(VERIFY[case], J=3, window=window)
+
+
+@pytest.mark.parametrize("window", [1, 64, 65, 300])
+def test_windows(window: int) -> None:
+    run(((200, 1), (3, 1), (63, 1), (0, 0), (128, 1)), window=window)
+
+
+@pytest.mark.parametrize(("G", "J", "K"), [(1, 1, 2), (2, 1, 3), (7, 1, 1), (16, 1, 1), (5, 16, 1)])
+def test_heads_fill_tiles(G: int, J: int, K: int) -> None:
+    """Odd groups, an odd number of kv heads (teams split keys) and rows of several tiles."""
+    run(((70, J), (5, J)), G=G, J=J, K=K)
+
+
+@pytest.mark.parametrize(("H", "Z"), [(64, 64), (64, 128), (64, 8), (128, 32), (256, 64)])
+def test_head_dimensions_and_page_sizes(H: int, Z: int) -> None:
+    run(((130, 1), (63, 1)), H=H, Z=Z, G=2)
+
+
+def test_soft_cap_and_sinks() -> None:
+    run(((100, 2), (0, 2), (0, 0)), J=2, soft_cap=3.0, sinks=True, K=2, G=2)
+
+
+def test_float16() -> None:
+    run(((100, 1),), dtype=jnp.float16)
+
+
+@pytest.mark.parametrize("tune", [{"teams": 1}, {"sms": 40}, {"sms": 2}, {"stages": 3}])
+def test_tunings_agree(tune: dict[str, int]) -> None:
+    run(((260, 1), (5, 1), (129, 1)), tune=tune, K=2, G=1)
+
+
+@pytest.mark.parametrize("case", DECODE)
+def test_ref_decode(case: str) -> None:
+    run(DECODE[case], kernel=ref.paged_attention, K=2, window=30)
+
+
+@pytest.mark.parametrize("case", VERIFY)
+def test_ref_verify(case: str) -> None:
+    run(VERIFY[case], J=3, kernel=ref.paged_attention, soft_cap=2.0, sinks=True)
+
+
+def test_slots_are_unique_and_blocks_are_shared_equally() -> None:
+    """The work list itself: every visible block in one split, no slot used twice."""
+    shape = (9, 1, 4, 64)
+    tile = tile_of(np.empty(shape), jnp.empty((1, 1, 16, 64), jnp.bfloat16), 1.0, tune=TUNE)
+    length = np.array([0, 700, 1, 64, 0, 65, 128, 3, 900], np.int32)
+    work = hopper.plan(jnp.asarray(np.maximum(length - 1, 0)), jnp.asarray(length), tile)
+    cum, per = np.asarray(work.cum_E), int(work.per_1[0])
+    seen, slots = set(), set()
+    for s in range(tile.splits):
+        for r in range(int(work.row0_S[s]), int(work.row1_S[s])):
+            mine = range(max(cum[r], s * per), min(cum[r + 1], (s + 1) * per))
+            if mine:
+                assert r + s not in slots
+                slots.add(r + s)
+                seen.update((r, b - cum[r]) for b in mine)
+    assert seen == {(r, b) for r, n in enumerate(length) for b in range(-(-n // 64))}
+
+
+@pytest.mark.parametrize(
+    ("q", "kv", "says"),
+    [
+        ((2, 1, 4, 80), (3, 2, 16, 80), "head dimension 80"),
+        ((2, 1, 5, 64), (3, 2, 16, 64), "5 query heads"),
+        ((2, 17, 4, 64), (3, 2, 16, 64), "17 tokens"),
+        ((2, 1, 4, 64), (3, 2, 12, 64), "page size 12"),
+    ],
+)
+def test_bad_shapes_are_named(q: Any, kv: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        tile_of(np.empty(q), jnp.empty(kv, jnp.bfloat16), 1.0)
+
+
+def test_bad_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match="float32"):
+        tile_of(np.empty((1, 1, 2, 64)), jnp.empty((1, 1, 16, 64)), 1.0)
