@@ -75,6 +75,8 @@ class Report:
     largest block's."""
 
     kernels: tuple[Kernel, ...]
+    ignored: tuple[str, ...]
+    """What ptxas says it did not honour."""
     smem_bytes: int
     temp_bytes: int
     alias_bytes: int
@@ -121,6 +123,10 @@ class Report:
         """Names of the collectives, in order."""
         names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
         return re.findall(rf"= .*? ({names})(?:-start)?\(", self.hlo)
+
+    def custom_calls(self) -> list[str]:
+        """Targets of the custom calls, in order of the text."""
+        return re.findall(r'custom_call_target="([^"]+)"', self.hlo)
 
     def _top_level(self) -> str:
         """The text without the bodies of fusions."""
@@ -187,6 +193,7 @@ def _report(compiled: Any, said: str) -> Report:
     cost = cost[0] if isinstance(cost, list) else cost
     return Report(
         kernels=tuple(_kernels(said)),
+        ignored=tuple(re.findall(r".*(?:C75\d\d|setmaxnreg ignored).*", said)),
         smem_bytes=max((int(x) for x in re.findall(r"smem_scratch_bytes=(\d+)", said)), default=0),
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,

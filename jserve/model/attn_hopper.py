@@ -25,6 +25,9 @@ import numpy as np
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.view import Bucket, StepDims, StepView
+from pallas_kernels.launch import interpreter
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.ragged_prefill import ragged_prefill
 
 
 def kv_shape(K: int, H: int, n_pages: int, page_size: int) -> tuple[int, ...]:
@@ -69,12 +72,9 @@ def attend(
     interpret: Any = None,
 ) -> jax.Array:
     """float32[T, N, H]; zero for unused rows and prefill padding."""
-    from pallas_kernels.paged_attention import paged_attention
-    from pallas_kernels.ragged_prefill import ragged_prefill
-
     _, N, H = q_TNH.shape
     D, J = view.D, view.J
-    options: dict[str, Any] = dict(window=window, scale=scale, interpret=interpret)
+    options: dict[str, Any] = {"window": window, "scale": scale, "interpret": interpret}
     parts = []
     if D:
         o_DJNH = paged_attention(
@@ -119,11 +119,5 @@ def hopper(platform: str) -> AttentionBackend:
         plan_shapes=plan_shapes,
         plan=plan,
         write_kv=write_kv,
-        attend=partial(attend, interpret=_interpreter() if platform == "cpu" else None),
+        attend=partial(attend, interpret=interpreter() if platform == "cpu" else None),
     )
-
-
-def _interpreter() -> Any:
-    from jax.experimental.pallas import mosaic_gpu
-
-    return mosaic_gpu.InterpretGPUParams()

@@ -37,7 +37,7 @@ def paged_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks_N: Array | None = None,
-    tune: dict[str, int] | None = None,
+    tune: dict[str, Any] | None = None,
     interpret: Any = None,
 ) -> Array:
     """Causal attention of D rows of J query tokens over their pages.
@@ -53,7 +53,7 @@ def paged_attention(
         window: keys each token sees, itself included; 0 for all.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
         sinks_N: logit per head that takes part in the softmax with a value of zero.
-        tune: ``block``, ``stages``, ``teams`` instead of those of tune.json.
+        tune: ``block``, ``stages``, ``teams``, ``register_p`` instead of those of tune.json.
         interpret: ``plgpu.InterpretGPUParams()`` runs on a CPU.
 
     Returns:
@@ -91,7 +91,7 @@ def tile_of(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
-    tune: dict[str, int] | None = None,
+    tune: dict[str, Any] | None = None,
     interpret: Any = None,
 ) -> Tile:
     """The static description of a call; only shapes and dtypes of the arrays are read.
@@ -126,7 +126,7 @@ def tile_of(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
-        register_p=interpret is None,
+        register_p=bool(chosen.get("register_p", interpret is None)),
     )
     return dataclasses.replace(tile, splits=_splits(tile, chosen.get("sms", 132)))
 
@@ -139,7 +139,7 @@ def _splits(tile: Tile, sms: int) -> int:
 
 
 @lru_cache
-def tuned(H: int) -> dict[str, int]:
+def tuned(H: int) -> dict[str, Any]:
     """The tuning of one head dimension: ``block``, ``stages``, ``teams`` and ``sms``."""
     table = json.loads(resources.files(__package__).joinpath("tune.json").read_text())
     return {"sms": table["sms"], **table[str(H)]}

@@ -49,7 +49,7 @@ def ragged_prefill(
         start_F: int32 position of that token.
         count_F: int32 tokens of the sequence, neighbours in P; 0 for none.
         scale, window, soft_cap, sinks_N, interpret: as of ``paged_attention``.
-        tune: ``block``, ``stages``, ``ping_pong`` instead of those of tune.json.
+        tune: ``block``, ``stages``, ``ping_pong``, ``register_p`` instead of those of tune.json.
 
     Returns:
         [P, N, H] in the pool's dtype; zero for tokens of no sequence.
@@ -58,9 +58,10 @@ def ragged_prefill(
         ValueError: a shape or dtype that the kernel cannot serve, named.
     """
     tile = tile_of(q_PNH, keys_PKZH, count_F.shape[0], scale, window, soft_cap, tune, interpret)
-    P, N, H = q_PNH.shape
+    P, _, H = q_PNH.shape
     q_KPGH = q_PNH.astype(keys_PKZH.dtype).reshape(P, tile.K, tile.G, H).swapaxes(0, 1)
     q_KYH = q_KPGH.reshape(tile.K, P * tile.G, H)
+    work = hopper.plan(count_F, tile)
     o_KYH = hopper.attend(
         jnp.pad(q_KYH, ((0, 0), (0, ROWS_OF_TILE), (0, 0))),
         keys_PKZH,
@@ -70,13 +71,23 @@ def ragged_prefill(
         start_F,
         count_F,
         None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(tile.K, tile.G) * LOG2E,
-        hopper.plan(count_F, tile),
+        work,
         tile,
         interpret,
     )
-    o_PNH = o_KYH.reshape(tile.K, P, tile.G, H).swapaxes(0, 1).reshape(P, N, H)
-    real_P = row_of_token(first_F, count_F, P) >= 0
-    return jnp.where(real_P[:, None, None], o_PNH, jnp.zeros_like(o_PNH))
+    return _by_token(o_KYH, first_F, count_F, work.base_F, tile)
+
+
+def _by_token(o_KYH: Array, first_F: Array, count_F: Array, base_F: Array, tile: Tile) -> Array:
+    """[P, N, H]: rows gathered from the tiles; zero for tokens of no sequence."""
+    row_P = row_of_token(first_F, count_F, tile.P)
+    row = jnp.maximum(row_P, 0)
+    token_P = jnp.arange(tile.P, dtype=jnp.int32) - first_F[row]
+    y_P = jnp.where(row_P >= 0, base_F[row] + token_P * tile.G, 0)
+    y_PG = y_P[:, None] + jnp.arange(tile.G, dtype=jnp.int32)
+    o_KPGH = o_KYH.at[:, y_PG].get(mode="promise_in_bounds")
+    o_PKGH = jnp.where((row_P >= 0)[:, None, None, None], o_KPGH.swapaxes(0, 1), 0)
+    return o_PKGH.reshape(tile.P, tile.K * tile.G, tile.H)
 
 
 def tile_of(
@@ -119,7 +130,7 @@ def tile_of(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
-        register_p=interpret is None,
+        register_p=bool(chosen.get("register_p", interpret is None)),
     )
 
 

@@ -68,12 +68,15 @@ class Tile:
 
 
 class Work(NamedTuple):
-    """The list of tiles, int32: sequence and first row within it; ``n_1`` tiles in all. The last
-    tile of a sequence has the most keys and comes first."""
+    """The list of tiles, int32: sequence, first row within it, and place in the output; ``n_1``
+    tiles in all. The last tile of a sequence has the most keys and comes first; its place is last,
+    so that the rows of sequence f are neighbours from ``base_F`` on."""
 
     row_I: jax.Array
     skip_I: jax.Array
+    place_I: jax.Array
     n_1: jax.Array
+    base_F: jax.Array
 
 
 def plan(count_F: jax.Array, tile: Tile) -> Work:
@@ -82,7 +85,7 @@ def plan(count_F: jax.Array, tile: Tile) -> Work:
     i_I = end_F[-1] - 1 - jnp.arange(tile.tiles, dtype=jnp.int32)
     row_I = jnp.minimum((end_F[None] <= i_I[:, None]).sum(1, dtype=jnp.int32), tile.F - 1)
     skip_I = (i_I - (end_F - n_F)[row_I]) * ROWS_OF_TILE
-    return Work(row_I, skip_I, end_F[-1:])
+    return Work(row_I, skip_I, i_I, end_F[-1:], (end_F - n_F) * ROWS_OF_TILE)
 
 
 def attend(
@@ -93,14 +96,15 @@ def attend(
     first_F: jax.Array,
     start_F: jax.Array,
     count_F: jax.Array,
-    sinks_KG: jax.Array,
+    sinks_KG: jax.Array | None,
     work: Work,
     tile: Tile,
     interpret: Any = None,
 ) -> jax.Array:
-    """[K, P * G, H] in the pool's dtype; rows of no token are not written. ``sinks_KG`` are logits
-    in units of log2 (MASKED: none)."""
-    out = jax.ShapeDtypeStruct((tile.K, tile.P * tile.G, tile.H), keys_PKZH.dtype)
+    """[K, tiles * 128, H] in the pool's dtype: row ``base_F[f] + i`` is the i-th (token, head) pair
+    of sequence f; others are not written or mean nothing. ``sinks_KG``: logits in units of log2,
+    or None."""
+    out = jax.ShapeDtypeStruct((tile.K, tile.tiles * ROWS_OF_TILE, tile.H), keys_PKZH.dtype)
     return plgpu.kernel(
         functools.partial(_attend, tile=tile),
         out_type=out,
@@ -111,7 +115,7 @@ def attend(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=_scratch(tile, q_KYH.dtype),
-    )(q_KYH, keys_PKZH, values_PKZH, table_FM, first_F, start_F, count_F, sinks_KG, *work)
+    )(q_KYH, keys_PKZH, values_PKZH, table_FM, first_F, start_F, count_F, sinks_KG, *work[:4])
 
 
 def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
         "q_in": room(TEAM, M, tile.H),
         "k": room(tile.stages, tile.block, tile.H),
         "v": room(tile.stages, tile.block, tile.H),
-        "o_out": plgpu.SMEM((TEAM, M, OUT_COLUMNS), dtype),
+        "o_out": room(TEAM, M, OUT_COLUMNS),
         "q_here": plgpu.Barrier(num_barriers=TEAM),
         "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
         "v_here": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
@@ -144,6 +148,7 @@ class _Job(NamedTuple):
     row: Any
     head: Any
     skip: Any
+    place: Any
     start: Any
     length: Any
     begin: Any
@@ -153,9 +158,9 @@ class _Job(NamedTuple):
         return lax.rem(j - self.begin, jnp.int32(self.tile.stages))
 
 
-def _job(tile: Tile, sm, work: Work, start, count) -> _Job:
+def _job(tile: Tile, sm, lists, start, count) -> _Job:
     i = lax.axis_index("i")
-    row, skip = work.row_I[i], work.skip_I[i]
+    row, skip, place = (ref[i] for ref in lists)
     begins, tokens = start[row], count[row]
     first_token = lax.div(skip, jnp.int32(tile.G))
     last_token = lax.div(skip + ROWS_OF_TILE - 1, jnp.int32(tile.G))
@@ -166,31 +171,43 @@ def _job(tile: Tile, sm, work: Work, start, count) -> _Job:
         low = jnp.maximum(begins + first_token - tile.window + 1, 0)
         begin = lax.div(low, jnp.int32(tile.block))
     head = lax.axis_index("h")
-    return _Job(tile, sm, row, head, skip, begins, begins + tokens, begin, end)
+    return _Job(tile, sm, row, head, skip, place, begins, begins + tokens, begin, end)
 
 
 def _attend(
-    q, keys, values, table, first, start, count, sinks, row_I, skip_I, n_1, out, *, tile, **sm
+    q,
+    keys,
+    values,
+    table,
+    first,
+    start,
+    count,
+    sinks,
+    row_I,
+    skip_I,
+    place_I,
+    n_1,
+    out,
+    *,
+    tile,
+    **sm,
 ):
     """The kernel: one tile."""
-    work = Work(row_I, skip_I, n_1)
     wg = lax.axis_index("wg")
 
     @pl.when(lax.axis_index("i") < n_1[0])
     def _():
-        job = _job(tile, sm, work, start, count)
-        rows = first[job.row] * tile.G + job.skip
+        job = _job(tile, sm, (row_I, skip_I, place_I), start, count)
 
         @pl.when(wg < TEAM)
         def _():
             plgpu.set_max_registers(224, action="increase")
-            o = _compute(job, wg, sinks)
-            valid = count[job.row] * tile.G - job.skip - wg * M
-            _write(job, out, o, rows + wg * M, valid, wg)
+            _write(job, out, _compute(job, wg, sinks), wg)
 
         @pl.when(wg == TEAM)
         def _():
             plgpu.set_max_registers(64, action="decrease")
+            rows = first[job.row] * tile.G + job.skip
             for w in range(TEAM):
                 source = q.at[job.head, pl.ds(rows + w * M, M)]
                 plgpu.copy_gmem_to_smem(source, sm["q_in"].at[w], sm["q_here"].at[w])
@@ -337,24 +354,12 @@ def _finish(job: _Job, sums: Sums, skip, sinks) -> Any:
     return o / along_rows(total, o)
 
 
-def _write(job: _Job, out, o, rows, valid, wg) -> None:
-    """Write the rows that are tokens of this sequence: all 64 at once, or powers of two of them."""
+def _write(job: _Job, out, o, wg) -> None:
+    """Write this warpgroup's 64 rows to the tile's place, rows of no token included."""
     room = job.sm["o_out"].at[wg]
+    rows = pl.ds(job.place * ROWS_OF_TILE + wg * M, M)
     for c in range(0, job.tile.H, OUT_COLUMNS):
         room[...] = o[:, c : c + OUT_COLUMNS].astype(out.dtype)
         plgpu.commit_smem()
-        columns = pl.ds(c, OUT_COLUMNS)
-
-        @pl.when(valid >= M)
-        def _(columns=columns):
-            plgpu.copy_smem_to_gmem(room, out.at[job.head, pl.ds(rows, M), columns])
-
-        for size in (32, 16, 8, 4, 2, 1):
-            done = jnp.bitwise_and(valid, jnp.int32(M - 2 * size))
-
-            @pl.when((valid > 0) & (valid < M) & (jnp.bitwise_and(valid, size) > 0))
-            def _(columns=columns, size=size, done=done):
-                to = out.at[job.head, pl.ds(rows + done, size), columns]
-                plgpu.copy_smem_to_gmem(room.at[pl.ds(done, size)], to)
-
+        plgpu.copy_smem_to_gmem(room, out.at[job.head, rows, pl.ds(c, OUT_COLUMNS)])
         plgpu.wait_smem_to_gmem(0)

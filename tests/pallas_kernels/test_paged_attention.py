@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import hopper, paged_attention, ref
 from pallas_kernels.paged_attention.api import tile_of
 from tests.pallas_kernels.cases import DECODE, VERIFY, attention, inputs
@@ -39,7 +39,7 @@ def run(
     kwargs: dict[str, Any] = dict(scale=H**-0.5, sinks_N=sinks_N, **variant)
     if kernel is None:
         kernel = paged_attention
-        kwargs |= {"tune": {**TUNE, **(tune or {})}, "interpret": plgpu.InterpretGPUParams()}
+        kwargs |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter()}
     args = (data.keys, data.values, data.table, data.start, data.length)
     got = np.asarray(kernel(jnp.asarray(q), *args, **kwargs))
     assert got.shape == q.shape

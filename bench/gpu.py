@@ -1,0 +1,197 @@
+"""One call that checks and times everything on an H200: stages in order of worth, each in a process of its own.
+
+    python -m bench.gpu                          nine minutes at most, results under $OUT
+    python -m bench.gpu --resume FILE            skips the stages that FILE has whole
+    python -m bench.gpu --only facts,decode_numerics --budget 120
+    python -m bench.gpu --tiny                   every stage on a CPU with tiny shapes: proves the script
+
+Owns the order, the time budget and the record. Must not know what a stage measures: those are
+functions of ``bench.gpu_kernels``, ``bench.gpu_steps`` and ``bench.gpu_peers``. Each figure is
+printed and written to ``gpu.jsonl`` the moment it is known, so a call that is cut loses nothing; a
+kernel that hangs costs its own stage only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """``function`` of ``module`` may run for ``seconds``; ``goal`` says what its figures decide."""
+
+    module: str
+    function: str
+    seconds: int
+    goal: str
+
+
+STAGES: dict[str, Stage] = {
+    "facts": Stage("bench.gpu_steps", "facts", 60, "the ceilings that all shares refer to"),
+    "decode_numerics": Stage("bench.gpu_kernels", "decode_numerics", 75, "rel < 1e-2, stable"),
+    "prefill_numerics": Stage("bench.gpu_kernels", "prefill_numerics", 75, "rel < 1e-2, stable"),
+    "step_numerics": Stage("bench.gpu_steps", "step_numerics", 75, "same tokens as ref"),
+    "decode_times": Stage("bench.gpu_kernels", "decode_times", 60, "92 % of read bandwidth"),
+    "steps_1b": Stage("bench.gpu_steps", "steps_1b", 75, "batch 1: 1300 tok/s"),
+    "steps_8b": Stage("bench.gpu_steps", "steps_8b", 120, "batch 1: 245 tok/s, batch 32 up: 85 %"),
+    "prefill_times": Stage("bench.gpu_kernels", "prefill_times", 60, "FlashAttention-3 beside it"),
+    "decode_tune": Stage("bench.gpu_kernels", "decode_tune", 60, "new figures for tune.json"),
+    "prefill_tune": Stage("bench.gpu_kernels", "prefill_tune", 60, "new figures for tune.json"),
+    "profile": Stage("bench.gpu_steps", "profile", 60, "what the step's time goes to"),
+    "peers": Stage("bench.gpu_peers", "peers", 90, "a torch CUDA-graph loop of the same shapes"),
+    "serving": Stage("bench.gpu_peers", "serving", 150, "tokens a second over HTTP"),
+}
+
+
+class Record:
+    """Where figures go: a line on the terminal and a line of JSON, at once."""
+
+    def __init__(self, folder: Path, stage: str, *, tiny: bool, seconds: float) -> None:
+        self.stage, self.tiny = stage, tiny
+        self.folder = folder
+        self._file = folder / "gpu.jsonl"
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds this stage may still run."""
+        return self._end - time.monotonic()
+
+    def add(self, name: str, **figures: Any) -> None:
+        shown = "  ".join(f"{k} {_short(v)}" for k, v in figures.items())
+        print(f"{self.stage:16s} {name:44s} {shown}", flush=True)
+        line = json.dumps({"stage": self.stage, "name": name, "tiny": self.tiny, **figures})
+        with self._file.open("a") as f:
+            f.write(line + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+
+    def attempt(self, name: str, measure: Any) -> None:
+        """Add ``measure()``'s figures; an error is a figure too. Skipped when time is up."""
+        if self.left() < 2:
+            self.add(name, skipped="out of time")
+            return
+        try:
+            self.add(name, **measure())
+        except Exception as error:
+            with self._file.with_name("errors.log").open("a") as f:
+                f.write(f"--- {self.stage} / {name}\n{traceback.format_exc()}\n")
+            self.add(name, error=f"{type(error).__name__}: {error}"[:300])
+
+    def figure(self, stage: str, name: str, key: str, default: float) -> float:
+        """A figure that an earlier stage recorded in this folder, else ``default``."""
+        return next((x[key] for x in read(self._file) if _is(x, stage, name) and key in x), default)
+
+
+def _is(line: dict[str, Any], stage: str, name: str) -> bool:
+    return line["stage"] == stage and line["name"] == name
+
+
+def _short(x: Any) -> str:
+    return f"{x:.4g}" if isinstance(x, float) else str(x)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a record; none if there is no such file."""
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def whole(lines: list[dict[str, Any]]) -> set[str]:
+    """Stages that a record has from beginning to end."""
+    return {x["stage"] for x in lines if x["name"] == "end" and x.get("rc") == 0}
+
+
+def run_stage(name: str, folder: Path, *, tiny: bool, seconds: float) -> None:
+    """The child's side."""
+    stage = STAGES[name]
+    record = Record(folder, name, tiny=tiny, seconds=seconds)
+    getattr(importlib.import_module(stage.module), stage.function)(record)
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """The parent's side: every wanted stage in turn, as long as there is time."""
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.budget
+    done = whole(read(Path(args.resume))) if args.resume else set()
+    names = [n for n in args.only or STAGES if n not in done]
+    for name in names:
+        left = end - time.monotonic()
+        record = Record(folder, name, tiny=args.tiny, seconds=0)
+        if left < 15:
+            record.add("end", rc=-1, skipped="out of time")
+            continue
+        limit = min(STAGES[name].seconds * (10 if args.tiny else 1), left - 3)
+        start = time.monotonic()
+        rc = _child(name, folder, tiny=args.tiny, seconds=limit)
+        record.add("end", rc=rc, seconds=round(time.monotonic() - start, 1), goal=STAGES[name].goal)
+    print(summary(read(folder / "gpu.jsonl")))
+    return 0
+
+
+def _child(name: str, folder: Path, *, tiny: bool, seconds: float) -> int:
+    command = [sys.executable, "-m", "bench.gpu", "--stage", name, "--out", str(folder)]
+    command += ["--budget", str(seconds), *(["--tiny"] if tiny else [])]
+    with (folder / "errors.log").open("a") as errors:
+        child = subprocess.Popen(command, stderr=errors)
+        try:
+            return child.wait(seconds + 2)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            return 124
+
+
+def summary(lines: list[dict[str, Any]]) -> str:
+    """One line a stage: figures, errors, seconds."""
+    rows = []
+    for name in STAGES:
+        mine = [x for x in lines if x["stage"] == name]
+        if not mine:
+            continue
+        end = next((x for x in reversed(mine) if x["name"] == "end"), {})
+        wrong = [x for x in mine if "error" in x or x.get("ok") is False]
+        figures = len([x for x in mine if x["name"] != "end"])
+        rows.append(
+            f"{name:16s} rc {end.get('rc', '?'):>4}  {end.get('seconds', 0):6.1f} s  "
+            f"{figures:3d} figures  {len(wrong):2d} wrong  {end.get('goal', '')}"
+        )
+    return "\n".join(["", "stage            result", *rows])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default=os.environ.get("OUT", "bench/results/gpu"))
+    parser.add_argument("--budget", type=float, default=530.0, help="seconds for everything")
+    parser.add_argument("--only", type=_stages, help="stages, comma-separated, in this order")
+    parser.add_argument("--resume", help="a gpu.jsonl whose whole stages are not run again")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes on a CPU")
+    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.stage:
+        run_stage(args.stage, Path(args.out), tiny=args.tiny, seconds=args.budget)
+        return 0
+    return run_all(args)
+
+
+def _stages(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [n for n in names if n not in STAGES]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no stage {', '.join(unknown)}; there are {', '.join(STAGES)}"
+        )
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+"""How a kernel is launched where there is no GPU.
+
+Owns the parameters of the Mosaic interpreter. Must not know kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def interpreter() -> Any:
+    """What to pass as ``interpret`` so that a kernel runs on a CPU (jax 0.11 or later): shared
+    memory begins as NaN and barriers are checked."""
+    return plgpu.InterpretGPUParams()
