@@ -1,0 +1,39 @@
+"""Every stage of ``bench.gpu`` that runs kernels, with tiny shapes on a CPU: the script that will
+have minutes on a GPU must not fail for its own sake."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from bench.gpu import STAGES, Record, read
+
+NAMES = [n for n in STAGES if n not in ("facts", "peers", "serving")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stage(name: str, tmp_path) -> None:
+    stage = STAGES[name]
+    record = Record(tmp_path, name, tiny=True, seconds=250)
+    getattr(importlib.import_module(stage.module), stage.function)(record)
+    found = read(tmp_path / "gpu.jsonl")
+    assert found
+    for line in found:
+        assert "error" not in line, line
+        assert line.get("ok", True), line
+
+
+def test_the_comparison_sees_a_wrong_answer() -> None:
+    from bench import gpu_kernels as k
+
+    p = k.pools([(70, 1)], k.Shape(1, 2, 64), 0, poison=True)
+    q = k.queries(0, 1, 1, 2, 64)
+    call = k._decode_call(1, {"register_p": False, "teams": 1, "sms": 4}, True)
+    want = call(q, p)
+    good = k.compare(lambda: call(q, p), want, slice(None), tiny=True)
+    assert good["ok"]
+    short = p._replace(length=p.length - 30, start=p.start - 30)
+    bad = k.compare(lambda: call(q, short), want, slice(None), tiny=True)
+    assert not bad["ok"]
+    assert bad["rel"] > 0.05
