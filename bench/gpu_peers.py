@@ -146,7 +146,7 @@ def _serve(record: Record, folder: Path) -> dict[str, Any]:
     run([sys.executable, "-m", "bench.models", "llama-1b", "--out", str(folder)])
     out = record.folder / "serving.json"
     command = [sys.executable, "-m", "bench.serving", str(folder / "llama-1b"), "--sweep", "1,32"]
-    command += ["--jserve-args", "--attention-backend hopper", "--json", str(out)]
+    command += ["--jserve-args=--attention-backend hopper", "--json", str(out)]
     done = run(command, timeout=max(record.left() - 5, 1))
     print(done.stdout, flush=True)
     return {"report": out.name}

@@ -81,6 +81,8 @@ class Report:
     temp_bytes: int
     alias_bytes: int
     hlo: str
+    thunks: str
+    """XLA's listing of what a run executes, in order, nested by indentation."""
     flops: float
     bytes_accessed: float
 
@@ -108,16 +110,15 @@ class Report:
                 found.append(f"{m[1]} {m[2]}[{m[3]}]")
         return found
 
-    def command_buffers(self) -> int:
-        """Command buffers (CUDA graphs) that the entry computation calls."""
-        return len(re.findall(r"%command_buffer\S* \(", self.hlo))
+    def launches(self) -> list[str]:
+        """What the host starts one after another, as XLA names it: kCommandBuffer is a CUDA graph,
+        kConditional and kWhile make the host wait for a value unless they are inside one."""
+        return re.findall(r"^\d+: (k\w+)", self.thunks, re.M)
 
-    def outside_graphs(self) -> list[str]:
-        """Ops of the entry that are launched by the host one by one."""
-        entry = self.hlo.split("\nENTRY ")[-1]
-        quiet = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "call"}
-        ops = [m[2] for m in re.finditer(r"%(\S+) = .*? ([\w-]+)\(", entry)]
-        return [op for op in ops if op not in quiet]
+    def nodes(self) -> int:
+        """Kernels, copies and library calls of one run, those of untaken branches included."""
+        inner = {"kCommandBuffer", "kConditional", "kWhile", "kDynamicSliceFusion"}
+        return sum(k not in inner for k in re.findall(r"^ *\d+: (k\w+)", self.thunks, re.M))
 
     def collectives(self) -> list[str]:
         """Names of the collectives, in order."""
@@ -183,12 +184,15 @@ def compile_for(
 
     placed = jax.tree.map(place, args)
     jitted = jax.jit(fn, donate_argnums=donate)
-    with _mosaic_says() as said:
-        compiled = jitted.trace(*placed).lower(lowering_platforms=("cuda",)).compile(options)
-    return _report(compiled, said())
+    with tempfile.TemporaryDirectory() as dump, _mosaic_says() as said:
+        lowered = jitted.trace(*placed).lower(lowering_platforms=("cuda",))
+        asked = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True, **(options or {})}
+        compiled = lowered.compile(asked)
+        thunks = "".join(p.read_text() for p in sorted(Path(dump).glob("*thunk_sequence.txt")))
+    return _report(compiled, said(), thunks)
 
 
-def _report(compiled: Any, said: str) -> Report:
+def _report(compiled: Any, said: str, thunks: str) -> Report:
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
     cost = cost[0] if isinstance(cost, list) else cost
     return Report(
@@ -198,6 +202,7 @@ def _report(compiled: Any, said: str) -> Report:
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         hlo=re.sub(r", backend_config=\{kernel_hash.*", "", compiled.as_text()),
+        thunks=thunks,
         flops=cost.get("flops", 0.0),
         bytes_accessed=cost.get("bytes accessed", 0.0),
     )

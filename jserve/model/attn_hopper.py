@@ -50,14 +50,19 @@ def plan(views: Mapping[str, np.ndarray], bucket: Bucket, dims: StepDims) -> Non
 def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
     """Scatter each token's key and value to its page and offset; padding writes nothing.
 
-    No two tokens share a place, and XLA is told so: it would otherwise write 16-bit values by
-    compare-and-swap.
+    The pool is seen as rows of H, so that XLA scatters along its first dimension and has nothing to
+    transpose. No two tokens share a place, and XLA is told so: it would otherwise write 16-bit
+    values by compare-and-swap.
     """
-    page_T = jnp.where(view.pos_T >= 0, view.write_page_T, kv[0].shape[0])
+    P, K, Z, H = kv[0].shape
+    page_T1, off_T1 = view.write_page_T[:, None], view.write_off_T[:, None]
+    row_TK = (page_T1 * K + jnp.arange(K, dtype=jnp.int32)) * Z + off_T1
+    row_TK = jnp.where(view.pos_T[:, None] >= 0, row_TK, P * K * Z)
 
     def write(pool: jax.Array, x_TKH: jax.Array) -> jax.Array:
-        at = pool.at[page_T, :, view.write_off_T]
-        return at.set(x_TKH.astype(pool.dtype), mode="drop", unique_indices=True)
+        rows = pool.reshape(P * K * Z, H).at[row_TK]
+        new = rows.set(x_TKH.astype(pool.dtype), mode="drop", unique_indices=True)
+        return new.reshape(P, K, Z, H)
 
     return write(kv[0], k_TKH), write(kv[1], v_TKH)
 

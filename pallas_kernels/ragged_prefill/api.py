@@ -58,16 +58,12 @@ def ragged_prefill(
         ValueError: a shape or dtype that the kernel cannot serve, named.
     """
     tile = tile_of(q_PNH, keys_PKZH, count_F.shape[0], scale, window, soft_cap, tune, interpret)
-    P, _, H = q_PNH.shape
-    q_KPGH = q_PNH.astype(keys_PKZH.dtype).reshape(P, tile.K, tile.G, H).swapaxes(0, 1)
-    q_KYH = q_KPGH.reshape(tile.K, P * tile.G, H)
     work = hopper.plan(count_F, tile)
     o_KYH = hopper.attend(
-        jnp.pad(q_KYH, ((0, 0), (0, ROWS_OF_TILE), (0, 0))),
+        _by_tile(q_PNH.astype(keys_PKZH.dtype), first_F, work, tile),
         keys_PKZH,
         values_PKZH,
         table_FM,
-        first_F,
         start_F,
         count_F,
         None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(tile.K, tile.G) * LOG2E,
@@ -76,6 +72,16 @@ def ragged_prefill(
         interpret,
     )
     return _by_token(o_KYH, first_F, count_F, work.base_F, tile)
+
+
+def _by_tile(q_PNH: Array, first_F: Array, work: hopper.Work, tile: Tile) -> Array:
+    """[K, Y, H]: the queries gathered into tiles; rows of no token repeat some token."""
+    u_Y = (work.skip_I[:, None] + jnp.arange(ROWS_OF_TILE, dtype=jnp.int32)).reshape(-1)
+    token_Y = jnp.repeat(first_F[work.row_I], ROWS_OF_TILE) + u_Y // tile.G
+    token_Y = jnp.clip(token_Y, 0, tile.P - 1)
+    q_PKGH = q_PNH.reshape(tile.P, tile.K, tile.G, tile.H)
+    q_YKH = q_PKGH.at[token_Y, :, u_Y % tile.G].get(mode="promise_in_bounds")
+    return q_YKH.swapaxes(0, 1)
 
 
 def _by_token(o_KYH: Array, first_F: Array, count_F: Array, base_F: Array, tile: Tile) -> Array:

@@ -62,19 +62,19 @@ class Tile:
         return self.P * self.G // ROWS_OF_TILE + self.F
 
     @property
-    def q_rows(self) -> int:
-        """Rows of one kv head's queries; the last tile may read past the tokens."""
-        return self.P * self.G + ROWS_OF_TILE
+    def rows(self) -> int:
+        """Rows of all tiles of one kv head."""
+        return self.tiles * ROWS_OF_TILE
 
 
 class Work(NamedTuple):
-    """The list of tiles, int32: sequence, first row within it, and place in the output; ``n_1``
-    tiles in all. The last tile of a sequence has the most keys and comes first; its place is last,
-    so that the rows of sequence f are neighbours from ``base_F`` on."""
+    """The tiles, int32, by their place in queries and output: the rows of sequence f are neighbours
+    from ``base_F`` on. ``n_1`` tiles in all; the rest of the places belong to nobody."""
 
     row_I: jax.Array
+    """Sequence of each tile."""
     skip_I: jax.Array
-    place_I: jax.Array
+    """First row of the tile within its sequence."""
     n_1: jax.Array
     base_F: jax.Array
 
@@ -82,10 +82,10 @@ class Work(NamedTuple):
 def plan(count_F: jax.Array, tile: Tile) -> Work:
     n_F = -(-count_F * tile.G // ROWS_OF_TILE)
     end_F = jnp.cumsum(n_F)
-    i_I = end_F[-1] - 1 - jnp.arange(tile.tiles, dtype=jnp.int32)
+    i_I = jnp.arange(tile.tiles, dtype=jnp.int32)
     row_I = jnp.minimum((end_F[None] <= i_I[:, None]).sum(1, dtype=jnp.int32), tile.F - 1)
     skip_I = (i_I - (end_F - n_F)[row_I]) * ROWS_OF_TILE
-    return Work(row_I, skip_I, i_I, end_F[-1:], (end_F - n_F) * ROWS_OF_TILE)
+    return Work(row_I, skip_I, end_F[-1:], (end_F - n_F) * ROWS_OF_TILE)
 
 
 def attend(
@@ -93,7 +93,6 @@ def attend(
     keys_PKZH: jax.Array,
     values_PKZH: jax.Array,
     table_FM: jax.Array,
-    first_F: jax.Array,
     start_F: jax.Array,
     count_F: jax.Array,
     sinks_KG: jax.Array | None,
@@ -101,10 +100,10 @@ def attend(
     tile: Tile,
     interpret: Any = None,
 ) -> jax.Array:
-    """[K, tiles * 128, H] in the pool's dtype: row ``base_F[f] + i`` is the i-th (token, head) pair
-    of sequence f; others are not written or mean nothing. ``sinks_KG``: logits in units of log2,
-    or None."""
-    out = jax.ShapeDtypeStruct((tile.K, tile.tiles * ROWS_OF_TILE, tile.H), keys_PKZH.dtype)
+    """[K, Y, H] in the pool's dtype, as the queries: row ``base_F[f] + i`` is the i-th (token, head)
+    pair of sequence f; others are not written or mean nothing. ``sinks_KG``: logits in units of
+    log2, or None."""
+    out = jax.ShapeDtypeStruct((tile.K, tile.rows, tile.H), keys_PKZH.dtype)
     return plgpu.kernel(
         functools.partial(_attend, tile=tile),
         out_type=out,
@@ -115,7 +114,7 @@ def attend(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=_scratch(tile, q_KYH.dtype),
-    )(q_KYH, keys_PKZH, values_PKZH, table_FM, first_F, start_F, count_F, sinks_KG, *work[:4])
+    )(q_KYH, keys_PKZH, values_PKZH, table_FM, start_F, count_F, sinks_KG, *work[:3])
 
 
 def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
@@ -158,9 +157,8 @@ class _Job(NamedTuple):
         return lax.rem(j - self.begin, jnp.int32(self.tile.stages))
 
 
-def _job(tile: Tile, sm, lists, start, count) -> _Job:
-    i = lax.axis_index("i")
-    row, skip, place = (ref[i] for ref in lists)
+def _job(tile: Tile, sm, place, lists, start, count) -> _Job:
+    row, skip = (ref[place] for ref in lists)
     begins, tokens = start[row], count[row]
     first_token = lax.div(skip, jnp.int32(tile.G))
     last_token = lax.div(skip + ROWS_OF_TILE - 1, jnp.int32(tile.G))
@@ -174,30 +172,15 @@ def _job(tile: Tile, sm, lists, start, count) -> _Job:
     return _Job(tile, sm, row, head, skip, place, begins, begins + tokens, begin, end)
 
 
-def _attend(
-    q,
-    keys,
-    values,
-    table,
-    first,
-    start,
-    count,
-    sinks,
-    row_I,
-    skip_I,
-    place_I,
-    n_1,
-    out,
-    *,
-    tile,
-    **sm,
-):
+def _attend(q, keys, values, table, start, count, sinks, row_I, skip_I, n_1, out, *, tile, **sm):
     """The kernel: one tile."""
     wg = lax.axis_index("wg")
 
     @pl.when(lax.axis_index("i") < n_1[0])
     def _():
-        job = _job(tile, sm, (row_I, skip_I, place_I), start, count)
+        # The last tile of a sequence has the most keys, so the last comes first.
+        place = n_1[0] - 1 - lax.axis_index("i")
+        job = _job(tile, sm, place, (row_I, skip_I), start, count)
 
         @pl.when(wg < TEAM)
         def _():
@@ -207,9 +190,8 @@ def _attend(
         @pl.when(wg == TEAM)
         def _():
             plgpu.set_max_registers(64, action="decrease")
-            rows = first[job.row] * tile.G + job.skip
             for w in range(TEAM):
-                source = q.at[job.head, pl.ds(rows + w * M, M)]
+                source = q.at[job.head, pl.ds(job.place * ROWS_OF_TILE + w * M, M)]
                 plgpu.copy_gmem_to_smem(source, sm["q_in"].at[w], sm["q_here"].at[w])
             _load(job, keys, values, table)
 
