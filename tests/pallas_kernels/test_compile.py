@@ -100,7 +100,8 @@ def check_step(name: str, bucket: Bucket, tp: int = 1) -> aot.Report:
     assert report.spills == 0, report.kernels
     assert report.temp_bytes < 2 * layer_bytes(model), "scratch is as large as a layer's KV"
     assert report.alias_bytes >= 2 * model.arch.L * layer_bytes(model), "KV is not updated in place"
-    moved = report.copies(min(layer_bytes(model), smallest_matrix(model)))
+    large = report.copies(min(layer_bytes(model), smallest_matrix(model)))
+    moved = [copy for copy in large if " bf16[" in copy]
     assert not moved, moved
     return report
 
