@@ -109,7 +109,9 @@ def tile_of(
         raise ValueError(f"{J} tokens a row, but 1 to {MAX_TOKENS} are served")
     if keys_PKZH.dtype not in DTYPES:
         raise ValueError(f"keys are {keys_PKZH.dtype}, but bfloat16 or float16 is served")
-    chosen = {**tuned(H), **(tune or {})}
+    # The interpreter has no multiprocessors to fill, and every block of the grid costs it time.
+    few = {} if interpret is None else {"sms": 4}
+    chosen = {**tuned(H), **few, **(tune or {})}
     block, teams = chosen["block"], chosen["teams"]
     if Z % 8 or (block % Z and Z % block):
         raise ValueError(f"page size {Z} must be a multiple of 8 and divide {block} or be divided")
@@ -128,7 +130,7 @@ def tile_of(
         soft_cap=soft_cap,
         register_p=bool(chosen.get("register_p", interpret is None)),
     )
-    return dataclasses.replace(tile, splits=_splits(tile, chosen.get("sms", 132)))
+    return dataclasses.replace(tile, splits=_splits(tile, chosen["sms"]))
 
 
 def _splits(tile: Tile, sms: int) -> int:
