@@ -188,7 +188,9 @@ def compile_for(
         lowered = jitted.trace(*placed).lower(lowering_platforms=("cuda",))
         asked = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True, **(options or {})}
         compiled = lowered.compile(asked)
-        thunks = "".join(p.read_text() for p in sorted(Path(dump).glob("*thunk_sequence.txt")))
+        # XLA writes the list before and after it gathers launches into graphs.
+        lists = [p for p in Path(dump).glob("*thunk_sequence*") if "after" in p.name]
+        thunks = "".join(p.read_text() for p in sorted(lists))
     return _report(compiled, said(), thunks)
 
 

@@ -286,7 +286,7 @@ def _registers(tile: Tile, *, compute: bool) -> None:
     512 are there for each thread number."""
     if tile.teams * (tile.warpgroups + 1) > 2:
         plgpu.set_max_registers(
-            (232 if tile.teams == 1 else 208) if compute else 40,
+            (240 if tile.teams == 1 else 208) if compute else (32 if tile.teams == 1 else 40),
             action="increase" if compute else "decrease",
         )
 

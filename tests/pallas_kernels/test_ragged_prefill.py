@@ -47,7 +47,7 @@ def run(
         kwargs |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter()}
     count = jnp.asarray([c for _, c in spans], jnp.int32)
     args = (data.keys, data.values, data.table, jnp.asarray(first), data.start, count)
-    got = np.asarray(kernel(jnp.asarray(q), *args, **kwargs), np.float32)
+    got = np.array(kernel(jnp.asarray(q), *args, **kwargs), np.float32)
     assert got.shape == q.shape
     for r, (start, n) in enumerate(spans):
         for j in range(n):
