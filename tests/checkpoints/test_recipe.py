@@ -18,8 +18,8 @@ CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 SHIPPED = CHECKPOINTS / "jserve-mini"
 DRAFT = CHECKPOINTS / "jserve-mini-draft"
 TINY = SIZES["tiny"]
-# What the shipped weights reach with a margin; the aim is 0.9, to be raised with better weights.
-FLOOR = 0.75
+# What the shipped weights reach with a margin for the few chats that are judged here.
+FLOOR = 0.8
 needs_weights = pytest.mark.skipif(
     not (SHIPPED / "model.safetensors").exists(), reason="no trained weights in this tree"
 )
