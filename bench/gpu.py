@@ -169,7 +169,7 @@ def summary(lines: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", default=os.environ.get("OUT", "bench/results/gpu"))
     parser.add_argument("--budget", type=float, default=530.0, help="seconds for everything")
     parser.add_argument("--only", type=_stages, help="stages, comma-separated, in this order")

@@ -88,9 +88,9 @@ def queries(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed + 77), shape, jnp.bfloat16)
 
 
-def relative(got: jax.Array, want: jax.Array) -> float:
-    got, want = (np.asarray(x, np.float64) for x in (got, want))
-    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+def relative(got: Any, want: Any) -> float:
+    x, y = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.linalg.norm(x - y) / max(float(np.linalg.norm(y)), 1e-30))
 
 
 def poison_free_memory(n_bytes: int) -> None:
@@ -98,7 +98,7 @@ def poison_free_memory(n_bytes: int) -> None:
     jnp.full(n_bytes // 4, jnp.nan, jnp.float32).block_until_ready()
 
 
-def compare(call: Callable[[], jax.Array], want: jax.Array, keep: Any, *, tiny: bool) -> dict:
+def compare(call: Callable[[], jax.Array], want: Any, keep: Any, *, tiny: bool) -> dict:
     """Numerics of one call; ``keep`` selects what must agree."""
     poison_free_memory(2**20 if tiny else 2**31)
     first = np.asarray(call())

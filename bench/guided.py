@@ -135,7 +135,7 @@ def _request(id: str, eos: int, spec: StructuredOutputs | None, tokens: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--guided", default="0,4,16")

@@ -275,7 +275,9 @@ def table(scenarios: dict[str, Any]) -> Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m bench.prefix", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(
+        prog="python -m bench.prefix", description=(__doc__ or "").split("\n")[0]
+    )
     add = p.add_argument
     add("model", type=Path, help="model directory")
     add("--scenario", action="append", choices=list(SCENARIOS), help="repeatable; default all")

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
+
+plgpu: Any = mosaic_gpu  # its names differ between releases of jax
 
 M = 64
 """Rows of a wgmma tile."""

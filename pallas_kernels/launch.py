@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
+
+plgpu: Any = mosaic_gpu  # its names differ between releases of jax
 
 
 def interpreter() -> Any:

@@ -263,7 +263,7 @@ class Walk:
         queue = self._queue
         lanes = [lane for lane in self._lanes if queue.lanes[lane].n]
         while lanes:
-            lane = queue.shares.least(lanes)
+            lane = Lane(queue.shares.least(lanes))
             seq = self._of_lane(queue.lanes[lane])
             if seq is not None:
                 return seq

@@ -142,9 +142,6 @@ class Residency:
                 return seq
         return None
 
-    def _root(self, request: Request) -> RootKey:
-        return request.cache_salt, request.adapter, self.weights_version
-
     def tokens_known(self, request: Request) -> int:
         """Prompt tokens of ``request`` that the cache holds now; nothing is reserved."""
         if request.skip_prefix_cache:

@@ -108,6 +108,12 @@ def _listen(path: Path) -> list[_Heard]:
                     " which a trace does not hold",
                     field="trace",
                 )
+            if request.params.guided:
+                raise ConfigError(
+                    f"journal {path}: request {request.id[:64]!r} has structured output,"
+                    " which is not simulated",
+                    field="trace",
+                )
             heard[request.id] = _Heard(request, event.now, [{} for _ in range(request.params.n)])
         elif isinstance(event, Cancelled) and event.id in heard:
             h = heard[event.id]
@@ -294,7 +300,9 @@ class _Tape:
         at = min(self.at, len(self.events) - 1)
         if self._until_expiry == -1 and not isinstance(self.events[at], journal.Expired):
             at = max(0, at - 1)
-        return self.events[at].now
+        event = self.events[at]
+        assert not isinstance(event, journal.Guided), "guided requests are refused"
+        return event.now
 
     def inputs(self) -> list[Arrival | Cancelled]:
         """What the inbox held at the next step."""

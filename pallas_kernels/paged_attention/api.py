@@ -143,7 +143,7 @@ def _splits(tile: Tile, sms: int) -> int:
 @lru_cache
 def tuned(H: int) -> dict[str, Any]:
     """The tuning of one head dimension: ``block``, ``stages``, ``teams`` and ``sms``."""
-    table = json.loads(resources.files(__package__).joinpath("tune.json").read_text())
+    table = json.loads(resources.files(__package__ or "").joinpath("tune.json").read_text())
     return {"sms": table["sms"], **table[str(H)]}
 
 

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
 from pallas_kernels.flash import MASKED, ROWS, WGMMA, M, Sums, along_rows
 from pallas_kernels.paged_attention.hopper import Tile, Work
+
+plgpu: Any = mosaic_gpu  # its names differ between releases of jax
 
 
 def combine(

@@ -26,10 +26,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, swizzled
+
+plgpu: Any = mosaic_gpu  # its names differ between releases of jax
 
 OUT_COLUMNS = 32
 """Columns of the output that pass through shared memory at once."""

@@ -143,5 +143,5 @@ def tile_of(
 @lru_cache
 def tuned(H: int) -> dict[str, Any]:
     """The tuning of one head dimension: ``block``, ``stages`` and ``ping_pong``."""
-    table = json.loads(resources.files(__package__).joinpath("tune.json").read_text())
+    table = json.loads(resources.files(__package__ or "").joinpath("tune.json").read_text())
     return table[str(H)]

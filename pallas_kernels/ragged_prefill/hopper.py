@@ -25,10 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, along_rows, swizzled
+
+plgpu: Any = mosaic_gpu  # its names differ between releases of jax
 
 TEAM = 2
 """Warpgroups that compute."""
