@@ -21,7 +21,7 @@ from tests.kv.disk_drive import DiskDrive
 from tests.sched.sched_drive import Drive, MixedDrafts, drafting, limits
 from tests.sched.sched_machine import PREFIXES, SchedulerMachine, make, requests
 
-MAX_LEN = 48
+MAX_LEN = 64
 TENANTS = st.sampled_from(["", "", "b"])
 NAMES = st.sampled_from(["h1", "h2", "h3"])
 HINTS = st.lists(
