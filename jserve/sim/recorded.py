@@ -24,7 +24,8 @@ import msgspec
 from jserve.errors import ConfigError
 from jserve.ports import RunnerLimits
 from jserve.sched import journal, outcome
-from jserve.sched.journal import Arrival, Cancelled, Committed, Decision, Diverged, Event, Planned
+from jserve.sched.journal import Arrival, Cancelled, Committed, Decision, Event, Planned
+from jserve.sched.replay import Diverged
 from jserve.sim.device import SimClock
 from jserve.sim.simulate import Setup, Simulation
 from jserve.sim.trace import Piece, TraceItem

@@ -11,7 +11,8 @@ import jsonschema
 import pytest
 
 from jserve.config import EngineConfig
-from jserve.sched.journal import JournalFile, replay
+from jserve.sched.journal import JournalFile
+from jserve.sched.replay import replay
 from jserve.types import StructuredOutputs
 from tests.grammar.kit import (
     CITY,

@@ -4,7 +4,8 @@ import pytest
 
 from jserve.sched import caching
 from jserve.sched.fetching import PATIENCE_S
-from jserve.sched.journal import JournalFile, replay
+from jserve.sched.journal import JournalFile
+from jserve.sched.replay import replay
 from tests.kv.counting import Told, limits, request, with_fields
 from tests.kv.disk_drive import DiskDrive
 

@@ -5,7 +5,8 @@ import pytest
 from jserve.errors import BadRequest, CacheFull, CacheNotFound, ContextTooLong, Overloaded
 from jserve.kv.handles import quota_of
 from jserve.sched import caching
-from jserve.sched.journal import JournalFile, replay
+from jserve.sched.journal import JournalFile
+from jserve.sched.replay import replay
 from jserve.types import Finish
 from tests.kv.counting import CountingDrive, Told, limits, request, with_fields
 

@@ -5,7 +5,8 @@ import pytest
 from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
 from jserve.kv.tiers import HostTier, digest_of, next_digest
-from jserve.sched.journal import JournalFile, replay
+from jserve.sched.journal import JournalFile
+from jserve.sched.replay import replay
 from tests.kv.counting import CountingDrive, limits, request, with_fields
 
 KEY: RootKey = ("", "", None, 0)

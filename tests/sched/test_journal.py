@@ -7,7 +7,8 @@ import pytest
 from sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits, request, step_times
 
 from jserve.errors import JserveError
-from jserve.sched.journal import Diverged, JournalFile, replay
+from jserve.sched.journal import JournalFile
+from jserve.sched.replay import Diverged, replay
 from jserve.types import Lane
 
 

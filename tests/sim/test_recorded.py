@@ -11,7 +11,8 @@ from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
 from jserve.ports import InFlight, RunnerLimits
-from jserve.sched.journal import Diverged, Event, JournalFile
+from jserve.sched.journal import Event, JournalFile
+from jserve.sched.replay import Diverged
 from jserve.sched.scheduler import Scheduler
 from jserve.sim import recorded
 from jserve.sim.costs import Device

@@ -11,7 +11,7 @@ import pytest
 
 from jserve import LLM, AsyncLLM, RequestOptions, SamplingParams
 from jserve.errors import BadRequest, CacheNotFound, ConfigError, ContextTooLong, WeightsError
-from jserve.sched.journal import replay
+from jserve.sched.replay import replay
 from tests.whole.conftest import SMALL_OPTIONS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
