@@ -28,8 +28,6 @@ from jax.sharding import SingleDeviceSharding
 
 SMEM_LIMIT = 232448
 """Bytes of shared memory that one block may have on sm_90."""
-SMEM_PER_SM = 233472
-SMS = 132
 
 _TARGET = """
 gpu_device_info {
@@ -101,15 +99,6 @@ class Report:
                 found.append(f"{op} {dtype}[{dims}]")
         return found
 
-    def fusion_results(self, min_bytes: int) -> list[str]:
-        """Fusions whose result is at least ``min_bytes``: name type[shape]."""
-        found = []
-        for line in self._top_level().splitlines():
-            m = re.search(r"%(\S+) = (\w+)\[([\d,]*)\]\S* fusion\(", line)
-            if m and _size(m[2], m[3]) >= min_bytes:
-                found.append(f"{m[1]} {m[2]}[{m[3]}]")
-        return found
-
     def launches(self) -> list[str]:
         """What the host starts one after another, as XLA names it: kCommandBuffer is a CUDA graph,
         kConditional and kWhile make the host wait for a value unless they are inside one."""
@@ -125,20 +114,12 @@ class Report:
         names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
         return re.findall(rf"= .*? ({names})(?:-start)?\(", self.hlo)
 
-    def custom_calls(self) -> list[str]:
-        """Targets of the custom calls, in order of the text."""
-        return re.findall(r'custom_call_target="([^"]+)"', self.hlo)
-
     def _top_level(self) -> str:
         """The text without the bodies of fusions."""
         blocks = re.split(r"\n(?=(?:ENTRY )?%\S+ \()", self.hlo)
         return "\n".join(
             b for b in blocks if not re.match(r"%(fused|wrapped|region|\S*_comput)", b)
         )
-
-
-def _size(dtype: str, dims: str) -> int:
-    return math.prod(int(d) for d in dims.split(",") if d) * BYTES.get(dtype, 1)
 
 
 @lru_cache

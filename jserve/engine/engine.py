@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from jserve.engine.gate import Gate
+from jserve.engine.anteroom import Anteroom
 from jserve.engine.wire import Cancel, Create, Handle, Handles, Stats, Submit
 from jserve.errors import EngineDead, JserveError, RequestFailed
 from jserve.ports import Clock, DiskTier, InFlight, Runner
@@ -63,7 +63,7 @@ class Engine:
         self._overlap = overlap
         self._inbox: deque[Submit | Cancel | Create | Handle] = deque()
         self._answers: list[Handles] = []
-        self._gate = Gate(scheduler.guides)
+        self._anteroom = Anteroom(scheduler.guides)
         self._flights: deque[InFlight] = deque()
         self._landed: list[Output] = []
         self._faults: list[float] = []
@@ -97,7 +97,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while a further step would do something."""
-        ours = self._inbox or self._flights or self._landed or len(self._gate)
+        ours = self._inbox or self._flights or self._landed or len(self._anteroom)
         return bool(ours) or self.scheduler.has_work
 
     @property
@@ -182,17 +182,17 @@ class Engine:
             match message:
                 case Cancel():
                     now = self.clock()
-                    outputs += self._gate.cancel(message.request_id, message.index)
+                    outputs += self._anteroom.cancel(message.request_id, message.index)
                     outputs += self.scheduler.cancel(message.request_id, now, message.index)
                 case Handle():
                     self._answers.append(self._answer(message))
                 case Create():
                     outputs += self._create(message)
                 case Submit():
-                    opened = self._gate.put(message.request)
+                    opened = self._anteroom.put(message.request)
                     outputs += [] if opened is None else self._enter(*opened)
         idle = not self._flights and not self.scheduler.has_work
-        for request, error in self._gate.take(COMPILE_WAIT_S if idle else 0.0):
+        for request, error in self._anteroom.take(COMPILE_WAIT_S if idle else 0.0):
             outputs += self._enter(request, error)
         return outputs + self.scheduler.expire(self.clock())
 

@@ -141,7 +141,6 @@ class ModelRunner:
         self._mover = PageMover(self.model, n_host) if n_host else None
         self._spill = self._open_disk(config)
         self.state: DeviceState = new_state(self.model)
-        self.bucket_times: dict[Bucket, float] = {}
         self._busy_until = 0.0
         times = self._warm_up(progress or (lambda *_: None))
         self.limits = dataclasses.replace(self.limits, step_times=times)
@@ -228,19 +227,6 @@ class ModelRunner:
         """What /metrics shows of the device side."""
         disk = {} if self._spill is None else self._spill.counters()
         return {"compiles_after_ready_total": float(self.programs.late_compiles)} | disk
-
-    def bench_bucket_times(self, repeats: int = 3) -> dict[Bucket, float]:
-        """Seconds of one step of each bucket with all its rows padding: the floor of its step
-        time."""
-        for bucket in self.ladder.buckets:
-            batch = self._packer.pack(_NOTHING, bucket)
-            times = []
-            for _ in range(repeats):
-                start = time.perf_counter()
-                jax.block_until_ready(self._run(batch).packed_RX)
-                times.append(time.perf_counter() - start)
-            self.bucket_times[bucket] = sorted(times)[len(times) // 2]
-        return dict(self.bucket_times)
 
     def stored(self) -> list[bytes] | None:
         """Digests of the pages on disk, None when there is no disk tier."""

@@ -169,7 +169,7 @@ def test_refusals_come_as_outputs_and_name_the_keyword():
 def test_a_server_without_guides_or_masks_refuses():
     made = engine()
     made.scheduler.guides = None
-    made._gate._guides = None
+    made._anteroom._guides = None
     made.submit(request("a", CITY))
     (out,) = made.drain()
     assert "structured output is off" in (out.error or "")

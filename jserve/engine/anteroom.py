@@ -17,7 +17,7 @@ from jserve.types import Finish, Output, Request
 Opened = tuple[Request, JserveError | None]
 
 
-class Gate:
+class Anteroom:
     """``put`` requests, ``take`` those that may go on."""
 
     def __init__(self, guides: Guides | None) -> None:
