@@ -22,10 +22,11 @@ from jserve.grammar.guides import TokenGuides
 from jserve.grammar.matcher import Compiler
 from jserve.grammar.vocab import ll_tokenizer, vocabulary
 from jserve.ports import RunnerLimits
+from jserve.sampling import SamplingParams, StructuredOutputs
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
 from jserve.text.tokenizer import TextTokenizer, load_tokenizer
-from jserve.types import Request, SamplingParams, StructuredOutputs
+from jserve.types import Request
 
 TOKENS = 100
 RECORD = {

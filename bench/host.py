@@ -27,8 +27,9 @@ from rich.table import Table
 
 from jserve.config import EngineConfig
 from jserve.ports import RunnerLimits
+from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
-from jserve.types import Lane, Request, SamplingParams, StepPlan, StepResult
+from jserve.types import Lane, Request, StepPlan, StepResult
 
 PAGE_SIZE, CONTEXT, PROMPT, VOCAB = 16, 2048, 128, 32000
 

@@ -16,7 +16,8 @@ import numpy as np
 from jserve.model.view import StepDims, layout
 from jserve.runner.batch import Packer
 from jserve.runner.buckets import Ladder
-from jserve.types import Request, RowPlan, SamplingParams, Sequence, StepPlan
+from jserve.sampling import SamplingParams
+from jserve.types import Request, RowPlan, Sequence, StepPlan
 
 
 def decode_plan(n_rows: int, dims: StepDims, context: int = 1000) -> StepPlan:

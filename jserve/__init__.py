@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from jserve.llm import LLM, AsyncLLM, RequestOptions
     from jserve.model.families import register_family
     from jserve.outputs import CompletionOutput, RequestOutput
-    from jserve.types import Lane, Retention, SamplingParams, StructuredOutputs
+    from jserve.sampling import SamplingParams, StructuredOutputs
+    from jserve.types import Lane, Retention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,8 +40,8 @@ _HOMES = {
     "EngineConfig": "jserve.config",
     "Lane": "jserve.types",
     "Retention": "jserve.types",
-    "SamplingParams": "jserve.types",
-    "StructuredOutputs": "jserve.types",
+    "SamplingParams": "jserve.sampling",
+    "StructuredOutputs": "jserve.sampling",
     "register_family": "jserve.model.families",
 }
 

@@ -105,7 +105,7 @@ def _eos_ids(source: Any, tokenizer: Any) -> tuple[int, ...]:
 def _sampling_defaults(generation: Any) -> dict[str, Any]:
     """What generation_config.json says of sampling; values that are no valid setting are left out."""
     from jserve.errors import BadRequest
-    from jserve.types import SamplingParams
+    from jserve.sampling import SamplingParams
 
     found: dict[str, Any] = {}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):

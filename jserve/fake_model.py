@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jserve.types import MAX_LOGPROBS, Request, SamplingParams
+from jserve.sampling import MAX_LOGPROBS, SamplingParams
+from jserve.types import Request
 
 MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15

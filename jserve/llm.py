@@ -24,15 +24,8 @@ from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, error_of
 from jserve.outputs import RequestOutput, Running, failure_of
 from jserve.progress import progress_bar
-from jserve.types import (
-    Finish,
-    HandleInfo,
-    Lane,
-    Request,
-    Retention,
-    SamplingParams,
-    Thinking,
-)
+from jserve.sampling import SamplingParams, Thinking
+from jserve.types import Finish, HandleInfo, Lane, Request, Retention
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": str}`` / ``{"prompt_token_ids": [int]}``."""

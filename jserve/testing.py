@@ -41,15 +41,8 @@ from jserve.fake_model import (
     top_of,
 )
 from jserve.ports import InFlight, RunnerLimits
-from jserve.types import (
-    MAX_LOGPROBS,
-    PromptLogprobs,
-    Request,
-    RowPlan,
-    SlotLoad,
-    StepPlan,
-    StepResult,
-)
+from jserve.sampling import MAX_LOGPROBS
+from jserve.types import PromptLogprobs, Request, RowPlan, SlotLoad, StepPlan, StepResult
 
 HostCopy = tuple[np.ndarray, ...]
 

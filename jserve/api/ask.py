@@ -14,7 +14,8 @@ from typing import Any
 from jserve.api.chat import Chat
 from jserve.api.openai_structure import FREE, Shape
 from jserve.api.speech import PLAIN, Speech
-from jserve.types import Lane, Retention, SamplingParams
+from jserve.sampling import SamplingParams
+from jserve.types import Lane, Retention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

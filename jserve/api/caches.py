@@ -30,7 +30,8 @@ from jserve.api.openai_messages import chat_of
 from jserve.api.openai_values import prompts_of, salt_of
 from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, CacheNotFound
-from jserve.types import Finish, HandleInfo, Request, SamplingParams
+from jserve.sampling import SamplingParams
+from jserve.types import Finish, HandleInfo, Request
 
 TTL_S = 3600.0
 NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)

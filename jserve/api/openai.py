@@ -33,7 +33,8 @@ from jserve.api.openai_values import (
     top_of,
 )
 from jserve.errors import BadRequest, NotFound
-from jserve.types import Lane, SamplingParams
+from jserve.sampling import SamplingParams
+from jserve.types import Lane
 
 Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]

@@ -23,7 +23,7 @@ from jserve.api.speech import Speech
 from jserve.errors import BadRequest
 from jserve.grammar.spec import parsed
 from jserve.grammar.tools import calls_grammar
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 
 _OPTIONS = frozenset(f.name for f in fields(StructuredOutputs))
 

@@ -10,13 +10,8 @@ from typing import Any
 
 from jserve.api.ask import ModelCard
 from jserve.errors import BadRequest
-from jserve.types import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_RETENTIONS,
-    MAX_STOP_IDS,
-    Retention,
-)
+from jserve.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
+from jserve.types import MAX_RETENTIONS, Retention
 
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 1024

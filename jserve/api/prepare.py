@@ -21,9 +21,10 @@ from jserve.api.openai_structure import Shape
 from jserve.errors import BadRequest, ContextTooLong, Overloaded
 from jserve.grammar.checker import GrammarChecker
 from jserve.grammar.vocab import vocabulary
+from jserve.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from jserve.text.pool import TokenizerPool
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import MAX_BAD_WORD_TOKENS, Request, SamplingParams
+from jserve.types import Request
 
 CHARS_PER_TOKEN = 8
 """A prompt of more characters than this times the context is refused before tokenising."""

@@ -13,11 +13,11 @@ from jserve.api.chat import ChatTemplate
 from jserve.config import ModelOptions
 from jserve.errors import ConfigError
 from jserve.grammar.tools import NAME, CallForm, Piece
+from jserve.sampling import Thinking
 from jserve.text.parsers.answer import AnswerParser
 from jserve.text.parsers.calls import CALL_PARSERS
 from jserve.text.parsers.reasoning import State, ThoughtParser
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import Thinking
 
 TAIL = 24
 """Prompt tokens that tell whether it ends inside a thought."""

@@ -16,8 +16,8 @@ from jserve.api.errors import Unsupported
 from jserve.api.openai import Ids, check_model, ignored_fields, read
 from jserve.api.openai_messages import chat_of
 from jserve.errors import BadRequest
+from jserve.sampling import SamplingParams
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import SamplingParams
 
 
 class TokenizeBody(BaseModel):

@@ -22,7 +22,7 @@ from jserve.errors import BadRequest, Overloaded, RequestFailed
 from jserve.grammar.spec import FIELD, bounded
 from jserve.grammar.vocab import Vocabulary
 from jserve.grammar.worker import Answer, Table, read_frame, write_frame
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 
 TIME_LIMIT_S = 5.0
 START_LIMIT_S = 60.0

@@ -18,7 +18,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from jserve.errors import BadRequest, InvalidSchema
 from jserve.grammar.spec import FIELD, lowered
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 
 CACHE_BYTES = 64 << 20
 _BYTES_EACH = 64 << 10

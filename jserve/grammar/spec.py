@@ -18,7 +18,7 @@ from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from jserve.errors import BadRequest, InvalidSchema
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 64

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jserve.types import Thinking
+from jserve.sampling import Thinking
 
 
 class Phase(Enum):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jserve.grammar.spec import embedded
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 
 Piece = str | int
 """Text, or the id of a control token."""

@@ -19,7 +19,7 @@ import msgspec
 from jserve.errors import JserveError
 from jserve.grammar.matcher import Compiler
 from jserve.grammar.vocab import Vocabulary, ll_tokenizer
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 
 HEADER = struct.Struct("<I")
 MEMORY_BYTES = 4 << 30

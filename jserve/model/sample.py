@@ -37,7 +37,7 @@ from jserve.model.view import (
     RANDOM,
     TRUNCATE,
 )
-from jserve.types import GREEDY_TEMPERATURE, MAX_LOGPROBS
+from jserve.sampling import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 PURPOSE_TOKEN = 0
 PREFILTER = 64

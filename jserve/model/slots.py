@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SlotLoad
+from jserve.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from jserve.types import SlotLoad
 
 IN_PROMPT = 1 << 30
 NONE = -1

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.types import MAX_STOP_IDS
+from jserve.sampling import MAX_STOP_IDS
 
 # Bits of ``flags``: what any row of the step needs, so that lax.cond can skip the rest.
 RANDOM, TRUNCATE, PENALTY, BIAS, BAD_WORDS, LOGPROBS, MIN_TOKENS = (1 << i for i in range(7))

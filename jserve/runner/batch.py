@@ -39,7 +39,8 @@ from jserve.model.view import (
     row_columns,
 )
 from jserve.runner.buckets import Ladder, Needs
-from jserve.types import GREEDY_TEMPERATURE, RowPlan, SamplingParams, Sequence, StepPlan
+from jserve.sampling import GREEDY_TEMPERATURE, SamplingParams
+from jserve.types import RowPlan, Sequence, StepPlan
 
 FieldsOf = Callable[[Bucket], tuple[Field, ...]]
 PlanAttention = Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None]

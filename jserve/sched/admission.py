@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 from jserve.errors import BadRequest, ContextTooLong, NotFound
 from jserve.ports import RunnerLimits
-from jserve.types import MAX_STOP_IDS, Lane, Request
+from jserve.sampling import MAX_STOP_IDS
+from jserve.types import Lane, Request
 
 MAX_DEADLINE_MS = 1e9
 _LANES = tuple(lane.value for lane in Lane)

@@ -28,8 +28,9 @@ from rich.table import Table
 
 from jserve.errors import ConfigError
 from jserve.ports import InFlight, RunnerLimits, StepTime
+from jserve.sampling import SamplingParams
 from jserve.sim.costs import FORMAT, TableFile
-from jserve.types import Request, RowPlan, SamplingParams, Sequence, StepPlan, StepResult
+from jserve.types import Request, RowPlan, Sequence, StepPlan, StepResult
 
 Clock = Callable[[], float]
 

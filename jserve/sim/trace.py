@@ -24,7 +24,8 @@ import msgspec
 import numpy as np
 
 from jserve.errors import ConfigError
-from jserve.types import Lane, Request, Retention, SamplingParams
+from jserve.sampling import SamplingParams
+from jserve.types import Lane, Request, Retention
 
 FORMAT = "jserve-trace-1"
 VOCAB = 1 << 17

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from tokenizers.decoders import DecodeStream
 
+from jserve.sampling import SamplingParams
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import SamplingParams
 
 PROMPT_TAIL = 5
 """Prompt ids that non-byte-level decoders see first, so that the first word keeps its leading

@@ -6,9 +6,6 @@ Owns shapes and tuning. Must not know how the kernels work (``hopper``) or who c
 from __future__ import annotations
 
 import dataclasses
-import json
-from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 import jax
@@ -18,11 +15,10 @@ from pallas_kernels.flash import LOG2E, MASKED
 from pallas_kernels.paged_attention import hopper
 from pallas_kernels.paged_attention.combine import combine
 from pallas_kernels.paged_attention.hopper import Tile
+from pallas_kernels.served import check_heads, check_page, tuning
 
 Array = jax.Array
-HEAD_DIMS = (64, 128, 256)
 MAX_TOKENS = 16
-DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def paged_attention(
@@ -100,21 +96,15 @@ def tile_of(
         ValueError: as ``paged_attention``.
     """
     _, J, N, H = q_DJNH.shape
-    _, K, Z, H_kv = keys_PKZH.shape
-    if H_kv != H or H not in HEAD_DIMS:
-        raise ValueError(f"head dimension {H} of q and {H_kv} of keys must be one of {HEAD_DIMS}")
-    if N % K:
-        raise ValueError(f"{N} query heads are not a multiple of {K} kv heads")
+    _, K, Z, _ = keys_PKZH.shape
+    check_heads(N, H, keys_PKZH)
     if not 1 <= J <= MAX_TOKENS:
         raise ValueError(f"{J} tokens a row, but 1 to {MAX_TOKENS} are served")
-    if keys_PKZH.dtype not in DTYPES:
-        raise ValueError(f"keys are {keys_PKZH.dtype}, but bfloat16 or float16 is served")
     # The interpreter has no multiprocessors to fill, and every block of the grid costs it time.
     few = {} if interpret is None else {"sms": 4}
     chosen = {**tuned(H), **few, **(tune or {})}
     block, teams = chosen["block"], chosen["teams"]
-    if Z % 8 or (block % Z and Z % block):
-        raise ValueError(f"page size {Z} must be a multiple of 8 and divide {block} or be divided")
+    check_page(Z, block)
     tile = Tile(
         J=J,
         G=N // K,
@@ -140,10 +130,9 @@ def _splits(tile: Tile, sms: int) -> int:
     return max(sms // (tile.K * tile.tiles), 1) * tile.teams
 
 
-@lru_cache
 def tuned(H: int) -> dict[str, Any]:
     """The tuning of one head dimension: ``block``, ``stages``, ``teams`` and ``sms``."""
-    table = json.loads(resources.files(__package__ or "").joinpath("tune.json").read_text())
+    table = tuning("pallas_kernels.paged_attention")
     return {"sms": table["sms"], **table[str(H)]}
 
 

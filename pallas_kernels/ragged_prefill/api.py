@@ -5,19 +5,16 @@ Owns shapes and tuning. Must not know how the kernel works (``hopper``) or who c
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.flash import LOG2E
-from pallas_kernels.paged_attention.api import DTYPES, HEAD_DIMS
 from pallas_kernels.ragged_prefill import hopper
 from pallas_kernels.ragged_prefill.hopper import ROWS_OF_TILE, Tile
 from pallas_kernels.ragged_prefill.ref import row_of_token
+from pallas_kernels.served import check_heads, check_page, tuning
 
 Array = jax.Array
 
@@ -112,17 +109,11 @@ def tile_of(
         ValueError: as ``ragged_prefill``.
     """
     P, N, H = q_PNH.shape
-    _, K, Z, H_kv = keys_PKZH.shape
-    if H_kv != H or H not in HEAD_DIMS:
-        raise ValueError(f"head dimension {H} of q and {H_kv} of keys must be one of {HEAD_DIMS}")
-    if N % K:
-        raise ValueError(f"{N} query heads are not a multiple of {K} kv heads")
-    if keys_PKZH.dtype not in DTYPES:
-        raise ValueError(f"keys are {keys_PKZH.dtype}, but bfloat16 or float16 is served")
-    chosen = {**tuned(H), **(tune or {})}
+    _, K, Z, _ = keys_PKZH.shape
+    check_heads(N, H, keys_PKZH)
+    chosen = {**tuning("pallas_kernels.ragged_prefill")[str(H)], **(tune or {})}
     block = chosen["block"]
-    if Z % 8 or (block % Z and Z % block):
-        raise ValueError(f"page size {Z} must be a multiple of 8 and divide {block} or be divided")
+    check_page(Z, block)
     return Tile(
         P=P,
         F=F,
@@ -138,10 +129,3 @@ def tile_of(
         soft_cap=soft_cap,
         register_p=bool(chosen.get("register_p", interpret is None)),
     )
-
-
-@lru_cache
-def tuned(H: int) -> dict[str, Any]:
-    """The tuning of one head dimension: ``block``, ``stages`` and ``ping_pong``."""
-    table = json.loads(resources.files(__package__ or "").joinpath("tune.json").read_text())
-    return table[str(H)]

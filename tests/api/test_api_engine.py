@@ -13,9 +13,10 @@ from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
 from jserve.ports import RunnerLimits
+from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
-from jserve.types import Request, SamplingParams
+from jserve.types import Request
 from tests.api.fake import CONTEXT, EOS, VOCAB, byte_tokenizer, chat_body, live, until
 
 CHAT, COMP = "/v1/chat/completions", "/v1/completions"

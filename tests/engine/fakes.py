@@ -18,18 +18,9 @@ from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.errors import BadRequest, ConfigError, Overloaded
 from jserve.ports import InFlight, RunnerLimits
+from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
-from jserve.types import (
-    Finish,
-    Output,
-    Request,
-    RowPlan,
-    SamplingParams,
-    SeqState,
-    Sequence,
-    StepPlan,
-    StepResult,
-)
+from jserve.types import Finish, Output, Request, RowPlan, SeqState, Sequence, StepPlan, StepResult
 
 LIMITS = RunnerLimits(
     n_slots=256,

@@ -14,8 +14,9 @@ from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import ProcClient
 from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, CacheNotFound, EngineDead
+from jserve.sampling import SamplingParams
 from jserve.testing import FakeRunner
-from jserve.types import Finish, Request, SamplingParams
+from jserve.types import Finish, Request
 from tests.engine import child
 from tests.engine.fakes import HOST_CORE_LIMITS
 

@@ -34,7 +34,8 @@ from jserve.engine.wire import (
     pack,
     take_frames,
 )
-from jserve.types import Finish, Output, Request, SamplingParams, TokenLogprob
+from jserve.sampling import SamplingParams
+from jserve.types import Finish, Output, Request, TokenLogprob
 from tests.engine.fakes import build, expected, request
 
 REQUEST = Request(

@@ -13,11 +13,12 @@ from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import ProcClient
 from jserve.engine.engine import Engine
 from jserve.ports import RunnerLimits
+from jserve.sampling import SamplingParams
 from jserve.sched.journal import JournalFile
 from jserve.sched.replay import replay
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
-from jserve.types import Finish, Request, SamplingParams
+from jserve.types import Finish, Request
 from tests.engine import child
 from tests.engine.fakes import HOST_CORE_LIMITS
 

@@ -18,10 +18,11 @@ from jserve.grammar.matcher import Compiler
 from jserve.grammar.spec import lowered
 from jserve.grammar.vocab import ll_tokenizer, vocabulary
 from jserve.ports import RunnerLimits
+from jserve.sampling import SamplingParams, StructuredOutputs, Thinking
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import Output, Request, SamplingParams, StructuredOutputs, Thinking
+from jserve.types import Output, Request
 
 SPECIAL = ("<|end|>", "<|im_start|>", "[CALLS]")
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")

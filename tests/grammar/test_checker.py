@@ -10,7 +10,7 @@ import pytest
 from jserve.errors import BadRequest, RequestFailed
 from jserve.grammar.checker import GrammarChecker
 from jserve.grammar.vocab import vocabulary
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 from tests.grammar.kit import CITY, EOS, VOCAB, tokenizer
 
 

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 from jserve.config import EngineConfig
+from jserve.sampling import StructuredOutputs
 from jserve.sched.journal import JournalFile
 from jserve.sched.replay import replay
-from jserve.types import StructuredOutputs
 from tests.grammar.kit import (
     CITY,
     EOS,

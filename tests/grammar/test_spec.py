@@ -14,7 +14,7 @@ from jserve.engine.wire import Submit, ToEngine, pack, take_frames
 from jserve.errors import BadRequest
 from jserve.grammar.matcher import Compiler
 from jserve.grammar.spec import MAX_BYTES, MAX_DEPTH, lowered
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 from tests.grammar.kit import CITY, compiler, ids, request, thinking
 
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from jserve.grammar.guide import TokenGuide
 from jserve.grammar.thought import Thought
-from jserve.types import Sequence, StructuredOutputs
+from jserve.sampling import StructuredOutputs
+from jserve.types import Sequence
 from tests.grammar.kit import (
     CITY,
     EOS,

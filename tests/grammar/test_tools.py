@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jserve.grammar.tools import NAME, CallForm, calls_grammar
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 from tests.grammar.kit import compiler, ids
 
 CALLS = 2

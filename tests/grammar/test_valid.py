@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 from tests.grammar.kit import finish, request, run, text, tokens
 from tests.whole.schemas import FORMATS, SCHEMAS
 

@@ -13,8 +13,9 @@ from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
 from jserve.model.view import Bucket
 from jserve.runner.runner import ModelRunner
+from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
-from jserve.types import Output, Request, SamplingParams
+from jserve.types import Output, Request
 from tests.runner.harness import ARCH, OPTIONS, make_runner
 
 Z = 8

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jserve.types import SamplingParams
+from jserve.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

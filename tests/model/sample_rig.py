@@ -14,7 +14,8 @@ from jserve.model import sample as sampling, slots as slot_rows
 from jserve.model.sample import Draws
 from jserve.model.view import N_STOP_IDS
 from jserve.runner.batch import uses
-from jserve.types import SamplingParams, SlotLoad
+from jserve.sampling import SamplingParams
+from jserve.types import SlotLoad
 from tests.model.sample_reference import Context
 
 C = 150

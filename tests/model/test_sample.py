@@ -12,7 +12,7 @@ import pytest
 
 from jserve.model import sample as sampling
 from jserve.model.view import LOGPROBS, RANDOM, TRUNCATE
-from jserve.types import MAX_LOGPROBS, SamplingParams
+from jserve.sampling import MAX_LOGPROBS, SamplingParams
 from tests.model.sample_reference import Context, adjusted, distribution
 from tests.model.sample_rig import draws_of, jitted, slots_of
 

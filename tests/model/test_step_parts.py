@@ -9,7 +9,8 @@ import numpy as np
 from jserve.model import slots as slot_rows
 from jserve.model.slots import IN_PROMPT, LOAD_PAIRS, NONE
 from jserve.model.verify import accept
-from jserve.types import SamplingParams, SlotLoad
+from jserve.sampling import SamplingParams
+from jserve.types import SlotLoad
 
 C, V, J = 5, 700, 4
 _ADVANCE = jax.jit(slot_rows.advance)

@@ -23,7 +23,8 @@ from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.buckets import Ladder
 from jserve.runner.runner import ModelRunner
-from jserve.types import Request, RowPlan, SamplingParams, Sequence, SlotLoad, StepPlan, StepResult
+from jserve.sampling import SamplingParams
+from jserve.types import Request, RowPlan, Sequence, SlotLoad, StepPlan, StepResult
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,7 +13,8 @@ from jserve.model import slots as slot_rows, view as v
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, unpack
 from jserve.runner.batch import Packer, uses
 from jserve.runner.buckets import Ladder, Needs
-from jserve.types import Request, RowPlan, SamplingParams, Sequence, StepPlan
+from jserve.sampling import SamplingParams
+from jserve.types import Request, RowPlan, Sequence, StepPlan
 
 DIMS = StepDims(C=6, M=8, Z=4, V=1000)
 LADDER = Ladder.of(

@@ -11,7 +11,7 @@ import pytest
 
 from jserve.model.view import Bucket
 from jserve.runner.runner import ModelRunner
-from jserve.types import SamplingParams
+from jserve.sampling import SamplingParams
 from tests.runner import whole
 from tests.runner.harness import ARCH, SMALL, Job, Rig, jobs, make_runner, prompts, shared
 

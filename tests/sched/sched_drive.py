@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from jserve import fake_model
 from jserve.config import EngineConfig, sections
 from jserve.ports import InFlight, RunnerLimits, StepTime
+from jserve.sampling import SamplingParams
 from jserve.sched import budget, policy
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
-from jserve.types import Finish, Output, Request, SamplingParams, SeqState, StepPlan
+from jserve.types import Finish, Output, Request, SeqState, StepPlan
 
 VOCAB = 11
 

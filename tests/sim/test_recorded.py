@@ -11,6 +11,7 @@ from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
 from jserve.ports import InFlight, RunnerLimits
+from jserve.sampling import SamplingParams
 from jserve.sched.journal import Event, JournalFile
 from jserve.sched.replay import Diverged
 from jserve.sched.scheduler import Scheduler
@@ -19,7 +20,7 @@ from jserve.sim.costs import Device
 from jserve.sim.device import SimClock
 from jserve.sim.simulate import Setup, simulate
 from jserve.testing import FakeRunner
-from jserve.types import Lane, Request, SamplingParams
+from jserve.types import Lane, Request
 
 VOCAB, EOS = 19, 18
 LIMITS = RunnerLimits(

@@ -9,9 +9,9 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jserve.sampling import SamplingParams
 from jserve.text.stream import StopFinder, TextStream
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import SamplingParams
 from tests.text.conftest import byte_level_bpe, sentencepiece_like
 
 BYTE = TextTokenizer(byte_level_bpe())

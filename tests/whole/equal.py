@@ -23,8 +23,9 @@ from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.runner import ModelRunner
+from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
-from jserve.types import Output, Request, SamplingParams, Sequence, StepPlan
+from jserve.types import Output, Request, Sequence, StepPlan
 from jserve.weights.loader import load
 from jserve.weights.source import Source
 

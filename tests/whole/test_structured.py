@@ -22,7 +22,7 @@ from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
 from jserve.errors import BadRequest
-from jserve.types import StructuredOutputs
+from jserve.sampling import StructuredOutputs
 from tests.whole.conftest import SMALL_OPTIONS
 from tests.whole.schemas import FORMATS, SCHEMAS
 

@@ -1,0 +1,246 @@
+"""How a request wants its tokens drawn, and what they must look like: the fields, and the checks that need no model.
+
+Owns ``SamplingParams`` and what it is made of. Must not know sequences, steps, tokenizers or HTTP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jserve.errors import BadRequest
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_IDS = 16
+MAX_BAD_WORDS = 32
+MAX_BAD_WORD_TOKENS = 8
+GREEDY_TEMPERATURE = 1e-5
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+def require(ok: bool, name: str, message: str) -> None:
+    if not ok:
+        raise BadRequest(f"{name} {message}", field=name)
+
+
+def number(value: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool)
+    require(ok and math.isfinite(value), name, "must be a finite number")
+    inside = (value > low if low_open else value >= low) and value <= high
+    require(inside, name, f"must be in {'(' if low_open else '['}{low:g}, {high:g}]")
+
+
+def integer(value: Any, name: str, low: int, high: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    require(ok, name, f"must be an integer in [{low}, {high}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What the output must look like: exactly one of the first six fields. Names are vLLM's.
+
+    Raises:
+        BadRequest: none or several are given, or one is of the wrong type; ``field`` names it.
+    """
+
+    json: Any = None
+    """A JSON schema, as an object or as JSON text."""
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    """One of these texts, to the letter."""
+    grammar: str | None = None
+    """Lark (llguidance's dialect) or GBNF."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    structural_tag: Any = None
+    """``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}``, or that as JSON text."""
+    whitespace_pattern: str | None = None
+    """Regex of the white space between JSON tokens; None writes JSON as ``json.dumps`` does."""
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+    def __post_init__(self) -> None:
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+        n_given = len(self.given)
+        names = ", ".join(STRUCTURES)
+        require(n_given == 1, "structured_outputs", f"must set exactly one of {names}")
+        require(self.json is None or isinstance(self.json, dict | str), *_wrong("json", "schema"))
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            require(value is None or isinstance(value, str), *_wrong(name, "string"))
+        words = self.choice is None or (
+            bool(self.choice) and all(isinstance(w, str) and w for w in self.choice)
+        )
+        require(words, *_wrong("choice", "list of non-empty strings"))
+        tag = self.structural_tag
+        require(tag is None or isinstance(tag, dict | str), *_wrong("structural_tag", "object"))
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the structures that are set; one, once checked."""
+        return tuple(n for n in STRUCTURES if getattr(self, n) not in (None, False))
+
+
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def _wrong(name: str, kind: str) -> tuple[str, str]:
+    return f"structured_outputs.{name}", f"must be a {kind}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """The token ids by which a thought is told from the answer; from the model's chat format."""
+
+    open_id: int
+    close_id: int
+    end_ids: tuple[int, ...]
+    """What ends a thought that ran out of its budget, ``close_id`` among them."""
+    gap_ids: tuple[int, ...] = ()
+    """What stands between ``close_id`` and a structured answer."""
+    inside: bool = False
+    """True when the prompt ends inside a thought."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw the next token. Field names, defaults and ranges are vLLM's.
+
+    Raises:
+        BadRequest: a field is out of its range; ``field`` names it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 means greedy; below 1e-5 is treated as 0."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 switches it off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """Any int64. None derives one from the request id; choice i of n uses seed + i."""
+    max_tokens: int | None = 16
+    """None means as many as the context leaves."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to an additive bias in [-100, 100]; -100 bans the token outright."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    """Strings never to be produced; turned into ``bad_token_ids`` where a tokenizer is at hand."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
+    """Most tokens of a thought, which is then closed; None or -1 is no limit."""
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            object.__setattr__(
+                self, name, (value,) if isinstance(value, str) else tuple(value or ())
+            )
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "bad_token_ids", tuple(tuple(w) for w in self.bad_token_ids or ()))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        integer(self.n, "n", 1, 128)
+        number(self.temperature, "temperature", 0.0, 2.0)
+        number(self.top_p, "top_p", 0.0, 1.0, low_open=True)
+        integer(self.top_k, "top_k", -1, 2**31 - 1)
+        number(self.min_p, "min_p", 0.0, 1.0)
+        number(self.repetition_penalty, "repetition_penalty", 0.0, 100.0, low_open=True)
+        number(self.presence_penalty, "presence_penalty", -2.0, 2.0)
+        number(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
+        if self.seed is not None:
+            integer(self.seed, "seed", INT64_MIN, INT64_MAX)
+        if self.max_tokens is not None:
+            integer(self.max_tokens, "max_tokens", 0, 2**31 - 1)
+        integer(self.min_tokens, "min_tokens", 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
+        if self.thinking_token_budget is not None:
+            integer(self.thinking_token_budget, "thinking_token_budget", -1, 2**31 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                integer(getattr(self, name), name, 0, MAX_LOGPROBS)
+
+    def _check_lists(self) -> None:
+        require(
+            all(isinstance(s, str) and s for s in self.stop), "stop", "must hold non-empty strings"
+        )
+        require(len(self.stop) <= 16, "stop", "may hold at most 16 strings")
+        require(
+            len(self.stop_token_ids) <= MAX_STOP_IDS,
+            "stop_token_ids",
+            f"may hold at most {MAX_STOP_IDS} ids",
+        )
+        require(
+            len(self.logit_bias) <= MAX_LOGIT_BIAS,
+            "logit_bias",
+            f"may hold at most {MAX_LOGIT_BIAS} entries",
+        )
+        for value in self.logit_bias.values():
+            number(value, "logit_bias", -100.0, 100.0)
+        require(self.allowed_token_ids != (), "allowed_token_ids", "must not be empty")
+        require(
+            all(isinstance(s, str) and s for s in self.bad_words),
+            "bad_words",
+            "must hold non-empty strings",
+        )
+        require(
+            len(self.bad_token_ids) <= MAX_BAD_WORDS,
+            "bad_words",
+            f"may hold at most {MAX_BAD_WORDS} entries",
+        )
+        require(
+            all(0 < len(w) <= MAX_BAD_WORD_TOKENS for w in self.bad_token_ids),
+            "bad_words",
+            f"entries must be 1 to {MAX_BAD_WORD_TOKENS} tokens long",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def penalised(self) -> bool:
+        """True when sampling needs the token counts kept per slot on the device."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def guided(self) -> bool:
+        """True when the tokens to come depend on what the drawn ones say."""
+        return self.structured_outputs is not None or self.limits_thought
+
+    @property
+    def limits_thought(self) -> bool:
+        return self.thinking_token_budget not in (None, -1)
+
+    @property
+    def biased(self) -> bool:
+        """True when sampling needs the dense bias row kept per slot on the device."""
+        return (
+            bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.bad_token_ids)
+        )
