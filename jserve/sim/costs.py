@@ -261,7 +261,7 @@ def from_table(path: Path, options: CacheOptions) -> Device:
     Raises:
         ConfigError: the file, or an option that only sizes memory and has no meaning here.
     """
-    file = _table_file(path)
+    file = read_table(path, "costs")
     for name in ("memory_utilization", "kv_memory_gb", "kv_dtype"):
         if getattr(options, name) != getattr(CacheOptions(), name):
             raise ConfigError(
@@ -277,13 +277,18 @@ def from_table(path: Path, options: CacheOptions) -> Device:
     )
 
 
-def _table_file(path: Path) -> TableFile:
+def read_table(path: Path, field: str) -> TableFile:
+    """A file of ``jserve bench steps``.
+
+    Raises:
+        ConfigError: it is none; ``field`` is the option that named it.
+    """
     try:
         file = msgspec.json.decode(path.read_bytes(), type=TableFile)
     except (OSError, msgspec.DecodeError) as e:
-        raise ConfigError(f"costs {path}: {e}", field="costs") from None
+        raise ConfigError(f"{field} {path}: {e}", field=field) from None
     if file.format != FORMAT:
-        raise ConfigError(f"costs {path}: format {file.format!r}, not {FORMAT}", field="costs")
+        raise ConfigError(f"{field} {path}: format {file.format!r}, not {FORMAT}", field=field)
     return file
 
 
