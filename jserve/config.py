@@ -111,7 +111,7 @@ class SchedulerOptions:
         1 << 22, "prompt tokens in the queue before new requests are refused; 0 is no bound", min=0
     )
     max_queue_s: float = opt(
-        0.0, "seconds of work in the queue before new requests are refused; 0 is no bound", min=0.0
+        4.0, "seconds of work in the queue before new requests are refused; 0 is no bound", min=0.0
     )
     tenant_share: float = opt(
         0.5, "share of the queue that one API key may fill before it gets 429", min=0.01, max=1.0

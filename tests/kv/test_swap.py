@@ -36,7 +36,7 @@ def until_preempted(drive, id: str = "a", n_out: int = 6) -> None:
 def away(drive) -> None:
     """Pages are short for a moment, so nobody comes back in the very plan that he gave way in."""
     pool = drive.scheduler.floor.cache.pool
-    drive.hold(pool.n_free)
+    drive.hold(pool.n_free - 1)
     drive.step()
     drive.let_go()
 
