@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jserve.config import EngineConfig
@@ -21,6 +23,7 @@ from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Request
 from tests.kv.test_real_reuse import text, tokens_of
+from tests.model.test_sinks import literal
 from tests.runner.harness import ARCH, OPTIONS, RULES, tiny_params
 
 W = 20
@@ -136,3 +139,30 @@ def test_sinks_are_refused_where_they_cannot_hold(arch, backend, said):
     with pytest.raises(ConfigError, match=said) as e:
         ModelRunner(LLAMA, arch, tiny_params(mesh), mesh, config, rules=RULES, ladder=LADDER)
     assert e.value.field == "attention_sinks"
+
+
+def _norm(x: np.ndarray, w: Any) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + WINDOWED.norm_eps) * np.asarray(w)
+
+
+def _literal_layer(p: Any, x_SD: np.ndarray, window: int, sinks: int) -> np.ndarray:
+    """One layer of the tiny model over a whole text, its attention as in ``tests.model.test_sinks``."""
+    y_SKGH = np.einsum("kghd,sd->skgh", np.asarray(p["qkv"]), _norm(x_SD, p["attn_norm"]))
+    q_SNH = y_SKGH[:, :, :-2].reshape(len(x_SD), ARCH.N, ARCH.H)
+    k_SKH, v_SKH = y_SKGH[:, :, -2], y_SKGH[:, :, -1]
+    o_SNH = [literal(q_SNH, k_SKH, v_SKH, at, window, sinks) for at in range(len(x_SD))]
+    x_SD = x_SD + np.array(o_SNH).reshape(len(x_SD), -1) @ np.asarray(p["o"]).T
+    gate_SF, up_SF = np.einsum("ifd,sd->isf", np.asarray(p["gate_up"]), _norm(x_SD, p["mlp_norm"]))
+    return x_SD + gate_SF / (1 + np.exp(-gate_SF)) * up_SF @ np.asarray(p["down"]).T
+
+
+@pytest.mark.parametrize("sinks", [0, 5])
+def test_the_model_draws_what_the_paper_read_literally_draws(sinks):
+    params, prompt = runner(sinks).params, text(30, seed=8)
+    (drawn,) = all_of(engine_of(runner(sinks)), [prompt], 8)
+    tokens = [*prompt, *drawn]
+    x_SD = np.asarray(params["embed"])[tokens].astype(np.float64)
+    for p, window in zip(params["layers"], WINDOWED.windows, strict=True):
+        x_SD = _literal_layer(p, x_SD, window, sinks)
+    logits_SV = _norm(x_SD, params["final_norm"]) @ np.asarray(params["unembed"]).T
+    assert logits_SV[len(prompt) - 1 : -1].argmax(-1).tolist() == drawn
