@@ -396,7 +396,8 @@ class Scheduler:
             drawn = [*drawn, *verdict.forced]
         drawn = outcome.accept(seq, drawn)
         # The logits were finite, so the KV of everything before the last drawn token is sound.
-        n_sound = len(seq.tokens) - max(1, 1 + len(drawn) - n_drawn) if drawn else n_prompt
+        n_forced = len(drawn) - n_drawn
+        n_sound = len(seq.tokens) - (1 + n_forced if n_forced > 0 else 1) if drawn else n_prompt
         if verdict is not None:
             obey(seq, verdict)
         lease = seq.lease
