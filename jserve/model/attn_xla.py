@@ -244,7 +244,7 @@ def _sinks(pos_WQ: jax.Array, reach: Reach, S: int, Z: int) -> Iterator[tuple[in
     Where none does the block leaves the sums as they are, as any other that nobody sees.
     """
     for first in range(0, reach.sinks, S):
-        pos_S = first + np.arange(S, dtype=np.int32)
+        pos_S = first + jnp.arange(S, dtype=jnp.int32)
         yield first // Z, (pos_S < reach.sinks) & (pos_S <= pos_WQ[..., None] - reach.window)
 
 
