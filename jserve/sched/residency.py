@@ -98,7 +98,7 @@ class Residency:
             return False
         cache.load(lease, below)
         self.n_looked_up += len(seq.tokens) if reuse else 0
-        self.n_hit += n_cached
+        self.n_hit += n_found
         if seq.n_preempted == 0:
             seq.n_cached = n_cached
         self.waiting.remove(seq)

@@ -13,12 +13,13 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
+from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.rope import RopeScaling
 from jserve.model.shard import make_mesh
 from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder
-from jserve.runner.runner import ModelRunner
+from jserve.runner.runner import ModelRunner, _with_sinks
 from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Request
@@ -32,9 +33,9 @@ LADDER = Ladder(buckets=(Bucket(D=6, P=48, F=6),))
 
 
 @lru_cache(maxsize=2)
-def runner(sinks: int = 0, backend: str = "xla") -> ModelRunner:
+def runner(sinks: int = 0) -> ModelRunner:
     mesh = make_mesh(1)
-    config = EngineConfig.of(**OPTIONS | {"attention_sinks": sinks, "attention_backend": backend})
+    config = EngineConfig.of(**OPTIONS | {"attention_sinks": sinks})
     return ModelRunner(
         LLAMA, WINDOWED, tiny_params(mesh), mesh, config, rules=RULES, ladder=LADDER, strict=True
     )
@@ -122,23 +123,25 @@ def test_sinks_change_what_a_long_text_draws():
 
 
 @pytest.mark.parametrize(
-    ("arch", "backend", "said"),
+    ("arch", "said"),
     [
-        (ARCH, "xla", "every layer"),
-        (dataclasses.replace(ARCH, windows=(W, 0)), "xla", "every layer"),
-        (
-            dataclasses.replace(WINDOWED, rope_scaling=RopeScaling(kind="dynamic")),
-            "xla",
-            "dynamic",
-        ),
+        (ARCH, "every layer"),
+        (dataclasses.replace(ARCH, windows=(W, 0)), "every layer"),
+        (dataclasses.replace(WINDOWED, rope_scaling=RopeScaling(kind="dynamic")), "dynamic"),
     ],
 )
-def test_sinks_are_refused_where_they_cannot_hold(arch, backend, said):
-    mesh = make_mesh(1)
-    config = EngineConfig.of(**OPTIONS | {"attention_sinks": 4, "attention_backend": backend})
+def test_sinks_are_refused_where_they_cannot_hold(arch, said):
+    mesh, config = make_mesh(1), EngineConfig.of(**OPTIONS | {"attention_sinks": 4})
     with pytest.raises(ConfigError, match=said) as e:
         ModelRunner(LLAMA, arch, tiny_params(mesh), mesh, config, rules=RULES, ladder=LADDER)
     assert e.value.field == "attention_sinks"
+
+
+def test_a_backend_without_sinks_refuses_them():
+    plain = dataclasses.replace(backend("xla"), has_sinks=False)
+    assert _with_sinks(WINDOWED, plain, 0) == WINDOWED
+    with pytest.raises(ConfigError, match="'xla'"):
+        _with_sinks(WINDOWED, plain, 4)
 
 
 def _norm(x: np.ndarray, w: Any) -> np.ndarray:
