@@ -153,6 +153,18 @@ def test_a_place_given_up_on_its_way_is_not_given_away():
     assert tier.stow([8]) is not None
 
 
+def test_back_in_the_very_plan_it_gave_way_in_it_computes_again():
+    drive = swapping(depth=0, prefix_caching=False)
+    drive.add(request("a", PROMPT, max_tokens=20))
+    for _ in range(5):
+        drive.step()
+    drive.preempt(0)
+    drive.run()
+    swaps = drive.scheduler.floor.swapping
+    assert (swaps.n_out, swaps.n_back, swaps.n_lost) == (1, 0, 1)
+    assert len(drive.scheduler.floor.cache.tier._free) == 60
+
+
 def test_a_windowed_one_comes_back_with_its_window():
     drive = swapping(
         prefix_caching=False, window=9, max_model_len=200, n_pages=40, max_prefill_tokens=8
