@@ -26,7 +26,10 @@ def check_heads(N: int, H: int, keys_PKZH: Any) -> None:
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} kv heads")
     if keys_PKZH.dtype not in DTYPES:
-        raise ValueError(f"keys are {keys_PKZH.dtype}, but bfloat16, float16 or float8_e4m3fn is served")
+        names = ", ".join(jnp.dtype(d).name for d in DTYPES)
+        raise ValueError(f"keys are {keys_PKZH.dtype}, but only {names} are served")
+    if keys_PKZH.dtype.itemsize == 1 and H > 128:
+        raise ValueError(f"keys of 8 bits with heads of {H}: registers suffice for 64 and 128 only")
 
 
 def check_page(Z: int, block: int) -> None:
@@ -37,10 +40,12 @@ def check_page(Z: int, block: int) -> None:
         raise ValueError(f"page size {Z} must be a multiple of 8 and divide {block} or be divided")
 
 
-def check_tree(parents: tuple[int, ...], J: int) -> None:
+def check_tree(parents: tuple[int, ...], J: int, H: int) -> None:
     """Raises:
-    ValueError: ``parents`` of J tokens are not a tree with its root first.
+    ValueError: ``parents`` of J tokens are not a tree with its root first, or heads are too wide.
     """
+    if parents and H > 128:
+        raise ValueError(f"a tree of drafts with heads of {H}: registers suffice for 64 and 128")
     if parents and (
         len(parents) != J
         or parents[0] != -1

@@ -121,7 +121,7 @@ def tile_of(
     check_heads(N, H, keys_PKZH)
     if not 1 <= J <= MAX_TOKENS:
         raise ValueError(f"{J} tokens a row, but 1 to {MAX_TOKENS} are served")
-    check_tree(parents, J)
+    check_tree(parents, J, H)
     # The interpreter has no multiprocessors to fill, and every block of the grid costs it time.
     few = {} if interpret is None else {"sms": 4}
     chosen = {**tuned(H, keys_PKZH.dtype), **few, **(tune or {})}

@@ -117,7 +117,8 @@ class Tile:
     @property
     def q_stages(self) -> int:
         """Queries of this many segments lie in shared memory."""
-        return 2 if self.H <= (64 if self.raw_stages else 128) else 1
+        narrow = 64 if self.raw_stages else 128
+        return 2 if narrow >= self.H else 1
 
 
 class Work(NamedTuple):
@@ -309,7 +310,7 @@ def _registers(tile: Tile, *, compute: bool) -> None:
     if tile.teams * (tile.warpgroups + 1) > 2:
         most = (240, 32) if tile.teams == 1 else (208, 40)
         if tile.raw_stages:
-            most = (208, 88) if tile.teams == 1 else (192, 56)
+            most = (192, 56)
         action = "increase" if compute else "decrease"
         plgpu.set_max_registers(most[0 if compute else 1], action=action)
 

@@ -127,7 +127,7 @@ def test_a_tree_of_sixteen_fills_several_tiles() -> None:
     run(((70, 16),), J=16, G=5, parents=parents)
 
 
-@pytest.mark.parametrize(("H", "Z"), [(64, 16), (128, 64), (256, 32)])
+@pytest.mark.parametrize(("H", "Z"), [(64, 16), (128, 64), (128, 16)])
 def test_eight_bits(H: int, Z: int) -> None:
     run(((200, 1), (63, 1), (0, 0), (3, 1)), H=H, Z=Z, G=2, K=2, dtype=F8, scaled=True)
 
@@ -135,7 +135,7 @@ def test_eight_bits(H: int, Z: int) -> None:
 @pytest.mark.parametrize("tune", [{"raw_stages": 1}, {"raw_stages": 3, "stages": 3}])
 def test_eight_bits_of_every_kind(tune: dict[str, int]) -> None:
     """Long and short rows, a window, a soft cap, sinks and a tree, over rings of any depth."""
-    variant: Any = dict(window=150, soft_cap=3.0, sinks=True, parents=(-1, 0, 0))
+    variant: Any = {"window": 150, "soft_cap": 3.0, "sinks": True, "parents": (-1, 0, 0)}
     run(((300, 3), (5, 2), (0, 0)), J=3, K=2, dtype=F8, scaled=True, tune=tune, **variant)
 
 
@@ -202,6 +202,14 @@ def test_slots_are_unique_and_blocks_are_shared_equally() -> None:
 def test_bad_shapes_are_named(q: Any, kv: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         tile_of(np.empty(q), jnp.empty(kv, jnp.bfloat16), 1.0)
+
+
+def test_wide_heads_have_no_tree_and_no_eight_bits() -> None:
+    q = np.empty((2, 3, 4, 256))
+    with pytest.raises(ValueError, match="heads of 256"):
+        tile_of(q, jnp.empty((3, 2, 16, 256), F8), 1.0)
+    with pytest.raises(ValueError, match="heads of 256"):
+        tile_of(q, jnp.empty((3, 2, 16, 256), jnp.bfloat16), 1.0, parents=(-1, 0, 0))
 
 
 def test_bad_dtype_is_named() -> None:

@@ -98,7 +98,7 @@ def test_head_dimensions_and_page_sizes(H: int, Z: int, tune: dict[str, Any]) ->
 
 @pytest.mark.parametrize(
     ("H", "Z", "tune"),
-    [(64, 16, {"raw_stages": 2}), (128, 64, {"block": 128}), (256, 32, {"ping_pong": False})],
+    [(64, 16, {"raw_stages": 2}), (128, 64, {"block": 128}), (128, 32, {"ping_pong": False})],
 )
 def test_eight_bits(H: int, Z: int, tune: dict[str, Any]) -> None:
     """Chunks that end within a block, so that values of nobody must be wiped."""
@@ -106,7 +106,7 @@ def test_eight_bits(H: int, Z: int, tune: dict[str, Any]) -> None:
 
 
 def test_eight_bits_of_every_kind() -> None:
-    variant: Any = dict(window=50, soft_cap=3.0, sinks=True)
+    variant: Any = {"window": 50, "soft_cap": 3.0, "sinks": True}
     run(((200, 20), (0, 0), (30, 7)), dtype=F8, scaled=True, gap=2, **variant)
 
 
