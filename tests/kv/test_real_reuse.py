@@ -143,24 +143,35 @@ def test_who_was_swapped_draws_what_he_draws_alone(tp, overlap, prefix_caching):
     device = runner(tp)
     device.programs.seal()
     options = {"preemption": "swap", "prefix_caching": prefix_caching}
-    engine = engine_of(device, n_pages=18, host=N_HOST, overlap=overlap, **options)
-    prompts = [text(n, seed=n) for n in (5, 33, 20, 41)]
+    engine = engine_of(device, host=N_HOST, overlap=overlap, **options)
     params = SamplingParams(temperature=0.8, repetition_penalty=1.2, max_tokens=40, ignore_eos=True)
-    found: list[list[list[int]]] = []
-    for together in (False, True):
-        drawn: dict[int, list[int]] = {i: [] for i in range(4)}
-        for i, prompt in enumerate(prompts):
-            one = dataclasses.replace(params, seed=i)
-            engine.submit(Request(id=f"{together}{i}", prompt_ids=tuple(prompt), params=one))
-            for out in engine.drain() if not together or i == 3 else ():
-                drawn[int(out.request_id[-1])] += out.token_ids
-        found.append(list(drawn.values()))
-    assert found[0] == found[1]
-    counters = engine.scheduler.counters()
-    assert prefix_caching or counters["swaps_back_total"] >= 1
+    requests = [
+        Request(
+            id=str(i), prompt_ids=tuple(text(n, seed=n)), params=dataclasses.replace(params, seed=i)
+        )
+        for i, n in enumerate((5, 33, 20, 41))
+    ]
+    alone = []
+    for request in requests:
+        engine.submit(request)
+        alone.append([t for out in engine.drain() for t in out.token_ids])
+    for request in requests:
+        engine.submit(request)
+    together: list[list[int]] = [[] for _ in requests]
+    floor, n_steps = engine.scheduler.floor, 0
+    while engine.busy:
+        for out in engine.step():
+            together[int(out.request_id)] += out.token_ids
+        n_steps += 1
+        if n_steps in (6, 13, 22, 30):  # as if pages had run out
+            floor.preempt(floor.running.snapshot()[n_steps % 2])
+    assert together == alone
+    assert floor.swapping.n_out >= (0 if prefix_caching else 4)
+    if overlap and not prefix_caching:
+        assert floor.swapping.n_back >= 1
     assert device.limits.page_move_s > 0
     assert device.programs.late_compiles == 0
-    engine.scheduler.floor.check()
+    floor.check()
 
 
 def with_disk(folder, *, seed: int = 0, **options) -> tuple[ModelRunner, Engine]:
