@@ -100,8 +100,9 @@ def _covers(table: dict[Size, float], axes: Sequence[list[int]]) -> dict[Size, t
     largest = max(table, key=lambda e: (e[0] + e[1], e[2]))
     following = [dict(itertools.pairwise(axis)) for axis in axes]
     found: dict[Size, tuple[float, Size] | None] = {}
-    for size in itertools.product(*map(reversed, axes)):
-        d, p, c = size
+    decode, prefill, context = (list(reversed(axis)) for axis in axes)
+    for d, p, c in itertools.product(decode, prefill, context):
+        size = (d, p, c)
         beyond = [
             found.get(next_one)
             for next_one in (
