@@ -11,7 +11,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from jserve import fake_model
-from jserve.config import EngineConfig, sections
+from jserve.config import EngineConfig, flat_name, sections
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.sampling import SamplingParams
 from jserve.sched import budget, policy
@@ -43,7 +43,7 @@ def config(**options) -> EngineConfig:
     base = EngineConfig.of(max_num_seqs=64, max_num_batched_tokens=64)
     flat = base.flat() | options
     parts = {
-        name: kind(**{f.name: flat[f.name] for f in dataclasses.fields(kind)})
+        name: kind(**{f.name: flat[flat_name(name, f)] for f in dataclasses.fields(kind)})
         for name, kind in sections()
     }
     return EngineConfig(**parts)
