@@ -131,7 +131,10 @@ class DeviceOptions:
         "auto", "attention implementation", choices=("auto", "ref", "xla", "hopper")
     )
     max_drafts: int = opt(
-        0, "draft tokens verified per row and step; 0 takes what speculative asks for", min=0, max=15
+        0,
+        "draft tokens verified per row and step; 0 takes what speculative asks for",
+        min=0,
+        max=15,
     )
     prompt_logprobs: bool = opt(True, "compile the program that scores prompt tokens")
     structured_outputs: bool = opt(True, "compile the programs that apply grammar masks")
@@ -226,7 +229,6 @@ class EngineConfig:
             for section, options in sections()
             for f in dataclasses.fields(options)
         }
-
 
     @property
     def n_drafts(self) -> int:
@@ -334,9 +336,7 @@ def _convert(f: dataclasses.Field[Any], value: Any, name: str) -> Any:
             raise ValueError("not whole")
         return kind(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(
-            f"{name} must be {kind.__name__}, not {value!r}", field=name
-        ) from None
+        raise ConfigError(f"{name} must be {kind.__name__}, not {value!r}", field=name) from None
 
 
 def _boolean(value: Any) -> bool:

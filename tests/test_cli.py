@@ -138,7 +138,9 @@ def test_layers_of_speculative_options_win_whole_names(tmp_path: Path) -> None:
     assert (options.method, options.num_tokens, options.suffix_min_match) == ("ngram", 6, 5)
     assert EngineConfig.of(**config.flat()) == config
     assert EngineConfig.of(speculative={"method": "ngram", "num_tokens": 2}).n_drafts == 2
-    assert EngineConfig.of(speculative_config={"method": "draft_model"}).speculative.method == "draft"
+    assert (
+        EngineConfig.of(speculative_config={"method": "draft_model"}).speculative.method == "draft"
+    )
     assert EngineConfig().n_drafts == 0
 
 

@@ -11,7 +11,8 @@ position while little is known of it. Old rounds fade, so a text that changes is
 
 from __future__ import annotations
 
-FADE_REQUEST = 0.9
+FADE_REQUEST = 0.95
+"""Per draft tried (or round, for offers)."""
 FADE_PROPOSER = 0.99
 PULL = 4.0
 """Tries of its own after which a request's rate counts as much as its proposer's."""
@@ -67,8 +68,9 @@ class RequestRates:
 
     def add(self, n_drafts: int, n_stood: int) -> None:
         self.offers.add(n_drafts > 0, 1.0, FADE_REQUEST)
-        if n_drafts:
-            self.drafts.add(n_stood, min(n_stood + 1, n_drafts), FADE_REQUEST)
+        tried = min(n_stood + 1, n_drafts)
+        if tried:
+            self.drafts.add(n_stood, tried, FADE_REQUEST**tried)
 
     def offer(self, proposer: ProposerRates) -> float:
         """Chance that the next round has drafts at all."""

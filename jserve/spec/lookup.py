@@ -6,6 +6,7 @@ so that a long prompt is read a little at a time, beside the device's work; who 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence as Seq
 from typing import Protocol
 
@@ -49,8 +50,10 @@ class Lookup:
         self.name = name
         self._indices = indices
         self._readers: dict[Sequence, _Reader] = {}
+        self.seconds = 0.0
 
     def read(self, seq: Sequence, most: int) -> int:
+        began = time.perf_counter()
         reader = self._readers.get(seq)
         if reader is None:
             reader = self._readers[seq] = _Reader(self._indices())
@@ -59,6 +62,7 @@ class Lookup:
             for token in new:
                 index.append(token)
         reader.n_read += len(new)
+        self.seconds += time.perf_counter() - began
         return len(new)
 
     def propose(self, seq: Sequence, most: int) -> Seq[int]:

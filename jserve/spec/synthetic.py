@@ -29,6 +29,7 @@ class Synthetic:
 
     name = "synthetic"
     blind = True
+    seconds = 0.0
 
     def __init__(self, rate: float, vocab_size: int) -> None:
         self.rate, self.vocab_size = rate, vocab_size

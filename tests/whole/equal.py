@@ -25,6 +25,7 @@ from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
+from jserve.testing import FakeProposer
 from jserve.types import Output, Request, Sequence, StepPlan
 from jserve.weights.loader import load
 from jserve.weights.source import Source
@@ -93,16 +94,13 @@ class RandomBuckets:
         return self.runner.collect(flight)
 
 
-class Guesses:
+class Guesses(FakeProposer):
     """Drafts that are right, wrong or mixed: the known continuation with some tokens changed."""
 
     def __init__(self, truth: dict[tuple[str, int], list[int]], rng: random.Random) -> None:
         self.truth, self.rng = truth, rng
 
-    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
-        return [self._drafts(seq, max_drafts) for seq in seqs]
-
-    def _drafts(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, seq: Sequence, most: int) -> list[int]:
         told = self.truth[seq.request.id, seq.index]
         at = seq.n_output + seq.in_flight
         right = told[at : at + self.rng.randint(0, most)]
