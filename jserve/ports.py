@@ -130,6 +130,10 @@ class Proposer(Protocol):
         """Time spent so far; for metrics, no decision rests on it."""
         ...
 
+    def check(self, request: Request) -> None:
+        """Raises BadRequest where it cannot draft for ``request``; ``field`` says why."""
+        ...
+
     def read(self, seq: Sequence, most: int) -> int:
         """Take in up to ``most`` tokens of ``seq`` that were not read yet; gives how many."""
         ...

@@ -361,6 +361,8 @@ class FakeProposer:
     blind = True
     seconds = 0.0
 
+    def check(self, request: Request) -> None: ...
+
     def read(self, seq: Sequence, most: int) -> int:
         return 0
 

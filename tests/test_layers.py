@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": {"text", "engine", "grammar"},
     "model": {"pallas_kernels"},
     "weights": {"model"},
-    "runner": {"model", "weights"},
+    "runner": {"model", "weights", "spec"},
     "progress": set(),
     "commands": {"build", "progress", "api", "engine", "weights", "sim"},
     "outputs": {"text"},

@@ -131,6 +131,8 @@ class Scheduler:
     def enqueue(self, request: Request, now: float) -> None:
         """``submit`` without the journal, of a prompt that is complete."""
         max_len = admission.check(request, self.limits)
+        if self.drafting.proposer is not None:
+            self.drafting.proposer.check(request)
         if request.params.guided and self.guides is None:
             raise BadRequest("structured output is off on this server", field="structured_outputs")
         if request.id in self._groups:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence as Seq
 from typing import Protocol
 
-from jserve.types import Sequence
+from jserve.types import Request, Sequence
 
 
 class Index(Protocol):
@@ -51,6 +51,9 @@ class Lookup:
         self._indices = indices
         self._readers: dict[Sequence, _Reader] = {}
         self.seconds = 0.0
+
+    def check(self, request: Request) -> None:
+        """It drafts for any request."""
 
     def read(self, seq: Sequence, most: int) -> int:
         began = time.perf_counter()

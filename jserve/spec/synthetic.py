@@ -16,7 +16,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from jserve.types import Sequence
+from jserve.errors import BadRequest
+from jserve.types import Request, Sequence
 
 _MASK64 = 2**64 - 1
 
@@ -34,6 +35,24 @@ class Synthetic:
     def __init__(self, rate: float, vocab_size: int) -> None:
         self.rate, self.vocab_size = rate, vocab_size
         self._n_rows: dict[Sequence, int] = {}
+
+    def check(self, request: Request) -> None:
+        """Drafts that must stand need every id to be allowed."""
+        params = request.params
+        wishes = {
+            "structured_outputs": params.structured_outputs is not None,
+            "thinking_token_budget": params.limits_thought,
+            "allowed_token_ids": params.allowed_token_ids is not None,
+            "bad_words": bool(params.bad_words or params.bad_token_ids),
+            "logit_bias": bool(params.logit_bias),
+        }
+        for field, wished in wishes.items():
+            if wished and request.speculative:
+                raise BadRequest(
+                    f"{field} does not go with synthetic acceptance, a benchmark mode that forces"
+                    " tokens; send speculative: false",
+                    field=field,
+                )
 
     def read(self, seq: Sequence, most: int) -> int:
         return 0

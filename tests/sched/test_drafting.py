@@ -30,7 +30,6 @@ from tests.sched.sched_drive import (
     request,
 )
 
-
 ALLOWED = tuple(range(VOCAB - 1))
 
 
@@ -97,7 +96,9 @@ def test_drafts_change_no_token(kind, n_pages, depth):
             drive.add(req)
         drive.run()
     counters = drive.scheduler.counters()
-    drafted = sum(v for k, v in counters.items() if k.startswith("spec_decode_num_draft_tokens_total"))
+    drafted = sum(
+        v for k, v in counters.items() if k.startswith("spec_decode_num_draft_tokens_total")
+    )
     assert drafted > 0
     said = sum(len(told.tokens) for told in drive.told.values())
     assert counters["decode_tokens_total"] <= said + drive.scheduler.n_prefilled
