@@ -20,10 +20,12 @@ from jserve.engine.engine import Engine
 from jserve.model.families import family_for
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
-from jserve.ports import InFlight
+from jserve.ports import InFlight, Proposer, StepTime
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
+from jserve.sched import policy
+from jserve.sched.costs import MeasuredCosts
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeProposer
 from jserve.types import Output, Request, Sequence, StepPlan
@@ -195,8 +197,14 @@ def run(
     way: Way,
     rng: random.Random,
     truth: dict[tuple[str, int], list[int]] | None = None,
+    proposer: Proposer | None = None,
+    preempts: bool = False,
 ) -> dict[tuple[str, int], Answer]:
-    """Run all requests, arriving at random steps, and gather what each choice got."""
+    """Run all requests, arriving at random steps, and gather what each choice got.
+
+    ``proposer`` drafts in every row it can, whatever that is worth; ``preempts``: after each step
+    someone loses its pages.
+    """
     limits = dataclasses.replace(runner.limits, n_pages=way.n_pages)
     config = EngineConfig.of(
         **OPTIONS
@@ -207,8 +215,10 @@ def run(
             "overlap": way.overlap,
         }
     )
-    proposer = Guesses(truth or {}, rng) if way.drafts else None
+    if proposer is None and way.drafts:
+        proposer = Guesses(truth or {}, rng)
     scheduler = Scheduler(limits, config, proposer=proposer)
+    scheduler.drafting.costs, scheduler.drafting.min_speed = FREE, 0.0
     device: Any = RandomBuckets(runner, rng) if way.random_buckets else runner
     engine = Engine(scheduler, device, overlap=way.overlap)
     waiting, outputs = list(requests), []
@@ -216,10 +226,22 @@ def run(
         while waiting and (rng.random() < 0.4 or not engine.busy):
             engine.submit(waiting.pop(0))
         outputs += engine.step()
+        if preempts:
+            _preempt(scheduler, rng)
         if not waiting and not engine.busy:
             break
     assert not engine.busy, "the workload did not end"
     return gathered(outputs)
+
+
+FREE = MeasuredCosts([StepTime(n_decode=8, n_prefill=64, n_context=0, seconds=1e-3, width=4)])
+"""All programs cost the same, so drafts are always worth a try."""
+
+
+def _preempt(scheduler: Scheduler, rng: random.Random) -> None:
+    able = [seq for seq in scheduler.floor.running if not policy.protected(seq)]
+    if able:
+        scheduler.floor.preempt(rng.choice(able))
 
 
 def gathered(outputs: Seq[Output]) -> dict[tuple[str, int], Answer]:
