@@ -87,10 +87,10 @@ class Ran:
 
     @property
     def step_s(self) -> float:
-        """Device seconds per row that decoded, and the host's drafting."""
+        """Seconds of a step that carries no prompt: the device's, and the host's drafting."""
+        steps = max(1.0, self.total("decode_steps_total"))
         drafting = self.total("spec_decode_host_seconds_total")
-        rows = max(1.0, self.total("decode_rows_total"))
-        return (self.total("step_seconds_total") + drafting) / rows
+        return (self.total("decode_step_seconds_total") + drafting) / steps
 
 
 class Side:

@@ -173,7 +173,7 @@ class Drafting:
     def observe(self, plan: StepPlan, now: float, device_s: float, predicted_s: float) -> None:
         """``plan`` took ``device_s``; ``predicted_s`` is what it takes without drafting."""
         self._gaps.landed(plan.id, now, device_s)
-        self.tally.step(device_s)
+        self.tally.step(device_s, prefills=not plan.rows[-1].from_slot)
         if plan.n_draft and device_s > 0:
             each = max(0.0, device_s - predicted_s) / plan.n_draft
             self._draft_s += 0.2 * (each - self._draft_s)

@@ -64,13 +64,28 @@ def seconds_of(n_rows: int, n_prefill: int) -> float:
 def step_times() -> tuple[StepTime, ...]:
     """The times of its programs, for contexts up to 64 tokens."""
     return tuple(
-        StepTime(n_decode=d, n_prefill=p, n_context=64, seconds=seconds_of(d, p))
+        StepTime(
+            n_decode=d,
+            n_prefill=p,
+            n_context=64,
+            seconds=seconds_of(d, p) + (w - 1) * DRAFT_S,
+            width=w,
+        )
         for d in DECODE_RUNGS
         for p in PREFILL_RUNGS
+        for w in (1, 4, 8)
     )
 
 
-SERVICE = ("lane", "tenant", "ttft_deadline_ms", "tpot_deadline_ms", "deadline_ms", "arrival")
+SERVICE = (
+    "lane",
+    "tenant",
+    "speculative",
+    "ttft_deadline_ms",
+    "tpot_deadline_ms",
+    "deadline_ms",
+    "arrival",
+)
 
 
 def request(id: str, prompt, *, eos=(), priority=0, salt="", skip=False, **params) -> Request:
