@@ -268,7 +268,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.speculation", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="bench.speculation", description=(__doc__ or "").split("\n")[0]
+    )
     words = lambda kind: lambda text: tuple(kind(part) for part in text.split(","))  # noqa: E731
     parser.add_argument("--methods", type=words(str), default=("ngram", "suffix"))
     parser.add_argument("--texts", type=words(str), default=TEXTS)

@@ -31,7 +31,7 @@ from jserve.spec.choice import Gains, Purse, best_width, widths
 from jserve.types import RowPlan, Sequence, StepPlan
 
 GRAMMAR, DEVICE = "grammar", "device"
-READ_PER_STEP = 1024
+READ_PER_STEP = 256
 """Tokens that proposers take in per commit; a long prompt is read while it is prefilled."""
 LOOK_SHARE = 0.01
 """Of the time without drafts, what may be lost by trying some."""
@@ -168,7 +168,8 @@ class Drafting:
         if self.device:
             for row in plan.rows:
                 if row.seq.request.speculative:
-                    self._watch(row.seq).left = plan.n_draft if row.emits else 0
+                    # After a chunk that emits nothing this is wrong, but none of these is read then.
+                    self._watch(row.seq).left = plan.n_draft
 
     def observe(self, plan: StepPlan, now: float, device_s: float, predicted_s: float) -> None:
         """``plan`` took ``device_s``; ``predicted_s`` is what it takes without drafting."""

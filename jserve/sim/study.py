@@ -29,7 +29,7 @@ NOT_SIMULATED = {
     **dict.fromkeys(("host_memory_gb", "disk_dir", "disk_gb"), "tiers of the cache are"),
     **dict.fromkeys(("speculative.method", "max_drafts"), "speculation is"),
 }
-"""Options of the cache's tiers: moves between them have no price here."""
+"""Options that have no price here, and what they ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -373,7 +373,7 @@ class Drive:
         sched = self.scheduler
         waiting, running = list(sched.floor.waiting), list(sched.floor.running)
         rows = [row for flight in self.flight for row in flight.plan.rows]
-        live = [seq for group in sched._groups.values() for seq in group if seq.finish is None]
+        live = [seq for group in sched.groups.values() for seq in group if seq.finish is None]
         assert {id(s) for s in waiting} | {id(s) for s in running} == {id(s) for s in live}
         assert len(waiting) + len(running) == len(live), "I10: in two places"
         for seq in live:
@@ -421,7 +421,7 @@ class Drive:
         sched, cache = self.scheduler, self.scheduler.floor.cache
         for key, told in self.told.items():
             assert told.end is not None, f"I10: {key} has no end"
-        assert not sched._groups, "I17: a request is left"
+        assert not sched.groups, "I17: a request is left"
         assert not len(sched.scores), "I17: scores are left"
         assert not len(sched.deadlines), "I17: a deadline is left"
         assert not sched.floor.waiting.held_by
