@@ -163,6 +163,8 @@ class Drafting:
     def planned(self, plan: StepPlan, sources: dict[int, str], *, behind: bool) -> None:
         """``plan`` will run. ``sources``: row -> who made its drafts. ``behind``: no step is in
         flight before it."""
+        if not self.on:
+            return
         self._gaps.planned(plan.id, behind)
         self._sources[plan.id] = sources
         if self.device:
@@ -214,7 +216,11 @@ class Drafting:
         return self._sources.pop(plan.id, {})
 
     def idle(self) -> None:
-        """Nobody runs any more, or the steps in flight were lost."""
+        """Nobody runs any more: time that passes now says nothing of steps."""
+        self._gaps.idle()
+
+    def lost(self) -> None:
+        """The steps in flight will not land."""
         self._gaps.idle()
         self._sources.clear()
 

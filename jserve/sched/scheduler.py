@@ -330,7 +330,7 @@ class Scheduler:
             self._n_uncommitted -= 1
             for row in plan.rows:
                 row.seq.pending = row.seq.in_flight = 0
-        self.drafting.idle()
+        self.drafting.lost()
         assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
         blamed = [seq for id in blame for seq in self.groups.get(id, ()) if seq.finish is None]
         outputs = [telling.end(self, seq, Finish.ERROR, now, error) for seq in blamed]

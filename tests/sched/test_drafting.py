@@ -305,6 +305,23 @@ def test_long_prompts_are_read_a_little_per_step(monkeypatch):
     assert n_read[-1] > 36
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_nothing_is_kept_of_steps_that_are_over(on):
+    """Also of a row that runs once more after its sequence ended, and of steps that were lost."""
+    lim = limits(max_drafts=3 if on else 0, step_times=timed(0.0))
+    drive = drafting(RightDrafts(), lim, depth=2)
+    for i, req in enumerate(asked(8, stop_token_ids=(1, 2))):
+        drive.add(req)
+        drive.step()
+        if i == 4:
+            drive.runner.fail_next = RuntimeError("the step raised")
+    drive.run()
+    kept = drive.scheduler.drafting
+    assert not kept._sources
+    assert not kept._gaps._behind
+    assert not any("proposer=}" in key or "proposer=," in key for key in kept.counters())
+
+
 def test_the_policy_alone_without_steps():
     """No proposer, no device: nothing is chosen whatever the limits."""
     lim = limits(max_drafts=7)
