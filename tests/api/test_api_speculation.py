@@ -7,14 +7,18 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from jserve.api.generate import Generation
 from jserve.config import EngineConfig, SpeculativeOptions
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
+from jserve.outputs import RequestMetrics, Running
+from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
 from jserve.spec.methods import proposer_of
 from jserve.testing import FakeRunner
-from tests.api.test_api_engine import COMP, LIMITS, Host, live
+from jserve.types import Output, Request
+from tests.api.test_api_engine import COMP, LIMITS, Host, byte_tokenizer, live
 
 DRAFTS = dataclasses.replace(LIMITS, max_drafts=3)
 COPY = {
@@ -108,3 +112,22 @@ async def test_synthetic_acceptance_refuses_what_it_would_break(field, value):
         status, whole, _ = await found.srv.post(COMP, plain)
         assert status == 200
         assert whole["usage"]["completion_tokens"] == 12
+
+
+def test_drafts_behind_a_stop_string_are_not_accepted():
+    """Both doors: of three accepted drafts, two are part of a text that a stop string cuts."""
+    params = SamplingParams(stop=("c",), max_tokens=9)
+    asked = Request(id="a", prompt_ids=(97,), params=params)
+    out = Output(request_id="a", index=0, token_ids=(97, 99, 100, 101), n_drafted=3, n_accepted=3)
+    running = Running(asked, None, byte_tokenizer())
+    assert running.take(out) == "c"
+    assert running.output.metrics == RequestMetrics(num_draft_tokens=3, num_accepted_tokens=2)
+    generation = Generation(Deaf(), byte_tokenizer(), [asked])
+    generation._piece(0, out)
+    assert (generation.usage.drafted, generation.usage.accepted) == (3, 2)
+
+
+class Deaf:
+    """An engine that is told to abort."""
+
+    def abort(self, request_id: str, index: int | None = None) -> None: ...

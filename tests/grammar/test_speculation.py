@@ -82,13 +82,15 @@ def drained(made, *asked):
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
 @pytest.mark.parametrize("spec", [CITY, OBJECT])
-def test_forced_tokens_are_drafts_that_stand(spec, overlap):
-    """Where they are not put in for nothing, since their log-probabilities are wanted."""
+def test_forced_tokens_are_drafts_that_stand(spec, most, overlap):
+    """Where they are not put in for nothing, since their log-probabilities are wanted. The token that
+    ends the output is forced too and no draft: nothing follows it."""
     asked = [
         request(f"r{i}", spec, temperature=1.0, seed=i, max_tokens=60, logprobs=1) for i in range(3)
     ]
-    plain, quick = engine(overlap=overlap), engine(overlap=overlap, max_drafts=4)
+    plain, quick = engine(overlap=overlap), engine(overlap=overlap, max_drafts=most)
     wanted, got = drained(plain, *asked), drained(quick, *asked)
     for r in asked:
         assert tokens(got, r.id) == tokens(wanted, r.id)
