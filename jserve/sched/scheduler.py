@@ -28,7 +28,7 @@ from jserve.kv.cache import PageCache
 from jserve.kv.handles import quota_of
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
 from jserve.sched import admission, estimate, outcome, policy, telling
-from jserve.sched.budget import cap_of
+from jserve.sched.budget import cap_of, chunk_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
 from jserve.sched.decoding import Decoding
@@ -43,6 +43,7 @@ from jserve.sched.queue import WaitQueue, weights_of
 from jserve.sched.residency import Residency, owes_scores
 from jserve.sched.scores import PromptScores
 from jserve.sched.stats import LaneCounts, SchedStats, counters_of, stats_of
+from jserve.sched.swapping import Swapping
 from jserve.types import (
     Finish,
     Lane,
@@ -66,7 +67,6 @@ class Scheduler:
         config: EngineConfig,
         *,
         proposer: Proposer | None = None,
-        drafting: Drafting | None = None,
         journal: Journal | None = None,
         guides: Guides | None = None,
     ) -> None:
@@ -83,6 +83,8 @@ class Scheduler:
             pages_per_slot=per_slot,
             reuse=config.cache.prefix_caching,
             n_host_pages=limits.n_host_pages,
+            window=limits.window,
+            sinks=limits.sinks,
         )
         keeping = Keeping(
             cache,
@@ -90,19 +92,24 @@ class Scheduler:
             session_ttl_s=config.cache.session_ttl_s,
         )
         options = self.options
+        self.costs = MeasuredCosts(limits.step_times)
+        self.cap = cap_of(self.costs, limits, options)
         self.floor = Residency(
             n_slots=limits.n_slots,
             max_running=_most_running(limits, options),
             cache=cache,
             waiting=WaitQueue(weights_of(options), options.ageing_s),
             keeping=keeping,
+            chunk=chunk_of(limits, options),
+            overlap=options.overlap,
+            swapping=Swapping(
+                cache, self.cap, mode=options.preemption, page_move_s=limits.page_move_s
+            ),
         )
         self.leaders = Leaders(self.floor)
         self.fetching = Fetching(self.floor)
-        self.costs = MeasuredCosts(limits.step_times)
-        self.drafting = drafting or Drafting(limits, self.costs, config.speculative, proposer)
-        self.decoding = Decoding(self.floor, limits, self.drafting)
-        self.cap = cap_of(self.costs, limits, options)
+        self.drafting = Drafting(limits, self.costs, config.speculative, proposer)
+        self.decoding = Decoding(self.floor, limits, self.drafting, guided=guides is not None)
         self.gate = Gate(options, self.cap, self.floor)
         self.deadlines = Deadlines()
         self.scores = PromptScores()
@@ -199,7 +206,7 @@ class Scheduler:
             tokens=self.options.max_num_batched_tokens,
             prefill_tokens=self.cap.most,
             prefill_rows=self.limits.max_prefill_rows,
-            chunk=self.options.max_prefill_chunk or self.limits.max_prefill_tokens,
+            chunk=self.floor.chunk,
         )
         self.floor.make_way(now, self._held_back)
         if self.guides is not None:
@@ -254,8 +261,11 @@ class Scheduler:
                 return
 
     def _held_back(self, seq: Sequence) -> bool:
-        """True while what ``seq`` needs is being computed by another, or read from disk."""
-        return self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq)
+        """True while what ``seq`` needs is being computed by another, read from disk, or on its way to
+        the host."""
+        if self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq):
+            return True
+        return self.floor.swapping.waits(seq)
 
     def _may_admit(self, draft: PlanDraft) -> bool:
         return draft.prefill_room > 0 and not self.floor.full

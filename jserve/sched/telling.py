@@ -41,22 +41,35 @@ def advance(
         drawn = [*drawn, *verdict.forced]
     drawn = outcome.accept(seq, drawn)
     # The logits were finite, so the KV of everything before the last drawn token is sound.
-    n_sound = len(seq.tokens) - max(1, 1 + len(drawn) - n_drawn) if drawn else n_prompt
+    n_forced = len(drawn) - n_drawn
+    n_sound = len(seq.tokens) - (1 + n_forced if n_forced > 0 else 1) if drawn else n_prompt
+    n_accepted = min(n_drawn - 1, len(drawn)) if n_drafts else 0
     if verdict is not None:
         obey(seq, verdict)
-    publish(sched, seq, n_sound)
+    lease = seq.lease
+    if lease is not None and (n_sound >= lease.next_full or request.cache is not None):
+        publish(sched, seq, n_sound)
+    sched.drafting.took(seq, drawn)
+    if not first and seq.finish is None and request.params.logprobs is None:
+        return Output(
+            request_id=request.id,
+            index=seq.index,
+            token_ids=tuple(drawn),
+            n_cached=seq.n_cached,
+            n_drafted=n_drafts,
+            n_accepted=n_accepted,
+        )
     scores = sched.scores.take(seq) if first else None
     logprobs = None
     if request.params.logprobs is not None:
         logprobs = outcome.logprobs_of(seq, result, row, len(drawn))
-    sched.drafting.took(seq, drawn)
     if seq.finish is not None:
         retire(sched, seq, now)
     return Output(
         request_id=request.id,
         index=seq.index,
         n_drafted=n_drafts,
-        n_accepted=min(n_drawn - 1, len(drawn)) if n_drafts else 0,
+        n_accepted=n_accepted,
         token_ids=tuple(drawn),
         logprobs=logprobs,
         prompt_logprobs=scores,
@@ -72,6 +85,7 @@ def publish(sched: Scheduler, seq: Sequence, n_sound: int) -> None:
     lease = seq.lease
     if lease is not None and n_sound // sched.limits.page_size > lease.n_published:
         sched.floor.cache.publish(lease, seq.tokens, n_sound)
+        sched.floor.cache.slide(lease, n_sound)
     if seq.request.cache is not None:
         sched.floor.keeping.settle(seq.request, lease)
 
