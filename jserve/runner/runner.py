@@ -207,9 +207,18 @@ class ModelRunner:
         self.params = params
 
     def reset(self) -> None:
-        """A new zeroed device state, after a step failed and took the donated one with it."""
+        """A new zeroed device state, after a step failed and took the donated one with it, and a step
+        of padding to see that the device works.
+
+        Raises:
+            Exception: it does not; whatever JAX says.
+        """
+        for leaf in jax.tree.leaves(self.state):
+            if not leaf.is_deleted():
+                leaf.delete()  # there is no room for two pools
         self.state = new_state(self.model)
         self._packer.forget()
+        jax.block_until_ready(self._run(self._packer.pack(_NOTHING, self.ladder.buckets[0])))
 
     def report(self) -> dict[str, Any]:
         """What the start banner says of the device side."""

@@ -41,6 +41,7 @@ from jserve.sched.queue import WaitQueue, weights_of
 from jserve.sched.residency import Residency, owes_scores
 from jserve.sched.scores import PromptScores
 from jserve.sched.stats import LaneCounts, SchedStats, counters_of, stats_of
+from jserve.sched.trials import Trials
 from jserve.types import (
     Finish,
     Lane,
@@ -107,6 +108,7 @@ class Scheduler:
         self.scores = PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
         self._groups: dict[str, list[Sequence]] = {}
+        self.trials = Trials(self._groups)
         self._n_submitted = self.n_steps = self._n_uncommitted = 0
         self.n_prefilled = 0
         """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
@@ -182,6 +184,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The rows of the next step, or None when nothing can run before a result comes back."""
         self.floor.keeping.advance(now)
+        self.trials.settle(now)
         draft = PlanDraft(
             tokens=self.options.max_num_batched_tokens,
             prefill_tokens=self.cap.most,
@@ -291,7 +294,9 @@ class Scheduler:
                 return
 
     def _held_back(self, seq: Sequence) -> bool:
-        """True while what ``seq`` needs is being computed by another, or read from disk."""
+        """True while others are on trial, or what ``seq`` needs is computed by another or read."""
+        if self.trials.holds(seq):
+            return True
         return self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq)
 
     def _may_admit(self, draft: PlanDraft) -> bool:
@@ -303,6 +308,7 @@ class Scheduler:
         if self.journal is not None:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
+        self.trials.succeeded()
         self.floor.cache.landed(plan.id, ok=True)
         self._observe(plan, result)
         outputs: list[Output] = []
@@ -347,24 +353,23 @@ class Scheduler:
         if seq.request.cache is not None:
             self.floor.keeping.settle(seq.request, lease)
 
-    def recover(
-        self, plans: Iterable[StepPlan], blame: Iterable[str], error: str, now: float
-    ) -> list[Output]:
+    def recover(self, plans: Iterable[StepPlan], error: str, now: float) -> list[Output]:
         """A step raised and the device lost its state; ``plans`` are all that were in flight.
 
-        The requests in ``blame`` end with ``error``. All others start over from their tokens, and
-        nothing is cached any more.
+        Everyone starts over from their tokens, and nothing is cached any more. Who was in those
+        plans is tried again, see ``Trials``; a request that is found guilty ends with ``error``.
         """
-        blame = sorted(blame)
+        plans = list(plans)
         self.floor.keeping.advance(now)
         if self.journal is not None:
-            self.journal.recover(now, blame, error)
+            self.journal.recover(now, error)
+        guilty = self.trials.accuse(plans, now) if plans else None
         for plan in plans:
             self._n_uncommitted -= 1
             for row in plan.rows:
                 row.seq.pending = row.seq.in_flight = 0
         assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
-        blamed = [seq for id in blame for seq in self._groups.get(id, ()) if seq.finish is None]
+        blamed = [s for s in self._groups.get(guilty or "", ()) if s.finish is None]
         outputs = [self._end(seq, Finish.ERROR, now, error) for seq in blamed]
         self.floor.evacuate()
         return outputs
