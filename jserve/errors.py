@@ -187,7 +187,7 @@ def where(exc: BaseException) -> str:
 
     The device's own errors keep their first line; what is in it comes from XLA.
     """
-    frames = traceback.extract_tb(exc.__traceback__)[-4:]
+    frames = traceback.extract_tb(exc.__traceback__)[-6:]
     lines = " < ".join(
         f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}" for f in reversed(frames)
     )

@@ -31,6 +31,7 @@ from jserve.api.sse import EventStream
 from jserve.config import ServerOptions
 from jserve.engine.wire import Handle
 from jserve.errors import where
+from jserve.faults import point
 from jserve.types import HandleInfo, Output, Request
 
 log = logging.getLogger("jserve.api")
@@ -122,6 +123,7 @@ class Front:
         """Who asks."""
         return self.keys.tenant(request.headers)
 
+    @point("api.read")
     async def read(self, request: web.Request, wish: Callable[[dict[str, Any]], Any]) -> Any:
         """``wish`` of the JSON object in the body; big ones are worked on in a thread.
 

@@ -43,7 +43,9 @@ from jserve.errors import (
     RequestFailed,
     WeightsError,
     error_of,
+    where,
 )
+from jserve.faults import point
 from jserve.ports import Clock
 from jserve.types import Finish, HandleInfo, Output, Request
 
@@ -217,6 +219,7 @@ class AsyncEngine:
         stalled = waiting and self._clock() - self._moved_at > self._stall_timeout_s
         return self.ready and not stalled
 
+    @point("engine.open")
     def _open(self, request: Request, ttl_s: float | None) -> Stream:
         self._check_open()
         if request.id in self._streams:
@@ -245,6 +248,17 @@ class AsyncEngine:
     def _cancel(self, request_id: str, index: int | None = None) -> None:
         if self.client is not None and self.client.alive:
             self.client.cancel(request_id, index)
+
+    def _hand_over(self, output: Output) -> None:
+        """``_deliver``; a fault in it costs this request, and no other waits for what was lost."""
+        try:
+            self._deliver(output)
+        except Exception as error:
+            log.error("an output was lost: %s", where(error))
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                self._cancel(output.request_id)
+                stream.end(Finish.ERROR, "an output was lost", RequestFailed.code)
 
     def _deliver(self, output: Output) -> None:
         """Hand an output to its stream, unless its choice has already ended."""
@@ -300,7 +314,7 @@ class AsyncEngine:
             case Outputs():
                 self._progress_to(message.step)
                 for output in message.outputs:
-                    self._deliver(output)
+                    self._hand_over(output)
             case Handles():
                 self._on_handles(message)
             case Stats():

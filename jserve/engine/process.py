@@ -38,7 +38,7 @@ from jserve.engine.wire import (
     Submit,
     ToEngine,
 )
-from jserve.errors import ConfigError, JserveError
+from jserve.errors import ConfigError, JserveError, where
 
 log = logging.getLogger(__name__)
 
@@ -165,9 +165,9 @@ def _report(link: Link, error: Exception) -> int:
     known = isinstance(error, JserveError)
     mendable = isinstance(error, ConfigError)
     if not mendable:
-        log.error("the engine ends", exc_info=error)
+        log.error("the engine ends: %s", where(error))
     fault = Fault(
-        message=error.message if known else f"{type(error).__name__}: {str(error)[:300]}",
+        message=error.message if known else where(error),
         code=error.code if known else "engine_dead",
         field=error.field if known else None,
         fatal=True,

@@ -18,6 +18,7 @@ from collections import deque
 
 import msgspec
 
+from jserve.faults import point
 from jserve.ports import Clock
 from jserve.types import Finish, Output, Request
 
@@ -49,6 +50,7 @@ class Stream:
         nothing waits."""
         return self._clock() - self._waiting_since if self._outputs else 0.0
 
+    @point("stream.put")
     def put(self, output: Output) -> bool:
         """Queue an output. False, and nothing done, when its choice has ended or never was."""
         if output.index not in self.open:
@@ -129,4 +131,6 @@ def _weight(output: Output) -> int:
     scored = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
     n_top = sum(len(entry.top_ids) for entry in scored if entry is not None)
     n_tokens = len(output.token_ids)
-    return _BYTES_OUTPUT + _BYTES_TOKEN * n_tokens + _BYTES_LOGPROB * len(scored) + _BYTES_TOP * n_top
+    return (
+        _BYTES_OUTPUT + _BYTES_TOKEN * n_tokens + _BYTES_LOGPROB * len(scored) + _BYTES_TOP * n_top
+    )

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from jserve.faults import point
 from jserve.types import HandleInfo, Output, Request
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -217,6 +218,7 @@ class SocketLink:
         """
         self.send_frame(pack(message))
 
+    @point("wire.send", LinkClosed)
     def send_frame(self, frame: bytes) -> None:
         """Send what ``pack`` made; raises LinkClosed."""
         with self._sending:
@@ -225,6 +227,7 @@ class SocketLink:
             except OSError as error:
                 raise LinkClosed(str(error)) from error
 
+    @point("wire.receive", LinkClosed)
     def receive(self, timeout_s: float | None) -> list[Any]:
         """Messages at hand, waiting up to ``timeout_s`` (None: for ever) for bytes to come; may
         be [].

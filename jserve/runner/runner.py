@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.faults import point
 from jserve.model.attention import backend as find_backend
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
@@ -146,6 +147,7 @@ class ModelRunner:
         self.limits = dataclasses.replace(self.limits, step_times=times)
         self.programs.seal()
 
+    @point("runner.launch")
     def launch(self, plan: StepPlan, bucket: Bucket | None = None) -> InFlight:
         """Start a step and return. ``bucket`` overrides the choice (tests, benchmarks).
 
@@ -170,6 +172,7 @@ class ModelRunner:
             handle=_Launched(batch=batch, out=out, wants_top=wants_top, leaving=leaving),
         )
 
+    @point("runner.collect")
     def collect(self, flight: InFlight) -> StepResult:
         """Wait for a launched step and give its rows in plan order."""
         launched: _Launched = flight.handle
@@ -206,6 +209,7 @@ class ModelRunner:
         _check_like(params, self.params)
         self.params = params
 
+    @point("runner.reset")
     def reset(self) -> None:
         """A new zeroed device state, after a step failed and took the donated one with it, and a step
         of padding to see that the device works.

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 
 from jserve.config import EngineConfig, SchedulerOptions
 from jserve.errors import BadRequest, DeadlineExceeded
+from jserve.faults import point
 from jserve.kv.cache import PageCache
 from jserve.kv.handles import quota_of
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits, Verdict
@@ -113,6 +114,7 @@ class Scheduler:
         self.n_prefilled = 0
         """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
 
+    @point("sched.submit")
     def submit(self, request: Request, now: float) -> None:
         """Queue ``request`` (one sequence per choice).
 
@@ -181,6 +183,7 @@ class Scheduler:
         chosen = [s for s in group if s.finish is None and index in (None, s.index)]
         return [self._end(seq, Finish.ABORT, now) for seq in chosen]
 
+    @point("sched.plan")
     def plan(self, now: float) -> StepPlan | None:
         """The rows of the next step, or None when nothing can run before a result comes back."""
         self.floor.keeping.advance(now)
@@ -302,6 +305,7 @@ class Scheduler:
     def _may_admit(self, draft: PlanDraft) -> bool:
         return draft.prefill_room > 0 and not self.floor.full
 
+    @point("sched.commit")
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take over the results of ``plan``: one output per row that moved a live sequence."""
         self.floor.keeping.advance(now)
@@ -412,7 +416,10 @@ class Scheduler:
 
     def _ask(self, seq: Sequence, drawn: list[int]) -> Verdict:
         assert seq.guide is not None
-        verdict = seq.guide.take(drawn)
+        try:
+            verdict = seq.guide.take(drawn)
+        except Exception as error:  # a fault of its guide ends this sequence, not the engine
+            verdict = Verdict(error=f"the guide failed with {type(error).__name__}")
         self._note(seq, verdict)
         return verdict
 

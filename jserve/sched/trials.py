@@ -95,9 +95,7 @@ class Trials:
 
     def _open(self, present: list[str], now: float) -> None:
         self._marks = {
-            seq: len(seq.tokens) + max(1, seq.in_flight)
-            for id in present
-            for seq in self._live[id]
+            seq: len(seq.tokens) + max(1, seq.in_flight) for id in present for seq in self._live[id]
         }
         self._found_any = False
         self._groups.extend(_halves(present))

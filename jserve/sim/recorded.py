@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 

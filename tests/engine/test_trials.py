@@ -39,9 +39,9 @@ class Poisoned(FakeRunner):
 
     def _look(self, where, plan):
         for row in plan.rows:
-            if self.where == where and row.seq.request.id in self.poison:
-                if row.start + row.count > self.at:
-                    raise RuntimeError("device words")
+            poisoned = self.where == where and row.seq.request.id in self.poison
+            if poisoned and row.start + row.count > self.at:
+                raise RuntimeError("device words")
 
 
 class Tick:

@@ -12,7 +12,11 @@ USER = [{"role": "user", "content": "What is 12 + 30?"}]
 
 try:
     whole = client.messages.create(
-        model=model, messages=USER, max_tokens=200, extra_body={"temperature": 0}, system="You are terse."
+        model=model,
+        messages=USER,
+        max_tokens=200,
+        extra_body={"temperature": 0},
+        system="You are terse.",
     )
 except anthropic.NotFoundError:
     print("skip: no /v1/messages")
@@ -22,7 +26,11 @@ assert whole.role == "assistant"
 assert whole.stop_reason in ("end_turn", "max_tokens")
 assert whole.usage.output_tokens > 0
 with client.messages.stream(
-    model=model, messages=USER, max_tokens=200, extra_body={"temperature": 0}, system="You are terse."
+    model=model,
+    messages=USER,
+    max_tokens=200,
+    extra_body={"temperature": 0},
+    system="You are terse.",
 ) as stream:
     streamed = "".join(stream.text_stream)
     final = stream.get_final_message()
@@ -52,7 +60,7 @@ assert any(b.type == "tool_use" and "city" in b.input for b in called.content)
 try:
     client.messages.create(model=model, messages=USER, max_tokens=4, extra_body={"temperature": 9})
 except anthropic.BadRequestError as error:
-    assert error.body["error"]["message"]
+    assert error.body["error"]["message"]  # noqa: PT017
 else:
     raise AssertionError("temperature 9 was accepted")
 print("ok", anthropic.__version__)

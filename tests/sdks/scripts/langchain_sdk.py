@@ -40,7 +40,9 @@ armed = chat.bind_tools([get_weather], tool_choice="any")
 asked = HumanMessage("What is the weather in Oslo?")
 called = armed.invoke([asked])
 assert called.tool_calls[0]["name"] == "get_weather"
-told = ToolMessage(get_weather.invoke(called.tool_calls[0]["args"]), tool_call_id=called.tool_calls[0]["id"])
+told = ToolMessage(
+    get_weather.invoke(called.tool_calls[0]["args"]), tool_call_id=called.tool_calls[0]["id"]
+)
 assert chat.bind_tools([get_weather]).invoke([asked, called, told]) is not None
 assert OpenAI(**options, max_tokens=8).invoke("Once upon")
 print("ok")
