@@ -256,6 +256,7 @@ class ProcClient:
             try:
                 link.send_frame(frame)
             except LinkClosed:
+                link.shut()  # a reader that goes on would make nobody wiser
                 return
 
     def _reap(self) -> int:

@@ -11,6 +11,7 @@ raised::
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -247,6 +248,11 @@ class SocketLink:
             raise LinkClosed("the other end closed the socket")
         self._buffer += data
         return [self._decode(payload) for payload in take_frames(self._buffer)]
+
+    def shut(self) -> None:
+        """End the conversation: both ends find the link closed."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()
