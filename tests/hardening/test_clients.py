@@ -101,12 +101,12 @@ async def test_a_slow_reader_gets_all_of_it_and_nobody_waits():
     async with world(limits=limits, face={"slow_reader_s": 5.0}) as made:
         body = {"prompt": "x", "max_tokens": 480, "seed": 1, "logprobs": 20, "stream": True}
         body |= {"ignore_eos": True}
-        async with aiohttp.ClientSession() as http:
-            async with http.post(made.srv.url + COMP, json=body) as response:
-                want = _text(await response.read())
-        slow = [
-            await connect(made.srv.url, raw(COMP, body), receive_buffer=2048) for _ in range(5)
-        ]
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(made.srv.url + COMP, json=body) as response,
+        ):
+            want = _text(await response.read())
+        slow = [await connect(made.srv.url, raw(COMP, body), receive_buffer=2048) for _ in range(5)]
         await until(lambda: made.face.n_active == 5)
         told = await asyncio.wait_for(play(made), 10.0)
         assert all(got.kind == GOOD for got in told), "others never wait"
