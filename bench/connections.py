@@ -164,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with contextlib.ExitStack() as stack:
         cache = args.compile_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cache.mkdir(parents=True, exist_ok=True)
         paths = Paths(
             model=args.model or shipped(), compile_cache=cache, extra={"jserve": args.extra}
         )
