@@ -130,6 +130,16 @@ def regex(text: str) -> StructuredOutputs:
     return StructuredOutputs(regex=text)
 
 
+def fill(checker: Slow, n_waiting: int, tenant: str) -> None:
+    """One that is being checked, and ``n_waiting`` behind it."""
+    checker.check(regex("0"), tenant)
+    until = time.monotonic() + 5
+    while checker._waiting and time.monotonic() < until:
+        time.sleep(0.005)
+    for i in range(n_waiting):
+        checker.check(regex(f"x{i}"), tenant)
+
+
 def test_tenants_take_turns(slow):
     futures = [slow.check(regex(f"ann{i}"), "ann") for i in range(4)]
     futures += [slow.check(regex(f"bob{i}"), "bob") for i in range(2)]
@@ -143,17 +153,17 @@ def test_tenants_take_turns(slow):
 
 
 def test_no_tenant_fills_the_queue(slow):
+    fill(slow, MAX_QUEUED_TENANT, "ann")
     with pytest.raises(RateLimited) as caught:
-        for i in range(MAX_QUEUED_TENANT + 2):
-            slow.check(regex(f"ann{i}"), "ann")
+        slow.check(regex("more"), "ann")
     assert caught.value.retry_after
     assert slow.check(regex("bob"), "bob") is not None
 
 
 def test_without_tenants_the_whole_queue_may_be_filled_and_no_more(slow):
+    fill(slow, MAX_QUEUED, "")
     with pytest.raises(Overloaded):
-        for i in range(MAX_QUEUED + 2):
-            slow.check(regex(f"x{i}"))
+        slow.check(regex("more"))
     assert len(slow.order) == 0
 
 

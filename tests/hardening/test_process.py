@@ -21,7 +21,7 @@ from jserve.errors import ConfigError
 from jserve.runner.disk import READ_ONLY_S, DiskStore
 from tests.api.fake import FakeEngine, chat_body, until
 from tests.api.test_api_server import CHAT, started, stream
-from tests.whole.conftest import SMALL_OPTIONS, tiny_dir  # noqa: F401  (a fixture)
+from tests.whole.conftest import SMALL_OPTIONS
 
 
 async def test_the_port_stays_open_for_the_router_to_notice():
