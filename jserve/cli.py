@@ -35,6 +35,8 @@ from jserve.config import (
 from jserve.errors import ConfigError, JserveError
 
 ENV_PREFIX = "JSERVE_"
+FAULTS = "JSERVE_FAULTS"
+"""For tests of a whole server: fault points to arm, as ``faults.arm_all`` reads them."""
 ALIASES = {"tensor_parallel_size": ["--tp", "-tp"], "page_size": ["--block-size"]}
 
 _DOT = "__"
@@ -147,7 +149,7 @@ def resolve(
         option = name.removeprefix(ENV_PREFIX).lower()
         if name.startswith(ENV_PREFIX) and option in known:
             variables[known[option]] = value
-        elif name.startswith(ENV_PREFIX):
+        elif name.startswith(ENV_PREFIX) and name != FAULTS:
             err.print(f"[yellow]warning:[/] {name} is not an option of jserve; ignored")
     layers = (_yaml_options(file) if file else {}, variables, flags)
     return EngineConfig.of(**{k: v for layer in layers for k, v in dotted(layer).items()})
@@ -211,7 +213,21 @@ def serve(config: EngineConfig, model: Model = None) -> None:
 
     for name, value in HUGE_PAGES.items():
         os.environ.setdefault(name, value)
+    _arm_faults("jserve.api.server")
     raise typer.Exit(commands.serve(config, err))
+
+
+def _arm_faults(module: str) -> None:
+    """Arm the points named in the environment that this process has, once ``module`` is loaded."""
+    wanted = os.environ.get(FAULTS, "")
+    if wanted:
+        import importlib
+
+        from jserve import faults
+
+        importlib.import_module(module)
+        armed = faults.arm_all(wanted)
+        err.print(f"[yellow]warning:[/] fault points are armed: {', '.join(armed) or 'none here'}")
 
 
 @app.command()
@@ -389,7 +405,8 @@ def engine(fd: Annotated[int, typer.Option(help="socket inherited from the HTTP 
     from jserve import build
     from jserve.engine import process
 
-    process.main(fd, build.engine)
+    _arm_faults("jserve.runner.runner")
+    raise typer.Exit(process.main(fd, build.engine))
 
 
 def main() -> None:

@@ -194,6 +194,9 @@ class ServerOptions:
         15.0, "seconds between SSE comments while a stream is idle; 0 is off", min=0
     )
     drain_timeout_s: float = opt(30.0, "seconds running requests get after SIGTERM", min=0)
+    drain_delay_s: float = opt(
+        0.0, "seconds the port stays open after SIGTERM at least, for a router to notice", min=0
+    )
     max_restarts: int = opt(3, "engine restarts before the server gives up", min=0)
     stall_timeout_s: float = opt(
         120.0, "seconds without a step, with work waiting, before /health fails", min=1

@@ -6,6 +6,8 @@ or us (5xx). Knows nothing of HTTP bodies; ``jserve.api`` turns these into them.
 
 from __future__ import annotations
 
+import traceback
+
 
 class JserveError(Exception):
     """Base of all errors raised on purpose.
@@ -178,3 +180,17 @@ def error_of(
     if kind is not None:
         return kind(message, field=field, retry_after=retry_after)
     return RequestFailed(message, field=field, code=code)
+
+
+def where(exc: BaseException) -> str:
+    """Type and place of an exception for the log, without its words: these may hold a prompt.
+
+    The device's own errors keep their first line; what is in it comes from XLA.
+    """
+    frames = traceback.extract_tb(exc.__traceback__)[-6:]
+    lines = " < ".join(
+        f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}" for f in reversed(frames)
+    )
+    kind = type(exc)
+    said = str(exc).split("\n", 1)[0][:300] if kind.__module__.startswith("jax") else ""
+    return f"{kind.__name__}{f' ({said})' if said else ''} at {lines or 'unknown'}"

@@ -41,6 +41,7 @@ from jserve.fake_model import (
     stops_of,
     top_of,
 )
+from jserve.faults import point
 from jserve.ports import InFlight, RunnerLimits
 from jserve.sampling import MAX_LOGPROBS
 from jserve.types import (
@@ -117,6 +118,7 @@ class FakeRunner:
     def limits(self) -> RunnerLimits:
         return self._limits
 
+    @point("runner.launch")
     def launch(self, plan: StepPlan) -> InFlight:
         self._check(plan)
         saved = self._move(plan)
@@ -128,6 +130,7 @@ class FakeRunner:
             plan=plan, launched=time.monotonic(), handle=(self.n_launched, result, saved)
         )
 
+    @point("runner.collect")
     def collect(self, flight: InFlight) -> StepResult:
         number, result, saved = flight.handle
         assert number == self.n_collected + 1, "steps must be collected in launch order"

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jserve"
 
-LEAVES = {"types", "sampling", "ports", "config", "errors"}
+LEAVES = {"types", "sampling", "ports", "config", "errors", "faults"}
 # Room -> rooms it may import, besides the leaves and itself. `build` wires everything together.
 ALLOWED: dict[str, set[str]] = {
     "sampling": set(),
@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "ports": set(),
     "config": set(),
     "errors": set(),
+    "faults": set(),
     "fake_model": set(),
     "testing": {"fake_model", "kv", "sched"},
     "kv": set(),
@@ -58,6 +59,7 @@ HOST = [
     "ports",
     "config",
     "errors",
+    "faults",
     "testing",
     "fake_model",
     "outputs",

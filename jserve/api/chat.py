@@ -34,6 +34,7 @@ import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jserve.errors import BadRequest, ConfigError, JserveError, RequestFailed
+from jserve.faults import point
 
 MAX_SECONDS = 1.0
 MAX_OUTPUT = 4 << 20
@@ -205,6 +206,7 @@ class ChatTemplate:
             return e.message
         return None
 
+    @point("template.render")
     def _render(self, chat: Chat) -> str:
         name = "tool_use" if chat.tools and "tool_use" in self._templates else "default"
         pieces: list[str] = []

@@ -8,7 +8,6 @@ Must not know endpoints or fields. Nothing here ever holds a traceback, a path, 
 from __future__ import annotations
 
 import asyncio
-import traceback
 from typing import Any
 
 from aiohttp import web
@@ -98,12 +97,3 @@ def error_headers(error: JserveError) -> dict[str, str]:
     if error.status == 500:
         headers["x-should-retry"] = "false"
     return headers
-
-
-def where(exc: BaseException) -> str:
-    """Type and place of an exception for the log, without its message: that may hold a prompt."""
-    frames = traceback.extract_tb(exc.__traceback__)[-4:]
-    lines = " < ".join(
-        f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}" for f in reversed(frames)
-    )
-    return f"{type(exc).__name__} at {lines or 'unknown'}"

@@ -23,13 +23,15 @@ from aiohttp import web
 from jserve.api.ask import ModelCard, Wish
 from jserve.api.auth import Keys
 from jserve.api.body import parse_object, read_body
-from jserve.api.errors import as_error, where
+from jserve.api.errors import as_error
 from jserve.api.generate import Engine, Generation, Piece, Reply
 from jserve.api.metrics import Metrics, RequestTimer
 from jserve.api.prepare import Preparer
 from jserve.api.sse import EventStream
 from jserve.config import ServerOptions
 from jserve.engine.wire import Handle
+from jserve.errors import where
+from jserve.faults import point
 from jserve.types import HandleInfo, Output, Request
 
 log = logging.getLogger("jserve.api")
@@ -121,6 +123,7 @@ class Front:
         """Who asks."""
         return self.keys.tenant(request.headers)
 
+    @point("api.read")
     async def read(self, request: web.Request, wish: Callable[[dict[str, Any]], Any]) -> Any:
         """``wish`` of the JSON object in the body; big ones are worked on in a thread.
 

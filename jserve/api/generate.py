@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from jserve.api.ask import Usage
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
+from jserve.faults import point
 from jserve.text.stream import TextStream
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, Output, Request, TokenLogprob
@@ -162,6 +163,7 @@ class Generation:
     def _run(self, request: Request) -> AsyncGenerator[Output, None]:
         return cast("AsyncGenerator[Output, None]", self._engine.generate(request))
 
+    @point("api.piece")
     def _piece(self, prompt: int, output: Output) -> Piece | None:
         number = prompt * self.params.n + output.index
         choice = self._choices[number]

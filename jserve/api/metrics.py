@@ -6,6 +6,7 @@ is bounded. Must not know dialects. Names follow vLLM's suffixes under the prefi
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -204,6 +205,7 @@ class _EngineCollector(Collector):
         yield self._gauge("num_requests_running", "Sequences running.", stats.running)
         yield self._gauge("num_requests_waiting", "Sequences waiting.", stats.waiting)
         yield self._gauge("num_requests_active", "Requests not yet ended.", self._source.n_active)
+        yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
         yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
         values = dict(stats.values)
@@ -267,6 +269,13 @@ class _EngineCollector(Collector):
         family = CounterMetricFamily(f"jserve:{name}", help, labels=["model_name"])
         family.add_metric([self._model], float(value))
         return family
+
+
+def _n_tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # scraped outside of the server's loop
+        return 0
 
 
 def _usage(values: Mapping[str, float]) -> float:

@@ -19,6 +19,7 @@ from jserve.api.ask import Ask, ModelCard
 from jserve.api.chat import Chat, ChatTemplate, Part
 from jserve.api.openai_structure import Shape
 from jserve.errors import BadRequest, ContextTooLong, Overloaded
+from jserve.faults import point
 from jserve.grammar.checker import GrammarChecker
 from jserve.grammar.vocab import vocabulary
 from jserve.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
@@ -62,6 +63,7 @@ class Preparer:
         self._pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    @point("api.prepare")
     async def requests(self, ask: Ask) -> list[Request]:
         """One request per prompt, within the model's limits.
 
@@ -71,7 +73,7 @@ class Preparer:
             structure that cannot be enforced.
             Overloaded: too many requests wait for a thread.
         """
-        await self._check_shape(ask.shape)
+        await self._check_shape(ask.shape, ask.tenant)
         prompts = [tuple(ids) for ids in await self.prompt_ids(ask)]
         head = self.book.head(ask) if self.book is not None else None
         if head is not None:
@@ -136,12 +138,12 @@ class Preparer:
         finally:
             self._queued -= 1
 
-    async def _check_shape(self, shape: Shape) -> None:
+    async def _check_shape(self, shape: Shape, tenant: str) -> None:
         """Have the structure compiled, its parts first, so that an error names its field."""
         last = () if shape.spec is None else ((shape.field, shape.spec),)
         for field, spec in (*shape.checks, *last):
             try:
-                future = self._checker.check(spec)
+                future = self._checker.check(spec, tenant)
                 if future is not None:
                     await asyncio.wrap_future(future)
             except BadRequest as e:

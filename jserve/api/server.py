@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -37,6 +38,8 @@ log = logging.getLogger("jserve.api")
 _CLIENT_FAULTS = (web.RequestPayloadError, HttpProcessingError)
 LAST_WORDS_S = 5.0
 """How long answers may take to leave once the engine has drained."""
+SPARE_FILES = 128
+"""Open files beside the connections: model files, pipes, the engine's socket."""
 
 
 class Connection(RequestHandler):
@@ -151,6 +154,7 @@ class HttpServer:
             ConfigError: the address is taken or not ours.
         """
         await self._runner.setup()
+        _allow_files(self.front.limits.max_connections)
         loop = asyncio.get_running_loop()
         host, port = self._options.host, self._options.port
         try:
@@ -216,13 +220,13 @@ async def serve(
         if on_listening is not None:
             on_listening(url)
         try:
-            return await _until_end(engine, signals, config.server.drain_timeout_s, server)
+            return await _until_end(engine, signals, config.server, server)
         finally:
             await server.stop(0.5)
 
 
 async def _until_end(
-    engine: ServedEngine, signals: asyncio.Queue[int], drain_timeout_s: float, server: HttpServer
+    engine: ServedEngine, signals: asyncio.Queue[int], options: ServerOptions, server: HttpServer
 ) -> int:
     signalled = asyncio.ensure_future(signals.get())
     gave_up = asyncio.ensure_future(engine.gave_up.wait())
@@ -231,8 +235,8 @@ async def _until_end(
         if gave_up.done():
             log.error("the engine gave up: %s", engine.gave_up_reason)
             return 1
-        log.info("draining for at most %.0f s", drain_timeout_s)
-        drained = asyncio.ensure_future(_drain(engine, server, drain_timeout_s))
+        log.info("draining for at most %.0f s", options.drain_timeout_s)
+        drained = asyncio.ensure_future(_drain(engine, server, options))
         again = asyncio.ensure_future(signals.get())
         await asyncio.wait({drained, again, gave_up}, return_when=asyncio.FIRST_COMPLETED)
         again.cancel()
@@ -246,11 +250,28 @@ async def _until_end(
             task.cancel()
 
 
-async def _drain(engine: ServedEngine, server: HttpServer, timeout_s: float) -> None:
-    n_aborted = await engine.drain(timeout_s)
+async def _drain(engine: ServedEngine, server: HttpServer, options: ServerOptions) -> None:
+    drained = engine.drain(options.drain_timeout_s)
+    n_aborted, _ = await asyncio.gather(drained, asyncio.sleep(options.drain_delay_s))
     if n_aborted:
         log.warning("%d requests did not finish in time", n_aborted)
     await server.stop()
+
+
+def _allow_files(n_connections: int) -> None:
+    """Raise the process's limit of open files to what the connections need, or say that it is low."""
+    wanted = n_connections + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= wanted or soft == resource.RLIM_INFINITY:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft < wanted:
+        log.warning(
+            "%d open files are allowed; %d connections need %d", soft, n_connections, wanted
+        )
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from jserve.api.errors import error_body
 from jserve.errors import JserveError
+from jserve.faults import point
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -32,7 +33,7 @@ class EventStream:
     Args:
         request: the request to answer.
         keep_alive_s: a comment is sent after so many idle seconds; 0 is off.
-        write_timeout_s: a reader that takes nothing for so long is cut off.
+        write_timeout_s: a reader that takes nothing at all for so long is cut off.
     """
 
     def __init__(
@@ -89,15 +90,32 @@ class EventStream:
         if self._pinger is not None:
             self._pinger.cancel()
 
+    @point("sse.write", ConnectionResetError)
     async def _write(self, data: bytes) -> None:
         self._written_at = self._loop.time()
+        left = self._unread() + len(data)
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 await self.response.write(data)
         except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionResetError("the client stopped reading") from None
+            await self._drain(left)
+
+    async def _drain(self, left: int) -> None:
+        """Wait on for a reader who took something of the ``left`` bytes within the time limit."""
+        while (now := self._unread()) < left:
+            left = now
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._write_timeout_s):
+                    await self._request.writer.drain()
+                    return
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        raise ConnectionResetError("the client stopped reading")
+
+    def _unread(self) -> int:
+        """Bytes that wait on our side of the connection."""
+        transport: Any = self._request.transport
+        return 0 if transport is None else transport.get_write_buffer_size()
 
     async def _ping(self) -> None:
         while True:

@@ -36,8 +36,8 @@ class Anteroom:
             return request, None
         try:
             future = self._guides.compile(request)
-        except JserveError as error:
-            return request, error
+        except Exception as error:  # whatever it is, it is this request's
+            return request, _told(error)
         if future is None:
             return request, None
         self._waiting[request.id] = (request, future)
@@ -68,6 +68,10 @@ class Anteroom:
 
 def _fault(future: Future[None]) -> JserveError | None:
     error = future.exception()
-    if error is None or isinstance(error, JserveError):
+    return None if error is None else _told(error)
+
+
+def _told(error: BaseException) -> JserveError:
+    if isinstance(error, JserveError):
         return error
     return RequestFailed(f"the grammar's compilation failed with {type(error).__name__}")

@@ -43,7 +43,9 @@ from jserve.errors import (
     RequestFailed,
     WeightsError,
     error_of,
+    where,
 )
+from jserve.faults import point
 from jserve.ports import Clock
 from jserve.types import Finish, HandleInfo, Output, Request
 
@@ -61,8 +63,9 @@ class AsyncEngine:
         make_client: makes a fresh, unstarted client, also for every restart.
         max_restarts: restarts before giving up.
         stall_timeout_s: seconds without a step, with work waiting, until ``healthy`` is False.
-        max_buffered_tokens: tokens a consumer may lag behind ...
-        slow_reader_s: ... for so many seconds, before its request is ended with an error.
+        max_buffered_bytes: outputs of one request that may wait for its consumer; more end it in
+            error. Until then a sequence runs on at its own pace, however slow its reader is.
+        slow_reader_s: a consumer that takes nothing for so long ends the same way.
         backoff_s: wait before the first restart; doubles each time.
         clock: monotonic seconds.
 
@@ -79,7 +82,7 @@ class AsyncEngine:
         *,
         max_restarts: int = 3,
         stall_timeout_s: float = 120.0,
-        max_buffered_tokens: int = 256,
+        max_buffered_bytes: int = 4 << 20,
         slow_reader_s: float = 30.0,
         backoff_s: float = 0.5,
         clock: Clock = time.monotonic,
@@ -87,7 +90,7 @@ class AsyncEngine:
         self._make_client = make_client
         self._max_restarts, self._backoff_s = max_restarts, backoff_s
         self._stall_timeout_s = stall_timeout_s
-        self._max_buffered, self._slow_reader_s = max_buffered_tokens, slow_reader_s
+        self._max_buffered, self._slow_reader_s = max_buffered_bytes, slow_reader_s
         self._clock = clock
         self._streams: dict[str, Stream] = {}
         self._asked: dict[str, asyncio.Future[list[HandleInfo]]] = {}
@@ -202,9 +205,9 @@ class AsyncEngine:
         return len(self._streams)
 
     @property
-    def n_buffered_tokens(self) -> int:
-        """Tokens drawn and not yet taken by consumers, all requests together."""
-        return sum(stream.n_buffered for stream in self._streams.values())
+    def n_buffered_bytes(self) -> int:
+        """What was drawn and not yet taken by consumers weighs, all requests together."""
+        return sum(stream.n_bytes for stream in self._streams.values())
 
     def stats(self) -> Stats:
         """What the engine last said of itself."""
@@ -216,6 +219,7 @@ class AsyncEngine:
         stalled = waiting and self._clock() - self._moved_at > self._stall_timeout_s
         return self.ready and not stalled
 
+    @point("engine.open")
     def _open(self, request: Request, ttl_s: float | None) -> Stream:
         self._check_open()
         if request.id in self._streams:
@@ -227,7 +231,7 @@ class AsyncEngine:
             self.client.create(request, ttl_s)
         if not any(stream.open for stream in self._streams.values()):
             self._moved_at = self._clock()
-        stream = Stream(request, max_buffered=self._max_buffered, clock=self._clock)
+        stream = Stream(request, clock=self._clock)
         self._streams[request.id] = stream
         return stream
 
@@ -245,15 +249,31 @@ class AsyncEngine:
         if self.client is not None and self.client.alive:
             self.client.cancel(request_id, index)
 
+    def _hand_over(self, output: Output) -> None:
+        """``_deliver``; a fault in it costs this request, and no other waits for what was lost."""
+        try:
+            self._deliver(output)
+        except Exception as error:
+            log.error("an output was lost: %s", where(error))
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                self._cancel(output.request_id)
+                stream.end(Finish.ERROR, "an output was lost", RequestFailed.code)
+
     def _deliver(self, output: Output) -> None:
         """Hand an output to its stream, unless its choice has already ended."""
         stream = self._streams.get(output.request_id)
+        # Before this output: one alone may be large, and nobody had the time to take it.
+        too_slow = stream is not None and self._too_slow(stream)
         if stream is None or not stream.put(output):
             self.counters["dropped_outputs"] += 1
-        elif stream.lag_s > self._slow_reader_s and stream.open:
+        elif too_slow and stream.open:
             self.counters["slow_readers"] += 1
             self._cancel(output.request_id)
             stream.end(Finish.ERROR, "the client reads too slowly", "slow_reader")
+
+    def _too_slow(self, stream: Stream) -> bool:
+        return stream.n_bytes > self._max_buffered or stream.lag_s > self._slow_reader_s
 
     def _fail_all(self, message: str, code: str | None, *, cancel: bool) -> int:
         """End every running request in error; returns how many there were."""
@@ -294,7 +314,7 @@ class AsyncEngine:
             case Outputs():
                 self._progress_to(message.step)
                 for output in message.outputs:
-                    self._deliver(output)
+                    self._hand_over(output)
             case Handles():
                 self._on_handles(message)
             case Stats():

@@ -189,10 +189,7 @@ class ProcClient:
     def start(self, on_message: OnMessage) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            fd = theirs.fileno()
-            self._process = subprocess.Popen(
-                self._command(fd), pass_fds=[fd], stdin=subprocess.DEVNULL
-            )
+            self._spawn(theirs)
         link = SocketLink(ours, FromEngine)
         self._outbox.put(pack(Start(config=self._config.flat())))
         self._reader = threading.Thread(
@@ -202,6 +199,10 @@ class ProcClient:
         threading.Thread(
             target=self._write, args=(link,), name="engine-writer", daemon=True
         ).start()
+
+    def _spawn(self, theirs: socket.socket) -> None:
+        fd = theirs.fileno()
+        self._process = subprocess.Popen(self._command(fd), pass_fds=[fd], stdin=subprocess.DEVNULL)
 
     def submit(self, request: Request) -> None:
         self._post(Submit(request=request))
@@ -255,6 +256,7 @@ class ProcClient:
             try:
                 link.send_frame(frame)
             except LinkClosed:
+                link.shut()  # a reader that goes on would make nobody wiser
                 return
 
     def _reap(self) -> int:

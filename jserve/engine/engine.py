@@ -24,7 +24,7 @@ from typing import Any
 
 from jserve.engine.anteroom import Anteroom
 from jserve.engine.wire import Cancel, Create, Handle, Handles, Stats, Submit
-from jserve.errors import EngineDead, JserveError, RequestFailed
+from jserve.errors import EngineDead, JserveError, RequestFailed, where
 from jserve.ports import Clock, DiskTier, InFlight, Runner
 from jserve.sched import admission, caching, tiering
 from jserve.sched.scheduler import Scheduler
@@ -32,8 +32,6 @@ from jserve.types import Finish, Output, Request, StepPlan
 
 log = logging.getLogger(__name__)
 
-MAX_RETRIES = 2
-FAULT_WINDOW_S = 60.0
 COMPILE_WAIT_S = 0.005
 """How long an engine with nothing else to do waits for a grammar, before it looks at its inbox."""
 
@@ -43,7 +41,8 @@ class Engine:
 
     Args:
         scheduler: decides; its state changes only inside ``step``.
-        runner: computes. One with a ``reset()`` method survives a step that raises.
+        runner: computes. One with a ``reset()`` method (a new state; raises where the device does not
+            work) survives a step that raises.
         overlap: steps launched ahead of the one that is awaited (0, 1 or 2).
         clock: monotonic seconds.
     """
@@ -66,7 +65,6 @@ class Engine:
         self._anteroom = Anteroom(scheduler.guides)
         self._flights: deque[InFlight] = deque()
         self._landed: list[Output] = []
-        self._faults: list[float] = []
         stored = runner.stored() if isinstance(runner, DiskTier) else None
         self._disk = runner if isinstance(runner, DiskTier) and stored is not None else None
         if stored is not None:
@@ -157,7 +155,7 @@ class Engine:
             done = self._flights.popleft()
             self._landed += self.scheduler.commit(done.plan, result, self.clock())
         change()
-        self.scheduler.recover((), (), "", self.clock())
+        self.scheduler.recover((), "", self.clock())
 
     def stats(self) -> Stats:
         """Counters of the scheduler and the runner by their names, with what is in flight here."""
@@ -239,29 +237,33 @@ class Engine:
         return []
 
     def _recover(self, error: Exception, plan: StepPlan | None) -> list[Output]:
-        """Give up the steps in flight, rebuild the device state, try again without the suspects.
-
-        A first fault is blamed on the requests that joined in its step (there may be none), a
-        second one within a minute on everyone in it. A third one ends the engine.
-        """
-        log.error("step failed", exc_info=error)
-        now = self.clock()
-        self._faults = [at for at in self._faults if now - at < FAULT_WINDOW_S] + [now]
-        reset = getattr(self.runner, "reset", None)
-        if reset is None or len(self._faults) > MAX_RETRIES:
-            times = f", {len(self._faults)} times within {FAULT_WINDOW_S:.0f} s" if reset else ""
-            raise EngineDead(f"a step failed with {type(error).__name__}{times}") from error
+        """Give up the steps in flight, rebuild the device state, and let the scheduler find out who
+        was to blame."""
+        log.error("step failed: %s", where(error))
+        name = type(error).__name__
         lost = [flight.plan for flight in self._flights]
         if plan is not None and not any(plan is known for known in lost):
             lost.append(plan)  # its launch raised
-            culprit = plan
-        else:
-            culprit = lost[0]
         self._flights.clear()
-        blame = {r.seq.request.id for r in culprit.rows if len(self._faults) > 1 or not r.from_slot}
-        reset()
-        message = f"the step failed with {type(error).__name__}"
-        return self.scheduler.recover(lost, blame, message, now)
+        now = self.clock()
+        outputs = self.scheduler.recover(lost, f"the step failed with {name}", now)
+        reason = self.scheduler.trials.hopeless(now)
+        if reason is not None:
+            raise EngineDead(f"a step failed with {name}, {reason}") from error
+        self._reset(name)
+        return outputs
+
+    def _reset(self, name: str) -> None:
+        reset = getattr(self.runner, "reset", None)
+        if reset is None:
+            raise EngineDead(f"a step failed with {name}")
+        try:
+            reset()
+        except Exception as again:
+            log.error("reset failed: %s", where(again))
+            raise EngineDead(
+                f"a step failed with {name}, and the reset after it with {type(again).__name__}"
+            ) from again
 
 
 def refusal(request: Request, error: JserveError) -> list[Output]:

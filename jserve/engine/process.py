@@ -38,7 +38,7 @@ from jserve.engine.wire import (
     Submit,
     ToEngine,
 )
-from jserve.errors import ConfigError, JserveError
+from jserve.errors import ConfigError, JserveError, where
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,10 @@ def run(link: Link, build: Build, *, freeze: bool) -> int:
     Args:
         freeze: take everything alive after the start out of garbage collection.
     """
+    starting = True
     try:
         engine, info, early = _start(link, build)
+        starting = False
         if freeze:
             gc.collect()
             gc.freeze()
@@ -92,7 +94,7 @@ def run(link: Link, build: Build, *, freeze: bool) -> int:
     except LinkClosed:
         return EXIT_OK
     except Exception as error:
-        return _report(link, error)
+        return _report(link, error, starting=starting)
     return EXIT_OK
 
 
@@ -159,15 +161,16 @@ def _take(engine: Engine, message: Any, link: Link) -> None:
             link.send(Fault(message=f"unexpected {type(message).__name__}", code="malformed"))
 
 
-def _report(link: Link, error: Exception) -> int:
-    """Tell the other end why this one ends; the traceback goes to the log unless the user can
-    mend it."""
+def _report(link: Link, error: Exception, *, starting: bool) -> int:
+    """Tell the other end why this one ends. At the start no client has said anything yet, so the
+    log gets the traceback unless the user can mend it; later on only the place."""
     known = isinstance(error, JserveError)
     mendable = isinstance(error, ConfigError)
+    said = f"{type(error).__name__}: {str(error)[:300]}" if starting else where(error)
     if not mendable:
-        log.error("the engine ends", exc_info=error)
+        log.error("the engine ends: %s", said, exc_info=error if starting else None)
     fault = Fault(
-        message=error.message if known else f"{type(error).__name__}: {str(error)[:300]}",
+        message=error.message if known else said,
         code=error.code if known else "engine_dead",
         field=error.field if known else None,
         fatal=True,

@@ -1,7 +1,14 @@
 """Outputs on their way from the engine to one consumer: one ``Stream`` per running request.
 
-Owns the rule that every choice of a request gets exactly one terminal output, and the account of
-how far a consumer lags behind. Must not know who fills a stream. Used on one event loop only.
+Owns the rule that every choice of a request gets exactly one terminal output, and what becomes of
+outputs whose consumer is slow. Must not know who fills a stream. Used on one event loop only.
+
+A sequence never waits for its reader: that would keep its pages from others. It runs on, and what its
+reader has not taken is merged, so that a slow reader gets larger pieces and not more of them. What
+waits is ids and log-probabilities, whose bytes are counted and bounded by whoever fills the stream::
+
+    fast reader    [t1]                 [t2]                 [t3]
+    slow reader    [t1]                 [t2 t3 ... t65]      [t66 ... t80]
 """
 
 from __future__ import annotations
@@ -9,46 +16,56 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+import msgspec
+
+from jserve.faults import point
 from jserve.ports import Clock
 from jserve.types import Finish, Output, Request
+
+MERGED_TOKENS = 64
+"""Most tokens in a merged output, so that no single write to a slow reader gets large."""
+_BYTES_OUTPUT, _BYTES_TOKEN, _BYTES_LOGPROB, _BYTES_TOP = 96, 8, 64, 16
 
 
 class Stream:
     """The outputs of ``request`` that its consumer has not taken yet.
 
-    Args:
-        max_buffered: tokens the consumer may lag behind before ``lag_s`` starts to count.
-
     Attributes:
         open: choices without a terminal output.
-        n_buffered: tokens put and not yet taken.
+        n_bytes: roughly what the outputs weigh that wait here.
     """
 
-    def __init__(self, request: Request, *, max_buffered: int, clock: Clock) -> None:
+    def __init__(self, request: Request, *, clock: Clock) -> None:
         self.request = request
         self.open = set(range(request.params.n))
-        self.n_buffered = 0
-        self._max_buffered = max_buffered
+        self.n_bytes = 0
         self._clock = clock
         self._outputs: deque[Output] = deque()
-        self._over_since: float | None = None
+        self._waiting_since = 0.0
         self._arrived = asyncio.Event()
 
     @property
     def lag_s(self) -> float:
-        """Seconds for which more than ``max_buffered`` tokens have been waiting."""
-        return 0.0 if self._over_since is None else self._clock() - self._over_since
+        """Seconds since the consumer took something, or since there is something to take; 0 when
+        nothing waits."""
+        return self._clock() - self._waiting_since if self._outputs else 0.0
 
+    @point("stream.put")
     def put(self, output: Output) -> bool:
         """Queue an output. False, and nothing done, when its choice has ended or never was."""
         if output.index not in self.open:
             return False
         if output.finish is not None:
             self.open.discard(output.index)
-        self._outputs.append(output)
-        self.n_buffered += len(output.token_ids)
-        if self.n_buffered > self._max_buffered and self._over_since is None:
-            self._over_since = self._clock()
+        if not self._outputs:
+            self._waiting_since = self._clock()
+        last = self._outputs[-1] if self._outputs else None
+        self.n_bytes += _weight(output)
+        if last is not None and _may_merge(last, output):
+            self.n_bytes -= _BYTES_OUTPUT
+            self._outputs[-1] = _merged(last, output)
+        else:
+            self._outputs.append(output)
         self._arrived.set()
         return True
 
@@ -60,9 +77,8 @@ class Stream:
             self._arrived.clear()
             await self._arrived.wait()
         output = self._outputs.popleft()
-        self.n_buffered -= len(output.token_ids)
-        if self.n_buffered <= self._max_buffered:
-            self._over_since = None
+        self.n_bytes -= _weight(output)
+        self._waiting_since = self._clock()
         return output
 
     def end(
@@ -87,3 +103,34 @@ class Stream:
                 )
             )
         return bool(ended)
+
+
+def _may_merge(last: Output, output: Output) -> bool:
+    """True when both can be told as one: the same choice, neither in error."""
+    n_tokens = len(last.token_ids) + len(output.token_ids)
+    good = output.finish in (None, Finish.STOP, Finish.LENGTH)
+    return last.index == output.index and good and n_tokens <= MERGED_TOKENS
+
+
+def _merged(last: Output, output: Output) -> Output:
+    """``output`` behind ``last``, which is not a terminal one."""
+    logprobs = output.logprobs
+    if last.logprobs is not None:
+        logprobs = last.logprobs + (output.logprobs or ())
+    return msgspec.structs.replace(
+        last,
+        token_ids=last.token_ids + output.token_ids,
+        logprobs=logprobs,
+        finish=output.finish,
+        stop_reason=output.stop_reason,
+        n_cached=max(last.n_cached, output.n_cached),
+    )
+
+
+def _weight(output: Output) -> int:
+    scored = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
+    n_top = sum(len(entry.top_ids) for entry in scored if entry is not None)
+    n_tokens = len(output.token_ids)
+    return (
+        _BYTES_OUTPUT + _BYTES_TOKEN * n_tokens + _BYTES_LOGPROB * len(scored) + _BYTES_TOP * n_top
+    )

@@ -11,6 +11,7 @@ raised::
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from jserve.faults import point
 from jserve.types import HandleInfo, Output, Request
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -217,6 +219,7 @@ class SocketLink:
         """
         self.send_frame(pack(message))
 
+    @point("wire.send", LinkClosed)
     def send_frame(self, frame: bytes) -> None:
         """Send what ``pack`` made; raises LinkClosed."""
         with self._sending:
@@ -225,6 +228,7 @@ class SocketLink:
             except OSError as error:
                 raise LinkClosed(str(error)) from error
 
+    @point("wire.receive", LinkClosed)
     def receive(self, timeout_s: float | None) -> list[Any]:
         """Messages at hand, waiting up to ``timeout_s`` (None: for ever) for bytes to come; may
         be [].
@@ -244,6 +248,11 @@ class SocketLink:
             raise LinkClosed("the other end closed the socket")
         self._buffer += data
         return [self._decode(payload) for payload in take_frames(self._buffer)]
+
+    def shut(self) -> None:
+        """End the conversation: both ends find the link closed."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()

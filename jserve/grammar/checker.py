@@ -1,7 +1,9 @@
 """Asks a worker process whether a grammar can be enforced, and kills it when it takes too long.
 
-Owns the process, its time limit and the verdicts so far. Must not know HTTP or request fields. One
-check at a time, in a thread of its own: nobody's tokens or templates wait for it.
+Owns the process, its time limit, the verdicts so far and who is checked next. Must not know HTTP or
+request fields. One check at a time, in a thread of its own: nobody's tokens or templates wait for it.
+Tenants take turns, so that what one sends delays another by one check at most, and none may fill the
+queue.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 import msgspec
 
-from jserve.errors import BadRequest, Overloaded, RequestFailed
+from jserve.errors import BadRequest, Overloaded, RateLimited, RequestFailed
+from jserve.faults import point
 from jserve.grammar.spec import FIELD, bounded
 from jserve.grammar.vocab import Vocabulary
 from jserve.grammar.worker import Answer, Table, read_frame, write_frame
@@ -27,6 +31,8 @@ from jserve.sampling import StructuredOutputs
 TIME_LIMIT_S = 5.0
 START_LIMIT_S = 60.0
 MAX_QUEUED = 32
+MAX_QUEUED_TENANT = 8
+"""Of one tenant, where tenants are told apart."""
 MAX_VERDICTS = 4096
 
 
@@ -53,15 +59,16 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._verdicts: OrderedDict[bytes, Answer] = OrderedDict()
         self._lock = threading.Lock()
-        self._n_queued = 0
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
+        """By tenant; the first one's turn is next."""
         self.n_killed = 0
 
-    def check(self, spec: StructuredOutputs) -> Future[None] | None:
+    def check(self, spec: StructuredOutputs, tenant: str = "") -> Future[None] | None:
         """None when ``spec`` is known to be fine; else a future that raises BadRequest if not.
 
         Raises:
             BadRequest: too large to be looked at, or known to be wrong.
-            Overloaded: too many wait.
+            Overloaded: too many wait. RateLimited: too many of ``tenant`` do.
         """
         bounded(spec)
         payload = msgspec.msgpack.encode(spec)
@@ -69,25 +76,45 @@ class GrammarChecker:
         known = self._known(key)
         if known is not None:
             return _judge(known)
+        job = _Job(key, payload)
         with self._lock:
-            if self._n_queued >= MAX_QUEUED:
-                raise Overloaded("too many grammars wait to be compiled", retry_after=1)
-            self._n_queued += 1
-        return self._thread.submit(self._check, key, payload)
+            self._admit(tenant)
+            self._waiting.setdefault(tenant, deque()).append(job)
+        self._thread.submit(self._next)
+        return job.done
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for job in (job for jobs in self._waiting.values() for job in jobs):
+                job.done.cancel()
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
 
-    def _check(self, key: bytes, payload: bytes) -> None:
+    def _admit(self, tenant: str) -> None:
+        if sum(len(jobs) for jobs in self._waiting.values()) >= MAX_QUEUED:
+            raise Overloaded("too many grammars wait to be compiled", retry_after=1)
+        if tenant and len(self._waiting.get(tenant, ())) >= MAX_QUEUED_TENANT:
+            raise RateLimited("too many grammars of this key wait to be compiled", retry_after=1)
+
+    def _next(self) -> None:
+        """Check the first job of the tenant whose turn it is."""
+        with self._lock:
+            tenant, jobs = self._waiting.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._waiting[tenant] = jobs
+        if not job.done.set_running_or_notify_cancel():
+            return  # whoever asked has left
         try:
-            said = self._known(key) or self._ask(payload)
-        finally:
-            with self._lock:
-                self._n_queued -= 1
+            job.done.set_result(self._check(job.key, job.payload))
+        except BaseException as error:
+            job.done.set_exception(error)
+
+    def _check(self, key: bytes, payload: bytes) -> None:
+        said = self._known(key) or self._ask(payload)
         with self._lock:
             self._verdicts[key] = said
             while len(self._verdicts) > MAX_VERDICTS:
@@ -101,6 +128,7 @@ class GrammarChecker:
                 self._verdicts.move_to_end(key)
             return found
 
+    @point("grammar.check")
     def _ask(self, payload: bytes) -> Answer:
         process = self._running()
         try:
@@ -143,6 +171,13 @@ class GrammarChecker:
             process.kill()
             process.wait()
         return Answer(f"{FIELD}: compiling the grammar {why}", FIELD, "grammar_too_large")
+
+
+@dataclass(slots=True)
+class _Job:
+    key: bytes
+    payload: bytes
+    done: Future[None] = field(default_factory=Future)
 
 
 def _judge(said: Answer) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
+from jserve.faults import point
 from jserve.grammar.matcher import Compiled
 from jserve.grammar.thought import Phase, Thought
 from jserve.ports import Verdict
@@ -113,6 +114,7 @@ class TokenGuide:
             return None
         return np.stack([self.kit.all_W if row is None else row for row in rows])
 
+    @point("grammar.take")
     def take(self, drawn: Seq[int]) -> Verdict:
         forced: list[int] = []
         try:

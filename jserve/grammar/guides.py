@@ -14,12 +14,15 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from jserve.errors import where
+from jserve.faults import point
 from jserve.grammar.guide import MaskKit, TokenGuide
 from jserve.grammar.matcher import Compiled, Compiler
 from jserve.grammar.thought import Thought
@@ -112,6 +115,7 @@ class TokenGuides:
             return False
         return spec is None or self._parts[0].known(spec) is not None
 
+    @point("grammar.compile")
     def _compile(self, request: Request) -> None:
         compiler, _, _ = self._ready()
         self._compiled(compiler, request)
@@ -135,12 +139,16 @@ class TokenGuides:
         mask_GW = np.zeros((len(guides), compiler.n_words), np.int32)
         jobs = [(guide.matcher, i) for i, guide in enumerate(guides)]
         try:
-            fill_next_token_bitmask_par(executor, jobs, mask_GW)  # type: ignore[arg-type]
+            self._fill(executor, jobs, mask_GW)
         except Exception as error:  # a fault of the library ends these sequences, not the engine
-            log.error("masks failed", exc_info=error)
+            log.error("masks failed: %s", where(error))
             for guide in guides:
                 guide.fault = f"the mask failed with {type(error).__name__}"
             mask_GW[...] = 0
         for guide, mask_W in zip(guides, mask_GW, strict=True):
             guide.put(mask_W)
         self.n_masks += len(guides)
+
+    @point("grammar.mask")
+    def _fill(self, executor: LLExecutor, jobs: list[Any], mask_GW: np.ndarray) -> None:
+        fill_next_token_bitmask_par(executor, jobs, mask_GW)

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence as Seq
 
 import numpy as np
 
+from jserve.faults import point
 from jserve.kv import audit
 from jserve.kv.pages import PageLease, PagePool, PageTable
 from jserve.kv.radix import Node, RadixTree, RootKey
@@ -115,6 +116,7 @@ class PageCache:
         limit = (len(tokens) - 1) // self.page_size if self.reuse else 0
         return len(self.tree.match(root, tokens, limit)) if root is not None else 0
 
+    @point("kv.extend")
     def extend(self, lease: PageLease, n_tokens: int, *, keep: int = 0) -> bool:
         """Make ``lease`` hold pages for ``n_tokens``, evicting where needed.
 
@@ -219,6 +221,7 @@ class PageCache:
         if self.tier is not None:
             self.tier.landed(step, ok=ok)
 
+    @point("kv.publish")
     def publish(self, lease: PageLease, tokens: Seq[int], n_tokens: int) -> None:
         """Let others find the full pages among the first ``n_tokens``, all known and computed."""
         Z, full, node = self.page_size, n_tokens // self.page_size, lease.node

@@ -27,6 +27,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+from jserve.faults import point
+
 log = logging.getLogger(__name__)
 
 READ_ONLY_S = 60.0
@@ -83,9 +85,7 @@ class DiskStore:
         path = self._path(name)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            path.parent.mkdir(exist_ok=True)
-            partial.write_bytes(_HEADER.pack(_MAGIC, zlib.crc32(page)) + page)
-            partial.replace(path)
+            self._write(path, partial, page)
         except OSError as error:
             self._failed(error, partial)
             return False
@@ -93,12 +93,18 @@ class DiskStore:
         self.n_written += 1
         return True
 
+    @point("disk.write", lambda words: OSError(errno.ENOSPC, words))
+    def _write(self, path: Path, partial: Path, page: bytes) -> None:
+        path.parent.mkdir(exist_ok=True)
+        partial.write_bytes(_HEADER.pack(_MAGIC, zlib.crc32(page)) + page)
+        partial.replace(path)
+
     def get(self, digest: bytes) -> bytes | None:
         """The page, or None: never written, gone, or broken (then the file is removed)."""
         name = digest.hex()
         path = self._path(name)
         try:
-            data = path.read_bytes()
+            data = self._read(path)
         except OSError:
             self._names.pop(name, None)
             return None
@@ -113,6 +119,10 @@ class DiskStore:
             os.utime(path)  # the order of use outlives a restart
         self.n_read += 1
         return page
+
+    @point("disk.read", OSError)
+    def _read(self, path: Path) -> bytes:
+        return path.read_bytes()
 
     def _scan(self) -> None:
         """Take over what an earlier process left, oldest use first; remove its half-written files."""

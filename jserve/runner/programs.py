@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jserve.errors import ConfigError
 from jserve.model import slots as slot_rows
 from jserve.model.step import DeviceState, StepModel, make_step
 from jserve.model.view import Bucket, buffer_size
@@ -64,8 +66,23 @@ def n_compiles() -> int:
 
 
 def use_compile_cache(directory: str | Path) -> None:
-    """Keep compiled programs in ``directory`` across processes; every program, however small."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
+    """Keep compiled programs in ``directory`` across processes; every program, however small.
+
+    Raises:
+        ConfigError: it cannot be made, or others may put programs there that we would run.
+    """
+    try:
+        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = Path(directory).stat()
+    except OSError as error:
+        raise ConfigError(
+            f"compile_cache {directory}: {error.strerror}", field="compile_cache"
+        ) from None
+    if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"compile_cache {directory} holds programs and can be written by other users",
+            field="compile_cache",
+        )
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.faults import point
 from jserve.model.attention import backend as find_backend
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
@@ -156,6 +157,7 @@ class ModelRunner:
         """Those whose times say how long a step takes: no drafts, scores or masks."""
         return [b for b in self.ladder.buckets if b.J == 1 and not (b.score or b.mask)]
 
+    @point("runner.launch")
     def launch(self, plan: StepPlan, bucket: Bucket | None = None) -> InFlight:
         """Start a step and return. ``bucket`` overrides the choice (tests, benchmarks).
 
@@ -180,6 +182,7 @@ class ModelRunner:
             handle=_Launched(batch=batch, out=out, wants_top=wants_top, leaving=leaving),
         )
 
+    @point("runner.collect")
     def collect(self, flight: InFlight) -> StepResult:
         """Wait for a launched step and give its rows in plan order."""
         launched: _Launched = flight.handle
@@ -216,10 +219,20 @@ class ModelRunner:
         _check_like(params, self.params)
         self.params = params
 
+    @point("runner.reset")
     def reset(self) -> None:
-        """A new zeroed device state, after a step failed and took the donated one with it."""
+        """A new zeroed device state, after a step failed and took the donated one with it, and a step
+        of padding to see that the device works.
+
+        Raises:
+            Exception: it does not; whatever JAX says.
+        """
+        for leaf in jax.tree.leaves(self.state):
+            if not leaf.is_deleted():
+                leaf.delete()  # there is no room for two pools
         self.state = new_state(self.model)
         self._packer.forget()
+        jax.block_until_ready(self._run(self._packer.pack(_NOTHING, self.ladder.buckets[0])))
 
     def report(self) -> dict[str, Any]:
         """What the start banner says of the device side."""

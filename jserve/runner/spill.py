@@ -15,6 +15,7 @@ import queue
 import threading
 from collections import deque
 
+from jserve.errors import where
 from jserve.runner.disk import DiskStore
 from jserve.types import PageFetch
 
@@ -80,12 +81,12 @@ class Spill:
             self._n_writes -= 1
             try:
                 self.store.put(*job)
-            except Exception:  # a fault of ours must not end the thread: reads wait for it
-                log.exception("a page was not written")
+            except Exception as error:  # a fault of ours must not end the thread: reads wait for it
+                log.error("a page was not written: %s", where(error))
 
     def _get(self, digest: bytes) -> bytes | None:
         try:
             return self.store.get(digest)
-        except Exception:
-            log.exception("a page was not read")
+        except Exception as error:
+            log.error("a page was not read: %s", where(error))
             return None

@@ -115,8 +115,8 @@ def _covers(table: dict[Size, float], axes: Sequence[list[int]]) -> dict[Size, t
                 (d, p, c, following[3].get(w, -1)),
             )
         ]
-        own = (table[d, p, c, w], (d, p, c, w)) if (d, p, c, w) in table else None
-        found[d, p, c, w] = min([one for one in (own, *beyond) if one is not None], default=None)
+        own = (table[size], size) if size in table else None
+        found[size] = min([one for one in (own, *beyond) if one is not None], default=None)
     return {size: one or (table[largest], largest) for size, one in found.items()}
 
 

@@ -21,7 +21,7 @@ One line per event, in order; ``plan`` lines hold the decision, which a replay c
     {"type": "stored", "now": 0.0, "digests": ["..."]}
     {"type": "fetched", "now": 4.5, "answers": [[1, true]]}
     {"type": "guided", "id": "r1", "index": 0, "forced": [5, 6], "ended": false, ...}
-    {"type": "recover", "now": 5.0, "blame": ["r1"], "error": "..."}
+    {"type": "recover", "now": 5.0, "error": "..."}
 """
 
 from __future__ import annotations
@@ -189,7 +189,6 @@ class Recovered(msgspec.Struct, frozen=True, tag="recover"):
     """A step raised; every plan in flight was lost."""
 
     now: float
-    blame: list[str]
     error: str
 
 
@@ -252,8 +251,8 @@ class JournalFile:
         said = (verdict.forced, verdict.ended, verdict.free, verdict.error)
         self._write(Guided(request_id, index, *said))
 
-    def recover(self, now: float, blame: Seq[str], error: str) -> None:
-        self._write(Recovered(now=now, blame=list(blame), error=error))
+    def recover(self, now: float, error: str) -> None:
+        self._write(Recovered(now=now, error=error))
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")

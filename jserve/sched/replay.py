@@ -176,7 +176,7 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
         return scheduler.expire(event.now)
     if isinstance(event, Recovered):
         lost = [plans.pop(step) for step in sorted(plans)]
-        return scheduler.recover(lost, event.blame, event.error, event.now)
+        return scheduler.recover(lost, event.error, event.now)
     with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
         _ask(scheduler, event)
     return []

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 
 from jserve.config import EngineConfig, SchedulerOptions
 from jserve.errors import BadRequest, DeadlineExceeded
+from jserve.faults import point
 from jserve.kv.cache import PageCache
 from jserve.kv.handles import quota_of
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
@@ -44,6 +45,7 @@ from jserve.sched.residency import Residency, owes_scores
 from jserve.sched.scores import PromptScores
 from jserve.sched.stats import LaneCounts, SchedStats, counters_of, stats_of
 from jserve.sched.swapping import Swapping
+from jserve.sched.trials import Trials
 from jserve.types import (
     Finish,
     Lane,
@@ -115,10 +117,12 @@ class Scheduler:
         self.scores = PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
         self.groups: dict[str, list[Sequence]] = {}
+        self.trials = Trials(self.groups)
         self._n_submitted = self.n_steps = self._n_uncommitted = 0
         self.n_prefilled = 0
         """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
 
+    @point("sched.submit")
     def submit(self, request: Request, now: float) -> None:
         """Queue ``request`` (one sequence per choice).
 
@@ -191,6 +195,7 @@ class Scheduler:
         chosen = [s for s in group if s.finish is None and index in (None, s.index)]
         return [telling.end(self, seq, Finish.ABORT, now) for seq in chosen]
 
+    @point("sched.plan")
     def plan(self, now: float) -> StepPlan | None:
         """The rows of the next step, or None when nothing can or should run before a result comes
         back."""
@@ -202,6 +207,7 @@ class Scheduler:
         return plan
 
     def _plan(self, now: float) -> StepPlan | None:
+        self.trials.settle(now)
         draft = PlanDraft(
             tokens=self.options.max_num_batched_tokens,
             prefill_tokens=self.cap.most,
@@ -261,8 +267,10 @@ class Scheduler:
                 return
 
     def _held_back(self, seq: Sequence) -> bool:
-        """True while what ``seq`` needs is being computed by another, read from disk, or on its way to
-        the host."""
+        """True while others are on trial, or what ``seq`` needs is computed by another, read from
+        disk, or on its way to the host."""
+        if self.trials.holds(seq):
+            return True
         if self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq):
             return True
         return self.floor.swapping.waits(seq)
@@ -270,12 +278,14 @@ class Scheduler:
     def _may_admit(self, draft: PlanDraft) -> bool:
         return draft.prefill_room > 0 and not self.floor.full
 
+    @point("sched.commit")
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take over the results of ``plan``: one output per row that moved a live sequence."""
         self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
+        self.trials.succeeded()
         self.floor.cache.landed(plan.id, ok=True)
         self._observe(plan, result, now)
         sources = self.drafting.begin_commit(plan)
@@ -324,25 +334,24 @@ class Scheduler:
         if not plan.n_draft:
             self.costs.observe(n_decode, n_prefill, self.gate.n_context, took, width)
 
-    def recover(
-        self, plans: Iterable[StepPlan], blame: Iterable[str], error: str, now: float
-    ) -> list[Output]:
+    def recover(self, plans: Iterable[StepPlan], error: str, now: float) -> list[Output]:
         """A step raised and the device lost its state; ``plans`` are all that were in flight.
 
-        The requests in ``blame`` end with ``error``. All others start over from their tokens, and
-        nothing is cached any more.
+        Everyone starts over from their tokens, and nothing is cached any more. Who was in those
+        plans is tried again, see ``Trials``; a request that is found guilty ends with ``error``.
         """
-        blame = sorted(blame)
+        plans = list(plans)
         self.floor.keeping.advance(now)
         if self.journal is not None:
-            self.journal.recover(now, blame, error)
+            self.journal.recover(now, error)
+        guilty = self.trials.accuse(plans, now) if plans else None
         for plan in plans:
             self._n_uncommitted -= 1
             for row in plan.rows:
                 row.seq.pending = row.seq.in_flight = 0
         self.drafting.lost()
         assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
-        blamed = [seq for id in blame for seq in self.groups.get(id, ()) if seq.finish is None]
+        blamed = [s for s in self.groups.get(guilty or "", ()) if s.finish is None]
         outputs = [telling.end(self, seq, Finish.ERROR, now, error) for seq in blamed]
         self.floor.evacuate()
         return outputs

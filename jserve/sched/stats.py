@@ -92,6 +92,8 @@ def counters_of(scheduler: Scheduler) -> dict[str, float]:
         **floor.keeping.counters(),
         **(scheduler.drafting.counters() if scheduler.drafting.on else {}),
         **tiers,
+        "step_faults_total": float(scheduler.trials.n_faults),
+        "requests_guilty_total": float(scheduler.trials.n_guilty),
         "prefix_waits_total": float(scheduler.leaders.n_waits),
         "prefill_tokens_total": float(scheduler.n_prefilled),
     }

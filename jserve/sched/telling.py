@@ -92,7 +92,10 @@ def publish(sched: Scheduler, seq: Sequence, n_sound: int) -> None:
 
 def _ask(sched: Scheduler, seq: Sequence, drawn: list[int]) -> Verdict:
     assert seq.guide is not None
-    verdict = seq.guide.take(drawn)
+    try:
+        verdict = seq.guide.take(drawn)
+    except Exception as error:  # a fault of its guide ends this sequence, not the engine
+        verdict = Verdict(error=f"the guide failed with {type(error).__name__}")
     _note(sched, seq, verdict)
     return verdict
 

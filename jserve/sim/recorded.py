@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -355,5 +355,5 @@ class _Tape:
     def expire(self, now: float) -> None:
         self._next(journal.Expired)
 
-    def recover(self, now: float, blame: Seq[str], error: str) -> None:
+    def recover(self, now: float, error: str) -> None:
         raise Diverged(f"event {self.at}: the simulator has a fault: {error}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 
 from jserve.errors import BadRequest, ContextTooLong, Overloaded
+from jserve.faults import point
 from jserve.text.tokenizer import TextTokenizer
 
 
@@ -70,6 +71,7 @@ class TokenizerPool:
                 field=field,
             )
 
+    @point("text.encode")
     async def _run(self, field: str, work: Callable[[], list[int]]) -> list[int]:
         if self.n_queued >= self.max_queued:
             raise Overloaded("too many prompts are waiting to be tokenised", retry_after=1.0)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from tokenizers.decoders import DecodeStream
 
+from jserve.faults import point
 from jserve.sampling import SamplingParams
 from jserve.text.tokenizer import TextTokenizer
 
@@ -89,6 +90,7 @@ class TextStream:
         """The stop string found, or None."""
         return self._finder.found
 
+    @point("text.decode")
     def push(self, ids: Seq[int], *, terminator: bool = False) -> TextDelta:
         """Add drawn ids. ``terminator`` marks the last one as the token that ended the sequence:
         it is counted, but has no text unless stop strings are included."""

@@ -164,13 +164,35 @@ async def test_leaving_at_random_leaves_nothing_behind():
         assert found.face.healthy()
 
 
-async def test_a_step_that_raises_fails_the_request_alone():
+async def test_a_step_that_raises_once_is_noticed_by_nobody():
     async with host() as found:
         found.runner.fail_next = RuntimeError("device words")
-        status, body, _ = await found.srv.post(COMP, {"prompt": "x", "seed": 1})
-        assert status in (500, 503)
+        body = {"prompt": "x", "seed": 1, "max_tokens": 20}
+        status, answer, _ = await found.srv.post(COMP, body)
+        text, _ = expected_text(found.runner, "x", 1, 20)
+        assert (status, answer["choices"][0]["text"]) == (200, text)
+
+
+async def test_a_request_whose_steps_raise_fails_alone_and_is_not_to_be_sent_again():
+    async with host() as found:
+        collect = found.runner.collect
+
+        def faulty(flight):
+            if any(99 in row.seq.request.prompt_ids for row in flight.plan.rows):
+                raise RuntimeError("device words")
+            return collect(flight)
+
+        found.runner.collect = faulty
+        bodies = [{"prompt": p, "seed": 1, "max_tokens": 20} for p in ("c", "x", "y", "z")]
+        answers = await asyncio.gather(*(found.srv.post(COMP, body) for body in bodies))
+        status, body, headers = answers[0]
+        assert (status, body["error"]["code"]) == (500, "engine_step_failed")
+        assert headers["x-should-retry"] == "false"
         assert "device words" not in str(body)
-        await until(found.face.healthy, 5.0)
+        for (status, answer, _), asked in zip(answers[1:], bodies[1:], strict=True):
+            text, _ = expected_text(found.runner, asked["prompt"], 1, 20)
+            assert (status, answer["choices"][0]["text"]) == (200, text)
+        await idle(found)
 
 
 async def test_metrics_and_health_of_the_real_engine():

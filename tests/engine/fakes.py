@@ -20,6 +20,7 @@ from jserve.errors import BadRequest, ConfigError, Overloaded
 from jserve.ports import InFlight, RunnerLimits
 from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
+from jserve.sched.trials import Trials
 from jserve.types import Finish, Output, Request, RowPlan, SeqState, Sequence, StepPlan, StepResult
 
 LIMITS = RunnerLimits(
@@ -73,6 +74,8 @@ class FakeScheduler:
         self.lost: list[int] = []
         self.cancelled: list[tuple[str, int | None]] = []
         self.n_resets = 0
+        self.live: dict[str, list[Sequence]] = {}
+        self.trials = Trials(self.live)
 
     def submit(self, request: Request, now: float) -> None:
         if len(request.prompt_ids) > LIMITS.max_model_len:
@@ -89,6 +92,7 @@ class FakeScheduler:
                 max_len=len(request.prompt_ids) + (request.params.max_tokens or 0),
             )
             self.seqs[request.id, i] = seq
+            self.live.setdefault(request.id, []).append(seq)
 
     def cancel(self, request_id: str, now: float, index: int | None = None) -> list[Output]:
         self.cancelled.append((request_id, index))
@@ -101,7 +105,13 @@ class FakeScheduler:
         return []
 
     def plan(self, now: float) -> StepPlan | None:
-        live = [s for s in self.seqs.values() if s.n_output + s.in_flight < s.max_len - s.n_prompt]
+        self.trials.settle(now)
+        live = [
+            s
+            for s in self.seqs.values()
+            if s.n_output + s.in_flight < s.max_len - s.n_prompt
+            and (s.state is SeqState.RUNNING or not self.trials.holds(s))
+        ]
         rows = [
             RowPlan(seq=s, slot=0, start=0, count=1, from_slot=s.state is SeqState.RUNNING)
             for s in live
@@ -121,6 +131,7 @@ class FakeScheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         self.committed.append(plan.id)
+        self.trials.succeeded()
         outputs = []
         for r, row in enumerate(plan.rows):
             seq = row.seq
@@ -142,13 +153,14 @@ class FakeScheduler:
             )
         return outputs
 
-    def recover(self, plans, blame, error: str, now: float) -> list[Output]:
+    def recover(self, plans, error: str, now: float) -> list[Output]:
         self.lost += [plan.id for plan in plans]
         self.n_resets += 1
+        blame = self.trials.accuse(plans, now) or ""
         for seq in self.seqs.values():
             seq.in_flight = 0
             seq.state = SeqState.WAITING
-        keys = [key for key in self.seqs if key[0] in blame]
+        keys = [key for key in self.seqs if key[0] == blame]
         for key in keys:
             self.seqs.pop(key).finish = Finish.ERROR
         return [Output(request_id=i, index=n, finish=Finish.ERROR, error=error) for i, n in keys]

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
-from jserve.fake_model import FakeModel
+from jserve.fake_model import FakeModel, Visible, mix
 from jserve.grammar.guides import TokenGuides
 from jserve.grammar.matcher import Compiler
 from jserve.grammar.spec import lowered
@@ -188,8 +188,6 @@ def reference(r: Request, spec: StructuredOutputs, seed: int) -> list[int]:
 
 
 def _draw(model: FakeModel, r: Request, drawn: list[int], seed: int, mask_W: np.ndarray) -> int:
-    from jserve.fake_model import Visible, mix
-
     visible = Visible()
     for token in (*r.prompt_ids, *drawn):
         visible.add(token)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 
+import msgspec
 import pytest
 
-from jserve.errors import BadRequest, RequestFailed
-from jserve.grammar.checker import GrammarChecker
+from jserve.errors import BadRequest, Overloaded, RateLimited, RequestFailed
+from jserve.grammar.checker import MAX_QUEUED, MAX_QUEUED_TENANT, GrammarChecker
 from jserve.grammar.vocab import vocabulary
+from jserve.grammar.worker import Answer
 from jserve.sampling import StructuredOutputs
 from tests.grammar.kit import CITY, EOS, VOCAB, tokenizer
 
@@ -99,3 +102,77 @@ def test_a_worker_that_does_not_start_is_not_the_grammars_fault():
                 wait(one, CITY)
     finally:
         one.close()
+
+
+class Slow(GrammarChecker):
+    """Says yes to everything, when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)  # type: ignore[arg-type,return-value]
+        self.go, self.order = threading.Semaphore(0), []
+
+    def _ask(self, payload):
+        self.go.acquire()
+        spec = msgspec.msgpack.decode(payload, type=StructuredOutputs)
+        self.order.append(spec.regex)
+        return Answer()
+
+
+@pytest.fixture
+def slow():
+    one = Slow()
+    yield one
+    one.go.release(100)
+    one.close()
+
+
+def regex(text: str) -> StructuredOutputs:
+    return StructuredOutputs(regex=text)
+
+
+def fill(checker: Slow, n_waiting: int, tenant: str) -> None:
+    """One that is being checked, and ``n_waiting`` behind it."""
+    checker.check(regex("0"), tenant)
+    until = time.monotonic() + 5
+    while checker._waiting and time.monotonic() < until:
+        time.sleep(0.005)
+    for i in range(n_waiting):
+        checker.check(regex(f"x{i}"), tenant)
+
+
+def test_tenants_take_turns(slow):
+    futures = [slow.check(regex(f"ann{i}"), "ann") for i in range(4)]
+    futures += [slow.check(regex(f"bob{i}"), "bob") for i in range(2)]
+    slow.go.release(6)
+    for future in futures:
+        future.result(10)
+    assert slow.order[:5] in (
+        ["ann0", "ann1", "bob0", "ann2", "bob1"],  # the first began before there was another
+        ["ann0", "bob0", "ann1", "bob1", "ann2"],
+    )
+
+
+def test_no_tenant_fills_the_queue(slow):
+    fill(slow, MAX_QUEUED_TENANT, "ann")
+    with pytest.raises(RateLimited) as caught:
+        slow.check(regex("more"), "ann")
+    assert caught.value.retry_after
+    assert slow.check(regex("bob"), "bob") is not None
+
+
+def test_without_tenants_the_whole_queue_may_be_filled_and_no_more(slow):
+    fill(slow, MAX_QUEUED, "")
+    with pytest.raises(Overloaded):
+        slow.check(regex("more"))
+    assert len(slow.order) == 0
+
+
+def test_who_left_is_not_checked(slow):
+    first = slow.check(regex("first"), "ann")
+    time.sleep(0.05)
+    left, last = slow.check(regex("left"), "ann"), slow.check(regex("last"), "ann")
+    assert left.cancel()
+    slow.go.release(3)
+    for future in (first, last):
+        future.result(10)
+    assert slow.order == ["first", "last"]

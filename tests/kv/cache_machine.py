@@ -200,7 +200,7 @@ class CacheMachine(SchedulerMachine):
     @rule()
     def device_is_lost(self):
         """All pages are gone; the running start over, handles stay and settle again."""
-        self._hear_nothing(self.drive.scheduler.recover((), (), "", self.drive.now))
+        self._hear_nothing(self.drive.scheduler.recover((), "", self.drive.now))
         self.drive.runner.reset()
         self.drive.committed.clear()
         self.drive.check()

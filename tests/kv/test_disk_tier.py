@@ -91,7 +91,7 @@ def test_an_answer_that_comes_after_the_device_was_lost_harms_nobody():
     drive.launch()
     assert drive.runner.asked
     asked = list(drive.runner.asked)
-    drive.scheduler.recover((), (), "boom", drive.now)
+    drive.scheduler.recover((), "boom", drive.now)
     drive.runner.reset()
     drive.check()
     assert not drive.scheduler.floor.cache.tier.disk, "the disk belongs to the first weights"

@@ -175,7 +175,7 @@ def test_after_a_fault_a_handle_is_computed_again_by_its_next_use():
     drive = CountingDrive(wide(), depth=0)
     create(drive)
     drive.until_done("make-doc")
-    drive.scheduler.recover((), (), "", drive.now)
+    drive.scheduler.recover((), "", drive.now)
     drive.runner.reset()
     drive.check()
     assert not info(drive).pinned

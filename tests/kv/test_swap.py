@@ -110,7 +110,7 @@ def test_scored_prompts_and_lost_devices_compute_again():
     until_preempted(drive)
     while drive.flight:
         drive.commit()
-    drive._hear(drive.scheduler.recover((), (), "", drive.now))
+    drive._hear(drive.scheduler.recover((), "", drive.now))
     drive.runner.reset()
     drive.run()
     assert drive.computed["a"] > 20

@@ -138,7 +138,7 @@ def test_a_lost_device_loses_the_host_pages_too():
         drive.add(request(id, [*tokens, 1], max_tokens=4))
         drive.run()
     assert len(drive.scheduler.floor.cache.tier)
-    drive.scheduler.recover((), (), "", drive.now)
+    drive.scheduler.recover((), "", drive.now)
     drive.runner.reset()
     assert len(drive.scheduler.floor.cache.tier) == 0
     drive.add(request("c", [*A, 1], max_tokens=4))

@@ -231,12 +231,16 @@ class Drive:
     def _recover(self, culprit: StepPlan, error: str) -> None:
         """As the engine does after a step that raised: everything in flight is lost."""
         lost = [culprit, *(flight.plan for flight in self.flight)]
-        blame = {row.seq.request.id for row in culprit.rows}
-        self.doomed |= {key for key in self.told if key[0] in blame}
+        rows = [row for plan in lost for row in plan.rows]
+        present = {row.seq.request.id for row in rows if row.seq.finish is None}
         self.n_faults += 1
         self.flight.clear()
         self.runner.reset()
-        self._hear(self.scheduler.recover(lost, blame, error, self.now))
+        outputs = self.scheduler.recover(lost, error, self.now)
+        assert {out.request_id for out in outputs} <= present
+        assert not outputs or len(present) == 1, "guilty without having been alone"
+        self.doomed |= {(out.request_id, out.index) for out in outputs}
+        self._hear(outputs)
 
     def run(self) -> dict[tuple[str, int], list[int]]:
         """Until nothing is left, within a bound on steps (I14, I15); the tokens of each choice."""

@@ -215,13 +215,16 @@ def test_a_poisoned_prefill_is_never_found_in_the_cache(chunk):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_step_that_raised_fails_its_sequences_and_the_rest_goes_on(depth):
+def test_a_sequence_whose_steps_raise_alone_and_again_ends_and_the_rest_goes_on(depth):
     drive = Drive(depth=depth)
     drive.add(request("hit", [1] * 5, max_tokens=20))
     for _ in range(3):
         drive.step()
-    drive.runner.fail_next = RuntimeError("device fell over")
-    drive.step()
+    for _ in range(2):
+        assert drive.told["hit", 0].end is None
+        drive.runner.fail_next = RuntimeError("device fell over")
+        while drive.runner.fail_next is not None:
+            drive.step()
     assert drive.told["hit", 0].end.error == "device fell over"
     drive.add(request("after", [1] * 5, max_tokens=4))
     drive.run()

@@ -186,7 +186,7 @@ def test_faults_and_reused_ids_are_refused(tmp_path: Path) -> None:
     with path.open("wb") as file:
         journal = JournalFile(file)
         journal.arrival(requests(0)[0][1], 1.0)
-        journal.recover(2.0, [], "boom")
+        journal.recover(2.0, "boom")
     limits = dataclasses.replace(LIMITS, vocab_size=1 << 17)
     with pytest.raises((ConfigError, Diverged), match="fault"):
         recorded.verify(path, setup(1), limits)

@@ -1,0 +1,195 @@
+"""Thousands of open connections beside active streams: health latency, gaps between chunks, what is left.
+
+Owns one measurement of a running server in three phases, and its gates. Must not know how a server is
+built. The machine's noise is in both timed phases, so they are compared with each other::
+
+    alone     64 streams                               gaps between chunks, health latency
+    crowded   64 streams beside 4,000 idle connections the same
+    after     everything closed                        open files and memory, against before
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from rich.console import Console
+
+from bench.client import connections, sse_data
+from bench.engines import EngineError, Paths, Running, build
+from bench.serving import ending_unwinds
+from bench.stats import percentile
+from jserve.build import shipped
+
+HEALTH_EVERY_S = 0.2
+SPARE = 16
+"""Connections kept free for health probes."""
+SETTLE_S = 3.0
+err = Console(stderr=True, highlight=False)
+
+
+class Load:
+    """Streams that are asked for again and again until told to stop; the gaps between chunks."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self.url, self.http = url, http
+        self.gaps: list[float] = []
+        self.health: list[float] = []
+        self.n_streams = self.n_failed = 0
+
+    async def stream(self, number: int, until: float) -> None:
+        body = {
+            "prompt": f"Story number {number}: once upon a time",
+            "max_tokens": 96,
+            "ignore_eos": True,
+            "stream": True,
+            "seed": number,
+        }
+        while time.perf_counter() < until:
+            self.n_streams += 1
+            last = None
+            async with self.http.post(self.url + "/v1/completions", json=body) as response:
+                if response.status != 200:
+                    self.n_failed += 1
+                    await asyncio.sleep(0.1)
+                    continue
+                async for now, payload in sse_data(response.content):
+                    if payload != "[DONE]" and last is not None:
+                        self.gaps.append(now - last)
+                    last = now
+
+    async def probe(self, until: float) -> None:
+        while time.perf_counter() < until:
+            begin = time.perf_counter()
+            async with self.http.get(self.url + "/health") as response:
+                await response.read()
+                assert response.status == 200, "/health failed under load"
+            self.health.append(time.perf_counter() - begin)
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+    async def run(self, n_streams: int, seconds: float) -> dict[str, Any]:
+        """Both for ``seconds``; what was seen."""
+        until = time.perf_counter() + seconds
+        await asyncio.gather(self.probe(until), *(self.stream(i, until) for i in range(n_streams)))
+        return {
+            "streams": self.n_streams,
+            "failed": self.n_failed,
+            "gap_p50_ms": 1e3 * percentile(self.gaps, 50),
+            "gap_p99_ms": 1e3 * percentile(self.gaps, 99),
+            "health_p50_ms": 1e3 * percentile(self.health, 50),
+            "health_max_ms": 1e3 * max(self.health),
+        }
+
+
+async def idle_connection(port: int) -> asyncio.StreamWriter:
+    """A keep-alive connection that was used once."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
+    if b" 200 " not in head.split(b"\r\n", 1)[0]:
+        raise EngineError(f"a connection was refused: {head[:60]!r}")
+    await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+    return writer
+
+
+def usage(pid: int) -> dict[str, float]:
+    """Open files and MiB of the HTTP process (the engine's has no connections)."""
+    process = psutil.Process(pid)
+    return {"files": process.num_fds(), "mib": process.memory_info().rss / 2**20}
+
+
+async def measure(server: Running, args: argparse.Namespace) -> dict[str, Any]:
+    """All phases."""
+    async with connections() as http:
+        await Load(server.url, http).run(min(8, args.streams), 2.0)  # pages and pools grow once
+        before = usage(server.pid)
+        alone = await Load(server.url, http).run(args.streams, args.seconds)
+        writers = []
+        n_idle = args.connections - args.streams - SPARE
+        for i in range(0, n_idle, 64):
+            batch = (idle_connection(server.port) for _ in range(min(64, n_idle - i)))
+            writers += await asyncio.gather(*batch)
+        open_ = usage(server.pid)
+        crowded = await Load(server.url, http).run(args.streams, args.seconds)
+        for writer in writers:
+            writer.close()
+        for writer in writers:
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+    await asyncio.sleep(SETTLE_S)
+    after = usage(server.pid)
+    return {
+        "connections": args.connections,
+        "alone": alone,
+        "crowded": crowded,
+        "before": before,
+        "open": open_,
+        "after": after,
+        "kib_per_connection": 1024 * (open_["mib"] - before["mib"]) / max(1, n_idle),
+    }
+
+
+def gates(found: dict[str, Any]) -> list[tuple[str, bool]]:
+    """What must hold, and whether it does."""
+    alone, crowded = found["alone"], found["crowded"]
+    return [
+        ("no stream failed", alone["failed"] == crowded["failed"] == 0),
+        ("health under a second", crowded["health_max_ms"] < 1000),
+        ("gap p99 under twice that without", crowded["gap_p99_ms"] < 2 * alone["gap_p99_ms"]),
+        ("under 100 KiB a connection", found["kib_per_connection"] < 100),
+        ("no file left open", found["after"]["files"] <= found["before"]["files"] + 4),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: every gate holds. 1: one does not. 2: no server."""
+    parser = argparse.ArgumentParser(prog="bench.connections", description=__doc__)
+    parser.add_argument("--model", type=Path, default=None, help="default: the shipped model")
+    parser.add_argument("--compile-cache", type=Path, default=None)
+    parser.add_argument("--connections", type=int, default=4096)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each timed phase")
+    parser.add_argument("--extra", default="--max-model-len 1024 --max-num-seqs 64")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args(argv)
+    with contextlib.ExitStack() as stack:
+        cache = args.compile_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cache.mkdir(parents=True, exist_ok=True)
+        paths = Paths(
+            model=args.model or shipped(), compile_cache=cache, extra={"jserve": args.extra}
+        )
+        stack.enter_context(ending_unwinds())
+        try:
+            engine = build("jserve", paths)
+            assert not isinstance(engine, str)
+            server = stack.enter_context(Running(engine))
+            server.wait_ready(600.0)
+            found = asyncio.run(measure(server, args))
+        except EngineError as e:
+            err.print(f"[red]error:[/] {e}")
+            return 2
+    return told(found, gates(found), args.out)
+
+
+def told(found: dict[str, Any], checked: list[tuple[str, bool]], out: Path | None) -> int:
+    """Print the figures and the gates; the exit code."""
+    print(json.dumps(found, indent=1))
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    for name, holds in checked:
+        err.print(f"{'[green]holds[/]' if holds else '[red]FAILS[/]'}  {name}")
+    return 0 if all(holds for _, holds in checked) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
