@@ -274,6 +274,11 @@ def parse_events(raw: bytes) -> list:
     for block in text.split("\n\n")[:-1]:
         if block.startswith(":"):
             found.append(block)
+        elif block.startswith("event: "):
+            name, _, data = block.partition("\n")
+            assert data.startswith("data: "), block
+            found.append(json.loads(data[6:]))
+            assert name == "event: " + found[-1]["type"], block
         elif block == "data: [DONE]":
             found.append("[DONE]")
         else:
@@ -310,7 +315,7 @@ async def live(
     config = EngineConfig.of(**{"port": 0, "keep_alive_s": 15.0} | options)
     chat = ChatTemplate({"default": template}, control=SPECIAL) if template else None
     app = make_app(config, engine, byte_tokenizer(), chat, model or card(), limits=limits)
-    server = HttpServer(app, config.server)
+    server = HttpServer(app, config.server.host, config.server.port)
     url = await server.start()
     async with aiohttp.ClientSession() as http:
         try:

@@ -82,7 +82,7 @@ async def served(engine, template: str = FORMATS["hermes"], **options):
     config = EngineConfig.of(port=0, **options)
     card = ModelCard(name="tiny", max_model_len=900, vocab_size=VOCAB, eos_ids=(EOS,))
     chat = ChatTemplate({"default": template})
-    server = HttpServer(make_app(config, engine, tokenizer(), chat, card), config.server)
+    server = HttpServer(make_app(config, engine, tokenizer(), chat, card), config.server.host, 0)
     url = await server.start()
     try:
         async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as client:

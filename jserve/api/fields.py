@@ -1,0 +1,159 @@
+"""How request fields are declared, and ``validate``: the one way from a JSON object to a body.
+
+Owns the kinds of fields and the promise that each is applied, refused by name, or listed as
+ignored. Must not know any field. The declarations also make ``/openapi.json`` and the table of
+``/v1/support``; a body says all there is to say of its endpoint's fields::
+
+    temperature: float | None = sampled("temperature")   applied; its range is SamplingParams'
+    stop: Any = shaped(STOP)                              applied; checked by hand, STOP describes it
+    suffix: Any = refused("")                             refused, except the values that ask nothing
+    store: bool | None = ignored(False)                   no effect; listed unless it asks nothing
+    user: str | None = label()                            no effect by its nature, never listed
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from jserve.api.errors import Unsupported
+from jserve.errors import BadRequest
+from jserve.sampling import RANGES
+
+MAX_LISTED = 20
+_MARK = "x-jserve"
+
+
+class Holds(StrEnum):
+    """What a field does."""
+
+    APPLIED = "applied"
+    LABEL = "label"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+class Fields(BaseModel):
+    """Base of all bodies and of the objects in them: exact types, unknown names are kept."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+B = TypeVar("B", bound=Fields)
+Schema = dict[str, Any]
+
+
+def shaped(schema: Schema, *, required: bool = False) -> Any:
+    """An applied field that is checked by hand; ``schema`` says to readers what it takes."""
+    return Field(default=None, json_schema_extra=schema | ({"x-required": True} if required else {}))
+
+
+def sampled(name: str, *, high: float | None = None) -> Any:
+    """An applied number with the range that ``SamplingParams`` has for ``name``."""
+    allowed = RANGES[name]
+    low = "exclusiveMinimum" if allowed.low_open else "minimum"
+    top = allowed.high if high is None else high
+    whole = int if allowed.whole else float
+    return Field(default=None, json_schema_extra={low: whole(allowed.low), "maximum": whole(top)})
+
+
+def label() -> Any:
+    """A field that says nothing about the answer."""
+    return Field(default=None, json_schema_extra={_MARK: Holds.LABEL.value})
+
+
+def ignored(*neutral: Any) -> Any:
+    """A field without effect, listed as ignored unless its value is ``neutral`` or null."""
+    return Field(default=None, json_schema_extra={_MARK: Holds.IGNORED.value, "x-neutral": [*neutral]})
+
+
+def refused(*neutral: Any) -> Any:
+    """A known field that cannot be honoured; ``neutral`` values ask for nothing and pass."""
+    extra: Schema = {_MARK: Holds.REFUSED.value, "x-neutral": [*neutral], "enum": [*neutral, None]}
+    return Field(default=None, json_schema_extra=extra)
+
+
+def holds(field: FieldInfo) -> Holds:
+    """The kind that a field was declared as."""
+    return Holds(_extra(field).get(_MARK, Holds.APPLIED))
+
+
+def neutral_values(field: FieldInfo) -> list[Any]:
+    return _extra(field).get("x-neutral", [])
+
+
+def _extra(field: FieldInfo) -> Mapping[str, Any]:
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, Mapping) else {}
+
+
+def validate(kind: type[B], raw: Mapping[str, Any], *, strict: bool = False) -> B:
+    """``raw`` as a ``kind`` of body: types checked, known fields that are not honoured refused.
+
+    Values with more to them than a type are checked where they are read; their bounds follow
+    before anything is sent to the engine (``SamplingParams``, ``sched.admission``).
+
+    Args:
+        strict: also refuse fields that would have no effect.
+
+    Raises:
+        BadRequest: a field of the wrong type, named.
+        Unsupported: a known field that is not honoured, named; with ``strict``, any other.
+    """
+    _refuse(kind, raw)
+    try:
+        body = kind.model_validate(raw)
+    except ValidationError as e:
+        first = e.errors(include_url=False, include_input=False, include_context=False)[0]
+        name = _path(first["loc"])
+        raise BadRequest(f"{name}: {first['msg']}", field=name) from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deep", code="invalid_json") from None
+    without_effect = ignored_fields(body) if strict else ()
+    if without_effect:
+        name = without_effect[0]
+        raise Unsupported(f"{name} has no effect on this server", field=name)
+    return body
+
+
+def _refuse(kind: type[Fields], raw: Mapping[str, Any]) -> None:
+    for name, value in raw.items():
+        field = kind.model_fields.get(name)
+        known = field is not None and holds(field) is Holds.REFUSED
+        if value is None or not (known or name.startswith("guided_")):
+            continue
+        if field is None or not _among(value, neutral_values(field)):
+            raise Unsupported(f"{name[:64]} is not supported by this server", field=name)
+
+
+def _among(value: Any, values: list[Any]) -> bool:
+    return any(value == v and type(value) is type(v) for v in values)
+
+
+def _path(loc: tuple[Any, ...]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return text.lstrip(".") or "body"
+
+
+def ignored_fields(body: Fields) -> tuple[str, ...]:
+    """Names of the fields set in ``body`` that had no effect: printable, 20 at most."""
+    names = (re.sub(r"[^A-Za-z0-9_.\-]", "?", name[:64]) for name in _without_effect(body))
+    return tuple(name for name, _ in zip(names, range(MAX_LISTED), strict=False))
+
+
+def _without_effect(body: Fields, at: str = "") -> Iterator[str]:
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            yield at + name
+    for name, field in type(body).model_fields.items():
+        value = getattr(body, name)
+        if isinstance(value, Fields):
+            yield from _without_effect(value, f"{at}{name}.")
+        elif value is not None and holds(field) is Holds.IGNORED:
+            if not _among(value, neutral_values(field)):
+                yield at + name
