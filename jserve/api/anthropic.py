@@ -214,10 +214,11 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
     schema = tool.get("input_schema")
     if schema is not None and not isinstance(schema, dict):
         raise BadRequest(f"{at}.input_schema must be an object", field=f"{at}.input_schema")
-    function = {"name": tool["name"], "parameters": schema or {}, "strict": tool.get("strict")}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
-    return {"type": "function", "function": function}
+    strict = tool.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
+    given = {k: tool[k] for k in ("name", "description", "strict") if tool.get(k) is not None}
+    return {"type": "function", "function": given | {"parameters": schema or {}}}
 
 
 def _choice(value: Any) -> tuple[Any, bool | None]:

@@ -93,6 +93,8 @@ class FakeEngine:
         self.gave_up_reason = ""
         self.counters = {"restarts": 0, "engine_deaths": 0}
         self.n_cached = 0
+        self.commands: list[str] = []
+        self.disobeys: Exception | None = None
         self.values: dict[str, float] = {
             "pages_total": 100,
             "pages_free": 30,
@@ -129,6 +131,11 @@ class FakeEngine:
         for record in active:
             record.aborted.append(None)
         return len(active)
+
+    async def control(self, message) -> None:
+        self.commands.append(message.action)
+        if self.disobeys is not None:
+            raise self.disobeys
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         for record in self.records:
