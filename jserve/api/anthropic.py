@@ -78,6 +78,7 @@ OUTPUT = {
 }
 
 _RENAMED = {
+    "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -185,7 +186,7 @@ def _as_openai(body: Prompt, template: ChatTemplate | None) -> dict[str, Any]:
     return {
         "messages": messages,
         "tools": _tools(body.tools),
-        "tool_choice": choice if body.tools else None,
+        "tool_choice": choice if body.tools or choice != "auto" else None,
         "parallel_tool_calls": parallel,
         "response_format": _format(body.output_config),
         "documents": None,
@@ -285,9 +286,9 @@ def _budget(body: MessagesBody, served: Served) -> int | None:
     """
     kind = (body.thinking or {}).get("type")
     speech, template = served.card.speech, served.template
-    if kind == "disabled" and speech.tags is not None:
-        if template is None or not template.takes("enable_thinking"):
-            raise Unsupported("this model's thoughts cannot be switched off", field="thinking.type")
+    reads = template is not None and template.takes("enable_thinking")
+    if kind == "disabled" and speech.tags is not None and not reads:
+        raise Unsupported("this model's thoughts cannot be switched off", field="thinking.type")
     if kind != "enabled":
         return None
     if speech.tags is None:

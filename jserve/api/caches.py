@@ -150,9 +150,7 @@ async def one(request: web.Request, front: Front) -> web.StreamResponse:
 
 async def renew(request: web.Request, front: Front) -> web.StreamResponse:
     strict = front.options.strict_params
-    body: RenewBody = await front.read(
-        request, lambda raw: validate(RenewBody, raw, strict=strict)
-    )
+    body: RenewBody = await front.read(request, lambda raw: validate(RenewBody, raw, strict=strict))
     tenant, name = _tenant(request), _name(request)
     return await _answered(front, _ask("renew", tenant, name, float(body.ttl_s)))
 

@@ -50,7 +50,9 @@ Schema = dict[str, Any]
 
 def shaped(schema: Schema, *, required: bool = False) -> Any:
     """An applied field that is checked by hand; ``schema`` says to readers what it takes."""
-    return Field(default=None, json_schema_extra=schema | ({"x-required": True} if required else {}))
+    return Field(
+        default=None, json_schema_extra=schema | ({"x-required": True} if required else {})
+    )
 
 
 def sampled(name: str, *, high: float | None = None) -> Any:
@@ -69,7 +71,9 @@ def label() -> Any:
 
 def ignored(*neutral: Any) -> Any:
     """A field without effect, listed as ignored unless its value is ``neutral`` or null."""
-    return Field(default=None, json_schema_extra={_MARK: Holds.IGNORED.value, "x-neutral": [*neutral]})
+    return Field(
+        default=None, json_schema_extra={_MARK: Holds.IGNORED.value, "x-neutral": [*neutral]}
+    )
 
 
 def refused(*neutral: Any) -> Any:
@@ -105,7 +109,6 @@ def validate(kind: type[B], raw: Mapping[str, Any], *, strict: bool = False) -> 
         BadRequest: a field of the wrong type, named.
         Unsupported: a known field that is not honoured, named; with ``strict``, any other.
     """
-    _refuse(kind, raw)
     try:
         body = kind.model_validate(raw)
     except ValidationError as e:
@@ -114,6 +117,7 @@ def validate(kind: type[B], raw: Mapping[str, Any], *, strict: bool = False) -> 
         raise BadRequest(f"{name}: {first['msg']}", field=name) from None
     except RecursionError:
         raise BadRequest("the body is nested too deep", code="invalid_json") from None
+    _refuse(body)
     without_effect = ignored_fields(body) if strict else ()
     if without_effect:
         name = without_effect[0]
@@ -121,18 +125,23 @@ def validate(kind: type[B], raw: Mapping[str, Any], *, strict: bool = False) -> 
     return body
 
 
-def _refuse(kind: type[Fields], raw: Mapping[str, Any]) -> None:
-    for name, value in raw.items():
-        field = kind.model_fields.get(name)
-        known = field is not None and holds(field) is Holds.REFUSED
-        if value is None or not (known or name.startswith("guided_")):
-            continue
-        if field is None or not _among(value, neutral_values(field)):
+def _refuse(body: Fields, at: str = "") -> None:
+    for name, field in type(body).model_fields.items():
+        value = getattr(body, name)
+        if isinstance(value, Fields):
+            _refuse(value, f"{at}{name}.")
+        elif holds(field) is Holds.REFUSED and _asks(value, field):
+            raise Unsupported(f"{at}{name} is not supported by this server", field=at + name)
+    for name, value in (body.model_extra or {}).items():
+        # vLLM once took these; to drop one silently would drop a constraint.
+        if name.startswith("guided_") and value is not None:
             raise Unsupported(f"{name[:64]} is not supported by this server", field=name)
 
 
-def _among(value: Any, values: list[Any]) -> bool:
-    return any(value == v and type(value) is type(v) for v in values)
+def _asks(value: Any, field: FieldInfo) -> bool:
+    """Whether ``value`` asks for something; True and 1 are not one value."""
+    neutral = (None, *neutral_values(field))
+    return not any(value == v and type(value) is type(v) for v in neutral)
 
 
 def _path(loc: tuple[Any, ...]) -> str:
@@ -154,6 +163,5 @@ def _without_effect(body: Fields, at: str = "") -> Iterator[str]:
         value = getattr(body, name)
         if isinstance(value, Fields):
             yield from _without_effect(value, f"{at}{name}.")
-        elif value is not None and holds(field) is Holds.IGNORED:
-            if not _among(value, neutral_values(field)):
-                yield at + name
+        elif holds(field) is Holds.IGNORED and _asks(value, field):
+            yield at + name

@@ -121,9 +121,7 @@ class Running:
 
     def abort(self, label: str | None) -> int:
         """Ends those of ``label`` (None: all); how many there were."""
-        found = [
-            run for name, runs in self._runs.items() if label in (None, name) for run in runs
-        ]
+        found = [run for name, runs in self._runs.items() if label in (None, name) for run in runs]
         for run in found:
             run.abort()
         return len(found)
@@ -153,9 +151,7 @@ class Front:
     @property
     def served(self) -> Served:
         """What dialects read requests against."""
-        return Served(
-            card=self.card, template=self.prepare.chat, strict=self.options.strict_params
-        )
+        return Served(card=self.card, template=self.prepare.chat, strict=self.options.strict_params)
 
     async def read(self, request: web.Request, wish: Callable[[dict[str, Any]], Any]) -> Any:
         """``wish`` of the JSON object in the body; big ones are worked on in a thread.

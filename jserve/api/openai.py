@@ -13,7 +13,16 @@ from typing import Any
 from jserve.api.ask import Ask, ModelCard, Served, Wish
 from jserve.api.chat import Chat
 from jserve.api.errors import Unsupported
-from jserve.api.fields import Fields, ignored, ignored_fields, label, refused, sampled, shaped, validate
+from jserve.api.fields import (
+    Fields,
+    ignored,
+    ignored_fields,
+    label,
+    refused,
+    sampled,
+    shaped,
+    validate,
+)
 from jserve.api.openai_messages import KWARGS, MESSAGES, TOOLS, chat_of
 from jserve.api.openai_structure import CHOICE, FORMAT, STRUCTURED, Shape, shape_of
 from jserve.api.openai_values import MAX_CHOICES, PROMPT, prompts_of
@@ -49,7 +58,7 @@ class Completion(Sampling):
     add_special_tokens: bool | None = None
     response_format: Any = shaped(FORMAT)
     structured_outputs: Any = shaped(STRUCTURED)
-    metadata: dict[str, Any] | None = label()
+    metadata: dict[str, str] | None = label()
     store: bool | None = ignored(False)
     service_tier: str | None = ignored("auto", "default")
     prompt_cache_retention: str | None = ignored()

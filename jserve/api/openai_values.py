@@ -38,7 +38,7 @@ BIAS = {
 }
 PROMPT = {
     "anyOf": [
-        {"type": "string", "minLength": 1},
+        {"type": "string"},
         {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
         {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string"}},
         {
@@ -137,7 +137,7 @@ def top_of(value: int, field: str) -> int:
 
 
 def stop_of(value: Any) -> tuple[str, ...]:
-    words = [value] if isinstance(value, str) else value or []
+    words = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(words, list) or any(not isinstance(w, str) for w in words[:64]):
         raise BadRequest("stop must be a string or a list of strings", field="stop")
     if len(words) > MAX_STOPS or any(not 0 < len(w) <= MAX_STOP_CHARS for w in words):

@@ -69,11 +69,14 @@ def _clean(node: Any, names: dict[str, str]) -> Any:
     if not isinstance(node, dict):
         return node
     found = {k: _clean(v, names) for k, v in node.items() if k not in ("x-neutral", "x-required")}
-    if isinstance(found.get("$ref"), str):
-        name = found["$ref"].rsplit("/", 1)[-1]
+    ref = found.get("$ref")
+    if isinstance(ref, str):
+        name = ref.rsplit("/", 1)[-1]
         found["$ref"] = _REF.replace("{model}", names.get(name, name))
     if isinstance(node.get("properties"), dict):
-        required = [k for k, v in node["properties"].items() if isinstance(v, dict) and v.get("x-required")]
+        required = [
+            k for k, v in node["properties"].items() if isinstance(v, dict) and v.get("x-required")
+        ]
         if required:
             found["required"] = sorted({*found.get("required", []), *required})
     return found

@@ -95,7 +95,7 @@ class ResponseBody(Sampling):
     include: Any = shaped(INCLUDE)
     top_logprobs: int | None = sampled("logprobs")
     stream_options: StreamOptions | None = None
-    metadata: dict[str, Any] | None = label()
+    metadata: dict[str, str] | None = label()
     structured_outputs: Any = shaped(STRUCTURED)
     chat_template_kwargs: Any = shaped(KWARGS)
     thinking_token_budget: int | None = sampled("thinking_token_budget")
@@ -158,7 +158,7 @@ def _as_chat(body: ResponseBody) -> dict[str, Any]:
     return {
         "messages": messages_of(body.instructions, body.input),
         "tools": _tools(body.tools),
-        "tool_choice": _choice(body.tool_choice) if body.tools else None,
+        "tool_choice": _choice(body.tool_choice, bool(body.tools)),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body.text.format if body.text is not None else None),
         "structured_outputs": body.structured_outputs,
@@ -192,12 +192,17 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
     strict = tool.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
-    function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
+    function = {
+        key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None
+    }
     return {"type": "function", "function": function | {"parameters": parameters or {}}}
 
 
-def _choice(value: Any) -> Any:
-    """Chat's ``tool_choice``: a named function stands one level deeper there."""
+def _choice(value: Any, tools: bool) -> Any:
+    """Chat's ``tool_choice``: a named function stands one level deeper there, and "auto" needs
+    tools."""
+    if not tools and value == "auto":
+        return None
     if isinstance(value, dict) and value.get("type") == "function":
         return {"type": "function", "function": {"name": value.get("name")}}
     return value

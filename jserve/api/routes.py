@@ -76,9 +76,7 @@ PUBLIC = (
     Route("POST", "/v1/chat/completions", _USER, _in(CHAT), "Chat, OpenAI's way", ChatBody, True),
     Route("POST", "/v1/completions", _USER, _in(COMPLETION), "Text", CompletionBody, True),
     Route("POST", "/v1/responses", _USER, _in(RESPONSE), "Chat, stateless", ResponseBody, True),
-    Route(
-        "POST", "/v1/messages", _USER, _in(MESSAGE), "Anthropic's", MessagesBody, True, error_of
-    ),
+    Route("POST", "/v1/messages", _USER, _in(MESSAGE), "Anthropic's", MessagesBody, True, error_of),
     Route(
         "POST",
         "/v1/messages/count_tokens",

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from jserve.api.ask import Ask, Served, Wish
 from jserve.api.errors import Unsupported
-from jserve.api.fields import ignored_fields, shaped, validate
+from jserve.api.fields import ignored_fields, refused, shaped, validate
 from jserve.api.front import TRACE, Front, ignored_header, json_response, request_id
 from jserve.api.generate import Generation, Json
 from jserve.api.logprobs import finite
@@ -44,6 +44,9 @@ class ScoreBody(Service):
     apply_softmax: bool | None = None
     item_first: bool | None = None
     add_special_tokens: bool | None = None
+    stream: Any = refused(False)
+    truncate_prompt_tokens: Any = refused()
+    truncation_side: Any = refused()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +72,12 @@ def score_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     if len(query) > 1:
         raise BadRequest("query must be one text", field="query")
     labels = body.label_token_ids
-    if labels is not None:
-        if not ids_of(labels, "label_token_ids", card.vocab_size):
-            raise BadRequest("label_token_ids must not be empty", field="label_token_ids")
+    if labels is not None and not ids_of(labels, "label_token_ids", card.vocab_size):
+        raise BadRequest("label_token_ids must not be empty", field="label_token_ids")
     if body.apply_softmax and labels is None:
         raise BadRequest("apply_softmax needs label_token_ids", field="apply_softmax")
     if len(items) * len(labels or (0,)) > MAX_CHOICES:
         raise BadRequest(f"items times labels may be at most {MAX_CHOICES}", field="items")
-    if body.stream:
-        raise Unsupported("scores cannot be streamed", field="stream")
-    if body.truncate_prompt_tokens is not None:
-        where = "truncate_prompt_tokens"
-        raise Unsupported(f"{where} would cut what is scored", field=where)
     special = body.add_special_tokens is not False
     ask = Ask(
         params=SCORED,
@@ -128,6 +125,8 @@ async def _scored(front: Front, wish: Wish) -> Scored:
     heads = await front.prepare.prompt_ids(replace(wish.ask, prompts=(first,), field="query"))
     plain = replace(wish.ask, prompts=tuple(rest), add_special_tokens=False)
     query, items = tuple(heads[0]), [tuple(ids) for ids in await front.prepare.prompt_ids(plain)]
+    if not query:
+        raise BadRequest("query must hold at least one token", field="query")
     if not all(items):
         raise BadRequest("items must hold at least one token each", field="items")
     joined = [item + query if body.item_first else query + item for item in items]

@@ -36,6 +36,8 @@ Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Words = Annotated[list[str], Field(max_length=64, fail_fast=True)]
 
+MAX_KEPT = 2**31 - 1
+
 
 class Service(Fields):
     """Who asks for what, how urgently, and what to keep of it."""
@@ -52,7 +54,7 @@ class Service(Fields):
     session: str | None = None
     retain: Any = shaped(RETAIN)
     skip_prefix_cache: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: int | None = shaped({"minimum": -1, "maximum": MAX_KEPT})
     truncation_side: Literal["left", "right"] | None = None
     request_id: str | None = None
     user: str | None = label()
@@ -108,9 +110,10 @@ def service_of(body: Service) -> dict[str, Any]:
         BadRequest: a value out of its range, or two that exclude each other.
     """
     keep = body.truncate_prompt_tokens
-    if keep is not None and (keep < -1 or keep == 0):
+    if keep is not None and (keep == 0 or not -1 <= keep <= MAX_KEPT):
         raise BadRequest(
-            "truncate_prompt_tokens must be -1 or at least 1", field="truncate_prompt_tokens"
+            f"truncate_prompt_tokens must be -1 or in [1, {MAX_KEPT}]",
+            field="truncate_prompt_tokens",
         )
     if body.cache is not None and keep is not None:
         raise BadRequest(
@@ -163,17 +166,16 @@ def params_of(
     Raises:
         BadRequest: a value out of its range, under the dialect's name.
     """
-    values: dict[str, Any] = dict(card.defaults)
-    for name in _DRAWN:
-        if getattr(body, name) is not None:
-            values[name] = getattr(body, name)
-    values["stop"] = stop_of(body.stop)
-    values["logit_bias"] = bias_of(body.logit_bias, card.vocab_size)
-    values["stop_token_ids"] = stop_ids_of(body.stop_token_ids, card)
-    if body.allowed_token_ids is not None:
-        ids_of(body.allowed_token_ids, "allowed_token_ids", card.vocab_size)
+    given = {name: getattr(body, name) for name in _DRAWN if getattr(body, name) is not None}
     try:
-        return SamplingParams(**values | more)
+        lists = {
+            "stop": stop_of(body.stop),
+            "logit_bias": bias_of(body.logit_bias, card.vocab_size),
+            "stop_token_ids": stop_ids_of(body.stop_token_ids, card),
+        }
+        if body.allowed_token_ids is not None:
+            ids_of(body.allowed_token_ids, "allowed_token_ids", card.vocab_size)
+        return SamplingParams(**{**card.defaults, **given, **lists, **more})
     except BadRequest as e:
         raise renamed(e, named or {}) from None
 

@@ -23,7 +23,7 @@ from jserve.api.server import HttpServer
 from jserve.config import EngineConfig
 from jserve.errors import NotReady
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import Finish, Output, Request, TokenLogprob
+from jserve.types import Finish, HandleInfo, Output, Request, TokenLogprob
 
 SPECIAL = ("<|bos|>", "<|im_start|>", "<|im_end|>")
 BOS, IM_START, EOS = 256, 257, 258
@@ -131,6 +131,13 @@ class FakeEngine:
         for record in active:
             record.aborted.append(None)
         return len(active)
+
+    async def create(self, request, ttl_s):
+        return [Output(request_id=request.id, index=0, finish=Finish.LENGTH)]
+
+    async def handles(self, message):
+        name = message.name or "c"
+        return [HandleInfo(name=name, n_tokens=1, n_pages=1, pinned=True, expires_in_s=9.0)]
 
     async def control(self, message) -> None:
         self.commands.append(message.action)

@@ -38,6 +38,7 @@ FORMATS = {
     "mistral": "{# [TOOL_CALLS] #}" + CHATML,
 }
 
+
 class Script(FakeEngine):
     """Says ``texts`` in the vocabulary of ``tests.grammar.kit``.
 

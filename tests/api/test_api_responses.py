@@ -15,7 +15,9 @@ from tests.grammar.kit import tokenizer
 
 TEXT = "Hello, wörld! 🙂"
 TOOL = {"type": "function", **WEATHER["function"]}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
+CALL = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
+)
 THOUGHT = "<think>\nSo.\n</think>\n\n"
 PATH = "/v1/responses"
 
@@ -148,12 +150,16 @@ async def test_errors():
         with pytest.raises(openai.NotFoundError):
             await client.create(model="nope", input="hi")
         engine.fail_at = 3
-        kinds = []
-        with pytest.raises(openai.APIError, match="the engine failed"):
+        seen: list = []
+
+        async def hear() -> None:
             async for event in await client.create(model="tiny", input="hi", stream=True):
-                kinds.append(event.type)
-                last = event
+                seen.append(event)
+
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            await hear()
+        kinds = [event.type for event in seen]
         assert kinds[-1] == "response.failed"
-        assert last.response.status == "failed"
-        assert last.response.error.message
+        assert seen[-1].response.status == "failed"
+        assert seen[-1].response.error.message
         assert "response.completed" not in kinds
