@@ -111,7 +111,7 @@ class Prompt(Fields):
 class MessagesBody(Prompt, Sampling):
     """POST /v1/messages."""
 
-    max_tokens: int | None = sampled("max_tokens")
+    max_tokens: int | None = sampled("max_tokens", required=True)
     temperature: float | None = sampled("temperature", high=1.0)
     stop_sequences: Any = shaped(STOP)
     stop: Any = refused()

@@ -26,7 +26,8 @@ from jserve.errors import BadRequest
 from jserve.sampling import RANGES
 
 MAX_LISTED = 20
-_MARK = "x-jserve"
+# Marks of our own in the schemas; ``openapi`` takes the last two out again.
+_MARK, _NEUTRAL, _REQUIRED = "x-jserve", "x-neutral", "x-required"
 
 
 class Holds(StrEnum):
@@ -50,18 +51,16 @@ Schema = dict[str, Any]
 
 def shaped(schema: Schema, *, required: bool = False) -> Any:
     """An applied field that is checked by hand; ``schema`` says to readers what it takes."""
-    return Field(
-        default=None, json_schema_extra=schema | ({"x-required": True} if required else {})
-    )
+    return Field(default=None, json_schema_extra=schema | ({_REQUIRED: True} if required else {}))
 
 
-def sampled(name: str, *, high: float | None = None) -> Any:
+def sampled(name: str, *, high: float | None = None, required: bool = False) -> Any:
     """An applied number with the range that ``SamplingParams`` has for ``name``."""
     allowed = RANGES[name]
     low = "exclusiveMinimum" if allowed.low_open else "minimum"
     top = allowed.high if high is None else high
     whole = int if allowed.whole else float
-    return Field(default=None, json_schema_extra={low: whole(allowed.low), "maximum": whole(top)})
+    return shaped({low: whole(allowed.low), "maximum": whole(top)}, required=required)
 
 
 def label() -> Any:
@@ -71,14 +70,12 @@ def label() -> Any:
 
 def ignored(*neutral: Any) -> Any:
     """A field without effect, listed as ignored unless its value is ``neutral`` or null."""
-    return Field(
-        default=None, json_schema_extra={_MARK: Holds.IGNORED.value, "x-neutral": [*neutral]}
-    )
+    return Field(default=None, json_schema_extra={_MARK: Holds.IGNORED.value, _NEUTRAL: [*neutral]})
 
 
 def refused(*neutral: Any) -> Any:
     """A known field that cannot be honoured; ``neutral`` values ask for nothing and pass."""
-    extra: Schema = {_MARK: Holds.REFUSED.value, "x-neutral": [*neutral], "enum": [*neutral, None]}
+    extra: Schema = {_MARK: Holds.REFUSED.value, _NEUTRAL: [*neutral], "enum": [*neutral, None]}
     return Field(default=None, json_schema_extra=extra)
 
 
@@ -88,7 +85,7 @@ def holds(field: FieldInfo) -> Holds:
 
 
 def neutral_values(field: FieldInfo) -> list[Any]:
-    return _extra(field).get("x-neutral", [])
+    return _extra(field).get(_NEUTRAL, [])
 
 
 def _extra(field: FieldInfo) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ class DetokenizeBody(Fields):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Ids | None = None
+    tokens: Ids | None = shaped({}, required=True)
 
 
 def tokenize_wish(raw: Mapping[str, Any], served: Served) -> Wish:

@@ -10,9 +10,10 @@ import aiohttp
 import pytest
 
 from jserve.api.app import ACCESS, make_admin_app
-from jserve.api.server import HttpServer
+from jserve.api.server import HttpServer, serve
+from jserve.config import EngineConfig
 from jserve.errors import BadRequest
-from tests.api.fake import FakeEngine, live, until
+from tests.api.fake import FakeEngine, byte_tokenizer, card, live, until
 from tests.api.test_api_engine import host, idle
 from tests.api.test_api_quota import bearer, hashed, written
 
@@ -132,31 +133,23 @@ async def test_reset_forgets_prefixes_and_changes_no_answer():
         assert (status, answer["error"]["param"]) == (400, "profile_dir")
 
 
-async def test_serve_opens_the_port_when_asked(caplog):
-    from jserve.api.server import serve
-    from jserve.config import EngineConfig
-    from tests.api.fake import byte_tokenizer, card
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_serve_opens_the_port_when_asked(caplog, enabled):
+    config = EngineConfig.of(port=0, enable_admin=enabled, admin_port=0)
+    engine, listening = FakeEngine(), asyncio.Event()
 
-    for enabled in (True, False):
-        config = EngineConfig.of(port=0, enable_admin=enabled, admin_port=0)
-        engine, listening = FakeEngine(), asyncio.Event()
-        caplog.clear()
-        task = asyncio.create_task(
-            serve(
-                config,
-                engine,
-                byte_tokenizer(),
-                None,
-                card(),
-                on_listening=lambda url: listening.set(),
-            )
-        )
-        with caplog.at_level("INFO", logger="jserve.api"):
-            await asyncio.wait_for(listening.wait(), 5)
-            found = re.search(r"operator's port is (http://\S+)", caplog.text)
-        assert bool(found) is enabled
-        if found:
-            async with aiohttp.ClientSession() as http, http.post(found[1] + "/abort") as r:
-                assert r.status == 400
-        engine.gave_up.set()
-        assert await asyncio.wait_for(task, 5) == 1
+    def opened(url: str) -> None:
+        listening.set()
+
+    with caplog.at_level("INFO", logger="jserve.api"):
+        running = serve(config, engine, byte_tokenizer(), None, card(), on_listening=opened)
+        task = asyncio.create_task(running)
+        await asyncio.wait_for(listening.wait(), 5)
+        found = re.search(r"operator's port is (http://\S+)", caplog.text)
+    assert bool(found) is enabled
+    if found:
+        url = found[1] + "/abort"
+        async with aiohttp.ClientSession() as http, http.post(url, json={}) as r:
+            assert r.status == 400
+    engine.gave_up.set()
+    assert await asyncio.wait_for(task, 5) == 1
