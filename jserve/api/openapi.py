@@ -21,9 +21,9 @@ Json = dict[str, Any]
 _REF = "#/components/schemas/{model}"
 
 
-def answer(front: Front) -> web.Response:
+async def answer(front: Front) -> web.Response:
     version = {"version": front.card.version or "0"}
-    found = document()
+    found = await front.prepare.run(document)  # made once, and not on the event loop
     return json_response(found | {"info": found["info"] | version})
 
 

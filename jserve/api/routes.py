@@ -63,7 +63,7 @@ _OPEN, _USER, _ADMIN = Access.OPEN, Access.USER, Access.ADMIN
 async def _openapi(request: web.Request, front: Front) -> web.StreamResponse:
     from jserve.api import openapi  # it reads this table
 
-    return openapi.answer(front)
+    return await openapi.answer(front)
 
 
 async def _support(request: web.Request, front: Front) -> web.StreamResponse:

@@ -115,6 +115,21 @@ async def test_tokens_of_prompt_and_answer_are_spent(tmp_path, path):
         assert int(headers["Retry-After"]) > 60, "the bucket is far below zero"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_is_spent_as_far_as_it_was_drawn(tmp_path, stream):
+    entries = [{"tenant": "a", "keys": [hashed("ka")], "tokens_per_minute": 6}]
+    engine = FakeEngine(("x" * 40,))
+    async with live(engine, api_keys_file=written(tmp_path, entries)) as srv:
+        body = {"prompt": "x", "max_tokens": 2, "stream": stream}
+        for _ in range(2):
+            async with srv.http.post(srv.url + COMP, json=body, headers=bearer("ka")) as r:
+                assert r.status == 200, "1 of prompt and 2 of answer, twice, are what it has"
+                await r.read()
+        status, _, headers = await srv.post(COMP, body, headers=bearer("ka"))
+        assert status == 429
+        assert int(headers["Retry-After"]) <= 10
+
+
 async def test_requests_at_once_also_after_a_client_left(tmp_path):
     engine = FakeEngine(("x" * 300,))
     engine.delay = 0.02
