@@ -251,3 +251,21 @@ def test_all_dialects_tell_one_answer(kind, thought, words, cuts, end, calls, n_
             assert message == chat
 
     asyncio.run(run())
+
+
+async def test_events_are_framed_as_each_dialect_has_them():
+    async with talking(Script(("red car",))) as srv:
+        for path, named, done in (
+            (CHAT, False, True),
+            (MESSAGES, True, False),
+            (RESPONSES, True, False),
+        ):
+            body = body_of(path, calls=False) | {"stream": True}
+            async with srv.http.post(srv.url + path, json=body) as r:
+                assert r.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+                blocks = (await r.text()).strip().split("\n\n")
+            assert (blocks[-1] == "data: [DONE]") is done
+            for block in blocks[: -1 if done else None]:
+                name, _, data = block.rpartition("\n")
+                event = json.loads(data.removeprefix("data: "))
+                assert name == (f"event: {event['type']}" if named else "")
