@@ -94,8 +94,7 @@ class SchedulerOptions:
     )
     preemption: str = opt(
         "auto",
-        "KV of a sequence that gives way: computed again, swapped to host memory (host_memory_gb),"
-        " or what takes less time",
+        "KV of who gives way: computed again, swapped (host_memory_gb), or what is faster",
         choices=("auto", "recompute", "swap"),
     )
     step_times: str = opt(

@@ -24,9 +24,10 @@ from jax.sharding import Mesh
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.attention import AttentionBackend, backend as find_backend
+from jserve.model.attention import backend as find_backend
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
+from jserve.model.sinks import with_sinks
 from jserve.model.slots import load_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
 from jserve.model.view import LOGPROBS, Bucket, StepDims
@@ -96,7 +97,7 @@ class ModelRunner:
         self._dtype = jax.tree.leaves(params)[0].dtype
         platform = mesh.devices.flat[0].platform
         attention = find_backend(config.device.attention_backend, platform)
-        arch = _with_sinks(arch, attention, config.device.attention_sinks)
+        arch = with_sinks(arch, attention, config.device.attention_sinks)
         self._kv_dtype = _kv_dtype(config, self._dtype)
         stored = attention.kv_dtype(self._kv_dtype)
         dims = _dims(arch, config)
@@ -408,24 +409,6 @@ def _limits(
         window=arch.widest,
         sinks=arch.sinks,
     )
-
-
-def _with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
-    """``arch`` with ``n`` attention sinks.
-
-    Raises:
-        ConfigError: they cannot hold for this model or backend; ``field`` is the option.
-    """
-    fault = ""
-    if n and not arch.widest:
-        fault = "needs a model in which every layer has a sliding window"
-    elif n and not attention.has_sinks:
-        fault = f"is not served by attention_backend {attention.name!r}"
-    elif n and arch.rope_scaling is not None and arch.rope_scaling.kind == "dynamic":
-        fault = "does not go with dynamic rope scaling, whose angles depend on the true position"
-    if fault:
-        raise ConfigError(f"attention_sinks {fault}", field="attention_sinks")
-    return dataclasses.replace(arch, sinks=n)
 
 
 def _ladder(limits: RunnerLimits) -> Ladder:
