@@ -152,7 +152,12 @@ def engine(
         journal=_journal(config.scheduler.journal),
         guides=_guides(config, runner.limits.vocab_size),
     )
-    made = Engine(scheduler, runner, overlap=config.scheduler.overlap)
+    made = Engine(
+        scheduler,
+        runner,
+        overlap=config.scheduler.overlap,
+        profiler=_profiler(config.device.profile_dir),
+    )
     info = {**facts, "startup_s": round(time.monotonic() - began, 2)}
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
@@ -208,6 +213,12 @@ def _guides(config: EngineConfig, n_vocab: int) -> Any:
         return vocabulary(tokenizer, n_vocab, _eos_ids(source, tokenizer))
 
     return TokenGuides(table)
+
+
+def _profiler(directory: str) -> Any:
+    from jserve.runner.profile import JaxProfiler
+
+    return JaxProfiler(directory) if directory else None
 
 
 def _journal(path: str) -> Any:

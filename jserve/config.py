@@ -155,6 +155,9 @@ class DeviceOptions:
     compile_cache: str = opt(
         "auto", "directory of compiled programs; 'auto' is the user cache, '' is off"
     )
+    profile_dir: str = opt(
+        "", "directory for profiles started on the admin port; empty allows none"
+    )
     compile_threads: int = opt(0, "programs compiled at once; 0 is one per core", min=0)
 
 
@@ -189,6 +192,15 @@ class ServerOptions:
     host: str = opt("127.0.0.1", "address to listen on")
     port: int = opt(8000, "port to listen on; 0 takes a free one", min=0, max=65535)
     api_key: tuple[str, ...] = opt((), "key that /v1 requires (repeatable)")
+    api_keys_file: str = opt(
+        "", "YAML file of tenants: digests of their keys and their limits; empty is none"
+    )
+    strict_params: bool = opt(False, "refuse request fields that would have no effect")
+    enable_admin: bool = opt(False, "listen on admin_port for commands of an operator")
+    admin_host: str = opt("127.0.0.1", "address of the admin port")
+    admin_port: int = opt(
+        8001, "port of abort, reset and profile; 0 takes a free one", min=0, max=65535
+    )
     max_body_mb: float = opt(8.0, "MiB of one request body", min=0.001, max=1024)
     keep_alive_s: float = opt(
         15.0, "seconds between SSE comments while a stream is idle; 0 is off", min=0

@@ -111,6 +111,18 @@ class DiskTier(Protocol):
         ...
 
 
+class Profiler(Protocol):
+    """Records what the device does, into a place of its own."""
+
+    def start(self) -> None:
+        """Raises BadRequest when it records already."""
+        ...
+
+    def stop(self) -> None:
+        """Writes what it recorded; raises BadRequest when it records nothing."""
+        ...
+
+
 class Clock(Protocol):
     """Monotonic seconds; injected so that tests and the simulator own time."""
 

@@ -38,6 +38,44 @@ def integer(value: Any, name: str, low: int, high: int) -> None:
     require(ok, name, f"must be an integer in [{low}, {high}]")
 
 
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values that a number of a request may take."""
+
+    low: float
+    high: float
+    whole: bool = False
+    low_open: bool = False
+    """True leaves ``low`` out."""
+
+    def check(self, value: Any, name: str) -> None:
+        """Raises BadRequest, naming the field ``name``."""
+        if self.whole:
+            integer(value, name, int(self.low), int(self.high))
+        else:
+            number(value, name, self.low, self.high, low_open=self.low_open)
+
+
+RANGES: Mapping[str, Range] = {
+    "n": Range(1, 128, whole=True),
+    "temperature": Range(0.0, 2.0),
+    "top_p": Range(0.0, 1.0, low_open=True),
+    "top_k": Range(-1, 2**31 - 1, whole=True),
+    "min_p": Range(0.0, 1.0),
+    "repetition_penalty": Range(0.0, 100.0, low_open=True),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "seed": Range(INT64_MIN, INT64_MAX, whole=True),
+    "max_tokens": Range(0, 2**31 - 1, whole=True),
+    "min_tokens": Range(0, 2**31 - 1, whole=True),
+    "thinking_token_budget": Range(-1, 2**31 - 1, whole=True),
+    "logprobs": Range(0, MAX_LOGPROBS, whole=True),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS, whole=True),
+}
+"""Of the numbers of ``SamplingParams``; one that is None is not checked."""
+_OPTIONAL = ("seed", "max_tokens", "thinking_token_budget", "logprobs", "prompt_logprobs")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """What the output must look like: exactly one of the first six fields. Names are vLLM's.
@@ -161,26 +199,12 @@ class SamplingParams:
         self._check_lists()
 
     def _check_numbers(self) -> None:
-        integer(self.n, "n", 1, 128)
-        number(self.temperature, "temperature", 0.0, 2.0)
-        number(self.top_p, "top_p", 0.0, 1.0, low_open=True)
-        integer(self.top_k, "top_k", -1, 2**31 - 1)
-        number(self.min_p, "min_p", 0.0, 1.0)
-        number(self.repetition_penalty, "repetition_penalty", 0.0, 100.0, low_open=True)
-        number(self.presence_penalty, "presence_penalty", -2.0, 2.0)
-        number(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
-        if self.seed is not None:
-            integer(self.seed, "seed", INT64_MIN, INT64_MAX)
-        if self.max_tokens is not None:
-            integer(self.max_tokens, "max_tokens", 0, 2**31 - 1)
-        integer(self.min_tokens, "min_tokens", 0, 2**31 - 1)
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                allowed.check(value, name)
         if self.max_tokens is not None:
             require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
-        if self.thinking_token_budget is not None:
-            integer(self.thinking_token_budget, "thinking_token_budget", -1, 2**31 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                integer(getattr(self, name), name, 0, MAX_LOGPROBS)
 
     def _check_lists(self) -> None:
         require(

@@ -1,7 +1,7 @@
 """A client's wish, its fields read and not yet tokens: the same for every API dialect.
 
-Owns the hand-over from a dialect (``openai``, later others) to ``prepare``, and the facts about the
-served model both need. Must not know field names of any dialect, HTTP or the engine.
+Owns the hand-over from a dialect (``openai``, ``responses``, ``anthropic``) to ``prepare``, and the
+facts about the served model both need. Must not know field names of any dialect, HTTP or the engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jserve.api.chat import Chat
+from jserve.api.chat import Chat, ChatTemplate
 from jserve.api.openai_structure import FREE, Shape
 from jserve.api.speech import PLAIN, Speech
 from jserve.sampling import SamplingParams
@@ -44,6 +44,17 @@ class ModelCard:
 
     def knows(self, name: str) -> bool:
         return name == self.name or name in self.aliases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a dialect reads a request against."""
+
+    card: ModelCard
+    template: ChatTemplate | None = None
+    """None: the model takes no chats."""
+    strict: bool = False
+    """Whether fields that have no effect are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +101,11 @@ class Wish:
     stream: bool = False
     ignored: tuple[str, ...] = ()
     """Names of the fields that had no effect."""
+
+    @property
+    def label(self) -> str | None:
+        """The client's own name for the request."""
+        return self.body.request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,15 +19,15 @@ from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict
 
-from jserve.api.ask import Ask, ModelCard, Wish
-from jserve.api.chat import ChatTemplate
-from jserve.api.front import Front, ignored_header, json_response
+from jserve.api.ask import Ask, Served, Wish
+from jserve.api.fields import Fields, ignored_fields, shaped, validate
+from jserve.api.front import TRACE, Front, ignored_header, json_response
 from jserve.api.generate import failure
-from jserve.api.openai import ChatBody, check_model, ignored_fields, read
-from jserve.api.openai_messages import chat_of
-from jserve.api.openai_values import prompts_of, salt_of
+from jserve.api.openai import ChatBody
+from jserve.api.openai_messages import KWARGS, MESSAGES, TOOLS, chat_of
+from jserve.api.openai_values import PROMPT, prompts_of, salt_of
+from jserve.api.shared import check_model
 from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, CacheNotFound
 from jserve.sampling import SamplingParams
@@ -37,27 +37,23 @@ TTL_S = 3600.0
 NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)
 
 
-class CreateBody(BaseModel):
+class CreateBody(Fields):
     """POST /v1/caches: ``prompt``, or ``messages`` with the fields that shape a chat prompt."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     name: str
     ttl_s: float | None = None
     model: str | None = None
-    prompt: Any = None
+    prompt: Any = shaped(PROMPT)
     add_special_tokens: bool | None = None
-    messages: Any = None
-    tools: Any = None
-    documents: Any = None
-    chat_template_kwargs: Any = None
+    messages: Any = shaped(MESSAGES)
+    tools: Any = shaped(TOOLS)
+    documents: Any = shaped({"type": ["array", "null"], "items": {"type": "object"}})
+    chat_template_kwargs: Any = shaped(KWARGS)
     cache_salt: str | None = None
 
 
-class RenewBody(BaseModel):
+class RenewBody(Fields):
     """POST /v1/caches/{name}."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     ttl_s: float
 
@@ -85,14 +81,14 @@ class HandleBook:
             del self._tokens[key]
 
 
-def create_wish(raw: Mapping[str, Any], card: ModelCard, template: ChatTemplate | None) -> Wish:
+def create_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     """What to make a cache of.
 
     Raises:
         BadRequest: neither or both of ``prompt`` and ``messages``, several prompts.
         NotFound: an unknown model.
     """
-    body: CreateBody = read(CreateBody, raw)
+    body, card = validate(CreateBody, raw, strict=served.strict), served.card
     check_model(body.model, card)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("give either prompt or messages", field="prompt")
@@ -106,16 +102,16 @@ def create_wish(raw: Mapping[str, Any], card: ModelCard, template: ChatTemplate 
     else:
         fields: dict[str, Any] = dict.fromkeys(ChatBody.model_fields)
         fields |= {name: getattr(body, name) for name in CreateBody.model_fields}
-        chat = chat_of(fields | {"add_generation_prompt": False}, template)
+        chat = chat_of(fields | {"add_generation_prompt": False}, served.template)
         ask = replace(ask, chat=chat, field="messages")
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
 
 
 async def create(request: web.Request, front: Front) -> web.StreamResponse:
     """Compute a prefix and pin it; answered when it is pinned."""
-    template, card = front.prepare.chat, front.card
-    wish = await front.read(request, lambda raw: create_wish(raw, card, template))
-    tenant, name = front.tenant(request), wish.body.name
+    served = front.served
+    wish = await front.read(request, lambda raw: create_wish(raw, served))
+    tenant, name = _tenant(request), wish.body.name
     (made,) = await front.prepare.requests(replace(wish.ask, tenant=tenant))
     made = replace(made, cache=name)
     ttl_s = TTL_S if wish.body.ttl_s is None else float(wish.body.ttl_s)
@@ -144,22 +140,23 @@ async def _compute(front: Front, made: Request, ttl_s: float) -> int:
 
 
 async def listed(request: web.Request, front: Front) -> web.StreamResponse:
-    found = await front.engine.handles(_ask("find", front.tenant(request)))
+    found = await front.engine.handles(_ask("find", _tenant(request)))
     return json_response({"object": "list", "data": [shown(info) for info in found]})
 
 
 async def one(request: web.Request, front: Front) -> web.StreamResponse:
-    return await _answered(front, _ask("find", front.tenant(request), _name(request)))
+    return await _answered(front, _ask("find", _tenant(request), _name(request)))
 
 
 async def renew(request: web.Request, front: Front) -> web.StreamResponse:
-    body: RenewBody = await front.read(request, lambda raw: read(RenewBody, raw))
-    tenant, name = front.tenant(request), _name(request)
+    strict = front.options.strict_params
+    body: RenewBody = await front.read(request, lambda raw: validate(RenewBody, raw, strict=strict))
+    tenant, name = _tenant(request), _name(request)
     return await _answered(front, _ask("renew", tenant, name, float(body.ttl_s)))
 
 
 async def drop(request: web.Request, front: Front) -> web.StreamResponse:
-    tenant, name = front.tenant(request), _name(request)
+    tenant, name = _tenant(request), _name(request)
     front.prepare.book.forget(tenant, name)
     await front.engine.handles(_ask("drop", tenant, name))
     return json_response({"object": "cache.deleted", "name": name, "deleted": True})
@@ -172,6 +169,10 @@ async def _answered(front: Front, message: Handle) -> web.Response:
 
 def _ask(action: Any, tenant: str, name: str | None = None, ttl_s: float = 0.0) -> Handle:
     return Handle(id=uuid.uuid4().hex, action=action, tenant=tenant, name=name, ttl_s=ttl_s)
+
+
+def _tenant(request: web.Request) -> str:
+    return request[TRACE].tenant.name
 
 
 def _name(request: web.Request) -> str:

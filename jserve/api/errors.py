@@ -8,6 +8,7 @@ Must not know endpoints or fields. Nothing here ever holds a traceback, a path, 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 from aiohttp import web
@@ -35,9 +36,9 @@ class HttpError(JserveError):
     kind = "invalid_request_error"
     code = "http_error"
 
-    def __init__(self, status: int, message: str | None = None, *, field: str | None = None):
-        code, words = _HTTP.get(status, ("invalid_request", "the request could not be read"))
-        super().__init__(message or words, field=field, code=code)
+    def __init__(self, status: int, message: str | None = None, *, code: str | None = None) -> None:
+        usual, words = _HTTP.get(status, ("invalid_request", "the request could not be read"))
+        super().__init__(message or words, code=code or usual)
         self.status = status
         if status == 408:
             self.kind = "timeout_error"
@@ -47,6 +48,14 @@ class Forbidden(JserveError):
     status = 403
     kind = "permission_error"
     code = "forbidden"
+
+
+class Aborted(JserveError):
+    """An operator ended this request; to send it again is for the client to decide."""
+
+    status = 409
+    kind = "conflict_error"
+    code = "request_aborted"
 
 
 class Unsupported(BadRequest):
@@ -93,7 +102,7 @@ def error_headers(error: JserveError) -> dict[str, str]:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
-        headers["Retry-After"] = str(max(1, round(error.retry_after or 1)))
-    if error.status == 500:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or 1)))
+    if error.status == 500 or isinstance(error, Aborted):
         headers["x-should-retry"] = "false"
     return headers

@@ -1,10 +1,7 @@
-"""Everything a handler needs, in one value, and the request's path from JSON to an answer.
+"""Everything a handler needs, in one value: the server's parts, its limits, what is known of a request.
 
-Owns the order: read, check, prepare, run, answer; and that a status is sent only when the engine
-has taken the request. Must not know a dialect's fields: those come in as functions. ::
-
-    body -> wish (fields) -> requests (tokens) -> first piece --+-- JSON            (whole)
-            400, 404         400, 503             4xx, 5xx      +-- 200, events     (stream)
+Owns these values and the reading of a body. Must not know a dialect's fields: those come in as
+functions.
 """
 
 from __future__ import annotations
@@ -12,30 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
 
-from jserve.api.ask import ModelCard, Wish
-from jserve.api.auth import Keys
+from jserve.api.ask import ModelCard, Served
+from jserve.api.auth import Keys, Tenant
 from jserve.api.body import parse_object, read_body
 from jserve.api.errors import as_error
-from jserve.api.generate import Engine, Generation, Piece, Reply
-from jserve.api.metrics import Metrics, RequestTimer
+from jserve.api.generate import Engine, Generation
+from jserve.api.metrics import Metrics
 from jserve.api.prepare import Preparer
-from jserve.api.sse import EventStream
+from jserve.api.quota import Account, Accounts
 from jserve.config import ServerOptions
-from jserve.engine.wire import Handle
+from jserve.engine.wire import Control, Handle
 from jserve.errors import where
 from jserve.faults import point
 from jserve.types import HandleInfo, Output, Request
 
 log = logging.getLogger("jserve.api")
 
+_ID = re.compile(r"[A-Za-z0-9._\-]{1,64}")
 BIG_BODY = 64 << 10
 """Bodies above this are parsed in a thread."""
 
@@ -68,6 +67,8 @@ class ServedEngine(Engine, Protocol):
 
     async def handles(self, message: Handle) -> list[HandleInfo]: ...
 
+    async def control(self, message: Control) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -93,11 +94,39 @@ class Trace:
     """Monotonic seconds."""
     error: str | None = None
     """Code of the error it ended with."""
-    tenant: str = ""
-    """Whose key it came with; "" where the server has no keys."""
+    tenant: Tenant = field(default_factory=Tenant)
+    """Whose key it came with."""
+    account: Account = field(default_factory=Account)
+    """What its tenant has used."""
 
 
 TRACE = web.RequestKey("trace", Trace)
+
+
+class Running:
+    """The HTTP requests being answered by the engine, by their labels; several may share one."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, list[Generation]] = {}
+
+    @contextlib.contextmanager
+    def entered(self, label: str, run: Generation) -> Iterator[None]:
+        """``run`` is known under ``label`` inside."""
+        runs = self._runs.setdefault(label, [])
+        runs.append(run)
+        try:
+            yield
+        finally:
+            runs.remove(run)
+            if not runs:
+                del self._runs[label]
+
+    def abort(self, label: str | None) -> int:
+        """Ends those of ``label`` (None: all); how many there were."""
+        found = [run for name, runs in self._runs.items() if label in (None, name) for run in runs]
+        for run in found:
+            run.abort()
+        return len(found)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,6 +139,8 @@ class Front:
     options: ServerOptions
     keys: Keys
     metrics: Metrics
+    accounts: Accounts = field(default_factory=Accounts)
+    running: Running = field(default_factory=Running)
     limits: Limits = field(default_factory=Limits)
 
     def close(self) -> None:
@@ -119,9 +150,10 @@ class Front:
     def max_bytes(self) -> int:
         return int(self.options.max_body_mb * 2**20)
 
-    def tenant(self, request: web.Request) -> str:
-        """Who asks."""
-        return self.keys.tenant(request.headers)
+    @property
+    def served(self) -> Served:
+        """What dialects read requests against."""
+        return Served(card=self.card, template=self.prepare.chat, strict=self.options.strict_params)
 
     @point("api.read")
     async def read(self, request: web.Request, wish: Callable[[dict[str, Any]], Any]) -> Any:
@@ -138,80 +170,6 @@ class Front:
         return await self.prepare.run(lambda: wish(parse_object(raw)))
 
 
-async def answer(
-    request: web.Request,
-    front: Front,
-    wish: Wish,
-    requests: list[Request],
-    reply: Reply,
-) -> web.StreamResponse:
-    """Runs ``requests`` and answers as ``reply`` shapes it, streamed or whole.
-
-    Raises:
-        JserveError: something went wrong before a status was sent.
-    """
-    timer = RequestTimer(front.metrics, requests, request[TRACE].arrival)
-    run = Generation(front.engine, front.prepare.tokenizer, requests, timer)
-    headers = ignored_header(wish.ignored)
-    try:
-        if wish.stream:
-            return await _stream(request, front, run, reply, headers)
-        return await _whole(run, reply, headers)
-    finally:
-        timer.end(run.usage.cached)
-
-
-def ignored_header(ignored: tuple[str, ...]) -> dict[str, str]:
-    """Tells a client which of its fields had no effect."""
-    return {"x-jserve-ignored-params": ", ".join(ignored)} if ignored else {}
-
-
-async def _whole(run: Generation, reply: Reply, headers: Mapping[str, str]) -> web.Response:
-    async with aclosing(run.pieces()) as pieces:
-        found = [piece async for piece in pieces]
-    return json_response(reply.whole(found, run.usage), headers=headers)
-
-
-async def _stream(
-    request: web.Request,
-    front: Front,
-    run: Generation,
-    reply: Reply,
-    headers: Mapping[str, str],
-) -> web.StreamResponse:
-    keep_alive = front.options.keep_alive_s
-    async with aclosing(run.pieces()) as pieces, _started(pieces) as first:
-        # The status waits for the first piece, but not for so long that a proxy takes us for dead.
-        await asyncio.wait({first}, timeout=keep_alive or None)
-        if first.done():
-            first.result()
-        stream = EventStream(
-            request, keep_alive_s=keep_alive, write_timeout_s=front.limits.write_timeout_s
-        )
-        async with await stream.open(headers):
-            try:
-                await stream.send(reply.chunks(await first, lambda: run.usage))
-                async for piece in pieces:
-                    await stream.send(reply.chunks(piece, lambda: run.usage))
-                await stream.send(reply.last(run.usage))
-                return await stream.finish(reply.done)
-            except (ConnectionError, asyncio.CancelledError):
-                raise
-            except Exception as e:
-                return await stream.fail(reported(request, e))
-
-
-@contextlib.asynccontextmanager
-async def _started(pieces: Any):
-    """A task for the first piece, over on leaving: a running generator cannot be closed."""
-    first: asyncio.Task[Piece] = asyncio.ensure_future(anext(pieces))
-    try:
-        yield first
-    finally:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-
-
 def reported(request: web.Request, exc: BaseException) -> Any:
     """The client's error for ``exc``; faults of ours are logged by place, without their words."""
     error = as_error(exc)
@@ -219,6 +177,16 @@ def reported(request: web.Request, exc: BaseException) -> Any:
         log.error("request %s failed: %s", request[TRACE].id, where(exc))
     request[TRACE].error = error.code
     return error
+
+
+def request_id(given: str | None) -> str:
+    """A client's label if it is short and plain, else one of ours. Never used as a key."""
+    return given if given and _ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def ignored_header(ignored: tuple[str, ...]) -> dict[str, str]:
+    """Tells a client which of its fields had no effect."""
+    return {"x-jserve-ignored-params": ", ".join(ignored)} if ignored else {}
 
 
 def json_response(

@@ -14,12 +14,13 @@ Choices are numbered as OpenAI does::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 from jserve.api.ask import Usage
+from jserve.api.errors import Aborted
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
 from jserve.faults import point
 from jserve.text.stream import TextStream
@@ -62,19 +63,6 @@ class Piece:
     seed: int | None = None
 
 
-class Reply(Protocol):
-    """A dialect's way to answer. ``usage`` counts so far; it costs a walk over the choices."""
-
-    done: str | None
-    """What a stream that ended well sends last."""
-
-    def chunks(self, piece: Piece, usage: Counts) -> Iterator[Json]: ...
-
-    def last(self, usage: Usage) -> Iterator[Json]: ...
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Json: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class _Choice:
     text: TextStream
@@ -103,6 +91,7 @@ class Generation:
         self.params = self.requests[0].params
         self._engine = engine
         self._observer = observer
+        self._aborted = False
         self._cached = [0] * len(self.requests)
         self._drafted = self._accepted = 0
         self._choices = [
@@ -125,6 +114,12 @@ class Generation:
             drafted=self._drafted,
             accepted=self._accepted,
         )
+
+    def abort(self) -> None:
+        """End every choice from outside; ``pieces`` then raises ``Aborted``."""
+        self._aborted = True
+        for request in self.requests:
+            self._engine.abort(request.id)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Every piece of every choice until all have finished.
@@ -169,6 +164,8 @@ class Generation:
         choice = self._choices[number]
         if choice.done:
             return None
+        if output.finish is Finish.ABORT and self._aborted:
+            raise Aborted("the request was ended by an operator")
         if output.finish in (Finish.ERROR, Finish.ABORT):
             raise failure(output)
         self._cached[prompt] = max(self._cached[prompt], output.n_cached)

@@ -8,27 +8,29 @@ request id.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import HttpVersion11, web
 
 from jserve.api.auth import Access
 from jserve.api.errors import Forbidden, HttpError, error_body, error_headers
-from jserve.api.front import TRACE, Front, Trace, json_response, log, reported
+from jserve.api.front import (
+    TRACE,
+    Front,
+    Trace,
+    json_response,
+    log,
+    reported,
+    request_id,
+)
 from jserve.errors import JserveError
 
+Levels = Mapping[str, Access]
+Words = Mapping[str, Callable[[JserveError], dict[str, Any]]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CLIENT_LEFT = 499
-_ID = re.compile(r"[A-Za-z0-9._\-]{1,64}")
-
-
-def request_id(given: str | None) -> str:
-    """A client's label if it is short and plain, else one of ours. Never used as a key."""
-    return given if given and _ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def route_name(request: web.Request) -> str:
@@ -37,11 +39,12 @@ def route_name(request: web.Request) -> str:
     return resource.canonical if resource is not None else "unknown"
 
 
-def make_middlewares(front: Front, access: dict[str, Access]) -> list[Any]:
-    """[around, guard]: errors, ids, log and counts outside; keys inside.
+def make_middlewares(front: Front, access: Levels, words: Words) -> list[Any]:
+    """[around, guard]: errors, ids, log and counts outside; keys and quotas inside.
 
     Args:
         access: level of every route by its pattern; a route that is not in it takes a key.
+        words: the shape of a route's errors where it is not OpenAI's.
     """
 
     @web.middleware
@@ -52,7 +55,7 @@ def make_middlewares(front: Front, access: dict[str, Access]) -> list[Any]:
         status = CLIENT_LEFT
         front.metrics.in_flight.inc()
         try:
-            response = await _answered(request, handler)
+            response = await _answered(request, handler, words.get(route_name(request), error_body))
             if front.engine.draining and not response.prepared:
                 response.force_close()
             status = response.status
@@ -63,12 +66,18 @@ def make_middlewares(front: Front, access: dict[str, Access]) -> list[Any]:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        level = access.get(route_name(request), Access.USER)
-        if level is not Access.OPEN:
-            request[TRACE].tenant = front.keys.check(request.headers)
-        if level is Access.ADMIN:
-            raise Forbidden("this path is not enabled", code="admin_only")
-        return await handler(request)
+        level, trace = access.get(route_name(request), Access.USER), request[TRACE]
+        if level is Access.OPEN:
+            return await handler(request)
+        if level is Access.USER or front.keys.any_admin:
+            trace.tenant = front.keys.check(request.headers)
+        if level is Access.ADMIN and front.keys.any_admin and not trace.tenant.admin:
+            raise Forbidden("this path takes an operator's key", code="admin_only")
+        if request.method != "POST" or level is Access.ADMIN:
+            return await handler(request)
+        trace.account = front.accounts.of(trace.tenant.name, trace.tenant.quota)
+        with trace.account.request():
+            return await handler(request)
 
     return [around, guard]
 
@@ -92,20 +101,24 @@ async def stamp(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "jserve"
     if (trace := request.get(TRACE)) is not None:
         response.headers["x-request-id"] = trace.id
+        response.headers["request-id"] = trace.id  # Anthropic's name
 
 
-async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _answered(request: web.Request, handler: Handler, words: Any) -> web.StreamResponse:
     try:
         return await handler(request)
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as e:
-        return error_response(reported(request, e), allow=getattr(e, "headers", {}).get("Allow"))
+        allow = getattr(e, "headers", {}).get("Allow")
+        return error_response(reported(request, e), allow=allow, words=words)
 
 
-def error_response(error: JserveError, *, allow: str | None = None) -> web.Response:
+def error_response(
+    error: JserveError, *, allow: str | None = None, words: Any = error_body
+) -> web.Response:
     headers = error_headers(error) | ({"Allow": allow} if allow else {})
-    response = json_response(error_body(error), status=error.status, headers=headers)
+    response = json_response(words(error), status=error.status, headers=headers)
     if error.status in (408, 413) or error.code == "invalid_body":
         # The rest of the body is still on its way: it must not be read as the next request.
         response.force_close()

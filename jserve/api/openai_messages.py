@@ -22,6 +22,59 @@ MAX_VARIABLE_CHARS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
+# What the fields look like, for readers; the functions below are the judges.
+MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "maxItems": MAX_PARTS,
+                        "items": {"type": "object", "required": ["type"]},
+                    },
+                    {"type": "null"},
+                ]
+            },
+            "tool_calls": {"type": ["array", "null"], "maxItems": MAX_TOOLS},
+            "tool_call_id": {"type": ["string", "null"]},
+            "name": {"type": ["string", "null"]},
+        },
+    },
+}
+TOOLS = {
+    "type": ["array", "null"],
+    "minItems": 1,
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "required": ["function"],
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {
+                    "name": {"type": "string", "minLength": 1},
+                    "parameters": {"type": ["object", "null"]},
+                    "strict": {"type": ["boolean", "null"]},
+                },
+            },
+        },
+    },
+}
+KWARGS = {
+    "type": ["object", "null"],
+    "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
+}
+
 
 def chat_of(fields: Mapping[str, Any], template: ChatTemplate | None) -> Chat:
     """The chat that the request's fields describe, for ``template``.

@@ -14,7 +14,7 @@ or whether a grammar compiles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -26,6 +26,24 @@ from jserve.grammar.tools import calls_grammar
 from jserve.sampling import StructuredOutputs
 
 _OPTIONS = frozenset(f.name for f in fields(StructuredOutputs))
+
+# What the fields look like, for readers; the functions below are the judges.
+FORMAT = {
+    "type": ["object", "null"],
+    "required": ["type"],
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]}},
+}
+STRUCTURED = {
+    "type": ["object", "null"],
+    "additionalProperties": False,
+    "properties": {name: {} for name in sorted(_OPTIONS)},
+}
+CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {"type": "object", "required": ["function"]},
+    ]
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +58,11 @@ class Shape:
     its field."""
     calls: bool = False
     """Whether the answer may hold tool calls."""
+
+    def under(self, name: Callable[[str], str]) -> Shape:
+        """The same, with its fields as a dialect names them."""
+        checks = tuple((name(field), spec) for field, spec in self.checks)
+        return replace(self, field=name(self.field), checks=checks)
 
 
 FREE = Shape()

@@ -16,6 +16,53 @@ from jserve.types import MAX_RETENTIONS, Retention
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 1024
 MAX_SALT = 128
+MAX_STOPS = 16
+
+# What the fields look like, for readers; the functions below are the judges.
+STOP = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+        {
+            "type": "array",
+            "maxItems": MAX_STOPS,
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+        },
+        {"type": "null"},
+    ]
+}
+BIAS = {
+    "type": ["object", "null"],
+    "maxProperties": MAX_LOGIT_BIAS,
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
+PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string"}},
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_CHOICES,
+            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        },
+    ]
+}
+RETAIN = {
+    "type": ["array", "null"],
+    "maxItems": MAX_RETENTIONS,
+    "items": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "start": {"type": "integer", "minimum": 0},
+            "end": {"type": ["integer", "null"], "minimum": 1},
+            "priority": {"type": "integer", "minimum": 0, "maximum": 100},
+            "seconds": {"type": "number", "minimum": 0, "maximum": 86400},
+        },
+    },
+}
 
 
 def prompts_of(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
@@ -90,12 +137,13 @@ def top_of(value: int, field: str) -> int:
 
 
 def stop_of(value: Any) -> tuple[str, ...]:
-    words = [value] if isinstance(value, str) else value or []
+    words = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(words, list) or any(not isinstance(w, str) for w in words[:64]):
         raise BadRequest("stop must be a string or a list of strings", field="stop")
-    if len(words) > 16 or any(not 0 < len(w) <= MAX_STOP_CHARS for w in words):
+    if len(words) > MAX_STOPS or any(not 0 < len(w) <= MAX_STOP_CHARS for w in words):
         raise BadRequest(
-            f"stop may hold at most 16 strings of 1 to {MAX_STOP_CHARS} characters", field="stop"
+            f"stop may hold at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters",
+            field="stop",
         )
     return tuple(words)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import resource
 import signal
@@ -24,12 +25,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
-from jserve.api.app import FRONT, make_app
+from jserve.api.app import FRONT, make_admin_app, make_app
 from jserve.api.ask import ModelCard
+from jserve.api.auth import Keys
 from jserve.api.chat import ChatTemplate
 from jserve.api.errors import HttpError, as_error, error_body
-from jserve.api.front import Front, Limits, ServedEngine
-from jserve.api.middleware import request_id
+from jserve.api.front import Front, Limits, ServedEngine, request_id
 from jserve.config import EngineConfig, ServerOptions
 from jserve.errors import ConfigError
 from jserve.text.tokenizer import TextTokenizer
@@ -137,13 +138,13 @@ class HttpServer:
     """One application on one listening socket.
 
     Args:
-        app: from ``make_app``.
-        options: host and port.
+        app: from ``make_app`` or ``make_admin_app``.
+        host, port: where; port 0 takes a free one.
     """
 
-    def __init__(self, app: web.Application, options: ServerOptions) -> None:
+    def __init__(self, app: web.Application, host: str, port: int) -> None:
         self.front: Front = app[FRONT]
-        self._options = options
+        self._host, self._port = host, port
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         self._listener: asyncio.Server | None = None
 
@@ -156,7 +157,7 @@ class HttpServer:
         await self._runner.setup()
         _allow_files(self.front.limits.max_connections)
         loop = asyncio.get_running_loop()
-        host, port = self._options.host, self._options.port
+        host, port = self._host, self._port
         try:
             self._listener = await loop.create_server(
                 self._connect, host, port, backlog=1024, reuse_address=True
@@ -211,18 +212,52 @@ async def serve(
         on_listening: told the URL once the port is open.
 
     Raises:
-        ConfigError: the port cannot be opened.
+        ConfigError: a port cannot be opened, or would be open to everyone.
     """
+    options = config.server
     app = make_app(config, engine, tokenizer, chat, card, limits=limits)
-    server = HttpServer(app, config.server)
-    url = await server.start()
-    with _signals() as signals:
-        if on_listening is not None:
-            on_listening(url)
-        try:
-            return await _until_end(engine, signals, config.server, server)
-        finally:
-            await server.stop(0.5)
+    check_doors(options, app[FRONT].keys)
+    async with contextlib.AsyncExitStack() as open_ports:
+        server = HttpServer(app, options.host, options.port)
+        url = await server.start()
+        open_ports.push_async_callback(server.stop, 0.5)
+        if options.enable_admin:
+            admin = HttpServer(make_admin_app(app), options.admin_host, options.admin_port)
+            log.info("the operator's port is %s", await admin.start())
+            open_ports.push_async_callback(admin.stop, 0.5)
+        with _signals() as signals:
+            if on_listening is not None:
+                on_listening(url)
+            return await _until_end(engine, signals, options, server)
+
+
+def check_doors(options: ServerOptions, keys: Keys) -> None:
+    """Warns of a public port that takes no key.
+
+    Raises:
+        ConfigError: the operator's port would be public and take no key.
+    """
+    if options.enable_admin and not _is_loopback(options.admin_host) and not keys.any_admin:
+        raise ConfigError(
+            f"admin_host {options.admin_host} is public: api_keys_file must hold a key of a tenant "
+            "with admin: true",
+            field="admin_host",
+        )
+    if not keys and not _is_loopback(options.host):
+        log.warning(
+            "%s is public and no API key is set: whoever reaches port %d may use this server",
+            options.host,
+            options.port,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def _until_end(

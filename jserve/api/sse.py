@@ -15,8 +15,6 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from jserve.api.errors import error_body
-from jserve.errors import JserveError
 from jserve.faults import point
 
 HEADERS = {
@@ -34,13 +32,20 @@ class EventStream:
         request: the request to answer.
         keep_alive_s: a comment is sent after so many idle seconds; 0 is off.
         write_timeout_s: a reader that takes nothing at all for so long is cut off.
+        named: events get names, their ``type``.
     """
 
     def __init__(
-        self, request: web.Request, *, keep_alive_s: float, write_timeout_s: float
+        self,
+        request: web.Request,
+        *,
+        keep_alive_s: float,
+        write_timeout_s: float,
+        named: bool = False,
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._request = request
+        self._frame = _named if named else _plain
         self._loop = asyncio.get_running_loop()
         self._write_timeout_s = write_timeout_s
         self._keep_alive_s = keep_alive_s
@@ -61,7 +66,7 @@ class EventStream:
         Raises:
             ConnectionError: the client is gone, or took nothing for ``write_timeout_s``.
         """
-        data = b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
+        data = b"".join(self._frame(event) for event in events)
         if data:
             await self._write(data)
 
@@ -72,14 +77,14 @@ class EventStream:
         await self.response.write_eof()
         return self.response
 
-    async def fail(self, error: JserveError) -> web.StreamResponse:
-        """The end of a broken stream: an error event, and no closing mark.
+    async def fail(self, events: Iterable[Any]) -> web.StreamResponse:
+        """The end of a broken stream: the events that say so, and no closing mark.
 
         The connection stays open: to close one whose headers promised otherwise would make the
         client's next request on it fail.
         """
         with contextlib.suppress(ConnectionError):
-            await self.send([error_body(error)])
+            await self.send(events)
             await self.response.write_eof()
         return self.response
 
@@ -128,3 +133,11 @@ class EventStream:
                 await self._write(KEEP_ALIVE)
             except ConnectionError:
                 return
+
+
+def _plain(event: Any) -> bytes:
+    return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+def _named(event: Any) -> bytes:
+    return b"event: " + event["type"].encode() + b"\n" + _plain(event)

@@ -1,6 +1,6 @@
-"""Fields of /tokenize and /detokenize, in vLLM's shape.
+"""/tokenize and /detokenize, in vLLM's shape.
 
-Owns their reading and their answers. Must not know HTTP or the engine.
+Owns their fields and their answers. Must not know the engine.
 """
 
 from __future__ import annotations
@@ -8,56 +8,53 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from aiohttp import web
 
-from jserve.api.ask import Ask, ModelCard, Wish
-from jserve.api.chat import ChatTemplate
+from jserve.api.ask import Ask, ModelCard, Served, Wish
 from jserve.api.errors import Unsupported
-from jserve.api.openai import Ids, check_model, ignored_fields, read
-from jserve.api.openai_messages import chat_of
+from jserve.api.fields import Fields, ignored_fields, shaped, validate
+from jserve.api.front import Front, ignored_header, json_response
+from jserve.api.openai_messages import KWARGS, MESSAGES, TOOLS, chat_of
+from jserve.api.openai_structure import CHOICE
+from jserve.api.shared import Ids, check_model
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
 from jserve.text.tokenizer import TextTokenizer
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Fields):
     """POST /tokenize: ``prompt``, or ``messages`` with the fields that shape a chat prompt."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    documents: Any = None
+    messages: Any = shaped(MESSAGES)
+    tools: Any = shaped(TOOLS)
+    tool_choice: Any = shaped(CHOICE)
+    documents: Any = shaped({"type": ["array", "null"], "items": {"type": "object"}})
     reasoning_effort: str | None = None
-    chat_template_kwargs: Any = None
+    chat_template_kwargs: Any = shaped(KWARGS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Fields):
     """POST /detokenize."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
     model: str | None = None
-    tokens: Ids | None = None
+    tokens: Ids | None = shaped({}, required=True)
 
 
-def tokenize_wish(raw: Mapping[str, Any], card: ModelCard, template: ChatTemplate | None) -> Wish:
+def tokenize_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     """What to tokenise.
 
     Raises:
         BadRequest: neither or both of ``prompt`` and ``messages``.
         NotFound: an unknown model.
     """
-    body: TokenizeBody = read(TokenizeBody, raw)
-    check_model(body.model, card)
+    body = validate(TokenizeBody, raw, strict=served.strict)
+    check_model(body.model, served.card)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("give either prompt or messages", field="prompt")
     params = SamplingParams()
@@ -67,8 +64,7 @@ def tokenize_wish(raw: Mapping[str, Any], card: ModelCard, template: ChatTemplat
         return Wish(body=body, ask=ask, ignored=ignored_fields(body))
     if body.add_special_tokens:
         raise Unsupported("add_special_tokens has no meaning for chat", field="add_special_tokens")
-    fields = {name: getattr(body, name) for name in TokenizeBody.model_fields}
-    ask = Ask(params=params, chat=chat_of(fields, template), field="messages")
+    ask = Ask(params=params, chat=chat_of(dict(body), served.template), field="messages")
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
 
 
@@ -82,18 +78,33 @@ def tokenized(
     return found
 
 
-def detokenize_ids(raw: Mapping[str, Any], card: ModelCard) -> list[int]:
-    """The ids to decode.
+def detokenize_wish(raw: Mapping[str, Any], served: Served) -> tuple[list[int], tuple[str, ...]]:
+    """The ids to decode, and the names of fields without effect.
 
     Raises:
         BadRequest: missing, or an id outside the vocabulary.
         NotFound: an unknown model.
     """
-    body: DetokenizeBody = read(DetokenizeBody, raw)
-    check_model(body.model, card)
-    ids = body.tokens
-    if ids is None or any(not 0 <= i < card.vocab_size for i in ids):
-        raise BadRequest(
-            f"tokens must be a list of ids in [0, {card.vocab_size - 1}]", field="tokens"
-        )
-    return ids
+    body = validate(DetokenizeBody, raw, strict=served.strict)
+    check_model(body.model, served.card)
+    ids, n_ids = body.tokens, served.card.vocab_size
+    if ids is None or any(not 0 <= i < n_ids for i in ids):
+        raise BadRequest(f"tokens must be a list of ids in [0, {n_ids - 1}]", field="tokens")
+    return ids, ignored_fields(body)
+
+
+async def tokenize(request: web.Request, front: Front) -> web.Response:
+    served = front.served
+    wish = await front.read(request, lambda raw: tokenize_wish(raw, served))
+    (ids,) = await front.prepare.prompt_ids(wish.ask)
+    body = tokenized(wish.body, ids, front.card, front.prepare.tokenizer)
+    return json_response(body, headers=ignored_header(wish.ignored))
+
+
+async def detokenize(request: web.Request, front: Front) -> web.Response:
+    served = front.served
+    ids, ignored = await front.read(request, lambda raw: detokenize_wish(raw, served))
+    text = await front.prepare.run(
+        lambda: front.prepare.tokenizer.decode(ids, skip_special_tokens=False)
+    )
+    return json_response({"prompt": text}, headers=ignored_header(ignored))

@@ -1,7 +1,7 @@
-"""One choice's answer as OpenAI shows it: content, reasoning and tool calls, whole or in deltas.
+"""One choice's answer as it is heard: thought, content and calls, told apart; what is counted of it.
 
-Owns the JSON of messages and deltas, ids of calls and the count of reasoning tokens. Must not know
-formats (``speech``) or HTTP.
+Owns the parser of each choice, ids of calls, the count of reasoning tokens and what calls make of
+the end. Must not know formats (``speech``), dialects or HTTP.
 """
 
 from __future__ import annotations
@@ -9,68 +9,51 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Sequence
-from typing import Any
 
+from jserve.api.ask import Served, Wish
 from jserve.api.speech import Speech
 from jserve.text.parsers.reasoning import State
-from jserve.text.parsers.said import CallPiece, Said
+from jserve.text.parsers.said import Said
+from jserve.text.tokenizer import TextTokenizer
+from jserve.types import Request
 
-Json = dict[str, Any]
 _LETTERS = string.ascii_letters + string.digits
 
 
 class Voice:
-    """What one choice says. Feed it either ``delta`` after ``delta``, or one ``message``.
+    """What one choice says. Any cut of its text into pieces says the same.
 
     Args:
         speech: the model's formats.
         state: where the prompt left the thought.
         calls: look for tool calls.
-        shows_reasoning: False leaves thoughts out.
     """
 
-    def __init__(
-        self, speech: Speech, state: State, *, calls: bool, shows_reasoning: bool = True
-    ) -> None:
+    def __init__(self, speech: Speech, state: State, *, calls: bool) -> None:
         self.n_reasoning = 0
         self.n_calls = 0
         self._speech = speech
         self._parser = speech.parser(state, calls=calls)
-        self._shows_reasoning = shows_reasoning
         self._counting = state
 
-    def delta(self, text: str, token_ids: Sequence[int], *, last: bool) -> Json:
-        """What a stream's next piece adds; {} while nothing is to be seen."""
-        said = self._said(text, token_ids, last=last)
-        found: Json = {"content": said.content} if said.content else {}
-        if said.calls:
-            found["tool_calls"] = [self._call_delta(piece) for piece in said.calls]
-        return found | self._reasoning(said)
-
-    def message(self, text: str, token_ids: Sequence[int]) -> Json:
-        """The whole answer."""
-        said = self._said(text, token_ids, last=True)
-        calls: list[Json] = []
-        for piece in said.calls:
-            if piece.name is not None:
-                calls.append(self._call(piece.name))
-            calls[piece.index]["function"]["arguments"] += piece.arguments
-        found: Json = {"role": "assistant", "content": said.content, "refusal": None}
-        if calls:
-            found |= {"content": said.content or None, "tool_calls": calls}
-        return found | self._reasoning(said)
-
-    def finish(self, reason: str | None) -> str | None:
-        """OpenAI's word for the end: calls that were complete are named."""
-        return "tool_calls" if self.n_calls and reason == "stop" else reason
-
-    def _said(self, text: str, token_ids: Sequence[int], *, last: bool) -> Said:
+    def hear(self, text: str, token_ids: Sequence[int], *, last: bool) -> Said:
+        """What the next piece adds; after the ``last`` one there is none."""
         said = self._parser.feed(text)
         if last:
             said.add(self._parser.close())
         self.n_calls += sum(piece.name is not None for piece in said.calls)
         self._count(token_ids)
         return said
+
+    def finish(self, reason: str | None) -> str | None:
+        """OpenAI's word for the end: calls that were complete are named."""
+        return "tool_calls" if self.n_calls and reason == "stop" else reason
+
+    def call_id(self) -> str:
+        """A fresh id of a call, as the model's templates take it back."""
+        if self._speech.calls == "mistral":  # nine letters and digits only
+            return "".join(secrets.choice(_LETTERS) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
 
     def _count(self, token_ids: Sequence[int]) -> None:
         """Tokens of the thought, its tags included."""
@@ -87,26 +70,14 @@ class Voice:
             if token == thinking.close_id:
                 self._counting = State.ANSWER
 
-    def _reasoning(self, said: Said) -> Json:
-        if not said.reasoning or not self._shows_reasoning:
-            return {}
-        return {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
 
-    def _call_delta(self, piece: CallPiece) -> Json:
-        if piece.name is None:
-            return {"index": piece.index, "function": {"arguments": piece.arguments}}
-        call = self._call(piece.name)
-        call["function"]["arguments"] = piece.arguments
-        return {"index": piece.index} | call
-
-    def _call(self, name: str) -> Json:
-        return {
-            "id": self._call_id(),
-            "type": "function",
-            "function": {"name": name, "arguments": ""},
-        }
-
-    def _call_id(self) -> str:
-        if self._speech.calls == "mistral":  # its templates take nine letters and digits only
-            return "".join(secrets.choice(_LETTERS) for _ in range(9))
-        return f"call_{secrets.token_hex(12)}"
+def voices(
+    wish: Wish, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
+) -> list[Voice]:
+    """One for every choice of every request."""
+    speech, calls = served.card.speech, wish.ask.shape.calls
+    return [
+        Voice(speech, speech.state(request.prompt_ids, tokenizer), calls=calls)
+        for request in requests
+        for _ in range(request.params.n)
+    ]

@@ -24,6 +24,7 @@ from jserve.engine.client import EngineClient, OnMessage
 from jserve.engine.process import OnProgress
 from jserve.engine.streams import Stream
 from jserve.engine.wire import (
+    Control,
     Fault,
     Gone,
     Handle,
@@ -164,7 +165,16 @@ class AsyncEngine:
         async with aclosing(self._outputs(request, ttl_s)) as outputs:
             return [output async for output in outputs]
 
-    async def handles(self, message: Handle) -> list[HandleInfo]:
+    async def control(self, message: Control) -> None:
+        """Have the engine obey an operator; ``message.id`` must be new.
+
+        Raises:
+            BadRequest: as the engine says.
+            NotReady, EngineDead: as ``generate``.
+        """
+        await self.handles(message)
+
+    async def handles(self, message: Handle | Control) -> list[HandleInfo]:
         """Renew, drop or look at cache handles; ``message.id`` must be new.
 
         Raises:

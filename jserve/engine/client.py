@@ -23,6 +23,7 @@ from jserve.config import EngineConfig
 from jserve.engine.process import EXIT_CRASH, Build, run
 from jserve.engine.wire import (
     Cancel,
+    Control,
     Create,
     FromEngine,
     Gone,
@@ -74,8 +75,8 @@ class EngineClient(Protocol):
         """Send a request whose prompt becomes a cache handle; as ``submit``."""
         ...
 
-    def ask(self, message: Handle) -> None:
-        """Renew, drop or look at cache handles; answered by a ``Handles`` message."""
+    def ask(self, message: Handle | Control) -> None:
+        """Renew, drop or look at cache handles, or command; answered by a ``Handles`` message."""
         ...
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -121,7 +122,7 @@ class InprocClient:
     def create(self, request: Request, ttl_s: float) -> None:
         self._inbox.put(Create(request=request, ttl_s=ttl_s))
 
-    def ask(self, message: Handle) -> None:
+    def ask(self, message: Handle | Control) -> None:
         self._inbox.put(message)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -210,7 +211,7 @@ class ProcClient:
     def create(self, request: Request, ttl_s: float) -> None:
         self._post(Create(request=request, ttl_s=ttl_s))
 
-    def ask(self, message: Handle) -> None:
+    def ask(self, message: Handle | Control) -> None:
         self._outbox.put(pack(message))
 
     def _post(self, message: Submit | Create) -> None:

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jserve.engine.anteroom import Anteroom
-from jserve.engine.wire import Cancel, Create, Handle, Handles, Stats, Submit
-from jserve.errors import EngineDead, JserveError, RequestFailed, where
-from jserve.ports import Clock, DiskTier, InFlight, Runner
+from jserve.engine.wire import Cancel, Control, Create, Handle, Handles, Stats, Submit
+from jserve.errors import BadRequest, EngineDead, JserveError, RequestFailed, where
+from jserve.ports import Clock, DiskTier, InFlight, Profiler, Runner
 from jserve.sched import admission, caching, tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Finish, Output, Request, StepPlan
@@ -45,6 +45,7 @@ class Engine:
             work) survives a step that raises.
         overlap: steps launched ahead of the one that is awaited (0, 1 or 2).
         clock: monotonic seconds.
+        profiler: what records the device's work on command; None: nothing does.
     """
 
     def __init__(
@@ -54,13 +55,15 @@ class Engine:
         *,
         overlap: int = 1,
         clock: Clock = time.monotonic,
+        profiler: Profiler | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
         self.n_steps = 0
         self._overlap = overlap
-        self._inbox: deque[Submit | Cancel | Create | Handle] = deque()
+        self._profiler = profiler
+        self._inbox: deque[Submit | Cancel | Create | Handle | Control] = deque()
         self._answers: list[Handles] = []
         self._anteroom = Anteroom(scheduler.guides)
         self._flights: deque[InFlight] = deque()
@@ -87,8 +90,8 @@ class Engine:
         step on. It has outputs like any request."""
         self._inbox.append(Create(request=request, ttl_s=ttl_s))
 
-    def ask(self, message: Handle) -> None:
-        """Renew, drop or look at handles; the next step's ``take_answers`` has the answer."""
+    def ask(self, message: Handle | Control) -> None:
+        """Renew, drop or look at handles, or command; the next step's ``take_answers`` has the answer."""
         self._inbox.append(message)
 
     def take_answers(self) -> list[Handles]:
@@ -193,6 +196,8 @@ class Engine:
                     outputs += self.scheduler.cancel(message.request_id, now, message.index)
                 case Handle():
                     self._answers.append(self._answer(message))
+                case Control():
+                    self._answers.append(self._obey(message))
                 case Create():
                     outputs += self._create(message)
                 case Submit():
@@ -225,6 +230,29 @@ class Engine:
                 id=asked.id, error=error.message, error_code=error.code, error_field=error.field
             )
         return Handles(id=asked.id, handles=found)
+
+    def _obey(self, command: Control) -> Handles:
+        try:
+            if command.action == "reset_prefix_cache":
+                self._forget()
+            elif self._profiler is None:
+                raise BadRequest("this server has no profile_dir", field="profile_dir")
+            elif command.action == "start_profile":
+                self._profiler.start()
+            else:
+                self._profiler.stop()
+        except JserveError as error:
+            return Handles(
+                id=command.id, error=error.message, error_code=error.code, error_field=error.field
+            )
+        return Handles(id=command.id)
+
+    def _forget(self) -> None:
+        """Drop every cached prefix; those who run are recomputed."""
+        try:
+            self.swap(lambda: None)
+        except Exception as error:
+            self._landed += self._recover(error, None)
 
     def _enter(self, request: Request, error: JserveError | None) -> list[Output]:
         """Hand a request to the scheduler, unless ``error`` or the scheduler refuses it."""

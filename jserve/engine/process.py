@@ -24,6 +24,7 @@ from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.engine.wire import (
     Cancel,
+    Control,
     Create,
     Fault,
     Handle,
@@ -152,7 +153,7 @@ def _take(engine: Engine, message: Any, link: Link) -> None:
             engine.cancel(message.request_id, message.index)
         case Create():
             engine.create(message.request, message.ttl_s)
-        case Handle():
+        case Handle() | Control():
             engine.ask(message)
         case Fault():
             log.error("%s", message.message)

@@ -5,7 +5,7 @@ is ever unpickled; a frame that does not decode into one of the expected types i
 raised::
 
     socket   [ n: uint32, little endian ][ n bytes of msgpack ][ n ][ ... ]
-    front -> engine   Start  Submit  Cancel  Create  Handle  Shutdown
+    front -> engine   Start  Submit  Cancel  Create  Handle  Control  Shutdown
     engine -> front   Progress  Ready  Outputs (one per step, all sequences)  Handles  Stats  Fault
 """
 
@@ -71,6 +71,13 @@ class Handle(Message, frozen=True):
     ttl_s: float = 0.0
 
 
+class Control(Message, frozen=True):
+    """An operator's command; answered by one ``Handles`` of the same id, without handles."""
+
+    id: str
+    action: Literal["reset_prefix_cache", "start_profile", "stop_profile"]
+
+
 class Shutdown(Message, frozen=True):
     """End the engine now; what still runs is dropped."""
 
@@ -97,7 +104,7 @@ class Outputs(Message, frozen=True):
 
 
 class Handles(Message, frozen=True):
-    """The answer to ``Handle`` ``id``: what is known of the handles, or why there is none."""
+    """The answer to ``Handle`` or ``Control`` ``id``: what is known of the handles, or why there is none."""
 
     id: str
     handles: list[HandleInfo] = []
@@ -135,7 +142,7 @@ class Gone(Message, frozen=True):
     exit_code: int
 
 
-ToEngine = Start | Submit | Cancel | Create | Handle | Shutdown
+ToEngine = Start | Submit | Cancel | Create | Handle | Control | Shutdown
 FromEngine = Progress | Ready | Outputs | Handles | Stats | Fault
 
 

@@ -23,7 +23,7 @@ from jserve.api.server import HttpServer
 from jserve.config import EngineConfig
 from jserve.errors import NotReady
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import Finish, Output, Request, TokenLogprob
+from jserve.types import Finish, HandleInfo, Output, Request, TokenLogprob
 
 SPECIAL = ("<|bos|>", "<|im_start|>", "<|im_end|>")
 BOS, IM_START, EOS = 256, 257, 258
@@ -93,6 +93,8 @@ class FakeEngine:
         self.gave_up_reason = ""
         self.counters = {"restarts": 0, "engine_deaths": 0}
         self.n_cached = 0
+        self.commands: list[str] = []
+        self.disobeys: Exception | None = None
         self.values: dict[str, float] = {
             "pages_total": 100,
             "pages_free": 30,
@@ -129,6 +131,18 @@ class FakeEngine:
         for record in active:
             record.aborted.append(None)
         return len(active)
+
+    async def create(self, request, ttl_s):
+        return [Output(request_id=request.id, index=0, finish=Finish.LENGTH)]
+
+    async def handles(self, message):
+        name = message.name or "c"
+        return [HandleInfo(name=name, n_tokens=1, n_pages=1, pinned=True, expires_in_s=9.0)]
+
+    async def control(self, message) -> None:
+        self.commands.append(message.action)
+        if self.disobeys is not None:
+            raise self.disobeys
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         for record in self.records:
@@ -274,6 +288,11 @@ def parse_events(raw: bytes) -> list:
     for block in text.split("\n\n")[:-1]:
         if block.startswith(":"):
             found.append(block)
+        elif block.startswith("event: "):
+            name, _, data = block.partition("\n")
+            assert data.startswith("data: "), block
+            found.append(json.loads(data[6:]))
+            assert name == "event: " + found[-1]["type"], block
         elif block == "data: [DONE]":
             found.append("[DONE]")
         else:
@@ -310,7 +329,7 @@ async def live(
     config = EngineConfig.of(**{"port": 0, "keep_alive_s": 15.0} | options)
     chat = ChatTemplate({"default": template}, control=SPECIAL) if template else None
     app = make_app(config, engine, byte_tokenizer(), chat, model or card(), limits=limits)
-    server = HttpServer(app, config.server)
+    server = HttpServer(app, config.server.host, config.server.port)
     url = await server.start()
     async with aiohttp.ClientSession() as http:
         try:

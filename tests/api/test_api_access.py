@@ -18,6 +18,12 @@ EXPECTED = {
     ("POST", "/v1/caches/{name}"): "user",
     ("DELETE", "/v1/caches/{name}"): "user",
     ("POST", "/v1/chat/completions"): "user",
+    ("POST", "/v1/responses"): "user",
+    ("POST", "/v1/messages"): "user",
+    ("POST", "/v1/messages/count_tokens"): "user",
+    ("POST", "/v1/score"): "user",
+    ("GET", "/v1/support"): "user",
+    ("GET", "/openapi.json"): "user",
     ("POST", "/v1/completions"): "user",
     ("GET", "/v1/models"): "user",
     ("GET", "/v1/models/{model}"): "user",
@@ -49,6 +55,7 @@ async def test_every_route_asks_for_a_key():
                 if level != "open":
                     body = await r.json()
                     assert body["error"]["code"] == "invalid_api_key"
+                    assert (body.get("type") == "error") is ("messages" in path)
                     assert body["error"]["type"] == "authentication_error"
                     assert r.headers["WWW-Authenticate"] == "Bearer"
                     assert r.headers["x-request-id"]
@@ -87,7 +94,7 @@ def test_keys(headers, good):
 
 def test_keys_are_not_kept():
     keys = Keys(("sk-secret",))
-    assert all(b"sk-secret" not in digest for digest in keys._digests)
+    assert all(b"sk-secret" not in digest for digest, _ in keys._tenants)
     Keys(()).check({})
     assert Access("admin") is Access.ADMIN
 

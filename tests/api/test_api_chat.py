@@ -280,7 +280,7 @@ async def test_unknown_fields_are_listed(srv):
         CHAT, chat_body(frobnicate=1, user="me", **{"bad\r\nname": 1})
     )
     assert status == 200
-    assert headers["x-jserve-ignored-params"] == "frobnicate, user, bad??name"
+    assert headers["x-jserve-ignored-params"] == "frobnicate, bad??name"
     async with srv.http.post(srv.url + CHAT, json=chat_body(stream=True, frobnicate=1)) as r:
         assert r.headers["x-jserve-ignored-params"] == "frobnicate"
         await r.read()

@@ -4,7 +4,6 @@ and with scripted texts; the real openai SDK as the client."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import jsonschema
@@ -12,10 +11,6 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from jserve.api.app import make_app
-from jserve.api.ask import ModelCard
-from jserve.api.chat import ChatTemplate
-from jserve.api.server import HttpServer
 from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
@@ -23,72 +18,22 @@ from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
-from jserve.types import Finish, Output, Request
-from tests.api.fake import CHATML, FakeEngine
-from tests.grammar.kit import CITY, EOS, VOCAB, guides, limits, tokenizer
+from tests.api.fake import CHATML
+from tests.api.talk import FORMATS, TIME, WEATHER, Script, talking
+from tests.grammar.kit import CITY, guides, limits, tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "maxLength": 6},
-                "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            },
-            "required": ["city", "days"],
-        },
-    },
-}
-TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
-FORMATS = {
-    "hermes": "{# <tool_call> #}" + CHATML,
-    "llama3": '{# {"name": "parameters": } #}' + CHATML,
-    "mistral": "{# [TOOL_CALLS] #}" + CHATML,
-}
 LIMITS = limits(n_pages=600, max_model_len=900)
-
-
-class Script(FakeEngine):
-    """Says ``texts``, ``chunk`` tokens at a time, in the vocabulary of ``tests.grammar.kit``."""
-
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
-        self.records.append(request)  # type: ignore[arg-type]
-        said = self.texts[(len(self.records) - 1) % len(self.texts)]
-        ids = [*tokenizer().encode(said, add_special_tokens=False), EOS]
-        for at in range(0, len(ids), self.chunk):
-            batch = tuple(ids[at : at + self.chunk])
-            last = batch[-1] == EOS
-            yield Output(
-                request_id=request.id,
-                index=0,
-                token_ids=batch,
-                finish=Finish.STOP if last else None,
-                seed=1 if at == 0 else None,
-            )
-
-    @property
-    def n_active(self) -> int:
-        return 0
-
-    def abort(self, request_id: str, index: int | None = None) -> None: ...
 
 
 @asynccontextmanager
 async def served(engine, template: str = FORMATS["hermes"], **options):
     """An SDK client of a live server over ``engine``."""
-    config = EngineConfig.of(port=0, **options)
-    card = ModelCard(name="tiny", max_model_len=900, vocab_size=VOCAB, eos_ids=(EOS,))
-    chat = ChatTemplate({"default": template})
-    server = HttpServer(make_app(config, engine, tokenizer(), chat, card), config.server)
-    url = await server.start()
-    try:
-        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as client:
-            yield client.chat.completions
-    finally:
-        await server.stop(0.2)
+    async with (
+        talking(engine, template, **options) as srv,
+        openai.AsyncOpenAI(base_url=srv.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        yield client.chat.completions
 
 
 @asynccontextmanager

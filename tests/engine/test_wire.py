@@ -18,6 +18,7 @@ from jserve.engine.process import run
 from jserve.engine.wire import (
     MAX_MESSAGE_BYTES,
     Cancel,
+    Control,
     Fault,
     FromEngine,
     LinkClosed,
@@ -62,6 +63,7 @@ TO = [
     Start(config=EngineConfig().flat()),
     Submit(request=REQUEST),
     Cancel(request_id="r-1", index=2),
+    Control(id="c-1", action="reset_prefix_cache"),
     Shutdown(),
 ]
 FROM = [

@@ -183,7 +183,9 @@ async def test_the_shipped_model_calls_tools_through_the_sdk(capsys) -> None:
         vocab_size=info["vocab_size"],
         eos_ids=side.eos_ids,
     )
-    server = HttpServer(make_app(config, face, side.tokenizer, side.chat, card), config.server)
+    server = HttpServer(
+        make_app(config, face, side.tokenizer, side.chat, card), config.server.host, 0
+    )
     url = await server.start()
     asked: dict[str, Any] = {
         "model": side.name,

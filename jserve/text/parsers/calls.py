@@ -55,7 +55,7 @@ class _Machine:
             self._tell(self._lead + self._call.raw, said)
         self._tell(self._until.flush(), said)
         if not self.n_calls:
-            said.content += self._space
+            said.tell(self._space)
         return said
 
     def _tell(self, text: str, said: Said) -> None:
@@ -66,7 +66,7 @@ class _Machine:
         if self.n_calls and bare and not self._told:
             bare = bare.lstrip()
         self._told = self._told or bool(bare)
-        said.content += bare
+        said.tell(bare)
 
     _told = False
 
@@ -221,7 +221,9 @@ class NoCalls:
     """A model that writes none, or a request without tools: all is content."""
 
     def feed(self, text: str) -> Said:
-        return Said(content=text)
+        said = Said()
+        said.tell(text)
+        return said
 
     def close(self) -> Said:
         return Said()

@@ -21,29 +21,48 @@ class CallPiece:
 
 @dataclass(slots=True)
 class Said:
-    """What some text added to the answer."""
+    """What some text added to the answer: a thought, and behind it content and calls in order."""
 
-    content: str = ""
     reasoning: str = ""
-    calls: list[CallPiece] = field(default_factory=list)
+    parts: list[str | CallPiece] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+        return bool(self.parts or self.reasoning)
+
+    @property
+    def content(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        return [part for part in self.parts if isinstance(part, CallPiece)]
+
+    def tell(self, text: str) -> None:
+        """More content."""
+        if not text:
+            return
+        if self.parts and isinstance(self.parts[-1], str):
+            self.parts[-1] += text
+        else:
+            self.parts.append(text)
 
     def begin(self, index: int, name: str) -> None:
-        self.calls.append(CallPiece(index, name))
+        self.parts.append(CallPiece(index, name))
 
     def argue(self, index: int, text: str) -> None:
         """More arguments of call ``index``."""
-        if self.calls and self.calls[-1].index == index:
-            self.calls[-1].arguments += text
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, CallPiece) and last.index == index:
+            last.arguments += text
         else:
-            self.calls.append(CallPiece(index, None, text))
+            self.parts.append(CallPiece(index, None, text))
 
     def add(self, other: Said) -> None:
-        self.content += other.content
         self.reasoning += other.reasoning
-        for piece in other.calls:
+        for piece in other.parts:
+            if isinstance(piece, str):
+                self.tell(piece)
+                continue
             if piece.name is not None:
                 self.begin(piece.index, piece.name)
             if piece.arguments:

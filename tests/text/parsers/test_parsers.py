@@ -100,6 +100,20 @@ def flat(said: Said) -> tuple[str, str, list[tuple[str, str]]]:
     return said.reasoning, said.content, [(n, a) for n, a in calls.values()]
 
 
+def in_order(said: Said) -> list[tuple[str, str]]:
+    """Content and calls as a reader meets them."""
+    found: list[tuple[str, str]] = []
+    for part in said.parts:
+        if isinstance(part, str):
+            found.append(("text", part))
+        elif part.name is not None:
+            found.append((part.name, part.arguments))
+        else:
+            name, arguments = found[-1]
+            found[-1] = (name, arguments + part.arguments)
+    return found
+
+
 @pytest.mark.parametrize("kind", CORPUS)
 def test_examples(kind):
     for text, content, calls in CORPUS[kind]:
@@ -114,9 +128,12 @@ def test_thoughts(text, state, reasoning, answer):
 @pytest.mark.parametrize(("kind", "text"), CASES)
 def test_two_cuts_anywhere_change_nothing(kind, text):
     whole = flat(parse(kind, [text]))
+    ordered = in_order(parse(kind, [text]))
     assert flat(parse(kind, list(text))) == whole
+    assert in_order(parse(kind, list(text))) == ordered
     for i in range(len(text)):
         assert flat(parse(kind, [text[:i], text[i:]])) == whole, i
+        assert in_order(parse(kind, [text[:i], text[i:]])) == ordered, i
     # All pairs of cuts of a short text; of a long one, every third place.
     for i, j in itertools.combinations(range(0, len(text) + 1, 1 if len(text) < 50 else 3), 2):
         assert flat(parse(kind, [text[:i], text[i:j], text[j:]])) == whole, (i, j)

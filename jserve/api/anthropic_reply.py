@@ -1,0 +1,155 @@
+"""Anthropic's answers: a message, its event stream, its errors.
+
+Owns the shapes that its clients parse. Must not know HTTP or the engine. The order of a stream::
+
+    message_start . content_block_start . content_block_delta ... content_block_stop ...
+    message_delta (stop reason, usage) . message_stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from jserve.api.ask import Served, Usage, Wish
+from jserve.api.blocks import Begin, Block, Blocks, End, Kind, Step
+from jserve.api.errors import error_body
+from jserve.api.generate import Counts, Json, Piece
+from jserve.api.openai_usage import new_id
+from jserve.api.voice import voices
+from jserve.errors import JserveError
+from jserve.text.tokenizer import TextTokenizer
+from jserve.types import Finish, Request
+
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_of(error: JserveError) -> Json:
+    """An error's body, and its event in a stream; ``param`` and ``code`` are as in OpenAI's."""
+    body = error_body(error)["error"]
+    kind = _ERRORS.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": body | {"type": kind}}
+
+
+class MessageReply:
+    """The answer of /v1/messages for one request."""
+
+    done: str | None = None
+    named = True
+
+    def __init__(
+        self, wish: Wish, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
+    ) -> None:
+        (self._voice,) = voices(wish, served, tokenizer, requests)
+        self._blocks = Blocks(self._voice)
+        self._thinks = served.card.speech.tags is not None
+        self._id, self._model = new_id("msg_"), served.card.name
+        self._stop: Json = {"stop_reason": None, "stop_sequence": None}
+
+    def chunks(self, piece: Piece, usage: Counts) -> Iterator[Json]:
+        """The events of one piece."""
+        if piece.first:
+            before = replace(usage(), completion=0)
+            yield {"type": "message_start", "message": self._message([], before)}
+        for step in self._steps(piece):
+            yield _event(step)
+
+    def last(self, usage: Usage) -> Iterator[Json]:
+        yield {"type": "message_delta", "delta": self._stop, "usage": self._usage(usage)}
+        yield {"type": "message_stop"}
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Json:
+        """The ``message`` object."""
+        for piece in pieces:
+            for _ in self._steps(piece):
+                pass
+        return self._message([_whole(block) for block in self._blocks.row], usage)
+
+    def failed(self, error: JserveError) -> Iterator[Json]:
+        yield error_of(error)
+
+    def _steps(self, piece: Piece) -> Iterator[Step]:
+        ended = piece.finish is not None
+        yield from self._blocks.add(self._voice.hear(piece.text, piece.token_ids, last=ended))
+        if ended:
+            yield from self._blocks.close()
+            self._stop = self._ending(piece)
+
+    def _ending(self, piece: Piece) -> Json:
+        reason, sequence = "end_turn", None
+        if piece.finish is Finish.LENGTH:
+            reason = "max_tokens"
+        elif self._voice.n_calls:
+            reason = "tool_use"
+        elif isinstance(piece.stop_reason, str):
+            reason, sequence = "stop_sequence", piece.stop_reason
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _message(self, content: list[Json], usage: Usage) -> Json:
+        found: Json = {"id": self._id, "type": "message", "role": "assistant"}
+        found |= {"model": self._model, "content": content}
+        return found | self._stop | {"usage": self._usage(usage)}
+
+    def _usage(self, usage: Usage) -> Json:
+        """``input_tokens`` leaves out those that were cached, as Anthropic counts."""
+        found: Json = {
+            "input_tokens": usage.prompt - usage.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached,
+            "output_tokens": usage.completion,
+        }
+        if self._thinks:
+            found["output_tokens_details"] = {"thinking_tokens": self._voice.n_reasoning}
+        return found
+
+
+def _event(step: Step) -> Json:
+    index = step.block.index
+    if isinstance(step, Begin):
+        return {"type": "content_block_start", "index": index, "content_block": _empty(step.block)}
+    if isinstance(step, End):
+        return {"type": "content_block_stop", "index": index}
+    delta = {
+        Kind.THOUGHT: {"type": "thinking_delta", "thinking": step.text},
+        Kind.TEXT: {"type": "text_delta", "text": step.text},
+        Kind.CALL: {"type": "input_json_delta", "partial_json": step.text},
+    }[step.block.kind]
+    return {"type": "content_block_delta", "index": index, "delta": delta}
+
+
+def _empty(block: Block) -> Json:
+    if block.kind is Kind.THOUGHT:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    if block.kind is Kind.TEXT:
+        return {"type": "text", "text": ""}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+
+
+def _whole(block: Block) -> Json:
+    if block.kind is Kind.THOUGHT:
+        return _empty(block) | {"thinking": block.text}
+    if block.kind is Kind.TEXT:
+        return _empty(block) | {"text": block.text}
+    return _empty(block) | {"input": _input(block.text)}
+
+
+def _input(text: str) -> Any:
+    """A call's arguments as an object; a call that was cut off has none."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}

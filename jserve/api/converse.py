@@ -1,0 +1,112 @@
+"""A request's path from JSON to an answer, the same for every dialect.
+
+Owns the order: read, check, prepare, run, answer; and that a status is sent only when the engine
+has taken the request. Must not know a dialect's fields. ::
+
+    body -> wish (fields) -> requests (tokens) -> first piece --+-- JSON            (whole)
+            400, 404         400, 503             4xx, 5xx      +-- 200, events     (stream)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aiohttp import web
+
+from jserve.api.ask import Served, Wish
+from jserve.api.front import TRACE, Front, ignored_header, json_response, reported, request_id
+from jserve.api.generate import Generation, Piece
+from jserve.api.metrics import RequestTimer
+from jserve.api.reply import Reply
+from jserve.api.sse import EventStream
+from jserve.text.tokenizer import TextTokenizer
+from jserve.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One way to ask for an answer, and to be told it."""
+
+    read: Callable[[Mapping[str, Any], Served], Wish]
+    reply: Callable[[Wish, Served, TextTokenizer, Sequence[Request]], Reply]
+
+
+async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.StreamResponse:
+    """Answers ``request`` in ``dialect``, streamed or whole.
+
+    Raises:
+        JserveError: something went wrong before a status was sent.
+    """
+    served, trace = front.served, request[TRACE]
+    wish: Wish = await front.read(request, lambda raw: dialect.read(raw, served))
+    if wish.label is not None:
+        trace.id = request_id(wish.label)
+    ask = replace(wish.ask, tenant=trace.tenant.name)
+    requests = await front.prepare.requests(ask)
+    reply = dialect.reply(wish, served, front.prepare.tokenizer, requests)
+    timer = RequestTimer(front.metrics, requests, trace.arrival)
+    run = Generation(front.engine, front.prepare.tokenizer, requests, timer)
+    trace.account.spend(run.usage.prompt)
+    headers = ignored_header(wish.ignored)
+    try:
+        with front.running.entered(trace.id, run):
+            if wish.stream:
+                return await _stream(request, front, run, reply, headers)
+            return await _whole(run, reply, headers)
+    finally:
+        timer.end(run.usage.cached)
+        trace.account.spend(run.usage.completion)
+
+
+async def _whole(run: Generation, reply: Reply, headers: Mapping[str, str]) -> web.Response:
+    async with aclosing(run.pieces()) as pieces:
+        found = [piece async for piece in pieces]
+    return json_response(reply.whole(found, run.usage), headers=headers)
+
+
+async def _stream(
+    request: web.Request,
+    front: Front,
+    run: Generation,
+    reply: Reply,
+    headers: Mapping[str, str],
+) -> web.StreamResponse:
+    keep_alive = front.options.keep_alive_s
+    async with aclosing(run.pieces()) as pieces, _started(pieces) as first:
+        # The status waits for the first piece, but not for so long that a proxy takes us for dead.
+        await asyncio.wait({first}, timeout=keep_alive or None)
+        if first.done():
+            first.result()
+        stream = EventStream(
+            request,
+            keep_alive_s=keep_alive,
+            write_timeout_s=front.limits.write_timeout_s,
+            named=reply.named,
+        )
+        async with await stream.open(headers):
+            try:
+                await stream.send(reply.chunks(await first, lambda: run.usage))
+                async for piece in pieces:
+                    await stream.send(reply.chunks(piece, lambda: run.usage))
+                await stream.send(reply.last(run.usage))
+                return await stream.finish(reply.done)
+            except (ConnectionError, asyncio.CancelledError):
+                raise
+            except Exception as e:
+                return await stream.fail(reply.failed(reported(request, e)))
+
+
+@contextlib.asynccontextmanager
+async def _started(pieces: Any):
+    """A task for the first piece, over on leaving: a running generator cannot be closed."""
+    first: asyncio.Task[Piece] = asyncio.ensure_future(anext(pieces))
+    try:
+        yield first
+    finally:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)

@@ -1,0 +1,164 @@
+"""How request fields are declared, and ``validate``: the one way from a JSON object to a body.
+
+Owns the kinds of fields and the promise that each is applied, refused by name, or listed as
+ignored. Must not know any field. The declarations also make ``/openapi.json`` and the table of
+``/v1/support``; a body says all there is to say of its endpoint's fields::
+
+    temperature: float | None = sampled("temperature")   applied; its range is SamplingParams'
+    stop: Any = shaped(STOP)                              applied; checked by hand, STOP describes it
+    suffix: Any = refused("")                             refused, except the values that ask nothing
+    store: bool | None = ignored(False)                   no effect; listed unless it asks nothing
+    user: str | None = label()                            no effect by its nature, never listed
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from jserve.api.errors import Unsupported
+from jserve.errors import BadRequest
+from jserve.sampling import RANGES
+
+MAX_LISTED = 20
+# Marks of our own in the schemas; ``openapi`` takes the last two out again.
+_MARK, _NEUTRAL, _REQUIRED = "x-jserve", "x-neutral", "x-required"
+
+
+class Holds(StrEnum):
+    """What a field does."""
+
+    APPLIED = "applied"
+    LABEL = "label"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+class Fields(BaseModel):
+    """Base of all bodies and of the objects in them: exact types, unknown names are kept."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+B = TypeVar("B", bound=Fields)
+Schema = dict[str, Any]
+
+
+def shaped(schema: Schema, *, required: bool = False) -> Any:
+    """An applied field that is checked by hand; ``schema`` says to readers what it takes."""
+    return Field(default=None, json_schema_extra=schema | ({_REQUIRED: True} if required else {}))
+
+
+def sampled(name: str, *, high: float | None = None, required: bool = False) -> Any:
+    """An applied number with the range that ``SamplingParams`` has for ``name``."""
+    allowed = RANGES[name]
+    low = "exclusiveMinimum" if allowed.low_open else "minimum"
+    top = allowed.high if high is None else high
+    whole = int if allowed.whole else float
+    return shaped({low: whole(allowed.low), "maximum": whole(top)}, required=required)
+
+
+def label() -> Any:
+    """A field that says nothing about the answer."""
+    return Field(default=None, json_schema_extra={_MARK: Holds.LABEL.value})
+
+
+def ignored(*neutral: Any) -> Any:
+    """A field without effect, listed as ignored unless its value is ``neutral`` or null."""
+    return Field(default=None, json_schema_extra={_MARK: Holds.IGNORED.value, _NEUTRAL: [*neutral]})
+
+
+def refused(*neutral: Any) -> Any:
+    """A known field that cannot be honoured; ``neutral`` values ask for nothing and pass."""
+    extra: Schema = {_MARK: Holds.REFUSED.value, _NEUTRAL: [*neutral], "enum": [*neutral, None]}
+    return Field(default=None, json_schema_extra=extra)
+
+
+def holds(field: FieldInfo) -> Holds:
+    """The kind that a field was declared as."""
+    return Holds(_extra(field).get(_MARK, Holds.APPLIED))
+
+
+def neutral_values(field: FieldInfo) -> list[Any]:
+    return _extra(field).get(_NEUTRAL, [])
+
+
+def _extra(field: FieldInfo) -> Mapping[str, Any]:
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, Mapping) else {}
+
+
+def validate(kind: type[B], raw: Mapping[str, Any], *, strict: bool = False) -> B:
+    """``raw`` as a ``kind`` of body: types checked, known fields that are not honoured refused.
+
+    Values with more to them than a type are checked where they are read; their bounds follow
+    before anything is sent to the engine (``SamplingParams``, ``sched.admission``).
+
+    Args:
+        strict: also refuse fields that would have no effect.
+
+    Raises:
+        BadRequest: a field of the wrong type, named.
+        Unsupported: a known field that is not honoured, named; with ``strict``, any other.
+    """
+    try:
+        body = kind.model_validate(raw)
+    except ValidationError as e:
+        first = e.errors(include_url=False, include_input=False, include_context=False)[0]
+        name = _path(first["loc"])
+        raise BadRequest(f"{name}: {first['msg']}", field=name) from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deep", code="invalid_json") from None
+    _refuse(body)
+    without_effect = ignored_fields(body) if strict else ()
+    if without_effect:
+        name = without_effect[0]
+        raise Unsupported(f"{name} has no effect on this server", field=name)
+    return body
+
+
+def _refuse(body: Fields, at: str = "") -> None:
+    for name, field in type(body).model_fields.items():
+        value = getattr(body, name)
+        if isinstance(value, Fields):
+            _refuse(value, f"{at}{name}.")
+        elif holds(field) is Holds.REFUSED and _asks(value, field):
+            raise Unsupported(f"{at}{name} is not supported by this server", field=at + name)
+    for name, value in (body.model_extra or {}).items():
+        # vLLM once took these; to drop one silently would drop a constraint.
+        if name.startswith("guided_") and value is not None:
+            raise Unsupported(f"{name[:64]} is not supported by this server", field=name)
+
+
+def _asks(value: Any, field: FieldInfo) -> bool:
+    """Whether ``value`` asks for something; True and 1 are not one value."""
+    neutral = (None, *neutral_values(field))
+    return not any(value == v and type(value) is type(v) for v in neutral)
+
+
+def _path(loc: tuple[Any, ...]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return text.lstrip(".") or "body"
+
+
+def ignored_fields(body: Fields) -> tuple[str, ...]:
+    """Names of the fields set in ``body`` that had no effect: printable, 20 at most."""
+    names = (re.sub(r"[^A-Za-z0-9_.\-]", "?", name[:64]) for name in _without_effect(body))
+    return tuple(name for name, _ in zip(names, range(MAX_LISTED), strict=False))
+
+
+def _without_effect(body: Fields, at: str = "") -> Iterator[str]:
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            yield at + name
+    for name, field in type(body).model_fields.items():
+        value = getattr(body, name)
+        if isinstance(value, Fields):
+            yield from _without_effect(value, f"{at}{name}.")
+        elif holds(field) is Holds.IGNORED and _asks(value, field):
+            yield at + name

@@ -1,0 +1,158 @@
+"""OpenAI's chat completions: one object for a whole answer, chunks for a stream.
+
+Owns the shapes that clients parse, and vLLM's extensions (token ids, stop reasons, prompt
+log-probabilities; our own is ``seed``). Must not know HTTP or the engine. The order of a stream,
+per choice and then for all::
+
+    role chunk . content, reasoning and tool call chunks ... finish chunk   usage chunk if asked  [DONE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from jserve.api.ask import Served, Usage, Wish
+from jserve.api.errors import error_body
+from jserve.api.generate import Counts, Json, Piece
+from jserve.api.logprobs import TokenWriter
+from jserve.api.openai import ChatBody
+from jserve.api.openai_usage import head, usage_of, with_usage
+from jserve.api.reply import Whole, gathered
+from jserve.api.voice import Voice, voices
+from jserve.errors import JserveError
+from jserve.text.parsers.said import CallPiece, Said
+from jserve.text.tokenizer import TextTokenizer
+from jserve.types import Request, TokenLogprob
+
+
+class ChatReply:
+    """Answers of /v1/chat/completions for one request."""
+
+    done: str | None = "[DONE]"
+    named = False
+
+    def __init__(
+        self, wish: Wish, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
+    ) -> None:
+        self._body: ChatBody = wish.body
+        self._requests = requests
+        self._thinks = served.card.speech.tags is not None
+        self._shows_reasoning = self._body.include_reasoning is not False
+        self._voices = voices(wish, served, tokenizer, requests)
+        self._writer = TokenWriter(tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
+        self._head = head("chatcmpl-", served.card)
+
+    def chunks(self, piece: Piece, usage: Counts) -> Iterator[Json]:
+        """The chunks of one piece: its role when it is the choice's first, what it says, finish."""
+        voice = self._voices[piece.choice]
+        if piece.first:
+            role = self._choice(piece, {"role": "assistant", "content": ""})
+            role["seed"] = piece.seed
+            chunk = self._chunk(role, usage)
+            if self._body.return_token_ids:
+                chunk["prompt_token_ids"] = list(self._requests[piece.prompt].prompt_ids)
+            yield chunk
+        said = voice.hear(piece.text, piece.token_ids, last=piece.finish is not None)
+        delta = self._delta(voice, said)
+        if delta or (piece.token_ids and (self._body.logprobs or self._body.return_token_ids)):
+            choice = self._choice(piece, delta or {"content": ""})
+            if self._body.logprobs:
+                choice["logprobs"] = self._logprobs(piece.logprobs or ())
+            if self._body.return_token_ids:
+                choice["token_ids"] = list(piece.token_ids)
+            yield self._chunk(choice, usage)
+        if piece.finish is not None:
+            choice = self._choice(piece, {})
+            choice["finish_reason"] = voice.finish(piece.finish.value)
+            choice["stop_reason"] = piece.stop_reason
+            yield self._chunk(choice, usage)
+
+    def last(self, usage: Usage) -> Iterator[Json]:
+        if self._body.include_usage:
+            end = {"choices": [], "usage": usage_of(self._counted(usage))}
+            yield self._head | {"object": "chat.completion.chunk"} | end
+
+    def failed(self, error: JserveError) -> Iterator[Json]:
+        yield error_body(error)
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Json:
+        """The ``chat.completion`` object."""
+        choices = gathered(pieces)
+        answer = self._head | {
+            "object": "chat.completion",
+            "choices": [self._whole_choice(number, choice) for number, choice in choices],
+            "usage": usage_of(self._counted(usage)),
+        }
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = list(self._requests[0].prompt_ids)
+        if self._body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._writer.prompt(choices[0][1].prompt_logprobs or ())
+        return answer
+
+    def _whole_choice(self, number: int, choice: Whole) -> Json:
+        voice = self._voices[number]
+        said = voice.hear("".join(choice.text), choice.token_ids, last=True)
+        found: Json = {
+            "index": number,
+            "message": self._message(voice, said),
+            "logprobs": self._logprobs(choice.logprobs) if self._body.logprobs else None,
+            "finish_reason": voice.finish(choice.finish),
+            "stop_reason": choice.stop_reason,
+            "seed": choice.seed,
+        }
+        if self._body.return_token_ids:
+            found["token_ids"] = choice.token_ids
+        return found
+
+    def _delta(self, voice: Voice, said: Said) -> Json:
+        """What a stream's next piece adds; {} while nothing is to be seen."""
+        found: Json = {"content": said.content} if said.content else {}
+        if said.calls:
+            found["tool_calls"] = [_call_delta(voice, piece) for piece in said.calls]
+        return found | self._reasoning(said)
+
+    def _message(self, voice: Voice, said: Said) -> Json:
+        calls: list[Json] = []
+        for piece in said.calls:
+            if piece.name is not None:
+                calls.append(_call(voice, piece.name))
+            calls[piece.index]["function"]["arguments"] += piece.arguments
+        found: Json = {"role": "assistant", "content": said.content, "refusal": None}
+        if calls:
+            found |= {"content": said.content or None, "tool_calls": calls}
+        return found | self._reasoning(said)
+
+    def _reasoning(self, said: Said) -> Json:
+        """Under both names that clients read."""
+        if not said.reasoning or not self._shows_reasoning:
+            return {}
+        return {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
+
+    def _counted(self, usage: Usage) -> Usage:
+        if not self._thinks:
+            return usage
+        return replace(usage, reasoning=sum(voice.n_reasoning for voice in self._voices))
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
+        return self._writer.chat(entries, self._body.top_logprobs or 0)
+
+    def _choice(self, piece: Piece, delta: Json) -> Json:
+        return {"index": piece.choice, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _chunk(self, choice: Json, usage: Counts) -> Json:
+        chunk = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+        return with_usage(chunk, self._body, lambda: self._counted(usage()))
+
+
+def _call_delta(voice: Voice, piece: CallPiece) -> Json:
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    call = _call(voice, piece.name)
+    call["function"]["arguments"] = piece.arguments
+    return {"index": piece.index} | call
+
+
+def _call(voice: Voice, name: str) -> Json:
+    function = {"name": name, "arguments": ""}
+    return {"id": voice.call_id(), "type": "function", "function": function}

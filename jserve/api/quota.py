@@ -1,0 +1,110 @@
+"""Quotas of tenants: requests and tokens a minute, and requests at once.
+
+Owns the counting and the words of a refusal. Must not know keys, HTTP or where tokens come from.
+Rates are buckets that fill evenly and hold one minute's worth. A request is let in while there is
+anything left, and its tokens are taken when they are known, so a bucket may go below zero: the next
+request waits until it is above again. Nobody is refused for what a request might come to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jserve.errors import RateLimited
+from jserve.ports import Clock
+
+BUSY_S = 1.0
+"""What a tenant is told to wait whose requests run; when one ends is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """Limits of one tenant; None is no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent: int | None = None
+
+
+class Bucket:
+    """Holds up to ``per_minute``, fills at that rate; starts full."""
+
+    def __init__(self, per_minute: float, clock: Clock) -> None:
+        self._size = self._level = float(per_minute)
+        self._clock, self._at = clock, clock()
+
+    def take(self, n: float) -> None:
+        self._fill()
+        self._level -= n
+
+    def wait_s(self, n: float) -> float:
+        """Seconds until ``n`` are in it."""
+        self._fill()
+        return max(0.0, (n - self._level) * 60.0 / self._size)
+
+    def _fill(self) -> None:
+        now = self._clock()
+        self._level = min(self._size, self._level + (now - self._at) * self._size / 60.0)
+        self._at = now
+
+
+class Account:
+    """What one tenant has used."""
+
+    def __init__(self, quota: Quota | None = None, clock: Clock = time.monotonic) -> None:
+        quota = quota or Quota()
+        self._requests = _bucket(quota.requests_per_minute, clock)
+        self._tokens = _bucket(quota.tokens_per_minute, clock)
+        self._concurrent = quota.concurrent
+        self.n_running = 0
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """One request of the tenant is answered inside.
+
+        Raises:
+            RateLimited: it is one too many; it counts for nothing.
+        """
+        if self._concurrent is not None and self.n_running >= self._concurrent:
+            raise _refused("concurrent", f"{self._concurrent} requests at once", BUSY_S)
+        for bucket, name in ((self._requests, "requests"), (self._tokens, "tokens")):
+            wait_s = bucket.wait_s(1.0) if bucket is not None else 0.0
+            if wait_s > 0:
+                raise _refused(f"{name}_per_minute", f"{name} a minute", wait_s)
+        if self._requests is not None:
+            self._requests.take(1.0)
+        self.n_running += 1
+        try:
+            yield
+        finally:
+            self.n_running -= 1
+
+    def spend(self, n_tokens: int) -> None:
+        if self._tokens is not None:
+            self._tokens.take(n_tokens)
+
+
+def _bucket(per_minute: int | None, clock: Clock) -> Bucket | None:
+    return None if per_minute is None else Bucket(per_minute, clock)
+
+
+def _refused(limit: str, words: str, wait_s: float) -> RateLimited:
+    message = f"this key's limit of {words} is reached"
+    return RateLimited(message, field=limit, code="rate_limit_exceeded", retry_after=wait_s)
+
+
+class Accounts:
+    """The accounts of all tenants, made when they first ask."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+
+    def of(self, tenant: str, quota: Quota) -> Account:
+        found = self._accounts.get(tenant)
+        if found is None:
+            found = self._accounts[tenant] = Account(quota, self._clock)
+        return found

@@ -1,0 +1,228 @@
+"""OpenAI's Responses: the fields of /v1/responses, mapped to an ``Ask``. Nothing is stored.
+
+Owns their names and how they become chat messages, tools and parameters, which all dialects share
+from there on. Must not know HTTP, the engine or the tokenizer. What needs a store
+(``previous_response_id``, ``conversation``, ``background``) or tools that run here is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jserve.api.ask import Ask, Served, Wish
+from jserve.api.errors import Unsupported, shown
+from jserve.api.fields import (
+    Fields,
+    ignored,
+    ignored_fields,
+    label,
+    refused,
+    sampled,
+    shaped,
+    validate,
+)
+from jserve.api.openai import shaped_chat, talk
+from jserve.api.openai_messages import KWARGS
+from jserve.api.openai_structure import CHOICE, STRUCTURED
+from jserve.api.responses_input import INPUT, messages_of
+from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
+from jserve.errors import BadRequest
+
+TOOLS = {
+    "type": ["array", "null"],
+    "maxItems": 128,
+    "items": {
+        "type": "object",
+        "required": ["type", "name"],
+        "properties": {
+            "type": {"const": "function"},
+            "name": {"type": "string", "minLength": 1},
+            "parameters": {"type": ["object", "null"]},
+            "strict": {"type": ["boolean", "null"]},
+        },
+    },
+}
+LOGPROBS = "message.output_text.logprobs"
+INCLUDE = {"type": ["array", "null"], "items": {"enum": [LOGPROBS]}}
+_RENAMED = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "response_format": "text.format",
+    "response_format.type": "text.format.type",
+    "response_format.json_schema": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "reasoning_effort": "reasoning.effort",
+    ".function.": ".",
+    "tool_choice.function.name": "tool_choice.name",
+}
+
+
+class Text(Fields):
+    """What the answer's text is like."""
+
+    format: Any = shaped({"type": ["object", "null"], "required": ["type"]})
+    verbosity: Any = refused("medium")
+
+
+class Reasoning(Fields):
+    """How much to think."""
+
+    effort: str | None = None
+    summary: str | None = ignored()
+    generate_summary: str | None = ignored()
+
+
+class StreamOptions(Fields):
+    """How a stream is sent."""
+
+    include_obfuscation: bool | None = ignored(False)
+
+
+class ResponseBody(Sampling):
+    """POST /v1/responses."""
+
+    input: Any = shaped(INPUT, required=True)
+    instructions: str | None = None
+    max_output_tokens: int | None = sampled("max_tokens")
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    tools: Any = shaped(TOOLS)
+    tool_choice: Any = shaped(CHOICE)
+    parallel_tool_calls: bool | None = None
+    include: Any = shaped(INCLUDE)
+    top_logprobs: int | None = sampled("logprobs")
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, str] | None = label()
+    structured_outputs: Any = shaped(STRUCTURED)
+    chat_template_kwargs: Any = shaped(KWARGS)
+    thinking_token_budget: int | None = sampled("thinking_token_budget")
+    store: bool | None = ignored(False)
+    service_tier: str | None = ignored("auto", "default")
+    prompt_cache_retention: str | None = ignored()
+    prompt_cache_options: Any = ignored()
+    background: Any = refused(False)
+    context_management: Any = refused([])
+    conversation: Any = refused()
+    max_tool_calls: Any = refused()
+    moderation: Any = refused()
+    n: Any = refused(1)
+    previous_response_id: Any = refused()
+    prompt: Any = refused()
+    truncation: Any = refused("disabled")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or bool(self.include)
+
+
+def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+    """A request for a response, checked.
+
+    Raises:
+        BadRequest, NotFound: as the field at fault asks for.
+    """
+    body = validate(ResponseBody, raw, strict=served.strict)
+    card = served.card
+    check_model(body.model, card)
+    if body.stream_options is not None and not body.stream:
+        raise BadRequest("stream_options needs stream to be true", field="stream_options")
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise BadRequest("max_output_tokens must be at least 1", field="max_output_tokens")
+    _check_include(body.include)
+    chat, shape = shaped_chat(_as_chat(body), served, _RENAMED)
+    if shape.calls and body.wants_logprobs:
+        raise Unsupported("top_logprobs cannot be given with tools", field="top_logprobs")
+    params = params_of(
+        body,
+        card,
+        named=_RENAMED,
+        max_tokens=body.max_output_tokens,
+        logprobs=check_top(body.top_logprobs or 0, "top_logprobs") if body.wants_logprobs else None,
+    )
+    ask = Ask(
+        chat=chat,
+        field="input",
+        length_field="max_output_tokens",
+        params=replace(params, **talk(body.thinking_token_budget, shape, card)),
+        shape=shape,
+        **service_of(body),
+    )
+    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
+
+
+def _as_chat(body: ResponseBody) -> dict[str, Any]:
+    """The fields of a chat under their names in chat completions."""
+    return {
+        "messages": messages_of(body.instructions, body.input),
+        "tools": _tools(body.tools),
+        "tool_choice": _choice(body.tool_choice, bool(body.tools)),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _format(body.text.format if body.text is not None else None),
+        "structured_outputs": body.structured_outputs,
+        "documents": None,
+        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "add_generation_prompt": None,
+        "continue_final_message": None,
+    }
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list):
+        raise BadRequest("tools must be a list", field="tools")
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(value)]
+
+
+def _tool(tool: Any, at: str) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind != "function":
+        if isinstance(kind, str):
+            raise Unsupported(f"{at}: tools of type {shown(kind)} are not run here", field=at)
+        raise BadRequest(f"{at} must be a tool of type function", field=at)
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise BadRequest(f"{at}.name must be a string, and not empty", field=f"{at}.name")
+    parameters = tool.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise BadRequest(f"{at}.parameters must be an object", field=f"{at}.parameters")
+    strict = tool.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
+    function = {
+        key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None
+    }
+    return {"type": "function", "function": function | {"parameters": parameters or {}}}
+
+
+def _choice(value: Any, tools: bool) -> Any:
+    """Chat's ``tool_choice``: a named function stands one level deeper there, and "auto" needs
+    tools."""
+    if not tools and value == "auto":
+        return None
+    if isinstance(value, dict) and value.get("type") == "function":
+        return {"type": "function", "function": {"name": value.get("name")}}
+    return value
+
+
+def _format(value: Any) -> dict[str, Any] | None:
+    """Chat's ``response_format``: a schema stands one level deeper there."""
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {"schema": value.get("schema")}}
+    if value is not None and not isinstance(value, dict):
+        raise BadRequest("text.format must be an object", field="text.format")
+    return value
+
+
+def _check_include(value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, list):
+        raise BadRequest("include must be a list", field="include")
+    for i, name in enumerate(value[:64]):
+        if name != LOGPROBS:
+            where = f"include[{i}]"
+            raise Unsupported(f"{where}: {shown(name)} cannot be included", field=where)

@@ -1,0 +1,133 @@
+"""The input items of OpenAI's Responses, as chat messages.
+
+Owns what an item may be. Must not know requests, templates or answers: ``openai_messages`` reads
+what this gives. What a model said in one turn comes as several items and becomes one message::
+
+    reasoning . message . function_call . function_call   ->   one assistant message
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jserve.api.errors import Unsupported, shown
+from jserve.api.openai_messages import MAX_MESSAGES
+from jserve.errors import BadRequest
+
+# What the field looks like, for readers; the functions below are the judges.
+INPUT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_MESSAGES,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {
+                        "enum": ["message", "function_call", "function_call_output", "reasoning"]
+                    }
+                },
+            },
+        },
+    ]
+}
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+def messages_of(instructions: str | None, given: Any) -> list[dict[str, Any]]:
+    """Chat messages for ``instructions`` and ``input``.
+
+    Raises:
+        BadRequest: an item of the wrong shape, named.
+        Unsupported: an item or a part that is no text, named.
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise BadRequest("input must be text or a list of items, and not empty", field="input")
+    if len(given) > MAX_MESSAGES:
+        raise BadRequest(f"input may hold at most {MAX_MESSAGES} items", field="input")
+    found: list[dict[str, Any]] = []
+    if instructions is not None:
+        found.append({"role": "system", "content": instructions})
+    for i, item in enumerate(given):
+        _add(found, item, f"input[{i}]")
+    return found
+
+
+def _add(found: list[dict[str, Any]], item: Any, at: str) -> None:
+    """Appends ``item``, or puts it to the assistant's message it belongs to."""
+    if not isinstance(item, dict):
+        raise BadRequest(f"{at} must be an object", field=at)
+    kind = item.get("type", "message")
+    if kind == "message":
+        _add_message(found, item, at)
+    elif kind == "function_call":
+        _turn(found).setdefault("tool_calls", []).append(_call(item, at))
+    elif kind == "function_call_output":
+        output = {"role": "tool", "tool_call_id": _string(item, "call_id", at)}
+        found.append(output | {"content": _texts(item.get("output"), f"{at}.output")})
+    elif kind == "reasoning":
+        _turn(found)["reasoning_content"] = _thought(item, at)
+    else:
+        raise Unsupported(f"{at}: items of type {shown(kind)} are not supported here", field=at)
+
+
+def _add_message(found: list[dict[str, Any]], item: dict[str, Any], at: str) -> None:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise BadRequest(f"{at}.role must be one of {', '.join(_ROLES)}", field=f"{at}.role")
+    text = _texts(item.get("content"), f"{at}.content")
+    if role != "assistant":
+        found.append({"role": role, "content": text})
+        return
+    turn = _turn(found, fresh=bool(found and found[-1].get("content")))
+    turn["content"] = text
+
+
+def _turn(found: list[dict[str, Any]], *, fresh: bool = False) -> dict[str, Any]:
+    """The assistant's message that is being put together; a new one behind any other."""
+    if fresh or not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant", "content": ""})
+    return found[-1]
+
+
+def _call(item: dict[str, Any], at: str) -> dict[str, Any]:
+    function = {name: _string(item, name, at) for name in ("name", "arguments")}
+    return {"id": _string(item, "call_id", at), "type": "function", "function": function}
+
+
+def _thought(item: dict[str, Any], at: str) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list):
+        raise BadRequest(f"{at}.content must be a list of parts", field=f"{at}.content")
+    kinds = ("reasoning_text", "summary_text")
+    return "\n".join(_part(part, f"{at}.content[{i}]", kinds) for i, part in enumerate(parts))
+
+
+def _texts(value: Any, at: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise BadRequest(f"{at} must be a string or a list of parts", field=at)
+    kinds = ("input_text", "output_text", "text")
+    return "\n".join(_part(part, f"{at}[{i}]", kinds) for i, part in enumerate(value))
+
+
+def _part(part: Any, at: str, kinds: tuple[str, ...]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "refusal":
+        return _string(part, "refusal", at)
+    if not isinstance(kind, str):
+        raise BadRequest(f"{at} must be a part with a type", field=at)
+    if kind not in kinds:
+        raise Unsupported(f"{at}: parts of type {shown(kind)} are not supported here", field=at)
+    return _string(part, "text", at)
+
+
+def _string(value: dict[str, Any], name: str, at: str) -> str:
+    if not isinstance(value.get(name), str):
+        raise BadRequest(f"{at}.{name} must be a string", field=f"{at}.{name}")
+    return value[name]

@@ -1,0 +1,128 @@
+"""The table of routes: which path takes which fields, who may call it, who answers.
+
+Owns the table and nothing of the work. ``app`` makes an application of it, ``openapi`` and
+``support`` make documents of it, so a field or a path cannot be missing in one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from jserve.api import admin, caches, models, score, service, tokens
+from jserve.api.anthropic import CountBody, MessagesBody, messages_wish
+from jserve.api.anthropic_reply import MessageReply, error_of
+from jserve.api.auth import Access
+from jserve.api.converse import Dialect, converse
+from jserve.api.errors import error_body
+from jserve.api.fields import Fields
+from jserve.api.front import Front
+from jserve.api.openai import ChatBody, CompletionBody, chat_wish, completion_wish
+from jserve.api.openai_chat_reply import ChatReply
+from jserve.api.openai_text_reply import CompletionReply
+from jserve.api.responses import ResponseBody, response_wish
+from jserve.api.responses_reply import ResponseReply
+from jserve.errors import JserveError
+
+Answer = Callable[[web.Request, Front], Awaitable[web.StreamResponse]]
+
+CHAT = Dialect(chat_wish, ChatReply)
+COMPLETION = Dialect(completion_wish, CompletionReply)
+RESPONSE = Dialect(response_wish, ResponseReply)
+MESSAGE = Dialect(messages_wish, MessageReply)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One path and method. ``fields``: of its body, None where it has none."""
+
+    method: str
+    path: str
+    access: Access
+    answer: Answer
+    says: str
+    """One line for the documents."""
+    fields: type[Fields] | None = None
+    streams: bool = False
+    errors: Callable[[JserveError], dict[str, Any]] = error_body
+
+
+def _in(dialect: Dialect) -> Answer:
+    async def answer(request: web.Request, front: Front) -> web.StreamResponse:
+        return await converse(request, front, dialect)
+
+    return answer
+
+
+_OPEN, _USER, _ADMIN = Access.OPEN, Access.USER, Access.ADMIN
+
+
+async def _openapi(request: web.Request, front: Front) -> web.StreamResponse:
+    from jserve.api import openapi  # it reads this table
+
+    return await openapi.answer(front)
+
+
+async def _support(request: web.Request, front: Front) -> web.StreamResponse:
+    from jserve.api import support
+
+    return support.answer()
+
+
+PUBLIC = (
+    Route("POST", "/v1/chat/completions", _USER, _in(CHAT), "Chat, OpenAI's way", ChatBody, True),
+    Route("POST", "/v1/completions", _USER, _in(COMPLETION), "Text", CompletionBody, True),
+    Route("POST", "/v1/responses", _USER, _in(RESPONSE), "Chat, stateless", ResponseBody, True),
+    Route("POST", "/v1/messages", _USER, _in(MESSAGE), "Anthropic's", MessagesBody, True, error_of),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        _USER,
+        service.count_tokens,
+        "Prompt tokens of a message",
+        CountBody,
+        errors=error_of,
+    ),
+    Route("POST", "/v1/score", _USER, score.score, "Log-probabilities of texts", score.ScoreBody),
+    Route("GET", "/v1/models", _USER, models.listed, "The served model's names"),
+    Route("GET", "/v1/models/{model:.+}", _USER, models.one, "One of them"),
+    Route("POST", "/v1/caches", _USER, caches.create, "Make a named cache", caches.CreateBody),
+    Route("GET", "/v1/caches", _USER, caches.listed, "The caller's caches"),
+    Route("GET", "/v1/caches/{name}", _USER, caches.one, "One of them"),
+    Route("POST", "/v1/caches/{name}", _USER, caches.renew, "Let it live on", caches.RenewBody),
+    Route("DELETE", "/v1/caches/{name}", _USER, caches.drop, "Drop it"),
+    Route("POST", "/tokenize", _USER, tokens.tokenize, "Text to ids", tokens.TokenizeBody),
+    Route("POST", "/detokenize", _USER, tokens.detokenize, "Ids to text", tokens.DetokenizeBody),
+    Route("GET", "/v1/support", _USER, _support, "What every field does"),
+    Route("GET", "/openapi.json", _USER, _openapi, "This interface as OpenAPI 3.1"),
+    Route("GET", "/metrics", _USER, service.metrics, "Prometheus metrics"),
+    Route("GET", "/version", _USER, service.version, "The server's version"),
+    Route("GET", "/health", _OPEN, service.health, "Whether steps make progress"),
+    Route("GET", "/ready", _OPEN, service.ready, "Whether requests are taken"),
+)
+
+OPERATOR = (
+    Route("POST", "/abort", _ADMIN, admin.abort, "End requests", admin.AbortBody),
+    Route(
+        "POST",
+        "/reset_prefix_cache",
+        _ADMIN,
+        admin.reset_prefix_cache,
+        "Forget every cached prefix",
+        admin.NothingBody,
+    ),
+    Route(
+        "POST",
+        "/start_profile",
+        _ADMIN,
+        admin.start_profile,
+        "Begin a profile of the device",
+        admin.NothingBody,
+    ),
+    Route(
+        "POST", "/stop_profile", _ADMIN, admin.stop_profile, "Write the profile", admin.NothingBody
+    ),
+)

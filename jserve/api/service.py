@@ -1,0 +1,43 @@
+"""The small answers about the server itself: alive, ready, version, metrics, counted tokens.
+
+Owns these handlers. Must not know dialects.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from jserve.api import anthropic
+from jserve.api.front import Front, ignored_header, json_response
+from jserve.errors import EngineDead, NotReady
+
+
+async def health(request: web.Request, front: Front) -> web.Response:
+    if not front.engine.healthy():
+        raise EngineDead("the engine makes no progress", retry_after=5)
+    return json_response({"status": "ok"})
+
+
+async def ready(request: web.Request, front: Front) -> web.Response:
+    if front.engine.draining:
+        raise NotReady("the server is shutting down", code="draining", retry_after=5)
+    if not front.engine.ready:
+        raise NotReady("the engine is starting", retry_after=5)
+    return json_response({"status": "ready"})
+
+
+async def version(request: web.Request, front: Front) -> web.Response:
+    return json_response({"version": front.card.version})
+
+
+async def metrics(request: web.Request, front: Front) -> web.Response:
+    body, content_type = front.metrics.scrape(request.headers.get("Accept", ""))
+    return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def count_tokens(request: web.Request, front: Front) -> web.Response:
+    """/v1/messages/count_tokens: as many as /v1/messages would count for the same fields."""
+    served = front.served
+    wish = await front.read(request, lambda raw: anthropic.count_wish(raw, served))
+    (ids,) = await front.prepare.prompt_ids(wish.ask)
+    return json_response({"input_tokens": len(ids)}, headers=ignored_header(wish.ignored))
