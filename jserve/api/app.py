@@ -16,6 +16,7 @@ from jserve.api import caches, openai, openai_reply, tokens
 from jserve.api.ask import ModelCard, Wish
 from jserve.api.auth import Access, Keys
 from jserve.api.chat import ChatTemplate
+from jserve.api.dashboard import dashboard
 from jserve.api.errors import shown
 from jserve.api.front import (
     TRACE,
@@ -28,6 +29,7 @@ from jserve.api.front import (
 )
 from jserve.api.metrics import Metrics
 from jserve.api.middleware import Handler, expect, make_middlewares, request_id, stamp
+from jserve.api.page import add_page
 from jserve.api.prepare import Preparer
 from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
@@ -73,6 +75,8 @@ def make_app(
         resource = route.resource
         assert resource is not None
         access[resource.canonical] = level
+    if config.server.ui:
+        add_page(app, access)
     app.on_response_prepare.append(stamp)
     app.on_cleanup.append(_close)
     return app
@@ -181,6 +185,7 @@ ROUTES: tuple[tuple[str, str, Access, Callable[[web.Request, Front], Any]], ...]
     ("GET", "/v1/caches/{name}", Access.USER, caches.one),
     ("POST", "/v1/caches/{name}", Access.USER, caches.renew),
     ("DELETE", "/v1/caches/{name}", Access.USER, caches.drop),
+    ("GET", "/v1/dashboard", Access.USER, dashboard),
     ("POST", "/tokenize", Access.USER, tokenize),
     ("POST", "/detokenize", Access.USER, detokenize),
     ("GET", "/metrics", Access.USER, metrics),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from jserve.api.metrics import Metrics, RequestTimer
 from jserve.api.prepare import Preparer
 from jserve.api.sse import EventStream
 from jserve.config import ServerOptions
-from jserve.engine.wire import Handle
+from jserve.engine.wire import Handle, StepRecord
 from jserve.types import HandleInfo, Output, Request
 
 log = logging.getLogger("jserve.api")
@@ -43,6 +44,7 @@ class ServedEngine(Engine, Protocol):
 
     gave_up: asyncio.Event
     gave_up_reason: str
+    steps: deque[tuple[int, StepRecord]]
 
     @property
     def counters(self) -> Mapping[Any, int]: ...

@@ -21,12 +21,16 @@ EXPECTED = {
     ("POST", "/v1/completions"): "user",
     ("GET", "/v1/models"): "user",
     ("GET", "/v1/models/{model}"): "user",
+    ("GET", "/v1/dashboard"): "user",
     ("POST", "/tokenize"): "user",
     ("POST", "/detokenize"): "user",
     ("GET", "/metrics"): "user",
     ("GET", "/version"): "user",
     ("GET", "/health"): "open",
     ("GET", "/ready"): "open",
+    ("GET", "/"): "open",
+    ("GET", "/dashboard"): "open",
+    ("GET", "/web/{name}"): "open",
 }
 KEY = {"Authorization": "Bearer sk-1"}
 
