@@ -8,15 +8,13 @@ for one and sends it with every call of the API. All of them are read once, at t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
 
 from aiohttp import web
 
 from jserve.api.auth import Access
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from jserve.api.middleware import Handler, expect
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -103,5 +101,5 @@ def add_page(app: web.Application, access: dict[str, Access]) -> None:
 
     routes = {path: whole(name) for path, name in PAGES.items()} | {"/web/{name}": part}
     for path, handler in routes.items():
-        app.router.add_get(path, handler)
+        app.router.add_get(path, handler, expect_handler=expect)
         access[path] = Access.OPEN
