@@ -47,7 +47,7 @@ async def test_every_route_is_in_the_table(srv):
 async def test_every_route_asks_for_a_key():
     async with live(api_key=("sk-1", "sk-2")) as srv:
         for (method, path), level in EXPECTED.items():
-            url = srv.url + path.replace("{model}", "tiny")
+            url = srv.url + path.replace("{model}", "tiny").replace("{name}", "base.css")
             async with srv.http.request(method, url, json={}) as r:
                 assert (r.status == 401) is (level != "open"), path
                 if level != "open":
