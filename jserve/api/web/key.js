@@ -35,6 +35,7 @@ function show(refused, resolve) {
       `${note} It stays in this tab and is forgotten when the tab closes.`),
     el("label", { for: "key" }, "Key"), input,
     el("button.primary", { type: "submit" }, "Continue"));
+  const back = document.activeElement;
   const dialog = el("dialog.key", { "aria-label": "API key" }, form);
   dialog.addEventListener("cancel", (event) => event.preventDefault());
   form.addEventListener("submit", (event) => {
@@ -42,6 +43,8 @@ function show(refused, resolve) {
     sessionStorage.setItem(NAME, input.value.trim());
     dialog.close();
     dialog.remove();
+    back.blur(); // Chromium gives the focus back without a caret: typing would go nowhere
+    back.focus();
     resolve();
   });
   document.body.append(dialog);
