@@ -51,7 +51,7 @@ export class AnswerView {
     const resumes = isLast && calls.length && !error ? [resultForm(calls, onResults)] : [];
     this.calls.append(...resumes);
     this.actions.replaceChildren(
-      copyButton("Copy", () => this.#entry.content),
+      ...(this.#entry.content ? [copyButton("Copy", () => this.#entry.content)] : []),
       ...(tokens.length ? [this.#tokensButton()] : []),
       ...(isLast ? [el("button.quiet", { type: "button", onclick: onRetry }, "Try again")] : []),
       requestBox(request, keyed));
