@@ -27,8 +27,8 @@ from aiohttp import web
 
 from jserve.api.app import FRONT
 from jserve.api.batch_file import (
-    AnswerFile,
     Answered,
+    AnswerFile,
     Json,
     Line,
     answer_of,

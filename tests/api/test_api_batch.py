@@ -164,7 +164,13 @@ async def test_resume_at_every_line_and_at_every_torn_byte(tmp_path: Path) -> No
     await answered(source, whole, concurrency=1)
     raw = whole.read_bytes()
     ends = [i + 1 for i, byte in enumerate(raw) if byte == ord("\n")]
-    cuts = {0, *ends, *(end - 1 for end in ends), *(end - 40 for end in ends), *range(3, len(raw), 211)}
+    cuts = {
+        0,
+        *ends,
+        *(end - 1 for end in ends),
+        *(end - 40 for end in ends),
+        *range(3, len(raw), 211),
+    }
     for cut in sorted(cuts):
         target = tmp_path / "cut"
         target.write_bytes(raw[:cut])
@@ -270,7 +276,9 @@ async def test_one_signal_finishes_what_runs(tmp_path: Path, number: int) -> Non
     outcome = await answered(source, tmp_path / "out", engine, concurrency=4)
     assert 0 < outcome.answered < 20
     assert outcome.exit_code == 128 + number
-    assert [record.n_sent for record in engine.records] == [3] * outcome.answered, "none was cut off"
+    assert [record.n_sent for record in engine.records] == [3] * outcome.answered, (
+        "none was cut off"
+    )
     assert outcome.answered == len(records(tmp_path / "out")) == len(engine.records)
     assert (await answered(source, tmp_path / "out")).exit_code == 0
     assert {r["custom_id"] for r in records(tmp_path / "out")} == {f"r{i}" for i in range(20)}

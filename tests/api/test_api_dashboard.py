@@ -129,7 +129,9 @@ def test_percentiles_are_exact_over_what_is_kept() -> None:
         assert found.n == len(late)
         for p, told in ((0.5, found.p50), (0.9, found.p90), (0.99, found.p99)):
             # The smallest value that at least a share p of all is not above.
-            assert told == min(v for v in late if sum(x <= v for x in late) >= math.ceil(p * len(late)))
+            assert told == min(
+                v for v in late if sum(x <= v for x in late) >= math.ceil(p * len(late))
+            )
 
 
 def test_what_is_old_is_not_counted() -> None:

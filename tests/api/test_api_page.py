@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -107,7 +109,14 @@ def test_every_control_has_a_label(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in NAMES if n.endswith((".js", ".css"))])
 def test_code_fetches_nothing_from_elsewhere_and_parses_no_html(name: str) -> None:
     text = (FOLDER / name).read_text()
-    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "@import"):
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "@import",
+    ):
         assert word not in text, word
     urls = re.findall(r"https?://[^\s\"'`]+", text)
     assert {*urls} <= {"http://www.w3.org/2000/svg"}
@@ -121,3 +130,20 @@ def test_the_key_is_kept_for_the_tab_only(name: str) -> None:
     assert "document.cookie" not in text
     assert ("sessionStorage" in text) is (name == "key.js")
     assert "localStorage" not in text or name in ("store.js", "theme.js")
+
+
+def test_a_wheel_takes_the_page_along() -> None:
+    """The build takes the package whole: the files are in git, and nothing leaves them out."""
+    root = FOLDER.parents[2]
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", str(FOLDER)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(Path(name).name for name in listed.stdout.split()) == NAMES
+    build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert "jserve" in build["targets"]["wheel"]["packages"]
+    limits = {"exclude", "only-include", "include", "only-packages"}
+    assert not limits & (build.keys() | build["targets"]["wheel"].keys())

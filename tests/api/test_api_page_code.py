@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shlex
@@ -58,7 +59,15 @@ STREAMS = [
     "data: cut",
     "",
 ]
-EVENTS = [["a", "b"], ["a", "b"], ["a", "b"], ["a\nb", "", " two"], ["wörld 🙂 \u2028", "[DONE]"], [], []]
+EVENTS = [
+    ["a", "b"],
+    ["a", "b"],
+    ["a", "b"],
+    ["a\nb", "", " two"],
+    ["wörld 🙂 \u2028", "[DONE]"],
+    [],
+    [],
+]
 
 
 def test_events_are_the_same_however_the_text_is_cut(js) -> None:
@@ -69,7 +78,7 @@ def test_events_are_the_same_however_the_text_is_cut(js) -> None:
         cuts += [sorted(rng.sample(range(len(text)), 4)) for _ in range(30) if len(text) > 4]
         for at in cuts:
             edges = [0, *at, len(text)]
-            cases.append([text[a:b] for a, b in zip(edges, edges[1:], strict=False)])
+            cases.append([text[a:b] for a, b in itertools.pairwise(edges)])
     code = """import { EventParser } from "./sse.js";
     output = input.map((parts) => { const p = new EventParser(); return parts.flatMap((x) => p.feed(x)); });"""
     for parts, found in zip(cases, js(code, cases), strict=True):
@@ -102,13 +111,20 @@ BODY = 'import { requestBody } from "./body.js"; output = input.map((c) => {' + 
 )
 TOOL = {
     "type": "function",
-    "function": {"name": "f", "description": "it's \"f\"", "parameters": {"type": "object"}},
+    "function": {"name": "f", "description": 'it\'s "f"', "parameters": {"type": "object"}},
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^'\\d$"}}}
 CONTROLS = [
     {},
     {"temperature": "", "stop": "", "tools": "  ", "schema": "\n", "system": " "},
-    {"temperature": "0.5", "top_p": "1", "top_k": "-1", "min_p": "0", "max_tokens": "7", "seed": "-3"},
+    {
+        "temperature": "0.5",
+        "top_p": "1",
+        "top_k": "-1",
+        "min_p": "0",
+        "max_tokens": "7",
+        "seed": "-3",
+    },
     {"presence_penalty": "-2", "frequency_penalty": "2", "repetition_penalty": "1.1"},
     {"stop": "END\n\nit's", "lane": "bulk", "thinking": "off", "system": 'Say "no"\n'},
     {"logprobs": True, "top_logprobs": "3"},
@@ -192,7 +208,10 @@ def test_snippets_ask_for_the_same(js, keyed: bool, monkeypatch) -> None:
         assert words[:3] == ["curl", "-N", f"{url}/chat/completions"]
         assert json.loads(words[words.index("-d") + 1]) == body
         assert ("authorization: Bearer $JSERVE_API_KEY" in words) is keyed
-        assert _asked(python) == ({"base_url": url, "api_key": "sk-here" if keyed else "none"}, body)
+        assert _asked(python) == (
+            {"base_url": url, "api_key": "sk-here" if keyed else "none"},
+            body,
+        )
 
 
 def _asked(program: str) -> tuple[dict, dict]:
@@ -252,10 +271,15 @@ async def test_a_stream_adds_up_to_the_whole_answer(js, text: str, chunk: int) -
     assert [t["p"] for t in answer["tokens"]] == [e["logprob"] for e in entries]
     assert [len(t["a"]) for t in answer["tokens"]] == [2] * len(entries)
     stats, usage = answer["stats"], whole["usage"]
-    assert (stats["prompt"], stats["completion"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert (stats["prompt"], stats["completion"]) == (
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+    )
     assert (stats["cached"], stats["ttft"]) == (4, 50)
     if stats["took"] > stats["ttft"]:
-        assert found["rate"] == pytest.approx(1e3 * (stats["completion"] - 1) / (stats["took"] - 50))
+        assert found["rate"] == pytest.approx(
+            1e3 * (stats["completion"] - 1) / (stats["took"] - 50)
+        )
     said = found["messages"][1]
     assert said["role"] == "assistant"
     assert len(said.get("tool_calls", [])) == len(calls)
@@ -291,7 +315,8 @@ def test_arithmetic_of_the_drawings(js) -> None:
 def test_probabilities_have_names_and_colours(js) -> None:
     code = """import { percent, surprise, tokensOf } from "./logprobs.js";
     output = [[0, -0.02, -0.2, -0.4, -0.8, -1.5, -2.5, -9].map(surprise), [0, -0.7, -9999].map(percent),
-      tokensOf({ content: [{ token: "\\uFFFD", logprob: -1, bytes: [240, 159], top_logprobs: [] }] }), tokensOf(null)];"""
+      tokensOf({ content: [
+        { token: "\\uFFFD", logprob: -1, bytes: [240, 159], top_logprobs: [] }] }), tokensOf(null)];"""
     colours, names, broken, none = js(code)
     assert colours == [0, 0, 1, 2, 3, 4, 5, 6]
     assert names == ["100 %", "49.7 %", "≈ 0 %"]
