@@ -23,6 +23,7 @@ from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.dot import dot
 from jserve.model.family import Arch
 from jserve.model.rope import rotate
+from jserve.model.sinks import sinks_of
 from jserve.model.view import StepView
 
 Params = Mapping[str, jax.Array]
@@ -48,16 +49,19 @@ def attention_block(
     axis: str | None,
 ) -> tuple[jax.Array, LayerKV]:
     """(what the layer's attention adds to the residual stream, this layer's new KV)."""
-    q_TNH, k_TKH, v_TKH = _qkv(arch, p, rms_norm(x_TD, p["attn_norm"], arch.norm_eps), tables)
-    kv = attn.write_kv(kv, k_TKH, v_TKH, view)
-    o_TNH = attn.attend(q_TNH, kv, view, window=arch.window(layer), scale=arch.H**-0.5)
+    q_TNH, k_TKH, v_TKH = _qkv(arch, p, rms_norm(x_TD, p["attn_norm"], arch.norm_eps))
+    kv = attn.write_kv(kv, rotate(k_TKH, *tables), v_TKH, view)
+    window = arch.window(layer)
+    sinks = sinks_of(arch, window, q_TNH, view)
+    o_TNH = attn.attend(
+        rotate(q_TNH, *tables), kv, view, window=window, scale=arch.H**-0.5, sinks=sinks
+    )
     y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), axis)
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 
-def _qkv(
-    arch: Arch, p: Params, x_TD: jax.Array, tables: Tables
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _qkv(arch: Arch, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values of the tokens, not yet turned to their positions."""
     K, group, H, _ = p["qkv"].shape
     y_TKGH = dot(x_TD, p["qkv"]).reshape(-1, K, group, H)
     if "qkv_bias" in p:
@@ -67,7 +71,7 @@ def _qkv(
     if arch.qk_norm:
         q_TNH = rms_norm(q_TNH, p["q_norm"], arch.norm_eps)
         k_TKH = rms_norm(k_TKH, p["k_norm"], arch.norm_eps)
-    return rotate(q_TNH, *tables), rotate(k_TKH, *tables), v_TKH
+    return q_TNH, k_TKH, v_TKH
 
 
 def mlp_block(arch: Arch, p: Params, x_TD: jax.Array, axis: str | None) -> jax.Array:

@@ -30,10 +30,13 @@ def runner(tp: int = 1) -> ModelRunner:
     return make_runner(BUCKETS, tp=tp, strict=True, host_memory_gb=gib)
 
 
-def engine_of(device: ModelRunner, *, n_pages: int = 97, host: int = 0, overlap: int = 1) -> Engine:
+def engine_of(
+    device: ModelRunner, *, n_pages: int = 97, host: int = 0, overlap: int = 1, **options
+) -> Engine:
     """A fresh scheduler over the runner; fewer pages are only smaller numbers told to it."""
     limits = dataclasses.replace(device.limits, n_pages=n_pages, n_host_pages=host)
-    return Engine(Scheduler(limits, EngineConfig.of(**OPTIONS)), device, overlap=overlap)
+    config = EngineConfig.of(**OPTIONS | options)
+    return Engine(Scheduler(limits, config), device, overlap=overlap)
 
 
 def tokens_of(engine: Engine, prompt, id: str, n: int = 6, **fields) -> tuple[list[int], int]:
@@ -129,6 +132,33 @@ def test_pages_come_back_from_the_host_as_they_went(tp, overlap):
     counters = engine.scheduler.counters()
     assert counters["host_pages_saved_total"] >= 10
     assert counters["host_pages_loaded_total"] >= 30
+    assert device.programs.late_compiles == 0
+    engine.scheduler.floor.check()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_who_was_swapped_draws_what_he_draws_alone(tp, overlap, prefix_caching):
+    device = runner(tp)
+    device.programs.seal()
+    options = {"preemption": "swap", "prefix_caching": prefix_caching}
+    engine = engine_of(device, n_pages=18, host=N_HOST, overlap=overlap, **options)
+    prompts = [text(n, seed=n) for n in (5, 33, 20, 41)]
+    params = SamplingParams(temperature=0.8, repetition_penalty=1.2, max_tokens=40, ignore_eos=True)
+    found: list[list[list[int]]] = []
+    for together in (False, True):
+        drawn: dict[int, list[int]] = {i: [] for i in range(4)}
+        for i, prompt in enumerate(prompts):
+            one = dataclasses.replace(params, seed=i)
+            engine.submit(Request(id=f"{together}{i}", prompt_ids=tuple(prompt), params=one))
+            for out in engine.drain() if not together or i == 3 else ():
+                drawn[int(out.request_id[-1])] += out.token_ids
+        found.append(list(drawn.values()))
+    assert found[0] == found[1]
+    counters = engine.scheduler.counters()
+    assert prefix_caching or counters["swaps_back_total"] >= 1
+    assert device.limits.page_move_s > 0
     assert device.programs.late_compiles == 0
     engine.scheduler.floor.check()
 
