@@ -445,8 +445,9 @@ def tell_stories(page: Page, n: int) -> None:
 
 
 def bulk_finished(page: Page) -> int:
-    row = next(row for row in page.all("#lanes tr") if row.text.startswith("bulk"))
-    return int(row.text.split()[3])
+    # In one go: the rows are drawn anew every second.
+    rows = page.js("return [...document.querySelectorAll('#lanes tr')].map((row) => row.innerText)")
+    return int(next(row for row in rows if row.startswith("bulk")).split()[3])
 
 
 def path_of(page: Page, selector: str) -> str:
