@@ -1,4 +1,4 @@
-"""The command line: ``jserve serve | generate | chat | convert | simulate | bench | env``.
+"""The command line: ``jserve serve | generate | chat | run-batch | convert | simulate | bench | env``.
 
 Owns flags, environment variables, YAML files and exit codes; the only file that reads ``os.environ`` and
 ``sys.argv``. Flags are generated from ``jserve.config``, so they cannot drift from it. Imports neither jax
@@ -306,6 +306,28 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> None:
         return
     sys.stdout.write("\n")
     messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+@app.command("run-batch")
+@with_options(ServerOptions)
+def run_batch(
+    config: EngineConfig,
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="OpenAI batch file, JSONL")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="answers, JSONL; resumed if there")],
+    model: Annotated[str, typer.Option("--model", "-m", help="as of serve")] = "",
+    concurrency: Annotated[
+        int, typer.Option(help="lines at once; 0 is twice max_num_seqs", min=0, max=4096)
+    ] = 0,
+) -> None:
+    """Answer a file of requests. What the output answers already is not asked again."""
+    from jserve import commands
+
+    raise typer.Exit(commands.run_batch(offline(config), source, out, concurrency, err))
+
+
+def offline(config: EngineConfig) -> EngineConfig:
+    """``config`` for requests of the user's own: no key, and bodies as large as may be."""
+    return EngineConfig.of(**{**config.flat(), "api_key": (), "max_body_mb": 1024, "ui": False})
 
 
 @app.command()

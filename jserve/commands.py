@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from jserve.build import TextSide, cache_directory, engine, text_side
 from jserve.config import EngineConfig
-from jserve.progress import progress_bar, start_progress
+from jserve.progress import batch_progress, progress_bar, start_progress
 
 if TYPE_CHECKING:
+    from jserve.api.ask import ModelCard
+    from jserve.api.batch import Outcome
+    from jserve.api.batch_file import AnswerFile
     from jserve.api.chat import ChatTemplate
 
 
@@ -47,8 +50,6 @@ def _loop_factory() -> Any:
 
 
 async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
-    from jserve import __version__
-    from jserve.api.ask import ModelCard
     from jserve.api.server import serve as listen
     from jserve.engine.async_engine import AsyncEngine
     from jserve.engine.client import InprocClient, ProcClient
@@ -65,24 +66,13 @@ async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
     try:
         with start_progress(console) as shown:
             info = await async_engine.start(shown)
-        card = ModelCard(
-            name=text.name,
-            max_model_len=info["max_model_len"],
-            vocab_size=info["vocab_size"],
-            eos_ids=text.eos_ids,
-            defaults=text.defaults,
-            version=__version__,
-            fingerprint=fingerprint(text.name, __version__, info),
-            scores_prompts=config.device.prompt_logprobs,
-            masks=config.device.structured_outputs,
-        )
         ready_s = time.monotonic() - began
         return await listen(
             config,
             async_engine,
             text.tokenizer,
             _tested(text.chat),
-            card,
+            _card(config, text, info),
             on_listening=lambda url: print(banner(url, text, info, ready_s), flush=True),
         )
     except EngineDead as e:
@@ -98,6 +88,92 @@ def fingerprint(name: str, version: str, info: dict[str, Any]) -> str:
 
     facts = [name, version, *(str(info.get(k)) for k in ("family", "dtype", "kv_dtype", "backend"))]
     return "fp_" + hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
+
+
+def _card(config: EngineConfig, text: TextSide, info: dict[str, Any]) -> ModelCard:
+    """What the HTTP side is told of a model whose engine started with ``info``."""
+    from jserve import __version__
+    from jserve.api.ask import ModelCard
+
+    return ModelCard(
+        name=text.name,
+        max_model_len=info["max_model_len"],
+        vocab_size=info["vocab_size"],
+        eos_ids=text.eos_ids,
+        defaults=text.defaults,
+        version=__version__,
+        fingerprint=fingerprint(text.name, __version__, info),
+        scores_prompts=config.device.prompt_logprobs,
+        masks=config.device.structured_outputs,
+    )
+
+
+def run_batch(
+    config: EngineConfig, source: Path, target: Path, concurrency: int, console: Any
+) -> int:
+    """Answer the lines of ``source`` that ``target`` does not answer yet. Returns the exit code.
+
+    Raises:
+        ConfigError: a file, an option or the model cannot be used.
+    """
+    import asyncio
+
+    from jserve.api.batch import tally
+    from jserve.api.batch_file import AnswerFile, survey
+
+    total = survey(source)
+    answers = AnswerFile(target)
+    try:
+        done = tally(source, total, answers.answered)
+        if done.answered < total:
+            text = text_side(config)
+            work = _run_batch(config, text, source, answers, done, concurrency, console)
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(work)
+    finally:
+        answers.close()
+    console.print(
+        f"{done.answered} of {total} lines answered, {done.failed} failed", highlight=False
+    )
+    if done.fault:
+        console.print(f"[red]error:[/] {done.fault}", soft_wrap=True)
+    if done.answered < total:
+        console.print("run the same command again to go on", highlight=False)
+    return done.exit_code
+
+
+async def _run_batch(
+    config: EngineConfig,
+    text: TextSide,
+    source: Path,
+    answers: AnswerFile,
+    outcome: Outcome,
+    concurrency: int,
+    console: Any,
+) -> None:
+    from jserve.api.app import make_app
+    from jserve.api.batch import run_batch as run
+    from jserve.engine.async_engine import AsyncEngine
+    from jserve.engine.client import InprocClient
+
+    async_engine = AsyncEngine(lambda: InprocClient(config, engine), max_restarts=0)
+    try:
+        with start_progress(console) as shown:
+            info = await async_engine.start(shown)
+        card = _card(config, text, info)
+        app = make_app(config, async_engine, text.tokenizer, _tested(text.chat), card)
+        with batch_progress(console, outcome.total) as told:
+            await run(
+                app,
+                source,
+                answers,
+                outcome,
+                concurrency=concurrency or 2 * config.scheduler.max_num_seqs,
+                grace_s=config.server.drain_timeout_s,
+                on_progress=told,
+            )
+    finally:
+        await async_engine.close()
 
 
 def _tested(chat: ChatTemplate | None) -> ChatTemplate | None:

@@ -213,6 +213,7 @@ class ServerOptions:
     stall_timeout_s: float = opt(
         120.0, "seconds without a step, with work waiting, before /health fails", min=1
     )
+    ui: bool = opt(True, "serve the page at / and /dashboard")
     in_process: bool = opt(False, "run the engine in a thread of the HTTP process")
     log_level: str = opt(
         "info", "log level on stderr", choices=("debug", "info", "warning", "error")

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 Show = Callable[[str, int, int], None]
 """(stage, done, total)."""
@@ -33,6 +41,34 @@ def start_progress(console: Any) -> Iterator[Show]:
                 if not console.is_terminal:
                     console.print(f"{stage} ...", highlight=False)
             bar.update(tasks[stage], completed=done, total=total)
+
+        yield show
+
+
+SAY_EVERY_S = 10.0
+
+
+@contextlib.contextmanager
+def batch_progress(console: Any, total: int) -> Iterator[Callable[[int, int], None]]:
+    """Takes (answered, failed) of ``total`` lines: a bar on a terminal, a line now and then elsewhere."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    said_at = time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("lines", total=total)
+
+        def show(answered: int, failed: int) -> None:
+            nonlocal said_at
+            words = f"lines ({failed} failed)" if failed else "lines"
+            bar.update(task, completed=answered, description=words)
+            if not console.is_terminal and time.monotonic() - said_at > SAY_EVERY_S:
+                said_at = time.monotonic()
+                console.print(f"{answered} of {total} {words}", highlight=False)
 
         yield show
 

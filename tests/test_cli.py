@@ -157,3 +157,34 @@ def test_layers_of_speculative_options_win_whole_names(tmp_path: Path) -> None:
 def test_a_bad_speculative_option_is_refused_naming_it(given, word) -> None:
     with pytest.raises(ConfigError, match=word):
         EngineConfig.of(speculative=given)
+
+
+def test_run_batch_refuses_before_it_loads_anything(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    line = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'
+    source.write_text(line * 2)
+    twice = run.invoke(cli.app, ["run-batch", str(source), "-o", str(target)])
+    assert (twice.exit_code, target.exists()) == (2, False)
+    assert "lines 1 and 2 have the same custom_id" in " ".join(twice.output.split())
+    missing = run.invoke(cli.app, ["run-batch", str(tmp_path / "none"), "-o", str(target)])
+    assert (missing.exit_code, target.exists()) == (2, False)
+    source.write_text(line)
+    same = run.invoke(cli.app, ["run-batch", str(source), "-o", str(source)])
+    assert (same.exit_code, source.read_text()) == (2, line)
+
+
+def test_run_batch_with_nothing_left_says_how_it_went(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"custom_id": "a", "method": "POST", "url": "/x", "body": {}}\n')
+    for status, code in ((200, 0), (400, 1)):
+        response = {"status_code": status, "request_id": "", "body": {}}
+        target.write_text(json.dumps({"custom_id": "a", "response": response, "error": None}))
+        done = run.invoke(cli.app, ["run-batch", str(source), "-o", str(target)])
+        assert done.exit_code == code, done.output
+        assert f"1 of 1 lines answered, {code} failed" in done.output
+
+
+def test_a_batch_needs_no_key_and_has_room() -> None:
+    config = cli.offline(EngineConfig.of(api_key="k", page_size=32))
+    assert (config.server.api_key, config.server.max_body_mb) == ((), 1024)
+    assert config.cache.page_size == 32

@@ -18,6 +18,7 @@ from jserve.api.errors import error_body
 from jserve.api.front import Front, Limits, ServedEngine
 from jserve.api.metrics import Metrics
 from jserve.api.middleware import Handler, expect, make_middlewares, stamp
+from jserve.api.page import add_page
 from jserve.api.prepare import Preparer
 from jserve.api.routes import OPERATOR, PUBLIC, Answer, Route
 from jserve.api.speech import speech_of
@@ -55,6 +56,8 @@ def make_app(
         limits=limits or Limits(),
     )
     app = _application(front, PUBLIC)
+    if config.server.ui:
+        add_page(app, app[ACCESS])
     app.on_cleanup.append(_close)
     return app
 

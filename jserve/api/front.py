@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from jserve.api.metrics import Metrics
 from jserve.api.prepare import Preparer
 from jserve.api.quota import Account, Accounts
 from jserve.config import ServerOptions
-from jserve.engine.wire import Control, Handle
+from jserve.engine.wire import Control, Handle, StepRecord
 from jserve.errors import where
 from jserve.faults import point
 from jserve.types import HandleInfo, Output, Request
@@ -44,6 +45,7 @@ class ServedEngine(Engine, Protocol):
 
     gave_up: asyncio.Event
     gave_up_reason: str
+    steps: deque[tuple[int, StepRecord]]
 
     @property
     def counters(self) -> Mapping[Any, int]: ...

@@ -18,6 +18,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from jserve.api.generate import Piece
+from jserve.api.recent import Recent
 from jserve.types import Lane, Request
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -124,10 +125,12 @@ class Metrics:
         def counter(name: str, help: str) -> Counter:
             return Counter(f"jserve:{name}", help, **labels).labels(model)
 
-        self.ttft = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _LONG
+        self.ttft = Recent(
+            histogram("time_to_first_token_seconds", "From arrival to the first token.", _LONG)
         )
-        self.itl = histogram("inter_token_latency_seconds", "Between outputs of a choice.", _SHORT)
+        self.itl = Recent(
+            histogram("inter_token_latency_seconds", "Between outputs of a choice.", _SHORT)
+        )
         self.e2e = histogram(
             "e2e_request_latency_seconds", "From arrival to the last token.", _LONG
         )
@@ -157,6 +160,15 @@ class Metrics:
 
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model, reason).inc()
+
+    def values(self) -> dict[tuple[str, str], float]:
+        """(name without prefix, lane or "") -> value, of everything that has no other labels."""
+        return {
+            (sample.name.removeprefix("jserve:"), sample.labels.get("lane", "")): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.labels.keys() <= {"model_name", "lane"}
+        }
 
     def scrape(self, accept: str) -> tuple[bytes, str]:
         """(body, content type): OpenMetrics or the text format, as ``accept`` asks."""

@@ -17,6 +17,7 @@ from jserve.api.anthropic import CountBody, MessagesBody, messages_wish
 from jserve.api.anthropic_reply import MessageReply, error_of
 from jserve.api.auth import Access
 from jserve.api.converse import Dialect, converse
+from jserve.api.dashboard import dashboard
 from jserve.api.errors import error_body
 from jserve.api.fields import Fields
 from jserve.api.front import Front
@@ -94,6 +95,7 @@ PUBLIC = (
     Route("GET", "/v1/caches/{name}", _USER, caches.one, "One of them"),
     Route("POST", "/v1/caches/{name}", _USER, caches.renew, "Let it live on", caches.RenewBody),
     Route("DELETE", "/v1/caches/{name}", _USER, caches.drop, "Drop it"),
+    Route("GET", "/v1/dashboard", _USER, dashboard, "What the server does right now"),
     Route("POST", "/tokenize", _USER, tokens.tokenize, "Text to ids", tokens.TokenizeBody),
     Route("POST", "/detokenize", _USER, tokens.detokenize, "Ids to text", tokens.DetokenizeBody),
     Route("GET", "/v1/support", _USER, _support, "What every field does"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -34,6 +35,7 @@ from jserve.engine.wire import (
     Progress,
     Ready,
     Stats,
+    StepRecord,
 )
 from jserve.errors import (
     BadRequest,
@@ -53,6 +55,8 @@ from jserve.types import Finish, HandleInfo, Output, Request
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
+WATCHED_STEPS = 600
+"""Records of steps that are kept for those who watch."""
 FORGIVE_AFTER_S = 600.0
 """An engine that ran so long starts again with the full number of restarts."""
 
@@ -75,6 +79,7 @@ class AsyncEngine:
         gave_up: set when the engine is dead for good; ``gave_up_reason`` says why.
         draining: True once ``drain`` was called.
         client: the current engine's, None before the start.
+        steps: the latest steps as (number, record); numbers go on over restarts.
     """
 
     def __init__(
@@ -97,6 +102,8 @@ class AsyncEngine:
         self._asked: dict[str, asyncio.Future[list[HandleInfo]]] = {}
         self.client: EngineClient | None = None
         self._stats = Stats()
+        self.steps: deque[tuple[int, StepRecord]] = deque(maxlen=WATCHED_STEPS)
+        self._n_watched = 0
         self._moved_at = self._ready_at = clock()
         self._n_tries = 0
         self._fault: Fault | None = None
@@ -330,6 +337,8 @@ class AsyncEngine:
             case Stats():
                 self._progress_to(message.step)
                 self._stats = message
+                self.steps.extend(enumerate(message.steps, self._n_watched))
+                self._n_watched += len(message.steps)
             case Ready():
                 self._on_ready(message)
             case Progress():

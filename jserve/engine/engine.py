@@ -23,12 +23,13 @@ from collections.abc import Callable
 from typing import Any
 
 from jserve.engine.anteroom import Anteroom
+from jserve.engine.steplog import StepLog
 from jserve.engine.wire import Cancel, Control, Create, Handle, Handles, Stats, Submit
 from jserve.errors import BadRequest, EngineDead, JserveError, RequestFailed, where
 from jserve.ports import Clock, DiskTier, InFlight, Profiler, Runner
 from jserve.sched import admission, caching, tiering
 from jserve.sched.scheduler import Scheduler
-from jserve.types import Finish, Output, Request, StepPlan
+from jserve.types import Finish, Output, Request, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Engine:
         self.runner = runner
         self.clock = clock
         self.n_steps = 0
+        self.log = StepLog()
         self._overlap = overlap
         self._profiler = profiler
         self._inbox: deque[Submit | Cancel | Create | Handle | Control] = deque()
@@ -134,10 +136,14 @@ class Engine:
                 result = self.runner.collect(self._flights[0])
         except Exception as error:
             return outputs + self._recover(error, plan)
-        if result is not None:
-            done = self._flights.popleft()
-            outputs += self.scheduler.commit(done.plan, result, self.clock())
-            self.n_steps += 1
+        return outputs if result is None else outputs + self._commit(result)
+
+    def _commit(self, result: StepResult) -> list[Output]:
+        """Take over the result of the oldest step in flight."""
+        plan, now = self._flights.popleft().plan, self.clock()
+        outputs = self.scheduler.commit(plan, result, now)
+        self.log.add(plan, result, now)
+        self.n_steps += 1
         return outputs
 
     def drain(self) -> list[Output]:
@@ -154,14 +160,13 @@ class Engine:
         sequence is recomputed and no cached prefix survives, since the KV no longer belongs.
         """
         while self._flights:
-            result = self.runner.collect(self._flights[0])
-            done = self._flights.popleft()
-            self._landed += self.scheduler.commit(done.plan, result, self.clock())
+            self._landed += self._commit(self.runner.collect(self._flights[0]))
         change()
         self.scheduler.recover((), "", self.clock())
 
     def stats(self) -> Stats:
-        """Counters of the scheduler and the runner by their names, with what is in flight here."""
+        """Counters of the scheduler and the runner by their names, with what is in flight here and
+        the steps since the last call."""
         values: dict[str, Any] = dataclasses.asdict(self.scheduler.stats())
         values |= values.pop("lanes", {})
         for side in (self.scheduler, self.runner):
@@ -174,6 +179,7 @@ class Engine:
             running=values.pop("running"),
             in_flight=len(self._flights),
             values=values,
+            steps=self.log.take(),
         )
 
     def close(self) -> None:

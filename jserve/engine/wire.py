@@ -113,6 +113,20 @@ class Handles(Message, frozen=True):
     error_field: str | None = None
 
 
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One committed step, for those who watch."""
+
+    at: float
+    """Monotonic seconds of its commit."""
+    device_us: float
+    """How long it ran; 0 where the runner does not know."""
+    n_rows: int
+    n_prefill_rows: int
+    n_prefill_tokens: int
+    n_drawn: int
+    """Tokens drawn by all rows."""
+
+
 class Stats(Message, frozen=True):
     """The engine's state after ``step`` steps; names in ``values`` that end in _total only grow."""
 
@@ -121,6 +135,8 @@ class Stats(Message, frozen=True):
     running: int = 0
     in_flight: int = 0
     values: dict[str, float] = {}
+    steps: list[StepRecord] = []
+    """The steps since the last Stats, oldest first."""
 
 
 class Fault(Message, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from jserve.api.chat import ChatTemplate
 from jserve.api.front import Limits
 from jserve.api.server import HttpServer
 from jserve.config import EngineConfig
+from jserve.engine.wire import StepRecord
 from jserve.errors import NotReady
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, HandleInfo, Output, Request, TokenLogprob
@@ -91,6 +93,7 @@ class FakeEngine:
         self.draining = False
         self.gave_up = asyncio.Event()
         self.gave_up_reason = ""
+        self.steps: deque[tuple[int, StepRecord]] = deque(maxlen=600)
         self.counters = {"restarts": 0, "engine_deaths": 0}
         self.n_cached = 0
         self.commands: list[str] = []

@@ -27,12 +27,16 @@ EXPECTED = {
     ("POST", "/v1/completions"): "user",
     ("GET", "/v1/models"): "user",
     ("GET", "/v1/models/{model}"): "user",
+    ("GET", "/v1/dashboard"): "user",
     ("POST", "/tokenize"): "user",
     ("POST", "/detokenize"): "user",
     ("GET", "/metrics"): "user",
     ("GET", "/version"): "user",
     ("GET", "/health"): "open",
     ("GET", "/ready"): "open",
+    ("GET", "/"): "open",
+    ("GET", "/dashboard"): "open",
+    ("GET", "/web/{name}"): "open",
 }
 KEY = {"Authorization": "Bearer sk-1"}
 
@@ -49,7 +53,7 @@ async def test_every_route_is_in_the_table(srv):
 async def test_every_route_asks_for_a_key():
     async with live(api_key=("sk-1", "sk-2")) as srv:
         for (method, path), level in EXPECTED.items():
-            url = srv.url + path.replace("{model}", "tiny")
+            url = srv.url + path.replace("{model}", "tiny").replace("{name}", "base.css")
             async with srv.http.request(method, url, json={}) as r:
                 assert (r.status == 401) is (level != "open"), path
                 if level != "open":

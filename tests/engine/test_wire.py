@@ -29,6 +29,7 @@ from jserve.engine.wire import (
     SocketLink,
     Start,
     Stats,
+    StepRecord,
     Submit,
     ToEngine,
     TooLarge,
@@ -70,7 +71,23 @@ FROM = [
     Progress(stage="compile", done=1, total=9),
     Ready(info={"model": "m", "limits": {"n_slots": 3}}),
     Outputs(step=3, outputs=[OUTPUT]),
-    Stats(step=4, waiting=1, running=2, in_flight=1, values={"x_total": 2.0}),
+    Stats(
+        step=4,
+        waiting=1,
+        running=2,
+        in_flight=1,
+        values={"x_total": 2.0},
+        steps=[
+            StepRecord(
+                at=1.5,
+                device_us=7.0,
+                n_rows=3,
+                n_prefill_rows=1,
+                n_prefill_tokens=64,
+                n_drawn=2,
+            )
+        ],
+    ),
     Fault(message="no", code="config_error", field="model", fatal=True),
 ]
 
