@@ -16,7 +16,7 @@ from jserve.model.attention import backend
 from jserve.model.shard import make_mesh
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, StepDims
-from jserve.runner.memory import page_bytes, plan_memory
+from jserve.runner.memory import DeviceMemory, page_bytes, plan_memory
 from jserve.runner.runner import ModelRunner
 from tests.runner.harness import ARCH, SMALL, Rig, jobs, make_runner, shared, tiny_params
 
@@ -137,9 +137,9 @@ def _plan(**options):
         dims=DIMS,
         itemsize=4,
         tp=1,
-        params=params,
+        weight_bytes=sum(x.nbytes for x in jax.tree.leaves(params)),
         options=CacheOptions(**options),
-        device=jax.devices()[0],
+        memory=DeviceMemory.of(jax.devices()[0]),
     )
 
 
