@@ -350,8 +350,8 @@ def plan(
     ] = None,
     device: Annotated[str, typer.Option(help="h100, h200, b200 or cpu")] = "h200",
     lengths: Annotated[
-        str, typer.Option(help="tokens of a sequence, prompt and answer together")
-    ] = "512,2k,8k",
+        str, typer.Option(help="tokens of a sequence, e.g. 512,2k,8k (default, as far as they fit)")
+    ] = "",
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="also compile every step without a GPU (CUDA wheels)"),

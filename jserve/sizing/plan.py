@@ -22,6 +22,7 @@ from jserve.runner.runner import kv_dtype, ladder_of, runner_limits, step_dims
 from jserve.sim.roofline import CHIPS, Chip, Roofline, Shape
 from jserve.sizing.models import Model, find
 
+LENGTHS = (512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_DEVICES = 64
 """Up to here a model that does not fit is tried on more."""
@@ -116,13 +117,13 @@ class Plan:
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
-    """Tokens of ``512,2k,8k`` in rising order; k is 1024.
+    """Tokens of ``512,2k,8k`` in rising order; k is 1024. Nothing is ().
 
     Raises:
         ConfigError: a part that is no positive number.
     """
     found = set()
-    for part in text.split(","):
+    for part in text.split(",") if text else ():
         match = re.fullmatch(r"(\d{1,9})([kK]?)", part.strip())
         if match is None or int(match[1]) == 0:
             raise ConfigError(
@@ -188,7 +189,8 @@ def _memory(chip: Chip, weights: int) -> DeviceMemory:
 def plan(
     name: str, device: str, lengths: tuple[int, ...], config: EngineConfig
 ) -> tuple[Plan, Layout]:
-    """Plan ``name`` on ``tensor_parallel_size`` devices of that kind.
+    """Plan ``name`` on ``tensor_parallel_size`` devices of that kind. No lengths: those of
+    ``LENGTHS`` that are shorter than the context.
 
     Raises:
         ConfigError: an unknown device, a length beyond the context, a model that cannot be read,
@@ -204,12 +206,11 @@ def plan(
         laid = lay_out(model, config, chip)
     except ConfigError as error:
         raise _with_advice(error, model, config, chip) from None
-    context = laid.dims.M * laid.dims.Z
-    limit = config.model.max_model_len or model.arch.max_position
-    if lengths[-1] > limit:
+    context = _context(laid)
+    lengths = lengths or tuple(n for n in LENGTHS if n < context) or (context,)
+    if lengths[-1] > context:
         raise ConfigError(
-            f"lengths: {lengths[-1]} tokens exceed the context of {limit} (at most {context} in pages)",
-            field="lengths",
+            f"lengths: {lengths[-1]} tokens exceed the context of {context}", field="lengths"
         )
     return _plan(laid, chip, lengths), laid
 
@@ -255,7 +256,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...]) -> Plan:
         kv_bytes_per_token=per_token,
         kv_bytes_per_token_total=per_token * tp,
         page_size=laid.dims.Z,
-        max_model_len=config.model.max_model_len or model.arch.max_position,
+        max_model_len=_context(laid),
         max_num_seqs=laid.dims.C,
         memory=memory,
         residents=tuple(_residents(laid, n) for n in lengths),
@@ -264,6 +265,10 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...]) -> Plan:
         programs=tuple(_program(line, b, context) for b in laid.buckets),
         collectives=_collectives(line),
     )
+
+
+def _context(laid: Layout) -> int:
+    return laid.config.model.max_model_len or laid.model.arch.max_position
 
 
 def _roofline(laid: Layout, chip: Chip) -> Roofline:

@@ -24,6 +24,10 @@ def as_json(plan: Plan) -> str:
 def as_text(plan: Plan, console: Console) -> None:
     """All figures as tables on ``console``."""
     for part in _parts(plan):
+        # A table's own title would be wrapped at the table's width.
+        if isinstance(part, Table):
+            console.print(part.title, style="bold", highlight=False)
+            part.title = None
         console.print(part, highlight=False)
 
 
@@ -38,7 +42,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title)
     for at, name in enumerate(columns):
         table.add_column(name, justify="left" if at == 0 else "right")
     return table
