@@ -40,9 +40,9 @@ def test_one_program_of_a_sharded_layer(tmp_path) -> None:
     assert figures["collectives"] == {"all-reduce": c.all_reduces, "all-gather": c.all_gathers}
     assert figures["launches"] == 1
     assert 1 < figures["bytes_over_weights"] < 1.2
-    # The roofline's flops without attention, which runs in kernels that XLA does not count.
+    # The roofline has attention, which XLA does not see, and no norms and sampling, which it does.
     attention = 4 * 32 * 64 * 8 * 512 / 2
-    assert figures["flops"] == pytest.approx(program.flops - attention, rel=0.05)
+    assert 1 < figures["flops"] / (program.flops - attention) < 1.15
     assert 0 < figures["temp_bytes"] < 64 << 20
     assert figures["spilled_bytes"] == 0
     assert said[-1] == ("compile", 1, 1)
