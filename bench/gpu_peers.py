@@ -93,9 +93,10 @@ def peers(record: Record) -> None:
     """At shapes of ``steps_1b`` and ``steps_8b``."""
     shapes = {"1b": sizes("llama-3.2-1b"), "8b": sizes("llama-3.1-8b")}
     loads = {"8b": ((1, 2048), (32, 2048), (128, 2048)), "1b": ((1, 2048), (64, 2048))}
-    users, generated = 32, 128
+    users, prompt, generated = 32, 512, 128
     if record.tiny:
-        shapes, loads, users, generated = {"tiny": TINY}, {"tiny": ((2, 70),)}, 2, 3
+        shapes, loads = {"tiny": TINY}, {"tiny": ((2, 70),)}
+        users, prompt, generated = 2, 20, 3
     for name, points in loads.items():
         for batch, context in points:
             title = f"{name}, batch {batch}, context {context}"
@@ -103,8 +104,8 @@ def peers(record: Record) -> None:
                 measure = functools.partial(_torch_step, shapes[name], batch, context, kind)
                 record.attempt(f"torch {kind}, {title}", measure)
     for name, size in shapes.items():
-        measure = functools.partial(_continuous, size, users, generated)
-        record.attempt(f"transformers, {name}, {users} users of 512 + {generated}", measure)
+        measure = functools.partial(_continuous, size, users, prompt, generated)
+        record.attempt(f"transformers, {name}, {users} users of {prompt} + {generated}", measure)
 
 
 def _torch_step(size: dict[str, int], batch: int, context: int, kind: str) -> dict[str, float]:
@@ -115,11 +116,13 @@ def _torch_step(size: dict[str, int], batch: int, context: int, kind: str) -> di
     return {"ms": spent * 1e3, "tok_per_s": batch / spent}
 
 
-def _continuous(size: dict[str, int], users: int, generated: int) -> dict[str, float]:
+def _continuous(
+    size: dict[str, int], users: int, n_prompt: int, generated: int
+) -> dict[str, float]:
     """transformers' continuous batching with a model of that shape, drawn on the device."""
     from bench.offline_engines import continuous
 
-    prompt = tuple(range(3, 3 + (20 if users < 8 else 512)))
+    prompt = tuple(range(3, 3 + n_prompt))
     model = _transformers_model(size)
     items = [Item(prompt=prompt, max_tokens=generated) for _ in range(users)]
     pages = -(-(len(prompt) + generated) // 256) + 1

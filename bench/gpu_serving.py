@@ -66,7 +66,7 @@ def _serve(record: Record, model: Path, shapes: tuple[str, ...], options: str) -
 def _figures(record: Record, turn: dict[str, Any]) -> dict[str, Any]:
     """A line for each token shape; the start's figures are the stage's own."""
     if "error" in turn:
-        raise RuntimeError(turn["error"][:250])
+        raise RuntimeError(turn["error"][-250:])
     for shape, result in turn["workloads"].items():
         record.add(shape, **{key: _at(result, path) for key, path in SHOWN.items()})
     start = turn["start"]

@@ -22,7 +22,7 @@ NEEDED = (
     *("msgspec", "llguidance", "prometheus-client", "orjson", "uvloop", "psutil"),
     *("jaxtyping", "wadler-lindig", "pydantic", "pydantic-core", "annotated-types"),
     *("typing-inspection", "typer", "shellingham", "click", "rich", "pygments"),
-    *("markdown-it-py", "mdurl"),
+    *("markdown-it-py", "mdurl", "jinja2", "markupsafe"),
 )
 PEERS = (
     *("flash-attn3-jax==0.2.3", "flashinfer-python==0.6.6", "apache-tvm-ffi"),
