@@ -220,10 +220,15 @@ class Roofline:
         """Pages that fit on one chip, as the cache options say.
 
         Raises:
-            ConfigError: the weights leave no room, or the chip is this machine's CPU.
+            ConfigError: the weights leave no room, or the chip has no memory of its own.
         """
         if options.n_pages:
             return options.n_pages
+        if not (self.chip.memory or options.kv_memory_gb):
+            raise ConfigError(
+                f"{self.chip.name}: set n_pages or kv_memory_gb, it has no memory of its own",
+                field="n_pages",
+            )
         shape = self.shape
         stored = shape.itemsize * (shape.body + shape.unembed * (1 if shape.tied else 2))
         used = options.memory_utilization - SCRATCH_SHARE

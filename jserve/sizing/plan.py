@@ -220,11 +220,12 @@ def _with_advice(error: ConfigError, model: Model, config: EngineConfig, chip: C
     if error.field not in ("memory_utilization", "kv_memory_gb", "n_pages"):
         return error
     have = config.device.tensor_parallel_size
-    need = next((n for n in range(have + 1, MOST_DEVICES + 1) if _fits(model, config, chip, n)), 0)
+    more = range(have + 1, MOST_DEVICES + 1) if chip.memory else ()
+    need = next((n for n in more if _fits(model, config, chip, n)), 0)
     gb = model.weight_bytes(have) / 1e9
     text = f"{model.name} does not fit on {have} x {chip.name} ({gb:.2f} GB of weights each): "
     text += error.message
-    if chip.memory and need:
+    if need:
         text += f"; it takes {need} devices (--tp {need})"
     return ConfigError(f"{text}; or lower --max-model-len", field=error.field)
 

@@ -39,6 +39,10 @@ def test_pages_on_an_h200() -> None:
     assert one.n_pages(CacheOptions(kv_memory_gb=1.0)) == 2**30 // (32 * 131072)
     with pytest.raises(ConfigError, match="no room"):
         one.n_pages(CacheOptions(memory_utilization=0.1))
+    cpu = dataclasses.replace(one, chip=CHIPS["cpu"])
+    assert cpu.n_pages(CacheOptions(n_pages=9)) == 9
+    with pytest.raises(ConfigError, match="set n_pages"):
+        cpu.n_pages(CacheOptions())
 
 
 def test_devices_share_the_work_and_pay_for_their_links() -> None:
