@@ -10,7 +10,9 @@ from pathlib import Path
 import jax
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from jserve.cli import app
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.shard import ShardRules, make_mesh
@@ -239,3 +241,26 @@ def test_tables_and_json_say_the_same() -> None:
     assert "65 all-reduces and 1 all-gather" in text
     assert len(data["programs"]) == len(found.programs)
     assert all(p.name in text for p in found.programs)
+
+
+def test_the_command() -> None:
+    """Options are those of ``serve``; a mistake is one line and exit code 2."""
+    run = CliRunner().invoke
+    done = run(app, ["plan", "Llama-3.1-8B", "--tp", "2", "--max-num-seqs", "64", "--json"])
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert (data["devices"], data["max_num_seqs"]) == (2, 64)
+    assert data["memory"]["weight_bytes"] == 8_030_261_248
+    shown = run(app, ["plan", "llama-3.1-8b", "--lengths", "4k"])
+    assert "8.03 B parameters, bfloat16, 16.06 GB in all" in shown.stdout
+    assert "128 KiB a token" in shown.stdout
+    wrong = run(app, ["plan", "llama-3.1-8b", "--device", "abacus"])
+    assert wrong.exit_code == 2
+    assert wrong.stderr == ("error: device must be one of h200, h100, b200, cpu, not 'abacus'\n")
+    assert not wrong.stdout
+
+
+def test_the_shipped_model_on_this_machine() -> None:
+    done = CliRunner().invoke(app, ["plan", "--device", "cpu", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["model"] == "jserve-mini"
