@@ -142,17 +142,31 @@ def engine(
 
     began = time.monotonic()
     runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
+    facts |= runner.report()
     scheduler = Scheduler(
-        runner.limits,
+        _limits(config, runner, facts),
         config,
         journal=_journal(config.scheduler.journal),
         guides=_guides(config, runner.limits.vocab_size),
     )
     made = Engine(scheduler, runner, overlap=config.scheduler.overlap)
-    info = {**facts, **runner.report(), "startup_s": round(time.monotonic() - began, 2)}
+    info = {**facts, "startup_s": round(time.monotonic() - began, 2)}
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
     return made, info
+
+
+def _limits(config: EngineConfig, runner: Any, facts: dict[str, Any]) -> Any:
+    """What the runner says, with the step times of a measured table if there is one."""
+    import dataclasses
+
+    from jserve.sim.known import step_times
+
+    path = config.scheduler.step_times
+    if not path:
+        return runner.limits
+    programs = [(b.D, b.P) for b in runner.plain_buckets]
+    return dataclasses.replace(runner.limits, step_times=step_times(Path(path), facts, programs))
 
 
 def _guides(config: EngineConfig, n_vocab: int) -> Any:
@@ -218,6 +232,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     runner = ModelRunner(family, arch, params, mesh, config, rules=rules, progress=progress)
     facts = {
         "model": config.model.served_model_name or source.name,
+        "source": source.name,
         "family": family.name,
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),

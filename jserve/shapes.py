@@ -85,6 +85,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral-7b": {
         **_sizes(4096, 14336, 32, 32),
         "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": None,
         "dtype": "bfloat16",
         "vocab_size": 32768,
         "num_key_value_heads": 8,

@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "commands": {"build", "progress", "api", "engine", "weights", "sim", "sizing"},
     "outputs": {"text"},
-    "llm": {"build", "outputs", "progress", "text", "engine", "api"},
+    "feed": {"engine"},
+    "llm": {"build", "outputs", "progress", "feed", "text", "engine", "api"},
     "cli": {"build", "commands", "llm", "engine"},
     "build": set(),
     "__init__": set(),
@@ -63,6 +64,7 @@ HOST = [
     "testing",
     "fake_model",
     "outputs",
+    "feed",
 ]
 
 

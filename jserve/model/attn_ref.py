@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.attention import AttentionBackend, LayerKV, Sinks
 from jserve.model.view import Bucket, StepDims, StepView
 
 
@@ -42,7 +42,13 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
 
 
 def attend(
-    q_TNH: jax.Array, kv: LayerKV, view: StepView, *, window: int, scale: float
+    q_TNH: jax.Array,
+    kv: LayerKV,
+    view: StepView,
+    *,
+    window: int,
+    scale: float,
+    sinks: Sinks | None = None,
 ) -> jax.Array:
     """float32[T, N, H]; zero for padding tokens."""
     T, N, H = q_TNH.shape
@@ -50,11 +56,17 @@ def attend(
     k_TSKH, v_TSKH = (_gather(x, view.page_table_RM)[row_T] for x in kv)
     K = k_TSKH.shape[2]
     seen_TS = _mask(view.pos_T, k_TSKH.shape[1], window)
+    far_TS = _far(view.pos_T, k_TSKH.shape[1], window, sinks)
+    seen_TS = seen_TS | far_TS
     # Pages beyond the context may hold anything, also NaN, which 0 * v would not stop.
     k_TSKH = jnp.where(seen_TS[:, :, None, None], k_TSKH, 0.0)
     v_TSKH = jnp.where(seen_TS[:, :, None, None], v_TSKH, 0.0)
     q_TKGH = q_TNH.astype(jnp.float32).reshape(T, K, N // K, H) * scale
     score_TKGS = jnp.einsum("tkgh,tskh->tkgs", q_TKGH, k_TSKH)
+    if sinks is not None:
+        far_TKGH = sinks.q_TNH.astype(jnp.float32).reshape(q_TKGH.shape) * scale
+        far_TKGS = jnp.einsum("tkgh,tskh->tkgs", far_TKGH, k_TSKH)
+        score_TKGS = jnp.where(far_TS[:, None, None], far_TKGS, score_TKGS)
     score_TKGS = jnp.where(seen_TS[:, None, None], score_TKGS, -jnp.inf)
     top = jnp.maximum(score_TKGS.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
     p_TKGS = jnp.exp(score_TKGS - top)
@@ -73,6 +85,13 @@ def _mask(pos_T: jax.Array, S: int, window: int) -> jax.Array:
     s_S = jnp.arange(S, dtype=jnp.int32)
     seen_TS = s_S <= pos_T[:, None]
     return seen_TS & (s_S > pos_T[:, None] - window) if window else seen_TS
+
+
+def _far(pos_T: jax.Array, S: int, window: int, sinks: Sinks | None) -> jax.Array:
+    """bool[T, S]: sinks that lie behind the token's window."""
+    s_S = jnp.arange(S, dtype=jnp.int32)
+    n = 0 if sinks is None else sinks.n
+    return (s_S < n) & (s_S <= pos_T[:, None] - window)
 
 
 REF = AttentionBackend(

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.attention import backend as find_backend
+from jserve.model.attention import AttentionBackend, backend as find_backend
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
 from jserve.model.slots import load_buffers
@@ -96,6 +96,7 @@ class ModelRunner:
         self._dtype = jax.tree.leaves(params)[0].dtype
         platform = mesh.devices.flat[0].platform
         attention = find_backend(config.device.attention_backend, platform)
+        arch = with_sinks(arch, attention, config.device.attention_sinks)
         self._kv_dtype = kv_dtype(config, self._dtype)
         stored = attention.kv_dtype(self._kv_dtype)
         dims = step_dims(arch, config)
@@ -143,8 +144,15 @@ class ModelRunner:
         self.state: DeviceState = new_state(self.model)
         self._busy_until = 0.0
         times = self._warm_up(progress or (lambda *_: None))
-        self.limits = dataclasses.replace(self.limits, step_times=times)
+        self.limits = dataclasses.replace(
+            self.limits, step_times=times, page_move_s=self._time_moves()
+        )
         self.programs.seal()
+
+    @property
+    def plain_buckets(self) -> list[Bucket]:
+        """Those whose times say how long a step takes: no drafts, scores or masks."""
+        return [b for b in self.ladder.buckets if b.J == 1 and not (b.score or b.mask)]
 
     def launch(self, plan: StepPlan, bucket: Bucket | None = None) -> InFlight:
         """Start a step and return. ``bucket`` overrides the choice (tests, benchmarks).
@@ -303,10 +311,17 @@ class ModelRunner:
                 break
         progress("warm up", len(buckets), len(buckets))
         return tuple(
-            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=t)
-            for b, t in times.items()
-            if b.J == 1 and not (b.score or b.mask)
+            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=times[b])
+            for b in self.plain_buckets
+            if b in times
         )
+
+    def _time_moves(self) -> float:
+        if self._mover is None:
+            return 0.0
+        kv, seconds = self._mover.seconds_per_page(self.state.kv, self._clock)
+        self.state = DeviceState(kv=kv, slots=self.state.slots)
+        return seconds
 
 
 _NOTHING = StepPlan(id=-1, rows=(), page_table_RM=np.zeros((0, 0), np.int32))
@@ -390,7 +405,27 @@ def runner_limits(
         masks=config.device.structured_outputs,
         scores_prompts=config.device.prompt_logprobs,
         n_host_pages=n_host_pages,
+        window=arch.widest,
+        sinks=arch.sinks,
     )
+
+
+def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
+    """``arch`` with ``n`` attention sinks.
+
+    Raises:
+        ConfigError: they cannot hold for this model or backend; ``field`` is the option.
+    """
+    fault = ""
+    if n and not arch.widest:
+        fault = "needs a model in which every layer has a sliding window"
+    elif n and not attention.has_sinks:
+        fault = f"is not served by attention_backend {attention.name!r}"
+    elif n and arch.rope_scaling is not None and arch.rope_scaling.kind == "dynamic":
+        fault = "does not go with dynamic rope scaling, whose angles depend on the true position"
+    if fault:
+        raise ConfigError(f"attention_sinks {fault}", field="attention_sinks")
+    return dataclasses.replace(arch, sinks=n)
 
 
 def ladder_of(limits: RunnerLimits) -> Ladder:

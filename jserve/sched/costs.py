@@ -15,8 +15,9 @@ size that is nowhere below it; above the table the time grows with the tokens::
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jserve.ports import StepTime
 
@@ -46,7 +47,7 @@ class MeasuredCosts:
             size = (t.n_decode, t.n_prefill, t.n_context)
             self._table[size] = min(max(t.seconds, 1e-9), MAX_SECONDS)
         self._axes = tuple(sorted({size[i] for size in self._table}) for i in range(3))
-        self._covers: dict[Size, tuple[Size, float]] = {}
+        self._covers = _covers(self._table, self._axes)
         self._gains: dict[Size, tuple[float, int]] = {}
         self._gain, self._n_seen = 1.0, 0
 
@@ -85,26 +86,33 @@ class MeasuredCosts:
             n_decode, n_prefill, _ = size
             cell = tuple(n.bit_length() for n in size)
             return cell, _STEP_S + _TOKEN_S * (n_decode + n_prefill)  # type: ignore[return-value]
-        rounded = tuple(_up(axis, n) for axis, n in zip(self._axes, size, strict=True))
-        found = self._covers.get(rounded)  # type: ignore[arg-type]
-        if found is None:
-            found = self._covers[rounded] = self._cover(rounded)  # type: ignore[index, arg-type]
-        cell, base = found
+        a, b, c = self._axes
+        base, cell = self._covers[_up(a, size[0]), _up(b, size[1]), _up(c, size[2])]
         over = (size[0] + size[1]) / max(1, cell[0] + cell[1])
         return cell, base * max(1.0, over)
 
-    def _cover(self, size: Size) -> tuple[Size, float]:
-        """The cheapest entry that is nowhere below ``size``, else the largest there is."""
-        inside = [
-            (seconds, entry)
-            for entry, seconds in self._table.items()
-            if all(have >= want for have, want in zip(entry, size, strict=True))
+
+def _covers(table: dict[Size, float], axes: Sequence[list[int]]) -> dict[Size, tuple[float, Size]]:
+    """For every crossing of the axes: (seconds, entry) of the cheapest entry that is nowhere below it,
+    else of the largest there is."""
+    if not table:
+        return {}
+    largest = max(table, key=lambda e: (e[0] + e[1], e[2]))
+    following = [dict(itertools.pairwise(axis)) for axis in axes]
+    found: dict[Size, tuple[float, Size] | None] = {}
+    for size in itertools.product(*map(reversed, axes)):
+        d, p, c = size
+        beyond = [
+            found.get(next_one)
+            for next_one in (
+                (following[0].get(d, -1), p, c),
+                (d, following[1].get(p, -1), c),
+                (d, p, following[2].get(c, -1)),
+            )
         ]
-        if inside:
-            seconds, entry = min(inside)
-            return entry, seconds
-        entry = max(self._table, key=lambda e: (e[0] + e[1], e[2]))
-        return entry, self._table[entry]
+        own = (table[size], size) if size in table else None
+        found[size] = min([one for one in (own, *beyond) if one is not None], default=None)
+    return {size: one or (table[largest], largest) for size, one in found.items()}
 
 
 def _up(axis: list[int], n: int) -> int:

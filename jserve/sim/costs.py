@@ -45,6 +45,8 @@ class TableFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     n_pages: int
     page_size: int
     max_model_len: int
+    window: int = 0
+    """``RunnerLimits.window``."""
     steps: tuple[StepTime, ...]
 
 
@@ -57,6 +59,8 @@ class Device:
     n_pages: int
     max_model_len: int
     host_s: float = 0.0
+    window: int = 0
+    """``RunnerLimits.window`` of the model."""
 
 
 class Table:
@@ -117,7 +121,7 @@ def from_table(path: Path, options: CacheOptions) -> Device:
     Raises:
         ConfigError: the file, or an option that only sizes memory and has no meaning here.
     """
-    file = _table_file(path)
+    file = read_table(path, "costs")
     for name in ("memory_utilization", "kv_memory_gb", "kv_dtype"):
         if getattr(options, name) != getattr(CacheOptions(), name):
             raise ConfigError(
@@ -129,17 +133,23 @@ def from_table(path: Path, options: CacheOptions) -> Device:
         costs=Table(file.steps, str(path)),
         n_pages=options.n_pages or 1 + in_tokens // options.page_size,
         max_model_len=file.max_model_len,
+        window=file.window,
         host_s=file.host_seconds,
     )
 
 
-def _table_file(path: Path) -> TableFile:
+def read_table(path: Path, field: str) -> TableFile:
+    """A file of ``jserve bench steps``.
+
+    Raises:
+        ConfigError: it is none; ``field`` is the option that named it.
+    """
     try:
         file = msgspec.json.decode(path.read_bytes(), type=TableFile)
     except (OSError, msgspec.DecodeError) as e:
-        raise ConfigError(f"costs {path}: {e}", field="costs") from None
+        raise ConfigError(f"{field} {path}: {e}", field=field) from None
     if file.format != FORMAT:
-        raise ConfigError(f"costs {path}: format {file.format!r}, not {FORMAT}", field="costs")
+        raise ConfigError(f"{field} {path}: format {file.format!r}, not {FORMAT}", field=field)
     return file
 
 
@@ -159,6 +169,7 @@ def from_roofline(model: str, gpu: str, options: CacheOptions) -> Device:
         costs=costs,
         n_pages=costs.n_pages(options),
         max_model_len=shape.context,
+        window=shape.window,
         host_s=GPU_HOST_S,
     )
 

@@ -107,6 +107,8 @@ class Shape:
     context: int
     tied: bool
     itemsize: int
+    window: int = 0
+    """Tokens that every layer sees; 0: all."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str) -> Shape:
@@ -125,6 +127,7 @@ class Shape:
             context=_key(config, "max_position_embeddings", name),
             tied=bool(config.get("tie_word_embeddings", False)),
             itemsize=4 if dtype == "float32" else 2,
+            window=_window(config, name),
         )
 
     @property
@@ -141,6 +144,13 @@ class Shape:
     def kv_numbers(self) -> int:
         """Numbers that one token leaves in the KV pool."""
         return 2 * self.layers * self.kv_heads * self.head
+
+
+def _window(config: Mapping[str, Any], name: str) -> int:
+    """Mistral alone has a window in every layer; null is none."""
+    if config.get("model_type") != "mistral" or config.get("sliding_window", 0) is None:
+        return 0
+    return _key(config, "sliding_window", name, 4096)
 
 
 def _key(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
@@ -177,6 +187,7 @@ class Roofline:
         """Of a step whose ``rows`` read ``n_context`` tokens each, ``tokens`` of which are new and
         ``drawn`` of which give logits. Every weight is read once, the unembedding included."""
         shape, tp = self.shape, self.tp
+        n_context = min(n_context, shape.window or n_context)
         kv = self.kv_itemsize * shape.kv_numbers * (rows * n_context + tokens)
         attention = 4 * shape.layers * shape.heads * shape.head * tokens * n_context
         flops = 2 * shape.body * tokens + 2 * shape.unembed * drawn + attention

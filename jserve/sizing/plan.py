@@ -18,7 +18,7 @@ from jserve.model.attention import AttentionBackend, backend as find_backend
 from jserve.model.view import Bucket, StepDims
 from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
 from jserve.runner.programs import step_name
-from jserve.runner.runner import kv_dtype, ladder_of, runner_limits, step_dims
+from jserve.runner.runner import kv_dtype, ladder_of, runner_limits, step_dims, with_sinks
 from jserve.sim.roofline import CHIPS, Chip, Roofline, Shape
 from jserve.sizing.models import Model, find
 
@@ -155,6 +155,8 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     """Raises ConfigError as the engine would: it does not fit, or an option cannot be honoured."""
     tp = config.device.tensor_parallel_size
     attention = find_backend(config.device.attention_backend, "cuda" if chip.memory else "cpu")
+    arch = with_sinks(model.arch, attention, config.device.attention_sinks)
+    model = dataclasses.replace(model, arch=arch)
     stored = attention.kv_dtype(kv_dtype(config, model.dtype))
     dims, weights = step_dims(model.arch, config), model.weight_bytes(tp)
     memory = plan_memory(
@@ -285,6 +287,7 @@ def _roofline(laid: Layout, chip: Chip) -> Roofline:
         context=arch.max_position,
         tied=arch.tied,
         itemsize=laid.model.dtype.itemsize,
+        window=arch.widest,
     )
     return Roofline(shape=shape, chip=chip, kv_itemsize=laid.stored.itemsize, tp=laid.tp)
 

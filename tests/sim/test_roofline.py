@@ -75,3 +75,11 @@ def test_a_tied_embedding_is_stored_once_and_read_once() -> None:
     step = {"rows": 1, "tokens": 1, "drawn": 1, "n_context": 0}
     assert line(shape=tied).work(**step).weight_bytes == line().work(**step).weight_bytes
     assert line(shape=tied).n_pages(CacheOptions()) > line().n_pages(CacheOptions())
+
+
+def test_a_window_bounds_what_a_row_reads() -> None:
+    config = SHAPES["mistral-7b"]
+    whole, windowed = (Shape.of(config | more, "m") for more in ({}, {"sliding_window": 4096}))
+    assert (whole.window, windowed.window) == (0, 4096)
+    long, short = ({"rows": 4, "tokens": 4, "drawn": 4, "n_context": n} for n in (8192, 4096))
+    assert line(shape=windowed).work(**long) == line(shape=whole).work(**short)
