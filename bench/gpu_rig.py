@@ -91,7 +91,7 @@ class Rig:
         ]
         self.state = DeviceState(kv=kv, slots=self.state.slots)
 
-    def compile(self, buckets: Iterable[Bucket], options: dict[str, str] | None = None) -> None:
+    def compile(self, buckets: Iterable[Bucket], options: dict[str, Any] | None = None) -> None:
         """Compile steps in parallel, as the engine does; ``options`` instead of the engine's."""
         chosen = compile_options(self.platform) if options is None else options
 

@@ -11,6 +11,7 @@ that code becomes machine code of sm_90a without spills, not that it is right or
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import math
 import os
@@ -25,7 +26,6 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from jaxlib import _jax
 
 from pallas_kernels.hlo import BYTES, Module
 
@@ -197,9 +197,10 @@ def _report(compiled: Any, said: str, thunks: str) -> Report:
 
 def _flops(compiled: Any) -> float:
     """A described device has no cost analysis; the same analysis of its HLO needs any client."""
+    xla: Any = importlib.import_module("jaxlib._jax")
     client = jax.local_devices(backend="cpu")[0].client
     module = compiled.runtime_executable().hlo_modules()[0]
-    return _jax.hlo_module_cost_analysis(client, module).get("flops", 0.0)
+    return xla.hlo_module_cost_analysis(client, module).get("flops", 0.0)
 
 
 def _kernels(said: str) -> Iterator[Kernel]:

@@ -49,7 +49,7 @@ sampler's conditional and loop, and every collective, stay outside: the host the
 of a step one by one and waits for the conditional's value between them."""
 
 
-def compile_options(platform: str) -> dict[str, str]:
+def compile_options(platform: str) -> dict[str, str | bool]:
     """XLA's options for every program of an engine on ``platform``: on a GPU a step is one CUDA
     graph."""
     return {} if platform == "cpu" else {"xla_gpu_enable_command_buffer": ",".join(GRAPH_PARTS)}

@@ -176,7 +176,7 @@ def test_programs_are_compiled_with_the_platforms_options(monkeypatch):
         return {"xla_no_such_option": "1"}
 
     assert compile_options("cpu") == {}
-    parts = compile_options("gpu")["xla_gpu_enable_command_buffer"].split(",")
+    parts = str(compile_options("gpu")["xla_gpu_enable_command_buffer"]).split(",")
     assert {"CONDITIONAL", "WHILE", "COLLECTIVES", "CUSTOM_CALL"} <= set(parts)
     monkeypatch.setattr(programs, "compile_options", options)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
