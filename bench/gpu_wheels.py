@@ -9,6 +9,7 @@ which git ignores.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import sys
@@ -32,8 +33,16 @@ PEERS = (
 
 
 def missing(folder: Path = FOLDER) -> list[Path]:
-    """Wheels in ``folder`` whose distribution this interpreter has not, in any version."""
-    return [w for w in sorted(folder.glob("*.whl")) if not _is_installed(w.name.split("-")[0])]
+    """Wheels in ``folder`` that are for this interpreter, and whose distribution it has not in any
+    version."""
+    wheels = [w for w in sorted(folder.glob("*.whl")) if _is_for_this_python(w)]
+    return [w for w in wheels if not _is_installed(w.name.split("-")[0])]
+
+
+def _is_for_this_python(wheel: Path) -> bool:
+    python, abi, _ = wheel.stem.split("-")[-3:]
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return abi in ("abi3", "none") or python == own
 
 
 def _is_installed(name: str) -> bool:
@@ -59,7 +68,10 @@ def environment(folder: Path = FOLDER) -> dict[str, str]:
     wheels = missing(folder)
     if not wheels:
         return dict(os.environ)
-    target = Path(tempfile.gettempdir()) / f"jserve-wheels-{os.getuid()}"
+    # A folder for each set of wheels: what another interpreter lacked may shadow what this one has.
+    names = "\n".join([sys.version, *(w.name for w in wheels)])
+    digest = hashlib.sha256(names.encode()).hexdigest()[:12]
+    target = Path(tempfile.gettempdir()) / f"jserve-wheels-{os.getuid()}-{digest}"
     target.mkdir(mode=0o700, exist_ok=True)
     unpack(wheels, target)
     path = [os.environ.get("PYTHONPATH", ""), str(target)]

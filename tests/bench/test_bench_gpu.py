@@ -98,7 +98,9 @@ def test_a_skip_of_a_child_process_is_a_skip(tmp_path, monkeypatch):
 def test_only_missing_wheels_are_unpacked(tmp_path, monkeypatch):
     folder = tmp_path / "wheels"
     folder.mkdir()
-    for name in ("numpy-0.1-py3-none-any.whl", "jserve_carried_thing-1.0-py3-none-any.whl"):
+    foreign = "jserve_of_another_python-1.0-cp27-cp27mu-linux_x86_64.whl"
+    wheels = ("numpy-0.1-py3-none-any.whl", "jserve_carried_thing-1.0-py3-none-any.whl")
+    for name in (*wheels, foreign):
         with zipfile.ZipFile(folder / name, "w") as z:
             z.writestr(f"{name.split('-')[0]}/__init__.py", "here = True\n")
     assert [w.name.split("-")[0] for w in gpu_wheels.missing(folder)] == ["jserve_carried_thing"]
