@@ -139,13 +139,16 @@ def engine(
     """
     from jserve.engine.engine import Engine
     from jserve.sched.scheduler import Scheduler
+    from jserve.spec.methods import check
 
     began = time.monotonic()
+    check(config.speculative)
     runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     facts |= runner.report()
     scheduler = Scheduler(
         _limits(config, runner, facts),
         config,
+        proposer=_proposer(config, runner.limits.vocab_size),
         journal=_journal(config.scheduler.journal),
         guides=_guides(config, runner.limits.vocab_size),
     )
@@ -154,6 +157,25 @@ def engine(
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
     return made, info
+
+
+def _proposer(config: EngineConfig, n_vocab: int) -> Any:
+    """Who drafts on the host, with the corpus it may copy from as ids."""
+    from jserve.spec.methods import proposer_of
+    from jserve.text.tokenizer import load_tokenizer
+
+    options, ids = config.speculative, []
+    if options.corpus:
+        try:
+            text = Path(options.corpus).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            reason = getattr(e, "strerror", None) or "not UTF-8"
+            raise ConfigError(
+                f"speculative.corpus {options.corpus}: {reason}", field="speculative.corpus"
+            ) from None
+        tokenizer = load_tokenizer(config.model.tokenizer or located(config).directory)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    return proposer_of(options, n_vocab, ids)
 
 
 def _limits(config: EngineConfig, runner: Any, facts: dict[str, Any]) -> Any:
@@ -166,7 +188,9 @@ def _limits(config: EngineConfig, runner: Any, facts: dict[str, Any]) -> Any:
     if not path:
         return runner.limits
     programs = [(b.D, b.P) for b in runner.plain_buckets]
-    return dataclasses.replace(runner.limits, step_times=step_times(Path(path), facts, programs))
+    known = step_times(Path(path), facts, programs)
+    verify = tuple(t for t in runner.limits.step_times if t.width > 1)
+    return dataclasses.replace(runner.limits, step_times=(*known, *verify))
 
 
 def _guides(config: EngineConfig, n_vocab: int) -> Any:

@@ -1,6 +1,6 @@
 """Fakes that keep the contract: a runner whose tokens betray every wrong page, a byte tokenizer.
 
-Owns ``FakeRunner`` and ``ByteTokenizer``, for our tests and for users who test without a model.
+Owns ``FakeRunner``, ``FakeProposer`` and ``ByteTokenizer``, for our tests and for users who test without a model.
 Must not import jax.
 
 ``FakeRunner`` keeps its own memory of what each page holds and knows a row's past only through the
@@ -43,7 +43,15 @@ from jserve.fake_model import (
 )
 from jserve.ports import InFlight, RunnerLimits
 from jserve.sampling import MAX_LOGPROBS
-from jserve.types import PromptLogprobs, Request, RowPlan, SlotLoad, StepPlan, StepResult
+from jserve.types import (
+    PromptLogprobs,
+    Request,
+    RowPlan,
+    Sequence,
+    SlotLoad,
+    StepPlan,
+    StepResult,
+)
 
 HostCopy = tuple[np.ndarray, ...]
 
@@ -57,6 +65,8 @@ class _Slot:
     history: int = 0
     """Sum of hashes of the tokens seen, prompt and output apart: stands for the penalty counts."""
     bias: int = 0
+    drafts: tuple[int, ...] = ()
+    """What the device drafter left."""
 
 
 class FakeRunner:
@@ -64,10 +74,18 @@ class FakeRunner:
 
     ``nan`` names (request id, index) pairs whose next row computes KV that is not finite, and so
     does all that reads it; ``fail_next`` makes the next ``collect`` raise; ``step_s`` is how long a
-    step takes from its launch.
+    step takes from its launch. Where ``limits.device_drafts`` says so there is a device drafter, whose
+    drafts are each right with chance ``acceptance`` (a function of seed and position).
     """
 
-    def __init__(self, limits: RunnerLimits, *, eos_rate: int = 0, step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        *,
+        eos_rate: int = 0,
+        step_s: float = 0.0,
+        acceptance: float = 0.7,
+    ) -> None:
         self.model = FakeModel(
             vocab_size=limits.vocab_size,
             eos_rate=eos_rate,
@@ -75,6 +93,7 @@ class FakeRunner:
             sinks=limits.sinks,
         )
         self.step_s = step_s
+        self.acceptance = acceptance
         self.nan: set[tuple[str, int]] = set()
         self.fail_next: Exception | None = None
         self.n_launched = self.n_collected = 0
@@ -139,6 +158,7 @@ class FakeRunner:
         decode = [row for row in rows if row.from_slot]
         prefill = rows[len(decode) :]
         assert rows, "an empty plan"
+        assert 0 <= plan.n_draft <= limits.device_drafts, f"{plan.n_draft} drafts of the device"
         assert all(row.from_slot for row in rows[: len(decode)]), "decode rows must come first"
         assert len(decode) <= limits.max_decode_rows, f"{len(decode)} decode rows"
         assert len(rows) <= limits.max_rows, f"{len(rows)} rows"
@@ -154,6 +174,7 @@ class FakeRunner:
             n_given = 1 + len(row.drafts) if row.from_slot else len(row.tokens)
             assert row.count == n_given > 0, f"count {row.count}, {n_given} tokens"
             assert len(row.drafts) <= limits.max_drafts, f"{len(row.drafts)} drafts"
+            assert len({d < 0 for d in row.drafts}) < 2, "drafts of the host and of the device"
             if row.mask is not None:
                 words = -(-limits.vocab_size // 32)
                 shape = (1 + len(row.drafts), words)
@@ -191,13 +212,16 @@ class FakeRunner:
         for r, row in enumerate(plan.rows):
             pages = plan.page_table_RM[r]
             tokens, start = self._inputs(row)
+            drafts = tokens[1:] if row.from_slot else ()
             self._write(row, pages, start, tokens, written, plan.id)
             if row.score:
                 scores[r] = self._score(row, pages, start)
             if row.emits:
-                self._draw(row, pages, start, out, r)
+                self._draw(row, pages, start, drafts, out, r)
+                self._slots[row.slot].drafts = self._draft(row, pages, plan.n_draft)
             else:
                 self._slots[row.slot].length = start + row.count
+                self._slots[row.slot].drafts = ()
             cells = self._cells(pages, self._visible(start, start + row.count))
             out.finite_R[r] &= not self.poison_PZ[cells].any()
         return replace(out, prompt=scores)
@@ -208,7 +232,15 @@ class FakeRunner:
             return list(row.tokens), row.start
         slot = self._slots[row.slot]
         assert slot.length <= row.start, f"slot at {slot.length}, the plan's bound is {row.start}"
-        return [slot.last, *row.drafts], slot.length
+        return [slot.last, *self._drafts_of(row)], slot.length
+
+    def _drafts_of(self, row: RowPlan) -> Seq[int]:
+        """The row's drafts: the host's ids, or as many of the slot's."""
+        if not row.drafts or row.drafts[0] >= 0:
+            return row.drafts
+        held, wanted = self._slots[row.slot].drafts, len(row.drafts)
+        assert wanted <= len(held), f"{wanted} drafts wanted, the slot holds {len(held)}"
+        return held[:wanted]
 
     def _cells(self, pages: np.ndarray, at_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(page, offset) of positions ``at_N``."""
@@ -264,14 +296,22 @@ class FakeRunner:
         at_S = self._visible(start, n)
         return mix_N(self._sums(self.ctx_PZ[self._cells(pages, at_S)], at_S, start))
 
-    def _draw(self, row: RowPlan, pages: np.ndarray, start: int, out: StepResult, r: int) -> None:
+    def _draw(
+        self,
+        row: RowPlan,
+        pages: np.ndarray,
+        start: int,
+        drafts: Seq[int],
+        out: StepResult,
+        r: int,
+    ) -> None:
         """Draw at the row's last token, or at each draft while drafts are what would be drawn."""
         seq, slot = row.seq, self._slots[row.slot]
         params, stops = seq.request.params, stops_of(seq.request)
         seen_N = self._seen_N(pages, start, start + row.count)
-        first = start + row.count - len(row.drafts) - 1
+        first = start + row.count - len(drafts) - 1
         lock = seq.n_prompt + params.min_tokens
-        for j in range(1 + len(row.drafts)):
+        for j in range(1 + len(drafts)):
             salt = sampling_hash(params, slot.history, slot.bias)
             seen = int(seen_N[first - start + j]) ^ salt
             mask_W = None if row.mask is None else row.mask[j]
@@ -282,8 +322,28 @@ class FakeRunner:
             slot.history = (slot.history + counted(token, True)) & MASK
             slot.last, slot.length = token, first + j + 1
             _put(out, r, j, token, seen, self._limits.vocab_size)
-            if j < len(row.drafts) and token != row.drafts[j]:
+            if j < len(drafts) and token != drafts[j]:
                 break
+
+    def _draft(self, row: RowPlan, pages: np.ndarray, n: int) -> tuple[int, ...]:
+        """``n`` drafts of what the row's sequence will draw next, some of them wrong. No mask holds."""
+        seq, slot, vocab = row.seq, self._slots[row.slot], self._limits.vocab_size
+        params, stops = seq.request.params, stops_of(seq.request)
+        first, history = slot.length, slot.history
+        tokens, ctxs, drafts = [slot.last], [], []
+        for at in range(first, first + n):
+            at_S = np.append(self._visible(at, at), at)
+            cells, new = self._cells(pages, at_S[at_S < first]), at_S[at_S >= first] - first
+            token_S = [*self.token_PZ[cells].tolist(), *(tokens[i] for i in new)]
+            ctxs.append(mix(_sum_of(token_S, at_S)))
+            ctx_S = [*self.ctx_PZ[cells].tolist(), *(ctxs[i] for i in new)]
+            seen = mix(_sum_of(ctx_S, at_S)) ^ sampling_hash(params, history, slot.bias)
+            lock = seq.n_prompt + params.min_tokens
+            tokens.append(self.model.draw(seen, at + 1, seq.seed, params, stops, lock))
+            history = (history + counted(tokens[-1], True)) & MASK
+            right = mix(seen ^ 2) % 1024 < self.acceptance * 1024
+            drafts.append(tokens[-1] if right else (tokens[-1] + 1) % vocab)
+        return tuple(drafts)
 
     def _score(self, row: RowPlan, pages: np.ndarray, start: int) -> PromptLogprobs:
         n = min(start + row.count, row.seq.n_prompt - 1) - start
@@ -313,12 +373,38 @@ def _blank(R: int, J: int, *, top: bool) -> StepResult:
     )
 
 
+def _sum_of(value_S: Seq[int], at_S: np.ndarray) -> int:
+    """The sum of values placed at positions."""
+    return int(np.sum(place_at(np.array(value_S, np.uint64), at_S)))
+
+
 def _put(out: StepResult, r: int, j: int, token: int, seen: int, vocab: int) -> None:
     out.tokens_RJ[r, j] = token
     out.n_ok_R[r] = j + 1
     out.logprob_RJ[r, j] = logprob_of(seen)
     if out.top_ids_RJL is not None and out.top_logprobs_RJL is not None:
         out.top_ids_RJL[r, j], out.top_logprobs_RJL[r, j] = top_of(seen, vocab)
+
+
+class FakeProposer:
+    """``ports.Proposer`` that reads nothing: subclasses say what to ``propose``."""
+
+    name = "fake"
+    blind = True
+    seconds = 0.0
+
+    def check(self, request: Request) -> None: ...
+
+    def read(self, seq: Sequence, most: int) -> int:
+        return 0
+
+    def propose(self, seq: Sequence, most: int) -> Seq[int]:
+        return ()
+
+    def mask(self, seq: Sequence, drafts: Seq[int]) -> np.ndarray | None:
+        return None
+
+    def forget(self, seq: Sequence) -> None: ...
 
 
 class ByteTokenizer:

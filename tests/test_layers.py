@@ -24,10 +24,15 @@ ALLOWED: dict[str, set[str]] = {
     "fake_model": set(),
     "testing": {"fake_model", "kv", "sched"},
     "kv": set(),
+<<<<<<< HEAD
     "sched": {"kv"},
     "sim": {"engine", "sched", "kv", "shapes"},
     "shapes": set(),
     "sizing": {"model", "weights", "runner", "sim", "shapes", "pallas_kernels"},
+=======
+    "sched": {"kv", "spec"},
+    "sim": {"engine", "sched", "kv", "spec"},
+>>>>>>> main
     "spec": set(),
     "grammar": set(),
     "text": set(),
@@ -35,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": {"text", "engine", "grammar"},
     "model": {"pallas_kernels"},
     "weights": {"model"},
-    "runner": {"model", "weights"},
+    "runner": {"model", "weights", "spec"},
     "progress": set(),
     "commands": {"build", "progress", "api", "engine", "weights", "sim", "sizing"},
     "outputs": {"text"},

@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model.attention import AttentionBackend, LayerKV, Sinks
+from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.dot import dot
 from jserve.model.family import Arch
-from jserve.model.rope import rope_tables, rotate
+from jserve.model.rope import rotate
+from jserve.model.sinks import sinks_of
 from jserve.model.view import StepView
 
 Params = Mapping[str, jax.Array]
@@ -51,19 +52,12 @@ def attention_block(
     q_TNH, k_TKH, v_TKH = _qkv(arch, p, rms_norm(x_TD, p["attn_norm"], arch.norm_eps))
     kv = attn.write_kv(kv, rotate(k_TKH, *tables), v_TKH, view)
     window = arch.window(layer)
-    sinks = _sinks(arch, window, q_TNH, view) if arch.sinks and window else None
+    sinks = sinks_of(arch, window, q_TNH, view)
     o_TNH = attn.attend(
         rotate(q_TNH, *tables), kv, view, window=window, scale=arch.H**-0.5, sinks=sinks
     )
     y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), axis)
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
-
-
-def _sinks(arch: Arch, window: int, q_TNH: jax.Array, view: StepView) -> Sinks:
-    """The queries that meet the sinks: turned as if the cache held the sinks and the window alone, so
-    no distance exceeds what a windowed model was trained on (StreamingLLM, arXiv 2309.17453)."""
-    in_cache_T = jnp.minimum(view.pos_T, arch.sinks + window - 1)
-    return Sinks(n=arch.sinks, q_TNH=rotate(q_TNH, *rope_tables(arch, in_cache_T)))
 
 
 def _qkv(arch: Arch, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -24,9 +24,10 @@ from jax.sharding import Mesh
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.attention import AttentionBackend, backend as find_backend
+from jserve.model.attention import backend as find_backend
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
+from jserve.model.sinks import with_sinks
 from jserve.model.slots import load_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
 from jserve.model.view import LOGPROBS, Bucket, StepDims
@@ -97,7 +98,11 @@ class ModelRunner:
         platform = mesh.devices.flat[0].platform
         attention = find_backend(config.device.attention_backend, platform)
         arch = with_sinks(arch, attention, config.device.attention_sinks)
+<<<<<<< HEAD
         self._kv_dtype = kv_dtype(config, self._dtype)
+=======
+        self._kv_dtype = _kv_dtype(config, self._dtype)
+>>>>>>> main
         stored = attention.kv_dtype(self._kv_dtype)
         dims = step_dims(arch, config)
         tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
@@ -123,8 +128,14 @@ class ModelRunner:
             dtype=self._dtype,
         )
         n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
+<<<<<<< HEAD
         self.limits: RunnerLimits = runner_limits(arch, config, dims, self.memory.n_pages, n_host)
         self.ladder = ladder or ladder_of(self.limits)
+=======
+        self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages, n_host)
+        synthetic = config.speculative.method == "synthetic"
+        self.ladder = ladder or _ladder(self.limits, masks_drafts=synthetic)
+>>>>>>> main
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -298,22 +309,25 @@ class ModelRunner:
         """Run programs on padding before ready: on an accelerator all of them twice (the first run
         of a graph is not captured), on a CPU once each, cheapest first, for a second or so (a first
         run pays for scratch memory; the largest programs of a large model take that long anyway).
-        The last run of each is its known time."""
+        The last run of each is its known time. Programs that verify drafts, and those they are weighed
+        against, are run twice whatever it takes: guessed times choose wrong widths."""
         cpu = self.model.mesh.devices.flat[0].platform == "cpu"
-        buckets = self.ladder.buckets if cpu else self.ladder.buckets * 2
+        drafts = self.limits.max_drafts > 0
+        first = [b for b in self.ladder.buckets if drafts and not (b.P or b.mask)] * 2
+        buckets = [*first, *self.ladder.buckets] if cpu else self.ladder.buckets * 2
         began, times = self._clock(), {}
         for done, bucket in enumerate(buckets):
             progress("warm up", done, len(buckets))
             start = self._clock()
             jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
             times[bucket] = self._clock() - start
-            if cpu and self._clock() - began > CPU_WARM_UP_S:
+            if cpu and done >= len(first) and self._clock() - began > CPU_WARM_UP_S:
                 break
         progress("warm up", len(buckets), len(buckets))
         return tuple(
-            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=times[b])
-            for b in self.plain_buckets
-            if b in times
+            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=t, width=b.J)
+            for b, t in times.items()
+            if not (b.score or b.mask)
         )
 
     def _time_moves(self) -> float:
@@ -397,7 +411,7 @@ def runner_limits(
         max_decode_rows=dims.C,
         max_prefill_tokens=budget,
         max_prefill_rows=max(1, min(MAX_PREFILL_ROWS, dims.C, budget)),
-        max_drafts=config.device.max_drafts,
+        max_drafts=config.n_drafts,
         n_pages=n_pages,
         page_size=dims.Z,
         max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),
@@ -410,6 +424,7 @@ def runner_limits(
     )
 
 
+<<<<<<< HEAD
 def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
     """``arch`` with ``n`` attention sinks.
 
@@ -429,6 +444,9 @@ def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
 
 
 def ladder_of(limits: RunnerLimits) -> Ladder:
+=======
+def _ladder(limits: RunnerLimits, *, masks_drafts: bool) -> Ladder:
+>>>>>>> main
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,
@@ -436,4 +454,5 @@ def ladder_of(limits: RunnerLimits) -> Ladder:
         max_drafts=limits.max_drafts,
         scores=limits.scores_prompts,
         masks=limits.masks,
+        masks_drafts=masks_drafts,
     )

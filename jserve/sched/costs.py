@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 
 from jserve.ports import StepTime
 
-Size = tuple[int, int, int]
-"""(decode rows, prefill tokens, tokens of context)."""
+Size = tuple[int, int, int, int]
+"""(decode rows, prefill tokens, tokens of context, tokens of a decode row)."""
 
 ENOUGH = 8
 """Observed steps after which predictions count as known where nothing was measured before."""
@@ -44,9 +44,9 @@ class MeasuredCosts:
     def __init__(self, step_times: Iterable[StepTime] = ()) -> None:
         self._table: dict[Size, float] = {}
         for t in step_times:
-            size = (t.n_decode, t.n_prefill, t.n_context)
+            size = (t.n_decode, t.n_prefill, t.n_context, t.width)
             self._table[size] = min(max(t.seconds, 1e-9), MAX_SECONDS)
-        self._axes = tuple(sorted({size[i] for size in self._table}) for i in range(3))
+        self._axes = tuple(sorted({size[i] for size in self._table}) for i in range(4))
         self._covers = _covers(self._table, self._axes)
         self._gains: dict[Size, tuple[float, int]] = {}
         self._gain, self._n_seen = 1.0, 0
@@ -61,19 +61,22 @@ class MeasuredCosts:
         """Prefill sizes at which the time steps up, ascending; () where nothing was measured."""
         return tuple(n for n in self._axes[1] if n)
 
-    def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
-        """Predicted time of a step: decode rows, prefill tokens, longest context in tokens."""
+    def seconds(self, n_decode: int, n_prefill: int, n_context: int, width: int = 1) -> float:
+        """Predicted time of a step: decode rows of ``width`` tokens, prefill tokens, longest context
+        in tokens."""
         if not n_decode and not n_prefill:
             return 0.0
-        cell, base = self._base((n_decode, n_prefill, n_context))
+        cell, base = self._base((n_decode, n_prefill, n_context, width))
         gain = self._gains.get(cell)
         return base * (self._gain if gain is None else gain[0])
 
-    def observe(self, n_decode: int, n_prefill: int, n_context: int, seconds: float) -> None:
+    def observe(
+        self, n_decode: int, n_prefill: int, n_context: int, seconds: float, width: int = 1
+    ) -> None:
         """A step of this size took ``seconds``; nothing is learned from a time of 0."""
         if seconds <= 0 or not (n_decode or n_prefill):
             return
-        cell, base = self._base((n_decode, n_prefill, n_context))
+        cell, base = self._base((n_decode, n_prefill, n_context, width))
         ratio = seconds / base
         self._gain = _moved(self._gain, ratio, self._n_seen)
         self._n_seen += 1
@@ -83,12 +86,12 @@ class MeasuredCosts:
     def _base(self, size: Size) -> tuple[Size, float]:
         """(the cell whose correction holds, uncorrected seconds)."""
         if not self._table:
-            n_decode, n_prefill, _ = size
             cell = tuple(n.bit_length() for n in size)
-            return cell, _STEP_S + _TOKEN_S * (n_decode + n_prefill)  # type: ignore[return-value]
-        a, b, c = self._axes
-        base, cell = self._covers[_up(a, size[0]), _up(b, size[1]), _up(c, size[2])]
-        over = (size[0] + size[1]) / max(1, cell[0] + cell[1])
+            return cell, _STEP_S + _TOKEN_S * _tokens(size)  # type: ignore[return-value]
+        a, b, c, w = self._axes
+        size_up = (_up(a, size[0]), _up(b, size[1]), _up(c, size[2]), _up(w, size[3]))
+        base, cell = self._covers[size_up]
+        over = _tokens(size) / max(1, _tokens(cell))
         return cell, base * max(1.0, over)
 
 
@@ -97,22 +100,28 @@ def _covers(table: dict[Size, float], axes: Sequence[list[int]]) -> dict[Size, t
     else of the largest there is."""
     if not table:
         return {}
-    largest = max(table, key=lambda e: (e[0] + e[1], e[2]))
+    largest = max(table, key=lambda e: (_tokens(e), e[2]))
     following = [dict(itertools.pairwise(axis)) for axis in axes]
     found: dict[Size, tuple[float, Size] | None] = {}
-    for size in itertools.product(*map(reversed, axes)):
-        d, p, c = size
+    decode, prefill, context, width = (list(reversed(axis)) for axis in axes)
+    for d, p, c, w in itertools.product(decode, prefill, context, width):
+        size = (d, p, c, w)
         beyond = [
             found.get(next_one)
             for next_one in (
-                (following[0].get(d, -1), p, c),
-                (d, following[1].get(p, -1), c),
-                (d, p, following[2].get(c, -1)),
+                (following[0].get(d, -1), p, c, w),
+                (d, following[1].get(p, -1), c, w),
+                (d, p, following[2].get(c, -1), w),
+                (d, p, c, following[3].get(w, -1)),
             )
         ]
-        own = (table[size], size) if size in table else None
-        found[size] = min([one for one in (own, *beyond) if one is not None], default=None)
+        own = (table[d, p, c, w], (d, p, c, w)) if (d, p, c, w) in table else None
+        found[d, p, c, w] = min([one for one in (own, *beyond) if one is not None], default=None)
     return {size: one or (table[largest], largest) for size, one in found.items()}
+
+
+def _tokens(size: Size) -> int:
+    return size[0] * size[3] + size[1]
 
 
 def _up(axis: list[int], n: int) -> int:

@@ -90,6 +90,7 @@ def counters_of(scheduler: Scheduler) -> dict[str, float]:
     tiers = {} if tier is None else tier.counters() | floor.swapping.counters()
     return {
         **floor.keeping.counters(),
+        **(scheduler.drafting.counters() if scheduler.drafting.on else {}),
         **tiers,
         "prefix_waits_total": float(scheduler.leaders.n_waits),
         "prefill_tokens_total": float(scheduler.n_prefilled),

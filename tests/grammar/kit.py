@@ -188,10 +188,10 @@ def reference(r: Request, spec: StructuredOutputs, seed: int) -> list[int]:
 
 
 def _draw(model: FakeModel, r: Request, drawn: list[int], seed: int, mask_W: np.ndarray) -> int:
-    from jserve.fake_model import fold, mix
+    from jserve.fake_model import Visible, mix
 
-    total = seen = 0
-    for i, token in enumerate((*r.prompt_ids, *drawn)):
-        total, seen = fold(total, seen, token, i)
+    visible = Visible()
+    for token in (*r.prompt_ids, *drawn):
+        visible.add(token)
     at = len(r.prompt_ids) + len(drawn)
-    return model.draw(mix(seen), at, seed, r.params, (EOS,), 0, mask_W)
+    return model.draw(mix(visible.seen), at, seed, r.params, (EOS,), 0, mask_W)

@@ -30,10 +30,13 @@ def runner(tp: int = 1) -> ModelRunner:
     return make_runner(BUCKETS, tp=tp, strict=True, host_memory_gb=gib)
 
 
-def engine_of(device: ModelRunner, *, n_pages: int = 97, host: int = 0, overlap: int = 1) -> Engine:
+def engine_of(
+    device: ModelRunner, *, n_pages: int = 97, host: int = 0, overlap: int = 1, **options
+) -> Engine:
     """A fresh scheduler over the runner; fewer pages are only smaller numbers told to it."""
     limits = dataclasses.replace(device.limits, n_pages=n_pages, n_host_pages=host)
-    return Engine(Scheduler(limits, EngineConfig.of(**OPTIONS)), device, overlap=overlap)
+    config = EngineConfig.of(**OPTIONS | options)
+    return Engine(Scheduler(limits, config), device, overlap=overlap)
 
 
 def tokens_of(engine: Engine, prompt, id: str, n: int = 6, **fields) -> tuple[list[int], int]:
@@ -131,6 +134,44 @@ def test_pages_come_back_from_the_host_as_they_went(tp, overlap):
     assert counters["host_pages_loaded_total"] >= 30
     assert device.programs.late_compiles == 0
     engine.scheduler.floor.check()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_who_was_swapped_draws_what_he_draws_alone(tp, overlap, prefix_caching):
+    device = runner(tp)
+    device.programs.seal()
+    options = {"preemption": "swap", "prefix_caching": prefix_caching}
+    engine = engine_of(device, host=N_HOST, overlap=overlap, **options)
+    params = SamplingParams(temperature=0.8, repetition_penalty=1.2, max_tokens=40, ignore_eos=True)
+    requests = [
+        Request(
+            id=str(i), prompt_ids=tuple(text(n, seed=n)), params=dataclasses.replace(params, seed=i)
+        )
+        for i, n in enumerate((5, 33, 20, 41))
+    ]
+    alone = []
+    for request in requests:
+        engine.submit(request)
+        alone.append([t for out in engine.drain() for t in out.token_ids])
+    for request in requests:
+        engine.submit(request)
+    together: list[list[int]] = [[] for _ in requests]
+    floor, n_steps = engine.scheduler.floor, 0
+    while engine.busy:
+        for out in engine.step():
+            together[int(out.request_id)] += out.token_ids
+        n_steps += 1
+        if n_steps in (6, 13, 22, 30):  # as if pages had run out
+            floor.preempt(floor.running.snapshot()[n_steps % 2])
+    assert together == alone
+    assert floor.swapping.n_out >= (0 if prefix_caching else 4)
+    if overlap and not prefix_caching:
+        assert floor.swapping.n_back >= 1
+    assert device.limits.page_move_s > 0
+    assert device.programs.late_compiles == 0
+    floor.check()
 
 
 def with_disk(folder, *, seed: int = 0, **options) -> tuple[ModelRunner, Engine]:

@@ -17,9 +17,10 @@ from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.rope import RopeScaling
 from jserve.model.shard import make_mesh
+from jserve.model.sinks import with_sinks
 from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder
-from jserve.runner.runner import ModelRunner, _with_sinks
+from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Request
@@ -139,9 +140,9 @@ def test_sinks_are_refused_where_they_cannot_hold(arch, said):
 
 def test_a_backend_without_sinks_refuses_them():
     plain = dataclasses.replace(backend("xla"), has_sinks=False)
-    assert _with_sinks(WINDOWED, plain, 0) == WINDOWED
+    assert with_sinks(WINDOWED, plain, 0) == WINDOWED
     with pytest.raises(ConfigError, match="'xla'"):
-        _with_sinks(WINDOWED, plain, 4)
+        with_sinks(WINDOWED, plain, 4)
 
 
 def _norm(x: np.ndarray, w: Any) -> np.ndarray:

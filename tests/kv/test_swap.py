@@ -12,6 +12,7 @@ from jserve.sched.journal import JournalFile
 from jserve.sched.replay import replay
 from jserve.sched.swapping import Swapping
 from tests.kv.counting import CountingDrive, limits, request
+from tests.sched.sched_drive import MixedDrafts, drafting
 
 Z = 4
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
@@ -152,6 +153,18 @@ def test_a_place_given_up_on_its_way_is_not_given_away():
     assert tier.stow([8]) is not None
 
 
+def test_back_in_the_very_plan_it_gave_way_in_it_computes_again():
+    drive = swapping(depth=0, prefix_caching=False)
+    drive.add(request("a", PROMPT, max_tokens=20))
+    for _ in range(5):
+        drive.step()
+    drive.preempt(0)
+    drive.run()
+    swaps = drive.scheduler.floor.swapping
+    assert (swaps.n_out, swaps.n_back, swaps.n_lost) == (1, 0, 1)
+    assert len(drive.scheduler.floor.cache.tier._free) == 60
+
+
 def test_a_windowed_one_comes_back_with_its_window():
     drive = swapping(
         prefix_caching=False, window=9, max_model_len=200, n_pages=40, max_prefill_tokens=8
@@ -162,6 +175,22 @@ def test_a_windowed_one_comes_back_with_its_window():
     assert drive.scheduler.counters()["host_pages_stowed_total"] <= 5
     drive.run()
     assert drive.computed["a"] <= 12
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("k", range(2, 12))
+def test_with_drafts_in_flight_it_goes_on_at_the_true_length(depth: int, k: int):
+    lim = limits(n_host_pages=60, max_drafts=3)
+    drive = drafting(MixedDrafts(), lim, depth=depth, preemption="swap", prefix_caching=False)
+    drive.add(request("other", [9, 9, 9], max_tokens=30))
+    drive.add(request("a", PROMPT, max_tokens=30))
+    for _ in range(k):
+        drive.step()
+    for seq in [s for s in drive.scheduler.floor.running if s.request.id == "a"]:
+        drive.scheduler.floor.preempt(seq)
+        away(drive)
+    drive.run()
+    assert drive.scheduler.floor.swapping.n_out == 1
 
 
 # -- the choice

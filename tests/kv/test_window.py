@@ -6,6 +6,7 @@ import pytest
 
 from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
+from jserve.kv.retention import Keep
 from jserve.kv.window import Window
 from jserve.sched.journal import JournalFile
 from jserve.sched.replay import replay
@@ -87,9 +88,9 @@ def test_full_models_keep_all():
 # -- hits
 
 
-def lease_of(cache: PageCache, tokens, *, slot: int = 0):
+def lease_of(cache: PageCache, tokens, *, slot: int = 0, keeps=()):
     """A sequence that computed ``tokens`` page by page, as a scheduler would have it."""
-    lease = cache.match(KEY, tokens, slot=slot)
+    lease = cache.match(KEY, tokens, slot=slot, keeps=keeps)
     for n in range(lease.capacity + Z, len(tokens) + 1, Z):
         assert cache.extend(lease, n)
         cache.publish(lease, tokens, n)
@@ -188,6 +189,18 @@ def test_sinks_stay_and_a_hit_needs_them():
     cache.tree.evict(1)
     assert cache.n_known(KEY, [*text, 0]) == 20
     cache.release(again)
+
+
+def test_a_window_without_its_sinks_is_no_hit():
+    cache, text = make(sinks=6), list(range(80))
+    keeps = (Keep(priority=100, seconds=60.0, first=15),)
+    cache.release(lease_of(cache, text, keeps=keeps))
+    cache.evict(15)
+    kept = [node.depth for _, node in cache.tree.nodes() if node.page]
+    assert sorted(kept) == [16, 17, 18, 19, 20], "the hint keeps the end, nobody the sinks"
+    assert cache.n_known(KEY, [*text, 0]) == 0
+    again = cache.match(KEY, [*text, 0], slot=1)
+    cache.check([again])
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -1,5 +1,8 @@
 """Step costs: the program that covers a step says its time, and steps correct it."""
 
+import itertools
+import random
+
 import pytest
 from sched_drive import Drive, request, seconds_of, step_times
 
@@ -83,6 +86,27 @@ def test_the_scheduler_learns_the_size_of_its_steps():
     sizes = [size[:2] for size in seen]
     assert sizes[:2] == [(0, 5), (1, 7)]
     assert all(
-        took == pytest.approx(seconds_of(1 + (p > 0 and d > 0), p)) for d, p, _, took in seen[:2]
+        took == pytest.approx(seconds_of(1 + (p > 0 and d > 0), p)) for d, p, _, took, _ in seen[:2]
     )
     assert {p for d, p in sizes[2:]} == {0}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cheapest_entry_that_covers_is_found_whatever_is_missing(seed):
+    rng = random.Random(seed)
+    axes = [sorted(rng.sample(range(1, 20), 3)) for _ in range(3)]
+    sizes = rng.sample(list(itertools.product(*axes)), rng.randrange(1, 20))
+    table = {size: rng.choice([1.0, 2.0, 3.0, 4.0]) for size in sizes}
+    times = [
+        StepTime(n_decode=d, n_prefill=p, n_context=c, seconds=s) for (d, p, c), s in table.items()
+    ]
+    costs = MeasuredCosts(times)
+    for size in itertools.product(range(1, 20, 2), repeat=3):
+        top = [max(entry[i] for entry in table) for i in range(3)]
+        cut = [min(n, most) for n, most in zip(size, top, strict=True)]
+        inside = [
+            (s, e) for e, s in table.items() if all(a >= b for a, b in zip(e, cut, strict=True))
+        ]
+        entry = min(inside)[1] if inside else max(table, key=lambda e: (e[0] + e[1], e[2]))
+        over = max(1.0, (size[0] + size[1]) / (entry[0] + entry[1]))
+        assert costs.seconds(*size) == pytest.approx(table[entry] * over)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -35,6 +37,28 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
         assert choice.finish_reason == "length"
         assert len(choice.token_ids) == 12
         assert choice.text == llm.tokenizer.decode(choice.token_ids)
+
+
+def test_more_prompts_than_the_queue_holds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+
+    @contextlib.contextmanager
+    def recorded(title: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+        assert (total, shown) == (1300, True)
+        yield record
+
+    def record(done: int) -> None:
+        shown.append(done)
+
+    monkeypatch.setattr("jserve.llm.progress_bar", recorded)
+    assert llm.config.scheduler.max_waiting < 1300
+    prompts = [[3 + i % 7, 3 + i // 7 % 40] for i in range(1300)]
+    outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    assert [o.prompt_token_ids for o in outs] == prompts
+    assert all(len(o.outputs[0].token_ids) == 1 for o in outs)
+    assert shown == sorted(shown)
+    assert shown[-1] == 1300
+    assert len(set(shown)) > 100
 
 
 def test_token_ids_and_dicts_are_prompts_too(llm: LLM) -> None:

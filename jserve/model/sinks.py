@@ -1,0 +1,52 @@
+"""Attention sinks (StreamingLLM): which models can have them, and the queries that meet them.
+
+Owns the places of tokens in a cache of sinks and window. Must not know backends' layouts or pages.
+A token that looks back at a sink does so as if the cache held the sinks and the window alone, so no
+distance exceeds what a model whose layers all have windows was trained on. Keys are stored turned to
+their true positions; only the query is turned once more::
+
+    position   0 1 2 ...                       n-W+1 ... n
+    cache      sinks |          nothing        | window   |
+    distance   n -> window: true     n -> sink: as from place sinks + W - 1
+
+Idea: Xiao and others, arXiv 2309.17453.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jserve.errors import ConfigError
+from jserve.model.attention import AttentionBackend, Sinks
+from jserve.model.family import Arch
+from jserve.model.rope import rope_tables, rotate
+from jserve.model.view import StepView
+
+
+def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
+    """``arch`` with ``n`` attention sinks.
+
+    Raises:
+        ConfigError: they cannot hold for this model or backend; ``field`` is the option.
+    """
+    fault = ""
+    if n and not arch.widest:
+        fault = "needs a model in which every layer has a sliding window"
+    elif n and not attention.has_sinks:
+        fault = f"is not served by attention_backend {attention.name!r}"
+    elif n and arch.rope_scaling is not None and arch.rope_scaling.kind == "dynamic":
+        fault = "does not go with dynamic rope scaling, whose angles depend on the true position"
+    if fault:
+        raise ConfigError(f"attention_sinks {fault}", field="attention_sinks")
+    return dataclasses.replace(arch, sinks=n)
+
+
+def sinks_of(arch: Arch, window: int, q_TNH: jax.Array, view: StepView) -> Sinks | None:
+    """The sinks of a layer with this window, with queries ``q_TNH`` that are not yet turned."""
+    if not arch.sinks or not window:
+        return None
+    place_T = jnp.minimum(view.pos_T, arch.sinks + window - 1)
+    return Sinks(n=arch.sinks, q_TNH=rotate(q_TNH, *rope_tables(arch, place_T)))
