@@ -22,21 +22,15 @@ import typer
 from rich.console import Console
 
 from jserve.config import (
-<<<<<<< HEAD
     DEVICE_SHARE,
-=======
     DOTTED,
->>>>>>> main
     DeviceOptions,
     EngineConfig,
     ModelOptions,
     ServerOptions,
-<<<<<<< HEAD
-=======
     SpeculativeOptions,
     dotted,
     flat_name,
->>>>>>> main
     sections,
 )
 from jserve.errors import ConfigError, JserveError

@@ -24,15 +24,10 @@ ALLOWED: dict[str, set[str]] = {
     "fake_model": set(),
     "testing": {"fake_model", "kv", "sched"},
     "kv": set(),
-<<<<<<< HEAD
-    "sched": {"kv"},
-    "sim": {"engine", "sched", "kv", "shapes"},
+    "sched": {"kv", "spec"},
+    "sim": {"engine", "sched", "kv", "spec", "shapes"},
     "shapes": set(),
     "sizing": {"model", "weights", "runner", "sim", "shapes", "pallas_kernels"},
-=======
-    "sched": {"kv", "spec"},
-    "sim": {"engine", "sched", "kv", "spec"},
->>>>>>> main
     "spec": set(),
     "grammar": set(),
     "text": set(),

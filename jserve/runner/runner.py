@@ -98,11 +98,7 @@ class ModelRunner:
         platform = mesh.devices.flat[0].platform
         attention = find_backend(config.device.attention_backend, platform)
         arch = with_sinks(arch, attention, config.device.attention_sinks)
-<<<<<<< HEAD
         self._kv_dtype = kv_dtype(config, self._dtype)
-=======
-        self._kv_dtype = _kv_dtype(config, self._dtype)
->>>>>>> main
         stored = attention.kv_dtype(self._kv_dtype)
         dims = step_dims(arch, config)
         tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
@@ -128,14 +124,9 @@ class ModelRunner:
             dtype=self._dtype,
         )
         n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
-<<<<<<< HEAD
         self.limits: RunnerLimits = runner_limits(arch, config, dims, self.memory.n_pages, n_host)
-        self.ladder = ladder or ladder_of(self.limits)
-=======
-        self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages, n_host)
         synthetic = config.speculative.method == "synthetic"
-        self.ladder = ladder or _ladder(self.limits, masks_drafts=synthetic)
->>>>>>> main
+        self.ladder = ladder or ladder_of(self.limits, masks_drafts=synthetic)
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -424,29 +415,7 @@ def runner_limits(
     )
 
 
-<<<<<<< HEAD
-def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
-    """``arch`` with ``n`` attention sinks.
-
-    Raises:
-        ConfigError: they cannot hold for this model or backend; ``field`` is the option.
-    """
-    fault = ""
-    if n and not arch.widest:
-        fault = "needs a model in which every layer has a sliding window"
-    elif n and not attention.has_sinks:
-        fault = f"is not served by attention_backend {attention.name!r}"
-    elif n and arch.rope_scaling is not None and arch.rope_scaling.kind == "dynamic":
-        fault = "does not go with dynamic rope scaling, whose angles depend on the true position"
-    if fault:
-        raise ConfigError(f"attention_sinks {fault}", field="attention_sinks")
-    return dataclasses.replace(arch, sinks=n)
-
-
-def ladder_of(limits: RunnerLimits) -> Ladder:
-=======
-def _ladder(limits: RunnerLimits, *, masks_drafts: bool) -> Ladder:
->>>>>>> main
+def ladder_of(limits: RunnerLimits, *, masks_drafts: bool) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,

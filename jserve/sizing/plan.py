@@ -15,10 +15,11 @@ from typing import Any
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend, backend as find_backend
+from jserve.model.sinks import with_sinks
 from jserve.model.view import Bucket, StepDims
 from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
 from jserve.runner.programs import step_name
-from jserve.runner.runner import kv_dtype, ladder_of, runner_limits, step_dims, with_sinks
+from jserve.runner.runner import kv_dtype, ladder_of, runner_limits, step_dims
 from jserve.sim.roofline import CHIPS, Chip, Roofline, Shape
 from jserve.sizing.models import Model, find
 
@@ -170,6 +171,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         memory=_memory(chip, weights),
     )
     limits = runner_limits(model.arch, config, dims, memory.n_pages, 0)
+    synthetic = config.speculative.method == "synthetic"
     return Layout(
         model=model,
         config=config,
@@ -177,7 +179,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         stored=stored,
         dims=dims,
         memory=memory,
-        buckets=ladder_of(limits).buckets,
+        buckets=ladder_of(limits, masks_drafts=synthetic).buckets,
     )
 
 
