@@ -6,7 +6,7 @@
     python -m bench.gpu --tiny                   every stage on a CPU with tiny shapes: proves the script
 
 Owns the order, the time budget and the record. Must not know what a stage measures: those are
-functions of ``bench.gpu_kernels``, ``bench.gpu_steps`` and ``bench.gpu_peers``. Each figure is
+functions of the other ``bench.gpu_*`` modules. Each figure is
 printed and written to ``gpu.jsonl`` the moment it is known, so a call that is cut loses nothing; a
 kernel that hangs costs its own stage only.
 """
@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import subprocess
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench import gpu_wheels
+from bench.gpu_record import Record, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,72 +38,23 @@ class Stage:
 
 
 STAGES: dict[str, Stage] = {
-    "facts": Stage("bench.gpu_steps", "facts", 60, "the ceilings that all shares refer to"),
+    "facts": Stage("bench.gpu_facts", "facts", 60, "the ceilings that all shares refer to"),
     "decode_numerics": Stage("bench.gpu_kernels", "decode_numerics", 75, "rel < 1e-2, stable"),
     "prefill_numerics": Stage("bench.gpu_kernels", "prefill_numerics", 75, "rel < 1e-2, stable"),
     "step_numerics": Stage("bench.gpu_steps", "step_numerics", 75, "same tokens as ref"),
+    "graphs": Stage("bench.gpu_steps", "graphs", 75, "a step is one CUDA graph that runs"),
     "decode_times": Stage("bench.gpu_kernels", "decode_times", 60, "92 % of read bandwidth"),
-    "steps_1b": Stage("bench.gpu_steps", "steps_1b", 75, "batch 1: 1300 tok/s"),
-    "steps_8b": Stage("bench.gpu_steps", "steps_8b", 120, "batch 1: 245 tok/s, batch 32 up: 85 %"),
+    "steps_1b": Stage("bench.gpu_steps", "steps_1b", 100, "batch 1: 1300 tok/s"),
+    "steps_8b": Stage("bench.gpu_steps", "steps_8b", 150, "batch 1: 245 tok/s, batch 32 up: 85 %"),
+    "verify": Stage("bench.gpu_steps", "verify", 110, "batch 1: 550 tok/s where 3 of 8 stand"),
     "prefill_times": Stage("bench.gpu_kernels", "prefill_times", 60, "FlashAttention-3 beside it"),
+    "attention_peers": Stage("bench.gpu_attention_peers", "attention_peers", 90, "what to beat"),
+    "serving": Stage("bench.gpu_serving", "serving", 240, "tokens a second over HTTP"),
+    "peers": Stage("bench.gpu_peers", "peers", 120, "torch loops and transformers, same shapes"),
     "decode_tune": Stage("bench.gpu_kernels", "decode_tune", 60, "new figures for tune.json"),
     "prefill_tune": Stage("bench.gpu_kernels", "prefill_tune", 60, "new figures for tune.json"),
     "profile": Stage("bench.gpu_steps", "profile", 60, "what the step's time goes to"),
-    "peers": Stage("bench.gpu_peers", "peers", 90, "a torch CUDA-graph loop of the same shapes"),
-    "serving": Stage("bench.gpu_peers", "serving", 150, "tokens a second over HTTP"),
 }
-
-
-class Record:
-    """Where figures go: a line on the terminal and a line of JSON, at once."""
-
-    def __init__(self, folder: Path, stage: str, *, tiny: bool, seconds: float) -> None:
-        self.stage, self.tiny = stage, tiny
-        self.folder = folder
-        self._file = folder / "gpu.jsonl"
-        self._end = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds this stage may still run."""
-        return self._end - time.monotonic()
-
-    def add(self, name: str, **figures: Any) -> None:
-        shown = "  ".join(f"{k} {_short(v)}" for k, v in figures.items())
-        print(f"{self.stage:16s} {name:44s} {shown}", flush=True)
-        line = json.dumps({"stage": self.stage, "name": name, "tiny": self.tiny, **figures})
-        with self._file.open("a") as f:
-            f.write(line + "\n")
-            f.flush()
-            os.fsync(f.fileno())
-
-    def attempt(self, name: str, measure: Any) -> None:
-        """Add ``measure()``'s figures; an error is a figure too. Skipped when time is up."""
-        if self.left() < 2:
-            self.add(name, skipped="out of time")
-            return
-        try:
-            self.add(name, **measure())
-        except Exception as error:
-            with self._file.with_name("errors.log").open("a") as f:
-                f.write(f"--- {self.stage} / {name}\n{traceback.format_exc()}\n")
-            self.add(name, error=f"{type(error).__name__}: {error}"[:300])
-
-    def figure(self, stage: str, name: str, key: str, default: float) -> float:
-        """A figure that an earlier stage recorded in this folder, else ``default``."""
-        return next((x[key] for x in read(self._file) if _is(x, stage, name) and key in x), default)
-
-
-def _is(line: dict[str, Any], stage: str, name: str) -> bool:
-    return line["stage"] == stage and line["name"] == name
-
-
-def _short(x: Any) -> str:
-    return f"{x:.4g}" if isinstance(x, float) else str(x)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a record; none if there is no such file."""
-    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
 
 
 def whole(lines: list[dict[str, Any]]) -> set[str]:
@@ -142,13 +94,23 @@ def _child(name: str, folder: Path, *, tiny: bool, seconds: float) -> int:
     command = [sys.executable, "-m", "bench.gpu", "--stage", name, "--out", str(folder)]
     command += ["--budget", str(seconds), *(["--tiny"] if tiny else [])]
     with (folder / "errors.log").open("a") as errors:
-        child = subprocess.Popen(command, stderr=errors)
+        child = subprocess.Popen(command, stderr=errors, env=_environment(tiny=tiny))
         try:
             return child.wait(seconds + 2)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
             return 124
+
+
+def _environment(*, tiny: bool) -> dict[str, str]:
+    """What is carried can be imported. On a CPU Mosaic's interpreter needs threads to call back on,
+    and XLA has as many as devices or cores, whichever are more."""
+    environment = gpu_wheels.environment()
+    if tiny:
+        flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+        environment["XLA_FLAGS"] = flags.strip()
+    return environment
 
 
 def summary(lines: list[dict[str, Any]]) -> str:

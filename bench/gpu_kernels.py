@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.gpu import Record
+from bench.gpu_record import Record
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import paged_attention, ref as paged_ref
 from pallas_kernels.ragged_prefill import ragged_prefill, ref as prefill_ref
@@ -220,9 +220,6 @@ def decode_times(record: Record) -> None:
                 continue
             measure = functools.partial(_decode_time, spans, shape, {}, record.tiny, limit)
             record.attempt(f"{name}, {load}", measure)
-    for load in ("64 x 2k", "64 x 8k"):
-        if not record.tiny:
-            record.attempt(f"torch sdpa, dense, 8b, {load}", functools.partial(_sdpa_decode, load))
 
 
 def _decode_time(spans: Any, shape: Shape, tune: dict, tiny: bool, limit: float) -> dict:
@@ -236,16 +233,6 @@ def _decode_time(spans: Any, shape: Shape, tune: dict, tiny: bool, limit: float)
     )
     rate = decode_bytes(spans, shape) / spent
     return {"us": spent * 1e6, "bytes_per_s": rate, "share": rate / limit}
-
-
-def _sdpa_decode(load: str) -> dict:
-    from bench.gpu_peers import sdpa_seconds
-
-    rows, context = len(_loads(False)[load]), _loads(False)[load][0][0] + 1
-    shape = SHAPES["8b"]
-    spent = sdpa_seconds(rows, 1, context, shape.K * shape.G, shape.K, shape.H, causal=False)
-    rate = rows * context * 4 * shape.K * shape.H / spent
-    return {"us": spent * 1e6, "bytes_per_s": rate}
 
 
 def decode_tune(record: Record) -> None:
@@ -360,14 +347,11 @@ def _prompts(tiny: bool) -> dict[str, list[Span]]:
 
 
 def prefill_times(record: Record) -> None:
-    """TFLOP/s beside torch's best attention on dense keys of the same shapes."""
+    """TFLOP/s of whole prompts and late chunks."""
     for name in ("1b",) if record.tiny else ("8b", "1b"):
         for load, spans in _prompts(record.tiny).items():
             measure = functools.partial(_prefill_time, spans, SHAPES[name], {}, record.tiny)
             record.attempt(f"{name}, {load}", measure)
-    for load in ("1 x 4k", "1 x 16k", "8 x 1k"):
-        if not record.tiny:
-            record.attempt(f"torch sdpa, 8b, {load}", functools.partial(_sdpa_prefill, load))
 
 
 def _prefill_time(spans: Any, shape: Shape, tune: dict, tiny: bool) -> dict:
@@ -378,15 +362,6 @@ def _prefill_time(spans: Any, shape: Shape, tune: dict, tiny: bool) -> dict:
     spent = seconds(chained(_prefill_call(tune, tiny), calls, 1), (q, p), calls, 1 if tiny else 7)
     rate = prefill_flops(spans, shape) / spent
     return {"us": spent * 1e6, "tflops": rate / 1e12, "share": rate / PEAK_BF16}
-
-
-def _sdpa_prefill(load: str) -> dict:
-    from bench.gpu_peers import sdpa_seconds
-
-    spans, shape = _prompts(False)[load], SHAPES["8b"]
-    n = spans[0][1]
-    spent = sdpa_seconds(len(spans), n, n, shape.K * shape.G, shape.K, shape.H, causal=True)
-    return {"us": spent * 1e6, "tflops": prefill_flops(spans, shape) / spent / 1e12}
 
 
 def prefill_tune(record: Record) -> None:

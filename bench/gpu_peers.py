@@ -1,68 +1,28 @@
-"""Stages of ``bench.gpu``: what others do with the same shapes on the same machine.
+"""Stage of ``bench.gpu``: what other engines make of the same shapes on the same machine.
 
-Owns torch's attention, a decode loop of torch kernels in a CUDA graph with random weights of the
-model's shape (static KV, fused projections, no page table: what a hand-written loop reaches), and
-the call of ``bench.serving``. Must not know jserve's steps. Without torch each figure says so.
+Owns a decode loop of torch kernels in a CUDA graph with random weights of the model's shape (static
+KV, fused projections, no page table: what a hand-written loop reaches), the same compiled by
+inductor, and transformers' continuous batching. Must not know jserve's steps.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from bench.gpu import Record
-
-torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
-
-
-def _device() -> str:
-    if torch is None:
-        raise RuntimeError("torch is not installed")
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _seconds(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Median seconds of a call, by CUDA events; by the clock on a CPU."""
-    for _ in range(3):
-        call()
-    if _device() == "cpu":
-        begin = time.perf_counter()
-        call()
-        return time.perf_counter() - begin
-    times = []
-    for _ in range(repeats):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        call()
-        b.record()
-        torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) / 1e3)
-    return statistics.median(times)
-
-
-def sdpa_seconds(B: int, T: int, S: int, N: int, K: int, H: int, *, causal: bool) -> float:
-    """Seconds of torch's scaled_dot_product_attention on dense keys, grouped heads, bfloat16."""
-    where = {"device": _device(), "dtype": torch.bfloat16}
-    q = torch.randn(B, N, T, H, **where)
-    k, v = (torch.randn(B, K, S, H, **where) for _ in range(2))
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    return _seconds(lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=True))
+from bench.gpu_record import NotHere, Record
+from bench.gpu_torch import device, seconds, torch
+from bench.workloads import Item
+from jserve.shapes import SHAPES
 
 
 class Loop:
     """A Llama-shaped decode step in torch: fused QKV and gate-up, static KV, greedy."""
 
     def __init__(self, L: int, D: int, F: int, N: int, K: int, H: int, V: int) -> None:
-        where = {"device": _device(), "dtype": torch.bfloat16}
+        where = {"device": device(), "dtype": torch.bfloat16}
 
         def matrix(rows: int, columns: int) -> Any:
             return torch.randn(rows, columns, **where) * 0.02
@@ -74,22 +34,26 @@ class Loop:
         ]
         self.embed, self.where = matrix(V, D), where
 
-    def prepare(self, batch: int, context: int) -> Callable[[], Any]:
-        """A call that runs one step; a replayed CUDA graph on a GPU."""
+    def prepare(self, batch: int, context: int, *, compiled: bool) -> Callable[[], Any]:
+        """A call that runs one step, by torch's kernels or by inductor's; a replayed CUDA graph on a
+        GPU."""
         _, _, _, K, H = self.dims
         shape = (len(self.layers), 2, batch, K, context, H)
         self.kv = torch.randn(shape, **self.where)
         self.tokens = torch.zeros(batch, dtype=torch.long, device=self.where["device"])
-        if self.where["device"] == "cpu":
-            return self._step
+        on_cpu = self.where["device"] == "cpu"
+        backend = "aot_eager" if on_cpu else "inductor"
+        step = torch.compile(self._step, backend=backend) if compiled else self._step
+        if on_cpu:
+            return step
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             for _ in range(3):
-                self._step()
+                step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._step()
+            step()
         return graph.replay
 
     def _step(self) -> None:
@@ -108,45 +72,94 @@ class Loop:
         self.tokens.copy_(F_.linear(F_.rms_norm(x, (D,)), self.embed).argmax(-1))
 
 
-SHAPES = {
-    "1b": {"L": 16, "D": 2048, "F": 8192, "N": 32, "K": 8, "H": 64, "V": 128256},
-    "8b": {"L": 32, "D": 4096, "F": 14336, "N": 32, "K": 8, "H": 128, "V": 128256},
-    "tiny": {"L": 1, "D": 64, "F": 96, "N": 2, "K": 1, "H": 64, "V": 384},
-}
+TINY = {"L": 1, "D": 64, "F": 96, "N": 2, "K": 1, "H": 64, "V": 384}
+
+
+def sizes(name: str) -> dict[str, int]:
+    """``Loop``'s arguments for a known shape."""
+    c = SHAPES[name]
+    return {
+        "L": c["num_hidden_layers"],
+        "D": c["hidden_size"],
+        "F": c["intermediate_size"],
+        "N": c["num_attention_heads"],
+        "K": c["num_key_value_heads"],
+        "H": c.get("head_dim", c["hidden_size"] // c["num_attention_heads"]),
+        "V": c["vocab_size"],
+    }
 
 
 def peers(record: Record) -> None:
-    """Torch's step at the shapes of ``steps_1b`` and ``steps_8b``."""
-    loads = {"1b": ((1, 512), (64, 2048)), "8b": ((1, 512), (32, 2048), (128, 2048))}
-    for name, points in {"tiny": ((2, 70),)}.items() if record.tiny else loads.items():
+    """At shapes of ``steps_1b`` and ``steps_8b``."""
+    shapes = {"1b": sizes("llama-3.2-1b"), "8b": sizes("llama-3.1-8b")}
+    loads = {"8b": ((1, 2048), (32, 2048), (128, 2048)), "1b": ((1, 2048), (64, 2048))}
+    users, prompt, generated = 32, 512, 128
+    if record.tiny:
+        shapes, loads = {"tiny": TINY}, {"tiny": ((2, 70),)}
+        users, prompt, generated = 2, 20, 3
+    for name, points in loads.items():
         for batch, context in points:
-            measure = functools.partial(_torch_step, name, batch, context)
-            record.attempt(f"torch graph, {name}, batch {batch}, context {context}", measure)
+            title = f"{name}, batch {batch}, context {context}"
+            for kind in ("graph", "compile"):
+                measure = functools.partial(_torch_step, shapes[name], batch, context, kind)
+                record.attempt(f"torch {kind}, {title}", measure)
+    for name, size in shapes.items():
+        measure = functools.partial(_continuous, size, users, prompt, generated)
+        record.attempt(f"transformers, {name}, {users} users of {prompt} + {generated}", measure)
 
 
-def _torch_step(name: str, batch: int, context: int) -> dict[str, float]:
-    with torch.no_grad() if torch else tempfile.TemporaryDirectory():
-        _device()
-        spent = _seconds(Loop(**SHAPES[name]).prepare(batch, context))
+def _torch_step(size: dict[str, int], batch: int, context: int, kind: str) -> dict[str, float]:
+    device()
+    with torch.no_grad():
+        step = Loop(**size).prepare(batch, context, compiled=kind == "compile")
+        spent = seconds(step)
     return {"ms": spent * 1e3, "tok_per_s": batch / spent}
 
 
-def serving(record: Record) -> None:
-    """``bench.serving`` over HTTP with the dummy model of 1B, the hopper backend; its own report
-    goes to ``serving.json`` beside the record."""
-    if record.tiny:
-        record.add("tiny", skipped="bench.serving has tests of its own")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        record.attempt("llama-1b", functools.partial(_serve, record, Path(folder)))
+def _continuous(
+    size: dict[str, int], users: int, n_prompt: int, generated: int
+) -> dict[str, float]:
+    """transformers' continuous batching with a model of that shape, drawn on the device."""
+    from bench.offline_engines import continuous
+
+    prompt = tuple(range(3, 3 + n_prompt))
+    model = _transformers_model(size)
+    items = [Item(prompt=prompt, max_tokens=generated) for _ in range(users)]
+    pages = -(-(len(prompt) + generated) // 256) + 1
+    with continuous(model, seqs=users, blocks=users * pages, batch_tokens=2048) as generate:
+        generate(items[:1])
+        begin = time.perf_counter()
+        outs = generate(items)
+        spent = time.perf_counter() - begin
+    short = sum(len(ids) != generated for ids in outs)
+    if short:
+        raise RuntimeError(f"{short} of {users} answers are short")
+    return {"tok_per_s": users * generated / spent, "seconds": spent}
 
 
-def _serve(record: Record, folder: Path) -> dict[str, Any]:
-    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
-    run([sys.executable, "-m", "bench.models", "llama-1b", "--out", str(folder)])
-    out = record.folder / "serving.json"
-    command = [sys.executable, "-m", "bench.serving", str(folder / "llama-1b"), "--sweep", "1,32"]
-    command += ["--jserve-args=--attention-backend hopper", "--json", str(out)]
-    done = run(command, timeout=max(record.left() - 5, 1))
-    print(done.stdout, flush=True)
-    return {"report": out.name}
+def _transformers_model(size: dict[str, int]) -> Any:
+    where = device()
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise NotHere(f"transformers: {error}") from None
+    config = LlamaConfig(
+        vocab_size=size["V"],
+        hidden_size=size["D"],
+        intermediate_size=size["F"],
+        num_hidden_layers=size["L"],
+        num_attention_heads=size["N"],
+        num_key_value_heads=size["K"],
+        head_dim=size["H"],
+        max_position_embeddings=8192,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(where):
+            model: Any = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model

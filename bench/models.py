@@ -1,8 +1,8 @@
 """Dummy models for speed runs: real Hugging Face directories with seeded random weights.
 
-Owns the two shapes the project measures (llama-60m, llama-1b) and a byte-level BPE tokenizer for
-them. Must not know any engine. Uses numpy and safetensors, no framework, so that every peer reads
-the same bytes.
+Owns the shapes the project measures (llama-60m, llama-1b, and llama-8b for a GPU, where weights are
+better drawn by the engine: ``--no-weights``) and a byte-level BPE tokenizer for them. Must not know
+any engine. Uses numpy and safetensors, no framework, so that every peer reads the same bytes.
 
 Vocabulary of 32000 ids::
 
@@ -42,7 +42,7 @@ SPACE = "\u0120"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A Llama shape with tied embeddings and heads of 64."""
+    """A Llama shape, as a rule with tied embeddings and heads of 64."""
 
     layers: int
     hidden: int
@@ -54,6 +54,7 @@ class Shape:
     rope_scaling: dict[str, Any] | None = None
     head_dim: int = 64
     vocab: int = VOCAB
+    tied: bool = True
 
 
 SHAPES = {
@@ -75,6 +76,21 @@ SHAPES = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+    ),
+    "llama-8b": Shape(
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        ffn=14336,
+        rope_theta=500000.0,
+        max_len=131072,
+        head_dim=128,
+        vocab=128256,
+        tied=False,
+    ),
+    "llama-tiny": Shape(
+        layers=1, hidden=64, heads=2, kv_heads=1, ffn=96, rope_theta=10000.0, max_len=8192
     ),
 }
 
@@ -101,6 +117,8 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{at}.mlp.up_proj.weight", (f, d)
         yield f"{at}.mlp.down_proj.weight", (d, f)
     yield "model.norm.weight", (d,)
+    if not shape.tied:
+        yield "lm_head.weight", (shape.vocab, d)
 
 
 def draw(name: str, size: tuple[int, ...], seed: int, index: int) -> np.ndarray:
@@ -137,7 +155,7 @@ def config_json(shape: Shape) -> dict[str, Any]:
         "mlp_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tied,
         "use_cache": True,
         "bos_token_id": 0,
         "eos_token_id": 1,
@@ -214,15 +232,16 @@ def tokenizer_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
-    """Write a complete model directory; the same shape and seed give the same bytes.
+def write(folder: Path, shape: Shape, seed: int = 0, *, weights: bool = True) -> Path:
+    """Write a complete model directory; the same shape and seed give the same bytes. Without
+    ``weights`` for engines that draw their own (jserve's ``--load-format dummy``).
 
     Raises:
         FileExistsError: ``folder`` holds weights already.
     """
-    weights = folder / "model.safetensors"
-    if weights.exists():
-        raise FileExistsError(f"{weights} exists already; remove it or choose another --out")
+    file = folder / "model.safetensors"
+    if file.exists():
+        raise FileExistsError(f"{file} exists already; remove it or choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "config.json": config_json(shape),
@@ -232,15 +251,18 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=None if "merges" in name else 1))
+    if not weights:
+        return folder
     data = {name: draw(name, size, seed, i) for i, (name, size) in enumerate(tensors(shape))}
-    partial = weights.with_suffix(".partial")
+    partial = file.with_suffix(".partial")
     save_file(data, partial, {"format": "pt"})
-    partial.rename(weights)
+    partial.rename(file)
     return folder
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """Name, bytes and parameter counts of a model directory, read from its headers.
+    """Name, bytes and parameter counts of a model directory, read from its headers, or from its
+    config.json if it was written without weights (then in bfloat16).
 
     ``head_params`` are used once per emitted token, the other ``body_params`` once per token; an
     untied embedding is in neither.
@@ -254,18 +276,34 @@ def facts(folder: Path) -> dict[str, Any]:
         sizes: dict[str, int] = {}
         for file in files:
             sizes |= _sizes(file)
+        sizes = sizes or {name: math.prod(size) for name, size in tensors(_shape(config))}
         table = config["vocab_size"] * config["hidden_size"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{folder}: no readable model ({type(e).__name__}: {e})") from e
-    if not files:
-        raise ValueError(f"{folder}: no safetensors")
+    stored = sum(f.stat().st_size for f in files) or 2 * sum(sizes.values())
     tables = sum("embed_tokens" in name or "lm_head" in name for name in sizes)
     return {
         "name": folder.resolve().name,
-        "weight_bytes": sum(f.stat().st_size for f in files),
+        "weight_bytes": stored,
         "body_params": sum(sizes.values()) - tables * table,
         "head_params": table,
     }
+
+
+def _shape(config: dict[str, Any]) -> Shape:
+    """What ``config_json`` was made of."""
+    return Shape(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        ffn=config["intermediate_size"],
+        rope_theta=config["rope_theta"],
+        max_len=config["max_position_embeddings"],
+        head_dim=config["head_dim"],
+        vocab=config["vocab_size"],
+        tied=config["tie_word_embeddings"],
+    )
 
 
 def _sizes(file: Path) -> dict[str, int]:
@@ -281,10 +319,12 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("names", nargs="+", choices=SHAPES, help="which models to write")
     p.add_argument("--out", type=Path, required=True, help="folder that gets a directory per model")
     p.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")
+    p.add_argument("--no-weights", action="store_true", help="only config and tokenizer")
     args = p.parse_args(argv)
     for name in args.names:
         try:
-            folder = write(args.out / name, SHAPES[name], args.seed)
+            shape, weights = SHAPES[name], not args.no_weights
+            folder = write(args.out / name, shape, args.seed, weights=weights)
         except OSError as e:
             p.error(str(e))
         print(f"{folder}  {n_params(SHAPES[name]) / 1e6:.1f} M parameters, bf16")

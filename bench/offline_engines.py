@@ -92,14 +92,24 @@ def _hf(spec: dict[str, Any]) -> Iterator[Generate]:
 
 @contextlib.contextmanager
 def _hf_cb(spec: dict[str, Any]) -> Iterator[Generate]:
+    blocks = SEQS * 2560 // PAGE
+    with continuous(
+        _hf_model(spec), seqs=SEQS, blocks=blocks, batch_tokens=BATCH_TOKENS
+    ) as generate:
+        yield generate
+
+
+@contextlib.contextmanager
+def continuous(model: Any, *, seqs: int, blocks: int, batch_tokens: int) -> Iterator[Generate]:
+    """transformers' continuous batching of ``model``: ``seqs`` sequences at once over ``blocks``
+    pages of PAGE tokens."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    model = _hf_model(spec)
     options = ContinuousBatchingConfig(
         page_size=PAGE,
-        num_blocks=SEQS * 2560 // PAGE,
-        max_batch_tokens=BATCH_TOKENS,
-        max_requests_per_batch=SEQS,
+        num_blocks=blocks,
+        max_batch_tokens=batch_tokens,
+        max_requests_per_batch=seqs,
     )
     # The manager's own loop rather than generate_batch: that one takes a single length for all.
     with model.continuous_batching_context_manager(

@@ -200,7 +200,12 @@ def parser() -> argparse.ArgumentParser:
     add = p.add_argument
     add("model", type=Path, nargs="?", help="model directory every engine serves")
     add("--engine", action="append", help="jserve, vllm, llamacpp (repeatable); default jserve")
-    add("--workload", action="append", default=[], help="S1 S2 S3 S4 S5@RATE chat@N (repeatable)")
+    add(
+        "--workload",
+        action="append",
+        default=[],
+        help="S1 S2 S3 S4 S5@RATE chat@N IN/OUT@N (repeatable)",
+    )
     add("--sweep", default="", help="chat mix at these concurrencies, e.g. 1,4,16")
     add("--rates", default="", help="Poisson arrivals per second, e.g. 2,6,12")
     add("--rounds", type=int, default=2, help="turns of each engine (2)")

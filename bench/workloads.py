@@ -13,6 +13,7 @@ S4            8 decoders, 64 in / 384 out; a 4096-token prompt arrives        al
               when each of them has 8 tokens                                  + 1 late
 S5@R          24 requests, log-normal, mean 128 in / 32 out                   Poisson, R/s
 chat@C        3 C requests (8 or more) of the chat mix: one point of a sweep  C at a time
+IN/OUT@C      2 C requests (C or more) of IN tokens in, OUT out: 1000/1000@64 C at a time
 ============  ==============================================================  =============
 
 Counts are those of ``scale`` 1; a smaller scale sends fewer requests of the same kind. Lengths
@@ -22,6 +23,7 @@ never scale.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -29,7 +31,7 @@ import numpy as np
 
 LOW_ID, HIGH_ID = 259, 32000
 """Half-open range of ids drawn for prompts: the words of the dummy models' tokenizer."""
-STREAMS = {"S1": 1, "S2": 2, "S3": 3, "S4": 4, "S5": 5, "chat": 6, "warmup": 7}
+STREAMS = {"S1": 1, "S2": 2, "S3": 3, "S4": 4, "S5": 5, "chat": 6, "warmup": 7, "fixed": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,8 @@ def make(
     low: int = LOW_ID,
     high: int = HIGH_ID,
 ) -> Workload:
-    """The workload called ``name`` (S1 .. S4, ``S5@RATE``, ``chat@CONCURRENCY``, ``warmup``).
+    """The workload called ``name`` (S1 .. S4, ``S5@RATE``, ``chat@CONCURRENCY``,
+    ``IN/OUT@CONCURRENCY``, ``warmup``).
 
     The same arguments give the same items on every machine. Two workloads of one seed share no
     prompt, so one cannot warm the prefix cache for another.
@@ -78,8 +81,12 @@ def make(
         ValueError: an unknown name, or a bad number after ``@``.
     """
     kind, _, number = name.partition("@")
-    if kind not in STREAMS or (kind in {"S5", "chat"}) != bool(number):
-        raise ValueError(f"unknown workload {name!r}; one of S1 S2 S3 S4 S5@RATE chat@CONCURRENCY")
+    lengths = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", kind)
+    kind = "fixed" if lengths else kind
+    known = kind in STREAMS and (kind != "fixed" or lengths)
+    if not known or (kind in {"S5", "chat", "fixed"}) != bool(number):
+        names = "S1 S2 S3 S4 S5@RATE chat@CONCURRENCY IN/OUT@CONCURRENCY"
+        raise ValueError(f"unknown workload {name!r}; one of {names}")
     try:
         rate = float(number or 0)
     except ValueError:
@@ -87,8 +94,9 @@ def make(
     if not math.isfinite(rate) or (number and rate <= 0):
         raise ValueError(f"workload {name!r}: {number} must be above 0")
     milli = round(rate * 1000)
-    draw = Draw(np.random.default_rng((seed, STREAMS[kind], milli)), low, high)
-    return Workload(name=name, **_BUILDERS[kind](draw, scale, rate))
+    own = tuple(map(int, lengths.groups())) if lengths else ()
+    draw = Draw(np.random.default_rng((seed, STREAMS[kind], milli, *own)), low, high)
+    return Workload(name=name, **_BUILDERS[kind](draw, scale, rate, *own))
 
 
 class Draw:
@@ -158,12 +166,19 @@ def _sweep(draw: Draw, scale: float, concurrency: float) -> dict:
     return {"items": tuple(draw.chat() for _ in range(n)), "concurrency": width}
 
 
+def _fixed(draw: Draw, scale: float, concurrency: float, n_in: int, n_out: int) -> dict:
+    width = max(1, int(concurrency))
+    n = _count(2 * width, scale, width)
+    items = tuple(Item(prompt=draw.prompt(n_in), max_tokens=n_out) for _ in range(n))
+    return {"items": items, "concurrency": width}
+
+
 def _warmup(draw: Draw, _: float, __: float) -> dict:
     items = [Item(prompt=draw.prompt(n), max_tokens=8) for n in (32, 700, 200, 100, 50, 25)]
     return {"items": tuple(items), "concurrency": 4}
 
 
-_BUILDERS: dict[str, Callable[[Draw, float, float], dict]] = {
+_BUILDERS: dict[str, Callable[..., dict]] = {
     "S1": _latency,
     "S2": _chat,
     "S3": _prefix,
@@ -171,4 +186,5 @@ _BUILDERS: dict[str, Callable[[Draw, float, float], dict]] = {
     "S5": _poisson,
     "chat": _sweep,
     "warmup": _warmup,
+    "fixed": _fixed,
 }

@@ -1,4 +1,4 @@
-"""The command line: ``jserve serve | generate | chat | run-batch | convert | simulate | bench | env``.
+"""The command line: ``jserve serve | generate | chat | run-batch | convert | plan | simulate | bench | env``.
 
 Owns flags, environment variables, YAML files and exit codes; the only file that reads ``os.environ`` and
 ``sys.argv``. Flags are generated from ``jserve.config``, so they cannot drift from it. Imports neither jax
@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 from jserve.config import (
+    DEVICE_SHARE,
     DOTTED,
     DeviceOptions,
     EngineConfig,
@@ -391,6 +392,36 @@ def simulate(
     typer.echo(replies(config, wish, as_json, err), nl=False)
 
 
+@app.command()
+@with_options(ServerOptions)
+def plan(
+    config: EngineConfig,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(
+            help="directory, config.json, hub name, or a known shape such as llama-3.1-8b",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="h100, h200, b200 or cpu")] = "h200",
+    lengths: Annotated[
+        str, typer.Option(help="tokens of a sequence, e.g. 512,2k,8k (default, as far as they fit)")
+    ] = "",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="also compile every step without a GPU (CUDA wheels)"),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """What fits on given devices and how fast it can be, without having them."""
+    if compiled:
+        # Or the plugin looks for cuDNN and a driver; read when jax first asks for devices.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    from jserve import commands
+
+    commands.plan(config, device, lengths, compiled=compiled, as_json=as_json, console=err)
+
+
 @bench.command()
 @with_options(ServerOptions)
 def steps(
@@ -433,6 +464,7 @@ def engine(fd: Annotated[int, typer.Option(help="socket inherited from the HTTP 
 
 def main() -> None:
     """Entry point: parse, run, and never show a traceback for a user's mistake."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(DEVICE_SHARE))
     app()
 
 

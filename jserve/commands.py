@@ -254,6 +254,40 @@ def verify(config: EngineConfig, wish: dict[str, Any], as_json: bool, console: A
     return f"{done.n_requests} requests, {done.n_steps} steps: every decision as recorded\n"
 
 
+def plan(
+    config: EngineConfig,
+    device: str,
+    lengths: str,
+    *,
+    compiled: bool,
+    as_json: bool,
+    console: Any,
+) -> None:
+    """Print what ``config``'s model needs and reaches on devices of that kind.
+
+    Raises:
+        ConfigError: an argument or option that makes no sense, or a model that does not fit.
+    """
+    import sys
+
+    from rich.console import Console
+
+    from jserve.build import shipped
+    from jserve.sizing import plan as sizing, show
+
+    name = config.model.model or str(shipped())
+    found, laid = sizing.plan(name, device, sizing.lengths_of(lengths), config)
+    if compiled:
+        from jserve.sizing.compiled import with_compiled
+
+        with start_progress(console) as progress:
+            found = with_compiled(found, laid, device, progress)
+    if as_json:
+        sys.stdout.write(show.as_json(found))
+    else:
+        show.as_text(found, Console(width=None if sys.stdout.isatty() else show.WIDTH))
+
+
 def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> str:
     """Start an engine, time all its step programs, write the table; a summary as text.
 

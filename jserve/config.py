@@ -17,6 +17,12 @@ from typing import Any
 
 from jserve.errors import ConfigError
 
+DEVICE_SHARE = 0.95
+"""Of an accelerator's memory: what this process takes (the command line tells XLA, whose own choice is
+three quarters)."""
+SCRATCH_SHARE = 0.05
+"""Of what it took: kept for the scratch of the steps."""
+
 
 def opt(default: Any, help: str, **meta: Any) -> Any:
     """A dataclass field with its one-line help, range and choices."""

@@ -12,10 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import psutil
 
-from jserve.config import CacheOptions
+from jserve.config import SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend
 from jserve.model.family import Arch
@@ -23,8 +22,6 @@ from jserve.model.view import StepDims
 
 GIB = 2**30
 CPU_SHARE = 0.25
-SCRATCH_SHARE = 0.05
-"""Of an accelerator's memory, kept for the scratch of the steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +62,37 @@ def page_bytes(
     return 2 * arch.L * math.prod(shape) * itemsize // tp
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """What a device has and what is taken of it, in bytes; of a CPU, the host's memory."""
+
+    total: int
+    taken: int
+    is_host: bool
+
+    @classmethod
+    def of(cls, device: Any) -> DeviceMemory:
+        """Of a live jax device."""
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        if not stats:
+            return cls.of_host()
+        total = stats["bytes_limit"]
+        return cls(total=total, taken=stats.get("bytes_in_use", 0), is_host=False)
+
+    @classmethod
+    def of_host(cls) -> DeviceMemory:
+        memory = psutil.virtual_memory()
+        return cls(total=memory.total, taken=memory.total - memory.available, is_host=True)
+
+    def room(self, utilization: float, weights: int) -> int:
+        """Bytes that slots and KV may take beside ``weights`` bytes of weights (on a CPU they are
+        among what is taken)."""
+        if self.is_host:
+            share = int(self.total * min(utilization, CPU_SHARE))
+            return min(share, int((self.total - self.taken) * utilization))
+        return int(self.total * (utilization - SCRATCH_SHARE)) - max(self.taken, weights)
+
+
 def plan_memory(
     *,
     arch: Arch,
@@ -72,27 +100,30 @@ def plan_memory(
     dims: StepDims,
     itemsize: int,
     tp: int,
-    params: Any,
+    weight_bytes: int,
     options: CacheOptions,
-    device: Any,
+    memory: DeviceMemory,
 ) -> MemoryPlan:
     """Size the KV pool; ``n_pages`` or ``kv_memory_gb`` of the options decide if they are given.
+
+    Args:
+        itemsize: bytes of a number in the pool.
+        weight_bytes: of one device.
 
     Raises:
         ConfigError: not even one sequence of the full context fits; ``field`` is the option that
         limits it.
     """
     one = page_bytes(arch, backend, page_size=dims.Z, itemsize=itemsize, tp=tp)
-    weights = sum(x.nbytes for x in jax.tree.leaves(params)) // tp
     slots = dims.C * dims.V * 8
-    total, free = _device_memory(device, options.memory_utilization, weights)
+    free = memory.room(options.memory_utilization, weight_bytes)
     name, n_pages = "memory_utilization", _steady((free - slots) // one)
     useful = 2 * dims.C * dims.M + 1
     if options.n_pages:
         name, n_pages = "n_pages", options.n_pages
     elif options.kv_memory_gb:
         name, n_pages = "kv_memory_gb", int(options.kv_memory_gb * GIB) // one
-    elif device.platform == "cpu":
+    elif memory.is_host:
         n_pages = min(n_pages, useful)
     if n_pages < dims.M + 1:
         raise ConfigError(
@@ -104,9 +135,9 @@ def plan_memory(
         n_pages=n_pages,
         page_bytes=one,
         kv_bytes=n_pages * one,
-        weight_bytes=weights,
+        weight_bytes=weight_bytes,
         slot_bytes=slots,
-        total_bytes=total,
+        total_bytes=memory.total,
         tokens=(n_pages - 1) * dims.Z,
     )
 
@@ -116,15 +147,3 @@ def _steady(n_pages: int) -> int:
     a few free MiB more or less at the next start must not miss the whole compile cache."""
     step = 1 << max(0, n_pages.bit_length() - 4)
     return n_pages // step * step
-
-
-def _device_memory(device: Any, utilization: float, weights: int) -> tuple[int, int]:
-    """(bytes of the device, bytes that slots and KV may take)."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats:
-        memory = psutil.virtual_memory()
-        share = int(memory.total * min(utilization, CPU_SHARE))
-        return memory.total, min(share, int(memory.available * utilization))
-    total = stats["bytes_limit"]
-    used = max(stats.get("bytes_in_use", 0), weights)
-    return total, int(total * (utilization - SCRATCH_SHARE)) - used

@@ -35,6 +35,27 @@ Progress = Callable[[str, int, int], None]
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
+GRAPH_PARTS = (
+    "FUSION",
+    "CUBLAS",
+    "CUBLASLT",
+    "CUDNN",
+    "CUSTOM_CALL",
+    "CONDITIONAL",
+    "DYNAMIC_SLICE_FUSION",
+    "WHILE",
+    "COLLECTIVES",
+)
+"""Kinds of work that XLA may record in a CUDA graph, which are all that a step has. By default the
+sampler's conditional and loop, and every collective, stay outside: the host then starts the pieces
+of a step one by one and waits for the conditional's value between them."""
+
+
+def compile_options(platform: str) -> dict[str, str | bool]:
+    """XLA's options for every program of an engine on ``platform``: on a GPU a step is one CUDA
+    graph."""
+    return {} if platform == "cpu" else {"xla_gpu_enable_command_buffer": ",".join(GRAPH_PARTS)}
+
 
 class _CompileCounter:
     """Compiles of this process since the counter was first asked for."""
@@ -187,7 +208,7 @@ class Programs:
         else:
             name, lowered = step_name(bucket), self._lower_step(bucket, params, state)
         middle = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = lowered.compile(compile_options(self.model.mesh.devices.flat[0].platform))
         end = time.perf_counter()
         if bucket is None:
             self._load = compiled

@@ -36,7 +36,7 @@ from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.runner.batch import Packer, StepBatch, score_targets
 from jserve.runner.buckets import Ladder
 from jserve.runner.disk import DiskStore
-from jserve.runner.memory import MemoryPlan, plan_memory
+from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
 from jserve.runner.moves import Leaving, PageMover, host_pages, identity
 from jserve.runner.programs import Programs, Progress
 from jserve.runner.spill import Spill
@@ -99,9 +99,9 @@ class ModelRunner:
         platform = mesh.devices.flat[0].platform
         attention = find_backend(config.device.attention_backend, platform)
         arch = with_sinks(arch, attention, config.device.attention_sinks)
-        self._kv_dtype = _kv_dtype(config, self._dtype)
+        self._kv_dtype = kv_dtype(config, self._dtype)
         stored = attention.kv_dtype(self._kv_dtype)
-        dims = _dims(arch, config)
+        dims = step_dims(arch, config)
         tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
         self.memory: MemoryPlan = plan_memory(
             arch=arch,
@@ -109,9 +109,9 @@ class ModelRunner:
             dims=dims,
             itemsize=stored.itemsize,
             tp=tp,
-            params=params,
+            weight_bytes=sum(x.nbytes for x in jax.tree.leaves(params)) // tp,
             options=config.cache,
-            device=mesh.devices.flat[0],
+            memory=DeviceMemory.of(mesh.devices.flat[0]),
         )
         self.model = StepModel(
             family=family,
@@ -125,9 +125,9 @@ class ModelRunner:
             dtype=self._dtype,
         )
         n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
-        self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages, n_host)
+        self.limits: RunnerLimits = runner_limits(arch, config, dims, self.memory.n_pages, n_host)
         synthetic = config.speculative.method == "synthetic"
-        self.ladder = ladder or _ladder(self.limits, masks_drafts=synthetic)
+        self.ladder = ladder or ladder_of(self.limits, masks_drafts=synthetic)
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -390,7 +390,7 @@ def _check_like(params: Any, old: Any) -> None:
             raise ConfigError(f"{name} has another sharding than the weights in use", field=name)
 
 
-def _dims(arch: Arch, config: EngineConfig) -> StepDims:
+def step_dims(arch: Arch, config: EngineConfig) -> StepDims:
     length = config.model.max_model_len or arch.max_position
     if length > arch.max_position:
         raise ConfigError(
@@ -400,12 +400,12 @@ def _dims(arch: Arch, config: EngineConfig) -> StepDims:
     return StepDims(C=config.scheduler.max_num_seqs, M=-(-length // Z), Z=Z, V=arch.V)
 
 
-def _kv_dtype(config: EngineConfig, dtype: Any) -> Any:
+def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
     name = config.cache.kv_dtype
     return jnp.dtype(dtype if name == "auto" else name)
 
 
-def _limits(
+def runner_limits(
     arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int, n_host_pages: int
 ) -> RunnerLimits:
     budget = config.scheduler.max_num_batched_tokens
@@ -428,7 +428,7 @@ def _limits(
     )
 
 
-def _ladder(limits: RunnerLimits, *, masks_drafts: bool) -> Ladder:
+def ladder_of(limits: RunnerLimits, *, masks_drafts: bool) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,

@@ -1,7 +1,7 @@
-"""What a step costs: from a table that ``jserve bench steps`` measured, or from a GPU's roofline.
+"""What a step costs: from a table that ``jserve bench steps`` measured, or from a device's roofline.
 
-Owns the prices and the device's limits. Must not know plans, schedulers or clocks. ``n_context`` is
-the mean number of KV tokens that the rows of a step read.
+Owns the prices. Must not know plans, schedulers or clocks. ``n_context`` is the mean number of KV
+tokens that the rows of a step read.
 
 A table has one measured step per bucket and context. A step takes the cheapest bucket that holds
 it, as the runner does, and a straight line between the contexts; the bucket is priced as if full.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,16 @@ import msgspec
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError
 from jserve.ports import StepCosts, StepTime
+from jserve.shapes import SHAPES
+from jserve.sim.roofline import CHIPS, Roofline, Shape
 
 FORMAT = "jserve-steps-1"
 MAX_PREFILL_ROWS = 8
 """Prefill rows of one step, as in ``jserve.runner.runner``."""
+MODEL = "llama-3.1-8b"
+"""The shape that is simulated when none is named."""
+GPU_HOST_S = 3e-4
+"""Host seconds per step assumed beside a GPU (plan, pack and commit at 256 rows)."""
 
 
 class TableFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,167 +115,6 @@ def _interpolated(line: list[tuple[int, float]], n_context: int) -> float:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """What one GPU reaches. ``reached`` scales bandwidth and flops to what engines get of them."""
-
-    name: str
-    bytes_per_s: float
-    flops: float
-    memory: float
-    """Bytes a serving process can use."""
-    reached: float
-    step_s: float
-    """Seconds of a step beside reading and multiplying: launch, norms, sampling."""
-
-
-GPUS = {
-    "h200": Gpu(
-        name="NVIDIA H200",
-        bytes_per_s=4.3e12,
-        flops=780e12,
-        memory=135e9,
-        reached=0.7,
-        step_s=3e-4,
-    )
-}
-"""Measured copy bandwidth and bf16 matrix rate of one H200; serving engines publish 50 to 90 % of
-that roofline for 8B models on it, hence ``reached``. ``step_s`` is a guess."""
-GPU_HOST_S = 3e-4
-"""Host seconds per step assumed beside a GPU (plan, pack and commit at 256 rows)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The sizes of a decoder, from its config.json."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head: int
-    vocab: int
-    context: int
-    tied: bool
-    itemsize: int
-    window: int = 0
-    """Tokens that every layer sees; 0: all."""
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], name: str) -> Shape:
-        """Raises ConfigError naming the key that is missing or no positive integer."""
-        heads = _key(config, "num_attention_heads", name)
-        hidden = _key(config, "hidden_size", name)
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        return cls(
-            layers=_key(config, "num_hidden_layers", name),
-            hidden=hidden,
-            ffn=_key(config, "intermediate_size", name),
-            heads=heads,
-            kv_heads=_key(config, "num_key_value_heads", name, heads),
-            head=_key(config, "head_dim", name, hidden // heads),
-            vocab=_key(config, "vocab_size", name),
-            context=_key(config, "max_position_embeddings", name),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            itemsize=4 if dtype == "float32" else 2,
-            window=_window(config, name),
-        )
-
-    @property
-    def body(self) -> int:
-        """Parameters of all layers."""
-        attention = 2 * self.hidden * self.head * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.ffn)
-
-    @property
-    def unembed(self) -> int:
-        return self.hidden * self.vocab
-
-    @property
-    def kv_numbers(self) -> int:
-        """Numbers that one token leaves in the KV pool."""
-        return 2 * self.layers * self.kv_heads * self.head
-
-
-MODEL = "llama-3.1-8b"
-SHAPES = {
-    MODEL: Shape(
-        layers=32,
-        hidden=4096,
-        ffn=14336,
-        heads=32,
-        kv_heads=8,
-        head=128,
-        vocab=128256,
-        context=131072,
-        tied=False,
-        itemsize=2,
-    )
-}
-"""Shapes that need no config.json."""
-
-
-def _window(config: Mapping[str, Any], name: str) -> int:
-    """Mistral alone has a window in every layer; null is none."""
-    if config.get("model_type") != "mistral" or config.get("sliding_window", 0) is None:
-        return 0
-    return _key(config, "sliding_window", name, 4096)
-
-
-def _key(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: {key} must be a positive integer, not {value!r}", field=key)
-    return value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """``ports.StepCosts`` of a decoder on one GPU: the slower of memory and arithmetic.
-
-    Memory: the weights once, each row's KV once, the new tokens' KV once. Arithmetic: two flops per
-    weight and token, the unembedding once per row, four flops per query head, head dimension and
-    visible token. Prefill counts as one row for both.
-    """
-
-    shape: Shape
-    gpu: Gpu
-    kv_itemsize: int
-
-    def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
-        shape, gpu = self.shape, self.gpu
-        n_context = min(n_context, shape.window or n_context)
-        rows, tokens = n_decode + (n_prefill > 0), n_decode + n_prefill
-        weights = shape.itemsize * (shape.body + shape.unembed)
-        kv = self.kv_itemsize * shape.kv_numbers * (rows * n_context + tokens)
-        attention = 4 * shape.layers * shape.heads * shape.head * tokens * n_context
-        flops = 2 * shape.body * tokens + 2 * shape.unembed * rows + attention
-        slower = max((weights + kv) / gpu.bytes_per_s, flops / gpu.flops)
-        return slower / gpu.reached + gpu.step_s
-
-    def n_pages(self, options: CacheOptions) -> int:
-        """Pages that fit, as the cache options say.
-
-        Raises:
-            ConfigError: the weights leave no room.
-        """
-        if options.n_pages:
-            return options.n_pages
-        shape = self.shape
-        stored = shape.itemsize * (shape.body + shape.unembed * (1 if shape.tied else 2))
-        room = self.gpu.memory * options.memory_utilization - stored
-        if options.kv_memory_gb:
-            room = options.kv_memory_gb * 2**30
-        n = int(room // (self.kv_itemsize * shape.kv_numbers * options.page_size))
-        if n < 2:
-            raise ConfigError(
-                f"{self.gpu.name}: the weights leave no room for KV", field="memory_utilization"
-            )
-        return n
-
-
 def from_table(path: Path, options: CacheOptions) -> Device:
     """The device that a file of ``jserve bench steps`` describes.
 
@@ -309,18 +154,18 @@ def read_table(path: Path, field: str) -> TableFile:
 
 
 def from_roofline(model: str, gpu: str, options: CacheOptions) -> Device:
-    """One ``gpu`` serving ``model``: a name of ``SHAPES``, a config.json or its directory.
+    """One ``gpu`` serving ``model``: a name of ``jserve.shapes``, a config.json or its directory.
 
     Raises:
         ConfigError: an unknown GPU, or a config.json that is not one of a plain decoder.
     """
-    if gpu not in GPUS:
-        raise ConfigError(f"no roofline for {gpu!r}, only {', '.join(GPUS)}", field="gpu")
-    shape = SHAPES.get(model) or _shape(Path(model))
+    if gpu not in CHIPS:
+        raise ConfigError(f"no roofline for {gpu!r}, only {', '.join(CHIPS)}", field="gpu")
+    shape = _shape(model)
     kv_itemsize = {"auto": shape.itemsize, "float32": 4}.get(options.kv_dtype, 2)
-    costs = Roofline(shape=shape, gpu=GPUS[gpu], kv_itemsize=kv_itemsize)
+    costs = Roofline(shape=shape, chip=CHIPS[gpu], kv_itemsize=kv_itemsize)
     return Device(
-        name=f"{model} on one {GPUS[gpu].name} (roofline)",
+        name=f"{model} on one {CHIPS[gpu].name} (roofline)",
         costs=costs,
         n_pages=costs.n_pages(options),
         max_model_len=shape.context,
@@ -329,7 +174,10 @@ def from_roofline(model: str, gpu: str, options: CacheOptions) -> Device:
     )
 
 
-def _shape(path: Path) -> Shape:
+def _shape(model: str) -> Shape:
+    if model in SHAPES:
+        return Shape.of(SHAPES[model], model)
+    path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -96,3 +96,22 @@ def test_transformers_loads_and_generates(folder: Path) -> None:
     out = model.generate(torch.tensor([[300, 301, 302]]), max_new_tokens=8, do_sample=False)
     assert (out[0, 3:] >= models.FIRST_WORD).all()
     assert len(transformers.AutoTokenizer.from_pretrained(folder)) == models.VOCAB
+
+
+def test_a_model_without_weights_says_what_it_would_have(tmp_path: Path) -> None:
+    whole = models.write(tmp_path / "a" / "m", TINY, seed=1)
+    empty = models.write(tmp_path / "b" / "m", TINY, weights=False)
+    assert not list(empty.glob("*.safetensors"))
+    told, read = models.facts(empty), models.facts(whole)
+    header = read["weight_bytes"] - told["weight_bytes"]
+    assert 0 < header < 8192
+    assert told | {"weight_bytes": 0} == read | {"weight_bytes": 0}
+    untied = models.write(
+        tmp_path / "c" / "m", dataclasses.replace(TINY, tied=False), weights=False
+    )
+    table = TINY.vocab * TINY.hidden * 2
+    assert models.facts(untied)["weight_bytes"] == told["weight_bytes"] + table
+
+
+def test_the_8b_shape_has_the_parameters_of_llama() -> None:
+    assert models.n_params(models.SHAPES["llama-8b"]) == 8_030_261_248

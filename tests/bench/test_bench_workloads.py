@@ -90,3 +90,14 @@ def test_scale_changes_counts_and_not_lengths() -> None:
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="workload"):
         make(name)
+
+
+def test_fixed_lengths() -> None:
+    load = workloads.make("1000/7@3", scale=0.5)
+    assert [(len(i.prompt), i.max_tokens) for i in load.items] == [(1000, 7)] * 3
+    assert load.concurrency == 3
+    assert len(workloads.make("1000/7@3").items) == 6
+    assert workloads.make("1000/8@3").items[0].prompt != load.items[0].prompt
+    for name in ("1000/7", "0/7@3", "fixed@3", "7@3", "1000/7@0"):
+        with pytest.raises(ValueError, match=r"workload|above 0"):
+            workloads.make(name)

@@ -7,7 +7,8 @@ import importlib
 
 import pytest
 
-from bench.gpu import STAGES, Record, read
+from bench.gpu import STAGES
+from bench.gpu_record import Record, read
 
 NAMES = [n for n in STAGES if n not in ("facts", "peers", "serving")]
 

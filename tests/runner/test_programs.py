@@ -16,7 +16,9 @@ from jserve.model.attention import backend
 from jserve.model.shard import make_mesh
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, StepDims
-from jserve.runner.memory import page_bytes, plan_memory
+from jserve.runner import programs
+from jserve.runner.memory import DeviceMemory, page_bytes, plan_memory
+from jserve.runner.programs import compile_options
 from jserve.runner.runner import ModelRunner
 from tests.runner.harness import ARCH, SMALL, Rig, jobs, make_runner, shared, tiny_params
 
@@ -137,9 +139,9 @@ def _plan(**options):
         dims=DIMS,
         itemsize=4,
         tp=1,
-        params=params,
+        weight_bytes=sum(x.nbytes for x in jax.tree.leaves(params)),
         options=CacheOptions(**options),
-        device=jax.devices()[0],
+        memory=DeviceMemory.of(jax.devices()[0]),
     )
 
 
@@ -163,3 +165,20 @@ def test_a_pool_too_small_for_one_sequence_is_refused(options):
 def test_a_context_beyond_the_model_is_refused():
     with pytest.raises(ConfigError, match="max_model_len"):
         make_runner(max_model_len=129)
+
+
+def test_programs_are_compiled_with_the_platforms_options(monkeypatch):
+    """On a GPU these make a step one CUDA graph (proved in tests/pallas_kernels)."""
+    asked = []
+
+    def options(platform):
+        asked.append(platform)
+        return {"xla_no_such_option": "1"}
+
+    assert compile_options("cpu") == {}
+    parts = str(compile_options("gpu")["xla_gpu_enable_command_buffer"]).split(",")
+    assert {"CONDITIONAL", "WHILE", "COLLECTIVES", "CUSTOM_CALL"} <= set(parts)
+    monkeypatch.setattr(programs, "compile_options", options)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        programs.Programs(runner("xla").model, [Bucket(D=2, P=0, F=0)])
+    assert asked[0] == "cpu"

@@ -1,0 +1,163 @@
+"""A whole model on the GPU for ``bench.gpu``: random weights, KV full of random values, compiled steps.
+
+Owns drawing and filling on the device, compiling as the engine does, and the least time a step can
+take (``sim.roofline``). Must not know what is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.gpu_record import Record
+from jserve.model.attention import backend
+from jserve.model.families import family_for
+from jserve.model.family import Arch
+from jserve.model.hand import Row, pack
+from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.step import DeviceState, StepModel, make_step
+from jserve.model.view import Bucket, StepDims, buffer_size
+from jserve.runner.programs import compile_options
+from jserve.runner.state import new_state
+from jserve.shapes import SHAPES
+from jserve.sim.roofline import CHIPS, Roofline, Shape
+from jserve.weights.dummy import draw_all
+
+_TINY = {
+    **SHAPES["llama-3.2-1b"],
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 384,
+}
+CONFIGS = {"1b": SHAPES["llama-3.2-1b"], "8b": SHAPES["llama-3.1-8b"], "tiny": _TINY}
+FAMILY = family_for(_TINY)
+ARCHS: dict[str, Arch] = {name: FAMILY.arch(config) for name, config in CONFIGS.items()}
+Span = tuple[int, int]
+"""(start, count) of a row."""
+
+
+class Rig:
+    """A model on this machine's first device, its KV full of random values."""
+
+    def __init__(self, arch: Arch, attn: str, *, n_pages: int, M: int, Z: int = 64) -> None:
+        device = jax.devices()[0]
+        attention = backend(attn, device.platform)
+        self.arch, mesh, rules = arch, make_mesh(1, [device]), ShardRules()
+        stored = attention.kv_dtype(jnp.bfloat16)
+        self.model = StepModel(
+            family=FAMILY,
+            arch=arch,
+            backend=attention,
+            dims=StepDims(C=256, M=M, Z=Z, V=arch.V),
+            mesh=mesh,
+            rules=rules,
+            n_pages=n_pages,
+            kv_dtype=stored,
+            dtype=jnp.bfloat16,
+        )
+        self.params = draw_all(FAMILY.specs(arch, 1), 0, mesh, rules, jnp.bfloat16)
+        self.pages = np.random.default_rng(0).permutation(n_pages - 1) + 1
+        self.state = new_state(self.model)
+        self._programs: dict[Bucket, Any] = {}
+
+    def fill(self, poison: np.ndarray | None = None) -> None:
+        """Random keys and values; NaN where ``poison`` bool[P, Z] says."""
+        shape, stored = self.model.layer_shape, self.model.kv_dtype
+        heads_second = self.model.backend.kv_axis == 1
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def one(old: jax.Array, key: jax.Array, bad: jax.Array) -> jax.Array:
+            P, Z, K, H = shape if not heads_second else (shape[0], shape[2], shape[1], shape[3])
+            x = jax.random.normal(key, (P, Z, K, H), jnp.bfloat16)
+            x = jnp.where(bad[:, :, None, None], jnp.nan, x)
+            x = x.swapaxes(1, 2) if heads_second else x
+            return jax.lax.bitcast_convert_type(x, stored) if stored == jnp.uint16 else x
+
+        bad = np.zeros((shape[0], self.model.dims.Z), bool) if poison is None else poison
+        keys = jax.random.split(jax.random.key(5), 2 * self.arch.L).reshape(-1, 2)
+        kv = [
+            tuple(one(pool, k, jnp.asarray(bad)) for pool, k in zip(layer, two, strict=True))
+            for layer, two in zip(self.state.kv, keys, strict=True)
+        ]
+        self.state = DeviceState(kv=kv, slots=self.state.slots)
+
+    def compile(self, buckets: Iterable[Bucket], options: dict[str, Any] | None = None) -> None:
+        """Compile steps in parallel, as the engine does; ``options`` instead of the engine's."""
+        chosen = compile_options(self.platform) if options is None else options
+
+        def one(bucket: Bucket) -> Any:
+            step = jax.jit(make_step(self.model, bucket), donate_argnums=(1,))
+            buf = jax.ShapeDtypeStruct((buffer_size(self.model.fields(bucket)),), jnp.int32)
+            args = (self.model.abstract_params(), self.model.abstract_state(), buf)
+            return step.lower(*args).compile(chosen)
+
+        wanted = [b for b in buckets if b not in self._programs]
+        with ThreadPoolExecutor(8) as pool:
+            self._programs |= zip(wanted, pool.map(one, wanted), strict=True)
+
+    @property
+    def platform(self) -> str:
+        return self.model.mesh.devices.flat[0].platform
+
+    def buffer(self, bucket: Bucket, decode: list[tuple[int, int]], prefill: Any = ()) -> Any:
+        """(start, count) of the rows, each on pages of its own."""
+        rng, at, Z = np.random.default_rng(3), 0, self.model.dims.Z
+        rows = []
+        for start, count in (*decode, *prefill):
+            n = -(-(start + count) // Z)
+            tokens = rng.integers(0, self.arch.V, count).tolist()
+            rows.append(Row(self.pages[at : at + n].tolist(), start, tokens))
+            at += n
+        dims, attn = self.model.dims, self.model.backend
+        return pack(bucket, dims, attn, rows[: len(decode)], rows[len(decode) :])
+
+    def run(self, bucket: Bucket, buf: Any) -> Any:
+        """One step; compiles the bucket if it is new."""
+        self.compile([bucket])
+        self.state, out = self._programs[bucket](self.params, self.state, buf)
+        return out
+
+    def fits(self, batch: int, context: int) -> bool:
+        """Whether the pool and a row's page table hold ``batch`` rows of that many tokens."""
+        pages, dims = -(-context // self.model.dims.Z), self.model.dims
+        return pages <= dims.M and batch * pages < self.model.n_pages
+
+
+def least_seconds(record: Record, arch: Arch, rows: Sequence[Span], drawn: int) -> float:
+    """The roofline of a step of these rows at the bandwidth that the ``facts`` stage measured.
+
+    Attention among a prefill chunk's own tokens is left out: under 2 % of a 2k chunk's flops.
+    """
+    chip = CHIPS["h200"]
+    measured = record.figure("facts", "read bandwidth", "bytes_per_s", chip.bytes_per_s)
+    shape = Shape(
+        layers=arch.L,
+        hidden=arch.D,
+        ffn=arch.F,
+        heads=arch.N,
+        kv_heads=arch.K,
+        head=arch.H,
+        vocab=arch.V,
+        context=arch.max_position,
+        tied=arch.tied,
+        itemsize=2,
+    )
+    chip = dataclasses.replace(chip, bytes_per_s=measured)
+    line = Roofline(shape=shape, chip=chip, kv_itemsize=2)
+    work = line.work(
+        rows=len(rows),
+        tokens=sum(count for _, count in rows),
+        drawn=drawn,
+        n_context=sum(start for start, _ in rows) / len(rows),
+    )
+    return line.limit(work)

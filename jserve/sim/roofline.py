@@ -1,0 +1,254 @@
+"""What a step must cost on a known device: bytes over bandwidth, flops over the matrix rate, sums over links.
+
+Owns the table of devices and the arithmetic. Must not know buckets, pages or programs. ``limit`` is
+what physics leaves; ``seconds`` is what an engine is expected to make of it.
+
+    bytes of one device   weights / tp + KV of the rows / tp + KV of the new tokens / tp
+    flops of one device   (2 * body * tokens + 2 * unembed * drawn + 4 * N * H * L * tokens * context) / tp
+    links                 2 L + 1 sums of float32[tokens, hidden], one gather of float32[drawn, vocab]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jserve.config import DEVICE_SHARE, SCRATCH_SHARE, CacheOptions
+from jserve.errors import ConfigError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """What one device reaches, the figures of its links with its neighbours included."""
+
+    name: str
+    bytes_per_s: float
+    flops: float
+    """bfloat16 with float32 sums."""
+    memory: float
+    """Bytes that its driver reports; 0 is the memory of the machine that asks."""
+    reached: float
+    """Share of the two rates that a whole step reaches."""
+    step_s: float
+    """Seconds of a step beside reading and multiplying: launch, norms, sampling."""
+    link_bytes_per_s: float = 0.0
+    """To all neighbours together, one way; 0: it has none."""
+    link_s: float = 0.0
+    """Seconds of a collective however little it carries."""
+
+
+CHIPS = {
+    # Rates as measured on one: copy bandwidth 4.3 of the data sheet's 4.8 TB/s, bfloat16 matrix
+    # products 780 of its dense 989 TFLOP/s. NVLink 4: 900 GB/s in both directions by data sheet.
+    # Serving engines publish 50 to 90 % of that roofline for 8B models, hence ``reached``.
+    # ``step_s`` and ``link_s`` (a small NCCL sum within one host) are guesses.
+    "h200": Chip(
+        name="NVIDIA H200",
+        bytes_per_s=4.3e12,
+        flops=780e12,
+        memory=139.8 * GIB,
+        reached=0.7,
+        step_s=3e-4,
+        link_bytes_per_s=450e9,
+        link_s=8e-6,
+    ),
+    # The SXM5 card of 80 GB: the same chip, so the H200's matrix rate; 90 % of the data sheet's
+    # 3.35 TB/s, the share that the H200 reaches of its own. Not measured.
+    "h100": Chip(
+        name="NVIDIA H100 SXM",
+        bytes_per_s=3.0e12,
+        flops=780e12,
+        memory=79.1 * GIB,
+        reached=0.7,
+        step_s=3e-4,
+        link_bytes_per_s=450e9,
+        link_s=8e-6,
+    ),
+    # Data sheet of the HGX board: 8 TB/s, 2.25 PFLOP/s dense bfloat16, 180 GB, NVLink 5 of 1.8 TB/s
+    # in both directions; the H200's shares of them. Not measured, and no kernel here is for it.
+    "b200": Chip(
+        name="NVIDIA B200",
+        bytes_per_s=7.2e12,
+        flops=1.78e15,
+        memory=178.4 * GIB,
+        reached=0.7,
+        step_s=3e-4,
+        link_bytes_per_s=900e9,
+        link_s=8e-6,
+    ),
+    # Two EPYC cores as the README's round found them: XLA's products, which pack the weights anew in
+    # every call, read 16 GB/s of them at few rows and make 790 GFLOP/s at 500. More cores give more;
+    # `jserve bench steps` measures.
+    "cpu": Chip(
+        name="CPU (two cores)",
+        bytes_per_s=16e9,
+        flops=790e9,
+        memory=0,
+        reached=1.0,
+        step_s=1e-3,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of a decoder, from its config.json."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocab: int
+    context: int
+    tied: bool
+    itemsize: int
+    window: int = 0
+    """Tokens that every layer sees; 0: all."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], name: str) -> Shape:
+        """Raises ConfigError naming the key that is missing or no positive integer."""
+        heads = _key(config, "num_attention_heads", name)
+        hidden = _key(config, "hidden_size", name)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        return cls(
+            layers=_key(config, "num_hidden_layers", name),
+            hidden=hidden,
+            ffn=_key(config, "intermediate_size", name),
+            heads=heads,
+            kv_heads=_key(config, "num_key_value_heads", name, heads),
+            head=_key(config, "head_dim", name, hidden // heads),
+            vocab=_key(config, "vocab_size", name),
+            context=_key(config, "max_position_embeddings", name),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            itemsize=4 if dtype == "float32" else 2,
+            window=_window(config, name),
+        )
+
+    @property
+    def body(self) -> int:
+        """Parameters of all layers."""
+        attention = 2 * self.hidden * self.head * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn)
+
+    @property
+    def unembed(self) -> int:
+        return self.hidden * self.vocab
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers that one token leaves in the KV pool."""
+        return 2 * self.layers * self.kv_heads * self.head
+
+
+def _window(config: Mapping[str, Any], name: str) -> int:
+    """Mistral alone has a window in every layer; null is none."""
+    if config.get("model_type") != "mistral" or config.get("sliding_window", 0) is None:
+        return 0
+    return _key(config, "sliding_window", name, 4096)
+
+
+def _key(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: {key} must be a positive integer, not {value!r}", field=key)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one step asks of one device."""
+
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+    n_collectives: int
+    link_bytes: float
+    """Sent by one device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """``ports.StepCosts`` of a decoder sharded over ``tp`` chips: the slower of memory and
+    arithmetic, then the collectives."""
+
+    shape: Shape
+    chip: Chip
+    kv_itemsize: int
+    tp: int = 1
+
+    def work(self, *, rows: int, tokens: int, drawn: int, n_context: float) -> Work:
+        """Of a step whose ``rows`` read ``n_context`` tokens each, ``tokens`` of which are new and
+        ``drawn`` of which give logits. Every weight is read once, the unembedding included."""
+        shape, tp = self.shape, self.tp
+        n_context = min(n_context, shape.window or n_context)
+        kv = self.kv_itemsize * shape.kv_numbers * (rows * n_context + tokens)
+        attention = 4 * shape.layers * shape.heads * shape.head * tokens * n_context
+        flops = 2 * shape.body * tokens + 2 * shape.unembed * drawn + attention
+        n_sums = 2 * shape.layers + 1 if tp > 1 else 0
+        summed, gathered = 4.0 * tokens * shape.hidden, 4.0 * drawn * shape.vocab
+        return Work(
+            weight_bytes=shape.itemsize * (shape.body + shape.unembed) / tp,
+            # With more devices than kv heads, each keeps a copy of the head it needs.
+            kv_bytes=kv * max(1.0, tp / shape.kv_heads) / tp,
+            flops=flops / tp,
+            n_collectives=n_sums + 1 if tp > 1 else 0,
+            link_bytes=(2 * n_sums * summed + gathered) * (tp - 1) / tp if tp > 1 else 0.0,
+        )
+
+    def limit(self, work: Work) -> float:
+        """Seconds at the chip's rates, collectives apart."""
+        moved = (work.weight_bytes + work.kv_bytes) / self.chip.bytes_per_s
+        return max(moved, work.flops / self.chip.flops)
+
+    def is_compute_bound(self, work: Work) -> bool:
+        return self.limit(work) == work.flops / self.chip.flops
+
+    def links(self, work: Work) -> float:
+        """Seconds of the step's collectives, one after the other."""
+        if not work.n_collectives or not self.chip.link_bytes_per_s:
+            return 0.0
+        sent = work.link_bytes / self.chip.link_bytes_per_s
+        return work.n_collectives * self.chip.link_s + sent
+
+    def expected(self, work: Work) -> float:
+        """Seconds that an engine takes: the rates as far as steps reach them, and the rest."""
+        return self.limit(work) / self.chip.reached + self.links(work) + self.chip.step_s
+
+    def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
+        """``expected`` of a step in which prefill counts as one row."""
+        rows = n_decode + (n_prefill > 0)
+        tokens = n_decode + n_prefill
+        return self.expected(self.work(rows=rows, tokens=tokens, drawn=rows, n_context=n_context))
+
+    def n_pages(self, options: CacheOptions) -> int:
+        """Pages that fit on one chip, as the cache options say.
+
+        Raises:
+            ConfigError: the weights leave no room, or the chip has no memory of its own.
+        """
+        if options.n_pages:
+            return options.n_pages
+        if not (self.chip.memory or options.kv_memory_gb):
+            raise ConfigError(
+                f"{self.chip.name}: set n_pages or kv_memory_gb, it has no memory of its own",
+                field="n_pages",
+            )
+        shape = self.shape
+        stored = shape.itemsize * (shape.body + shape.unembed * (1 if shape.tied else 2))
+        used = options.memory_utilization - SCRATCH_SHARE
+        room = self.chip.memory * DEVICE_SHARE * used - stored
+        if options.kv_memory_gb:
+            room = options.kv_memory_gb * GIB
+        n = int(room // (self.kv_itemsize * shape.kv_numbers * options.page_size))
+        if n < 2:
+            raise ConfigError(
+                f"{self.chip.name}: the weights leave no room for KV", field="memory_utilization"
+            )
+        return n

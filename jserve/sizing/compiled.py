@@ -1,0 +1,92 @@
+"""What XLA makes of the plan's steps on a device that is not there: bytes, flops, scratch and launches per bucket.
+
+Owns the call of the deviceless compiler (``pallas_kernels.aot``, which needs the CUDA plugin's
+wheels and no GPU). Must not know how figures are shown. The programs are the engine's: same
+model, pool, buckets and options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jserve.errors import ConfigError
+from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.step import StepModel, make_step
+from jserve.model.view import Bucket, buffer_size
+from jserve.runner.programs import compile_options
+from jserve.sizing.plan import Layout, Plan
+from pallas_kernels import aot
+
+DESCRIBED = ("h200",)
+"""Devices that the compiler has a description of."""
+
+
+def with_compiled(
+    found: Plan, laid: Layout, device: str, progress: Callable[[str, int, int], None]
+) -> Plan:
+    """``found`` with ``compiled`` figures beside every program but those that differ from
+    another by a mask or by scores only.
+
+    Raises:
+        ConfigError: no description of that device, or no compiler for it here.
+    """
+    if device not in DESCRIBED:
+        raise ConfigError(f"compile needs --device {' or '.join(DESCRIBED)}", field="compile")
+    reason = aot.available()
+    if reason is not None:
+        raise ConfigError(f"compile: {reason} (docs/kernels.md lists the wheels)", field="compile")
+    model, programs = _step_model(laid), list(found.programs)
+    plain = [i for i, b in enumerate(laid.buckets) if not (b.mask or b.lora or b.score)]
+    for done, i in enumerate(plain):
+        progress("compile", done, len(plain))
+        figures = _figures(compile_step(model, laid.buckets[i]), programs[i].weight_bytes)
+        programs[i] = dataclasses.replace(programs[i], compiled=figures)
+    progress("compile", len(plain), len(plain))
+    return dataclasses.replace(found, programs=tuple(programs))
+
+
+def _step_model(laid: Layout) -> StepModel:
+    return StepModel(
+        family=laid.model.family,
+        arch=laid.model.arch,
+        backend=laid.attention,
+        dims=laid.dims,
+        mesh=make_mesh(laid.tp, aot.h200(laid.tp)),
+        rules=ShardRules(),
+        n_pages=laid.memory.n_pages,
+        kv_dtype=laid.stored,
+        dtype=laid.model.dtype,
+    )
+
+
+def compile_step(model: StepModel, bucket: Bucket) -> aot.Report:
+    """The step of one bucket, compiled as ``Programs`` would, for the described devices of
+    ``model.mesh``."""
+    whole = NamedSharding(model.mesh, PartitionSpec())
+    size = buffer_size(model.fields(bucket))
+    buf: Any = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=whole)
+    args = (model.abstract_params(), model.abstract_state(), buf)
+    return aot.compile_for(
+        make_step(model, bucket), *args, donate=(1,), options=compile_options("cuda")
+    )
+
+
+def _figures(report: aot.Report, weight_bytes: int) -> dict[str, Any]:
+    moved = report.module.moved("state.kv")
+    return {
+        "bytes_without_kv": moved,
+        "bytes_over_weights": round(moved / weight_bytes, 4),
+        "flops": report.flops,
+        "temp_bytes": report.temp_bytes,
+        "launches": len(report.launches()),
+        "nodes": report.nodes(),
+        "spilled_bytes": report.spills,
+        "collectives": dict(Counter(report.collectives())),
+    }

@@ -1,0 +1,343 @@
+"""The plan: what fits on the devices, what a step of each bucket must cost, what that makes in tokens a second.
+
+Owns the figures. The pool is sized by the engine's own ``plan_memory`` and the buckets are its own
+ladder, so a plan promises what the engine will do; times are ``sim.roofline``'s. Must not know how
+figures are shown, nor compile anything (``compiled`` does).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jserve.config import DEVICE_SHARE, EngineConfig
+from jserve.errors import ConfigError
+from jserve.model.attention import AttentionBackend, backend as find_backend
+from jserve.model.sinks import with_sinks
+from jserve.model.view import Bucket, StepDims
+from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
+from jserve.runner.programs import step_name
+from jserve.runner.runner import kv_dtype, ladder_of, runner_limits, step_dims
+from jserve.sim.roofline import CHIPS, Chip, Roofline, Shape
+from jserve.sizing.models import Model, find
+
+LENGTHS = (512, 2048, 8192)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST_DEVICES = 64
+"""Up to here a model that does not fit is tried on more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residents:
+    """How many sequences of one length the pool holds at once."""
+
+    length: int
+    """Tokens, prompt and answer together."""
+    pages: int
+    sequences: int
+    admitted: int
+    """As many of them as ``max_num_seqs`` lets run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """Decoding at one batch and context."""
+
+    batch: int
+    context: int
+    limit_ms: float
+    """A step at the device's rates, collectives included."""
+    expected_ms: float
+    limit_tok_s: float
+    expected_tok_s: float
+    fits: bool
+    """Whether the pool holds so many sequences of that length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One compiled step of the engine, full, at the plan's context; bytes and flops are one
+    device's."""
+
+    name: str
+    decode_rows: int
+    prefill_tokens: int
+    prefill_rows: int
+    tokens_per_decode_row: int
+    weight_bytes: int
+    kv_bytes: int
+    flops: float
+    bound: str
+    """memory or compute."""
+    limit_ms: float
+    """Without collectives."""
+    collectives_ms: float
+    expected_ms: float
+    compiled: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """Of one step: sums of the activations of its tokens, and one gather of logits."""
+
+    all_reduces: int
+    all_gathers: int
+    bytes_per_token: int
+    """float32, as one device sends them in a decode step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything ``jserve plan`` says. Bytes are per device unless they say total."""
+
+    model: str
+    family: str
+    parameters: int
+    dtype: str
+    weight_bytes_total: int
+    device: str
+    devices: int
+    device_bytes: int
+    """What the process takes of a device's memory."""
+    attention_backend: str
+    kv_dtype: str
+    kv_bytes_per_token: int
+    kv_bytes_per_token_total: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    memory: MemoryPlan
+    residents: tuple[Residents, ...]
+    rates: tuple[Rate, ...]
+    context: int
+    """Tokens that each row of ``programs`` reads."""
+    programs: tuple[Program, ...]
+    collectives: Collectives
+
+
+def lengths_of(text: str) -> tuple[int, ...]:
+    """Tokens of ``512,2k,8k`` in rising order; k is 1024. Nothing is ().
+
+    Raises:
+        ConfigError: a part that is no positive number.
+    """
+    found = set()
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"(\d{1,9})([kK]?)", part.strip())
+        if match is None or int(match[1]) == 0:
+            raise ConfigError(
+                f"lengths {text!r}: {part.strip()!r} is no number of tokens such as 512 or 8k",
+                field="lengths",
+            )
+        found.add(int(match[1]) * (1024 if match[2] else 1))
+    return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A model on its devices: what ``ModelRunner`` would make of the same options."""
+
+    model: Model
+    config: EngineConfig
+    attention: AttentionBackend
+    stored: Any
+    dims: StepDims
+    memory: MemoryPlan
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def tp(self) -> int:
+        return self.config.device.tensor_parallel_size
+
+
+def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
+    """Raises ConfigError as the engine would: it does not fit, or an option cannot be honoured."""
+    tp = config.device.tensor_parallel_size
+    attention = find_backend(config.device.attention_backend, "cuda" if chip.memory else "cpu")
+    arch = with_sinks(model.arch, attention, config.device.attention_sinks)
+    model = dataclasses.replace(model, arch=arch)
+    stored = attention.kv_dtype(kv_dtype(config, model.dtype))
+    dims, weights = step_dims(model.arch, config), model.weight_bytes(tp)
+    memory = plan_memory(
+        arch=model.arch,
+        backend=attention,
+        dims=dims,
+        itemsize=stored.itemsize,
+        tp=tp,
+        weight_bytes=weights,
+        options=config.cache,
+        memory=_memory(chip, weights),
+    )
+    limits = runner_limits(model.arch, config, dims, memory.n_pages, 0)
+    synthetic = config.speculative.method == "synthetic"
+    return Layout(
+        model=model,
+        config=config,
+        attention=attention,
+        stored=stored,
+        dims=dims,
+        memory=memory,
+        buckets=ladder_of(limits, masks_drafts=synthetic).buckets,
+    )
+
+
+def _memory(chip: Chip, weights: int) -> DeviceMemory:
+    if chip.memory:
+        return DeviceMemory(total=int(chip.memory * DEVICE_SHARE), taken=0, is_host=False)
+    host = DeviceMemory.of_host()
+    return dataclasses.replace(host, taken=host.taken + weights)
+
+
+def plan(
+    name: str, device: str, lengths: tuple[int, ...], config: EngineConfig
+) -> tuple[Plan, Layout]:
+    """Plan ``name`` on ``tensor_parallel_size`` devices of that kind. No lengths: those of
+    ``LENGTHS`` that are shorter than the context.
+
+    Raises:
+        ConfigError: an unknown device, a length beyond the context, a model that cannot be read,
+        split or fitted (saying how many devices it takes).
+    """
+    if device not in CHIPS:
+        raise ConfigError(
+            f"device must be one of {', '.join(CHIPS)}, not {device!r}", field="device"
+        )
+    chip = CHIPS[device]
+    model = find(name, config.model.revision, config.model.dtype)
+    try:
+        laid = lay_out(model, config, chip)
+    except ConfigError as error:
+        raise _with_advice(error, model, config, chip) from None
+    context = _context(laid)
+    lengths = lengths or tuple(n for n in LENGTHS if n < context) or (context,)
+    if lengths[-1] > context:
+        raise ConfigError(
+            f"lengths: {lengths[-1]} tokens exceed the context of {context}", field="lengths"
+        )
+    return _plan(laid, chip, lengths), laid
+
+
+def _with_advice(error: ConfigError, model: Model, config: EngineConfig, chip: Chip) -> ConfigError:
+    """The error of a model that does not fit, and the smallest number of devices on which it does."""
+    if error.field not in ("memory_utilization", "kv_memory_gb", "n_pages"):
+        return error
+    have = config.device.tensor_parallel_size
+    more = range(have + 1, MOST_DEVICES + 1) if chip.memory else ()
+    need = next((n for n in more if _fits(model, config, chip, n)), 0)
+    gb = model.weight_bytes(have) / 1e9
+    text = f"{model.name} does not fit on {have} x {chip.name} ({gb:.2f} GB of weights each): "
+    text += error.message
+    if need:
+        text += f"; it takes {need} devices (--tp {need})"
+    return ConfigError(f"{text}; or lower --max-model-len", field=error.field)
+
+
+def _fits(model: Model, config: EngineConfig, chip: Chip, tp: int) -> bool:
+    device = dataclasses.replace(config.device, tensor_parallel_size=tp)
+    try:
+        lay_out(model, dataclasses.replace(config, device=device), chip)
+    except ConfigError:
+        return False
+    return True
+
+
+def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...]) -> Plan:
+    model, config, memory, tp = laid.model, laid.config, laid.memory, laid.tp
+    line, context = _roofline(laid, chip), lengths[len(lengths) // 2]
+    per_token = memory.page_bytes // laid.dims.Z
+    return Plan(
+        model=model.name,
+        family=model.family.name,
+        parameters=model.n_params,
+        dtype=str(model.dtype),
+        weight_bytes_total=model.weight_bytes(1),
+        device=chip.name,
+        devices=tp,
+        device_bytes=memory.total_bytes,
+        attention_backend=laid.attention.name,
+        kv_dtype=str(kv_dtype(config, model.dtype)),
+        kv_bytes_per_token=per_token,
+        kv_bytes_per_token_total=per_token * tp,
+        page_size=laid.dims.Z,
+        max_model_len=_context(laid),
+        max_num_seqs=laid.dims.C,
+        memory=memory,
+        residents=tuple(_residents(laid, n) for n in lengths),
+        rates=tuple(_rate(laid, line, b, n) for n in lengths for b in BATCHES),
+        context=context,
+        programs=tuple(_program(line, b, context) for b in laid.buckets),
+        collectives=_collectives(line),
+    )
+
+
+def _context(laid: Layout) -> int:
+    return laid.config.model.max_model_len or laid.model.arch.max_position
+
+
+def _roofline(laid: Layout, chip: Chip) -> Roofline:
+    arch = laid.model.arch
+    shape = Shape(
+        layers=arch.L,
+        hidden=arch.D,
+        ffn=arch.F,
+        heads=arch.N,
+        kv_heads=arch.K,
+        head=arch.H,
+        vocab=arch.V,
+        context=arch.max_position,
+        tied=arch.tied,
+        itemsize=laid.model.dtype.itemsize,
+        window=arch.widest,
+    )
+    return Roofline(shape=shape, chip=chip, kv_itemsize=laid.stored.itemsize, tp=laid.tp)
+
+
+def _residents(laid: Layout, length: int) -> Residents:
+    pages = -(-length // laid.dims.Z)
+    held = (laid.memory.n_pages - 1) // pages
+    return Residents(length=length, pages=pages, sequences=held, admitted=min(held, laid.dims.C))
+
+
+def _rate(laid: Layout, line: Roofline, batch: int, context: int) -> Rate:
+    work = line.work(rows=batch, tokens=batch, drawn=batch, n_context=context)
+    limit, expected = line.limit(work) + line.links(work), line.expected(work)
+    return Rate(
+        batch=batch,
+        context=context,
+        limit_ms=limit * 1e3,
+        expected_ms=expected * 1e3,
+        limit_tok_s=batch / limit,
+        expected_tok_s=batch / expected,
+        fits=batch <= _residents(laid, context).sequences,
+    )
+
+
+def _program(line: Roofline, bucket: Bucket, context: int) -> Program:
+    drawn = bucket.D * bucket.J + (bucket.P if bucket.score else bucket.F)
+    work = line.work(rows=bucket.R, tokens=bucket.T, drawn=drawn, n_context=context)
+    return Program(
+        name=step_name(bucket),
+        decode_rows=bucket.D,
+        prefill_tokens=bucket.P,
+        prefill_rows=bucket.F,
+        tokens_per_decode_row=bucket.J,
+        weight_bytes=int(work.weight_bytes),
+        kv_bytes=int(work.kv_bytes),
+        flops=work.flops,
+        bound="compute" if line.is_compute_bound(work) else "memory",
+        limit_ms=line.limit(work) * 1e3,
+        collectives_ms=line.links(work) * 1e3,
+        expected_ms=line.expected(work) * 1e3,
+    )
+
+
+def _collectives(line: Roofline) -> Collectives:
+    one = line.work(rows=1, tokens=1, drawn=1, n_context=0)
+    gathers = 1 if one.n_collectives else 0
+    return Collectives(
+        all_reduces=one.n_collectives - gathers,
+        all_gathers=gathers,
+        bytes_per_token=int(one.link_bytes),
+    )

@@ -1,0 +1,95 @@
+"""What is read out of a compiled program's text, over one small program with every rule in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pallas_kernels.hlo import Module
+
+TEXT = """HloModule jit_f
+
+%fused_dot (param_0: bf16[8,4], param_1: bf16[16,4]) -> f32[8,16] {
+  %param_0 = bf16[8,4]{1,0} parameter(0)
+  %param_1 = bf16[16,4]{1,0} parameter(1)
+  ROOT %dot.1 = f32[8,16]{1,0} dot(%param_0, %param_1), lhs_contracting_dims={1}
+}
+
+%fused_gather (param_0.1: bf16[16,4], param_1.1: s32[8]) -> bf16[8,4] {
+  %param_0.1 = bf16[16,4]{1,0} parameter(0)
+  %param_1.1 = s32[8]{0} parameter(1)
+  ROOT %gather.1 = bf16[8,4]{1,0} gather(%param_0.1, %param_1.1), slice_sizes={1,4}
+}
+
+%fused_scatter (param_0.2: bf16[1024,4], param_1.2: f32[8,16]) -> bf16[1024,4] {
+  %param_0.2 = bf16[1024,4]{1,0} parameter(0)
+  %param_1.2 = f32[8,16]{1,0} parameter(1)
+  %convert.1 = bf16[8,16]{1,0} convert(%param_1.2)
+  %scatter.1 = bf16[1024,4]{1,0} scatter(%param_0.2, %convert.1), to_apply=%region
+  ROOT %bitcast.9 = bf16[1024,4]{1,0} bitcast(%scatter.1)
+}
+
+ENTRY %main.1 (params__embed__.1: bf16[16,4], params__w__.1: bf16[16,4]) -> (f32[8,16]) {
+  %params__embed__.1 = bf16[16,4]{1,0} parameter(0), metadata={op_name="params[\\'embed\\']"}
+  %params__w__.1 = bf16[16,4]{1,0} parameter(1), metadata={op_name="params[\\'w\\']"}
+  %state_kv.1 = bf16[16,64,4]{2,1,0} parameter(2), metadata={op_name="state.kv[0][0]"}
+  %buf.1 = s32[8]{0} parameter(3), metadata={op_name="buf"}
+  %rows = bf16[8,4]{1,0} fusion(%params__embed__.1, %buf.1), kind=kLoop, calls=%fused_gather
+  %view = bf16[16,4]{1,0} bitcast(%params__w__.1)
+  %dot = f32[8,16]{1,0} fusion(%rows, %view), kind=kCustom, calls=%fused_dot
+  %head = f32[8,16]{1,0} fusion(%rows, %params__embed__.1), kind=kCustom, calls=%fused_dot
+  %flat = bf16[1024,4]{1,0} bitcast(%state_kv.1)
+  %written = bf16[1024,4]{1,0} fusion(%flat, %dot), kind=kInput, calls=%fused_scatter
+  %kernel = (f32[8,16]{1,0}, f32[8]{0}) custom-call(%rows, %written), custom_call_target="k"
+  %part = f32[8,16]{1,0} get-tuple-element(%kernel), index=0
+  %branch = f32[8,16]{1,0} conditional(%part, %head), branch_computations={%a, %b}
+  ROOT %out = (f32[8,16]{1,0}) tuple(%branch)
+}
+"""
+ROWS, IDS, DOT, W, KERNEL = 8 * 4 * 2, 8 * 4, 8 * 16 * 4, 16 * 4 * 2, 8 * 16 * 4 + 8 * 4
+
+
+def test_bytes_moved() -> None:
+    """Picked rows, not the table; views nothing; the pool and what is written into it nothing;
+    a branch nothing."""
+    picked = 2 * ROWS + IDS
+    dots = 2 * (ROWS + W + DOT)
+    scatter = DOT
+    kernel = ROWS + KERNEL
+    assert Module(TEXT).moved("state.kv") == picked + dots + scatter + kernel
+
+
+def test_a_pool_that_is_not_apart_counts_what_is_visited() -> None:
+    module, pool = Module(TEXT), 1024 * 4 * 2
+    assert module.moved("nothing") == module.moved("state.kv") + pool
+
+
+def test_a_copied_pool_is_seen() -> None:
+    copied = TEXT.replace("%flat = bf16[1024,4]{1,0} bitcast", "%flat = bf16[1024,4]{1,0} copy")
+    assert Module(copied).moved("state.kv") >= Module(TEXT).moved("state.kv") + 1024 * 4 * 2
+
+
+def test_readers() -> None:
+    module = Module(TEXT)
+    assert module.reads("params") == {"params['embed']": 2, "params['w']": 1}
+    assert module.size("params['w']") == W
+    twice = TEXT.replace(
+        "%dot = f32[8,16]{1,0} fusion(%rows, %view)", "%dot = f32[8,16]{1,0} copy(%view)"
+    )
+    assert Module(twice + "").reads("params['w']") == {"params['w']": 1}
+    again = TEXT.replace(
+        "fusion(%rows, %params__embed__.1), kind=kCustom", "fusion(%rows, %view), kind=kCustom"
+    )
+    assert Module(again).reads("params") == {"params['embed']": 1, "params['w']": 2}
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("%a = pred[] parameter(0)", 1),
+        ("%a = (f32[2,3]{1,0:T(8,128)}, (s8[4]{0}, bf16[0]{0})) parameter(0)", 28),
+        ("%a = f8e4m3fn[7]{0} parameter(0)", 7),
+    ],
+)
+def test_sizes_of_types(line: str, size: int) -> None:
+    text = f"HloModule m\n\nENTRY %main (a: x) -> x {{\n  {line}\n}}\n"
+    assert Module(text).entry[0].n_bytes == size

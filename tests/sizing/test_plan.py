@@ -1,0 +1,266 @@
+"""The plan against figures worked out by hand, and against the engine that would be started."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from jserve.cli import app
+from jserve.config import DEVICE_SHARE, EngineConfig
+from jserve.errors import ConfigError
+from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.view import Bucket
+from jserve.runner.buckets import Ladder
+from jserve.runner.memory import DeviceMemory
+from jserve.runner.programs import step_name
+from jserve.runner.runner import ModelRunner, ladder_of
+from jserve.shapes import SHAPES
+from jserve.sim.roofline import CHIPS
+from jserve.sizing import plan as sizing, show
+from jserve.sizing.models import find
+from jserve.weights.dummy import draw_all
+
+PARAMETERS = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b": 7_248_023_552,
+}
+"""As their publishers count them."""
+
+
+def plan(
+    name: str = "llama-3.1-8b", device: str = "h200", lengths: str = "", **flat
+) -> sizing.Plan:
+    config = EngineConfig.of(**flat)
+    return sizing.plan(name, device, sizing.lengths_of(lengths), config)[0]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_known_shapes_have_the_published_number_of_parameters(name: str) -> None:
+    assert find(name).n_params == PARAMETERS[name]
+
+
+def test_memory_of_8b_on_an_h200() -> None:
+    """142,603,651,645 bytes are taken; 85 % of them less 16,060,522,496 of weights and 32 slots of
+    128,256 * 8 bytes hold 25,062 pages of 32 tokens, rounded down to 12 * 2048."""
+    found = plan()
+    assert found.weight_bytes_total == 16_060_522_496
+    assert found.kv_bytes_per_token == 128 * 1024
+    assert found.device_bytes == 142_603_651_645
+    assert found.memory.page_bytes == 32 * 131_072
+    assert found.memory.n_pages == 24_576
+    assert found.memory.slot_bytes == 32 * 128_256 * 8
+    by_length = {r.length: (r.pages, r.sequences, r.admitted) for r in found.residents}
+    assert by_length == {512: (16, 1535, 32), 2048: (64, 383, 32), 8192: (256, 95, 32)}
+
+
+def test_what_eight_devices_hold() -> None:
+    found = plan(tensor_parallel_size=8, lengths="2k")
+    assert found.memory.weight_bytes == 16_060_522_496 // 8
+    assert found.kv_bytes_per_token == 16 * 1024
+    assert found.kv_bytes_per_token_total == 128 * 1024
+    assert plan(tensor_parallel_size=16, lengths="2k").kv_bytes_per_token == 16 * 1024
+
+
+def test_rates_of_8b_on_an_h200() -> None:
+    """Batch 32 at 2048 tokens: 15.0095 GB of weights and 32 * 2049 * 128 KiB of KV at 4.3 TB/s."""
+    rates = {(r.batch, r.context): r for r in plan().rates}
+    weights = 2 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096)
+    assert weights == pytest.approx(15.0095e9, rel=1e-4)
+    limit = (weights + 32 * 2049 * 131_072) / 4.3e12
+    assert rates[32, 2048].limit_ms == pytest.approx(limit * 1e3, rel=1e-6)
+    assert rates[32, 2048].expected_ms == pytest.approx((limit / 0.7 + 3e-4) * 1e3, rel=1e-6)
+    assert rates[1, 512].limit_tok_s == pytest.approx(285, abs=0.5)
+    assert rates[64, 8192].fits
+    assert not rates[128, 8192].fits
+
+
+def test_collectives_of_8b_on_eight_devices() -> None:
+    """Two sums a layer and one for the embedding, each 2 * 7/8 of its bytes; the logits' gather 7/8
+    of its."""
+    found = plan(tensor_parallel_size=8)
+    assert found.collectives == sizing.Collectives(
+        all_reduces=65,
+        all_gathers=1,
+        bytes_per_token=int((2 * 65 * 4 * 4096 + 4 * 128_256) * 7 / 8),
+    )
+    program = next(p for p in found.programs if p.name == "step_D32_P0_F0_J1")
+    sent = 32 * found.collectives.bytes_per_token / 450e9
+    assert program.collectives_ms == pytest.approx((66 * 8e-6 + sent) * 1e3, rel=1e-4)
+    assert plan().collectives == sizing.Collectives(all_reduces=0, all_gathers=0, bytes_per_token=0)
+
+
+def test_a_full_prefill_is_bound_by_flops() -> None:
+    found = plan(max_num_batched_tokens=4096, max_num_seqs=8, lengths="2k")
+    programs = {p.name: p for p in found.programs}
+    mixed = programs["step_D8_P4096_F8_J1"]
+    body = 8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096
+    flops = 2 * body * 4104 + 2 * 16 * 128_256 * 4096 + 4 * 32 * 4096 * 4104 * 2048
+    assert mixed.flops == pytest.approx(flops)
+    assert mixed.bound == "compute"
+    assert mixed.limit_ms == pytest.approx(flops / 780e12 * 1e3)
+    assert programs["step_D8_P0_F0_J1"].bound == "memory"
+    scored = programs["step_D8_P4096_F8_J1_score"]
+    assert scored.flops - mixed.flops == pytest.approx(2 * (4096 - 8) * 128_256 * 4096)
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+SMALL = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "load_format": "dummy",
+    "compile_cache": "",
+    "prompt_logprobs": False,
+    "structured_outputs": False,
+    "page_size": 8,
+}
+
+
+def started(config: EngineConfig, tp: int) -> ModelRunner:
+    """The runner of that config with one program instead of all."""
+    model, mesh, rules = find(config.model.model), make_mesh(tp), ShardRules()
+    specs = model.family.specs(model.arch, tp)
+    params = draw_all(specs, 0, mesh, rules, model.dtype)
+    one = Ladder(buckets=(Bucket(D=2, P=0, F=0),))
+    return ModelRunner(model.family, model.arch, params, mesh, config, rules=rules, ladder=one)
+
+
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [
+        ("cpu", {}),
+        ("h200", {"memory_utilization": 0.5}),
+        ("h200", {"tensor_parallel_size": 4, "page_size": 32, "kv_dtype": "bfloat16"}),
+        ("h200", {"n_pages": 77}),
+    ],
+)
+def test_the_engine_allocates_what_the_plan_says(
+    device: str, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    config = EngineConfig.of(model=str(tmp_path), **SMALL | options)
+    if device != "cpu":
+        total = 4 << 20
+        chip = dataclasses.replace(CHIPS[device], memory=(total + 0.5) / DEVICE_SHARE)
+        monkeypatch.setitem(sizing.CHIPS, device, chip)
+        taken = DeviceMemory(total=total, taken=0, is_host=False)
+        monkeypatch.setattr(DeviceMemory, "of", lambda _: taken)
+    found, laid = sizing.plan(str(tmp_path), device, (100,), config)
+    runner = started(config, laid.tp)
+    if device == "cpu":
+        assert found.memory.n_pages == runner.memory.n_pages
+    else:
+        assert found.memory == runner.memory
+    held = sum(x.nbytes for x in jax.tree.leaves(runner.state.kv))
+    assert held == laid.tp * found.memory.kv_bytes
+    assert found.memory.kv_bytes == found.memory.n_pages * found.memory.page_bytes
+    names = [step_name(b) for b in ladder_of(runner.limits, masks_drafts=False).buckets]
+    assert [p.name for p in found.programs] == names
+
+
+def test_a_model_that_does_not_fit_says_how_many_devices_it_takes() -> None:
+    with pytest.raises(ConfigError, match=r"141\.11 GB of weights each.*takes 2 devices") as caught:
+        plan("llama-3.1-70b")
+    assert caught.value.field == "memory_utilization"
+    assert plan("llama-3.1-70b", tensor_parallel_size=2).memory.n_pages > 4097
+    with pytest.raises(ConfigError, match=r"takes 4 devices \(--tp 4\)"):
+        plan("llama-3.1-70b", "h100")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "words"),
+    [
+        ({"name": "nowhere"}, "model", "known shapes: llama-3.2-1b"),
+        ({"device": "v100"}, "device", "one of h200, h100"),
+        ({"lengths": "1,x"}, "lengths", "'x' is no number"),
+        ({"lengths": "0"}, "lengths", "'0' is no number"),
+        ({"lengths": "256k"}, "lengths", "262144 tokens exceed the context of 131072"),
+        ({"name": "qwen2.5-7b", "tensor_parallel_size": 3}, "num_attention_heads", "28"),
+        ({"max_model_len": 200_000}, "max_model_len", "exceeds the model's 131072"),
+        ({"n_pages": 5}, "n_pages", "5 KV pages"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(arguments: dict, field: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        plan(**arguments)
+    assert caught.value.field == field
+
+
+def test_a_model_by_its_file_or_directory(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPES["qwen3-8b"]))
+    for name in (path, tmp_path):
+        assert find(str(name)).n_params == PARAMETERS["qwen3-8b"]
+    path.write_text(json.dumps(SHAPES["qwen3-8b"] | {"num_experts": 8}))
+    with pytest.raises(ConfigError, match="num_experts"):
+        find(str(path))
+    path.write_text("[1")
+    with pytest.raises(ConfigError, match="not JSON"):
+        find(str(tmp_path))
+
+
+def test_lengths() -> None:
+    assert sizing.lengths_of("8k, 512,2K,512") == (512, 2048, 8192)
+    assert [r.length for r in plan("qwen3-0.6b", max_model_len=1000).residents] == [512]
+    assert [r.length for r in plan("qwen3-0.6b", max_model_len=256).residents] == [256]
+
+
+def test_tables_and_json_say_the_same() -> None:
+    found = plan(tensor_parallel_size=2, lengths="512,64k")
+    console = Console(width=show.WIDTH, record=True, file=io.StringIO())
+    show.as_text(found, console)
+    text = console.export_text()
+    data = json.loads(show.as_json(found))
+    assert data["memory"]["n_pages"] == found.memory.n_pages
+    assert f"{found.memory.n_pages} pages of 32" in text
+    assert "no room" in text
+    assert "65 all-reduces and 1 all-gather" in text
+    assert len(data["programs"]) == len(found.programs)
+    assert all(p.name in text for p in found.programs)
+
+
+def test_the_command() -> None:
+    """Options are those of ``serve``; a mistake is one line and exit code 2."""
+    run = CliRunner().invoke
+    done = run(app, ["plan", "Llama-3.1-8B", "--tp", "2", "--max-num-seqs", "64", "--json"])
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert (data["devices"], data["max_num_seqs"]) == (2, 64)
+    assert data["memory"]["weight_bytes"] == 8_030_261_248
+    shown = run(app, ["plan", "llama-3.1-8b", "--lengths", "4k"])
+    assert "8.03 B parameters, bfloat16, 16.06 GB in all" in shown.stdout
+    assert "128 KiB a token" in shown.stdout
+    wrong = run(app, ["plan", "llama-3.1-8b", "--device", "abacus"])
+    assert wrong.exit_code == 2
+    assert wrong.stderr == ("error: device must be one of h200, h100, b200, cpu, not 'abacus'\n")
+    assert not wrong.stdout
+
+
+def test_the_shipped_model_on_this_machine() -> None:
+    done = CliRunner().invoke(app, ["plan", "--device", "cpu", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["model"] == "jserve-mini"
