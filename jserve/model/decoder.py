@@ -7,6 +7,7 @@ serves: the switches of ``Arch`` decide. A family file is a config reader plus t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,21 @@ def forward(
     axis: str | None,
 ) -> tuple[jax.Array, list[LayerKV]]:
     """(float32[T, D] after the final norm, the new KV of every layer)."""
+    return tapped(arch, params, view, kv, attn, axis, ())[:2]
+
+
+def tapped(
+    arch: Arch,
+    params: Any,
+    view: StepView,
+    kv: list[LayerKV],
+    attn: AttentionBackend,
+    axis: str | None,
+    layers: Sequence[int],
+) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
+    """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
     x_TD = embed(params["embed"], view.tok_T, axis)
+    entering = {}
     tables = rope_tables(arch, view.pos_T)
     # Layers alike in their window are one traced function, called again: tracing and lowering of a
     # step take a third of the time, and XLA inlines the calls, so the program is the same.
@@ -38,10 +53,18 @@ def forward(
     }
     new_kv = []
     for i, p in enumerate(params["layers"]):
+        entering[i] = x_TD
         with jax.named_scope(f"layer{i}"):
             x_TD, layer_kv = layer_of[arch.window(i)](p, x_TD, tables, view, kv[i])
             new_kv.append(layer_kv)
-    return rms_norm(x_TD, params["final_norm"], arch.norm_eps), new_kv
+    entering[arch.L] = x_TD
+    y_TD = rms_norm(x_TD, params["final_norm"], arch.norm_eps)
+    return y_TD, new_kv, [entering[i] for i in layers]
+
+
+def embedded(params: Any, tok_T: jax.Array, axis: str | None) -> jax.Array:
+    """float32[T, D]: the rows of the embedding."""
+    return embed(params["embed"], tok_T, axis)
 
 
 def _traced_layer(arch: Arch, window: int, attn: AttentionBackend, axis: str | None) -> Any:
