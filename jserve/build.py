@@ -124,12 +124,14 @@ def engine(
     *,
     params: Any = None,
     mesh: Any = None,
+    speculative: Any = None,
 ) -> tuple[Engine, dict[str, Any]]:
     """Load, compile and wire everything on the device side.
 
     Args:
         params: weights as a pytree instead of the model's files.
         mesh: a jax Mesh with an axis "tp"; by default the first ``tensor_parallel_size`` devices.
+        speculative: what drafts on the device: ``method``, ``model`` (a directory), ``num_tokens``.
 
     Returns:
         The engine and facts for the banner and /metrics.
@@ -141,7 +143,7 @@ def engine(
     from jserve.sched.scheduler import Scheduler
 
     began = time.monotonic()
-    runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
+    runner, facts = _runner(config, progress or (lambda *_: None), params, mesh, speculative)
     scheduler = Scheduler(
         runner.limits,
         config,
@@ -183,7 +185,9 @@ def _journal(path: str) -> Any:
         raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
 
 
-def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
+def _runner(
+    config: EngineConfig, progress: Progress, params: Any, mesh: Any, speculative: Any
+) -> Any:
     from jserve.model.families import family_for
     from jserve.model.shard import ShardRules
     from jserve.runner.programs import use_compile_cache
@@ -214,8 +218,20 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     else:
         specs = family.specs(arch, mesh.shape.get("tp", 1))
         params = adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
+    speculation = None
+    if speculative is not None:
+        speculation = _speculation(config, speculative, (arch, mesh, rules, dtype), progress)
     loaded = time.monotonic()
-    runner = ModelRunner(family, arch, params, mesh, config, rules=rules, progress=progress)
+    runner = ModelRunner(
+        family,
+        arch,
+        params,
+        mesh,
+        config,
+        rules=rules,
+        speculation=speculation,
+        progress=progress,
+    )
     facts = {
         "model": config.model.served_model_name or source.name,
         "family": family.name,
@@ -223,6 +239,29 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "compile_s": round(time.monotonic() - loaded, 2),
     }
     return runner, facts
+
+
+def _speculation(
+    config: EngineConfig, options: Any, given: tuple[Any, ...], progress: Progress
+) -> Any:
+    """The drafter that ``options`` name, for a target of these (arch, mesh, rules, dtype)."""
+    from jserve.runner.drafts import load_speculation
+    from jserve.weights.source import resolve
+
+    if not options.model:
+        raise ConfigError(
+            f"speculative.method {options.method} needs speculative.model, a directory",
+            field="speculative.model",
+        )
+    return load_speculation(
+        options.method,
+        resolve(options.model, "", config.model.load_format),
+        *given,
+        n_draft=options.num_tokens,
+        progress=lambda _, done, total: progress("load drafter", done, total),
+        scan_nan=config.model.scan_nan,
+        seed=config.model.seed + 1,
+    )
 
 
 def _mesh(config: EngineConfig) -> Any:

@@ -271,7 +271,9 @@ def run(
             told = Told(
                 view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps
             )
-            hands = Hands(drafter, _target(model, params), own, model.dims, model.draft_axis)
+            loops = model.mesh.devices.flat[0].platform == "cpu"
+            target, axis = _target(model, params), model.draft_axis
+            hands = Hands(drafter, target, own, model.dims, axis, loops)
             drafted, slots = leave_drafts(hands, state.kv[arch.L :], told, slots, bucket)
             kv = [*kv, *drafted]
     scores = None
