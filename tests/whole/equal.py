@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from jserve.engine.engine import Engine
 from jserve.model.families import family_for
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
-from jserve.ports import InFlight
+from jserve.ports import InFlight, Proposer
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
@@ -64,8 +64,11 @@ BUCKETS = (
 )
 
 
-def make_runner(tp: int = 1) -> ModelRunner:
-    """The tiny model with drawn weights, large enough in scale that its choices vary."""
+def make_runner(
+    tp: int = 1, speculation: Callable[..., Any] | None = None, buckets: Seq[Bucket] = BUCKETS
+) -> ModelRunner:
+    """The tiny model with drawn weights, large enough in scale that its choices vary; drafted for by
+    what ``speculation`` makes of its arch, its parameters and the mesh."""
     family = family_for(TINY)
     source = Source(
         name="tiny", directory=None, format="dummy", weights=None, config=TINY, generation={}
@@ -74,8 +77,11 @@ def make_runner(tp: int = 1) -> ModelRunner:
     params = load(family, family.arch(TINY), source, mesh, rules, dtype, seed=3)
     params = {**params, "embed": params["embed"] * 30}
     config = EngineConfig.of(**OPTIONS)
-    ladder = Ladder(buckets=BUCKETS)
-    return ModelRunner(family, family.arch(TINY), params, mesh, config, rules=rules, ladder=ladder)
+    arch, ladder = family.arch(TINY), Ladder(buckets=tuple(buckets))
+    drafts = None if speculation is None else speculation(arch, params, mesh)
+    return ModelRunner(
+        family, arch, params, mesh, config, rules=rules, ladder=ladder, speculation=drafts
+    )
 
 
 class RandomBuckets:
@@ -197,6 +203,7 @@ def run(
     way: Way,
     rng: random.Random,
     truth: dict[tuple[str, int], list[int]] | None = None,
+    proposer: Proposer | None = None,
 ) -> dict[tuple[str, int], Answer]:
     """Run all requests, arriving at random steps, and gather what each choice got."""
     limits = dataclasses.replace(runner.limits, n_pages=way.n_pages)
@@ -209,7 +216,8 @@ def run(
             "overlap": way.overlap,
         }
     )
-    proposer = Guesses(truth or {}, rng) if way.drafts else None
+    if way.drafts:
+        proposer = Guesses(truth or {}, rng)
     scheduler = Scheduler(limits, config, proposer=proposer)
     device: Any = RandomBuckets(runner, rng) if way.random_buckets else runner
     engine = Engine(scheduler, device, overlap=way.overlap)

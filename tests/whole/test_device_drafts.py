@@ -1,0 +1,141 @@
+"""Drafters on the device under the real scheduler: however requests are run and whatever drafts for
+them, each gets what it gets alone and undrafted. Pages are short, prefixes shared, chunks odd."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence as Seq
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jserve.model.draft_model import draft_model
+from jserve.model.eagle3 import eagle3
+from jserve.model.families import family_for
+from jserve.model.shard import ShardRules
+from jserve.model.view import Bucket
+from jserve.ports import InFlight
+from jserve.runner.drafts import Speculation
+from jserve.runner.runner import ModelRunner
+from jserve.types import Sequence, StepPlan
+from jserve.weights.dummy import draw_all
+from tests.whole import equal
+from tests.whole.test_equalities import compare
+
+TREE = (0, 0, 1)
+
+
+def itself(arch: Any, params: Any, mesh: Any) -> Speculation:
+    """The target as its own draft model."""
+    drafter = draft_model(family_for(equal.TINY), arch, arch, mesh.shape["tp"])
+    return Speculation(drafter=drafter, params=params, n_draft=3)
+
+
+def head(arch: Any, params: Any, mesh: Any) -> Speculation:
+    """An EAGLE-3 head of random weights: its trees are wrong but for a branch now and then."""
+    own = dataclasses.replace(arch, L=1, V=arch.V)
+    drafter = eagle3(own, arch, taps=(0, 1, 2), own_embed=False, mapped=False, tp=mesh.shape["tp"])
+    weights = draw_all(drafter.specs(mesh.shape["tp"]), 5, mesh, ShardRules(), np.float32)
+    return Speculation(drafter=drafter, params=weights, n_draft=len(TREE), tree=TREE)
+
+
+@lru_cache
+def drafting(kind: str, tp: int = 1) -> ModelRunner:
+    make, tree = (itself, ()) if kind == "itself" else (head, TREE)
+    wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree)
+    return equal.make_runner(tp, make, (wide, dataclasses.replace(wide, score=True)))
+
+
+class Drafting:
+    """Has every step leave drafts, and counts what became of them."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.limits = runner, runner.limits
+        self.drafted = self.stood = 0
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        n = self.limits.device_drafts
+        return self.runner.launch(dataclasses.replace(plan, n_draft=n))
+
+    def collect(self, flight: InFlight) -> Any:
+        result = self.runner.collect(flight)
+        for row, n_ok in zip(flight.plan.rows, result.n_ok_R.tolist(), strict=True):
+            self.drafted += len(row.drafts)
+            self.stood += n_ok - 1 if row.drafts else 0
+        return result
+
+
+class Held:
+    """Some or all of what the slot holds."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
+        return [(-1,) * self.rng.randint(0, max_drafts) for _ in seqs]
+
+
+def check_workload(plain: ModelRunner, kind: str, seed: int, tp: int = 1) -> Drafting:
+    rng = random.Random(seed)
+    requests = equal.draw_requests(rng, f"d{seed}")
+    alone: dict = {}
+    for request in requests:
+        alone |= equal.run(plain, [request], equal.PLAIN, random.Random(0))
+    way = dataclasses.replace(equal.Way.draw(rng), drafts=False, random_buckets=False)
+    device: Any = Drafting(drafting(kind, tp))
+    compare(equal.run(device, requests, way, rng, proposer=Held(rng)), alone)
+    return device
+
+
+@pytest.mark.parametrize("kind", ["itself", "head"])
+def test_any_way_of_running_equals_alone(runner, kind: str) -> None:
+    """Chunks, cache hits, preemption, overlap, penalties, logprobs, n, stops: six workloads."""
+    stood = [check_workload(runner, kind, seed).stood for seed in range(300, 306)]
+    assert sum(stood) > (100 if kind == "itself" else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["itself", "head"])
+def test_any_way_of_running_equals_alone_many(runner, kind: str) -> None:
+    for seed in range(2000, 2060):
+        check_workload(runner, kind, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["itself", "head"])
+def test_sharded_equals_one_device(runner, kind: str) -> None:
+    for seed in range(60, 64):
+        check_workload(runner, kind, seed, tp=2)
+
+
+def test_cached_prefixes_hold_what_the_drafter_needs(runner) -> None:
+    """Prompts whose KV is all but found in the cache draft as well as those that computed it."""
+    rng = random.Random(1)
+    (request,) = [r for r in equal.draw_requests(rng, "c") if r.params.n == 1][:1]
+    params = dataclasses.replace(
+        request.params,
+        temperature=0.0,
+        max_tokens=16,
+        stop_token_ids=(),
+        logprobs=None,
+        prompt_logprobs=None,
+        seed=1,
+    )
+    prompt = tuple(rng.randrange(equal.V) for _ in range(60))
+    asked = [
+        dataclasses.replace(request, id=f"c{i}", params=params, prompt_ids=prompt) for i in range(4)
+    ]
+    way = dataclasses.replace(equal.PLAIN, prefix_caching=True, budget=64)
+    device: Any = Drafting(drafting("itself"))
+    equal.run(device, asked, way, rng, proposer=All())
+    assert device.drafted > 30
+    # Where a page ends before its drafts do, those have nowhere to be computed.
+    assert device.stood > 0.7 * device.drafted
+
+
+class All:
+    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
+        return [(-1,) * max_drafts for _ in seqs]
