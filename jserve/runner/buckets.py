@@ -147,7 +147,8 @@ def _with_mask(b: Bucket) -> Bucket:
 
 
 def _drafting(b: Bucket, n: int, tree: Parents) -> Bucket:
-    return replace(b, n_draft=n, tree=tree)
+    """A rung that leaves as many drafts as it verifies."""
+    return replace(b, n_draft=n if tree else min(n, b.J - 1), tree=tree)
 
 
 def _doubling(first: int, last: int) -> list[int]:

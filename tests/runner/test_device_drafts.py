@@ -22,8 +22,10 @@ from jserve.model.step import make_step
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.drafts import Speculation
+from jserve.runner.moves import PageMover
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
+from jserve.types import PageFetch, PageMove
 from tests.runner import draft_oracle, drafters
 from tests.runner.harness import ARCH, Live, Rig, jobs, make_runner, shared, tiny_params
 from tests.runner.test_equalities import alone, as_tuples, mixed_jobs
@@ -268,3 +270,45 @@ def test_params_of_the_target_are_swapped_alone():
     other = Rig(runner, device="all").run([job])
     runner.update_params(tiny_params(make_mesh(1), seed=0))
     assert other != Rig(runner, device="all").run([job]) == Rig(shared()).run([job])
+
+
+class Shelf:
+    """A spill that keeps what is written and reads it back at once."""
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, bytes] = {}
+        self.asked: list[PageFetch] = []
+
+    def write(self, digest: bytes, page: bytes, *, must: bool) -> None:
+        self.pages[digest] = page
+
+    def read(self, fetch: PageFetch) -> None:
+        self.asked.append(fetch)
+
+    def answers(self) -> list[tuple[PageFetch, bytes | None]]:
+        asked, self.asked = self.asked, []
+        return [(fetch, self.pages.get(fetch.digest)) for fetch in asked]
+
+
+def test_pages_leave_and_return_with_the_drafters_part():
+    """To host memory and back, and through the bytes of a file, into other pages."""
+    runner = drafting("eagle3", TREE)
+    model, rng = runner.model, np.random.default_rng(0)
+    mover = PageMover(model, 4)
+    mover.spill = shelf = Shelf()  # type: ignore[assignment]
+    assert mover.page_nbytes == runner.memory.page_bytes
+    kv = jax.tree.map(
+        lambda a: jax.numpy.asarray(rng.standard_normal(a.shape), a.dtype), runner.state.kv
+    )
+    before = jax.tree.map(np.asarray, kv)
+    out = [PageMove(page=p, host=h, out=True, digest=bytes([p])) for p, h in ((3, 1), (9, 0))]
+    kv, leaving = mover.launch(kv, out)
+    mover.land(leaving)
+    assert {len(page) for page in shelf.pages.values()} == {mover.page_nbytes}
+    mover.fetch([PageFetch(ticket=7, digest=bytes([9]), host=3)])
+    assert mover.take_fetched() == [(7, True)]
+    back = [PageMove(page=p, host=h, out=False) for p, h in ((5, 1), (6, 0), (7, 3))]
+    kv, _ = mover.launch(kv, back)
+    for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(kv), strict=True):
+        np.testing.assert_array_equal(np.asarray(now)[[5, 6, 7]], was[[3, 9, 9]])
+        np.testing.assert_array_equal(np.asarray(now)[[3, 4, 8, 9]], was[[3, 4, 8, 9]])
