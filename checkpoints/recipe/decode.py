@@ -82,7 +82,9 @@ def continue_ids(
         row[: len(tokens)] = tokens
     lengths_B = np.array([len(tokens) for tokens in prompts])
     key = jax.random.key(seed)
-    out_BN = _decode(config, params, prompts_BT, lengths_B, new, jnp.array(_STOPS), temperature, key)
+    out_BN = _decode(
+        config, params, prompts_BT, lengths_B, new, jnp.array(_STOPS), temperature, key
+    )
     return [row[: _end(row) + 1] for row in np.asarray(out_BN)]
 
 

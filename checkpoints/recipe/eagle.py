@@ -91,8 +91,8 @@ class EagleHead(nn.Module):
         q = rope(self.q(x).reshape(*shape, t.heads, -1), positions, t.rope_theta)
         k = rope(self.k(x).reshape(*shape, t.kv_heads, -1), positions, t.rope_theta)
         kv = k, self.v(x).reshape(*shape, t.kv_heads, -1)
-        attended = _attend(q, kv, mask, []) if context is None else _attend(
-            q, context, mask, [*chain, kv]
+        attended = (
+            _attend(q, kv, mask, []) if context is None else _attend(q, context, mask, [*chain, kv])
         )
         hidden = hidden + self.o(attended)
         return hidden + self.mlp(self.mlp_norm(hidden)), kv

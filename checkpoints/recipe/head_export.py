@@ -49,7 +49,9 @@ def weights_file(config: HeadConfig) -> str:
 
 
 def hf_config(config: HeadConfig, target: str) -> dict:
-    return _eagle_config(config) if isinstance(config, EagleConfig) else _medusa_config(config, target)
+    return (
+        _eagle_config(config) if isinstance(config, EagleConfig) else _medusa_config(config, target)
+    )
 
 
 def _eagle_config(config: EagleConfig) -> dict:

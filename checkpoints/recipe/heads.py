@@ -123,4 +123,3 @@ def chain_starts(said_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     may_BT = said_BT & jnp.roll(said_BT, -1, axis=1).at[:, -1].set(False)
     rows_BQ = jnp.argsort(~may_BT, axis=1, stable=True)[:, : int(said_BT.shape[1] * _SAID)]
     return rows_BQ, take(may_BT, rows_BQ)
-

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from checkpoints.recipe.model import ModelConfig, matmul
 
