@@ -37,6 +37,7 @@ class RunnerLimits:
     """Prefill tokens of one step, all rows together."""
     max_prefill_rows: int
     max_drafts: int
+    """Drafts that a row may carry, whoever made them."""
     n_pages: int
     """Pages of the pool, page 0 included (page 0 is scratch and never owned)."""
     page_size: int
@@ -48,6 +49,8 @@ class RunnerLimits:
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
     n_host_pages: int = 0
     """Pages of host memory that evicted pages may be moved to; 0: there is no such tier."""
+    device_drafts: int = 0
+    """Most drafts that the device drafter leaves in a slot; 0: there is no device drafter."""
     step_times: tuple[StepTime, ...] = ()
     """What is known of step times before the first step; empty when nothing was measured."""
 

@@ -32,6 +32,7 @@ from jserve.fake_model import (
     bias_digest,
     counted,
     expected,
+    fold,
     logprob_of,
     mix,
     mix_N,
@@ -56,6 +57,8 @@ class _Slot:
     history: int = 0
     """Sum of hashes of the tokens seen, prompt and output apart: stands for the penalty counts."""
     bias: int = 0
+    drafts: tuple[int, ...] = ()
+    """What the device drafter left."""
 
 
 class FakeRunner:
@@ -63,12 +66,21 @@ class FakeRunner:
 
     ``nan`` names (request id, index) pairs whose next row computes KV that is not finite, and so
     does all that reads it; ``fail_next`` makes the next ``collect`` raise; ``step_s`` is how long a
-    step takes from its launch.
+    step takes from its launch. Where ``limits.device_drafts`` says so there is a device drafter, whose
+    drafts are each right with chance ``acceptance`` (a function of seed and position).
     """
 
-    def __init__(self, limits: RunnerLimits, *, eos_rate: int = 0, step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        *,
+        eos_rate: int = 0,
+        step_s: float = 0.0,
+        acceptance: float = 0.7,
+    ) -> None:
         self.model = FakeModel(vocab_size=limits.vocab_size, eos_rate=eos_rate)
         self.step_s = step_s
+        self.acceptance = acceptance
         self.nan: set[tuple[str, int]] = set()
         self.fail_next: Exception | None = None
         self.n_launched = self.n_collected = 0
@@ -133,6 +145,7 @@ class FakeRunner:
         decode = [row for row in rows if row.from_slot]
         prefill = rows[len(decode) :]
         assert rows, "an empty plan"
+        assert 0 <= plan.n_draft <= limits.device_drafts, f"{plan.n_draft} drafts of the device"
         assert all(row.from_slot for row in rows[: len(decode)]), "decode rows must come first"
         assert len(decode) <= limits.max_decode_rows, f"{len(decode)} decode rows"
         assert len(rows) <= limits.max_rows, f"{len(rows)} rows"
@@ -148,6 +161,7 @@ class FakeRunner:
             n_given = 1 + len(row.drafts) if row.from_slot else len(row.tokens)
             assert row.count == n_given > 0, f"count {row.count}, {n_given} tokens"
             assert len(row.drafts) <= limits.max_drafts, f"{len(row.drafts)} drafts"
+            assert len({d < 0 for d in row.drafts}) < 2, "drafts of the host and of the device"
             if row.mask is not None:
                 words = -(-limits.vocab_size // 32)
                 shape = (1 + len(row.drafts), words)
@@ -185,13 +199,16 @@ class FakeRunner:
         for r, row in enumerate(plan.rows):
             pages = plan.page_table_RM[r]
             tokens, start = self._inputs(row)
+            drafts = tokens[1:] if row.from_slot else ()
             self._write(row, pages, start, tokens, written, plan.id)
             if row.score:
                 scores[r] = self._score(row, pages, start)
             if row.emits:
-                self._draw(row, pages, start, out, r)
+                self._draw(row, pages, start, drafts, out, r)
+                self._slots[row.slot].drafts = self._draft(row, pages, plan.n_draft)
             else:
                 self._slots[row.slot].length = start + row.count
+                self._slots[row.slot].drafts = ()
             cells = self._cells(pages, start + row.count)
             out.finite_R[r] &= not self.poison_PZ[cells].any()
         return replace(out, prompt=scores)
@@ -202,7 +219,15 @@ class FakeRunner:
             return list(row.tokens), row.start
         slot = self._slots[row.slot]
         assert slot.length <= row.start, f"slot at {slot.length}, the plan's bound is {row.start}"
-        return [slot.last, *row.drafts], slot.length
+        return [slot.last, *self._drafts_of(row)], slot.length
+
+    def _drafts_of(self, row: RowPlan) -> Seq[int]:
+        """The row's drafts: the host's ids, or as many of the slot's."""
+        if not row.drafts or row.drafts[0] >= 0:
+            return row.drafts
+        held, wanted = self._slots[row.slot].drafts, len(row.drafts)
+        assert wanted <= len(held), f"{wanted} drafts wanted, the slot holds {len(held)}"
+        return held[:wanted]
 
     def _cells(self, pages: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
         """(page, offset) of positions 0 .. n-1."""
@@ -238,14 +263,22 @@ class FakeRunner:
         page_N, off_N = self._cells(pages, n)
         return mix_N(np.cumsum(place_N(self.ctx_PZ[page_N, off_N])))
 
-    def _draw(self, row: RowPlan, pages: np.ndarray, start: int, out: StepResult, r: int) -> None:
+    def _draw(
+        self,
+        row: RowPlan,
+        pages: np.ndarray,
+        start: int,
+        drafts: Seq[int],
+        out: StepResult,
+        r: int,
+    ) -> None:
         """Draw at the row's last token, or at each draft while drafts are what would be drawn."""
         seq, slot = row.seq, self._slots[row.slot]
         params, stops = seq.request.params, stops_of(seq.request)
         seen_N = self._seen_N(pages, start + row.count)
-        first = start + row.count - len(row.drafts) - 1
+        first = start + row.count - len(drafts) - 1
         lock = seq.n_prompt + params.min_tokens
-        for j in range(1 + len(row.drafts)):
+        for j in range(1 + len(drafts)):
             salt = sampling_hash(params, slot.history, slot.bias)
             seen = int(seen_N[first + j]) ^ salt
             mask_W = None if row.mask is None else row.mask[j]
@@ -256,8 +289,26 @@ class FakeRunner:
             slot.history = (slot.history + counted(token, True)) & MASK
             slot.last, slot.length = token, first + j + 1
             _put(out, r, j, token, seen, self._limits.vocab_size)
-            if j < len(row.drafts) and token != row.drafts[j]:
+            if j < len(drafts) and token != drafts[j]:
                 break
+
+    def _draft(self, row: RowPlan, pages: np.ndarray, n: int) -> tuple[int, ...]:
+        """``n`` drafts of what the row's sequence will draw next, some of them wrong. No mask holds."""
+        seq, slot, vocab = row.seq, self._slots[row.slot], self._limits.vocab_size
+        params, stops = seq.request.params, stops_of(seq.request)
+        cells = self._cells(pages, slot.length)
+        total = int(np.sum(place_N(self.token_PZ[cells].astype(np.uint64))))
+        seen = int(np.sum(place_N(self.ctx_PZ[cells])))
+        token, history, drafts = slot.last, slot.history, []
+        for position in range(slot.length, slot.length + n):
+            total, seen = fold(total, seen, token, position)
+            salt = sampling_hash(params, history, slot.bias)
+            lock = seq.n_prompt + params.min_tokens
+            token = self.model.draw(mix(seen) ^ salt, position + 1, seq.seed, params, stops, lock)
+            history = (history + counted(token, True)) & MASK
+            right = mix(seen ^ 2) % 1024 < self.acceptance * 1024
+            drafts.append(token if right else (token + 1) % vocab)
+        return tuple(drafts)
 
     def _score(self, row: RowPlan, pages: np.ndarray, start: int) -> PromptLogprobs:
         n = min(start + row.count, row.seq.n_prompt - 1) - start

@@ -200,6 +200,8 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     score: bool = False
     """True when the log-probabilities of the row's own prompt tokens are wanted."""
     drafts: Seq[int] = ()
+    """Ids that the host proposes; or ``(-1,) * k``: the first k drafts that the slot holds on the device,
+    at most as many as ``StepPlan.n_draft`` of the sequence's last emitting row left there."""
     adapter: int = 0
     mask: np.ndarray | None = None
     """Allowed-token bits, int32[1 + len(drafts), ceil(V / 32)], or None."""
@@ -255,6 +257,10 @@ class StepPlan:
     loads: tuple[SlotLoad, ...] = ()
     moves: tuple[PageMove, ...] = ()
     """Pages to copy first, in this order: those that go out, then those that come in."""
+    n_draft: int = 0
+    """Drafts that the device drafter leaves in the slot of each emitting row at the end of this step, in
+    place of those it held; at most ``RunnerLimits.device_drafts``. 0: it does not run, and slots hold
+    none."""
 
     @property
     def n_tokens(self) -> int:

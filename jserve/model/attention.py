@@ -20,6 +20,8 @@ from jserve.model.view import Bucket, StepDims, StepView
 
 LayerKV = tuple[jax.Array, jax.Array]
 """(keys, values) of one layer, each of the backend's ``kv_shape``."""
+Places = tuple[jax.Array, jax.Array]
+"""(pages, offsets) of entries, int32[A] each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,9 @@ class AttentionBackend:
                read the slot).
     write_kv:  (kv, k_TKH, v_TKH, view) -> kv. Padding tokens go to page 0.
     attend:    (q_TNH, kv, view, *, window, scale) -> o_TNH, causal, ``window`` 0 = full. Padding
-               rows are finite.
+               rows are finite. Decode rows obey ``view.tree`` where it is given.
+    move:      (kv, (page_A, off_A), (page_A, off_A)) -> kv with the entries of the first places
+               copied to the second ones. None: this backend verifies no trees.
     """
 
     name: str
@@ -49,6 +53,7 @@ class AttentionBackend:
     write_kv: Callable[[LayerKV, jax.Array, jax.Array, StepView], LayerKV]
     attend: Callable[..., jax.Array]
     kv_dtype: Callable[[Any], Any] = jnp.dtype
+    move: Callable[[LayerKV, Places, Places], LayerKV] | None = None
     options: Any = None
 
 

@@ -34,7 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.attention import AttentionBackend, LayerKV, Places
+from jserve.model.tree import DraftMask, seen_in_tree
 from jserve.model.view import Bucket, StepDims, StepView
 
 S_DECODE, W_DECODE = 128, 8
@@ -160,7 +161,7 @@ def _decode(q: jax.Array, kv: LayerKV, view: StepView, window: int) -> jax.Array
         at_W = lax.dynamic_slice_in_dim(order_D, i * W, W)
         held = jax.tree.map(lambda x: x.at[at_W].get(mode="clip"), rows)
         held = held._replace(len=jnp.where(at_W < D, held.len, 0))
-        return out_DKJGH.at[at_W].set(_group(held, kv, window, S), mode="drop")
+        return out_DKJGH.at[at_W].set(_group(held, kv, window, S, view.tree), mode="drop")
 
     n_groups = -(-(rows.len > 0).sum() // W)
     out = lax.fori_loop(0, n_groups, group, jnp.zeros_like(rows.q))
@@ -181,12 +182,13 @@ def _blocked(table_RM: jax.Array, Z: int, S: int) -> tuple[jax.Array, int]:
     return jnp.pad(table_RM, ((0, 0), (0, -M % B))), B * Z
 
 
-def _group(rows: _Rows, kv: LayerKV, window: int, S: int) -> jax.Array:
+def _group(rows: _Rows, kv: LayerKV, window: int, S: int, tree: DraftMask | None) -> jax.Array:
     """float32[W, K, J, G, H]: W rows against as many blocks as the longest of them has."""
     W, K, J, G, H = rows.q.shape
     B = S // kv[0].shape[2]
     pos_WJ = rows.start[:, None] + jnp.arange(J, dtype=jnp.int32)
-    first_W = jnp.maximum(rows.start - window + 1, 0) // S if window else jnp.zeros_like(rows.len)
+    lowest_W = rows.start if tree is None else rows.start - tree.n_before
+    first_W = jnp.maximum(lowest_W - window + 1, 0) // S if window else jnp.zeros_like(rows.len)
     n_W = jnp.where(rows.len > 0, -(-rows.len // S) - first_W, 0)
     table_WM = _shift(rows.table, first_W * B) if window else rows.table
     q_WKQH = rows.q.reshape(W, K, J * G, H)
@@ -196,7 +198,11 @@ def _group(rows: _Rows, kv: LayerKV, window: int, S: int) -> jax.Array:
         pos_WS = ((first_W + j) * S)[:, None] + jnp.arange(S, dtype=jnp.int32)
         blocks = _read(kv, pages_WB)
         score = _product("wkqh,wksh->wkqs", q_WKQH, blocks.k_WKSH).reshape(W, K, J, G, S)
-        seen = _seen(pos_WJ, pos_WS, window) & (pos_WS < rows.len[:, None])[:, None]
+        seen = (
+            _seen(pos_WJ, pos_WS, window)
+            if tree is None
+            else seen_in_tree(tree, rows.start, pos_WS, window)
+        ) & (pos_WS < rows.len[:, None])[:, None]
         return _add(sums, score, seen[:, None, :, None], "wkqs,wksh->wkqh", blocks.v_WKSH)
 
     out = _finish(lax.fori_loop(0, n_W.max(), block, _no_sums((W, K, J, G), H)))
@@ -297,6 +303,15 @@ def _tile(
     return _finish(sums)
 
 
+# --- drafts that stand
+
+
+def move(kv: LayerKV, old: Places, new: Places) -> LayerKV:
+    """Copy entries to other places."""
+    keys, values = (pool.at[new[0], :, new[1]].set(pool[old[0], :, old[1]]) for pool in kv)
+    return keys, values
+
+
 XLA = AttentionBackend(
     name="xla",
     kv_axis=1,
@@ -306,4 +321,5 @@ XLA = AttentionBackend(
     plan=plan,
     write_kv=write_kv,
     attend=attend,
+    move=move,
 )

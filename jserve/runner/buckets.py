@@ -11,9 +11,10 @@ one row many times slower than two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from jserve.model.tree import Parents
 from jserve.model.view import Bucket
 from jserve.types import StepPlan
 
@@ -36,6 +37,9 @@ class Needs:
     mask: bool = False
     lora: bool = False
     score: bool = False
+    n_draft: int = 0
+    chains: bool = False
+    """Some row has drafts of the host, which are chains."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> Needs:
@@ -50,6 +54,8 @@ class Needs:
             mask=any(row.mask is not None for row in rows),
             lora=any(map(_ADAPTER, rows)),
             score=any(map(_SCORE, rows)),
+            n_draft=plan.n_draft,
+            chains=any([row.drafts and row.drafts[0] >= 0 for row in rows[:n_decode]]),
         )
 
     def fit(self, bucket: Bucket) -> bool:
@@ -61,6 +67,8 @@ class Needs:
             and bucket.mask >= self.mask
             and bucket.lora >= self.lora
             and bucket.score >= self.score
+            and bucket.n_draft >= self.n_draft
+            and not (self.chains and bucket.tree)
         )
 
 
@@ -85,8 +93,14 @@ class Ladder:
         max_drafts: int = 0,
         scores: bool = True,
         masks: bool = False,
+        device_drafts: int = 0,
+        tree: Parents = (),
     ) -> Ladder:
-        """The rungs for these limits (those of ``RunnerLimits``)."""
+        """The rungs for these limits (those of ``RunnerLimits``).
+
+        Rungs that verify are also those that leave drafts, so a drafter adds no program: a first
+        decode row waits in a wide rung for one step.
+        """
         D, P, F = max(FEW_ROWS, max_decode_rows), max(2, max_prefill_tokens), max_prefill_rows
         few = min(FEW_ROWS, D)
         widths = {1, 1 + max_drafts}
@@ -103,6 +117,8 @@ class Ladder:
             found.add(Bucket(D=D, P=P, F=F, J=1 + max_drafts, score=True))
         if masks:
             found |= {_with_mask(b) for b in found if _worth_a_mask(b, D, P)}
+        if device_drafts:
+            found = {_drafting(b, device_drafts, tree) if b.J > 1 else b for b in found}
         return cls(buckets=tuple(sorted(found, key=_cost)))
 
     def choose(self, needs: Needs) -> Bucket:
@@ -127,7 +143,11 @@ def _worth_a_mask(b: Bucket, D: int, P: int) -> bool:
 
 
 def _with_mask(b: Bucket) -> Bucket:
-    return Bucket(D=b.D, P=b.P, F=b.F, J=b.J, mask=True, score=b.score)
+    return replace(b, mask=True)
+
+
+def _drafting(b: Bucket, n: int, tree: Parents) -> Bucket:
+    return replace(b, n_draft=n, tree=tree)
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -75,15 +75,21 @@ def plan_memory(
     params: Any,
     options: CacheOptions,
     device: Any,
+    draft_page_bytes: int = 0,
 ) -> MemoryPlan:
     """Size the KV pool; ``n_pages`` or ``kv_memory_gb`` of the options decide if they are given.
+
+    Args:
+        params: all weights on the devices, a drafter's too.
+        draft_page_bytes: what a page holds besides, for the drafter.
 
     Raises:
         ConfigError: not even one sequence of the full context fits; ``field`` is the option that
         limits it.
     """
     one = page_bytes(arch, backend, page_size=dims.Z, itemsize=itemsize, tp=tp)
-    weights = sum(x.nbytes for x in jax.tree.leaves(params)) // tp
+    one += draft_page_bytes
+    weights = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
     slots = dims.C * dims.V * 8
     total, free = _device_memory(device, options.memory_utilization, weights)
     name, n_pages = "memory_utilization", _steady((free - slots) // one)

@@ -24,17 +24,19 @@ from jax.sharding import Mesh
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.attention import backend as find_backend
+from jserve.model.attention import AttentionBackend, backend as find_backend
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
 from jserve.model.slots import load_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
+from jserve.model.tree import Parents
 from jserve.model.view import LOGPROBS, Bucket, StepDims
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.runner.batch import Packer, StepBatch, score_targets
 from jserve.runner.buckets import Ladder
 from jserve.runner.disk import DiskStore
-from jserve.runner.memory import MemoryPlan, plan_memory
+from jserve.runner.drafts import Speculation
+from jserve.runner.memory import MemoryPlan, page_bytes, plan_memory
 from jserve.runner.moves import Leaving, PageMover, host_pages, identity
 from jserve.runner.programs import Programs, Progress
 from jserve.runner.spill import Spill
@@ -68,6 +70,7 @@ class ModelRunner:
         config: options of the cache, the scheduler and the device are read.
         rules: logical axis to mesh axis.
         ladder: buckets; by default those of the options.
+        speculation: what drafts on the device; by default nothing does.
         strict: a compile after start raises instead of warning.
         progress: called with (stage, done, total) while starting.
         clock: monotonic seconds.
@@ -86,6 +89,7 @@ class ModelRunner:
         *,
         rules: ShardRules | None = None,
         ladder: Ladder | None = None,
+        speculation: Speculation | None = None,
         strict: bool = False,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -98,7 +102,8 @@ class ModelRunner:
         attention = find_backend(config.device.attention_backend, platform)
         self._kv_dtype = _kv_dtype(config, self._dtype)
         stored = attention.kv_dtype(self._kv_dtype)
-        dims = _dims(arch, config)
+        self.speculation = speculation
+        dims = _dims(arch, config, 0 if speculation is None else speculation.n_draft)
         tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
         self.memory: MemoryPlan = plan_memory(
             arch=arch,
@@ -106,9 +111,10 @@ class ModelRunner:
             dims=dims,
             itemsize=stored.itemsize,
             tp=tp,
-            params=params,
+            params=self._all_params(),
             options=config.cache,
             device=mesh.devices.flat[0],
+            draft_page_bytes=_draft_page_bytes(speculation, attention, dims, stored.itemsize, tp),
         )
         self.model = StepModel(
             family=family,
@@ -120,10 +126,13 @@ class ModelRunner:
             n_pages=self.memory.n_pages,
             kv_dtype=stored,
             dtype=self._dtype,
+            drafter=None if speculation is None else speculation.drafter,
         )
         n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
         self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages, n_host)
-        self.ladder = ladder or _ladder(self.limits)
+        self.ladder = ladder or _ladder(
+            self.limits, () if speculation is None else speculation.tree
+        )
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -257,7 +266,7 @@ class ModelRunner:
         try:
             store = DiskStore(
                 Path(options.disk_dir),
-                identity(self.model, self.params),
+                identity(self.model, self._all_params()),
                 page_bytes=self._mover.page_nbytes,
                 max_bytes=int(options.disk_gb * 2**30),
             )
@@ -283,8 +292,14 @@ class ModelRunner:
 
     def _run(self, batch: StepBatch) -> StepOut:
         step = self.programs.step(batch.bucket)
-        self.state, out = step(self.params, self.state, batch.buf)
+        self.state, out = step(self._all_params(), self.state, batch.buf)
         return out
+
+    def _all_params(self) -> Any:
+        """As the steps take them."""
+        if self.speculation is None:
+            return self.params
+        return {"target": self.params, "drafter": self.speculation.params}
 
     def _warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
         """Run programs on padding before ready: on an accelerator all of them twice (the first run
@@ -357,14 +372,31 @@ def _check_like(params: Any, old: Any) -> None:
             raise ConfigError(f"{name} has another sharding than the weights in use", field=name)
 
 
-def _dims(arch: Arch, config: EngineConfig) -> StepDims:
+def _dims(arch: Arch, config: EngineConfig, drafts: int) -> StepDims:
     length = config.model.max_model_len or arch.max_position
     if length > arch.max_position:
         raise ConfigError(
             f"max_model_len {length} exceeds the model's {arch.max_position}", field="max_model_len"
         )
     Z = config.cache.page_size
-    return StepDims(C=config.scheduler.max_num_seqs, M=-(-length // Z), Z=Z, V=arch.V)
+    C, M = config.scheduler.max_num_seqs, -(-length // Z)
+    return StepDims(C=C, M=M, Z=Z, V=arch.V, drafts=drafts)
+
+
+def _draft_page_bytes(
+    speculation: Speculation | None,
+    attention: AttentionBackend,
+    dims: StepDims,
+    itemsize: int,
+    tp: int,
+) -> int:
+    """Bytes that a page takes on each device for the drafter."""
+    if speculation is None:
+        return 0
+    drafter = speculation.drafter
+    own = dataclasses.replace(drafter.arch, L=drafter.n_kv_layers)
+    tp = 1 if drafter.replicated else tp
+    return page_bytes(own, attention, page_size=dims.Z, itemsize=itemsize, tp=tp)
 
 
 def _kv_dtype(config: EngineConfig, dtype: Any) -> Any:
@@ -382,7 +414,8 @@ def _limits(
         max_decode_rows=dims.C,
         max_prefill_tokens=budget,
         max_prefill_rows=max(1, min(MAX_PREFILL_ROWS, dims.C, budget)),
-        max_drafts=config.device.max_drafts,
+        max_drafts=max(config.device.max_drafts, dims.drafts),
+        device_drafts=dims.drafts,
         n_pages=n_pages,
         page_size=dims.Z,
         max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),
@@ -393,7 +426,7 @@ def _limits(
     )
 
 
-def _ladder(limits: RunnerLimits) -> Ladder:
+def _ladder(limits: RunnerLimits, tree: Parents) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,
@@ -401,4 +434,6 @@ def _ladder(limits: RunnerLimits) -> Ladder:
         max_drafts=limits.max_drafts,
         scores=limits.scores_prompts,
         masks=limits.masks,
+        device_drafts=limits.device_drafts,
+        tree=tree,
     )

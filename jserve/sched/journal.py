@@ -65,6 +65,7 @@ class Decision(msgspec.Struct, frozen=True):
     """Checksum of the page table."""
     moves: tuple[tuple[int, int, bool], ...] = ()
     """(page, host page, out) each."""
+    n_draft: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan | None) -> Decision | None:
@@ -76,6 +77,7 @@ class Decision(msgspec.Struct, frozen=True):
             loads=tuple(load.slot for load in plan.loads),
             pages=zlib.crc32(np.ascontiguousarray(plan.page_table_RM).tobytes()),
             moves=tuple((move.page, move.host, move.out) for move in plan.moves),
+            n_draft=plan.n_draft,
         )
 
 

@@ -125,3 +125,39 @@ def test_finite_rows_by_default():
     result = drive.runner.collect(drive.runner.launch(plan))
     np.testing.assert_array_equal(result.finite_R, [True, True])
     np.testing.assert_array_equal(result.n_ok_R, [1, 1])
+
+
+def device_drafts(n_left: int, n_used: int, **kw):
+    """The result of a step that tries ``n_used`` drafts after one that left ``n_left``."""
+    drive, first = planned(lim=limits(device_drafts=3, max_drafts=3))
+    runner = FakeRunner(drive.limits, **kw)
+    runner.collect(runner.launch(dataclasses.replace(first, n_draft=n_left)))
+    rows = drive.scheduler.plan(0.0).rows
+    rows = tuple(
+        msgspec.structs.replace(row, drafts=(-1,) * n_used, count=1 + n_used) for row in rows
+    )
+    table = np.pad(first.page_table_RM, ((0, 0), (0, 1)))
+    table[:, 2] = [20, 21]
+    table[1, 1] = 22
+    plan = StepPlan(id=1, rows=rows, page_table_RM=table)
+    expected = [runner.expected(drive.requests[id])[1:4] for id in "ab"]
+    return runner.collect(runner.launch(plan)), expected
+
+
+def test_drafts_of_the_device_stand_when_they_are_right():
+    result, expected = device_drafts(3, 2, acceptance=1.0)
+    assert result.n_ok_R.tolist() == [3, 3]
+    assert result.tokens_RJ.tolist() == expected
+
+
+def test_wrong_drafts_of_the_device_change_nothing():
+    result, expected = device_drafts(3, 2, acceptance=0.0)
+    assert result.n_ok_R.tolist() == [1, 1]
+    assert result.tokens_RJ[:, 0].tolist() == [tokens[0] for tokens in expected]
+
+
+def test_a_slot_gives_no_more_drafts_than_it_holds():
+    with pytest.raises(AssertionError, match="2 drafts wanted, the slot holds 1"):
+        device_drafts(1, 2)
+    with pytest.raises(AssertionError, match="4 drafts of the device"):
+        device_drafts(4, 2)
