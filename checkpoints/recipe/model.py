@@ -231,7 +231,8 @@ def packed_features(config: ModelConfig, params, tokens_BT, documents_BT) -> Fea
     (logits_BTV, _), sown = Decoder(config).apply(
         {"params": params}, tokens_BT, *packed_rows(documents_BT), mutable=["features"]
     )
-    return Features(sown["features"]["layers"], sown["features"]["final"][0], logits_BTV)
+    features: Any = sown["features"]
+    return Features(features["layers"], features["final"][0], logits_BTV)
 
 
 def parameter_count(params) -> int:

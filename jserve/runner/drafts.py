@@ -19,6 +19,7 @@ from jserve.model.families import family_for
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
 from jserve.model.tree import Parents
+from jserve.weights import heads
 from jserve.weights.loader import load
 from jserve.weights.source import Source
 
@@ -84,4 +85,27 @@ def load_draft_model(
     drafter = draft_model(family, arch, target, tp)
     laid = REPLICATED if drafter.replicated else rules
     params = load(family, arch, source, mesh, laid, dtype, **how)
+    return Speculation(drafter=drafter, params=params, n_draft=n_draft, tree=tree)
+
+
+def load_head(
+    method: str,
+    source: Source,
+    target: Arch,
+    mesh: Mesh,
+    rules: ShardRules,
+    dtype: Any,
+    *,
+    n_draft: int,
+    tree: Parents = (),
+    **how: Any,
+) -> Speculation:
+    """The head in ``source`` (``method``: eagle3 or medusa) as a drafter; ``how`` are options of
+    ``loader.load``.
+
+    Raises:
+        ConfigError: the head cannot be a drafter of ``target``.
+        WeightsError: its files are broken or not of that format.
+    """
+    drafter, params = heads.load_head(method, source, target, mesh, rules, dtype, **how)
     return Speculation(drafter=drafter, params=params, n_draft=n_draft, tree=tree)
