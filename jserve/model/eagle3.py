@@ -41,6 +41,7 @@ def eagle3(
     own_embed: bool,
     own_unembed: bool = True,
     mapped: bool = True,
+    norm_before_residual: bool = False,
     tp: int = 1,
 ) -> Drafter:
     """A head as the drafter of ``target``.
@@ -51,6 +52,7 @@ def eagle3(
         own_embed: it has an embedding; else the target's is used.
         own_unembed: it has an lm_head; else the target's is used, whole.
         mapped: it has d2t; else row i of its lm_head is token i.
+        norm_before_residual: the residual stream starts at norm(f_p), not at f_p.
 
     Raises:
         ConfigError: sizes that do not go together.
@@ -76,7 +78,7 @@ def eagle3(
             "speculative.model: a draft vocabulary needs an lm_head of its own",
             field="speculative.model",
         )
-    head = _Head(arch, target, taps, own_embed, own_unembed, mapped)
+    head = _Head(arch, target, taps, own_embed, own_unembed, mapped, norm_before_residual)
     return Drafter(
         name="eagle3",
         arch=arch,
@@ -102,9 +104,11 @@ class _Head:
         own_embed: bool,
         own_unembed: bool,
         mapped: bool,
+        norm_before_residual: bool,
     ) -> None:
         self.arch, self.target, self.taps = arch, target, taps
         self.own_embed, self.own_unembed, self.mapped = own_embed, own_unembed, mapped
+        self.norm_before_residual = norm_before_residual
 
     def observe(
         self, of: Target, params: Any, seen: Seen, kv: list[LayerKV], axis: str | None
@@ -149,16 +153,11 @@ class _Head:
     ) -> tuple[jax.Array, list[LayerKV]]:
         arch, p = self.arch, params["layer"]
         e_TD = embed(params["embed"], tok_T, axis) if self.own_embed else of.embed(tok_T)
-        x_TX = jnp.concatenate(
-            [
-                rms_norm(e_TD, p["embed_norm"], arch.norm_eps),
-                rms_norm(f_TD, p["hidden_norm"], arch.norm_eps),
-            ],
-            axis=1,
-        )
+        normed_TD = rms_norm(f_TD, p["hidden_norm"], arch.norm_eps)
+        x_TX = jnp.concatenate([rms_norm(e_TD, p["embed_norm"], arch.norm_eps), normed_TD], axis=1)
         tables = rope_tables(arch, view.pos_T)
         y_TD, layer_kv = attend_normed(arch, 0, p, x_TX, tables, view, kv[0], of.attn, axis)
-        h_TD = f_TD + y_TD
+        h_TD = (normed_TD if self.norm_before_residual else f_TD) + y_TD
         return h_TD + mlp_block(arch, p, h_TD, axis), [layer_kv]
 
     def splits(self, tp: int) -> bool:

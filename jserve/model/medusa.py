@@ -30,6 +30,7 @@ def medusa(
     n_heads: int,
     n_blocks: int = 1,
     own_unembed: bool = True,
+    bias: bool = True,
     prefix: str = "",
     tp: int = 1,
 ) -> Drafter:
@@ -37,6 +38,7 @@ def medusa(
 
     Args:
         own_unembed: each head has an lm_head; else the target's is used.
+        bias: each block has one.
         prefix: before the names of the tensors.
     """
 
@@ -47,13 +49,16 @@ def medusa(
                 field="vocab_size",
             )
         return {
-            "heads": [_head(f"{prefix}{i}", target, n_blocks, own_unembed) for i in range(n_heads)]
+            "heads": [
+                _head(f"{prefix}{i}", target, n_blocks, own_unembed, bias) for i in range(n_heads)
+            ]
         }
 
     def logits(of: Target, params: Any, x_ED: jax.Array, depth: int, axis: str | None) -> jax.Array:
         head = params["heads"][depth]
         for block in head["blocks"]:
-            x_ED = x_ED + jax.nn.silu(dot(x_ED, block["linear"]) + block["bias"])
+            y_ED = dot(x_ED, block["linear"])
+            x_ED = x_ED + jax.nn.silu(y_ED + block["bias"] if bias else y_ED)
         return unembed(head["unembed"], x_ED, axis) if own_unembed else of.logits(x_ED)
 
     return Drafter(
@@ -75,17 +80,16 @@ def _observe(
     return seen.x_TD[seen.last_R], kv
 
 
-def _head(name: str, target: Arch, n_blocks: int, own_unembed: bool) -> dict[str, Any]:
+def _head(name: str, target: Arch, n_blocks: int, own_unembed: bool, bias: bool) -> dict[str, Any]:
     D, V = target.D, target.V
-    head: dict[str, Any] = {
-        "blocks": [
-            {
-                "linear": decoder.matrix(f"{name}.{b}.linear", (D, D), (None, None)),
-                "bias": decoder.bias(f"{name}.{b}.linear", D),
-            }
-            for b in range(n_blocks)
-        ]
-    }
+    head: dict[str, Any] = {"blocks": [_block(f"{name}.{b}", D, bias) for b in range(n_blocks)]}
     if own_unembed:
         head["unembed"] = decoder.matrix(f"{name}.{n_blocks}", (V, D), ("vocab", "embed"))
     return head
+
+
+def _block(name: str, D: int, bias: bool) -> dict[str, Any]:
+    block = {"linear": decoder.matrix(f"{name}.linear", (D, D), (None, None))}
+    if bias:
+        block["bias"] = decoder.bias(f"{name}.linear", D)
+    return block

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
@@ -20,6 +21,7 @@ from jserve.model.families import family_for
 from jserve.model.family import Arch
 from jserve.model.shard import ShardRules
 from jserve.model.tree import Parents
+from jserve.weights import heads
 from jserve.weights.loader import load
 from jserve.weights.place import tp_size
 from jserve.weights.source import Source
@@ -100,5 +102,8 @@ def _draft_model(
     return drafter, load(family, arch, source, mesh, laid, dtype, **how)
 
 
-LOADERS: dict[str, Callable[..., tuple[Drafter, Any]]] = {"draft": _draft_model}
+LOADERS: dict[str, Callable[..., tuple[Drafter, Any]]] = {
+    "draft": _draft_model,
+    **{method: partial(heads.load_head, method) for method in heads.READERS},
+}
 """(source, arch of the target, mesh, rules, dtype, **how) -> (drafter, its placed parameters)."""
