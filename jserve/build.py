@@ -124,14 +124,12 @@ def engine(
     *,
     params: Any = None,
     mesh: Any = None,
-    speculative: Any = None,
 ) -> tuple[Engine, dict[str, Any]]:
     """Load, compile and wire everything on the device side.
 
     Args:
         params: weights as a pytree instead of the model's files.
         mesh: a jax Mesh with an axis "tp"; by default the first ``tensor_parallel_size`` devices.
-        speculative: what drafts on the device: ``method``, ``model`` (a directory), ``num_tokens``.
 
     Returns:
         The engine and facts for the banner and /metrics.
@@ -141,12 +139,15 @@ def engine(
     """
     from jserve.engine.engine import Engine
     from jserve.sched.scheduler import Scheduler
+    from jserve.spec.methods import check
 
     began = time.monotonic()
-    runner, facts = _runner(config, progress or (lambda *_: None), params, mesh, speculative)
+    check(config.speculative)
+    runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     scheduler = Scheduler(
         runner.limits,
         config,
+        proposer=_proposer(config, runner.limits.vocab_size),
         journal=_journal(config.scheduler.journal),
         guides=_guides(config, runner.limits.vocab_size),
     )
@@ -155,6 +156,25 @@ def engine(
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
     return made, info
+
+
+def _proposer(config: EngineConfig, n_vocab: int) -> Any:
+    """Who drafts on the host, with the corpus it may copy from as ids."""
+    from jserve.spec.methods import proposer_of
+    from jserve.text.tokenizer import load_tokenizer
+
+    options, ids = config.speculative, []
+    if options.corpus:
+        try:
+            text = Path(options.corpus).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            reason = getattr(e, "strerror", None) or "not UTF-8"
+            raise ConfigError(
+                f"speculative.corpus {options.corpus}: {reason}", field="speculative.corpus"
+            ) from None
+        tokenizer = load_tokenizer(config.model.tokenizer or located(config).directory)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    return proposer_of(options, n_vocab, ids)
 
 
 def _guides(config: EngineConfig, n_vocab: int) -> Any:
@@ -185,9 +205,7 @@ def _journal(path: str) -> Any:
         raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
 
 
-def _runner(
-    config: EngineConfig, progress: Progress, params: Any, mesh: Any, speculative: Any
-) -> Any:
+def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
     from jserve.model.shard import ShardRules
     from jserve.runner.programs import use_compile_cache
@@ -218,9 +236,7 @@ def _runner(
     else:
         specs = family.specs(arch, mesh.shape.get("tp", 1))
         params = adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
-    speculation = None
-    if speculative is not None:
-        speculation = _speculation(config, speculative, (arch, mesh, rules, dtype), progress)
+    speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
     loaded = time.monotonic()
     runner = ModelRunner(
         family,
@@ -241,18 +257,15 @@ def _runner(
     return runner, facts
 
 
-def _speculation(
-    config: EngineConfig, options: Any, given: tuple[Any, ...], progress: Progress
-) -> Any:
-    """The drafter that ``options`` name, for a target of these (arch, mesh, rules, dtype)."""
+def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
+    """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
     from jserve.runner.drafts import load_speculation
+    from jserve.spec.methods import DEVICE
     from jserve.weights.source import resolve
 
-    if not options.model:
-        raise ConfigError(
-            f"speculative.method {options.method} needs speculative.model, a directory",
-            field="speculative.model",
-        )
+    options = config.speculative
+    if options.method not in DEVICE:
+        return None
     return load_speculation(
         options.method,
         resolve(options.model, "", config.model.load_format),

@@ -52,6 +52,8 @@ class RequestOptions:
     session: str | None = None
     retain: tuple[Retention, ...] = ()
     skip_prefix_cache: bool = False
+    speculative: bool = True
+    """False: no drafts for these requests."""
 
 
 class _Door:

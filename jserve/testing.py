@@ -1,6 +1,6 @@
 """Fakes that keep the contract: a runner whose tokens betray every wrong page, a byte tokenizer.
 
-Owns ``FakeRunner`` and ``ByteTokenizer``, for our tests and for users who test without a model.
+Owns ``FakeRunner``, ``FakeProposer`` and ``ByteTokenizer``, for our tests and for users who test without a model.
 Must not import jax.
 
 ``FakeRunner`` keeps its own memory of what each page holds and knows a row's past only through the
@@ -43,7 +43,15 @@ from jserve.fake_model import (
 )
 from jserve.ports import InFlight, RunnerLimits
 from jserve.sampling import MAX_LOGPROBS
-from jserve.types import PromptLogprobs, Request, RowPlan, SlotLoad, StepPlan, StepResult
+from jserve.types import (
+    PromptLogprobs,
+    Request,
+    RowPlan,
+    Sequence,
+    SlotLoad,
+    StepPlan,
+    StepResult,
+)
 
 HostCopy = tuple[np.ndarray, ...]
 
@@ -344,6 +352,27 @@ def _put(out: StepResult, r: int, j: int, token: int, seen: int, vocab: int) -> 
     out.logprob_RJ[r, j] = logprob_of(seen)
     if out.top_ids_RJL is not None and out.top_logprobs_RJL is not None:
         out.top_ids_RJL[r, j], out.top_logprobs_RJL[r, j] = top_of(seen, vocab)
+
+
+class FakeProposer:
+    """``ports.Proposer`` that reads nothing: subclasses say what to ``propose``."""
+
+    name = "fake"
+    blind = True
+    seconds = 0.0
+
+    def check(self, request: Request) -> None: ...
+
+    def read(self, seq: Sequence, most: int) -> int:
+        return 0
+
+    def propose(self, seq: Sequence, most: int) -> Seq[int]:
+        return ()
+
+    def mask(self, seq: Sequence, drafts: Seq[int]) -> np.ndarray | None:
+        return None
+
+    def forget(self, seq: Sequence) -> None: ...
 
 
 class ByteTokenizer:

@@ -100,6 +100,8 @@ class Request:
     else is left to evict."""
     adapter: str | None = None
     skip_prefix_cache: bool = False
+    speculative: bool = True
+    """False: no drafts for this request, whatever the server does for others."""
     thinking: Thinking | None = None
     """None where the model writes no thoughts, or the prompt closed the thought already."""
 
@@ -328,5 +330,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     retry_after: float | None = None
     """Seconds after which a refused request may be sent again."""
     n_cached: int = 0
+    n_drafted: int = 0
+    """Drafts that the row of ``token_ids`` tried."""
+    n_accepted: int = 0
+    """How many of them are among ``token_ids``."""
     seed: int | None = None
     """The seed in use, on the first output."""

@@ -130,9 +130,9 @@ class ModelRunner:
         )
         n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
         self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages, n_host)
-        self.ladder = ladder or _ladder(
-            self.limits, () if speculation is None else speculation.tree
-        )
+        tree = () if speculation is None else speculation.tree
+        synthetic = config.speculative.method == "synthetic"
+        self.ladder = ladder or _ladder(self.limits, tree, masks_drafts=synthetic)
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -305,22 +305,25 @@ class ModelRunner:
         """Run programs on padding before ready: on an accelerator all of them twice (the first run
         of a graph is not captured), on a CPU once each, cheapest first, for a second or so (a first
         run pays for scratch memory; the largest programs of a large model take that long anyway).
-        The last run of each is its known time."""
+        The last run of each is its known time. Programs that verify drafts, and those they are weighed
+        against, are run twice whatever it takes: guessed times choose wrong widths."""
         cpu = self.model.mesh.devices.flat[0].platform == "cpu"
-        buckets = self.ladder.buckets if cpu else self.ladder.buckets * 2
+        drafts = self.limits.max_drafts > 0
+        first = [b for b in self.ladder.buckets if drafts and not (b.P or b.mask)] * 2
+        buckets = [*first, *self.ladder.buckets] if cpu else self.ladder.buckets * 2
         began, times = self._clock(), {}
         for done, bucket in enumerate(buckets):
             progress("warm up", done, len(buckets))
             start = self._clock()
             jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
             times[bucket] = self._clock() - start
-            if cpu and self._clock() - began > CPU_WARM_UP_S:
+            if cpu and done >= len(first) and self._clock() - began > CPU_WARM_UP_S:
                 break
         progress("warm up", len(buckets), len(buckets))
         return tuple(
-            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=t)
+            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=t, width=b.J)
             for b, t in times.items()
-            if b.J == 1 and not (b.score or b.mask)
+            if not (b.score or b.mask)
         )
 
 
@@ -414,7 +417,7 @@ def _limits(
         max_decode_rows=dims.C,
         max_prefill_tokens=budget,
         max_prefill_rows=max(1, min(MAX_PREFILL_ROWS, dims.C, budget)),
-        max_drafts=max(config.device.max_drafts, dims.drafts),
+        max_drafts=dims.drafts or config.n_drafts,
         device_drafts=dims.drafts,
         n_pages=n_pages,
         page_size=dims.Z,
@@ -426,7 +429,7 @@ def _limits(
     )
 
 
-def _ladder(limits: RunnerLimits, tree: Parents) -> Ladder:
+def _ladder(limits: RunnerLimits, tree: Parents, *, masks_drafts: bool) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,
@@ -434,6 +437,7 @@ def _ladder(limits: RunnerLimits, tree: Parents) -> Ladder:
         max_drafts=limits.max_drafts,
         scores=limits.scores_prompts,
         masks=limits.masks,
+        masks_drafts=masks_drafts,
         device_drafts=limits.device_drafts,
         tree=tree,
     )

@@ -89,6 +89,7 @@ def counters_of(scheduler: Scheduler) -> dict[str, float]:
     tiers = {} if floor.cache.tier is None else floor.cache.tier.counters()
     return {
         **floor.keeping.counters(),
+        **(scheduler.drafting.counters() if scheduler.drafting.on else {}),
         **tiers,
         "prefix_waits_total": float(scheduler.leaders.n_waits),
         "prefill_tokens_total": float(scheduler.n_prefilled),

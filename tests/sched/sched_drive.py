@@ -11,12 +11,12 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from jserve import fake_model
-from jserve.config import EngineConfig, sections
+from jserve.config import EngineConfig, flat_name, sections
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.sampling import SamplingParams
 from jserve.sched import budget, policy
 from jserve.sched.scheduler import Scheduler
-from jserve.testing import FakeRunner
+from jserve.testing import FakeProposer, FakeRunner
 from jserve.types import Finish, Output, Request, SeqState, StepPlan
 
 VOCAB = 11
@@ -43,12 +43,14 @@ def config(**options) -> EngineConfig:
     base = EngineConfig.of(max_num_seqs=64, max_num_batched_tokens=64)
     flat = base.flat() | options
     parts = {
-        name: kind(**{f.name: flat[f.name] for f in dataclasses.fields(kind)})
+        name: kind(**{f.name: flat[flat_name(name, f)] for f in dataclasses.fields(kind)})
         for name, kind in sections()
     }
     return EngineConfig(**parts)
 
 
+DRAFT_S = 2e-4
+"""What a draft adds to a step."""
 DECODE_RUNGS, PREFILL_RUNGS = (2, 4), (0, 4, 8, 16)
 
 
@@ -205,7 +207,8 @@ class Drive:
             self._recover(flight.plan, str(error))
         else:
             n_prefill = sum(row.count for row in flight.plan.rows if not row.from_slot)
-            took = seconds_of(len(flight.plan.rows), n_prefill)
+            n_drafts = sum(len(row.drafts) for row in flight.plan.rows)
+            took = seconds_of(len(flight.plan.rows), n_prefill) + DRAFT_S * n_drafts
             result = dataclasses.replace(result, device_us=took * 1e6)
             self._hear(self.scheduler.commit(flight.plan, result, self.now))
         self.check()
@@ -408,6 +411,7 @@ class Drive:
         assert not len(sched.deadlines), "I17: a deadline is left"
         assert not sched.floor.waiting.held_by
         assert not sched.floor.waiting._arrivals
+        assert not len(sched.drafting), "I17: a watched text is left"
         assert sched.stats().running == sched.stats().waiting == sched.stats().preempted == 0
         cached = cache.tree.n_nodes
         assert cache.pool.n_free + cached == cache.pool.n_usable, "I17: pages are lost"
@@ -431,27 +435,38 @@ def truth(drive: Drive, seq) -> list[int]:
     return expected[seq.n_output + seq.in_flight :]
 
 
-class RightDrafts:
+class RightDrafts(FakeProposer):
     """A proposer that is always right."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, blind: bool = True) -> None:
         self.drive: Drive | None = None
+        self.blind = blind
 
-    def propose(self, seqs, max_drafts):
-        return [truth(self.drive, seq)[:max_drafts] for seq in seqs]
+    def truth(self, seq) -> list[int]:
+        """Who is not blind looks at the known tokens, in flight or not."""
+        n = 0 if self.blind else seq.in_flight
+        expected = self.drive.oracle(seq.request, seq.index, seq.seed)
+        return truth(self.drive, seq) if not n else expected[seq.n_output :]
+
+    def propose(self, seq, most):
+        return self.truth(seq)[:most]
 
 
 class MixedDrafts(RightDrafts):
     """Right for a while, then wrong; sometimes none. A function of the sequence alone."""
 
-    def propose(self, seqs, max_drafts):
-        return [self._one(seq, max_drafts) for seq in seqs]
-
-    def _one(self, seq, max_drafts):
+    def propose(self, seq, most):
         h = fake_model.mix(len(seq.tokens) * 31 + seq.in_flight)
-        right = truth(self.drive, seq)[: h % (max_drafts + 1)]
+        right = self.truth(seq)[: h % (most + 1)]
         wrong = [(h >> i) % VOCAB for i in range(3)]
-        return [*right, *wrong][:max_drafts] if h % 5 else []
+        return [*right, *wrong][:most] if h % 5 else []
+
+
+class WrongDrafts(RightDrafts):
+    """A proposer that is never right where the last id is not allowed."""
+
+    def propose(self, seq, most):
+        return [VOCAB - 1] * most
 
 
 def drafting(proposer, lim: RunnerLimits | None = None, **kw) -> Drive:

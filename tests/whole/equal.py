@@ -20,11 +20,14 @@ from jserve.engine.engine import Engine
 from jserve.model.families import family_for
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
-from jserve.ports import InFlight, Proposer
+from jserve.ports import InFlight, Proposer, StepTime
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
+from jserve.sched import policy
+from jserve.sched.costs import MeasuredCosts
 from jserve.sched.scheduler import Scheduler
+from jserve.testing import FakeProposer
 from jserve.types import Output, Request, Sequence, StepPlan
 from jserve.weights.loader import load
 from jserve.weights.source import Source
@@ -99,16 +102,13 @@ class RandomBuckets:
         return self.runner.collect(flight)
 
 
-class Guesses:
+class Guesses(FakeProposer):
     """Drafts that are right, wrong or mixed: the known continuation with some tokens changed."""
 
     def __init__(self, truth: dict[tuple[str, int], list[int]], rng: random.Random) -> None:
         self.truth, self.rng = truth, rng
 
-    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
-        return [self._drafts(seq, max_drafts) for seq in seqs]
-
-    def _drafts(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, seq: Sequence, most: int) -> list[int]:
         told = self.truth[seq.request.id, seq.index]
         at = seq.n_output + seq.in_flight
         right = told[at : at + self.rng.randint(0, most)]
@@ -204,8 +204,13 @@ def run(
     rng: random.Random,
     truth: dict[tuple[str, int], list[int]] | None = None,
     proposer: Proposer | None = None,
+    preempts: bool = False,
 ) -> dict[tuple[str, int], Answer]:
-    """Run all requests, arriving at random steps, and gather what each choice got."""
+    """Run all requests, arriving at random steps, and gather what each choice got.
+
+    ``proposer`` drafts in every row it can, whatever that is worth; ``preempts``: after each step
+    someone loses its pages.
+    """
     limits = dataclasses.replace(runner.limits, n_pages=way.n_pages)
     config = EngineConfig.of(
         **OPTIONS
@@ -216,9 +221,10 @@ def run(
             "overlap": way.overlap,
         }
     )
-    if way.drafts:
+    if proposer is None and way.drafts:
         proposer = Guesses(truth or {}, rng)
     scheduler = Scheduler(limits, config, proposer=proposer)
+    scheduler.drafting.costs, scheduler.drafting.min_speed = FREE, 0.0
     device: Any = RandomBuckets(runner, rng) if way.random_buckets else runner
     engine = Engine(scheduler, device, overlap=way.overlap)
     waiting, outputs = list(requests), []
@@ -226,10 +232,22 @@ def run(
         while waiting and (rng.random() < 0.4 or not engine.busy):
             engine.submit(waiting.pop(0))
         outputs += engine.step()
+        if preempts:
+            _preempt(scheduler, rng)
         if not waiting and not engine.busy:
             break
     assert not engine.busy, "the workload did not end"
     return gathered(outputs)
+
+
+FREE = MeasuredCosts([StepTime(n_decode=8, n_prefill=64, n_context=0, seconds=1e-3, width=4)])
+"""All programs cost the same, so drafts are always worth a try."""
+
+
+def _preempt(scheduler: Scheduler, rng: random.Random) -> None:
+    able = [seq for seq in scheduler.floor.running if not policy.protected(seq)]
+    if able:
+        scheduler.floor.preempt(rng.choice(able))
 
 
 def gathered(outputs: Seq[Output]) -> dict[tuple[str, int], Answer]:
