@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence as Seq
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.drafts import Speculation
 from jserve.runner.runner import ModelRunner
-from jserve.types import Sequence, StepPlan
+from jserve.types import StepPlan
 from jserve.weights.dummy import draw_all
 from tests.whole import equal
 from tests.whole.test_equalities import compare
@@ -49,16 +48,15 @@ def drafting(kind: str, tp: int = 1) -> ModelRunner:
     return equal.make_runner(tp, make, (wide, dataclasses.replace(wide, score=True)))
 
 
-class Drafting:
-    """Has every step leave drafts, and counts what became of them."""
+class Counting:
+    """A runner that counts what became of its drafts."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.limits = runner, runner.limits
         self.drafted = self.stood = 0
 
     def launch(self, plan: StepPlan) -> InFlight:
-        n = self.limits.device_drafts
-        return self.runner.launch(dataclasses.replace(plan, n_draft=n))
+        return self.runner.launch(plan)
 
     def collect(self, flight: InFlight) -> Any:
         result = self.runner.collect(flight)
@@ -68,25 +66,17 @@ class Drafting:
         return result
 
 
-class Held:
-    """Some or all of what the slot holds."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-
-    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
-        return [(-1,) * self.rng.randint(0, max_drafts) for _ in seqs]
-
-
-def check_workload(plain: ModelRunner, kind: str, seed: int, tp: int = 1) -> Drafting:
+def check_workload(
+    plain: ModelRunner, kind: str, seed: int, tp: int = 1, *, preempts: bool = False
+) -> Counting:
     rng = random.Random(seed)
     requests = equal.draw_requests(rng, f"d{seed}")
     alone: dict = {}
     for request in requests:
         alone |= equal.run(plain, [request], equal.PLAIN, random.Random(0))
     way = dataclasses.replace(equal.Way.draw(rng), drafts=False, random_buckets=False)
-    device: Any = Drafting(drafting(kind, tp))
-    compare(equal.run(device, requests, way, rng, proposer=Held(rng)), alone)
+    device: Any = Counting(drafting(kind, tp))
+    compare(equal.run(device, requests, way, rng, preempts=preempts), alone)
     return device
 
 
@@ -95,6 +85,12 @@ def test_any_way_of_running_equals_alone(runner, kind: str) -> None:
     """Chunks, cache hits, preemption, overlap, penalties, logprobs, n, stops: six workloads."""
     stood = [check_workload(runner, kind, seed).stood for seed in range(300, 306)]
     assert sum(stood) > (100 if kind == "itself" else 0)
+
+
+@pytest.mark.parametrize("kind", ["itself", "head"])
+def test_preempted_at_every_step_equals_alone(runner, kind: str) -> None:
+    for seed in (400, 401):
+        check_workload(runner, kind, seed, preempts=True)
 
 
 @pytest.mark.slow
@@ -129,13 +125,7 @@ def test_cached_prefixes_hold_what_the_drafter_needs(runner) -> None:
         dataclasses.replace(request, id=f"c{i}", params=params, prompt_ids=prompt) for i in range(4)
     ]
     way = dataclasses.replace(equal.PLAIN, prefix_caching=True, budget=64)
-    device: Any = Drafting(drafting("itself"))
-    equal.run(device, asked, way, rng, proposer=All())
+    device: Any = Counting(drafting("itself"))
+    equal.run(device, asked, way, rng)
     assert device.drafted > 30
-    # Where a page ends before its drafts do, those have nowhere to be computed.
-    assert device.stood > 0.7 * device.drafted
-
-
-class All:
-    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
-        return [(-1,) * max_drafts for _ in seqs]
+    assert device.stood == device.drafted
