@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jserve import LLM, SamplingParams, build
+from jserve.errors import ConfigError
 from jserve.model.draft_model import draft_model
 from jserve.model.eagle3 import eagle3
 from jserve.model.families import family_for
@@ -22,6 +24,7 @@ from jserve.runner.runner import ModelRunner
 from jserve.types import StepPlan
 from jserve.weights.dummy import draw_all
 from tests.whole import equal
+from tests.whole.conftest import SMALL_OPTIONS
 from tests.whole.test_equalities import compare
 
 TREE = (0, 0, 1)
@@ -129,3 +132,52 @@ def test_cached_prefixes_hold_what_the_drafter_needs(runner) -> None:
     equal.run(device, asked, way, rng)
     assert device.drafted > 30
     assert device.stood == device.drafted
+
+
+# --- through the door
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_by_name(tiny_dir) -> None:
+    options = {"method": "draft", "model": str(build.shipped("jserve-mini-draft"))}
+    with pytest.raises(ConfigError, match="vocab_size is 2048, the target's is 320") as caught:
+        LLM(str(tiny_dir), **SMALL_OPTIONS, speculative=options)
+    assert caught.value.field == "speculative.model"
+
+
+def test_a_draft_model_that_is_not_there_is_refused(tiny_dir) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(str(tiny_dir), **SMALL_OPTIONS, speculative={"method": "draft"})
+    assert caught.value.field == "speculative.model"
+
+
+@pytest.mark.slow
+def test_the_shipped_pair_says_what_the_target_says_alone() -> None:
+    """Greedy, seeded and penalised, all at once; the draft model is right more often than not."""
+    options = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64,
+               "max_model_len": 256, "compile_cache": "", "prompt_logprobs": False,
+               "structured_outputs": False}  # fmt: skip
+    asked = [
+        "Hello! Who are you?",
+        "What is 12 + 30?",
+        "Tell me a story about a fox.",
+        "Name a colour.",
+    ]
+    messages = [[{"role": "user", "content": text}] for text in asked]
+    params = [
+        SamplingParams(temperature=0, max_tokens=32),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=32),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=48, repetition_penalty=1.1),
+        SamplingParams(temperature=0, max_tokens=32, stop=["."]),
+    ]
+    drafter = {"method": "draft", "model": str(build.shipped("jserve-mini-draft")), "num_tokens": 3,
+               "min_speed": 0.0}  # fmt: skip
+    said = []
+    for extra in ({}, {"speculative": drafter}):
+        with LLM(**options, **extra) as llm:
+            said.append([out.outputs[0].token_ids for out in llm.chat(messages, params)])
+            counters = llm._engine.stats().values if extra else {}
+    assert said[0] == said[1]
+    drafted = sum(
+        v for k, v in counters.items() if k.startswith("spec_decode_num_draft_tokens_total")
+    )
+    assert drafted > 0, counters
