@@ -254,9 +254,9 @@ def wrong_parent(token, drawn, count, parents):
 def test_a_planted_bug_changes_the_chances(monkeypatch, bug, parents):
     if bug == "accept always":
         monkeypatch.setattr(step_module, "accept", accept_always)
-        monkeypatch.setattr(step_module, "_by_row", as_if_drafted(step_module._by_row))
+        monkeypatch.setattr(step_module, "by_row", as_if_drafted(step_module.by_row))
     elif bug == "bonus from the draft":
-        monkeypatch.setattr(step_module, "_by_row", bonus_from_the_draft(step_module._by_row))
+        monkeypatch.setattr(step_module, "by_row", bonus_from_the_draft(step_module.by_row))
     elif bug == "mask forgotten":
         monkeypatch.setattr("jserve.model.view.mask_of", sees_all)
     elif bug == "branch with a wrong parent":
