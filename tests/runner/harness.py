@@ -288,7 +288,7 @@ class Rig:
 
     def _table(self, rows: list[tuple[RowPlan, Live]], n_draft: int) -> np.ndarray:
         Z = self.runner.limits.page_size
-        most = min(len(live.pages) for _, live in rows)
+        most = self.runner.limits.max_model_len // Z
         need = [min(-(-(row.start + row.count + n_draft) // Z), most) for row, _ in rows]
         table = np.zeros((len(rows), max(need)), np.int32)
         for r, (_, live) in enumerate(rows):

@@ -31,6 +31,8 @@ from tests.runner.harness import ARCH, Live, Rig, jobs, make_runner, shared, tin
 from tests.runner.test_equalities import alone, as_tuples, mixed_jobs
 
 TREE = (0, 0, 1, 1, 2)
+MANY_PAGES = 4001
+"""So that a copy of the KV would be most of a step's memory."""
 MAKERS: dict[str, Callable[..., Speculation]] = {
     "same": drafters.same_model,
     "other": drafters.other_model,
@@ -61,7 +63,7 @@ def bucket(parents: tuple[int, ...]) -> Bucket:
 def drafting(kind: str, parents: tuple[int, ...], **options: Any) -> ModelRunner:
     """One program for all steps; a step may leave no drafts and use none."""
     made = partial(MAKERS[kind], n=len(parents) or 3, tree=parents)
-    return make_runner((bucket(parents),), speculation=made, **options)
+    return make_runner((bucket(parents),), speculation=made, n_pages=MANY_PAGES, **options)
 
 
 @pytest.mark.parametrize(("kind", "parents"), CASES)
@@ -76,7 +78,7 @@ def test_speculative_equals_not(kind, parents, device, depth):
             assert rig.accepted == rig.tried, "a right draft was refused, or drafted wrong"
         elif device == "all":
             assert set(rig.accepted) == {1 + deepest}
-    assert len(set(rig.tried)) > 1
+    assert len(set(rig.tried)) == (1 if device == "all" else 1 + (len(parents) or 3))
 
 
 class Watched(Rig):
@@ -109,7 +111,7 @@ def test_drafts_are_those_of_the_whole_text_run_anew(kind, parents):
     rig = Watched(runner, device="some", chunk=-1, seed=3)
     rig.run([replace(job, n=6) for job in jobs(3, seed=9, temperature=0.0)])
     guess = guess_of(kind, runner)
-    assert len(rig.left) > 8
+    assert len(rig.left) > 4
     for tokens, drafts in rig.left:
         assert drafts == draft_oracle.expected(guess, tokens, parents or tree.chain(3))
 
@@ -167,8 +169,7 @@ def test_a_replicated_drafter_on_two_devices():
 
 @pytest.mark.parametrize(("kind", "parents"), CASES[:2])
 def test_the_kv_of_both_is_updated_in_place(kind, parents):
-    pages = 4001
-    runner = drafting(kind, parents, n_pages=pages)
+    runner = drafting(kind, parents)
     shape = bucket(parents)
     memory, text = runner.programs.memory(shape), runner.programs.hlo(shape)
     state = jax.tree.leaves(runner.state)

@@ -47,8 +47,8 @@ def head(arch: Any, params: Any, mesh: Any) -> Speculation:
 @lru_cache
 def drafting(kind: str, tp: int = 1) -> ModelRunner:
     make, tree = (itself, ()) if kind == "itself" else (head, TREE)
-    wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree)
-    return equal.make_runner(tp, make, (wide, dataclasses.replace(wide, score=True)))
+    wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, score=True)
+    return equal.make_runner(tp, make, (wide,))
 
 
 class Counting:
