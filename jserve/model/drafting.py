@@ -65,6 +65,18 @@ class Hands(NamedTuple):
     loops: bool
     """Draft in a loop: less to compile, but a GPU would launch its passes from the host."""
 
+    def observe(self, seen: Seen, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
+        return self.drafter.observe(self.target, self.params, seen, kv, self.axis)
+
+    def advance(
+        self, carry_EX: jax.Array, view: StepView, kv: list[LayerKV]
+    ) -> tuple[jax.Array, list[LayerKV]]:
+        assert self.drafter.advance is not None, "not asked of a drafter without passes"
+        return self.drafter.advance(self.target, self.params, carry_EX, view, kv, self.axis)
+
+    def logits(self, carry_EX: jax.Array, depth: Any) -> jax.Array:
+        return self.drafter.logits(self.target, self.params, carry_EX, depth, self.axis)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
@@ -89,8 +101,7 @@ def leave_drafts(
     hands: Hands, kv: list[LayerKV], told: Told, slots: SlotState, bucket: Bucket
 ) -> tuple[list[LayerKV], SlotState]:
     """The drafter's new KV, and the slots with ``bucket.n_draft`` drafts for those who emitted."""
-    drafter, target, params, axis = (getattr(hands, x) for x in _GIVEN)
-    carry_RX, kv = drafter.observe(target, params, _seen(told), kv, axis)
+    carry_RX, kv = hands.observe(_seen(told), kv)
     if not bucket.n_draft:
         return kv, slots
     walk = _Walk(told, slots, hands, bucket)
@@ -133,13 +144,13 @@ def _chain(walk: _Walk, carry_RX: jax.Array, kv: list[LayerKV]) -> Drafted:
     def draw(i: Any, token_RN: jax.Array, carry_RX: jax.Array) -> jax.Array:
         before_J = jnp.arange(1, n, dtype=jnp.int32) <= i
         prefix_RJ = jnp.where(before_J, token_RN[:, 1:n], NONE)
-        drawn_R = walk.drawn(walk.logits(carry_RX, i), i, prefix_RJ)
+        drawn_R = walk.drawn(walk.hands.logits(carry_RX, i), i, prefix_RJ)
         return jax.lax.dynamic_update_index_in_dim(token_RN, drawn_R, i + 1, 1)
 
     def one(i: Any, held: Any) -> Any:
         token_RN, carry_RX, kv = held
         tok_R1 = jax.lax.dynamic_slice_in_dim(token_RN, i, 1, 1)
-        carry_RX, kv = walk.advance(carry_RX, walk.view(i - 1, i, tok_R1, None), kv)
+        carry_RX, kv = walk.hands.advance(carry_RX, walk.view(i - 1, i, tok_R1, None), kv)
         return draw(i, token_RN, carry_RX), carry_RX, kv
 
     if drafter.advance is None:
@@ -166,10 +177,10 @@ def _tree(walk: _Walk, carry_RX: jax.Array, kv: list[LayerKV]) -> Drafted:
         if drafter.advance is not None and (d or not drafter.reads_next):
             first = walk.rank[level.inner[0]]
             view = walk.view(first, d, token_RN[:, inner], walk.mask(level.inner))
-            carry_EX, kv = walk.advance(carry_EX, view, kv)
+            carry_EX, kv = walk.hands.advance(carry_EX, view, kv)
         at_WJ = np.array([path[n] for n in level.inner], np.int32).reshape(len(inner), d)
         prefix_EJ = token_RN[:, at_WJ].reshape(-1, d) if d else jnp.zeros((walk.R, 0), jnp.int32)
-        token_RN = _grow(token_RN, walk.logits(carry_EX, d), d, prefix_EJ, level, walk)
+        token_RN = _grow(token_RN, walk.hands.logits(carry_EX, d), d, prefix_EJ, level, walk)
     return token_RN[:, 1:], kv
 
 
@@ -217,15 +228,6 @@ class _Walk:
         self.base_R = told.len_R + (0 if hands.drafter.reads_next else 1)
         fits_R = self.base_R + len(inner) <= hands.dims.M * hands.dims.Z
         self.live_R = (told.n_ok_R > 0) & fits_R
-
-    def advance(self, carry_EX: jax.Array, view: StepView, kv: list[LayerKV]) -> Any:
-        drafter, target, params, axis = (getattr(self.hands, x) for x in _GIVEN)
-        assert drafter.advance is not None, "not asked of a drafter without passes"
-        return drafter.advance(target, params, carry_EX, view, kv, axis)
-
-    def logits(self, carry_EX: jax.Array, depth: Any) -> jax.Array:
-        drafter, target, params, axis = (getattr(self.hands, x) for x in _GIVEN)
-        return drafter.logits(target, params, carry_EX, depth, axis)
 
     def view(self, first: Any, depth: Any, tok_RW: jax.Array, tree: DraftMask | None) -> StepView:
         """The pass over some nodes of one depth: R decode rows of W tokens from place ``first``."""
@@ -286,6 +288,3 @@ class _Walk:
             **rows,
         )
         return _SAMPLE(raw_EV, draws, self.slots, view.flags & ~LOGPROBS)[0]
-
-
-_GIVEN = ("drafter", "target", "params", "axis")
