@@ -144,15 +144,16 @@ def engine(
     began = time.monotonic()
     check(config.speculative)
     runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
+    facts |= runner.report()
     scheduler = Scheduler(
-        runner.limits,
+        _limits(config, runner, facts),
         config,
         proposer=_proposer(config, runner.limits.vocab_size),
         journal=_journal(config.scheduler.journal),
         guides=_guides(config, runner.limits.vocab_size),
     )
     made = Engine(scheduler, runner, overlap=config.scheduler.overlap)
-    info = {**facts, **runner.report(), "startup_s": round(time.monotonic() - began, 2)}
+    info = {**facts, "startup_s": round(time.monotonic() - began, 2)}
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
     return made, info
@@ -175,6 +176,19 @@ def _proposer(config: EngineConfig, n_vocab: int) -> Any:
         tokenizer = load_tokenizer(config.model.tokenizer or located(config).directory)
         ids = tokenizer.encode(text, add_special_tokens=False)
     return proposer_of(options, n_vocab, ids)
+
+
+def _limits(config: EngineConfig, runner: Any, facts: dict[str, Any]) -> Any:
+    """What the runner says, with the step times of a measured table if there is one."""
+    import dataclasses
+
+    from jserve.sim.known import step_times
+
+    path = config.scheduler.step_times
+    if not path:
+        return runner.limits
+    programs = [(b.D, b.P) for b in runner.plain_buckets]
+    return dataclasses.replace(runner.limits, step_times=step_times(Path(path), facts, programs))
 
 
 def _guides(config: EngineConfig, n_vocab: int) -> Any:
@@ -250,6 +264,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     )
     facts = {
         "model": config.model.served_model_name or source.name,
+        "source": source.name,
         "family": family.name,
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),

@@ -97,6 +97,15 @@ class SchedulerOptions:
         "longest step in ms while sequences decode, kept by smaller prefills; 0 is off",
         min=0.0,
     )
+    preemption: str = opt(
+        "auto",
+        "KV of a sequence that gives way: computed again, swapped to host memory (host_memory_gb),"
+        " or what takes less time",
+        choices=("auto", "recompute", "swap"),
+    )
+    step_times: str = opt(
+        "", "file of `jserve bench steps` for this engine; empty takes the times of the warm-up"
+    )
     overlap: int = opt(1, "steps planned ahead of the device", min=0, max=2)
     max_waiting: int = opt(
         1024,
@@ -107,7 +116,7 @@ class SchedulerOptions:
         1 << 22, "prompt tokens in the queue before new requests are refused; 0 is no bound", min=0
     )
     max_queue_s: float = opt(
-        0.0, "seconds of work in the queue before new requests are refused; 0 is no bound", min=0.0
+        4.0, "seconds of work in the queue before new requests are refused; 0 is no bound", min=0.0
     )
     tenant_share: float = opt(
         0.5, "share of the queue that one API key may fill before it gets 429", min=0.01, max=1.0
@@ -129,6 +138,12 @@ class DeviceOptions:
     tensor_parallel_size: int = opt(1, "devices the model is sharded over", min=1, max=256)
     attention_backend: str = opt(
         "auto", "attention implementation", choices=("auto", "ref", "xla", "hopper")
+    )
+    attention_sinks: int = opt(
+        0,
+        "first tokens that stay visible beside the window of a windowed model (StreamingLLM)",
+        min=0,
+        max=1024,
     )
     max_drafts: int = opt(
         0,

@@ -30,6 +30,7 @@ from jserve.sampling import SamplingParams, Thinking, integer, number
 
 if TYPE_CHECKING:
     from jserve.kv.cache import PageLease
+    from jserve.kv.swap import Swapped
     from jserve.ports import Guide
 
 MAX_RETENTIONS = 16
@@ -167,6 +168,8 @@ class Sequence:
     """Tokens known at (re-)admission: rows below it carry ids, rows from it on read the slot."""
     slot: int = -1
     lease: PageLease | None = None
+    swapped: Swapped | None = None
+    """What it left in host memory when it gave way."""
     guide: Guide | None = None
     """What its tokens must obey; None for most."""
     n_cached: int = 0

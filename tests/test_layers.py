@@ -37,7 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "commands": {"build", "progress", "api", "engine", "weights", "sim"},
     "outputs": {"text"},
-    "llm": {"build", "outputs", "progress", "text", "engine", "api"},
+    "feed": {"engine"},
+    "llm": {"build", "outputs", "progress", "feed", "text", "engine", "api"},
     "cli": {"build", "commands", "llm", "engine"},
     "build": set(),
     "__init__": set(),
@@ -60,6 +61,7 @@ HOST = [
     "testing",
     "fake_model",
     "outputs",
+    "feed",
 ]
 
 

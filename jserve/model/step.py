@@ -205,8 +205,13 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
     Raises:
         ValueError: a bucket of fewer than two tokens or drawn places (XLA:CPU is far slower on one
         row).
-        ConfigError: a tree, and a backend that has no mask for it.
+        ConfigError: a tree, and a backend that has no mask for it, or attention sinks.
     """
+    if bucket.tree and model.arch.sinks:
+        raise ConfigError(
+            "attention_sinks do not go with trees of drafts, only with chains",
+            field="attention_sinks",
+        )
     if bucket.tree and model.backend.move is None:
         raise ConfigError(
             f"attention_backend {model.backend.name} verifies no trees of drafts, only chains",

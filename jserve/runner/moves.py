@@ -107,6 +107,18 @@ class PageMover:
                 stack.pool_H[part.hosts] = pages_H[: len(part.hosts)]
             self._write(pages, part.digests)
 
+    def seconds_per_page(self, kv: KV, clock: Callable[[], float]) -> tuple[KV, float]:
+        """(the KV again, seconds of one page one way): scratch goes out and comes back, twice, and the
+        second time counts. To be called before the host pool holds anything."""
+        hosts, seconds = range(min(WIDTH, self.n_host_pages)), 0.0
+        for _ in range(2):
+            began = clock()
+            self.land([self._take(kv, [PageMove(page=0, host=h, out=True) for h in hosts])])
+            kv = self._bring(kv, [PageMove(page=0, host=h, out=False) for h in hosts])
+            jax.block_until_ready(kv)
+            seconds = clock() - began
+        return kv, seconds / (2 * len(hosts))
+
     def fetch(self, asked: Seq[PageFetch]) -> None:
         """Begin to read pages from disk."""
         for fetch in asked:

@@ -15,8 +15,9 @@ size that is nowhere below it; above the table the time grows with the tokens::
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jserve.ports import StepTime
 
@@ -46,7 +47,7 @@ class MeasuredCosts:
             size = (t.n_decode, t.n_prefill, t.n_context, t.width)
             self._table[size] = min(max(t.seconds, 1e-9), MAX_SECONDS)
         self._axes = tuple(sorted({size[i] for size in self._table}) for i in range(4))
-        self._covers: dict[Size, tuple[Size, float]] = {}
+        self._covers = _covers(self._table, self._axes)
         self._gains: dict[Size, tuple[float, int]] = {}
         self._gain, self._n_seen = 1.0, 0
 
@@ -88,25 +89,27 @@ class MeasuredCosts:
             cell = tuple(n.bit_length() for n in size)
             return cell, _STEP_S + _TOKEN_S * _tokens(size)  # type: ignore[return-value]
         rounded = tuple(_up(axis, n) for axis, n in zip(self._axes, size, strict=True))
-        found = self._covers.get(rounded)  # type: ignore[arg-type]
-        if found is None:
-            found = self._covers[rounded] = self._cover(rounded)  # type: ignore[index, arg-type]
-        cell, base = found
+        base, cell = self._covers[rounded]  # type: ignore[index]
         over = _tokens(size) / max(1, _tokens(cell))
         return cell, base * max(1.0, over)
 
-    def _cover(self, size: Size) -> tuple[Size, float]:
-        """The cheapest entry that is nowhere below ``size``, else the largest there is."""
-        inside = [
-            (seconds, entry)
-            for entry, seconds in self._table.items()
-            if all(have >= want for have, want in zip(entry, size, strict=True))
+
+def _covers(table: dict[Size, float], axes: Sequence[list[int]]) -> dict[Size, tuple[float, Size]]:
+    """For every crossing of the axes: (seconds, entry) of the cheapest entry that is nowhere below it,
+    else of the largest there is."""
+    if not table:
+        return {}
+    largest = max(table, key=lambda e: (_tokens(e), e[2]))
+    following = [dict(itertools.pairwise(axis)) for axis in axes]
+    found: dict[Size, tuple[float, Size] | None] = {}
+    for size in itertools.product(*map(reversed, axes)):
+        beyond = [
+            found.get((*size[:i], after.get(size[i], -1), *size[i + 1 :]))  # type: ignore[arg-type]
+            for i, after in enumerate(following)
         ]
-        if inside:
-            seconds, entry = min(inside)
-            return entry, seconds
-        entry = max(self._table, key=lambda e: (_tokens(e), e[2]))
-        return entry, self._table[entry]
+        own = (table[size], size) if size in table else None
+        found[size] = min([one for one in (own, *beyond) if one is not None], default=None)
+    return {size: one or (table[largest], largest) for size, one in found.items()}
 
 
 def _tokens(size: Size) -> int:

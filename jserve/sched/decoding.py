@@ -27,7 +27,7 @@ class Decoding:
 
     def fill(self, draft: PlanDraft, n_flights: int, n_context: int) -> None:
         """Add the rows, in order."""
-        self._grow_forced()
+        self._grow_given()
         ready = self.ready()
         if self.drafting.on and ready:
             load = self._load(n_context, n_flights)
@@ -54,11 +54,12 @@ class Decoding:
         n_prefill = min(begun, self.limits.max_prefill_tokens)
         return Load(n_prefill, n_context, behind=not n_flights)
 
-    def _grow_forced(self) -> None:
-        """Pages for the tokens that guides forced. Before any row: growing may push others out."""
+    def _grow_given(self) -> None:
+        """Pages for known tokens: those that guides forced, and with a window the next row's of a
+        prompt. Before any row, since growing may push others out."""
         for seq in self.floor.running.snapshot():
             if seq.lease is not None and seq.given > seq.lease.capacity:
-                self.floor.grow(seq, seq.given)
+                self.floor.grow(seq, self.floor.tokens_ahead(seq))
 
     def _decode(self, draft: PlanDraft, ready: list[Sequence]) -> None:
         for seq in ready:

@@ -28,7 +28,7 @@ from jserve.kv.cache import PageCache
 from jserve.kv.handles import quota_of
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits, Verdict
 from jserve.sched import admission, estimate, outcome, policy
-from jserve.sched.budget import cap_of
+from jserve.sched.budget import cap_of, chunk_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
 from jserve.sched.decoding import Decoding
@@ -43,6 +43,7 @@ from jserve.sched.queue import WaitQueue, weights_of
 from jserve.sched.residency import Residency, owes_scores
 from jserve.sched.scores import PromptScores
 from jserve.sched.stats import LaneCounts, SchedStats, counters_of, stats_of
+from jserve.sched.swapping import Swapping
 from jserve.types import (
     Finish,
     Lane,
@@ -86,6 +87,8 @@ class Scheduler:
             pages_per_slot=per_slot,
             reuse=config.cache.prefix_caching,
             n_host_pages=limits.n_host_pages,
+            window=limits.window,
+            sinks=limits.sinks,
         )
         keeping = Keeping(
             cache,
@@ -93,19 +96,24 @@ class Scheduler:
             session_ttl_s=config.cache.session_ttl_s,
         )
         options = self.options
+        self.costs = MeasuredCosts(limits.step_times)
+        self.cap = cap_of(self.costs, limits, options)
         self.floor = Residency(
             n_slots=limits.n_slots,
             max_running=_most_running(limits, options),
             cache=cache,
             waiting=WaitQueue(weights_of(options), options.ageing_s),
             keeping=keeping,
+            chunk=chunk_of(limits, options),
+            overlap=options.overlap,
+            swapping=Swapping(
+                cache, self.cap, mode=options.preemption, page_move_s=limits.page_move_s
+            ),
         )
         self.leaders = Leaders(self.floor)
         self.fetching = Fetching(self.floor)
-        self.costs = MeasuredCosts(limits.step_times)
         self.drafting = drafting or Drafting(limits, self.costs, config.speculative, proposer)
         self.decoding = Decoding(self.floor, limits, self.drafting)
-        self.cap = cap_of(self.costs, limits, options)
         self.gate = Gate(options, self.cap, self.floor)
         self.deadlines = Deadlines()
         self.scores = PromptScores()
@@ -200,7 +208,7 @@ class Scheduler:
             tokens=self.options.max_num_batched_tokens,
             prefill_tokens=self.cap.most,
             prefill_rows=self.limits.max_prefill_rows,
-            chunk=self.options.max_prefill_chunk or self.limits.max_prefill_tokens,
+            chunk=self.floor.chunk,
         )
         self.floor.make_way(now, self._held_back)
         if self.guides is not None:
@@ -255,8 +263,11 @@ class Scheduler:
                 return
 
     def _held_back(self, seq: Sequence) -> bool:
-        """True while what ``seq`` needs is being computed by another, or read from disk."""
-        return self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq)
+        """True while what ``seq`` needs is being computed by another, read from disk, or on its way to
+        the host."""
+        if self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq):
+            return True
+        return self.floor.swapping.waits(seq)
 
     def _may_admit(self, draft: PlanDraft) -> bool:
         return draft.prefill_room > 0 and not self.floor.full
@@ -320,6 +331,7 @@ class Scheduler:
         lease = seq.lease
         if lease is not None and n_sound // self.limits.page_size > lease.n_published:
             self.floor.cache.publish(lease, seq.tokens, n_sound)
+            self.floor.cache.slide(lease, n_sound)
         if seq.request.cache is not None:
             self.floor.keeping.settle(seq.request, lease)
 
@@ -366,10 +378,20 @@ class Scheduler:
             drawn = [*drawn, *verdict.forced]
         drawn = outcome.accept(seq, drawn)
         # The logits were finite, so the KV of everything before the last drawn token is sound.
-        n_sound = len(seq.tokens) - max(1, 1 + len(drawn) - n_drawn) if drawn else n_prompt
+        n_forced = len(drawn) - n_drawn
+        n_sound = len(seq.tokens) - (1 + n_forced if n_forced > 0 else 1) if drawn else n_prompt
         if verdict is not None:
             obey(seq, verdict)
-        self._publish(seq, n_sound)
+        lease = seq.lease
+        if lease is not None and (n_sound >= lease.next_full or request.cache is not None):
+            self._publish(seq, n_sound)
+        if not first and seq.finish is None and request.params.logprobs is None:
+            return Output(
+                request_id=request.id,
+                index=seq.index,
+                token_ids=tuple(drawn),
+                n_cached=seq.n_cached,
+            )
         scores = self.scores.take(seq) if first else None
         logprobs = None
         if request.params.logprobs is not None:
