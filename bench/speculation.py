@@ -87,10 +87,10 @@ class Ran:
 
     @property
     def step_s(self) -> float:
-        """Device seconds per row that decoded, and the host's drafting."""
+        """Seconds of a step that carries no prompt: the device's, and the host's drafting."""
+        steps = max(1.0, self.total("decode_steps_total"))
         drafting = self.total("spec_decode_host_seconds_total")
-        rows = max(1.0, self.total("decode_rows_total"))
-        return (self.total("step_seconds_total") + drafting) / rows
+        return (self.total("decode_step_seconds_total") + drafting) / steps
 
 
 class Side:
@@ -268,7 +268,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.speculation", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="bench.speculation", description=(__doc__ or "").split("\n")[0]
+    )
     words = lambda kind: lambda text: tuple(kind(part) for part in text.split(","))  # noqa: E731
     parser.add_argument("--methods", type=words(str), default=("ngram", "suffix"))
     parser.add_argument("--texts", type=words(str), default=TEXTS)

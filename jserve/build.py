@@ -188,7 +188,9 @@ def _limits(config: EngineConfig, runner: Any, facts: dict[str, Any]) -> Any:
     if not path:
         return runner.limits
     programs = [(b.D, b.P) for b in runner.plain_buckets]
-    return dataclasses.replace(runner.limits, step_times=step_times(Path(path), facts, programs))
+    known = step_times(Path(path), facts, programs)
+    verify = tuple(t for t in runner.limits.step_times if t.width > 1)
+    return dataclasses.replace(runner.limits, step_times=(*known, *verify))
 
 
 def _guides(config: EngineConfig, n_vocab: int) -> Any:

@@ -51,14 +51,14 @@ class RunnerLimits:
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
     n_host_pages: int = 0
     """Pages of host memory that pages may be moved to; 0: there is no such tier."""
-    device_drafts: int = 0
-    """Most drafts that the device drafter leaves in a slot; 0: there is no device drafter."""
     page_move_s: float = 0.0
     """Measured seconds to move one page one way between device and host; 0: unknown."""
     window: int = 0
     """Tokens that any layer reads at most, where all layers have a window; 0: some read all."""
     sinks: int = 0
     """First tokens of a sequence that are read beside the window."""
+    device_drafts: int = 0
+    """Most drafts that the device drafter leaves in a slot; 0: there is no device drafter."""
     step_times: tuple[StepTime, ...] = ()
     """What is known of step times before the first step; empty when nothing was measured."""
 

@@ -30,7 +30,6 @@ from jserve.errors import BadRequest
 from jserve.fake_model import (
     MASK,
     FakeModel,
-    Visible,
     bias_digest,
     counted,
     expected,
@@ -330,19 +329,20 @@ class FakeRunner:
         """``n`` drafts of what the row's sequence will draw next, some of them wrong. No mask holds."""
         seq, slot, vocab = row.seq, self._slots[row.slot], self._limits.vocab_size
         params, stops = seq.request.params, stops_of(seq.request)
-        visible = Visible(self.model.window, self.model.sinks)
-        for known_token in self.token_PZ[self._cells(pages, np.arange(slot.length))].tolist():
-            visible.add(known_token)
-        token, history, drafts = slot.last, slot.history, []
-        for position in range(slot.length, slot.length + n):
-            visible.add(token)
-            seen = visible.seen
-            salt = sampling_hash(params, history, slot.bias)
+        first, history = slot.length, slot.history
+        tokens, ctxs, drafts = [slot.last], [], []
+        for at in range(first, first + n):
+            at_S = np.append(self._visible(at, at), at)
+            cells, new = self._cells(pages, at_S[at_S < first]), at_S[at_S >= first] - first
+            token_S = [*self.token_PZ[cells].tolist(), *(tokens[i] for i in new)]
+            ctxs.append(mix(_sum_of(token_S, at_S)))
+            ctx_S = [*self.ctx_PZ[cells].tolist(), *(ctxs[i] for i in new)]
+            seen = mix(_sum_of(ctx_S, at_S)) ^ sampling_hash(params, history, slot.bias)
             lock = seq.n_prompt + params.min_tokens
-            token = self.model.draw(mix(seen) ^ salt, position + 1, seq.seed, params, stops, lock)
-            history = (history + counted(token, True)) & MASK
+            tokens.append(self.model.draw(seen, at + 1, seq.seed, params, stops, lock))
+            history = (history + counted(tokens[-1], True)) & MASK
             right = mix(seen ^ 2) % 1024 < self.acceptance * 1024
-            drafts.append(token if right else (token + 1) % vocab)
+            drafts.append(tokens[-1] if right else (tokens[-1] + 1) % vocab)
         return tuple(drafts)
 
     def _score(self, row: RowPlan, pages: np.ndarray, start: int) -> PromptLogprobs:
@@ -371,6 +371,11 @@ def _blank(R: int, J: int, *, top: bool) -> StepResult:
         top_ids_RJL=np.zeros((R, J, MAX_LOGPROBS), np.int32) if top else None,
         top_logprobs_RJL=np.zeros((R, J, MAX_LOGPROBS), np.float32) if top else None,
     )
+
+
+def _sum_of(value_S: Seq[int], at_S: np.ndarray) -> int:
+    """The sum of values placed at positions."""
+    return int(np.sum(place_at(np.array(value_S, np.uint64), at_S)))
 
 
 def _put(out: StepResult, r: int, j: int, token: int, seen: int, vocab: int) -> None:

@@ -31,6 +31,8 @@ _COUNTERS = {
     "decode_rows_total": ("decode_rows", "Rows of steps that decoded or verified."),
     "decode_tokens_total": ("decode_tokens", "Tokens these rows drew; per row: tokens per step."),
     "step_seconds_total": ("step_seconds", "Device time of all steps."),
+    "decode_step_seconds_total": ("decode_step_seconds", "Device time of steps without prefill."),
+    "decode_steps_total": ("decode_steps", "Steps without prefill."),
     "spec_decode_drafting_seconds_total": (
         "spec_decode_drafting_seconds",
         "Of this, drafting on the device (what steps that draft take longer).",

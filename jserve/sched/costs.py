@@ -88,8 +88,9 @@ class MeasuredCosts:
         if not self._table:
             cell = tuple(n.bit_length() for n in size)
             return cell, _STEP_S + _TOKEN_S * _tokens(size)  # type: ignore[return-value]
-        rounded = tuple(_up(axis, n) for axis, n in zip(self._axes, size, strict=True))
-        base, cell = self._covers[rounded]  # type: ignore[index]
+        a, b, c, w = self._axes
+        size_up = (_up(a, size[0]), _up(b, size[1]), _up(c, size[2]), _up(w, size[3]))
+        base, cell = self._covers[size_up]
         over = _tokens(size) / max(1, _tokens(cell))
         return cell, base * max(1.0, over)
 
@@ -103,12 +104,18 @@ def _covers(table: dict[Size, float], axes: Sequence[list[int]]) -> dict[Size, t
     following = [dict(itertools.pairwise(axis)) for axis in axes]
     found: dict[Size, tuple[float, Size] | None] = {}
     for size in itertools.product(*map(reversed, axes)):
+        d, p, c, w = size
         beyond = [
-            found.get((*size[:i], after.get(size[i], -1), *size[i + 1 :]))  # type: ignore[arg-type]
-            for i, after in enumerate(following)
+            found.get(next_one)
+            for next_one in (
+                (following[0].get(d, -1), p, c, w),
+                (d, following[1].get(p, -1), c, w),
+                (d, p, following[2].get(c, -1), w),
+                (d, p, c, following[3].get(w, -1)),
+            )
         ]
-        own = (table[size], size) if size in table else None
-        found[size] = min([one for one in (own, *beyond) if one is not None], default=None)
+        own = (table[d, p, c, w], (d, p, c, w)) if (d, p, c, w) in table else None
+        found[d, p, c, w] = min([one for one in (own, *beyond) if one is not None], default=None)
     return {size: one or (table[largest], largest) for size, one in found.items()}
 
 

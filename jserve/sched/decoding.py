@@ -16,8 +16,11 @@ from jserve.types import Sequence
 class Decoding:
     """Makes the decode and verify rows of a step."""
 
-    def __init__(self, floor: Residency, limits: RunnerLimits, drafting: Drafting) -> None:
+    def __init__(
+        self, floor: Residency, limits: RunnerLimits, drafting: Drafting, *, guided: bool
+    ) -> None:
         self.floor, self.limits, self.drafting = floor, limits, drafting
+        self.guided = guided
 
     def waits(self, n_flights: int, n_context: int) -> bool:
         """True when planning should wait for the steps in flight, for the sake of drafts."""
@@ -27,7 +30,8 @@ class Decoding:
 
     def fill(self, draft: PlanDraft, n_flights: int, n_context: int) -> None:
         """Add the rows, in order."""
-        self._grow_given()
+        if self.guided or self.floor.window_pages:
+            self._grow_given()
         ready = self.ready()
         if self.drafting.on and ready:
             load = self._load(n_context, n_flights)

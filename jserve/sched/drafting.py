@@ -31,7 +31,7 @@ from jserve.spec.choice import Gains, Purse, best_width, widths
 from jserve.types import RowPlan, Sequence, StepPlan
 
 GRAMMAR, DEVICE = "grammar", "device"
-READ_PER_STEP = 1024
+READ_PER_STEP = 256
 """Tokens that proposers take in per commit; a long prompt is read while it is prefilled."""
 LOOK_SHARE = 0.01
 """Of the time without drafts, what may be lost by trying some."""
@@ -163,17 +163,20 @@ class Drafting:
     def planned(self, plan: StepPlan, sources: dict[int, str], *, behind: bool) -> None:
         """``plan`` will run. ``sources``: row -> who made its drafts. ``behind``: no step is in
         flight before it."""
+        if not self.on:
+            return
         self._gaps.planned(plan.id, behind)
         self._sources[plan.id] = sources
         if self.device:
             for row in plan.rows:
                 if row.seq.request.speculative:
-                    self._watch(row.seq).left = plan.n_draft if row.emits else 0
+                    # After a chunk that emits nothing this is wrong, but none of these is read then.
+                    self._watch(row.seq).left = plan.n_draft
 
     def observe(self, plan: StepPlan, now: float, device_s: float, predicted_s: float) -> None:
         """``plan`` took ``device_s``; ``predicted_s`` is what it takes without drafting."""
         self._gaps.landed(plan.id, now, device_s)
-        self.tally.step(device_s)
+        self.tally.step(device_s, prefills=not plan.rows[-1].from_slot)
         if plan.n_draft and device_s > 0:
             each = max(0.0, device_s - predicted_s) / plan.n_draft
             self._draft_s += 0.2 * (each - self._draft_s)
@@ -213,7 +216,11 @@ class Drafting:
         return self._sources.pop(plan.id, {})
 
     def idle(self) -> None:
-        """Nobody runs any more, or the steps in flight were lost."""
+        """Nobody runs any more: time that passes now says nothing of steps."""
+        self._gaps.idle()
+
+    def lost(self) -> None:
+        """The steps in flight will not land."""
         self._gaps.idle()
         self._sources.clear()
 

@@ -58,12 +58,14 @@ def replay(
     path: str | Path,
     limits: RunnerLimits,
     config: EngineConfig,
+    *,
     proposer: Proposer | None = None,
+    anew: bool = False,
 ) -> Replayed:
     """Drive a fresh scheduler with the inputs in ``path``.
 
-    With the ``proposer`` of the run (one as it was when it started) drafts are decided anew and compared;
-    without it they are taken from the journal. A last line that was cut off (the process died) is left out.
+    Drafts are taken from the journal; or decided ``anew`` and compared, with a ``proposer`` as it was when the
+    run started. A last line that was cut off (the process died) is left out.
 
     Raises:
         Diverged: a plan differs from the recorded one.
@@ -71,7 +73,7 @@ def replay(
     guides = _RecordedGuides(Path(path))
     scheduler = Scheduler(limits, config, proposer=proposer, guides=guides)
     recorded = _RecordedDrafting(limits, scheduler.costs, config.speculative)
-    if proposer is None:
+    if not anew:
         scheduler.drafting = scheduler.decoding.drafting = recorded
     plans: dict[int, StepPlan] = {}
     outputs: list[Output] = []

@@ -26,8 +26,8 @@ from jserve.config import EngineConfig, SchedulerOptions
 from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.kv.cache import PageCache
 from jserve.kv.handles import quota_of
-from jserve.ports import Guides, Journal, Proposer, RunnerLimits, Verdict
-from jserve.sched import admission, estimate, outcome, policy
+from jserve.ports import Guides, Journal, Proposer, RunnerLimits
+from jserve.sched import admission, estimate, outcome, policy, telling
 from jserve.sched.budget import cap_of, chunk_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
@@ -36,7 +36,7 @@ from jserve.sched.draft import PlanDraft
 from jserve.sched.drafting import Drafting
 from jserve.sched.fetching import Fetching
 from jserve.sched.gate import Gate
-from jserve.sched.guided import lacks_mask, obey
+from jserve.sched.guided import lacks_mask
 from jserve.sched.keeping import Keeping
 from jserve.sched.leaders import Leaders
 from jserve.sched.queue import WaitQueue, weights_of
@@ -54,9 +54,6 @@ from jserve.types import (
     StepResult,
 )
 
-NON_FINITE = "the model gave logits that are not finite"
-NOTHING_ALLOWED = "no token is left that the structure and the other constraints allow, or the logits are not finite"
-GRAMMAR_FAILED = "grammar_failed"
 MASK_PATIENCE_S = 0.0005
 """How long planning waits for masks beside a step in flight; guided rows that lack theirs wait on."""
 
@@ -70,7 +67,6 @@ class Scheduler:
         config: EngineConfig,
         *,
         proposer: Proposer | None = None,
-        drafting: Drafting | None = None,
         journal: Journal | None = None,
         guides: Guides | None = None,
     ) -> None:
@@ -112,13 +108,13 @@ class Scheduler:
         )
         self.leaders = Leaders(self.floor)
         self.fetching = Fetching(self.floor)
-        self.drafting = drafting or Drafting(limits, self.costs, config.speculative, proposer)
-        self.decoding = Decoding(self.floor, limits, self.drafting)
+        self.drafting = Drafting(limits, self.costs, config.speculative, proposer)
+        self.decoding = Decoding(self.floor, limits, self.drafting, guided=guides is not None)
         self.gate = Gate(options, self.cap, self.floor)
         self.deadlines = Deadlines()
         self.scores = PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
-        self._groups: dict[str, list[Sequence]] = {}
+        self.groups: dict[str, list[Sequence]] = {}
         self._n_submitted = self.n_steps = self._n_uncommitted = 0
         self.n_prefilled = 0
         """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
@@ -143,14 +139,14 @@ class Scheduler:
             self.drafting.proposer.check(request)
         if request.params.guided and self.guides is None:
             raise BadRequest("structured output is off on this server", field="structured_outputs")
-        if request.id in self._groups:
+        if request.id in self.groups:
             raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
         max_len = self.gate.capped(request, max_len)
         self.gate.check(request, max_len, now)
         if not self.has_work:
             self.gate.gaps.busy_from(now)
         group = [self._sequence(request, i, max_len, now) for i in range(request.params.n)]
-        self._groups[request.id] = group
+        self.groups[request.id] = group
         for seq in group:
             self.floor.waiting.add(seq)
             self._watch(seq, now)
@@ -181,7 +177,9 @@ class Scheduler:
         for seq, field in passed:
             self.counts[seq.request.lane].expired += 1
             late = DeadlineExceeded(f"{field} of {getattr(seq.request, field):g} ms has passed")
-            outputs.append(self._end(seq, Finish.ERROR, now, late.message, late.code, field))
+            outputs.append(
+                telling.end(self, seq, Finish.ERROR, now, late.message, late.code, field)
+            )
         return outputs
 
     def cancel(self, request_id: str, now: float = 0.0, index: int | None = None) -> list[Output]:
@@ -189,9 +187,9 @@ class Scheduler:
         self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.cancel(request_id, now, index)
-        group = self._groups.get(request_id, ())
+        group = self.groups.get(request_id, ())
         chosen = [s for s in group if s.finish is None and index in (None, s.index)]
-        return [self._end(seq, Finish.ABORT, now) for seq in chosen]
+        return [telling.end(self, seq, Finish.ABORT, now) for seq in chosen]
 
     def plan(self, now: float) -> StepPlan | None:
         """The rows of the next step, or None when nothing can or should run before a result comes
@@ -294,15 +292,15 @@ class Scheduler:
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
             if not finite:
-                outputs.append(self._end_unsound(seq, now))
+                outputs.append(telling.end_unsound(self, seq, now))
                 continue
             if row.score:
                 self.scores.add(seq, result.prompt[r])
             if row.emits:
                 drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
-                outputs.append(self._advance(seq, drawn, result, r, len(row.drafts), now))
+                outputs.append(telling.advance(self, seq, drawn, result, r, len(row.drafts), now))
             else:
-                self._publish(seq, row.start + row.count)
+                telling.publish(self, seq, row.start + row.count)
                 self.drafting.took(seq, ())
         if self.guides is not None:
             self.guides.kick()
@@ -326,15 +324,6 @@ class Scheduler:
         if not plan.n_draft:
             self.costs.observe(n_decode, n_prefill, self.gate.n_context, took, width)
 
-    def _publish(self, seq: Sequence, n_sound: int) -> None:
-        """Let others find the full pages of the first ``n_sound`` tokens, whose logits were finite."""
-        lease = seq.lease
-        if lease is not None and n_sound // self.limits.page_size > lease.n_published:
-            self.floor.cache.publish(lease, seq.tokens, n_sound)
-            self.floor.cache.slide(lease, n_sound)
-        if seq.request.cache is not None:
-            self.floor.keeping.settle(seq.request, lease)
-
     def recover(
         self, plans: Iterable[StepPlan], blame: Iterable[str], error: str, now: float
     ) -> list[Output]:
@@ -351,126 +340,12 @@ class Scheduler:
             self._n_uncommitted -= 1
             for row in plan.rows:
                 row.seq.pending = row.seq.in_flight = 0
-        self.drafting.idle()
+        self.drafting.lost()
         assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
-        blamed = [seq for id in blame for seq in self._groups.get(id, ()) if seq.finish is None]
-        outputs = [self._end(seq, Finish.ERROR, now, error) for seq in blamed]
+        blamed = [seq for id in blame for seq in self.groups.get(id, ()) if seq.finish is None]
+        outputs = [telling.end(self, seq, Finish.ERROR, now, error) for seq in blamed]
         self.floor.evacuate()
         return outputs
-
-    def _advance(
-        self,
-        seq: Sequence,
-        drawn: list[int],
-        result: StepResult,
-        row: int,
-        n_drafts: int,
-        now: float,
-    ) -> Output:
-        """Append what was drawn, publish the pages it proved sound, end what is over."""
-        request, n_prompt = seq.request, seq.n_prompt
-        first = len(seq.tokens) == n_prompt
-        n_drawn, verdict = len(drawn), None
-        if seq.guide is not None:
-            verdict = self._ask(seq, drawn)
-            if verdict.error is not None:
-                return self._end(seq, Finish.ERROR, now, verdict.error, GRAMMAR_FAILED)
-            drawn = [*drawn, *verdict.forced]
-        drawn = outcome.accept(seq, drawn)
-        # The logits were finite, so the KV of everything before the last drawn token is sound.
-        n_forced = len(drawn) - n_drawn
-        n_sound = len(seq.tokens) - (1 + n_forced if n_forced > 0 else 1) if drawn else n_prompt
-        if verdict is not None:
-            obey(seq, verdict)
-        lease = seq.lease
-        if lease is not None and (n_sound >= lease.next_full or request.cache is not None):
-            self._publish(seq, n_sound)
-        if not first and seq.finish is None and request.params.logprobs is None:
-            return Output(
-                request_id=request.id,
-                index=seq.index,
-                token_ids=tuple(drawn),
-                n_cached=seq.n_cached,
-            )
-        scores = self.scores.take(seq) if first else None
-        logprobs = None
-        if request.params.logprobs is not None:
-            logprobs = outcome.logprobs_of(seq, result, row, len(drawn))
-        self.drafting.took(seq, drawn)
-        if seq.finish is not None:
-            self._retire(seq, now)
-        return Output(
-            request_id=request.id,
-            index=seq.index,
-            n_drafted=n_drafts,
-            n_accepted=min(n_drawn - 1, len(drawn)) if n_drafts else 0,
-            token_ids=tuple(drawn),
-            logprobs=logprobs,
-            prompt_logprobs=scores,
-            finish=seq.finish,
-            stop_reason=seq.stop_reason,
-            n_cached=seq.n_cached,
-            seed=seq.seed if first else None,
-        )
-
-    def _ask(self, seq: Sequence, drawn: list[int]) -> Verdict:
-        assert seq.guide is not None
-        verdict = seq.guide.take(drawn)
-        self._note(seq, verdict)
-        return verdict
-
-    def _note(self, seq: Sequence, verdict: Verdict) -> None:
-        if self.journal is not None:
-            self.journal.guided(seq.request.id, seq.index, verdict)
-
-    def _end_unsound(self, seq: Sequence, now: float) -> Output:
-        """End a sequence from which nothing could be drawn."""
-        fault = None if seq.guide is None else seq.guide.fault
-        if fault is None:
-            excluded = seq.guide is not None
-            said = (NOTHING_ALLOWED, "nothing_allowed") if excluded else (NON_FINITE, None)
-            return self._end(seq, Finish.ERROR, now, *said)
-        self._note(seq, Verdict(error=fault))
-        return self._end(seq, Finish.ERROR, now, fault, GRAMMAR_FAILED)
-
-    def _end(
-        self,
-        seq: Sequence,
-        finish: Finish,
-        now: float,
-        error: str | None = None,
-        code: str | None = None,
-        field: str | None = None,
-    ) -> Output:
-        """End ``seq`` from outside; its unpublished pages are forgotten."""
-        seq.finish = finish
-        self._retire(seq, now)
-        return Output(
-            request_id=seq.request.id,
-            index=seq.index,
-            finish=finish,
-            error=error,
-            error_code=code,
-            error_field=field,
-            n_cached=seq.n_cached,
-            seed=seq.seed if seq.n_output == 0 else None,
-        )
-
-    def _retire(self, seq: Sequence, now: float) -> None:
-        if seq.charged is not None:
-            self.gate.gaps.ended(now)
-        if seq.finish in (Finish.STOP, Finish.LENGTH):
-            self.floor.lengths.ended(seq)
-        self.floor.leave(seq)
-        self.floor.keeping.abandon(seq.request)
-        self.leaders.forget(seq)
-        self.fetching.forget(seq)
-        self.drafting.forget(seq)
-        self.scores.drop(seq)
-        self.deadlines.forget(seq)
-        self.counts[seq.request.lane].ended(seq)
-        if all(s.finish is not None for s in self._groups[seq.request.id]):
-            del self._groups[seq.request.id]
 
     def _sequence(self, request: Request, index: int, max_len: int, now: float) -> Sequence:
         params = request.params

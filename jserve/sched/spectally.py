@@ -17,7 +17,8 @@ class SpecTally:
 
     def __init__(self) -> None:
         self.rows = self.tokens = 0
-        self.device_s = self.draft_s = 0.0
+        self.device_s = self.decode_s = self.draft_s = 0.0
+        self.decode_steps = 0
         self._rounds: Counter[str] = Counter()
         self._drafted: Counter[tuple[str, Lane]] = Counter()
         self._stood: Counter[tuple[str, Lane]] = Counter()
@@ -38,8 +39,12 @@ class SpecTally:
             self._tried_at[source, j] += 1
             self._stood_at[source, j] += j < n_stood
 
-    def step(self, device_s: float) -> None:
+    def step(self, device_s: float, *, prefills: bool) -> None:
+        """A step took ``device_s``; ``prefills``: it carried prompt tokens too."""
         self.device_s += device_s
+        if not prefills:
+            self.decode_s += device_s
+            self.decode_steps += 1
 
     def drafting(self, seconds: float) -> None:
         """The device drafted for so long (estimated from what such steps take longer)."""
@@ -50,6 +55,8 @@ class SpecTally:
             "decode_rows_total": self.rows,
             "decode_tokens_total": self.tokens,
             "step_seconds_total": self.device_s,
+            "decode_step_seconds_total": self.decode_s,
+            "decode_steps_total": self.decode_steps,
             "spec_decode_drafting_seconds_total": self.draft_s,
         }
         for source, n in self._rounds.items():

@@ -25,8 +25,11 @@ from jserve.sim.trace import TraceItem, read, write
 BATCHING = ("continuous", "static")
 SETUP = {"load": float, "batching": str, "deadlines": str, "retries": int, "jitter": float}
 """What a sweep may change besides options of the scheduler and the cache."""
-NOT_SIMULATED = ("host_memory_gb", "disk_dir", "disk_gb")
-"""Options of the cache's tiers: moves between them have no price here."""
+NOT_SIMULATED = {
+    **dict.fromkeys(("host_memory_gb", "disk_dir", "disk_gb"), "tiers of the cache are"),
+    **dict.fromkeys(("speculative.method", "max_drafts"), "speculation is"),
+}
+"""Options that have no price here, and what they ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +174,9 @@ def _setup(wish: Wish, config: EngineConfig, changes: dict[str, Any]) -> Setup:
     own = {name: _own(name, changes[name]) for name in changes if name in SETUP}
     flat = config.flat() | {"max_model_len": wish.max_model_len or config.model.max_model_len}
     config = EngineConfig.of(**flat | {k: v for k, v in changes.items() if k not in SETUP})
-    for name in NOT_SIMULATED:
+    for name, what in NOT_SIMULATED.items():
         if config.flat().get(name) != EngineConfig().flat().get(name):
-            raise ConfigError(f"{name}: tiers of the cache are not simulated", field=name)
+            raise ConfigError(f"{name}: {what} not simulated", field=name)
     given = {name: getattr(wish, name) for name in SETUP} | own
     if given["batching"] not in BATCHING:
         raise ConfigError(f"batching must be one of {', '.join(BATCHING)}", field="batching")

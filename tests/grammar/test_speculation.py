@@ -75,6 +75,49 @@ def test_good_drafts_save_steps_under_a_grammar():
     assert quick.n_steps < 0.5 * plain.n_steps
 
 
+def drained(made, *asked):
+    for each in asked:
+        made.submit(each)
+    return made.drain()
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
+@pytest.mark.parametrize("spec", [CITY, OBJECT])
+def test_forced_tokens_are_drafts_that_stand(spec, most, overlap):
+    """Where they are not put in for nothing, since their log-probabilities are wanted. The token that
+    ends the output is forced too and no draft: nothing follows it."""
+    asked = [
+        request(f"r{i}", spec, temperature=1.0, seed=i, max_tokens=60, logprobs=1) for i in range(3)
+    ]
+    plain, quick = engine(overlap=overlap), engine(overlap=overlap, max_drafts=most)
+    wanted, got = drained(plain, *asked), drained(quick, *asked)
+    for r in asked:
+        assert tokens(got, r.id) == tokens(wanted, r.id)
+        assert finish(got, r.id) == finish(wanted, r.id)
+    counters = quick.scheduler.counters()
+    name = "spec_decode_num_{}_tokens_total{{proposer=grammar,lane=standard}}"
+    if spec is CITY:
+        assert counters[name.format("draft")] == counters[name.format("accepted")] > 0
+        assert quick.n_steps < plain.n_steps
+        assert all(len(p.token_ids) == len(p.logprobs) for p in got if p.token_ids)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_drafter_on_the_device_leaves_guided_rows_alone(overlap):
+    """Their masks follow the drafts, which only the device knows; others have theirs."""
+    asked = [request(f"r{i}", CITY, temperature=1.0, seed=i, max_tokens=60) for i in range(2)]
+    asked.append(request("free", temperature=1.0, seed=9, max_tokens=80))
+    plain = run(*asked)
+    made = engine(overlap=overlap, max_drafts=4, device_drafts=4)
+    got = drained(made, *asked)
+    for r in asked:
+        assert tokens(got, r.id) == tokens(plain, r.id)
+    by_id = {r.id: sum(out.n_accepted for out in got if out.request_id == r.id) for r in asked}
+    assert by_id["free"] > 0
+    assert by_id["r0"] == by_id["r1"] == 0
+
+
 @pytest.mark.parametrize("budget", [0, 1, 5, 6, 7])
 @pytest.mark.parametrize("right", [0, 2, 4])
 def test_drafts_across_the_end_of_a_thought(budget, right):

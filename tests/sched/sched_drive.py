@@ -64,13 +64,28 @@ def seconds_of(n_rows: int, n_prefill: int) -> float:
 def step_times() -> tuple[StepTime, ...]:
     """The times of its programs, for contexts up to 64 tokens."""
     return tuple(
-        StepTime(n_decode=d, n_prefill=p, n_context=64, seconds=seconds_of(d, p))
+        StepTime(
+            n_decode=d,
+            n_prefill=p,
+            n_context=64,
+            seconds=seconds_of(d, p) + (w - 1) * DRAFT_S,
+            width=w,
+        )
         for d in DECODE_RUNGS
         for p in PREFILL_RUNGS
+        for w in (1, 4, 8)
     )
 
 
-SERVICE = ("lane", "tenant", "ttft_deadline_ms", "tpot_deadline_ms", "deadline_ms", "arrival")
+SERVICE = (
+    "lane",
+    "tenant",
+    "speculative",
+    "ttft_deadline_ms",
+    "tpot_deadline_ms",
+    "deadline_ms",
+    "arrival",
+)
 
 
 def request(id: str, prompt, *, eos=(), priority=0, salt="", skip=False, **params) -> Request:
@@ -360,7 +375,7 @@ class Drive:
         sched = self.scheduler
         waiting, running = list(sched.floor.waiting), list(sched.floor.running)
         rows = [row for flight in self.flight for row in flight.plan.rows]
-        live = [seq for group in sched._groups.values() for seq in group if seq.finish is None]
+        live = [seq for group in sched.groups.values() for seq in group if seq.finish is None]
         assert {id(s) for s in waiting} | {id(s) for s in running} == {id(s) for s in live}
         assert len(waiting) + len(running) == len(live), "I10: in two places"
         for seq in live:
@@ -411,7 +426,7 @@ class Drive:
         sched, cache = self.scheduler, self.scheduler.floor.cache
         for key, told in self.told.items():
             assert told.end is not None, f"I10: {key} has no end"
-        assert not sched._groups, "I17: a request is left"
+        assert not sched.groups, "I17: a request is left"
         assert not len(sched.scores), "I17: scores are left"
         assert not len(sched.deadlines), "I17: a deadline is left"
         assert not sched.floor.waiting.held_by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -15,8 +16,16 @@ from jserve.errors import (
     Overloaded,
     RateLimited,
 )
+from jserve.spec.lookup import Lookup
+from jserve.spec.ngram import NgramIndex
+from jserve.spec.suffix import SuffixIndex
 from jserve.types import Lane
 from tests.sched.sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits, request, step_times
+
+LOOKUPS = {
+    "ngram": lambda: Lookup("ngram", lambda: (NgramIndex(1, 3, 24),)),
+    "suffix": lambda: Lookup("suffix", lambda: (SuffixIndex(1, 24),)),
+}
 
 # Overlapping prefixes over few tokens, so that the tree branches and pages are shared.
 PREFIXES = [(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 9), (1, 2, 3, 4) * 4, (5,) * 12]
@@ -34,6 +43,7 @@ requests = st.fixed_dictionaries(
         "eos": st.sampled_from([(), (), (3,)]),
         "lane": st.sampled_from([*Lane, Lane.STANDARD]),
         "tenant": st.sampled_from(["", "", "ann", "bob"]),
+        "speculative": st.sampled_from([True, True, True, False]),
         "deadlines": st.sampled_from(
             [
                 {},
@@ -51,6 +61,7 @@ requests = st.fixed_dictionaries(
                 {"presence_penalty": 1.0},
                 {"logit_bias": {3: 1.5}},
                 {"allowed_token_ids": (1, 2, 3, 5)},
+                {"allowed_token_ids": (1, 2)},
                 {"logprobs": 2},
                 {"prompt_logprobs": 3},
                 {"stop_token_ids": (4,), "min_tokens": 1},
@@ -81,7 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([0, 1, 5, 8]),
         budget=st.sampled_from([4, 7, 64]),
         reuse=st.booleans(),
-        drafts=st.sampled_from([0, 0, 3]),
+        drafts=st.sampled_from([0, 0, 3, 7]),
+        drafter=st.sampled_from(["blind", "host", "ngram", "suffix", "device"]),
         eos_rate=st.sampled_from([0, 7]),
         bound_ms=st.sampled_from([0.0, 0.0, 9.0, 0.001]),
         ageing_s=st.sampled_from([0.0, 5.0, 1e6]),
@@ -99,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget,
         reuse,
         drafts,
+        drafter,
         eos_rate,
         bound_ms,
         ageing_s,
@@ -113,6 +126,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         lim = limits(
             n_pages=n_pages, page_size=page_size, max_drafts=drafts, step_times=times, **seen
         )
+        if drafts and drafter == "device":
+            lim = dataclasses.replace(lim, device_drafts=drafts - 1)
         options = {
             "depth": depth,
             "eos_rate": eos_rate,
@@ -127,8 +142,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             "tenant_share": 0.5,
             "max_tokens_bulk": 20,
         }
-        proposing = drafting(MixedDrafts(), lim, **options) if drafts else None
-        self.drive = proposing or Drive(lim, **options)
+        if drafts and drafter in ("blind", "host"):
+            self.drive = drafting(MixedDrafts(blind=drafter == "blind"), lim, **options)
+        elif drafts and drafter in LOOKUPS:
+            self.drive = Drive(lim, proposer=LOOKUPS[drafter](), **options)
+        else:
+            self.drive = Drive(lim, **options)
         self.n = 0
 
     @rule(spec=requests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import re
 
 import pytest
 
@@ -283,12 +284,17 @@ def test_a_replay_decides_the_same_drafts(tmp_path, kind, depth):
             drive.step()
         drive.run()
     assert replay(path, drive.limits, drive.config).n_steps == drive.scheduler.n_steps
-    if kind in ("ngram", "suffix"):
-        again = replay(path, drive.limits, drive.config, lookup(kind))
+    if kind != "mixed":
+        same = None if kind == "device" else lookup(kind)
+        again = replay(path, drive.limits, drive.config, proposer=same, anew=True)
         assert again.n_steps == drive.scheduler.n_steps
-        other = Lookup("other", lambda: (NgramIndex(4, 5, 64),))
+        if kind == "device":
+            other = {"limits": dataclasses.replace(lim, device_drafts=1)}
+            assert re.search(rb'"n_draft":[1-4]', path.read_bytes())
+        else:
+            other = {"proposer": Lookup("other", lambda: (NgramIndex(4, 5, 64),))}
         with pytest.raises(Diverged):
-            replay(path, drive.limits, drive.config, other)
+            replay(path, config=drive.config, anew=True, **{"limits": drive.limits} | other)
 
 
 def test_long_prompts_are_read_a_little_per_step(monkeypatch):
@@ -301,8 +307,25 @@ def test_long_prompts_are_read_a_little_per_step(monkeypatch):
     while drive.scheduler.has_work:
         drive.step()
         n_read += [reader.n_read for reader in proposer._readers.values()]
-    assert max(b - a for a, b in itertools.pairwise(n_read)) <= 5
+    assert max(b - a for a, b in itertools.pairwise([0, *n_read])) <= 5
     assert n_read[-1] > 36
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_nothing_is_kept_of_steps_that_are_over(on):
+    """Also of a row that runs once more after its sequence ended, and of steps that were lost."""
+    lim = limits(max_drafts=3 if on else 0, step_times=timed(0.0))
+    drive = drafting(RightDrafts(), lim, depth=2)
+    for i, req in enumerate(asked(8, stop_token_ids=(1, 2))):
+        drive.add(req)
+        drive.step()
+        if i == 4:
+            drive.runner.fail_next = RuntimeError("the step raised")
+    drive.run()
+    kept = drive.scheduler.drafting
+    assert not kept._sources
+    assert not kept._gaps._behind
+    assert not any("proposer=}" in key or "proposer=," in key for key in kept.counters())
 
 
 def test_the_policy_alone_without_steps():

@@ -45,7 +45,7 @@ def two_pages_swapped(plan: StepPlan) -> StepPlan:
     """The first two pages of long rows change places, from the second chunk on."""
     table = plan.page_table_RM.copy()
     for r, row in enumerate(plan.rows):
-        if row.start >= 16 and table.shape[1] >= 2:
+        if row.start >= 9 and table.shape[1] >= 2:
             table[r, [0, 1]] = table[r, [1, 0]]
     return dataclasses.replace(plan, page_table_RM=table)
 

@@ -1,0 +1,154 @@
+"""What a commit says: one output for every row that moved its sequence, one end for every sequence.
+
+Owns what happens to a live sequence when its tokens come or when it is over. Must not know plans, budgets or
+queues; counters that a row moves were settled before (``Scheduler.commit``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jserve.ports import Verdict
+from jserve.sched import outcome
+from jserve.sched.guided import obey
+from jserve.types import Finish, Output, Sequence, StepResult
+
+if TYPE_CHECKING:
+    from jserve.sched.scheduler import Scheduler
+
+NON_FINITE = "the model gave logits that are not finite"
+NOTHING_ALLOWED = "no token is left that the structure and the other constraints allow, or the logits are not finite"
+GRAMMAR_FAILED = "grammar_failed"
+
+
+def advance(
+    sched: Scheduler,
+    seq: Sequence,
+    drawn: list[int],
+    result: StepResult,
+    row: int,
+    n_drafts: int,
+    now: float,
+) -> Output:
+    """Append what was drawn, publish the pages it proved sound, end what is over."""
+    request, n_prompt = seq.request, seq.n_prompt
+    first = len(seq.tokens) == n_prompt
+    n_drawn, verdict = len(drawn), None
+    if seq.guide is not None:
+        verdict = _ask(sched, seq, drawn)
+        if verdict.error is not None:
+            return end(sched, seq, Finish.ERROR, now, verdict.error, GRAMMAR_FAILED)
+        drawn = [*drawn, *verdict.forced]
+    drawn = outcome.accept(seq, drawn)
+    # The logits were finite, so the KV of everything before the last drawn token is sound.
+    n_forced = len(drawn) - n_drawn
+    n_sound = len(seq.tokens) - (1 + n_forced if n_forced > 0 else 1) if drawn else n_prompt
+    n_accepted = min(n_drawn - 1, len(drawn)) if n_drafts else 0
+    if verdict is not None:
+        obey(seq, verdict)
+    lease = seq.lease
+    if lease is not None and (n_sound >= lease.next_full or request.cache is not None):
+        publish(sched, seq, n_sound)
+    sched.drafting.took(seq, drawn)
+    if not first and seq.finish is None and request.params.logprobs is None:
+        return Output(
+            request_id=request.id,
+            index=seq.index,
+            token_ids=tuple(drawn),
+            n_cached=seq.n_cached,
+            n_drafted=n_drafts,
+            n_accepted=n_accepted,
+        )
+    scores = sched.scores.take(seq) if first else None
+    logprobs = None
+    if request.params.logprobs is not None:
+        logprobs = outcome.logprobs_of(seq, result, row, len(drawn))
+    if seq.finish is not None:
+        retire(sched, seq, now)
+    return Output(
+        request_id=request.id,
+        index=seq.index,
+        n_drafted=n_drafts,
+        n_accepted=n_accepted,
+        token_ids=tuple(drawn),
+        logprobs=logprobs,
+        prompt_logprobs=scores,
+        finish=seq.finish,
+        stop_reason=seq.stop_reason,
+        n_cached=seq.n_cached,
+        seed=seq.seed if first else None,
+    )
+
+
+def publish(sched: Scheduler, seq: Sequence, n_sound: int) -> None:
+    """Let others find the full pages of the first ``n_sound`` tokens, whose logits were finite."""
+    lease = seq.lease
+    if lease is not None and n_sound // sched.limits.page_size > lease.n_published:
+        sched.floor.cache.publish(lease, seq.tokens, n_sound)
+        sched.floor.cache.slide(lease, n_sound)
+    if seq.request.cache is not None:
+        sched.floor.keeping.settle(seq.request, lease)
+
+
+def _ask(sched: Scheduler, seq: Sequence, drawn: list[int]) -> Verdict:
+    assert seq.guide is not None
+    verdict = seq.guide.take(drawn)
+    _note(sched, seq, verdict)
+    return verdict
+
+
+def _note(sched: Scheduler, seq: Sequence, verdict: Verdict) -> None:
+    if sched.journal is not None:
+        sched.journal.guided(seq.request.id, seq.index, verdict)
+
+
+def end_unsound(sched: Scheduler, seq: Sequence, now: float) -> Output:
+    """End a sequence from which nothing could be drawn."""
+    fault = None if seq.guide is None else seq.guide.fault
+    if fault is None:
+        excluded = seq.guide is not None
+        said = (NOTHING_ALLOWED, "nothing_allowed") if excluded else (NON_FINITE, None)
+        return end(sched, seq, Finish.ERROR, now, *said)
+    _note(sched, seq, Verdict(error=fault))
+    return end(sched, seq, Finish.ERROR, now, fault, GRAMMAR_FAILED)
+
+
+def end(
+    sched: Scheduler,
+    seq: Sequence,
+    finish: Finish,
+    now: float,
+    error: str | None = None,
+    code: str | None = None,
+    field: str | None = None,
+) -> Output:
+    """End ``seq`` from outside; its unpublished pages are forgotten."""
+    seq.finish = finish
+    retire(sched, seq, now)
+    return Output(
+        request_id=seq.request.id,
+        index=seq.index,
+        finish=finish,
+        error=error,
+        error_code=code,
+        error_field=field,
+        n_cached=seq.n_cached,
+        seed=seq.seed if seq.n_output == 0 else None,
+    )
+
+
+def retire(sched: Scheduler, seq: Sequence, now: float) -> None:
+    if seq.charged is not None:
+        sched.gate.gaps.ended(now)
+    if seq.finish in (Finish.STOP, Finish.LENGTH):
+        sched.floor.lengths.ended(seq)
+    sched.floor.leave(seq)
+    sched.floor.keeping.abandon(seq.request)
+    sched.leaders.forget(seq)
+    sched.fetching.forget(seq)
+    sched.drafting.forget(seq)
+    sched.scores.drop(seq)
+    sched.deadlines.forget(seq)
+    sched.counts[seq.request.lane].ended(seq)
+    if all(s.finish is not None for s in sched.groups[seq.request.id]):
+        del sched.groups[seq.request.id]

@@ -1,0 +1,70 @@
+"""The arithmetic of bench.speculation, on runs made by hand, and its texts."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import speculation
+from bench.speculation import Ran, account
+from jserve import build
+from jserve.config import EngineConfig
+
+
+def ran(seconds: float, rows: int, tokens: int, step_s: float, **more: float) -> Ran:
+    counters = {
+        "decode_rows_total": rows,
+        "decode_tokens_total": tokens,
+        "decode_steps_total": rows,
+        "decode_step_seconds_total": step_s * rows,
+        "spec_decode_host_seconds_total": more.pop("host_s", 0.0),
+        "spec_decode_num_draft_tokens_total{proposer=ngram,lane=standard}": more.pop("drafted", 0),
+        "spec_decode_num_accepted_tokens_total{proposer=ngram,lane=standard}": more.pop("stood", 0),
+    }
+    ended = {"0": seconds, "1": more.pop("last", seconds)}
+    return Ran(seconds=seconds, tokens={"0": [1] * tokens}, ended=ended, counters=counters)
+
+
+def test_predicted_is_tokens_per_step_over_what_a_step_costs_more():
+    plain = ran(1.0, rows=100, tokens=100, step_s=0.010)
+    spec = ran(0.5, rows=40, tokens=100, step_s=0.012, host_s=0.12, drafted=120, stood=60, last=2.0)
+    found = account([(plain, spec)] * 3)
+    assert found["acceptance"] == 0.5
+    assert found["tokens_per_step"] == 2.5
+    assert found["predicted"] == pytest.approx(2.5 * 0.010 / (0.012 + 0.12 / 40))
+    assert found["speedup"] == 2.0
+    assert found["slowest_request"] == 0.5
+    assert found["tok_s"] == 200.0
+    assert account([(plain, plain)])["acceptance"] is None
+
+
+def test_outputs_that_differ_end_the_run():
+    class Says:
+        def __init__(self, token: int) -> None:
+            self.token = token
+
+        def run(self, asked, concurrency, most):
+            made = ran(1.0, rows=1, tokens=1, step_s=1.0)
+            made.tokens, made.ended = {"0": [self.token]}, {"0": 1.0}
+            return made
+
+    with pytest.raises(SystemExit, match="changed an output"):
+        speculation.paired(Says(1), Says(2), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
+    speculation.paired(Says(1), Says(1), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", speculation.TEXTS)
+def test_texts_are_the_same_for_a_seed(text):
+    tokenizer = build.text_side(EngineConfig()).tokenizer
+    first = speculation.prompts(text, 3, tokenizer)
+    assert first == speculation.prompts(text, 3, tokenizer)
+    assert first != speculation.prompts(text, 3, tokenizer, seed=1)
+    assert all(4 < len(ids) <= 700 for ids in first)
+
+
+def test_a_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    row = {"method": "ngram", "speedup": 1.5}
+    rows = [row | {"kind": "k", "text": "copy", "k": k} for k in (0, 3, "auto")]
+    rows += [row | {"kind": "auto", "concurrency": n} for n in (1, 4)]
+    speculation.draw({"rows": rows}, tmp_path / "a.svg")
+    assert "drafts per step" in (tmp_path / "a.svg").read_text()
