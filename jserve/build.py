@@ -263,8 +263,18 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     else:
         specs = family.specs(arch, mesh.shape.get("tp", 1))
         params = adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
+    speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
     loaded = time.monotonic()
-    runner = ModelRunner(family, arch, params, mesh, config, rules=rules, progress=progress)
+    runner = ModelRunner(
+        family,
+        arch,
+        params,
+        mesh,
+        config,
+        rules=rules,
+        speculation=speculation,
+        progress=progress,
+    )
     facts = {
         "model": config.model.served_model_name or source.name,
         "source": source.name,
@@ -273,6 +283,26 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "compile_s": round(time.monotonic() - loaded, 2),
     }
     return runner, facts
+
+
+def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
+    """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
+    from jserve.runner.drafts import load_speculation
+    from jserve.spec.methods import DEVICE
+    from jserve.weights.source import resolve
+
+    options = config.speculative
+    if options.method not in DEVICE:
+        return None
+    return load_speculation(
+        options.method,
+        resolve(options.model, "", config.model.load_format),
+        *given,
+        n_draft=options.num_tokens,
+        progress=lambda _, done, total: progress("load drafter", done, total),
+        scan_nan=config.model.scan_nan,
+        seed=config.model.seed + 1,
+    )
 
 
 def _mesh(config: EngineConfig) -> Any:

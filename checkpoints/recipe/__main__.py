@@ -8,19 +8,23 @@ from pathlib import Path
 import jax
 import numpy as np
 from rich.console import Console
+from tokenizers import Tokenizer
 
 from checkpoints.recipe import skills
 from checkpoints.recipe.chat import segments
+from checkpoints.recipe.heads import HEADS
 from checkpoints.recipe.model import SIZES
 from checkpoints.recipe.tokenizer import load_or_train
 
 WORK = Path(__file__).parent.parent / "work"
+TARGET = WORK.parent / "jserve-mini"
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="checkpoints.recipe", description=__doc__)
     parser.add_argument("command", choices=("data", "tokenizer", "train", "eval", "export"))
-    parser.add_argument("--size", choices=("main", "draft", "tiny"), default="main")
+    parser.add_argument("--size", choices=(*SIZES, *HEADS), default="main")
+    parser.add_argument("--target", type=Path, default=TARGET, help="model that heads draft for")
     parser.add_argument("--minutes", type=float, default=60.0, help="wall-clock training budget")
     parser.add_argument("--steps", type=int, default=None, help="budget in steps instead")
     parser.add_argument("--decay", type=float, default=0.5, help="annealed share of the budget")
@@ -42,9 +46,29 @@ def data(args) -> None:
 def train(args) -> None:
     from checkpoints.recipe import train as loop
 
-    config = dataclasses.replace(SIZES[args.size], fast_matmul=args.fast_matmul)
-    plan = loop.Plan(config, args.minutes, args.steps, args.seed, args.decay)
-    loop.train(plan, load_or_train(args.work / "tokenizer.json"), args.work / args.size)
+    if args.size in HEADS:
+        config, task, tokenizer = _heads(args)
+        plan = loop.Plan(config, args.minutes, args.steps, args.seed, args.decay, **_HEAD_PLAN)
+    else:
+        config = dataclasses.replace(SIZES[args.size], fast_matmul=args.fast_matmul)
+        task, tokenizer = loop.language_model(config), load_or_train(args.work / "tokenizer.json")
+        plan = loop.Plan(config, args.minutes, args.steps, args.seed, args.decay)
+    loop.train(plan, task, tokenizer, args.work / args.size)
+
+
+# Heads learn from a model that can copy already: long rows from the start, no curriculum.
+_HEAD_PLAN = {"curriculum_steps": 0, "long_from": 0}
+
+
+def _heads(args):
+    """Configuration, task and tokenizer of heads for the target folder."""
+    from checkpoints.recipe import export as hf
+    from checkpoints.recipe.heads import head_task
+
+    target = dataclasses.replace(hf.read_config(args.target), fast_matmul=args.fast_matmul)
+    config = HEADS[args.size](target, fast_matmul=args.fast_matmul)
+    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    return config, head_task(config, hf.import_params(args.target, target), tokenizer), tokenizer
 
 
 def _trained(args):
@@ -52,9 +76,10 @@ def _trained(args):
     from checkpoints.recipe import storage, train as loop
 
     path = args.work / args.size / "state.safetensors"
-    plan = loop.Plan(SIZES[args.size], args.minutes)
-    state, about = storage.load_state(path, loop.fresh_state(plan)[0])
-    return state[0], plan.model, about
+    config = SIZES[args.size]
+    fresh, _ = loop.fresh_state(loop.language_model(config), args.seed)
+    state, about = storage.load_state(path, fresh)
+    return state[0], config, about
 
 
 def evaluate(args) -> None:

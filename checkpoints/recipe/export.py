@@ -55,6 +55,23 @@ def hf_config(config: ModelConfig, dtype: str = "bfloat16") -> dict:
     }
 
 
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration behind an exported folder: `hf_config` backwards."""
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return ModelConfig(
+        hidden=stored["hidden_size"],
+        layers=stored["num_hidden_layers"],
+        heads=stored["num_attention_heads"],
+        kv_heads=stored["num_key_value_heads"],
+        head_dim=stored["head_dim"],
+        ffn=stored["intermediate_size"],
+        vocab=stored["vocab_size"],
+        context=stored["max_position_embeddings"],
+        rope_theta=stored["rope_theta"],
+        eps=stored["rms_norm_eps"],
+    )
+
+
 def hf_tensors(params: dict, config: ModelConfig, dtype=jnp.bfloat16) -> dict:
     tensors = {
         "model.embed_tokens.weight": params["embedding"],

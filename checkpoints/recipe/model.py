@@ -8,7 +8,7 @@ N query heads, K kv heads, G = N/K, H head dim, V vocabulary.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -191,7 +191,9 @@ class Decoder(nn.Module):
             old = None if cache is None else cache[i]
             x_BTD, kv = Layer(c, name=f"layer_{i}")(x_BTD, positions_BT, mask_BTS, old)
             new_cache.append(kv)
+            self.sow("features", "layers", x_BTD)
         x_BTD = Norm(c.eps, name="final_norm")(x_BTD)
+        self.sow("features", "final", x_BTD)
         return matmul(x_BTD, embedding_VD.T, c.fast_matmul), new_cache
 
 
@@ -202,13 +204,35 @@ def init_params(config: ModelConfig, seed: int) -> Any:
     return variables["params"]
 
 
-def packed_logits(config: ModelConfig, params, tokens_BT, documents_BT) -> jax.Array:
-    """Logits of packed rows; a token sees the earlier tokens of its own document only."""
-    T = tokens_BT.shape[1]
+def packed_rows(documents_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(positions_BT, mask_BTS): a token sees the earlier tokens of its own document only."""
+    T = documents_BT.shape[1]
     same_BTS = documents_BT[:, :, None] == documents_BT[:, None, :]
     mask_BTS = same_BTS & jnp.tril(jnp.ones((T, T), bool))
-    positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
-    return Decoder(config).apply({"params": params}, tokens_BT, positions_BT, mask_BTS)[0]
+    return jnp.broadcast_to(jnp.arange(T), documents_BT.shape), mask_BTS
+
+
+def packed_logits(config: ModelConfig, params, tokens_BT, documents_BT) -> jax.Array:
+    """Logits of packed rows."""
+    rows = packed_rows(documents_BT)
+    return Decoder(config).apply({"params": params}, tokens_BT, *rows)[0]
+
+
+class Features(NamedTuple):
+    """What a speculative head may read of a forward pass over packed rows."""
+
+    layers: tuple[jax.Array, ...]  # [B, T, D] after each layer, before any norm
+    final_BTD: jax.Array  # after the final norm
+    logits_BTV: jax.Array
+
+
+def packed_features(config: ModelConfig, params, tokens_BT, documents_BT) -> Features:
+    """The same pass as `packed_logits`, with what it passes through."""
+    (logits_BTV, _), sown = Decoder(config).apply(
+        {"params": params}, tokens_BT, *packed_rows(documents_BT), mutable=["features"]
+    )
+    features: Any = sown["features"]
+    return Features(features["layers"], features["final"][0], logits_BTV)
 
 
 def parameter_count(params) -> int:

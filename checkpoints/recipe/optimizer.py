@@ -12,6 +12,7 @@ import optax
 # Batches are small, so the gradient is noisy and the rates are half of what is usual for Muon.
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.01, 0.0015, 0.03
 _MOMENTUM = 0.95
+_TABLES = ("embedding", "lm_head")  # one row per token: no matrix to orthogonalise
 # The quintic whose repeated use drives all singular values of a matrix towards one.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
@@ -47,8 +48,8 @@ def scale_by_muon() -> optax.GradientTransformation:
 
 def _rules(params) -> dict:
     def rule(path, leaf):
-        inside = any("layer_" in str(key) for key in path)
-        return "muon" if inside and leaf.ndim == 2 else "adam"
+        table = any(key.key in _TABLES for key in path)
+        return "muon" if leaf.ndim == 2 and not table else "adam"
 
     return jax.tree_util.tree_map_with_path(rule, params)
 

@@ -1,15 +1,18 @@
 """The training loop: seeded, resumable, bounded by wall-clock minutes or by steps, progress shown.
 
-Owns the plan of steps (which row shape at which step) and the jitted update. Everything a step sees
-is a function of (seed, step) and the stored state, so stopping and resuming changes nothing.
+Owns the plan of steps (which row shape at which step) and the jitted update. What is trained is a
+`Task`; it knows of language models only. Everything a step sees is a function of (seed, step) and
+the stored state, so stopping and resuming changes nothing.
 """
 
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +32,7 @@ from checkpoints.recipe.packing import Batch
 class Plan:
     """`tokens` per step are cut into rows of 256, sometimes of 1024 or 2048, as `shape` says."""
 
-    model: ModelConfig
+    model: Any  # the configuration of what is trained, kept beside the state
     minutes: float
     steps: int | None = None
     seed: int = 1
@@ -57,7 +60,20 @@ def batch_at(plan: Plan, tokenizer: Tokenizer, step: int) -> Batch:
     return packing.short_batch(tokenizer, plan.seed, step, rows, length, curriculum)
 
 
-def weighted_loss(config: ModelConfig, params, batch: tuple) -> jax.Array:
+@dataclass(frozen=True)
+class Task:
+    """What is trained. `frozen` arrays are an argument of the loss that takes no gradient."""
+
+    init: Callable[[int], Any]  # seed -> params
+    loss: Callable[[Any, Any, tuple], jax.Array]  # (frozen, params, batch)
+    frozen: Any = ()
+
+
+def language_model(config: ModelConfig) -> Task:
+    return Task(partial(init_params, config), partial(_weighted_loss, config))
+
+
+def _weighted_loss(config: ModelConfig, frozen, params, batch: tuple) -> jax.Array:
     tokens_BT, documents_BT, weights_BT = batch
     logits_BTV = packed_logits(config, params, tokens_BT, documents_BT)[:, :-1]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, tokens_BT[:, 1:])
@@ -65,19 +81,20 @@ def weighted_loss(config: ModelConfig, params, batch: tuple) -> jax.Array:
     return (losses * weights).sum() / weights.sum()
 
 
-def make_update(config: ModelConfig, optimizer: optax.GradientTransformation):
-    def update(state, batch, rate):
+def make_update(task: Task, optimizer: optax.GradientTransformation):
+    def update(state, frozen, batch, rate):
         params, moments = state
-        loss, gradients = jax.value_and_grad(weighted_loss, argnums=1)(config, params, batch)
+        loss, gradients = jax.value_and_grad(task.loss, argnums=1)(frozen, params, batch)
         updates, moments = optimizer.update(gradients, moments, params)
         updates = jax.tree.map(lambda u: u * rate, updates)
         return (optax.apply_updates(params, updates), moments), loss
 
-    return jax.jit(update, donate_argnums=0)
+    compiled = jax.jit(update, donate_argnums=0)
+    return lambda state, batch, rate: compiled(state, task.frozen, batch, rate)
 
 
-def fresh_state(plan: Plan):
-    params = init_params(plan.model, plan.seed)
+def fresh_state(task: Task, seed: int):
+    params = task.init(seed)
     optimizer = make_optimizer(params)
     return (params, optimizer.init(params)), optimizer
 
@@ -101,14 +118,16 @@ def _spent(plan: Plan, clock: Clock) -> float:
     return clock.step / plan.steps if plan.steps else clock.seconds / (plan.minutes * 60)
 
 
-def run(plan: Plan, tokenizer: Tokenizer, out: Path, report=lambda clock, loss: None) -> dict:
+def run(
+    plan: Plan, task: Task, tokenizer: Tokenizer, out: Path, report=lambda clock, loss: None
+) -> dict:
     """Train from the checkpoint in `out`, or from scratch, to the end of the plan."""
-    state, optimizer = fresh_state(plan)
+    state, optimizer = fresh_state(task, plan.seed)
     path, clock = out / "state.safetensors", Clock()
     if path.exists():
         state, about = storage.load_state(path, state)
         clock = Clock(**about["clock"])
-    update = make_update(plan.model, optimizer)
+    update = make_update(task, optimizer)
     for now, loss in _steps(plan, tokenizer, clock, state, update):
         report(clock, loss)
         if clock.step % plan.save_every == 0 or _finished(plan, clock):
@@ -165,7 +184,7 @@ class Show:
             log.write(json.dumps({**dataclasses.asdict(clock), "loss": round(mean, 4)}) + "\n")
 
 
-def train(plan: Plan, tokenizer: Tokenizer, out: Path) -> dict:
+def train(plan: Plan, task: Task, tokenizer: Tokenizer, out: Path) -> dict:
     show = Show(plan, out)
     with show.bar:
-        return run(plan, tokenizer, out, show)
+        return run(plan, task, tokenizer, out, show)

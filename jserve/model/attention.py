@@ -20,6 +20,8 @@ from jserve.model.view import Bucket, StepDims, StepView
 
 LayerKV = tuple[jax.Array, jax.Array]
 """(keys, values) of one layer, each of the backend's ``kv_shape``."""
+Places = tuple[jax.Array, jax.Array]
+"""(pages, offsets) of entries, int32[A] each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +49,12 @@ class AttentionBackend:
                read the slot).
     write_kv:  (kv, k_TKH, v_TKH, view) -> kv. Padding tokens go to page 0.
     attend:    (q_TNH, kv, view, *, window, scale, sinks) -> o_TNH, causal, ``window`` 0 = full.
-               Padding rows are finite. Behind the window the page table may say anything in range
-               (0 once a page was given back) and the pages may hold anything, also NaN.
+               Padding rows are finite. Decode rows obey ``view.tree`` where it is given (never with
+               sinks). Behind the window the page table may say anything in range (0 once a page was
+               given back) and the pages may hold anything, also NaN.
     has_sinks: False where ``attend`` takes no ``sinks`` but None.
+    move:      (kv, (page_A, off_A), (page_A, off_A)) -> kv with the entries of the first places
+               copied to the second ones. None: this backend verifies no trees.
     """
 
     name: str
@@ -61,6 +66,7 @@ class AttentionBackend:
     attend: Callable[..., jax.Array]
     kv_dtype: Callable[[Any], Any] = jnp.dtype
     has_sinks: bool = True
+    move: Callable[[LayerKV, Places, Places], LayerKV] | None = None
     options: Any = None
 
 

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.attention import AttentionBackend, LayerKV, Sinks
+from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
+from jserve.model.tree import seen_in_tree
 from jserve.model.view import Bucket, StepDims, StepView
 
 
@@ -56,6 +57,8 @@ def attend(
     k_TSKH, v_TSKH = (_gather(x, view.page_table_RM)[row_T] for x in kv)
     K = k_TSKH.shape[2]
     seen_TS = _mask(view.pos_T, k_TSKH.shape[1], window)
+    if view.tree is not None:
+        seen_TS = _of_trees(seen_TS, view, window)
     far_TS = _far(view.pos_T, k_TSKH.shape[1], window, sinks)
     seen_TS = seen_TS | far_TS
     # Pages beyond the context may hold anything, also NaN, which 0 * v would not stop.
@@ -87,6 +90,22 @@ def _mask(pos_T: jax.Array, S: int, window: int) -> jax.Array:
     return seen_TS & (s_S > pos_T[:, None] - window) if window else seen_TS
 
 
+def _of_trees(seen_TS: jax.Array, view: StepView, window: int) -> jax.Array:
+    """``seen_TS`` with the rows of decode tokens as the tree of their drafts has them."""
+    assert view.tree is not None
+    n = view.D * view.J
+    s_DS = jnp.tile(jnp.arange(seen_TS.shape[1], dtype=jnp.int32), (view.D, 1))
+    seen_DJS = seen_in_tree(view.tree, view.start_R[: view.D], s_DS, window)
+    tree_nS = seen_DJS.reshape(n, -1) & (view.pos_T[:n] >= 0)[:, None]
+    return jnp.concatenate([tree_nS, seen_TS[n:]])
+
+
+def move(kv: LayerKV, old: Places, new: Places) -> LayerKV:
+    """Copy entries to other places."""
+    keys, values = kv
+    return keys.at[new].set(keys[old]), values.at[new].set(values[old])
+
+
 def _far(pos_T: jax.Array, S: int, window: int, sinks: Sinks | None) -> jax.Array:
     """bool[T, S]: sinks that lie behind the token's window."""
     s_S = jnp.arange(S, dtype=jnp.int32)
@@ -102,4 +121,5 @@ REF = AttentionBackend(
     plan=plan,
     write_kv=write_kv,
     attend=attend,
+    move=move,
 )

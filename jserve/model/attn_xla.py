@@ -34,7 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jserve.model.attention import AttentionBackend, LayerKV, Sinks
+from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
+from jserve.model.tree import DraftMask, seen_in_tree
 from jserve.model.view import Bucket, StepDims, StepView
 
 S_DECODE, W_DECODE = 128, 8
@@ -188,7 +189,7 @@ def _decode(q: Queries, kv: LayerKV, view: StepView, reach: Reach) -> jax.Array:
         at_W = lax.dynamic_slice_in_dim(order_D, i * W, W)
         held = jax.tree.map(lambda x: x.at[at_W].get(mode="clip"), rows)
         held = held._replace(len=jnp.where(at_W < D, held.len, 0))
-        return out_DKJGH.at[at_W].set(_group(held, kv, reach, S), mode="drop")
+        return out_DKJGH.at[at_W].set(_group(held, kv, reach, S, view.tree), mode="drop")
 
     n_groups = -(-(rows.len > 0).sum() // W)
     out = lax.fori_loop(0, n_groups, group, jnp.zeros_like(rows.q.near))
@@ -209,12 +210,13 @@ def _blocked(table_RM: jax.Array, Z: int, S: int) -> tuple[jax.Array, int]:
     return jnp.pad(table_RM, ((0, 0), (0, -M % B))), B * Z
 
 
-def _group(rows: _Rows, kv: LayerKV, reach: Reach, S: int) -> jax.Array:
+def _group(rows: _Rows, kv: LayerKV, reach: Reach, S: int, tree: DraftMask | None) -> jax.Array:
     """float32[W, K, J, G, H]: W rows against as many blocks as the longest of them has."""
     W, K, J, G, H = rows.q.near.shape
     B, window = S // kv[0].shape[2], reach.window
     pos_WJ = rows.start[:, None] + jnp.arange(J, dtype=jnp.int32)
-    first_W = jnp.maximum(rows.start - window + 1, 0) // S if window else jnp.zeros_like(rows.len)
+    lowest_W = rows.start if tree is None else rows.start - tree.n_before
+    first_W = jnp.maximum(lowest_W - window + 1, 0) // S if window else jnp.zeros_like(rows.len)
     n_W = jnp.where(rows.len > 0, -(-rows.len // S) - first_W, 0)
     table_WM = _shift(rows.table, first_W * B) if window else rows.table
 
@@ -227,7 +229,10 @@ def _group(rows: _Rows, kv: LayerKV, reach: Reach, S: int) -> jax.Array:
     def block(j: jax.Array, sums: Sums) -> Sums:
         pages_WB = lax.dynamic_slice_in_dim(table_WM, j * B, B, 1)
         pos_WS = ((first_W + j) * S)[:, None] + jnp.arange(S, dtype=jnp.int32)
-        seen = _seen(pos_WJ, pos_WS, window) & (pos_WS < rows.len[:, None])[:, None]
+        seen = _seen(pos_WJ, pos_WS, window)
+        if tree is not None:
+            seen = seen_in_tree(tree, rows.start, pos_WS, window)
+        seen = seen & (pos_WS < rows.len[:, None])[:, None]
         return add(rows.q.near, pages_WB, seen, sums)
 
     sums = _no_sums((W, K, J, G), H)
@@ -348,6 +353,15 @@ def _tile(
     return _finish(lax.fori_loop(first, -(-(start + n) // S), block, sums))
 
 
+# --- drafts that stand
+
+
+def move(kv: LayerKV, old: Places, new: Places) -> LayerKV:
+    """Copy entries to other places."""
+    keys, values = (pool.at[new[0], :, new[1]].set(pool[old[0], :, old[1]]) for pool in kv)
+    return keys, values
+
+
 XLA = AttentionBackend(
     name="xla",
     kv_axis=1,
@@ -357,4 +371,5 @@ XLA = AttentionBackend(
     plan=plan,
     write_kv=write_kv,
     attend=attend,
+    move=move,
 )

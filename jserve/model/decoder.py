@@ -7,6 +7,7 @@ serves: the switches of ``Arch`` decide. A family file is a config reader plus t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,21 @@ def forward(
     axis: str | None,
 ) -> tuple[jax.Array, list[LayerKV]]:
     """(float32[T, D] after the final norm, the new KV of every layer)."""
+    return tapped(arch, params, view, kv, attn, axis, ())[:2]
+
+
+def tapped(
+    arch: Arch,
+    params: Any,
+    view: StepView,
+    kv: list[LayerKV],
+    attn: AttentionBackend,
+    axis: str | None,
+    layers: Sequence[int],
+) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
+    """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
     x_TD = embed(params["embed"], view.tok_T, axis)
+    entering = {}
     tables = rope_tables(arch, view.pos_T)
     # Layers alike in their window are one traced function, called again: tracing and lowering of a
     # step take a third of the time, and XLA inlines the calls, so the program is the same.
@@ -38,10 +53,18 @@ def forward(
     }
     new_kv = []
     for i, p in enumerate(params["layers"]):
+        entering[i] = x_TD
         with jax.named_scope(f"layer{i}"):
             x_TD, layer_kv = layer_of[arch.window(i)](p, x_TD, tables, view, kv[i])
             new_kv.append(layer_kv)
-    return rms_norm(x_TD, params["final_norm"], arch.norm_eps), new_kv
+    entering[arch.L] = x_TD
+    y_TD = rms_norm(x_TD, params["final_norm"], arch.norm_eps)
+    return y_TD, new_kv, [entering[i] for i in layers]
+
+
+def embedded(params: Any, tok_T: jax.Array, axis: str | None) -> jax.Array:
+    """float32[T, D]: the rows of the embedding."""
+    return embed(params["embed"], tok_T, axis)
 
 
 def _traced_layer(arch: Arch, window: int, attn: AttentionBackend, axis: str | None) -> Any:
@@ -69,12 +92,12 @@ def specs(arch: Arch, tp: int) -> dict[str, Any]:
     check_tp(arch, tp)
     V, D = arch.V, arch.D
     tree: dict[str, Any] = {
-        "embed": _matrix("model.embed_tokens", (V, D), ("vocab", "embed")),
+        "embed": matrix("model.embed_tokens", (V, D), ("vocab", "embed")),
         "layers": [_layer(arch, i, max(arch.K, tp)) for i in range(arch.L)],
-        "final_norm": _norm("model.norm", D),
+        "final_norm": norm("model.norm", D),
     }
     if not arch.tied:
-        tree["unembed"] = _matrix("lm_head", (V, D), ("vocab", "embed"))
+        tree["unembed"] = matrix("lm_head", (V, D), ("vocab", "embed"))
     return tree
 
 
@@ -104,30 +127,30 @@ def _layer(arch: Arch, i: int, K: int) -> dict[str, ParamSpec]:
     D, F, H, N = arch.D, arch.F, arch.H, arch.N
     attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
     layer = {
-        "attn_norm": _norm(f"model.layers.{i}.input_layernorm", D),
-        "qkv": _qkv(arch, attn, K, "weight"),
-        "o": _matrix(f"{attn}.o_proj", (D, N * H), ("embed", "kv_heads")),
-        "mlp_norm": _norm(f"model.layers.{i}.post_attention_layernorm", D),
-        "gate_up": _gate_up(arch, mlp, "weight"),
-        "down": _matrix(f"{mlp}.down_proj", (D, F), ("embed", "ffn")),
+        "attn_norm": norm(f"model.layers.{i}.input_layernorm", D),
+        "qkv": qkv(arch, attn, K, "weight"),
+        "o": matrix(f"{attn}.o_proj", (D, N * H), ("embed", "kv_heads")),
+        "mlp_norm": norm(f"model.layers.{i}.post_attention_layernorm", D),
+        "gate_up": gate_up(arch, mlp, "weight"),
+        "down": matrix(f"{mlp}.down_proj", (D, F), ("embed", "ffn")),
     }
     if arch.qkv_bias:
-        layer["qkv_bias"] = _qkv(arch, attn, K, "bias")
+        layer["qkv_bias"] = qkv(arch, attn, K, "bias")
     if arch.o_bias:
-        layer["o_bias"] = _bias(f"{attn}.o_proj", D)
+        layer["o_bias"] = bias(f"{attn}.o_proj", D)
     if arch.qk_norm:
-        layer["q_norm"] = _norm(f"{attn}.q_norm", H)
-        layer["k_norm"] = _norm(f"{attn}.k_norm", H)
+        layer["q_norm"] = norm(f"{attn}.q_norm", H)
+        layer["k_norm"] = norm(f"{attn}.k_norm", H)
     if arch.mlp_bias:
-        layer["gate_up_bias"] = _gate_up(arch, mlp, "bias")
-        layer["down_bias"] = _bias(f"{mlp}.down_proj", D)
+        layer["gate_up_bias"] = gate_up(arch, mlp, "bias")
+        layer["down_bias"] = bias(f"{mlp}.down_proj", D)
     return layer
 
 
-def _qkv(arch: Arch, at: str, K: int, kind: str) -> ParamSpec:
+def qkv(arch: Arch, at: str, K: int, kind: str, width: int = 0) -> ParamSpec:
     """[K, G+2, H, D] (bias: [K, G+2, H]): query heads of a kv head lie together, so N/K of them
-    follow it."""
-    tail = (arch.D,) if kind == "weight" else ()
+    follow it. ``width`` of the input is the model's unless given."""
+    tail = (width or arch.D,) if kind == "weight" else ()
     N, H, repeat = arch.N, arch.H, K // arch.K
     q = Part(name=f"{at}.q_proj.{kind}", shape=(N * H, *tail), view=(K, N // K, H, *tail))
     k, v = (
@@ -147,7 +170,7 @@ def _qkv(arch: Arch, at: str, K: int, kind: str) -> ParamSpec:
     )
 
 
-def _gate_up(arch: Arch, at: str, kind: str) -> ParamSpec:
+def gate_up(arch: Arch, at: str, kind: str) -> ParamSpec:
     tail = (arch.D,) if kind == "weight" else ()
     parts = tuple(
         Part(name=f"{at}.{name}.{kind}", shape=(arch.F, *tail), view=(1, arch.F, *tail))
@@ -157,16 +180,16 @@ def _gate_up(arch: Arch, at: str, kind: str) -> ParamSpec:
     return ParamSpec(shape=(2, arch.F, *tail), axes=axes, parts=parts)
 
 
-def _matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
+def matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
     part = Part(name=f"{name}.weight", shape=shape, view=shape)
     return ParamSpec(shape=shape, axes=axes, parts=(part,))
 
 
-def _norm(name: str, size: int) -> ParamSpec:
+def norm(name: str, size: int) -> ParamSpec:
     part = Part(name=f"{name}.weight", shape=(size,), view=(size,))
     return ParamSpec(shape=(size,), axes=(None,), parts=(part,), init=0.0, init_mean=1.0)
 
 
-def _bias(name: str, size: int) -> ParamSpec:
+def bias(name: str, size: int) -> ParamSpec:
     part = Part(name=f"{name}.bias", shape=(size,), view=(size,))
     return ParamSpec(shape=(size,), axes=(None,), parts=(part,))

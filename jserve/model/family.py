@@ -83,6 +83,10 @@ class Family:
     forward: (arch, params, view, kv, attn, axis) -> (x_TD after the final norm, new kv).
              ``params`` and ``kv`` are this shard's.
     logits:  (arch, params, x_ED, axis) -> float32[E, V], the whole vocabulary on every shard.
+    tapped:  forward with a last argument more, layer numbers, that also gives the residual stream
+             float32[T, D] entering each of them (L: entering the final norm). None: heads that read
+             hidden states cannot draft for this family.
+    embed:   (params, tok_T, axis) -> float32[T, D]. None: nor can those without a table of their own.
     """
 
     name: str
@@ -94,3 +98,5 @@ class Family:
         tuple[jax.Array, list[LayerKV]],
     ]
     logits: Callable[[Arch, Any, jax.Array, str | None], jax.Array]
+    tapped: Callable[..., tuple[jax.Array, list[LayerKV], list[jax.Array]]] | None = None
+    embed: Callable[[Any, jax.Array, str | None], jax.Array] | None = None

@@ -49,7 +49,23 @@ def attention_block(
     axis: str | None,
 ) -> tuple[jax.Array, LayerKV]:
     """(what the layer's attention adds to the residual stream, this layer's new KV)."""
-    q_TNH, k_TKH, v_TKH = _qkv(arch, p, rms_norm(x_TD, p["attn_norm"], arch.norm_eps))
+    x_TD = rms_norm(x_TD, p["attn_norm"], arch.norm_eps)
+    return attend_normed(arch, layer, p, x_TD, tables, view, kv, attn, axis)
+
+
+def attend_normed(
+    arch: Arch,
+    layer: int,
+    p: Params,
+    x_TD: jax.Array,
+    tables: Tables,
+    view: StepView,
+    kv: LayerKV,
+    attn: AttentionBackend,
+    axis: str | None,
+) -> tuple[jax.Array, LayerKV]:
+    """``attention_block`` of what is normed already."""
+    q_TNH, k_TKH, v_TKH = _qkv(arch, p, x_TD)
     kv = attn.write_kv(kv, rotate(k_TKH, *tables), v_TKH, view)
     window = arch.window(layer)
     sinks = sinks_of(arch, window, q_TNH, view)

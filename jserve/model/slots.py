@@ -47,10 +47,12 @@ class SlotState:
     """float32, added to the logits; -inf forbids."""
     recent_CB: jax.Array
     bad_CWK: jax.Array
+    draft_CJ: jax.Array | None = None
+    """int32: what the device drafter left for the next row; None: there is no drafter."""
 
 
-def empty(C: int, V: int) -> SlotState:
-    """Slots nobody has held yet."""
+def empty(C: int, V: int, drafts: int = 0) -> SlotState:
+    """Slots nobody has held yet, with room for so many drafts."""
 
     def ints(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
@@ -62,12 +64,13 @@ def empty(C: int, V: int) -> SlotState:
         bias_CV=jnp.zeros((C, V), jnp.float32),
         recent_CB=ints(C, _TAIL),
         bad_CWK=ints(C, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+        draft_CJ=ints(C, drafts) if drafts else None,
     )
 
 
-def shapes(C: int, V: int) -> Any:
+def shapes(C: int, V: int, drafts: int = 0) -> Any:
     """The abstract state: a ``SlotState`` of ``ShapeDtypeStruct``."""
-    return jax.eval_shape(lambda: empty(C, V))
+    return jax.eval_shape(lambda: empty(C, V, drafts))
 
 
 def advance(
@@ -107,6 +110,16 @@ def advance(
             slots.counts_CV,
         ),
     )
+
+
+def keep_drafts(
+    slots: SlotState, slot_R: jax.Array, live_R: jax.Array, draft_RJ: jax.Array
+) -> SlotState:
+    """The slots with ``draft_RJ`` in those of the live rows."""
+    C, n = slots.len_C.shape[0], draft_RJ.shape[1]
+    assert slots.draft_CJ is not None, "slots without room for drafts"
+    at_R = jnp.where(live_R, slot_R, C)
+    return replace(slots, draft_CJ=slots.draft_CJ.at[at_R, :n].set(draft_RJ, mode="drop"))
 
 
 _HEAD = 4

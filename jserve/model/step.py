@@ -5,12 +5,12 @@ the slots), the state that survives it and the packing of what comes back. It co
 an attention backend and knows neither. A pure function, run under ``shard_map`` on every mesh, one
 device included; state is donated by the caller.
 
-Logits are computed at one place per decode token and one per prefill row (E = D * J + F of them)::
-
-    T      |d0 d0 d1 d1 |f0 f0 f0 f0 f1 f1 f1 pad|
-    drawn    ^  ^  ^  ^            ^        ^
-
+Logits are computed where tokens are drawn (E places, ``jserve.model.draws``).
 ``out.packed_RX`` holds n_ok, finite, J tokens and the bits of J log-probabilities per row.
+
+With a drafter (``jserve.model.drafter``) ``params`` is {"target", "drafter"}, ``state.kv`` has its
+layers after the target's, every step shows it all tokens, and ``bucket.n_draft`` drafts are left in
+the slots at the end. Without one nothing of this is in the program.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jserve.errors import ConfigError
 from jserve.model import slots as slot_rows
 from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.drafter import REPLICATED, Drafter, Target
+from jserve.model.drafting import Hands, Told, leave_drafts
+from jserve.model.draws import by_row, drawn_places, draws_of
 from jserve.model.family import Arch, Family
-from jserve.model.sample import Draws, logprobs, sample
+from jserve.model.path import accepted, along, as_chain, straightened
+from jserve.model.sample import logprobs, sample
 from jserve.model.shard import ShardRules, abstract, partitions
 from jserve.model.slots import NONE, SlotState
 from jserve.model.verify import accept
 from jserve.model.view import (
     LOGPROBS,
     PENALTY,
-    SAMPLING,
     Bucket,
     Field,
     StepDims,
@@ -52,7 +56,8 @@ class DeviceState:
     """Everything that survives a step; donated to it and replaced whole."""
 
     kv: list[LayerKV]
-    """Of each layer (in an abstract state: their shapes, shardings or partitions)."""
+    """Of each layer, a drafter's last (in an abstract state: their shapes, shardings or
+    partitions)."""
     slots: SlotState
 
 
@@ -93,6 +98,7 @@ class StepModel:
     kv_dtype: Any
     """As the backend stores it."""
     dtype: Any
+    drafter: Drafter | None = None
 
     @property
     def axis(self) -> str | None:
@@ -113,17 +119,49 @@ class StepModel:
     def layer_shape(self) -> tuple[int, ...]:
         return self.backend.kv_shape(self.kv_heads, self.arch.H, self.n_pages, self.dims.Z)
 
+    @property
+    def draft_axis(self) -> str | None:
+        """The mesh axis that the drafter is sharded over."""
+        return None if self.drafter is None or self.drafter.replicated else self.axis
+
+    @property
+    def draft_rules(self) -> ShardRules:
+        return self.rules if self.draft_axis else REPLICATED
+
+    def draft_specs(self) -> Any:
+        assert self.drafter is not None, "there is no drafter"
+        return self.drafter.specs(self.tp if self.draft_axis else 1)
+
+    def kv_layers(self) -> list[tuple[tuple[int, ...], str | None]]:
+        """(shape, mesh axis) of the keys of every layer, values alike: the target's, the
+        drafter's."""
+        layers = [(self.layer_shape, self.axis)] * self.arch.L
+        if self.drafter is not None:
+            own, axis = self.drafter.arch, self.draft_axis
+            heads = max(own.K, self.tp) if axis else own.K
+            shape = self.backend.kv_shape(heads, own.H, self.n_pages, self.dims.Z)
+            layers += [(shape, axis)] * self.drafter.n_kv_layers
+        return layers
+
     def fields(self, bucket: Bucket) -> tuple[Field, ...]:
         return layout(bucket, self.dims, self.backend.plan_shapes(bucket, self.dims))
 
     def specs(self) -> Any:
         return self.family.specs(self.arch, self.tp)
 
+    def param_partitions(self) -> Any:
+        target = partitions(self.specs(), self.rules)
+        if self.drafter is None:
+            return target
+        return {"target": target, "drafter": partitions(self.draft_specs(), self.draft_rules)}
+
     def state_partitions(self) -> Any:
-        one: Any = PartitionSpec(*(None,) * self.backend.kv_axis, self.axis)
-        shapes = slot_rows.shapes(self.dims.C, self.dims.V)
+        ones: Any = [
+            PartitionSpec(*(None,) * self.backend.kv_axis, axis) for _, axis in self.kv_layers()
+        ]
+        shapes = slot_rows.shapes(self.dims.C, self.dims.V, self.dims.drafts)
         return DeviceState(
-            kv=[(one, one) for _ in range(self.arch.L)],
+            kv=[(one, one) for one in ones],
             slots=jax.tree.map(lambda _: PartitionSpec(), shapes),
         )
 
@@ -135,13 +173,17 @@ class StepModel:
         )
 
     def abstract_params(self) -> Any:
-        return abstract(self.specs(), self.mesh, self.rules, self.dtype)
+        target = abstract(self.specs(), self.mesh, self.rules, self.dtype)
+        if self.drafter is None:
+            return target
+        drafter = abstract(self.draft_specs(), self.mesh, self.draft_rules, self.dtype)
+        return {"target": target, "drafter": drafter}
 
     def abstract_state(self) -> Any:
-        one: Any = jax.ShapeDtypeStruct(self.layer_shape, self.kv_dtype)
+        ones: Any = [jax.ShapeDtypeStruct(shape, self.kv_dtype) for shape, _ in self.kv_layers()]
         state = DeviceState(
-            kv=[(one, one) for _ in range(self.arch.L)],
-            slots=slot_rows.shapes(self.dims.C, self.dims.V),
+            kv=[(one, one) for one in ones],
+            slots=slot_rows.shapes(self.dims.C, self.dims.V, self.dims.drafts),
         )
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
@@ -163,110 +205,110 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
     Raises:
         ValueError: a bucket of fewer than two tokens or drawn places (XLA:CPU is far slower on one
         row).
+        ConfigError: a tree, and a backend that has no mask for it, or attention sinks.
     """
+    if bucket.tree and model.arch.sinks:
+        raise ConfigError(
+            "attention_sinks do not go with trees of drafts, only with chains",
+            field="attention_sinks",
+        )
+    if bucket.tree and model.backend.move is None:
+        raise ConfigError(
+            f"attention_backend {model.backend.name} verifies no trees of drafts, only chains",
+            field="attention_backend",
+        )
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)
 
     def local(params: Any, state: DeviceState, buf: jax.Array) -> tuple[DeviceState, StepOut]:
         view = unpack(buf, fields, bucket, model.dims, state.slots)
-        return run(model, params, state, view)
+        return run(model, bucket, params, state, view)
 
     whole = PartitionSpec()
     state_specs = model.state_partitions()
     return jax.shard_map(
         local,
         mesh=model.mesh,
-        in_specs=(partitions(model.specs(), model.rules), state_specs, whole),
+        in_specs=(model.param_partitions(), state_specs, whole),
         out_specs=(state_specs, whole),
         check_vma=False,
     )
 
 
 def run(
-    model: StepModel, params: Any, state: DeviceState, view: StepView
+    model: StepModel, bucket: Bucket, params: Any, state: DeviceState, view: StepView
 ) -> tuple[DeviceState, StepOut]:
     """One step on this shard of everything."""
-    family, arch = model.family, model.arch
-    x_TD, kv = family.forward(arch, params, view, state.kv, model.backend, model.axis)
+    arch, drafter = model.arch, model.drafter
+    own: Any = None
+    if drafter is not None:
+        params, own = params["target"], params["drafter"]
+    x_TD, kv, taps = _forward(model, params, view, state.kv[: arch.L])
     with jax.named_scope("logits"):
-        raw_EV = family.logits(arch, params, x_TD[_drawn_places(view)], model.axis)
+        raw_EV = model.family.logits(arch, params, x_TD[drawn_places(view)], model.axis)
     with jax.named_scope("sample"):
-        draws = _draws(view)
+        draws = draws_of(view, bucket.tree)
         drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags)
         chosen = _LOGPROBS(raw_EV, drawn_E, view.flags)
+    n_ok_D = None
+    if view.tree is not None:
+        with jax.named_scope("path"):
+            n_ok_D, path_DJ = accepted(view, drawn_E, bucket.tree)
+            kv = straightened(model.backend, view, kv, path_DJ)
+            of_tree = (drawn_E, ok_E, chosen, x_TD, taps)
+            drawn_E, ok_E, chosen, x_TD, taps = along(view, path_DJ, of_tree)
+            view = as_chain(view, path_DJ)
     with jax.named_scope("advance"):
-        token_RJ = _by_row(view, drawn_E, NONE)
-        n_ok_R = _n_ok(view, token_RJ)
-        slots = _ADVANCE(
-            state.slots,
-            view.slot_R,
-            _new_len(view, n_ok_R),
-            token_RJ,
-            n_ok_R,
-            (view.flags & PENALTY) > 0,
-        )
+        token_RJ = by_row(view, drawn_E, NONE)
+        n_ok_R = _n_ok(view, _accepted(view, token_RJ) if n_ok_D is None else n_ok_D)
+        len_R = _new_len(view, n_ok_R)
+        counts = (view.flags & PENALTY) > 0
+        slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, counts)
+    if drafter is not None:
+        told = Told(view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps)
+        with jax.named_scope("draft"):
+            hands = _hands(model, params, own)
+            drafted, slots = leave_drafts(hands, state.kv[arch.L :], told, slots, bucket)
+        kv = [*kv, *drafted]
     scores = None
     if view.target_T is not None:
         scores = _score(model, params, x_TD[-view.P :], view.target_T[-view.P :])
     return DeviceState(kv=kv, slots=slots), _pack(view, token_RJ, n_ok_R, ok_E, chosen, scores)
 
 
-def _drawn_places(view: StepView) -> jax.Array:
-    """int32[E]: indices in T whose logits draw a token."""
-    last_F = jnp.maximum(view.first_R + view.count_R - 1, 0)[view.D :]
-    return jnp.concatenate([jnp.arange(view.D * view.J, dtype=jnp.int32), last_F])
-
-
-def _per_draw(view: StepView, x_R: jax.Array) -> jax.Array:
-    """A row's value at each of its draws."""
-    return jnp.concatenate([jnp.repeat(x_R[: view.D], view.J, axis=0), x_R[view.D :]])
-
-
-def _by_row(view: StepView, x_E: jax.Array, fill: Any) -> jax.Array:
-    """[E, ...] -> [R, J, ...]; a prefill row has its one draw in column 0."""
-    n, rest = view.D * view.J, x_E.shape[1:]
-    decode = x_E[:n].reshape(view.D, view.J, *rest)
-    prefill = jnp.full((view.F, view.J, *rest), fill, x_E.dtype).at[:, 0].set(x_E[n:])
-    return jnp.concatenate([decode, prefill])
-
-
-def _draws(view: StepView) -> Draws:
-    place_E = jnp.concatenate(
-        [jnp.tile(jnp.arange(view.J, dtype=jnp.int32), view.D), jnp.zeros(view.F, jnp.int32)]
+def _hands(model: StepModel, params: Any, own: Any) -> Hands:
+    assert model.drafter is not None, "there is no drafter"
+    target = Target(
+        family=model.family,
+        arch=model.arch,
+        params=params,
+        attn=model.backend,
+        axis=model.axis,
     )
-    last_R = jnp.where(jnp.arange(view.D + view.F) < view.D, 0, view.count_R - 1)
-    rows = {c.name.replace("_R", "_E"): _per_draw(view, getattr(view, c.name)) for c in SAMPLING}
-    slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
-    mask_EW = None
-    if view.mask_RJW is not None:
-        D, J = view.D, view.J
-        mask_RJW = view.mask_RJW
-        mask_EW = jnp.concatenate([mask_RJW[:D].reshape(D * J, -1), mask_RJW[D:, 0]])
-    return Draws(
-        slot_E=_per_draw(view, slot_R),
-        pos_E=_per_draw(view, view.start_R + last_R) + place_E + 1,
-        prefix_EJ=_prefixes(view, place_E),
-        n_prefix_E=place_E,
-        mask_EW=mask_EW,
-        **rows,
-    )
+    loops = model.mesh.devices.flat[0].platform == "cpu"
+    return Hands(model.drafter, target, own, model.dims, model.draft_axis, loops)
 
 
-def _prefixes(view: StepView, place_E: jax.Array) -> jax.Array:
-    """int32[E, J - 1]: the drafts that stand before each draw."""
+def _forward(
+    model: StepModel, params: Any, view: StepView, kv: list[LayerKV]
+) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
+    family, drafter = model.family, model.drafter
+    given = (model.arch, params, view, kv, model.backend, model.axis)
+    if drafter is None or not drafter.taps:
+        return *family.forward(*given), []
+    assert family.tapped is not None, f"{family.name} has no taps"
+    return family.tapped(*given, drafter.taps)
+
+
+def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:
+    """int32[D] tokens that stand, of chains."""
     D, J = view.D, view.J
-    draft_DJ = view.tok_T[: D * J].reshape(D, J)[:, 1:]
-    draft_EJ = jnp.concatenate(
-        [jnp.repeat(draft_DJ, J, axis=0), jnp.full((view.F, J - 1), NONE, jnp.int32)]
-    )
-    before = jnp.arange(J - 1, dtype=jnp.int32) < place_E[:, None]
-    return jnp.where(before, draft_EJ, NONE)
+    return accept(view.tok_T[: D * J].reshape(D, J), token_RJ[:D], view.count_R[:D])
 
 
-def _n_ok(view: StepView, token_RJ: jax.Array) -> jax.Array:
-    D, J = view.D, view.J
-    n_ok_D = accept(view.tok_T[: D * J].reshape(D, J), token_RJ[:D], view.count_R[:D])
+def _n_ok(view: StepView, n_ok_D: jax.Array) -> jax.Array:
+    """int32[R] tokens drawn: those of decode rows, one of a prefill row that emits."""
     n_ok_R = jnp.concatenate([n_ok_D, jnp.ones(view.F, jnp.int32)])
     return jnp.where(view.emit_R & (view.count_R > 0), n_ok_R, 0)
 
@@ -286,16 +328,16 @@ def _pack(
     scores: Scores | None,
 ) -> StepOut:
     logprob_E, top_ids_EL, top_logprobs_EL = chosen
-    ok_RJ = _by_row(view, ok_E, True)
+    ok_RJ = by_row(view, ok_E, True)
     valid_RJ = jnp.arange(view.J) < jnp.maximum(n_ok_R, 1)[:, None]
     # Also of a row that draws nothing: its pages are shared as soon as they are known to be sound.
     finite_R = jnp.all(ok_RJ | ~valid_RJ, axis=1) | (view.count_R == 0)
-    bits_RJ = jax.lax.bitcast_convert_type(_by_row(view, logprob_E, 0.0), jnp.int32)
+    bits_RJ = jax.lax.bitcast_convert_type(by_row(view, logprob_E, 0.0), jnp.int32)
     head_R2 = jnp.stack([n_ok_R, finite_R.astype(jnp.int32)], axis=1)
     return StepOut(
         packed_RX=jnp.concatenate([head_R2, token_RJ, bits_RJ], axis=1),
-        top_ids_RJL=_by_row(view, top_ids_EL, NONE),
-        top_logprobs_RJL=_by_row(view, top_logprobs_EL, 0.0),
+        top_ids_RJL=by_row(view, top_ids_EL, NONE),
+        top_logprobs_RJL=by_row(view, top_logprobs_EL, 0.0),
         scores=scores,
     )
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.model.tree import DraftMask, Parents, mask_of
 from jserve.sampling import MAX_STOP_IDS
 
 # Bits of ``flags``: what any row of the step needs, so that lax.cond can skip the rest.
@@ -52,6 +53,11 @@ class Bucket:
     lora: bool = False
     score: bool = False
     """Also give the log-probabilities of the prefill tokens themselves."""
+    n_draft: int = 0
+    """Drafts that the device drafter leaves in the slot of each emitting row."""
+    tree: Parents = ()
+    """Parents of drafts 1, 2 ... as ``jserve.model.tree`` has them, of those verified and of those
+    left; empty: chains."""
 
     @property
     def T(self) -> int:
@@ -71,6 +77,8 @@ class StepDims:
     """Pages of one row: ceil(max_model_len / Z)."""
     Z: int
     V: int
+    drafts: int = 0
+    """Drafts that a slot holds; 0: there is no device drafter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +160,8 @@ def layout(
         fields.append(Field("mask_RJW", (R, J, -(-dims.V // 32))))
     if bucket.score:
         fields.append(Field("target_T", (T,)))
+    if dims.drafts and bucket.F:
+        fields.append(Field("next_F", (bucket.F,)))
     fields += [Field(f"attn.{name}", shape) for name, shape in sorted(attn.items())]
     return tuple(fields)
 
@@ -241,17 +251,22 @@ class StepView:
     mask_RJW: jax.Array | None
     target_T: jax.Array | None
     """int32: the token that follows each prefill token in its prompt (-1: none)."""
+    next_F: jax.Array | None
+    """int32: the known token after each prefill row that does not emit (only with a drafter)."""
     attn: dict[str, jax.Array]
     D: int = flax.struct.field(pytree_node=False)
     P: int = flax.struct.field(pytree_node=False)
     F: int = flax.struct.field(pytree_node=False)
     J: int = flax.struct.field(pytree_node=False)
+    tree: DraftMask | None = flax.struct.field(pytree_node=False, default=None)
+    """What the tokens of a decode row see of one another; None: each sees those before it."""
 
 
 def unpack(
     buf: jax.Array, fields: tuple[Field, ...], bucket: Bucket, dims: StepDims, slots: Any
 ) -> StepView:
-    """Read the packed buffer against the slots (``slots.len_C``, ``slots.last_C``: int32[C])."""
+    """Read the packed buffer against the slots (``slots.len_C``, ``slots.last_C``: int32[C]; with a
+    drafter also ``slots.draft_CJ``)."""
     raw = _fields(buf, fields)
     R, C, Z = bucket.R, dims.C, dims.Z
     slot_R = raw["slot_R"]
@@ -261,9 +276,17 @@ def unpack(
     real_T = row_T < R
     row = jnp.minimum(row_T, R - 1)
     index_T = jnp.arange(bucket.T, dtype=jnp.int32)
-    pos_T = jnp.where(real_T, start_R[row] + index_T - raw["first_R"][row], -1)
-    tok_T = jnp.where(raw["tok_T"] < 0, slots.last_C[safe_R[row]], raw["tok_T"])
-    page = raw["page_table_RM"][row, jnp.clip(pos_T // Z, 0, dims.M - 1)]
+    place_T = jnp.where(real_T, start_R[row] + index_T - raw["first_R"][row], -1)
+    pos_T, tree = place_T, None
+    asked_T = raw["tok_T"] < 0
+    held_T = slots.last_C[safe_R[row]]
+    if dims.drafts and bucket.J > 1:
+        held_T = _held(bucket, slots, safe_R, held_T)
+    if bucket.tree and bucket.J > 1:
+        tree = mask_of(bucket.tree)
+        pos_T = _by_depth(bucket, tree, place_T)
+    tok_T = jnp.where(asked_T, held_T, raw["tok_T"])
+    page = raw["page_table_RM"][row, jnp.clip(place_T // Z, 0, dims.M - 1)]
     attn = {f.name.removeprefix("attn."): raw[f.name] for f in fields if f.name.startswith("attn.")}
     plain = {k: raw[k] for k in _PASSED if k in raw}
     return StepView(
@@ -271,11 +294,12 @@ def unpack(
         adapter_R=raw.get("adapter_R"),
         mask_RJW=raw.get("mask_RJW"),
         target_T=raw.get("target_T"),
+        next_F=raw.get("next_F"),
         tok_T=jnp.where(real_T, tok_T, 0),
         row_T=row_T,
         pos_T=pos_T,
         write_page_T=jnp.where(real_T, page, 0),
-        write_off_T=jnp.where(real_T, pos_T % Z, 0),
+        write_off_T=jnp.where(real_T, place_T % Z, 0),
         start_R=start_R,
         kv_len_R=jnp.where(raw["count_R"] > 0, start_R + raw["count_R"], 0),
         emit_R=raw["emit_R"] > 0,
@@ -285,7 +309,23 @@ def unpack(
         P=bucket.P,
         F=bucket.F,
         J=bucket.J,
+        tree=tree,
     )
+
+
+def _held(bucket: Bucket, slots: Any, slot_R: jax.Array, last_T: jax.Array) -> jax.Array:
+    """int32[T]: what -1 stands for: the slot's last token in column 0, then its drafts."""
+    D, J = bucket.D, bucket.J
+    draft_DJ = jnp.pad(slots.draft_CJ, ((0, 0), (0, J)))[slot_R[:D], : J - 1]
+    held_DJ = jnp.concatenate([last_T[: D * J : J, None], draft_DJ], axis=1)
+    return jnp.concatenate([held_DJ.reshape(-1), last_T[D * J :]])
+
+
+def _by_depth(bucket: Bucket, tree: DraftMask, place_T: jax.Array) -> jax.Array:
+    """Positions of tokens whose KV lies in ``place_T``: nodes of one depth share theirs."""
+    up_J = np.arange(bucket.J, dtype=np.int32) - np.array(tree.depth, np.int32)
+    up_T = np.concatenate([np.tile(up_J, bucket.D), np.zeros(bucket.P, np.int32)])
+    return jnp.where(place_T < 0, place_T, place_T - up_T)
 
 
 _AS_GIVEN = ("flags", "n_decode", "n_prefill", "slot_R", "count_R", "first_R", "page_table_RM")

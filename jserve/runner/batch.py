@@ -117,8 +117,10 @@ class Packer:
         self._rows(slate, bucket, n, slots, counts, rows)
         self._pages(slate, plan, bucket, needs)
         views["row_T"][...] = bucket.R
-        _decode_tokens(views, rows[:n], counts[:n], bucket, self.dims.V)
+        _decode_tokens(views, rows[:n], counts[:n], bucket, self.dims)
         _prefill_tokens(views, rows[n:], bucket, self.dims.V)
+        if "next_F" in views:
+            _next_tokens(views, rows[n:])
         if bucket.mask:
             _masks(views, rows, n, bucket)
         if bucket.lora:
@@ -244,7 +246,7 @@ def _decode_tokens(
     rows: tuple[RowPlan, ...],
     counts: list[int],
     bucket: Bucket,
-    V: int,
+    dims: StepDims,
 ) -> None:
     n, J = len(rows), bucket.J
     if not n:
@@ -261,8 +263,11 @@ def _decode_tokens(
         if len(row.drafts) != row.count - 1:
             raise ValueError(f"row {r} has count {row.count} and {len(row.drafts)} drafts")
         tok_DJ[r, 1 : row.count] = row.drafts
-        if row.drafts:
-            _in_range("draft", row.drafts, 0, V - 1)
+        if row.drafts and row.drafts[0] >= 0:
+            _in_range("draft", row.drafts, 0, dims.V - 1)
+        elif row.drafts:
+            _in_range("draft of the device", row.drafts, -1, -1)
+            _in_range("drafts of the device", [len(row.drafts)], 1, dims.drafts)
 
 
 def _prefill_tokens(
@@ -284,6 +289,14 @@ def _prefill_tokens(
             targets = score_targets(row)
             views["target_T"][at : at + len(targets)] = targets
         at += row.count
+
+
+def _next_tokens(views: dict[str, np.ndarray], rows: tuple[RowPlan, ...]) -> None:
+    """The token after each prefill row that draws none: the drafter waits for it."""
+    views["next_F"][...] = 0
+    for i, row in enumerate(rows):
+        if not row.emits:
+            views["next_F"][i] = row.seq.tokens[row.start + row.count]
 
 
 def score_targets(row: RowPlan) -> list[int]:

@@ -15,9 +15,10 @@ largest chunk. Any of these takes fewer rows and narrower ones, so nothing is mi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from jserve.model.tree import Parents
 from jserve.model.view import Bucket
 from jserve.spec.choice import widths
 from jserve.types import StepPlan
@@ -41,6 +42,9 @@ class Needs:
     mask: bool = False
     lora: bool = False
     score: bool = False
+    n_draft: int = 0
+    chains: bool = False
+    """Some row has drafts of the host, which are chains."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> Needs:
@@ -55,6 +59,8 @@ class Needs:
             mask=any(row.mask is not None for row in rows),
             lora=any(map(_ADAPTER, rows)),
             score=any(map(_SCORE, rows)),
+            n_draft=plan.n_draft,
+            chains=any([row.drafts and row.drafts[0] >= 0 for row in rows[:n_decode]]),
         )
 
     def fit(self, bucket: Bucket) -> bool:
@@ -66,6 +72,8 @@ class Needs:
             and bucket.mask >= self.mask
             and bucket.lora >= self.lora
             and bucket.score >= self.score
+            and bucket.n_draft >= self.n_draft
+            and not (self.chains and bucket.tree)
         )
 
 
@@ -91,13 +99,19 @@ class Ladder:
         scores: bool = True,
         masks: bool = False,
         masks_drafts: bool = False,
+        device_drafts: int = 0,
+        tree: Parents = (),
     ) -> Ladder:
         """The rungs for these limits (those of ``RunnerLimits``). ``masks_drafts``: every verify
-        program also takes masks, not only the widest."""
+        program also takes masks, not only the widest.
+
+        With a drafter the rungs that verify are also those that leave drafts, so it adds none; with
+        a ``tree`` one width is verified, the whole.
+        """
         D, P, F = max(FEW_ROWS, max_decode_rows), max(2, max_prefill_tokens), max_prefill_rows
         few = min(FEW_ROWS, D)
         found = {Bucket(D=d, P=0, F=0) for d in _decode_rungs(D)}
-        wide = [j for j in widths(max_drafts) if j > 1]
+        wide = [1 + max_drafts] if tree else [j for j in widths(max_drafts) if j > 1]
         found |= {Bucket(D=d, P=0, F=0, J=j) for d in _verify_rungs(D) for j in wide}
         for p in _prefill_rungs(P):
             rows = max(1, min(F, p // 4))
@@ -116,6 +130,8 @@ class Ladder:
                 for b in found
                 if _worth_a_mask(b, D, P, most) or (masks_drafts and b.J > 1)
             }
+        if device_drafts:
+            found = {_drafting(b, device_drafts, tree) if b.J > 1 else b for b in found}
         return cls(buckets=tuple(sorted(found, key=_cost)))
 
     def choose(self, needs: Needs) -> Bucket:
@@ -142,7 +158,12 @@ def _worth_a_mask(b: Bucket, D: int, P: int, J: int) -> bool:
 
 
 def _with_mask(b: Bucket) -> Bucket:
-    return Bucket(D=b.D, P=b.P, F=b.F, J=b.J, mask=True, score=b.score)
+    return replace(b, mask=True)
+
+
+def _drafting(b: Bucket, n: int, tree: Parents) -> Bucket:
+    """A rung that leaves as many drafts as it verifies."""
+    return replace(b, n_draft=n if tree else min(n, b.J - 1), tree=tree)
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -103,18 +103,21 @@ def plan_memory(
     weight_bytes: int,
     options: CacheOptions,
     memory: DeviceMemory,
+    draft_page_bytes: int = 0,
 ) -> MemoryPlan:
     """Size the KV pool; ``n_pages`` or ``kv_memory_gb`` of the options decide if they are given.
 
     Args:
         itemsize: bytes of a number in the pool.
-        weight_bytes: of one device.
+        weight_bytes: of one device, a drafter's too.
+        draft_page_bytes: what a page holds besides, for the drafter.
 
     Raises:
         ConfigError: not even one sequence of the full context fits; ``field`` is the option that
         limits it.
     """
     one = page_bytes(arch, backend, page_size=dims.Z, itemsize=itemsize, tp=tp)
+    one += draft_page_bytes
     slots = dims.C * dims.V * 8
     free = memory.room(options.memory_utilization, weight_bytes)
     name, n_pages = "memory_utilization", _steady((free - slots) // one)

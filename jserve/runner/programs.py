@@ -237,4 +237,6 @@ class Programs:
 def step_name(bucket: Bucket) -> str:
     """e.g. ``step_D8_P128_F4_J1_score``."""
     marks = "".join(f"_{m}" for m in ("mask", "lora", "score") if getattr(bucket, m))
-    return f"step_D{bucket.D}_P{bucket.P}_F{bucket.F}_J{bucket.J}{marks}"
+    drafts = f"_n{bucket.n_draft}" if bucket.n_draft else ""
+    tree = "_tree" if bucket.tree else ""
+    return f"step_D{bucket.D}_P{bucket.P}_F{bucket.F}_J{bucket.J}{drafts}{tree}{marks}"

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -31,19 +30,27 @@ from jserve.model.shard import ShardRules
 from jserve.model.sinks import with_sinks
 from jserve.model.slots import load_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
-from jserve.model.view import LOGPROBS, Bucket, StepDims
+from jserve.model.view import LOGPROBS, Bucket
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.runner.batch import Packer, StepBatch, score_targets
 from jserve.runner.buckets import Ladder
 from jserve.runner.disk import DiskStore
+from jserve.runner.drafts import Speculation
 from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
 from jserve.runner.moves import Leaving, PageMover, host_pages, identity
 from jserve.runner.programs import Programs, Progress
+from jserve.runner.sizes import (
+    draft_page_bytes,
+    kv_dtype,
+    ladder_of,
+    runner_limits,
+    step_dims,
+    window_of,
+)
 from jserve.runner.spill import Spill
 from jserve.runner.state import new_state
 from jserve.types import PageFetch, PromptLogprobs, StepPlan, StepResult
 
-MAX_PREFILL_ROWS = 8
 CPU_WARM_UP_S = 1.0
 """Seconds of warm-up on a CPU, before the last program begins."""
 
@@ -70,6 +77,7 @@ class ModelRunner:
         config: options of the cache, the scheduler and the device are read.
         rules: logical axis to mesh axis.
         ladder: buckets; by default those of the options.
+        speculation: what drafts on the device; by default nothing does.
         strict: a compile after start raises instead of warning.
         progress: called with (stage, done, total) while starting.
         clock: monotonic seconds.
@@ -88,6 +96,7 @@ class ModelRunner:
         *,
         rules: ShardRules | None = None,
         ladder: Ladder | None = None,
+        speculation: Speculation | None = None,
         strict: bool = False,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -101,7 +110,8 @@ class ModelRunner:
         arch = with_sinks(arch, attention, config.device.attention_sinks)
         self._kv_dtype = kv_dtype(config, self._dtype)
         stored = attention.kv_dtype(self._kv_dtype)
-        dims = step_dims(arch, config)
+        self.speculation = speculation
+        dims = step_dims(arch, config, 0 if speculation is None else speculation.n_draft)
         tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
         self.memory: MemoryPlan = plan_memory(
             arch=arch,
@@ -109,9 +119,12 @@ class ModelRunner:
             dims=dims,
             itemsize=stored.itemsize,
             tp=tp,
-            weight_bytes=sum(x.nbytes for x in jax.tree.leaves(params)) // tp,
+            weight_bytes=sum(
+                x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(self._all_params())
+            ),
             options=config.cache,
             memory=DeviceMemory.of(mesh.devices.flat[0]),
+            draft_page_bytes=draft_page_bytes(speculation, attention, dims, stored.itemsize, tp),
         )
         self.model = StepModel(
             family=family,
@@ -123,11 +136,16 @@ class ModelRunner:
             n_pages=self.memory.n_pages,
             kv_dtype=stored,
             dtype=self._dtype,
+            drafter=None if speculation is None else speculation.drafter,
         )
         n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
-        self.limits: RunnerLimits = runner_limits(arch, config, dims, self.memory.n_pages, n_host)
+        window = window_of(arch, speculation)
+        self.limits: RunnerLimits = runner_limits(
+            arch, config, dims, self.memory.n_pages, n_host, window
+        )
+        tree = () if speculation is None else speculation.tree
         synthetic = config.speculative.method == "synthetic"
-        self.ladder = ladder or ladder_of(self.limits, masks_drafts=synthetic)
+        self.ladder = ladder or ladder_of(self.limits, tree, masks_drafts=synthetic)
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -280,7 +298,7 @@ class ModelRunner:
         try:
             store = DiskStore(
                 Path(options.disk_dir),
-                identity(self.model, self.params),
+                identity(self.model, self._all_params()),
                 page_bytes=self._mover.page_nbytes,
                 max_bytes=int(options.disk_gb * 2**30),
             )
@@ -306,8 +324,14 @@ class ModelRunner:
 
     def _run(self, batch: StepBatch) -> StepOut:
         step = self.programs.step(batch.bucket)
-        self.state, out = step(self.params, self.state, batch.buf)
+        self.state, out = step(self._all_params(), self.state, batch.buf)
         return out
+
+    def _all_params(self) -> Any:
+        """As the steps take them."""
+        if self.speculation is None:
+            return self.params
+        return {"target": self.params, "drafter": self.speculation.params}
 
     def _warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
         """Run programs on padding before ready: on an accelerator all of them twice (the first run
@@ -388,53 +412,3 @@ def _check_like(params: Any, old: Any) -> None:
             )
         if not new.sharding.is_equivalent_to(was.sharding, new.ndim):
             raise ConfigError(f"{name} has another sharding than the weights in use", field=name)
-
-
-def step_dims(arch: Arch, config: EngineConfig) -> StepDims:
-    length = config.model.max_model_len or arch.max_position
-    if length > arch.max_position:
-        raise ConfigError(
-            f"max_model_len {length} exceeds the model's {arch.max_position}", field="max_model_len"
-        )
-    Z = config.cache.page_size
-    return StepDims(C=config.scheduler.max_num_seqs, M=-(-length // Z), Z=Z, V=arch.V)
-
-
-def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
-    name = config.cache.kv_dtype
-    return jnp.dtype(dtype if name == "auto" else name)
-
-
-def runner_limits(
-    arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int, n_host_pages: int
-) -> RunnerLimits:
-    budget = config.scheduler.max_num_batched_tokens
-    return RunnerLimits(
-        n_slots=dims.C,
-        max_rows=dims.C,
-        max_decode_rows=dims.C,
-        max_prefill_tokens=budget,
-        max_prefill_rows=max(1, min(MAX_PREFILL_ROWS, dims.C, budget)),
-        max_drafts=config.n_drafts,
-        n_pages=n_pages,
-        page_size=dims.Z,
-        max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),
-        vocab_size=arch.V,
-        masks=config.device.structured_outputs,
-        scores_prompts=config.device.prompt_logprobs,
-        n_host_pages=n_host_pages,
-        window=arch.widest,
-        sinks=arch.sinks,
-    )
-
-
-def ladder_of(limits: RunnerLimits, *, masks_drafts: bool) -> Ladder:
-    return Ladder.of(
-        max_decode_rows=limits.max_decode_rows,
-        max_prefill_tokens=limits.max_prefill_tokens,
-        max_prefill_rows=limits.max_prefill_rows,
-        max_drafts=limits.max_drafts,
-        scores=limits.scores_prompts,
-        masks=limits.masks,
-        masks_drafts=masks_drafts,
-    )

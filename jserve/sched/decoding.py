@@ -89,6 +89,14 @@ class Decoding:
                 mask = self.drafting.mask(seq, drafts) if n else None
                 draft.verify(seq, drafts.ids, drafts.source, mask)
                 spare -= n
+                self._look_ahead(seq, draft.n_draft)
+
+    def _look_ahead(self, seq: Sequence, n: int) -> None:
+        """Pages for ``n`` drafts that the device makes of the next tokens, if there are any free."""
+        assert seq.lease is not None
+        if n:
+            most = min(seq.scheduled + n, self.limits.max_model_len)
+            self.floor.cache.extend(seq.lease, most)
 
     def _room(self, seq: Sequence) -> int:
         """Drafts that length and guide leave room for beside the token that is drawn anyway."""

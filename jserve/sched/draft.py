@@ -141,6 +141,6 @@ class PlanDraft:
             rows=tuple(rows),
             loads=tuple(self.loads),
             moves=cache.moves(step),
-            page_table_RM=cache.snapshot(slots, self.longest()),
+            page_table_RM=cache.snapshot(slots, self.longest() + self.n_draft),
             n_draft=self.n_draft,
         )

@@ -19,7 +19,7 @@ from jserve.model.sinks import with_sinks
 from jserve.model.view import Bucket, StepDims
 from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
 from jserve.runner.programs import step_name
-from jserve.runner.runner import kv_dtype, ladder_of, runner_limits, step_dims
+from jserve.runner.sizes import kv_dtype, ladder_of, runner_limits, step_dims
 from jserve.sim.roofline import CHIPS, Chip, Roofline, Shape
 from jserve.sizing.models import Model, find
 
@@ -170,7 +170,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         options=config.cache,
         memory=_memory(chip, weights),
     )
-    limits = runner_limits(model.arch, config, dims, memory.n_pages, 0)
+    limits = runner_limits(model.arch, config, dims, memory.n_pages, 0, model.arch.widest)
     synthetic = config.speculative.method == "synthetic"
     return Layout(
         model=model,

@@ -19,8 +19,6 @@ from jserve.spec.synthetic import Synthetic
 
 DEVICE = ("draft", "eagle3", "medusa")
 """Methods whose drafts are made on the device."""
-DEVICE_READY: tuple[str, ...] = ()
-"""Those of them that this version can run."""
 MAX_CORPUS_TOKENS = 1 << 20
 _READS = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens"),
@@ -41,12 +39,6 @@ def check(options: SpeculativeOptions) -> None:
         ConfigError: a method without its drafter, or an option that the method does not read.
     """
     method = options.method
-    if method in DEVICE and method not in DEVICE_READY:
-        raise ConfigError(
-            f"{DOTTED}.method {method!r} drafts on the device, which this version cannot;"
-            " ngram and suffix draft on the host",
-            field=f"{DOTTED}.method",
-        )
     if method in DEVICE and not options.model:
         raise ConfigError(f"{DOTTED}.method {method!r} needs a model", field=f"{DOTTED}.model")
     for f in dataclasses.fields(options):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,12 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MAX_JSON_BYTES = 64 << 20
+
+Kinds = tuple[str, ...]
+"""Names of numpy dtypes."""
+
+FLOATS: Kinds = ("bfloat16", "float16", "float32", "float64")
+INTEGERS: Kinds = ("int32", "int64")
 
 BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 """Endings of tensors that old exporters wrote and no model needs."""
@@ -100,24 +106,27 @@ class Tensors:
         self._files: dict[str, SafetensorsFile] = _files_by_tensor(directory)
         self._used: set[str] = set()
 
-    def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def get(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> np.ndarray:
         """Tensor ``name`` as a view of the mapped file. A checkpoint that lacks the ``model.``
         prefix is read too.
 
         Raises:
-            WeightsError: no such tensor, another shape, or a dtype that is no plain floating type.
+            WeightsError: no such tensor, another shape, or a dtype that is none of ``kinds``.
         """
         found = self._resolve(name)
         file = self._files[found]
         info = file.tensors[found]
         if info.shape != shape:
             raise broken(file.path, f"shape {info.shape}, the config asks for {shape}", found)
-        if info.dtype.name not in FLOATS:
-            raise broken(
-                file.path, f"dtype {info.dtype}; weights must be bf16, f16, f32 or f64", found
-            )
+        if info.dtype.name not in kinds:
+            raise broken(file.path, f"dtype {info.dtype}, must be {_either(kinds)}", found)
         self._used.add(found)
         return file.read(found)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of tensor ``name``, as its file states it."""
+        found = self._resolve(name)
+        return self._files[found].tensors[found].shape
 
     def path(self, name: str) -> Path:
         """The file that holds tensor ``name``."""
@@ -136,19 +145,31 @@ class Tensors:
         for file in set(self._files.values()):
             file.drop_pages()
 
+    def names(self) -> Collection[str]:
+        """Of all tensors, as they stand in the files."""
+        return self._files.keys()
+
+    def unused(self, ignore: Iterable[str] = ()) -> list[str]:
+        """The tensors that nothing asked for, except known buffers and ``ignore``."""
+        skip = self._used | set(ignore)
+        return sorted(n for n in self._files if n not in skip and not n.endswith(BUFFERS))
+
+    def refuse_unused(self, ignore: Iterable[str] = ()) -> None:
+        """Raise the WeightsError of the first tensor that nothing asked for, if there is one."""
+        for name in self.unused(ignore)[:1]:
+            raise broken(self.path(name), "this format has no such tensor", name)
+
     def warn_unused(self, ignore: Iterable[str] = ()) -> list[str]:
-        """Log and return the tensors nothing asked for, except known buffers and ``ignore``."""
-        skip = set(ignore)
-        extra = sorted(
-            n for n in self._files if n not in self._used | skip and not n.endswith(BUFFERS)
-        )
+        """Log and return the tensors that nothing asked for."""
+        extra = self.unused(ignore)
         if extra:
             shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
             log.warning("%s: %d unused tensors: %s", self.directory, len(extra), shown)
         return extra
 
 
-FLOATS = ("bfloat16", "float16", "float32", "float64")
+def _either(kinds: Kinds) -> str:
+    return " or ".join([", ".join(kinds[:-1]), kinds[-1]] if kinds[1:] else kinds)
 
 
 def has_safetensors(directory: Path) -> bool:

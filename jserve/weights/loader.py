@@ -11,9 +11,12 @@ On a CPU device the block itself becomes the shard (see ``place.ALIGN``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jserve.errors import ConfigError
@@ -21,7 +24,7 @@ from jserve.model.family import Arch, Family
 from jserve.model.shard import ParamSpec, ShardRules
 from jserve.weights import orbax
 from jserve.weights.dummy import draw
-from jserve.weights.hf import Tensors
+from jserve.weights.hf import FLOATS, INTEGERS, Kinds, Tensors
 from jserve.weights.layout import Index, pieces, shard_shape
 from jserve.weights.place import (
     SCANS,
@@ -65,16 +68,45 @@ def load(
         tensor.
         ConfigError: the mesh does not fit the rules.
     """
+    tied = ("lm_head.weight",) if arch.tied else ()
+    return load_tree(
+        partial(family.specs, arch),
+        source,
+        mesh,
+        rules,
+        dtype,
+        progress=progress,
+        seed=seed,
+        scan_nan=scan_nan,
+        finish=lambda tensors: tensors.warn_unused(ignore=tied),
+    )
+
+
+def load_tree(
+    specs_at: Callable[[int], Any],
+    source: Source,
+    mesh: Mesh,
+    rules: ShardRules,
+    dtype: Any,
+    *,
+    progress: Progress | None = None,
+    seed: int = 0,
+    scan_nan: str = "sample",
+    finish: Callable[[Tensors], Any] = Tensors.warn_unused,
+) -> Any:
+    """``load`` for any tree of specs: ``specs_at`` gives it for a number of shards.
+
+    ``finish`` is called with the tensors of the safetensors files when all have been read.
+    """
     if scan_nan not in SCANS:
         raise ConfigError(
             f"scan_nan must be off, sample or full, not {scan_nan!r}", field="scan_nan"
         )
-    specs = family.specs(arch, tp_size(mesh, rules))
+    specs = specs_at(tp_size(mesh, rules))
     if source.format == "orbax":
-        canonical = family.specs(arch, 1)
         return orbax.restore(
             source.weights,
-            canonical,
+            specs_at(1),
             specs,
             mesh,
             rules,
@@ -87,7 +119,7 @@ def load(
     tensors = Tensors(source.weights)
     _check_present(specs, tensors)
     params = build(specs, mesh, rules, dtype, _from_files(tensors, dtype, scan_nan), progress)
-    tensors.warn_unused(ignore=("lm_head.weight",) if arch.tied else ())
+    finish(tensors)
     return params
 
 
@@ -100,7 +132,7 @@ def _from_files(tensors: Tensors, dtype: Any, scan_nan: str) -> Make:
         block = aligned(shard_shape(spec, index), spec.dtype or dtype)
         for piece in pieces(spec, index):
             target = block[piece.out]
-            piece.copy(tensors.get(piece.part.name, piece.part.shape), target)
+            piece.copy(tensors.get(piece.part.name, piece.part.shape, _kinds(spec)), target)
             why = bad_values(target, scan_nan)
             if why:
                 raise broken(tensors.path(piece.part.name), why, piece.part.name)
@@ -115,4 +147,9 @@ def _check_present(specs: Any, tensors: Tensors) -> None:
     """Every tensor there with the right shape, before the first byte is loaded."""
     for _, spec in named(specs):
         for part in spec.parts:
-            tensors.get(part.name, part.shape)
+            tensors.get(part.name, part.shape, _kinds(spec))
+
+
+def _kinds(spec: ParamSpec) -> Kinds:
+    whole = spec.dtype is not None and np.issubdtype(np.dtype(spec.dtype), np.integer)
+    return INTEGERS if whole else FLOATS

@@ -22,6 +22,7 @@ from jserve.model.shard import ShardRules, is_spec, make_mesh, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.buckets import Ladder
+from jserve.runner.drafts import Speculation
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
 from jserve.types import Request, RowPlan, Sequence, SlotLoad, StepPlan, StepResult
@@ -84,9 +85,11 @@ def make_runner(
     tp: int = 1,
     seed: int = 0,
     strict: bool = False,
+    speculation: Callable[[Any], Speculation] | None = None,
     **options: Any,
 ) -> ModelRunner:
-    """A runner of the tiny model; ``buckets`` None takes the default ladder."""
+    """A runner of the tiny model; ``buckets`` None takes the default ladder; ``speculation`` is made
+    on the mesh."""
     mesh = make_mesh(tp)
     return ModelRunner(
         LLAMA,
@@ -96,6 +99,7 @@ def make_runner(
         EngineConfig.of(**{**OPTIONS, **options}),
         rules=RULES,
         ladder=None if buckets is None else Ladder(buckets=tuple(buckets)),
+        speculation=None if speculation is None else speculation(mesh),
         strict=strict,
     )
 
@@ -126,6 +130,8 @@ class Live:
     pages: np.ndarray
     given: int
     loaded: bool = False
+    held: int = 0
+    """Drafts that the device left in the slot."""
     rows: list[tuple[StepResult, int]] = field(default_factory=list)
     prompt_scores: list[Any] = field(default_factory=list)
 
@@ -149,15 +155,20 @@ class Rig:
         chunk: int = 0,
         depth: int = 0,
         drafter: Drafter | None = None,
+        device: str = "",
         pick: float = 1.0,
         bucket: Callable[[StepPlan], Bucket | None] = lambda plan: None,
     ) -> None:
         self.runner, self.depth, self.drafter, self.pick = runner, depth, drafter, pick
         self.chunk = chunk
+        self.device = device
+        """Drafts of the device: "all" of them in every step, "some" in some, "" none."""
         self.bucket = bucket
         self.rng = np.random.default_rng(seed)
         self.n_steps = 0
         self.accepted: list[int] = []
+        self.tried: list[int] = []
+        """Tokens of each decode row: what it could draw at most."""
 
     def run(self, jobs: Seq[Job]) -> list[list[int]]:
         """The output tokens of every job."""
@@ -196,6 +207,7 @@ class Rig:
         return lives
 
     def _plan(self, lives: list[Live]) -> tuple[StepPlan, list[Live]]:
+        n_draft = self._n_draft()
         picked = [live for live in lives if self.rng.random() < self.pick] or lives[:1]
         decode, prefill, loads = [], [], []
         room, limits = self.runner.limits.max_prefill_tokens, self.runner.limits
@@ -223,13 +235,20 @@ class Rig:
         plan = StepPlan(
             id=self.n_steps,
             rows=tuple(row for row, _ in rows),
-            page_table_RM=self._table(rows),
+            page_table_RM=self._table(rows, n_draft),
             loads=tuple(loads),
+            n_draft=n_draft,
         )
         for row, live in rows:
             live.seq.scheduled += row.count
+            live.held = n_draft if row.emits else 0
         self.n_steps += 1
         return plan, [live for _, live in rows]
+
+    def _n_draft(self) -> int:
+        if self.device == "all" or (self.device and self.rng.random() < 0.7):
+            return self.runner.limits.device_drafts
+        return 0
 
     def _chunk(self) -> int:
         return (
@@ -255,6 +274,9 @@ class Rig:
         drafts: Seq[int] = ()
         if self.drafter is not None:
             drafts = tuple(self.drafter(seq, self.runner.limits.max_drafts))
+        elif self.device:
+            n = live.held if self.device == "all" else int(self.rng.integers(0, live.held + 1))
+            drafts = (-1,) * n
         return RowPlan(
             seq=seq,
             slot=seq.slot,
@@ -264,9 +286,10 @@ class Rig:
             drafts=drafts,
         )
 
-    def _table(self, rows: list[tuple[RowPlan, Live]]) -> np.ndarray:
+    def _table(self, rows: list[tuple[RowPlan, Live]], n_draft: int) -> np.ndarray:
         Z = self.runner.limits.page_size
-        need = [-(-(row.start + row.count) // Z) for row, _ in rows]
+        most = self.runner.limits.max_model_len // Z
+        need = [min(-(-(row.start + row.count + n_draft) // Z), most) for row, _ in rows]
         table = np.zeros((len(rows), max(need)), np.int32)
         for r, (_, live) in enumerate(rows):
             table[r, : need[r]] = live.pages[: need[r]]
@@ -286,6 +309,7 @@ class Rig:
             if row.from_slot:
                 live.seq.scheduled -= row.count - n_ok
                 self.accepted.append(n_ok)
+                self.tried.append(row.count)
             live.seq.tokens.extend(int(t) for t in result.tokens_RJ[r, :n_ok])
 
 

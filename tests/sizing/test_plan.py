@@ -20,7 +20,8 @@ from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.programs import step_name
-from jserve.runner.runner import ModelRunner, ladder_of
+from jserve.runner.runner import ModelRunner
+from jserve.runner.sizes import ladder_of
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import CHIPS
 from jserve.sizing import plan as sizing, show

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +67,11 @@ BUCKETS = (
 )
 
 
-def make_runner(tp: int = 1) -> ModelRunner:
-    """The tiny model with drawn weights, large enough in scale that its choices vary."""
+def make_runner(
+    tp: int = 1, speculation: Callable[..., Any] | None = None, buckets: Seq[Bucket] = BUCKETS
+) -> ModelRunner:
+    """The tiny model with drawn weights, large enough in scale that its choices vary; drafted for by
+    what ``speculation`` makes of its arch, its parameters and the mesh."""
     family = family_for(TINY)
     source = Source(
         name="tiny", directory=None, format="dummy", weights=None, config=TINY, generation={}
@@ -77,8 +80,11 @@ def make_runner(tp: int = 1) -> ModelRunner:
     params = load(family, family.arch(TINY), source, mesh, rules, dtype, seed=3)
     params = {**params, "embed": params["embed"] * 30}
     config = EngineConfig.of(**OPTIONS)
-    ladder = Ladder(buckets=BUCKETS)
-    return ModelRunner(family, family.arch(TINY), params, mesh, config, rules=rules, ladder=ladder)
+    arch, ladder = family.arch(TINY), Ladder(buckets=tuple(buckets))
+    drafts = None if speculation is None else speculation(arch, params, mesh)
+    return ModelRunner(
+        family, arch, params, mesh, config, rules=rules, ladder=ladder, speculation=drafts
+    )
 
 
 class RandomBuckets:

@@ -22,4 +22,6 @@ FAMILY = Family(
     specs=decoder.specs,
     forward=decoder.forward,
     logits=decoder.logits,
+    tapped=decoder.tapped,
+    embed=decoder.embedded,
 )

@@ -1,0 +1,72 @@
+"""A small model of the target's own vocabulary as its drafter.
+
+Owns how a ``Family`` becomes a ``Drafter``. Must not know files or options. Entry p of its KV is
+that of token p, and a pass over the newest token comes before the first draft.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jserve.errors import ConfigError
+from jserve.model.attention import LayerKV
+from jserve.model.drafter import Drafter, Seen, Target
+from jserve.model.family import Arch, Family
+from jserve.model.view import StepView
+
+
+def draft_model(family: Family, arch: Arch, target: Arch, tp: int = 1) -> Drafter:
+    """``family`` of ``arch`` as the drafter of ``target``; sharded over ``tp`` devices if it can be,
+    else replicated.
+
+    Raises:
+        ConfigError: it has another vocabulary than the target.
+    """
+    if arch.V != target.V:
+        raise ConfigError(
+            f"speculative.model: vocab_size is {arch.V}, the target's is {target.V}",
+            field="speculative.model",
+        )
+
+    def observe(
+        of: Target, params: Any, seen: Seen, kv: list[LayerKV], axis: str | None
+    ) -> tuple[jax.Array, list[LayerKV]]:
+        _, kv = family.forward(arch, params, seen.view, kv, of.attn, axis)
+        # Nothing is carried: the next pass reads all it needs from the KV.
+        return jnp.zeros((seen.last_R.shape[0], arch.D)), kv
+
+    def advance(
+        of: Target,
+        params: Any,
+        carry_EX: jax.Array,
+        view: StepView,
+        kv: list[LayerKV],
+        axis: str | None,
+    ) -> tuple[jax.Array, list[LayerKV]]:
+        return family.forward(arch, params, view, kv, of.attn, axis)
+
+    def logits(of: Target, params: Any, x_ED: jax.Array, depth: int, axis: str | None) -> jax.Array:
+        return family.logits(arch, params, x_ED, axis)
+
+    return Drafter(
+        name="draft",
+        arch=arch,
+        n_max=15,
+        reads_next=False,
+        replicated=tp > 1 and not _splits(family, arch, tp),
+        specs=lambda tp: family.specs(arch, tp),
+        observe=observe,
+        advance=advance,
+        logits=logits,
+    )
+
+
+def _splits(family: Family, arch: Arch, tp: int) -> bool:
+    try:
+        family.specs(arch, tp)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,117 @@
+"""What drafts on the device: a value of plain functions, as a family is.
+
+Owns the ``Drafter`` type and what its functions are handed. Must not know any particular drafter
+(``draft_model``, ``eagle3``, ``medusa`` are values of it), nor the runner; ``drafting`` is the loop
+that calls it inside the step.
+
+A drafter keeps KV of its own, if any, under the page ids of the target: entry p of a sequence lies
+in the page and at the offset where the target's position p lies, so what is cached, preempted,
+moved or spilled is so for both. Entry p may depend on tokens up to p and, where ``reads_next``, on
+the one at p + 1 and on the target's hidden state at p::
+
+    target           t0 t1 t2 t3            hidden  h0 h1 h2 h3      drawn: t4
+    draft model      t0 t1 t2 t3            then a pass over t4 at 4 gives the first draft
+    reads_next       (h0,t1) (h1,t2) (h2,t3) (h3,t4)      whose last output gives the first draft
+
+The last entry of a shared page depends, where ``reads_next``, on the token that followed when it
+was written; another continuation reads it as it is. That can cost a draft, never a token.
+
+Multi-token-prediction weights fit in: ``reads_next``, no taps, ``x_TD`` as the hidden state, KV of
+their own. None are loaded yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.struct
+import jax
+
+from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.family import Arch, Family
+from jserve.model.shard import ShardRules
+from jserve.model.view import StepView
+
+REPLICATED = ShardRules(vocab=None, kv_heads=None, ffn=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a drafter may use of the model it drafts for, on this shard."""
+
+    family: Family
+    arch: Arch
+    params: Any
+    attn: AttentionBackend
+    axis: str | None
+
+    def embed(self, tok_T: jax.Array) -> jax.Array:
+        """float32[T, D]: the target's embedding."""
+        assert self.family.embed is not None, f"{self.family.name} shows no embedding"
+        return self.family.embed(self.params, tok_T, self.axis)
+
+    def logits(self, x_ED: jax.Array) -> jax.Array:
+        """float32[E, V]: the target's unembedding."""
+        return self.family.logits(self.arch, self.params, x_ED, self.axis)
+
+
+@flax.struct.dataclass
+class Seen:
+    """What a step made of its tokens. Tokens of a decode row are those that stand, then others that
+    may hold anything: no later pass reads what is written for them before writing it anew."""
+
+    view: StepView
+    next_T: jax.Array
+    """int32: the token after each token (for the last of a row that draws, the one drawn)."""
+    x_TD: jax.Array
+    """float32: the target's hidden states after its final norm."""
+    taps: list[jax.Array]
+    """float32[T, D] each: its residual stream entering the layers in ``Drafter.taps``."""
+    last_R: jax.Array
+    """int32: index in T of the last token of each row that stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafter:
+    """A drafter. All functions are pure and run inside the step's shard_map; ``params`` and ``kv``
+    are this shard's, of ``axis`` (the target's axis, or None when the drafter is replicated).
+
+    specs:   tp -> tree of ParamSpec (global shapes).
+    observe: (target, params, seen, kv, axis) -> (carry, kv): write the KV of all tokens of a step;
+             ``carry`` float32[R, X] is what the last token of each row leaves.
+    advance: (target, params, carry float32[E, X], view, kv, axis) -> (carry float32[E, X], kv): one
+             pass over the view's tokens, each after the carry of the token before it (which may be
+             ignored). None: all drafts come from the first carry.
+    logits:  (target, params, carry float32[E, X], depth, axis) -> float32[E, V] of draft number
+             ``depth`` (0, 1 ...; static where there is no ``advance``), -inf for tokens it never
+             drafts.
+    """
+
+    name: str
+    arch: Arch
+    """Of its own layers: L of them keep KV (0: none), with K heads of H."""
+    n_max: int
+    """Most drafts in a chain, or most depth of a tree."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target whose entering residual stream it reads (L: entering the final norm)."""
+    reads_next: bool
+    replicated: bool = False
+    """True: every device holds all of it and does the same work; False: sharded as the target is."""
+    specs: Callable[[int], Any]
+    observe: Callable[
+        [Target, Any, Seen, list[LayerKV], str | None], tuple[jax.Array, list[LayerKV]]
+    ]
+    advance: (
+        Callable[
+            [Target, Any, jax.Array, StepView, list[LayerKV], str | None],
+            tuple[jax.Array, list[LayerKV]],
+        ]
+        | None
+    )
+    logits: Callable[[Target, Any, jax.Array, Any, str | None], jax.Array]
+
+    @property
+    def n_kv_layers(self) -> int:
+        return self.arch.L if self.advance is not None else 0

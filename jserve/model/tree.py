@@ -1,0 +1,115 @@
+"""Trees of drafts: static shapes, and what follows from them.
+
+Owns the arithmetic over parents. Must not know attention, drafters or the slots. Node 0 is the
+row's last known token, nodes 1, 2 ... are drafts; ``parents[c - 1]`` is the parent of node c and
+smaller than c, so the first n nodes of a tree are a tree. The KV of node c lies at place
+``base + c`` until the step knows which path stands; its position counts depth::
+
+    parents (0, 0, 1, 1, 2)      place     0  1  2  3  4  5
+                                 depth     0  1  1  2  2  2
+          0                      sees 3    x  x  .  x  .  .
+         / \\
+        1   2                    path taken 0 -> 2 -> 5: KV of 2 goes to place 1, of 5 to place 2
+       / \\   \\
+      3   4   5
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.errors import ConfigError
+
+Parents = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMask:
+    """What the J tokens of a row see of X places that begin at a base; everything before it, too.
+
+    The tokens are the last J of the X places. Hashable: a static part of a view.
+    """
+
+    sees: tuple[tuple[bool, ...], ...]
+    """[J][X]"""
+    depth: tuple[int, ...]
+    """[X]: position of each place, counted from the base."""
+
+    @property
+    def n_before(self) -> int:
+        """Places from the base to the first of the J tokens."""
+        return len(self.depth) - len(self.sees)
+
+
+def chain(n: int) -> Parents:
+    """The tree that is a chain of ``n`` drafts."""
+    return tuple(range(n))
+
+
+def check(parents: Parents, field: str = "speculative.tree") -> None:
+    """Refuse what is not a tree in the order of this module.
+
+    Raises:
+        ConfigError: a parent that does not come before its child.
+    """
+    for child, parent in enumerate(parents, 1):
+        if not 0 <= parent < child:
+            raise ConfigError(f"{field}: node {child} cannot have parent {parent}", field=field)
+
+
+@lru_cache
+def depths(parents: Parents) -> tuple[int, ...]:
+    """Depth of every node, the root's 0 first."""
+    found = [0]
+    for parent in parents:
+        found.append(found[parent] + 1)
+    return tuple(found)
+
+
+@lru_cache
+def paths(parents: Parents) -> tuple[tuple[int, ...], ...]:
+    """For every node the nodes from depth 1 down to itself; () for the root."""
+    found: list[tuple[int, ...]] = [()]
+    for child, parent in enumerate(parents, 1):
+        found.append((*found[parent], child))
+    return tuple(found)
+
+
+@lru_cache
+def mask_of(parents: Parents) -> DraftMask:
+    """The mask under which all nodes run at once: each sees itself and its ancestors."""
+    n = 1 + len(parents)
+    sees = [tuple(x in (0, *path) for x in range(n)) for path in paths(parents)]
+    return DraftMask(tuple(sees), depths(parents))
+
+
+def children(parents: Parents, node: int) -> list[int]:
+    """Likeliest first."""
+    return [child for child, parent in enumerate(parents, 1) if parent == node]
+
+
+def seen_in_tree(tree: DraftMask, start_W: jax.Array, pos_WS: jax.Array, window: int) -> jax.Array:
+    """bool[W, J, S]: which of the places ``pos_WS`` each of a row's J tokens sees.
+
+    Args:
+        start_W: int32, place of each row's first token.
+        window: tokens that a token sees back from its own position, 0 for all.
+    """
+    X = len(tree.depth)
+    sees_XJ = jnp.asarray(np.array(tree.sees).T)
+    depth_X = jnp.asarray(tree.depth, jnp.int32)
+    base_W1 = (start_W - tree.n_before)[:, None]
+    nth_WS = pos_WS - base_W1
+    drafted_WS = (nth_WS >= 0) & (nth_WS < X)
+    at_WS = jnp.clip(nth_WS, 0, X - 1)
+    seen_WSJ = jnp.where(drafted_WS[..., None], sees_XJ[at_WS], (nth_WS < 0)[..., None])
+    if window:
+        key_WS = jnp.where(drafted_WS, base_W1 + depth_X[at_WS], pos_WS)
+        query_WJ = base_W1 + depth_X[tree.n_before :]
+        seen_WSJ &= key_WS[..., None] > query_WJ[:, None] - window
+    return seen_WSJ.swapaxes(1, 2)

@@ -1,0 +1,109 @@
+"""A drafter ready to run: its functions, its weights on the mesh, how much it drafts.
+
+Owns the way from the name of a method and a directory to a ``Speculation``, and what cannot be
+honoured of them. Must not know plans, nor how drafts are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jserve.errors import ConfigError
+from jserve.model import tree as trees
+from jserve.model.draft_model import draft_model
+from jserve.model.drafter import REPLICATED, Drafter
+from jserve.model.families import family_for
+from jserve.model.family import Arch
+from jserve.model.shard import ShardRules
+from jserve.model.tree import Parents
+from jserve.weights import heads
+from jserve.weights.loader import load
+from jserve.weights.place import tp_size
+from jserve.weights.source import Source
+
+MAX_DRAFTS = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What drafts on the device. ``params`` is the tree of ``drafter.specs``, placed on the mesh.
+
+    Raises:
+        ConfigError: more drafts, or deeper ones, than the drafter makes; no tree.
+    """
+
+    drafter: Drafter
+    params: Any
+    n_draft: int
+    """Drafts left in a slot: the length of the chain, or the nodes of the tree below its root."""
+    tree: Parents = ()
+    """Empty: a chain."""
+
+    def __post_init__(self) -> None:
+        trees.check(self.tree)
+        if not 1 <= self.n_draft <= MAX_DRAFTS:
+            raise ConfigError(
+                f"speculative.num_tokens must be 1 to {MAX_DRAFTS}, not {self.n_draft}",
+                field="speculative.num_tokens",
+            )
+        if self.tree and len(self.tree) != self.n_draft:
+            raise ConfigError(
+                f"speculative.tree has {len(self.tree)} drafts, num_tokens is {self.n_draft}",
+                field="speculative.tree",
+            )
+        depth = max(trees.depths(self.tree or trees.chain(self.n_draft)))
+        if depth > self.drafter.n_max:
+            raise ConfigError(
+                f"speculative.num_tokens: {self.drafter.name} drafts at most {self.drafter.n_max}"
+                f" tokens ahead, not {depth}",
+                field="speculative.num_tokens",
+            )
+
+
+def load_speculation(
+    method: str,
+    source: Source,
+    target: Arch,
+    mesh: Mesh,
+    rules: ShardRules,
+    dtype: Any,
+    *,
+    n_draft: int,
+    tree: Parents = (),
+    **how: Any,
+) -> Speculation:
+    """What ``source`` holds as a drafter of ``target``; ``how`` are options of ``loader.load``.
+
+    Raises:
+        ConfigError: no such method, or what is there cannot draft for ``target``.
+        WeightsError: its files are broken.
+    """
+    if method not in LOADERS:
+        raise ConfigError(
+            f"speculative.method {method!r} does not draft on the device, only {', '.join(LOADERS)}",
+            field="speculative.method",
+        )
+    drafter, params = LOADERS[method](source, target, mesh, rules, dtype, **how)
+    return Speculation(drafter=drafter, params=params, n_draft=n_draft, tree=tree)
+
+
+def _draft_model(
+    source: Source, target: Arch, mesh: Mesh, rules: ShardRules, dtype: Any, **how: Any
+) -> tuple[Drafter, Any]:
+    family = family_for(source.config)
+    arch = family.arch(source.config)
+    drafter = draft_model(family, arch, target, tp_size(mesh, rules))
+    laid = REPLICATED if drafter.replicated else rules
+    return drafter, load(family, arch, source, mesh, laid, dtype, **how)
+
+
+LOADERS: dict[str, Callable[..., tuple[Drafter, Any]]] = {
+    "draft": _draft_model,
+    **{method: partial(heads.load_head, method) for method in heads.READERS},
+}
+"""(source, arch of the target, mesh, rules, dtype, **how) -> (drafter, its placed parameters)."""

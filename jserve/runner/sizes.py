@@ -1,0 +1,108 @@
+"""How large everything is: from a model and the options to a step's dimensions, limits and ladder.
+
+Owns the arithmetic that an engine and ``jserve plan`` share, so that a plan cannot differ from what is
+allocated. Must not hold arrays or touch a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jserve.config import EngineConfig
+from jserve.errors import ConfigError
+from jserve.model.attention import AttentionBackend
+from jserve.model.family import Arch
+from jserve.model.tree import Parents
+from jserve.model.view import StepDims
+from jserve.ports import RunnerLimits
+from jserve.runner.buckets import Ladder
+from jserve.runner.drafts import Speculation
+from jserve.runner.memory import page_bytes
+
+MAX_PREFILL_ROWS = 8
+
+
+def step_dims(arch: Arch, config: EngineConfig, drafts: int = 0) -> StepDims:
+    length = config.model.max_model_len or arch.max_position
+    if length > arch.max_position:
+        raise ConfigError(
+            f"max_model_len {length} exceeds the model's {arch.max_position}", field="max_model_len"
+        )
+    Z = config.cache.page_size
+    C, M = config.scheduler.max_num_seqs, -(-length // Z)
+    return StepDims(C=C, M=M, Z=Z, V=arch.V, drafts=drafts)
+
+
+def draft_page_bytes(
+    speculation: Speculation | None,
+    attention: AttentionBackend,
+    dims: StepDims,
+    itemsize: int,
+    tp: int,
+) -> int:
+    """Bytes that a page takes on each device for the drafter."""
+    if speculation is None:
+        return 0
+    drafter = speculation.drafter
+    own = dataclasses.replace(drafter.arch, L=drafter.n_kv_layers)
+    tp = 1 if drafter.replicated else tp
+    return page_bytes(own, attention, page_size=dims.Z, itemsize=itemsize, tp=tp)
+
+
+def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
+    name = config.cache.kv_dtype
+    return jnp.dtype(dtype if name == "auto" else name)
+
+
+def window_of(arch: Arch, speculation: Speculation | None) -> int:
+    """Tokens that any layer of target or drafter reads at most; 0: some read all."""
+    if speculation is None or not speculation.drafter.n_kv_layers:
+        return arch.widest
+    own = speculation.drafter.arch.widest
+    return max(arch.widest, own) if arch.widest and own else 0
+
+
+def runner_limits(
+    arch: Arch,
+    config: EngineConfig,
+    dims: StepDims,
+    n_pages: int,
+    n_host_pages: int,
+    window: int,
+) -> RunnerLimits:
+    budget = config.scheduler.max_num_batched_tokens
+    return RunnerLimits(
+        n_slots=dims.C,
+        max_rows=dims.C,
+        max_decode_rows=dims.C,
+        max_prefill_tokens=budget,
+        max_prefill_rows=max(1, min(MAX_PREFILL_ROWS, dims.C, budget)),
+        max_drafts=dims.drafts or config.n_drafts,
+        device_drafts=dims.drafts,
+        n_pages=n_pages,
+        page_size=dims.Z,
+        max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),
+        vocab_size=arch.V,
+        masks=config.device.structured_outputs,
+        scores_prompts=config.device.prompt_logprobs,
+        n_host_pages=n_host_pages,
+        window=window,
+        sinks=arch.sinks,
+    )
+
+
+def ladder_of(limits: RunnerLimits, tree: Parents = (), *, masks_drafts: bool) -> Ladder:
+    return Ladder.of(
+        max_decode_rows=limits.max_decode_rows,
+        max_prefill_tokens=limits.max_prefill_tokens,
+        max_prefill_rows=limits.max_prefill_rows,
+        max_drafts=limits.max_drafts,
+        scores=limits.scores_prompts,
+        masks=limits.masks,
+        masks_drafts=masks_drafts,
+        device_drafts=limits.device_drafts,
+        tree=tree,
+    )

@@ -1,0 +1,61 @@
+"""Drafters for the tiny model of ``harness``, with weights that make drafts right, or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jserve.model.draft_model import draft_model
+from jserve.model.drafter import REPLICATED
+from jserve.model.eagle3 import eagle3
+from jserve.model.families.llama import FAMILY as LLAMA
+from jserve.model.medusa import medusa
+from jserve.model.shard import is_spec, shardings
+from jserve.model.tree import Parents
+from jserve.runner.drafts import Speculation
+from tests.runner.harness import ARCH, RULES, _draw, tiny_params
+
+
+def drawn(specs: Any, mesh: Any, rules: Any, seed: int) -> Any:
+    """Seeded float32 weights of any tree of specs."""
+    rng = np.random.default_rng(seed)
+    host = jax.tree.map(lambda s: _draw(rng, s), specs, is_leaf=is_spec)
+    return jax.device_put(host, shardings(specs, mesh, rules))
+
+
+def same_model(mesh: Any, n: int = 3, tree: Parents = ()) -> Speculation:
+    """The target as its own draft model: every draft is right while its KV is."""
+    drafter = draft_model(LLAMA, ARCH, ARCH, mesh.shape["tp"])
+    return Speculation(drafter=drafter, params=tiny_params(mesh), n_draft=n, tree=tree)
+
+
+def other_model(mesh: Any, n: int = 3, tree: Parents = ()) -> Speculation:
+    """A model of other weights: most drafts are wrong."""
+    drafter = draft_model(LLAMA, ARCH, ARCH, mesh.shape["tp"])
+    params = tiny_params(mesh, seed=7)
+    return Speculation(drafter=drafter, params=params, n_draft=n, tree=tree)
+
+
+HEAD = replace(ARCH, L=1, V=100, N=4, K=2, F=48)
+"""An EAGLE-3 head with a draft vocabulary, unlike the target in all it may differ in."""
+TAPS = (0, 1, 2)
+
+
+def eagle(mesh: Any, n: int = 3, tree: Parents = ()) -> Speculation:
+    drafter = eagle3(HEAD, ARCH, taps=TAPS, own_embed=False, tp=mesh.shape["tp"])
+    rules = REPLICATED if drafter.replicated else RULES
+    specs = drafter.specs(1 if drafter.replicated else mesh.shape["tp"])
+    params = drawn(specs, mesh, rules, seed=5)
+    params["d2t"] = jax.device_put(
+        np.arange(HEAD.V, dtype=np.int32) // 4, params["d2t"].sharding
+    )  # rows 0, 1, 2, 3, 4 ... are tokens 0, 1, 2, 3, 5 ...
+    return Speculation(drafter=drafter, params=params, n_draft=n, tree=tree)
+
+
+def heads(mesh: Any, n: int = 3, tree: Parents = ()) -> Speculation:
+    drafter = medusa(ARCH, n_heads=3, tp=mesh.shape["tp"])
+    params = drawn(drafter.specs(mesh.shape["tp"]), mesh, RULES, seed=6)
+    return Speculation(drafter=drafter, params=params, n_draft=n, tree=tree)
