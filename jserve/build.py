@@ -139,20 +139,56 @@ def engine(
     """
     from jserve.engine.engine import Engine
     from jserve.sched.scheduler import Scheduler
+    from jserve.spec.methods import check
 
     began = time.monotonic()
+    check(config.speculative)
     runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
+    facts |= runner.report()
     scheduler = Scheduler(
-        runner.limits,
+        _limits(config, runner, facts),
         config,
+        proposer=_proposer(config, runner.limits.vocab_size),
         journal=_journal(config.scheduler.journal),
         guides=_guides(config, runner.limits.vocab_size),
     )
     made = Engine(scheduler, runner, overlap=config.scheduler.overlap)
-    info = {**facts, **runner.report(), "startup_s": round(time.monotonic() - began, 2)}
+    info = {**facts, "startup_s": round(time.monotonic() - began, 2)}
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
     return made, info
+
+
+def _proposer(config: EngineConfig, n_vocab: int) -> Any:
+    """Who drafts on the host, with the corpus it may copy from as ids."""
+    from jserve.spec.methods import proposer_of
+    from jserve.text.tokenizer import load_tokenizer
+
+    options, ids = config.speculative, []
+    if options.corpus:
+        try:
+            text = Path(options.corpus).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            reason = getattr(e, "strerror", None) or "not UTF-8"
+            raise ConfigError(
+                f"speculative.corpus {options.corpus}: {reason}", field="speculative.corpus"
+            ) from None
+        tokenizer = load_tokenizer(config.model.tokenizer or located(config).directory)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    return proposer_of(options, n_vocab, ids)
+
+
+def _limits(config: EngineConfig, runner: Any, facts: dict[str, Any]) -> Any:
+    """What the runner says, with the step times of a measured table if there is one."""
+    import dataclasses
+
+    from jserve.sim.known import step_times
+
+    path = config.scheduler.step_times
+    if not path:
+        return runner.limits
+    programs = [(b.D, b.P) for b in runner.plain_buckets]
+    return dataclasses.replace(runner.limits, step_times=step_times(Path(path), facts, programs))
 
 
 def _guides(config: EngineConfig, n_vocab: int) -> Any:
@@ -214,15 +250,46 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     else:
         specs = family.specs(arch, mesh.shape.get("tp", 1))
         params = adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
+    speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
     loaded = time.monotonic()
-    runner = ModelRunner(family, arch, params, mesh, config, rules=rules, progress=progress)
+    runner = ModelRunner(
+        family,
+        arch,
+        params,
+        mesh,
+        config,
+        rules=rules,
+        speculation=speculation,
+        progress=progress,
+    )
     facts = {
         "model": config.model.served_model_name or source.name,
+        "source": source.name,
         "family": family.name,
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),
     }
     return runner, facts
+
+
+def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
+    """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
+    from jserve.runner.drafts import load_speculation
+    from jserve.spec.methods import DEVICE
+    from jserve.weights.source import resolve
+
+    options = config.speculative
+    if options.method not in DEVICE:
+        return None
+    return load_speculation(
+        options.method,
+        resolve(options.model, "", config.model.load_format),
+        *given,
+        n_draft=options.num_tokens,
+        progress=lambda _, done, total: progress("load drafter", done, total),
+        scan_nan=config.model.scan_nan,
+        seed=config.model.seed + 1,
+    )
 
 
 def _mesh(config: EngineConfig) -> Any:

@@ -21,11 +21,23 @@ from typing import Annotated, Any, Optional
 import typer
 from rich.console import Console
 
-from jserve.config import DeviceOptions, EngineConfig, ModelOptions, ServerOptions, sections
+from jserve.config import (
+    DOTTED,
+    DeviceOptions,
+    EngineConfig,
+    ModelOptions,
+    ServerOptions,
+    SpeculativeOptions,
+    dotted,
+    flat_name,
+    sections,
+)
 from jserve.errors import ConfigError, JserveError
 
 ENV_PREFIX = "JSERVE_"
 ALIASES = {"tensor_parallel_size": ["--tp", "-tp"], "page_size": ["--block-size"]}
+
+_DOT = "__"
 
 app = typer.Typer(
     name="jserve",
@@ -42,7 +54,8 @@ err = Console(stderr=True, highlight=False)
 
 def _option(f: dataclasses.Field[Any], section: str) -> inspect.Parameter:
     kind = type(f.default)
-    flags = [f"--{f.name.replace('_', '-')}", *ALIASES.get(f.name, [])]
+    name = flat_name(section, f)
+    flags = [f"--{name.replace('_', '-')}", *ALIASES.get(name, [])]
     if kind is bool:
         flags[0] += f"/--no-{f.name.replace('_', '-')}"
     shown = f.default if f.default not in ("", ()) else None
@@ -56,12 +69,25 @@ def _option(f: dataclasses.Field[Any], section: str) -> inspect.Parameter:
         *flags, help=note, rich_help_panel=section.capitalize(), show_default=False
     )
     base: Any = list[str] if kind is tuple else kind
+    return _parameter(name, base, option)
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    """A keyword that is None unless given; dots cannot stand in a Python name."""
     return inspect.Parameter(
-        f.name,
+        name.replace(".", _DOT),
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[Optional[base], option],  # noqa: UP045  (typer reads the annotation)
+        annotation=Annotated[Optional[kind], option],  # noqa: UP045  (typer reads the annotation)
     )
+
+
+_TOGETHER = typer.Option(
+    f"--{DOTTED}",
+    "--speculative-config",
+    help="a method, or JSON: the options of this section together",
+    rich_help_panel=DOTTED.capitalize(),
+)
 
 
 def with_options(*skip: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -81,24 +107,19 @@ def with_options(*skip: type) -> Callable[[Callable[..., None]], Callable[..., N
             for section, options in sections()
             if options not in skip
             for f in dataclasses.fields(options)
-            if f.name != "model"
+            if flat_name(section, f) != "model"
         ]
+        if SpeculativeOptions not in skip:
+            generated.append(_parameter(DOTTED, str, _TOGETHER))
         names = {p.name for p in generated}
-        file = inspect.Parameter(
-            "config_file",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                Optional[Path],  # noqa: UP045
-                typer.Option(
-                    "--config", help="YAML file of options; flags and JSERVE_* variables win"
-                ),
-            ],
-        )
+        note = "YAML file of options; flags and JSERVE_* variables win"
+        file = _parameter("config_file", Path, typer.Option("--config", help=note))
 
         def run(**given: Any) -> None:
             file_path = given.pop("config_file")
-            flags = {k: v for k, v in given.items() if k in names and v is not None}
+            flags = {
+                k.replace(_DOT, "."): v for k, v in given.items() if k in names and v is not None
+            }
             if given.get("model"):
                 flags["model"] = given["model"]
             rest = {k: v for k, v in given.items() if k not in names and k != "model"}
@@ -120,15 +141,16 @@ def resolve(
     Raises:
         ConfigError: an unknown option or a bad value; says where it stands.
     """
-    known = set(EngineConfig().flat())
-    merged: dict[str, Any] = _yaml_options(file) if file else {}
+    known = {name.replace(".", "_"): name for name in (*EngineConfig().flat(), DOTTED)}
+    variables: dict[str, Any] = {}
     for name, value in environ.items():
         option = name.removeprefix(ENV_PREFIX).lower()
         if name.startswith(ENV_PREFIX) and option in known:
-            merged[option] = value
+            variables[known[option]] = value
         elif name.startswith(ENV_PREFIX):
             err.print(f"[yellow]warning:[/] {name} is not an option of jserve; ignored")
-    return EngineConfig.of(**{**merged, **flags})
+    layers = (_yaml_options(file) if file else {}, variables, flags)
+    return EngineConfig.of(**{k: v for layer in layers for k, v in dotted(layer).items()})
 
 
 def _yaml_options(file: Path) -> dict[str, Any]:
@@ -144,7 +166,8 @@ def _yaml_options(file: Path) -> dict[str, Any]:
     names = {section for section, _ in sections()}
     flat: dict[str, Any] = {}
     for key, value in data.items():
-        group = value if key in names and isinstance(value, dict) else {key: value}
+        whole = key in names and key != DOTTED and isinstance(value, dict)
+        group = value if whole else {key: value}
         flat.update({str(k).replace("-", "_"): v for k, v in group.items()})
     return flat
 
@@ -284,7 +307,7 @@ def convert(
 
 
 @app.command()
-@with_options(ModelOptions, DeviceOptions, ServerOptions)
+@with_options(ModelOptions, DeviceOptions, SpeculativeOptions, ServerOptions)
 def simulate(
     config: EngineConfig,
     trace: Annotated[

@@ -176,13 +176,14 @@ def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> 
         ConfigError: an option, the model or the file cannot be used.
     """
     from jserve.build import close
+    from jserve.sim.known import KEY
     from jserve.sim.measure import measure, shown, write
 
     with start_progress(console) as progress:
         made, info = engine(config, progress)
-    about = environment() | {key: info[key] for key in ("model", "device", "dtype", "backend")}
+    about = environment() | {key: info[key] for key in ("model", *KEY)}
     runner: Any = made.runner
-    buckets = [b for b in runner.ladder.buckets if b.J == 1 and not b.score and not b.mask]
+    buckets = runner.plain_buckets
     with progress_bar("steps", 0, shown=True) as bar:
         table = measure(runner, buckets, repeats=repeats, about=about, progress=bar)
     close(made)

@@ -2,11 +2,16 @@
 
 Owns names, defaults, units and ranges. Must not know how an option is used. ``metadata`` of a field holds
 ``help`` (one line with the unit) and, where they apply, ``min``, ``max`` and ``choices``.
+
+Options have flat names. Those of section ``speculative`` are dotted (``speculative.method``) and may also
+come together, as a mapping or as JSON text under ``speculative``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +97,15 @@ class SchedulerOptions:
         "longest step in ms while sequences decode, kept by smaller prefills; 0 is off",
         min=0.0,
     )
+    preemption: str = opt(
+        "auto",
+        "KV of a sequence that gives way: computed again, swapped to host memory (host_memory_gb),"
+        " or what takes less time",
+        choices=("auto", "recompute", "swap"),
+    )
+    step_times: str = opt(
+        "", "file of `jserve bench steps` for this engine; empty takes the times of the warm-up"
+    )
     overlap: int = opt(1, "steps planned ahead of the device", min=0, max=2)
     max_waiting: int = opt(
         1024,
@@ -102,7 +116,7 @@ class SchedulerOptions:
         1 << 22, "prompt tokens in the queue before new requests are refused; 0 is no bound", min=0
     )
     max_queue_s: float = opt(
-        0.0, "seconds of work in the queue before new requests are refused; 0 is no bound", min=0.0
+        4.0, "seconds of work in the queue before new requests are refused; 0 is no bound", min=0.0
     )
     tenant_share: float = opt(
         0.5, "share of the queue that one API key may fill before it gets 429", min=0.01, max=1.0
@@ -125,13 +139,50 @@ class DeviceOptions:
     attention_backend: str = opt(
         "auto", "attention implementation", choices=("auto", "ref", "xla", "hopper")
     )
-    max_drafts: int = opt(0, "draft tokens verified per row and step", min=0, max=15)
+    attention_sinks: int = opt(
+        0,
+        "first tokens that stay visible beside the window of a windowed model (StreamingLLM)",
+        min=0,
+        max=1024,
+    )
+    max_drafts: int = opt(
+        0,
+        "draft tokens verified per row and step; 0 takes what speculative asks for",
+        min=0,
+        max=15,
+    )
     prompt_logprobs: bool = opt(True, "compile the program that scores prompt tokens")
     structured_outputs: bool = opt(True, "compile the programs that apply grammar masks")
     compile_cache: str = opt(
         "auto", "directory of compiled programs; 'auto' is the user cache, '' is off"
     )
     compile_threads: int = opt(0, "programs compiled at once; 0 is one per core", min=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeOptions:
+    """Speculative decoding. Names are those of vLLM's ``speculative_config`` where it has them."""
+
+    method: str = opt(
+        "off",
+        "who drafts",
+        choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "synthetic"),
+    )
+    model: str = opt("", "directory of the draft model or head")
+    num_tokens: int = opt(7, "drafts per row and step at most", min=1, max=15)
+    prompt_lookup_min: int = opt(2, "ngram: tokens that must match at least", min=1, max=16)
+    prompt_lookup_max: int = opt(4, "ngram: tokens that are matched at most", min=1, max=16)
+    suffix_min_match: int = opt(2, "suffix: tokens that must match at least", min=1, max=64)
+    corpus: str = opt("", "suffix: UTF-8 text file that all requests may copy from")
+    max_lookup_tokens: int = opt(
+        16384, "newest tokens of a request that ngram and suffix search", min=64, max=1 << 20
+    )
+    synthetic_acceptance_rate: float = opt(
+        0.7, "synthetic: chance that a draft stands; outputs are not the model's", min=0.0, max=1.0
+    )
+    min_speed: float = opt(
+        0.98, "least share of its speed that a row keeps when others draft", min=0.0, max=1.0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +213,7 @@ class EngineConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     device: DeviceOptions = field(default_factory=DeviceOptions)
+    speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
 
     @classmethod
@@ -172,26 +224,32 @@ class EngineConfig:
             ConfigError: an unknown option, a value of the wrong type or out of its range.
         """
         owners = {
-            f.name: (section, f)
+            flat_name(section, f): (section, f)
             for section, options in sections()
             for f in dataclasses.fields(options)
         }
         groups: dict[str, dict[str, Any]] = {}
-        for name, value in flat.items():
+        for name, value in dotted(flat).items():
             if name not in owners:
                 raise ConfigError(f"unknown option {name!r}{_hint(name, owners)}", field=name)
             section, f = owners[name]
-            groups.setdefault(section, {})[name] = checked(f, value)
+            groups.setdefault(section, {})[f.name] = checked(f, value, name)
         parts = {section: options(**groups.get(section, {})) for section, options in sections()}
         return cls(**parts)
 
     def flat(self) -> dict[str, Any]:
         """All options by flat name; ``EngineConfig.of(**config.flat()) == config``."""
         return {
-            f.name: getattr(getattr(self, section), f.name)
+            flat_name(section, f): getattr(getattr(self, section), f.name)
             for section, options in sections()
             for f in dataclasses.fields(options)
         }
+
+    @property
+    def n_drafts(self) -> int:
+        """Draft tokens that the programs verify per row and step."""
+        wanted = 0 if self.speculative.method == "off" else self.speculative.num_tokens
+        return self.device.max_drafts or wanted
 
 
 def sections() -> list[tuple[str, type]]:
@@ -201,8 +259,54 @@ def sections() -> list[tuple[str, type]]:
         ("cache", CacheOptions),
         ("scheduler", SchedulerOptions),
         ("device", DeviceOptions),
+        ("speculative", SpeculativeOptions),
         ("server", ServerOptions),
     ]
+
+
+DOTTED = "speculative"
+"""The section whose options are known by section and name."""
+_VLLM = {"num_speculative_tokens": "num_tokens"}
+_VLLM_METHODS = {"draft_model": "draft"}
+
+
+def flat_name(section: str, f: dataclasses.Field[Any]) -> str:
+    """The one name of an option on the command line, in files and in Python."""
+    return f"{section}.{f.name}" if section == DOTTED else f.name
+
+
+def dotted(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with what came together under ``speculative`` (or vLLM's ``speculative_config``)
+    under one name each; an option that also stands alone wins.
+
+    Raises:
+        ConfigError: no mapping and no JSON object.
+    """
+    found: dict[str, Any] = {}
+    for key in ("speculative_config", DOTTED):
+        for name, value in _mapping(key, options.get(key)).items():
+            name = str(name).replace("-", "_")
+            found[f"{DOTTED}.{_VLLM.get(name, name)}"] = value
+    found |= {k: v for k, v in options.items() if k not in (DOTTED, "speculative_config")}
+    method = found.get(f"{DOTTED}.method")
+    if isinstance(method, str) and method in _VLLM_METHODS:
+        found[f"{DOTTED}.method"] = _VLLM_METHODS[method]
+    return found
+
+
+def _mapping(key: str, given: Any) -> Mapping[str, Any]:
+    if given is None or given == "":
+        return {}
+    if isinstance(given, str) and not given.lstrip().startswith("{"):
+        return {"method": given}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            raise ConfigError(f"{key} is not valid JSON: {given[:80]!r}", field=key) from None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{key} must be a JSON object or a method, not {given!r}", field=key)
+    return given
 
 
 def _hint(name: str, known: Any) -> str:
@@ -212,26 +316,27 @@ def _hint(name: str, known: Any) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def checked(f: dataclasses.Field[Any], value: Any) -> Any:
+def checked(f: dataclasses.Field[Any], value: Any, name: str = "") -> Any:
     """``value`` as option ``f`` takes it: converted from text where needed, inside its range.
 
     Raises:
-        ConfigError: wrong type, not a choice, or out of range.
+        ConfigError: wrong type, not a choice, or out of range; calls the option ``name``.
     """
-    value = _convert(f, value)
+    name = name or f.name
+    value = _convert(f, value, name)
     choices, low, high = (f.metadata.get(k) for k in ("choices", "min", "max"))
     if choices is not None and value not in choices:
         raise ConfigError(
-            f"{f.name} must be one of {', '.join(map(str, choices))}, not {value!r}", field=f.name
+            f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}", field=name
         )
     if low is not None and value < low:
-        raise ConfigError(f"{f.name} must be at least {low}, not {value}", field=f.name)
+        raise ConfigError(f"{name} must be at least {low}, not {value}", field=name)
     if high is not None and value > high:
-        raise ConfigError(f"{f.name} must be at most {high}, not {value}", field=f.name)
+        raise ConfigError(f"{name} must be at most {high}, not {value}", field=name)
     return value
 
 
-def _convert(f: dataclasses.Field[Any], value: Any) -> Any:
+def _convert(f: dataclasses.Field[Any], value: Any, name: str) -> Any:
     kind = type(f.default)
     try:
         if kind is tuple:
@@ -246,9 +351,7 @@ def _convert(f: dataclasses.Field[Any], value: Any) -> Any:
             raise ValueError("not whole")
         return kind(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(
-            f"{f.name} must be {kind.__name__}, not {value!r}", field=f.name
-        ) from None
+        raise ConfigError(f"{name} must be {kind.__name__}, not {value!r}", field=name) from None
 
 
 def _boolean(value: Any) -> bool:

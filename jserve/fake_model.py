@@ -39,9 +39,9 @@ def _place(value: int, position: int) -> int:
     return mix(value ^ mix(position))
 
 
-def place_N(value_N: np.ndarray, start: int = 0) -> np.ndarray:
-    index_N = np.arange(start, start + len(value_N), dtype=np.uint64)
-    return mix_N(value_N ^ mix_N(index_N))
+def place_at(value_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
+    """``_place`` of uint64 arrays."""
+    return mix_N(value_N ^ mix_N(position_N.astype(np.uint64)))
 
 
 def bias_digest(params: SamplingParams) -> int:
@@ -59,6 +59,10 @@ class FakeModel:
     vocab_size: int
     eos_rate: int = 0
     """One draw in so many is the first stop id of the row; 0 leaves it to chance."""
+    window: int = 0
+    """Positions that each position sees, its own included; 0 for all."""
+    sinks: int = 0
+    """First positions that all later ones see beside the window."""
 
     def draw(
         self,
@@ -112,10 +116,27 @@ def logprob_of(seen: int) -> float:
     return -(seen % 4096) / 1024
 
 
-def fold(total: int, seen: int, token: int, position: int) -> tuple[int, int]:
-    """One more token: (sum of placed tokens, sum of placed ctx)."""
-    total = (total + _place(token, position)) & MASK
-    return total, (seen + _place(mix(total), position)) & MASK
+class Visible:
+    """What the newest position sees, as two sums: of placed tokens, of placed ctx. All before it is
+    visible, or with a window what lies in that and the sinks."""
+
+    def __init__(self, window: int = 0, sinks: int = 0) -> None:
+        self.window, self.sinks = window, sinks
+        self.total = self.seen = 0
+        self._placed: list[tuple[int, int]] = []
+
+    def add(self, token: int) -> None:
+        """One more token."""
+        at = len(self._placed)
+        left = at - self.window if self.window else -1
+        if left >= self.sinks:
+            token_left, ctx_left = self._placed[left]
+            self.total, self.seen = self.total - token_left, self.seen - ctx_left
+        placed = _place(token, at)
+        self.total = (self.total + placed) & MASK
+        ctx = _place(mix(self.total), at)
+        self.seen = (self.seen + ctx) & MASK
+        self._placed.append((placed, ctx))
 
 
 def counted(token: int, drawn: bool) -> int:
@@ -132,16 +153,17 @@ def expected(model: FakeModel, request: Request, seed: int, most: int) -> list[i
     """The output tokens of ``request`` by the definition, up to ``most`` tokens with the prompt."""
     params, stops = request.params, stops_of(request)
     tokens, n_prompt = list(request.prompt_ids), len(request.prompt_ids)
-    total = seen = 0
-    for i, token in enumerate(tokens):
-        total, seen = fold(total, seen, token, i)
+    visible = Visible(model.window, model.sinks)
+    for token in tokens:
+        visible.add(token)
     history = sum(counted(t, False) for t in tokens) & MASK
     while len(tokens) < most:
         salt = sampling_hash(params, history, bias_digest(params))
         lock = n_prompt + params.min_tokens
-        token = model.draw(mix(seen) ^ salt, len(tokens), seed, params, stops, lock)
+        seen = mix(visible.seen) ^ salt
+        token = model.draw(seen, len(tokens), seed, params, stops, lock)
         history = (history + counted(token, True)) & MASK
-        total, seen = fold(total, seen, token, len(tokens))
+        visible.add(token)
         tokens.append(token)
         if token in stops and len(tokens) > lock:
             break

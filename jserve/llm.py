@@ -22,10 +22,11 @@ from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
 from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, error_of
+from jserve.feed import Feed
 from jserve.outputs import RequestOutput, Running, failure_of
 from jserve.progress import progress_bar
 from jserve.sampling import SamplingParams, Thinking
-from jserve.types import Finish, HandleInfo, Lane, Request, Retention
+from jserve.types import Finish, HandleInfo, Lane, Output, Request, Retention
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": str}`` / ``{"prompt_token_ids": [int]}``."""
@@ -52,6 +53,8 @@ class RequestOptions:
     session: str | None = None
     retain: tuple[Retention, ...] = ()
     skip_prefix_cache: bool = False
+    speculative: bool = True
+    """False: no drafts for these requests."""
 
 
 class _Door:
@@ -182,7 +185,8 @@ class LLM(_Door):
         options: RequestOptions | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many; outputs in the order of the prompts.
+        """Complete one prompt or many; outputs in the order of the prompts. There may be more of them
+        than the queue holds: they are handed in as there is room.
 
         Args:
             prompts: text, token ids, dicts with "prompt" or "prompt_token_ids", or a list of these.
@@ -222,7 +226,7 @@ class LLM(_Door):
             sent = 0
             try:
                 while not job.output.finished:
-                    self._step({job.request.id: job})
+                    self._take(self._engine.step(), {job.request.id: job})
                     text = job.output.outputs[0].text
                     yield text[sent:]
                     sent = len(text)
@@ -309,22 +313,30 @@ class LLM(_Door):
         return list(given)
 
     def _run(self, jobs: list[Running], progress: bool) -> None:
-        by_id = {job.request.id: job for job in jobs}
-        for job in jobs:
-            self._engine.submit(job.request)
+        left = {job.request.id: job for job in jobs}
+        feed = Feed(self._engine, [job.request for job in jobs])
         try:
             with progress_bar("generating", len(jobs), shown=progress and len(jobs) > 1) as bar:
-                while not all(job.output.finished for job in jobs):
-                    self._step(by_id)
-                    bar(sum(job.output.finished for job in jobs))
+                while left:
+                    feed.push()
+                    for job in self._take(feed.sift(self._engine.step()), left):
+                        del left[job.request.id]
+                    bar(len(jobs) - len(left))
         finally:
             self._cancel(jobs)
 
-    def _step(self, jobs: Mapping[str, Running]) -> None:
-        for out in self._engine.step():
+    def _take(self, outputs: Iterable[Output], jobs: Mapping[str, Running]) -> list[Running]:
+        """Collect ``outputs``; the jobs that they finished."""
+        done = []
+        for out in outputs:
             job = jobs.get(out.request_id)
-            if job is not None and job.take(out) is not None:
+            if job is None or job.output.finished:
+                continue
+            if job.take(out) is not None:
                 self._engine.cancel(out.request_id, out.index)
+            if job.output.finished:
+                done.append(job)
+        return done
 
     def _cancel(self, jobs: Iterable[Running]) -> None:
         """End what is unfinished (an error, ctrl-c, a closed iterator) and run the engine dry."""

@@ -30,6 +30,16 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestMetrics:
+    """What it took to answer a request, all choices together."""
+
+    num_draft_tokens: int = 0
+    """Drafts tried by speculative decoding."""
+    num_accepted_tokens: int = 0
+    """Of these, drafts that are part of the output."""
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """A request and what came of it so far. ``finished`` is True when every choice has ended."""
 
@@ -40,6 +50,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
 class Running:
@@ -86,6 +97,8 @@ class Running:
         ended_by_id = out.finish is Finish.STOP and out.stop_reason is not None
         delta = stream.push(out.token_ids, terminator=ended_by_id or out.finish is Finish.STOP)
         taken = out.token_ids[: delta.n_tokens] if delta.stop is not None else out.token_ids
+        self.output.metrics.num_draft_tokens += out.n_drafted
+        self.output.metrics.num_accepted_tokens += min(out.n_accepted, len(taken))
         choice.token_ids.extend(taken)
         if out.logprobs is not None:
             kept = out.logprobs[: len(taken)]

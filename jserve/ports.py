@@ -23,6 +23,8 @@ class StepTime:
     n_context: int
     """KV tokens that each row may read."""
     seconds: float
+    width: int = 1
+    """Tokens of a row that decodes or verifies: one and its drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +50,15 @@ class RunnerLimits:
     scores_prompts: bool = True
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
     n_host_pages: int = 0
-    """Pages of host memory that evicted pages may be moved to; 0: there is no such tier."""
+    """Pages of host memory that pages may be moved to; 0: there is no such tier."""
     device_drafts: int = 0
     """Most drafts that the device drafter leaves in a slot; 0: there is no device drafter."""
+    page_move_s: float = 0.0
+    """Measured seconds to move one page one way between device and host; 0: unknown."""
+    window: int = 0
+    """Tokens that any layer reads at most, where all layers have a window; 0: some read all."""
+    sinks: int = 0
+    """First tokens of a sequence that are read beside the window."""
     step_times: tuple[StepTime, ...] = ()
     """What is known of step times before the first step; empty when nothing was measured."""
 
@@ -110,9 +118,44 @@ class Clock(Protocol):
 
 
 class Proposer(Protocol):
-    """Host-side speculation: drafts for the sequences that will decode in the next step."""
+    """Speculation on the host: guesses what a sequence says next. A function of its tokens alone,
+    unless ``blind``."""
 
-    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]: ...
+    @property
+    def name(self) -> str:
+        """The label in metrics."""
+        ...
+
+    @property
+    def blind(self) -> bool:
+        """True: needs no token, so it may be asked while steps of the sequence are in flight."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Time spent so far; for metrics, no decision rests on it."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raises BadRequest where it cannot draft for ``request``; ``field`` says why."""
+        ...
+
+    def read(self, seq: Sequence, most: int) -> int:
+        """Take in up to ``most`` tokens of ``seq`` that were not read yet; gives how many."""
+        ...
+
+    def propose(self, seq: Sequence, most: int) -> Seq[int]:
+        """Up to ``most`` ids that may follow the tokens known; none if it has not read them all."""
+        ...
+
+    def mask(self, seq: Sequence, drafts: Seq[int]) -> np.ndarray | None:
+        """Allowed-token bits int32[1 + len(drafts), ceil(V / 32)] that the row of ``drafts`` needs;
+        None: the tokens drawn are the model's own."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """``seq`` is over."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +178,11 @@ class Guide(Protocol):
     @property
     def fault(self) -> str | None:
         """Why its mask forbids everything; None when that is not the guide's doing."""
+        ...
+
+    @property
+    def forced(self) -> Seq[int]:
+        """Ids that must come next and were not put in by ``take``: drafts that stand for sure."""
         ...
 
     def room(self, in_flight: int) -> int:
@@ -205,7 +253,7 @@ class Journal(Protocol):
 
     def fetched(self, answers: Seq[tuple[int, bool]], now: float) -> None: ...
 
-    def plan(self, now: float, plan: StepPlan | None) -> None: ...
+    def plan(self, now: float, plan: StepPlan | None, *, waited: bool = False) -> None: ...
 
     def commit(self, now: float, plan: StepPlan, result: StepResult) -> None: ...
 

@@ -1,6 +1,6 @@
 """Fakes that keep the contract: a runner whose tokens betray every wrong page, a byte tokenizer.
 
-Owns ``FakeRunner`` and ``ByteTokenizer``, for our tests and for users who test without a model.
+Owns ``FakeRunner``, ``FakeProposer`` and ``ByteTokenizer``, for our tests and for users who test without a model.
 Must not import jax.
 
 ``FakeRunner`` keeps its own memory of what each page holds and knows a row's past only through the
@@ -11,8 +11,9 @@ visible when it was computed (as KV depends on the whole prefix)::
     ctx_p = mix(sum_p)                                stored beside the token
     draw  = mix(sum over i <= p of  mix(ctx_i, i))    read from the ctx that the table points at
 
-so a page that is stale, shared too early, freed too early, or off by one changes the next token.
-Reading a position that was never written, writing scratch, or two rows writing one position raises
+(with a window: over the i that p sees). So a page that is stale, shared too early, freed too early,
+or off by one changes the next token. Reading a position that was never written (scratch among them),
+writing scratch, or two rows writing one position raises
 ``AssertionError``. ``FakeRunner.expected`` computes the same function from a plain list of tokens,
 without pages or batches.
 """
@@ -29,21 +30,29 @@ from jserve.errors import BadRequest
 from jserve.fake_model import (
     MASK,
     FakeModel,
+    Visible,
     bias_digest,
     counted,
     expected,
-    fold,
     logprob_of,
     mix,
     mix_N,
-    place_N,
+    place_at,
     sampling_hash,
     stops_of,
     top_of,
 )
 from jserve.ports import InFlight, RunnerLimits
 from jserve.sampling import MAX_LOGPROBS
-from jserve.types import PromptLogprobs, Request, RowPlan, SlotLoad, StepPlan, StepResult
+from jserve.types import (
+    PromptLogprobs,
+    Request,
+    RowPlan,
+    Sequence,
+    SlotLoad,
+    StepPlan,
+    StepResult,
+)
 
 HostCopy = tuple[np.ndarray, ...]
 
@@ -78,7 +87,12 @@ class FakeRunner:
         step_s: float = 0.0,
         acceptance: float = 0.7,
     ) -> None:
-        self.model = FakeModel(vocab_size=limits.vocab_size, eos_rate=eos_rate)
+        self.model = FakeModel(
+            vocab_size=limits.vocab_size,
+            eos_rate=eos_rate,
+            window=limits.window,
+            sinks=limits.sinks,
+        )
         self.step_s = step_s
         self.acceptance = acceptance
         self.nan: set[tuple[str, int]] = set()
@@ -209,7 +223,7 @@ class FakeRunner:
             else:
                 self._slots[row.slot].length = start + row.count
                 self._slots[row.slot].drafts = ()
-            cells = self._cells(pages, start + row.count)
+            cells = self._cells(pages, self._visible(start, start + row.count))
             out.finite_R[r] &= not self.poison_PZ[cells].any()
         return replace(out, prompt=scores)
 
@@ -229,10 +243,27 @@ class FakeRunner:
         assert wanted <= len(held), f"{wanted} drafts wanted, the slot holds {len(held)}"
         return held[:wanted]
 
-    def _cells(self, pages: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """(page, offset) of positions 0 .. n-1."""
-        position_N = np.arange(n)
-        return pages[position_N // self._limits.page_size], position_N % self._limits.page_size
+    def _cells(self, pages: np.ndarray, at_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(page, offset) of positions ``at_N``."""
+        return pages[at_N // self._limits.page_size], at_N % self._limits.page_size
+
+    def _visible(self, start: int, n: int) -> np.ndarray:
+        """int64[S]: positions, ascending, that tokens ``start`` to ``n - 1`` see."""
+        window = self.model.window
+        first = max(0, start - window + 1) if window else 0
+        return np.concatenate([np.arange(min(self.model.sinks, first)), np.arange(first, n)])
+
+    def _sums(self, value_S: np.ndarray, at_S: np.ndarray, start: int) -> np.ndarray:
+        """uint64[N]: what each position from ``start`` on sees of ``value_S``, which lies at positions
+        ``at_S``, as one sum."""
+        cum_S1 = np.zeros(len(at_S) + 1, np.uint64)
+        cum_S1[1:] = np.cumsum(place_at(value_S.astype(np.uint64), at_S))
+        n_new = len(at_S) - int(np.searchsorted(at_S, start))
+        window, skip = self.model.window, int(np.searchsorted(at_S, self.model.sinks))
+        if not window:
+            return cum_S1[len(cum_S1) - n_new :]
+        low_N = np.searchsorted(at_S, start + np.arange(n_new) - window + 1)
+        return cum_S1[len(cum_S1) - n_new :] - (cum_S1[np.maximum(low_N, skip)] - cum_S1[skip])
 
     def _write(
         self,
@@ -243,25 +274,28 @@ class FakeRunner:
         written: set[tuple[int, int]],
         step: int,
     ) -> None:
-        page_N, off_N = self._cells(pages, start + len(tokens))
-        new = (page_N[start:], off_N[start:])
+        at_S = self._visible(start, start + len(tokens))
+        page_S, off_S = self._cells(pages, at_S)
+        n_old = len(at_S) - len(tokens)
+        new = (page_S[n_old:], off_S[n_old:])
         assert new[0].min() > 0, "a token is written to the scratch page"
         cells = set(zip(new[0].tolist(), new[1].tolist(), strict=True))
         assert not cells & written, "two rows write one position"
         written |= cells
         self.token_PZ[new] = tokens
-        token_N = self.token_PZ[page_N, off_N]
-        assert token_N.min() >= 0, "a position is read that was never written"
-        self.ctx_PZ[new] = mix_N(np.cumsum(place_N(token_N.astype(np.uint64))))[start:]
+        token_S = self.token_PZ[page_S, off_S]
+        assert token_S.min() >= 0, "a position is read that was never written"
+        self.ctx_PZ[new] = mix_N(self._sums(token_S, at_S, start))
         self.step_P[new[0]] = step
         key = (row.seq.request.id, row.seq.index)
-        self.poison_PZ[new] = key in self.nan or self.poison_PZ[page_N[:start], off_N[:start]].any()
+        old = (page_S[:n_old], off_S[:n_old])
+        self.poison_PZ[new] = key in self.nan or self.poison_PZ[old].any()
         self.nan.discard(key)
 
-    def _seen_N(self, pages: np.ndarray, n: int) -> np.ndarray:
-        """uint64[n]: hash of everything visible up to each position."""
-        page_N, off_N = self._cells(pages, n)
-        return mix_N(np.cumsum(place_N(self.ctx_PZ[page_N, off_N])))
+    def _seen_N(self, pages: np.ndarray, start: int, n: int) -> np.ndarray:
+        """uint64[n - start]: hash of everything visible up to each position from ``start`` on."""
+        at_S = self._visible(start, n)
+        return mix_N(self._sums(self.ctx_PZ[self._cells(pages, at_S)], at_S, start))
 
     def _draw(
         self,
@@ -275,12 +309,12 @@ class FakeRunner:
         """Draw at the row's last token, or at each draft while drafts are what would be drawn."""
         seq, slot = row.seq, self._slots[row.slot]
         params, stops = seq.request.params, stops_of(seq.request)
-        seen_N = self._seen_N(pages, start + row.count)
+        seen_N = self._seen_N(pages, start, start + row.count)
         first = start + row.count - len(drafts) - 1
         lock = seq.n_prompt + params.min_tokens
         for j in range(1 + len(drafts)):
             salt = sampling_hash(params, slot.history, slot.bias)
-            seen = int(seen_N[first + j]) ^ salt
+            seen = int(seen_N[first - start + j]) ^ salt
             mask_W = None if row.mask is None else row.mask[j]
             token = self.model.draw(seen, first + j + 1, seq.seed, params, stops, lock, mask_W)
             if token < 0:
@@ -296,12 +330,13 @@ class FakeRunner:
         """``n`` drafts of what the row's sequence will draw next, some of them wrong. No mask holds."""
         seq, slot, vocab = row.seq, self._slots[row.slot], self._limits.vocab_size
         params, stops = seq.request.params, stops_of(seq.request)
-        cells = self._cells(pages, slot.length)
-        total = int(np.sum(place_N(self.token_PZ[cells].astype(np.uint64))))
-        seen = int(np.sum(place_N(self.ctx_PZ[cells])))
+        visible = Visible(self.model.window, self.model.sinks)
+        for known_token in self.token_PZ[self._cells(pages, np.arange(slot.length))].tolist():
+            visible.add(known_token)
         token, history, drafts = slot.last, slot.history, []
         for position in range(slot.length, slot.length + n):
-            total, seen = fold(total, seen, token, position)
+            visible.add(token)
+            seen = visible.seen
             salt = sampling_hash(params, history, slot.bias)
             lock = seq.n_prompt + params.min_tokens
             token = self.model.draw(mix(seen) ^ salt, position + 1, seq.seed, params, stops, lock)
@@ -312,7 +347,7 @@ class FakeRunner:
 
     def _score(self, row: RowPlan, pages: np.ndarray, start: int) -> PromptLogprobs:
         n = min(start + row.count, row.seq.n_prompt - 1) - start
-        seen = [int(s) for s in self._seen_N(pages, start + n)[start:]]
+        seen = [int(s) for s in self._seen_N(pages, start, start + n)]
         tokens = row.seq.tokens[start + 1 : start + n + 1]
         top = [top_of(s, self._limits.vocab_size) for s in seen]
         return PromptLogprobs(
@@ -344,6 +379,27 @@ def _put(out: StepResult, r: int, j: int, token: int, seen: int, vocab: int) -> 
     out.logprob_RJ[r, j] = logprob_of(seen)
     if out.top_ids_RJL is not None and out.top_logprobs_RJL is not None:
         out.top_ids_RJL[r, j], out.top_logprobs_RJL[r, j] = top_of(seen, vocab)
+
+
+class FakeProposer:
+    """``ports.Proposer`` that reads nothing: subclasses say what to ``propose``."""
+
+    name = "fake"
+    blind = True
+    seconds = 0.0
+
+    def check(self, request: Request) -> None: ...
+
+    def read(self, seq: Sequence, most: int) -> int:
+        return 0
+
+    def propose(self, seq: Sequence, most: int) -> Seq[int]:
+        return ()
+
+    def mask(self, seq: Sequence, drafts: Seq[int]) -> np.ndarray | None:
+        return None
+
+    def forget(self, seq: Sequence) -> None: ...
 
 
 class ByteTokenizer:

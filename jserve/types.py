@@ -30,6 +30,7 @@ from jserve.sampling import SamplingParams, Thinking, integer, number
 
 if TYPE_CHECKING:
     from jserve.kv.cache import PageLease
+    from jserve.kv.swap import Swapped
     from jserve.ports import Guide
 
 MAX_RETENTIONS = 16
@@ -100,6 +101,8 @@ class Request:
     else is left to evict."""
     adapter: str | None = None
     skip_prefix_cache: bool = False
+    speculative: bool = True
+    """False: no drafts for this request, whatever the server does for others."""
     thinking: Thinking | None = None
     """None where the model writes no thoughts, or the prompt closed the thought already."""
 
@@ -165,6 +168,8 @@ class Sequence:
     """Tokens known at (re-)admission: rows below it carry ids, rows from it on read the slot."""
     slot: int = -1
     lease: PageLease | None = None
+    swapped: Swapped | None = None
+    """What it left in host memory when it gave way."""
     guide: Guide | None = None
     """What its tokens must obey; None for most."""
     n_cached: int = 0
@@ -328,5 +333,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     retry_after: float | None = None
     """Seconds after which a refused request may be sent again."""
     n_cached: int = 0
+    n_drafted: int = 0
+    """Drafts that the row of ``token_ids`` tried."""
+    n_accepted: int = 0
+    """How many of them are among ``token_ids``."""
     seed: int | None = None
     """The seed in use, on the first output."""

@@ -27,6 +27,8 @@ MASKED = -1e30
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)
+WIDENED = plgpu.Layout.WGMMA_UPCAST_2X
+"""WGMMA's rows with four neighbours of a row in each thread, so that 8-bit values fill a register."""
 
 
 class Sums(NamedTuple):
@@ -50,8 +52,9 @@ def along_rows(vector: Any, like: Any) -> Any:
 
 def swizzled(*shape: int, dtype: Any) -> Any:
     """Shared memory in the tiling that wgmma and TMA want."""
-    width = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
+    size = jnp.dtype(dtype).itemsize
+    width = min(128 // size, 64)
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * size))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -70,15 +73,33 @@ def scores(q: Any, k: Any, scale: float, soft_cap: float, issued: Callable[[], N
     return x * (scale * LOG2E)
 
 
-def mask(x: Any, at: Any, position: Callable[[Any], Any], length: Any, window: int) -> Any:
-    """Hide keys after the query, beyond the row or before the window. Key 0 of ``x`` is at ``at``;
-    ``position`` gives the position of the query in a row of the tile."""
+def mask(x: Any, at: Any, last: Callable[[Any], Any], length: Any, low: Any, tree: Any) -> Any:
+    """Hide keys after the query, beyond the row, before the window or on another branch.
+
+    Key 0 of ``x`` is at ``at``. Of the query in a row of the tile ``last`` gives the place, ``low``
+    the first key of its window (None: no window). ``tree`` is (start, bits): of the keys from
+    ``start`` on, a query sees number i if bit i is set (None: all before it).
+    """
     ids = functools.partial(plgpu.broadcasted_iota, jnp.int32, x.shape, layout=WGMMA)
-    key, query = ids(1) + at, position(ids(0))
-    seen = (key <= query) & (key < length)
-    if window:
-        seen = seen & (key > query - window)
+    key, row = ids(1) + at, ids(0)
+    seen = (key <= last(row)) & (key < length)
+    if low is not None:
+        seen = seen & (key >= low(row))
+    if tree is not None:
+        start, bits = tree
+        i = jnp.clip(key - start, 0, 31)
+        mine = lax.bitwise_and(lax.shift_right_logical(bits(row), i), jnp.int32(1)) > 0
+        seen = seen & (mine | (key < start))
     return jnp.where(seen, x, MASKED)
+
+
+def by_token(token: Any, values: tuple[int, ...]) -> Any:
+    """``values[token]`` of few values known when the kernel is built, by selection."""
+    found = jnp.full(token.shape, values[0], jnp.int32)
+    found = plgpu.layout_cast(found, WGMMA)
+    for j, value in enumerate(values[1:], 1):
+        found = jnp.where(token == j, jnp.int32(value), found)
+    return found
 
 
 def blank(v: Any, at: Any, low: Any, high: Any) -> None:
@@ -89,6 +110,16 @@ def blank(v: Any, at: Any, low: Any, high: Any) -> None:
         values = plgpu.load(part, layout=WGMMA)
         key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA) + (at + c)
         part[...] = jnp.where((key >= low) & (key < high), values, jnp.zeros_like(values))
+    plgpu.commit_smem()
+
+
+def widen(raw: Any, to: Any) -> None:
+    """Copy 8-bit values to 16-bit ones within shared memory, and let wgmma see them."""
+    for r in range(0, raw.shape[0], M):
+        for c in range(0, raw.shape[1], M):
+            here = (pl.ds(r, M), pl.ds(c, M))
+            values = plgpu.load(raw.at[here], layout=WIDENED)
+            to.at[here][...] = values.astype(to.dtype)
     plgpu.commit_smem()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 HEAD_DIMS = (64, 128, 256)
-DTYPES = (jnp.bfloat16, jnp.float16)
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 
 
 def check_heads(N: int, H: int, keys_PKZH: Any) -> None:
@@ -26,7 +26,10 @@ def check_heads(N: int, H: int, keys_PKZH: Any) -> None:
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} kv heads")
     if keys_PKZH.dtype not in DTYPES:
-        raise ValueError(f"keys are {keys_PKZH.dtype}, but bfloat16 or float16 is served")
+        names = ", ".join(jnp.dtype(d).name for d in DTYPES)
+        raise ValueError(f"keys are {keys_PKZH.dtype}, but only {names} are served")
+    if keys_PKZH.dtype.itemsize == 1 and H > 128:
+        raise ValueError(f"keys of 8 bits with heads of {H}: registers suffice for 64 and 128 only")
 
 
 def check_page(Z: int, block: int) -> None:
@@ -37,7 +40,31 @@ def check_page(Z: int, block: int) -> None:
         raise ValueError(f"page size {Z} must be a multiple of 8 and divide {block} or be divided")
 
 
+def check_tree(parents: tuple[int, ...], J: int, H: int) -> None:
+    """Raises:
+    ValueError: ``parents`` of J tokens are not a tree with its root first, or heads are too wide.
+    """
+    if parents and H > 128:
+        raise ValueError(f"a tree of drafts with heads of {H}: registers suffice for 64 and 128")
+    if parents and (
+        len(parents) != J
+        or parents[0] != -1
+        or any(not 0 <= parent < j for j, parent in enumerate(parents[1:], 1))
+    ):
+        raise ValueError(f"parents {parents} of {J} tokens: -1 first, then earlier tokens each")
+
+
 @lru_cache
 def tuning(package: str) -> dict[str, Any]:
     """The table of a kernel: an entry per head dimension, and what holds for all of them."""
     return json.loads(resources.files(package).joinpath("tune.json").read_text())
+
+
+def of_dtype(table: dict[str, Any], H: int, dtype: Any) -> dict[str, Any]:
+    """The entry of a head dimension in the part of the table that is for KV of ``dtype``."""
+    return (table if jnp.dtype(dtype).itemsize == 2 else table["8 bits"])[str(H)]
+
+
+def multiplied(dtype: Any) -> Any:
+    """What the matrix unit gets for KV stored as ``dtype``: e4m3 has an exact float16 each."""
+    return dtype if jnp.dtype(dtype).itemsize == 2 else jnp.float16

@@ -113,3 +113,47 @@ def test_every_option_has_one_line_of_help() -> None:
     for _, options in sections():
         for f in dataclasses.fields(options):
             assert 5 < len(f.metadata["help"]) < 90, f.name
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"speculative.method": "ngram", "speculative.num_tokens": 4},
+        {"speculative": '{"method": "ngram", "num_speculative_tokens": 4}'},
+        {"speculative": "ngram", "speculative.num_tokens": "4"},
+        {"speculative": '{"method": "suffix", "num-tokens": 4}', "speculative.method": "ngram"},
+    ],
+)
+def test_speculative_options_come_together_or_one_by_one(flags) -> None:
+    options = cli.resolve(flags, None, {}).speculative
+    assert (options.method, options.num_tokens) == ("ngram", 4)
+
+
+def test_layers_of_speculative_options_win_whole_names(tmp_path: Path) -> None:
+    file = tmp_path / "jserve.yaml"
+    file.write_text("speculative:\n  method: suffix\n  num-tokens: 3\n  suffix_min_match: 5\n")
+    environ = {"JSERVE_SPECULATIVE_NUM_TOKENS": "6"}
+    config = cli.resolve({"speculative": '{"method": "ngram"}'}, file, environ)
+    options = config.speculative
+    assert (options.method, options.num_tokens, options.suffix_min_match) == ("ngram", 6, 5)
+    assert EngineConfig.of(**config.flat()) == config
+    assert EngineConfig.of(speculative={"method": "ngram", "num_tokens": 2}).n_drafts == 2
+    assert (
+        EngineConfig.of(speculative_config={"method": "draft_model"}).speculative.method == "draft"
+    )
+    assert EngineConfig().n_drafts == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ("{", "speculative is not valid JSON"),
+        ('{"methd": "ngram"}', "did you mean 'speculative.method'"),
+        ('{"num_tokens": 99}', "speculative.num_tokens must be at most 15"),
+        ("magic", "speculative.method must be one of off, ngram"),
+        (["ngram"], "speculative must be a JSON object or a method"),
+    ],
+)
+def test_a_bad_speculative_option_is_refused_naming_it(given, word) -> None:
+    with pytest.raises(ConfigError, match=word):
+        EngineConfig.of(speculative=given)

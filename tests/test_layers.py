@@ -24,8 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "fake_model": set(),
     "testing": {"fake_model", "kv", "sched"},
     "kv": set(),
-    "sched": {"kv"},
-    "sim": {"engine", "sched", "kv"},
+    "sched": {"kv", "spec"},
+    "sim": {"engine", "sched", "kv", "spec"},
     "spec": set(),
     "grammar": set(),
     "text": set(),
@@ -33,11 +33,12 @@ ALLOWED: dict[str, set[str]] = {
     "api": {"text", "engine", "grammar"},
     "model": {"pallas_kernels"},
     "weights": {"model"},
-    "runner": {"model", "weights"},
+    "runner": {"model", "weights", "spec"},
     "progress": set(),
     "commands": {"build", "progress", "api", "engine", "weights", "sim"},
     "outputs": {"text"},
-    "llm": {"build", "outputs", "progress", "text", "engine", "api"},
+    "feed": {"engine"},
+    "llm": {"build", "outputs", "progress", "feed", "text", "engine", "api"},
     "cli": {"build", "commands", "llm", "engine"},
     "build": set(),
     "__init__": set(),
@@ -60,6 +61,7 @@ HOST = [
     "testing",
     "fake_model",
     "outputs",
+    "feed",
 ]
 
 

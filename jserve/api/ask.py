@@ -75,6 +75,7 @@ class Ask:
     session: str | None = None
     retain: tuple[Retention, ...] = ()
     skip_prefix_cache: bool = False
+    speculative: bool = True
     shape: Shape = FREE
     """Where ``params.structured_outputs`` came from."""
 
@@ -100,3 +101,7 @@ class Usage:
     cached: int
     reasoning: int | None = None
     """Output tokens of thoughts; None where the model has none."""
+    drafted: int = 0
+    """Drafts that were tried, of whatever became of them."""
+    accepted: int = 0
+    """Of these, drafts that are part of the output."""

@@ -103,6 +103,7 @@ class Generation:
         self._engine = engine
         self._observer = observer
         self._cached = [0] * len(self.requests)
+        self._drafted = self._accepted = 0
         self._choices = [
             _Choice(text=TextStream.of(tokenizer, r.params, r.prompt_ids))
             for r in self.requests
@@ -120,6 +121,8 @@ class Generation:
             prompt=sum(len(r.prompt_ids) for r in self.requests),
             completion=sum(c.text.n_tokens for c in self._choices),
             cached=sum(self._cached),
+            drafted=self._drafted,
+            accepted=self._accepted,
         )
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
@@ -168,6 +171,10 @@ class Generation:
             raise failure(output)
         self._cached[prompt] = max(self._cached[prompt], output.n_cached)
         text, n_tokens, finish, reason = _advance(choice.text, output)
+        self._drafted += output.n_drafted
+        self._accepted += min(
+            output.n_accepted, n_tokens
+        )  # a stop string may cut an accepted block
         first, choice.started, choice.done = not choice.started, True, finish is not None
         if choice.text.stopped is not None:
             self._engine.abort(self.requests[prompt].id, output.index)

@@ -28,6 +28,17 @@ _COUNTERS = {
     "cache_hit_tokens": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "preemptions": ("num_preemptions", "Sequences that lost their pages and start over."),
     "finished": ("sequences_finished", "Sequences ended, for whatever reason."),
+    "decode_rows_total": ("decode_rows", "Rows of steps that decoded or verified."),
+    "decode_tokens_total": ("decode_tokens", "Tokens these rows drew; per row: tokens per step."),
+    "step_seconds_total": ("step_seconds", "Device time of all steps."),
+    "spec_decode_drafting_seconds_total": (
+        "spec_decode_drafting_seconds",
+        "Of this, drafting on the device (what steps that draft take longer).",
+    ),
+    "spec_decode_host_seconds_total": (
+        "spec_decode_host_seconds",
+        "Host time that proposers took.",
+    ),
 }
 _GAUGES = {
     "waiting_tokens": (
@@ -58,6 +69,15 @@ _LANE_COUNTERS = {
     "prompt_tokens": ("lane_prompt_tokens", "Prompt tokens of ended sequences, by lane."),
     "cached_tokens": ("lane_prompt_tokens_cached", "Of these, tokens found in the cache, by lane."),
     "output_tokens": ("lane_generation_tokens", "Tokens drawn by ended sequences, by lane."),
+}
+
+
+_HELP = {
+    "spec_decode_num_drafts": "Rows that tried drafts, by proposer.",
+    "spec_decode_num_draft_tokens": "Drafts tried, by proposer and lane.",
+    "spec_decode_num_accepted_tokens": "Drafts that stood, by proposer and lane.",
+    "spec_decode_num_draft_tokens_per_pos": "Drafts tried, by proposer and place in the row.",
+    "spec_decode_num_accepted_tokens_per_pos": "Drafts that stood, by proposer and place.",
 }
 
 
@@ -189,6 +209,7 @@ class _EngineCollector(Collector):
             "kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", _usage(values)
         )
         yield from self._by_lane(values)
+        yield from self._labelled(values)
         for name, value in sorted(values.items()):
             yield self._value(name, value)
         for name, value in sorted(self._source.counters.items()):
@@ -207,6 +228,23 @@ class _EngineCollector(Collector):
                         family.add_metric([self._model, lane.value], float(value))
                 if family.samples:
                     yield family
+
+    def _labelled(self, values: dict[str, float]) -> Iterator[Any]:
+        """Counters called ``name_total{label=value,...}``, one family per name; takes them out of
+        ``values``."""
+        families: dict[str, list[tuple[list[str], list[str], float]]] = {}
+        for key in sorted(k for k in values if "{" in k):
+            name, _, inside = key.rstrip("}").partition("{")
+            pairs = [pair.partition("=") for pair in inside.split(",")]
+            labels, said = [p[0] for p in pairs], [p[2] for p in pairs]
+            families.setdefault(name, []).append((labels, said, values.pop(key)))
+        for name, samples in families.items():
+            clean = _clean(name).removesuffix("_total")
+            labels = ["model_name", *samples[0][0]]
+            family = CounterMetricFamily(f"jserve:{clean}", _HELP.get(clean, clean), labels=labels)
+            for _, said, value in samples:
+                family.add_metric([self._model, *said], float(value))
+            yield family
 
     def _value(self, name: str, value: float) -> Any:
         if name in _GAUGES:

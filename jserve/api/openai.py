@@ -115,6 +115,7 @@ class Body(BaseModel):
     session: str | None = None
     retain: Any = None
     skip_prefix_cache: bool | None = None
+    speculative: bool | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -347,6 +348,7 @@ def _common(body: Body) -> dict[str, Any]:
         "session": name_of(body.session, "session"),
         "retain": retain_of(body.retain),
         "skip_prefix_cache": bool(body.skip_prefix_cache),
+        "speculative": body.speculative is not False,
     }
 
 

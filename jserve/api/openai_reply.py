@@ -66,9 +66,13 @@ def usage_of(usage: Usage) -> Json:
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
+    details: Json = {}
     if usage.reasoning is not None:
-        found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning}
-    return found
+        details["reasoning_tokens"] = usage.reasoning
+    if usage.drafted:
+        details["accepted_prediction_tokens"] = usage.accepted
+        details["rejected_prediction_tokens"] = usage.drafted - usage.accepted
+    return found | ({"completion_tokens_details": details} if details else {})
 
 
 class TokenWriter:

@@ -214,6 +214,7 @@ class Preparer:
             session=ask.session,
             retain=ask.retain,
             skip_prefix_cache=ask.skip_prefix_cache,
+            speculative=ask.speculative,
         )
 
 

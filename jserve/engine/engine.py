@@ -26,7 +26,7 @@ from jserve.engine.anteroom import Anteroom
 from jserve.engine.wire import Cancel, Create, Handle, Handles, Stats, Submit
 from jserve.errors import EngineDead, JserveError, RequestFailed
 from jserve.ports import Clock, DiskTier, InFlight, Runner
-from jserve.sched import caching, tiering
+from jserve.sched import admission, caching, tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Finish, Output, Request, StepPlan
 
@@ -76,6 +76,10 @@ class Engine:
         """Hand in a request; read at the next step. A refusal comes back as an Output in error."""
         self._inbox.append(Submit(request=request))
 
+    def check(self, request: Request) -> None:
+        """Raises BadRequest for what ``submit`` would refuse at any time."""
+        admission.check(request, self.scheduler.limits)
+
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request (or its choice ``index``) at the next step. Unknown ids are ignored."""
         self._inbox.append(Cancel(request_id=request_id, index=index))
@@ -99,6 +103,11 @@ class Engine:
         """True while a further step would do something."""
         ours = self._inbox or self._flights or self._landed or len(self._anteroom)
         return bool(ours) or self.scheduler.has_work
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences and messages that have not been admitted."""
+        return len(self.scheduler.floor.waiting) + len(self._inbox) + len(self._anteroom)
 
     @property
     def n_in_flight(self) -> int:

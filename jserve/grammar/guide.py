@@ -130,6 +130,11 @@ class TokenGuide:
         return Verdict(forced=tuple(forced), ended=self.ended, free=free)
 
     @property
+    def forced(self) -> tuple[int, ...]:
+        """Those that may be drafted: an id that ends the output lets nothing follow."""
+        return self.pending[: self._walk(self.pending, None)] if self.pending else ()
+
+    @property
     def pending(self) -> tuple[int, ...]:
         """The ids that must come next."""
         return self.thought.must or (self._must if self._answers else ())

@@ -23,7 +23,7 @@ def check(
     pinned: list[Node],
 ) -> None:
     """Raises AssertionError at the first invariant that does not hold."""
-    cached = [node.page for _, node in tree.nodes()]
+    cached = [node.page for _, node in tree.nodes() if node.page]
     _references(pool, cached, leases, held)
     _free_list(pool)
     _tables(table, leases)
@@ -40,7 +40,9 @@ def _references(
     owners = Counter(cached) + Counter(held)
     for lease in leases:
         assert not lease.released, f"slot {lease.slot} lives on a released lease"
-        owners.update(lease.pages)
+        owners.update(page for page in lease.pages if page)
+        given_back = [i for i, page in enumerate(lease.pages) if not page]
+        assert given_back == list(lease.gone), f"slot {lease.slot} lacks {given_back}, {lease.gone}"
     assert len(cached) == len(set(cached)), "a page stands in the tree twice"
     assert owners[0] == 0, "the scratch page is owned"
     for page in range(1, pool.n_pages):
@@ -66,7 +68,8 @@ def _tables(table: PageTable, leases: list[PageLease]) -> None:
     assert len(rows) == len(leases), "two leases share a slot"
     for slot in range(len(table.rows)):
         pages = rows[slot].pages if slot in rows else []
-        assert len(pages) == len(set(pages)), f"slot {slot} holds a page twice: {pages}"
+        held = [page for page in pages if page]
+        assert len(held) == len(set(held)), f"slot {slot} holds a page twice: {pages}"
         row = table.rows[slot]
         assert row[: len(pages)].tolist() == pages, f"slot {slot}: table {row}, lease {pages}"
         assert not row[len(pages) :].any(), f"slot {slot} keeps stale pages behind its own: {row}"
@@ -75,7 +78,7 @@ def _tables(table: PageTable, leases: list[PageLease]) -> None:
 def _writers(pool: PagePool, cached: set[int], leases: list[PageLease]) -> None:
     """I3: a page that is still written has one owner and is not in the tree."""
     for lease in leases:
-        for page in lease.pages[max(lease.n_published, lease.n_shared) :]:
+        for page in lease.pages[max(lease.n_published, lease.n_shared, lease.gone.stop) :]:
             assert pool.refs[page] == 1, f"page {page} is written and shared"
             assert page not in cached, f"page {page} is written and in the tree"
 
@@ -87,16 +90,27 @@ def _shape(tree: RadixTree) -> None:
         assert id(node) not in seen, "a node is reachable twice"
         seen.add(id(node))
         assert len(node.key) == tree.page_size, f"a key of {len(node.key)} tokens"
-        assert node.page > 0, "an evicted node is still reachable"
+        if not node.page:
+            assert tree.window, "an evicted node is still reachable"
+            assert node.locks or node.children, "a hollow node stays for nothing"
+            assert not node.holds, "somebody holds a page that is gone"
         assert node.parent is not None, "a node without a parent"
         assert node.parent.children.get(node.key) is node, "parent and child disagree"
-    assert len(seen) == tree.n_nodes, f"{len(seen)} nodes, counted {tree.n_nodes}"
+    counted = tree.n_nodes + tree.n_hollow
+    assert len(seen) == counted, f"{len(seen)} nodes, counted {counted}"
+    n_hollow = sum(not node.page for _, node in tree.nodes())
+    assert n_hollow == tree.n_hollow, f"{n_hollow} hollow nodes, counted {tree.n_hollow}"
 
 
 def _locks(tree: RadixTree, leases: list[PageLease], pinned: list[Node]) -> None:
-    """I7: locks are the leases and pins on the path; unlocked pages are the evictable ones."""
-    ends = [*(lease.node for lease in leases), *pinned]
-    expected = Counter(id(node) for end in ends for node in _path(end))
+    """I7: locks are the leases and pins on the path, holds those that need its page; pages that
+    nobody holds are the evictable ones."""
+    behind = [tree.window.gone(node.depth * tree.page_size) for node in pinned]
+    ends = [*((lease.node, lease.gone) for lease in leases), *zip(pinned, behind, strict=True)]
+    locks = Counter(id(node) for end, _ in ends for node in _path(end))
+    holds = Counter(
+        id(node) for end, gone in ends for node in _path(end)[:-1] if node.depth - 1 not in gone
+    )
     for lease in leases:
         root = _path(lease.node)[-1]
         assert tree.roots.get(root.key) is root, f"slot {lease.slot} hangs on a dropped root"
@@ -105,21 +119,27 @@ def _locks(tree: RadixTree, leases: list[PageLease], pinned: list[Node]) -> None
         assert depth == full, f"slot {lease.slot} locks {depth} pages, published {full}"
     nodes = [node for _, node in tree.nodes()]
     for node in [*nodes, *tree.roots.values()]:
-        assert node.locks == expected[id(node)], f"{node.locks} locks, {expected[id(node)]} leases"
-    free = sum(1 for node in nodes if node.locks == 0)
+        assert node.locks == locks[id(node)], f"{node.locks} locks, {locks[id(node)]} leases"
+        assert node.holds == holds[id(node)], f"{node.holds} holds, {holds[id(node)]} leases"
+    free = sum(1 for node in nodes if node.page and node.holds == 0)
     assert free == tree.n_evictable, f"{free} evictable pages, counted {tree.n_evictable}"
     assert all(root.children or root.locks for root in tree.roots.values()), "an empty root stays"
 
 
 def _pins(tree: RadixTree, pinned: list[Node]) -> None:
-    """I7: pins are those of the owners, and every unlocked leaf can be found for eviction."""
-    expected = Counter(id(node) for end in pinned for node in _path(end)[:-1])
+    """I7: pins are those of the owners, and every page that nobody holds can be found for eviction."""
+    expected = Counter(
+        id(node)
+        for end in pinned
+        for node in _path(end)[:-1]
+        if node.depth - 1 not in tree.window.gone(end.depth * tree.page_size)
+    )
     nodes = [node for _, node in tree.nodes()]
     for node in nodes:
         assert node.pins == expected[id(node)], f"{node.pins} pins, {expected[id(node)]} owners"
     assert tree.n_pinned == len(expected), f"{len(expected)} pinned pages, counted {tree.n_pinned}"
     assert all(end.page > 0 for end in pinned), "a pinned node was evicted"
-    assert not tree.lost(), f"unlocked pages {tree.lost()} are in no heap"
+    assert not tree.lost(), f"free pages {tree.lost()} are in no heap"
 
 
 def _path(node: Node) -> list[Node]:

@@ -12,8 +12,11 @@ steps or devices: it is told token ids and counts, and when they may be trusted.
 
 A page enters the tree only by ``publish``, which the scheduler calls after the step that wrote it
 was committed with finite logits. A page whose tokens are in the tree already (two sequences
-computed the same prefix side by side) stays private: tables are append-only, so nothing is swapped
-under a step in flight.
+computed the same prefix side by side) stays private: nothing is swapped under a step in flight.
+
+Where every layer has a window, ``slide`` gives back what no later token reads, after it was published
+(so a prefix stays findable until it is evicted). A step in flight may still read such a page: it has
+its own copy of the table, and whoever gets the page next writes in a later program.
 
 Time is what ``advance`` was told last: nothing here reads a clock, so a replay decides alike.
 """
@@ -28,7 +31,8 @@ from jserve.kv import audit
 from jserve.kv.pages import PageLease, PagePool, PageTable
 from jserve.kv.radix import Node, RadixTree, RootKey
 from jserve.kv.retention import Keep
-from jserve.kv.tiers import HostTier, digest_of, next_digest
+from jserve.kv.tiers import HostPage, HostTier, digest_of, next_digest
+from jserve.kv.window import Window
 from jserve.types import PageMove
 
 
@@ -44,13 +48,16 @@ class PageCache:
         pages_per_slot: int,
         reuse: bool = True,
         n_host_pages: int = 0,
+        window: int = 0,
+        sinks: int = 0,
     ) -> None:
         self.page_size = page_size
+        self.window = Window(page_size=page_size, tokens=window, sinks=sinks)
         self.reuse = reuse
         self.pool = PagePool(n_pages)
         self.table = PageTable(n_slots, pages_per_slot)
-        self.tree = RadixTree(page_size)
-        self.tier = HostTier(n_host_pages) if n_host_pages and reuse else None
+        self.tree = RadixTree(page_size, self.window)
+        self.tier = HostTier(n_host_pages) if n_host_pages else None
         self.now = 0.0
 
     def advance(self, now: float) -> None:
@@ -82,16 +89,21 @@ class PageCache:
         limit = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
         path = self.tree.match(root, tokens, limit)
         node = path[-1] if path else root
-        self.tree.lock_path(node)
+        gone = self.window.gone(len(path) * self.page_size)
+        self.tree.lock_path(node, gone)
         pages = [n.page for n in path]
-        self.pool.share(pages)
+        if gone:
+            pages[gone.start : gone.stop] = [0] * len(gone)
+        self.pool.share(_held(pages))
         self.table.append(slot, 0, pages)
         return PageLease(
             slot=slot,
             node=node,
             pages=pages,
+            gone=gone,
             n_shared=len(pages),
             n_published=len(pages),
+            next_full=(len(pages) + 1) * self.page_size,
             capacity=len(pages) * self.page_size,
             cacheable=cacheable and self.reuse,
             keeps=keeps,
@@ -121,27 +133,59 @@ class PageCache:
         lease.capacity = len(lease.pages) * self.page_size
         return True
 
-    def load(self, lease: PageLease, tokens: Seq[int]) -> int:
-        """Fill the fresh pages of ``lease`` that follow its shared ones from the host tier, as far
-        as that knows ``tokens``; gives how many tokens need not be computed because of it.
+    def slide(self, lease: PageLease, n_tokens: int) -> None:
+        """Give back the pages of ``lease`` that no token from position ``n_tokens`` on reads. All
+        before it is computed, and published if it may be."""
+        gone = self.window.gone(n_tokens)
+        if gone.stop <= lease.gone.stop or len(lease.pages) < gone.start:
+            return
+        fresh = range(max(gone.start, lease.gone.stop), gone.stop)
+        self.tree.pass_by(lease.node, fresh, self.now)
+        part = slice(fresh.start, fresh.stop)
+        self.pool.drop(_held(lease.pages[part]))
+        lease.pages[part] = [0] * len(fresh)
+        lease.capacity = len(lease.pages) * self.page_size
+        self.table.forget(lease.slot, fresh)
+        lease.gone = gone
+
+    def below(self, lease: PageLease, tokens: Seq[int]) -> list[HostPage]:
+        """The host pages that follow the shared ones of ``lease``, as far as the host tier knows
+        ``tokens``. They are held until ``load`` or ``let_be``."""
+        found: list[HostPage] = []
+        if self.tier is None or not self.reuse:
+            return found
+        Z, digest = self.page_size, digest_of(lease.node)
+        for i in range(lease.n_shared, (len(tokens) - 1) // Z):
+            digest = next_digest(digest, tokens[i * Z : (i + 1) * Z])
+            kept = self.tier.hold(digest)
+            if kept is None:
+                break
+            found.append(kept)
+        return found
+
+    def load(self, lease: PageLease, below: Seq[HostPage]) -> None:
+        """Fill the fresh pages of ``lease`` that follow its shared ones with what ``below`` found; what
+        is behind its window is let be.
 
         The loads travel in the next plan. Others find these pages once that was committed.
         """
-        if self.tier is None:
-            return 0
-        Z, n, digest = self.page_size, lease.n_shared, digest_of(lease.node)
-        for i in range(lease.n_shared, (len(tokens) - 1) // Z):
-            digest = next_digest(digest, tokens[i * Z : (i + 1) * Z])
-            if not self.tier.holds(digest):
-                break
-            self.tier.load(digest, lease.pages[i])
-            n += 1
-        return (n - lease.n_shared) * Z
+        for kept, page in zip(below, lease.pages[lease.n_shared :], strict=False):
+            assert self.tier is not None
+            if page:
+                self.tier.load(kept, page)
+            else:
+                self.tier.let_be(kept)
+
+    def let_be(self, below: Seq[HostPage]) -> None:
+        """What ``below`` found is not loaded."""
+        for kept in below:
+            assert self.tier is not None
+            self.tier.let_be(kept)
 
     def fetch(self, key: RootKey, tokens: Seq[int]) -> list[int]:
         """Begin to read what the disk knows of ``tokens`` beyond the faster tiers; the tickets."""
         tier, Z = self.tier, self.page_size
-        if tier is None or not tier.on_disk:
+        if tier is None or not tier.on_disk or not self.reuse:
             return []
         limit = (len(tokens) - 1) // Z
         root = self.tree.roots.get(key) or Node(None, key, 0)
@@ -163,7 +207,7 @@ class PageCache:
         tier = self.tier
         if tier is None or not tier.disk:
             return []
-        named = [(node.page, digest_of(node)) for _, node in self.tree.nodes()]
+        named = [(node.page, digest_of(node)) for _, node in self.tree.nodes() if node.page]
         return [(page, digest) for page, digest in named if digest not in tier.on_disk]
 
     def moves(self, step: int) -> tuple[PageMove, ...]:
@@ -186,6 +230,7 @@ class PageCache:
                     self.pool.refs[page] += 1
         lease.node = node
         lease.n_published = max(lease.n_published, full)
+        lease.next_full = (lease.n_published + 1) * Z
 
     def release(self, lease: PageLease) -> None:
         """Give back everything the lease holds; its published pages stay findable until evicted.
@@ -196,14 +241,14 @@ class PageCache:
         if lease.released:
             raise RuntimeError(f"the lease of slot {lease.slot} was released twice")
         lease.released = True
-        self.tree.unlock_path(lease.node, self.now, lease.keeps, lease.n_shared)
+        self.tree.unlock_path(lease.node, self.now, lease.keeps, lease.n_shared, lease.gone)
         if self.tier is not None:
             self.tier.forget_loads(lease.pages[lease.n_shared :])
-        self.pool.drop(lease.pages)
+        self.pool.drop(_held(lease.pages))
         self.table.clear(lease.slot, len(lease.pages))
 
     def evict(self, n: int) -> int:
-        """Forget up to ``n`` unlocked cached pages; gives how many."""
+        """Forget up to ``n`` cached pages that nobody holds; gives how many."""
         pages = self.tree.evict(n, self.now, self._save if self.tier is not None else None)
         self.pool.drop(pages)
         return len(pages)
@@ -241,3 +286,8 @@ class PageCache:
         if self.tier is not None:
             self.tier.check()
         audit.check(self.pool, self.table, self.tree, list(leases), list(held), list(pinned))
+
+
+def _held(pages: Iterable[int]) -> list[int]:
+    """Those that were not given back."""
+    return [page for page in pages if page]

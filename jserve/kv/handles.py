@@ -113,8 +113,11 @@ class Handles:
         """Pin ``handle`` on the path of ``lease``, as soon as that holds all its pages."""
         if handle.node is not None or not lease.cacheable or lease.n_published < handle.n_pages:
             return
-        handle.node = path_to(lease.node)[lease.n_published - handle.n_pages]
-        self.cache.tree.pin(handle.node)
+        node = path_to(lease.node)[lease.n_published - handle.n_pages]
+        if not self.cache.tree.pinnable(node):
+            return  # part of its window was evicted meanwhile; whoever uses it next computes it
+        handle.node = node
+        self.cache.tree.pin(node)
         if not handle.settled:
             handle.settled = True
             self._prolong(handle, handle.ttl_s)

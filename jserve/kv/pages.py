@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jserve.kv.window import NOTHING
+
 if TYPE_CHECKING:
     from jserve.kv.radix import Node
     from jserve.kv.retention import Keep
@@ -70,10 +72,8 @@ class PagePool:
 
 
 class PageTable:
-    """int32[C, M]: the pages of each slot in order of position; append-only while a sequence lives.
-
-    Append-only matters: a step in flight may read the row, so an entry never changes under it.
-    """
+    """int32[C, M]: the pages of each slot in order of position. While a sequence lives its row grows at
+    the end, and entries whose pages slid out of the window point at scratch again; nothing else."""
 
     def __init__(self, n_slots: int, pages_per_slot: int) -> None:
         self.rows = np.zeros((n_slots, pages_per_slot), np.int32)
@@ -85,8 +85,12 @@ class PageTable:
         """Point the first ``n`` entries back at scratch."""
         self.rows[slot, :n] = 0
 
+    def forget(self, slot: int, pages: range) -> None:
+        """Point the entries ``pages`` back at scratch."""
+        self.rows[slot, pages.start : pages.stop] = 0
+
     def snapshot(self, slots: list[int], width: int) -> np.ndarray:
-        """int32[len(slots), width]: a copy that later appends do not touch."""
+        """int32[len(slots), width]: a copy that later changes do not touch."""
         return self.rows[slots, :width]
 
 
@@ -101,10 +105,15 @@ class PageLease:
     node: Node
     """Deepest tree node on this sequence's tokens; its path is locked by this lease."""
     pages: list[int] = field(default_factory=list)
+    """In order of position; 0 for those that were given back."""
+    gone: range = NOTHING
+    """Numbers of the pages that were given back because no later token reads them."""
     n_shared: int = 0
-    """Leading pages that came from the tree."""
+    """Leading pages that came from the tree, given back or not."""
     n_published: int = 0
     """Leading full pages whose tokens are in the tree (as these pages or as an equal copy)."""
+    next_full: int = 0
+    """Tokens at which there is one more page to publish."""
     capacity: int = 0
     """Tokens that fit the pages held."""
     cacheable: bool = True
@@ -112,3 +121,9 @@ class PageLease:
     keeps: tuple[Keep, ...] = ()
     """How long its published pages are worth keeping once it is over."""
     released: bool = False
+
+    @property
+    def n_own(self) -> int:
+        """Pages that it took from the pool and still has."""
+        n_gone = max(0, self.gone.stop - max(self.gone.start, self.n_shared))
+        return len(self.pages) - self.n_shared - n_gone

@@ -9,10 +9,18 @@ or slots, nor read a clock: whoever evicts or unlocks says what time it is.
         |     '- (...)  -> page 30
         '- (...)        -> page 4
 
-A node's ``locks`` counts the leases and pins whose path runs through it, so an ancestor of a locked
-node is locked and unlocked nodes always form whole subtrees: exactly ``n_evictable`` pages can be
-had by evicting leaves: lowest priority first, then least recently used. A priority other than
-``EVERYONE``'s holds for some seconds after the page's last use; then the page is like any other.
+A node's ``locks`` counts the leases and pins whose path runs through it, its ``holds`` those that need
+its page. Exactly the pages that nobody holds can be evicted: lowest priority first, then least
+recently used. A priority other than ``EVERYONE``'s lasts for some seconds after the page's last use;
+then the page is like any other.
+
+Without a window the two counts are equal: an ancestor of a locked node is locked, what nobody holds
+forms whole subtrees, and leaves go first. With one (``kv.window``) a path needs only its last window
+of pages, so a page may go from the middle of a path: its node stays, hollow, for what hangs below::
+
+    [ hollow ]-[ hollow ]-[ page 3 ]-[ page 4 ]     a hit of 4 pages, where 2 are out of the window
+                                 '---[ page 9 ]     no hit of 2 pages: their window is gone
+
 Idea: SGLang's radix cache, with whole pages as edges.
 """
 
@@ -21,18 +29,22 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence as Seq
 
-from jserve.kv.retention import EVERYONE, Keep, strongest
+from jserve.kv.retention import EVERYONE, SESSION, Keep, strongest
+from jserve.kv.window import NOTHING, Window
 
 RootKey = tuple[str, str, str | None, int]
 """(tenant, cache salt, adapter, weight version)."""
 
 
 class Node:
-    """One page of tokens below its parent. ``page`` is 0 for a root, and for a node that is gone."""
+    """One page of tokens below its parent. ``page`` is 0 for a root, for a hollow node, and for one
+    that is gone."""
 
     __slots__ = (
         "children",
+        "depth",
         "digest",
+        "holds",
         "key",
         "locks",
         "page",
@@ -48,8 +60,10 @@ class Node:
         self.parent = parent
         self.key = key
         self.page = page
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        """Pages from the root to the end of this one."""
         self.children: dict[tuple[int, ...], Node] = {}
-        self.locks = self.pins = 0
+        self.locks = self.holds = self.pins = 0
         self.used = 0
         self.priority = EVERYONE
         self.seconds = self.until = 0.0
@@ -69,10 +83,13 @@ def path_to(node: Node) -> list[Node]:
 class RadixTree:
     """Longest-prefix match, insertion, path locks, pins and eviction over pages."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, window: Window | None = None) -> None:
         self.page_size = page_size
+        self.window = window or Window(page_size=page_size)
         self.roots: dict[RootKey, Node] = {}
         self.n_nodes = 0
+        """Nodes that have a page."""
+        self.n_hollow = 0
         self.n_evictable = 0
         self.n_pinned = 0
         self.n_evicted = 0
@@ -88,73 +105,119 @@ class RadixTree:
         return self.roots.get(key) or self.roots.setdefault(key, Node(None, key, 0))
 
     def match(self, root: Node, tokens: Seq[int], max_pages: int) -> list[Node]:
-        """At most ``max_pages`` nodes below ``root`` along the longest known prefix."""
-        Z, node, path = self.page_size, root, []
+        """At most ``max_pages`` nodes below ``root`` along the longest known prefix whose pages are
+        all there, as far as what follows it reads them."""
+        Z, node, path, last_hollow, n = self.page_size, root, [], -1, 0
         for at in range(0, max_pages * Z, Z):
             child = node.children.get(tuple(tokens[at : at + Z]))
             if child is None:
                 break
             path.append(child)
             node = child
-        return path
+            if not child.page:
+                last_hollow = len(path) - 1
+            if last_hollow < 0 or self._whole(path, last_hollow):
+                n = len(path)
+        return path if n == len(path) else path[:n]
+
+    def _whole(self, path: list[Node], last_hollow: int) -> bool:
+        """True if what follows ``path`` reads none of its hollow nodes."""
+        gone = self.window.gone(len(path) * self.page_size)
+        return last_hollow < gone.stop and all(n.page for n in path[: gone.start])
 
     def descend(self, node: Node, key: tuple[int, ...], page: int) -> tuple[Node, bool]:
-        """The locked child of ``node`` for ``key``, made over ``page`` if missing; if it was made.
+        """The locked child of ``node`` for ``key``, made over ``page`` if it has none; if ``page`` is
+        now the tree's.
 
-        The caller has locked ``node`` and its ancestors already.
+        The caller has locked ``node`` and its ancestors already. ``page`` 0: the caller let go of its
+        page, so the child is not held, and hollow if it is new.
         """
         child = node.children.get(key)
-        if child is not None:
-            if child.locks == 0:
-                self.n_evictable -= 1
-            child.locks += 1
+        if child is None:
+            child = node.children[key] = Node(node, key, 0)
+            self.n_hollow += 1
+        child.locks += 1
+        if not page:
             return child, False
-        child = node.children[key] = Node(node, key, page)
-        child.locks = 1
-        self.n_nodes += 1
-        return child, True
+        made = not child.page
+        if made:
+            child.page = page
+            self.n_nodes += 1
+            self.n_hollow -= 1
+        elif child.holds == 0:
+            self.n_evictable -= 1
+        child.holds += 1
+        return child, made
 
-    def lock_path(self, node: Node) -> None:
-        """Keep ``node`` and its ancestors from eviction until the matching ``unlock_path``."""
+    def lock_path(self, node: Node, gone: range = NOTHING) -> None:
+        """Keep ``node`` and its ancestors until the matching ``unlock_path``, and their pages but
+        those whose numbers are in ``gone``."""
         while node.parent is not None:
-            if node.locks == 0:
-                self.n_evictable -= 1
             node.locks += 1
+            if not gone or node.depth - 1 not in gone:
+                if node.holds == 0:
+                    self.n_evictable -= 1
+                node.holds += 1
             node = node.parent
         node.locks += 1
 
     def unlock_path(
-        self, node: Node, now: float = 0.0, keeps: Seq[Keep] = (), own: int = 0
+        self,
+        node: Node,
+        now: float = 0.0,
+        keeps: Seq[Keep] = (),
+        own: int = 0,
+        gone: range = NOTHING,
     ) -> None:
         """Undo ``lock_path``. ``keeps`` say how long the pages of the path are worth keeping; one
         of low priority counts only for pages from number ``own`` on, which nobody else made."""
         self._tick += 1
         path = path_to(node)
         if keeps:
-            self._favour(path, keeps, own)
-        for below in path:
+            self._favour(path, keeps, own, gone, now)
+        for below in self._worth_least_first(path):
             assert below.locks > 0, "unlock without a lock"
             below.locks -= 1
-            if below.locks == 0:
-                self.n_evictable += 1
-                self._touch(below, now)
+            if not gone or below.depth - 1 not in gone:
+                self._let_go(below, now)
         root = path[-1].parent if path else node
         assert root is not None
         root.locks -= 1
-        self._drop_empty_root(root)
+        self._prune(node)
+
+    def pass_by(self, node: Node, pages: range, now: float) -> None:
+        """Whoever locked the path to ``node`` needs its ``pages`` (numbers) no longer."""
+        self._tick += 1
+        while node.parent is not None and node.depth > pages.start:
+            if node.depth <= pages.stop:
+                self._let_go(node, now)
+            node = node.parent
 
     def pin(self, node: Node) -> None:
-        """Keep ``node`` and its ancestors until the matching ``unpin``."""
-        self.lock_path(node)
+        """Keep ``node`` and its ancestors until the matching ``unpin``, and the pages that a hit of
+        just this path needs. The caller has seen that they are there."""
+        gone = self._behind(node)
+        self.lock_path(node, gone)
         for above in path_to(node):
-            self.n_pinned += above.pins == 0
-            above.pins += 1
+            if above.depth - 1 not in gone:
+                self.n_pinned += above.pins == 0
+                above.pins += 1
 
     def unpin(self, node: Node, now: float) -> None:
+        gone = self._behind(node)
         for above in path_to(node):
-            above.pins -= 1
-            self.n_pinned -= above.pins == 0
-        self.unlock_path(node, now)
+            if above.depth - 1 not in gone:
+                above.pins -= 1
+                self.n_pinned -= above.pins == 0
+        self.unlock_path(node, now, gone=gone)
+
+    def pinnable(self, node: Node) -> bool:
+        """True while all pages are there that a hit of just this path needs."""
+        gone = self._behind(node)
+        return all(above.page or above.depth - 1 in gone for above in path_to(node))
+
+    def _behind(self, node: Node) -> range:
+        return self.window.gone(node.depth * self.page_size)
 
     def release_priority(self, node: Node) -> None:
         """From now on ``node`` is worth what any page is."""
@@ -172,14 +235,14 @@ class RadixTree:
         pages: list[int] = []
         while len(pages) < n and self._leaves:
             priority, used, _, node = heapq.heappop(self._leaves)
-            if self._is_leaf(node) and (node.priority, node.used) == (priority, used):
+            if self._may_go(node) and (node.priority, node.used) == (priority, used):
                 if farewell is not None:
                     farewell(node)
                 pages.append(self._remove(node))
         return pages
 
     def nodes(self) -> Iterator[tuple[RootKey, Node]]:
-        """(root key, node) for every node, parents first."""
+        """(root key, node) for every node, hollow ones too, parents first."""
         stack = [
             (key, child) for key, root in self.roots.items() for child in root.children.values()
         ]
@@ -189,25 +252,48 @@ class RadixTree:
             stack.extend((key, child) for child in node.children.values())
 
     def lost(self) -> list[int]:
-        """Pages of unlocked leaves that no eviction would find (for the audit: none)."""
+        """Pages that nobody holds and no eviction would find (for the audit: none)."""
         entries = {(p, u, id(n)) for p, u, _, n in self._leaves}
-        leaves = [node for _, node in self.nodes() if self._is_leaf(node)]
-        return [n.page for n in leaves if (n.priority, n.used, id(n)) not in entries]
+        free = [node for _, node in self.nodes() if self._may_go(node)]
+        return [n.page for n in free if (n.priority, n.used, id(n)) not in entries]
 
-    @staticmethod
-    def _is_leaf(node: Node) -> bool:
-        return node.locks == 0 and not node.children and node.page != 0
+    def _may_go(self, node: Node) -> bool:
+        """Nobody holds its page, and no page below it needs it."""
+        return node.holds == 0 and node.page != 0 and (not node.children or bool(self.window))
 
-    def _favour(self, path: list[Node], keeps: Seq[Keep], own: int) -> None:
-        """Give the nodes of ``path`` (deepest first) the priorities that ``keeps`` ask for."""
+    def _let_go(self, node: Node, now: float) -> None:
+        assert node.holds > 0, "let go of what was not held"
+        node.holds -= 1
+        if node.holds == 0:
+            self.n_evictable += 1
+            self._touch(node, now)
+
+    def _worth_least_first(self, path: list[Node]) -> list[Node]:
+        """``path`` (deepest first) in the order in which it is given up: the front, which slides out
+        of windows first, before the end; but sinks, without which nothing is a hit, last."""
+        front_first, n = path[::-1], self.window.n_sink_pages
+        return [*front_first[n:], *front_first[:n]] if n else front_first
+
+    def _favour(
+        self, path: list[Node], keeps: Seq[Keep], own: int, gone: range, now: float
+    ) -> None:
+        """Give the nodes of ``path`` (deepest first) the priorities that ``keeps`` ask for. The next
+        turn of a session needs none of the pages in ``gone``."""
+        hints = [keep for keep in keeps if keep.priority < SESSION]
         for number, node in zip(range(len(path) - 1, -1, -1), path, strict=True):
-            keep = strongest(keeps, number)
+            keep = strongest(hints if number in gone else keeps, number)
             if keep is None or (keep.priority < EVERYONE and number < own):
                 continue
-            if keep.priority > node.priority or node.priority == EVERYONE:
-                node.priority, node.seconds = keep.priority, keep.seconds
-            elif keep.priority == node.priority:
-                node.seconds = max(node.seconds, keep.seconds)
+            self._prefer(node, keep)
+            if number in gone and node.holds == 0:
+                self._touch(node, now)
+
+    @staticmethod
+    def _prefer(node: Node, keep: Keep) -> None:
+        if keep.priority > node.priority or node.priority == EVERYONE:
+            node.priority, node.seconds = keep.priority, keep.seconds
+        elif keep.priority == node.priority:
+            node.seconds = max(node.seconds, keep.seconds)
 
     def _touch(self, node: Node, now: float) -> None:
         node.used = self._tick
@@ -220,7 +306,7 @@ class RadixTree:
             self._compact()
 
     def _offer(self, node: Node) -> None:
-        if self._is_leaf(node):
+        if self._may_go(node):
             self._serial += 1
             heapq.heappush(self._leaves, (node.priority, node.used, self._serial, node))
 
@@ -234,8 +320,8 @@ class RadixTree:
 
     @staticmethod
     def _lapses_at(node: Node, until: float) -> bool:
-        """A locked node is in use: its time begins anew when it is unlocked."""
-        alive = node.page != 0 and node.locks == 0
+        """A page that is held is in use: its time begins anew when it is let go."""
+        alive = node.page != 0 and node.holds == 0
         return alive and node.priority != EVERYONE and node.until == until
 
     def _compact(self) -> None:
@@ -243,7 +329,7 @@ class RadixTree:
         leaves = {
             id(n): (p, u, s, n)
             for p, u, s, n in self._leaves
-            if self._is_leaf(n) and (n.priority, n.used) == (p, u)
+            if self._may_go(n) and (n.priority, n.used) == (p, u)
         }
         lapses = {id(n): (t, s, n) for t, s, n in self._lapses if self._lapses_at(n, t)}
         self._leaves, self._lapses = list(leaves.values()), list(lapses.values())
@@ -251,18 +337,21 @@ class RadixTree:
         heapq.heapify(self._lapses)
 
     def _remove(self, node: Node) -> int:
-        parent, page = node.parent, node.page
-        assert parent is not None
-        del parent.children[node.key]
-        node.page = 0  # marks the node dead for heap entries that still name it
+        page, node.page = node.page, 0  # marks the node for heap entries that still name it
         self.n_nodes -= 1
+        self.n_hollow += 1
         self.n_evicted += 1
         self.n_evictable -= 1
-        self._offer(parent)
-        self._drop_empty_root(parent)
+        self._prune(node)
         return page
 
-    def _drop_empty_root(self, node: Node) -> None:
-        """Roots of salts that hold nothing would pile up for ever."""
+    def _prune(self, node: Node) -> None:
+        """Drop ``node`` and its ancestors as far as they are hollow, below nobody's lock and above no
+        page. Roots of salts that hold nothing would pile up for ever, so they go too."""
+        while node.parent is not None and not (node.page or node.children or node.locks):
+            del node.parent.children[node.key]
+            self.n_hollow -= 1
+            node = node.parent
+            self._offer(node)
         if node.parent is None and not node.children and node.locks == 0:
             self.roots.pop(node.key, None)

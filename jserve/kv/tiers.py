@@ -13,6 +13,9 @@ A host page can be found only once the step that carried its save was committed.
 by a digest of the whole prefix: tenant, salt, adapter, version and all tokens up to the page's end.
 What is loaded stays on the host too, so evicting it again costs nothing. A read from disk is begun
 with a ticket and answered later, as an input like any other, so that a replay does alike.
+
+Private pages (``stow``; see ``kv.swap``) have no digest: nobody finds them, they are never dropped for
+others, and they are gone once they were loaded.
 """
 
 from __future__ import annotations
@@ -48,13 +51,15 @@ def next_digest(digest: bytes, tokens: Seq[int]) -> bytes:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class HostPage:
-    """A prefix's last page in host memory; ``ready`` once its bytes are known to be there."""
+    """A prefix's last page in host memory, or a private one; ``ready`` once its bytes are known to be
+    there."""
 
     digest: bytes
+    """Empty for a private one."""
     host: int
     ready: bool = False
     n_loads: int = 0
-    """Loads that are not yet planned."""
+    """Loads that are not yet planned, or about to be decided."""
 
 
 class HostTier:
@@ -66,12 +71,14 @@ class HostTier:
     def __init__(self, n_pages: int) -> None:
         self.n_pages = n_pages
         self.n_saved = self.n_loaded = self.n_dropped = self.n_fetched = self.n_missed = 0
+        self.n_stowed = 0
         self.disk = False
         """True while what is saved also goes to disk."""
         self.on_disk: set[bytes] = set()
         """Digests that a read may find; one that does not is a miss."""
         self._free = list(range(n_pages - 1, -1, -1))
         self._pages: OrderedDict[bytes, HostPage] = OrderedDict()
+        self._private: set[HostPage] = set()
         self._saves: list[tuple[int, HostPage]] = []
         self._loads: list[tuple[HostPage, int]] = []
         self._under_way: dict[int, list[HostPage]] = {}
@@ -108,20 +115,75 @@ class HostTier:
         """It was asked for."""
         self._pages.move_to_end(digest)
 
-    def load(self, digest: bytes, page: int) -> None:
-        """Bring the page back into device page ``page``, before the rows of the next plan."""
-        kept = self._pages[digest]
+    def hold(self, digest: bytes) -> HostPage | None:
+        """That prefix's last page if it could be loaded now; it is not dropped until it was loaded or
+        let be."""
+        kept = self._pages.get(digest)
+        if kept is None or not kept.ready:
+            return None
         self._pages.move_to_end(digest)
         kept.n_loads += 1
+        return kept
+
+    def load(self, kept: HostPage, page: int) -> None:
+        """Bring a page that is held back into device page ``page``, before the rows of the next plan."""
         self._loads.append((kept, page))
         self.n_loaded += 1
+
+    def let_be(self, kept: HostPage) -> None:
+        """A page that is held is not loaded after all."""
+        kept.n_loads -= 1
+
+    def stow(self, pages: Seq[int]) -> list[HostPage] | None:
+        """Private host pages that device ``pages`` are saved to by the next plan; None, with nothing
+        changed, if there is no room or one of them is still to be loaded."""
+        room = len(self._free) + sum(k.ready and not k.n_loads for k in self._pages.values())
+        if len(pages) > room or not {page for _, page in self._loads}.isdisjoint(pages):
+            return None
+        stowed = []
+        for page in pages:
+            host = self._room()
+            assert host is not None, "there was room"
+            kept = HostPage(digest=b"", host=host)
+            self._private.add(kept)
+            self._saves.append((page, kept))
+            stowed.append(kept)
+        self.n_stowed += len(stowed)
+        return stowed
+
+    def has(self, kept: HostPage) -> bool:
+        """True while a private page could be loaded."""
+        return kept in self._private and kept.ready
+
+    def landing(self, kept: HostPage) -> bool:
+        """True while a step in flight carries a private page to the host."""
+        if kept not in self._private or kept.ready:
+            return False
+        return all(kept is not other for _, other in self._saves)
+
+    def unstow(self, kept: HostPage, page: int) -> None:
+        """Bring a private page back into device page ``page`` with the next plan."""
+        kept.n_loads += 1
+        self._loads.append((kept, page))
+
+    def discard(self, kept: HostPage) -> None:
+        """A private page is of no use any more; its place is free once its bytes lie still."""
+        if kept not in self._private:
+            return  # all was lost meanwhile
+        self._private.remove(kept)
+        n_saves = len(self._saves)
+        self._saves = [save for save in self._saves if save[1] is not kept]
+        if kept.ready or len(self._saves) < n_saves:
+            self._free.append(kept.host)
 
     def forget_loads(self, pages: Iterable[int]) -> None:
         """Device ``pages`` were given back before their loads were planned."""
         if self._loads:
             gone = set(pages)
             for kept, page in self._loads:
-                kept.n_loads -= page in gone
+                if page in gone:
+                    kept.n_loads -= 1
+                    self.discard(kept)  # a private one is of no use to anybody else
             self._loads = [load for load in self._loads if load[1] not in gone]
 
     def drain(self, step: int) -> tuple[PageMove, ...]:
@@ -135,6 +197,7 @@ class HostTier:
         loads = [PageMove(page=page, host=kept.host, out=False) for kept, page in self._loads]
         for kept, _ in self._loads:
             kept.n_loads -= 1
+            self.discard(kept)  # a private one was copied when the plan is launched
         if self._saves:
             self._under_way[step] = [kept for _, kept in self._saves]
         self._saves, self._loads = [], []
@@ -144,7 +207,7 @@ class HostTier:
         """Plan ``step`` was committed (or failed): what it saved is there (or is not)."""
         for kept in self._under_way.pop(step, ()):
             self._settle(kept, ok=ok)
-            if ok and self.disk:
+            if ok and self.disk and kept.digest:
                 self.on_disk.add(kept.digest)
 
     def fetch(self, digest: bytes) -> int | None:
@@ -188,6 +251,7 @@ class HostTier:
         self.disk = False
         self.on_disk.clear()
         self._pages.clear()
+        self._private.clear()
         self._saves, self._loads = [], []
         self._under_way.clear()
         for asked in self.take_fetches():
@@ -197,26 +261,28 @@ class HostTier:
 
     def check(self) -> None:
         """Raises AssertionError when a host page is lost, shared, or found too early."""
-        known = {id(kept) for kept in self._pages.values()}
-        lost = [kept.host for kept in self._fetches.values() if id(kept) not in known]
-        hosts = [kept.host for kept in self._pages.values()]
-        everything = sorted([*hosts, *self._free, *lost])
+        kept = [*self._pages.values(), *self._private]
+        known = {id(page) for page in kept}
+        landing = {id(p): p for saves in self._under_way.values() for p in saves}
+        coming = {id(p): p for p in self._fetches.values()} | landing
+        lost = [page.host for page in coming.values() if id(page) not in known]
+        everything = sorted([*(page.host for page in kept), *self._free, *lost])
         assert everything == list(range(self.n_pages)), "host pages are lost or shared"
-        assert all(id(kept) in known for _, kept in self._saves), "a save of a dropped page"
-        assert all(id(kept) in known for kept, _ in self._loads), "a load of a dropped page"
-        waiting = {id(kept) for _, kept in self._saves}
-        waiting |= {id(kept) for saves in self._under_way.values() for kept in saves}
-        waiting |= {id(kept) for kept in self._fetches.values()}
-        for kept in self._pages.values():
-            assert kept.ready != (id(kept) in waiting), f"host page {kept.host} is found too early"
-            n_loads = sum(1 for other, _ in self._loads if other is kept)
-            assert kept.n_loads == n_loads, f"{kept.n_loads} loads counted, {n_loads} wait"
+        assert all(id(page) in known for _, page in self._saves), "a save of a dropped page"
+        assert all(id(page) in known for page, _ in self._loads), "a load of a dropped page"
+        waiting = {id(page) for _, page in self._saves} | set(coming)
+        for page in kept:
+            assert page.ready != (id(page) in waiting), f"host page {page.host} is found too early"
+            n_loads = sum(1 for other, _ in self._loads if other is page)
+            assert page.n_loads == n_loads, f"{page.n_loads} loads counted, {n_loads} wait"
 
     def counters(self) -> dict[str, float]:
         """For /metrics."""
         return {
             "host_pages": float(self.n_pages),
-            "host_pages_used": float(len(self._pages)),
+            "host_pages_used": float(len(self._pages) + len(self._private)),
+            "host_pages_private": float(len(self._private)),
+            "host_pages_stowed_total": float(self.n_stowed),
             "host_pages_saved_total": float(self.n_saved),
             "host_pages_loaded_total": float(self.n_loaded),
             "host_pages_dropped_total": float(self.n_dropped),
@@ -226,7 +292,15 @@ class HostTier:
         }
 
     def _place(self, digest: bytes) -> HostPage | None:
-        """A host page for ``digest``: a free one, or the oldest whose bytes lie still."""
+        """A host page for ``digest``."""
+        host = self._room()
+        if host is None:
+            return None
+        kept = self._pages[digest] = HostPage(digest=digest, host=host)
+        return kept
+
+    def _room(self) -> int | None:
+        """A host page: a free one, or the oldest whose bytes lie still."""
         if not self._free:
             still = (k for k in self._pages.values() if k.ready and not k.n_loads)
             oldest = next(still, None)
@@ -234,13 +308,15 @@ class HostTier:
                 return None
             self._remove(oldest)
             self.n_dropped += 1
-        kept = self._pages[digest] = HostPage(digest=digest, host=self._free.pop())
-        return kept
+        return self._free.pop()
 
     def _settle(self, kept: HostPage, *, ok: bool) -> None:
         kept.ready = ok
-        if not ok and self._pages.get(kept.digest) is kept:
-            self._remove(kept)
+        if kept.digest:
+            if not ok and self._pages.get(kept.digest) is kept:
+                self._remove(kept)
+        elif kept not in self._private:
+            self._free.append(kept.host)  # it was given up on its way
 
     def _remove(self, kept: HostPage) -> None:
         del self._pages[kept.digest]

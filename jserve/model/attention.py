@@ -25,6 +25,15 @@ Places = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sinks:
+    """The first ``n`` positions, which tokens see also from beyond their window: with the queries
+    ``q_TNH``, turned to the token's place in a cache of sinks and window alone."""
+
+    n: int
+    q_TNH: jax.Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
     """One way to keep and read KV.
 
@@ -39,8 +48,11 @@ class AttentionBackend:
                others. The start of a decode row is an upper bound there (-1 in the buffer means:
                read the slot).
     write_kv:  (kv, k_TKH, v_TKH, view) -> kv. Padding tokens go to page 0.
-    attend:    (q_TNH, kv, view, *, window, scale) -> o_TNH, causal, ``window`` 0 = full. Padding
-               rows are finite. Decode rows obey ``view.tree`` where it is given.
+    attend:    (q_TNH, kv, view, *, window, scale, sinks) -> o_TNH, causal, ``window`` 0 = full.
+               Padding rows are finite. Decode rows obey ``view.tree`` where it is given (never with
+               sinks). Behind the window the page table may say anything in range (0 once a page was
+               given back) and the pages may hold anything, also NaN.
+    has_sinks: False where ``attend`` takes no ``sinks`` but None.
     move:      (kv, (page_A, off_A), (page_A, off_A)) -> kv with the entries of the first places
                copied to the second ones. None: this backend verifies no trees.
     """
@@ -53,6 +65,7 @@ class AttentionBackend:
     write_kv: Callable[[LayerKV, jax.Array, jax.Array, StepView], LayerKV]
     attend: Callable[..., jax.Array]
     kv_dtype: Callable[[Any], Any] = jnp.dtype
+    has_sinks: bool = True
     move: Callable[[LayerKV, Places, Places], LayerKV] | None = None
     options: Any = None
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
-from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.attention import AttentionBackend, LayerKV, Sinks
 from jserve.model.view import Bucket, StepDims, StepView
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import paged_attention
@@ -74,9 +74,12 @@ def attend(
     *,
     window: int,
     scale: float,
+    sinks: Sinks | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """float32[T, N, H]; zero for unused rows and prefill padding."""
+    """float32[T, N, H]; zero for unused rows and prefill padding. The kernels begin at the first block
+    that a window reaches into, and blank what lies before it."""
+    assert sinks is None, "refused at start: the kernels know one query per token"
     _, N, H = q_TNH.shape
     D, J = view.D, view.J
     options: dict[str, Any] = {"window": window, "scale": scale, "interpret": interpret}
@@ -124,5 +127,6 @@ def hopper(platform: str) -> AttentionBackend:
         plan_shapes=plan_shapes,
         plan=plan,
         write_kv=write_kv,
+        has_sinks=False,
         attend=partial(attend, interpret=interpreter() if platform == "cpu" else None),
     )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.attention import AttentionBackend, LayerKV, Places
+from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
 from jserve.model.tree import seen_in_tree
 from jserve.model.view import Bucket, StepDims, StepView
 
@@ -43,7 +43,13 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
 
 
 def attend(
-    q_TNH: jax.Array, kv: LayerKV, view: StepView, *, window: int, scale: float
+    q_TNH: jax.Array,
+    kv: LayerKV,
+    view: StepView,
+    *,
+    window: int,
+    scale: float,
+    sinks: Sinks | None = None,
 ) -> jax.Array:
     """float32[T, N, H]; zero for padding tokens."""
     T, N, H = q_TNH.shape
@@ -53,11 +59,17 @@ def attend(
     seen_TS = _mask(view.pos_T, k_TSKH.shape[1], window)
     if view.tree is not None:
         seen_TS = _of_trees(seen_TS, view, window)
+    far_TS = _far(view.pos_T, k_TSKH.shape[1], window, sinks)
+    seen_TS = seen_TS | far_TS
     # Pages beyond the context may hold anything, also NaN, which 0 * v would not stop.
     k_TSKH = jnp.where(seen_TS[:, :, None, None], k_TSKH, 0.0)
     v_TSKH = jnp.where(seen_TS[:, :, None, None], v_TSKH, 0.0)
     q_TKGH = q_TNH.astype(jnp.float32).reshape(T, K, N // K, H) * scale
     score_TKGS = jnp.einsum("tkgh,tskh->tkgs", q_TKGH, k_TSKH)
+    if sinks is not None:
+        far_TKGH = sinks.q_TNH.astype(jnp.float32).reshape(q_TKGH.shape) * scale
+        far_TKGS = jnp.einsum("tkgh,tskh->tkgs", far_TKGH, k_TSKH)
+        score_TKGS = jnp.where(far_TS[:, None, None], far_TKGS, score_TKGS)
     score_TKGS = jnp.where(seen_TS[:, None, None], score_TKGS, -jnp.inf)
     top = jnp.maximum(score_TKGS.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
     p_TKGS = jnp.exp(score_TKGS - top)
@@ -92,6 +104,13 @@ def move(kv: LayerKV, old: Places, new: Places) -> LayerKV:
     """Copy entries to other places."""
     keys, values = kv
     return keys.at[new].set(keys[old]), values.at[new].set(values[old])
+
+
+def _far(pos_T: jax.Array, S: int, window: int, sinks: Sinks | None) -> jax.Array:
+    """bool[T, S]: sinks that lie behind the token's window."""
+    s_S = jnp.arange(S, dtype=jnp.int32)
+    n = 0 if sinks is None else sinks.n
+    return (s_S < n) & (s_S <= pos_T[:, None] - window)
 
 
 REF = AttentionBackend(

@@ -26,7 +26,7 @@ Idea of the running softmax: FlashAttention (arXiv 2205.14135).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jserve.model.attention import AttentionBackend, LayerKV, Places
+from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
 from jserve.model.tree import DraftMask, seen_in_tree
 from jserve.model.view import Bucket, StepDims, StepView
 
@@ -70,19 +70,47 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
 
 
 def attend(
-    q_TNH: jax.Array, kv: LayerKV, view: StepView, *, window: int, scale: float
+    q_TNH: jax.Array,
+    kv: LayerKV,
+    view: StepView,
+    *,
+    window: int,
+    scale: float,
+    sinks: Sinks | None = None,
 ) -> jax.Array:
     """float32[T, N, H]; zero for padding tokens."""
     T, N, H = q_TNH.shape
     K = kv[0].shape[1]
-    q_TKGH = (q_TNH.astype(jnp.float32) * scale).reshape(T, K, N // K, H)
+
+    def scaled(x_TNH: jax.Array) -> jax.Array:
+        return (x_TNH.astype(jnp.float32) * scale).reshape(T, K, N // K, H)
+
+    queries = Queries(scaled(q_TNH), None if sinks is None else scaled(sinks.q_TNH))
+    reach = Reach(window, 0 if sinks is None else sinks.n)
     n_decode = view.D * view.J
     parts = []
     if view.D:
-        parts.append(_decode(q_TKGH[:n_decode], kv, view, window))
+        parts.append(_decode(queries.part(slice(0, n_decode)), kv, view, reach))
     if view.P:
-        parts.append(_prefill(q_TKGH[n_decode:], kv, view, window))
+        parts.append(_prefill(queries.part(slice(n_decode, None)), kv, view, reach))
     return jnp.concatenate(parts).reshape(T, N, H)
+
+
+class Queries(NamedTuple):
+    """The queries of tokens, and those with which they meet the sinks behind their window."""
+
+    near: jax.Array
+    far: jax.Array | None
+
+    def part(self, at: Any) -> Queries:
+        return jax.tree.map(lambda x: x[at], self)
+
+
+class Reach(NamedTuple):
+    """What a token sees before itself: ``window`` positions (0: all), and the first ``sinks``."""
+
+    window: int
+    sinks: int
 
 
 class Blocks(NamedTuple):
@@ -142,16 +170,16 @@ class Sums(NamedTuple):
     top: jax.Array
 
 
-def _decode(q: jax.Array, kv: LayerKV, view: StepView, window: int) -> jax.Array:
+def _decode(q: Queries, kv: LayerKV, view: StepView, reach: Reach) -> jax.Array:
     """float32[D*J, K, G, H] of the decode rows."""
     D, J = view.D, view.J
-    K, G, H = q.shape[1:]
+    K, G, H = q.near.shape[1:]
     W = min(W_DECODE, D)
     table_DM, S = _blocked(view.page_table_RM[:D], kv[0].shape[2], S_DECODE)
     order_D = jnp.argsort(view.kv_len_R[:D], descending=True).astype(jnp.int32)
     order_D = jnp.pad(order_D, (0, -D % W), constant_values=D)
     rows = _Rows(
-        q=q.reshape(D, J, K, G, H).swapaxes(1, 2),
+        q=jax.tree.map(lambda x: x.reshape(D, J, K, G, H).swapaxes(1, 2), q),
         table=table_DM,
         start=view.start_R[:D],
         len=view.kv_len_R[:D],
@@ -161,15 +189,15 @@ def _decode(q: jax.Array, kv: LayerKV, view: StepView, window: int) -> jax.Array
         at_W = lax.dynamic_slice_in_dim(order_D, i * W, W)
         held = jax.tree.map(lambda x: x.at[at_W].get(mode="clip"), rows)
         held = held._replace(len=jnp.where(at_W < D, held.len, 0))
-        return out_DKJGH.at[at_W].set(_group(held, kv, window, S, view.tree), mode="drop")
+        return out_DKJGH.at[at_W].set(_group(held, kv, reach, S, view.tree), mode="drop")
 
     n_groups = -(-(rows.len > 0).sum() // W)
-    out = lax.fori_loop(0, n_groups, group, jnp.zeros_like(rows.q))
+    out = lax.fori_loop(0, n_groups, group, jnp.zeros_like(rows.q.near))
     return out.swapaxes(1, 2).reshape(D * J, K, G, H)
 
 
 class _Rows(NamedTuple):
-    q: jax.Array
+    q: Queries
     table: jax.Array
     start: jax.Array
     len: jax.Array
@@ -182,31 +210,47 @@ def _blocked(table_RM: jax.Array, Z: int, S: int) -> tuple[jax.Array, int]:
     return jnp.pad(table_RM, ((0, 0), (0, -M % B))), B * Z
 
 
-def _group(rows: _Rows, kv: LayerKV, window: int, S: int, tree: DraftMask | None) -> jax.Array:
+def _group(rows: _Rows, kv: LayerKV, reach: Reach, S: int, tree: DraftMask | None) -> jax.Array:
     """float32[W, K, J, G, H]: W rows against as many blocks as the longest of them has."""
-    W, K, J, G, H = rows.q.shape
-    B = S // kv[0].shape[2]
+    W, K, J, G, H = rows.q.near.shape
+    B, window = S // kv[0].shape[2], reach.window
     pos_WJ = rows.start[:, None] + jnp.arange(J, dtype=jnp.int32)
     lowest_W = rows.start if tree is None else rows.start - tree.n_before
     first_W = jnp.maximum(lowest_W - window + 1, 0) // S if window else jnp.zeros_like(rows.len)
     n_W = jnp.where(rows.len > 0, -(-rows.len // S) - first_W, 0)
     table_WM = _shift(rows.table, first_W * B) if window else rows.table
-    q_WKQH = rows.q.reshape(W, K, J * G, H)
+
+    def add(q: jax.Array, pages_WB: jax.Array, seen_WJS: jax.Array, sums: Sums) -> Sums:
+        blocks = _read(kv, pages_WB)
+        score = _product("wkqh,wksh->wkqs", q.reshape(W, K, J * G, H), blocks.k_WKSH)
+        score, seen = score.reshape(W, K, J, G, S), seen_WJS[:, None, :, None]
+        return _add(sums, score, seen, "wkqs,wksh->wkqh", blocks.v_WKSH)
 
     def block(j: jax.Array, sums: Sums) -> Sums:
         pages_WB = lax.dynamic_slice_in_dim(table_WM, j * B, B, 1)
         pos_WS = ((first_W + j) * S)[:, None] + jnp.arange(S, dtype=jnp.int32)
-        blocks = _read(kv, pages_WB)
-        score = _product("wkqh,wksh->wkqs", q_WKQH, blocks.k_WKSH).reshape(W, K, J, G, S)
-        seen = (
-            _seen(pos_WJ, pos_WS, window)
-            if tree is None
-            else seen_in_tree(tree, rows.start, pos_WS, window)
-        ) & (pos_WS < rows.len[:, None])[:, None]
-        return _add(sums, score, seen[:, None, :, None], "wkqs,wksh->wkqh", blocks.v_WKSH)
+        seen = _seen(pos_WJ, pos_WS, window)
+        if tree is not None:
+            seen = seen_in_tree(tree, rows.start, pos_WS, window)
+        seen = seen & (pos_WS < rows.len[:, None])[:, None]
+        return add(rows.q.near, pages_WB, seen, sums)
 
-    out = _finish(lax.fori_loop(0, n_W.max(), block, _no_sums((W, K, J, G), H)))
+    sums = _no_sums((W, K, J, G), H)
+    for at, seen in _sinks(pos_WJ, reach, S, S // B):
+        assert rows.q.far is not None
+        sums = add(rows.q.far, rows.table[:, at : at + B], seen, sums)
+    out = _finish(lax.fori_loop(0, n_W.max(), block, sums))
     return jnp.where((rows.len > 0)[:, None, None, None, None], out, 0.0)
+
+
+def _sinks(pos_WQ: jax.Array, reach: Reach, S: int, Z: int) -> Iterator[tuple[int, jax.Array]]:
+    """(first page, bool[W, Q, S]) of each block of sinks: which lie behind the window of a query.
+
+    Where none does the block leaves the sums as they are, as any other that nobody sees.
+    """
+    for first in range(0, reach.sinks, S):
+        pos_S = first + jnp.arange(S, dtype=jnp.int32)
+        yield first // Z, (pos_S < reach.sinks) & (pos_S <= pos_WQ[..., None] - reach.window)
 
 
 def _shift(table_WM: jax.Array, by_W: jax.Array) -> jax.Array:
@@ -250,10 +294,10 @@ def _seen(pos_WQ: jax.Array, pos_WS: jax.Array, window: int) -> jax.Array:
 # --- prefill rows
 
 
-def _prefill(q: jax.Array, kv: LayerKV, view: StepView, window: int) -> jax.Array:
+def _prefill(q: Queries, kv: LayerKV, view: StepView, reach: Reach) -> jax.Array:
     """float32[P, K, G, H] of the prefill rows."""
     D, F, P = view.D, view.F, view.P
-    K, G, H = q.shape[1:]
+    K, G, H = q.near.shape[1:]
     Q = min(Q_PREFILL, P)
     table_FM, S = _blocked(view.page_table_RM[D:], kv[0].shape[2], S_PREFILL)
     first_F = view.first_R[D:] - D * view.J
@@ -267,40 +311,46 @@ def _prefill(q: jax.Array, kv: LayerKV, view: StepView, window: int) -> jax.Arra
         n = jnp.minimum(count_F[f] - skip, Q)
         index_Q = jnp.arange(Q, dtype=jnp.int32)
         at_Q = jnp.where(index_Q < n, first_F[f] + skip + index_Q, P)
-        q_QKGH = q.at[at_Q].get(mode="clip")
-        o_KQGH = _tile(q_QKGH.swapaxes(0, 1), kv, table_FM[f], start_F[f] + skip, n, window, S)
+        own = jax.tree.map(lambda x: x.at[at_Q].get(mode="clip").swapaxes(0, 1), q)
+        o_KQGH = _tile(own, kv, table_FM[f], start_F[f] + skip, n, reach, S)
         return out_PKGH.at[at_Q].set(o_KQGH.swapaxes(0, 1), mode="drop")
 
     return lax.fori_loop(0, end_F[-1], tile, jnp.zeros((P, K, G, H), jnp.float32))
 
 
 def _tile(
-    q_KQGH: jax.Array,
+    q: Queries,
     kv: LayerKV,
     table_M: jax.Array,
     start: jax.Array,
     n: jax.Array,
-    window: int,
+    reach: Reach,
     S: int,
 ) -> jax.Array:
     """float32[K, Q, G, H] of ``n`` tokens from position ``start`` of the row with this page
     table."""
-    K, Q, G, H = q_KQGH.shape
-    B = S // kv[0].shape[2]
+    K, Q, G, H = q.near.shape
+    B, window = S // kv[0].shape[2], reach.window
     pos_Q = start + jnp.arange(Q, dtype=jnp.int32)
     first = jnp.maximum(start - window + 1, 0) // S if window else 0
+
+    def add(q_KQGH: jax.Array, pages_B: jax.Array, seen_QS: jax.Array, sums: Sums) -> Sums:
+        blocks = _read(kv, pages_B[None])
+        score = _product("kqh,ksh->kqs", q_KQGH.reshape(K, Q * G, H), blocks.k_WKSH[0])
+        score = score.reshape(K, Q, G, S)
+        return _add(sums, score, seen_QS[:, None], "kqs,ksh->kqh", blocks.v_WKSH[0])
 
     def block(b: jax.Array, sums: Sums) -> Sums:
         pages_B = lax.dynamic_slice_in_dim(table_M, b * B, B)
         pos_S = b * S + jnp.arange(S, dtype=jnp.int32)
-        blocks = _read(kv, pages_B[None])
-        score = _product("kqh,ksh->kqs", q_KQGH.reshape(K, Q * G, H), blocks.k_WKSH[0])
-        score = score.reshape(K, Q, G, S)
         seen_QS = _seen(pos_Q[None], pos_S[None], window)[0] & (pos_S < start + n)
-        return _add(sums, score, seen_QS[:, None], "kqs,ksh->kqh", blocks.v_WKSH[0])
+        return add(q.near, pages_B, seen_QS, sums)
 
-    sums = lax.fori_loop(first, -(-(start + n) // S), block, _no_sums((K, Q, G), H))
-    return _finish(sums)
+    sums = _no_sums((K, Q, G), H)
+    for at, seen_QS in _sinks(pos_Q, reach, S, S // B):
+        assert q.far is not None
+        sums = add(q.far, table_M[at : at + B], seen_QS, sums)
+    return _finish(lax.fori_loop(first, -(-(start + n) // S), block, sums))
 
 
 # --- drafts that stand

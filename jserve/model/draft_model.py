@@ -36,7 +36,7 @@ def draft_model(family: Family, arch: Arch, target: Arch, tp: int = 1) -> Drafte
     ) -> tuple[jax.Array, list[LayerKV]]:
         _, kv = family.forward(arch, params, seen.view, kv, of.attn, axis)
         # Nothing is carried: the next pass reads all it needs from the KV.
-        return jnp.zeros((seen.last_R.shape[0], 1)), kv
+        return jnp.zeros((seen.last_R.shape[0], arch.D)), kv
 
     def advance(
         of: Target,

@@ -85,7 +85,8 @@ class Drafter:
              pass over the view's tokens, each after the carry of the token before it (which may be
              ignored). None: all drafts come from the first carry.
     logits:  (target, params, carry float32[E, X], depth, axis) -> float32[E, V] of draft number
-             ``depth`` (0, 1 ...; static), -inf for tokens it never drafts.
+             ``depth`` (0, 1 ...; static where there is no ``advance``), -inf for tokens it never
+             drafts.
     """
 
     name: str
@@ -109,7 +110,7 @@ class Drafter:
         ]
         | None
     )
-    logits: Callable[[Target, Any, jax.Array, int, str | None], jax.Array]
+    logits: Callable[[Target, Any, jax.Array, Any, str | None], jax.Array]
 
     @property
     def n_kv_layers(self) -> int:

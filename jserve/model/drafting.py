@@ -28,7 +28,7 @@ from jserve.model import tree as trees
 from jserve.model.attention import LayerKV
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.sample import Draws, sample
-from jserve.model.slots import SlotState, keep_drafts
+from jserve.model.slots import NONE, SlotState, keep_drafts
 from jserve.model.tree import DraftMask, Parents
 from jserve.model.view import LOGPROBS, SAMPLING, Bucket, StepDims, StepView
 
@@ -62,6 +62,20 @@ class Hands(NamedTuple):
     params: Any
     dims: StepDims
     axis: str | None
+    loops: bool
+    """Draft in a loop: less to compile, but a GPU would launch its passes from the host."""
+
+    def observe(self, seen: Seen, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
+        return self.drafter.observe(self.target, self.params, seen, kv, self.axis)
+
+    def advance(
+        self, carry_EX: jax.Array, view: StepView, kv: list[LayerKV]
+    ) -> tuple[jax.Array, list[LayerKV]]:
+        assert self.drafter.advance is not None, "not asked of a drafter without passes"
+        return self.drafter.advance(self.target, self.params, carry_EX, view, kv, self.axis)
+
+    def logits(self, carry_EX: jax.Array, depth: Any) -> jax.Array:
+        return self.drafter.logits(self.target, self.params, carry_EX, depth, self.axis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +101,13 @@ def leave_drafts(
     hands: Hands, kv: list[LayerKV], told: Told, slots: SlotState, bucket: Bucket
 ) -> tuple[list[LayerKV], SlotState]:
     """The drafter's new KV, and the slots with ``bucket.n_draft`` drafts for those who emitted."""
-    drafter, target, params, _, axis = hands
-    carry_RX, kv = drafter.observe(target, params, _seen(told), kv, axis)
+    carry_RX, kv = hands.observe(_seen(told), kv)
     if not bucket.n_draft:
         return kv, slots
-    parents = bucket.tree or trees.chain(bucket.n_draft)
-    draft_RJ, kv = _draft(hands, carry_RX, kv, told, slots, parents)
+    walk = _Walk(told, slots, hands, bucket)
+    make = _tree if bucket.tree else _chain
+    draft_RJ, kv = make(walk, carry_RX, kv)
+    draft_RJ = jnp.clip(draft_RJ, 0, hands.dims.V - 1)
     return kv, keep_drafts(slots, told.view.slot_R, told.n_ok_R > 0, draft_RJ)
 
 
@@ -117,28 +132,56 @@ def _seen(told: Told) -> Seen:
     )
 
 
-def _draft(
-    hands: Hands,
-    carry_RX: jax.Array,
-    kv: list[LayerKV],
-    told: Told,
-    slots: SlotState,
-    parents: Parents,
-) -> tuple[jax.Array, list[LayerKV]]:
-    """(int32[R, J] drafts in the order of the tree's nodes, the new KV)."""
-    drafter, target, params, dims, axis = hands
-    R, levels = told.len_R.shape[0], _levels(parents)
-    token_RN = jnp.zeros((R, 1 + len(parents)), jnp.int32).at[:, 0].set(told.newest_R)
-    walk, carry_EX = _Walk(told, parents, dims, drafter.reads_next), carry_RX
+Drafted = tuple[jax.Array, list[LayerKV]]
+"""(int32[R, J] drafts in the order of the tree's nodes, the new KV)"""
+
+
+def _chain(walk: _Walk, carry_RX: jax.Array, kv: list[LayerKV]) -> Drafted:
+    """Draft after draft; on a CPU as a loop, which compiles once."""
+    drafter, n = walk.hands.drafter, walk.n
+    token_RN = jnp.zeros((walk.R, n + 1), jnp.int32).at[:, 0].set(walk.told.newest_R)
+
+    def draw(i: Any, token_RN: jax.Array, carry_RX: jax.Array) -> jax.Array:
+        before_J = jnp.arange(1, n, dtype=jnp.int32) <= i
+        prefix_RJ = jnp.where(before_J, token_RN[:, 1:n], NONE)
+        drawn_R = walk.drawn(walk.hands.logits(carry_RX, i), i, prefix_RJ)
+        return jax.lax.dynamic_update_index_in_dim(token_RN, drawn_R, i + 1, 1)
+
+    def one(i: Any, held: Any) -> Any:
+        token_RN, carry_RX, kv = held
+        tok_R1 = jax.lax.dynamic_slice_in_dim(token_RN, i, 1, 1)
+        carry_RX, kv = walk.hands.advance(carry_RX, walk.view(i - 1, i, tok_R1, None), kv)
+        return draw(i, token_RN, carry_RX), carry_RX, kv
+
+    if drafter.advance is None:
+        for i in range(n):
+            token_RN = draw(i, token_RN, carry_RX)
+        return token_RN[:, 1:], kv
+    if drafter.reads_next:
+        token_RN = draw(0, token_RN, carry_RX)
+    first = int(drafter.reads_next)
+    held = (token_RN, carry_RX, kv)
+    token_RN, _, kv = jax.lax.fori_loop(first, n, one, held, unroll=not walk.hands.loops)
+    return token_RN[:, 1:], kv
+
+
+def _tree(walk: _Walk, carry_RX: jax.Array, kv: list[LayerKV]) -> Drafted:
+    """Level by level, all nodes of a depth in one pass."""
+    drafter, levels = walk.hands.drafter, _levels(walk.parents)
+    token_RN = jnp.zeros((walk.R, walk.n + 1), jnp.int32).at[:, 0].set(walk.told.newest_R)
+    carry_EX, path = carry_RX, trees.paths(walk.parents)
     for d, level in enumerate(levels):
+        inner = np.array(level.inner)
         if d:
-            carry_EX = _of_parents(carry_EX, levels[d - 1], level, parents)
+            carry_EX = _of_parents(carry_EX, levels[d - 1], level, walk.parents)
         if drafter.advance is not None and (d or not drafter.reads_next):
-            view = walk.view(level.inner, token_RN)
-            carry_EX, kv = drafter.advance(target, params, carry_EX, view, kv, axis)
-        raw_EV = drafter.logits(target, params, carry_EX, d, axis)
-        token_RN = _grow(token_RN, raw_EV, level, walk, slots)
-    return jnp.clip(token_RN[:, 1:], 0, dims.V - 1), kv
+            first = walk.rank[level.inner[0]]
+            view = walk.view(first, d, token_RN[:, inner], walk.mask(level.inner))
+            carry_EX, kv = walk.hands.advance(carry_EX, view, kv)
+        at_WJ = np.array([path[n] for n in level.inner], np.int32).reshape(len(inner), d)
+        prefix_EJ = token_RN[:, at_WJ].reshape(-1, d) if d else jnp.zeros((walk.R, 0), jnp.int32)
+        token_RN = _grow(token_RN, walk.hands.logits(carry_EX, d), d, prefix_EJ, level, walk)
+    return token_RN[:, 1:], kv
 
 
 def _of_parents(carry_EX: jax.Array, above: _Level, level: _Level, parents: Parents) -> jax.Array:
@@ -149,46 +192,49 @@ def _of_parents(carry_EX: jax.Array, above: _Level, level: _Level, parents: Pare
 
 
 def _grow(
-    token_RN: jax.Array, raw_EV: jax.Array, level: _Level, walk: _Walk, slots: SlotState
+    token_RN: jax.Array,
+    raw_EV: jax.Array,
+    depth: int,
+    prefix_EJ: jax.Array,
+    level: _Level,
+    walk: _Walk,
 ) -> jax.Array:
     """The tokens of the level's children: first what is drawn, then the likeliest others."""
-    R, W = token_RN.shape[0], len(level.inner)
-    flags = walk.told.view.flags & ~LOGPROBS
-    drawn_E, _ = _SAMPLE(raw_EV, walk.draws(level.inner, token_RN), slots, flags)
+    W, most = len(level.inner), max(map(len, level.children))
+    drawn_E = walk.drawn(raw_EV, depth, prefix_EJ)
     found_EM = drawn_E[:, None]
-    most = max(map(len, level.children))
     if most > 1:
-        without_EV = raw_EV.at[jnp.arange(R * W), drawn_E].set(-jnp.inf)
+        without_EV = raw_EV.at[jnp.arange(walk.R * W), drawn_E].set(-jnp.inf)
         others_EM = jax.lax.top_k(without_EV, most - 1)[1].astype(jnp.int32)
         found_EM = jnp.concatenate([found_EM, others_EM], axis=1)
-    found_RWM = found_EM.reshape(R, W, most)
+    found_RWM = found_EM.reshape(walk.R, W, most)
     for w, nodes in enumerate(level.children):
         token_RN = token_RN.at[:, np.array(nodes)].set(found_RWM[:, w, : len(nodes)])
     return token_RN
 
 
 class _Walk:
-    """Where the nodes of one tree lie while its drafts are made, static but for the rows."""
+    """The rows that drafts are made for, and where the nodes of their tree lie meanwhile."""
 
-    def __init__(self, told: Told, parents: Parents, dims: StepDims, reads_next: bool) -> None:
-        self.told, self.parents, self.dims = told, parents, dims
-        self.depth = trees.depths(parents)
-        self.is_chain = parents == trees.chain(len(parents))
-        # The newest token has an entry before the base where its successor is not waited for.
-        self.base_R = told.len_R + (0 if reads_next else 1)
-        inner = [n for n in range(len(self.depth)) if n in parents]
+    def __init__(self, told: Told, slots: SlotState, hands: Hands, bucket: Bucket) -> None:
+        self.told, self.slots, self.hands = told, slots, hands
+        self.n, self.R = bucket.n_draft, told.len_R.shape[0]
+        self.parents = bucket.tree or trees.chain(bucket.n_draft)
+        self.depth = trees.depths(self.parents)
+        inner = [n for n in range(len(self.depth)) if n in self.parents]
         self.rank = {n: i - 1 for i, n in enumerate(inner)}
         """Place of each inner node, counted from the base; the root's is -1."""
-        self.live_R = (told.n_ok_R > 0) & (self.base_R + len(inner) <= dims.M * dims.Z)
+        # The newest token has an entry before the base where its successor is not waited for.
+        self.base_R = told.len_R + (0 if hands.drafter.reads_next else 1)
+        fits_R = self.base_R + len(inner) <= hands.dims.M * hands.dims.Z
+        self.live_R = (told.n_ok_R > 0) & fits_R
 
-    def view(self, nodes: tuple[int, ...], token_RN: jax.Array) -> StepView:
-        """The pass over ``nodes`` of one depth: R decode rows of so many tokens."""
-        old, dims = self.told.view, self.dims
-        R, W = self.live_R.shape[0], len(nodes)
-        live_R, first = self.live_R, self.rank[nodes[0]]
+    def view(self, first: Any, depth: Any, tok_RW: jax.Array, tree: DraftMask | None) -> StepView:
+        """The pass over some nodes of one depth: R decode rows of W tokens from place ``first``."""
+        old, dims, live_R = self.told.view, self.hands.dims, self.live_R
+        R, W = tok_RW.shape
         start_R = self.base_R + first
         place_RW = start_R[:, None] + jnp.arange(W, dtype=jnp.int32)
-        pos_R1 = (self.base_R + self.depth[nodes[0]] - 1)[:, None]
         page_RW = jnp.take_along_axis(
             old.page_table_RM, jnp.clip(place_RW // dims.Z, 0, dims.M - 1), axis=1
         )
@@ -199,9 +245,9 @@ class _Walk:
             return jnp.where(live_R[:, None], x_RW, dead).reshape(-1)
 
         return old.replace(  # type: ignore[attr-defined]
-            tok_T=each(token_RN[:, np.array(nodes)], 0),
+            tok_T=each(tok_RW, 0),
             row_T=each(row_R[:, None], R),
-            pos_T=each(pos_R1, -1),
+            pos_T=each((self.base_R + depth - 1)[:, None], -1),
             write_page_T=each(page_RW, 0),
             write_off_T=each(place_RW % dims.Z, 0),
             start_R=start_R,
@@ -214,10 +260,10 @@ class _Walk:
             P=0,
             F=0,
             J=W,
-            tree=None if self.is_chain else self._mask(nodes),
+            tree=tree,
         )
 
-    def _mask(self, nodes: tuple[int, ...]) -> DraftMask | None:
+    def mask(self, nodes: tuple[int, ...]) -> DraftMask | None:
         """What ``nodes`` see of the inner nodes up to them; None for the root."""
         if nodes == (0,):
             return None
@@ -226,22 +272,19 @@ class _Walk:
         sees = tuple(tuple(x in path[n] for x in upto) for n in nodes)
         return DraftMask(sees, tuple(self.depth[x] - 1 for x in upto))
 
-    def draws(self, nodes: tuple[int, ...], token_RN: jax.Array) -> Draws:
-        """How the first child of each of ``nodes`` is drawn."""
-        view, W = self.told.view, len(nodes)
-        depth = self.depth[nodes[0]]
-        paths = [trees.paths(self.parents)[n] for n in nodes]
-        prefix_RWJ = token_RN[:, np.array(paths, np.int32).reshape(W, depth)]
+    def drawn(self, raw_EV: jax.Array, depth: Any, prefix_EJ: jax.Array) -> jax.Array:
+        """int32[E]: what follows nodes of one depth, drawn as the target would draw it there."""
+        view, E = self.told.view, raw_EV.shape[0]
+        W = E // self.R
         rows = {
             c.name.replace("_R", "_E"): jnp.repeat(getattr(view, c.name), W, axis=0)
             for c in SAMPLING
         }
-        slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
-        n_prefix_E = jnp.full(slot_R.shape[0] * W, depth, jnp.int32)
-        return Draws(
-            slot_E=jnp.repeat(slot_R, W),
+        draws = Draws(
+            slot_E=jnp.repeat(jnp.where(view.count_R > 0, view.slot_R, 0), W),
             pos_E=jnp.repeat(self.told.len_R + 1 + depth, W),
-            prefix_EJ=prefix_RWJ.reshape(slot_R.shape[0] * W, depth),
-            n_prefix_E=n_prefix_E,
+            prefix_EJ=prefix_EJ,
+            n_prefix_E=jnp.full(E, depth, jnp.int32),
             **rows,
         )
+        return _SAMPLE(raw_EV, draws, self.slots, view.flags & ~LOGPROBS)[0]

@@ -57,6 +57,8 @@ class Arch:
     qk_norm: bool = False
     windows: tuple[int, ...] = field(default=())
     """Sliding window of each layer in tokens, 0 for full attention; empty: all full."""
+    sinks: int = 0
+    """First tokens that stay visible beside the windows (an option of the engine, not of config.json)."""
 
     @property
     def G(self) -> int:
@@ -64,6 +66,11 @@ class Arch:
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def widest(self) -> int:
+        """Tokens that any layer sees beside the sinks; 0 where some layer sees all."""
+        return max(self.windows) if self.windows and all(self.windows) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.attention import AttentionBackend, LayerKV, Sinks
 from jserve.model.dot import dot
 from jserve.model.family import Arch
-from jserve.model.rope import rotate
+from jserve.model.rope import rope_tables, rotate
 from jserve.model.view import StepView
 
 Params = Mapping[str, jax.Array]
@@ -64,16 +64,26 @@ def attend_normed(
     axis: str | None,
 ) -> tuple[jax.Array, LayerKV]:
     """``attention_block`` of what is normed already."""
-    q_TNH, k_TKH, v_TKH = _qkv(arch, p, x_TD, tables)
-    kv = attn.write_kv(kv, k_TKH, v_TKH, view)
-    o_TNH = attn.attend(q_TNH, kv, view, window=arch.window(layer), scale=arch.H**-0.5)
+    q_TNH, k_TKH, v_TKH = _qkv(arch, p, x_TD)
+    kv = attn.write_kv(kv, rotate(k_TKH, *tables), v_TKH, view)
+    window = arch.window(layer)
+    sinks = _sinks(arch, window, q_TNH, view) if arch.sinks and window else None
+    o_TNH = attn.attend(
+        rotate(q_TNH, *tables), kv, view, window=window, scale=arch.H**-0.5, sinks=sinks
+    )
     y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), axis)
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 
-def _qkv(
-    arch: Arch, p: Params, x_TD: jax.Array, tables: Tables
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sinks(arch: Arch, window: int, q_TNH: jax.Array, view: StepView) -> Sinks:
+    """The queries that meet the sinks: turned as if the cache held the sinks and the window alone, so
+    no distance exceeds what a windowed model was trained on (StreamingLLM, arXiv 2309.17453)."""
+    in_cache_T = jnp.minimum(view.pos_T, arch.sinks + window - 1)
+    return Sinks(n=arch.sinks, q_TNH=rotate(q_TNH, *rope_tables(arch, in_cache_T)))
+
+
+def _qkv(arch: Arch, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values of the tokens, not yet turned to their positions."""
     K, group, H, _ = p["qkv"].shape
     y_TKGH = dot(x_TD, p["qkv"]).reshape(-1, K, group, H)
     if "qkv_bias" in p:
@@ -83,7 +93,7 @@ def _qkv(
     if arch.qk_norm:
         q_TNH = rms_norm(q_TNH, p["q_norm"], arch.norm_eps)
         k_TKH = rms_norm(k_TKH, p["k_norm"], arch.norm_eps)
-    return rotate(q_TNH, *tables), rotate(k_TKH, *tables), v_TKH
+    return q_TNH, k_TKH, v_TKH
 
 
 def mlp_block(arch: Arch, p: Params, x_TD: jax.Array, axis: str | None) -> jax.Array:

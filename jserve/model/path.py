@@ -14,25 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jserve.model.attention import AttentionBackend, LayerKV
-from jserve.model.slots import NONE
-from jserve.model.tree import Parents, paths
+from jserve.model.tree import Parents
 from jserve.model.verify import accept_tree
 from jserve.model.view import StepView
-
-
-def prefixes(view: StepView, parents: Parents) -> jax.Array:
-    """int32[E, J - 1]: the drafts that stand before each draw, NONE beyond them."""
-    D, J = view.D, view.J
-    at_JJ = np.zeros((J, J - 1), np.int32)
-    for node, path in enumerate(paths(parents)):
-        at_JJ[node, : len(path)] = path
-    token_DJ = view.tok_T[: D * J].reshape(D, J)
-    draft_DJJ = jnp.where(at_JJ > 0, token_DJ[:, at_JJ], NONE)
-    rest = jnp.full((view.F, J - 1), NONE, jnp.int32)
-    return jnp.concatenate([draft_DJJ.reshape(D * J, J - 1), rest])
 
 
 def accepted(view: StepView, drawn_E: jax.Array, parents: Parents) -> tuple[jax.Array, jax.Array]:

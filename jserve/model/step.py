@@ -5,11 +5,7 @@ the slots), the state that survives it and the packing of what comes back. It co
 an attention backend and knows neither. A pure function, run under ``shard_map`` on every mesh, one
 device included; state is donated by the caller.
 
-Logits are computed at one place per decode token and one per prefill row (E = D * J + F of them)::
-
-    T      |d0 d0 d1 d1 |f0 f0 f0 f0 f1 f1 f1 pad|
-    drawn    ^  ^  ^  ^            ^        ^
-
+Logits are computed where tokens are drawn (E places, ``jserve.model.draws``).
 ``out.packed_RX`` holds n_ok, finite, J tokens and the bits of J log-probabilities per row.
 
 With a drafter (``jserve.model.drafter``) ``params`` is {"target", "drafter"}, ``state.kv`` has its
@@ -33,17 +29,16 @@ from jserve.model import slots as slot_rows
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.drafter import REPLICATED, Drafter, Target
 from jserve.model.drafting import Hands, Told, leave_drafts
+from jserve.model.draws import by_row, drawn_places, draws_of
 from jserve.model.family import Arch, Family
-from jserve.model.path import accepted, along, as_chain, prefixes, straightened
-from jserve.model.sample import Draws, logprobs, sample
+from jserve.model.path import accepted, along, as_chain, straightened
+from jserve.model.sample import logprobs, sample
 from jserve.model.shard import ShardRules, abstract, partitions
 from jserve.model.slots import NONE, SlotState
-from jserve.model.tree import Parents
 from jserve.model.verify import accept
 from jserve.model.view import (
     LOGPROBS,
     PENALTY,
-    SAMPLING,
     Bucket,
     Field,
     StepDims,
@@ -210,8 +205,13 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
     Raises:
         ValueError: a bucket of fewer than two tokens or drawn places (XLA:CPU is far slower on one
         row).
-        ConfigError: a tree, and a backend that has no mask for it.
+        ConfigError: a tree, and a backend that has no mask for it, or attention sinks.
     """
+    if bucket.tree and model.arch.sinks:
+        raise ConfigError(
+            "attention_sinks do not go with trees of drafts, only with chains",
+            field="attention_sinks",
+        )
     if bucket.tree and model.backend.move is None:
         raise ConfigError(
             f"attention_backend {model.backend.name} verifies no trees of drafts, only chains",
@@ -246,48 +246,48 @@ def run(
         params, own = params["target"], params["drafter"]
     x_TD, kv, taps = _forward(model, params, view, state.kv[: arch.L])
     with jax.named_scope("logits"):
-        raw_EV = model.family.logits(arch, params, x_TD[_drawn_places(view)], model.axis)
+        raw_EV = model.family.logits(arch, params, x_TD[drawn_places(view)], model.axis)
     with jax.named_scope("sample"):
-        draws = _draws(view, bucket.tree)
+        draws = draws_of(view, bucket.tree)
         drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags)
         chosen = _LOGPROBS(raw_EV, drawn_E, view.flags)
-    with jax.named_scope("verify"):
-        if view.tree is None:
-            n_ok_R = _n_ok(view, _accepted(view, drawn_E))
-        else:
+    n_ok_D = None
+    if view.tree is not None:
+        with jax.named_scope("path"):
             n_ok_D, path_DJ = accepted(view, drawn_E, bucket.tree)
-            n_ok_R = _n_ok(view, n_ok_D)
             kv = straightened(model.backend, view, kv, path_DJ)
             of_tree = (drawn_E, ok_E, chosen, x_TD, taps)
             drawn_E, ok_E, chosen, x_TD, taps = along(view, path_DJ, of_tree)
             view = as_chain(view, path_DJ)
     with jax.named_scope("advance"):
-        token_RJ = _by_row(view, drawn_E, NONE)
+        token_RJ = by_row(view, drawn_E, NONE)
+        n_ok_R = _n_ok(view, _accepted(view, token_RJ) if n_ok_D is None else n_ok_D)
         len_R = _new_len(view, n_ok_R)
         counts = (view.flags & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, counts)
     if drafter is not None:
+        told = Told(view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps)
         with jax.named_scope("draft"):
-            told = Told(
-                view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps
-            )
-            hands = Hands(drafter, _target(model, params), own, model.dims, model.draft_axis)
+            hands = _hands(model, params, own)
             drafted, slots = leave_drafts(hands, state.kv[arch.L :], told, slots, bucket)
-            kv = [*kv, *drafted]
+        kv = [*kv, *drafted]
     scores = None
     if view.target_T is not None:
         scores = _score(model, params, x_TD[-view.P :], view.target_T[-view.P :])
     return DeviceState(kv=kv, slots=slots), _pack(view, token_RJ, n_ok_R, ok_E, chosen, scores)
 
 
-def _target(model: StepModel, params: Any) -> Target:
-    return Target(
+def _hands(model: StepModel, params: Any, own: Any) -> Hands:
+    assert model.drafter is not None, "there is no drafter"
+    target = Target(
         family=model.family,
         arch=model.arch,
         params=params,
         attn=model.backend,
         axis=model.axis,
     )
+    loops = model.mesh.devices.flat[0].platform == "cpu"
+    return Hands(model.drafter, target, own, model.dims, model.draft_axis, loops)
 
 
 def _forward(
@@ -301,64 +301,10 @@ def _forward(
     return family.tapped(*given, drafter.taps)
 
 
-def _drawn_places(view: StepView) -> jax.Array:
-    """int32[E]: indices in T whose logits draw a token."""
-    last_F = jnp.maximum(view.first_R + view.count_R - 1, 0)[view.D :]
-    return jnp.concatenate([jnp.arange(view.D * view.J, dtype=jnp.int32), last_F])
-
-
-def _per_draw(view: StepView, x_R: jax.Array) -> jax.Array:
-    """A row's value at each of its draws."""
-    return jnp.concatenate([jnp.repeat(x_R[: view.D], view.J, axis=0), x_R[view.D :]])
-
-
-def _by_row(view: StepView, x_E: jax.Array, fill: Any) -> jax.Array:
-    """[E, ...] -> [R, J, ...]; a prefill row has its one draw in column 0."""
-    n, rest = view.D * view.J, x_E.shape[1:]
-    decode = x_E[:n].reshape(view.D, view.J, *rest)
-    prefill = jnp.full((view.F, view.J, *rest), fill, x_E.dtype).at[:, 0].set(x_E[n:])
-    return jnp.concatenate([decode, prefill])
-
-
-def _draws(view: StepView, parents: Parents) -> Draws:
-    place_J = jnp.arange(view.J, dtype=jnp.int32)
-    if view.tree is not None:
-        place_J = jnp.array(view.tree.depth, jnp.int32)
-    place_E = jnp.concatenate([jnp.tile(place_J, view.D), jnp.zeros(view.F, jnp.int32)])
-    last_R = jnp.where(jnp.arange(view.D + view.F) < view.D, 0, view.count_R - 1)
-    rows = {c.name.replace("_R", "_E"): _per_draw(view, getattr(view, c.name)) for c in SAMPLING}
-    slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
-    mask_EW = None
-    if view.mask_RJW is not None:
-        D, J = view.D, view.J
-        mask_RJW = view.mask_RJW
-        mask_EW = jnp.concatenate([mask_RJW[:D].reshape(D * J, -1), mask_RJW[D:, 0]])
-    return Draws(
-        slot_E=_per_draw(view, slot_R),
-        pos_E=_per_draw(view, view.start_R + last_R) + place_E + 1,
-        prefix_EJ=_prefixes(view, place_E) if view.tree is None else prefixes(view, parents),
-        n_prefix_E=place_E,
-        mask_EW=mask_EW,
-        **rows,
-    )
-
-
-def _prefixes(view: StepView, place_E: jax.Array) -> jax.Array:
-    """int32[E, J - 1]: the drafts that stand before each draw."""
-    D, J = view.D, view.J
-    draft_DJ = view.tok_T[: D * J].reshape(D, J)[:, 1:]
-    draft_EJ = jnp.concatenate(
-        [jnp.repeat(draft_DJ, J, axis=0), jnp.full((view.F, J - 1), NONE, jnp.int32)]
-    )
-    before = jnp.arange(J - 1, dtype=jnp.int32) < place_E[:, None]
-    return jnp.where(before, draft_EJ, NONE)
-
-
-def _accepted(view: StepView, drawn_E: jax.Array) -> jax.Array:
+def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:
     """int32[D] tokens that stand, of chains."""
     D, J = view.D, view.J
-    token_DJ, drawn_DJ = (x[: D * J].reshape(D, J) for x in (view.tok_T, drawn_E))
-    return accept(token_DJ, drawn_DJ, view.count_R[:D])
+    return accept(view.tok_T[: D * J].reshape(D, J), token_RJ[:D], view.count_R[:D])
 
 
 def _n_ok(view: StepView, n_ok_D: jax.Array) -> jax.Array:
@@ -382,16 +328,16 @@ def _pack(
     scores: Scores | None,
 ) -> StepOut:
     logprob_E, top_ids_EL, top_logprobs_EL = chosen
-    ok_RJ = _by_row(view, ok_E, True)
+    ok_RJ = by_row(view, ok_E, True)
     valid_RJ = jnp.arange(view.J) < jnp.maximum(n_ok_R, 1)[:, None]
     # Also of a row that draws nothing: its pages are shared as soon as they are known to be sound.
     finite_R = jnp.all(ok_RJ | ~valid_RJ, axis=1) | (view.count_R == 0)
-    bits_RJ = jax.lax.bitcast_convert_type(_by_row(view, logprob_E, 0.0), jnp.int32)
+    bits_RJ = jax.lax.bitcast_convert_type(by_row(view, logprob_E, 0.0), jnp.int32)
     head_R2 = jnp.stack([n_ok_R, finite_R.astype(jnp.int32)], axis=1)
     return StepOut(
         packed_RX=jnp.concatenate([head_R2, token_RJ, bits_RJ], axis=1),
-        top_ids_RJL=_by_row(view, top_ids_EL, NONE),
-        top_logprobs_RJL=_by_row(view, top_logprobs_EL, 0.0),
+        top_ids_RJL=by_row(view, top_ids_EL, NONE),
+        top_logprobs_RJL=by_row(view, top_logprobs_EL, 0.0),
         scores=scores,
     )
 

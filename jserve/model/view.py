@@ -278,13 +278,14 @@ def unpack(
     index_T = jnp.arange(bucket.T, dtype=jnp.int32)
     place_T = jnp.where(real_T, start_R[row] + index_T - raw["first_R"][row], -1)
     pos_T, tree = place_T, None
+    asked_T = raw["tok_T"] < 0
     held_T = slots.last_C[safe_R[row]]
     if dims.drafts and bucket.J > 1:
         held_T = _held(bucket, slots, safe_R, held_T)
     if bucket.tree and bucket.J > 1:
         tree = mask_of(bucket.tree)
         pos_T = _by_depth(bucket, tree, place_T)
-    tok_T = jnp.where(raw["tok_T"] < 0, held_T, raw["tok_T"])
+    tok_T = jnp.where(asked_T, held_T, raw["tok_T"])
     page = raw["page_table_RM"][row, jnp.clip(place_T // Z, 0, dims.M - 1)]
     attn = {f.name.removeprefix("attn."): raw[f.name] for f in fields if f.name.startswith("attn.")}
     plain = {k: raw[k] for k in _PASSED if k in raw}

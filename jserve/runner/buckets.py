@@ -7,6 +7,10 @@ Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doub
 64, 128 and doubling beside all decode rows, 32 and 128 beside few of them, and three quarters of
 the largest, where padding costs most. No rung has fewer than two tokens, since XLA:CPU multiplies
 one row many times slower than two.
+
+Rows that verify drafts are 2, 4, 8 or 16 tokens wide (``spec.choice.widths``), in steps without
+prefill on every other rung of decode rows; beside prefill only at full width, beside few rows or the
+largest chunk. Any of these takes fewer rows and narrower ones, so nothing is missing, only padded.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from operator import attrgetter
 
 from jserve.model.tree import Parents
 from jserve.model.view import Bucket
+from jserve.spec.choice import widths
 from jserve.types import StepPlan
 
 _ADAPTER, _SCORE = attrgetter("adapter"), attrgetter("score")
@@ -93,30 +98,38 @@ class Ladder:
         max_drafts: int = 0,
         scores: bool = True,
         masks: bool = False,
+        masks_drafts: bool = False,
         device_drafts: int = 0,
         tree: Parents = (),
     ) -> Ladder:
-        """The rungs for these limits (those of ``RunnerLimits``).
+        """The rungs for these limits (those of ``RunnerLimits``). ``masks_drafts``: every verify
+        program also takes masks, not only the widest.
 
-        Rungs that verify are also those that leave drafts, so a drafter adds no program: a first
-        decode row waits in a wide rung for one step.
+        With a drafter the rungs that verify are also those that leave drafts, so it adds none; with
+        a ``tree`` one width is verified, the whole.
         """
         D, P, F = max(FEW_ROWS, max_decode_rows), max(2, max_prefill_tokens), max_prefill_rows
         few = min(FEW_ROWS, D)
-        widths = {1, 1 + max_drafts}
-        found = {Bucket(D=d, P=0, F=0, J=j) for d in _decode_rungs(D) for j in widths}
+        found = {Bucket(D=d, P=0, F=0) for d in _decode_rungs(D)}
+        wide = [1 + max_drafts] if tree else [j for j in widths(max_drafts) if j > 1]
+        found |= {Bucket(D=d, P=0, F=0, J=j) for d in _verify_rungs(D) for j in wide}
         for p in _prefill_rungs(P):
             rows = max(1, min(F, p // 4))
             beside = ({few} if p in WITH_FEW else set()) | ({D} if p != ONLY_FEW else set())
             found |= {Bucket(D=d, P=p, F=rows) for d in beside}
-            if max_drafts:
-                found.add(Bucket(D=D, P=p, F=rows, J=1 + max_drafts))
+            if max_drafts and p in WITH_FEW:
+                found.add(Bucket(D=few, P=p, F=rows, J=1 + max_drafts))
         # The largest must take every row at once, whatever the token rungs allow.
         found.add(Bucket(D=D, P=P, F=F, J=1 + max_drafts))
         if scores:
             found.add(Bucket(D=D, P=P, F=F, J=1 + max_drafts, score=True))
         if masks:
-            found |= {_with_mask(b) for b in found if _worth_a_mask(b, D, P)}
+            most = 1 + max_drafts
+            found |= {
+                _with_mask(b)
+                for b in found
+                if _worth_a_mask(b, D, P, most) or (masks_drafts and b.J > 1)
+            }
         if device_drafts:
             found = {_drafting(b, device_drafts, tree) if b.J > 1 else b for b in found}
         return cls(buckets=tuple(sorted(found, key=_cost)))
@@ -137,8 +150,10 @@ def _cost(b: Bucket) -> tuple:
     return (b.score, b.mask, b.lora, b.T, b.R, b)
 
 
-def _worth_a_mask(b: Bucket, D: int, P: int) -> bool:
+def _worth_a_mask(b: Bucket, D: int, P: int, J: int) -> bool:
     """Few rungs take masks: each is one more program to compile, and guided rows are few."""
+    if b.J not in (1, J):
+        return False
     return b.D in (FEW_ROWS, D) if b.P == 0 else (b.D, b.P) == (D, P)
 
 
@@ -147,7 +162,8 @@ def _with_mask(b: Bucket) -> Bucket:
 
 
 def _drafting(b: Bucket, n: int, tree: Parents) -> Bucket:
-    return replace(b, n_draft=n, tree=tree)
+    """A rung that leaves as many drafts as it verifies."""
+    return replace(b, n_draft=n if tree else min(n, b.J - 1), tree=tree)
 
 
 def _doubling(first: int, last: int) -> list[int]:
@@ -165,3 +181,8 @@ def _prefill_rungs(last: int) -> list[int]:
 
 def _decode_rungs(last: int) -> list[int]:
     return [n for n in (2,) if n < last] + _doubling(min(8, last), last)
+
+
+def _verify_rungs(last: int) -> list[int]:
+    """2, 8, 32, 128 ... and the last."""
+    return sorted({n for n in _decode_rungs(last) if n.bit_length() % 2 == 0} | {last})

@@ -6,7 +6,9 @@ honoured of them. Must not know plans, nor how drafts are made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
@@ -16,11 +18,12 @@ from jserve.model import tree as trees
 from jserve.model.draft_model import draft_model
 from jserve.model.drafter import REPLICATED, Drafter
 from jserve.model.families import family_for
-from jserve.model.family import Arch, Family
+from jserve.model.family import Arch
 from jserve.model.shard import ShardRules
 from jserve.model.tree import Parents
 from jserve.weights import heads
 from jserve.weights.loader import load
+from jserve.weights.place import tp_size
 from jserve.weights.source import Source
 
 MAX_DRAFTS = 15
@@ -62,33 +65,7 @@ class Speculation:
             )
 
 
-def load_draft_model(
-    source: Source,
-    target: Arch,
-    mesh: Mesh,
-    rules: ShardRules,
-    dtype: Any,
-    *,
-    n_draft: int,
-    tree: Parents = (),
-    **how: Any,
-) -> Speculation:
-    """The model in ``source`` as a drafter; ``how`` are options of ``loader.load``.
-
-    Raises:
-        ConfigError: the model cannot be a drafter of ``target``.
-        WeightsError: its files are broken.
-    """
-    family: Family = family_for(source.config)
-    arch = family.arch(source.config)
-    tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
-    drafter = draft_model(family, arch, target, tp)
-    laid = REPLICATED if drafter.replicated else rules
-    params = load(family, arch, source, mesh, laid, dtype, **how)
-    return Speculation(drafter=drafter, params=params, n_draft=n_draft, tree=tree)
-
-
-def load_head(
+def load_speculation(
     method: str,
     source: Source,
     target: Arch,
@@ -100,12 +77,33 @@ def load_head(
     tree: Parents = (),
     **how: Any,
 ) -> Speculation:
-    """The head in ``source`` (``method``: eagle3 or medusa) as a drafter; ``how`` are options of
-    ``loader.load``.
+    """What ``source`` holds as a drafter of ``target``; ``how`` are options of ``loader.load``.
 
     Raises:
-        ConfigError: the head cannot be a drafter of ``target``.
-        WeightsError: its files are broken or not of that format.
+        ConfigError: no such method, or what is there cannot draft for ``target``.
+        WeightsError: its files are broken.
     """
-    drafter, params = heads.load_head(method, source, target, mesh, rules, dtype, **how)
+    if method not in LOADERS:
+        raise ConfigError(
+            f"speculative.method {method!r} does not draft on the device, only {', '.join(LOADERS)}",
+            field="speculative.method",
+        )
+    drafter, params = LOADERS[method](source, target, mesh, rules, dtype, **how)
     return Speculation(drafter=drafter, params=params, n_draft=n_draft, tree=tree)
+
+
+def _draft_model(
+    source: Source, target: Arch, mesh: Mesh, rules: ShardRules, dtype: Any, **how: Any
+) -> tuple[Drafter, Any]:
+    family = family_for(source.config)
+    arch = family.arch(source.config)
+    drafter = draft_model(family, arch, target, tp_size(mesh, rules))
+    laid = REPLICATED if drafter.replicated else rules
+    return drafter, load(family, arch, source, mesh, laid, dtype, **how)
+
+
+LOADERS: dict[str, Callable[..., tuple[Drafter, Any]]] = {
+    "draft": _draft_model,
+    **{method: partial(heads.load_head, method) for method in heads.READERS},
+}
+"""(source, arch of the target, mesh, rules, dtype, **how) -> (drafter, its placed parameters)."""

@@ -5,12 +5,14 @@ Must not know who decides. A gather runs before the steps that rewrite its pages
 those that read them, because all programs run in the order of their launch; the copy to the host
 goes on beside the steps and is awaited with the result of its own step::
 
-    launch k     gather pages -> [L, 2 arrays each] -- copy to host begins
+    launch k     gather pages -> [arrays, WIDTH pages] -- copy to host begins
                  scatter <- rows of the host pool (copied first: a later landing may rewrite them)
                  step k
     collect k    the gathered pages are written to the host pool
 
-``WIDTH`` pages go in one program; the rest of a last one is scratch page 0.
+``WIDTH`` pages go in one program; the rest of a last one is scratch page 0. Layers of one shape are
+stacked: the target's, and apart from them a drafter's. What a page is in host memory and on disk is
+the bytes of its stacks, one after the other.
 """
 
 from __future__ import annotations
@@ -41,7 +43,24 @@ class Leaving:
 
     hosts: list[int]
     digests: list[bytes]
-    data: jax.Array
+    data: list[jax.Array]
+    """One of each stack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stack:
+    """Layers of one shape, and the pages of theirs in host memory."""
+
+    layers: list[int]
+    shape: tuple[int, ...]
+    """Of one page of one array."""
+    sharding: NamedSharding
+    pool_H: np.ndarray
+    """[host pages, arrays, ...]"""
+
+    @property
+    def n_arrays(self) -> int:
+        return 2 * len(self.layers)
 
 
 class PageMover:
@@ -55,12 +74,7 @@ class PageMover:
     def __init__(self, model: StepModel, n_host_pages: int) -> None:
         self.n_host_pages = n_host_pages
         self._axis = page_axis(model)
-        shape = list(model.layer_shape)
-        del shape[self._axis]
-        self._n_arrays = 2 * model.arch.L
-        self._sharding = _stacked_sharding(model)
-        dtype = np.dtype(model.kv_dtype)
-        self._pool_H = np.zeros((n_host_pages, self._n_arrays, *shape), dtype)
+        self._stacks = _stacks(model, n_host_pages, self._axis)
         self._gather, self._scatter = self._compile(model)
         self.spill: Spill | None = None
         """Where pages that go out are also written; set once, before the first launch."""
@@ -68,7 +82,7 @@ class PageMover:
     @property
     def page_nbytes(self) -> int:
         """Bytes of one page, keys and values of all layers on all devices."""
-        return self._pool_H[0].nbytes
+        return sum(stack.pool_H[0].nbytes for stack in self._stacks)
 
     def launch(self, kv: KV, moves: Seq[PageMove]) -> tuple[KV, list[Leaving]]:
         """The KV after ``moves`` (those that go out first), and what is on its way to the host.
@@ -88,9 +102,22 @@ class PageMover:
     def land(self, leaving: Seq[Leaving]) -> None:
         """Wait for the pages and write them to the host pool."""
         for part in leaving:
-            pages_H = np.moveaxis(np.asarray(part.data), 1 + self._axis, 0)
-            self._pool_H[part.hosts] = pages_H[: len(part.hosts)]
-            self._write(pages_H, part.digests)
+            pages = self._by_page(part.data)
+            for stack, pages_H in zip(self._stacks, pages, strict=True):
+                stack.pool_H[part.hosts] = pages_H[: len(part.hosts)]
+            self._write(pages, part.digests)
+
+    def seconds_per_page(self, kv: KV, clock: Callable[[], float]) -> tuple[KV, float]:
+        """(the KV again, seconds of one page one way): scratch goes out and comes back, twice, and the
+        second time counts. To be called before the host pool holds anything."""
+        hosts, seconds = range(min(WIDTH, self.n_host_pages)), 0.0
+        for _ in range(2):
+            began = clock()
+            self.land([self._take(kv, [PageMove(page=0, host=h, out=True) for h in hosts])])
+            kv = self._bring(kv, [PageMove(page=0, host=h, out=False) for h in hosts])
+            jax.block_until_ready(kv)
+            seconds = clock() - began
+        return kv, seconds / (2 * len(hosts))
 
     def fetch(self, asked: Seq[PageFetch]) -> None:
         """Begin to read pages from disk."""
@@ -103,8 +130,7 @@ class PageMover:
         answers = []
         for fetch, data in self.spill.answers() if self.spill is not None else ():
             if data is not None:
-                row = np.frombuffer(data, self._pool_H.dtype).reshape(self._pool_H.shape[1:])
-                self._pool_H[fetch.host] = row
+                self._put(fetch.host, data)
             answers.append((fetch.ticket, data is not None))
         return answers
 
@@ -114,57 +140,79 @@ class PageMover:
             return
         for i in range(0, len(pages), WIDTH):
             part = pages[i : i + WIDTH]
-            data = np.asarray(self._gather(kv, _padded([page for page, _ in part])))
-            pages_H = np.moveaxis(data, 1 + self._axis, 0)
-            self._write(pages_H, [digest for _, digest in part], must=True)
+            data = self._gather(kv, _padded([page for page, _ in part]))
+            self._write(self._by_page(data), [digest for _, digest in part], must=True)
         self.spill.close()
 
-    def _write(self, pages_H: np.ndarray, digests: Seq[bytes], *, must: bool = False) -> None:
+    def _by_page(self, data: Seq[jax.Array]) -> list[np.ndarray]:
+        """[WIDTH, arrays, ...] of each stack."""
+        return [np.moveaxis(np.asarray(stack), 1 + self._axis, 0) for stack in data]
+
+    def _put(self, host: int, data: bytes) -> None:
+        """The bytes of one page into the host pool."""
+        at = 0
+        for stack in self._stacks:
+            page = stack.pool_H[host]
+            row = np.frombuffer(data, page.dtype, page.size, at)
+            stack.pool_H[host] = row.reshape(page.shape)
+            at += page.nbytes
+
+    def _write(self, pages: Seq[np.ndarray], digests: Seq[bytes], *, must: bool = False) -> None:
         if self.spill is None:
             return
-        for page, digest in zip(pages_H, digests, strict=False):
+        for page, digest in zip(zip(*pages, strict=True), digests, strict=False):
             if digest:
-                self.spill.write(digest, page.tobytes(), must=must)
+                data = b"".join(stack.tobytes() for stack in page)
+                self.spill.write(digest, data, must=must)
 
     def _take(self, kv: KV, moves: Seq[PageMove]) -> Leaving:
         data = self._gather(kv, _padded([move.page for move in moves]))
-        data.copy_to_host_async()
+        for stack in data:
+            stack.copy_to_host_async()
         hosts, digests = [move.host for move in moves], [move.digest for move in moves]
         return Leaving(hosts=hosts, digests=digests, data=data)
 
     def _bring(self, kv: KV, moves: Seq[PageMove]) -> KV:
-        pages_H = self._pool_H[_padded([move.host for move in moves])]
-        data = np.ascontiguousarray(np.moveaxis(pages_H, 0, 1 + self._axis))
-        pages_W = _padded([move.page for move in moves])
-        return self._scatter(kv, pages_W, jax.device_put(data, self._sharding))
+        hosts, pages_W = (_padded([getattr(m, x) for m in moves]) for x in ("host", "page"))
+        data = []
+        for stack in self._stacks:
+            rows = np.ascontiguousarray(np.moveaxis(stack.pool_H[hosts], 0, 1 + self._axis))
+            data.append(jax.device_put(rows, stack.sharding))
+        return self._scatter(kv, pages_W, data)
 
     def _compile(self, model: StepModel) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        axis = self._axis
+        axis, stacks = self._axis, self._stacks
         kv = model.abstract_state().kv
         kv_shardings = model.state_shardings().kv
         whole = NamedSharding(model.mesh, PartitionSpec())
         pages_W = jax.ShapeDtypeStruct((WIDTH,), jnp.int32, sharding=whole)
-        shape = list(model.layer_shape)
-        shape[axis] = WIDTH
-        data = jax.ShapeDtypeStruct(
-            (self._n_arrays, *shape), model.kv_dtype, sharding=self._sharding
-        )
+        data = [
+            jax.ShapeDtypeStruct(
+                (s.n_arrays, *s.shape[:axis], WIDTH, *s.shape[axis:]),
+                model.kv_dtype,
+                sharding=s.sharding,
+            )
+            for s in stacks
+        ]
 
-        def gather(kv: KV, pages_W: jax.Array) -> jax.Array:
-            arrays = [array for layer in kv for array in layer]
-            return jnp.stack([jnp.take(array, pages_W, axis=axis) for array in arrays])
+        def gather(kv: KV, pages_W: jax.Array) -> list[jax.Array]:
+            def taken(layers: list[int]) -> jax.Array:
+                arrays = [array for i in layers for array in kv[i]]
+                return jnp.stack([jnp.take(array, pages_W, axis=axis) for array in arrays])
 
-        def scatter(kv: KV, pages_W: jax.Array, data: jax.Array) -> KV:
-            at = (slice(None),) * axis
-            moved = [
-                tuple(
-                    array.at[(*at, pages_W)].set(data[2 * i + j]) for j, array in enumerate(layer)
-                )
-                for i, layer in enumerate(kv)
-            ]
-            return moved  # type: ignore[return-value]
+            return [taken(s.layers) for s in stacks]
 
-        out = jax.jit(gather, out_shardings=self._sharding).lower(kv, pages_W).compile()
+        def scatter(kv: KV, pages_W: jax.Array, data: list[jax.Array]) -> KV:
+            at, moved = (*(slice(None),) * axis, pages_W), list(kv)
+            for stack, pages in zip(stacks, data, strict=True):
+                for i, layer in enumerate(stack.layers):
+                    keys, values = kv[layer]
+                    new = keys.at[at].set(pages[2 * i]), values.at[at].set(pages[2 * i + 1])
+                    moved[layer] = new
+            return moved
+
+        shardings = [s.sharding for s in stacks]
+        out = jax.jit(gather, out_shardings=shardings).lower(kv, pages_W).compile()
         into = jax.jit(scatter, donate_argnums=(0,), out_shardings=kv_shardings)
         return out, into.lower(kv, pages_W, data).compile()
 
@@ -192,6 +240,8 @@ def identity(model: StepModel, params: Any) -> str:
     digest = hashlib.blake2b(digest_size=8)
     about = (FORMAT, model.family.name, repr(model.arch), model.backend.name, model.layer_shape[1:])
     digest.update(repr((*about, model.dims.Z, model.arch.L, str(model.kv_dtype))).encode())
+    if model.drafter is not None:
+        digest.update(repr((model.drafter.name, model.drafter.arch, model.drafter.taps)).encode())
     for path, leaf in jax.tree.leaves_with_path(params):
         digest.update(jax.tree_util.keystr(path).encode())
         digest.update(np.asarray(sums(leaf)).tobytes())
@@ -203,10 +253,25 @@ def host_pages(gib: float, page_bytes: int) -> int:
     return int(gib * 2**30) // page_bytes
 
 
-def _stacked_sharding(model: StepModel) -> NamedSharding:
-    """Split over kv heads as the KV is, behind one more leading dimension."""
-    spec = PartitionSpec(None, *(None,) * model.backend.kv_axis, model.axis)
-    return NamedSharding(model.mesh, spec)
+def _stacks(model: StepModel, n_host_pages: int, page_axis: int) -> list[_Stack]:
+    """The layers by shape and mesh axis, in order of first appearance."""
+    layers = model.kv_layers()
+    found = []
+    for shape, axis in dict.fromkeys(layers):
+        # Split over kv heads as the KV is, behind one more leading dimension.
+        spec = PartitionSpec(None, *(None,) * model.backend.kv_axis, axis)
+        page = shape[:page_axis] + shape[page_axis + 1 :]
+        own = [i for i, layer in enumerate(layers) if layer == (shape, axis)]
+        dtype = np.dtype(model.kv_dtype)
+        found.append(
+            _Stack(
+                layers=own,
+                shape=page,
+                sharding=NamedSharding(model.mesh, spec),
+                pool_H=np.zeros((n_host_pages, 2 * len(own), *page), dtype),
+            )
+        )
+    return found
 
 
 def _parts(moves: Seq[PageMove]) -> list[Seq[PageMove]]:

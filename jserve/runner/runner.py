@@ -100,6 +100,7 @@ class ModelRunner:
         self._dtype = jax.tree.leaves(params)[0].dtype
         platform = mesh.devices.flat[0].platform
         attention = find_backend(config.device.attention_backend, platform)
+        arch = _with_sinks(arch, attention, config.device.attention_sinks)
         self._kv_dtype = _kv_dtype(config, self._dtype)
         stored = attention.kv_dtype(self._kv_dtype)
         self.speculation = speculation
@@ -129,10 +130,12 @@ class ModelRunner:
             drafter=None if speculation is None else speculation.drafter,
         )
         n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
-        self.limits: RunnerLimits = _limits(arch, config, dims, self.memory.n_pages, n_host)
-        self.ladder = ladder or _ladder(
-            self.limits, () if speculation is None else speculation.tree
+        self.limits: RunnerLimits = _limits(
+            arch, config, dims, self.memory.n_pages, n_host, _window(arch, speculation)
         )
+        tree = () if speculation is None else speculation.tree
+        synthetic = config.speculative.method == "synthetic"
+        self.ladder = ladder or _ladder(self.limits, tree, masks_drafts=synthetic)
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -152,8 +155,15 @@ class ModelRunner:
         self.state: DeviceState = new_state(self.model)
         self._busy_until = 0.0
         times = self._warm_up(progress or (lambda *_: None))
-        self.limits = dataclasses.replace(self.limits, step_times=times)
+        self.limits = dataclasses.replace(
+            self.limits, step_times=times, page_move_s=self._time_moves()
+        )
         self.programs.seal()
+
+    @property
+    def plain_buckets(self) -> list[Bucket]:
+        """Those whose times say how long a step takes: no drafts, scores or masks."""
+        return [b for b in self.ladder.buckets if b.J == 1 and not (b.score or b.mask)]
 
     def launch(self, plan: StepPlan, bucket: Bucket | None = None) -> InFlight:
         """Start a step and return. ``bucket`` overrides the choice (tests, benchmarks).
@@ -305,23 +315,33 @@ class ModelRunner:
         """Run programs on padding before ready: on an accelerator all of them twice (the first run
         of a graph is not captured), on a CPU once each, cheapest first, for a second or so (a first
         run pays for scratch memory; the largest programs of a large model take that long anyway).
-        The last run of each is its known time."""
+        The last run of each is its known time. Programs that verify drafts, and those they are weighed
+        against, are run twice whatever it takes: guessed times choose wrong widths."""
         cpu = self.model.mesh.devices.flat[0].platform == "cpu"
-        buckets = self.ladder.buckets if cpu else self.ladder.buckets * 2
+        drafts = self.limits.max_drafts > 0
+        first = [b for b in self.ladder.buckets if drafts and not (b.P or b.mask)] * 2
+        buckets = [*first, *self.ladder.buckets] if cpu else self.ladder.buckets * 2
         began, times = self._clock(), {}
         for done, bucket in enumerate(buckets):
             progress("warm up", done, len(buckets))
             start = self._clock()
             jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
             times[bucket] = self._clock() - start
-            if cpu and self._clock() - began > CPU_WARM_UP_S:
+            if cpu and done >= len(first) and self._clock() - began > CPU_WARM_UP_S:
                 break
         progress("warm up", len(buckets), len(buckets))
         return tuple(
-            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=t)
+            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=t, width=b.J)
             for b, t in times.items()
-            if b.J == 1 and not (b.score or b.mask)
+            if not (b.score or b.mask)
         )
+
+    def _time_moves(self) -> float:
+        if self._mover is None:
+            return 0.0
+        kv, seconds = self._mover.seconds_per_page(self.state.kv, self._clock)
+        self.state = DeviceState(kv=kv, slots=self.state.slots)
+        return seconds
 
 
 _NOTHING = StepPlan(id=-1, rows=(), page_table_RM=np.zeros((0, 0), np.int32))
@@ -404,8 +424,21 @@ def _kv_dtype(config: EngineConfig, dtype: Any) -> Any:
     return jnp.dtype(dtype if name == "auto" else name)
 
 
+def _window(arch: Arch, speculation: Speculation | None) -> int:
+    """Tokens that any layer of target or drafter reads at most; 0: some read all."""
+    if speculation is None or not speculation.drafter.n_kv_layers:
+        return arch.widest
+    own = speculation.drafter.arch.widest
+    return max(arch.widest, own) if arch.widest and own else 0
+
+
 def _limits(
-    arch: Arch, config: EngineConfig, dims: StepDims, n_pages: int, n_host_pages: int
+    arch: Arch,
+    config: EngineConfig,
+    dims: StepDims,
+    n_pages: int,
+    n_host_pages: int,
+    window: int,
 ) -> RunnerLimits:
     budget = config.scheduler.max_num_batched_tokens
     return RunnerLimits(
@@ -414,7 +447,7 @@ def _limits(
         max_decode_rows=dims.C,
         max_prefill_tokens=budget,
         max_prefill_rows=max(1, min(MAX_PREFILL_ROWS, dims.C, budget)),
-        max_drafts=max(config.device.max_drafts, dims.drafts),
+        max_drafts=dims.drafts or config.n_drafts,
         device_drafts=dims.drafts,
         n_pages=n_pages,
         page_size=dims.Z,
@@ -423,10 +456,30 @@ def _limits(
         masks=config.device.structured_outputs,
         scores_prompts=config.device.prompt_logprobs,
         n_host_pages=n_host_pages,
+        window=window,
+        sinks=arch.sinks,
     )
 
 
-def _ladder(limits: RunnerLimits, tree: Parents) -> Ladder:
+def _with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
+    """``arch`` with ``n`` attention sinks.
+
+    Raises:
+        ConfigError: they cannot hold for this model or backend; ``field`` is the option.
+    """
+    fault = ""
+    if n and not arch.widest:
+        fault = "needs a model in which every layer has a sliding window"
+    elif n and not attention.has_sinks:
+        fault = f"is not served by attention_backend {attention.name!r}"
+    elif n and arch.rope_scaling is not None and arch.rope_scaling.kind == "dynamic":
+        fault = "does not go with dynamic rope scaling, whose angles depend on the true position"
+    if fault:
+        raise ConfigError(f"attention_sinks {fault}", field="attention_sinks")
+    return dataclasses.replace(arch, sinks=n)
+
+
+def _ladder(limits: RunnerLimits, tree: Parents, *, masks_drafts: bool) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,
@@ -434,6 +487,7 @@ def _ladder(limits: RunnerLimits, tree: Parents) -> Ladder:
         max_drafts=limits.max_drafts,
         scores=limits.scores_prompts,
         masks=limits.masks,
+        masks_drafts=masks_drafts,
         device_drafts=limits.device_drafts,
         tree=tree,
     )

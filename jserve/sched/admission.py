@@ -8,7 +8,7 @@ index to a wrong answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from jserve.errors import BadRequest, ContextTooLong, NotFound
 from jserve.ports import RunnerLimits
@@ -44,10 +44,12 @@ def _check_ids(request: Request, vocab: int) -> None:
     _in_range(params.stop_token_ids, vocab, "stop_token_ids")
     _in_range(params.logit_bias, vocab, "logit_bias")
     _in_range(params.allowed_token_ids or (), vocab, "allowed_token_ids")
-    _in_range((t for word in params.bad_token_ids for t in word), vocab, "bad_words")
+    _in_range([t for word in params.bad_token_ids for t in word], vocab, "bad_words")
 
 
-def _in_range(ids: Iterable[int], vocab: int, field: str) -> None:
+def _in_range(ids: Collection[int], vocab: int, field: str) -> None:
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab):
+        return
     for i in ids:
         if type(i) is not int or not 0 <= i < vocab:
             raise BadRequest(

@@ -15,13 +15,14 @@ size that is nowhere below it; above the table the time grows with the tokens::
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jserve.ports import StepTime
 
-Size = tuple[int, int, int]
-"""(decode rows, prefill tokens, tokens of context)."""
+Size = tuple[int, int, int, int]
+"""(decode rows, prefill tokens, tokens of context, tokens of a decode row)."""
 
 ENOUGH = 8
 """Observed steps after which predictions count as known where nothing was measured before."""
@@ -43,10 +44,10 @@ class MeasuredCosts:
     def __init__(self, step_times: Iterable[StepTime] = ()) -> None:
         self._table: dict[Size, float] = {}
         for t in step_times:
-            size = (t.n_decode, t.n_prefill, t.n_context)
+            size = (t.n_decode, t.n_prefill, t.n_context, t.width)
             self._table[size] = min(max(t.seconds, 1e-9), MAX_SECONDS)
-        self._axes = tuple(sorted({size[i] for size in self._table}) for i in range(3))
-        self._covers: dict[Size, tuple[Size, float]] = {}
+        self._axes = tuple(sorted({size[i] for size in self._table}) for i in range(4))
+        self._covers = _covers(self._table, self._axes)
         self._gains: dict[Size, tuple[float, int]] = {}
         self._gain, self._n_seen = 1.0, 0
 
@@ -60,19 +61,22 @@ class MeasuredCosts:
         """Prefill sizes at which the time steps up, ascending; () where nothing was measured."""
         return tuple(n for n in self._axes[1] if n)
 
-    def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
-        """Predicted time of a step: decode rows, prefill tokens, longest context in tokens."""
+    def seconds(self, n_decode: int, n_prefill: int, n_context: int, width: int = 1) -> float:
+        """Predicted time of a step: decode rows of ``width`` tokens, prefill tokens, longest context
+        in tokens."""
         if not n_decode and not n_prefill:
             return 0.0
-        cell, base = self._base((n_decode, n_prefill, n_context))
+        cell, base = self._base((n_decode, n_prefill, n_context, width))
         gain = self._gains.get(cell)
         return base * (self._gain if gain is None else gain[0])
 
-    def observe(self, n_decode: int, n_prefill: int, n_context: int, seconds: float) -> None:
+    def observe(
+        self, n_decode: int, n_prefill: int, n_context: int, seconds: float, width: int = 1
+    ) -> None:
         """A step of this size took ``seconds``; nothing is learned from a time of 0."""
         if seconds <= 0 or not (n_decode or n_prefill):
             return
-        cell, base = self._base((n_decode, n_prefill, n_context))
+        cell, base = self._base((n_decode, n_prefill, n_context, width))
         ratio = seconds / base
         self._gain = _moved(self._gain, ratio, self._n_seen)
         self._n_seen += 1
@@ -82,29 +86,34 @@ class MeasuredCosts:
     def _base(self, size: Size) -> tuple[Size, float]:
         """(the cell whose correction holds, uncorrected seconds)."""
         if not self._table:
-            n_decode, n_prefill, _ = size
             cell = tuple(n.bit_length() for n in size)
-            return cell, _STEP_S + _TOKEN_S * (n_decode + n_prefill)  # type: ignore[return-value]
+            return cell, _STEP_S + _TOKEN_S * _tokens(size)  # type: ignore[return-value]
         rounded = tuple(_up(axis, n) for axis, n in zip(self._axes, size, strict=True))
-        found = self._covers.get(rounded)  # type: ignore[arg-type]
-        if found is None:
-            found = self._covers[rounded] = self._cover(rounded)  # type: ignore[index, arg-type]
-        cell, base = found
-        over = (size[0] + size[1]) / max(1, cell[0] + cell[1])
+        base, cell = self._covers[rounded]  # type: ignore[index]
+        over = _tokens(size) / max(1, _tokens(cell))
         return cell, base * max(1.0, over)
 
-    def _cover(self, size: Size) -> tuple[Size, float]:
-        """The cheapest entry that is nowhere below ``size``, else the largest there is."""
-        inside = [
-            (seconds, entry)
-            for entry, seconds in self._table.items()
-            if all(have >= want for have, want in zip(entry, size, strict=True))
+
+def _covers(table: dict[Size, float], axes: Sequence[list[int]]) -> dict[Size, tuple[float, Size]]:
+    """For every crossing of the axes: (seconds, entry) of the cheapest entry that is nowhere below it,
+    else of the largest there is."""
+    if not table:
+        return {}
+    largest = max(table, key=lambda e: (_tokens(e), e[2]))
+    following = [dict(itertools.pairwise(axis)) for axis in axes]
+    found: dict[Size, tuple[float, Size] | None] = {}
+    for size in itertools.product(*map(reversed, axes)):
+        beyond = [
+            found.get((*size[:i], after.get(size[i], -1), *size[i + 1 :]))  # type: ignore[arg-type]
+            for i, after in enumerate(following)
         ]
-        if inside:
-            seconds, entry = min(inside)
-            return entry, seconds
-        entry = max(self._table, key=lambda e: (e[0] + e[1], e[2]))
-        return entry, self._table[entry]
+        own = (table[size], size) if size in table else None
+        found[size] = min([one for one in (own, *beyond) if one is not None], default=None)
+    return {size: one or (table[largest], largest) for size, one in found.items()}
+
+
+def _tokens(size: Size) -> int:
+    return size[0] * size[3] + size[1]
 
 
 def _up(axis: list[int], n: int) -> int:

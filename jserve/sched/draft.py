@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from jserve.kv.cache import PageCache
 from jserve.types import RowPlan, Sequence, SlotLoad, StepPlan
 
@@ -29,6 +31,10 @@ class PlanDraft:
         self.chunk = chunk
         self.n_prefill = 0
         """Tokens of prefill rows so far."""
+        self.n_draft = 0
+        """Drafts that the device shall leave in the slots of emitting rows."""
+        self.sources: dict[int, str] = {}
+        """Row -> who made its drafts."""
         self.rows: list[RowPlan] = []
         self.loads: list[SlotLoad] = []
 
@@ -59,12 +65,21 @@ class PlanDraft:
             seq.pending += 1
         self.tokens_left -= len(seqs)
 
-    def verify(self, seq: Sequence, drafts: Seq[int]) -> None:
+    def verify(
+        self,
+        seq: Sequence,
+        drafts: Seq[int],
+        source: str = "",
+        mask: np.ndarray | None = None,
+    ) -> None:
         """A row that reads its first token from the slot and tries ``drafts`` after it.
 
-        The drafts of a guided sequence were trimmed to what its guide lets follow.
+        The drafts of a guided sequence were trimmed to what its guide lets follow. ``mask`` goes with
+        drafts of a sequence without a guide.
         """
         count = 1 + len(drafts)
+        if count > 1:
+            self.sources[len(self.rows)] = source
         self.rows.append(
             RowPlan(
                 seq=seq,
@@ -73,7 +88,7 @@ class PlanDraft:
                 count=count,
                 from_slot=True,
                 drafts=drafts,
-                mask=None if seq.guide is None else seq.guide.mask(drafts),
+                mask=mask if seq.guide is None else seq.guide.mask(drafts),
             )
         )
         seq.scheduled += count
@@ -126,5 +141,6 @@ class PlanDraft:
             rows=tuple(rows),
             loads=tuple(self.loads),
             moves=cache.moves(step),
-            page_table_RM=cache.snapshot(slots, self.longest()),
+            page_table_RM=cache.snapshot(slots, self.longest() + self.n_draft),
+            n_draft=self.n_draft,
         )

@@ -69,18 +69,28 @@ def peak_tokens(members: Iterable[tuple[int, int]]) -> int:
     return peak
 
 
-def reserve(running: Iterable[Sequence], seq: Sequence, lengths: Lengths, page_size: int) -> int:
+def reserve(
+    running: Iterable[Sequence],
+    seq: Sequence,
+    lengths: Lengths,
+    page_size: int,
+    most_pages: int = 0,
+) -> int:
     """Pages to leave for ``running`` and ``seq`` when ``seq`` gets in with its known tokens.
 
-    Those who are protected hold all their pages already and only give back.
+    Those who are protected hold all their pages already and only give back. ``most_pages`` is what
+    one holds at the most where a window gives pages back; 0 where none does.
     """
     members = [(lengths.left(s), _own(s, page_size)) for s in running if not policy.protected(s)]
     if not policy.protected(seq):
         members.append((lengths.left(seq), len(seq.tokens)))
+    if most_pages:
+        most = most_pages * page_size
+        members = [(min(left, max(0, most - own)), min(own, most)) for left, own in members]
     return -(-peak_tokens(members) // page_size)
 
 
 def _own(seq: Sequence, page_size: int) -> int:
     """Tokens in pages that come back when ``seq`` ends: all but those it found in the cache."""
     lease = seq.lease
-    return 0 if lease is None else (len(lease.pages) - lease.n_shared) * page_size
+    return 0 if lease is None else lease.n_own * page_size

@@ -38,6 +38,8 @@ FULL = 1.125
 SHED_FROM = {Lane.BULK: 1, Lane.STANDARD: 3, Lane.INTERACTIVE: 4}
 """Overload level from which a lane is refused; 4 stands for a full queue."""
 SHORT_FROM = 2
+FEW = 8
+"""So few waiting sequences are no overload, however many seconds their prompts take."""
 
 
 def next_level(level: int, load: float) -> int:
@@ -109,7 +111,7 @@ class Gate:
         load = len(waiting) / options.max_waiting
         if options.max_waiting_tokens:
             load = max(load, waiting.n_tokens / options.max_waiting_tokens)
-        if options.max_queue_s and len(waiting) and self.cap.costs.known:
+        if options.max_queue_s and len(waiting) > FEW and self.cap.costs.known:
             load = max(load, self.queue_s() / options.max_queue_s)
         return load
 

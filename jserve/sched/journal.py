@@ -128,6 +128,8 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
 class Planned(msgspec.Struct, frozen=True, tag="plan"):
     now: float
     decision: Decision | None
+    waited: bool = False
+    """True when nothing was planned for the sake of drafts, whatever could have run."""
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -224,8 +226,8 @@ class JournalFile:
     def fetched(self, answers: Seq[tuple[int, bool]], now: float) -> None:
         self._write(Fetched(now=now, answers=list(answers)))
 
-    def plan(self, now: float, plan: StepPlan | None) -> None:
-        self._write(Planned(now=now, decision=Decision.of(plan)))
+    def plan(self, now: float, plan: StepPlan | None, *, waited: bool = False) -> None:
+        self._write(Planned(now=now, decision=Decision.of(plan), waited=waited))
 
     def commit(self, now: float, plan: StepPlan, result: StepResult) -> None:
         self._write(

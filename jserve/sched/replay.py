@@ -16,8 +16,9 @@ import msgspec
 
 from jserve.config import EngineConfig
 from jserve.errors import JserveError
-from jserve.ports import RunnerLimits, Verdict
+from jserve.ports import Proposer, RunnerLimits, Verdict
 from jserve.sched import caching, tiering
+from jserve.sched.drafting import Drafting, Drafts, Load
 from jserve.sched.journal import (
     Arrival,
     Cancelled,
@@ -53,16 +54,25 @@ class Replayed:
     outputs: list[Output]
 
 
-def replay(path: str | Path, limits: RunnerLimits, config: EngineConfig) -> Replayed:
+def replay(
+    path: str | Path,
+    limits: RunnerLimits,
+    config: EngineConfig,
+    proposer: Proposer | None = None,
+) -> Replayed:
     """Drive a fresh scheduler with the inputs in ``path``.
 
-    A last line that was cut off (the process died) is left out.
+    With the ``proposer`` of the run (one as it was when it started) drafts are decided anew and compared;
+    without it they are taken from the journal. A last line that was cut off (the process died) is left out.
 
     Raises:
         Diverged: a plan differs from the recorded one.
     """
-    drafts, guides = _RecordedDrafts(), _RecordedGuides(Path(path))
-    scheduler = Scheduler(limits, config, proposer=drafts, guides=guides)
+    guides = _RecordedGuides(Path(path))
+    scheduler = Scheduler(limits, config, proposer=proposer, guides=guides)
+    recorded = _RecordedDrafting(limits, scheduler.costs, config.speculative)
+    if proposer is None:
+        scheduler.drafting = scheduler.decoding.drafting = recorded
     plans: dict[int, StepPlan] = {}
     outputs: list[Output] = []
     n_events = 0
@@ -71,7 +81,8 @@ def replay(path: str | Path, limits: RunnerLimits, config: EngineConfig) -> Repl
         if isinstance(event, Guided):
             continue
         if isinstance(event, Planned):
-            drafts.decision = guides.decision = event.decision
+            recorded.waited = event.waited
+            recorded.decision = guides.decision = event.decision
             plan = scheduler.plan(event.now)
             _compare(n_events, event.decision, Decision.of(plan))
             if plan is not None:
@@ -81,16 +92,21 @@ def replay(path: str | Path, limits: RunnerLimits, config: EngineConfig) -> Repl
     return Replayed(n_events=n_events, n_steps=scheduler.n_steps, outputs=outputs)
 
 
-class _RecordedDrafts:
-    """A proposer that says what the recorded plan used."""
+class _RecordedDrafting(Drafting):
+    """A policy that waits when the recorded one did, and drafts what that one drafted."""
 
-    def __init__(self) -> None:
-        self.decision: Decision | None = None
+    decision: Decision | None = None
+    waited = False
 
-    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
+    def waits(self, ready: Seq[Sequence], n_flights: int, load: Load) -> bool:
+        return self.waited
+
+    def choose(self, ready: Seq[Sequence], load: Load) -> list[Drafts]:
         rows = self.decision.rows if self.decision is not None else ()
+        self.n_draft = self.decision.n_draft if self.decision is not None else 0
         said = {(row[0], row[1]): row[8] for row in rows}
-        return [said.get((seq.request.id, seq.index), ()) for seq in seqs]
+        ids = [said.get((seq.request.id, seq.index), ()) for seq in ready]
+        return [Drafts(drafts, "recorded") for drafts in ids]
 
 
 class _RecordedGuides:
@@ -124,6 +140,10 @@ class _RecordedGuide:
 
     def __init__(self, guides: _RecordedGuides, key: tuple[str, int]) -> None:
         self._guides, self._key = guides, key
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        return ()
 
     @property
     def fault(self) -> str | None:

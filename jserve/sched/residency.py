@@ -21,6 +21,7 @@ from jserve.sched import policy
 from jserve.sched.forecast import Lengths, reserve
 from jserve.sched.keeping import Keeping, root_of
 from jserve.sched.queue import OrderedSeqs, WaitQueue
+from jserve.sched.swapping import Swapping
 from jserve.types import Lane, Request, SeqState, Sequence
 
 
@@ -35,8 +36,15 @@ class Residency:
         cache: PageCache,
         waiting: WaitQueue,
         keeping: Keeping | None = None,
+        chunk: int = 0,
+        overlap: int = 0,
+        swapping: Swapping | None = None,
     ) -> None:
         self.cache = cache
+        self.swapping = swapping or Swapping(cache, None, mode="recompute", page_move_s=0.0)
+        self.chunk = chunk
+        """Most tokens of a prefill row: with a window, pages are taken a row ahead."""
+        self.window_pages = cache.window.most_pages((overlap + 2) * chunk)
         self.keeping = keeping or Keeping(cache)
         self.max_running = max_running
         self.waiting = waiting
@@ -69,8 +77,8 @@ class Residency:
         state = (seq, self.cache.n_available, len(self.running))
         if self._refused == state:
             return False  # nothing came back since it was refused, so do not search the tree again
-        reuse = reuses_cache(seq)
-        lease = self.cache.match(
+        reuse, cache = reuses_cache(seq), self.cache
+        lease = cache.match(
             self.key_of(seq.request),
             seq.tokens,
             slot=self._slots[0],
@@ -78,19 +86,25 @@ class Residency:
             cacheable=not seq.request.skip_prefix_cache,
             keeps=self.keeping.keeps(seq.request),
         )
-        n_cached, keep = lease.capacity, self._keep(seq)
-        if not self.cache.extend(lease, policy.tokens_wanted(seq), keep=keep):
-            self.cache.release(lease)
+        below = cache.below(lease, seq.tokens) if reuse else []
+        n_found = lease.capacity + len(below) * cache.page_size
+        n_cached = self.swapping.reach(seq, n_found)
+        cache.slide(lease, n_cached)
+        first, later = self._at_entry(seq, n_cached)
+        if not cache.extend(lease, first, keep=self._keep(seq) + later):
+            cache.let_be(below)
+            cache.release(lease)
             self._refused = state
             return False
-        n_cached += self.cache.load(lease, seq.tokens) if reuse else 0
+        cache.load(lease, below)
         self.n_looked_up += len(seq.tokens) if reuse else 0
-        self.n_hit += n_cached
+        self.n_hit += n_found
         if seq.n_preempted == 0:
             seq.n_cached = n_cached
         self.waiting.remove(seq)
         seq.slot, seq.lease, seq.state = self._slots.popleft(), lease, SeqState.RUNNING
         seq.scheduled, seq.given = n_cached, len(seq.tokens)
+        self.swapping.enter(seq, n_found, n_cached)
         self._join(seq)
         n_out = self.lengths.expected(seq.request.lane, seq.max_len - seq.n_prompt)
         self.waiting.entered(seq, len(seq.tokens) - n_cached, n_out)
@@ -101,11 +115,30 @@ class Residency:
         least = policy.headroom(len(self.running))
         if not len(self.running) or self._most_pages + self._most(seq) <= self.cache.pool.n_usable:
             return least  # alone, or all can grow to their end side by side
-        return max(least, reserve(self.running, seq, self.lengths, self.cache.page_size))
+        most = self.window_pages
+        return max(least, reserve(self.running, seq, self.lengths, self.cache.page_size, most))
 
     def _most(self, seq: Sequence) -> int:
-        """Pages of ``seq`` at its full length."""
-        return -(-policy.kv_tokens(seq) // self.cache.page_size)
+        """Pages that ``seq`` ever holds at once."""
+        n = -(-policy.kv_tokens(seq) // self.cache.page_size)
+        return min(n, self.window_pages or n)
+
+    def _at_entry(self, seq: Sequence, n_cached: int) -> tuple[int, int]:
+        """(tokens whose pages ``seq`` takes at admission, pages that its prompt needs later beside
+        those): with a window it takes them a row ahead, since it gives others back meanwhile."""
+        wanted = policy.tokens_wanted(seq)
+        if not self.window_pages or policy.protected(seq):
+            return wanted, 0
+        first, Z = min(wanted, n_cached + self.chunk), self.cache.page_size
+        n_gone = len(self.cache.window.gone(n_cached))
+        held, whole = -(-first // Z) - n_gone, -(-wanted // Z) - n_gone
+        return first, max(0, min(whole, self.window_pages) - held)
+
+    def tokens_ahead(self, seq: Sequence) -> int:
+        """Tokens whose pages ``seq`` must hold before its next row of known tokens is planned."""
+        if not self.window_pages:
+            return seq.given
+        return min(seq.given, seq.scheduled + self.chunk)
 
     def make_way(self, now: float, held_back: Callable[[Sequence], bool]) -> None:
         """Bulk gives way to the first of lane interactive that finds no slot or no pages.
@@ -116,13 +149,14 @@ class Residency:
         seq = self._urgent(now, held_back)
         if seq is None:
             return
-        wanted = -(-policy.tokens_wanted(seq) // self.cache.page_size) + self._keep(seq)
+        first, later = self._at_entry(seq, 0)
+        wanted = -(-first // self.cache.page_size) + later + self._keep(seq)
         short, chosen = wanted - self.cache.n_available, []
         for victim in policy.yielding(self.running):
             if short <= 0 and (chosen or not self.full):
                 break
             assert victim.lease is not None
-            short -= len(victim.lease.pages) - victim.lease.n_shared
+            short -= victim.lease.n_own
             chosen.append(victim)
         if short <= 0:
             for victim in chosen:
@@ -160,6 +194,8 @@ class Residency:
 
     def preempt(self, seq: Sequence) -> None:
         """Back to the queue; tokens, seed and results in flight stay, so nothing said is lost."""
+        if not owes_scores(seq):
+            self.swapping.leave(seq)
         self._requeue(seq)
         seq.n_preempted += 1
         self.n_preemptions += 1
@@ -184,6 +220,7 @@ class Residency:
     def leave(self, seq: Sequence) -> None:
         """``seq`` is over, wherever it was."""
         lease = seq.lease
+        self.swapping.forget(seq)
         if lease is not None:
             self._vacate(seq)
             self.keeping.ended(seq.request, lease)

@@ -28,10 +28,12 @@ from jserve.kv.cache import PageCache
 from jserve.kv.handles import quota_of
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits, Verdict
 from jserve.sched import admission, estimate, outcome, policy
-from jserve.sched.budget import cap_of
+from jserve.sched.budget import cap_of, chunk_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
+from jserve.sched.decoding import Decoding
 from jserve.sched.draft import PlanDraft
+from jserve.sched.drafting import Drafting
 from jserve.sched.fetching import Fetching
 from jserve.sched.gate import Gate
 from jserve.sched.guided import lacks_mask, obey
@@ -41,6 +43,7 @@ from jserve.sched.queue import WaitQueue, weights_of
 from jserve.sched.residency import Residency, owes_scores
 from jserve.sched.scores import PromptScores
 from jserve.sched.stats import LaneCounts, SchedStats, counters_of, stats_of
+from jserve.sched.swapping import Swapping
 from jserve.types import (
     Finish,
     Lane,
@@ -67,13 +70,13 @@ class Scheduler:
         config: EngineConfig,
         *,
         proposer: Proposer | None = None,
+        drafting: Drafting | None = None,
         journal: Journal | None = None,
         guides: Guides | None = None,
     ) -> None:
         self.limits = limits
         self.options = config.scheduler
         self.seed = config.model.seed
-        self.proposer = proposer
         self.journal = journal
         self.guides = guides
         per_slot = -(-limits.max_model_len // limits.page_size)
@@ -84,6 +87,8 @@ class Scheduler:
             pages_per_slot=per_slot,
             reuse=config.cache.prefix_caching,
             n_host_pages=limits.n_host_pages,
+            window=limits.window,
+            sinks=limits.sinks,
         )
         keeping = Keeping(
             cache,
@@ -91,17 +96,24 @@ class Scheduler:
             session_ttl_s=config.cache.session_ttl_s,
         )
         options = self.options
+        self.costs = MeasuredCosts(limits.step_times)
+        self.cap = cap_of(self.costs, limits, options)
         self.floor = Residency(
             n_slots=limits.n_slots,
             max_running=_most_running(limits, options),
             cache=cache,
             waiting=WaitQueue(weights_of(options), options.ageing_s),
             keeping=keeping,
+            chunk=chunk_of(limits, options),
+            overlap=options.overlap,
+            swapping=Swapping(
+                cache, self.cap, mode=options.preemption, page_move_s=limits.page_move_s
+            ),
         )
         self.leaders = Leaders(self.floor)
         self.fetching = Fetching(self.floor)
-        self.costs = MeasuredCosts(limits.step_times)
-        self.cap = cap_of(self.costs, limits, options)
+        self.drafting = drafting or Drafting(limits, self.costs, config.speculative, proposer)
+        self.decoding = Decoding(self.floor, limits, self.drafting)
         self.gate = Gate(options, self.cap, self.floor)
         self.deadlines = Deadlines()
         self.scores = PromptScores()
@@ -127,6 +139,8 @@ class Scheduler:
     def enqueue(self, request: Request, now: float) -> None:
         """``submit`` without the journal, of a prompt that is complete."""
         max_len = admission.check(request, self.limits)
+        if self.drafting.proposer is not None:
+            self.drafting.proposer.check(request)
         if request.params.guided and self.guides is None:
             raise BadRequest("structured output is off on this server", field="structured_outputs")
         if request.id in self._groups:
@@ -180,13 +194,21 @@ class Scheduler:
         return [self._end(seq, Finish.ABORT, now) for seq in chosen]
 
     def plan(self, now: float) -> StepPlan | None:
-        """The rows of the next step, or None when nothing can run before a result comes back."""
+        """The rows of the next step, or None when nothing can or should run before a result comes
+        back."""
         self.floor.keeping.advance(now)
+        waits = self.decoding.waits(self._n_uncommitted, self.gate.n_context)
+        plan = None if waits else self._plan(now)
+        if self.journal is not None:
+            self.journal.plan(now, plan, waited=waits)
+        return plan
+
+    def _plan(self, now: float) -> StepPlan | None:
         draft = PlanDraft(
             tokens=self.options.max_num_batched_tokens,
             prefill_tokens=self.cap.most,
             prefill_rows=self.limits.max_prefill_rows,
-            chunk=self.options.max_prefill_chunk or self.limits.max_prefill_tokens,
+            chunk=self.floor.chunk,
         )
         self.floor.make_way(now, self._held_back)
         if self.guides is not None:
@@ -195,69 +217,19 @@ class Scheduler:
         if self.guides is not None and not draft.rows and not self._n_uncommitted:
             self.guides.settle(None)  # nobody else has anything to do
             self._fill(draft, now)
-        plan = None
-        if draft.rows:
-            plan = draft.freeze(self.n_steps, self.floor.cache)
-            self.n_prefilled += draft.n_prefill
-            self.n_steps += 1
-            self._n_uncommitted += 1
-        if self.journal is not None:
-            self.journal.plan(now, plan)
+        if not draft.rows:
+            return None
+        plan = draft.freeze(self.n_steps, self.floor.cache)
+        self.drafting.planned(plan, draft.sources, behind=not self._n_uncommitted)
+        self.n_prefilled += draft.n_prefill
+        self.n_steps += 1
+        self._n_uncommitted += 1
         return plan
 
     def _fill(self, draft: PlanDraft, now: float) -> None:
-        if self.guides is not None:
-            self._grow_forced()
-        self._decode(draft)
+        self.decoding.fill(draft, self._n_uncommitted, self.gate.n_context)
         self._prefill(draft)
         self._admit(draft, now)
-
-    def _grow_forced(self) -> None:
-        """Pages for the tokens that guides forced. Before any row: growing may push others out."""
-        for seq in self.floor.running.snapshot():
-            if seq.lease is not None and seq.given > seq.lease.capacity:
-                self.floor.grow(seq, seq.given)
-
-    def _decode(self, draft: PlanDraft) -> None:
-        """One row for every sequence whose known tokens are all scheduled, in order."""
-        ready = [
-            seq
-            for seq in self.floor.running
-            if seq.scheduled >= seq.given
-            and len(seq.tokens) + seq.in_flight < seq.max_len
-            and (seq.guide is None or seq.guide.room(seq.in_flight) > 0)
-        ]
-        if self.proposer is not None and self.limits.max_drafts and ready:
-            self._verify(draft, ready)
-            return
-        for seq in ready:
-            # One that gave way to an earlier one in this very loop holds no lease any more.
-            if seq.lease is not None and seq.scheduled >= seq.lease.capacity:
-                self.floor.grow(seq, seq.scheduled + 1)
-        draft.decode([seq for seq in ready if seq.lease is not None and seq.guide is None])
-        for seq in ready:
-            if seq.lease is not None and seq.guide is not None:
-                draft.verify(seq, ())
-
-    def _verify(self, draft: PlanDraft, ready: list[Sequence]) -> None:
-        """Decode rows with drafts, as far as budget, length and free pages allow them."""
-        assert self.proposer is not None
-        proposed = self.proposer.propose(ready, self.limits.max_drafts)
-        spare = draft.tokens_left - len(self.floor.running)
-        for seq, drafts in zip(ready, proposed, strict=True):
-            if seq.lease is None:
-                continue
-            room = seq.max_len - len(seq.tokens) - seq.in_flight - 1
-            if seq.guide is not None:
-                room = min(room, seq.guide.room(seq.in_flight) - 1)
-            drafts = tuple(drafts[: max(0, min(room, spare, self.limits.max_drafts))])
-            if seq.guide is not None:
-                drafts = tuple(seq.guide.trim(drafts))
-            if drafts and not self.floor.cache.extend(seq.lease, seq.scheduled + 1 + len(drafts)):
-                drafts = ()
-            if self.floor.grow(seq, seq.scheduled + 1 + len(drafts)):
-                draft.verify(seq, drafts)
-                spare -= len(drafts)
 
     def _prefill(self, draft: PlanDraft) -> None:
         """The next chunk of every running sequence that has known tokens left."""
@@ -291,8 +263,11 @@ class Scheduler:
                 return
 
     def _held_back(self, seq: Sequence) -> bool:
-        """True while what ``seq`` needs is being computed by another, or read from disk."""
-        return self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq)
+        """True while what ``seq`` needs is being computed by another, read from disk, or on its way to
+        the host."""
+        if self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq):
+            return True
+        return self.floor.swapping.waits(seq)
 
     def _may_admit(self, draft: PlanDraft) -> bool:
         return draft.prefill_room > 0 and not self.floor.full
@@ -304,7 +279,8 @@ class Scheduler:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
         self.floor.cache.landed(plan.id, ok=True)
-        self._observe(plan, result)
+        self._observe(plan, result, now)
+        sources = self.drafting.begin_commit(plan)
         outputs: list[Output] = []
         n_rows = len(plan.rows)
         columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
@@ -313,6 +289,8 @@ class Scheduler:
             seq.pending -= 1
             if row.emits:
                 _settle(seq, 1 + len(row.drafts), n_ok)
+                if self.drafting.on:
+                    self.drafting.drawn(row, sources.get(r, ""), n_ok)
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
             if not finite:
@@ -322,14 +300,17 @@ class Scheduler:
                 self.scores.add(seq, result.prompt[r])
             if row.emits:
                 drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
-                outputs.append(self._advance(seq, drawn, result, r, now))
+                outputs.append(self._advance(seq, drawn, result, r, len(row.drafts), now))
             else:
                 self._publish(seq, row.start + row.count)
+                self.drafting.took(seq, ())
         if self.guides is not None:
             self.guides.kick()
+        if not len(self.floor.running):
+            self.drafting.idle()
         return outputs
 
-    def _observe(self, plan: StepPlan, result: StepResult) -> None:
+    def _observe(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Learn from the time the step took; the rows of prefill stand last."""
         n_rows = len(plan.rows)
         n_decode, n_prefill = n_rows, 0
@@ -337,13 +318,20 @@ class Scheduler:
             n_decode -= 1
             n_prefill += plan.rows[n_decode].count
         self.gate.n_context = plan.page_table_RM.shape[1] * self.limits.page_size
-        self.costs.observe(n_decode, n_prefill, self.gate.n_context, result.device_us * 1e-6)
+        took, width = result.device_us * 1e-6, 1
+        if self.drafting.on:
+            width = max([row.count for row in plan.rows[:n_decode]], default=1)
+            usual = self.costs.seconds(n_decode, n_prefill, self.gate.n_context, width)
+            self.drafting.observe(plan, now, took, usual)
+        if not plan.n_draft:
+            self.costs.observe(n_decode, n_prefill, self.gate.n_context, took, width)
 
     def _publish(self, seq: Sequence, n_sound: int) -> None:
         """Let others find the full pages of the first ``n_sound`` tokens, whose logits were finite."""
         lease = seq.lease
         if lease is not None and n_sound // self.limits.page_size > lease.n_published:
             self.floor.cache.publish(lease, seq.tokens, n_sound)
+            self.floor.cache.slide(lease, n_sound)
         if seq.request.cache is not None:
             self.floor.keeping.settle(seq.request, lease)
 
@@ -363,6 +351,7 @@ class Scheduler:
             self._n_uncommitted -= 1
             for row in plan.rows:
                 row.seq.pending = row.seq.in_flight = 0
+        self.drafting.idle()
         assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
         blamed = [seq for id in blame for seq in self._groups.get(id, ()) if seq.finish is None]
         outputs = [self._end(seq, Finish.ERROR, now, error) for seq in blamed]
@@ -370,7 +359,13 @@ class Scheduler:
         return outputs
 
     def _advance(
-        self, seq: Sequence, drawn: list[int], result: StepResult, row: int, now: float
+        self,
+        seq: Sequence,
+        drawn: list[int],
+        result: StepResult,
+        row: int,
+        n_drafts: int,
+        now: float,
     ) -> Output:
         """Append what was drawn, publish the pages it proved sound, end what is over."""
         request, n_prompt = seq.request, seq.n_prompt
@@ -383,19 +378,32 @@ class Scheduler:
             drawn = [*drawn, *verdict.forced]
         drawn = outcome.accept(seq, drawn)
         # The logits were finite, so the KV of everything before the last drawn token is sound.
-        n_sound = len(seq.tokens) - max(1, 1 + len(drawn) - n_drawn) if drawn else n_prompt
+        n_forced = len(drawn) - n_drawn
+        n_sound = len(seq.tokens) - (1 + n_forced if n_forced > 0 else 1) if drawn else n_prompt
         if verdict is not None:
             obey(seq, verdict)
-        self._publish(seq, n_sound)
+        lease = seq.lease
+        if lease is not None and (n_sound >= lease.next_full or request.cache is not None):
+            self._publish(seq, n_sound)
+        if not first and seq.finish is None and request.params.logprobs is None:
+            return Output(
+                request_id=request.id,
+                index=seq.index,
+                token_ids=tuple(drawn),
+                n_cached=seq.n_cached,
+            )
         scores = self.scores.take(seq) if first else None
         logprobs = None
         if request.params.logprobs is not None:
             logprobs = outcome.logprobs_of(seq, result, row, len(drawn))
+        self.drafting.took(seq, drawn)
         if seq.finish is not None:
             self._retire(seq, now)
         return Output(
             request_id=request.id,
             index=seq.index,
+            n_drafted=n_drafts,
+            n_accepted=min(n_drawn - 1, len(drawn)) if n_drafts else 0,
             token_ids=tuple(drawn),
             logprobs=logprobs,
             prompt_logprobs=scores,
@@ -457,6 +465,7 @@ class Scheduler:
         self.floor.keeping.abandon(seq.request)
         self.leaders.forget(seq)
         self.fetching.forget(seq)
+        self.drafting.forget(seq)
         self.scores.drop(seq)
         self.deadlines.forget(seq)
         self.counts[seq.request.lane].ended(seq)

@@ -86,9 +86,11 @@ def stats_of(scheduler: Scheduler) -> SchedStats:
 def counters_of(scheduler: Scheduler) -> dict[str, float]:
     """Those that are not there in every build: tiers, handles, sessions, waits for a prefix."""
     floor = scheduler.floor
-    tiers = {} if floor.cache.tier is None else floor.cache.tier.counters()
+    tier = floor.cache.tier
+    tiers = {} if tier is None else tier.counters() | floor.swapping.counters()
     return {
         **floor.keeping.counters(),
+        **(scheduler.drafting.counters() if scheduler.drafting.on else {}),
         **tiers,
         "prefix_waits_total": float(scheduler.leaders.n_waits),
         "prefill_tokens_total": float(scheduler.n_prefilled),

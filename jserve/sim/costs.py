@@ -39,6 +39,8 @@ class TableFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     n_pages: int
     page_size: int
     max_model_len: int
+    window: int = 0
+    """``RunnerLimits.window``."""
     steps: tuple[StepTime, ...]
 
 
@@ -51,6 +53,8 @@ class Device:
     n_pages: int
     max_model_len: int
     host_s: float = 0.0
+    window: int = 0
+    """``RunnerLimits.window`` of the model."""
 
 
 class Table:
@@ -149,6 +153,8 @@ class Shape:
     context: int
     tied: bool
     itemsize: int
+    window: int = 0
+    """Tokens that every layer sees; 0: all."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str) -> Shape:
@@ -167,6 +173,7 @@ class Shape:
             context=_key(config, "max_position_embeddings", name),
             tied=bool(config.get("tie_word_embeddings", False)),
             itemsize=4 if dtype == "float32" else 2,
+            window=_window(config, name),
         )
 
     @property
@@ -203,6 +210,13 @@ SHAPES = {
 """Shapes that need no config.json."""
 
 
+def _window(config: Mapping[str, Any], name: str) -> int:
+    """Mistral alone has a window in every layer; null is none."""
+    if config.get("model_type") != "mistral" or config.get("sliding_window", 0) is None:
+        return 0
+    return _key(config, "sliding_window", name, 4096)
+
+
 def _key(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
@@ -226,6 +240,7 @@ class Roofline:
 
     def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
         shape, gpu = self.shape, self.gpu
+        n_context = min(n_context, shape.window or n_context)
         rows, tokens = n_decode + (n_prefill > 0), n_decode + n_prefill
         weights = shape.itemsize * (shape.body + shape.unembed)
         kv = self.kv_itemsize * shape.kv_numbers * (rows * n_context + tokens)
@@ -261,7 +276,7 @@ def from_table(path: Path, options: CacheOptions) -> Device:
     Raises:
         ConfigError: the file, or an option that only sizes memory and has no meaning here.
     """
-    file = _table_file(path)
+    file = read_table(path, "costs")
     for name in ("memory_utilization", "kv_memory_gb", "kv_dtype"):
         if getattr(options, name) != getattr(CacheOptions(), name):
             raise ConfigError(
@@ -273,17 +288,23 @@ def from_table(path: Path, options: CacheOptions) -> Device:
         costs=Table(file.steps, str(path)),
         n_pages=options.n_pages or 1 + in_tokens // options.page_size,
         max_model_len=file.max_model_len,
+        window=file.window,
         host_s=file.host_seconds,
     )
 
 
-def _table_file(path: Path) -> TableFile:
+def read_table(path: Path, field: str) -> TableFile:
+    """A file of ``jserve bench steps``.
+
+    Raises:
+        ConfigError: it is none; ``field`` is the option that named it.
+    """
     try:
         file = msgspec.json.decode(path.read_bytes(), type=TableFile)
     except (OSError, msgspec.DecodeError) as e:
-        raise ConfigError(f"costs {path}: {e}", field="costs") from None
+        raise ConfigError(f"{field} {path}: {e}", field=field) from None
     if file.format != FORMAT:
-        raise ConfigError(f"costs {path}: format {file.format!r}, not {FORMAT}", field="costs")
+        raise ConfigError(f"{field} {path}: format {file.format!r}, not {FORMAT}", field=field)
     return file
 
 
@@ -303,6 +324,7 @@ def from_roofline(model: str, gpu: str, options: CacheOptions) -> Device:
         costs=costs,
         n_pages=costs.n_pages(options),
         max_model_len=shape.context,
+        window=shape.window,
         host_s=GPU_HOST_S,
     )
 

@@ -157,10 +157,11 @@ class SimRunner:
 
 
 def _count_decode(rows: tuple[RowPlan, ...]) -> int:
-    """Decode rows come first, so the last one tells unless the step is mixed."""
-    if rows[-1].from_slot:
-        return len(rows)
-    return sum([row.from_slot for row in rows])
+    """Decode rows come first, and the others are few."""
+    n = len(rows)
+    while n and not rows[n - 1].from_slot:
+        n -= 1
+    return n
 
 
 def _scores(row: RowPlan) -> PromptLogprobs:

@@ -96,6 +96,7 @@ def measure(
         n_pages=limits.n_pages,
         page_size=limits.page_size,
         max_model_len=limits.max_model_len,
+        window=limits.window,
         steps=tuple(steps),
     )
 

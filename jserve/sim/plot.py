@@ -1,14 +1,16 @@
 """Plots of simulations as small SVG files: a run over time and by percentile, or a sweep.
 
-Owns looks only. Needs matplotlib (the extra ``plot``), which is imported when a plot is drawn.
+Owns looks only (``bench`` draws its panels with ``figure``). Needs matplotlib (the extra ``plot``), which
+is imported when a plot is drawn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import re
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,18 @@ def check(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"plot {path}: there is no directory {path.parent}", field="plot")
     _pyplot()
+
+
+@contextlib.contextmanager
+def figure(path: Path, panels: int, title: str) -> Iterator[Any]:
+    """Axes of ``panels`` panels side by side; written to ``path`` when all is drawn."""
+    plt = _pyplot()
+    drawn, axes = plt.subplots(
+        1, panels, figsize=(3.7 * panels, 3.6), layout="constrained", squeeze=False
+    )
+    yield axes[0]
+    drawn.suptitle(title)
+    _save(plt, drawn, path)
 
 
 def draw_run(run: Run, report: Report, slo: Slo, path: Path, title: str) -> None:

@@ -339,7 +339,7 @@ class _Tape:
     def cancel(self, request_id: str, now: float, index: int | None) -> None:
         self._next(Cancelled)
 
-    def plan(self, now: float, plan: StepPlan | None) -> None:
+    def plan(self, now: float, plan: StepPlan | None, *, waited: bool = False) -> None:
         event = self._next(Planned)
         made = Decision.of(plan)
         if isinstance(event, Planned) and event.decision != made:

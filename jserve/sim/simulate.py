@@ -108,6 +108,8 @@ def limits_of(setup: Setup) -> RunnerLimits:
         page_size=setup.config.cache.page_size,
         max_model_len=length,
         vocab_size=VOCAB,
+        window=device.window,
+        sinks=setup.config.device.attention_sinks if device.window else 0,
         step_times=ladder(device.costs, rows=n, tokens=budget, context=length),
     )
 

@@ -15,7 +15,14 @@ from pallas_kernels.flash import LOG2E, MASKED
 from pallas_kernels.paged_attention import hopper
 from pallas_kernels.paged_attention.combine import combine
 from pallas_kernels.paged_attention.hopper import Tile
-from pallas_kernels.served import check_heads, check_page, tuning
+from pallas_kernels.served import (
+    check_heads,
+    check_page,
+    check_tree,
+    multiplied,
+    of_dtype,
+    tuning,
+)
 
 Array = jax.Array
 MAX_TOKENS = 16
@@ -33,15 +40,18 @@ def paged_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks_N: Array | None = None,
+    parents: tuple[int, ...] = (),
+    scales_2K: Array | None = None,
     tune: dict[str, Any] | None = None,
     interpret: Any = None,
 ) -> Array:
     """Causal attention of D rows of J query tokens over their pages.
 
     Args:
-        q_DJNH: queries of tokens start .. start + J - 1 of each row; cast to the pool's dtype.
-        keys_PKZH, values_PKZH: pool of pages, bfloat16 or float16. What lies beyond a row's
-            length or outside its window may be anything, also NaN.
+        q_DJNH: queries of tokens start .. start + J - 1 of each row; cast to the dtype that is
+            multiplied: the pool's, or float16 where that is float8_e4m3fn.
+        keys_PKZH, values_PKZH: pool of pages, bfloat16, float16 or float8_e4m3fn. What lies beyond
+            a row's length or outside its window may be anything, also NaN.
         table_DM: int32 page ids; entries beyond the length are not read.
         start_D: int32 position of the first token.
         len_D: int32 keys of the row, its own tokens included; 0 for a row without any.
@@ -49,7 +59,13 @@ def paged_attention(
         window: keys each token sees, itself included; 0 for all.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
         sinks_N: logit per head that takes part in the softmax with a value of zero.
-        tune: ``block``, ``stages``, ``teams``, ``register_p`` instead of those of tune.json.
+        parents: index of each token's parent among the J, where they are a tree of drafts: token 0
+            is the root (its parent is -1), a parent comes before its children. A token sees all
+            keys before ``start`` and the tokens on the way from the root to itself; its position
+            is ``start`` plus its depth. Empty: a chain.
+        scales_2K: float32, what the stored keys and values of each kv head are multiplied by;
+            None: 1.
+        tune: ``block``, ``stages``, ``raw_stages``, ``teams``, ``register_p`` instead of those of tune.json.
         interpret: ``plgpu.InterpretGPUParams()`` runs on a CPU.
 
     Returns:
@@ -59,14 +75,16 @@ def paged_attention(
     Raises:
         ValueError: a shape or dtype that the kernel cannot serve, named.
     """
-    tile = tile_of(q_DJNH, keys_PKZH, scale, window, soft_cap, tune, interpret)
+    tile = tile_of(q_DJNH, keys_PKZH, scale, window, soft_cap, parents, tune, interpret)
     D, J, N, H = q_DJNH.shape
     K, rows = tile.K, tile.J * tile.G
     q_DKQH = q_DJNH.reshape(D, J, K, tile.G, H).swapaxes(1, 2).reshape(D, K, rows, H)
+    if scales_2K is not None:
+        q_DKQH = q_DKQH * scales_2K[0, :, None, None]
     q_DKQH = jnp.pad(q_DKQH, ((0, 0), (0, 0), (0, tile.q_rows - rows), (0, 0)))
     work = hopper.plan(start_D, len_D, tile)
     sums = hopper.attend(
-        q_DKQH.astype(keys_PKZH.dtype),
+        q_DKQH.astype(multiplied(keys_PKZH.dtype)),
         keys_PKZH,
         values_PKZH,
         table_DM,
@@ -78,6 +96,8 @@ def paged_attention(
     )
     o_DYH = combine(*sums, _sink_rows(sinks_N, tile), work, tile, interpret)
     o_DKQH = o_DYH[:, : K * tile.q_rows].reshape(D, K, tile.q_rows, H)[:, :, :rows]
+    if scales_2K is not None:
+        o_DKQH = o_DKQH * scales_2K[1, :, None, None]
     return o_DKQH.reshape(D, K, J, tile.G, H).swapaxes(1, 2).reshape(D, J, N, H)
 
 
@@ -87,6 +107,7 @@ def tile_of(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    parents: tuple[int, ...] = (),
     tune: dict[str, Any] | None = None,
     interpret: Any = None,
 ) -> Tile:
@@ -100,9 +121,10 @@ def tile_of(
     check_heads(N, H, keys_PKZH)
     if not 1 <= J <= MAX_TOKENS:
         raise ValueError(f"{J} tokens a row, but 1 to {MAX_TOKENS} are served")
+    check_tree(parents, J, H)
     # The interpreter has no multiprocessors to fill, and every block of the grid costs it time.
     few = {} if interpret is None else {"sms": 4}
-    chosen = {**tuned(H), **few, **(tune or {})}
+    chosen = {**tuned(H, keys_PKZH.dtype), **few, **(tune or {})}
     block, teams = chosen["block"], chosen["teams"]
     check_page(Z, block)
     tile = Tile(
@@ -118,6 +140,8 @@ def tile_of(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        parents=parents,
+        raw_stages=chosen.get("raw_stages", 0),
         register_p=bool(chosen.get("register_p", interpret is None)),
     )
     return dataclasses.replace(tile, splits=_splits(tile, chosen["sms"]))
@@ -130,10 +154,11 @@ def _splits(tile: Tile, sms: int) -> int:
     return max(sms // (tile.K * tile.tiles), 1) * tile.teams
 
 
-def tuned(H: int) -> dict[str, Any]:
-    """The tuning of one head dimension: ``block``, ``stages``, ``teams`` and ``sms``."""
+def tuned(H: int, dtype: Any) -> dict[str, Any]:
+    """The tuning of one head dimension: ``block``, ``stages``, ``teams`` and ``sms``; with KV of 8
+    bits also ``raw_stages``."""
     table = tuning("pallas_kernels.paged_attention")
-    return {"sms": table["sms"], **table[str(H)]}
+    return {"sms": table["sms"], **of_dtype(table, H, dtype)}
 
 
 def _sink_rows(sinks_N: Array | None, tile: Tile) -> Array:

@@ -56,9 +56,22 @@ class Tile:
     scale: float
     window: int = 0
     soft_cap: float = 0.0
+    parents: tuple[int, ...] = ()
+    """Parent of each of the J tokens, where they form a tree (see ``api``); empty: a chain."""
+    raw_stages: int = 0
+    """KV of 8 bits is copied to a ring of its own of so many blocks, from which the warpgroup that
+    loads makes the 16-bit values that are multiplied. 0: KV has 16 bits."""
     register_p: bool = True
     """Weights stay in registers and sums in the accumulator. The interpreter knows only the other
     way, through shared memory and a fresh accumulator."""
+
+    @property
+    def paths(self) -> tuple[int, ...]:
+        """Of each token of the tree, bits of the tokens on the way to it, itself included."""
+        bits: list[int] = []
+        for j, parent in enumerate(self.parents):
+            bits.append(1 << j | (bits[parent] if j else 0))
+        return tuple(bits)
 
     @property
     def q_rows(self) -> int:
@@ -104,7 +117,8 @@ class Tile:
     @property
     def q_stages(self) -> int:
         """Queries of this many segments lie in shared memory."""
-        return 2 if self.H <= 128 else 1
+        narrow = 64 if self.raw_stages else 128
+        return 2 if narrow >= self.H else 1
 
 
 class Work(NamedTuple):
@@ -158,13 +172,14 @@ def attend(
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=_scratch(tile, q_DKQH.dtype),
+        scratch_types=_scratch(tile, q_DKQH.dtype, keys_PKZH.dtype),
     )(q_DKQH, keys_PKZH, values_PKZH, table_DM, start_D, len_D, *work)
 
 
-def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
+def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
     room = functools.partial(swizzled, dtype=dtype)
     teams, copies = tile.teams, tile.block // flash.page_rows(tile.Z, tile.block)
+    arrivals = 1 if tile.raw_stages else copies
     scratch = {
         "q_in": room(teams, tile.q_stages, M, tile.H),
         "k": room(teams, tile.stages, tile.block, tile.H),
@@ -174,10 +189,14 @@ def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
         "total_out": plgpu.SMEM((teams, M), jnp.float32),
         "q_here": plgpu.Barrier(num_barriers=teams * tile.q_stages),
         "q_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.q_stages),
-        "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
-        "v_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
+        "k_here": plgpu.Barrier(num_arrivals=arrivals, num_barriers=teams * tile.stages),
+        "v_here": plgpu.Barrier(num_arrivals=arrivals, num_barriers=teams * tile.stages),
         "free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.stages),
     }
+    for name in ("k_raw", "v_raw") if tile.raw_stages else ():
+        scratch[name] = swizzled(teams, tile.raw_stages, tile.block, tile.H, dtype=kv_dtype)
+        barriers = plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.raw_stages)
+        scratch[f"{name}_here"] = barriers
     if not tile.register_p:
         scratch["p"] = room(teams, tile.warpgroups, M, tile.block)
     return scratch
@@ -200,6 +219,7 @@ class _Team(NamedTuple):
 
     def barrier(self, name: str, slot: Any) -> Any:
         n = self.tile.q_stages if name.startswith("q") else self.tile.stages
+        n = self.tile.raw_stages if "raw" in name else n
         return self.sm[name].at[self.index * n + slot]
 
     def slot(self, i: Any) -> Any:
@@ -267,7 +287,8 @@ def _attend(
 
         def load(seg: _Segment, n) -> None:
             _load_q(team, q.at[seg.row, team.head, pl.ds(team.m_tile * M, tile.tile_rows)], n)
-            _load(team, keys, values, table, length[seg.row], seg)
+            load_kv = _load_widened if tile.raw_stages else _load
+            load_kv(team, keys, values, table, length[seg.row], seg)
 
         n = segments(team, load)
         n_blocks = jnp.clip(cum[table.shape[0]] - team.low, 0, per[0])
@@ -287,10 +308,11 @@ def _registers(tile: Tile, *, compute: bool) -> None:
     """Hand registers of the warpgroups that load to those that compute, where they are short:
     512 are there for each thread number."""
     if tile.teams * (tile.warpgroups + 1) > 2:
-        plgpu.set_max_registers(
-            (240 if tile.teams == 1 else 208) if compute else (32 if tile.teams == 1 else 40),
-            action="increase" if compute else "decrease",
-        )
+        most = (240, 32) if tile.teams == 1 else (208, 40)
+        if tile.raw_stages:
+            most = (192, 56)
+        action = "increase" if compute else "decrease"
+        plgpu.set_max_registers(most[0 if compute else 1], action=action)
 
 
 def _load_q(team: _Team, q, n) -> None:
@@ -329,6 +351,45 @@ def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
     lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin))
 
 
+def _load_widened(team: _Team, keys, values, table, length, seg: _Segment) -> None:
+    """``_load`` of 8-bit KV: copies run ``raw_stages`` ahead of the block that is made wider."""
+    tile, ahead = team.tile, team.tile.raw_stages
+    last = lax.div(length - 1, jnp.int32(tile.Z))
+    pools = ((keys, "k"), (values, "v"))
+
+    def pages(i):
+        i = jnp.minimum(i, seg.end - 1)
+        return flash.page_ids(table, seg.row, i + seg.base, last, tile.Z, tile.block)
+
+    def copy(pool, name, i, ids):
+        slot = lax.rem(i - seg.begin, jnp.int32(ahead))
+        to, here = team.room(f"{name}_raw").at[slot], team.barrier(f"{name}_raw_here", slot)
+        flash.copy_block(ids, pool, team.head, i + seg.base, to, here, tile.Z, tile.block)
+
+    def first(i, _):
+        ids = pages(i)
+        for pool, name in pools:
+            copy(pool, name, i, ids)
+
+    def block(i, ids):
+        slot, raw = team.slot(i), lax.rem(i - seg.begin, jnp.int32(ahead))
+        following = pages(i + ahead + 1)
+
+        @pl.when(i - team.low >= tile.stages)
+        def _():
+            plgpu.barrier_wait(team.barrier("free", slot))
+
+        for pool, name in pools:
+            plgpu.barrier_wait(team.barrier(f"{name}_raw_here", raw))
+            flash.widen(team.room(f"{name}_raw").at[raw], team.room(name).at[slot])
+            plgpu.barrier_arrive(team.barrier(f"{name}_here", slot))
+            pl.when(i + ahead < seg.end)(functools.partial(copy, pool, name, i + ahead, ids))
+        return following
+
+    lax.fori_loop(seg.begin, jnp.minimum(seg.begin + ahead, seg.end), first, None)
+    lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin + ahead))
+
+
 def _compute(team: _Team, start, length, seg: _Segment, n, part) -> Sums:
     """The segment's softmax sums over the columns of this warpgroup."""
     slot = lax.rem(n, jnp.int32(team.tile.q_stages))
@@ -364,7 +425,7 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     plgpu.barrier_wait(team.barrier("k_here", slot))
     x = flash.scores(q, team.room("k").at[slot], tile.scale, tile.soft_cap, None)
     if masked:
-        x = flash.mask(x, at, lambda row: _position(team, row, start), length, tile.window)
+        x = _mask(team, x, at, start, length)
     p, keep, m, total = flash.weights(x, sums)
     plgpu.barrier_wait(team.barrier("v_here", slot))
     v = team.room("v").at[slot, :, pl.ds(part * tile.chunk, tile.chunk)]
@@ -376,8 +437,24 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     return Sums(o, m, total)
 
 
-def _position(team: _Team, row, start):
-    return lax.div(row + team.m_tile * M, jnp.int32(team.tile.G)) + start
+def _mask(team: _Team, x, at, start, length):
+    tile = team.tile
+
+    def token(row):
+        return lax.div(row + team.m_tile * M, jnp.int32(tile.G))
+
+    def low(row):
+        deep = token(row)
+        if tile.parents:
+            deep = flash.by_token(deep, tuple(bits.bit_count() - 1 for bits in tile.paths))
+        return deep + (start - tile.window + 1)
+
+    def bits(row):
+        return flash.by_token(token(row), tile.paths)
+
+    tree = (start, bits) if tile.parents else None
+    window = low if tile.window else None
+    return flash.mask(x, at, lambda row: token(row) + start, length, window, tree)
 
 
 def _write(team: _Team, out, sums: Sums, row, part) -> None:

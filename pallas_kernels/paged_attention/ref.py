@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 
@@ -20,13 +21,22 @@ def paged_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks_N: Array | None = None,
+    parents: tuple[int, ...] = (),
+    scales_2K: Array | None = None,
 ) -> Array:
     """float32[D, J, N, H]; arguments as of ``api.paged_attention``."""
     D, J, N, H = q_DJNH.shape
     K = keys_PKZH.shape[1]
-    pos_DJ = start_D[:, None] + jnp.arange(J, dtype=jnp.int32)
-    k_DSKH, v_DSKH = gather(keys_PKZH, table_DM), gather(values_PKZH, table_DM)
-    seen_DJS = visible(pos_DJ, len_D, k_DSKH.shape[1], window)
+    place_J = jnp.arange(J, dtype=jnp.int32)
+    depth_J, path_JJ = tree(parents or tuple(range(-1, J - 1)))
+    k_DSKH = gather(keys_PKZH, table_DM, scales_2K, 0)
+    v_DSKH = gather(values_PKZH, table_DM, scales_2K, 1)
+    S = k_DSKH.shape[1]
+    seen_DJS = visible(start_D[:, None] + place_J, len_D, S, 0)
+    seen_DJS &= on_path(path_JJ, start_D, S)
+    if window:
+        low_DJ = start_D[:, None] + jnp.asarray(depth_J) - window
+        seen_DJS &= jnp.arange(S) > low_DJ[..., None]
     row_sees_DS = seen_DJS.any(1)[..., None, None]
     q_DJKGH = q_DJNH.astype(jnp.float32).reshape(D, J, K, N // K, H)
     x = jnp.einsum("djkgh,dskh->djkgs", q_DJKGH, jnp.where(row_sees_DS, k_DSKH, 0.0))
@@ -35,11 +45,29 @@ def paged_attention(
     return o.reshape(D, J, N, H)
 
 
-def gather(pool_PKZH: Array, table_RM: Array) -> Array:
-    """float32[R, M * Z, K, H]: each row's pages one after another."""
+def tree(parents: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(depth int32[J], path bool[J, J]: whether token i lies on the way to j) of a tree."""
+    J = len(parents)
+    depth, path = np.zeros(J, np.int32), np.eye(J, dtype=bool)
+    for j, parent in enumerate(parents[1:], 1):
+        depth[j] = depth[parent] + 1
+        path[j] |= path[parent]
+    return depth, path
+
+
+def on_path(path_JJ: np.ndarray, start_D: Array, S: int) -> Array:
+    """bool[D, J, S]: keys before ``start``, and those of the row's own tokens on the way to j."""
+    i_DS = jnp.arange(S, dtype=jnp.int32) - start_D[:, None]
+    own_JDS = jnp.asarray(path_JJ)[:, jnp.clip(i_DS, 0, len(path_JJ) - 1)]
+    return own_JDS.swapaxes(0, 1) | (i_DS < 0)[:, None]
+
+
+def gather(pool_PKZH: Array, table_RM: Array, scales_2K: Array | None, which: int) -> Array:
+    """float32[R, M * Z, K, H]: each row's pages one after another, times their scales."""
     _, K, Z, H = pool_PKZH.shape
     R, M = table_RM.shape
-    return pool_PKZH[table_RM].astype(jnp.float32).swapaxes(2, 3).reshape(R, M * Z, K, H)
+    dense = pool_PKZH[table_RM].astype(jnp.float32).swapaxes(2, 3).reshape(R, M * Z, K, H)
+    return dense if scales_2K is None else dense * scales_2K[which][:, None]
 
 
 def visible(pos_RQ: Array, len_R: Array, S: int, window: int) -> Array:

@@ -14,7 +14,7 @@ from pallas_kernels.flash import LOG2E
 from pallas_kernels.ragged_prefill import hopper
 from pallas_kernels.ragged_prefill.hopper import ROWS_OF_TILE, Tile
 from pallas_kernels.ragged_prefill.ref import row_of_token
-from pallas_kernels.served import check_heads, check_page, tuning
+from pallas_kernels.served import check_heads, check_page, multiplied, of_dtype, tuning
 
 Array = jax.Array
 
@@ -32,32 +32,37 @@ def ragged_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks_N: Array | None = None,
+    scales_2K: Array | None = None,
     tune: dict[str, Any] | None = None,
     interpret: Any = None,
 ) -> Array:
     """Causal attention of chunks of F sequences, whose own keys are in their pages already.
 
     Args:
-        q_PNH: queries of P tokens; cast to the pool's dtype.
-        keys_PKZH, values_PKZH: pool of pages, bfloat16 or float16. What lies beyond a sequence's
-            last token or before its first token's window may be anything, also NaN.
+        q_PNH: queries of P tokens; cast to the dtype that is multiplied: the pool's, or float16
+            where that is float8_e4m3fn.
+        keys_PKZH, values_PKZH: pool of pages, bfloat16, float16 or float8_e4m3fn. What lies beyond
+            a sequence's last token or before its first token's window may be anything, also NaN.
         table_FM: int32 page ids; entries beyond the last token are not read.
         first_F: int32 index in P of the sequence's first token.
         start_F: int32 position of that token.
         count_F: int32 tokens of the sequence, neighbours in P; 0 for none.
-        scale, window, soft_cap, sinks_N, interpret: as of ``paged_attention``.
-        tune: ``block``, ``stages``, ``ping_pong``, ``register_p`` instead of those of tune.json.
+        scale, window, soft_cap, sinks_N, scales_2K, interpret: as of ``paged_attention``.
+        tune: ``block``, ``stages``, ``raw_stages``, ``ping_pong``, ``register_p`` instead of those of tune.json.
 
     Returns:
-        [P, N, H] in the pool's dtype; zero for tokens of no sequence.
+        [P, N, H] in the dtype that is multiplied, float32 with ``scales_2K``; zero for tokens of
+        no sequence.
 
     Raises:
         ValueError: a shape or dtype that the kernel cannot serve, named.
     """
     tile = tile_of(q_PNH, keys_PKZH, count_F.shape[0], scale, window, soft_cap, tune, interpret)
     work = hopper.plan(count_F, tile)
+    if scales_2K is not None:
+        q_PNH = q_PNH * jnp.repeat(scales_2K[0], tile.G)[:, None]
     o_KYH = hopper.attend(
-        _by_tile(q_PNH.astype(keys_PKZH.dtype), first_F, work, tile),
+        _by_tile(q_PNH.astype(multiplied(keys_PKZH.dtype)), first_F, work, tile),
         keys_PKZH,
         values_PKZH,
         table_FM,
@@ -68,7 +73,8 @@ def ragged_prefill(
         tile,
         interpret,
     )
-    return _by_token(o_KYH, first_F, count_F, work.base_F, tile)
+    o_PNH = _by_token(o_KYH, first_F, count_F, work.base_F, tile)
+    return o_PNH if scales_2K is None else o_PNH * jnp.repeat(scales_2K[1], tile.G)[:, None]
 
 
 def _by_tile(q_PNH: Array, first_F: Array, work: hopper.Work, tile: Tile) -> Array:
@@ -111,7 +117,8 @@ def tile_of(
     P, N, H = q_PNH.shape
     _, K, Z, _ = keys_PKZH.shape
     check_heads(N, H, keys_PKZH)
-    chosen = {**tuning("pallas_kernels.ragged_prefill")[str(H)], **(tune or {})}
+    table = tuning("pallas_kernels.ragged_prefill")
+    chosen = {**of_dtype(table, H, keys_PKZH.dtype), **(tune or {})}
     block = chosen["block"]
     check_page(Z, block)
     return Tile(
@@ -127,5 +134,6 @@ def tile_of(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        raw_stages=chosen.get("raw_stages", 0),
         register_p=bool(chosen.get("register_p", interpret is None)),
     )

@@ -55,6 +55,8 @@ class Tile:
     scale: float
     window: int = 0
     soft_cap: float = 0.0
+    raw_stages: int = 0
+    """As of ``paged_attention``: above 0 for KV of 8 bits."""
     register_p: bool = True
     """As of ``paged_attention``: the interpreter needs weights in shared memory."""
 
@@ -102,10 +104,10 @@ def attend(
     tile: Tile,
     interpret: Any = None,
 ) -> jax.Array:
-    """[K, Y, H] in the pool's dtype, as the queries: row ``base_F[f] + i`` is the i-th (token, head)
+    """[K, Y, H] in the queries' dtype: row ``base_F[f] + i`` is the i-th (token, head)
     pair of sequence f; others are not written or mean nothing. ``sinks_KG``: logits in units of
     log2, or None."""
-    out = jax.ShapeDtypeStruct((tile.K, tile.rows, tile.H), keys_PKZH.dtype)
+    out = jax.ShapeDtypeStruct((tile.K, tile.rows, tile.H), q_KYH.dtype)
     return plgpu.kernel(
         functools.partial(_attend, tile=tile),
         out_type=out,
@@ -115,26 +117,32 @@ def attend(
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=_scratch(tile, q_KYH.dtype),
+        scratch_types=_scratch(tile, q_KYH.dtype, keys_PKZH.dtype),
     )(q_KYH, keys_PKZH, values_PKZH, table_FM, start_F, count_F, sinks_KG, *work[:3])
 
 
-def _scratch(tile: Tile, dtype: Any) -> dict[str, Any]:
+def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
     room = functools.partial(swizzled, dtype=dtype)
     copies = tile.block // flash.page_rows(tile.Z, tile.block)
+    arrivals = 1 if tile.raw_stages else copies
     scratch = {
         "q_in": room(TEAM, M, tile.H),
         "k": room(tile.stages, tile.block, tile.H),
         "v": room(tile.stages, tile.block, tile.H),
         "o_out": room(TEAM, M, OUT_COLUMNS),
         "q_here": plgpu.Barrier(num_barriers=TEAM),
-        "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
-        "v_here": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        "k_here": plgpu.Barrier(num_arrivals=arrivals, num_barriers=tile.stages),
+        "v_here": plgpu.Barrier(num_arrivals=arrivals, num_barriers=tile.stages),
         "k_free": plgpu.Barrier(num_arrivals=TEAM, num_barriers=tile.stages),
         "v_free": plgpu.Barrier(num_arrivals=TEAM, num_barriers=tile.stages),
         "turn": plgpu.Barrier(num_arrivals=TEAM),
-        "raw": plgpu.Barrier(num_arrivals=copies),
     }
+    if not tile.raw_stages:
+        scratch["unclean"] = plgpu.Barrier(num_arrivals=copies)
+    for name in ("k_raw", "v_raw") if tile.raw_stages else ():
+        scratch[name] = swizzled(tile.raw_stages, tile.block, tile.H, dtype=kv_dtype)
+        barriers = plgpu.Barrier(num_arrivals=copies, num_barriers=tile.raw_stages)
+        scratch[f"{name}_here"] = barriers
     if not tile.register_p:
         scratch["p"] = room(TEAM, M, tile.block)
     return scratch
@@ -195,7 +203,8 @@ def _attend(q, keys, values, table, start, count, sinks, row_I, skip_I, n_1, out
             for w in range(TEAM):
                 source = q.at[job.head, pl.ds(job.place * ROWS_OF_TILE + w * M, M)]
                 plgpu.copy_gmem_to_smem(source, sm["q_in"].at[w], sm["q_here"].at[w])
-            _load(job, keys, values, table)
+            (_load_widened if tile.raw_stages else _load)(job, keys, values, table)
+            _drain(job)
 
 
 def _load(job: _Job, keys, values, table) -> None:
@@ -231,31 +240,91 @@ def _load(job: _Job, keys, values, table) -> None:
         return following
 
     lax.fori_loop(job.begin, job.end, block, pages(job.begin))
+
+
+def _load_widened(job: _Job, keys, values, table) -> None:
+    """``_load`` of 8-bit KV: copies run ``raw_stages`` ahead of the block that is made wider."""
+    tile, sm, ahead = job.tile, job.sm, job.tile.raw_stages
+    last = lax.div(job.length - 1, jnp.int32(tile.Z))
+    pools = ((keys, "k"), (values, "v"))
+
+    def pages(j):
+        j = jnp.minimum(j, job.end - 1)
+        return flash.page_ids(table, job.row, j, last, tile.Z, tile.block)
+
+    def copy(pool, name, j, ids):
+        slot = lax.rem(j - job.begin, jnp.int32(ahead))
+        to, here = sm[f"{name}_raw"].at[slot], sm[f"{name}_raw_here"].at[slot]
+        flash.copy_block(ids, pool, job.head, j, to, here, tile.Z, tile.block)
+
+    def first(j, _):
+        ids = pages(j)
+        for pool, name in pools:
+            copy(pool, name, j, ids)
+
+    def block(j, ids):
+        slot, raw = job.slot(j), lax.rem(j - job.begin, jnp.int32(ahead))
+        following = pages(j + ahead + 1)
+        for pool, name in pools:
+
+            @pl.when(j - job.begin >= tile.stages)
+            def _(name=name):
+                plgpu.barrier_wait(sm[f"{name}_free"].at[slot])
+
+            plgpu.barrier_wait(sm[f"{name}_raw_here"].at[raw])
+            flash.widen(sm[f"{name}_raw"].at[raw], sm[name].at[slot])
+            if name == "v":
+                pl.when(jnp.logical_not(_clean(job, j)))(functools.partial(_wipe, job, j, slot))
+            plgpu.barrier_arrive(sm[f"{name}_here"].at[slot])
+            pl.when(j + ahead < job.end)(functools.partial(copy, pool, name, j + ahead, ids))
+        return following
+
+    lax.fori_loop(job.begin, jnp.minimum(job.begin + ahead, job.end), first, None)
+    lax.fori_loop(job.begin, job.end, block, pages(job.begin + ahead))
+
+
+def _drain(job: _Job) -> None:
+    """Wait for the last uses of the rings, so that every phase is observed."""
     for name in ("k_free", "v_free"):
 
-        @pl.loop(jnp.maximum(job.end - tile.stages, job.begin), job.end)
+        @pl.loop(jnp.maximum(job.end - job.tile.stages, job.begin), job.end)
         def _(j, name=name):
-            plgpu.barrier_wait(sm[name].at[job.slot(j)])
+            plgpu.barrier_wait(job.sm[name].at[job.slot(j)])
+
+
+def _first_seen(job: _Job) -> Any:
+    """Where the window of the sequence's first token begins; it may be negative."""
+    return job.start - job.tile.window + 1 if job.tile.window else jnp.int32(0)
+
+
+def _clean(job: _Job, j) -> Any:
+    """Whether some token of the sequence may see each key of block ``j``."""
+    at = j * job.tile.block
+    return (at + job.tile.block <= job.length) & (at >= _first_seen(job))
+
+
+def _wipe(job: _Job, j, slot) -> None:
+    """Zero the values of block ``j`` that no token of the sequence may see."""
+    for c in range(0, job.tile.H, M):
+        v = job.sm["v"].at[slot, :, pl.ds(c, M)]
+        flash.blank(v, j * job.tile.block, _first_seen(job), job.length)
 
 
 def _load_values(job: _Job, values, ids, j, slot) -> None:
     """Copy a block of values. One that holds what no token of the sequence may see is cleaned
     before anyone is told that it is here."""
-    tile, sm, at = job.tile, job.sm, j * job.tile.block
-    low = job.start - tile.window + 1 if tile.window else jnp.int32(0)
-    whole = (at + tile.block <= job.length) & (at >= low)
+    tile, sm, clean = job.tile, job.sm, _clean(job, j)
     to, here = sm["v"].at[slot], sm["v_here"].at[slot]
 
-    @pl.when(whole)
+    @pl.when(clean)
     def _():
         flash.copy_block(ids, values, job.head, j, to, here, tile.Z, tile.block)
 
-    @pl.when(jnp.logical_not(whole))
+    @pl.when(jnp.logical_not(clean))
     def _():
-        flash.copy_block(ids, values, job.head, j, to, sm["raw"], tile.Z, tile.block)
-        plgpu.barrier_wait(sm["raw"])
-        for c in range(0, tile.H, M):
-            flash.blank(sm["v"].at[slot, :, pl.ds(c, M)], at, low, job.length)
+        flash.copy_block(ids, values, job.head, j, to, sm["unclean"], tile.Z, tile.block)
+        plgpu.barrier_wait(sm["unclean"])
+        _wipe(job, j, slot)
         for _ in ids:
             plgpu.barrier_arrive(here)
 
@@ -308,7 +377,10 @@ def _block(job: _Job, wg, skip, j, sums: Sums, *, masked: bool) -> Sums:
         def position(row):
             return lax.div(row + skip, jnp.int32(tile.G)) + job.start
 
-        x = flash.mask(x, at, position, job.length, tile.window)
+        def low(row):
+            return position(row) - (tile.window - 1)
+
+        x = flash.mask(x, at, position, job.length, low if tile.window else None, None)
     p, keep, m, total = flash.weights(x, sums)
     if tile.ping_pong:
         plgpu.barrier_arrive(sm["turn"])

@@ -23,6 +23,7 @@ def ragged_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks_N: Array | None = None,
+    scales_2K: Array | None = None,
 ) -> Array:
     """float32[P, N, H]; arguments as of ``api.ragged_prefill``."""
     P, N, H = q_PNH.shape
@@ -32,7 +33,8 @@ def ragged_prefill(
     row_P = jnp.maximum(row_P, 0)
     pos_P = start_F[row_P] + jnp.arange(P, dtype=jnp.int32) - first_F[row_P]
     len_P = jnp.where(real_P, pos_P + 1, 0)
-    k_PSKH, v_PSKH = (gather(x, table_FM)[row_P] for x in (keys_PKZH, values_PKZH))
+    k_PSKH = gather(keys_PKZH, table_FM, scales_2K, 0)[row_P]
+    v_PSKH = gather(values_PKZH, table_FM, scales_2K, 1)[row_P]
     seen_P1S = visible(pos_P[:, None], len_P, k_PSKH.shape[1], window)
     seen_PS11 = seen_P1S[:, 0, :, None, None]
     q_PKGH = q_PNH.astype(jnp.float32).reshape(P, K, N // K, H)

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from jserve.grammar.guide import TokenGuide
 from jserve.grammar.thought import Thought
 from jserve.sampling import StructuredOutputs
+from jserve.testing import FakeProposer
 from jserve.types import Sequence
 from tests.grammar.kit import (
     CITY,
@@ -31,17 +32,14 @@ OBJECT = StructuredOutputs(json_object=True)
 LIST = StructuredOutputs(regex=r"(red|blue|city)(, (red|blue|city))*")
 
 
-class Oracle:
+class Oracle(FakeProposer):
     """Drafts that are right for ``right`` tokens and then wrong, or past the end."""
 
     def __init__(self, answers: dict[str, list[int]], right: int) -> None:
         self.answers, self.right = answers, right
         self.n_asked = 0
 
-    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
-        return [self._drafts(seq, max_drafts) for seq in seqs]
-
-    def _drafts(self, seq: Sequence, most: int) -> Seq[int]:
+    def propose(self, seq: Sequence, most: int) -> Seq[int]:
         self.n_asked += 1
         answer = self.answers[seq.request.id]
         at = seq.n_output + seq.in_flight

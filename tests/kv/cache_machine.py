@@ -54,6 +54,9 @@ class CacheMachine(SchedulerMachine):
         disk=st.booleans(),
         handle_pages=st.sampled_from([0, 3]),
         session_ttl_s=st.sampled_from([4.0, 100.0]),
+        window=st.sampled_from([(0, 0), (0, 0), (3, 0), (9, 0), (14, 5)]),
+        preemption=st.sampled_from(["swap", "recompute", "auto"]),
+        reuse=st.sampled_from([True, True, False]),
     )
     def start(
         self,
@@ -66,10 +69,14 @@ class CacheMachine(SchedulerMachine):
         disk,
         handle_pages,
         session_ttl_s,
+        window,
+        preemption,
+        reuse,
     ):
         """As ``SchedulerMachine.start``, with a host tier and the options of what is kept."""
         n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)
         changes = {"n_host_pages": n_host_pages, "max_model_len": MAX_LEN}
+        changes |= {"window": window[0], "sinks": window[1], "page_move_s": 1e-4}
         lim = limits(n_pages=n_pages, page_size=page_size, max_drafts=drafts, **changes)
         options = {
             "depth": depth,
@@ -78,6 +85,8 @@ class CacheMachine(SchedulerMachine):
             "max_waiting": 8,
             "handle_pages": handle_pages,
             "session_ttl_s": session_ttl_s,
+            "preemption": preemption,
+            "prefix_caching": reuse,
         }
         proposing = drafting(MixedDrafts(), lim, **options) if drafts else None
         if proposing is None and n_host_pages and disk:

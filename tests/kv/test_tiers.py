@@ -67,7 +67,7 @@ def test_the_oldest_host_page_goes_first_and_use_counts():
         tier.save(name, 3)
         tier.drain(step)
         tier.landed(step, ok=True)
-    tier.load(b"a", 4)
+    tier.load(tier.hold(b"a"), 4)
     tier.save(b"c", 5)
     tier.check()
     assert (tier.holds(b"a"), tier.holds(b"b")) == (True, False)
@@ -84,7 +84,7 @@ def test_a_host_page_whose_bytes_are_on_the_way_is_not_given_away():
     tier.save(b"b", 4)
     assert tier.drain(1) == ()
     tier.landed(0, ok=True)
-    tier.load(b"a", 7)
+    tier.load(tier.hold(b"a"), 7)
     tier.save(b"b", 4)
     assert [(move.page, move.out) for move in tier.drain(2)] == [(7, False)]
     tier.save(b"b", 4)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.kv.window import Window
 from jserve.model.attention import AttentionBackend, backend
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from tests.model.driver import NoSlots, Row, pack
@@ -87,8 +88,10 @@ def run(
     keys: tuple[int, ...] = (),
     stored: Any = jnp.float32,
     bucket: Bucket | None = None,
+    release: bool = False,
 ) -> list[np.ndarray]:
-    """Attention output of each row, decode rows first; checks that padding is finite."""
+    """Attention output of each row, decode rows first; checks that padding is finite. ``release``
+    gives the pages behind each row's window back: their entries are 0, their content is NaN."""
     attn = backend(name)
     bucket = bucket or Bucket(D=5, P=160, F=3, J=J)
     decode, prefill = rows_of(case, seed)
@@ -102,6 +105,10 @@ def run(
         at += 0 if r < len(decode) else len(row.tokens)
         spans.append((first, len(row.tokens)))
         _fill(pools, step, row, (key,), first)
+        for i in Window(page_size=Z, tokens=window).gone(row.start) if release else ():
+            for pool in pools:
+                pool[row.pages[i]] = np.nan
+            row.pages[i] = 0
     kv = tuple(_layout(attn, p, stored) for p in pools)
     buf = pack(bucket, DIMS, attn, decode, prefill)
     out = np.asarray(_compiled(name, bucket, window)(buf, *step[:, :], kv))
@@ -172,6 +179,16 @@ def test_rows_of_several_tokens(case: str, window: int) -> None:
     got = run("xla", VERIFY[case], J=3, window=window)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["ref", "xla"])
+@pytest.mark.parametrize("window", [1, 11, 150])
+@pytest.mark.parametrize("case", ["one long, rest short", "late chunk", "mixed", "block border"])
+def test_pages_given_back_are_not_missed(case: str, window: int, name: str) -> None:
+    want = run(name, CASES[case], window=window)
+    got = run(name, CASES[case], window=window, release=True)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("window", [0, 11])

@@ -102,10 +102,16 @@ def attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: np.ndarray | None = None,
+    path: tuple[int, ...] | None = None,
 ) -> np.ndarray:
-    """float64[N, H] of one token's queries over keys and values [S, K, H]."""
+    """float64[N, H] of one token's queries over keys and values [S, K, H]. ``path``: where the
+    last of the ``position + 1`` keys lie, root first, for a token of a tree."""
     N, K = q.shape[0], k.shape[1]
     low = max(position - window + 1, 0) if window else 0
+    seen = list(range(position + 1))
+    if path is not None:
+        seen[len(seen) - len(path) :] = path
+    k, v = k[seen], v[seen]
     out = np.zeros(q.shape)
     for n in range(N):
         h = n // (N // K)

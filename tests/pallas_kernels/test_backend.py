@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.kv.window import Window
 from jserve.model.attention import backend
 from jserve.model.hand import Row, pack
 from jserve.model.view import Bucket, StepDims, layout, unpack
@@ -27,8 +28,9 @@ CASES: dict[str, tuple[Bucket, Any, Any]] = {
 }
 
 
-def step(name: str, case: str, window: int) -> np.ndarray:
-    """Output of the step's real tokens."""
+def step(name: str, case: str, window: int, *, release: bool = False) -> np.ndarray:
+    """Output of the step's real tokens. ``release`` gives back the pages behind the window: their
+    entries are 0, they and page 0 hold NaN."""
     bucket, decode, prefill = CASES[case]
     attn = backend(name, "cpu")
     rng = np.random.default_rng(3)
@@ -39,6 +41,9 @@ def step(name: str, case: str, window: int) -> np.ndarray:
     for row in rows:
         for i in range(row.start):
             pool[:, row.pages[i // Z], i % Z] = rng.standard_normal((2, K, H))
+        for i in Window(page_size=Z, tokens=window).gone(row.start) if release else ():
+            pool[:, row.pages[i]] = np.nan
+            row.pages[i] = 0
     pool = np.asarray(jnp.asarray(pool, jnp.bfloat16), np.float32)
     if attn.kv_axis == 1:
         pool = pool.swapaxes(2, 3)
@@ -65,6 +70,11 @@ def test_steps_agree_with_ref(case: str) -> None:
 
 def test_window_agrees_with_ref() -> None:
     np.testing.assert_allclose(step("hopper", "mixed", 25), step("ref", "mixed", 25), atol=2e-2)
+
+
+def test_pages_given_back_are_not_missed() -> None:
+    want = step("hopper", "mixed", 25)
+    np.testing.assert_array_equal(step("hopper", "mixed", 25, release=True), want)
 
 
 def test_padding_writes_nothing() -> None:

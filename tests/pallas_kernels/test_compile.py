@@ -19,6 +19,8 @@ from tests.pallas_kernels.shapes import ARCHS, compile_step, step_model
 
 pytestmark = pytest.mark.usefixtures("h200")
 
+F8 = jnp.float8_e4m3fn
+
 # H, G, K, Z, J, variant
 KERNELS = {
     "1b": (64, 4, 8, 64, 1, {}),
@@ -30,7 +32,11 @@ KERNELS = {
     "wide heads": (256, 2, 4, 64, 1, {}),
     "everything": (64, 8, 8, 128, 16, {"window": 128, "soft_cap": 30.0, "sinks": True}),
     "everything, wide": (256, 8, 2, 32, 4, {"window": 1024, "soft_cap": 30.0, "sinks": True}),
+    "1b, 8 bits": (64, 4, 8, 64, 1, {"kv": F8}),
+    "8b, 8 bits": (128, 4, 8, 64, 4, {"kv": F8}),
+    "8 bits of every kind": (128, 8, 1, 32, 1, {"kv": F8, "window": 1024, "sinks": True}),
 }
+TREE = (-1, *((j - 1) // 2 for j in range(1, 16)))
 
 
 def struct(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -49,38 +55,47 @@ def check(report: aot.Report, n_kernels: int) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_paged_attention(name: str) -> None:
+@pytest.mark.parametrize("parents", [(), TREE], ids=["chain", "tree"])
+def test_paged_attention(name: str, parents: tuple[int, ...]) -> None:
     H, G, K, Z, J, variant = KERNELS[name]
+    if parents and H > 128:
+        pytest.skip("refused")
+    J = len(parents) or J
     D, N = 64, K * G
-    sinks = variant.get("sinks", False)
-    rest = {k: v for k, v in variant.items() if k != "sinks"}
+    rest, more = split(variant, K, N)
 
-    def call(q: Any, k: Any, v: Any, table: Any, start: Any, length: Any, sink: Any) -> Any:
-        sinks_N = sink if sinks else None
-        return paged_attention(q, k, v, table, start, length, scale=0.1, sinks_N=sinks_N, **rest)
+    def call(q: Any, k: Any, v: Any, table: Any, start: Any, length: Any, more: Any) -> Any:
+        rows = (table, start, length)
+        return paged_attention(q, k, v, *rows, scale=0.1, parents=parents, **more, **rest)
 
-    pool = struct(1024, K, Z, H)
-    sink = struct(N, dtype=jnp.float32)
+    pool = struct(1024, K, Z, H, dtype=variant.get("kv", jnp.bfloat16))
     report = aot.compile_for(
-        call, struct(D, J, N, H), pool, pool, ints(D, 64), ints(D), ints(D), sink
+        call, struct(D, J, N, H), pool, pool, ints(D, 64), ints(D), ints(D), more
     )
     check(report, 2)
+
+
+def split(variant: dict[str, Any], K: int, N: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is static of a variant, and the shapes of its arrays."""
+    arrays = {}
+    if variant.get("sinks"):
+        arrays["sinks_N"] = struct(N, dtype=jnp.float32)
+    if "kv" in variant:
+        arrays["scales_2K"] = struct(2, K, dtype=jnp.float32)
+    return {k: v for k, v in variant.items() if k not in ("sinks", "kv")}, arrays
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_ragged_prefill(name: str) -> None:
     H, G, K, Z, _, variant = KERNELS[name]
     P, F, N = 2048, 8, K * G
-    sinks = variant.get("sinks", False)
-    rest = {k: v for k, v in variant.items() if k != "sinks"}
+    rest, more = split(variant, K, N)
 
-    def call(q: Any, k: Any, v: Any, table: Any, a: Any, b: Any, c: Any, sink: Any) -> Any:
-        sinks_N = sink if sinks else None
-        return ragged_prefill(q, k, v, table, a, b, c, scale=0.1, sinks_N=sinks_N, **rest)
+    def call(q: Any, k: Any, v: Any, table: Any, a: Any, b: Any, c: Any, more: Any) -> Any:
+        return ragged_prefill(q, k, v, table, a, b, c, scale=0.1, **more, **rest)
 
-    pool = struct(1024, K, Z, H)
-    sink = struct(N, dtype=jnp.float32)
-    args = (struct(P, N, H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F), sink)
+    pool = struct(1024, K, Z, H, dtype=variant.get("kv", jnp.bfloat16))
+    args = (struct(P, N, H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F), more)
     check(aot.compile_for(call, *args), 1)
 
 

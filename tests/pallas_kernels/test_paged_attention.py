@@ -11,7 +11,10 @@ import pytest
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import hopper, paged_attention, ref
 from pallas_kernels.paged_attention.api import tile_of
-from tests.pallas_kernels.cases import DECODE, VERIFY, attention, inputs
+from pallas_kernels.served import multiplied
+from tests.pallas_kernels.cases import DECODE, VERIFY, B, attention, inputs
+
+F8 = jnp.float8_e4m3fn
 
 TUNE = {"sms": 6}
 """Few splits: rows share them and long rows lie in several."""
@@ -29,14 +32,20 @@ def run(
     sinks: bool = False,
     kernel: Any = None,
     dtype: Any = jnp.bfloat16,
+    parents: tuple[int, ...] = (),
+    scaled: bool = False,
     **variant: Any,
 ) -> None:
     """One call on fresh random inputs, compared token by token."""
     data = inputs(spans, K=K, H=H, Z=Z, window=variant.get("window", 0), dtype=dtype)
     rng = np.random.default_rng([J, G, H])
-    q = np.asarray(jnp.asarray(rng.standard_normal((len(spans), J, K * G, H)), dtype), np.float32)
+    q = rng.standard_normal((len(spans), J, K * G, H))
+    q = np.asarray(jnp.asarray(q, multiplied(dtype)), np.float32)
     sinks_N = rng.standard_normal(K * G).astype(np.float32) if sinks else None
-    kwargs: dict[str, Any] = dict(scale=H**-0.5, sinks_N=sinks_N, **variant)
+    scales = rng.uniform(0.3, 3, (2, K)).astype(np.float32) if scaled else np.ones((2, K))
+    kwargs: dict[str, Any] = dict(scale=H**-0.5, sinks_N=sinks_N, parents=parents, **variant)
+    if scaled:
+        kwargs["scales_2K"] = jnp.asarray(scales)
     if kernel is None:
         kernel = paged_attention
         kwargs |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter()}
@@ -48,9 +57,18 @@ def run(
         if count == 0:
             assert not got[r].any(), "a row without keys is not zero"
         for j in range(count):
-            k, v = data.dense_k[r], data.dense_v[r]
-            want = attention(q[r, j], k, v, start + j, scale=H**-0.5, sinks=sinks_N, **variant)
-            np.testing.assert_allclose(got[r, j], want, atol=4e-3)
+            k, v = (x[r] * scales[i][:, None] for i, x in enumerate((data.dense_k, data.dense_v)))
+            path = path_to(j, parents) if parents else None
+            position = start + (len(path) - 1 if path else j)
+            where = None if path is None else tuple(start + i for i in path)
+            options: Any = dict(scale=H**-0.5, sinks=sinks_N, path=where, **variant)
+            want = attention(q[r, j], k, v, position, **options)
+            np.testing.assert_allclose(got[r, j], want, atol=4e-3 * max(1, scales.max()))
+
+
+def path_to(token: int, parents: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens from the root to ``token``."""
+    return (token,) if token == 0 else (*path_to(parents[token], parents), token)
 
 
 @pytest.mark.parametrize("case", DECODE)
@@ -88,6 +106,39 @@ def test_float16() -> None:
     run(((100, 1),), dtype=jnp.float16)
 
 
+TREES = {
+    "two branches": (-1, 0, 0),
+    "a binary tree": (-1, 0, 0, 1, 1, 2, 2),
+    "a comb": (-1, 0, 1, 0, 3, 0),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("window", [0, 40])
+def test_trees_of_drafts(name: str, window: int) -> None:
+    """Also where the tree crosses a block, and where a row uses less of it."""
+    parents = TREES[name]
+    J = len(parents)
+    run(((B - 2, J), (0, J), (90, 2), (0, 0)), J=J, G=2, parents=parents, window=window)
+
+
+def test_a_tree_of_sixteen_fills_several_tiles() -> None:
+    parents = (-1, *((j - 1) // 2 for j in range(1, 16)))
+    run(((70, 16),), J=16, G=5, parents=parents)
+
+
+@pytest.mark.parametrize(("H", "Z"), [(64, 16), (128, 64), (128, 16)])
+def test_eight_bits(H: int, Z: int) -> None:
+    run(((200, 1), (63, 1), (0, 0), (3, 1)), H=H, Z=Z, G=2, K=2, dtype=F8, scaled=True)
+
+
+@pytest.mark.parametrize("tune", [{"raw_stages": 1}, {"raw_stages": 3, "stages": 3}])
+def test_eight_bits_of_every_kind(tune: dict[str, int]) -> None:
+    """Long and short rows, a window, a soft cap, sinks and a tree, over rings of any depth."""
+    variant: Any = {"window": 150, "soft_cap": 3.0, "sinks": True, "parents": (-1, 0, 0)}
+    run(((300, 3), (5, 2), (0, 0)), J=3, K=2, dtype=F8, scaled=True, tune=tune, **variant)
+
+
 @pytest.mark.parametrize("tune", [{"teams": 1}, {"sms": 40}, {"sms": 2}, {"stages": 3}])
 def test_tunings_agree(tune: dict[str, int]) -> None:
     run(((260, 1), (5, 1), (129, 1)), tune=tune, K=2, G=1)
@@ -96,6 +147,24 @@ def test_tunings_agree(tune: dict[str, int]) -> None:
 @pytest.mark.parametrize("case", DECODE)
 def test_ref_decode(case: str) -> None:
     run(DECODE[case], kernel=ref.paged_attention, K=2, window=30)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_ref_trees(name: str) -> None:
+    parents = TREES[name]
+    spans, kernel = ((60, len(parents)), (0, 2)), ref.paged_attention
+    run(spans, J=len(parents), parents=parents, kernel=kernel, window=20, dtype=F8, scaled=True)
+
+
+@pytest.mark.parametrize("parents", [(0,), (-1, 1), (-1, 0, 2), (-1,)])
+def test_what_is_no_tree_is_refused(parents: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="parents"):
+        tile_of(
+            np.empty((2, max(2, len(parents)), 4, 64)),
+            jnp.empty((3, 2, 16, 64), jnp.bfloat16),
+            1.0,
+            parents=parents,
+        )
 
 
 @pytest.mark.parametrize("case", VERIFY)
@@ -133,6 +202,14 @@ def test_slots_are_unique_and_blocks_are_shared_equally() -> None:
 def test_bad_shapes_are_named(q: Any, kv: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         tile_of(np.empty(q), jnp.empty(kv, jnp.bfloat16), 1.0)
+
+
+def test_wide_heads_have_no_tree_and_no_eight_bits() -> None:
+    q = np.empty((2, 3, 4, 256))
+    with pytest.raises(ValueError, match="heads of 256"):
+        tile_of(q, jnp.empty((3, 2, 16, 256), F8), 1.0)
+    with pytest.raises(ValueError, match="heads of 256"):
+        tile_of(q, jnp.empty((3, 2, 16, 256), jnp.bfloat16), 1.0, parents=(-1, 0, 0))
 
 
 def test_bad_dtype_is_named() -> None:

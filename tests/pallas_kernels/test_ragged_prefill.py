@@ -11,7 +11,10 @@ import pytest
 from pallas_kernels.launch import interpreter
 from pallas_kernels.ragged_prefill import hopper, ragged_prefill, ref
 from pallas_kernels.ragged_prefill.api import tile_of
+from pallas_kernels.served import multiplied
 from tests.pallas_kernels.cases import PREFILL, B, attention, inputs
+
+F8 = jnp.float8_e4m3fn
 
 TUNE = {"block": 64, "stages": 2}
 
@@ -28,20 +31,25 @@ def run(
     tune: dict[str, Any] | None = None,
     sinks: bool = False,
     kernel: Any = None,
+    dtype: Any = jnp.bfloat16,
+    scaled: bool = False,
     **variant: Any,
 ) -> None:
     """One call on fresh random inputs, compared token by token. ``gap`` tokens of nobody lie
     between the sequences, ``pad`` after them, all NaN."""
-    data = inputs(spans, K=K, H=H, Z=Z, window=variant.get("window", 0))
+    data = inputs(spans, K=K, H=H, Z=Z, window=variant.get("window", 0), dtype=dtype)
     rng = np.random.default_rng([G, H, len(spans)])
     first = np.cumsum([0] + [c + gap for _, c in spans[:-1]]).astype(np.int32)
     P = int(first[-1]) + spans[-1][1] + pad
     q = np.full((P, K * G, H), np.nan, np.float32)
     for f, (_, count) in zip(first, spans, strict=True):
         part = rng.standard_normal((count, K * G, H))
-        q[f : f + count] = np.asarray(jnp.asarray(part, jnp.bfloat16), np.float32)
+        q[f : f + count] = np.asarray(jnp.asarray(part, multiplied(dtype)), np.float32)
     sinks_N = rng.standard_normal(K * G).astype(np.float32) if sinks else None
+    scales = rng.uniform(0.3, 3, (2, K)).astype(np.float32) if scaled else np.ones((2, K))
     kwargs: dict[str, Any] = dict(scale=H**-0.5, sinks_N=sinks_N, **variant)
+    if scaled:
+        kwargs["scales_2K"] = jnp.asarray(scales)
     if kernel is None:
         kernel = ragged_prefill
         kwargs |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter()}
@@ -51,9 +59,10 @@ def run(
     assert got.shape == q.shape
     for r, (start, n) in enumerate(spans):
         for j in range(n):
-            k, v, t = data.dense_k[r], data.dense_v[r], first[r] + j
+            k, v = (x[r] * scales[i][:, None] for i, x in enumerate((data.dense_k, data.dense_v)))
+            t = first[r] + j
             want = attention(q[t], k, v, start + j, scale=H**-0.5, sinks=sinks_N, **variant)
-            np.testing.assert_allclose(got[t], want, atol=2e-2)
+            np.testing.assert_allclose(got[t], want, atol=2e-2 * max(1, scales.max()))
             got[t] = 0.0
     assert not got.any(), "tokens of nobody are not zero"
 
@@ -85,6 +94,20 @@ def test_groups_share_tiles(G: int, K: int) -> None:
 )
 def test_head_dimensions_and_page_sizes(H: int, Z: int, tune: dict[str, Any]) -> None:
     run(((100, 40),), H=H, Z=Z, tune=tune)
+
+
+@pytest.mark.parametrize(
+    ("H", "Z", "tune"),
+    [(64, 16, {"raw_stages": 2}), (128, 64, {"block": 128}), (128, 32, {"ping_pong": False})],
+)
+def test_eight_bits(H: int, Z: int, tune: dict[str, Any]) -> None:
+    """Chunks that end within a block, so that values of nobody must be wiped."""
+    run(((100, 40), (0, 3), (64, 1)), H=H, Z=Z, tune=tune, K=2, dtype=F8, scaled=True)
+
+
+def test_eight_bits_of_every_kind() -> None:
+    variant: Any = {"window": 50, "soft_cap": 3.0, "sinks": True}
+    run(((200, 20), (0, 0), (30, 7)), dtype=F8, scaled=True, gap=2, **variant)
 
 
 def test_soft_cap_and_sinks() -> None:

@@ -41,10 +41,11 @@ def other_model(mesh: Any, n: int = 3, tree: Parents = ()) -> Speculation:
 
 HEAD = replace(ARCH, L=1, V=100, N=4, K=2, F=48)
 """An EAGLE-3 head with a draft vocabulary, unlike the target in all it may differ in."""
+TAPS = (0, 1, 2)
 
 
-def eagle(mesh: Any, n: int = 3, tree: Parents = (), own_embed: bool = False) -> Speculation:
-    drafter = eagle3(HEAD, ARCH, taps=(0, 1, 2), own_embed=own_embed, tp=mesh.shape["tp"])
+def eagle(mesh: Any, n: int = 3, tree: Parents = ()) -> Speculation:
+    drafter = eagle3(HEAD, ARCH, taps=TAPS, own_embed=False, tp=mesh.shape["tp"])
     rules = REPLICATED if drafter.replicated else RULES
     specs = drafter.specs(1 if drafter.replicated else mesh.shape["tp"])
     params = drawn(specs, mesh, rules, seed=5)

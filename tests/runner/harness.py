@@ -167,6 +167,8 @@ class Rig:
         self.rng = np.random.default_rng(seed)
         self.n_steps = 0
         self.accepted: list[int] = []
+        self.tried: list[int] = []
+        """Tokens of each decode row: what it could draw at most."""
 
     def run(self, jobs: Seq[Job]) -> list[list[int]]:
         """The output tokens of every job."""
@@ -286,7 +288,7 @@ class Rig:
 
     def _table(self, rows: list[tuple[RowPlan, Live]], n_draft: int) -> np.ndarray:
         Z = self.runner.limits.page_size
-        most = min(len(live.pages) for _, live in rows)
+        most = self.runner.limits.max_model_len // Z
         need = [min(-(-(row.start + row.count + n_draft) // Z), most) for row, _ in rows]
         table = np.zeros((len(rows), max(need)), np.int32)
         for r, (_, live) in enumerate(rows):
@@ -307,6 +309,7 @@ class Rig:
             if row.from_slot:
                 live.seq.scheduled -= row.count - n_ok
                 self.accepted.append(n_ok)
+                self.tried.append(row.count)
             live.seq.tokens.extend(int(t) for t in result.tokens_RJ[r, :n_ok])
 
 

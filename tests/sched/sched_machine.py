@@ -88,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         measured=st.booleans(),
         most_prefill=st.sampled_from([0, 6]),
         tokens=st.sampled_from([0, 120]),
+        window=st.sampled_from([(0, 0), (0, 0), (3, 0), (9, 0), (14, 5), (6, 1)]),
     )
     def start(
         self,
@@ -104,10 +105,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         measured,
         most_prefill,
         tokens,
+        window,
     ):
         n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)  # as many tokens at any page size
         times = step_times() if measured else ()
-        lim = limits(n_pages=n_pages, page_size=page_size, max_drafts=drafts, step_times=times)
+        seen = {"window": window[0], "sinks": window[1]}
+        lim = limits(
+            n_pages=n_pages, page_size=page_size, max_drafts=drafts, step_times=times, **seen
+        )
         options = {
             "depth": depth,
             "eos_rate": eos_rate,

@@ -83,6 +83,6 @@ def test_the_scheduler_learns_the_size_of_its_steps():
     sizes = [size[:2] for size in seen]
     assert sizes[:2] == [(0, 5), (1, 7)]
     assert all(
-        took == pytest.approx(seconds_of(1 + (p > 0 and d > 0), p)) for d, p, _, took in seen[:2]
+        took == pytest.approx(seconds_of(1 + (p > 0 and d > 0), p)) for d, p, _, took, _ in seen[:2]
     )
     assert {p for d, p in sizes[2:]} == {0}

@@ -160,7 +160,7 @@ def cancel_leaves_pages(patch):
 
 
 def lock_is_not_taken(patch):
-    patch.setattr(RadixTree, "lock_path", lambda self, node: None)
+    patch.setattr(RadixTree, "lock_path", lambda self, node, gone=None: None)
 
 
 def readmitted_with_rows_in_flight(patch):

@@ -37,7 +37,7 @@ def source(lane: str, rate: float, start: float, seconds: float) -> str:
 def capacity() -> float:
     """Requests per second when there is always one more."""
     items = traffic.generate(traffic.parse(source("standard", 1000.0, 0, 0.15)), 1)
-    run = simulate(items, setup())
+    run = simulate(items, setup(max_queue_s=0.0))
     return len(items) / run.seconds
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,14 @@ from jserve.engine.engine import Engine
 from jserve.model.families import family_for
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
-from jserve.ports import InFlight
+from jserve.ports import InFlight, Proposer, StepTime
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
+from jserve.sched import policy
+from jserve.sched.costs import MeasuredCosts
 from jserve.sched.scheduler import Scheduler
+from jserve.testing import FakeProposer
 from jserve.types import Output, Request, Sequence, StepPlan
 from jserve.weights.loader import load
 from jserve.weights.source import Source
@@ -64,8 +67,11 @@ BUCKETS = (
 )
 
 
-def make_runner(tp: int = 1) -> ModelRunner:
-    """The tiny model with drawn weights, large enough in scale that its choices vary."""
+def make_runner(
+    tp: int = 1, speculation: Callable[..., Any] | None = None, buckets: Seq[Bucket] = BUCKETS
+) -> ModelRunner:
+    """The tiny model with drawn weights, large enough in scale that its choices vary; drafted for by
+    what ``speculation`` makes of its arch, its parameters and the mesh."""
     family = family_for(TINY)
     source = Source(
         name="tiny", directory=None, format="dummy", weights=None, config=TINY, generation={}
@@ -74,8 +80,11 @@ def make_runner(tp: int = 1) -> ModelRunner:
     params = load(family, family.arch(TINY), source, mesh, rules, dtype, seed=3)
     params = {**params, "embed": params["embed"] * 30}
     config = EngineConfig.of(**OPTIONS)
-    ladder = Ladder(buckets=BUCKETS)
-    return ModelRunner(family, family.arch(TINY), params, mesh, config, rules=rules, ladder=ladder)
+    arch, ladder = family.arch(TINY), Ladder(buckets=tuple(buckets))
+    drafts = None if speculation is None else speculation(arch, params, mesh)
+    return ModelRunner(
+        family, arch, params, mesh, config, rules=rules, ladder=ladder, speculation=drafts
+    )
 
 
 class RandomBuckets:
@@ -93,16 +102,13 @@ class RandomBuckets:
         return self.runner.collect(flight)
 
 
-class Guesses:
+class Guesses(FakeProposer):
     """Drafts that are right, wrong or mixed: the known continuation with some tokens changed."""
 
     def __init__(self, truth: dict[tuple[str, int], list[int]], rng: random.Random) -> None:
         self.truth, self.rng = truth, rng
 
-    def propose(self, seqs: Seq[Sequence], max_drafts: int) -> list[Seq[int]]:
-        return [self._drafts(seq, max_drafts) for seq in seqs]
-
-    def _drafts(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, seq: Sequence, most: int) -> list[int]:
         told = self.truth[seq.request.id, seq.index]
         at = seq.n_output + seq.in_flight
         right = told[at : at + self.rng.randint(0, most)]
@@ -197,8 +203,14 @@ def run(
     way: Way,
     rng: random.Random,
     truth: dict[tuple[str, int], list[int]] | None = None,
+    proposer: Proposer | None = None,
+    preempts: bool = False,
 ) -> dict[tuple[str, int], Answer]:
-    """Run all requests, arriving at random steps, and gather what each choice got."""
+    """Run all requests, arriving at random steps, and gather what each choice got.
+
+    ``proposer`` drafts in every row it can, whatever that is worth; ``preempts``: after each step
+    someone loses its pages.
+    """
     limits = dataclasses.replace(runner.limits, n_pages=way.n_pages)
     config = EngineConfig.of(
         **OPTIONS
@@ -209,8 +221,10 @@ def run(
             "overlap": way.overlap,
         }
     )
-    proposer = Guesses(truth or {}, rng) if way.drafts else None
+    if proposer is None and way.drafts:
+        proposer = Guesses(truth or {}, rng)
     scheduler = Scheduler(limits, config, proposer=proposer)
+    scheduler.drafting.costs, scheduler.drafting.min_speed = FREE, 0.0
     device: Any = RandomBuckets(runner, rng) if way.random_buckets else runner
     engine = Engine(scheduler, device, overlap=way.overlap)
     waiting, outputs = list(requests), []
@@ -218,10 +232,22 @@ def run(
         while waiting and (rng.random() < 0.4 or not engine.busy):
             engine.submit(waiting.pop(0))
         outputs += engine.step()
+        if preempts:
+            _preempt(scheduler, rng)
         if not waiting and not engine.busy:
             break
     assert not engine.busy, "the workload did not end"
     return gathered(outputs)
+
+
+FREE = MeasuredCosts([StepTime(n_decode=8, n_prefill=64, n_context=0, seconds=1e-3, width=4)])
+"""All programs cost the same, so drafts are always worth a try."""
+
+
+def _preempt(scheduler: Scheduler, rng: random.Random) -> None:
+    able = [seq for seq in scheduler.floor.running if not policy.protected(seq)]
+    if able:
+        scheduler.floor.preempt(rng.choice(able))
 
 
 def gathered(outputs: Seq[Output]) -> dict[tuple[str, int], Answer]:

@@ -1,0 +1,297 @@
+"""What speculation is worth: acceptance, tokens per step and speed-up, by text, proposer and drafts per step.
+
+Owns five kinds of text for the shipped model, the paired runs and the arithmetic. Must not know how drafts are
+made or verified. Two engines in this process, one without speculation; every figure is a ratio of runs in
+alternating turns, so that a machine that slows down slows both. Outputs of a pair are compared: they must be
+equal.
+
+* ``k``: drafts per step fixed, 0 to 8, batch 1. k = 0 is the price of being able to. A step of k drafts runs in
+  the program of the next width (2, 4, 8 or 9 tokens).
+* ``auto``: k chosen by the engine, at concurrency 1, 4, 16 and 64, over all texts in one queue; also the
+  slowest request's share of its speed without.
+
+Predicted speed-up is the tokens per step over what a step costs more::
+
+    (1 + drafts that stood per step) * seconds of a plain step / (seconds of a verify step + drafting)
+
+    python -m bench.speculation [--methods ngram,suffix] [--requests 12] [--rounds 5] [--json F] [--plot F.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench import probe
+from checkpoints.recipe.chat import prompt_and_answer
+from checkpoints.recipe.skills import dialogue, extract, passage, story, tools
+from jserve import build
+from jserve.config import EngineConfig
+from jserve.ports import StepTime
+from jserve.sampling import SamplingParams
+from jserve.sched.costs import MeasuredCosts
+from jserve.spec.choice import widths
+from jserve.types import Finish, Request
+
+FORMAT = 1
+TEXTS = ("dialogue", "copy", "json", "tools", "free")
+CONCURRENCY = (1, 4, 16, 64)
+MOST = 8
+err = Console(stderr=True, highlight=False)
+
+
+def prompts(text: str, n: int, tokenizer: Any, seed: int = 0) -> list[tuple[int, ...]]:
+    """``n`` prompts of a kind, as ids; held-out text, the same for a seed."""
+    rng = np.random.default_rng(seed)
+    skills = {"dialogue": dialogue, "json": extract, "tools": tools, "free": story}
+    found = []
+    for _ in range(n):
+        if text == "copy":
+            told = passage.plain(rng, "test")
+            asked = f"{told}\n\n{told[: len(told) // 4]}"
+        else:
+            asked = prompt_and_answer(skills[text].generate(rng, "test"))[0]
+        found.append(tuple(tokenizer.encode(asked))[-700:])
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Ran:
+    """One run of a list of prompts."""
+
+    seconds: float = 0.0
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+    """Seconds from the start of the request to its last token."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """What they rose by."""
+
+    def total(self, name: str) -> float:
+        """A counter's rise, over all labels."""
+        return sum(v for k, v in self.counters.items() if k.partition("{")[0] == name)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+    @property
+    def step_s(self) -> float:
+        """Device seconds per row that decoded, and the host's drafting."""
+        drafting = self.total("spec_decode_host_seconds_total")
+        rows = max(1.0, self.total("decode_rows_total"))
+        return (self.total("step_seconds_total") + drafting) / rows
+
+
+class Side:
+    """One engine, which drafts as much as it likes until ``fix``."""
+
+    def __init__(self, method: str, rows: int, eos_ids: tuple[int, ...]) -> None:
+        speculative = {"method": method, "num_tokens": MOST} if method != "off" else {}
+        self.config = EngineConfig.of(
+            max_num_seqs=rows,
+            max_drafts=MOST,  # counters and programs are alike on both sides
+            prefix_caching=False,
+            prompt_logprobs=False,
+            structured_outputs=False,
+            speculative=speculative,
+        )
+        self.engine, self.info = build.engine(self.config)
+        self._auto = self.engine.scheduler.drafting.costs
+        self._eos_ids, self._n = eos_ids, 0
+
+    def fix(self, k: int | None) -> None:
+        """From now on ``k`` drafts in every step; None: the engine's own choice."""
+        drafting = self.engine.scheduler.drafting
+        drafting.costs, drafting.min_speed = self._auto, 0.98
+        drafting.widths = widths(MOST)
+        if k is not None:
+            drafting.costs, drafting.min_speed, drafting.widths = (
+                _FREE,
+                0.0,
+                (1, 1 + k)[: 1 + (k > 0)],
+            )
+
+    def run(self, asked: Seq[tuple[int, ...]], concurrency: int, max_tokens: int) -> Ran:
+        """All of ``asked``, ``concurrency`` at once, greedy."""
+        ran, before = Ran(), dict(self.engine.scheduler.counters())
+        waiting, began = list(enumerate(asked)), {}
+        start = time.perf_counter()
+        while waiting or began:
+            while waiting and len(began) < concurrency:
+                i, ids = waiting.pop(0)
+                id = f"{self._n}-{i}"
+                began[id] = time.perf_counter()
+                params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+                self.engine.submit(
+                    Request(id=id, prompt_ids=ids, params=params, eos_ids=self._eos_ids)
+                )
+            for out in self.engine.step():
+                assert out.finish is not Finish.ERROR, out.error
+                name = out.request_id.partition("-")[2]
+                ran.tokens.setdefault(name, []).extend(out.token_ids)
+                if out.finish is not None:
+                    ran.ended[name] = time.perf_counter() - began.pop(out.request_id)
+        ran.seconds = time.perf_counter() - start
+        after = self.engine.scheduler.counters()
+        ran.counters = {k: v - before.get(k, 0.0) for k, v in after.items()}
+        self._n += 1
+        return ran
+
+    def close(self) -> None:
+        build.close(self.engine)
+
+
+_FREE = MeasuredCosts([StepTime(n_decode=64, n_prefill=512, n_context=0, seconds=1.0, width=16)])
+"""All steps cost the same, so that drafts are always tried."""
+
+
+def paired(
+    on: Side, off: Side, asked: Seq[tuple[int, ...]], concurrency: int, rounds: int, most: int
+) -> dict[str, Any]:
+    """Figures of ``rounds`` pairs of runs, after one that nobody counts.
+
+    Raises:
+        SystemExit: the outputs of a pair differ.
+    """
+    pairs = [
+        (off.run(asked, concurrency, most), on.run(asked, concurrency, most))
+        for _ in range(rounds + 1)
+    ]
+    for plain, spec in pairs:
+        if plain.tokens != spec.tokens:
+            raise SystemExit("speculation changed an output; see tests/whole/test_speculation.py")
+    return account(pairs[1:])
+
+
+def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
+    """Acceptance, tokens per step, predicted and measured speed-up of (without, with) pairs."""
+    runs = [spec for _, spec in pairs]
+    drafted = sum(r.total("spec_decode_num_draft_tokens_total") for r in runs)
+    stood = sum(r.total("spec_decode_num_accepted_tokens_total") for r in runs)
+    rows = sum(r.total("decode_rows_total") for r in runs)
+    per_step = sum(r.total("decode_tokens_total") for r in runs) / max(1.0, rows)
+    speed = [plain.seconds / spec.seconds for plain, spec in pairs]
+    slowest = [min(plain.ended[i] / spec.ended[i] for i in plain.ended) for plain, spec in pairs]
+    return {
+        "acceptance": stood / drafted if drafted else None,
+        "tokens_per_step": per_step,
+        "predicted": statistics.median(per_step * p.step_s / s.step_s for p, s in pairs),
+        "speedup": statistics.median(speed),
+        "speedup_range": [min(speed), max(speed)],
+        "slowest_request": statistics.median(slowest),
+        "tok_s": statistics.median(spec.n_tokens / spec.seconds for spec in runs),
+        "tok_s_off": statistics.median(plain.n_tokens / plain.seconds for plain, _ in pairs),
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every pair that was asked for."""
+    text = build.text_side(EngineConfig())
+    texts = {name: prompts(name, args.requests, text.tokenizer) for name in args.texts}
+    mixed = [p for group in zip(*texts.values(), strict=True) for p in group]
+    off = Side("off", max(args.concurrency), text.eos_ids)
+    rows: list[dict[str, Any]] = []
+    for method in args.methods:
+        on = Side(method, max(args.concurrency), text.eos_ids)
+        for name, asked in texts.items():
+            for k in args.k:
+                on.fix(k)
+                found = paired(on, off, asked, 1, args.rounds, args.max_tokens)
+                rows.append({"kind": "k", "method": method, "text": name, "k": k} | found)
+                err.print(f"{method} {name} k={k}: {found['speedup']:.2f}")
+            on.fix(None)
+            found = paired(on, off, asked, 1, args.rounds, args.max_tokens)
+            rows.append({"kind": "k", "method": method, "text": name, "k": "auto"} | found)
+        for n in args.concurrency:
+            asked = (mixed * (1 + 2 * n // len(mixed)))[: max(len(mixed), 2 * n)]
+            found = paired(on, off, asked, n, args.rounds, args.max_tokens)
+            rows.append({"kind": "auto", "method": method, "concurrency": n} | found)
+            err.print(f"{method} concurrency {n}: {found['speedup']:.2f}")
+        on.close()
+    off.close()
+    about = {"machine": probe.machine(), "programs": off.info["programs"]}
+    return {"format": FORMAT, "about": about, "rows": rows}
+
+
+def shown(result: dict[str, Any], console: Console) -> None:
+    """The two tables."""
+    columns = ("acceptance", "tokens_per_step", "predicted", "speedup", "slowest_request")
+    for kind, keys in (("k", ("method", "text", "k")), ("auto", ("method", "concurrency"))):
+        table = Table(title="batch 1, k drafts" if kind == "k" else "k chosen by the engine")
+        for name in (*keys, *columns):
+            table.add_column(name.replace("_", " "), justify="right")
+        for row in result["rows"]:
+            if row["kind"] == kind:
+                values = ["" if row[c] is None else f"{row[c]:.2f}" for c in columns]
+                table.add_row(*(str(row[key]) for key in keys), *values)
+        console.print(table)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Speed-up over k, a panel per method and a line per text, and over concurrency."""
+    from jserve.sim.plot import figure
+
+    rows = result["rows"]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    with figure(path, len(methods) + 1, "speculation on the shipped model") as axes:
+        for axis, method in zip(axes, methods, strict=False):
+            mine = [r for r in rows if r["kind"] == "k" and r["method"] == method]
+            for text in dict.fromkeys(r["text"] for r in mine):
+                line = [
+                    (r["k"], r["speedup"]) for r in mine if r["text"] == text and r["k"] != "auto"
+                ]
+                axis.plot(*zip(*line, strict=True), "o-", label=text)
+            axis.set(xlabel="drafts per step", ylabel="speed-up", title=method)
+        for method in methods:
+            line = [
+                (r["concurrency"], r["speedup"])
+                for r in rows
+                if r["kind"] == "auto" and r["method"] == method
+            ]
+            axes[-1].plot(*zip(*line, strict=True), "o-", label=method)
+        axes[-1].set_xscale("log", base=2)
+        axes[-1].set(xlabel="requests at once", ylabel="speed-up", title="k chosen")
+        for axis in axes:
+            axis.axhline(1.0, color="grey", linewidth=0.8)
+            axis.legend(fontsize=7)
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.speculation", description=__doc__.split("\n")[0])
+    words = lambda kind: lambda text: tuple(kind(part) for part in text.split(","))  # noqa: E731
+    parser.add_argument("--methods", type=words(str), default=("ngram", "suffix"))
+    parser.add_argument("--texts", type=words(str), default=TEXTS)
+    parser.add_argument("--k", type=words(int), default=tuple(range(MOST + 1)))
+    parser.add_argument("--concurrency", type=words(int), default=CONCURRENCY)
+    parser.add_argument("--requests", type=int, default=12, help="prompts of each text")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of runs per figure")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--plot", type=Path, help="SVG file to draw")
+    args = parser.parse_args(argv)
+    if args.plot is not None:
+        from jserve.sim.plot import check
+
+        check(args.plot)
+    result = measure(args)
+    shown(result, Console(width=120))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot is not None:
+        draw(result, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Which places of a step draw a token, and what each draw needs.
+
+Owns the way between tokens, draws and rows. Must not know families or what is drawn. A token is drawn
+after every token of a decode row and after the last one of a prefill row (E = D * J + F)::
+
+    T      |d0 d0 d1 d1 |f0 f0 f0 f0 f1 f1 f1 pad|
+    drawn    ^  ^  ^  ^            ^        ^
+    rows   |d0: 2 draws, d1: 2 draws, f0: 1 draw, f1: 1 draw|
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.model.sample import Draws
+from jserve.model.slots import NONE
+from jserve.model.tree import Parents, paths
+from jserve.model.view import SAMPLING, StepView
+
+
+def drawn_places(view: StepView) -> jax.Array:
+    """int32[E]: indices in T whose logits draw a token."""
+    last_F = jnp.maximum(view.first_R + view.count_R - 1, 0)[view.D :]
+    return jnp.concatenate([jnp.arange(view.D * view.J, dtype=jnp.int32), last_F])
+
+
+def by_row(view: StepView, x_E: jax.Array, fill: Any) -> jax.Array:
+    """[E, ...] -> [R, J, ...]; a prefill row has its one draw in column 0."""
+    n, rest = view.D * view.J, x_E.shape[1:]
+    decode = x_E[:n].reshape(view.D, view.J, *rest)
+    prefill = jnp.full((view.F, view.J, *rest), fill, x_E.dtype).at[:, 0].set(x_E[n:])
+    return jnp.concatenate([decode, prefill])
+
+
+def draws_of(view: StepView, parents: Parents) -> Draws:
+    """How each of the E tokens is drawn; ``parents`` of the drafts where they are trees."""
+    place_J = jnp.arange(view.J, dtype=jnp.int32)
+    if view.tree is not None:
+        place_J = jnp.array(view.tree.depth, jnp.int32)
+    place_E = jnp.concatenate([jnp.tile(place_J, view.D), jnp.zeros(view.F, jnp.int32)])
+    last_R = jnp.where(jnp.arange(view.D + view.F) < view.D, 0, view.count_R - 1)
+    rows = {c.name.replace("_R", "_E"): _per_draw(view, getattr(view, c.name)) for c in SAMPLING}
+    slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
+    mask_EW = None
+    if view.mask_RJW is not None:
+        D, J = view.D, view.J
+        mask_RJW = view.mask_RJW
+        mask_EW = jnp.concatenate([mask_RJW[:D].reshape(D * J, -1), mask_RJW[D:, 0]])
+    return Draws(
+        slot_E=_per_draw(view, slot_R),
+        pos_E=_per_draw(view, view.start_R + last_R) + place_E + 1,
+        prefix_EJ=_prefixes(view, place_E)
+        if view.tree is None
+        else _prefixes_in_tree(view, parents),
+        n_prefix_E=place_E,
+        mask_EW=mask_EW,
+        **rows,
+    )
+
+
+def _per_draw(view: StepView, x_R: jax.Array) -> jax.Array:
+    """A row's value at each of its draws."""
+    return jnp.concatenate([jnp.repeat(x_R[: view.D], view.J, axis=0), x_R[view.D :]])
+
+
+def _prefixes(view: StepView, place_E: jax.Array) -> jax.Array:
+    """int32[E, J - 1]: the drafts that stand before each draw."""
+    D, J = view.D, view.J
+    draft_DJ = view.tok_T[: D * J].reshape(D, J)[:, 1:]
+    draft_EJ = jnp.concatenate(
+        [jnp.repeat(draft_DJ, J, axis=0), jnp.full((view.F, J - 1), NONE, jnp.int32)]
+    )
+    before = jnp.arange(J - 1, dtype=jnp.int32) < place_E[:, None]
+    return jnp.where(before, draft_EJ, NONE)
+
+
+def _prefixes_in_tree(view: StepView, parents: Parents) -> jax.Array:
+    """int32[E, J - 1]: the drafts that stand before each draw, NONE beyond them."""
+    D, J = view.D, view.J
+    at_JJ = np.zeros((J, J - 1), np.int32)
+    for node, path in enumerate(paths(parents)):
+        at_JJ[node, : len(path)] = path
+    token_DJ = view.tok_T[: D * J].reshape(D, J)
+    draft_DJJ = jnp.where(at_JJ > 0, token_DJ[:, at_JJ], NONE)
+    rest = jnp.full((view.F, J - 1), NONE, jnp.int32)
+    return jnp.concatenate([draft_DJJ.reshape(D * J, J - 1), rest])

@@ -1,0 +1,96 @@
+"""From options to a proposer, and what is refused on the way.
+
+Owns which methods there are, who drafts (the host or the device), and which options each reads. Must not know
+tokenizers, files or the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+
+from jserve.config import DOTTED, SpeculativeOptions
+from jserve.errors import ConfigError
+from jserve.ports import Proposer
+from jserve.spec.lookup import Lookup
+from jserve.spec.ngram import NgramIndex
+from jserve.spec.suffix import CorpusCursor, SuffixAutomaton, SuffixIndex
+from jserve.spec.synthetic import Synthetic
+
+DEVICE = ("draft", "eagle3", "medusa")
+"""Methods whose drafts are made on the device."""
+MAX_CORPUS_TOKENS = 1 << 20
+_READS = {
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens"),
+    "suffix": ("suffix_min_match", "corpus", "max_lookup_tokens"),
+    "synthetic": ("synthetic_acceptance_rate",),
+    "draft": ("model",),
+    "eagle3": ("model",),
+    "medusa": ("model",),
+    "off": ("num_tokens", "min_speed"),
+}
+_ALL = ("method", "num_tokens", "min_speed")
+
+
+def check(options: SpeculativeOptions) -> None:
+    """Refuse what cannot be done, before anything is loaded.
+
+    Raises:
+        ConfigError: a method without its drafter, or an option that the method does not read.
+    """
+    method = options.method
+    if method in DEVICE and not options.model:
+        raise ConfigError(f"{DOTTED}.method {method!r} needs a model", field=f"{DOTTED}.model")
+    for f in dataclasses.fields(options):
+        read = f.name in (*_ALL, *_READS[method])
+        if not read and getattr(options, f.name) != f.default:
+            raise ConfigError(
+                f"{DOTTED}.{f.name} means nothing to method {method!r}", field=f"{DOTTED}.{f.name}"
+            )
+    if options.prompt_lookup_min > options.prompt_lookup_max:
+        raise ConfigError(
+            f"{DOTTED}.prompt_lookup_min {options.prompt_lookup_min} exceeds prompt_lookup_max"
+            f" {options.prompt_lookup_max}",
+            field=f"{DOTTED}.prompt_lookup_min",
+        )
+
+
+def proposer_of(
+    options: SpeculativeOptions, vocab_size: int, corpus: Seq[int] = ()
+) -> Proposer | None:
+    """The proposer of the host; None where there is none. ``corpus``: the ids of ``options.corpus``.
+
+    Raises:
+        ConfigError: the corpus is too long.
+    """
+    window = options.max_lookup_tokens
+    match options.method:
+        case "ngram":
+            least, most = options.prompt_lookup_min, options.prompt_lookup_max
+            return Lookup("ngram", lambda: (NgramIndex(least, most, window),))
+        case "suffix":
+            least, shared = options.suffix_min_match, _automaton(corpus)
+            return Lookup(
+                "suffix",
+                lambda: (
+                    SuffixIndex(least, window),
+                    *((CorpusCursor(shared, least),) if shared is not None else ()),
+                ),
+            )
+        case "synthetic":
+            return Synthetic(options.synthetic_acceptance_rate, vocab_size)
+    return None
+
+
+def _automaton(corpus: Seq[int]) -> SuffixAutomaton | None:
+    if not corpus:
+        return None
+    if len(corpus) > MAX_CORPUS_TOKENS:
+        raise ConfigError(
+            f"{DOTTED}.corpus has {len(corpus)} tokens, at most {MAX_CORPUS_TOKENS} are taken",
+            field=f"{DOTTED}.corpus",
+        )
+    made = SuffixAutomaton()
+    for token in corpus:
+        made.append(token)
+    return made

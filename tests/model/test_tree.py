@@ -1,0 +1,155 @@
+"""Trees of drafts: their arithmetic against brute force, and attention under their mask."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jserve.errors import ConfigError
+from jserve.model import tree
+from jserve.model.attention import backend
+from jserve.model.hand import Row, pack
+from jserve.model.path import as_chain, straightened
+from jserve.model.slots import empty
+from jserve.model.verify import accept, accept_tree
+from jserve.model.view import Bucket, StepDims, layout, unpack
+
+SHAPES = [(0,), (0, 0), (0, 1, 2), (0, 0, 1, 1, 2), (0, 0, 0, 1, 2, 2, 4, 5), (0, 1, 0, 2, 3, 3)]
+
+
+def walk(parents: tuple[int, ...], token: list[int], drawn: list[int], count: int) -> list[int]:
+    """The nodes that stand, by walking."""
+    path = [0]
+    while True:
+        children = [c for c in tree.children(parents, path[-1]) if c < count]
+        fit = [c for c in children if token[c] == drawn[path[-1]]]
+        if not fit:
+            return path
+        path.append(fit[0])
+
+
+@pytest.mark.parametrize("parents", SHAPES, ids=str)
+def test_the_path_is_the_one_that_a_walk_takes(parents: tuple[int, ...]) -> None:
+    rng, J = np.random.default_rng(0), 1 + len(parents)
+    token_RJ, drawn_RJ = rng.integers(0, 3, (2, 500, J))
+    count_R = rng.integers(1, J + 1, 500)
+    args = (jnp.asarray(x, jnp.int32) for x in (token_RJ, drawn_RJ, count_R))
+    n_ok_R, path_RJ = map(np.asarray, accept_tree(*args, parents))
+    for r in range(500):
+        want = walk(parents, token_RJ[r].tolist(), drawn_RJ[r].tolist(), count_R[r])
+        assert path_RJ[r, : n_ok_R[r]].tolist() == want
+        assert path_RJ[r, n_ok_R[r] :].tolist() == list(range(n_ok_R[r], J))
+
+
+def test_a_chain_is_accepted_as_a_tree_that_is_one() -> None:
+    rng = np.random.default_rng(1)
+    args = [jnp.asarray(rng.integers(0, 2, (300, 4)), jnp.int32) for _ in range(2)]
+    count_R = jnp.asarray(rng.integers(1, 5, 300), jnp.int32)
+    n_ok_R, path_RJ = accept_tree(*args, count_R, tree.chain(3))
+    np.testing.assert_array_equal(n_ok_R, accept(*args, count_R))
+    np.testing.assert_array_equal(path_RJ, np.tile(np.arange(4), (300, 1)))
+
+
+def test_a_node_before_its_parent_is_refused() -> None:
+    tree.check((0, 0, 2))
+    for wrong in ((1,), (0, 2), (0, -1)):
+        with pytest.raises(ConfigError, match="parent"):
+            tree.check(wrong)
+
+
+DIMS = StepDims(C=4, M=6, Z=8, V=50)
+K, G, H = 2, 2, 8
+PAGES = 20
+
+
+def step_of(name: str, bucket: Bucket, rows: list[Row]) -> Any:
+    attn = backend(name)
+    fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
+    buf = pack(bucket, DIMS, attn, rows, [])
+    return attn, unpack(jnp.asarray(buf), fields, bucket, DIMS, empty(DIMS.C, DIMS.V))
+
+
+@lru_cache
+def written(name: str, parents: tuple[int, ...], window: int) -> tuple[np.ndarray, Any, Any]:
+    """(attention of two rows with a tree each, the KV as a chain along 0 -> its last node, keys of
+    all places)."""
+    J = 1 + len(parents)
+    bucket = Bucket(D=2, P=0, F=0, J=J, tree=parents)
+    rows = [Row([3, 7, 2, 9, 5, 1], 13, [4] * J), Row([11, 4, 8, 6, 12, 10], 6, [4] * (J - 1))]
+    attn, view = step_of(name, bucket, rows)
+    shape = attn.kv_shape(K, H, PAGES, DIMS.Z)
+    rng = np.random.default_rng(2)
+    x_NKH = rng.standard_normal((2, 2, 48, K, H)).astype(np.float32)
+    kv = (jnp.full(shape, jnp.nan), jnp.full(shape, jnp.nan))
+    for r, row in enumerate(rows):  # the context, then the drafts at their places
+        chain = Bucket(D=0, P=48, F=1)
+        before = Row(row.pages, 0, [1] * row.start, slot=r)
+        _, cview = step_of_prefill(name, chain, before)
+        k, v = (jnp.asarray(x_NKH[i, r]) for i in range(2))
+        kv = attn.write_kv(kv, k, v, cview)
+    at_TKH = [
+        np.stack([x_NKH[i, r, row.start + j] for r, row in enumerate(rows) for j in range(J)])
+        for i in range(2)
+    ]
+    kv = attn.write_kv(kv, *map(jnp.asarray, at_TKH), view)
+    q = rng.standard_normal((2 * J, K * G, H)).astype(np.float32)
+    o = np.asarray(attn.attend(jnp.asarray(q), kv, view, window=window, scale=0.3))
+    path = jnp.asarray([[*(0, *tree.paths(parents)[-1]), *range(9)][:J]] * 2, jnp.int32)
+    moved = straightened(attn, view, [kv], path)[0]
+    return (q, o), (moved, as_chain(view, path), path), x_NKH
+
+
+def step_of_prefill(name: str, bucket: Bucket, row: Row) -> Any:
+    attn = backend(name)
+    fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
+    buf = pack(bucket, DIMS, attn, [], [row])
+    return attn, unpack(jnp.asarray(buf), fields, bucket, DIMS, empty(DIMS.C, DIMS.V))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("name", ["ref", "xla"])
+@pytest.mark.parametrize("parents", SHAPES[3:5], ids=str)
+def test_a_node_sees_the_context_and_its_ancestors(
+    parents: tuple[int, ...], name: str, window: int
+) -> None:
+    (q, o), _, x_NKH = written(name, parents, window)
+    J = 1 + len(parents)
+    depth, path = tree.depths(parents), tree.paths(parents)
+    for r, start, count in ((0, 13, J), (1, 6, J - 1)):
+        for j in range(count):
+            at = [*range(start), *(start + x for x in (0, *path[j]))]
+            pos = [*range(start), *(start + depth[x] for x in (0, *path[j]))]
+            seen = [
+                a
+                for a, p in zip(at, pos, strict=True)
+                if not window or p > start + depth[j] - window
+            ]
+            k, v = x_NKH[0, r, seen], x_NKH[1, r, seen]
+            for n in range(K * G):
+                score = k[:, n // G] @ q[r * J + j, n] * 0.3
+                p = np.exp(score - score.max())
+                want = (p / p.sum()) @ v[:, n // G]
+                np.testing.assert_allclose(o[r * J + j, n], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["ref", "xla"])
+def test_the_path_that_stands_lies_as_a_chain(name: str) -> None:
+    parents = SHAPES[4]
+    _, (kv, chain, path), x_NKH = written(name, parents, 0)
+    n = 1 + len(tree.paths(parents)[-1])
+    attn, J = backend(name), 1 + len(parents)
+    q = np.random.default_rng(3).standard_normal((2 * J, K * G, H)).astype(np.float32)
+    got = np.asarray(attn.attend(jnp.asarray(q), kv, chain, window=0, scale=0.3))
+    for r, start in ((0, 13), (1, 6)):
+        for j in range(n - (r == 1)):  # the second row lacks the last node
+            at = [*range(start), *(start + int(x) for x in path[r, : j + 1])]
+            k, v = x_NKH[0, r, at], x_NKH[1, r, at]
+            score = np.einsum("skh,kgh->kgs", k, q[r * J + j].reshape(K, G, H)) * 0.3
+            p = np.asarray(jax.nn.softmax(score, axis=-1))
+            want = np.einsum("kgs,skh->kgh", p, v).reshape(K * G, H)
+            np.testing.assert_allclose(got[r * J + j], want, atol=2e-6)

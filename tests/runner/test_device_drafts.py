@@ -1,0 +1,315 @@
+"""Drafters on the device, in float32: outputs are those without, drafts are those of the whole text
+run anew, whatever shares the step, and the KV of both is updated in place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jserve.errors import ConfigError
+from jserve.model import tree
+from jserve.model.draft_model import draft_model
+from jserve.model.families.llama import FAMILY as LLAMA
+from jserve.model.shard import make_mesh
+from jserve.model.step import make_step
+from jserve.model.view import Bucket
+from jserve.ports import InFlight
+from jserve.runner.drafts import Speculation
+from jserve.runner.moves import PageMover
+from jserve.runner.runner import ModelRunner
+from jserve.sampling import SamplingParams
+from jserve.types import PageFetch, PageMove
+from tests.runner import draft_oracle, drafters
+from tests.runner.harness import ARCH, Live, Rig, jobs, make_runner, shared, tiny_params
+from tests.runner.test_equalities import alone, as_tuples, mixed_jobs
+
+TREE = (0, 0, 1, 1, 2)
+MANY_PAGES = 4001
+"""So that a copy of the KV would be most of a step's memory."""
+MAKERS: dict[str, Callable[..., Speculation]] = {
+    "same": drafters.same_model,
+    "other": drafters.other_model,
+    "eagle3": drafters.eagle,
+    "medusa": drafters.heads,
+}
+CASES = [
+    pytest.param(kind, parents, id=f"{kind}-{'tree' if parents else 'chain'}", marks=marks)
+    for kind, parents, marks in (
+        ("same", (), ()),
+        ("eagle3", TREE, ()),
+        ("medusa", TREE, ()),
+        ("same", TREE, pytest.mark.slow),
+        ("other", (), pytest.mark.slow),
+        ("other", TREE, pytest.mark.slow),
+        ("eagle3", (), pytest.mark.slow),
+        ("medusa", (), pytest.mark.slow),
+    )
+]
+
+
+def bucket(parents: tuple[int, ...]) -> Bucket:
+    n = len(parents) or 3
+    return Bucket(D=6, P=48, F=4, J=1 + n, n_draft=n, tree=parents)
+
+
+@lru_cache
+def drafting(kind: str, parents: tuple[int, ...], **options: Any) -> ModelRunner:
+    """One program for all steps; a step may leave no drafts and use none."""
+    made = partial(MAKERS[kind], n=len(parents) or 3, tree=parents)
+    return make_runner((bucket(parents),), speculation=made, n_pages=MANY_PAGES, **options)
+
+
+@pytest.mark.parametrize(("kind", "parents"), CASES)
+@pytest.mark.parametrize(("device", "depth"), [("all", 0), ("some", 1)])
+def test_speculative_equals_not(kind, parents, device, depth):
+    """Chunks of any length, decode rows and rows with any number of drafts in one step."""
+    rig = Rig(drafting(kind, parents), device=device, depth=depth, chunk=-1, pick=0.8, seed=5)
+    assert as_tuples(rig.run(mixed_jobs(1))) == alone(1)
+    if kind == "same":
+        deepest = max(tree.depths(parents or tree.chain(3)))
+        if not parents:
+            assert rig.accepted == rig.tried, "a right draft was refused, or drafted wrong"
+        elif device == "all":
+            assert set(rig.accepted) == {1 + deepest}
+    assert (len(set(rig.tried)) == 1) == (device == "all")
+
+
+class Watched(Rig):
+    """Notes what the device left in the slots, with the tokens it was left for."""
+
+    def _apply(self, flight: InFlight, of_row: list[Live]) -> None:
+        super()._apply(flight, of_row)
+        draft_CJ = np.asarray(self.runner.state.slots.draft_CJ)
+        for row, live in zip(flight.plan.rows, of_row, strict=True):
+            if row.emits and flight.plan.n_draft and not live.done:
+                self.left.append((list(live.seq.tokens), draft_CJ[row.slot].tolist()))
+
+    def run(self, jobs: Any) -> list[list[int]]:
+        self.left: list[tuple[list[int], list[int]]] = []
+        return super().run(jobs)
+
+
+def guess_of(kind: str, runner: ModelRunner) -> draft_oracle.Guess:
+    assert runner.speculation is not None
+    target, own = runner.params, runner.speculation.params
+    if kind == "eagle3":
+        return draft_oracle.of_eagle(target, own)
+    return draft_oracle.of_medusa(target, own) if kind == "medusa" else draft_oracle.of_model(own)
+
+
+@pytest.mark.parametrize(("kind", "parents"), CASES)
+def test_drafts_are_those_of_the_whole_text_run_anew(kind, parents):
+    """So the drafter's KV is right for prompts in chunks, for accepted and after rejected drafts."""
+    runner = drafting(kind, parents)
+    rig = Watched(runner, device="some", chunk=-1, seed=3)
+    rig.run([replace(job, n=6) for job in jobs(3, seed=9, temperature=0.0)])
+    guess = guess_of(kind, runner)
+    assert len(rig.left) > 4
+    for tokens, drafts in rig.left:
+        assert drafts == draft_oracle.expected(guess, tokens, parents or tree.chain(3))
+
+
+def test_drafts_obey_the_sampling_fields_of_their_row():
+    """Drafts of the target itself stand under every kind of sampling, alone and together."""
+    runner = drafting("same", ())
+    for job in mixed_jobs(2):
+        rig = Rig(runner, device="all", seed=1)
+        rig.run([job])
+        assert rig.accepted == rig.tried, job.params
+
+
+def test_a_row_at_the_end_of_its_context_gets_no_drafts():
+    """Drafts that would lie beyond it write nothing: the others' pages stay as they are."""
+    runner = drafting("same", ())
+    long = replace(jobs(1, temperature=0.0)[0], prompt=list(range(120)), n=8)
+    short = jobs(2, seed=4, temperature=0.0)[1]
+    want = [Rig(shared()).run([job])[0] for job in (long, short)]
+    assert Rig(runner, device="all", chunk=30).run([long, short]) == want
+
+
+@pytest.mark.parametrize(
+    ("kind", "parents"),
+    [("same", ()), pytest.param("eagle3", TREE, marks=pytest.mark.slow)],
+)
+def test_tensor_parallel_equals_one_device(kind, parents):
+    rig = Rig(drafting(kind, parents, tp=2), device="some", chunk=-1, seed=5)
+    assert as_tuples(rig.run(mixed_jobs(1))) == alone(1)
+    if kind == "same":
+        assert rig.accepted == rig.tried
+
+
+def test_a_drafter_that_cannot_be_split_is_replicated():
+    odd = replace(ARCH, N=6, K=3, D=48, H=8)
+    assert draft_model(LLAMA, odd, ARCH, 2).replicated
+    assert not draft_model(LLAMA, ARCH, ARCH, 2).replicated
+
+
+@pytest.mark.slow
+def test_a_replicated_drafter_on_two_devices():
+    def odd(mesh: Any) -> Speculation:
+        arch = replace(ARCH, N=3, K=3, D=24, H=8)
+        drafter = draft_model(LLAMA, arch, ARCH, 2)
+        params = drafters.drawn(LLAMA.specs(arch, 1), mesh, drafters.REPLICATED, seed=2)
+        return Speculation(drafter=drafter, params=params, n_draft=2)
+
+    wide = Bucket(D=6, P=48, F=4, J=3, n_draft=2)
+    rig = Rig(make_runner((wide,), tp=2, speculation=odd), device="some", chunk=-1, seed=5)
+    assert as_tuples(rig.run(mixed_jobs(1))) == alone(1)
+
+
+# --- programs
+
+
+@pytest.mark.parametrize(("kind", "parents"), CASES[:2])
+def test_the_kv_of_both_is_updated_in_place(kind, parents):
+    runner = drafting(kind, parents)
+    shape = bucket(parents)
+    memory, text = runner.programs.memory(shape), runner.programs.hlo(shape)
+    state = jax.tree.leaves(runner.state)
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in state)
+    assert memory.temp_size_in_bytes < 2 * runner.state.kv[0][0].nbytes
+    for layer, _ in runner.state.kv:
+        dims = ",".join(map(str, layer.shape))
+        assert not re.findall(rf"= \w+\[{dims}\]\S* (?:copy|copy-start|convert|transpose)\(", text)
+
+
+def test_without_a_drafter_nothing_of_one_is_in_the_step():
+    """The program reads and writes what it did before there were drafters."""
+    model = shared().model
+    params, state = model.abstract_params(), model.abstract_state()
+    assert set(params) == set(model.specs())
+    assert state.slots.draft_CJ is None
+    assert len(state.kv) == ARCH.L
+    plain = Bucket(D=6, P=48, F=4)
+    assert "next_F" not in {f.name for f in model.fields(plain)}
+    buf = jax.ShapeDtypeStruct((sum(f.size for f in model.fields(plain)),), np.int32)
+    text = jax.jit(make_step(model, plain)).lower(params, state, buf).as_text(debug_info=True)
+    assert "advance" in text
+    assert "draft/" not in text
+
+
+def test_a_backend_without_masks_for_trees_refuses_them():
+    model = drafting("eagle3", TREE).model
+    blind = replace(model, backend=replace(model.backend, move=None, name="hopper"))
+    make_step(blind, Bucket(D=6, P=0, F=0))
+    with pytest.raises(ConfigError, match="hopper verifies no trees") as caught:
+        make_step(blind, bucket(TREE))
+    assert caught.value.field == "attention_backend"
+
+
+# --- what is refused
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused():
+    with pytest.raises(ConfigError, match="vocab_size is 64, the target's is 128") as caught:
+        draft_model(LLAMA, replace(ARCH, V=64), ARCH)
+    assert caught.value.field == "speculative.model"
+
+
+@pytest.mark.parametrize(
+    ("how", "field"),
+    [
+        ({"n": 0}, "speculative.num_tokens"),
+        ({"n": 16}, "speculative.num_tokens"),
+        ({"n": 2, "tree": (0, 0, 1)}, "speculative.tree"),
+        ({"n": 2, "tree": (0, 3)}, "speculative.tree"),
+    ],
+)
+def test_more_drafts_than_can_be_are_refused(how, field):
+    with pytest.raises(ConfigError) as caught:
+        drafters.same_model(make_mesh(1), **how)
+    assert caught.value.field == field
+
+
+def test_more_depth_than_medusa_has_heads_is_refused():
+    with pytest.raises(ConfigError, match="at most 3 tokens ahead"):
+        drafters.heads(make_mesh(1), n=4)
+    drafters.heads(make_mesh(1), n=5, tree=TREE)
+
+
+def test_drafts_that_the_slot_cannot_hold_are_refused():
+    runner = drafting("same", ())
+    rig = Rig(runner, drafter=lambda seq, most: (-1,) * 4, seed=0)
+    with pytest.raises(ValueError, match="no bucket takes"):
+        rig.run(jobs(1, temperature=0.0))
+    rig = Rig(runner, drafter=lambda seq, most: (-1, 5), seed=0)
+    with pytest.raises(ValueError, match="draft of the device"):
+        rig.run(jobs(1, temperature=0.0))
+
+
+def test_host_drafts_run_as_chains_only():
+    right = alone(1)
+    chain = Rig(
+        drafting("same", ()), drafter=lambda s, m: right[int(s.request.id)][s.n_output :][:2]
+    )
+    assert as_tuples(chain.run(mixed_jobs(1))) == right
+    rig = Rig(drafting("eagle3", TREE), drafter=lambda seq, most: (1, 2), seed=0)
+    with pytest.raises(ValueError, match="no bucket takes"):
+        rig.run(jobs(1, temperature=0.0))
+
+
+def test_the_pool_counts_the_drafter():
+    plain, with_head = shared().memory, drafting("eagle3", TREE).memory
+    own = 2 * drafters.HEAD.K * drafters.HEAD.H * 8 * 4
+    assert with_head.page_bytes == plain.page_bytes + own
+    weights = sum(x.nbytes for x in jax.tree.leaves(tiny_params(make_mesh(1))))
+    assert with_head.weight_bytes > weights == plain.weight_bytes
+
+
+def test_params_of_the_target_are_swapped_alone():
+    runner = drafting("same", ())
+    params = SamplingParams(max_tokens=64, temperature=0.0)
+    job = replace(jobs(1)[0], params=params)
+    runner.update_params(tiny_params(make_mesh(1), seed=1))
+    other = Rig(runner, device="all").run([job])
+    runner.update_params(tiny_params(make_mesh(1), seed=0))
+    assert other != Rig(runner, device="all").run([job]) == Rig(shared()).run([job])
+
+
+class Shelf:
+    """A spill that keeps what is written and reads it back at once."""
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, bytes] = {}
+        self.asked: list[PageFetch] = []
+
+    def write(self, digest: bytes, page: bytes, *, must: bool) -> None:
+        self.pages[digest] = page
+
+    def read(self, fetch: PageFetch) -> None:
+        self.asked.append(fetch)
+
+    def answers(self) -> list[tuple[PageFetch, bytes | None]]:
+        asked, self.asked = self.asked, []
+        return [(fetch, self.pages.get(fetch.digest)) for fetch in asked]
+
+
+def test_pages_leave_and_return_with_the_drafters_part():
+    """To host memory and back, and through the bytes of a file, into other pages."""
+    runner = drafting("eagle3", TREE)
+    model, rng = runner.model, np.random.default_rng(0)
+    mover = PageMover(model, 4)
+    mover.spill = shelf = Shelf()  # type: ignore[assignment]
+    assert mover.page_nbytes == runner.memory.page_bytes
+    kv = jax.tree.map(
+        lambda a: jax.numpy.asarray(rng.standard_normal(a.shape), a.dtype), runner.state.kv
+    )
+    before = jax.tree.map(np.asarray, kv)
+    out = [PageMove(page=p, host=h, out=True, digest=bytes([p])) for p, h in ((3, 1), (9, 0))]
+    kv, leaving = mover.launch(kv, out)
+    mover.land(leaving)
+    assert {len(page) for page in shelf.pages.values()} == {mover.page_nbytes}
+    mover.fetch([PageFetch(ticket=7, digest=bytes([9]), host=3)])
+    assert mover.take_fetched() == [(7, True)]
+    back = [PageMove(page=p, host=h, out=False) for p, h in ((5, 1), (6, 0), (7, 3))]
+    kv, _ = mover.launch(kv, back)
+    for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(kv), strict=True):
+        np.testing.assert_array_equal(np.asarray(now)[[5, 6, 7]], was[[3, 9, 9]])
+        np.testing.assert_array_equal(np.asarray(now)[[3, 4, 8, 9]], was[[3, 4, 8, 9]])
