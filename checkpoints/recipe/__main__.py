@@ -17,7 +17,7 @@ from checkpoints.recipe.model import SIZES
 from checkpoints.recipe.tokenizer import load_or_train
 
 WORK = Path(__file__).parent.parent / "work"
-TARGET = WORK.parent / "jserve-mini"
+TARGET, DRAFT = WORK.parent / "jserve-mini", WORK.parent / "jserve-mini-draft"
 
 
 def _arguments() -> argparse.Namespace:
@@ -82,18 +82,69 @@ def _trained(args):
     return state[0], config, about
 
 
+def _trained_heads(args):
+    """Parameters, configuration, task, tokenizer and training notes of heads in the work folder."""
+    from checkpoints.recipe import storage, train as loop
+
+    config, task, tokenizer = _heads(args)
+    fresh, _ = loop.fresh_state(task, args.seed)
+    state, about = storage.load_state(args.work / args.size / "state.safetensors", fresh)
+    return state[0], config, task, tokenizer, about
+
+
+def _accepted(args, config, frozen, params, tokenizer) -> dict:
+    """{temperature: acceptance.measure(...)} of heads, and of the shipped draft model."""
+    from checkpoints.recipe import export as hf
+    from checkpoints.recipe.acceptance import head_drafter, measure, model_drafter
+
+    drafters = {args.size: head_drafter(config, frozen, params)}
+    if args.target == TARGET:
+        draft = hf.read_config(DRAFT)
+        drafters["draft model"] = model_drafter(draft, hf.import_params(DRAFT, draft), config.steps)
+    of = (config.target, frozen["target"], tokenizer, drafters, args.count)
+    return {temperature: measure(*of, temperature, _say) for temperature in (0.0, 0.7)}
+
+
 def evaluate(args) -> None:
     """Judge the latest checkpoint, at any moment of the training."""
-    from checkpoints.recipe.evaluate import score
+    if args.size in HEADS:
+        params, config, task, tokenizer, about = _trained_heads(args)
+        print(about["clock"], flush=True)
+        scores = _accepted(args, config, task.frozen, params, tokenizer)
+    else:
+        from checkpoints.recipe.evaluate import score
 
-    params, config, about = _trained(args)
-    print(about["clock"], flush=True)
-    scores = score(config, params, load_or_train(args.work / "tokenizer.json"), args.count, _say)
+        params, config, about = _trained(args)
+        print(about["clock"], flush=True)
+        tokenizer = load_or_train(args.work / "tokenizer.json")
+        scores = score(config, params, tokenizer, args.count, _say)
     (args.work / args.size / "scores.json").write_text(json.dumps(scores, indent=1))
 
 
 def export(args) -> None:
     """Write the Hugging Face folder, judge what was written, and write its card."""
+    if args.size in HEADS:
+        _export_heads(args)
+    else:
+        _export_model(args)
+
+
+def _export_heads(args) -> None:
+    from checkpoints.recipe.head_card import write_head_card
+    from checkpoints.recipe.head_export import export_head, import_head
+    from checkpoints.recipe.model import parameter_count
+
+    params, config, task, tokenizer, about = _trained_heads(args)
+    out = args.out or WORK.parent / f"{args.target.name}-{args.size}"
+    export_head(params, config, task.frozen["draft_ids"], args.target.name, out)
+    params, draft_ids = import_head(out, config)
+    frozen = {**task.frozen, "draft_ids": draft_ids}
+    tables = _accepted(args, config, frozen, params, tokenizer)
+    facts = {"target": args.target.name, "parameters": parameter_count(params)}
+    write_head_card(out, args.size, config, about, {**facts, "prompts": args.count}, tables)
+
+
+def _export_model(args) -> None:
     from checkpoints.recipe import export as hf
     from checkpoints.recipe.card import write_card
     from checkpoints.recipe.evaluate import score
@@ -101,7 +152,7 @@ def export(args) -> None:
 
     params, config, about = _trained(args)
     tokenizer = load_or_train(args.work / "tokenizer.json")
-    out = args.out or WORK.parent / {"main": "jserve-mini", "draft": "jserve-mini-draft"}[args.size]
+    out = args.out or {"main": TARGET, "draft": DRAFT}[args.size]
     hf.export(params, config, tokenizer, out)
     params = hf.import_params(out, config)
     scores = score(config, params, tokenizer, args.count, _say)

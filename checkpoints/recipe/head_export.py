@@ -101,7 +101,8 @@ def export_head(params: Any, config: HeadConfig, draft_ids, target: str, out: Pa
     """Write config.json and the weights of heads into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = {name: _at(params, path) for name, path in _names(config).items()}
-    tensors = {n: (x.T if x.ndim == 2 else x).astype(jnp.bfloat16) for n, x in tensors.items()}
+    # A transposed numpy view would be written in the order of its memory; jax copies it into place.
+    tensors = {n: jnp.asarray(x.T, jnp.bfloat16) for n, x in tensors.items()}
     if isinstance(config, EagleConfig):
         tensors |= _vocabulary(config, np.asarray(draft_ids))
     path = out / weights_file(config)

@@ -54,11 +54,13 @@ def _draft_ids(config: HeadConfig, tokenizer: Tokenizer) -> np.ndarray:
 
 def _init(config: HeadConfig, frozen: dict, seed: int) -> Any:
     one = jnp.zeros((1, 2), jnp.int32)
-    features = target_features(config.target, frozen["target"], one, one)
-    variables = _module(config).init(
-        jax.random.key(seed), *_inputs(config, frozen, features, one, one, one)
-    )
-    params = variables["params"]
+
+    @jax.jit
+    def start(frozen, key):
+        features = target_features(config.target, frozen["target"], one, one)
+        return _module(config).init(key, *_inputs(config, frozen, features, one, one, one))
+
+    params = start(frozen, jax.random.key(seed))["params"]
     if isinstance(config, EagleConfig):
         # The target knows what its tokens look like: a head that starts there learns much sooner.
         embedding_VD = frozen["target"]["embedding"]

@@ -18,6 +18,7 @@ CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 SHIPPED = CHECKPOINTS / "jserve-mini"
 DRAFT = CHECKPOINTS / "jserve-mini-draft"
 TINY = SIZES["tiny"]
+TASK = train.language_model(TINY)
 # What the shipped weights reach with a margin for the few chats that are judged here.
 FLOOR = 0.8
 needs_weights = pytest.mark.skipif(
@@ -147,7 +148,7 @@ def _plan(steps: int) -> train.Plan:
 def test_a_resumed_run_is_the_same_run(tiny_tokenizer, tmp_path):
     """Interrupted after every step, the parameters come out bit for bit the same."""
     plan = dataclasses.replace(_plan(3), save_every=1)
-    train.run(plan, tiny_tokenizer, tmp_path / "whole")
+    train.run(plan, TASK, tiny_tokenizer, tmp_path / "whole")
     for stop in (1, 2, 3):
         _run_until(plan, tiny_tokenizer, tmp_path / "parts", stop)
     whole, parts = (_stored(plan, tmp_path / name) for name in ("whole", "parts"))
@@ -163,13 +164,14 @@ def _run_until(plan: train.Plan, tiny_tokenizer, out: Path, stop: int) -> None:
 
     if stop < plan.steps:
         with pytest.raises(KeyboardInterrupt):
-            train.run(plan, tiny_tokenizer, out, report)
+            train.run(plan, TASK, tiny_tokenizer, out, report)
     else:
-        train.run(plan, tiny_tokenizer, out, report)
+        train.run(plan, TASK, tiny_tokenizer, out, report)
 
 
 def _stored(plan: train.Plan, out: Path):
-    return storage.load_state(out / "state.safetensors", train.fresh_state(plan)[0])[0]
+    fresh, _ = train.fresh_state(TASK, plan.seed)
+    return storage.load_state(out / "state.safetensors", fresh)[0]
 
 
 def test_export_loads_in_transformers_with_equal_logits(tiny_tokenizer, tmp_path):
@@ -193,6 +195,7 @@ def _shipped(folder: Path) -> tuple[ModelConfig, dict]:
     config = SIZES["draft" if folder == DRAFT else "main"]
     stored = json.loads((folder / "config.json").read_text())
     assert stored == export.hf_config(config)
+    assert export.read_config(folder) == config
     return config, export.import_params(folder, config)
 
 

@@ -200,6 +200,7 @@ def speculators(**changed: Any) -> dict[str, Any]:
 def test_speculators_nest_the_config_and_bring_an_embedding(tmp_path: Path) -> None:
     t = eagle_tensors("layers.0") | {"embed_tokens.weight": rand(V, D)}
     drafter, p = read(write(tmp_path, speculators(), t), "eagle3")
+    assert drafter.observe.__self__.norm_before_residual
     assert drafter.taps == (1, 3, 5)
     assert equal(p["embed"], t["embed_tokens.weight"])
 
