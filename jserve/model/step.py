@@ -296,7 +296,8 @@ def _forward(
     family, drafter = model.family, model.drafter
     given = (model.arch, params, view, kv, model.backend, model.axis)
     if drafter is None or not drafter.taps:
-        return *family.forward(*given), []
+        x_TD, kv = family.forward(*given)
+        return x_TD, kv, []
     assert family.tapped is not None, f"{family.name} has no taps"
     return family.tapped(*given, drafter.taps)
 

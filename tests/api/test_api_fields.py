@@ -52,6 +52,7 @@ BAD: dict[Any, list[Any]] = {
         *([{"start": -1}], [{"start": 4, "end": 4}], [{"priority": 101}], [{"seconds": -1}]),
     ],
     "skip_prefix_cache": NOT_A_BOOL,
+    "speculative": NOT_A_BOOL,
     "truncate_prompt_tokens": [*NOT_AN_INT, 0, -2],
     "truncation_side": [*NOT_TEXT, "middle"],
     "request_id": NOT_TEXT,

@@ -16,6 +16,7 @@ import pytest
 
 import jserve.api
 from jserve.api import openai
+from jserve.api.ask import Served
 from jserve.api.chat import ChatTemplate
 from tests.api.fake import CHATML, SPECIAL, FakeEngine, card, chat_body, live
 
@@ -137,8 +138,9 @@ CONTROLS = [
 
 def test_bodies_are_taken_whole_by_the_server(js) -> None:
     template = ChatTemplate({"default": CHATML}, control=SPECIAL)
+    served = Served(card=card(), template=template, strict=True)
     for controls, body in zip(CONTROLS, js(BODY, CONTROLS), strict=True):
-        wish = openai.chat_wish(body, card(), template)
+        wish = openai.chat_wish(body, served)
         assert wish.ignored == (), controls
         assert wish.stream is True
     found = js(BODY, CONTROLS)

@@ -54,7 +54,7 @@ def test_a_step_outside_the_table_is_refused() -> None:
 
 
 def test_the_choice_of_a_bucket_is_the_runners() -> None:
-    from jserve.runner import runner
+    from jserve.runner import sizes
     from jserve.runner.buckets import Ladder, Needs
 
     ladder = Ladder.of(max_decode_rows=16, max_prefill_tokens=256, max_prefill_rows=8, scores=False)
@@ -64,7 +64,7 @@ def test_the_choice_of_a_bucket_is_the_runners() -> None:
             if d + p:
                 chosen = ladder.choose(Needs(D=d, P=p, F=min(1, p)))
                 assert table.seconds(d, p, 0) == 1.0 + ladder.buckets.index(chosen), (d, p)
-    assert costs.MAX_PREFILL_ROWS == runner.MAX_PREFILL_ROWS
+    assert costs.MAX_PREFILL_ROWS == sizes.MAX_PREFILL_ROWS
 
 
 def write_table(path: Path, **changes) -> Path:
