@@ -102,7 +102,7 @@ class World:
         assert cache.tree.n_evictable == cache.tree.n_nodes, "a lock is left"
         assert len(floor.running) == len(floor.waiting) == 0
         assert len(floor._slots) == LIMITS.n_slots, "a slot is lost"
-        assert not self.engine.scheduler._groups
+        assert not self.engine.scheduler.groups
 
 
 @functools.cache
