@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jserve.errors import ConfigError
 from jserve.model.families import family_for
 from jserve.model.family import Arch, Family
-from jserve.model.shard import ParamSpec, is_spec
+from jserve.model.shard import ParamSpec, ShardRules, is_spec
 from jserve.shapes import SHAPES
 from jserve.weights import hf
 from jserve.weights.source import resolve
@@ -46,11 +46,12 @@ class Model:
         return sum(math.prod(s.shape) for s in self.specs())
 
     def weight_bytes(self, tp: int) -> int:
-        """Of one device, as the engine counts them."""
-        sizes = [
-            math.prod(s.shape) * jnp.dtype(s.dtype or self.dtype).itemsize for s in self.specs(tp)
-        ]
-        return sum(sizes) // tp
+        """Of one device: split weights divided, replicated ones whole, as the engine counts them."""
+        rules, total = ShardRules(), 0
+        for spec in self.specs(tp):
+            size = math.prod(spec.shape) * jnp.dtype(spec.dtype or self.dtype).itemsize
+            total += size // (tp if any(rules.partition(spec.axes)) else 1)
+        return total
 
 
 def find(name: str, revision: str = "", dtype: str = "auto") -> Model:

@@ -26,10 +26,13 @@ def sequence(tokens: list[int], seed: int = 0) -> Sequence:
 
 
 @pytest.mark.parametrize("method", DEVICE)
-def test_methods_of_the_device_say_what_is_missing(method):
+def test_methods_of_the_device_need_a_model_and_leave_the_host_without_a_proposer(method):
     with pytest.raises(ConfigError) as error:
-        check(SpeculativeOptions(method=method, model="x"))
-    assert error.value.field == "speculative.method"
+        check(SpeculativeOptions(method=method))
+    assert error.value.field == "speculative.model"
+    options = SpeculativeOptions(method=method, model="x")
+    check(options)
+    assert proposer_of(options, V) is None
 
 
 def test_every_option_is_read_by_a_method_or_refused():
