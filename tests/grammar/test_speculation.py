@@ -99,7 +99,8 @@ def test_forced_tokens_are_drafts_that_stand(spec, most, overlap):
     name = "spec_decode_num_{}_tokens_total{{proposer=grammar,lane=standard}}"
     if spec is CITY:
         assert counters[name.format("draft")] == counters[name.format("accepted")] > 0
-        assert quick.n_steps < plain.n_steps
+        # Rows, not steps: how many rows share a step depends on whose masks are ready in time.
+        assert sum(bool(p.token_ids) for p in got) < sum(bool(p.token_ids) for p in wanted)
         assert all(len(p.token_ids) == len(p.logprobs) for p in got if p.token_ids)
 
 
