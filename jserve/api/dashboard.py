@@ -111,9 +111,11 @@ def _lane(found: Samples, lane: Lane) -> dict[str, float]:
 
 def _speculation(found: Samples) -> dict[str, float] | None:
     """Tokens drafted and accepted since the start; None where nothing drafts."""
-    if (_DRAFTED, "") not in found:
-        return None
-    return {"drafted": found[(_DRAFTED, "")], "accepted": found.get((_ACCEPTED, ""), 0)}
+    sums = {
+        name: sum(value for (counter, _), value in found.items() if counter == name)
+        for name in (_DRAFTED, _ACCEPTED)
+    }
+    return {"drafted": sums[_DRAFTED], "accepted": sums[_ACCEPTED]} if sums[_DRAFTED] else None
 
 
 def _steps(front: Front, after: int) -> list[tuple[float, ...]]:

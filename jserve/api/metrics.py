@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -162,13 +163,14 @@ class Metrics:
         self._finished.labels(self._model, reason).inc()
 
     def values(self) -> dict[tuple[str, str], float]:
-        """(name without prefix, lane or "") -> value, of everything that has no other labels."""
-        return {
-            (sample.name.removeprefix("jserve:"), sample.labels.get("lane", "")): sample.value
-            for family in self.registry.collect()
-            for sample in family.samples
-            if sample.labels.keys() <= {"model_name", "lane"}
-        }
+        """(name without prefix, lane or "") -> value, proposers added up; nothing of other labels."""
+        found: dict[tuple[str, str], float] = defaultdict(float)
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if sample.labels.keys() <= {"model_name", "lane", "proposer"}:
+                    key = sample.name.removeprefix("jserve:"), sample.labels.get("lane", "")
+                    found[key] += sample.value
+        return dict(found)
 
     def scrape(self, accept: str) -> tuple[bytes, str]:
         """(body, content type): OpenMetrics or the text format, as ``accept`` asks."""

@@ -56,8 +56,9 @@ async def test_figures_are_those_of_the_metrics() -> None:
 async def test_speculation_is_told_where_there_is_some() -> None:
     engine = FakeEngine()
     engine.values |= {
-        "spec_decode_num_draft_tokens_total": 8,
-        "spec_decode_num_accepted_tokens_total": 6,
+        "spec_decode_num_draft_tokens_total{proposer=ngram,lane=standard}": 5,
+        "spec_decode_num_draft_tokens_total{proposer=grammar,lane=bulk}": 3,
+        "spec_decode_num_accepted_tokens_total{proposer=ngram,lane=standard}": 6,
     }
     async with live(engine) as srv:
         assert (await srv.get("/v1/dashboard"))[1]["speculation"] == {"drafted": 8, "accepted": 6}
