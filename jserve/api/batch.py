@@ -36,12 +36,15 @@ from jserve.api.batch_file import (
     read_lines,
     refusal_of,
 )
+from jserve.api.routes import PUBLIC
 from jserve.errors import BadRequest, EngineDead
 from jserve.types import Lane
 
 TRY_AGAIN = frozenset({"overloaded", "queue_full", "queue_full_tenant"})
 """Refusals for want of room: a batch has time."""
-LANED = frozenset({"/v1/chat/completions", "/v1/completions"})
+LANED = frozenset(
+    r.path for r in PUBLIC if r.fields is not None and "lane" in r.fields.model_fields
+)
 """Paths whose requests name a lane."""
 MOST_WAIT_S = 30.0
 OnProgress = Callable[[int, int], None]
