@@ -5,8 +5,8 @@ made or verified. Two engines in this process, one without speculation; every fi
 alternating turns, so that a machine that slows down slows both. Outputs of a pair are compared: they must be
 equal.
 
-* ``k``: drafts per step fixed, 0 to 8, batch 1. k = 0 is the price of being able to. A step of k drafts runs in
-  the program of the next width (2, 4, 8 or 9 tokens).
+* ``k``: drafts per step fixed, 0 to 8 (Medusa: to its 4 heads), batch 1. k = 0 is the price of being able to.
+  A step of k drafts runs in the program of the next width (2, 4, 8 or 9 tokens).
 * ``auto``: k chosen by the engine, at concurrency 1, 4, 16 and 64, over all texts in one queue; also the
   slowest request's share of its speed without.
 
@@ -14,7 +14,8 @@ Predicted speed-up is the tokens per step over what a step costs more::
 
     (1 + drafts that stood per step) * seconds of a plain step / (seconds of a verify step + drafting)
 
-    python -m bench.speculation [--methods ngram,suffix] [--requests 12] [--rounds 5] [--json F] [--plot F.svg]
+    python -m bench.speculation [--methods ngram,suffix,draft,eagle3,medusa] [--requests 12] [--rounds 5]
+                                [--json F] [--plot F.svg]
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import checkpoints
 from bench import probe
 from checkpoints.recipe.chat import prompt_and_answer
 from checkpoints.recipe.skills import dialogue, extract, passage, story, tools
@@ -42,12 +44,17 @@ from jserve.ports import StepTime
 from jserve.sampling import SamplingParams
 from jserve.sched.costs import MeasuredCosts
 from jserve.spec.choice import widths
+from jserve.spec.methods import DEVICE
 from jserve.types import Finish, Request
 
 FORMAT = 1
 TEXTS = ("dialogue", "copy", "json", "tools", "free")
 CONCURRENCY = (1, 4, 16, 64)
 MOST = 8
+HEADS = Path(checkpoints.__file__).parent
+"""Where the shipped drafters of the shipped model lie."""
+AHEAD = {"medusa": 4}
+"""Most drafts of a method, where it is fewer than MOST."""
 err = Console(stderr=True, highlight=False)
 
 
@@ -97,7 +104,11 @@ class Side:
     """One engine, which drafts as much as it likes until ``fix``."""
 
     def __init__(self, method: str, rows: int, eos_ids: tuple[int, ...]) -> None:
-        speculative = {"method": method, "num_tokens": MOST} if method != "off" else {}
+        speculative: dict[str, Any] = {}
+        if method != "off":
+            speculative = {"method": method, "num_tokens": min(MOST, AHEAD.get(method, MOST))}
+        if method in DEVICE:
+            speculative["model"] = str(HEADS / f"jserve-mini-{method}")
         self.config = EngineConfig.of(
             max_num_seqs=rows,
             max_drafts=MOST,  # counters and programs are alike on both sides
@@ -205,7 +216,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for method in args.methods:
         on = Side(method, max(args.concurrency), text.eos_ids)
         for name, asked in texts.items():
-            for k in args.k:
+            for k in (k for k in args.k if k <= AHEAD.get(method, MOST)):
                 on.fix(k)
                 found = paired(on, off, asked, 1, args.rounds, args.max_tokens)
                 rows.append({"kind": "k", "method": method, "text": name, "k": k} | found)
