@@ -61,7 +61,10 @@ def attention_peers(record: Record) -> None:
 
 
 def _figures(peer: Callable[[Load], float], load: Load) -> dict[str, float]:
-    spent = peer(load)
+    try:
+        spent = peer(load)
+    except ModuleNotFoundError as missing:
+        raise NotHere(f"{missing.name} is not installed") from None
     if load.T == 1:
         return {"us": spent * 1e6, "bytes_per_s": load.n_bytes / spent}
     return {"us": spent * 1e6, "tflops": load.flops / spent / 1e12}
