@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -126,12 +127,10 @@ class Side:
         drafting = self.engine.scheduler.drafting
         drafting.costs, drafting.min_speed = self._auto, 0.98
         drafting.widths = widths(MOST)
-        if k is not None:
-            drafting.costs, drafting.min_speed, drafting.widths = (
-                _FREE,
-                0.0,
-                (1, 1 + k)[: 1 + (k > 0)],
-            )
+        if k == 0:
+            drafting.min_speed = math.inf
+        elif k is not None:
+            drafting.costs, drafting.min_speed, drafting.widths = _FREE, 0.0, (1, 1 + k)
 
     def run(self, asked: Seq[tuple[int, ...]], concurrency: int, max_tokens: int) -> Ran:
         """All of ``asked``, ``concurrency`` at once, greedy."""
