@@ -17,7 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--extra", default="--max-model-len 1024 --max-num-seqs 64")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args(argv)
+    return against_server(args, 600.0, measure, gates)
+
+
+def against_server(
+    args: argparse.Namespace,
+    ready_s: float,
+    work: Callable[[Running, argparse.Namespace], Awaitable[dict[str, Any]]],
+    gates: Callable[[dict[str, Any]], list[tuple[str, bool]]],
+) -> int:
+    """Start jserve as ``args`` say (model, compile_cache, extra), do the work, judge it by the gates
+    and tell; the exit code."""
     with contextlib.ExitStack() as stack:
         cache = args.compile_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cache.mkdir(parents=True, exist_ok=True)
@@ -173,12 +184,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine = build("jserve", paths)
             assert not isinstance(engine, str)
             server = stack.enter_context(Running(engine))
-            server.wait_ready(600.0)
-            found = asyncio.run(measure(server, args))
+            server.wait_ready(ready_s)
+            found = asyncio.run(_whole(work(server, args)))
         except EngineError as e:
             err.print(f"[red]error:[/] {e}")
             return 2
     return told(found, gates(found), args.out)
+
+
+async def _whole(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    return await work
 
 
 def told(found: dict[str, Any], checked: list[tuple[str, bool]], out: Path | None) -> int:

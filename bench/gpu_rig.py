@@ -27,7 +27,8 @@ from jserve.model.view import Bucket, StepDims, buffer_size
 from jserve.runner.programs import compile_options
 from jserve.runner.state import new_state
 from jserve.shapes import SHAPES
-from jserve.sim.roofline import CHIPS, Roofline, Shape
+from jserve.sim.roofline import CHIPS, Roofline
+from jserve.sizing.models import shape_of
 from jserve.weights.dummy import draw_all
 
 _TINY = {
@@ -140,20 +141,8 @@ def least_seconds(record: Record, arch: Arch, rows: Sequence[Span], drawn: int) 
     """
     chip = CHIPS["h200"]
     measured = record.figure("facts", "read bandwidth", "bytes_per_s", chip.bytes_per_s)
-    shape = Shape(
-        layers=arch.L,
-        hidden=arch.D,
-        ffn=arch.F,
-        heads=arch.N,
-        kv_heads=arch.K,
-        head=arch.H,
-        vocab=arch.V,
-        context=arch.max_position,
-        tied=arch.tied,
-        itemsize=2,
-    )
     chip = dataclasses.replace(chip, bytes_per_s=measured)
-    line = Roofline(shape=shape, chip=chip, kv_itemsize=2)
+    line = Roofline(shape=shape_of(arch, 2), chip=chip, kv_itemsize=2)
     work = line.work(
         rows=len(rows),
         tokens=sum(count for _, count in rows),

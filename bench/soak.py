@@ -18,7 +18,6 @@ import json
 import random
 import re
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,10 +31,8 @@ import psutil
 from rich.console import Console
 
 from bench.client import connections
-from bench.connections import told
-from bench.engines import EngineError, Paths, Running, build
-from bench.serving import ending_unwinds
-from jserve.build import shipped
+from bench.connections import against_server
+from bench.engines import Running
 
 SAMPLE_S = 5.0
 RSS_GATE_MINUTES = 15.0
@@ -295,23 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--extra", default="--max-model-len 1024 --max-num-seqs 8")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args(argv)
-    with contextlib.ExitStack() as stack:
-        cache = args.compile_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        cache.mkdir(parents=True, exist_ok=True)
-        paths = Paths(
-            model=args.model or shipped(), compile_cache=cache, extra={"jserve": args.extra}
-        )
-        stack.enter_context(ending_unwinds())
-        try:
-            engine = build("jserve", paths)
-            assert not isinstance(engine, str)
-            server = stack.enter_context(Running(engine))
-            server.wait_ready(900.0)
-            found = asyncio.run(run(server, args))
-        except EngineError as e:
-            err.print(f"[red]error:[/] {e}")
-            return 2
-    return told(found, gates(found), args.out)
+    return against_server(args, 900.0, run, gates)
 
 
 if __name__ == "__main__":

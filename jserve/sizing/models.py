@@ -20,6 +20,7 @@ from jserve.model.families import family_for
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ParamSpec, ShardRules, is_spec
 from jserve.shapes import SHAPES
+from jserve.sim.roofline import Shape
 from jserve.weights import hf
 from jserve.weights.source import resolve
 
@@ -52,6 +53,23 @@ class Model:
             size = math.prod(spec.shape) * jnp.dtype(spec.dtype or self.dtype).itemsize
             total += size // (tp if any(rules.partition(spec.axes)) else 1)
         return total
+
+
+def shape_of(arch: Arch, itemsize: int) -> Shape:
+    """What a roofline asks of an architecture; ``itemsize``: bytes of a weight."""
+    return Shape(
+        layers=arch.L,
+        hidden=arch.D,
+        ffn=arch.F,
+        heads=arch.N,
+        kv_heads=arch.K,
+        head=arch.H,
+        vocab=arch.V,
+        context=arch.max_position,
+        tied=arch.tied,
+        itemsize=itemsize,
+        window=arch.widest,
+    )
 
 
 def find(name: str, revision: str = "", dtype: str = "auto") -> Model:

@@ -20,8 +20,8 @@ from jserve.model.view import Bucket, StepDims
 from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
 from jserve.runner.programs import step_name
 from jserve.runner.sizes import kv_dtype, ladder_of, runner_limits, step_dims
-from jserve.sim.roofline import CHIPS, Chip, Roofline, Shape
-from jserve.sizing.models import Model, find
+from jserve.sim.roofline import CHIPS, Chip, Roofline
+from jserve.sizing.models import Model, find, shape_of
 
 LENGTHS = (512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -277,20 +277,7 @@ def _context(laid: Layout) -> int:
 
 
 def _roofline(laid: Layout, chip: Chip) -> Roofline:
-    arch = laid.model.arch
-    shape = Shape(
-        layers=arch.L,
-        hidden=arch.D,
-        ffn=arch.F,
-        heads=arch.N,
-        kv_heads=arch.K,
-        head=arch.H,
-        vocab=arch.V,
-        context=arch.max_position,
-        tied=arch.tied,
-        itemsize=laid.model.dtype.itemsize,
-        window=arch.widest,
-    )
+    shape = shape_of(laid.model.arch, laid.model.dtype.itemsize)
     return Roofline(shape=shape, chip=chip, kv_itemsize=laid.stored.itemsize, tp=laid.tp)
 
 
