@@ -14,7 +14,7 @@ def test_random_operations_keep_every_invariant():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(600)
 def test_random_operations_keep_every_invariant_nightly():
-    nightly = settings(max_examples=20_000, stateful_step_count=60, derandomize=True, **COMMON)
+    nightly = settings(max_examples=1_500, stateful_step_count=60, derandomize=True, **COMMON)
     run_state_machine_as_test(SchedulerMachine, settings=nightly)
