@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jserve"
 
-LEAVES = {"types", "sampling", "ports", "config", "errors", "faults"}
+LEAVES = {"types", "sampling", "ports", "config", "errors", "faults", "window"}
 # Room -> rooms it may import, besides the leaves and itself. `build` wires everything together.
 ALLOWED: dict[str, set[str]] = {
     "sampling": set(),
@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
     "faults": set(),
+    "window": set(),
     "fake_model": set(),
     "testing": {"fake_model", "kv", "sched"},
     "kv": set(),
@@ -63,6 +64,7 @@ HOST = [
     "config",
     "errors",
     "faults",
+    "window",
     "testing",
     "fake_model",
     "outputs",

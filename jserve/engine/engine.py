@@ -27,7 +27,7 @@ from jserve.engine.steplog import StepLog
 from jserve.engine.wire import Cancel, Control, Create, Handle, Handles, Stats, Submit
 from jserve.errors import BadRequest, EngineDead, JserveError, RequestFailed, where
 from jserve.ports import Clock, DiskTier, InFlight, Profiler, Runner
-from jserve.sched import admission, caching, tiering
+from jserve.sched import caching, tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Finish, Output, Request, StepPlan, StepResult
 
@@ -81,7 +81,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises BadRequest for what ``submit`` would refuse at any time."""
-        admission.check(request, self.scheduler.limits)
+        self.scheduler.check(request)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request (or its choice ``index``) at the next step. Unknown ids are ignored."""

@@ -33,7 +33,7 @@ from jserve.kv.pages import PageLease, PagePool, PageTable
 from jserve.kv.radix import Node, RadixTree, RootKey
 from jserve.kv.retention import Keep
 from jserve.kv.tiers import HostPage, HostTier, digest_of, next_digest
-from jserve.kv.window import Window
+from jserve.window import Window
 from jserve.types import PageMove
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jserve.kv.window import NOTHING
+from jserve.window import NOTHING
 
 if TYPE_CHECKING:
     from jserve.kv.radix import Node

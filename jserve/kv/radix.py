@@ -15,7 +15,7 @@ recently used. A priority other than ``EVERYONE``'s lasts for some seconds after
 then the page is like any other.
 
 Without a window the two counts are equal: an ancestor of a locked node is locked, what nobody holds
-forms whole subtrees, and leaves go first. With one (``kv.window``) a path needs only its last window
+forms whole subtrees, and leaves go first. With one (``jserve.window``) a path needs only its last window
 of pages, so a page may go from the middle of a path: its node stays, hollow, for what hangs below::
 
     [ hollow ]-[ hollow ]-[ page 3 ]-[ page 4 ]     a hit of 4 pages, where 2 are out of the window
@@ -30,7 +30,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence as Seq
 
 from jserve.kv.retention import EVERYONE, SESSION, Keep, strongest
-from jserve.kv.window import NOTHING, Window
+from jserve.window import NOTHING, Window
 
 RootKey = tuple[str, str, str | None, int]
 """(tenant, cache salt, adapter, weight version)."""

@@ -104,6 +104,7 @@ def plan_memory(
     options: CacheOptions,
     memory: DeviceMemory,
     draft_page_bytes: int = 0,
+    longest: int = 0,
 ) -> MemoryPlan:
     """Size the KV pool; ``n_pages`` or ``kv_memory_gb`` of the options decide if they are given.
 
@@ -111,11 +112,13 @@ def plan_memory(
         itemsize: bytes of a number in the pool.
         weight_bytes: of one device, a drafter's too.
         draft_page_bytes: what a page holds besides, for the drafter.
+        longest: pages that a sequence of the full context holds at once; 0: those of all its tokens.
 
     Raises:
         ConfigError: not even one sequence of the full context fits; ``field`` is the option that
         limits it.
     """
+    longest = longest or dims.M
     one = page_bytes(arch, backend, page_size=dims.Z, itemsize=itemsize, tp=tp)
     one += draft_page_bytes
     slots = dims.C * dims.V * 8
@@ -128,10 +131,10 @@ def plan_memory(
         name, n_pages = "kv_memory_gb", int(options.kv_memory_gb * GIB) // one
     elif memory.is_host:
         n_pages = min(n_pages, useful)
-    if n_pages < dims.M + 1:
+    if n_pages < longest + 1:
         raise ConfigError(
             f"{name} leaves {max(n_pages, 0)} KV pages of {one} bytes; one sequence of "
-            f"{dims.M * dims.Z} tokens needs {dims.M + 1}",
+            f"{dims.M * dims.Z} tokens needs {longest + 1}",
             field=name,
         )
     return MemoryPlan(

@@ -43,6 +43,7 @@ from jserve.runner.sizes import (
     draft_page_bytes,
     kv_dtype,
     ladder_of,
+    longest_pages,
     runner_limits,
     step_dims,
     window_of,
@@ -113,6 +114,7 @@ class ModelRunner:
         self.speculation = speculation
         dims = step_dims(arch, config, 0 if speculation is None else speculation.n_draft)
         tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
+        window = window_of(arch, speculation)
         self.memory: MemoryPlan = plan_memory(
             arch=arch,
             backend=attention,
@@ -125,6 +127,7 @@ class ModelRunner:
             options=config.cache,
             memory=DeviceMemory.of(mesh.devices.flat[0]),
             draft_page_bytes=draft_page_bytes(speculation, attention, dims, stored.itemsize, tp),
+            longest=longest_pages(arch, config, dims, window),
         )
         self.model = StepModel(
             family=family,
@@ -139,7 +142,6 @@ class ModelRunner:
             drafter=None if speculation is None else speculation.drafter,
         )
         n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
-        window = window_of(arch, speculation)
         self.limits: RunnerLimits = runner_limits(
             arch, config, dims, self.memory.n_pages, n_host, window
         )

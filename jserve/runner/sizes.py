@@ -21,6 +21,7 @@ from jserve.ports import RunnerLimits
 from jserve.runner.buckets import Ladder
 from jserve.runner.drafts import Speculation
 from jserve.runner.memory import page_bytes
+from jserve.window import Window, tokens_ahead
 
 MAX_PREFILL_ROWS = 8
 
@@ -63,6 +64,15 @@ def window_of(arch: Arch, speculation: Speculation | None) -> int:
         return arch.widest
     own = speculation.drafter.arch.widest
     return max(arch.widest, own) if arch.widest and own else 0
+
+
+def longest_pages(arch: Arch, config: EngineConfig, dims: StepDims, window: int) -> int:
+    """Pages that a sequence of the full context holds at once, where no layer reads more than ``window``
+    tokens (0: some read all)."""
+    drafts = dims.drafts or config.n_drafts
+    budget = config.scheduler.max_num_batched_tokens
+    pages = Window(page_size=dims.Z, tokens=window, sinks=arch.sinks)
+    return min(dims.M, pages.most_pages(tokens_ahead(config.scheduler, budget, drafts)) or dims.M)
 
 
 def runner_limits(

@@ -19,10 +19,13 @@ MAX_DEADLINE_MS = 1e9
 _LANES = tuple(lane.value for lane in Lane)
 
 
-def check(request: Request, limits: RunnerLimits, vocab: int | None = None) -> int:
+def check(
+    request: Request, limits: RunnerLimits, vocab: int | None = None, window_pages: int = 0
+) -> int:
     """The most tokens (prompt and output) that ``request`` may reach.
 
     ``vocab`` is the number of real token ids where it is below the padded ``limits.vocab_size``.
+    ``window_pages`` are the most that one sequence holds where a window gives pages back; 0 where none does.
 
     Raises:
         BadRequest: an id out of range, an empty prompt, an option the engine was built without.
@@ -32,7 +35,7 @@ def check(request: Request, limits: RunnerLimits, vocab: int | None = None) -> i
     _check_ids(request, vocab or limits.vocab_size)
     _check_features(request, limits)
     _check_service(request)
-    return _max_len(request, limits)
+    return _max_len(request, limits, _room(limits, window_pages))
 
 
 def _check_ids(request: Request, vocab: int) -> None:
@@ -106,10 +109,17 @@ def _check_guided(request: Request, limits: RunnerLimits) -> None:
     _in_range(ids, limits.vocab_size, "thinking")
 
 
-def _max_len(request: Request, limits: RunnerLimits) -> int:
+def _room(limits: RunnerLimits, window_pages: int) -> int:
+    """Tokens that one sequence alone may reach in the pool; the last one drawn is never computed, so it
+    needs no page."""
+    n_usable = limits.n_pages - 1
+    if window_pages and window_pages <= n_usable:
+        return limits.max_model_len + 1
+    return n_usable * limits.page_size + 1
+
+
+def _max_len(request: Request, limits: RunnerLimits, pool: int) -> int:
     n_prompt, wanted = len(request.prompt_ids), request.params.max_tokens
-    # The last token drawn is never computed, so it needs no page.
-    pool = (limits.n_pages - 1) * limits.page_size + 1
     if wanted is None:
         room = min(limits.max_model_len, pool) - n_prompt
         if room < max(1, request.params.min_tokens):

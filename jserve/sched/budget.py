@@ -69,12 +69,6 @@ def cap_of(costs: MeasuredCosts, limits: RunnerLimits, options: SchedulerOptions
     return PrefillCap(costs, most=most, least=limits.page_size, bound_s=options.itl_bound_ms / 1000)
 
 
-def chunk_of(limits: RunnerLimits, options: SchedulerOptions) -> int:
-    """Most prefill tokens of one sequence in one step."""
-    most = min(limits.max_prefill_tokens, options.max_num_batched_tokens)
-    return min(most, options.max_prefill_tokens or most, options.max_prefill_chunk or most)
-
-
 def _rungs(measured: tuple[int, ...], least: int, most: int) -> tuple[int, ...]:
     """Sizes to try, largest first: where the measured time steps up, else doublings of ``least``."""
     sizes = {n for n in measured if n < most} | {most}

@@ -10,7 +10,8 @@ facts, each by itself enough to end it, hold for any choice of victims made here
 * nobody gives way more than ``MAX_PREEMPTIONS`` times, for whatever reason (pages, or a higher lane
   that finds no room), so a finite set of sequences gives way finitely often;
 * who has given way that often is admitted only with every page it can ever need: it is no victim
-  and asks for nothing again.
+  and asks for nothing again. Where a window gives pages back that is a window of them, from which it
+  takes the later ones (see ``residency``).
 
 Between two preemptions every step gives each one who runs a row, or its turn in the prefill budget.
 When nobody runs all pages are free, and admission has checked that any one sequence fits alone.

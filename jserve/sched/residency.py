@@ -8,6 +8,12 @@ in flight may hold one more row of it: programs run in launch order. Whoever get
 pages next is planned later, so its ``SlotLoad``, its first row (which carries ids and an exact
 start) and its KV writes come after the over-run row. What that row leaves behind (last token,
 length, counts, KV behind the published pages) is overwritten before it is read.
+
+With a window a sequence takes pages a row ahead and gives others back. One that is protected and longer
+than ``window_pages`` rolls: it enters with that many pages of its own, which nobody else can find, so
+each that slides out of the window is free at once and becomes its next page ahead::
+
+    own   [ 4 ][ 5 ][ 6 ][ 7 ][ 8 ]      slid: 4      [ 5 ][ 6 ][ 7 ][ 8 ][ 9 ]     never asks again
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 
 from jserve.kv.cache import PageCache
+from jserve.kv.pages import PageLease
 from jserve.kv.radix import RootKey
 from jserve.sched import policy
 from jserve.sched.forecast import Lengths, reserve
@@ -37,14 +44,15 @@ class Residency:
         waiting: WaitQueue,
         keeping: Keeping | None = None,
         chunk: int = 0,
-        overlap: int = 0,
+        window_pages: int = 0,
         swapping: Swapping | None = None,
     ) -> None:
         self.cache = cache
         self.swapping = swapping or Swapping(cache, None, mode="recompute", page_move_s=0.0)
         self.chunk = chunk
         """Most tokens of a prefill row: with a window, pages are taken a row ahead."""
-        self.window_pages = cache.window.most_pages((overlap + 2) * chunk)
+        self.window_pages = window_pages
+        """Most pages that a sequence holds where a window gives pages back; 0 where none does."""
         self.keeping = keeping or Keeping(cache)
         self.max_running = max_running
         self.waiting = waiting
@@ -77,20 +85,20 @@ class Residency:
         state = (seq, self.cache.n_available, len(self.running))
         if self._refused == state:
             return False  # nothing came back since it was refused, so do not search the tree again
-        reuse, cache = reuses_cache(seq), self.cache
+        reuse, cache = self._reuses(seq), self.cache
         lease = cache.match(
             self.key_of(seq.request),
             seq.tokens,
             slot=self._slots[0],
             reuse=reuse,
-            cacheable=not seq.request.skip_prefix_cache,
+            cacheable=not seq.request.skip_prefix_cache and not self._rolls(seq),
             keeps=self.keeping.keeps(seq.request),
         )
         below = cache.below(lease, seq.tokens) if reuse else []
         n_found = lease.capacity + len(below) * cache.page_size
         n_cached = self.swapping.reach(seq, n_found)
         cache.slide(lease, n_cached)
-        first, later = self._at_entry(seq, n_cached)
+        first, later = self._at_entry(seq, n_cached, lease)
         if not cache.extend(lease, first, keep=self._keep(seq) + later):
             cache.let_be(below)
             cache.release(lease)
@@ -121,18 +129,47 @@ class Residency:
     def _most(self, seq: Sequence) -> int:
         """Pages that ``seq`` ever holds at once."""
         n = -(-policy.kv_tokens(seq) // self.cache.page_size)
-        return min(n, self.window_pages or n)
+        return min(n, self.window_pages * (2 if self._rolls(seq) else 1) or n)
 
-    def _at_entry(self, seq: Sequence, n_cached: int) -> tuple[int, int]:
+    def _rolls(self, seq: Sequence) -> bool:
+        """True for one that is protected and longer than its window of pages."""
+        bound = self.window_pages * self.cache.page_size
+        return bool(bound) and policy.protected(seq) and policy.kv_tokens(seq) > bound
+
+    def _reuses(self, seq: Sequence) -> bool:
+        """One that rolls shares pages only where there is room for them beside its own."""
+        roomy = self.cache.n_available >= 2 * self.window_pages
+        return reuses_cache(seq) and (roomy or not self._rolls(seq))
+
+    def _rolled(self, lease: PageLease) -> int:
+        """Tokens whose pages ``lease`` has when ``window_pages`` of them are its own."""
+        return (len(lease.pages) + self.window_pages - lease.n_own) * self.cache.page_size
+
+    def _at_entry(
+        self, seq: Sequence, n_cached: int, lease: PageLease | None = None
+    ) -> tuple[int, int]:
         """(tokens whose pages ``seq`` takes at admission, pages that its prompt needs later beside
         those): with a window it takes them a row ahead, since it gives others back meanwhile."""
         wanted = policy.tokens_wanted(seq)
+        if self._rolls(seq):
+            own = self.window_pages * self.cache.page_size
+            return min(wanted, own if lease is None else self._rolled(lease)), 0
         if not self.window_pages or policy.protected(seq):
             return wanted, 0
         first, Z = min(wanted, n_cached + self.chunk), self.cache.page_size
         n_gone = len(self.cache.window.gone(n_cached))
         held, whole = -(-first // Z) - n_gone, -(-wanted // Z) - n_gone
         return first, max(0, min(whole, self.window_pages) - held)
+
+    def slide(self, seq: Sequence, n_tokens: int) -> None:
+        """Give back the pages of ``seq`` that no token from position ``n_tokens`` on reads; one that rolls
+        takes as many for what comes next."""
+        lease = seq.lease
+        assert lease is not None
+        self.cache.slide(lease, n_tokens)
+        if self._rolls(seq):
+            rolled = self.cache.extend(lease, min(policy.kv_tokens(seq), self._rolled(lease)))
+            assert rolled, f"{seq.request.id} gave pages back and finds none"
 
     def tokens_ahead(self, seq: Sequence) -> int:
         """Tokens whose pages ``seq`` must hold before its next row of known tokens is planned."""

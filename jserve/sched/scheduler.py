@@ -29,7 +29,7 @@ from jserve.kv.cache import PageCache
 from jserve.kv.handles import quota_of
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
 from jserve.sched import admission, estimate, outcome, policy, telling
-from jserve.sched.budget import cap_of, chunk_of
+from jserve.sched.budget import cap_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
 from jserve.sched.decoding import Decoding
@@ -55,6 +55,7 @@ from jserve.types import (
     StepPlan,
     StepResult,
 )
+from jserve.window import chunk_of, tokens_ahead
 
 MASK_PATIENCE_S = 0.0005
 """How long planning waits for masks beside a step in flight; guided rows that lack theirs wait on."""
@@ -77,6 +78,7 @@ class Scheduler:
         self.seed = config.model.seed
         self.journal = journal
         self.guides = guides
+        options = self.options
         per_slot = -(-limits.max_model_len // limits.page_size)
         cache = PageCache(
             n_pages=limits.n_pages,
@@ -88,12 +90,14 @@ class Scheduler:
             window=limits.window,
             sinks=limits.sinks,
         )
+        prefill, drafts = limits.max_prefill_tokens, limits.max_drafts
+        window_pages = cache.window.most_pages(tokens_ahead(options, prefill, drafts))
+        longest = min(per_slot, window_pages or per_slot)
         keeping = Keeping(
             cache,
-            handle_pages=quota_of(limits.n_pages, per_slot, config.cache.handle_pages),
+            handle_pages=quota_of(limits.n_pages, longest, config.cache.handle_pages),
             session_ttl_s=config.cache.session_ttl_s,
         )
-        options = self.options
         self.costs = MeasuredCosts(limits.step_times)
         self.cap = cap_of(self.costs, limits, options)
         self.floor = Residency(
@@ -102,8 +106,8 @@ class Scheduler:
             cache=cache,
             waiting=WaitQueue(weights_of(options), options.ageing_s),
             keeping=keeping,
-            chunk=chunk_of(limits, options),
-            overlap=options.overlap,
+            chunk=chunk_of(options, prefill),
+            window_pages=window_pages,
             swapping=Swapping(
                 cache, self.cap, mode=options.preemption, page_move_s=limits.page_move_s
             ),
@@ -136,9 +140,13 @@ class Scheduler:
             self.journal.arrival(request, now)
         self.enqueue(self.floor.keeping.with_prefix(request), now)
 
+    def check(self, request: Request) -> int:
+        """The most tokens that ``request`` may reach. Raises what ``submit`` would raise at any time."""
+        return admission.check(request, self.limits, window_pages=self.floor.window_pages)
+
     def enqueue(self, request: Request, now: float) -> None:
         """``submit`` without the journal, of a prompt that is complete."""
-        max_len = admission.check(request, self.limits)
+        max_len = self.check(request)
         if self.drafting.proposer is not None:
             self.drafting.proposer.check(request)
         if request.params.guided and self.guides is None:

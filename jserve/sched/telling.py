@@ -85,7 +85,7 @@ def publish(sched: Scheduler, seq: Sequence, n_sound: int) -> None:
     lease = seq.lease
     if lease is not None and n_sound // sched.limits.page_size > lease.n_published:
         sched.floor.cache.publish(lease, seq.tokens, n_sound)
-        sched.floor.cache.slide(lease, n_sound)
+        sched.floor.slide(seq, n_sound)
     if seq.request.cache is not None:
         sched.floor.keeping.settle(seq.request, lease)
 

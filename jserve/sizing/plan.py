@@ -19,7 +19,7 @@ from jserve.model.sinks import with_sinks
 from jserve.model.view import Bucket, StepDims
 from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
 from jserve.runner.programs import step_name
-from jserve.runner.sizes import kv_dtype, ladder_of, runner_limits, step_dims
+from jserve.runner.sizes import kv_dtype, ladder_of, longest_pages, runner_limits, step_dims
 from jserve.sim.roofline import CHIPS, Chip, Roofline
 from jserve.sizing.models import Model, find, shape_of
 
@@ -169,6 +169,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         weight_bytes=weights,
         options=config.cache,
         memory=_memory(chip, weights),
+        longest=longest_pages(model.arch, config, dims, model.arch.widest),
     )
     limits = runner_limits(model.arch, config, dims, memory.n_pages, 0, model.arch.widest)
     synthetic = config.speculative.method == "synthetic"
@@ -282,7 +283,9 @@ def _roofline(laid: Layout, chip: Chip) -> Roofline:
 
 
 def _residents(laid: Layout, length: int) -> Residents:
-    pages = -(-length // laid.dims.Z)
+    arch = laid.model.arch
+    most = longest_pages(arch, laid.config, laid.dims, arch.widest)
+    pages = min(-(-length // laid.dims.Z), most)
     held = (laid.memory.n_pages - 1) // pages
     return Residents(length=length, pages=pages, sequences=held, admitted=min(held, laid.dims.C))
 

@@ -7,7 +7,7 @@ import pytest
 from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
 from jserve.kv.retention import Keep
-from jserve.kv.window import Window
+from jserve.window import Window
 from jserve.sched.journal import JournalFile
 from jserve.sched.replay import replay
 from tests.kv.counting import CountingDrive, limits, request

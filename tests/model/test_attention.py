@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
-from jserve.kv.window import Window
+from jserve.window import Window
 from jserve.model.attention import AttentionBackend, backend
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from tests.model.driver import NoSlots, Row, pack

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
-from jserve.kv.window import Window
+from jserve.window import Window
 from jserve.model.attention import backend
 from jserve.model.hand import Row, pack
 from jserve.model.view import Bucket, StepDims, layout, unpack

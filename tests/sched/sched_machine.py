@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jserve.errors import (
     BadRequest,
+    ContextTooLong,
     DeadlineInfeasible,
     DeadlineUnreachable,
     JserveError,
@@ -87,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         depth=st.sampled_from([0, 1, 2]),
-        n_pages=st.sampled_from([14, 18, 40]),
+        n_pages=st.sampled_from([9, 14, 18, 40]),
         page_size=st.sampled_from([1, 4, 4, 8]),
         chunk=st.sampled_from([0, 1, 5, 8]),
         budget=st.sampled_from([4, 7, 64]),
@@ -130,6 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             lim = dataclasses.replace(lim, device_drafts=drafts - 1)
         options = {
             "depth": depth,
+            "overlap": depth,
             "eos_rate": eos_rate,
             "max_prefill_chunk": chunk,
             "max_num_batched_tokens": budget,
@@ -175,11 +177,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif isinstance(error, RateLimited):
             assert req.tenant
             assert sched.floor.waiting.held_by[req.tenant] >= 4
+        elif isinstance(error, ContextTooLong):
+            n_out = self.longest_out(req)
+            assert not self.fits_alone(len(req.prompt_ids), n_out), "one that fits was refused"
         elif isinstance(error, DeadlineInfeasible | DeadlineUnreachable):
             assert getattr(req, error.field) is not None
         else:
             assert isinstance(error, BadRequest)
             assert (error.field, req.lane) == ("max_tokens", Lane.BULK)
+
+    @staticmethod
+    def longest_out(req) -> int:
+        return max(1, req.params.max_tokens)
+
+    def fits_alone(self, n_prompt: int, n_out: int) -> bool:
+        """Whether pages for so many tokens, or for a window and what is in flight, are in the pool."""
+        lim, options = self.drive.limits, self.drive.config.scheduler
+        Z, usable = lim.page_size, (lim.n_pages - 1) * lim.page_size
+        if n_prompt + n_out - 1 <= usable:
+            return True
+        row = max(min(options.max_prefill_chunk or 99, 16), 1 + lim.max_drafts)
+        held = lim.window + (options.overlap + 2) * row + 3 * Z + -(-lim.sinks // Z) * Z
+        return bool(lim.window) and held <= usable
 
     @rule()
     def step(self):
@@ -254,7 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.n += 1
             turn = self.drive.next_turn(f"r{self.n}", of, [tail], max_tokens=2)
             if len(turn.prompt_ids) < 40:
-                with contextlib.suppress(Overloaded):
+                with contextlib.suppress(Overloaded, ContextTooLong):
                     self.drive.add(turn)
 
     def teardown(self):

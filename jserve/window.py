@@ -1,7 +1,7 @@
 """Which pages of a sequence no later token reads: those that slid out of the model's window.
 
-Owns the arithmetic. Must not know pages' ids, leases or the tree. It holds for models in which every
-layer has a window; ``tokens`` is the largest of them. The token at position n reads positions
+Owns the arithmetic, for the ledger of pages and for whoever sizes the pool. Must not know pages' ids,
+leases or the tree. It holds for models in which every layer has a window; ``tokens`` is the largest of them. The token at position n reads positions
 n - tokens + 1 .. n, and the first ``sinks`` ones for ever (StreamingLLM)::
 
     pages     [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ][ 6 ]
@@ -12,6 +12,8 @@ n - tokens + 1 .. n, and the first ``sinks`` ones for ever (StreamingLLM)::
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from jserve.config import SchedulerOptions
 
 NOTHING = range(0)
 
@@ -42,7 +44,24 @@ class Window:
 
     def most_pages(self, n_ahead: int) -> int:
         """Pages that a sequence holds at the very most when up to ``n_ahead`` tokens beyond the last
-        committed one have pages; 0 where there is no bound."""
+        committed one have pages; 0 where there is no bound.
+
+        Two more than the tokens fill: the window begins within a page, and what slid out of it is
+        given back when the next page is full.
+        """
         if not self.tokens:
             return 0
-        return 1 - (-(self.tokens + n_ahead) // self.page_size) + self.n_sink_pages
+        return 2 - (-(self.tokens + n_ahead) // self.page_size) + self.n_sink_pages
+
+
+def chunk_of(options: SchedulerOptions, max_prefill_tokens: int) -> int:
+    """Most prefill tokens of one sequence in one step."""
+    most = min(max_prefill_tokens, options.max_num_batched_tokens)
+    return min(most, options.max_prefill_tokens or most, options.max_prefill_chunk or most)
+
+
+def tokens_ahead(options: SchedulerOptions, max_prefill_tokens: int, max_drafts: int) -> int:
+    """Most tokens beyond the last committed one for which a sequence holds pages: the rows in flight, the
+    one being planned, and what the device may draft after it."""
+    row = max(chunk_of(options, max_prefill_tokens), 1 + max_drafts)
+    return (options.overlap + 2) * row
