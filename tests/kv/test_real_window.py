@@ -99,6 +99,39 @@ def test_release_changes_no_token(options, sinks):
         assert engine.scheduler.floor.n_preemptions > 0
 
 
+SMALL = {"n_pages": 11, "max_prefill_chunk": 4}
+
+
+@lru_cache(maxsize=1)
+def small() -> ModelRunner:
+    """A pool of 80 tokens under a context of 128."""
+    mesh = make_mesh(1)
+    config = EngineConfig.of(**OPTIONS | SMALL)
+    return ModelRunner(
+        LLAMA, WINDOWED, tiny_params(mesh), mesh, config, rules=RULES, ladder=LADDER, strict=True
+    )
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_contexts_longer_than_the_pool_are_served(overlap):
+    prompts = [text(n, seed=n) for n in (70, 90, 100)]
+    expected = all_of(engine_of(runner(), keep=True), prompts, 28)
+    device = small()
+    pool = (device.limits.n_pages - 1) * device.limits.page_size
+    assert pool < min(map(len, prompts)) + 28
+    engine = engine_of(device, **SMALL, overlap=overlap)
+    assert all_of(engine, prompts, 28) == expected
+    engine.scheduler.floor.check()
+
+
+def test_a_pool_below_a_window_of_pages_is_refused():
+    mesh, arch = make_mesh(1), WINDOWED
+    config = EngineConfig.of(**OPTIONS | SMALL | {"n_pages": 6})
+    with pytest.raises(ConfigError, match="needs 7") as e:
+        ModelRunner(LLAMA, arch, tiny_params(mesh), mesh, config, rules=RULES, ladder=LADDER)
+    assert e.value.field == "n_pages"
+
+
 @pytest.mark.parametrize("sinks", [0, 5])
 @pytest.mark.parametrize("n", [8, 15, 16, 17, 24, 40, 57, 72])
 def test_hits_change_no_token_also_when_the_front_is_gone(n, sinks):

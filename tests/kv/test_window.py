@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
 import pytest
 
+from jserve.errors import ContextTooLong
 from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
 from jserve.kv.retention import Keep
@@ -75,6 +79,126 @@ def test_many_long_ones_share_a_small_pool_without_giving_way():
     assert drive.scheduler.floor.n_preemptions == 0, (
         "4 * 210 tokens went through 256 tokens of pages"
     )
+
+
+ROLLING = {"max_prefill_tokens": 4, "n_slots": 4}
+"""With these a sequence holds at most 2 + (9 + 3 * 4) / 4, rounded up, pages: 8 of them, 32 tokens."""
+
+
+def give_way_thrice(drive, id: str) -> None:
+    floor = drive.scheduler.floor
+    for _ in range(3):
+        while all(s.request.id != id for s in floor.running):
+            assert drive.step()
+        (seq,) = [s for s in floor.running if s.request.id == id]
+        floor.preempt(seq)
+        drive.check()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("sinks", [0, 6])
+def test_contexts_longer_than_the_pool_are_served(depth: int, sinks: int):
+    drive = CountingDrive(windowed(n_pages=13, sinks=sinks, **ROLLING), depth=depth)
+    assert drive.scheduler.floor.window_pages <= 12
+    for i in range(3):
+        drive.add(request(f"r{i}", [(i + k) % 7 for k in range(90)], max_tokens=100))
+    drive.run()
+    assert all(told.end.finish == "length" for told in drive.told.values())
+
+
+def test_who_gave_way_thrice_rolls_through_a_pool_that_is_full_beside_it():
+    drive = CountingDrive(windowed(n_pages=10, **ROLLING), depth=1)
+    floor = drive.scheduler.floor
+    drive.add(request("a", [k % 7 for k in range(90)], max_tokens=60))
+    give_way_thrice(drive, "a")
+    drive.add(request("b", [k % 5 for k in range(60)], max_tokens=40))
+    most = 0
+    while drive.step():
+        for seq in floor.running:
+            if seq.request.id == "a":
+                assert seq.lease.n_own == floor.window_pages or seq.lease.capacity >= 149
+                most = max(most, held(drive, "a"))
+    drive.run()
+    assert most == floor.window_pages == 8
+    assert floor.n_preemptions == 3, "nobody was asked for a page again"
+
+
+def test_who_rolls_shares_pages_where_there_is_room():
+    drive = CountingDrive(windowed(n_pages=33, **ROLLING), depth=1)
+    drive.add(request("a", [k % 7 for k in range(90)], max_tokens=60))
+    while not drive.told["a", 0].tokens:
+        drive.step()
+    computed = drive.computed["a"]
+    give_way_thrice(drive, "a")
+    drive.run()
+    assert drive.computed["a"] <= computed + 3 * (4 + Z)
+
+
+def test_who_rolls_owes_nothing_to_those_who_begin_alike():
+    """Another with the same beginning holds no page of it, so it can give each of them back."""
+    drive = CountingDrive(windowed(n_pages=14, n_slots=4), depth=0, max_prefill_chunk=4)
+    floor, text = drive.scheduler.floor, [k % 7 for k in range(90)]
+    drive.add(request("a", text, max_tokens=20))
+    give_way_thrice(drive, "a")
+    floor.cache.evict(99)
+    while not floor.running.snapshot() or floor.running.snapshot()[0].scheduled < 12:
+        drive.step()
+    drive.add(request("b", [*text[:12], 5], max_tokens=20))
+    while len(floor.running) < 2:
+        drive.step()
+    floor.cache.evict(99)
+    drive.hold(floor.cache.n_available)
+    for _ in range(30):
+        drive.step()
+    drive.run()
+
+
+def test_handles_leave_room_for_a_window_of_pages():
+    drive = CountingDrive(windowed(n_pages=41, **ROLLING), depth=0)
+    floor = drive.scheduler.floor
+    assert floor.keeping.handles.quota == 20 < 64, "half, not nothing: a full context has 64 pages"
+
+
+def test_many_more_are_admitted_than_their_lengths_would_let_in():
+    """12 sequences of 200 tokens, a pool of 400."""
+    lim = windowed(n_pages=101, max_prefill_tokens=4, n_slots=12, max_rows=12, max_decode_rows=12)
+    drive, most = CountingDrive(lim, depth=1), 0
+    for i in range(12):
+        drive.add(request(f"r{i}", [(i + k) % 7 for k in range(20)], max_tokens=180))
+    while drive.step():
+        most = max(most, len(drive.scheduler.floor.running))
+    assert most == 12
+    drive.run()
+    assert drive.scheduler.floor.n_preemptions == 0
+
+
+@pytest.mark.parametrize(("n_pages", "fits"), [(8, False), (9, True)])
+def test_a_request_longer_than_the_pool_needs_a_window_of_pages(n_pages: int, fits: bool):
+    drive = CountingDrive(windowed(n_pages=n_pages, **ROLLING), depth=1)
+    long = request("long", [k % 7 for k in range(100)], max_tokens=50)
+    if fits:
+        drive.add(long)
+        drive.run()
+    else:
+        with pytest.raises(ContextTooLong, match="pool"):
+            drive.add(long)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_ones_in_a_pool_that_barely_holds_one_window(seed: int):
+    """Whoever gives way whenever: nobody more than three times, all end, every token as alone."""
+    rng = random.Random(seed)
+    lim = windowed(n_pages=rng.choice([9, 12, 17]), sinks=rng.choice([0, 2]), **ROLLING)
+    lim = dataclasses.replace(lim, n_pages=lim.n_pages + (lim.sinks > 0), n_host_pages=seed % 3 * 9)
+    drive = CountingDrive(lim, depth=rng.choice([0, 1]), preemption="swap")
+    for i in range(6):
+        text = [rng.randrange(3) for _ in range(rng.choice([5, 40, 90]))]
+        drive.add(request(f"r{i}", text, max_tokens=rng.choice([3, 70]), skip=rng.random() < 0.2))
+        for _ in range(rng.randrange(30)):
+            drive.step()
+            if rng.random() < 0.3:
+                drive.preempt(rng.randrange(4))
+    drive.run()
 
 
 def test_full_models_keep_all():

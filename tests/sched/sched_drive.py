@@ -417,6 +417,9 @@ class Drive:
                 tokens[seq.request.tenant] += seq.n_prompt
             assert queue.tokens == tokens
             assert queue.tenants.keys() == tokens.keys()
+        for seq in running:
+            n_held = sum(1 for page in seq.lease.pages if page)
+            assert n_held <= floor._most(seq) + self.limits.max_drafts, "more pages than foreseen"
         Z = self.limits.page_size
         assert floor._most_pages == sum(floor._most(s) for s in running)
         assert self.limits.window or floor._most_pages == sum(
