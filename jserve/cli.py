@@ -362,6 +362,9 @@ def simulate(
         str, typer.Option(help="instead: config.json or llama-3.1-8b on --gpu (default)")
     ] = "",
     gpu: Annotated[str, typer.Option(help="GPU of the roofline")] = "h200",
+    copy_gb_s: Annotated[
+        float, typer.Option(help="GB/s to and from host memory; 0: the device's", min=0.0)
+    ] = 0.0,
     max_model_len: Annotated[
         int, typer.Option(help="tokens of context; 0: the model's", min=0)
     ] = 0,

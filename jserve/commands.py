@@ -304,7 +304,10 @@ def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> 
     runner: Any = made.runner
     buckets = runner.plain_buckets
     with progress_bar("steps", 0, shown=True) as bar:
-        table = measure(runner, buckets, repeats=repeats, about=about, progress=bar)
+        page = runner.memory.page_bytes * config.device.tensor_parallel_size
+        table = measure(
+            runner, buckets, repeats=repeats, about=about, page_bytes=page, progress=bar
+        )
     close(made)
     write(table, out)
     return f"{shown(table)}wrote {out}\n"

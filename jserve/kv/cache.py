@@ -33,8 +33,8 @@ from jserve.kv.pages import PageLease, PagePool, PageTable
 from jserve.kv.radix import Node, RadixTree, RootKey
 from jserve.kv.retention import Keep
 from jserve.kv.tiers import HostPage, HostTier, digest_of, next_digest
-from jserve.window import Window
 from jserve.types import PageMove
+from jserve.window import Window
 
 
 class PageCache:

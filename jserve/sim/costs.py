@@ -10,6 +10,7 @@ it, as the runner does, and a straight line between the contexts; the bucket is 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from jserve.config import CacheOptions
 from jserve.errors import ConfigError
 from jserve.ports import StepCosts, StepTime
 from jserve.shapes import SHAPES
-from jserve.sim.roofline import CHIPS, Roofline, Shape
+from jserve.sim.roofline import CHIPS, GIB, Roofline, Shape
 
 FORMAT = "jserve-steps-1"
 MAX_PREFILL_ROWS = 8
@@ -47,6 +48,10 @@ class TableFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_model_len: int
     window: int = 0
     """``RunnerLimits.window``."""
+    page_bytes: int = 0
+    """Bytes of a page of ``page_size``; 0 in files that were measured before this was written down."""
+    page_move_s: float = 0.0
+    """``RunnerLimits.page_move_s``; 0 where it was measured without host memory."""
     steps: tuple[StepTime, ...]
 
 
@@ -61,6 +66,28 @@ class Device:
     host_s: float = 0.0
     window: int = 0
     """``RunnerLimits.window`` of the model."""
+    page_bytes: int = 0
+    """Of a KV page; 0: unknown."""
+    move_s: float = 0.0
+    """Seconds to move a page between device and host memory, one way; 0: unknown."""
+
+    def copying(self, bytes_per_s: float) -> Device:
+        """This device, with another bandwidth between its memory and the host's."""
+        return dataclasses.replace(self, move_s=self.page_bytes / bytes_per_s)
+
+    def n_host_pages(self, gib: float) -> int:
+        """Pages that so much host memory holds.
+
+        Raises:
+            ConfigError: what a page or its move takes is not known.
+        """
+        if gib and not (self.page_bytes and self.move_s):
+            raise ConfigError(
+                f"host_memory_gb: {self.name} does not say what moving a page costs; measure again"
+                " with host_memory_gb, or set copy_gb_s",
+                field="host_memory_gb",
+            )
+        return int(gib * GIB) // self.page_bytes if gib else 0
 
 
 class Table:
@@ -127,13 +154,15 @@ def from_table(path: Path, options: CacheOptions) -> Device:
             raise ConfigError(
                 f"{name} has no meaning with a measured table; set n_pages", field=name
             )
-    in_tokens = (file.n_pages - 1) * file.page_size
+    in_tokens, pages = (file.n_pages - 1) * file.page_size, options.page_size / file.page_size
     return Device(
         name=str(file.about.get("model", path.name)),
         costs=Table(file.steps, str(path)),
         n_pages=options.n_pages or 1 + in_tokens // options.page_size,
         max_model_len=file.max_model_len,
         window=file.window,
+        page_bytes=round(file.page_bytes * pages),
+        move_s=file.page_move_s * pages,
         host_s=file.host_seconds,
     )
 
@@ -170,6 +199,8 @@ def from_roofline(model: str, gpu: str, options: CacheOptions) -> Device:
         n_pages=costs.n_pages(options),
         max_model_len=shape.context,
         window=shape.window,
+        page_bytes=costs.page_bytes(options),
+        move_s=costs.page_bytes(options) / CHIPS[gpu].copy_bytes_per_s,
         host_s=GPU_HOST_S,
     )
 

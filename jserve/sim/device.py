@@ -54,6 +54,7 @@ class SimRunner:
         limits: what the scheduler plans inside.
         costs: seconds of a step on the device.
         clock: moved by launches (``host_s`` each) and collects.
+        move_s: seconds of one page's way between device and host memory, before the rows of its step.
         answers: asked when a residence of a sequence begins to draw.
         jitter: sigma of a log-normal factor on each step's time; 0 is none.
         seed: of the jitter.
@@ -68,15 +69,16 @@ class SimRunner:
         answers: Answers,
         *,
         host_s: float = 0.0,
+        move_s: float = 0.0,
         jitter: float = 0.0,
         seed: int = 0,
         claims: Mapping[int, float] | None = None,
     ) -> None:
         self.costs, self.clock, self.answers, self.claims = costs, clock, answers, claims
-        self.host_s, self.jitter = host_s, jitter
+        self.host_s, self.move_s, self.jitter = host_s, move_s, jitter
         self.busy_s = 0.0
         """Seconds in which the device had a step."""
-        self.n_tokens = 0
+        self.n_tokens = self.n_moves = 0
         self._limits = limits
         self._free_at = 0.0
         self._rng = np.random.default_rng(seed)
@@ -97,6 +99,8 @@ class SimRunner:
         seconds = self.costs.seconds(n_decode, n_prefill, sum(ends) // len(ends))
         if self.jitter:
             seconds *= float(self._rng.lognormal(0.0, self.jitter))
+        seconds += len(plan.moves) * self.move_s
+        self.n_moves += len(plan.moves)
         end = max(clock.now, self._free_at) + seconds
         self._free_at = end
         self.busy_s += seconds

@@ -62,12 +62,13 @@ def measure(
     *,
     repeats: int,
     about: dict[str, Any],
+    page_bytes: int = 0,
     progress: Callable[[int, int], None] = lambda *_: None,
     clock: Clock = time.perf_counter,
 ) -> TableFile:
     """The step times of ``buckets`` at short, middling and long contexts.
 
-    ``repeats`` steps are timed each; ``about`` goes into the file for its readers.
+    ``repeats`` steps are timed each; ``about`` goes into the file for its readers, ``page_bytes`` too.
     """
     limits = runner.limits
     jobs = [(bucket, c) for bucket in buckets for c in _contexts(limits, bucket, repeats)]
@@ -97,6 +98,8 @@ def measure(
         page_size=limits.page_size,
         max_model_len=limits.max_model_len,
         window=limits.window,
+        page_bytes=page_bytes,
+        page_move_s=limits.page_move_s,
         steps=tuple(steps),
     )
 

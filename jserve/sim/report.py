@@ -65,6 +65,7 @@ def summarise(run: Run, slo: Slo) -> Report:
         "computed_tokens": run.n_tokens,
         "cache": _cache(run),
         "preemptions": run.stats.preemptions,
+        "host": _host(run),
         "queue": _queue(run),
         "unsent_turns": run.records.n_unsent,
         "lanes": {
@@ -87,6 +88,23 @@ def _cache(run: Run) -> dict[str, Any]:
         "hit_rate": _share(stats.cache_hit_tokens, stats.cache_query_tokens),
         "evicted_pages": run.n_evicted,
         "pages": stats.pages_total,
+    }
+
+
+def _host(run: Run) -> dict[str, Any]:
+    """What went to host memory and came back; empty without such a tier."""
+    counters = run.counters
+    if "host_pages" not in counters:
+        return {}
+    return {
+        "pages": int(counters["host_pages"]),
+        "swaps_out": int(counters["swaps_out_total"]),
+        "swaps_back": int(counters["swaps_back_total"]),
+        "swaps_lost": int(counters["swaps_lost_total"]),
+        "swapped_pages": int(counters["host_pages_stowed_total"]),
+        "saved_pages": int(counters["host_pages_saved_total"]),
+        "loaded_pages": int(counters["host_pages_loaded_total"]),
+        "moves_s": _round(run.moved_s),
     }
 
 
@@ -231,4 +249,15 @@ def _line(report: Report) -> str:
         f" cache hits {_percent(cache['hit_rate'])}, {cache['evicted_pages']} pages evicted,"
         f" {report['preemptions']} preemptions, queue mean {queue['waiting_mean']:.1f}"
         f" max {queue['waiting_max']}, pages held at most {_percent(queue['pages_held_max'])}"
+        f"{_moved(report['host'])}"
+    )
+
+
+def _moved(host: dict[str, Any]) -> str:
+    if not host:
+        return ""
+    return (
+        f", {host['swaps_out']} swaps ({host['swaps_back']} came back) of {host['swapped_pages']} pages,"
+        f" {host['saved_pages']} pages saved and {host['loaded_pages']} loaded,"
+        f" {host['moves_s']:.2f} s of moves"
     )

@@ -38,6 +38,8 @@ class Chip:
     """To all neighbours together, one way; 0: it has none."""
     link_s: float = 0.0
     """Seconds of a collective however little it carries."""
+    copy_bytes_per_s: float = 50e9
+    """Between its memory and the host's, one way: four fifths of PCIe 5 x16, a guess."""
 
 
 CHIPS = {
@@ -89,6 +91,7 @@ CHIPS = {
         memory=0,
         reached=1.0,
         step_s=1e-3,
+        copy_bytes_per_s=8e9,  # a copy reads and writes
     ),
 }
 
@@ -227,6 +230,10 @@ class Roofline:
         tokens = n_decode + n_prefill
         return self.expected(self.work(rows=rows, tokens=tokens, drawn=rows, n_context=n_context))
 
+    def page_bytes(self, options: CacheOptions) -> int:
+        """Bytes of a KV page."""
+        return self.kv_itemsize * self.shape.kv_numbers * options.page_size
+
     def n_pages(self, options: CacheOptions) -> int:
         """Pages that fit on one chip, as the cache options say.
 
@@ -246,7 +253,7 @@ class Roofline:
         room = self.chip.memory * DEVICE_SHARE * used - stored
         if options.kv_memory_gb:
             room = options.kv_memory_gb * GIB
-        n = int(room // (self.kv_itemsize * shape.kv_numbers * options.page_size))
+        n = int(room // self.page_bytes(options))
         if n < 2:
             raise ConfigError(
                 f"{self.chip.name}: the weights leave no room for KV", field="memory_utilization"

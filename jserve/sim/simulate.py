@@ -84,6 +84,10 @@ class Run:
     busy_s: float
     began: float
     ended: float
+    counters: dict[str, float] = field(default_factory=dict)
+    """``Scheduler.counters`` at the end."""
+    moved_s: float = 0.0
+    """Of ``busy_s``, what pages took between device and host memory."""
     samples: list[tuple[float, int, int, int, int]] = field(default_factory=list)
     """(time, waiting, running, pages free, pages cached and unused)."""
 
@@ -110,6 +114,8 @@ def limits_of(setup: Setup) -> RunnerLimits:
         vocab_size=VOCAB,
         window=device.window,
         sinks=setup.config.device.attention_sinks if device.window else 0,
+        n_host_pages=device.n_host_pages(setup.config.cache.host_memory_gb),
+        page_move_s=device.move_s,
         step_times=ladder(device.costs, rows=n, tokens=budget, context=length),
     )
 
@@ -166,6 +172,7 @@ class Simulation:
             clock,
             self._answer,
             host_s=setup.device.host_s,
+            move_s=setup.device.move_s,
             jitter=setup.jitter,
             seed=setup.seed,
             claims=claims,
@@ -212,6 +219,8 @@ class Simulation:
             n_steps=self.engine.n_steps,
             n_tokens=self.runner.n_tokens,
             busy_s=self.runner.busy_s,
+            counters=self.scheduler.counters(),
+            moved_s=self.runner.n_moves * self.runner.move_s,
             began=self.began,
             ended=self.clock.now,
             samples=self.samples,

@@ -23,10 +23,17 @@ from jserve.sim.simulate import Run, Setup, limits_of, simulate
 from jserve.sim.trace import TraceItem, read, write
 
 BATCHING = ("continuous", "static")
-SETUP = {"load": float, "batching": str, "deadlines": str, "retries": int, "jitter": float}
+SETUP = {
+    "load": float,
+    "batching": str,
+    "deadlines": str,
+    "retries": int,
+    "jitter": float,
+    "copy_gb_s": float,
+}
 """What a sweep may change besides options of the scheduler and the cache."""
 NOT_SIMULATED = {
-    **dict.fromkeys(("host_memory_gb", "disk_dir", "disk_gb"), "tiers of the cache are"),
+    **dict.fromkeys(("disk_dir", "disk_gb"), "the disk tier is"),
     **dict.fromkeys(("speculative.method", "max_drafts"), "speculation is"),
 }
 """Options that have no price here, and what they ask for."""
@@ -41,6 +48,8 @@ class Wish:
     costs: Path | None = None
     roofline: str = ""
     gpu: str = "h200"
+    copy_gb_s: float = 0.0
+    """GB/s between device and host memory; 0: as the device says."""
     max_model_len: int = 0
     seed: int = 0
     load: float = 1.0
@@ -182,7 +191,10 @@ def _setup(wish: Wish, config: EngineConfig, changes: dict[str, Any]) -> Setup:
         raise ConfigError(f"batching must be one of {', '.join(BATCHING)}", field="batching")
     if not given["load"] > 0:
         raise ConfigError("load must be above 0", field="load")
-    return Setup(config=config, device=_device(wish, config), seed=wish.seed, **given)
+    copy_gb_s = given.pop("copy_gb_s")
+    if not copy_gb_s >= 0:
+        raise ConfigError("copy_gb_s must not be negative", field="copy_gb_s")
+    return Setup(config=config, device=_device(wish, config, copy_gb_s), seed=wish.seed, **given)
 
 
 def _own(name: str, value: str) -> Any:
@@ -196,9 +208,11 @@ def _own(name: str, value: str) -> Any:
         raise ConfigError(f"{name} must be {wanted}, not {value!r}", field=name) from None
 
 
-def _device(wish: Wish, config: EngineConfig) -> costs.Device:
+def _device(wish: Wish, config: EngineConfig, copy_gb_s: float) -> costs.Device:
     if wish.costs is not None and wish.roofline:
         raise ConfigError("give a measured table or a roofline, not both", field="costs")
     if wish.costs is not None:
-        return costs.from_table(wish.costs, config.cache)
-    return costs.from_roofline(wish.roofline or costs.MODEL, wish.gpu, config.cache)
+        device = costs.from_table(wish.costs, config.cache)
+    else:
+        device = costs.from_roofline(wish.roofline or costs.MODEL, wish.gpu, config.cache)
+    return device.copying(copy_gb_s * 1e9) if copy_gb_s else device

@@ -11,9 +11,9 @@ from jserve.errors import ContextTooLong
 from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
 from jserve.kv.retention import Keep
-from jserve.window import Window
 from jserve.sched.journal import JournalFile
 from jserve.sched.replay import replay
+from jserve.window import Window
 from tests.kv.counting import CountingDrive, limits, request
 
 KEY: RootKey = ("", "", None, 0)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
-from jserve.window import Window
 from jserve.model.attention import AttentionBackend, backend
 from jserve.model.view import Bucket, StepDims, layout, unpack
+from jserve.window import Window
 from tests.model.driver import NoSlots, Row, pack
 
 K, G, H, Z, M = 2, 2, 8, 8, 40

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
-from jserve.window import Window
 from jserve.model.attention import backend
 from jserve.model.hand import Row, pack
 from jserve.model.view import Bucket, StepDims, layout, unpack
+from jserve.window import Window
 from tests.model.driver import NoSlots
 
 K, G, H, Z, M = 2, 2, 64, 16, 12

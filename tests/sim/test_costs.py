@@ -82,6 +82,22 @@ def write_table(path: Path, **changes) -> Path:
     return path
 
 
+def test_moves_cost_what_the_table_or_the_user_says(tmp_path: Path) -> None:
+    old = costs.from_table(write_table(tmp_path / "old.json"), CacheOptions())
+    with pytest.raises(ConfigError, match="does not say") as caught:
+        old.n_host_pages(1.0)
+    assert caught.value.field == "host_memory_gb"
+    assert old.n_host_pages(0.0) == 0
+    half = write_table(tmp_path / "half.json", page_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="copy_gb_s"):
+        costs.from_table(half, CacheOptions()).n_host_pages(1.0)
+    stated = costs.from_table(half, CacheOptions()).copying(1e9)
+    assert (stated.n_host_pages(1.0), stated.move_s) == (1024, pytest.approx((1 << 20) / 1e9))
+    whole = write_table(tmp_path / "whole.json", page_bytes=1 << 20, page_move_s=1e-3)
+    twice = costs.from_table(whole, CacheOptions(page_size=64))
+    assert (twice.page_bytes, twice.move_s, twice.n_host_pages(1.0)) == (1 << 21, 2e-3, 512)
+
+
 def test_a_table_file_is_a_device(tmp_path: Path) -> None:
     path = write_table(tmp_path / "steps.json")
     device = costs.from_table(path, CacheOptions())

@@ -53,7 +53,7 @@ class Timed:
 
 def table(runner: Timed, shapes: list[Shape]) -> costs.TableFile:
     return measure.measure(
-        runner, shapes, repeats=5, about={"model": "m"}, clock=lambda: runner.now
+        runner, shapes, repeats=5, about={"model": "m"}, page_bytes=4096, clock=lambda: runner.now
     )
 
 
@@ -95,6 +95,7 @@ def test_the_file_is_read_as_a_device(tmp_path: Path) -> None:
     assert device.costs.seconds(3, 0, 5) == pytest.approx(0.004)
     assert device.costs.seconds(1, 20, 5) == pytest.approx(0.038)
     assert (device.n_pages, device.max_model_len) == (20, 128)
+    assert (device.page_bytes, device.move_s) == (4096, 0.0)
     assert "38.000" in measure.shown(found)
     with pytest.raises(ConfigError, match="nowhere"):
         measure.write(found, tmp_path / "nowhere" / "x")

@@ -90,6 +90,8 @@ def test_cache_and_length_options_reach_the_device() -> None:
         ({"sweep": "deadlines=maybe"}, "kept or hidden"),
         ({"load": 0.0}, "load must be above 0"),
         ({"costs": Path("a"), "roofline": "b"}, "not both"),
+        ({"copy_gb_s": -1.0}, "copy_gb_s"),
+        ({"sweep": "disk_dir=/tmp"}, "disk tier is not simulated"),
         ({"gpu": "abacus"}, "no roofline for"),
         ({"plot": Path("x.png")}, "must end in .svg"),
     ],
@@ -98,6 +100,47 @@ def test_a_senseless_wish_is_refused_by_name(changes, word) -> None:
     wish = dataclasses.replace(Wish(trace="n=1"), **changes)
     with pytest.raises(ConfigError, match=word):
         study.study(wish, EngineConfig(), lambda _: None)
+
+
+MIXED = (
+    "lane=bulk,rate=20,n=20,prompt=2048,output=120;"
+    "lane=interactive,rate=20,n=30,prompt=256,output=32"
+)
+
+
+def test_swaps_are_decided_by_what_moves_cost() -> None:
+    """Bulk gives way to lane interactive; a fast copy is worth it, a slow one is not."""
+    line = [MIXED, "--max-num-seqs", "8", "--n-pages", "500", "--no-prefix-caching", "--json"]
+    line += ["--host-memory-gb", "2", "--max-queue-s", "0", "--sweep"]
+    found = json.loads(
+        simulate(*line, "preemption=recompute,swap,auto", "--against", "copy_gb_s=1,50")
+    )
+    by = {(r["setting"]["preemption"], r["setting"]["copy_gb_s"]): r for r in found}
+    assert all(r["preemptions"] > 0 for r in found)
+    assert all(r["lanes"]["all"]["ended"] == 50 for r in found)
+    swaps = {key: r["host"]["swaps_out"] for key, r in by.items()}
+    assert swaps["recompute", "1"] == swaps["recompute", "50"] == swaps["auto", "1"] == 0
+    assert swaps["swap", "1"] > 0
+    assert swaps["auto", "50"] > 0
+    assert by["swap", "1"]["host"]["moves_s"] > 10 * by["swap", "50"]["host"]["moves_s"] > 0
+    again = by["recompute", "50"]["computed_tokens"]
+    assert by["swap", "50"]["computed_tokens"] < again, "what came back is not computed again"
+    assert by["recompute", "50"]["host"]["moves_s"] == 0
+
+
+def test_pages_of_host_memory_are_hits_at_a_price() -> None:
+    """A prefix that was evicted comes back from the host; without one it is computed again."""
+    traffic = "rate=2,n=30,prompt=64,output=4,prefixes=6,prefix=512"
+    line = [traffic, "--n-pages", "80", "--max-num-seqs", "4", "--json", "--sweep"]
+    without, small, large = json.loads(simulate(*line, "host_memory_gb=0,0.05,1"))
+    assert without["host"] == {}
+    assert small["host"]["pages"] < large["host"]["pages"]
+    assert large["host"]["loaded_pages"] > small["host"]["loaded_pages"]
+    assert large["cache"]["hit_tokens"] > without["cache"]["hit_tokens"]
+    assert large["computed_tokens"] < without["computed_tokens"]
+    n_moves = large["host"]["loaded_pages"] + large["host"]["saved_pages"]
+    page = 2 * 2 * 32 * 8 * 128 * 32  # bytes of 32 tokens of keys and values in bf16
+    assert large["host"]["moves_s"] == pytest.approx(n_moves * page / 50e9, rel=0.05, abs=1e-4)
 
 
 def test_a_journal_is_written_replayed_and_simulated(tmp_path: Path) -> None:
