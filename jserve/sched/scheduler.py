@@ -298,11 +298,17 @@ class Scheduler:
         self._observe(plan, result, now)
         sources = self.drafting.begin_commit(plan)
         outputs: list[Output] = []
-        n_rows = len(plan.rows)
+        n_rows, undrafted = len(plan.rows), not self.drafting.on
         columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
         for r, row, drawn, n_ok, finite in zip(range(n_rows), plan.rows, *columns, strict=True):
             seq = row.seq
             seq.pending -= 1
+            if undrafted and finite and row.from_slot:
+                said = telling.plain(seq, drawn[0])
+                if said is not None:
+                    seq.in_flight -= 1
+                    outputs.append(said)
+                    continue
             if row.emits:
                 _settle(seq, 1 + len(row.drafts), n_ok)
                 if self.drafting.on:

@@ -80,6 +80,22 @@ def advance(
     )
 
 
+def plain(seq: Sequence, token: int) -> Output | None:
+    """What ``advance`` does with one token in the middle of a sequence without drafts: most rows are that,
+    in every step. None, with nothing changed, where there is more to it."""
+    tokens, request, lease = seq.tokens, seq.request, seq.lease
+    n_sound = len(tokens)
+    middle = seq.n_prompt < n_sound < seq.max_len - 1 and token not in seq.stop_ids
+    if not middle or lease is None or n_sound >= lease.next_full or seq.finish is not None:
+        return None
+    if seq.guide is not None or request.cache is not None or request.params.logprobs is not None:
+        return None
+    tokens.append(token)
+    return Output(
+        request_id=request.id, index=seq.index, token_ids=(token,), n_cached=seq.n_cached
+    )
+
+
 def publish(sched: Scheduler, seq: Sequence, n_sound: int) -> None:
     """Let others find the full pages of the first ``n_sound`` tokens, whose logits were finite."""
     lease = seq.lease
