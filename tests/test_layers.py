@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "outputs": {"text"},
     "feed": {"engine"},
     "llm": {"build", "outputs", "progress", "feed", "text", "engine", "api"},
-    "cli": {"build", "commands", "llm", "engine"},
+    "cli_options": set(),
+    "cli": {"cli_options", "build", "commands", "llm", "engine"},
     "build": set(),
     "__init__": set(),
 }
