@@ -22,8 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
     "faults": set(),
-    "fake_model": set(),
-    "testing": {"fake_model", "kv", "sched"},
+    "testing": {"kv", "sched"},
     "kv": set(),
     "sched": {"kv", "spec"},
     "sim": {"engine", "sched", "kv", "spec", "shapes"},
@@ -65,7 +64,6 @@ HOST = [
     "errors",
     "faults",
     "testing",
-    "fake_model",
     "outputs",
     "feed",
 ]
