@@ -91,9 +91,7 @@ def plain(seq: Sequence, token: int) -> Output | None:
     if seq.guide is not None or request.cache is not None or request.params.logprobs is not None:
         return None
     tokens.append(token)
-    return Output(
-        request_id=request.id, index=seq.index, token_ids=(token,), n_cached=seq.n_cached
-    )
+    return Output(request_id=request.id, index=seq.index, token_ids=(token,), n_cached=seq.n_cached)
 
 
 def publish(sched: Scheduler, seq: Sequence, n_sound: int) -> None:
