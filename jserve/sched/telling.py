@@ -81,12 +81,13 @@ def advance(
 
 
 def plain(seq: Sequence, token: int) -> Output | None:
-    """What ``advance`` does with one token in the middle of a sequence without drafts: most rows are that,
-    in every step. None, with nothing changed, where there is more to it."""
+    """What ``advance`` does with the one token of a row that read its slot, in the middle of a sequence:
+    most rows are that, in every step. None, with nothing changed, where there is more to it."""
     tokens, request, lease = seq.tokens, seq.request, seq.lease
     n_sound = len(tokens)
-    middle = seq.n_prompt < n_sound < seq.max_len - 1 and token not in seq.stop_ids
-    if not middle or lease is None or n_sound >= lease.next_full or seq.finish is not None:
+    middle = n_sound < seq.max_len - 1 and token not in seq.stop_ids
+    # Without a lease it is over or gave way.
+    if not middle or lease is None or n_sound >= lease.next_full:
         return None
     if seq.guide is not None or request.cache is not None or request.params.logprobs is not None:
         return None

@@ -5,6 +5,8 @@ import random
 import pytest
 from sched_drive import VOCAB, Drive, MixedDrafts, RightDrafts, drafting, limits, request, tokens_of
 
+from jserve.sched import telling
+
 PAGE = 4
 
 
@@ -147,3 +149,35 @@ def test_i28_choices_share_the_prompt():
     drive.run()
     cached = [drive.told["many", i].outputs[0].n_cached for i in range(4)]
     assert cached == [0, 12, 12, 12]
+
+
+def run_step_by_step() -> list:
+    """After every step: what was said so far, and how far each one's pages can be found."""
+    drive = Drive(limits(n_pages=40), depth=1)
+    for i, more in enumerate([{}, {"logprobs": 2}, {"stop_token_ids": (4,)}, {"seed": 5}]):
+        prompt = [i, 2, 3, 4, 5][: i + 2]
+        drive.add(request(f"r{i}", prompt, max_tokens=30, temperature=1.0, **more))
+    seen = []
+    while drive.step():
+        told = [list(t.outputs) for t in drive.told.values()]
+        running = drive.scheduler.floor.running
+        seen.append((told, [(s.request.id, s.lease.n_published) for s in running]))
+    drive.run()
+    return seen
+
+
+def test_the_short_way_of_a_token_is_the_long_one(monkeypatch):
+    """``telling.plain`` says and publishes what ``telling.advance`` does, at the same step."""
+    short, plain, n_plain = run_step_by_step(), telling.plain, 0
+
+    def counted(seq, token):
+        nonlocal n_plain
+        said = plain(seq, token)
+        n_plain += said is not None
+        return said
+
+    monkeypatch.setattr(telling, "plain", counted)
+    assert run_step_by_step() == short
+    assert n_plain > 20
+    monkeypatch.setattr(telling, "plain", lambda seq, token: None)
+    assert run_step_by_step() == short

@@ -123,6 +123,7 @@ def test_swaps_are_decided_by_what_moves_cost() -> None:
     assert swaps["swap", "1"] > 0
     assert swaps["auto", "50"] > 0
     assert by["swap", "1"]["host"]["moves_s"] > 10 * by["swap", "50"]["host"]["moves_s"] > 0
+    assert by["swap", "1"]["seconds"] > by["swap", "50"]["seconds"], "moves take the device's time"
     again = by["recompute", "50"]["computed_tokens"]
     assert by["swap", "50"]["computed_tokens"] < again, "what came back is not computed again"
     assert by["recompute", "50"]["host"]["moves_s"] == 0
