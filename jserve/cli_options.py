@@ -14,6 +14,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from jserve.config import DOTTED, EngineConfig, SpeculativeOptions, dotted, flat_name, sections
 from jserve.errors import ConfigError, JserveError
@@ -158,10 +159,10 @@ class reported:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if isinstance(error, ConfigError):
-            err.print(f"[red]error:[/] {error.message}", markup=True, soft_wrap=True)
+            err.print(f"[red]error:[/] {escape(error.message)}", soft_wrap=True)
             raise typer.Exit(2)
         if isinstance(error, JserveError):
-            err.print(f"[red]error:[/] {error.message}", soft_wrap=True)
+            err.print(f"[red]error:[/] {escape(error.message)}", soft_wrap=True)
             raise typer.Exit(1)
         if isinstance(error, KeyboardInterrupt):
             raise typer.Exit(130)

@@ -180,3 +180,6 @@ def test_without_matplotlib_a_plot_is_refused_before_the_run(monkeypatch, tmp_pa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"jserve\[plot\]"):
         plot.check(tmp_path / "x.svg")
+    refused = run.invoke(cli.app, ["simulate", "n=1", "--plot", str(tmp_path / "x.svg")])
+    assert refused.exit_code == 2
+    assert "'jserve[plot]'" in refused.output, "brackets are no markup"
