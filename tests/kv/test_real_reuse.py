@@ -14,7 +14,11 @@ from jserve.errors import ConfigError
 from jserve.model.view import Bucket
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
+from jserve.sched.journal import JournalFile
 from jserve.sched.scheduler import Scheduler
+from jserve.sim.costs import Device
+from jserve.sim.recorded import verify
+from jserve.sim.simulate import Setup
 from jserve.types import Output, Request
 from tests.runner.harness import ARCH, OPTIONS, make_runner
 
@@ -212,6 +216,40 @@ def test_a_restart_reuses_the_disk_and_other_weights_do_not(tmp_path):
     assert device.stored() == []
     assert tokens_of(engine, prompts[0], "x")[1] == 41
     engine.close()
+
+
+class _Price:
+    """Never asked: a replay takes its times from the journal."""
+
+    def seconds(self, n_decode, n_prefill, n_context):
+        return 1.0
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_simulator_decides_as_the_real_engine_did(tmp_path, overlap):
+    """Random arrivals, hits and preemptions on the runner, replayed from the journal alone."""
+    path, config = tmp_path / "journal", EngineConfig.of(**OPTIONS | {"overlap": overlap})
+    device = runner()
+    device.programs.seal()
+    limits = dataclasses.replace(device.limits, n_pages=22, n_host_pages=0)
+    rng = np.random.default_rng(overlap)
+    with path.open("wb") as file:
+        scheduler = Scheduler(limits, config, journal=JournalFile(file))
+        engine = Engine(scheduler, device, overlap=overlap)
+        for i in range(12):
+            prompt = (*text(24, seed=i % 3), *text(int(rng.integers(1, 30)), seed=i))
+            params = SamplingParams(max_tokens=30, seed=i, ignore_eos=True)
+            engine.submit(Request(id=f"r{i}", prompt_ids=prompt, params=params))
+            for _ in range(int(rng.integers(9))):
+                engine.step()
+        engine.drain()
+    assert scheduler.floor.n_preemptions > 0
+    assert scheduler.floor.n_hit > 0
+    setup = Setup(
+        config=config, device=Device(name="real", costs=_Price(), n_pages=22, max_model_len=128)
+    )
+    done = verify(path, setup, dataclasses.replace(limits, vocab_size=1 << 17))
+    assert (done.n_requests, done.n_steps) == (12, scheduler.n_steps)
 
 
 def test_a_disk_needs_host_memory(tmp_path):
