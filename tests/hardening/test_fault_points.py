@@ -47,7 +47,7 @@ ELSEWHERE = {"disk.read", "disk.write", "runner.reset"}
 """Exercised in the tests below, or in tests/kv/test_disk.py with real files."""
 HERE = sorted(HARMLESS | OF_ONE | OF_GUIDED | OF_ENGINE)
 CODES = {
-    *("internal_error", "engine_step_failed", "engine_dead", "grammar_failed", "nothing_allowed"),
+    *("internal_error", "engine_step_failed", "engine_dead", "grammar_failed"),
     *("starting", "invalid_value"),
 }
 
