@@ -162,6 +162,12 @@ class InvalidSchema(BadRequest):
     code = "invalid_schema"
 
 
+class NothingAllowed(BadRequest):
+    """The request's own constraints leave no token to be drawn; ``field`` is one of them."""
+
+    code = "nothing_allowed"
+
+
 def error_of(
     code: str | None,
     message: str,

@@ -182,13 +182,17 @@ class Verdict:
     """The guide has nothing more to say: the sequence goes on without it."""
     error: str | None = None
     """The sequence ends with this error."""
+    code: str | None = None
+    """That of a ``JserveError``; None: the guide itself failed."""
+    field: str | None = None
+    """The request field at fault."""
 
 
 class Guide(Protocol):
     """What one sequence's tokens must obey. Its state is that of the committed tokens."""
 
     @property
-    def fault(self) -> str | None:
+    def fault(self) -> Verdict | None:
         """Why its mask forbids everything; None when that is not the guide's doing."""
         ...
 

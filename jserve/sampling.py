@@ -18,6 +18,8 @@ MAX_STOP_IDS = 16
 MAX_BAD_WORDS = 32
 MAX_BAD_WORD_TOKENS = 8
 GREEDY_TEMPERATURE = 1e-5
+BAN = -100.0
+"""A logit_bias down to which a token is forbidden outright."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 

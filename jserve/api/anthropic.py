@@ -22,6 +22,7 @@ from typing import Any
 from jserve.api.anthropic_messages import BLOCKS, SYSTEM, messages_of
 from jserve.api.ask import Ask, Served, Wish
 from jserve.api.chat import ChatTemplate
+from jserve.api.declared import LABEL, ignored_member, refused_member
 from jserve.api.errors import Unsupported, shown
 from jserve.api.fields import (
     Fields,
@@ -34,8 +35,8 @@ from jserve.api.fields import (
     validate,
 )
 from jserve.api.openai import shaped_chat, talk
-from jserve.api.openai_values import STOP
 from jserve.api.shared import Sampling, check_model, params_of, service_of
+from jserve.api.values import STOP
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
 
@@ -50,20 +51,27 @@ TOOLS = {
             "name": {"type": "string", "minLength": 1},
             "description": {"type": ["string", "null"]},
             "input_schema": {"type": ["object", "null"]},
+            "strict": {"type": ["boolean", "null"]},
+            "cache_control": LABEL,
         },
     },
 }
 CHOICE = {
     "type": ["object", "null"],
     "required": ["type"],
-    "properties": {"type": {"enum": ["auto", "any", "tool", "none"]}},
+    "properties": {
+        "type": {"enum": ["auto", "any", "tool", "none"]},
+        "name": {"type": ["string", "null"]},
+        "disable_parallel_tool_use": {"type": ["boolean", "null"]},
+    },
 }
 THINKING = {
     "type": ["object", "null"],
     "required": ["type"],
     "properties": {
         "type": {"enum": ["enabled", "disabled", "adaptive"]},
-        "budget_tokens": {"type": "integer", "minimum": 1},
+        "budget_tokens": {"type": ["integer", "null"], "minimum": 1},
+        "display": ignored_member(),
     },
 }
 OUTPUT = {
@@ -72,8 +80,14 @@ OUTPUT = {
         "format": {
             "type": ["object", "null"],
             "required": ["type", "schema"],
-            "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
-        }
+            "properties": {
+                "type": {"const": "json_schema"},
+                "schema": {"type": "object"},
+                "name": LABEL,
+            },
+        },
+        "effort": refused_member(),
+        "task_budget": refused_member(),
     },
 }
 
@@ -248,10 +262,6 @@ def _format(value: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(value, dict):
         raise BadRequest("output_config must be an object", field="output_config")
-    unknown = sorted(str(k) for k in value if k != "format" and value[k] is not None)
-    if unknown:
-        where = f"output_config.{unknown[0][:64]}"
-        raise Unsupported(f"{where} is not supported by this server", field=where)
     form = value.get("format")
     if form is None:
         return None

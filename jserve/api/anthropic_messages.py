@@ -9,25 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from jserve.api.declared import LABEL, Schema, ignored_member
 from jserve.api.errors import Unsupported, shown
 from jserve.api.openai_messages import MAX_MESSAGES, MAX_PARTS
 from jserve.errors import BadRequest
 
-# What the fields look like, for readers; the functions below are the judges.
-_CONTENT = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "maxItems": MAX_PARTS,
-            "items": {
-                "type": "object",
-                "required": ["type"],
-                "properties": {"type": {"enum": ["text", "tool_use", "tool_result", "thinking"]}},
-            },
-        },
-    ]
-}
+
+# What the fields look like, and what members they have; the functions below judge the values.
+def _block(kind: str, **members: Schema) -> Schema:
+    own = {"type": {"const": kind}, "cache_control": LABEL}
+    return {"type": "object", "required": ["type"], "properties": own | members}
+
+
+def _content_of(*blocks: Schema) -> Schema:
+    of_blocks = {"type": "array", "maxItems": MAX_PARTS, "items": {"anyOf": [*blocks]}}
+    return {"anyOf": [{"type": "string"}, of_blocks, {"type": "null"}]}
+
+
+_TEXT = _block("text", text={}, citations=ignored_member([]))
+_CONTENT = _content_of(
+    _TEXT,
+    _block("tool_use", id={}, name={}, input={}),
+    _block("tool_result", tool_use_id={}, content=_content_of(_TEXT), is_error={}),
+    _block("thinking", thinking={}, signature=LABEL),
+)
 BLOCKS = {
     "type": "array",
     "minItems": 1,
@@ -38,7 +43,7 @@ BLOCKS = {
         "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _CONTENT},
     },
 }
-SYSTEM = {"anyOf": [{"type": "string"}, {"type": "array"}, {"type": "null"}]}
+SYSTEM = _content_of(_TEXT)
 
 
 def messages_of(system: Any, messages: Any) -> list[dict[str, Any]]:

@@ -26,8 +26,8 @@ from jserve.api.front import TRACE, Front, ignored_header, json_response
 from jserve.api.generate import failure
 from jserve.api.openai import ChatBody
 from jserve.api.openai_messages import KWARGS, MESSAGES, TOOLS, chat_of
-from jserve.api.openai_values import PROMPT, prompts_of, salt_of
 from jserve.api.shared import check_model
+from jserve.api.values import PROMPT, prompts_of, salt_of
 from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, CacheNotFound
 from jserve.sampling import SamplingParams
@@ -145,14 +145,16 @@ async def listed(request: web.Request, front: Front) -> web.StreamResponse:
 
 
 async def one(request: web.Request, front: Front) -> web.StreamResponse:
-    return await _answered(front, _ask("find", _tenant(request), _name(request)))
+    (info,) = await front.engine.handles(_ask("find", _tenant(request), _name(request)))
+    return json_response(shown(info))
 
 
 async def renew(request: web.Request, front: Front) -> web.StreamResponse:
     strict = front.options.strict_params
     body: RenewBody = await front.read(request, lambda raw: validate(RenewBody, raw, strict=strict))
     tenant, name = _tenant(request), _name(request)
-    return await _answered(front, _ask("renew", tenant, name, float(body.ttl_s)))
+    (info,) = await front.engine.handles(_ask("renew", tenant, name, float(body.ttl_s)))
+    return json_response(shown(info), headers=ignored_header(ignored_fields(body)))
 
 
 async def drop(request: web.Request, front: Front) -> web.StreamResponse:
@@ -160,11 +162,6 @@ async def drop(request: web.Request, front: Front) -> web.StreamResponse:
     front.prepare.book.forget(tenant, name)
     await front.engine.handles(_ask("drop", tenant, name))
     return json_response({"object": "cache.deleted", "name": name, "deleted": True})
-
-
-async def _answered(front: Front, message: Handle) -> web.Response:
-    (info,) = await front.engine.handles(message)
-    return json_response(shown(info))
 
 
 def _ask(action: Any, tenant: str, name: str | None = None, ttl_s: float = 0.0) -> Handle:

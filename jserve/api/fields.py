@@ -1,8 +1,9 @@
 """How request fields are declared, and ``validate``: the one way from a JSON object to a body.
 
-Owns the kinds of fields and the promise that each is applied, refused by name, or listed as
-ignored. Must not know any field. The declarations also make ``/openapi.json`` and the table of
-``/v1/support``; a body says all there is to say of its endpoint's fields::
+Owns the kinds of fields and the promise that each, and each member of an object inside one
+(``declared``), is applied, refused by name, or listed as ignored. Must not know any field. The
+declarations also make ``/openapi.json`` and the table of ``/v1/support``; a body says all there is
+to say of its endpoint's fields::
 
     temperature: float | None = sampled("temperature")   applied; its range is SamplingParams'
     stop: Any = shaped(STOP)                              applied; checked by hand, STOP describes it
@@ -15,28 +16,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from jserve.api.declared import (
+    LABEL,
+    NEUTRAL,
+    REQUIRED,
+    Holds,
+    Schema,
+    asks,
+    held,
+    ignored_member,
+    refused_member,
+    unapplied,
+)
 from jserve.api.errors import Unsupported
 from jserve.errors import BadRequest
 from jserve.sampling import RANGES
 
 MAX_LISTED = 20
-# Marks of our own in the schemas; ``openapi`` takes the last two out again.
-_MARK, _NEUTRAL, _REQUIRED = "x-jserve", "x-neutral", "x-required"
-
-
-class Holds(StrEnum):
-    """What a field does."""
-
-    APPLIED = "applied"
-    LABEL = "label"
-    IGNORED = "ignored"
-    REFUSED = "refused"
 
 
 class Fields(BaseModel):
@@ -46,12 +47,11 @@ class Fields(BaseModel):
 
 
 B = TypeVar("B", bound=Fields)
-Schema = dict[str, Any]
 
 
 def shaped(schema: Schema, *, required: bool = False) -> Any:
     """An applied field that is checked by hand; ``schema`` says to readers what it takes."""
-    return Field(default=None, json_schema_extra=schema | ({_REQUIRED: True} if required else {}))
+    return Field(default=None, json_schema_extra=schema | ({REQUIRED: True} if required else {}))
 
 
 def sampled(name: str, *, high: float | None = None, required: bool = False) -> Any:
@@ -65,27 +65,26 @@ def sampled(name: str, *, high: float | None = None, required: bool = False) -> 
 
 def label() -> Any:
     """A field that says nothing about the answer."""
-    return Field(default=None, json_schema_extra={_MARK: Holds.LABEL.value})
+    return Field(default=None, json_schema_extra=LABEL)
 
 
 def ignored(*neutral: Any) -> Any:
     """A field without effect, listed as ignored unless its value is ``neutral`` or null."""
-    return Field(default=None, json_schema_extra={_MARK: Holds.IGNORED.value, _NEUTRAL: [*neutral]})
+    return Field(default=None, json_schema_extra=ignored_member(*neutral))
 
 
 def refused(*neutral: Any) -> Any:
     """A known field that cannot be honoured; ``neutral`` values ask for nothing and pass."""
-    extra: Schema = {_MARK: Holds.REFUSED.value, _NEUTRAL: [*neutral], "enum": [*neutral, None]}
-    return Field(default=None, json_schema_extra=extra)
+    return Field(default=None, json_schema_extra=refused_member(*neutral))
 
 
 def holds(field: FieldInfo) -> Holds:
     """The kind that a field was declared as."""
-    return Holds(_extra(field).get(_MARK, Holds.APPLIED))
+    return held(_extra(field))
 
 
 def neutral_values(field: FieldInfo) -> list[Any]:
-    return _extra(field).get(_NEUTRAL, [])
+    return _extra(field).get(NEUTRAL, [])
 
 
 def _extra(field: FieldInfo) -> Mapping[str, Any]:
@@ -114,31 +113,16 @@ def validate(kind: type[B], raw: Mapping[str, Any], *, strict: bool = False) -> 
         raise BadRequest(f"{name}: {first['msg']}", field=name) from None
     except RecursionError:
         raise BadRequest("the body is nested too deep", code="invalid_json") from None
-    _refuse(body)
+    for name, does in _unapplied(body):
+        # vLLM once took guided_*; to drop one silently would drop a constraint.
+        if does is Holds.REFUSED or name.startswith("guided_"):
+            name = _printable(name)
+            raise Unsupported(f"{name} is not supported by this server", field=name)
     without_effect = ignored_fields(body) if strict else ()
     if without_effect:
         name = without_effect[0]
         raise Unsupported(f"{name} has no effect on this server", field=name)
     return body
-
-
-def _refuse(body: Fields, at: str = "") -> None:
-    for name, field in type(body).model_fields.items():
-        value = getattr(body, name)
-        if isinstance(value, Fields):
-            _refuse(value, f"{at}{name}.")
-        elif holds(field) is Holds.REFUSED and _asks(value, field):
-            raise Unsupported(f"{at}{name} is not supported by this server", field=at + name)
-    for name, value in (body.model_extra or {}).items():
-        # vLLM once took these; to drop one silently would drop a constraint.
-        if name.startswith("guided_") and value is not None:
-            raise Unsupported(f"{name[:64]} is not supported by this server", field=name)
-
-
-def _asks(value: Any, field: FieldInfo) -> bool:
-    """Whether ``value`` asks for something; True and 1 are not one value."""
-    neutral = (None, *neutral_values(field))
-    return not any(value == v and type(value) is type(v) for v in neutral)
 
 
 def _path(loc: tuple[Any, ...]) -> str:
@@ -147,18 +131,31 @@ def _path(loc: tuple[Any, ...]) -> str:
 
 
 def ignored_fields(body: Fields) -> tuple[str, ...]:
-    """Names of the fields set in ``body`` that had no effect: printable, 20 at most."""
-    names = (re.sub(r"[^A-Za-z0-9_.\-]", "?", name[:64]) for name in _without_effect(body))
-    return tuple(name for name, _ in zip(names, range(MAX_LISTED), strict=False))
+    """Names of the fields and members set in ``body`` that had no effect: printable, 20 at most, of
+    the members of a list's items the first one of each name."""
+    first: dict[str, str] = {}
+    for name, does in _unapplied(body):
+        if does is Holds.IGNORED:
+            first.setdefault(re.sub(r"\[[0-9]+\]", "[]", name), _printable(name))
+        if len(first) == MAX_LISTED:
+            break
+    return tuple(first.values())
 
 
-def _without_effect(body: Fields, at: str = "") -> Iterator[str]:
+def _printable(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.\-\[\]]", "?", name[:64])
+
+
+def _unapplied(body: Fields, at: str = "") -> Iterator[tuple[str, Holds]]:
+    """(path, what it does) of all in ``body`` that asks for something and is not applied."""
     for name, value in (body.model_extra or {}).items():
         if value is not None:
-            yield at + name
+            yield at + name, Holds.IGNORED
     for name, field in type(body).model_fields.items():
-        value = getattr(body, name)
+        value, does = getattr(body, name), holds(field)
         if isinstance(value, Fields):
-            yield from _without_effect(value, f"{at}{name}.")
-        elif holds(field) is Holds.IGNORED and _asks(value, field):
-            yield at + name
+            yield from _unapplied(value, f"{at}{name}.")
+        elif does is Holds.APPLIED:
+            yield from unapplied(value, _extra(field), at + name)
+        elif does is not Holds.LABEL and asks(value, _extra(field)):
+            yield at + name, does

@@ -8,6 +8,7 @@ request id.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from jserve.api.front import (
     reported,
     request_id,
 )
+from jserve.api.quota import Account
 from jserve.errors import JserveError
 
 Levels = Mapping[str, Access]
@@ -102,6 +104,26 @@ async def stamp(request: web.Request, response: web.StreamResponse) -> None:
     if (trace := request.get(TRACE)) is not None:
         response.headers["x-request-id"] = trace.id
         response.headers["request-id"] = trace.id  # Anthropic's name
+        response.headers.update(rate_headers(trace.account))
+
+
+def rate_headers(account: Account) -> dict[str, str]:
+    """How the tenant's limits stand, under OpenAI's names. The answer's tokens are not yet spent."""
+    found = {}
+    for name, standing in account.standings.items():
+        found[f"x-ratelimit-limit-{name}"] = str(standing.limit)
+        found[f"x-ratelimit-remaining-{name}"] = str(standing.remaining)
+        found[f"x-ratelimit-reset-{name}"] = duration(standing.reset_s)
+    return found
+
+
+def duration(seconds: float) -> str:
+    """A time as OpenAI writes it, rounded up: 6m0s, 1.5s, 120ms."""
+    ms = math.ceil(1000 * seconds)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, rest = divmod(ms, 60_000)
+    return f"{minutes}m{rest / 1000:g}s" if minutes else f"{rest / 1000:g}s"
 
 
 async def _answered(request: web.Request, handler: Handler, words: Any) -> web.StreamResponse:

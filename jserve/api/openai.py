@@ -24,8 +24,7 @@ from jserve.api.fields import (
     validate,
 )
 from jserve.api.openai_messages import KWARGS, MESSAGES, TOOLS, chat_of
-from jserve.api.openai_structure import CHOICE, FORMAT, STRUCTURED, Shape, shape_of
-from jserve.api.openai_values import MAX_CHOICES, PROMPT, prompts_of
+from jserve.api.shape import CHOICE, FORMAT, STRUCTURED, Shape, shape_of
 from jserve.api.shared import (
     Sampling,
     check_model,
@@ -35,6 +34,7 @@ from jserve.api.shared import (
     renamed,
     service_of,
 )
+from jserve.api.values import MAX_CHOICES, PROMPT, prompts_of
 from jserve.errors import BadRequest
 
 

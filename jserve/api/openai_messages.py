@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from jserve.api.chat import Chat, ChatTemplate
+from jserve.api.declared import LABEL, Schema, refused_member
 from jserve.api.errors import Unsupported, shown
 from jserve.errors import BadRequest
 
@@ -22,7 +23,44 @@ MAX_VARIABLE_CHARS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-# What the fields look like, for readers; the functions below are the judges.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_TEXTS = ("text", "input_text", "output_text")
+
+# What the fields look like, and what members they have; the functions below judge the values.
+_PART = {
+    "type": "object",
+    "required": ["type"],
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                "type": {"enum": list(_TEXTS)},
+                "text": {"type": "string"},
+                "cache_control": LABEL,
+                "annotations": LABEL,
+                "logprobs": LABEL,
+            },
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "refusal"}, "refusal": {"type": "string"}},
+        },
+    ],
+}
+_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "type": {},
+        "index": LABEL,
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}, "arguments": {}},
+        },
+    },
+}
 MESSAGES = {
     "type": "array",
     "minItems": 1,
@@ -35,21 +73,21 @@ MESSAGES = {
             "content": {
                 "anyOf": [
                     {"type": "string"},
-                    {
-                        "type": "array",
-                        "maxItems": MAX_PARTS,
-                        "items": {"type": "object", "required": ["type"]},
-                    },
+                    {"type": "array", "maxItems": MAX_PARTS, "items": _PART},
                     {"type": "null"},
                 ]
             },
-            "tool_calls": {"type": ["array", "null"], "maxItems": MAX_TOOLS},
+            "tool_calls": {"type": ["array", "null"], "maxItems": MAX_TOOLS, "items": _CALL},
             "tool_call_id": {"type": ["string", "null"]},
             "name": {"type": ["string", "null"]},
+            **{key: {"type": ["string", "null"]} for key in (*_THOUGHTS, "refusal")},
+            "annotations": LABEL,
+            "audio": refused_member(),
+            "function_call": refused_member(),
         },
     },
 }
-TOOLS = {
+TOOLS: Schema = {
     "type": ["array", "null"],
     "minItems": 1,
     "maxItems": MAX_TOOLS,
@@ -63,7 +101,9 @@ TOOLS = {
                 "required": ["name"],
                 "properties": {
                     "name": {"type": "string", "minLength": 1},
+                    "description": {},
                     "parameters": {"type": ["object", "null"]},
+                    "return": {},
                     "strict": {"type": ["boolean", "null"]},
                 },
             },
@@ -114,9 +154,6 @@ def _message(value: Any, at: str, template: ChatTemplate | None) -> dict[str, An
     role = value.get("role")
     if role not in ROLES:
         raise BadRequest(f"{at}.role must be one of {', '.join(ROLES)}", field=f"{at}.role")
-    for name in ("audio", "function_call"):
-        if value.get(name) is not None:
-            raise Unsupported(f"{at}.{name} is not supported", field=f"{at}.{name}")
     if role == "developer" and (template is None or not template.knows_role("developer")):
         role = "system"
     message: dict[str, Any] = {"role": role, "content": _content(value, role, at)}
@@ -131,7 +168,7 @@ def _message(value: Any, at: str, template: ChatTemplate | None) -> dict[str, An
 
 def _reasoning(value: dict[str, Any], at: str) -> dict[str, str]:
     """A past answer's thoughts, under both names that templates read."""
-    for name in ("reasoning_content", "thinking", "reasoning"):
+    for name in _THOUGHTS:
         if value.get(name) is not None:
             text = _string(value[name], f"{at}.{name}")
             return {"reasoning_content": text, "thinking": text}
@@ -144,7 +181,8 @@ def _content(value: dict[str, Any], role: str, at: str) -> str:
         return content
     if content is None:
         if role == "assistant":
-            return ""
+            refusal = value.get("refusal")
+            return "" if refusal is None else _string(refusal, at.replace("content", "refusal"))
         raise BadRequest(f"{at} must not be null", field=at)
     if not isinstance(content, list) or len(content) > MAX_PARTS:
         raise BadRequest(f"{at} must be a string or a list of parts", field=at)
@@ -153,7 +191,7 @@ def _content(value: dict[str, Any], role: str, at: str) -> str:
 
 def _part(part: Any, at: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("text", "input_text", "output_text"):
+    if kind in _TEXTS:
         return _string(part.get("text"), f"{at}.text")
     if kind == "refusal":
         return _string(part.get("refusal"), f"{at}.refusal")
@@ -229,8 +267,10 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise BadRequest(f"{at}.function.parameters must be an object", field=at)
-    # Templates walk the properties; a tool without any is common and must not fail there.
-    return {"type": "function", "function": function | {"parameters": parameters}}
+    # Templates print the whole of it, and walk the properties: a tool without any is common.
+    known = TOOLS["items"]["properties"]["function"]["properties"]
+    told = {name: value for name, value in function.items() if name in known}
+    return {"type": "function", "function": told | {"parameters": parameters}}
 
 
 def _documents(value: Any, template: ChatTemplate | None) -> list[dict[str, Any]] | None:

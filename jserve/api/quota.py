@@ -29,12 +29,27 @@ class Quota:
     concurrent: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a bucket stands: what it holds when full, what is in it, seconds until it is full."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
 class Bucket:
     """Holds up to ``per_minute``, fills at that rate; starts full."""
 
     def __init__(self, per_minute: float, clock: Clock) -> None:
         self._size = self._level = float(per_minute)
         self._clock, self._at = clock, clock()
+
+    @property
+    def standing(self) -> Standing:
+        self._fill()
+        missing_s = (self._size - self._level) * 60.0 / self._size
+        return Standing(int(self._size), max(0, int(self._level)), missing_s)
 
     def take(self, n: float) -> None:
         self._fill()
@@ -60,6 +75,12 @@ class Account:
         self._tokens = _bucket(quota.tokens_per_minute, clock)
         self._concurrent = quota.concurrent
         self.n_running = 0
+
+    @property
+    def standings(self) -> dict[str, Standing]:
+        """Those of the limits there are, by what they limit: requests, tokens."""
+        buckets = {"requests": self._requests, "tokens": self._tokens}
+        return {name: bucket.standing for name, bucket in buckets.items() if bucket is not None}
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:

@@ -25,8 +25,8 @@ from jserve.api.fields import (
 )
 from jserve.api.openai import shaped_chat, talk
 from jserve.api.openai_messages import KWARGS
-from jserve.api.openai_structure import CHOICE, STRUCTURED
 from jserve.api.responses_input import INPUT, messages_of
+from jserve.api.shape import STRUCTURED, TITLES
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
 from jserve.errors import BadRequest
 
@@ -39,10 +39,40 @@ TOOLS = {
         "properties": {
             "type": {"const": "function"},
             "name": {"type": "string", "minLength": 1},
+            "description": {},
             "parameters": {"type": ["object", "null"]},
             "strict": {"type": ["boolean", "null"]},
         },
     },
+}
+CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {
+            "type": "object",
+            "required": ["type", "name"],
+            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+        },
+    ]
+}
+FORMAT = {
+    "anyOf": [
+        {"type": "null"},
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"enum": ["text", "json_object"]}},
+        },
+        {
+            "type": "object",
+            "required": ["type", "schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "schema": {"type": "object"},
+                **TITLES,
+            },
+        },
+    ]
 }
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = {"type": ["array", "null"], "items": {"enum": [LOGPROBS]}}
@@ -63,7 +93,7 @@ _RENAMED = {
 class Text(Fields):
     """What the answer's text is like."""
 
-    format: Any = shaped({"type": ["object", "null"], "required": ["type"]})
+    format: Any = shaped(FORMAT)
     verbosity: Any = refused("medium")
 
 

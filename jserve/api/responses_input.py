@@ -10,11 +10,40 @@ from __future__ import annotations
 
 from typing import Any
 
+from jserve.api.declared import LABEL, Schema, ignored_member
 from jserve.api.errors import Unsupported, shown
 from jserve.api.openai_messages import MAX_MESSAGES
 from jserve.errors import BadRequest
 
-# What the field looks like, for readers; the functions below are the judges.
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+# What the field looks like, and what members it has; the functions below judge the values.
+def _item(kind: Schema, **members: Schema) -> Schema:
+    """An item of one type; what an answer's item says of itself may come back with it."""
+    own = {"type": kind, "id": LABEL, "status": LABEL}
+    return {"type": "object", "properties": own | members}
+
+
+def _parts(*kinds: str) -> Schema:
+    told = {"type": {"enum": list(kinds)}, "text": {}, "annotations": LABEL, "logprobs": LABEL}
+    part = {"anyOf": [{"type": "object", "properties": told}, _REFUSAL]}
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]}
+
+
+_REFUSAL = {"type": "object", "properties": {"type": {"const": "refusal"}, "refusal": {}}}
+_TEXTS, _THOUGHTS = ("input_text", "output_text", "text"), ("reasoning_text", "summary_text")
+_ITEMS = [
+    _item({"enum": ["message", None]}, role={"enum": list(_ROLES)}, content=_parts(*_TEXTS)),
+    _item({"const": "function_call"}, call_id={}, name={}, arguments={}),
+    _item({"const": "function_call_output"}, call_id={}, output=_parts(*_TEXTS)),
+    _item(
+        {"const": "reasoning"},
+        summary=_parts(*_THOUGHTS),
+        content=_parts(*_THOUGHTS),
+        encrypted_content=ignored_member(),
+    ),
+]
 INPUT = {
     "anyOf": [
         {"type": "string"},
@@ -22,18 +51,10 @@ INPUT = {
             "type": "array",
             "minItems": 1,
             "maxItems": MAX_MESSAGES,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "type": {
-                        "enum": ["message", "function_call", "function_call_output", "reasoning"]
-                    }
-                },
-            },
+            "items": {"anyOf": _ITEMS},
         },
     ]
 }
-_ROLES = ("user", "assistant", "system", "developer")
 
 
 def messages_of(instructions: str | None, given: Any) -> list[dict[str, Any]]:
@@ -103,8 +124,7 @@ def _thought(item: dict[str, Any], at: str) -> str:
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list):
         raise BadRequest(f"{at}.content must be a list of parts", field=f"{at}.content")
-    kinds = ("reasoning_text", "summary_text")
-    return "\n".join(_part(part, f"{at}.content[{i}]", kinds) for i, part in enumerate(parts))
+    return "\n".join(_part(part, f"{at}.content[{i}]", _THOUGHTS) for i, part in enumerate(parts))
 
 
 def _texts(value: Any, at: str) -> str:
@@ -112,8 +132,7 @@ def _texts(value: Any, at: str) -> str:
         return value
     if not isinstance(value, list):
         raise BadRequest(f"{at} must be a string or a list of parts", field=at)
-    kinds = ("input_text", "output_text", "text")
-    return "\n".join(_part(part, f"{at}[{i}]", kinds) for i, part in enumerate(value))
+    return "\n".join(_part(part, f"{at}[{i}]", _TEXTS) for i, part in enumerate(value))
 
 
 def _part(part: Any, at: str, kinds: tuple[str, ...]) -> str:

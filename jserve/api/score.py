@@ -26,8 +26,8 @@ from jserve.api.generate import Generation, Json
 from jserve.api.logprobs import finite
 from jserve.api.metrics import RequestTimer
 from jserve.api.openai_usage import head, usage_of
-from jserve.api.openai_values import MAX_CHOICES, PROMPT, ids_of, prompts_of
 from jserve.api.shared import Ids, Service, check_model, service_of
+from jserve.api.values import MAX_CHOICES, PROMPT, ids_of, prompts_of
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
 from jserve.types import Request, TokenLogprob

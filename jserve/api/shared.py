@@ -15,7 +15,7 @@ from pydantic import Field
 from jserve.api.ask import ModelCard
 from jserve.api.errors import shown
 from jserve.api.fields import Fields, label, refused, sampled, shaped
-from jserve.api.openai_values import (
+from jserve.api.values import (
     BIAS,
     RETAIN,
     STOP,

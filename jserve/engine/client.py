@@ -248,6 +248,7 @@ class ProcClient:
             log.debug("engine link: %s", error)
         finally:
             self._outbox.put(None)
+            link.shut()  # if it was not the engine that ended: it ends now, and nobody waits for it
             code = self._reap()
             link.close()
             on_message(Gone(exit_code=code))

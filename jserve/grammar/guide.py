@@ -19,12 +19,18 @@ import numpy as np
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
+from jserve.errors import InvalidSchema
 from jserve.faults import point
 from jserve.grammar.matcher import Compiled
 from jserve.grammar.thought import Phase, Thought
 from jserve.ports import Verdict
 
 UNLIMITED = 1 << 30
+TOO_COMPLEX = Verdict(
+    error="structured_outputs became too complex to follow",
+    code=InvalidSchema.code,
+    field="structured_outputs",
+)
 
 
 class _Mark(NamedTuple):
@@ -76,7 +82,7 @@ class TokenGuide:
         self.kit = kit
         self.thought = thought
         self.ended = False
-        self.fault: str | None = None
+        self.fault: Verdict | None = None
         self.mask_W: np.ndarray | None = None
         """The matcher's mask for the next token; None while it has to be computed."""
         self.matcher: LLMatcher | None = None
@@ -126,8 +132,8 @@ class TokenGuide:
                 for token in ids:
                     self._take(token)
         except ValueError as error:
-            self.fault = str(error)
-            return Verdict(error=self.fault)
+            self.fault = Verdict(error=str(error))
+            return self.fault
         free = self.matcher is None and self.thought.phase is Phase.ANSWER
         return Verdict(forced=tuple(forced), ended=self.ended, free=free)
 
@@ -201,7 +207,7 @@ class TokenGuide:
         """Hand in the mask that the matcher made. A matcher in error forbids everything."""
         assert self.matcher is not None
         if self.matcher.is_error():
-            self.fault = "the structure became too complex to follow"
+            self.fault = TOO_COMPLEX
             mask_W = self.kit.none_W
         self.mask_W = mask_W
 

@@ -27,6 +27,7 @@ from jserve.grammar.guide import MaskKit, TokenGuide
 from jserve.grammar.matcher import Compiled, Compiler
 from jserve.grammar.thought import Thought
 from jserve.grammar.vocab import Vocabulary, ll_tokenizer
+from jserve.ports import Verdict
 from jserve.types import Request
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class TokenGuides:
         except Exception as error:  # a fault of the library ends these sequences, not the engine
             log.error("masks failed: %s", where(error))
             for guide in guides:
-                guide.fault = f"the mask failed with {type(error).__name__}"
+                guide.fault = Verdict(error=f"the mask failed with {type(error).__name__}")
             mask_GW[...] = 0
         for guide, mask_W in zip(guides, mask_GW, strict=True):
             guide.put(mask_W)

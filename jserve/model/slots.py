@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from jserve.sampling import BAN, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jserve.types import SlotLoad
 
 IN_PROMPT = 1 << 30
@@ -191,7 +191,7 @@ def _biases(item: SlotLoad) -> tuple[np.ndarray, np.ndarray, float]:
     bias = {} if allowed is None else dict.fromkeys(allowed, 0.0)
     for token, value in params.logit_bias.items():
         if allowed is None or token in bias:
-            bias[token] = -np.inf if value <= -100.0 else value
+            bias[token] = -np.inf if value <= BAN else value
     bias.update((word[0], -np.inf) for word in params.bad_token_ids if len(word) == 1)
     ids = np.fromiter(bias.keys(), np.int32, len(bias))
     values = np.fromiter(bias.values(), np.float32, len(bias))

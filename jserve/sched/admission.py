@@ -13,6 +13,7 @@ from collections.abc import Collection
 from jserve.errors import BadRequest, ContextTooLong, NotFound
 from jserve.ports import RunnerLimits
 from jserve.sampling import MAX_STOP_IDS
+from jserve.sched import constraints
 from jserve.types import Lane, Request
 
 MAX_DEADLINE_MS = 1e9
@@ -30,9 +31,11 @@ def check(
     Raises:
         BadRequest: an id out of range, an empty prompt, an option the engine was built without.
         ContextTooLong: prompt and output exceed the context or can never fit the KV pool.
+        NothingAllowed: its constraints leave no token to be drawn.
         NotFound: the adapter is not loaded.
     """
     _check_ids(request, vocab or limits.vocab_size)
+    constraints.check_static(request, vocab or limits.vocab_size)
     _check_features(request, limits)
     _check_service(request)
     return _max_len(request, limits, _room(limits, window_pages))

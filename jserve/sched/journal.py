@@ -26,6 +26,7 @@ One line per event, in order; ``plan`` lines hold the decision, which a replay c
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Sequence as Seq
 from typing import IO
@@ -171,6 +172,9 @@ class Expired(msgspec.Struct, frozen=True, tag="expire"):
     now: float
 
 
+_SAID = tuple(f.name for f in dataclasses.fields(Verdict))
+
+
 class Guided(msgspec.Struct, frozen=True, tag="guided"):
     """What the guide of a sequence said of the tokens it got; it follows the commit they came in."""
 
@@ -180,9 +184,12 @@ class Guided(msgspec.Struct, frozen=True, tag="guided"):
     ended: bool
     free: bool
     error: str | None
+    code: str | None = None
+    field: str | None = None
 
     def verdict(self) -> Verdict:
-        return Verdict(forced=self.forced, ended=self.ended, free=self.free, error=self.error)
+        said = {name: getattr(self, name) for name in _SAID}
+        return Verdict(**said)
 
 
 class Recovered(msgspec.Struct, frozen=True, tag="recover"):
@@ -248,8 +255,8 @@ class JournalFile:
         self._write(Expired(now=now))
 
     def guided(self, request_id: str, index: int, verdict: Verdict) -> None:
-        said = (verdict.forced, verdict.ended, verdict.free, verdict.error)
-        self._write(Guided(request_id, index, *said))
+        said = {name: getattr(verdict, name) for name in _SAID}
+        self._write(Guided(request_id, index, **said))
 
     def recover(self, now: float, error: str) -> None:
         self._write(Recovered(now=now, error=error))

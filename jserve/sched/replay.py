@@ -148,9 +148,9 @@ class _RecordedGuide:
         return ()
 
     @property
-    def fault(self) -> str | None:
+    def fault(self) -> Verdict | None:
         said = self._guides.said[self._key]
-        return said[0].error if said else None
+        return said[0] if said and said[0].error is not None else None
 
     def room(self, in_flight: int) -> int:
         rows = self._guides.decision.rows if self._guides.decision is not None else ()

@@ -316,7 +316,7 @@ class Scheduler:
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
             if not finite:
-                outputs.append(telling.end_unsound(self, seq, now))
+                outputs.append(telling.end_unsound(self, seq, drawn[:n_ok], now))
                 continue
             if row.score:
                 self.scores.add(seq, result.prompt[r])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jserve.ports import Verdict
-from jserve.sched import outcome
+from jserve.sched import constraints, outcome
 from jserve.sched.guided import obey
 from jserve.types import Finish, Output, Sequence, StepResult
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from jserve.sched.scheduler import Scheduler
 
 NON_FINITE = "the model gave logits that are not finite"
-NOTHING_ALLOWED = "no token is left that the structure and the other constraints allow, or the logits are not finite"
-GRAMMAR_FAILED = "grammar_failed"
+NON_FINITE_CODE, GRAMMAR_FAILED = "nonfinite_logits", "grammar_failed"
 
 
 def advance(
@@ -37,7 +36,7 @@ def advance(
     if seq.guide is not None:
         verdict = _ask(sched, seq, drawn)
         if verdict.error is not None:
-            return end(sched, seq, Finish.ERROR, now, verdict.error, GRAMMAR_FAILED)
+            return _end_failed(sched, seq, verdict, now)
         drawn = [*drawn, *verdict.forced]
     drawn = outcome.accept(seq, drawn)
     # The logits were finite, so the KV of everything before the last drawn token is sound.
@@ -120,15 +119,22 @@ def _note(sched: Scheduler, seq: Sequence, verdict: Verdict) -> None:
         sched.journal.guided(seq.request.id, seq.index, verdict)
 
 
-def end_unsound(sched: Scheduler, seq: Sequence, now: float) -> Output:
-    """End a sequence from which nothing could be drawn."""
-    fault = None if seq.guide is None else seq.guide.fault
-    if fault is None:
-        excluded = seq.guide is not None
-        said = (NOTHING_ALLOWED, "nothing_allowed") if excluded else (NON_FINITE, None)
-        return end(sched, seq, Finish.ERROR, now, *said)
-    _note(sched, seq, Verdict(error=fault))
-    return end(sched, seq, Finish.ERROR, now, fault, GRAMMAR_FAILED)
+def end_unsound(sched: Scheduler, seq: Sequence, drawn: list[int], now: float) -> Output:
+    """End a sequence from which nothing could be drawn at, or behind, some of ``drawn``."""
+    verdict = None if seq.guide is None else seq.guide.fault
+    if verdict is None:
+        own = constraints.excluded(seq, drawn[:-1], sched.limits.vocab_size)
+        if own is None:
+            return end(sched, seq, Finish.ERROR, now, NON_FINITE, NON_FINITE_CODE)
+        verdict = Verdict(error=own.message, code=own.code, field=own.field)
+    if seq.guide is not None:
+        _note(sched, seq, verdict)
+    return _end_failed(sched, seq, verdict, now)
+
+
+def _end_failed(sched: Scheduler, seq: Sequence, verdict: Verdict, now: float) -> Output:
+    code = verdict.code or GRAMMAR_FAILED
+    return end(sched, seq, Finish.ERROR, now, verdict.error, code, verdict.field)
 
 
 def end(

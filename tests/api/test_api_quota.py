@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from jserve.api.auth import Keys, Tenant, load_tenants
-from jserve.api.quota import Account, Bucket, Quota
+from jserve.api.middleware import duration
+from jserve.api.quota import Account, Bucket, Quota, Standing
 from jserve.api.server import check_doors
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError, RateLimited
@@ -96,6 +97,63 @@ async def test_requests_per_minute(tmp_path):
         names = [record.request.tenant for record in srv.engine.records]
         assert names == ["a", "a", "b", "b", "b", "b"]
         assert (await srv.post(CHAT, chat_body(), headers=bearer("kc")))[0] == 401
+
+
+async def test_answers_tell_how_the_limits_stand(tmp_path):
+    entries = [
+        {
+            "tenant": "a",
+            "keys": [hashed("ka")],
+            "requests_per_minute": 3,
+            "tokens_per_minute": 60000,
+        },
+        {"tenant": "b", "keys": [hashed("kb")], "requests_per_minute": 3},
+        {"tenant": "c", "keys": [hashed("kc")]},
+    ]
+    body = chat_body(stream=True)
+
+    def told(headers, what):
+        names = (f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset"))
+        return [headers.get(name) for name in names]
+
+    async with live(api_keys_file=written(tmp_path, entries)) as srv:
+        left = []
+        for _ in range(3):
+            async with srv.http.post(srv.url + CHAT, json=body, headers=bearer("ka")) as r:
+                await r.read()
+            limit, remaining, reset = told(r.headers, "requests")
+            assert (limit, reset[-1]) == ("3", "s")
+            left.append(int(remaining))
+            limit, remaining, _ = told(r.headers, "tokens")
+            assert limit == "60000"
+            assert 59000 < int(remaining) < 60000, "the prompt's tokens are spent"
+        assert left == [2, 1, 0]
+        status, _, headers = await srv.post(CHAT, chat_body(), headers=bearer("ka"))
+        assert (status, told(headers, "requests")[:2]) == (429, ["3", "0"])
+        _, _, headers = await srv.post(CHAT, chat_body(), headers=bearer("kb"))
+        assert told(headers, "requests")[:2] == ["3", "2"]
+        assert told(headers, "tokens") == [None] * 3
+        for key, path in (("kc", CHAT), ("wrong", CHAT)):
+            _, _, headers = await srv.post(path, chat_body(), headers=bearer(key))
+            assert not [name for name in headers if name.startswith("x-ratelimit")]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0ms"), (0.0201, "21ms"), (1, "1s"), (1.5, "1.5s"), (60, "1m0s"), (361.25, "6m1.25s")],
+)
+def test_durations_are_written_as_openai_does(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_bucket_below_zero_has_nothing_left():
+    clock = Clock()
+    bucket = Bucket(60, clock)
+    assert bucket.standing == Standing(60, 60, 0)
+    bucket.take(90)
+    assert bucket.standing == Standing(60, 0, 90)
+    clock.now += 31.5
+    assert bucket.standing == Standing(60, 1, 58.5)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/score"])

@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from jserve import faults
 from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient, ProcClient
@@ -248,6 +249,16 @@ async def test_before_the_start_requests_are_refused():
     with pytest.raises(NotReady) as caught:
         await outputs_of(engine, request("a"))
     assert caught.value.code == "starting"
+
+
+async def test_an_engine_that_is_not_heard_any_more_ends_by_itself(process_engine, caplog):
+    r, deaths = request("a"), process_engine.counters
+    with faults.armed("wire.receive", 1):  # on this side only: the engine is another process
+        await outputs_of(process_engine, r)  # the call that waits already is not counted
+        await eventually(lambda: deaths["engine_deaths"] == 1)
+    await eventually(lambda: process_engine.ready)
+    assert "it ended with code 0" in caplog.text
+    assert tokens(await outputs_of(process_engine, r)) == expected(r)
 
 
 async def test_a_killed_process_fails_every_request_once_and_is_restarted(process_engine):

@@ -17,10 +17,12 @@ from jserve.sched.replay import replay
 from tests.grammar.kit import (
     CITY,
     EOS,
+    VOCAB,
     engine,
     finish,
     gather,
     guides,
+    ids,
     limits,
     reference,
     request,
@@ -134,7 +136,42 @@ def test_a_grammar_and_a_bias_that_exclude_each_other_end_that_row_only():
     outputs = run(request("a", spec, allowed_token_ids=letters), request("b", max_tokens=9))
     last = gather(outputs)["a", 0][-1]
     assert (last.finish, last.error_code) == ("error", "nothing_allowed")
+    assert last.error_field == "allowed_token_ids"
+    assert "allowed_token_ids and structured_outputs together" in last.error
     assert finish(outputs, "b") == "length"
+
+
+def test_logits_that_are_not_finite_are_not_the_structures_fault():
+    """A row that fails under a mask which allows something is told to be ours."""
+    made = engine()
+    made.runner.nan.add(("a", 0))
+    made.submit(request("a", CITY, allowed_token_ids=tuple(range(VOCAB))))
+    (last,) = made.drain()
+    assert (last.finish, last.error_code) == ("error", "nonfinite_logits")
+
+
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_a_dead_end_behind_some_text_is_found_where_it_is(fast_forward):
+    spec = StructuredOutputs(regex="[xq]{2}[19]")
+    asked = request("a", spec, allowed_token_ids=(*ids("x"), *ids("q")))
+    *said, last = gather(run(asked, fast_forward=fast_forward))["a", 0]
+    assert len(text([t for out in said for t in out.token_ids])) == 2
+    assert (last.finish, last.error_code) == ("error", "nothing_allowed")
+
+
+def test_a_structure_that_becomes_too_complex_is_the_clients():
+    made = engine()
+    made.submit(request("a", CITY))
+    outputs = made.step()
+    while not outputs:
+        outputs = made.step()
+    (seq,) = made.scheduler.floor.running
+    made.scheduler.guides.settle(None)
+    seq.guide.matcher.consume_token(1)  # the matcher is in error, as behind a limit of its own
+    seq.guide.compute()
+    last = made.drain()[-1]
+    assert (last.finish, last.error_code) == ("error", "invalid_schema")
+    assert last.error_field == "structured_outputs"
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
@@ -206,8 +243,10 @@ def test_unguided_rows_never_wait_for_masks():
     slow._compute = late  # type: ignore[method-assign]
     made = engine(all_guides=slow)
     made.submit(request("a", CITY))
-    made.submit(request("b", max_tokens=60))
     outputs = []
+    while not outputs:
+        outputs += made.step()
+    made.submit(request("b", max_tokens=60))
     while finish_of(outputs, "b") is None:
         outputs += made.step()
     # The first mask came with the grammar; the second one never did.

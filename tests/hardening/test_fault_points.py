@@ -47,7 +47,7 @@ ELSEWHERE = {"disk.read", "disk.write", "runner.reset"}
 """Exercised in the tests below, or in tests/kv/test_disk.py with real files."""
 HERE = sorted(HARMLESS | OF_ONE | OF_GUIDED | OF_ENGINE)
 CODES = {
-    *("internal_error", "engine_step_failed", "engine_dead", "grammar_failed", "nothing_allowed"),
+    *("internal_error", "engine_step_failed", "engine_dead", "grammar_failed"),
     *("starting", "invalid_value"),
 }
 
@@ -92,7 +92,7 @@ async def fire(name: str, at: int) -> bool:
         if name in OF_GUIDED:
             assert set(hurt) <= {3, 4}
         if name in OF_ENGINE:
-            assert made.face.counters["engine_deaths"] == shot.fired or name == "wire.receive"
+            assert made.face.counters["engine_deaths"] == shot.fired
         else:
             assert made.face.counters["engine_deaths"] == 0
         assert await probe(made) == wanted[0]

@@ -39,8 +39,8 @@ values = st.recursive(
     ),
     max_leaves=8,
 )
-ASKED_FOR = {"deadline_exceeded", "deadline_unreachable", "nothing_allowed"}
-"""What a client can bring upon itself and only time or the model can tell."""
+ASKED_FOR = {"deadline_exceeded", "deadline_unreachable"}
+"""What a client can bring upon itself and only time can tell."""
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
     COMP: {"prompt": "hi", "max_tokens": 3},
@@ -113,6 +113,30 @@ def test_no_body_is_answered_with_a_fault(requests):
 @given(st.lists(bodies(), min_size=40, max_size=80))
 def test_no_body_is_answered_with_a_fault_at_length(requests):
     asyncio.run(ask_all([("POST", path, body) for path, body in requests]))
+
+
+async def test_constraints_that_leave_nothing_are_the_clients_fault():
+    """Found at once, or behind some text: 400 and its words, in a stream as its last event."""
+    letters, regex = list(b"ab"), {"structured_outputs": {"regex": "[ab]{2}[19]"}}
+    async with world() as made:
+        for body, param in (
+            ({"allowed_token_ids": letters, "bad_words": ["a", "b"]}, "allowed_token_ids"),
+            ({"allowed_token_ids": [ord("z")], **regex}, "allowed_token_ids"),
+            ({"allowed_token_ids": letters, **regex}, "allowed_token_ids"),
+        ):
+            status, answer, headers = await made.srv.post(COMP, GOOD[COMP] | body)
+            assert status == 400, answer
+            assert answer["error"]["code"] == "nothing_allowed"
+            assert answer["error"]["type"] == "invalid_request_error"
+            assert answer["error"]["param"] == param
+            assert "x-should-retry" not in headers
+        asked = {**GOOD[COMP], **regex, "allowed_token_ids": letters, "stream": True}
+        async with made.srv.http.post(made.srv.url + COMP, json=asked) as response:
+            events = (await response.text()).strip().split("\n\n")
+        assert response.status == 200
+        assert json.loads(events[-1][6:])["error"]["code"] == "nothing_allowed"
+        assert not any('finish_reason":"' in event for event in events)
+        await made.idle()
 
 
 def test_every_field_alone_with_every_hostile_scalar():

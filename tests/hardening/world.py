@@ -13,6 +13,7 @@ import gc
 import json
 import socket
 import threading
+import uuid
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,8 @@ from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import ProcClient
 from jserve.engine.engine import Engine
 from jserve.engine.process import run
-from jserve.engine.wire import SocketLink, ToEngine
+from jserve.engine.wire import Handle, SocketLink, ToEngine
+from jserve.errors import EngineDead, NotReady
 from jserve.grammar.checker import GrammarChecker
 from jserve.grammar.guides import TokenGuides
 from jserve.grammar.vocab import vocabulary
@@ -92,8 +94,9 @@ class World:
         return self.engines[-1]
 
     async def idle(self) -> None:
-        """Wait until nothing runs; then every page and slot is back (I17)."""
-        await until(lambda: self.face.n_active == 0 and self.face.ready, 10.0)
+        """Wait until nothing runs and the engine answers; then every page and slot is back (I17)."""
+        await until(lambda: self.face.n_active == 0, 10.0)
+        await asyncio.wait_for(self._answered(), 10.0)
         await until(lambda: not self.engine.busy, 5.0)
         floor = self.engine.scheduler.floor
         floor.check()
@@ -103,6 +106,17 @@ class World:
         assert len(floor.running) == len(floor.waiting) == 0
         assert len(floor._slots) == LIMITS.n_slots, "a slot is lost"
         assert not self.engine.scheduler.groups
+
+    async def _answered(self) -> None:
+        """Wait for a word from the engine. ``face.ready`` is not enough: one that died a moment ago
+        is ready until its end is heard of."""
+        while True:
+            try:
+                await self.face.handles(Handle(id=uuid.uuid4().hex, action="find"))
+                return
+            except (NotReady, EngineDead):
+                assert not self.face.gave_up.is_set(), self.face.gave_up_reason
+                await asyncio.sleep(0.01)
 
 
 @functools.cache

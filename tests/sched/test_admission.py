@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from sched_drive import Drive, limits, request
 
-from jserve.errors import BadRequest, ContextTooLong, NotFound
+from jserve.errors import BadRequest, ContextTooLong, NotFound, NothingAllowed
 from jserve.sched.admission import check
 
 LIM = limits()  # 11 ids, context 64, 32 pages of 4
@@ -83,6 +83,35 @@ def test_what_can_never_fit_the_pool_is_refused_and_what_just_fits_runs():
 def test_min_tokens_must_fit_when_max_tokens_is_open():
     with pytest.raises(ContextTooLong):
         check(request("a", [1] * 60, max_tokens=None, min_tokens=5), LIM)
+
+
+@pytest.mark.parametrize(
+    ("fields", "params"),
+    [
+        ("allowed_token_ids and bad_words", {"allowed_token_ids": (3, 4), "bad_token_ids": ((3,), (4,))}),
+        ("allowed_token_ids and logit_bias", {"allowed_token_ids": (3,), "logit_bias": {3: -100.0}}),
+        ("allowed_token_ids and min_tokens", {"allowed_token_ids": (0, 5), "stop_token_ids": (5,), "min_tokens": 1}),
+        ("logit_bias leaves", {"logit_bias": dict.fromkeys(range(11), -100.0)}),
+    ],
+)  # fmt: skip
+def test_constraints_that_leave_no_token_are_refused_by_name(fields, params):
+    with pytest.raises(NothingAllowed, match=fields) as caught:
+        check(request("a", [1], eos=(0,), max_tokens=4, **params), LIM)
+    assert caught.value.field == fields.split()[0]
+    assert (caught.value.status, caught.value.code) == (400, "nothing_allowed")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": (3, 4), "bad_token_ids": ((3,), (3, 4))},
+        {"allowed_token_ids": (3, 4), "logit_bias": {3: -100.0, 4: -99.0}},
+        {"allowed_token_ids": (0, 3), "min_tokens": 1},
+        {"logit_bias": dict.fromkeys(range(10), -100.0)},
+    ],
+)
+def test_constraints_that_leave_one_token_pass(params):
+    check(request("a", [1], eos=(0,), max_tokens=4, **params), LIM)
 
 
 def test_features_that_are_not_there_are_refused():

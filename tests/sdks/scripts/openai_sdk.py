@@ -127,19 +127,29 @@ left = client.chat.completions.create(model=model, messages=USER, stream=True, m
 next(iter(left))
 left.close()
 
-try:
-    said = client.responses.create(model=model, input="What is 12 + 30?", max_output_tokens=60)
-except openai.NotFoundError:
-    print("no /v1/responses")
-else:
-    assert said.status in ("completed", "incomplete")
-    assert said.output_text
-    with client.responses.stream(
-        model=model, input="What is 12 + 30?", max_output_tokens=60, temperature=0
-    ) as events:
-        kinds = [event.type for event in events]
-        whole_response = events.get_final_response()
-    assert kinds[0] == "response.created"
-    assert kinds[-1] in ("response.completed", "response.incomplete")
-    assert whole_response.output_text
+QUESTION = {"model": model, "input": "What is 12 + 30?", "temperature": 0}
+said = client.responses.create(**QUESTION, max_output_tokens=200)
+assert said.status == "completed"
+assert said.output_text == text
+assert said.incomplete_details is None
+with client.responses.stream(**QUESTION, max_output_tokens=200) as events:
+    kinds = [event.type for event in events]
+    streamed = events.get_final_response()
+assert kinds[0] == "response.created"
+assert kinds[-1] == "response.completed"
+assert streamed.output_text == text
+assert streamed.usage.output_tokens == said.usage.output_tokens
+
+# An answer that is cut is not "completed": the SDK's ``get_final_response`` knows no other end, so
+# its users read the last event.
+cut = client.responses.create(**QUESTION, max_output_tokens=3)
+assert cut.status == "incomplete"
+assert cut.incomplete_details.reason == "max_output_tokens"
+assert cut.usage.output_tokens == 3
+with client.responses.stream(**QUESTION, max_output_tokens=3) as events:
+    *_, last = events
+assert last.type == "response.incomplete"
+assert last.response.incomplete_details.reason == "max_output_tokens"
+assert last.response.output_text == cut.output_text
+assert last.response.usage.output_tokens == 3
 print("ok", openai.__version__)

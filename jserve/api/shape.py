@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from jserve.api.declared import LABEL, Schema, ignored_member
 from jserve.api.errors import Unsupported, shown
 from jserve.api.speech import Speech
 from jserve.errors import BadRequest
@@ -27,11 +28,43 @@ from jserve.sampling import StructuredOutputs
 
 _OPTIONS = frozenset(f.name for f in fields(StructuredOutputs))
 
-# What the fields look like, for readers; the functions below are the judges.
-FORMAT = {
-    "type": ["object", "null"],
-    "required": ["type"],
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]}},
+TITLES: Schema = {"name": LABEL, "description": ignored_member(), "strict": LABEL}
+"""Beside a JSON schema. Every schema is enforced, so ``strict`` asks for nothing."""
+
+# What the fields look like, and what members they have; the functions below judge the values.
+FORMAT: Schema = {
+    "anyOf": [
+        {"type": "null"},
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"enum": ["text", "json_object"]}},
+        },
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "required": ["schema"],
+                    "properties": {"schema": {"type": "object"}, **TITLES},
+                },
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "structures", "triggers"],
+            "properties": {
+                "type": {"const": "structural_tag"},
+                "structures": {
+                    "type": "array",
+                    "items": {"properties": {key: {} for key in ("begin", "schema", "end")}},
+                },
+                "triggers": {"type": "array"},
+            },
+        },
+    ]
 }
 STRUCTURED = {
     "type": ["object", "null"],
@@ -41,7 +74,14 @@ STRUCTURED = {
 CHOICE = {
     "anyOf": [
         {"enum": ["none", "auto", "required", None]},
-        {"type": "object", "required": ["function"]},
+        {
+            "type": "object",
+            "required": ["function"],
+            "properties": {
+                "type": {},
+                "function": {"type": "object", "properties": {"name": {"type": "string"}}},
+            },
+        },
     ]
 }
 
@@ -161,7 +201,8 @@ def _schema(shape: Shape) -> dict[str, Any]:
 
 def _answer(values: Mapping[str, Any]) -> Shape:
     format_, extra = values.get("response_format"), values.get("structured_outputs")
-    given = format_ is not None and format_ != {"type": "text"}
+    plain = isinstance(format_, dict) and format_.get("type") == "text"
+    given = format_ is not None and not plain
     if given and extra is not None:
         raise BadRequest(
             "response_format and structured_outputs exclude each other",
