@@ -151,7 +151,10 @@ def _unapplied(body: Fields, at: str = "") -> Iterator[tuple[str, Holds]]:
     for name, value in (body.model_extra or {}).items():
         if value is not None:
             yield at + name, Holds.IGNORED
+    given = body.model_fields_set  # what else is declared asks for nothing
     for name, field in type(body).model_fields.items():
+        if name not in given:
+            continue
         value, does = getattr(body, name), holds(field)
         if isinstance(value, Fields):
             yield from _unapplied(value, f"{at}{name}.")
