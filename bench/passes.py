@@ -1,4 +1,4 @@
-"""What XLA makes of a decode step between its matrix products: kernels, the longest chain of them, bytes, a table a shape.
+"""What XLA makes of a decode step between its matrix products: kernels, those that wait in a row, bytes.
 
 Needs the compiler's wheels (docs/kernels.md) and no GPU; nothing runs. Owns the names of a layer's passes.
 Must not know how programs are compiled (``jserve.sizing``) or their text read (``pallas_kernels.hlo``).
@@ -138,7 +138,8 @@ def table(x: Layer) -> Iterator[str]:
 def summary(layers: Sequence[Layer]) -> Iterator[str]:
     """What all that lies between products and attention costs at most, a line a layer."""
     rate = CHIPS["h200"].bytes_per_s
-    yield "| model, batch | kernels a layer | in a row | between products: kernels | MB | us of bytes, all layers | us of nodes, all layers | least us of weights |"
+    between = "between products: kernels | MB | all layers: us of bytes | us of waiting"
+    yield f"| model, batch | kernels a layer | in a row | {between} | us of weights |"
     yield "|---|---|---|---|---|---|---|---|"
     for x in layers:
         moved = sum(p.read + p.written for p in x.between)

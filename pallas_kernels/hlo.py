@@ -13,7 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
+BYTES: dict[str, float] = {
+    "s4": 0.5,
+    "u4": 0.5,
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+}
 BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "conditional", "while"}
@@ -224,6 +234,6 @@ def _until_closed(text: str) -> tuple[str, str]:
 def _size(kind: str) -> int:
     shapes = re.findall(r"(\w+)\[([\d,]*)\]", kind)
     return sum(
-        math.prod(int(d) for d in dims.split(",") if d) * BYTES.get(dtype, 1)
+        math.ceil(math.prod(int(d) for d in dims.split(",") if d) * BYTES.get(dtype, 1))
         for dtype, dims in shapes
     )

@@ -21,8 +21,12 @@ class Route(NamedTuple):
 ROUTES: dict[str, Route] = {
     "paged_attention": Route(True, "XLA has nothing to the same end; behind backend hopper"),
     "ragged_prefill": Route(True, "XLA has nothing to the same end; behind backend hopper"),
-    "sample_threshold": Route(False, "not timed: 6 kernels for XLA's 60 and more, 21 of them a sort"),
-    "kv_write": Route(False, "not timed: 1 kernel for XLA's 3, or 7 with norms of queries and keys"),
+    "sample_threshold": Route(
+        False, "not timed: 6 kernels for XLA's 60 and more, 21 of them a sort"
+    ),
+    "kv_write": Route(
+        False, "not timed: 1 kernel for XLA's 3, or 7 with norms of queries and keys"
+    ),
     "quant_matmul": Route(False, "not timed, and no checkpoint of 4 bits is read yet"),
 }
 """Of every package of kernels here."""

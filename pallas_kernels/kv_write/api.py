@@ -69,9 +69,7 @@ def kv_write(
     return hopper.write(y_TKCH, *tables, keys_PKZH, values_PKZH, present, tile, interpret)
 
 
-def _tile(
-    y_TKCH: Any, cos_TX: Any, keys_PKZH: Any, q_rows: int, eps: float, normed: bool
-) -> Tile:
+def _tile(y_TKCH: Any, cos_TX: Any, keys_PKZH: Any, q_rows: int, eps: float, normed: bool) -> Tile:
     T, K, C, H = y_TKCH.shape
     if y_TKCH.dtype != jnp.float32:
         raise ValueError(f"projections are {y_TKCH.dtype}, not float32")

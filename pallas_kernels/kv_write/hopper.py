@@ -114,22 +114,26 @@ def _write(y, cos, sin, page, off, keys, values, *rest, tile: Tile, names, q_roo
     optional = dict(zip(names, more, strict=True))
     t = lax.axis_index("t")
     base = jnp.minimum(lax.axis_index("b") * ROWS, tile.K * tile.C - ROWS)
-    parts = _turned(_normed(_read(y, t, base, optional, tile), base, optional, tile), cos, sin, t, base, tile)
+    parts = _normed(_read(y, t, base, optional, tile), base, optional, tile)
+    parts = _turned(parts, cos, sin, t, base, tile)
     _keep(parts, q_room, tile)
     _keep(_scaled(parts, base, optional, tile), kv_room, tile)
     plgpu.commit_smem()
     for r in range(ROWS):
         head, kind = lax.div(base + r, jnp.int32(tile.C)), lax.rem(base + r, jnp.int32(tile.C))
-        _send(q_room.at[r, pl.ds(0, tile.H)], kind < tile.G, lambda: q_out.at[t, head, kind])
+        _send(q_room, r, kind < tile.G, q_out, (t, head, kind), tile)
         for which, pool in enumerate((keys, values)):
             mine = (kind == tile.G + which) & (page[t] >= 0)
-            source = kv_room.at[r, pl.ds(0, tile.H)]
-            _send(source, mine, lambda pool=pool: pool.at[page[t], head, off[t]])
+            _send(kv_room, r, mine, pool, (page[t], head, off[t]), tile)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _send(source, mine, to) -> None:
-    pl.when(mine)(lambda: plgpu.copy_smem_to_gmem(source, to()))
+def _send(room, r: int, mine, to, place: tuple[Any, ...], tile: Tile) -> None:
+    """Copy row ``r`` of shared memory to its place, if it is one of ``mine``."""
+
+    @pl.when(mine)
+    def _():
+        plgpu.copy_smem_to_gmem(room.at[r, pl.ds(0, tile.H)], to.at[place])
 
 
 def _halves(ref, tile: Tile, layout: Any) -> list[Any]:

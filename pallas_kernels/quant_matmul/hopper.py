@@ -148,7 +148,9 @@ def _step(tile: Tile, sm, wg, i, y):
     for b in range(tile.blocks):
         along = pl.ds(b * tile.block, tile.block)
         # Whole registers of eight weights are read and then exchanged between neighbours, as 4 bits.
-        weights = plgpu.load(sm["w_room"].at[slot, mine, along], layout=plgpu.Layout.WGMMA_UPCAST_4X)
+        weights = plgpu.load(
+            sm["w_room"].at[slot, mine, along], layout=plgpu.Layout.WGMMA_UPCAST_4X
+        )
         weights = plgpu.layout_cast(weights, WGMMA).astype(jnp.bfloat16)
         if not tile.register_w:
             sm["wide"].at[wg][...] = weights

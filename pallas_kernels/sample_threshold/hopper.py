@@ -91,8 +91,8 @@ def search(
     tile: Tile,
     interpret: Any = None,
 ) -> jax.Array:
-    """float32[R]; all arguments float32, logits [R, lines, LINE]. ``floor_R``: no bound is lower (LOWEST: none). ``k_R`` is
-    infinite and ``p_R`` 1 where they do not limit."""
+    """float32[R]; all arguments float32, logits [R, lines, LINE]. ``floor_R``: no bound is lower
+    (LOWEST: none). ``k_R`` is infinite and ``p_R`` 1 where they do not limit."""
     R = logits_RYX.shape[0]
     return plgpu.kernel(
         functools.partial(_search, tile=tile),

@@ -49,28 +49,44 @@ def logits(kind: str, V: int, seed: int = 0) -> np.ndarray:
 LOGITS = ("normal", "peaked", "ties", "masked", "one left", "equal", "banned", "last is best")
 
 HEADS: dict[str, dict] = {
-    "1b": dict(K=2, G=4, H=64),
-    "8b, norms": dict(K=2, G=4, H=128, norms=True),
-    "bias, odd groups": dict(K=1, G=7, H=128, bias=True),
-    "one kv head": dict(K=1, G=2, H=64, norms=True, bias=True),
-    "wide heads": dict(K=2, G=1, H=256),
-    "float16": dict(K=1, G=2, H=64, dtype=jnp.float16),
-    "8 bits": dict(K=2, G=4, H=64, dtype=F8, norms=True),
-    "8 bits, padded queries": dict(K=1, G=8, H=128, dtype=F8, q_rows=16),
+    "1b": {"K": 2, "G": 4, "H": 64},
+    "8b, norms": {"K": 2, "G": 4, "H": 128, "norms": True},
+    "bias, odd groups": {"K": 1, "G": 7, "H": 128, "bias": True},
+    "one kv head": {"K": 1, "G": 2, "H": 64, "norms": True, "bias": True},
+    "wide heads": {"K": 2, "G": 1, "H": 256},
+    "float16": {"K": 1, "G": 2, "H": 64, "dtype": jnp.float16},
+    "8 bits": {"K": 2, "G": 4, "H": 64, "dtype": F8, "norms": True},
+    "8 bits, padded queries": {"K": 1, "G": 8, "H": 128, "dtype": F8, "q_rows": 16},
 }
 PLACES = ((3, 15), (3, 0), (-1, 5), (0, 7), (-1, 0), (4, 8))
 """(page, offset) of each token; a negative page is padding."""
 
 PRODUCTS: dict[str, dict] = {
     # rows, N, D, block of weights that share a scale, tuning
-    "one row": dict(rows=1, N=128, D=256, block=128),
-    "a full tile": dict(rows=8, N=128, D=512, block=128),
-    "a row more": dict(rows=9, N=256, D=512, block=128),
-    "the most": dict(rows=64, N=128, D=512, block=64),
-    "small blocks": dict(rows=5, N=128, D=384, block=64),
-    "uneven splits": dict(rows=3, N=64, D=640, block=128, tune=dict(blocks=1, warpgroups=1, splits=2)),
-    "splits of one step": dict(
-        rows=3, N=64, D=512, block=128, tune=dict(blocks=1, warpgroups=1, splits=4, stages=2)
-    ),
-    "deep reads": dict(rows=2, N=192, D=512, block=64, tune=dict(blocks=4, warpgroups=3)),
+    "one row": {"rows": 1, "N": 128, "D": 256, "block": 128},
+    "a full tile": {"rows": 8, "N": 128, "D": 512, "block": 128},
+    "a row more": {"rows": 9, "N": 256, "D": 512, "block": 128},
+    "the most": {"rows": 64, "N": 128, "D": 512, "block": 64},
+    "small blocks": {"rows": 5, "N": 128, "D": 384, "block": 64},
+    "uneven splits": {
+        "rows": 3,
+        "N": 64,
+        "D": 640,
+        "block": 128,
+        "tune": {"blocks": 1, "warpgroups": 1, "splits": 2},
+    },
+    "splits of one step": {
+        "rows": 3,
+        "N": 64,
+        "D": 512,
+        "block": 128,
+        "tune": {"blocks": 1, "warpgroups": 1, "splits": 4, "stages": 2},
+    },
+    "deep reads": {
+        "rows": 2,
+        "N": 192,
+        "D": 512,
+        "block": 64,
+        "tune": {"blocks": 4, "warpgroups": 3},
+    },
 }

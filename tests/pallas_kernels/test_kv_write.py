@@ -88,7 +88,9 @@ def test_ref_is_what_the_model_does() -> None:
         )
     ]
     live = np.asarray(args[3]) >= 0
-    np.testing.assert_allclose(np.asarray(q.reshape(-1, 6, 64))[live], turned[0][live], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(q.reshape(-1, 6, 64))[live], turned[0][live], rtol=1e-5, atol=1e-5
+    )
     for t, (page, off) in enumerate(PLACES):
         if page >= 0:
             want = turned[1][t].astype(jnp.bfloat16)
@@ -96,7 +98,7 @@ def test_ref_is_what_the_model_does() -> None:
 
 
 def test_what_is_refused() -> None:
-    args, named = inputs(K=2, G=3, H=64)
+    args, _named = inputs(K=2, G=3, H=64)
     with pytest.raises(ValueError, match="projections are bfloat16"):
         kv_write(args[0].astype(jnp.bfloat16), *args[1:])
     with pytest.raises(ValueError, match="2 rows for 3 queries"):

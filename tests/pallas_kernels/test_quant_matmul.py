@@ -23,7 +23,7 @@ def inputs(rows: int, N: int, D: int, block: int) -> tuple[Any, Any, Any]:
 
 
 def exact(x: Any, w: Any, scales: Any) -> np.ndarray:
-    N, D = w.shape
+    _N, D = w.shape
     spread = np.repeat(np.asarray(scales, np.float64).T, D // scales.shape[0], axis=1)
     return np.asarray(x, np.float64) @ (np.asarray(w, np.int32) * spread).T
 
@@ -34,10 +34,11 @@ def test_values(name: str, kernel: str) -> None:
     case = dict(PRODUCTS[name])
     tune = case.pop("tune", None)
     args = inputs(**case)
-    if kernel == "ref":
-        got = ref.quant_matmul(*args)
-    else:
-        got = quant_matmul(*args, tune=tune, interpret=interpreter())
+    got = (
+        ref.quant_matmul(*args)
+        if kernel == "ref"
+        else quant_matmul(*args, tune=tune, interpret=interpreter())
+    )
     want = exact(*args)
     assert got.shape == want.shape
     assert got.dtype == jnp.float32
@@ -47,7 +48,9 @@ def test_values(name: str, kernel: str) -> None:
 def test_outputs_and_rows_do_not_mix() -> None:
     """NaN in a scale reaches one output, NaN in a row of x that row."""
     x, w, scales = inputs(4, 128, 512, 128)
-    got = quant_matmul(x.at[2].set(jnp.nan), w, scales.at[3, 77].set(jnp.nan), interpret=interpreter())
+    got = quant_matmul(
+        x.at[2].set(jnp.nan), w, scales.at[3, 77].set(jnp.nan), interpret=interpreter()
+    )
     bad = np.zeros((4, 128), bool)
     bad[2], bad[:, 77] = True, True
     np.testing.assert_array_equal(np.isnan(got), bad)

@@ -31,6 +31,6 @@ def test_every_package_of_kernels_has_a_route() -> None:
 
 
 def test_jserve_calls_what_is_served() -> None:
-    files = [p for p in (ROOT / "jserve").rglob("*.py")]
+    files = list((ROOT / "jserve").rglob("*.py"))
     called = {name for p in files for name in imported(p)}
     assert called == {name for name, route in ROUTES.items() if route.served}
