@@ -55,6 +55,7 @@ STAGES: dict[str, Stage] = {
     "peers": Stage("bench.gpu_peers", "peers", 120, "torch loops and transformers, same shapes"),
     "decode_tune": Stage("bench.gpu_kernels", "decode_tune", 60, "new figures for tune.json"),
     "prefill_tune": Stage("bench.gpu_kernels", "prefill_tune", 60, "new figures for tune.json"),
+    "candidate_tune": Stage("bench.gpu_candidates", "candidate_tune", 60, "new tune.json figures"),
     "profile": Stage("bench.gpu_steps", "profile", 60, "what the step's time goes to"),
 }
 

@@ -8,6 +8,7 @@ Must not know steps. Of XLA's ways to the same result the fastest counts.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -263,10 +264,14 @@ def _written(c: Contest, tiny: bool) -> dict[str, Any]:
 
 
 def _multiplied(c: Contest, tiny: bool) -> dict[str, Any]:
+    """Also the form that the interpreter has proved, with weights through shared memory."""
     args = c.inputs(time.time_ns() % 2**31)
-    call = jax.jit(c.ours)
     want = REFERENCES[c.kernel](*args)
-    return compare(lambda: call(*args), want, slice(None), tiny=tiny)
+    proved = jax.jit(functools.partial(c.ours, tune={"register_w": False}))(*args)
+    call = jax.jit(c.ours)
+    found = compare(lambda: call(*args), want, slice(None), tiny=tiny)
+    apart = relative(proved, want)
+    return {**found, "proved_rel": apart, "ok": found["ok"] and apart < 1e-2}
 
 
 def candidate_times(record: Record) -> None:
@@ -291,8 +296,7 @@ def verdict(ratios: dict[str, float], wanted: int) -> dict[str, Any]:
 
 def _contest(c: Contest, tiny: bool, ratios: dict[str, float]) -> dict[str, Any]:
     calls = 1 if tiny else 8
-    copies = 1 if tiny else max(1, min(8, 4 * L2_BYTES // c.n_bytes))
-    sets = [c.inputs(seed) for seed in range(copies)]
+    sets = _sets(c, tiny)
     mine = _time(c, c.ours, sets, calls, tiny)
     others = {name: _time(c, call, sets, calls, tiny) for name, call in c.by_xla.items()}
     best = min(others, key=lambda name: others[name])
@@ -305,6 +309,48 @@ def _contest(c: Contest, tiny: bool, ratios: dict[str, float]) -> dict[str, Any]
         "bytes_per_s": c.n_bytes / mine,
         "verdict": "stays" if ratios[c.shape] >= NEEDED else "goes",
     }
+
+
+def tunings(tiny: bool) -> Iterator[tuple[Contest, dict[str, int]]]:
+    """What is tried for the tune.json of each kernel that has one, at a shape with few and one with
+    many rows."""
+    grids: list[tuple[Any, tuple[str, ...], tuple[dict[str, int], ...]]] = [
+        (
+            sampling,
+            ("[1, 128256], peak", "[256, 128256], peak"),
+            tuple({"lines": n, "stages": s} for n, s in ((8, 8), (8, 24), (16, 8), (16, 12))),
+        ),
+        (
+            products,
+            ("8b down, 1 rows", "8b gate_up, 64 rows"),
+            tuple(
+                {"warpgroups": w, "blocks": b, "stages": s}
+                for w, b, s in ((1, 2, 4), (1, 1, 8), (2, 1, 8), (2, 2, 3))
+            ),
+        ),
+    ]
+    for some, shapes, tunes in grids:
+        wanted = [c for c in some(tiny) if tiny or c.shape in shapes]
+        yield from itertools.product(wanted[:2], tunes[:1] if tiny else tunes)
+
+
+def candidate_tune(record: Record) -> None:
+    """Figures for the tune.json of each."""
+    for contest, tune in tunings(record.tiny):
+        call = functools.partial(contest.ours, tune=tune)
+        measure = functools.partial(_tuned, contest, call, record.tiny)
+        record.attempt(f"{contest.kernel} {contest.shape}, {tuple(tune.values())}", measure)
+
+
+def _tuned(c: Contest, call: Call, tiny: bool) -> dict[str, Any]:
+    spent = _time(c, call, _sets(c, tiny), 1 if tiny else 8, tiny)
+    return {"us": spent * 1e6, "bytes_per_s": c.n_bytes / spent}
+
+
+def _sets(c: Contest, tiny: bool) -> list[tuple[Any, ...]]:
+    """Arguments that together are far larger than the L2, or eight of them."""
+    copies = 1 if tiny else max(1, min(8, 4 * L2_BYTES // c.n_bytes))
+    return [c.inputs(seed) for seed in range(copies)]
 
 
 def _time(c: Contest, call: Call, sets: Sequence[Any], calls: int, tiny: bool) -> float:

@@ -31,6 +31,8 @@ def logits(kind: str, V: int, seed: int = 0) -> np.ndarray:
     x = rng.standard_normal(V).astype(np.float32) * 3
     if kind == "peaked":
         x[rng.permutation(V)[:40]] += 15
+    if kind == "ramp":  # stretches of all levels, most of which a search leaves behind
+        x = x / 6 + rng.permutation(V // 300 + 1).repeat(300)[:V].astype(np.float32)
     if kind == "ties":
         x = np.round(x)
     if kind == "masked":
@@ -46,7 +48,17 @@ def logits(kind: str, V: int, seed: int = 0) -> np.ndarray:
     return x
 
 
-LOGITS = ("normal", "peaked", "ties", "masked", "one left", "equal", "banned", "last is best")
+LOGITS = (
+    "normal",
+    "peaked",
+    "ramp",
+    "ties",
+    "masked",
+    "one left",
+    "equal",
+    "banned",
+    "last is best",
+)
 
 HEADS: dict[str, dict] = {
     "1b": {"K": 2, "G": 4, "H": 64},
@@ -81,6 +93,13 @@ PRODUCTS: dict[str, dict] = {
         "D": 512,
         "block": 128,
         "tune": {"blocks": 1, "warpgroups": 1, "splits": 4, "stages": 2},
+    },
+    "a ring that goes round": {
+        "rows": 3,
+        "N": 64,
+        "D": 1280,
+        "block": 128,
+        "tune": {"blocks": 1, "warpgroups": 1, "stages": 2, "splits": 1},
     },
     "deep reads": {
         "rows": 2,

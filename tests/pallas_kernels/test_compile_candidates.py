@@ -3,6 +3,7 @@ them at, and what XLA makes in their place. Skipped without the CUDA plugin (see
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,16 +11,17 @@ import jax.numpy as jnp
 import pytest
 
 from bench import passes
-from bench.gpu_candidates import CONTESTS, Contest
+from bench.gpu_candidates import CONTESTS, Contest, tunings
 from pallas_kernels import aot
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.quant_matmul import quant_matmul
 
 pytestmark = pytest.mark.usefixtures("h200")
 
-ALL = [c for some in CONTESTS for c in some(False)]
+ALL = [c for some in CONTESTS for c in some(False) if "flat" not in c.shape]
+"""Logits with and without a peak are one program, and a kernel is compiled once a process."""
 FEW = {
-    "[256, 128256], flat, top_p alone",
+    "[256, 128256], peak",
     "1b, 2 tokens",
     "qwen3 8b, norms, 256 tokens",
     "70b tp8, 32 tokens",
@@ -58,6 +60,16 @@ def test_shapes_of_models(c: Contest) -> None:
 @pytest.mark.parametrize("c", [c for c in ALL if c.shape not in FEW], ids=name)
 def test_every_shape_of_models(c: Contest) -> None:
     check(compiled(c, c.ours))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("c", "tune"),
+    list(tunings(False)),
+    ids=lambda x: x.shape if isinstance(x, Contest) else str(x.values()),
+)
+def test_every_tuning_that_is_timed(c: Contest, tune: dict[str, int]) -> None:
+    check(compiled(c, functools.partial(c.ours, tune=tune)))
 
 
 @pytest.mark.parametrize(

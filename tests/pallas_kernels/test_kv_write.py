@@ -10,7 +10,7 @@ import pytest
 
 from jserve.model.layers import rms_norm
 from jserve.model.rope import rotate
-from pallas_kernels.kv_write import kv_write, ref
+from pallas_kernels.kv_write import hopper, kv_write, ref
 from pallas_kernels.launch import interpreter
 from pallas_kernels.served import multiplied
 from tests.pallas_kernels.rows import F8, HEADS, PLACES
@@ -73,6 +73,13 @@ def test_too_large_for_eight_bits_is_the_largest() -> None:
         written = np.asarray(pool, np.float32)
         assert np.nanmax(np.abs(written)) == 448
         assert np.isfinite(written).sum() == 4 * 64
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, F8])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_rows_of_shared_memory_begin_where_bulk_copies_may(H: int, dtype: Any) -> None:
+    """At multiples of 128 bytes, which neither interpreter nor compiler checks."""
+    assert hopper._room(H, jnp.dtype(dtype)).shape[1] * jnp.dtype(dtype).itemsize % 128 == 0
 
 
 def test_ref_is_what_the_model_does() -> None:
