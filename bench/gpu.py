@@ -50,9 +50,12 @@ STAGES: dict[str, Stage] = {
     "prefill_times": Stage("bench.gpu_kernels", "prefill_times", 60, "FlashAttention-3 beside it"),
     "attention_peers": Stage("bench.gpu_attention_peers", "attention_peers", 90, "what to beat"),
     "serving": Stage("bench.gpu_serving", "serving", 240, "tokens a second over HTTP"),
+    "candidate_numerics": Stage("bench.gpu_candidates", "candidate_numerics", 60, "rel < 1e-2"),
+    "candidate_times": Stage("bench.gpu_candidates", "candidate_times", 90, "1.05 x XLA or goes"),
     "peers": Stage("bench.gpu_peers", "peers", 120, "torch loops and transformers, same shapes"),
     "decode_tune": Stage("bench.gpu_kernels", "decode_tune", 60, "new figures for tune.json"),
     "prefill_tune": Stage("bench.gpu_kernels", "prefill_tune", 60, "new figures for tune.json"),
+    "candidate_tune": Stage("bench.gpu_candidates", "candidate_tune", 60, "new tune.json figures"),
     "profile": Stage("bench.gpu_steps", "profile", 60, "what the step's time goes to"),
 }
 

@@ -55,6 +55,13 @@ def _rate(x: Line) -> tuple[str, str]:
     return f"{x['us']:,.1f} us, {x['bytes_per_s'] / 1e12:.2f} TB/s", share
 
 
+def _contest(x: Line) -> tuple[str, str]:
+    if "us" not in x:
+        return f"{x['verdict']}, least {x['least']:.2f}" if "least" in x else x["verdict"], ""
+    times = f"{x['us']:,.1f} us, XLA ({x['xla']}) {x['xla_us']:,.1f} us"
+    return f"{times}: {x['ratio']:.2f} x, {x['verdict']}", ""
+
+
 def _bandwidth(x: Line) -> tuple[str, str]:
     return f"{x['bytes_per_s'] / 1e12:.2f} TB/s", ""
 
@@ -82,10 +89,11 @@ ROWS = (
     Row("decode_times", r".*", _rate),
     Row("prefill_times", r".*", _rate),
     Row("attention_peers", r".*", _rate),
+    Row("candidate_times", r".*", _contest),
     Row("serving", r".*/.*@\d+|S1", _served),
     Row("peers", r".*", _loop),
 )
-NUMERICS = ("decode_numerics", "prefill_numerics", "step_numerics")
+NUMERICS = ("decode_numerics", "prefill_numerics", "step_numerics", "candidate_numerics")
 
 
 def merged(files: Sequence[Path]) -> list[Line]:

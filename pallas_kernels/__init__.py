@@ -1,1 +1,1 @@
-"""Attention kernels for Hopper in Pallas Mosaic GPU; they import jax alone and stand on their own."""
+"""Kernels for Hopper in Pallas Mosaic GPU; they import jax alone and stand on their own."""

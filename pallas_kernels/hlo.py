@@ -13,7 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
+BYTES: dict[str, float] = {
+    "s4": 0.5,
+    "u4": 0.5,
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+}
 BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "conditional", "while"}
@@ -36,7 +46,25 @@ class Instruction:
     """The computation of a fusion, else empty."""
     label: str
     """A parameter's path in the program's arguments, e.g. ``params['embed']``."""
+    scope: str
+    """Where in the traced program its result comes from, e.g. ``jit(f)/layer0/add``."""
     is_root: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One instruction that a run executes, and the bytes it reads and writes in device memory."""
+
+    name: str
+    op: str
+    """What a fusion ends in, or the instruction's own op."""
+    scope: str
+    read: int
+    written: int
+    reads: tuple[str, ...]
+    """Paths of the parameters that it reads."""
+    depth: int
+    """Instructions on the longest way of results into this one, itself included."""
 
 
 class Module:
@@ -71,14 +99,36 @@ class Module:
         """Bytes that one run reads and writes in device memory, each operand of each instruction
         once. Parameters whose path begins with ``apart``, and what is written into them, count
         nothing: how much of a KV pool a kernel visits is not in its shape."""
+        return sum(p.read + p.written for p in self.passes(apart))
+
+    def passes(self, apart: str) -> list[Pass]:
+        """What a run executes, in order; ``apart`` as of ``moved``."""
         pools = {i.name for i in self.entry if i.label.startswith(apart)}
-        total = 0
+        depth: dict[str, int] = {}
+        labels: dict[str, str] = {}
+        found = []
         for i in self.entry:
             if self._is_view_of(i, pools):
                 pools.add(i.name)
-            if i.op not in FREE and not i.op.endswith("-done"):
-                total += self._read(i, pools) + self._written(i, pools)
-        return total
+            runs = i.op not in FREE and not i.op.endswith("-done")
+            depth[i.name] = max((depth.get(x, 0) for x in i.operands), default=0) + runs
+            if i.op == "parameter":
+                labels[i.name] = i.label
+            elif i.op in _SAME_BUFFER and i.operands and i.operands[0] in labels:
+                labels[i.name] = labels[i.operands[0]]
+            if runs:
+                found.append(
+                    Pass(
+                        name=i.name,
+                        op=self._root_op(i),
+                        scope=i.scope,
+                        read=self._read(i, pools),
+                        written=self._written(i, pools),
+                        reads=tuple(labels[x] for x in i.operands if x in labels),
+                        depth=depth[i.name],
+                    )
+                )
+        return found
 
     def _is_view_of(self, i: Instruction, pools: set[str]) -> bool:
         whole = [x for x in i.operands if x in pools and self._by_name[x].n_bytes == i.n_bytes]
@@ -148,7 +198,8 @@ def _instruction(line: str) -> Instruction | None:
     op, _, rest = rest.partition("(")
     inside, rest = _until_closed(rest)
     calls = re.search(r"calls=%([\w.-]+)", rest)
-    label = re.search(r'op_name="([^"]*)"', rest) if op == "parameter" else None
+    scope = re.search(r'op_name="([^"]*)"', rest)
+    label = scope if op == "parameter" else None
     return Instruction(
         name=head.split("%")[1],
         op=op,
@@ -156,6 +207,7 @@ def _instruction(line: str) -> Instruction | None:
         operands=tuple(re.findall(r"%([\w.-]+)", inside)),
         calls=calls[1] if calls else "",
         label=label[1].replace("\\'", "'") if label else inside if op == "parameter" else "",
+        scope=scope[1] if scope else "",
         is_root=head.startswith("ROOT"),
     )
 
@@ -182,6 +234,6 @@ def _until_closed(text: str) -> tuple[str, str]:
 def _size(kind: str) -> int:
     shapes = re.findall(r"(\w+)\[([\d,]*)\]", kind)
     return sum(
-        math.prod(int(d) for d in dims.split(",") if d) * BYTES.get(dtype, 1)
+        math.ceil(math.prod(int(d) for d in dims.split(",") if d) * BYTES.get(dtype, 1))
         for dtype, dims in shapes
     )

@@ -58,6 +58,18 @@ def test_bytes_moved() -> None:
     assert Module(TEXT).moved("state.kv") == picked + dots + scatter + kernel
 
 
+def test_passes() -> None:
+    """In order, with what each ends in, reads and waits for; views and branches are none."""
+    passes = {p.name: p for p in Module(TEXT).passes("state.kv")}
+    assert list(passes) == ["rows", "dot", "head", "written", "kernel"]
+    assert [p.op for p in passes.values()] == ["gather", "dot", "dot", "scatter", "custom-call"]
+    assert [p.depth for p in passes.values()] == [1, 2, 2, 3, 4]
+    assert passes["dot"].reads == ("params['w']",)
+    assert passes["written"].reads == ("state.kv[0][0]",)
+    assert (passes["dot"].read, passes["dot"].written) == (ROWS + W, DOT)
+    assert (passes["written"].read, passes["written"].written) == (DOT, 0)
+
+
 def test_a_pool_that_is_not_apart_counts_what_is_visited() -> None:
     module, pool = Module(TEXT), 1024 * 4 * 2
     assert module.moved("nothing") == module.moved("state.kv") + pool
@@ -88,6 +100,7 @@ def test_readers() -> None:
         ("%a = pred[] parameter(0)", 1),
         ("%a = (f32[2,3]{1,0:T(8,128)}, (s8[4]{0}, bf16[0]{0})) parameter(0)", 28),
         ("%a = f8e4m3fn[7]{0} parameter(0)", 7),
+        ("%a = s4[3,5]{1,0:E(4)} parameter(0)", 8),
     ],
 )
 def test_sizes_of_types(line: str, size: int) -> None:

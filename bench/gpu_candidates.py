@@ -1,0 +1,366 @@
+"""Stages of ``bench.gpu``: kernels that are not served, right or wrong, and beside XLA at the shapes of 1B, 8B and 70B.
+
+Owns their inputs, what XLA does in their place, and the verdict: a kernel stays if it takes less than
+1 / 1.05 of XLA's time at every shape listed here (``pallas_kernels.routes`` is then changed by hand).
+Must not know steps. Of XLA's ways to the same result the fastest counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.gpu_kernels import L2_BYTES, compare, relative, seconds
+from bench.gpu_record import Record
+from jserve.model import attn_hopper
+from jserve.model.layers import rms_norm
+from jserve.model.rope import rotate
+from jserve.model.sample import threshold
+from pallas_kernels.kv_write import kv_write, ref as kv_ref
+from pallas_kernels.launch import interpreter
+from pallas_kernels.quant_matmul import quant_matmul, ref as quant_ref
+from pallas_kernels.sample_threshold import ref as threshold_ref, sample_threshold
+
+Call = Callable[..., Any]
+NEEDED = 1.05
+EPS = 1e-6
+
+
+class Contest(NamedTuple):
+    """One shape of one kernel. ``inputs`` makes a fresh set of arguments from a seed; ``link`` gives
+    the next call's arguments some dependence on the last call's result."""
+
+    kernel: str
+    shape: str
+    inputs: Callable[[int], tuple[Any, ...]]
+    ours: Call
+    by_xla: dict[str, Call]
+    link: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
+    n_bytes: int
+    """Fewest bytes that a call must move."""
+
+
+class _Limits(NamedTuple):
+    """What ``jserve.model.sample.threshold`` reads of a step's draws."""
+
+    temperature_E: Any
+    top_k_E: Any
+    top_p_E: Any
+    min_p_E: Any
+
+
+class _Places(NamedTuple):
+    """What ``attn_hopper.write_kv`` reads of a step's view."""
+
+    write_page_T: Any
+    write_off_T: Any
+    pos_T: Any
+
+
+# --- the bound of top_k and top_p
+
+
+def _logits(R: int, V: int, peak: float, k: int, p: float, seed: int) -> tuple[Any, ...]:
+    key = jax.random.key(seed)
+    x = jax.random.normal(key, (R, V), jnp.float32) * 2
+    x = x + peak * (jax.random.uniform(jax.random.split(key)[0], (R, V)) > 1 - 50 / V)
+    full = functools.partial(jnp.full, (R,))
+    return x, full(0.8), full(k, jnp.int32), full(p), full(0.0)
+
+
+def _threshold_by_xla(x: Any, t: Any, k: Any, p: Any, m: Any) -> Any:
+    scaled = (x - x.max(1, keepdims=True)) / t[:, None]
+    return threshold(scaled, _Limits(t, k, p, m))  # type: ignore[arg-type]
+
+
+def sampling(tiny: bool) -> Iterator[Contest]:
+    """Logits with a peak, as models give, and without one, which is the worst case."""
+    V, batches = (3000, (2,)) if tiny else (128256, (1, 32, 256))
+    kinds = {"peak": (12.0, 50, 0.9), "flat, top_p alone": (0.0, 0, 0.9)}
+    ours = functools.partial(sample_threshold, **_interpreted(tiny))
+    for R in batches:
+        for kind, (peak, k, p) in kinds.items():
+            yield Contest(
+                "sample_threshold",
+                f"[{R}, {V}], {kind}",
+                functools.partial(_logits, R, V, peak, k, p),
+                ours,
+                {"threshold": _threshold_by_xla},
+                lambda args, t: (args[0], args[1] + t * 1e-9, *args[2:]),
+                R * V * 4,
+            )
+
+
+# --- turning and writing keys and values
+
+
+def _projections(T: int, K: int, G: int, H: int, normed: bool, seed: int) -> tuple[Any, ...]:
+    rng = np.random.default_rng(seed)
+    Z, P = 64, max(T // 32, 4)  # small: a chain begins with a copy of the pools
+    y = jax.random.normal(jax.random.key(seed), (T, K, G + 2, H))
+    angle = jnp.asarray(rng.uniform(0, 6, (T, H // 2)), jnp.float32)
+    places = rng.permutation(P * Z)[:T]
+    page, off = (jnp.asarray(x, jnp.int32) for x in (places // Z, places % Z))
+    keys, values = jax.random.normal(jax.random.key(seed + 1), (2, P, K, Z, H), jnp.bfloat16)
+    norms = (jnp.ones((2, H)) * 1.5,) if normed else ()
+    return y, jnp.cos(angle), jnp.sin(angle), page, off, keys, values, *norms
+
+
+def _kv_ours(options: dict[str, Any], *args: Any) -> Any:
+    *plain, norms = args if len(args) == 8 else (*args, None)
+    G = args[0].shape[2] - 2
+    return kv_write(*plain, norms_2H=norms, eps=EPS, q_rows=-(-G // 8) * 8, **options)
+
+
+def _kv_by_xla(y: Any, cos: Any, sin: Any, page: Any, off: Any, *rest: Any) -> Any:
+    """What the served step does of it."""
+    T, K, C, H = y.shape
+    q, k, v = y[:, :, :-2].reshape(T, -1, H), y[:, :, -2], y[:, :, -1]
+    if len(rest) == 3:
+        q, k = rms_norm(q, rest[2][0], EPS), rms_norm(k, rest[2][1], EPS)
+    tables = jnp.stack([cos, cos], 1), jnp.stack([-sin, sin], 1)
+    view: Any = _Places(page, off, page)
+    pools = attn_hopper.write_kv(rest[:2], rotate(k, *tables), v, view)
+    q = rotate(q, *tables).reshape(T, K, C - 2, H).astype(rest[0].dtype)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, -(C - 2) % 8), (0, 0))), *pools
+
+
+def _same_pools(args: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+    """The pools go on; other projections wait for these queries."""
+    head, _ = jax.lax.optimization_barrier((args[:5], out[0]))
+    return (*head, *out[1:], *args[7:])
+
+
+def writing(tiny: bool) -> Iterator[Contest]:
+    shapes = {
+        "1b": (8, 4, 64, False),
+        "8b": (8, 4, 128, False),
+        "qwen3 8b, norms": (8, 4, 128, True),
+        "70b": (8, 8, 128, False),
+        "70b tp8": (1, 8, 128, False),
+    }
+    if tiny:
+        shapes = {"tiny": (1, 2, 64, True)}
+    ours = functools.partial(_kv_ours, _interpreted(tiny))
+    for name, (K, G, H, normed) in shapes.items():
+        for T in (2,) if tiny else (2, 32, 256):
+            yield Contest(
+                "kv_write",
+                f"{name}, {T} tokens",
+                functools.partial(_projections, T, K, G, H, normed),
+                ours,
+                {"scatter": _kv_by_xla},
+                _same_pools,
+                T * K * H * ((G + 2) * 4 + (G + 2) * 2),
+            )
+
+
+# --- 4-bit weights
+
+
+def _weights(M: int, N: int, D: int, seed: int) -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (M, D), jnp.bfloat16)
+    w = jax.random.randint(keys[1], (N, D), -8, 8, jnp.int8).astype(jnp.int4)
+    return x, w, jax.random.uniform(keys[2], (D // 128, N)) * 0.01
+
+
+def _dequantised(x: Any, w: Any, scales: Any) -> Any:
+    N, D = w.shape
+    blocks = w.astype(jnp.bfloat16).reshape(N, -1, 128) * scales.T[..., None].astype(jnp.bfloat16)
+    return jnp.matmul(x, blocks.reshape(N, D).T, preferred_element_type=jnp.float32)
+
+
+def _by_block(x: Any, w: Any, scales: Any) -> Any:
+    N, D = w.shape
+    x_MBI, w_NBI = x.reshape(-1, D // 128, 128), w.reshape(N, -1, 128).astype(jnp.bfloat16)
+    y = jnp.einsum("mbi,nbi->bmn", x_MBI, w_NBI, preferred_element_type=jnp.float32)
+    return (y * scales[:, None]).sum(0)
+
+
+def products(tiny: bool) -> Iterator[Contest]:
+    """The matrices of a layer; of 70B those of one device of eight."""
+    shapes = {
+        "1b qkv": (3072, 2048),
+        "1b gate_up": (16384, 2048),
+        "1b down": (2048, 8192),
+        "8b qkv": (6144, 4096),
+        "8b o": (4096, 4096),
+        "8b gate_up": (28672, 4096),
+        "8b down": (4096, 14336),
+        "70b tp8 gate_up": (7168, 8192),
+        "70b tp8 down": (8192, 3584),
+    }
+    ours = functools.partial(quant_matmul, **_interpreted(tiny))
+    for name, (N, D) in ({"tiny": (128, 512)} if tiny else shapes).items():
+        for M in (2,) if tiny else (1, 16, 64):
+            yield Contest(
+                "quant_matmul",
+                f"{name}, {M} rows",
+                functools.partial(_weights, M, N, D),
+                ours,
+                {"dequantised": _dequantised, "by block": _by_block},
+                lambda args, y: (args[0] + (y[:, :1] * 1e-6).astype(args[0].dtype), *args[1:]),
+                N * D // 2 + N * D // 128 * 4 + M * (D * 2 + N * 4),
+            )
+
+
+def _interpreted(tiny: bool) -> dict[str, Any]:
+    return {"interpret": interpreter()} if tiny else {}
+
+
+CONTESTS = (sampling, writing, products)
+REFERENCES: dict[str, Call] = {
+    "sample_threshold": threshold_ref.sample_threshold,
+    "quant_matmul": quant_ref.quant_matmul,
+}
+
+
+# --- stages
+
+
+def candidate_numerics(record: Record) -> None:
+    """Every shape on fresh inputs against the float32 references."""
+    checks = {"sample_threshold": _kept, "kv_write": _written, "quant_matmul": _multiplied}
+    for contest in (c for some in CONTESTS for c in some(record.tiny)):
+        measure = functools.partial(checks[contest.kernel], contest, record.tiny)
+        record.attempt(f"{contest.kernel} {contest.shape}", measure)
+
+
+def _kept(c: Contest, tiny: bool) -> dict[str, Any]:
+    """Of each row the tokens kept by kernel and reference; a mass within rounding of top_p may move
+    the border by a token or two of those that lie densely there."""
+    args = c.inputs(time.time_ns() % 2**31)
+    call = jax.jit(c.ours)
+    x, first = np.asarray(args[0]), np.asarray(call(*args))
+    want = np.asarray(REFERENCES[c.kernel](*args))
+    counts = [(x >= t[:, None]).sum(1) for t in (first, want)]
+    apart = float((np.abs(counts[0] - counts[1]) / counts[1]).max())
+    stable = all(np.array_equal(first, call(*args)) for _ in range(1 if tiny else 20))
+    return {"counts_apart": apart, "stable": stable, "ok": apart < 2e-3 and stable}
+
+
+def _written(c: Contest, tiny: bool) -> dict[str, Any]:
+    given = c.inputs(time.time_ns() % 2**31)
+    norms = given[7] if len(given) == 8 else None
+    want = kv_ref.kv_write(*given[:7], norms_2H=norms, eps=EPS)
+    G, call = given[0].shape[2] - 2, jax.jit(c.ours)
+    runs = [call(*given) for _ in range(2 if tiny else 20)]
+    q, keys, values = runs[0]
+    rel = max(relative(x, y) for x, y in zip((q[:, :, :G], keys, values), want, strict=True))
+    stable = all(
+        np.array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+        for run in runs[1:]
+        for x, y in zip((q[:, :, :G], keys, values), (run[0][:, :, :G], *run[1:]), strict=True)
+    )
+    return {"rel": rel, "stable": stable, "ok": bool(rel < 1e-2 and stable)}
+
+
+def _multiplied(c: Contest, tiny: bool) -> dict[str, Any]:
+    """Also the form that the interpreter has proved, with weights through shared memory."""
+    args = c.inputs(time.time_ns() % 2**31)
+    want = REFERENCES[c.kernel](*args)
+    proved = jax.jit(functools.partial(c.ours, tune={"register_w": False}))(*args)
+    call = jax.jit(c.ours)
+    found = compare(lambda: call(*args), want, slice(None), tiny=tiny)
+    apart = relative(proved, want)
+    return {**found, "proved_rel": apart, "ok": found["ok"] and apart < 1e-2}
+
+
+def candidate_times(record: Record) -> None:
+    """Each shape by the kernel and by XLA, cold, and a verdict a kernel."""
+    for some in CONTESTS:
+        ratios: dict[str, float] = {}
+        wanted = list(some(record.tiny))
+        for contest in wanted:
+            measure = functools.partial(_contest, contest, record.tiny, ratios)
+            record.attempt(f"{contest.kernel} {contest.shape}", measure)
+        record.add(wanted[0].kernel, **verdict(ratios, len(wanted)))
+
+
+def verdict(ratios: dict[str, float], wanted: int) -> dict[str, Any]:
+    """What becomes of a kernel: XLA's time over its own at each shape decides."""
+    if len(ratios) < wanted:
+        return {"verdict": "open", "shapes": f"{len(ratios)} of {wanted}"}
+    lost = [shape for shape, ratio in ratios.items() if ratio < NEEDED]
+    found = {"verdict": "goes" if lost else "stays", "least": min(ratios.values())}
+    return {**found, "lost": "; ".join(lost)} if lost else found
+
+
+def _contest(c: Contest, tiny: bool, ratios: dict[str, float]) -> dict[str, Any]:
+    calls = 1 if tiny else 8
+    sets = _sets(c, tiny)
+    mine = _time(c, c.ours, sets, calls, tiny)
+    others = {name: _time(c, call, sets, calls, tiny) for name, call in c.by_xla.items()}
+    best = min(others, key=lambda name: others[name])
+    ratios[c.shape] = others[best] / mine
+    return {
+        "us": mine * 1e6,
+        "xla_us": others[best] * 1e6,
+        "ratio": ratios[c.shape],
+        "xla": best,
+        "bytes_per_s": c.n_bytes / mine,
+        "verdict": "stays" if ratios[c.shape] >= NEEDED else "goes",
+    }
+
+
+def tunings(tiny: bool) -> Iterator[tuple[Contest, dict[str, int]]]:
+    """What is tried for the tune.json of each kernel that has one, at a shape with few and one with
+    many rows."""
+    grids: list[tuple[Any, tuple[str, ...], tuple[dict[str, int], ...]]] = [
+        (
+            sampling,
+            ("[1, 128256], peak", "[256, 128256], peak"),
+            tuple({"lines": n, "stages": s} for n, s in ((8, 8), (8, 24), (16, 8), (16, 12))),
+        ),
+        (
+            products,
+            ("8b down, 1 rows", "8b gate_up, 64 rows"),
+            tuple(
+                {"warpgroups": w, "blocks": b, "stages": s}
+                for w, b, s in ((1, 2, 4), (1, 1, 8), (2, 1, 8), (2, 2, 3))
+            ),
+        ),
+    ]
+    for some, shapes, tunes in grids:
+        wanted = [c for c in some(tiny) if tiny or c.shape in shapes]
+        yield from itertools.product(wanted[:2], tunes[:1] if tiny else tunes)
+
+
+def candidate_tune(record: Record) -> None:
+    """Figures for the tune.json of each."""
+    for contest, tune in tunings(record.tiny):
+        call = functools.partial(contest.ours, tune=tune)
+        measure = functools.partial(_tuned, contest, call, record.tiny)
+        record.attempt(f"{contest.kernel} {contest.shape}, {tuple(tune.values())}", measure)
+
+
+def _tuned(c: Contest, call: Call, tiny: bool) -> dict[str, Any]:
+    spent = _time(c, call, _sets(c, tiny), 1 if tiny else 8, tiny)
+    return {"us": spent * 1e6, "bytes_per_s": c.n_bytes / spent}
+
+
+def _sets(c: Contest, tiny: bool) -> list[tuple[Any, ...]]:
+    """Arguments that together are far larger than the L2, or eight of them."""
+    copies = 1 if tiny else max(1, min(8, 4 * L2_BYTES // c.n_bytes))
+    return [c.inputs(seed) for seed in range(copies)]
+
+
+def _time(c: Contest, call: Call, sets: Sequence[Any], calls: int, tiny: bool) -> float:
+    def chain(sets: Sequence[tuple[Any, ...]]) -> Any:
+        """Each call reads the next set, so that small ones are not in the L2 either."""
+        sets, out = list(sets), None
+        for i in range(calls):
+            at = i % len(sets)
+            args = sets[at] if out is None else c.link(sets[at], out)
+            out = call(*args)
+        return out
+
+    return seconds(chain, (sets,), calls, 1 if tiny else 7)

@@ -1,0 +1,135 @@
+"""The kernels beside attention compiled for an H200 that is not there, at the shapes that ``bench.gpu`` times
+them at, and what XLA makes in their place. Skipped without the CUDA plugin (see conftest)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bench import passes
+from bench.gpu_candidates import CONTESTS, Contest, tunings
+from pallas_kernels import aot
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.quant_matmul import quant_matmul
+
+pytestmark = pytest.mark.usefixtures("h200")
+
+ALL = [c for some in CONTESTS for c in some(False) if "flat" not in c.shape]
+"""Logits with and without a peak are one program, and a kernel is compiled once a process."""
+FEW = {
+    "[256, 128256], peak",
+    "1b, 2 tokens",
+    "qwen3 8b, norms, 256 tokens",
+    "70b tp8, 32 tokens",
+    "8b down, 1 rows",
+    "8b gate_up, 64 rows",
+    "70b tp8 gate_up, 16 rows",
+}
+F8 = jnp.float8_e4m3fn
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def check(report: aot.Report) -> None:
+    assert len(report.kernels) == 1
+    assert report.spills == 0, report.kernels
+    assert 0 < report.smem_bytes <= aot.SMEM_LIMIT
+    assert not report.ignored
+
+
+def compiled(c: Contest, call: Any, donate: tuple[int, ...] = ()) -> aot.Report:
+    return aot.compile_for(call, *jax.eval_shape(lambda: c.inputs(0)), donate=donate)
+
+
+def name(c: Contest) -> str:
+    return c.shape
+
+
+@pytest.mark.parametrize("c", [c for c in ALL if c.shape in FEW], ids=name)
+def test_shapes_of_models(c: Contest) -> None:
+    check(compiled(c, c.ours))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("c", [c for c in ALL if c.shape not in FEW], ids=name)
+def test_every_shape_of_models(c: Contest) -> None:
+    check(compiled(c, c.ours))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("c", "tune"),
+    list(tunings(False)),
+    ids=lambda x: x.shape if isinstance(x, Contest) else str(x.values()),
+)
+def test_every_tuning_that_is_timed(c: Contest, tune: dict[str, int]) -> None:
+    check(compiled(c, functools.partial(c.ours, tune=tune)))
+
+
+@pytest.mark.parametrize(
+    ("K", "G", "H", "dtype"),
+    [(8, 4, 64, jnp.bfloat16), (4, 7, 128, F8), (2, 2, 256, jnp.bfloat16), (1, 8, 64, F8)],
+)
+def test_pools_are_written_in_place(K: int, G: int, H: int, dtype: Any) -> None:
+    T, pool = 64, struct(1024, K, 64, H, dtype=dtype)
+    ints, angles = struct(T, dtype=jnp.int32), struct(T, H // 2)
+    more = {"bias_KCH": struct(K, G + 2, H), "norms_2H": struct(2, H)}
+    if dtype == F8:
+        more["scales_2K"] = struct(2, K)
+
+    def call(y: Any, cos: Any, sin: Any, page: Any, off: Any, k: Any, v: Any, more: Any) -> Any:
+        return kv_write(y, cos, sin, page, off, k, v, eps=1e-6, **more)
+
+    report = aot.compile_for(
+        call, struct(T, K, G + 2, H), angles, angles, ints, ints, pool, pool, more, donate=(5, 6)
+    )
+    check(report)
+    assert report.alias_bytes == 2 * 1024 * K * 64 * H * jnp.dtype(dtype).itemsize
+    assert not report.copies(1 << 20)
+
+
+@pytest.mark.parametrize("register_w", [True, False])
+def test_four_bits_are_what_is_read(register_w: bool) -> None:
+    """Weights as stored, scales, x and the splits' sums; XLA writes the weights out as bfloat16."""
+    c = next(c for c in ALL if c.shape == "8b down, 16 rows")
+
+    def ours(x: Any, w: Any, scales: Any) -> Any:
+        return quant_matmul(x, w, scales, tune={"register_w": register_w})
+
+    N, D, M = 4096, 14336, 16
+    report = compiled(c, ours)
+    check(report)
+    assert c.n_bytes <= report.module.moved("none") < c.n_bytes + 12 * N * M * 4 + M * D * 4
+    by_xla = compiled(c, c.by_xla["dequantised"])
+    assert by_xla.temp_bytes >= N * D * 2
+    assert by_xla.module.moved("none") > 4 * c.n_bytes
+
+
+def test_no_sort_is_left() -> None:
+    by_xla, ours = passes.sampler(256, 128256)
+    assert "of them sort" in by_xla
+    assert "sort:" not in ours
+    assert int(by_xla.split(": ")[1].split()[0]) > 40
+    assert int(ours.split(": ")[1].split()[0]) < 8
+
+
+def test_layer_of_a_model() -> None:
+    """Qwen3 norms queries and keys: ten kernels and more between the four products and attention."""
+    layer = passes.layer("qwen3-8b", 1)
+    kinds = layer.groups()
+    assert [len(kinds[f"product {m}"]) for m in passes.MATRICES] == [1, 1, 1, 1]
+    assert len(kinds["attention"]) == 2
+    assert len(kinds["norm of queries or keys"]) == 2
+    assert len(kinds["norm"]) == 2
+    assert len(layer.between) == len(layer.passes) - 6 >= 10
+    assert 11 <= layer.chain < len(layer.passes)
+    assert all(title.split(":")[0] not in ("copy", "transpose") for title in kinds)
+    table = "\n".join([*passes.table(layer), *passes.summary([layer])])
+    assert "| product qkv | 1 |" in table
+    assert f"| qwen3-8b, 1 | {len(layer.passes)} | {layer.chain} |" in table
