@@ -41,6 +41,7 @@ from jserve.runner.moves import Leaving, PageMover, host_pages, identity
 from jserve.runner.programs import Programs, Progress
 from jserve.runner.sizes import (
     draft_page_bytes,
+    drafting_limits,
     kv_dtype,
     ladder_of,
     runner_limits,
@@ -140,9 +141,8 @@ class ModelRunner:
         )
         n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
         window = window_of(arch, speculation)
-        self.limits: RunnerLimits = runner_limits(
-            arch, config, dims, self.memory.n_pages, n_host, window
-        )
+        limits = runner_limits(arch, config, dims, self.memory.n_pages, n_host, window)
+        self.limits: RunnerLimits = drafting_limits(limits, config, speculation, platform)
         tree = () if speculation is None else speculation.tree
         synthetic = config.speculative.method == "synthetic"
         self.ladder = ladder or ladder_of(self.limits, tree, masks_drafts=synthetic)
@@ -337,11 +337,11 @@ class ModelRunner:
         """Run programs on padding before ready: on an accelerator all of them twice (the first run
         of a graph is not captured), on a CPU once each, cheapest first, for a second or so (a first
         run pays for scratch memory; the largest programs of a large model take that long anyway).
-        The last run of each is its known time. Programs that verify drafts, and those they are weighed
-        against, are run twice whatever it takes: guessed times choose wrong widths."""
+        The last run of each is its known time. Where there are drafts, all programs that they are weighed
+        by are run twice whatever it takes: guessed times choose wrong widths."""
         cpu = self.model.mesh.devices.flat[0].platform == "cpu"
         drafts = self.limits.max_drafts > 0
-        first = [b for b in self.ladder.buckets if drafts and not (b.P or b.mask)] * 2
+        first = [b for b in self.ladder.buckets if drafts and not (b.mask or b.score)] * 2
         buckets = [*first, *self.ladder.buckets] if cpu else self.ladder.buckets * 2
         began, times = self._clock(), {}
         for done, bucket in enumerate(buckets):
@@ -353,7 +353,14 @@ class ModelRunner:
                 break
         progress("warm up", len(buckets), len(buckets))
         return tuple(
-            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=t, width=b.J)
+            StepTime(
+                n_decode=b.D,
+                n_prefill=b.P,
+                n_context=0,
+                seconds=t,
+                width=b.J,
+                n_draft=b.n_draft,
+            )
             for b, t in times.items()
             if not (b.score or b.mask)
         )

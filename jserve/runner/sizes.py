@@ -18,7 +18,7 @@ from jserve.model.family import Arch
 from jserve.model.tree import Parents
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
-from jserve.runner.buckets import Ladder
+from jserve.runner.buckets import Ladder, beside_prefill
 from jserve.runner.drafts import Speculation
 from jserve.runner.memory import page_bytes
 
@@ -65,6 +65,17 @@ def window_of(arch: Arch, speculation: Speculation | None) -> int:
     return max(arch.widest, own) if arch.widest and own else 0
 
 
+CPU_DRAFT_ROWS, DRAFT_ROWS = 8, 32
+"""Rows beside which a device still has arithmetic to spare for guesses. A few verify rows of 4 to 8
+tokens already keep a CPU's multipliers busy; a GPU reads weights for longer than that."""
+
+
+def draft_rows(config: EngineConfig, platform: str) -> int:
+    """Most decode rows of a step that drafts on the device."""
+    usual = CPU_DRAFT_ROWS if platform == "cpu" else DRAFT_ROWS
+    return min(config.speculative.max_rows or usual, config.scheduler.max_num_seqs)
+
+
 def runner_limits(
     arch: Arch,
     config: EngineConfig,
@@ -94,6 +105,20 @@ def runner_limits(
     )
 
 
+def drafting_limits(
+    limits: RunnerLimits, config: EngineConfig, speculation: Speculation | None, platform: str
+) -> RunnerLimits:
+    """``limits`` with what ``speculation`` adds to them."""
+    if speculation is None:
+        return limits
+    return dataclasses.replace(
+        limits,
+        draft_rows=draft_rows(config, platform),
+        prefill_width=0 if speculation.tree else beside_prefill(limits.max_drafts),
+        drafts_from_kv=speculation.drafter.n_kv_layers > 0,
+    )
+
+
 def ladder_of(limits: RunnerLimits, tree: Parents = (), *, masks_drafts: bool) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
@@ -104,5 +129,6 @@ def ladder_of(limits: RunnerLimits, tree: Parents = (), *, masks_drafts: bool) -
         masks=limits.masks,
         masks_drafts=masks_drafts,
         device_drafts=limits.device_drafts,
+        draft_rows=limits.draft_rows,
         tree=tree,
     )
