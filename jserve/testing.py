@@ -227,12 +227,14 @@ class FakeRunner:
         out = _blank(len(plan.rows), 1 + max(len(row.drafts) for row in plan.rows), top=wants_top)
         scores: dict[int, PromptLogprobs] = {}
         written: set[tuple[int, int]] = set()
+        for row, pages in zip(plan.rows, plan.page_table_RM, strict=True):
+            if row.shown:  # before anybody drafts
+                self._show(row, pages)
         for r, row in enumerate(plan.rows):
             pages = plan.page_table_RM[r]
-            tokens, start = self._inputs(row)
             if row.shown:
-                self._show(row, pages, tokens)
                 continue
+            tokens, start = self._inputs(row)
             drafts = tokens[1:] if row.from_slot else ()
             self._write(row, pages, start, tokens, written, plan.id)
             self.shown_PZ[self._cells(pages, np.arange(start, start + row.count))] = (
@@ -250,10 +252,12 @@ class FakeRunner:
             out.finite_R[r] &= not self.poison_PZ[cells].any()
         return replace(out, prompt=scores)
 
-    def _show(self, row: RowPlan, pages: np.ndarray, tokens: list[int]) -> None:
+    def _show(self, row: RowPlan, pages: np.ndarray) -> None:
         """Of tokens that were computed; the one after them is known too."""
         cells = self._cells(pages, np.arange(row.start, row.start + row.count))
-        assert self.token_PZ[cells].tolist() == tokens, "other tokens are shown than were computed"
+        assert self.token_PZ[cells].tolist() == list(row.tokens), (
+            "other tokens are shown than were computed"
+        )
         assert row.start + row.count < len(row.seq.tokens), "the token after them is not known"
         assert not row.emits, "a row that shows tokens draws one"
         self.shown_PZ[cells] = True

@@ -51,7 +51,10 @@ _STEP_S, _TOKEN_S = 2e-3, 5e-5
 """Where nothing was measured: a guess of the shape; the correction finds the scale."""
 _SLOWEST_GAIN = 0.1
 SETTLED = 10
-"""Steps after which half of what a program was off by is taken to be the machine's."""
+"""The first so many steps say how fast the machine is. Of a program, the first so many say how fast that
+is; of what it is off by later, half is taken to be the machine's."""
+WEIGHT = 2
+"""Steps that a measured time counts as."""
 _WILDEST = 4.0
 """One step moves a correction as if it were at most this factor off: a late compile, a stalled host."""
 MAX_SECONDS = 3600.0
@@ -108,14 +111,19 @@ class MeasuredCosts:
             return
         cell, base = self._base(Size(n_decode, n_prefill, n_context, width, n_draft))
         ratio = seconds / base
-        if not self._n_seen:
-            self._shared = ratio
         own, n = self._own.get(cell, (1.0, 0))
-        step = _moved(own * self._shared, ratio, n) / (own * self._shared)
-        shared = step**0.5 if n >= SETTLED else 1.0
+        gain = own * self._shared
+        step = _moved(gain, ratio, n + (WEIGHT if self._table else 0)) / gain
+        shared = step ** self._share(n)
         self._shared *= shared
         self._own[cell] = (own * step / shared, n + 1)
         self._n_seen += 1
+
+    def _share(self, n: int) -> float:
+        """How much of what a program is off by, after ``n`` steps of its own, is the machine's."""
+        if self._n_seen < (SETTLED if self._table else 1):
+            return 1.0  # the table was measured at once, so its ratios are right
+        return 0.5 if n >= SETTLED else 0.0
 
     def _base(self, size: Size) -> tuple[Size, float]:
         """(the cell whose correction holds, uncorrected seconds)."""
@@ -141,7 +149,7 @@ def _covers(table: dict[Size, float], axes: Sequence[list[int]]) -> dict[Size, t
     for values in itertools.product(*(list(reversed(axis)) for axis in axes)):
         size = Size(*values)
         beyond = [
-            found.get(Size(*size[:i], following[i].get(n, -1), *size[i + 1 :]))
+            found.get(Size(*(*size[:i], following[i].get(n, -1), *size[i + 1 :])))
             for i, n in enumerate(size)
             if i < 4 or n
         ]

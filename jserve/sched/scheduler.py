@@ -236,7 +236,7 @@ class Scheduler:
         self.decoding.fill(draft, self._n_uncommitted, self.gate.n_context)
         self._prefill(draft)
         self._admit(draft, now)
-        self.drafting.showing.fill(draft, self.floor.running)
+        self.drafting.showing.fill(draft, self.floor.running, self.cap)
 
     def _prefill(self, draft: PlanDraft) -> None:
         """The next chunk of every running sequence that has known tokens left."""

@@ -25,6 +25,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jserve.ports import RunnerLimits
+from jserve.sched.budget import PrefillCap
 from jserve.sched.draft import PlanDraft
 from jserve.types import RowPlan, Sequence, StepPlan
 
@@ -63,10 +64,12 @@ class Showing:
         end = min(gap.high, len(seq.tokens) - 1)
         return (gap.low, end) if end > gap.low else None
 
-    def fill(self, draft: PlanDraft, running: Iterable[Sequence]) -> None:
+    def fill(self, draft: PlanDraft, running: Iterable[Sequence], cap: PrefillCap) -> None:
         """Add rows that show what is missing, as far as the step has room."""
         if not self.on or not draft.n_draft:
             return
+        if cap.bound_s:
+            draft.limit(cap.fitting(len(draft.rows), draft.longest(), draft.prefill_left))
         for seq in running:
             due = self.due(seq) if draft.prefill_room else None
             if due is not None:

@@ -16,7 +16,7 @@ def ran(seconds: float, rows: int, tokens: int, step_s: float, **more: float) ->
         "decode_tokens_total": tokens,
         "decode_steps_total": rows,
         "decode_step_seconds_total": step_s * rows,
-        "spec_decode_host_seconds_total": more.pop("host_s", 0.0),
+        "decode_step_gap_seconds_total": more.pop("host_s", 0.0),
         "spec_decode_num_draft_tokens_total{proposer=ngram,lane=standard}": more.pop("drafted", 0),
         "spec_decode_num_accepted_tokens_total{proposer=ngram,lane=standard}": more.pop("stood", 0),
     }

@@ -37,14 +37,16 @@ def test_a_table_with_holes_takes_the_cheapest_that_covers():
 
 def test_steps_correct_their_program_and_the_others_they_have_not_seen():
     costs = MeasuredCosts(step_times())
-    for _ in range(5):
+    for _ in range(9):
         costs.observe(2, 4, 64, 2 * seconds_of(2, 4))
-    assert costs.seconds(2, 4, 64) == pytest.approx(2 * seconds_of(2, 4))
-    assert costs.seconds(4, 16, 64) == pytest.approx(2 * seconds_of(4, 16)), "never seen: the mean"
+    now = costs.seconds(2, 4, 64)
+    assert now == pytest.approx(2 * seconds_of(2, 4), rel=0.1)
+    ratio = seconds_of(4, 16) / seconds_of(2, 4)
+    assert costs.seconds(4, 16, 64) == pytest.approx(now * ratio), "never seen: as the others"
     for _ in range(60):
         costs.observe(4, 16, 64, seconds_of(4, 16))
     assert costs.seconds(4, 16, 64) == pytest.approx(seconds_of(4, 16), rel=0.05)
-    assert costs.seconds(2, 4, 64) == pytest.approx(2 * seconds_of(2, 4)), "its own is kept"
+    assert costs.seconds(2, 4, 64) == pytest.approx(now, rel=0.25), "its own is kept"
 
 
 def test_one_wild_step_moves_little():
@@ -120,16 +122,16 @@ def test_a_step_that_drafts_is_another_program():
     costs = MeasuredCosts([*plain, drafts])
     assert costs.seconds(1, 0, 64, 1) == 2e-3
     assert costs.seconds(1, 0, 64, 2, 1) == costs.seconds(3, 0, 64, 4, 3) == 1e-4
-    costs.observe(2, 0, 64, 3e-4, 4, 3)
-    for _ in range(5):
+    for _ in range(60):
+        costs.observe(2, 0, 64, 3e-4, 4, 3)
         costs.observe(2, 0, 64, 2e-3, 1, 0)
-    assert costs.seconds(2, 0, 64, 4, 3) == pytest.approx(3e-4)
-    assert costs.seconds(2, 0, 64) == pytest.approx(2e-3)
+    assert costs.seconds(2, 0, 64, 4, 3) == pytest.approx(3e-4, rel=0.05)
+    assert costs.seconds(2, 0, 64) == pytest.approx(2e-3, rel=0.05)
 
 
 def test_where_no_drafting_was_measured_it_is_still_learned_apart():
     costs = MeasuredCosts(step_times())
-    for _ in range(30):
+    for _ in range(100):
         costs.observe(2, 0, 64, seconds_of(2, 0))
         costs.observe(2, 0, 64, 5 * seconds_of(2, 0), 1, 3)
     assert costs.seconds(2, 0, 64) == pytest.approx(seconds_of(2, 0), rel=0.02)
@@ -146,3 +148,13 @@ def test_a_machine_that_slows_down_slows_programs_that_do_not_run():
         costs.observe(2, 0, 64, 1.5 * seconds_of(2, 0))
     assert costs.seconds(2, 0, 64) == pytest.approx(1.5 * seconds_of(2, 0), rel=0.01)
     assert 1.15 < costs.seconds(4, 0, 64) / seconds_of(4, 0) < 1.5
+
+
+def test_a_wild_first_step_is_forgotten():
+    """Also where only one program runs from then on: what it was off by was never the machine's."""
+    costs = MeasuredCosts(step_times())
+    costs.observe(2, 0, 64, 30.0)
+    for _ in range(40):
+        costs.observe(2, 0, 64, seconds_of(2, 0))
+    assert costs.seconds(2, 0, 64) == pytest.approx(seconds_of(2, 0), rel=0.05)
+    assert costs.seconds(4, 0, 64) == pytest.approx(seconds_of(4, 0), rel=0.2)
