@@ -12,7 +12,7 @@ Rows are those that decode and those about to. Three things make waking differ f
 
 * *price*: programs that draft beside a prompt, what was missed while it slept (``sched.showing``), and a first
   step that has nothing to verify. It is paid only where the tokens still expected of the rows save more.
-* *looks*: while it sleeps nothing is learned. A purse saves one percent of all time; when it holds the price of
+* *looks*: while it sleeps nothing is learned. A purse saves half a percent of that time; when it holds the price of
   waking and of a few steps, they are spent. What is left over is spent on staying awake a little too long,
   so that one unlucky round does not send it to sleep.
 * *the first choice* of a request rests on what stood for others of its lane.
@@ -32,9 +32,11 @@ from jserve.sched.showing import Showing
 from jserve.spec.choice import Purse, best_width, gain, widths
 from jserve.types import Sequence
 
-LOOK_SHARE = 0.01
-"""Of all time, what may be lost by drafting although it seems not to pay."""
-LOOK_STEPS = 4
+LOOK_SHARE = 0.005
+"""Of the time asleep, what may be lost by drafting although it seems not to pay."""
+LOOK_STEPS = 2
+REST = 8
+"""Steps of the same rows after which a drafter that sleeps is thought of again."""
 Expects = Callable[[Sequence], float]
 """Tokens that a sequence will still draw."""
 
@@ -76,26 +78,33 @@ class Ahead:
         self.awake = False
         self.fixed: int | None = None
         """What a benchmark wants instead of the choice."""
+        self._rows: list[Sequence] = []
+        """Of the step before."""
+        self._rested = 0
 
     def choose(self, ready: Seq[Sequence], load: Load) -> int:
         """Drafts that the step leaves; 0: the drafter sleeps."""
         rows = [*ready, *load.entering]
         width = 1
         if 0 < len(rows) <= self.most_rows and self.most:
-            look = self._outlook(ready, rows, load)
-            width = self._width(look) if self.fixed is None else 1 + self.fixed
+            if self.fixed is not None:
+                width = 1 + self.fixed
+            elif not self._rests(rows):
+                width = self._width(self._outlook(ready, rows, load))
         self.awake = width > 1
-        return self.narrowed(width - 1, ready, load)
+        return self.narrowed(width - 1, ready, load) if self.awake else 0
+
+    def _rests(self, rows: list[Sequence]) -> bool:
+        """True while it sleeps and nothing is new."""
+        same, self._rows = rows == self._rows, rows
+        self._rested = self._rested + 1 if same and not self.awake else 0
+        return self._rested % REST > 0
 
     def narrowed(self, n: int, ready: Seq[Sequence], load: Load) -> int:
         """As many of ``n`` drafts as there are programs for beside this step's prompts."""
         widest = self.limits.prefill_width
         beside = load.entering or any([self.showing.due(seq) is not None for seq in ready])
         return min(n, widest - 1) if beside and widest else n
-
-    def earn(self, seconds: float) -> None:
-        """A step took ``seconds``."""
-        self.purse.earn(seconds)
 
     def _outlook(self, ready: Seq[Sequence], rows: Seq[Sequence], load: Load) -> _Outlook:
         return _Outlook(
@@ -111,13 +120,18 @@ class Ahead:
         def seconds(width: int) -> float:
             return self._seconds(look, width)
 
-        width = best_width(look.gains, self.widths, seconds, seconds(1), self.min_speed)
+        width = best_width(look.gains, self._options(look), seconds, seconds(1), self.min_speed)
         if width > 1:
             price = self._price(look, width)
             return width if not price or price < self._saves(look, width) else 1
         if max([len(gains) for gains in look.gains]) == 1:
             return 1
         return self._look(look, self.widths[1])
+
+    def _options(self, look: _Outlook) -> tuple[int, ...]:
+        """Widths to choose from: the narrowest while nothing is known but what stood for others."""
+        new = not any([self.watches.of(seq).rates.drafts.tried for seq in look.rows])
+        return self.widths[:2] if new else self.widths
 
     def _look(self, look: _Outlook, width: int) -> int:
         """``width`` although it seems not to pay, where the purse allows it."""
@@ -132,25 +146,26 @@ class Ahead:
         return width
 
     def _price(self, look: _Outlook, width: int) -> float:
-        """Seconds that it takes to begin, or to go on beside prompts."""
+        """Seconds that it takes to go on beside prompts, and to begin where it sleeps."""
         n, load, price = look.n_decode, look.load, 0.0
         beside = min(width, self.limits.prefill_width or width)
         if load.n_prefill:
             price += self._step(n, load.n_prefill, load, beside)
             price -= self._step(n, load.n_prefill, load, 1)
-        if look.missing:
-            most = self.limits.max_prefill_tokens
-            n_steps = -(-look.missing // most)
-            price += n_steps * self._step(n, min(look.missing, most), load, beside)
-        if n and not look.held:
+        if look.missing and not self.awake:
+            n_shown, adds = self.showing.portion(
+                look.missing, load.n_prefill, lambda p: self._step(n, p, load, beside)
+            )
+            price += adds * -(-look.missing // n_shown)
+        if n and not look.held and not self.awake:
             price += self._step(n, 0, load, width) - self._step(n, 0, load, 1)
         return max(0.0, price)
 
     def _saves(self, look: _Outlook, width: int) -> float:
-        """Seconds that the rows save by drafting to their ends."""
-        n_rows = len(look.rows)
-        per_step = 1.0 + sum([gain(gains, width) for gains in look.gains]) / n_rows
-        left = sum([self.expects(seq) for seq in look.rows]) / n_rows
+        """Seconds that the rows save by drafting until one of them ends: what is best for the others
+        is another question."""
+        per_step = 1.0 + sum([gain(gains, width) for gains in look.gains]) / len(look.rows)
+        left = min([self.expects(seq) for seq in look.rows])
         return left * (self._seconds(look, 1) - self._seconds(look, width) / per_step)
 
     def _seconds(self, look: _Outlook, width: int) -> float:

@@ -77,7 +77,7 @@ class Drafting:
         self.tally = SpecTally()
         self.watches = Watches(self.most)
         self.gaps = Gaps()
-        self.showing = Showing(limits)
+        self.showing = Showing(limits, costs)
         self.ahead = Ahead(limits, costs, options, self.watches, self.gaps, self.showing, expects)
         self._sources: dict[int, dict[int, str]] = {}
         self._purse = Purse(LOOK_SHARE)
@@ -161,7 +161,8 @@ class Drafting:
         self.tally.step(device_s, gap_s, prefills=not plan.rows[-1].from_slot)
         if plan.n_draft:
             self.tally.drafting(max(0.0, device_s - plain_s))
-        self.ahead.earn(device_s)
+        else:
+            self.ahead.purse.earn(device_s)
         self._purse.earn(device_s)
 
     def drawn(self, row: RowPlan, source: str, n_ok: int) -> None:

@@ -20,12 +20,13 @@ everything where layers have windows, which forget it anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from jserve.ports import RunnerLimits
 from jserve.sched.budget import PrefillCap
+from jserve.sched.costs import MeasuredCosts
 from jserve.sched.draft import PlanDraft
 from jserve.types import RowPlan, Sequence, StepPlan
 
@@ -45,8 +46,10 @@ class _Stretch:
 class Showing:
     """The account of one drafter. Without KV of its own (or none at all) nothing is ever missing."""
 
-    def __init__(self, limits: RunnerLimits) -> None:
+    def __init__(self, limits: RunnerLimits, costs: MeasuredCosts) -> None:
         self.on = limits.drafts_from_kv and not limits.window
+        self.costs = costs
+        self._rungs = sorted({t.n_prefill for t in limits.step_times if t.n_draft and t.n_prefill})
         self._page = limits.page_size
         self._unseen_P = np.zeros(limits.n_pages if self.on else 0, bool)
         self._of: dict[Sequence, _Stretch] = {}
@@ -64,15 +67,32 @@ class Showing:
         end = min(gap.high, len(seq.tokens) - 1)
         return (gap.low, end) if end > gap.low else None
 
+    def portion(self, due: int, beside: int, step: Callable[[int], float]) -> tuple[int, float]:
+        """Of ``due`` tokens as many as are shown in one step beside ``beside`` of prompts, and the
+        seconds they add to it: what costs least per token. ``step``: prefill tokens -> seconds."""
+        sizes = [n for n in self._rungs if n > beside] or [beside + due]
+        options = [(min(due, n - beside), step(n) - step(beside)) for n in sizes]
+        return min(options, key=lambda option: option[1] / option[0])
+
     def fill(self, draft: PlanDraft, running: Iterable[Sequence], cap: PrefillCap) -> None:
         """Add rows that show what is missing, as far as the step has room."""
         if not self.on or not draft.n_draft:
             return
+        found = [(seq, due) for seq in running if (due := self.due(seq)) is not None]
+        if not found or not draft.prefill_room:
+            return
+        n_decode = sum([row.from_slot for row in draft.rows])
+
+        def step(n: int) -> float:
+            width = draft.n_draft + 1
+            return self.costs.seconds(n_decode, n, draft.longest(), width, draft.n_draft)
+
+        total = sum([end - start for _, (start, end) in found])
+        draft.limit(self.portion(total, draft.n_prefill, step)[0])
         if cap.bound_s:
-            draft.limit(cap.fitting(len(draft.rows), draft.longest(), draft.prefill_left))
-        for seq in running:
-            due = self.due(seq) if draft.prefill_room else None
-            if due is not None:
+            draft.limit(cap.fitting(n_decode, draft.longest(), draft.prefill_left))
+        for seq, due in found:
+            if draft.prefill_room:
                 draft.show(seq, *due)
 
     def planned(self, plan: StepPlan) -> None:

@@ -6,7 +6,7 @@ the first a stood; it tries ``min(a + 1, m)`` drafts, each given that those befo
     drafts   d1 d2 d3 d4 d5       stood: 2        tried: d1 d2 (stood), d3 (fell); d4 d5 say nothing
 
 What a request's next draft at position j is worth is its own rate, pulled towards its proposer's at that
-position while little is known of it; that is the rate of the request's lane, pulled towards that of all lanes.
+position while little is known of it; that is the rate of the request's lane, pulled towards that of the others.
 Old rounds fade, so a text that changes is noticed.
 """
 
@@ -17,8 +17,9 @@ from jserve.types import Lane
 FADE_REQUEST = 0.95
 """Per draft tried (or round, for offers)."""
 FADE_PROPOSER = 0.99
-PULL = 4.0
-"""Tries of its own after which a request's rate counts as much as its proposer's."""
+PULL = 2.0
+"""Tries of its own after which a request's rate counts as much as its proposer's. Few, since texts differ: what
+nobody's draft stood for in two rounds is rarely one where most do."""
 _GUESS, _GUESS_WEIGHT = 0.5, 4.0
 
 
@@ -27,8 +28,11 @@ class Rate:
 
     __slots__ = ("good", "tried")
 
-    def __init__(self) -> None:
-        self.good = self.tried = 0.0
+    def __init__(self, good: float = 0.0, tried: float = 0.0) -> None:
+        self.good, self.tried = good, tried
+
+    def fade(self, keep: float) -> None:
+        self.good, self.tried = self.good * keep, self.tried * keep
 
     def add(self, good: float, tried: float, keep: float) -> None:
         self.good = self.good * keep + good
@@ -52,8 +56,10 @@ class ProposerRates:
         """One round; ``n_drafts`` may be 0."""
         self.offers.add(n_drafts > 0, 1.0, FADE_PROPOSER)
         for j in range(min(n_stood + 1, n_drafts, len(self.positions))):
-            self.positions[j].add(j < n_stood, 1.0, FADE_PROPOSER)
-            self.lanes[lane][j].add(j < n_stood, 1.0, FADE_PROPOSER)
+            for rates in (self.positions, *self.lanes.values()):
+                rates[j].fade(FADE_PROPOSER)
+            for rates in (self.positions, self.lanes[lane]):
+                rates[j].add(j < n_stood, 1.0, 1.0)
 
     def offer(self) -> float:
         return self.offers.towards(_GUESS, _GUESS_WEIGHT)
@@ -61,8 +67,9 @@ class ProposerRates:
     def rate(self, position: int, lane: Lane) -> float:
         """The chance that a draft at ``position`` stands, given those before it, of a new request."""
         j = min(position, len(self.positions) - 1)
-        overall = self.positions[j].towards(_GUESS, _GUESS_WEIGHT)
-        return self.lanes[lane][j].towards(overall, PULL)
+        own, overall = self.lanes[lane][j], self.positions[j]
+        others = Rate(overall.good - own.good, overall.tried - own.tried)
+        return own.towards(others.towards(_GUESS, _GUESS_WEIGHT), _GUESS_WEIGHT)
 
 
 class RequestRates:

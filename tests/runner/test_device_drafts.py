@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from jserve.config import DEFAULT_DRAFTS
 from jserve.errors import ConfigError
 from jserve.model import tree
 from jserve.model.draft_model import draft_model
@@ -23,7 +24,7 @@ from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.batch import Packer
 from jserve.runner.buckets import Ladder
-from jserve.runner.drafts import Speculation
+from jserve.runner.drafts import LOADERS, Speculation, load_speculation
 from jserve.runner.moves import PageMover
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
@@ -347,6 +348,18 @@ def test_more_depth_than_medusa_has_heads_is_refused():
     with pytest.raises(ConfigError, match="at most 3 tokens ahead"):
         drafters.heads(make_mesh(1), n=4)
     drafters.heads(make_mesh(1), n=5, tree=TREE)
+
+
+def test_by_default_there_are_as_many_drafts_as_the_drafter_makes(monkeypatch):
+    mesh = make_mesh(1)
+    for name, made, n in (
+        ("medusa", drafters.heads(mesh), 3),
+        ("draft", drafters.same_model(mesh), DEFAULT_DRAFTS),
+    ):
+        monkeypatch.setitem(LOADERS, name, lambda *a, made=made, **k: (made.drafter, made.params))
+        given = (name, None, ARCH, mesh, drafters.RULES, np.float32)
+        assert load_speculation(*given).n_draft == n  # type: ignore[arg-type]
+        assert load_speculation(*given, n_draft=2).n_draft == 2  # type: ignore[arg-type]
 
 
 def test_drafts_that_the_slot_cannot_hold_are_refused():

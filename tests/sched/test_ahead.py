@@ -155,7 +155,7 @@ class Plain(Showing):
     """Says what is missing instead of counting."""
 
     def __init__(self, n_missing: int = 0) -> None:
-        super().__init__(limits())
+        super().__init__(limits(), MeasuredCosts())
         self.n_missing = n_missing
 
     def missing(self, seq: Sequence) -> int:
@@ -195,7 +195,10 @@ def load(n_prefill: int = 0, entering=()) -> Load:
 
 
 def test_a_new_request_starts_with_what_stood_for_others():
-    assert policy(0.95).choose(rows(1), load()) == 7
+    good, one = policy(0.95), rows(1)
+    assert good.choose(one, load()) == 3, "narrow, since nothing of its own is known"
+    good.watches.add(one[0], 3, 3)
+    assert good.choose(one, load()) == 7
     assert policy(0.0).choose(rows(1), load()) == 0
     entering = rows(1)
     assert policy(0.95).choose([], load(16, entering)) == 3, "as wide as prompts are taken"
@@ -226,7 +229,7 @@ def test_no_row_pays_for_others():
     assert policy(0.95, per_token=1e-5).choose(four, load()) > 0, "where it costs nothing it may"
 
 
-def test_looks_take_one_percent_of_the_time():
+def test_looks_take_half_a_percent_of_the_time():
     """Nothing ever stands: steps that draft although it does not pay lose no more than the purse has."""
     drafts, costs = policy(0.0), Counter()
     one = rows(1)
@@ -234,10 +237,43 @@ def test_looks_take_one_percent_of_the_time():
         n = drafts.choose(one, load())
         took = drafts.costs.seconds(1, 0, 100, 1 + n, n)
         costs["lost" if n else "plain"] += took - (drafts.costs.seconds(1, 0, 100) if n else 0.0)
-        drafts.earn(took)
-        if n:
+        if not n:
+            drafts.purse.earn(took)
+        else:
             drafts.watches.add(one[0], n, 0)
-    assert 0.002 * costs["plain"] < costs["lost"] < 0.0102 * costs["plain"]
+    assert 0.001 * costs["plain"] < costs["lost"] < 0.0051 * costs["plain"]
+
+
+def test_what_is_shown_costs_least_per_token():
+    """With programs of 16 prompt tokens, and of 64 that cost ten times as much."""
+    table = [
+        StepTime(n_decode=4, n_prefill=p, n_context=9, width=4, n_draft=3, seconds=s)
+        for p, s in ((0, 1.0), (16, 2.0), (64, 11.0))
+    ]
+    showing = Showing(sleepy(step_times=tuple(table)), MeasuredCosts(table))
+
+    def step(n: int) -> float:
+        return MeasuredCosts(table).seconds(1, n, 9, 4, 3)
+
+    assert showing.portion(100, 0, step) == (16, 1.0)
+    assert showing.portion(10, 0, step) == (10, 1.0)
+    assert showing.portion(100, 10, step) == (6, 0.0), "the rest of the small one is free"
+    assert showing.portion(100, 16, step) == (48, 9.0)
+    assert showing.portion(5, 64, step)[0] == 5, "beyond the largest: as many as there are"
+
+
+def test_prompts_wait_where_no_program_takes_them_beside_wide_rows():
+    """Whoever chose so many drafts and was wrong about the queue."""
+    drive = Watched(sleepy(), depth=1)
+    ahead = drive.scheduler.drafting.ahead
+    ahead.choose = lambda ready, load: {0: 3, 1: 7, 2: 3}.get(len(ready), 0)
+    drive.add(long("a", 60))
+    for i in range(3):
+        for _ in range(3):
+            drive.step()
+        drive.add(long(f"b{i}", 9))
+    drive.run()
+    assert drive.tried > 20
 
 
 def test_a_benchmark_may_fix_it():
