@@ -120,6 +120,40 @@ def test_whatever_comes_every_draft_it_uses_was_made_with_open_eyes(seed, n_page
     assert drive.stood == drive.tried
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_it_missed_begins_at_what_is_known(depth):
+    """Rows in flight whose drafts fall end before their bound, and there it falls asleep."""
+    drive = Watched(sleepy(), depth=depth)
+    drive.scheduler.drafting.fix(7)
+    drive.runner.acceptance = 0.3
+    drive.add(long("a"))
+    for _ in range(9):
+        drive.step()
+    assert drive.stood < drive.tried
+    for i in range(3):
+        drive.add(long(f"b{i}", 20))
+    for _ in range(8):
+        drive.step()
+    drive.runner.acceptance = 1.0
+    tried, stood = drive.tried, drive.stood
+    drive.run()
+    assert drive.tried > tried + 100
+    assert drive.stood - stood == drive.tried - tried
+
+
+def test_the_times_of_steps_are_learned_with_what_they_drafted():
+    drive = Watched(sleepy())
+    seen, plans = [], []
+    drive.scheduler.costs.observe = lambda *size: seen.append(size[4:])
+    commit = drive.scheduler.commit
+    drive.scheduler.commit = lambda plan, *rest: plans.append(plan) or commit(plan, *rest)
+    drive.add(long("a", 40))
+    drive.run()
+    rows = [[row.count for row in plan.rows if row.from_slot] for plan in plans]
+    assert seen == [(max(n, default=1), plan.n_draft) for n, plan in zip(rows, plans, strict=True)]
+    assert {n for _, n in seen} >= {3, 7}
+
+
 def test_without_kv_of_its_own_nothing_is_shown():
     drive = Watched(sleepy(drafts_from_kv=False))
     drive.add(long("a"))
@@ -242,6 +276,12 @@ def test_looks_take_half_a_percent_of_the_time():
         else:
             drafts.watches.add(one[0], n, 0)
     assert 0.001 * costs["plain"] < costs["lost"] < 0.0051 * costs["plain"]
+
+
+def test_a_look_pays_for_waking_once():
+    drafts, one = policy(0.0, n_missing=80), rows(1)
+    drafts.purse.earn(1e3)
+    assert [drafts.choose(one, load()) > 0 for _ in range(4)] == [True, True, True, False]
 
 
 def test_what_is_shown_costs_least_per_token():
