@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
     rows = sum(r.total("decode_rows_total") for r in runs)
     per_step = sum(r.total("decode_tokens_total") for r in runs) / max(1.0, rows)
     tried, right = (
-        [sum(at) for at in zip(*(r.by_position(name) for r in runs), strict=True)]
+        [sum(at) for at in zip_longest(*(r.by_position(name) for r in runs), fillvalue=0.0)]
         for name in ("draft", "accepted")
     )
     speed = [plain.seconds / spec.seconds for plain, spec in pairs]

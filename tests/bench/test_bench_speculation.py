@@ -68,3 +68,18 @@ def test_a_plot_is_drawn(tmp_path):
     rows += [row | {"kind": "auto", "concurrency": n} for n in (1, 4)]
     speculation.draw({"rows": rows}, tmp_path / "a.svg")
     assert "drafts per step" in (tmp_path / "a.svg").read_text()
+
+
+def test_acceptance_by_position_adds_up_runs_that_went_deeper_than_others():
+    def tried(*at: int) -> dict[str, float]:
+        name = (
+            "spec_decode_num_{}_tokens_per_pos_total{{proposer=device,lane=standard,position={}}}"
+        )
+        counts = {name.format("draft", j): n for j, n in enumerate(at)}
+        return counts | {name.format("accepted", j): n / 2 for j, n in enumerate(at)}
+
+    runs = [ran(1.0, rows=1, tokens=1, step_s=1.0) for _ in range(2)]
+    for run, at in zip(runs, ((4,), (4, 2, 2)), strict=True):
+        run.counters |= tried(*at)
+    found = account([(run, run) for run in runs])
+    assert found["acceptance_by_position"] == [0.5, 0.5, 0.5]
