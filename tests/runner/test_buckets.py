@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from jserve.config import EngineConfig
 from jserve.runner.buckets import MOST_VERIFIED, Ladder, Needs, beside_prefill
+from jserve.runner.sizes import draft_rows
 from jserve.spec.choice import widths
 
 
@@ -96,3 +98,19 @@ def test_synthetic_runs_have_masks_at_every_width():
     for n, width in ((2, 4), (2, 8), (8, 4), (8, 8), (32, 4)):
         bucket = made.choose(Needs(D=n, P=0, F=0, J=width, mask=True))
         assert (n, width) == (bucket.D, bucket.J)
+
+
+@pytest.mark.parametrize(
+    ("platform", "seqs", "wished", "rows"),
+    [
+        ("cpu", 64, 0, 8),
+        ("gpu", 64, 0, 32),
+        ("gpu", 4, 0, 4),
+        ("cpu", 64, 3, 3),
+        ("cpu", 64, 20, 20),
+    ],
+)
+def test_how_many_rows_may_draft(platform, seqs, wished, rows):
+    speculative = {"method": "draft", "model": "x", "max_rows": wished}
+    config = EngineConfig.of(max_num_seqs=seqs, speculative=speculative)
+    assert draft_rows(config, platform) == rows
