@@ -124,6 +124,8 @@ class Late(Watched):
     in one step."""
 
     asleep = 5
+    lie = 0
+    """Added to the tokens that are shown."""
 
     def _n_draft(self) -> int:
         return 0 if self.n_steps < self.asleep else self.runner.limits.device_drafts
@@ -138,21 +140,21 @@ class Late(Watched):
             assert plan.rows[r].seq is live.seq
             n = plan.rows[r].start
             for part in (range(n // 2), range(n // 2, n)):
-                rows.append(shown_row(live, part))
+                rows.append(shown_row(live, part, self.lie))
                 tables.append(plan.page_table_RM[r : r + 1])
                 of_row = [*of_row, live]
         self.before = kv_of(self.runner, lives)
         return replace(plan, rows=tuple(rows), page_table_RM=np.concatenate(tables)), of_row
 
 
-def shown_row(live: Live, part: range) -> RowPlan:
+def shown_row(live: Live, part: range, lie: int = 0) -> RowPlan:
     return RowPlan(
         seq=live.seq,
         slot=live.seq.slot,
         start=part.start,
         count=len(part),
         from_slot=False,
-        tokens=live.seq.tokens[part.start : part.stop],
+        tokens=[(t + lie) % ARCH.V for t in live.seq.tokens[part.start : part.stop]],
         emits=False,
         shown=True,
     )
@@ -189,6 +191,20 @@ def test_what_a_drafter_missed_can_be_shown_to_it(kind):
         assert drafts == draft_oracle.expected(guess, tokens, tree.chain(3))
     if kind == "same":
         assert rig.accepted == rig.tried
+
+
+def test_showing_writes_nothing_of_the_target():
+    """Whatever is shown: here other tokens than were computed, so drafts are bad and nothing else is."""
+    runner = make_runner(
+        (ASLEEP, AWAKE), speculation=drafters.same_model, max_num_batched_tokens=96
+    )
+    rig = Late(runner, device="all", seed=2)
+    rig.lie = 1
+    asked = [replace(job, prompt=job.prompt[:20], n=14) for job in jobs(3, seed=9, temperature=0.0)]
+    assert rig.run(asked) == Rig(shared()).run(asked)
+    for was, now in zip(rig.before, kv_of(runner, rig.lives), strict=True):
+        np.testing.assert_array_equal(now[: len(was)], was)
+    assert rig.accepted != rig.tried
 
 
 def test_a_drafter_that_sleeps_is_not_in_the_program():
