@@ -5,29 +5,31 @@ made or verified. Two engines in this process, one without speculation; every fi
 alternating turns, so that a machine that slows down slows both. Outputs of a pair are compared: they must be
 equal.
 
-* ``k``: drafts per step fixed, 0 to 8 (Medusa: to its 4 heads), batch 1. k = 0 is the price of being able to.
-  A step of k drafts runs in the program of the next width (2, 4, 8 or 9 tokens).
+* ``k``: drafts per step fixed, 0 to 8 (Medusa: to its 4 heads), batch 1, and beside them k chosen by the
+  engine (``auto``) with its share of the best fixed k's speed. k = 0 is the price of being able to. A step of k
+  drafts runs in the program of the next width (``spec.choice.widths``).
 * ``auto``: k chosen by the engine, at concurrency 1, 4, 16 and 64, over all texts in one queue; also the
   slowest request's share of its speed without.
 
-Predicted speed-up is the tokens per step over what a step costs more::
+Predicted speed-up is the tokens per step over what a step costs more, with the gap before it that the host
+leaves::
 
     (1 + drafts that stood per step) * seconds of a plain step / (seconds of a verify step + drafting)
 
-    python -m bench.speculation [--methods ngram,suffix,draft,eagle3,medusa] [--requests 12] [--rounds 5]
-                                [--json F] [--plot F.svg]
+    python -m bench.speculation --methods eagle3 [--texts dialogue,json] [--k 0,3,7] [--concurrency 1,16]
+                                [--requests 12] [--rounds 5] [--json F] [--plot F.svg]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +43,14 @@ from checkpoints.recipe.chat import prompt_and_answer
 from checkpoints.recipe.skills import dialogue, extract, passage, story, tools
 from jserve import build
 from jserve.config import EngineConfig
-from jserve.ports import StepTime
 from jserve.sampling import SamplingParams
-from jserve.sched.costs import MeasuredCosts
-from jserve.spec.choice import widths
 from jserve.spec.methods import DEVICE
 from jserve.types import Finish, Request
 
-FORMAT = 1
+FORMAT = 2
 TEXTS = ("dialogue", "copy", "json", "tools", "free")
 CONCURRENCY = (1, 4, 16, 64)
-MOST = 8
+MOST, FEWEST = 8, 3
 HEADS = Path(checkpoints.__file__).parent
 """Where the shipped drafters of the shipped model lie."""
 AHEAD = {"medusa": 4}
@@ -95,42 +94,50 @@ class Ran:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step that carries no prompt: the device's, and the host's drafting."""
+        """Seconds of a step that carries no prompt, the device's wait for the host included."""
         steps = max(1.0, self.total("decode_steps_total"))
-        drafting = self.total("spec_decode_host_seconds_total")
-        return (self.total("decode_step_seconds_total") + drafting) / steps
+        waits = self.total("decode_step_gap_seconds_total")
+        return (self.total("decode_step_seconds_total") + waits) / steps
+
+    @property
+    def drafting_share(self) -> float:
+        """Of the run, what went into making drafts."""
+        made = self.total("spec_decode_drafting_seconds_total")
+        return (made + self.total("spec_decode_host_seconds_total")) / self.seconds
+
+    def by_position(self, name: str) -> list[float]:
+        """A counter's rise at draft 1, 2 ... of a row, over all lanes."""
+        found: dict[int, float] = {}
+        for key, value in self.counters.items():
+            if key.startswith(f"spec_decode_num_{name}_tokens_per_pos_total"):
+                place = int(key.rpartition("position=")[2].rstrip("}"))
+                found[place] = found.get(place, 0.0) + value
+        return [found[place] for place in sorted(found)]
 
 
 class Side:
     """One engine, which drafts as much as it likes until ``fix``."""
 
-    def __init__(self, method: str, rows: int, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, method: str, rows: int, eos_ids: tuple[int, ...], most: int = MOST) -> None:
         speculative: dict[str, Any] = {}
         if method != "off":
-            speculative = {"method": method, "num_tokens": min(MOST, AHEAD.get(method, MOST))}
+            speculative = {"method": method, "num_tokens": min(most, AHEAD.get(method, most))}
         if method in DEVICE:
             speculative["model"] = str(HEADS / f"jserve-mini-{method}")
         self.config = EngineConfig.of(
             max_num_seqs=rows,
-            max_drafts=MOST,  # counters and programs are alike on both sides
+            max_drafts=1 if method == "off" else 0,  # so that both sides count alike
             prefix_caching=False,
             prompt_logprobs=False,
             structured_outputs=False,
             speculative=speculative,
         )
         self.engine, self.info = build.engine(self.config)
-        self._auto = self.engine.scheduler.drafting.costs
         self._eos_ids, self._n = eos_ids, 0
 
     def fix(self, k: int | None) -> None:
-        """From now on ``k`` drafts in every step; None: the engine's own choice."""
-        drafting = self.engine.scheduler.drafting
-        drafting.costs, drafting.min_speed = self._auto, 0.98
-        drafting.widths = widths(MOST)
-        if k == 0:
-            drafting.min_speed = math.inf
-        elif k is not None:
-            drafting.costs, drafting.min_speed, drafting.widths = _FREE, 0.0, (1, 1 + k)
+        """From now on up to ``k`` drafts in every step; None: the engine's own choice."""
+        self.engine.scheduler.drafting.fix(k)
 
     def run(self, asked: Seq[tuple[int, ...]], concurrency: int, max_tokens: int) -> Ran:
         """All of ``asked``, ``concurrency`` at once, greedy."""
@@ -153,6 +160,8 @@ class Side:
                 if out.finish is not None:
                     ran.ended[name] = time.perf_counter() - began.pop(out.request_id)
         ran.seconds = time.perf_counter() - start
+        while self.engine.scheduler.has_work:  # one step more is under way: not to be timed later
+            self.engine.step()
         after = self.engine.scheduler.counters()
         ran.counters = {k: v - before.get(k, 0.0) for k, v in after.items()}
         self._n += 1
@@ -160,10 +169,6 @@ class Side:
 
     def close(self) -> None:
         build.close(self.engine)
-
-
-_FREE = MeasuredCosts([StepTime(n_decode=64, n_prefill=512, n_context=0, seconds=1.0, width=16)])
-"""All steps cost the same, so that drafts are always tried."""
 
 
 def paired(
@@ -191,10 +196,18 @@ def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
     stood = sum(r.total("spec_decode_num_accepted_tokens_total") for r in runs)
     rows = sum(r.total("decode_rows_total") for r in runs)
     per_step = sum(r.total("decode_tokens_total") for r in runs) / max(1.0, rows)
+    tried, right = (
+        [sum(at) for at in zip_longest(*(r.by_position(name) for r in runs), fillvalue=0.0)]
+        for name in ("draft", "accepted")
+    )
     speed = [plain.seconds / spec.seconds for plain, spec in pairs]
     slowest = [min(plain.ended[i] / spec.ended[i] for i in plain.ended) for plain, spec in pairs]
     return {
         "acceptance": stood / drafted if drafted else None,
+        "acceptance_by_position": [a / max(1.0, n) for a, n in zip(right, tried, strict=True)],
+        "proposed": drafted,
+        "accepted": stood,
+        "drafting_share": statistics.median(r.drafting_share for r in runs),
         "tokens_per_step": per_step,
         "predicted": statistics.median(per_step * p.step_s / s.step_s for p, s in pairs),
         "speedup": statistics.median(speed),
@@ -212,8 +225,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     mixed = [p for group in zip(*texts.values(), strict=True) for p in group]
     off = Side("off", max(args.concurrency), text.eos_ids)
     rows: list[dict[str, Any]] = []
+    programs = {"off": off.info["programs"]}
     for method in args.methods:
-        on = Side(method, max(args.concurrency), text.eos_ids)
+        on = Side(method, max(args.concurrency), text.eos_ids, max([*args.k, FEWEST]))
         for name, asked in texts.items():
             for k in (k for k in args.k if k <= AHEAD.get(method, MOST)):
                 on.fix(k)
@@ -222,28 +236,40 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 err.print(f"{method} {name} k={k}: {found['speedup']:.2f}")
             on.fix(None)
             found = paired(on, off, asked, 1, args.rounds, args.max_tokens)
+            fixed = [r["speedup"] for r in rows if (r["method"], r.get("text")) == (method, name)]
+            found["of_best_k"] = found["speedup"] / max(fixed) if fixed else None
             rows.append({"kind": "k", "method": method, "text": name, "k": "auto"} | found)
+            err.print(f"{method} {name} auto: {found['speedup']:.2f}")
         for n in args.concurrency:
             asked = (mixed * (1 + 2 * n // len(mixed)))[: max(len(mixed), 2 * n)]
             found = paired(on, off, asked, n, args.rounds, args.max_tokens)
             rows.append({"kind": "auto", "method": method, "concurrency": n} | found)
             err.print(f"{method} concurrency {n}: {found['speedup']:.2f}")
+        programs[method] = on.info["programs"]
         on.close()
     off.close()
-    about = {"machine": probe.machine(), "programs": off.info["programs"]}
+    about = {"machine": probe.machine(), "programs": programs}
     return {"format": FORMAT, "about": about, "rows": rows}
 
 
 def shown(result: dict[str, Any], console: Console) -> None:
     """The two tables."""
-    columns = ("acceptance", "tokens_per_step", "predicted", "speedup", "slowest_request")
+    columns = (
+        "acceptance",
+        "tokens_per_step",
+        "drafting_share",
+        "predicted",
+        "speedup",
+        "slowest_request",
+        "of_best_k",
+    )
     for kind, keys in (("k", ("method", "text", "k")), ("auto", ("method", "concurrency"))):
         table = Table(title="batch 1, k drafts" if kind == "k" else "k chosen by the engine")
         for name in (*keys, *columns):
             table.add_column(name.replace("_", " "), justify="right")
         for row in result["rows"]:
             if row["kind"] == kind:
-                values = ["" if row[c] is None else f"{row[c]:.2f}" for c in columns]
+                values = ["" if row.get(c) is None else f"{row[c]:.2f}" for c in columns]
                 table.add_row(*(str(row[key]) for key in keys), *values)
         console.print(table)
 

@@ -167,6 +167,9 @@ class DeviceOptions:
     compile_threads: int = opt(0, "programs compiled at once; 0 is one per core", min=0)
 
 
+DEFAULT_DRAFTS = 7
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeOptions:
     """Speculative decoding. Names are those of vLLM's ``speculative_config`` where it has them."""
@@ -177,7 +180,15 @@ class SpeculativeOptions:
         choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "synthetic"),
     )
     model: str = opt("", "directory of the draft model or head")
-    num_tokens: int = opt(7, "drafts per row and step at most", min=1, max=15)
+    num_tokens: int = opt(
+        0, "drafts per row and step at most; 0: 7, or one per Medusa head", min=0, max=15
+    )
+    max_rows: int = opt(
+        0,
+        "rows of a step beside which the device drafts at most; 0: 8 on a CPU, else 32",
+        min=0,
+        max=4096,
+    )
     prompt_lookup_min: int = opt(2, "ngram: tokens that must match at least", min=1, max=16)
     prompt_lookup_max: int = opt(4, "ngram: tokens that are matched at most", min=1, max=16)
     suffix_min_match: int = opt(2, "suffix: tokens that must match at least", min=1, max=64)
@@ -269,7 +280,8 @@ class EngineConfig:
     @property
     def n_drafts(self) -> int:
         """Draft tokens that the programs verify per row and step."""
-        wanted = 0 if self.speculative.method == "off" else self.speculative.num_tokens
+        options = self.speculative
+        wanted = 0 if options.method == "off" else options.num_tokens or DEFAULT_DRAFTS
         return self.device.max_drafts or wanted
 
 

@@ -25,6 +25,8 @@ class StepTime:
     seconds: float
     width: int = 1
     """Tokens of a row that decodes or verifies: one and its drafts."""
+    n_draft: int = 0
+    """Drafts that the device leaves for the next step; their making is in ``seconds``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class RunnerLimits:
 
     n_slots: int
     max_rows: int
-    """Rows of one step; at most ``n_slots``."""
+    """Rows of one step, but for those that only show a drafter what it missed; at most ``n_slots``."""
     max_decode_rows: int
     max_prefill_tokens: int
     """Prefill tokens of one step, all rows together."""
@@ -59,6 +61,12 @@ class RunnerLimits:
     """First tokens of a sequence that are read beside the window."""
     device_drafts: int = 0
     """Most drafts that the device drafter leaves in a slot; 0: there is no device drafter."""
+    draft_rows: int = 0
+    """Most decode rows of a step in which the device drafts; 0: as many as decode."""
+    prefill_width: int = 0
+    """Most tokens of a row beside prefill in a step that drafts, one of ``spec.choice.widths``; 0: any."""
+    drafts_from_kv: bool = False
+    """True when the drafter reads KV of its own, which holds only what it was shown."""
     step_times: tuple[StepTime, ...] = ()
     """What is known of step times before the first step; empty when nothing was measured."""
 

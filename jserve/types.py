@@ -204,6 +204,10 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """True when the row's last token is the last known one, so a new token is drawn."""
     score: bool = False
     """True when the log-probabilities of the row's own prompt tokens are wanted."""
+    shown: bool = False
+    """True: the target's KV of these tokens stands already, and only the device drafter, which did not
+    run when they were computed, writes its own. Such a row emits nothing, and its sequence may have
+    another row in the step."""
     drafts: Seq[int] = ()
     """Ids that the host proposes; or ``(-1,) * k``: the first k drafts that the slot holds on the device,
     at most as many as ``StepPlan.n_draft`` of the sequence's last emitting row left there."""
@@ -264,8 +268,8 @@ class StepPlan:
     """Pages to copy first, in this order: those that go out, then those that come in."""
     n_draft: int = 0
     """Drafts that the device drafter leaves in the slot of each emitting row at the end of this step, in
-    place of those it held; at most ``RunnerLimits.device_drafts``. 0: it does not run, and slots hold
-    none."""
+    place of those it held; at most ``RunnerLimits.device_drafts``. 0: it does not run, sees nothing of
+    this step, and slots hold none."""
 
     @property
     def n_tokens(self) -> int:

@@ -35,6 +35,10 @@ _COUNTERS = {
     "decode_tokens_total": ("decode_tokens", "Tokens these rows drew; per row: tokens per step."),
     "step_seconds_total": ("step_seconds", "Device time of all steps."),
     "decode_step_seconds_total": ("decode_step_seconds", "Device time of steps without prefill."),
+    "decode_step_gap_seconds_total": (
+        "decode_step_gap_seconds",
+        "Time the device waited for the host before such steps.",
+    ),
     "decode_steps_total": ("decode_steps", "Steps without prefill."),
     "spec_decode_drafting_seconds_total": (
         "spec_decode_drafting_seconds",
@@ -81,8 +85,8 @@ _HELP = {
     "spec_decode_num_drafts": "Rows that tried drafts, by proposer.",
     "spec_decode_num_draft_tokens": "Drafts tried, by proposer and lane.",
     "spec_decode_num_accepted_tokens": "Drafts that stood, by proposer and lane.",
-    "spec_decode_num_draft_tokens_per_pos": "Drafts tried, by proposer and place in the row.",
-    "spec_decode_num_accepted_tokens_per_pos": "Drafts that stood, by proposer and place.",
+    "spec_decode_num_draft_tokens_per_pos": "Drafts tried, by proposer, lane and place in the row.",
+    "spec_decode_num_accepted_tokens_per_pos": "Drafts that stood, by proposer, lane and place.",
 }
 
 

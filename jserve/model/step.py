@@ -9,8 +9,9 @@ Logits are computed where tokens are drawn (E places, ``jserve.model.draws``).
 ``out.packed_RX`` holds n_ok, finite, J tokens and the bits of J log-probabilities per row.
 
 With a drafter (``jserve.model.drafter``) ``params`` is {"target", "drafter"}, ``state.kv`` has its
-layers after the target's, every step shows it all tokens, and ``bucket.n_draft`` drafts are left in
-the slots at the end. Without one nothing of this is in the program.
+layers after the target's, and a step of a bucket with ``n_draft`` shows it all tokens and leaves so
+many drafts in the slots at the end. In other buckets, and without a drafter, nothing of this is in the
+program.
 """
 
 from __future__ import annotations
@@ -240,11 +241,13 @@ def run(
     model: StepModel, bucket: Bucket, params: Any, state: DeviceState, view: StepView
 ) -> tuple[DeviceState, StepOut]:
     """One step on this shard of everything."""
-    arch, drafter = model.arch, model.drafter
+    arch, drafts = model.arch, bucket.n_draft > 0
     own: Any = None
-    if drafter is not None:
+    if model.drafter is not None:
         params, own = params["target"], params["drafter"]
-    x_TD, kv, taps = _forward(model, params, view, state.kv[: arch.L])
+    x_TD, kv, taps = _forward(
+        model, params, _kept(view, model.n_pages), state.kv[: arch.L], taps=drafts
+    )
     with jax.named_scope("logits"):
         raw_EV = model.family.logits(arch, params, x_TD[drawn_places(view)], model.axis)
     with jax.named_scope("sample"):
@@ -265,12 +268,13 @@ def run(
         len_R = _new_len(view, n_ok_R)
         counts = (view.flags & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, counts)
-    if drafter is not None:
+    drafted = state.kv[arch.L :]
+    if drafts:
         told = Told(view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps)
         with jax.named_scope("draft"):
             hands = _hands(model, params, own)
-            drafted, slots = leave_drafts(hands, state.kv[arch.L :], told, slots, bucket)
-        kv = [*kv, *drafted]
+            drafted, slots = leave_drafts(hands, drafted, told, slots, bucket)
+    kv = [*kv, *drafted]
     scores = None
     if view.target_T is not None:
         scores = _score(model, params, x_TD[-view.P :], view.target_T[-view.P :])
@@ -290,12 +294,24 @@ def _hands(model: StepModel, params: Any, own: Any) -> Hands:
     return Hands(model.drafter, target, own, model.dims, model.draft_axis, loops)
 
 
+def _kept(view: StepView, n_pages: int) -> StepView:
+    """The view for the target: what it computes only to show it to the drafter is written nowhere
+    (to a page that does not exist), so that KV which others share keeps its bits."""
+    if view.shown_F is None:
+        return view
+    shown_R = jnp.concatenate([jnp.zeros(view.D, bool), view.shown_F])
+    shown_T = shown_R[jnp.minimum(view.row_T, view.D + view.F - 1)]
+    return view.replace(  # type: ignore[attr-defined]
+        write_page_T=jnp.where(shown_T, n_pages, view.write_page_T)
+    )
+
+
 def _forward(
-    model: StepModel, params: Any, view: StepView, kv: list[LayerKV]
+    model: StepModel, params: Any, view: StepView, kv: list[LayerKV], *, taps: bool
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
     family, drafter = model.family, model.drafter
     given = (model.arch, params, view, kv, model.backend, model.axis)
-    if drafter is None or not drafter.taps:
+    if drafter is None or not taps or not drafter.taps:
         x_TD, kv = family.forward(*given)
         return x_TD, kv, []
     assert family.tapped is not None, f"{family.name} has no taps"

@@ -54,7 +54,8 @@ class Bucket:
     score: bool = False
     """Also give the log-probabilities of the prefill tokens themselves."""
     n_draft: int = 0
-    """Drafts that the device drafter leaves in the slot of each emitting row."""
+    """Drafts that the device drafter leaves in the slot of each emitting row; 0: it is not in the
+    program."""
     tree: Parents = ()
     """Parents of drafts 1, 2 ... as ``jserve.model.tree`` has them, of those verified and of those
     left; empty: chains."""
@@ -160,8 +161,8 @@ def layout(
         fields.append(Field("mask_RJW", (R, J, -(-dims.V // 32))))
     if bucket.score:
         fields.append(Field("target_T", (T,)))
-    if dims.drafts and bucket.F:
-        fields.append(Field("next_F", (bucket.F,)))
+    if bucket.n_draft and bucket.F:
+        fields += [Field("next_F", (bucket.F,)), Field("shown_F", (bucket.F,))]
     fields += [Field(f"attn.{name}", shape) for name, shape in sorted(attn.items())]
     return tuple(fields)
 
@@ -252,7 +253,10 @@ class StepView:
     target_T: jax.Array | None
     """int32: the token that follows each prefill token in its prompt (-1: none)."""
     next_F: jax.Array | None
-    """int32: the known token after each prefill row that does not emit (only with a drafter)."""
+    """int32: the known token after each prefill row that does not emit (only where there are drafts to
+    be made)."""
+    shown_F: jax.Array | None
+    """bool: the target's KV of this prefill row stands already, only the drafter writes its own."""
     attn: dict[str, jax.Array]
     D: int = flax.struct.field(pytree_node=False)
     P: int = flax.struct.field(pytree_node=False)
@@ -295,6 +299,7 @@ def unpack(
         mask_RJW=raw.get("mask_RJW"),
         target_T=raw.get("target_T"),
         next_F=raw.get("next_F"),
+        shown_F=raw["shown_F"] > 0 if "shown_F" in raw else None,
         tok_T=jnp.where(real_T, tok_T, 0),
         row_T=row_T,
         pos_T=pos_T,

@@ -121,6 +121,8 @@ class Packer:
         _prefill_tokens(views, rows[n:], bucket, self.dims.V)
         if "next_F" in views:
             _next_tokens(views, rows[n:])
+        elif any([row.shown for row in rows[n:]]):
+            raise ValueError(f"{bucket} has no drafter to show tokens to")
         if bucket.mask:
             _masks(views, rows, n, bucket)
         if bucket.lora:
@@ -292,9 +294,11 @@ def _prefill_tokens(
 
 
 def _next_tokens(views: dict[str, np.ndarray], rows: tuple[RowPlan, ...]) -> None:
-    """The token after each prefill row that draws none: the drafter waits for it."""
-    views["next_F"][...] = 0
+    """The token after each prefill row that draws none: the drafter waits for it. And which rows are
+    for the drafter alone."""
+    views["next_F"][...] = views["shown_F"][...] = 0
     for i, row in enumerate(rows):
+        views["shown_F"][i] = row.shown
         if not row.emits:
             views["next_F"][i] = row.seq.tokens[row.start + row.count]
 

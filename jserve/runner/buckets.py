@@ -8,9 +8,14 @@ Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doub
 the largest, where padding costs most. No rung has fewer than two tokens, since XLA:CPU multiplies
 one row many times slower than two.
 
-Rows that verify drafts are 2, 4, 8 or 16 tokens wide (``spec.choice.widths``), in steps without
-prefill on every other rung of decode rows; beside prefill only at full width, beside few rows or the
-largest chunk. Any of these takes fewer rows and narrower ones, so nothing is missing, only padded.
+Rows that verify drafts of the host are 4, 8 or 16 tokens wide (``spec.choice.widths``), in steps
+without prefill on every other rung of decode rows, as far as there is arithmetic to spare; beside
+prefill only at full width, beside few rows or the largest chunk. Any of these takes fewer rows and
+narrower ones, so nothing is missing, only padded.
+
+A drafter on the device is in some programs and not in others: those that draft verify as many drafts
+as they leave, and beside prefill only the narrowest width has one. While the drafter sleeps, steps
+run in the very programs of an engine without one.
 """
 
 from __future__ import annotations
@@ -29,6 +34,12 @@ WITH_FEW = (32, 128)
 """Prefill rungs beside which idle decode rows cost enough to have a program without them."""
 ONLY_FEW = 32
 """The prefill rung that is not worth a program beside all decode rows."""
+MOST_VERIFIED = 128
+"""Tokens that decode rows have together in steps without prefill, but for the narrowest width: more of
+them keep any device busy, so that guessing gains nothing."""
+BESIDE_DRAFTS = (64, 128)
+"""Prefill tokens of programs that draft: beside few rows, and beside all that may draft. The largest is
+one more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,38 +111,31 @@ class Ladder:
         masks: bool = False,
         masks_drafts: bool = False,
         device_drafts: int = 0,
+        draft_rows: int = 0,
         tree: Parents = (),
     ) -> Ladder:
         """The rungs for these limits (those of ``RunnerLimits``). ``masks_drafts``: every verify
         program also takes masks, not only the widest.
 
-        With a drafter the rungs that verify are also those that leave drafts, so it adds none; with
-        a ``tree`` one width is verified, the whole.
+        With a drafter that runs on the device the programs without it are those of an engine that
+        does not speculate, and some that draft come on top: beside at most ``draft_rows`` decode rows (0:
+        all), each leaving as many drafts as it verifies. With a ``tree`` one width is verified, the whole.
         """
         D, P, F = max(FEW_ROWS, max_decode_rows), max(2, max_prefill_tokens), max_prefill_rows
-        few = min(FEW_ROWS, D)
-        found = {Bucket(D=d, P=0, F=0) for d in _decode_rungs(D)}
-        wide = [1 + max_drafts] if tree else [j for j in widths(max_drafts) if j > 1]
-        found |= {Bucket(D=d, P=0, F=0, J=j) for d in _verify_rungs(D) for j in wide}
-        for p in _prefill_rungs(P):
-            rows = max(1, min(F, p // 4))
-            beside = ({few} if p in WITH_FEW else set()) | ({D} if p != ONLY_FEW else set())
-            found |= {Bucket(D=d, P=p, F=rows) for d in beside}
-            if max_drafts and p in WITH_FEW:
-                found.add(Bucket(D=few, P=p, F=rows, J=1 + max_drafts))
-        # The largest must take every row at once, whatever the token rungs allow.
-        found.add(Bucket(D=D, P=P, F=F, J=1 + max_drafts))
+        J = 1 if device_drafts else 1 + max_drafts
+        found = _plain(D, P, F) | (_verifying(D, P, F, J) if J > 1 else set())
         if scores:
-            found.add(Bucket(D=D, P=P, F=F, J=1 + max_drafts, score=True))
+            found.add(Bucket(D=D, P=P, F=F, J=J, score=True))
         if masks:
-            most = 1 + max_drafts
             found |= {
-                _with_mask(b)
+                replace(b, mask=True)
                 for b in found
-                if _worth_a_mask(b, D, P, most) or (masks_drafts and b.J > 1)
+                if _worth_a_mask(b, D, P, J) or (masks_drafts and b.J > 1)
             }
         if device_drafts:
-            found = {_drafting(b, device_drafts, tree) if b.J > 1 else b for b in found}
+            rows = min(D, max(FEW_ROWS, draft_rows or D))
+            made = _drafting(rows, P, F, 1 + device_drafts, tree, masks=masks, scores=scores)
+            found |= made
         return cls(buckets=tuple(sorted(found, key=_cost)))
 
     def choose(self, needs: Needs) -> Bucket:
@@ -147,7 +151,60 @@ class Ladder:
 
 
 def _cost(b: Bucket) -> tuple:
-    return (b.score, b.mask, b.lora, b.T, b.R, b)
+    """A step that drafts nothing takes no program that does while there is another."""
+    return (b.score, b.mask, b.lora, b.n_draft > 0, b.T, b.R, b)
+
+
+def beside_prefill(max_drafts: int) -> int:
+    """Tokens of a row, at most, beside prefill in a program that drafts: padding of rows that have
+    none is paid by every prompt."""
+    return widths(max_drafts)[1]
+
+
+def _plain(D: int, P: int, F: int) -> set[Bucket]:
+    """One token per row."""
+    few = min(FEW_ROWS, D)
+    found = {Bucket(D=d, P=0, F=0) for d in _decode_rungs(D)}
+    for p in _prefill_rungs(P):
+        beside = ({few} if p in WITH_FEW else set()) | ({D} if p != ONLY_FEW else set())
+        found |= {Bucket(D=d, P=p, F=_rows(p, F)) for d in beside}
+    return found | {Bucket(D=D, P=P, F=F)}
+
+
+def _verifying(D: int, P: int, F: int, J: int) -> set[Bucket]:
+    """Rows with drafts of the host. The largest takes every row at once, whatever else there is."""
+    found = {
+        Bucket(D=d, P=0, F=0, J=j)
+        for d in _verify_rungs(D)
+        for j in widths(J - 1)[1:]
+        if d * j <= max(MOST_VERIFIED, d * widths(J - 1)[1])
+    }
+    few = min(FEW_ROWS, D)
+    beside = {Bucket(D=few, P=p, F=_rows(p, F), J=J) for p in _prefill_rungs(P) if p in WITH_FEW}
+    return found | beside | {Bucket(D=D, P=P, F=F, J=J)}
+
+
+def _drafting(
+    D: int, P: int, F: int, J: int, tree: Parents, *, masks: bool, scores: bool
+) -> set[Bucket]:
+    """Programs that draft, beside at most ``D`` rows; the last ones take masks and scores."""
+    wide = (J,) if tree else widths(J - 1)[1:]
+    few, narrow = min(FEW_ROWS, D), wide[0]
+    whole = Bucket(D=D, P=P, F=F, J=narrow)
+    found = {Bucket(D=d, P=0, F=0, J=j) for d in _verify_rungs(D) for j in wide} | {whole}
+    for p, rows in zip(BESIDE_DRAFTS, (few, D), strict=True):
+        if p < P:
+            found.add(Bucket(D=rows, P=p, F=_rows(p, F), J=narrow))
+    if masks:
+        found |= {replace(whole, mask=True), Bucket(D=D, P=0, F=0, J=wide[-1], mask=True)}
+    if scores:
+        found.add(replace(whole, mask=masks, score=True))
+    return {replace(b, n_draft=len(tree) or b.J - 1, tree=tree) for b in found}
+
+
+def _rows(p: int, F: int) -> int:
+    """Prefill rows beside ``p`` of their tokens."""
+    return max(1, min(F, p // 4))
 
 
 def _worth_a_mask(b: Bucket, D: int, P: int, J: int) -> bool:
@@ -155,15 +212,6 @@ def _worth_a_mask(b: Bucket, D: int, P: int, J: int) -> bool:
     if b.J not in (1, J):
         return False
     return b.D in (FEW_ROWS, D) if b.P == 0 else (b.D, b.P) == (D, P)
-
-
-def _with_mask(b: Bucket) -> Bucket:
-    return replace(b, mask=True)
-
-
-def _drafting(b: Bucket, n: int, tree: Parents) -> Bucket:
-    """A rung that leaves as many drafts as it verifies."""
-    return replace(b, n_draft=n if tree else min(n, b.J - 1), tree=tree)
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jserve.config import DEFAULT_DRAFTS
 from jserve.errors import ConfigError
 from jserve.model import tree as trees
 from jserve.model.draft_model import draft_model
@@ -73,11 +74,13 @@ def load_speculation(
     rules: ShardRules,
     dtype: Any,
     *,
-    n_draft: int,
+    n_draft: int = 0,
     tree: Parents = (),
     **how: Any,
 ) -> Speculation:
     """What ``source`` holds as a drafter of ``target``; ``how`` are options of ``loader.load``.
+
+    ``n_draft`` 0: ``DEFAULT_DRAFTS``, or as many as the drafter makes.
 
     Raises:
         ConfigError: no such method, or what is there cannot draft for ``target``.
@@ -89,6 +92,7 @@ def load_speculation(
             field="speculative.method",
         )
     drafter, params = LOADERS[method](source, target, mesh, rules, dtype, **how)
+    n_draft = n_draft or len(tree) or min(DEFAULT_DRAFTS, drafter.n_max)
     return Speculation(drafter=drafter, params=params, n_draft=n_draft, tree=tree)
 
 

@@ -41,6 +41,7 @@ from jserve.runner.moves import Leaving, PageMover, host_pages, identity
 from jserve.runner.programs import Programs, Progress
 from jserve.runner.sizes import (
     draft_page_bytes,
+    drafting_limits,
     kv_dtype,
     ladder_of,
     longest_pages,
@@ -54,6 +55,8 @@ from jserve.types import PageFetch, PromptLogprobs, StepPlan, StepResult
 
 CPU_WARM_UP_S = 1.0
 """Seconds of warm-up on a CPU, before the last program begins."""
+ROUNDS_S, MOST_ROUNDS = 2.0, 9
+"""Seconds, before the last begins, and number of rounds in which programs are weighed against each other."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,9 +145,8 @@ class ModelRunner:
             drafter=None if speculation is None else speculation.drafter,
         )
         n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
-        self.limits: RunnerLimits = runner_limits(
-            arch, config, dims, self.memory.n_pages, n_host, window
-        )
+        limits = runner_limits(arch, config, dims, self.memory.n_pages, n_host, window)
+        self.limits: RunnerLimits = drafting_limits(limits, config, speculation, platform)
         tree = () if speculation is None else speculation.tree
         synthetic = config.speculative.method == "synthetic"
         self.ladder = ladder or ladder_of(self.limits, tree, masks_drafts=synthetic)
@@ -339,26 +341,47 @@ class ModelRunner:
         """Run programs on padding before ready: on an accelerator all of them twice (the first run
         of a graph is not captured), on a CPU once each, cheapest first, for a second or so (a first
         run pays for scratch memory; the largest programs of a large model take that long anyway).
-        The last run of each is its known time. Programs that verify drafts, and those they are weighed
-        against, are run twice whatever it takes: guessed times choose wrong widths."""
+        The last run of each is its known time. Where there are drafts, all programs that they are weighed
+        by are run twice whatever it takes, then timed with care: guessed times choose wrong widths."""
         cpu = self.model.mesh.devices.flat[0].platform == "cpu"
         drafts = self.limits.max_drafts > 0
-        first = [b for b in self.ladder.buckets if drafts and not (b.P or b.mask)] * 2
-        buckets = [*first, *self.ladder.buckets] if cpu else self.ladder.buckets * 2
+        weighed = [b for b in self.ladder.buckets if drafts and not (b.mask or b.score)]
+        buckets = [*weighed * 2, *self.ladder.buckets] if cpu else self.ladder.buckets * 2
         began, times = self._clock(), {}
         for done, bucket in enumerate(buckets):
             progress("warm up", done, len(buckets))
-            start = self._clock()
-            jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
-            times[bucket] = self._clock() - start
-            if cpu and done >= len(first) and self._clock() - began > CPU_WARM_UP_S:
+            times[bucket] = self._timed(bucket)
+            if cpu and done >= 2 * len(weighed) and self._clock() - began > CPU_WARM_UP_S:
                 break
+        times |= self._weigh(weighed)
         progress("warm up", len(buckets), len(buckets))
         return tuple(
-            StepTime(n_decode=b.D, n_prefill=b.P, n_context=0, seconds=t, width=b.J)
+            StepTime(
+                n_decode=b.D,
+                n_prefill=b.P,
+                n_context=0,
+                seconds=t,
+                width=b.J,
+                n_draft=b.n_draft,
+            )
             for b, t in times.items()
             if not (b.score or b.mask)
         )
+
+    def _weigh(self, buckets: list[Bucket]) -> dict[Bucket, float]:
+        """Times good enough to choose widths by: medians of rounds through all of them, so that what
+        slows the machine for a while slows all alike; as many rounds as there is time for."""
+        rounds: list[list[float]] = []
+        began = self._clock()
+        while buckets and len(rounds) < MOST_ROUNDS and self._clock() - began < ROUNDS_S:
+            rounds.append([self._timed(b) for b in buckets])
+        return {b: float(np.median(t)) for b, *t in zip(buckets, *rounds, strict=True)}
+
+    def _timed(self, bucket: Bucket) -> float:
+        """Seconds of a run on padding."""
+        start = self._clock()
+        jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
+        return self._clock() - start
 
     def _time_moves(self) -> float:
         if self._mover is None:

@@ -18,7 +18,7 @@ from jserve.model.family import Arch
 from jserve.model.tree import Parents
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
-from jserve.runner.buckets import Ladder
+from jserve.runner.buckets import Ladder, beside_prefill
 from jserve.runner.drafts import Speculation
 from jserve.runner.memory import page_bytes
 from jserve.window import Window, tokens_ahead
@@ -75,6 +75,17 @@ def longest_pages(arch: Arch, config: EngineConfig, dims: StepDims, window: int)
     return min(dims.M, pages.most_pages(tokens_ahead(config.scheduler, budget, drafts)) or dims.M)
 
 
+CPU_DRAFT_ROWS, DRAFT_ROWS = 8, 32
+"""Rows beside which a device still has arithmetic to spare for guesses. A few verify rows of 4 to 8
+tokens already keep a CPU's multipliers busy; a GPU reads weights for longer than that."""
+
+
+def draft_rows(config: EngineConfig, platform: str) -> int:
+    """Most decode rows of a step that drafts on the device."""
+    usual = CPU_DRAFT_ROWS if platform == "cpu" else DRAFT_ROWS
+    return min(config.speculative.max_rows or usual, config.scheduler.max_num_seqs)
+
+
 def runner_limits(
     arch: Arch,
     config: EngineConfig,
@@ -104,6 +115,20 @@ def runner_limits(
     )
 
 
+def drafting_limits(
+    limits: RunnerLimits, config: EngineConfig, speculation: Speculation | None, platform: str
+) -> RunnerLimits:
+    """``limits`` with what ``speculation`` adds to them."""
+    if speculation is None:
+        return limits
+    return dataclasses.replace(
+        limits,
+        draft_rows=draft_rows(config, platform),
+        prefill_width=0 if speculation.tree else beside_prefill(limits.max_drafts),
+        drafts_from_kv=speculation.drafter.n_kv_layers > 0,
+    )
+
+
 def ladder_of(limits: RunnerLimits, tree: Parents = (), *, masks_drafts: bool) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
@@ -114,5 +139,6 @@ def ladder_of(limits: RunnerLimits, tree: Parents = (), *, masks_drafts: bool) -
         masks=limits.masks,
         masks_drafts=masks_drafts,
         device_drafts=limits.device_drafts,
+        draft_rows=limits.draft_rows,
         tree=tree,
     )

@@ -1,4 +1,4 @@
-"""How long a step will take: measured bucket times, corrected by every step that comes back.
+"""How long a step will take: measured times of the programs, corrected by every step that comes back.
 
 Owns the table of step times and its corrections. Must not know queues, policy or wall time: what it
 says depends only on the times given at the start and on the results observed since, in order, so a
@@ -11,6 +11,13 @@ size that is nowhere below it; above the table the time grows with the tokens::
                 32 |  11 ms   12 ms   15 ms   <--  is the entry (8, 128): 33 ms
                  0 |   4 ms    5 ms    8 ms        times its correction
                      2       8      32   n_decode
+
+The making of drafts on the device is part of a program, hence of its time: a step that leaves some
+is another entry than one that leaves none, and never stands in for it.
+
+A correction has two factors: one that all programs share, since a machine that is slower today is
+so for all, and a program's own. So a program that has not run for a while is not judged by the speed
+that the machine had then.
 """
 
 from __future__ import annotations
@@ -18,17 +25,36 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from jserve.ports import StepTime
 
-Size = tuple[int, int, int, int]
-"""(decode rows, prefill tokens, tokens of context, tokens of a decode row)."""
+
+class Size(NamedTuple):
+    """What the time of a step depends on."""
+
+    n_decode: int
+    n_prefill: int
+    n_context: int
+    width: int = 1
+    """Tokens of a decode row."""
+    n_draft: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_decode * self.width + self.n_prefill
+
 
 ENOUGH = 8
 """Observed steps after which predictions count as known where nothing was measured before."""
 _STEP_S, _TOKEN_S = 2e-3, 5e-5
 """Where nothing was measured: a guess of the shape; the correction finds the scale."""
 _SLOWEST_GAIN = 0.1
+SETTLED = 10
+"""The first so many steps say how fast the machine is. Of a program, the first so many say how fast that
+is; of what it is off by later, half is taken to be the machine's."""
+WEIGHT = 2
+"""Steps that a measured time counts as."""
 _WILDEST = 4.0
 """One step moves a correction as if it were at most this factor off: a late compile, a stalled host."""
 MAX_SECONDS = 3600.0
@@ -44,12 +70,12 @@ class MeasuredCosts:
     def __init__(self, step_times: Iterable[StepTime] = ()) -> None:
         self._table: dict[Size, float] = {}
         for t in step_times:
-            size = (t.n_decode, t.n_prefill, t.n_context, t.width)
+            size = Size(t.n_decode, t.n_prefill, t.n_context, t.width, t.n_draft)
             self._table[size] = min(max(t.seconds, 1e-9), MAX_SECONDS)
-        self._axes = tuple(sorted({size[i] for size in self._table}) for i in range(4))
+        self._axes = tuple(sorted({size[i] for size in self._table}) for i in range(5))
         self._covers = _covers(self._table, self._axes)
-        self._gains: dict[Size, tuple[float, int]] = {}
-        self._gain, self._n_seen = 1.0, 0
+        self._own: dict[Size, tuple[float, int]] = {}
+        self._shared, self._n_seen = 1.0, 0
 
     @property
     def known(self) -> bool:
@@ -61,67 +87,75 @@ class MeasuredCosts:
         """Prefill sizes at which the time steps up, ascending; () where nothing was measured."""
         return tuple(n for n in self._axes[1] if n)
 
-    def seconds(self, n_decode: int, n_prefill: int, n_context: int, width: int = 1) -> float:
+    def seconds(
+        self, n_decode: int, n_prefill: int, n_context: int, width: int = 1, n_draft: int = 0
+    ) -> float:
         """Predicted time of a step: decode rows of ``width`` tokens, prefill tokens, longest context
-        in tokens."""
+        in tokens, drafts that the device leaves."""
         if not n_decode and not n_prefill:
             return 0.0
-        cell, base = self._base((n_decode, n_prefill, n_context, width))
-        gain = self._gains.get(cell)
-        return base * (self._gain if gain is None else gain[0])
+        cell, base = self._base(Size(n_decode, n_prefill, n_context, width, n_draft))
+        return base * self._shared * self._own.get(cell, (1.0, 0))[0]
 
     def observe(
-        self, n_decode: int, n_prefill: int, n_context: int, seconds: float, width: int = 1
+        self,
+        n_decode: int,
+        n_prefill: int,
+        n_context: int,
+        seconds: float,
+        width: int = 1,
+        n_draft: int = 0,
     ) -> None:
         """A step of this size took ``seconds``; nothing is learned from a time of 0."""
         if seconds <= 0 or not (n_decode or n_prefill):
             return
-        cell, base = self._base((n_decode, n_prefill, n_context, width))
+        cell, base = self._base(Size(n_decode, n_prefill, n_context, width, n_draft))
         ratio = seconds / base
-        self._gain = _moved(self._gain, ratio, self._n_seen)
+        own, n = self._own.get(cell, (1.0, 0))
+        gain = own * self._shared
+        step = _moved(gain, ratio, n + (WEIGHT if self._table else 0)) / gain
+        shared = step ** self._share(n)
+        self._shared *= shared
+        self._own[cell] = (own * step / shared, n + 1)
         self._n_seen += 1
-        gain, n = self._gains.get(cell, (self._gain, 0))
-        self._gains[cell] = (_moved(gain, ratio, n), n + 1)
+
+    def _share(self, n: int) -> float:
+        """How much of what a program is off by, after ``n`` steps of its own, is the machine's."""
+        if self._n_seen < (SETTLED if self._table else 1):
+            return 1.0  # the table was measured at once, so its ratios are right
+        return 0.5 if n >= SETTLED else 0.0
 
     def _base(self, size: Size) -> tuple[Size, float]:
         """(the cell whose correction holds, uncorrected seconds)."""
         if not self._table:
-            cell = tuple(n.bit_length() for n in size)
-            return cell, _STEP_S + _TOKEN_S * _tokens(size)  # type: ignore[return-value]
-        a, b, c, w = self._axes
-        size_up = (_up(a, size[0]), _up(b, size[1]), _up(c, size[2]), _up(w, size[3]))
+            cell = Size(*(n.bit_length() for n in size))
+            return cell, _STEP_S + _TOKEN_S * size.n_tokens
+        size_up = Size(*(_up(axis, n) for axis, n in zip(self._axes, size, strict=True)))
         base, cell = self._covers[size_up]
-        over = _tokens(size) / max(1, _tokens(cell))
+        over = size.n_tokens / max(1, cell.n_tokens)
+        if size.n_draft and not cell.n_draft:  # none that drafts was measured: its own correction
+            cell = cell._replace(n_draft=size.n_draft)
         return cell, base * max(1.0, over)
 
 
 def _covers(table: dict[Size, float], axes: Sequence[list[int]]) -> dict[Size, tuple[float, Size]]:
     """For every crossing of the axes: (seconds, entry) of the cheapest entry that is nowhere below it,
-    else of the largest there is."""
+    else of the largest there is. Entries that draft stand in only for one another."""
     if not table:
         return {}
-    largest = max(table, key=lambda e: (_tokens(e), e[2]))
+    largest = max(table, key=lambda e: (e.n_tokens, e.n_context))
     following = [dict(itertools.pairwise(axis)) for axis in axes]
     found: dict[Size, tuple[float, Size] | None] = {}
-    decode, prefill, context, width = (list(reversed(axis)) for axis in axes)
-    for d, p, c, w in itertools.product(decode, prefill, context, width):
-        size = (d, p, c, w)
+    for values in itertools.product(*(list(reversed(axis)) for axis in axes)):
+        size = Size(*values)
         beyond = [
-            found.get(next_one)
-            for next_one in (
-                (following[0].get(d, -1), p, c, w),
-                (d, following[1].get(p, -1), c, w),
-                (d, p, following[2].get(c, -1), w),
-                (d, p, c, following[3].get(w, -1)),
-            )
+            found.get(Size(*(*size[:i], following[i].get(n, -1), *size[i + 1 :])))
+            for i, n in enumerate(size)
+            if i < 4 or n
         ]
         own = (table[size], size) if size in table else None
         found[size] = min([one for one in (own, *beyond) if one is not None], default=None)
     return {size: one or (table[largest], largest) for size, one in found.items()}
-
-
-def _tokens(size: Size) -> int:
-    return size[0] * size[3] + size[1]
 
 
 def _up(axis: list[int], n: int) -> int:

@@ -6,9 +6,12 @@ step's tokens. Must not know who drafts or why so many (``sched.drafting``), nor
 
 from __future__ import annotations
 
+from itertools import islice
+
 from jserve.ports import RunnerLimits
 from jserve.sched.draft import PlanDraft
-from jserve.sched.drafting import Drafting, Drafts, Load
+from jserve.sched.drafting import Drafting
+from jserve.sched.drafts import Drafts, Load
 from jserve.sched.residency import Residency
 from jserve.types import Sequence
 
@@ -33,10 +36,12 @@ class Decoding:
         if self.guided or self.floor.window_pages:
             self._grow_given()
         ready = self.ready()
-        if self.drafting.on and ready:
+        if self.drafting.on and (ready or self.drafting.device):
             load = self._load(n_context, n_flights)
             chosen = self.drafting.choose(ready, load)
             draft.n_draft = self.drafting.n_draft
+            if 0 < self.limits.prefill_width <= draft.n_draft:
+                draft.limit(0)  # no program takes prompts beside so many drafts
             if draft.n_draft or any([d.ids for d in chosen]):
                 self._verify(draft, ready, chosen)
                 return
@@ -53,10 +58,17 @@ class Decoding:
         ]
 
     def _load(self, n_context: int, n_flights: int) -> Load:
-        """The prefill that waits among the running; who is admitted in this step is not known yet."""
-        begun = sum([max(0, seq.given - seq.scheduled) for seq in self.floor.running])
-        n_prefill = min(begun, self.limits.max_prefill_tokens)
-        return Load(n_prefill, n_context, behind=not n_flights)
+        """The prefill that waits among the running, and for a drafter of the device also in the queue;
+        who is admitted in this step is not known yet."""
+        entering = [seq for seq in self.floor.running if seq.scheduled < seq.given]
+        n_prefill = sum([seq.given - seq.scheduled for seq in entering])
+        if self.drafting.device and not self.floor.full:
+            free = self.floor.max_running - len(self.floor.running)
+            waiting = list(islice(self.floor.waiting, free))
+            n_prefill += sum([len(seq.tokens) for seq in waiting])
+            entering += waiting
+        n_prefill = min(n_prefill, self.limits.max_prefill_tokens)
+        return Load(n_prefill, n_context, behind=not n_flights, entering=entering)
 
     def _grow_given(self) -> None:
         """Pages for known tokens: those that guides forced, and with a window the next row's of a

@@ -122,6 +122,27 @@ class PlanDraft:
         self.n_prefill += count
         self.prefill_rows_left -= 1
 
+    def show(self, seq: Sequence, start: int, end: int) -> None:
+        """A row that shows the device drafter tokens ``start`` to ``end`` - 1 of ``seq``, which the
+        target has computed already; as many as there is room for."""
+        count = min(end - start, self.prefill_room)
+        self.rows.append(
+            RowPlan(
+                seq=seq,
+                slot=seq.slot,
+                start=start,
+                count=count,
+                from_slot=False,
+                tokens=seq.tokens[start : start + count],
+                emits=False,
+                shown=True,
+            )
+        )
+        seq.pending += 1
+        self.tokens_left -= count
+        self.prefill_left -= count
+        self.prefill_rows_left -= 1
+
     def load(self, seq: Sequence) -> None:
         """Have the slot's counts and bias row filled before the step's rows run."""
         params = seq.request.params

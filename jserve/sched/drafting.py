@@ -1,8 +1,8 @@
 """Who drafts, how much, and when that is worth waiting for: the policy of speculation.
 
-Owns the estimates per sequence and per proposer, the choice of k per row and step, and the counters. Must not
-know pages, budgets or queues (``sched.decoding`` makes rows of what is chosen here). A pure function of plans,
-results and the times they carry.
+Owns the choice of k per row and step, the looks at what drafts brought, and the counters. Must not know pages,
+budgets or queues (``sched.decoding`` makes rows of what is chosen here). A pure function of plans, results and
+the times they carry.
 
 Three kinds of drafts, one row each:
 
@@ -10,67 +10,46 @@ Three kinds of drafts, one row each:
 * *host*: a proposer looks at the text. It needs the last token, so its sequence is planned when nothing of it is
   in flight. While the step before runs nobody knows what it will find, so waiting is decided by expectation: all
   wait, or nobody (who drafts would get every second step only). What drafts would have brought is seen in every
-  text, drafted or not (``spec.acceptance.Shadow``), so not waiting costs no knowledge.
-* *device*: a drafter leaves ``StepPlan.n_draft`` drafts in the slots. Nothing waits, but nothing is learned
-  without trying: see ``spec.choice.Purse``. Blind proposers of the host (synthetic ones) go the same way.
+  text, drafted or not (``spec.acceptance.Shadow``), so not waiting costs no knowledge. Blind proposers
+  (synthetic ones) know nothing of the text: they are tried now and then, see ``spec.choice.Purse``.
+* *device*: a drafter leaves ``StepPlan.n_draft`` drafts in the slots. Nothing waits; whether it runs at all is
+  decided by ``sched.ahead``, and what it misses while it does not is made up for by ``sched.showing``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from jserve.config import SpeculativeOptions
 from jserve.ports import Proposer, RunnerLimits
+from jserve.sched.ahead import LOOK_SHARE, Ahead, Expects
 from jserve.sched.costs import MeasuredCosts
+from jserve.sched.drafts import (
+    DEVICE,
+    GRAMMAR,
+    NOTHING,
+    Drafts,
+    Gains,
+    Load,
+    Watches,
+    may_hold,
+    room,
+)
+from jserve.sched.gaps import Gaps
+from jserve.sched.showing import Showing
 from jserve.sched.spectally import SpecTally
-from jserve.spec.acceptance import ProposerRates, RequestRates, Shadow
-from jserve.spec.choice import Gains, Purse, best_width, widths
+from jserve.spec.choice import Purse, best_width, widths
 from jserve.types import RowPlan, Sequence, StepPlan
 
-GRAMMAR, DEVICE = "grammar", "device"
 READ_PER_STEP = 256
 """Tokens that proposers take in per commit; a long prompt is read while it is prefilled."""
-LOOK_SHARE = 0.01
-"""Of the time without drafts, what may be lost by trying some."""
-_GAP_S, _GAP_KEEP = 3e-4, 0.95
-NOTHING: Gains = (0.0,)
 
 
-@dataclass(slots=True)
-class Drafts:
-    """What one row shall try."""
-
-    ids: Seq[int] = ()
-    source: str = ""
-    gains: Gains = NOTHING
-    """Drafts expected to stand of 0, 1 ... len(ids)."""
-
-    def cut(self, most: int) -> Drafts:
-        """At most ``most`` of them."""
-        return self if most >= len(self.ids) else Drafts(self.ids[: max(0, most)], self.source)
-
-
-@dataclass(slots=True, eq=False)
-class _Watch:
-    """What is known of one sequence."""
-
-    rates: RequestRates = field(default_factory=RequestRates)
-    shadow: Shadow = field(default_factory=Shadow)
-    left: int = 0
-    """Drafts that the device holds for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What else the step to be planned holds."""
-
-    n_prefill: int
-    n_context: int
-    behind: bool
-    """True when no step is in flight: the host's time is not hidden."""
+def to_the_end(seq: Sequence) -> float:
+    """Tokens that ``seq`` may still draw."""
+    return seq.max_len - len(seq.tokens)
 
 
 class Drafting:
@@ -78,6 +57,7 @@ class Drafting:
 
     Args:
         proposer: drafts on the host; None: only the device (where it can) and guides do.
+        expects: tokens that a sequence will still draw.
     """
 
     def __init__(
@@ -86,6 +66,7 @@ class Drafting:
         costs: MeasuredCosts,
         options: SpeculativeOptions,
         proposer: Proposer | None = None,
+        expects: Expects = to_the_end,
     ) -> None:
         self.limits, self.costs, self.proposer = limits, costs, proposer
         self.most = limits.max_drafts
@@ -94,17 +75,14 @@ class Drafting:
         self.n_draft = 0
         """Drafts that the device shall leave at the end of the step being planned."""
         self.tally = SpecTally()
-        names = [GRAMMAR, DEVICE] + ([proposer.name] if proposer is not None else [])
-        self._rates = {name: ProposerRates(max(1, self.most)) for name in names}
+        self.watches = Watches(self.most)
+        self.gaps = Gaps()
+        self.showing = Showing(limits, costs)
+        self.ahead = Ahead(limits, costs, options, self.watches, self.gaps, self.showing, expects)
         self._sources: dict[int, dict[int, str]] = {}
-        self._watched: dict[Sequence, _Watch] = {}
         self._purse = Purse(LOOK_SHARE)
-        self._paid = False
-        """Whether the drafts that the device holds are to be tried, however little is expected."""
-        self._gaps = Gaps()
         self._read_left = 0
-        self._draft_s = 0.0
-        """Seconds that the device takes per draft."""
+        self._fixed: int | None = None
 
     @property
     def on(self) -> bool:
@@ -113,23 +91,26 @@ class Drafting:
 
     @property
     def device(self) -> bool:
-        return self.limits.device_drafts > 0
+        """True when it is the device that drafts."""
+        return self.limits.device_drafts > 0 and self.proposer is None
 
     @property
     def _name(self) -> str:
         return DEVICE if self.proposer is None else self.proposer.name
 
-    @property
-    def _blind(self) -> bool:
-        return self.device if self.proposer is None else self.proposer.blind
+    def fix(self, k: int | None) -> None:
+        """From now on up to ``k`` drafts in every step, for benchmarks; None: as many as pay."""
+        self._fixed = self.ahead.fixed = k
 
     def waits(self, ready: Seq[Sequence], n_flights: int, load: Load) -> bool:
         """True when no step should be planned before those in flight are back, because drafts of
         the host are worth more than the overlap."""
-        if not self.on or self._blind or self.proposer is None or not n_flights:
+        if not self.on or self.proposer is None or self.proposer.blind or not n_flights:
             return False
         if not any(self._looks(seq) and seq.in_flight for seq in ready):
             return False
+        if self._fixed is not None:
+            return self._fixed > 0
         prospects = [self._prospect(seq) for seq in ready]
         without = self._seconds(ready, load, 1, behind=False)
         width = best_width(
@@ -144,14 +125,13 @@ class Drafting:
     def choose(self, ready: Seq[Sequence], load: Load) -> list[Drafts]:
         """What each row tries, before length and pages cut it; sets ``n_draft``."""
         self.n_draft = 0
-        if not self.on or not ready:
+        if not self.on:
             return [Drafts()] * len(ready)
-        found = [self._drafts(seq) for seq in ready]
-        width = self._width(ready, [d.gains for d in found], load)
-        if width == 1 and self._blind:
-            width = self._look(ready, found, load)
         if self.device:
-            self.n_draft = self._ahead(ready, load)
+            self.n_draft = self.ahead.choose(ready, load)
+            return [self._held(seq).cut(self.n_draft) for seq in ready]
+        found = [self._drafts(seq) for seq in ready]
+        width = self._width(ready, found, load) if ready else 1
         return [d.cut(width - 1) for d in found]
 
     def mask(self, seq: Sequence, drafts: Drafts) -> np.ndarray | None:
@@ -165,24 +145,25 @@ class Drafting:
         flight before it."""
         if not self.on:
             return
-        self._gaps.planned(plan.id, behind)
+        self.gaps.planned(plan.id, behind)
         self._sources[plan.id] = sources
         if self.device:
+            self.showing.planned(plan)
             for row in plan.rows:
-                if row.seq.request.speculative:
+                if not row.shown and row.seq.request.speculative:
                     # After a chunk that emits nothing this is wrong, but none of these is read then.
-                    self._watch(row.seq).left = plan.n_draft
+                    self.watches.of(row.seq).left = plan.n_draft
 
-    def observe(self, plan: StepPlan, now: float, device_s: float, predicted_s: float) -> None:
-        """``plan`` took ``device_s``; ``predicted_s`` is what it takes without drafting."""
-        self._gaps.landed(plan.id, now, device_s)
-        self.tally.step(device_s, prefills=not plan.rows[-1].from_slot)
-        if plan.n_draft and device_s > 0:
-            each = max(0.0, device_s - predicted_s) / plan.n_draft
-            self._draft_s += 0.2 * (each - self._draft_s)
-            self.tally.drafting(self._draft_s * plan.n_draft)
-        elif not any(row.drafts for row in plan.rows):
-            self._purse.earn(device_s)
+    def observe(self, plan: StepPlan, now: float, device_s: float, plain_s: float) -> None:
+        """``plan`` took ``device_s``; ``plain_s`` is predicted of one of as many tokens that drafts
+        nothing."""
+        gap_s = self.gaps.landed(plan.id, now, device_s)
+        self.tally.step(device_s, gap_s, prefills=not plan.rows[-1].from_slot)
+        if plan.n_draft:
+            self.tally.drafting(max(0.0, device_s - plain_s))
+        else:
+            self.ahead.purse.earn(device_s)
+        self._purse.earn(device_s)
 
     def drawn(self, row: RowPlan, source: str, n_ok: int) -> None:
         """``row``, whose drafts came from ``source``, drew ``n_ok`` tokens."""
@@ -190,25 +171,24 @@ class Drafting:
             return
         n, stood = len(row.drafts), max(0, n_ok - 1)
         self.tally.row(source, row.seq.request.lane, n, stood, n_ok)
-        if n and self._blind and source == self._name and row.seq.finish is None:
-            self._rates[source].add(n, stood)
-            self._watch(row.seq).rates.add(n, stood)
+        blind = self.proposer is None or self.proposer.blind
+        if n and blind and source == self._name and row.seq.finish is None:
+            self.watches.add(row.seq, n, stood)
 
     def took(self, seq: Sequence, tokens: Seq[int]) -> None:
         """``seq`` got ``tokens`` (none after a chunk of its prompt): look what drafts they prove."""
         if not self._looks(seq):
             return
         assert self.proposer is not None
-        watch, rates = self._watch(seq), self._rates[self.proposer.name]
+        shadow = self.watches.of(seq).shadow
         for token in tokens:
-            ended = watch.shadow.see(token)
+            ended = shadow.see(token)
             if ended is not None:
-                watch.rates.add(*ended)
-                rates.add(*ended)
+                self.watches.add(seq, *ended)
         self._read_left -= self.proposer.read(seq, max(0, self._read_left))
-        if watch.shadow.expected is None and tokens and seq.finish is None:
+        if shadow.expected is None and tokens and seq.finish is None:
             ids = self.proposer.propose(seq, self.most)
-            watch.shadow.open(tuple(ids if seq.guide is None or not ids else seq.guide.trim(ids)))
+            shadow.open(tuple(ids if seq.guide is None or not ids else seq.guide.trim(ids)))
 
     def begin_commit(self, plan: StepPlan) -> dict[int, str]:
         """The results of ``plan`` follow; who made the drafts of which row."""
@@ -217,11 +197,12 @@ class Drafting:
 
     def idle(self) -> None:
         """Nobody runs any more: time that passes now says nothing of steps."""
-        self._gaps.idle()
+        self.gaps.idle()
 
     def lost(self) -> None:
         """The steps in flight will not land."""
-        self._gaps.idle()
+        self.gaps.idle()
+        self.showing.lost()
         self._sources.clear()
 
     def counters(self) -> dict[str, float]:
@@ -231,137 +212,69 @@ class Drafting:
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` is over."""
-        self._watched.pop(seq, None)
+        self.watches.forget(seq)
+        self.showing.forget(seq)
         if self.proposer is not None:
             self.proposer.forget(seq)
 
     def __len__(self) -> int:
         """Sequences of which anything is kept."""
-        return len(self._watched)
+        return len(self.watches)
 
     def _looks(self, seq: Sequence) -> bool:
         """True for a sequence whose text a proposer of the host reads."""
         return self.proposer is not None and not self.proposer.blind and seq.request.speculative
 
-    def _watch(self, seq: Sequence) -> _Watch:
-        watch = self._watched.get(seq)
-        if watch is None:
-            watch = self._watched[seq] = _Watch()
-        return watch
+    def _held(self, seq: Sequence) -> Drafts:
+        """Drafts of ``seq`` where the device drafts: what it left, unless it drafted half blind."""
+        if seq.guide is not None or not may_hold(seq):
+            return self._forced(seq)
+        if self.showing.missing(seq):
+            return Drafts()
+        return Drafts((-1,) * room(seq, self.watches.of(seq).left), DEVICE)
+
+    def _forced(self, seq: Sequence) -> Drafts:
+        """Tokens that a guide leaves no choice about."""
+        if seq.guide is None or not seq.request.speculative:
+            return Drafts()
+        forced = seq.guide.forced[: room(seq, self.most)]
+        return Drafts(forced, GRAMMAR, range(len(forced) + 1)) if forced else Drafts()
 
     def _drafts(self, seq: Sequence) -> Drafts:
         """All that ``seq`` could try now."""
-        if not seq.request.speculative:
+        forced = self._forced(seq)
+        if forced.ids or self.proposer is None or not seq.request.speculative:
+            return forced
+        most = room(seq, self.most)
+        if not most or (seq.in_flight and not self.proposer.blind):
             return Drafts()
-        room = min(self.most, seq.max_len - len(seq.tokens) - seq.in_flight - 1)
-        if room <= 0:
-            return Drafts()
-        if seq.guide is not None and (forced := seq.guide.forced[:room]):
-            return Drafts(forced, GRAMMAR, range(len(forced) + 1))
-        if self._blind:
-            return self._blind_drafts(seq, room)
-        if self.proposer is None or seq.in_flight:
-            return Drafts()
-        return self._valued(seq, self.proposer.propose(seq, room))
-
-    def _blind_drafts(self, seq: Sequence, room: int) -> Drafts:
-        """Drafts that need no look at the text: made up, or held by the device.
-
-        A guide's masks follow the drafts' ids, which only the device knows: no row of both.
-        """
-        if self.proposer is not None:
-            return self._valued(seq, self.proposer.propose(seq, room))
-        if seq.guide is not None:
-            return Drafts()
-        return self._valued(seq, (-1,) * min(room, self._watch(seq).left))
-
-    def _valued(self, seq: Sequence, ids: Seq[int]) -> Drafts:
-        if seq.guide is not None and ids and ids[0] >= 0:
+        ids = self.proposer.propose(seq, most)
+        if seq.guide is not None and ids:
             ids = seq.guide.trim(ids)
-        if not ids:
-            return Drafts()
-        return Drafts(ids, self._name, self._gains(seq, len(ids)))
-
-    def _gains(self, seq: Sequence, most: int) -> list[float]:
-        return self._watch(seq).rates.gains(most, self._rates[self._name])
+        return Drafts(ids, self._name, self.watches.gains(seq, len(ids))) if ids else Drafts()
 
     def _prospect(self, seq: Sequence) -> Gains:
         """Gains of the next row of ``seq`` if it waits, before there is a proposal."""
         if not self._looks(seq) or seq.guide is not None:  # a guided one waits anyway
             return NOTHING
-        room = min(self.most, seq.max_len - len(seq.tokens) - seq.in_flight - 1)
-        share = self._watch(seq).rates.offer(self._rates[self._name])
-        return [share * g for g in self._gains(seq, max(0, room))]
+        share = self.watches.of(seq).rates.offer(self.watches.rates)
+        return [share * g for g in self.watches.gains(seq, room(seq, self.most))]
 
-    def _width(self, ready: Seq[Sequence], rows: list[Gains], load: Load) -> int:
+    def _width(self, ready: Seq[Sequence], found: Seq[Drafts], load: Load) -> int:
+        if self._fixed is not None:
+            return 1 + self._fixed
+
         def seconds(width: int) -> float:
             return self._seconds(ready, load, width, behind=load.behind)
 
-        return best_width(rows, self.widths, seconds, seconds(1), self.min_speed)
-
-    def _look(self, ready: Seq[Sequence], found: list[Drafts], load: Load) -> int:
-        """A width above 1, now and then, to see whether drafts have become worth it."""
-        longest = max([len(d.ids) for d in found])
-        if not longest:
-            return 1
-        if self.proposer is None:  # what the device drafted was paid for when it was asked to
-            paid, self._paid = self._paid, False
-            return next(w for w in self.widths if w > longest) if paid else 1
-        width = self.widths[1]
-        cost = self._seconds(ready, load, width, behind=load.behind)
-        cost -= self._seconds(ready, load, 1, behind=load.behind)
-        return width if self._purse.spend(cost) else 1
-
-    def _ahead(self, ready: Seq[Sequence], load: Load) -> int:
-        """Drafts that the device shall leave for the step after this one."""
-        most = min(self.most, self.limits.device_drafts)
-        rows = [self._gains(seq, most) if self._may_hold(seq) else NOTHING for seq in ready]
-        later = Load(0, load.n_context, load.behind)
-
-        def seconds(width: int) -> float:
-            drafting = self._draft_s * min(width - 1, most) if width > 1 else 0.0
-            return self._seconds(ready, later, width, behind=load.behind) + drafting
-
-        width = best_width(rows, self.widths, seconds, seconds(1), self.min_speed)
-        if width == 1 and max(len(gains) for gains in rows) > 1:
-            width = self.widths[1]
-            self._paid = self._purse.spend(seconds(width) - seconds(1))
-            if not self._paid:
-                return 0
-        return min(width - 1, most)
-
-    def _may_hold(self, seq: Sequence) -> bool:
-        return seq.request.speculative and seq.guide is None
+        gains = [d.gains for d in found]
+        width = best_width(gains, self.widths, seconds, seconds(1), self.min_speed)
+        blind = self.proposer is not None and self.proposer.blind
+        if width > 1 or not blind or not any([d.ids for d in found]):
+            return width
+        least = self.widths[1]  # a look, now and then, whether drafts have become worth it
+        return least if self._purse.spend(max(0.0, seconds(least) - seconds(1))) else 1
 
     def _seconds(self, ready: Seq[Sequence], load: Load, width: int, *, behind: bool) -> float:
         took = self.costs.seconds(len(ready), load.n_prefill, load.n_context, width)
-        return took + self._gaps.seconds(behind)
-
-
-class Gaps:
-    """How long the device waits for the host between two steps: after a step that nothing followed
-    in the queue (*behind*), and otherwise. From the times that plans and results carry."""
-
-    def __init__(self) -> None:
-        self._mean = {True: _GAP_S, False: 0.0}
-        self._behind: dict[int, bool] = {}
-        self._landed: float | None = None
-
-    def seconds(self, behind: bool) -> float:
-        return self._mean[behind]
-
-    def planned(self, step: int, behind: bool) -> None:
-        self._behind[step] = behind
-
-    def landed(self, step: int, now: float, device_s: float) -> None:
-        behind, before = self._behind.pop(step, None), self._landed
-        self._landed = now
-        if behind is None or before is None or device_s <= 0:
-            return
-        gap = min(max(0.0, now - before - device_s), device_s)
-        self._mean[behind] += (1 - _GAP_KEEP) * (gap - self._mean[behind])
-
-    def idle(self) -> None:
-        """Nobody runs: what follows is no gap. Steps that were lost will not land."""
-        self._landed = None
-        self._behind.clear()
+        return took + self.gaps.seconds(behind)

@@ -54,6 +54,10 @@ class Lengths:
         more = mean - n_out if n_out < mean else mean / 2
         return max(0, min(round(more), policy.kv_tokens(seq) - max(seq.scheduled, seq.given)))
 
+    def still(self, seq: Sequence) -> float:
+        """Tokens that ``seq`` will still draw: ``left``, or all it may where nothing has ended yet."""
+        return self.left(seq) or seq.max_len - len(seq.tokens)
+
 
 def peak_tokens(members: Iterable[tuple[int, int]]) -> int:
     """Most tokens ever needed beyond those held now, by ``(left, own)`` of everyone who runs.

@@ -59,8 +59,8 @@ class Decision(msgspec.Struct, frozen=True):
     """What a plan decided."""
 
     id: int
-    rows: tuple[tuple[str, int, int, int, int, bool, bool, bool, tuple[int, ...]], ...]
-    """(request id, index, slot, start, count, from_slot, emits, score, drafts) each."""
+    rows: tuple[tuple[str, int, int, int, int, bool, bool, bool, tuple[int, ...], bool], ...]
+    """(request id, index, slot, start, count, from_slot, emits, score, drafts, shown) each."""
     loads: tuple[int, ...]
     pages: int
     """Checksum of the page table."""
@@ -277,6 +277,7 @@ def _row(row: RowPlan) -> tuple:
         row.emits,
         row.score,
         tuple(row.drafts),
+        row.shown,
     )
 
 

@@ -18,7 +18,8 @@ from jserve.config import EngineConfig
 from jserve.errors import JserveError
 from jserve.ports import Proposer, RunnerLimits, Verdict
 from jserve.sched import caching, tiering
-from jserve.sched.drafting import Drafting, Drafts, Load
+from jserve.sched.drafting import Drafting
+from jserve.sched.drafts import Drafts, Load
 from jserve.sched.journal import (
     Arrival,
     Cancelled,
@@ -106,7 +107,7 @@ class _RecordedDrafting(Drafting):
     def choose(self, ready: Seq[Sequence], load: Load) -> list[Drafts]:
         rows = self.decision.rows if self.decision is not None else ()
         self.n_draft = self.decision.n_draft if self.decision is not None else 0
-        said = {(row[0], row[1]): row[8] for row in rows}
+        said = {(row[0], row[1]): row[8] for row in rows if row[5]}
         ids = [said.get((seq.request.id, seq.index), ()) for seq in ready]
         return [Drafts(drafts, "recorded") for drafts in ids]
 

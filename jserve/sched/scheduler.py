@@ -114,7 +114,9 @@ class Scheduler:
         )
         self.leaders = Leaders(self.floor)
         self.fetching = Fetching(self.floor)
-        self.drafting = Drafting(limits, self.costs, config.speculative, proposer)
+        self.drafting = Drafting(
+            limits, self.costs, config.speculative, proposer, self.floor.lengths.still
+        )
         self.decoding = Decoding(self.floor, limits, self.drafting, guided=guides is not None)
         self.gate = Gate(options, self.cap, self.floor)
         self.deadlines = Deadlines()
@@ -242,6 +244,7 @@ class Scheduler:
         self.decoding.fill(draft, self._n_uncommitted, self.gate.n_context)
         self._prefill(draft)
         self._admit(draft, now)
+        self.drafting.showing.fill(draft, self.floor.running, self.cap)
 
     def _prefill(self, draft: PlanDraft) -> None:
         """The next chunk of every running sequence that has known tokens left."""
@@ -343,10 +346,10 @@ class Scheduler:
         took, width = result.device_us * 1e-6, 1
         if self.drafting.on:
             width = max([row.count for row in plan.rows[:n_decode]], default=1)
-            usual = self.costs.seconds(n_decode, n_prefill, self.gate.n_context, width)
-            self.drafting.observe(plan, now, took, usual)
-        if not plan.n_draft:
-            self.costs.observe(n_decode, n_prefill, self.gate.n_context, took, width)
+            plain = self.costs.seconds(n_decode * width, n_prefill, self.gate.n_context)
+            self.drafting.observe(plan, now, took, plain)
+        n_context = self.gate.n_context
+        self.costs.observe(n_decode, n_prefill, n_context, took, width, plan.n_draft)
 
     def recover(self, plans: Iterable[StepPlan], error: str, now: float) -> list[Output]:
         """A step raised and the device lost its state; ``plans`` are all that were in flight.

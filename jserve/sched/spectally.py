@@ -17,13 +17,13 @@ class SpecTally:
 
     def __init__(self) -> None:
         self.rows = self.tokens = 0
-        self.device_s = self.decode_s = self.draft_s = 0.0
+        self.device_s = self.decode_s = self.draft_s = self.gap_s = 0.0
         self.decode_steps = 0
         self._rounds: Counter[str] = Counter()
         self._drafted: Counter[tuple[str, Lane]] = Counter()
         self._stood: Counter[tuple[str, Lane]] = Counter()
-        self._tried_at: Counter[tuple[str, int]] = Counter()
-        self._stood_at: Counter[tuple[str, int]] = Counter()
+        self._tried_at: Counter[tuple[str, Lane, int]] = Counter()
+        self._stood_at: Counter[tuple[str, Lane, int]] = Counter()
         self._reader: Any = None
 
     def row(self, source: str, lane: Lane, n_drafts: int, n_stood: int, n_drawn: int) -> None:
@@ -36,18 +36,20 @@ class SpecTally:
         self._drafted[source, lane] += n_drafts
         self._stood[source, lane] += n_stood
         for j in range(n_drafts):
-            self._tried_at[source, j] += 1
-            self._stood_at[source, j] += j < n_stood
+            self._tried_at[source, lane, j] += 1
+            self._stood_at[source, lane, j] += j < n_stood
 
-    def step(self, device_s: float, *, prefills: bool) -> None:
-        """A step took ``device_s``; ``prefills``: it carried prompt tokens too."""
+    def step(self, device_s: float, gap_s: float, *, prefills: bool) -> None:
+        """A step took ``device_s`` after the device had waited ``gap_s`` for the host; ``prefills``: it
+        carried prompt tokens too."""
         self.device_s += device_s
         if not prefills:
             self.decode_s += device_s
             self.decode_steps += 1
+            self.gap_s += gap_s
 
     def drafting(self, seconds: float) -> None:
-        """The device drafted for so long (estimated from what such steps take longer)."""
+        """The device drafted for so long (estimated from what such steps take longer than others of as many tokens)."""
         self.draft_s += seconds
 
     def counters(self) -> dict[str, float]:
@@ -57,6 +59,7 @@ class SpecTally:
             "step_seconds_total": self.device_s,
             "decode_step_seconds_total": self.decode_s,
             "decode_steps_total": self.decode_steps,
+            "decode_step_gap_seconds_total": self.gap_s,
             "spec_decode_drafting_seconds_total": self.draft_s,
         }
         for source, n in self._rounds.items():
@@ -68,7 +71,7 @@ class SpecTally:
                 found[f"spec_decode_num_{name}_tokens_total{{{labels}}}"] = n
         by_place = (("draft", self._tried_at), ("accepted", self._stood_at))
         for name, counts in by_place:
-            for (source, place), n in counts.items():
-                labels = f"proposer={source},position={place}"
+            for (source, lane, place), n in counts.items():
+                labels = f"proposer={source},lane={lane.value},position={place}"
                 found[f"spec_decode_num_{name}_tokens_per_pos_total{{{labels}}}"] = n
         return found

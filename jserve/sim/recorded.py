@@ -128,7 +128,7 @@ def _listen(path: Path) -> list[_Heard]:
 
 def _draw(heard: dict[str, _Heard], decision: Decision, event: Committed, path: Path) -> None:
     tokens_RJ, n_ok_R = event.tokens.numpy(), event.n_ok.numpy()
-    for r, (id, index, _, start, count, _, emits, _, drafts) in enumerate(decision.rows):
+    for r, (id, index, _, start, count, _, emits, _, drafts, _) in enumerate(decision.rows):
         if drafts:
             raise ConfigError(
                 f"journal {path}: it holds speculation, which is not simulated", field="trace"

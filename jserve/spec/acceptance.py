@@ -1,4 +1,4 @@
-"""How often drafts stand: decayed counts per position for a proposer, per request for its text.
+"""How often drafts stand: decayed counts per lane and position for a proposer, per request for its text.
 
 Owns the estimates. Must not know steps, times or who drafts. A *round* is one proposal of m drafts of which
 the first a stood; it tries ``min(a + 1, m)`` drafts, each given that those before it stood::
@@ -6,16 +6,20 @@ the first a stood; it tries ``min(a + 1, m)`` drafts, each given that those befo
     drafts   d1 d2 d3 d4 d5       stood: 2        tried: d1 d2 (stood), d3 (fell); d4 d5 say nothing
 
 What a request's next draft at position j is worth is its own rate, pulled towards its proposer's at that
-position while little is known of it. Old rounds fade, so a text that changes is noticed.
+position while little is known of it; that is the rate of the request's lane, pulled towards that of the others.
+Old rounds fade, so a text that changes is noticed.
 """
 
 from __future__ import annotations
 
+from jserve.types import Lane
+
 FADE_REQUEST = 0.95
 """Per draft tried (or round, for offers)."""
 FADE_PROPOSER = 0.99
-PULL = 4.0
-"""Tries of its own after which a request's rate counts as much as its proposer's."""
+PULL = 2.0
+"""Tries of its own after which a request's rate counts as much as its proposer's. Few, since texts differ: what
+nobody's draft stood for in two rounds is rarely one where most do."""
 _GUESS, _GUESS_WEIGHT = 0.5, 4.0
 
 
@@ -24,8 +28,11 @@ class Rate:
 
     __slots__ = ("good", "tried")
 
-    def __init__(self) -> None:
-        self.good = self.tried = 0.0
+    def __init__(self, good: float = 0.0, tried: float = 0.0) -> None:
+        self.good, self.tried = good, tried
+
+    def fade(self, keep: float) -> None:
+        self.good, self.tried = self.good * keep, self.tried * keep
 
     def add(self, good: float, tried: float, keep: float) -> None:
         self.good = self.good * keep + good
@@ -43,19 +50,26 @@ class ProposerRates:
         self.offers = Rate()
         """Rounds in which it had anything to propose."""
         self.positions = [Rate() for _ in range(most)]
+        self.lanes = {lane: [Rate() for _ in range(most)] for lane in Lane}
 
-    def add(self, n_drafts: int, n_stood: int) -> None:
+    def add(self, n_drafts: int, n_stood: int, lane: Lane) -> None:
         """One round; ``n_drafts`` may be 0."""
         self.offers.add(n_drafts > 0, 1.0, FADE_PROPOSER)
         for j in range(min(n_stood + 1, n_drafts, len(self.positions))):
-            self.positions[j].add(j < n_stood, 1.0, FADE_PROPOSER)
+            for rates in (self.positions, *self.lanes.values()):
+                rates[j].fade(FADE_PROPOSER)
+            for rates in (self.positions, self.lanes[lane]):
+                rates[j].add(j < n_stood, 1.0, 1.0)
 
     def offer(self) -> float:
         return self.offers.towards(_GUESS, _GUESS_WEIGHT)
 
-    def rate(self, position: int) -> float:
-        at = self.positions[min(position, len(self.positions) - 1)]
-        return at.towards(_GUESS, _GUESS_WEIGHT)
+    def rate(self, position: int, lane: Lane) -> float:
+        """The chance that a draft at ``position`` stands, given those before it, of a new request."""
+        j = min(position, len(self.positions) - 1)
+        own, overall = self.lanes[lane][j], self.positions[j]
+        others = Rate(overall.good - own.good, overall.tried - own.tried)
+        return own.towards(others.towards(_GUESS, _GUESS_WEIGHT), _GUESS_WEIGHT)
 
 
 class RequestRates:
@@ -76,11 +90,11 @@ class RequestRates:
         """Chance that the next round has drafts at all."""
         return self.offers.towards(proposer.offer(), PULL)
 
-    def gains(self, most: int, proposer: ProposerRates) -> list[float]:
+    def gains(self, most: int, proposer: ProposerRates, lane: Lane) -> list[float]:
         """Expected drafts that stand of 0, 1 ... ``most``."""
         found, standing = [0.0], 1.0
         for j in range(most):
-            standing *= self.drafts.towards(proposer.rate(j), PULL)
+            standing *= self.drafts.towards(proposer.rate(j, lane), PULL)
             found.append(found[-1] + standing)
         return found
 

@@ -19,9 +19,9 @@ Gains = Seq[float]
 
 
 def widths(max_drafts: int) -> tuple[int, ...]:
-    """Tokens per row for which there are programs: 1, 2, 4, 8 and 16, as far as drafts go."""
+    """Tokens per row for which there are programs: 1, all drafts, and of 4 and 8 those well below."""
     most = 1 + max_drafts
-    return (*(w for w in (1, 2, 4, 8) if w < most), most)
+    return (*(w for w in (1, 4, 8) if w == 1 < most or 3 * w < 2 * most), most)
 
 
 def gain(gains: Gains, width: int) -> float:
@@ -68,10 +68,10 @@ def best_width(
 
 
 class Purse:
-    """Bounds what looking costs: a share of the time spent otherwise, saved up until a look is paid for.
+    """Bounds what looking costs: a share of the time spent, saved up until a look is paid for.
 
     Without drafts nothing is learned of a drafter on the device. So now and then some are tried although
-    that seems to lose; over any stretch of time such steps lose at most ``share`` of it, and one look.
+    that seems to lose; over any stretch of time such steps lose at most ``share`` of it.
     """
 
     def __init__(self, share: float) -> None:
@@ -79,12 +79,20 @@ class Purse:
         self._saved = 0.0
 
     def earn(self, seconds: float) -> None:
-        """A step of ``seconds`` ran without drafts."""
+        """``seconds`` went by."""
         self._saved += self.share * seconds
 
-    def spend(self, cost: float) -> bool:
-        """True, and paid, when ``cost`` seconds were saved up."""
+    def holds(self, cost: float) -> bool:
+        """True when ``cost`` seconds are saved up; what is beyond them is lost, so that nothing is
+        saved for a long look."""
         if self._saved < cost:
             return False
-        self._saved = 0.0
+        self._saved = cost
+        return True
+
+    def spend(self, cost: float) -> bool:
+        """True, and paid, when ``cost`` seconds are saved up."""
+        if self._saved < cost:
+            return False
+        self._saved -= cost
         return True

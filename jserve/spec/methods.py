@@ -24,9 +24,9 @@ _READS = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens"),
     "suffix": ("suffix_min_match", "corpus", "max_lookup_tokens"),
     "synthetic": ("synthetic_acceptance_rate",),
-    "draft": ("model",),
-    "eagle3": ("model",),
-    "medusa": ("model",),
+    "draft": ("model", "max_rows"),
+    "eagle3": ("model", "max_rows"),
+    "medusa": ("model", "max_rows"),
     "off": ("num_tokens", "min_speed"),
 }
 _ALL = ("method", "num_tokens", "min_speed")

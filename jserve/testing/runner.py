@@ -73,7 +73,8 @@ class FakeRunner:
     ``nan`` names (request id, index) pairs whose next row computes KV that is not finite, and so
     does all that reads it; ``fail_next`` makes the next ``collect`` raise; ``step_s`` is how long a
     step takes from its launch. Where ``limits.device_drafts`` says so there is a device drafter, whose
-    drafts are each right with chance ``acceptance`` (a function of seed and position).
+    drafts are each right with chance ``acceptance`` (a function of seed and position); where
+    ``limits.drafts_from_kv``, only while it was shown every token before them.
     """
 
     def __init__(
@@ -105,11 +106,13 @@ class FakeRunner:
         self.token_PZ = np.full((P, Z), -1, np.int64)
         self.ctx_PZ = np.zeros((P, Z), np.uint64)
         self.poison_PZ = np.zeros((P, Z), bool)
+        self.shown_PZ = np.zeros((P, Z), bool)
+        """What the device drafter saw."""
         self.step_P = np.full(P, -1, np.int64)
         """The step that wrote each page last."""
         self._slots = [_Slot() for _ in range(self._limits.n_slots)]
         self.host: dict[int, HostCopy] = {}
-        """What each host page holds: tokens, ctx, poison."""
+        """What each host page holds: tokens, ctx, poison, shown."""
 
     @property
     def limits(self) -> RunnerLimits:
@@ -162,11 +165,15 @@ class FakeRunner:
         assert 0 <= plan.n_draft <= limits.device_drafts, f"{plan.n_draft} drafts of the device"
         assert all(row.from_slot for row in rows[: len(decode)]), "decode rows must come first"
         assert len(decode) <= limits.max_decode_rows, f"{len(decode)} decode rows"
-        assert len(rows) <= limits.max_rows, f"{len(rows)} rows"
+        own = [row for row in rows if not row.shown]
+        assert len(own) <= limits.max_rows, f"{len(own)} rows"
+        assert plan.n_draft or len(own) == len(rows), "a drafter that sleeps is shown tokens"
+        if plan.n_draft:
+            self._check_drafting(plan, decode, prefill)
         assert len(prefill) <= limits.max_prefill_rows, f"{len(prefill)} prefill rows"
         n_prefill = sum(row.count for row in prefill)
         assert n_prefill <= limits.max_prefill_tokens, f"{n_prefill} prefill tokens"
-        assert len({row.slot for row in rows}) == len(rows), "two rows share a slot"
+        assert len({row.slot for row in own}) == len(own), "two rows share a slot"
         assert {load.slot for load in plan.loads} <= {row.slot for row in rows}, (
             "a load without a row"
         )
@@ -182,6 +189,14 @@ class FakeRunner:
                 assert row.mask.shape == shape, f"mask {row.mask.shape}, wanted {shape}"
             assert row.start + row.count <= limits.max_model_len, "a row leaves the context"
 
+    def _check_drafting(self, plan: StepPlan, decode: Seq[RowPlan], prefill: Seq[RowPlan]) -> None:
+        """There are fewer programs with a drafter than without."""
+        limits = self._limits
+        width = max([1 + plan.n_draft, *(row.count for row in decode)])
+        assert len(decode) <= (limits.draft_rows or len(decode)), f"{len(decode)} rows draft"
+        widest = limits.prefill_width
+        assert not prefill or not widest or width <= widest, f"prompts beside {width} tokens a row"
+
     def _move(self, plan: StepPlan) -> dict[int, HostCopy]:
         """Copy pages in the order of ``plan.moves``; gives what goes out, there once collected."""
         saved: dict[int, HostCopy] = {}
@@ -190,7 +205,7 @@ class FakeRunner:
         for move in plan.moves:
             assert 0 < move.page < self._limits.n_pages, f"page {move.page} is moved"
             assert 0 <= move.host < self._limits.n_host_pages, f"host page {move.host} is moved"
-            arrays = (self.token_PZ, self.ctx_PZ, self.poison_PZ)
+            arrays = (self.token_PZ, self.ctx_PZ, self.poison_PZ, self.shown_PZ)
             if move.out:
                 saved[move.host] = tuple(array[move.page].copy() for array in arrays)
                 continue
@@ -210,11 +225,19 @@ class FakeRunner:
         out = _blank(len(plan.rows), 1 + max(len(row.drafts) for row in plan.rows), top=wants_top)
         scores: dict[int, PromptLogprobs] = {}
         written: set[tuple[int, int]] = set()
+        for row, pages in zip(plan.rows, plan.page_table_RM, strict=True):
+            if row.shown:  # before anybody drafts
+                self._show(row, pages)
         for r, row in enumerate(plan.rows):
             pages = plan.page_table_RM[r]
+            if row.shown:
+                continue
             tokens, start = self._inputs(row)
             drafts = tokens[1:] if row.from_slot else ()
             self._write(row, pages, start, tokens, written, plan.id)
+            self.shown_PZ[self._cells(pages, np.arange(start, start + row.count))] = (
+                plan.n_draft > 0
+            )
             if row.score:
                 scores[r] = self._score(row, pages, start)
             if row.emits:
@@ -226,6 +249,16 @@ class FakeRunner:
             cells = self._cells(pages, self._visible(start, start + row.count))
             out.finite_R[r] &= not self.poison_PZ[cells].any()
         return replace(out, prompt=scores)
+
+    def _show(self, row: RowPlan, pages: np.ndarray) -> None:
+        """Of tokens that were computed; the one after them is known too."""
+        cells = self._cells(pages, np.arange(row.start, row.start + row.count))
+        assert self.token_PZ[cells].tolist() == list(row.tokens), (
+            "other tokens are shown than were computed"
+        )
+        assert row.start + row.count < len(row.seq.tokens), "the token after them is not known"
+        assert not row.emits, "a row that shows tokens draws one"
+        self.shown_PZ[cells] = True
 
     def _inputs(self, row: RowPlan) -> tuple[list[int], int]:
         """The row's tokens and true start: device truth for a row that reads its slot."""
@@ -331,6 +364,8 @@ class FakeRunner:
         seq, slot, vocab = row.seq, self._slots[row.slot], self._limits.vocab_size
         params, stops = seq.request.params, stops_of(seq.request)
         first, history = slot.length, slot.history
+        sees = self.shown_PZ[self._cells(pages, np.arange(first))].all()
+        sure = self.acceptance if sees or not self._limits.drafts_from_kv else 0.0
         tokens, ctxs, drafts = [slot.last], [], []
         for at in range(first, first + n):
             at_S = np.append(self._visible(at, at), at)
@@ -342,7 +377,7 @@ class FakeRunner:
             lock = seq.n_prompt + params.min_tokens
             tokens.append(self.model.draw(seen, at + 1, seq.seed, params, stops, lock))
             history = (history + counted(tokens[-1], True)) & MASK
-            right = mix(seen ^ 2) % 1024 < self.acceptance * 1024
+            right = mix(seen ^ 2) % 1024 < sure * 1024
             drafts.append(tokens[-1] if right else (tokens[-1] + 1) % vocab)
         return tuple(drafts)
 

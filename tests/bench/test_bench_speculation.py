@@ -16,7 +16,7 @@ def ran(seconds: float, rows: int, tokens: int, step_s: float, **more: float) ->
         "decode_tokens_total": tokens,
         "decode_steps_total": rows,
         "decode_step_seconds_total": step_s * rows,
-        "spec_decode_host_seconds_total": more.pop("host_s", 0.0),
+        "decode_step_gap_seconds_total": more.pop("host_s", 0.0),
         "spec_decode_num_draft_tokens_total{proposer=ngram,lane=standard}": more.pop("drafted", 0),
         "spec_decode_num_accepted_tokens_total{proposer=ngram,lane=standard}": more.pop("stood", 0),
     }
@@ -68,3 +68,18 @@ def test_a_plot_is_drawn(tmp_path):
     rows += [row | {"kind": "auto", "concurrency": n} for n in (1, 4)]
     speculation.draw({"rows": rows}, tmp_path / "a.svg")
     assert "drafts per step" in (tmp_path / "a.svg").read_text()
+
+
+def test_acceptance_by_position_adds_up_runs_that_went_deeper_than_others():
+    def tried(*at: int) -> dict[str, float]:
+        name = (
+            "spec_decode_num_{}_tokens_per_pos_total{{proposer=device,lane=standard,position={}}}"
+        )
+        counts = {name.format("draft", j): n for j, n in enumerate(at)}
+        return counts | {name.format("accepted", j): n / 2 for j, n in enumerate(at)}
+
+    runs = [ran(1.0, rows=1, tokens=1, step_s=1.0) for _ in range(2)]
+    for run, at in zip(runs, ((4,), (4, 2, 2)), strict=True):
+        run.counters |= tried(*at)
+    found = account([(run, run) for run in runs])
+    assert found["acceptance_by_position"] == [0.5, 0.5, 0.5]

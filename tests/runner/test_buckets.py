@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jserve.runner.buckets import Ladder, Needs
+from jserve.config import EngineConfig
+from jserve.runner.buckets import MOST_VERIFIED, Ladder, Needs, beside_prefill
+from jserve.runner.sizes import draft_rows
 from jserve.spec.choice import widths
 
 
@@ -21,13 +23,55 @@ def ladder(n_drafts: int, rows: int = 32, **options) -> Ladder:
 @pytest.mark.parametrize("rows", [1, 3, 8, 20, 32, 100])
 @pytest.mark.parametrize("n_drafts", [1, 3, 7, 15])
 def test_a_step_of_drafts_alone_has_a_program_of_its_width(n_drafts, rows):
+    """Where that leaves arithmetic to spare, and at the narrowest width for any number of rows."""
     made = ladder(n_drafts, rows)
     for n in range(1, rows + 1):
         for width in range(2, n_drafts + 2):
             bucket = made.choose(Needs(D=n, P=0, F=0, J=width))
-            assert bucket.P == 0
-            assert next(w for w in widths(n_drafts) if w >= width) == bucket.J
-            assert max(8, 4 * n) >= bucket.D
+            rung = next(w for w in widths(n_drafts) if w >= width)
+            if 4 * n * rung <= MOST_VERIFIED or rung == widths(n_drafts)[1]:
+                assert (0, rung) == (bucket.P, bucket.J)
+                assert max(8, 4 * n) >= bucket.D
+            assert bucket.P or widths(n_drafts)[1] == bucket.J or bucket.T <= MOST_VERIFIED
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 32])
+@pytest.mark.parametrize("n_drafts", [1, 3, 7, 15])
+@pytest.mark.parametrize("draft_rows", [1, 8, 0])
+def test_whatever_a_drafting_step_may_hold_has_a_program(n_drafts, rows, draft_rows):
+    """Any rows and widths that the policy may ask for, with prompts, masks and scores; and no step
+    that drafts nothing runs a drafter."""
+    how = {"device_drafts": n_drafts, "draft_rows": draft_rows, "masks": True}
+    made = ladder(n_drafts, rows, **how)
+    most, narrow = min(rows, draft_rows or rows), beside_prefill(n_drafts)
+    for d in range(most + 1):
+        for j in range(1, n_drafts + 2):
+            for mask in (False, True):
+                alone = Needs(D=d, P=0, F=0, J=j, n_draft=j - 1, mask=mask)
+                assert made.choose(alone).P == 0
+                for p, f in ((1, 1), (64, 8), (70, 8), (512, 8)):
+                    if j <= narrow:
+                        for score in (False, True):
+                            made.choose(
+                                Needs(D=d, P=p, F=f, J=j, n_draft=j - 1, mask=mask, score=score)
+                            )
+    for d in range(rows + 1):
+        for p in (0, 1, 64, 512):
+            asleep = Needs(D=d, P=p, F=min(p, 8), mask=p == 1, score=p == 64)
+            assert made.choose(asleep).n_draft == 0
+
+
+def test_asleep_the_programs_are_those_of_an_engine_without_a_drafter():
+    plain, drafting = ladder(0, masks=True), ladder(7, masks=True, device_drafts=7, draft_rows=8)
+    assert set(plain.buckets) == {b for b in drafting.buckets if not b.n_draft}
+    assert all(b.n_draft == b.J - 1 for b in drafting.buckets)
+
+
+def test_a_tree_is_verified_whole():
+    tree = (0, 0, 1, 1, 2)
+    made = ladder(5, device_drafts=5, draft_rows=8, tree=tree, masks=True)
+    drafting = [b for b in made.buckets if b.n_draft]
+    assert {(b.J, b.n_draft, b.tree) for b in drafting} == {(6, 5, tree)}
 
 
 def test_drafts_beside_prefill_and_masks_have_one_too():
@@ -44,13 +88,29 @@ def test_drafts_beside_prefill_and_masks_have_one_too():
 
 def test_the_number_of_programs_is_what_the_docs_say():
     none, some = ladder(0, masks=True), ladder(7, masks=True)
-    assert len(some.buckets) == len(none.buckets) + 15
+    device = ladder(7, masks=True, device_drafts=7, draft_rows=8)
+    assert len(some.buckets) == len(device.buckets) == len(none.buckets) + 10
     assert set(none.buckets) - set(some.buckets) <= {b for b in none.buckets if b.P == 512}
 
 
 def test_synthetic_runs_have_masks_at_every_width():
     made = ladder(7, masks=True, masks_drafts=True)
-    for n in (2, 8, 32):
-        for width in (2, 4, 8):
-            bucket = made.choose(Needs(D=n, P=0, F=0, J=width, mask=True))
-            assert (n, width) == (bucket.D, bucket.J)
+    for n, width in ((2, 4), (2, 8), (8, 4), (8, 8), (32, 4)):
+        bucket = made.choose(Needs(D=n, P=0, F=0, J=width, mask=True))
+        assert (n, width) == (bucket.D, bucket.J)
+
+
+@pytest.mark.parametrize(
+    ("platform", "seqs", "wished", "rows"),
+    [
+        ("cpu", 64, 0, 8),
+        ("gpu", 64, 0, 32),
+        ("gpu", 4, 0, 4),
+        ("cpu", 64, 3, 3),
+        ("cpu", 64, 20, 20),
+    ],
+)
+def test_how_many_rows_may_draft(platform, seqs, wished, rows):
+    speculative = {"method": "draft", "model": "x", "max_rows": wished}
+    config = EngineConfig.of(max_num_seqs=seqs, speculative=speculative)
+    assert draft_rows(config, platform) == rows

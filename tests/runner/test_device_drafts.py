@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from jserve.config import DEFAULT_DRAFTS
 from jserve.errors import ConfigError
 from jserve.model import tree
 from jserve.model.draft_model import draft_model
@@ -21,11 +22,13 @@ from jserve.model.shard import make_mesh
 from jserve.model.step import make_step
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
-from jserve.runner.drafts import Speculation
+from jserve.runner.batch import Packer
+from jserve.runner.buckets import Ladder
+from jserve.runner.drafts import LOADERS, Speculation, load_speculation
 from jserve.runner.moves import PageMover
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
-from jserve.types import PageFetch, PageMove
+from jserve.types import PageFetch, PageMove, RowPlan, StepPlan
 from tests.runner import draft_oracle, drafters
 from tests.runner.harness import ARCH, Live, Rig, jobs, make_runner, shared, tiny_params
 from tests.runner.test_equalities import alone, as_tuples, mixed_jobs
@@ -114,6 +117,135 @@ def test_drafts_are_those_of_the_whole_text_run_anew(kind, parents):
     assert len(rig.left) > 4
     for tokens, drafts in rig.left:
         assert drafts == draft_oracle.expected(guess, tokens, parents or tree.chain(3))
+
+
+class Late(Watched):
+    """The drafter sleeps for the first steps; then it is shown all of every sequence, two rows of it
+    in one step."""
+
+    asleep = 5
+    lie = 0
+    """Added to the tokens that are shown."""
+
+    def _n_draft(self) -> int:
+        return 0 if self.n_steps < self.asleep else self.runner.limits.device_drafts
+
+    def _plan(self, lives: list[Live]) -> tuple[StepPlan, list[Live]]:
+        first = self.n_steps == self.asleep
+        plan, of_row = super()._plan(lives)
+        if not first:
+            return plan, of_row
+        rows, tables = list(plan.rows), [plan.page_table_RM]
+        for r, live in enumerate(lives):
+            assert plan.rows[r].seq is live.seq
+            n = plan.rows[r].start
+            for part in (range(n // 2), range(n // 2, n)):
+                rows.append(shown_row(live, part, self.lie))
+                tables.append(plan.page_table_RM[r : r + 1])
+                of_row = [*of_row, live]
+        self.before = kv_of(self.runner, lives)
+        return replace(plan, rows=tuple(rows), page_table_RM=np.concatenate(tables)), of_row
+
+
+def shown_row(live: Live, part: range, lie: int = 0) -> RowPlan:
+    return RowPlan(
+        seq=live.seq,
+        slot=live.seq.slot,
+        start=part.start,
+        count=len(part),
+        from_slot=False,
+        tokens=[(t + lie) % ARCH.V for t in live.seq.tokens[part.start : part.stop]],
+        emits=False,
+        shown=True,
+    )
+
+
+def kv_of(runner: ModelRunner, lives: list[Live]) -> list[np.ndarray]:
+    """The target's KV of every known token."""
+    Z, found = runner.limits.page_size, []
+    for live in lives:
+        at = np.arange(live.seq.scheduled - 1)
+        for layer in runner.state.kv[: ARCH.L]:
+            found += [np.asarray(x)[live.pages[at // Z], :, at % Z] for x in layer]
+    return found
+
+
+ASLEEP = Bucket(D=6, P=48, F=4)
+AWAKE = Bucket(D=6, P=96, F=6, J=4, n_draft=3)
+
+
+@pytest.mark.parametrize("kind", ["same", "eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
+def test_what_a_drafter_missed_can_be_shown_to_it(kind):
+    """Its drafts are then those of one that never slept, and the target's KV keeps every bit."""
+    made = partial(MAKERS[kind], n=3)
+    runner = make_runner((ASLEEP, AWAKE), speculation=made, max_num_batched_tokens=96)
+    rig = Late(runner, device="all", seed=2)
+    asked = [replace(job, prompt=job.prompt[:20], n=14) for job in jobs(3, seed=9, temperature=0.0)]
+    assert rig.run(asked) == Rig(shared()).run(asked)
+    after = kv_of(runner, rig.lives)
+    for was, now in zip(rig.before, after, strict=True):
+        np.testing.assert_array_equal(now[: len(was)], was)
+    guess = guess_of(kind, runner)
+    assert len(rig.left) > 4
+    for tokens, drafts in rig.left:
+        assert drafts == draft_oracle.expected(guess, tokens, tree.chain(3))
+    if kind == "same":
+        assert rig.accepted == rig.tried
+
+
+def test_showing_writes_nothing_of_the_target():
+    """Whatever is shown: here other tokens than were computed, so drafts are bad and nothing else is."""
+    runner = make_runner(
+        (ASLEEP, AWAKE), speculation=drafters.same_model, max_num_batched_tokens=96
+    )
+    rig = Late(runner, device="all", seed=2)
+    rig.lie = 1
+    asked = [replace(job, prompt=job.prompt[:20], n=14) for job in jobs(3, seed=9, temperature=0.0)]
+    assert rig.run(asked) == Rig(shared()).run(asked)
+    for was, now in zip(rig.before, kv_of(runner, rig.lives), strict=True):
+        np.testing.assert_array_equal(now[: len(was)], was)
+    assert rig.accepted != rig.tried
+
+
+def test_a_drafter_that_sleeps_is_not_in_the_program():
+    """Neither its weights nor its KV are read; the step takes no more memory than one without it."""
+    runner = drafting("eagle3", ())
+    model, plain = runner.model, Bucket(D=6, P=48, F=4)
+    assert "next_F" not in {f.name for f in model.fields(plain)}
+    params, state = model.abstract_params(), model.abstract_state()
+    buf = jax.ShapeDtypeStruct((sum(f.size for f in model.fields(plain)),), np.int32)
+    step = jax.jit(make_step(model, plain), donate_argnums=(1,)).lower(params, state, buf)
+    assert "draft/" not in step.as_text(debug_info=True)
+    compiled = step.compile()
+    alone = shared().programs.memory(plain).temp_size_in_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * alone
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(
+        x.nbytes for x in jax.tree.leaves(runner.state)
+    )
+
+
+def test_a_program_without_a_drafter_is_shown_nothing():
+    runner = drafting("same", ())
+    packer = runner._packer
+    live = Rig(runner)._admit(jobs(1))[0]
+    plan = StepPlan(
+        id=0,
+        rows=(shown_row(live, range(4)),),
+        page_table_RM=live.pages[None, :2].astype(np.int32),
+        n_draft=0,
+    )
+    assert packer.pack(plan).bucket.n_draft, "the only program there is has one"
+    model = runner.model
+    small = Ladder(buckets=(Bucket(D=6, P=48, F=4),))
+    plain = Packer(
+        dims=model.dims,
+        n_pages=runner.limits.n_pages,
+        ladder=small,
+        fields_of=model.fields,
+        plan_attention=model.backend.plan,
+    )
+    with pytest.raises(ValueError, match="no drafter to show tokens to"):
+        plain.pack(plan)
 
 
 def test_drafts_obey_the_sampling_fields_of_their_row():
@@ -232,6 +364,18 @@ def test_more_depth_than_medusa_has_heads_is_refused():
     with pytest.raises(ConfigError, match="at most 3 tokens ahead"):
         drafters.heads(make_mesh(1), n=4)
     drafters.heads(make_mesh(1), n=5, tree=TREE)
+
+
+def test_by_default_there_are_as_many_drafts_as_the_drafter_makes(monkeypatch):
+    mesh = make_mesh(1)
+    for name, made, n in (
+        ("medusa", drafters.heads(mesh), 3),
+        ("draft", drafters.same_model(mesh), DEFAULT_DRAFTS),
+    ):
+        monkeypatch.setitem(LOADERS, name, lambda *a, made=made, **k: (made.drafter, made.params))
+        given = (name, None, ARCH, mesh, drafters.RULES, np.float32)
+        assert load_speculation(*given).n_draft == n  # type: ignore[arg-type]
+        assert load_speculation(*given, n_draft=2).n_draft == 2  # type: ignore[arg-type]
 
 
 def test_drafts_that_the_slot_cannot_hold_are_refused():

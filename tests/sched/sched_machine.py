@@ -128,7 +128,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             n_pages=n_pages, page_size=page_size, max_drafts=drafts, step_times=times, **seen
         )
         if drafts and drafter == "device":
-            lim = dataclasses.replace(lim, device_drafts=drafts - 1)
+            lim = dataclasses.replace(
+                lim,
+                device_drafts=drafts - 1,
+                draft_rows=2,
+                prefill_width=2,
+                drafts_from_kv=True,
+            )
         options = {
             "depth": depth,
             "overlap": depth,

@@ -13,7 +13,9 @@ from jserve.config import SpeculativeOptions
 from jserve.ports import StepTime
 from jserve.sched import drafting as policy
 from jserve.sched.costs import MeasuredCosts
-from jserve.sched.drafting import Drafting, Gaps, Load
+from jserve.sched.drafting import Drafting
+from jserve.sched.drafts import Load
+from jserve.sched.gaps import Gaps
 from jserve.sched.journal import JournalFile
 from jserve.sched.replay import Diverged, replay
 from jserve.spec.lookup import Lookup
@@ -35,17 +37,20 @@ ALLOWED = tuple(range(VOCAB - 1))
 
 
 def timed(per_token: float, n_context: int = 64) -> tuple[StepTime, ...]:
-    """Step times where every token beyond a row's first costs ``per_token`` of a step of 1 ms."""
+    """Step times where every token beyond a row's first costs ``per_token`` of a step of 1 ms, and
+    every draft of the device half of that."""
     return tuple(
         StepTime(
             n_decode=4,
             n_prefill=p,
             n_context=n_context,
             width=w,
-            seconds=1e-3 * (1 + per_token * (w - 1) + p / 16),
+            n_draft=n,
+            seconds=1e-3 * (1 + per_token * (w - 1 + n / 2) + p / 16),
         )
         for w in (1, 2, 4, 8)
         for p in (0, 16)
+        for n in {0, w - 1}
     )
 
 
@@ -122,7 +127,9 @@ def test_usage_counts_the_drafts_of_an_output(depth):
     assert sum(out.n_drafted for out in outputs) <= seen[by_lane.format("draft")]
     assert sum(out.n_accepted for out in outputs) <= seen[by_lane.format("accepted")]
     per_place = [
-        seen[f"spec_decode_num_accepted_tokens_per_pos_total{{proposer=fake,position={j}}}"]
+        seen[
+            f"spec_decode_num_accepted_tokens_per_pos_total{{proposer=fake,lane=standard,position={j}}}"
+        ]
         for j in range(3)
     ]
     assert per_place == sorted(per_place, reverse=True)
@@ -324,7 +331,7 @@ def test_nothing_is_kept_of_steps_that_are_over(on):
     drive.run()
     kept = drive.scheduler.drafting
     assert not kept._sources
-    assert not kept._gaps._behind
+    assert not kept.gaps._behind
     assert not any("proposer=}" in key or "proposer=," in key for key in kept.counters())
 
 

@@ -9,16 +9,21 @@ from hypothesis import given, strategies as st
 
 from jserve.spec.acceptance import ProposerRates, RequestRates, Shadow
 from jserve.spec.choice import Purse, best_width, gain, rate, widths
+from jserve.types import Lane
+
+BULK = Lane.BULK
 
 
-def test_widths_double_up_to_all_drafts():
-    assert [widths(n) for n in (0, 1, 2, 3, 7, 15)] == [
+def test_widths_grow_by_halves_up_to_all_drafts():
+    assert [widths(n) for n in (0, 1, 2, 3, 4, 7, 8, 15)] == [
         (1,),
         (1, 2),
-        (1, 2, 3),
-        (1, 2, 4),
-        (1, 2, 4, 8),
-        (1, 2, 4, 8, 16),
+        (1, 3),
+        (1, 4),
+        (1, 5),
+        (1, 4, 8),
+        (1, 4, 9),
+        (1, 4, 8, 16),
     ]
 
 
@@ -58,7 +63,7 @@ def test_the_width_grows_with_acceptance_and_shrinks_with_cost():
 
 @given(
     st.lists(st.lists(st.floats(0, 1), max_size=7), min_size=1, max_size=5),
-    st.lists(st.floats(1.0, 4.0), min_size=3, max_size=3),
+    st.lists(st.floats(1.0, 4.0), min_size=2, max_size=2),
     st.sampled_from([0.0, 0.9, 0.98]),
 )
 def test_the_choice_is_the_best_of_all_fair_ones(rates, times, min_speed):
@@ -94,16 +99,28 @@ def test_nobody_pays_for_others():
 def test_rates_are_measured_by_position():
     proposer = ProposerRates(3)
     for _ in range(1000):
-        proposer.add(3, 1)
-    assert proposer.rate(0) > 0.95
-    assert proposer.rate(1) < 0.05
-    assert proposer.rate(2) == 0.5, "never tried"
-    assert proposer.rate(9) == proposer.rate(2)
+        proposer.add(3, 1, BULK)
+    assert proposer.rate(0, BULK) > 0.95
+    assert proposer.rate(1, BULK) < 0.05
+    assert proposer.rate(2, BULK) == 0.5, "never tried"
+    assert proposer.rate(9, BULK) == proposer.rate(2, BULK)
     assert proposer.offer() > 0.95
     for _ in range(1000):
-        proposer.add(0, 0)
+        proposer.add(0, 0, BULK)
     assert proposer.offer() < 0.05
-    assert proposer.rate(0) > 0.95, "no drafts say nothing of drafts"
+    assert proposer.rate(0, BULK) > 0.95, "no drafts say nothing of drafts"
+
+
+def test_a_new_request_is_judged_by_its_lane_and_a_new_lane_by_all():
+    proposer = ProposerRates(2)
+    for _ in range(1000):
+        proposer.add(1, 1, Lane.BULK)
+    new = proposer.rate(0, Lane.STANDARD)
+    assert new > 0.95, "nothing is known of the lane"
+    for _ in range(20):
+        proposer.add(1, 0, Lane.STANDARD)
+    assert proposer.rate(0, Lane.STANDARD) < 0.2
+    assert proposer.rate(0, Lane.BULK) > 0.9
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 0.8, 1.0])
@@ -114,12 +131,12 @@ def test_expected_drafts_are_those_that_stand(p):
     for _ in range(3000):
         n = next((j for j in range(7) if rng.random() >= p), 7)
         stood.append(n)
-        proposer.add(7, n)
+        proposer.add(7, n, BULK)
         mine.add(7, n)
-        said.append(mine.gains(7, proposer)[7])
+        said.append(mine.gains(7, proposer, BULK)[7])
     mean = sum(said) / len(said)
     assert mean == pytest.approx(sum(stood) / len(stood), rel=0.3, abs=0.1)
-    fresh = RequestRates().gains(7, proposer)
+    fresh = RequestRates().gains(7, proposer, BULK)
     assert fresh[7] == pytest.approx(sum(stood) / len(stood), rel=0.2, abs=0.1)
 
 
@@ -127,11 +144,11 @@ def test_a_text_that_changes_is_noticed():
     proposer, mine = ProposerRates(4), RequestRates()
     for _ in range(50):
         mine.add(4, 4)
-    high = mine.gains(4, proposer)[4]
+    high = mine.gains(4, proposer, BULK)[4]
     for _ in range(25):
         mine.add(4, 0)
     assert high > 2.5
-    assert mine.gains(4, proposer)[4] < 0.5
+    assert mine.gains(4, proposer, BULK)[4] < 0.5
 
 
 def test_a_shadow_tells_the_round_that_drafts_would_have_had():
@@ -156,6 +173,15 @@ def test_looks_cost_no_more_than_their_share(steps):
             spent += cost
             most = max(most, cost)
         assert spent <= 0.01 * worked + 1e-9
+
+
+def test_a_purse_saves_for_one_look_only():
+    purse = Purse(0.01)
+    purse.earn(1000.0)
+    assert not purse.holds(11.0)
+    assert purse.holds(2.0)
+    assert purse.spend(1.5)
+    assert not purse.spend(1.0), "the rest of the ten is gone"
 
 
 def test_looks_do_come():

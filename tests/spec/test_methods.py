@@ -88,7 +88,8 @@ def test_synthetic_drafts_stand_at_their_rate(rate):
     counters = drive.scheduler.counters()
     stood = [
         counters.get(
-            f"spec_decode_num_{kind}_tokens_per_pos_total{{proposer=synthetic,position=0}}", 0
+            f"spec_decode_num_{kind}_tokens_per_pos_total{{proposer=synthetic,lane=standard,position=0}}",
+            0,
         )
         for kind in ("accepted", "draft")
     ]

@@ -1,0 +1,136 @@
+"""What the device drafter has seen of each sequence, and the rows that show it the rest.
+
+Owns the account of a drafter that sleeps: a step in which nobody drafts runs a program without it, so its KV
+lacks those tokens. Must not know why it sleeps or wakes (``sched.ahead``). None of this can change a token: a
+drafter that misses some only guesses badly.
+
+Of a sequence one stretch may be missing, from the first token it was not shown to where it woke::
+
+    tokens    0 ........ low ............ high ........ scheduled
+              shown      | asleep: missed | shown again
+
+Awake, it is shown the stretch by rows like those of prefill: the target computes it once more, since heads read
+its hidden states, but keeps the KV it has; only the drafter writes. Such a row needs the token after each of
+its own, so the newest wait until the host knows them.
+
+Cached prefixes are accounted for by page. Where pages were computed while the drafter slept, whoever finds
+them in the cache misses them too; pages that went to host memory or disk and came back count as shown, as does
+everything where layers have windows, which forget it anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from jserve.ports import RunnerLimits
+from jserve.sched.budget import PrefillCap
+from jserve.sched.costs import MeasuredCosts
+from jserve.sched.draft import PlanDraft
+from jserve.types import RowPlan, Sequence, StepPlan
+
+_OPEN = 1 << 40
+"""``high`` while it sleeps."""
+
+
+class _Stretch:
+    """What is missing of a sequence: nothing where ``low >= high``."""
+
+    __slots__ = ("end", "high", "low")
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high, self.end = low, high, high
+
+
+class Showing:
+    """The account of one drafter. Without KV of its own (or none at all) nothing is ever missing."""
+
+    def __init__(self, limits: RunnerLimits, costs: MeasuredCosts) -> None:
+        self.on = limits.drafts_from_kv and not limits.window
+        self.costs = costs
+        self._rungs = sorted({t.n_prefill for t in limits.step_times if t.n_draft and t.n_prefill})
+        self._page = limits.page_size
+        self._unseen_P = np.zeros(limits.n_pages if self.on else 0, bool)
+        self._of: dict[Sequence, _Stretch] = {}
+
+    def missing(self, seq: Sequence) -> int:
+        """Tokens of ``seq`` that the drafter has yet to be shown."""
+        gap = self._of.get(seq)
+        return 0 if gap is None else max(0, min(gap.high, seq.scheduled) - gap.low)
+
+    def due(self, seq: Sequence) -> tuple[int, int] | None:
+        """First and last + 1 of what ``seq`` can be shown in a step that drafts."""
+        gap = self._of.get(seq)
+        if gap is None or gap.high == _OPEN or seq.lease is None:
+            return None
+        end = min(gap.high, len(seq.tokens) - 1)
+        return (gap.low, end) if end > gap.low else None
+
+    def portion(self, due: int, beside: int, step: Callable[[int], float]) -> tuple[int, float]:
+        """Of ``due`` tokens as many as are shown in one step beside ``beside`` of prompts, and the
+        seconds they add to it: what costs least per token. ``step``: prefill tokens -> seconds."""
+        sizes = [n for n in self._rungs if n > beside] or [beside + due]
+        options = [(min(due, n - beside), step(n) - step(beside)) for n in sizes]
+        return min(options, key=lambda option: option[1] / option[0])
+
+    def fill(self, draft: PlanDraft, running: Iterable[Sequence], cap: PrefillCap) -> None:
+        """Add rows that show what is missing, as far as the step has room."""
+        if not self.on or not draft.n_draft:
+            return
+        found = [(seq, due) for seq in running if (due := self.due(seq)) is not None]
+        if not found or not draft.prefill_room:
+            return
+        n_decode = sum([row.from_slot for row in draft.rows])
+
+        def step(n: int) -> float:
+            width = draft.n_draft + 1
+            return self.costs.seconds(n_decode, n, draft.longest(), width, draft.n_draft)
+
+        total = sum([end - start for _, (start, end) in found])
+        draft.limit(self.portion(total, draft.n_prefill, step)[0])
+        if cap.bound_s:
+            draft.limit(cap.fitting(n_decode, draft.longest(), draft.prefill_left))
+        for seq, due in found:
+            if draft.prefill_room:
+                draft.show(seq, *due)
+
+    def planned(self, plan: StepPlan) -> None:
+        """``plan`` will run."""
+        if not self.on:
+            return
+        for row, page_M in zip(plan.rows, plan.page_table_RM, strict=True):
+            gap = self._of.get(row.seq)
+            if gap is None or not (row.from_slot or row.shown or row.start == gap.end):
+                gap = self._of[row.seq] = self._found(row, page_M)
+            self._count(gap, row, page_M, awake=plan.n_draft > 0)
+
+    def forget(self, seq: Sequence) -> None:
+        self._of.pop(seq, None)
+
+    def lost(self) -> None:
+        """The device lost its state: nothing of it will be read again."""
+        self._of.clear()
+        self._unseen_P[:] = False
+
+    def _found(self, row: RowPlan, page_M: np.ndarray) -> _Stretch:
+        """What is missing of a sequence that begins at ``row``: of what the cache held for it."""
+        unseen_N = self._unseen_P[page_M[: -(-row.start // self._page)]]
+        low = int(unseen_N.argmax()) * self._page if unseen_N.any() else row.start
+        return _Stretch(low, row.start)
+
+    def _count(self, gap: _Stretch, row: RowPlan, page_M: np.ndarray, *, awake: bool) -> None:
+        # A row that reads its slot starts at its bound or before: the tokens known say how much.
+        first = min(row.start, len(row.seq.tokens) - 1) if row.from_slot else row.start
+        end, Z = row.start + row.count, self._page
+        if row.shown:
+            gap.low = end
+        elif not awake:
+            gap.low = gap.low if gap.low < gap.high else first
+            gap.high = _OPEN
+        elif gap.high == _OPEN:
+            gap.high = row.start
+        begins = first // Z if not awake or row.shown else -(-first // Z)
+        self._unseen_P[page_M[begins : -(-end // Z)]] = not awake
+        if not row.shown:
+            gap.end = end
