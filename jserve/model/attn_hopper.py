@@ -1,8 +1,8 @@
 """Paged attention by the Pallas kernels for Hopper: decode rows and prefill rows, one kernel each.
 
 Owns the KV layout the kernels read and the way from a step to their arguments. Must not know
-families, the runner or how the kernels work. A layer's keys are [P, K, Z, H] in bfloat16 (or
-float16, where that is the model's), so a kv head's share of a page is one contiguous run, which is
+families, the runner or how the kernels work. A layer's keys are [P, K, Z, H] in bfloat16,
+float16 or e4m3, so a kv head's share of a page is one contiguous run, which is
 what a bulk copy wants. The step picks kernels by what the bucket holds::
 
     T   |d0 d0 d1 d1 ...           |f0 f0 f0 f0 f1 f1 pad|
@@ -24,6 +24,7 @@ import numpy as np
 
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend, LayerKV, Sinks
+from jserve.model.kv_quant import E4M3, stored
 from jserve.model.view import Bucket, StepDims, StepView
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import paged_attention
@@ -35,8 +36,9 @@ def kv_shape(K: int, H: int, n_pages: int, page_size: int) -> tuple[int, ...]:
 
 
 def kv_dtype(dtype: Any) -> Any:
-    """How values of ``dtype`` are stored: 16 bits, bfloat16 unless they are float16."""
-    return jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
+    """How values of ``dtype`` are stored: as they are if they have 8 or 16 bits, else in bfloat16."""
+    kept = (E4M3, jnp.float16)
+    return jnp.dtype(dtype if dtype in kept else jnp.bfloat16)
 
 
 def plan_shapes(bucket: Bucket, dims: StepDims) -> Mapping[str, tuple[int, ...]]:
@@ -61,7 +63,7 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
 
     def write(pool: jax.Array, x_TKH: jax.Array) -> jax.Array:
         rows = pool.reshape(P * K * Z, H).at[row_TK]
-        new = rows.set(x_TKH.astype(pool.dtype), mode="drop", unique_indices=True)
+        new = rows.set(stored(x_TKH, pool.dtype), mode="drop", unique_indices=True)
         return new.reshape(P, K, Z, H)
 
     return write(kv[0], k_TKH), write(kv[1], v_TKH)

@@ -15,6 +15,7 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend
 from jserve.model.family import Arch
+from jserve.model.kv_quant import E4M3
 from jserve.model.tree import Parents
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
@@ -53,8 +54,10 @@ def draft_page_bytes(
 
 
 def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
-    name = config.cache.kv_dtype
-    return jnp.dtype(dtype if name == "auto" else name)
+    """What KV is rounded to, for activations of ``dtype``."""
+    name = config.cache.kv_cache_dtype
+    named = {"auto": dtype, "fp8_e4m3": E4M3}
+    return jnp.dtype(named.get(name, name))
 
 
 def window_of(arch: Arch, speculation: Speculation | None) -> int:

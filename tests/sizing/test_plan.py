@@ -156,7 +156,7 @@ def started(config: EngineConfig, tp: int) -> ModelRunner:
     [
         ("cpu", {}),
         ("h200", {"memory_utilization": 0.5}),
-        ("h200", {"tensor_parallel_size": 4, "page_size": 32, "kv_dtype": "bfloat16"}),
+        ("h200", {"tensor_parallel_size": 4, "page_size": 32, "kv_cache_dtype": "bfloat16"}),
         ("h200", {"n_pages": 77}),
     ],
 )
