@@ -60,6 +60,25 @@ def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
     return jnp.dtype(named.get(name, name))
 
 
+def stored_kv(
+    config: EngineConfig,
+    attention: AttentionBackend,
+    dtype: Any,
+    arch: Arch,
+    speculation: Speculation | None = None,
+) -> Any:
+    """The dtype of the KV pool, for activations of ``dtype``.
+
+    Raises:
+        ConfigError: ``attention`` cannot serve it with these heads, or not the trees of drafts.
+    """
+    stored = attention.kv_dtype(kv_dtype(config, dtype))
+    attention.check(arch.H, stored, speculation is not None and bool(speculation.tree))
+    if speculation is not None and speculation.drafter.n_kv_layers:
+        attention.check(speculation.drafter.arch.H, stored, bool(speculation.tree))
+    return stored
+
+
 def window_of(arch: Arch, speculation: Speculation | None) -> int:
     """Tokens that any layer of target or drafter reads at most; 0: some read all."""
     if speculation is None or not speculation.drafter.n_kv_layers:

@@ -109,7 +109,7 @@ def agreement(made: Any, driver: Driver) -> tuple[float, float]:
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_logits_stay_near_those_of_transformers(architecture: str, attn: str) -> None:
     """Random weights, the worst that can be: nothing in them averages out. A 16th in each stored
-    number is the bound of e4m3; the logits move by less than 6 % of their spread."""
+    number is the bound of e4m3; the logits move by less than 10 % of their spread."""
     made, config, tensors = model(architecture)
     family = family_for(config)
     arch = family.arch(config)
@@ -117,7 +117,7 @@ def test_logits_stay_near_those_of_transformers(architecture: str, attn: str) ->
     eight = Driver(family, arch, tensors.__getitem__, attn=attn, kv_dtype=E4M3)
     assert agreement(made, exact)[0] < 2e-4
     moved, same = agreement(made, eight)
-    assert 1e-3 < moved < 0.06
+    assert 1e-3 < moved < 0.1
     assert same > 0.8
 
 
@@ -140,7 +140,7 @@ def test_scales_of_a_checkpoint_keep_large_values_in_range(tp: int) -> None:
     without = family.arch(config)
     options: Any = {"attn": "xla", "tp": tp, "kv_dtype": E4M3}
     moved, _ = agreement(made, Driver(family, scaled, large.__getitem__, **options))
-    assert moved < 0.06
+    assert moved < 0.1
     moved, _ = agreement(made, Driver(family, without, large.__getitem__, **options))
     assert moved > 0.3
     options["kv_dtype"] = jnp.float32

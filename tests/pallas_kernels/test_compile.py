@@ -16,7 +16,7 @@ import pytest
 from jserve.model.view import Bucket
 from jserve.sizing.compiled import compile_step
 from pallas_kernels import aot
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import Tree, paged_attention
 from pallas_kernels.ragged_prefill import ragged_prefill
 from tests.pallas_kernels.shapes import ARCHS, step_model
 
@@ -39,7 +39,7 @@ KERNELS = {
     "8b, 8 bits": (128, 4, 8, 64, 4, {"kv": F8}),
     "8 bits of every kind": (128, 8, 1, 32, 1, {"kv": F8, "window": 1024, "sinks": True}),
 }
-TREE = (-1, *((j - 1) // 2 for j in range(1, 16)))
+TREE = Tree.of((-1, *((j - 1) // 2 for j in range(1, 16))))
 
 
 def struct(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -58,18 +58,18 @@ def check(report: aot.Report, n_kernels: int) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("parents", [(), TREE], ids=["chain", "tree"])
-def test_paged_attention(name: str, parents: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_paged_attention(name: str, tree: Tree | None) -> None:
     H, G, K, Z, J, variant = KERNELS[name]
-    if parents and H > 128:
+    if tree and H > 128:
         pytest.skip("refused")
-    J = len(parents) or J
+    J = len(tree.sees) if tree else J
     D, N = 64, K * G
     rest, more = split(variant, K, N)
 
     def call(q: Any, k: Any, v: Any, table: Any, start: Any, length: Any, more: Any) -> Any:
         rows = (table, start, length)
-        return paged_attention(q, k, v, *rows, scale=0.1, parents=parents, **more, **rest)
+        return paged_attention(q, k, v, *rows, scale=0.1, tree=tree, **more, **rest)
 
     pool = struct(1024, K, Z, H, dtype=variant.get("kv", jnp.bfloat16))
     report = aot.compile_for(
