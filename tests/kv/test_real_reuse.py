@@ -30,6 +30,12 @@ def runner(tp: int = 1) -> ModelRunner:
     return make_runner(BUCKETS, tp=tp, strict=True, host_memory_gb=gib)
 
 
+@lru_cache(maxsize=1)
+def of_8_bits() -> ModelRunner:
+    gib = (N_HOST + 0.5) * PAGE_BYTES / 4 / 2**30
+    return make_runner(BUCKETS, strict=True, host_memory_gb=gib, kv_cache_dtype="fp8_e4m3")
+
+
 def engine_of(
     device: ModelRunner, *, n_pages: int = 97, host: int = 0, overlap: int = 1, **options
 ) -> Engine:
@@ -60,9 +66,22 @@ def test_the_host_pool_has_the_pages_that_were_asked_for():
 
 @pytest.mark.parametrize("n_prompt", [7, 8, 9, 16, 17, 25, 40])
 def test_cached_equals_cold_at_every_hit_length_around_page_borders(n_prompt):
+    check_hit_lengths(runner(), n_prompt)
+
+
+@pytest.mark.parametrize("n_prompt", [9, 40])
+def test_cached_equals_cold_in_8_bits(n_prompt):
+    """Also through host memory, which holds four times the pages of float32."""
+    device = of_8_bits()
+    assert device.limits.n_host_pages == N_HOST
+    check_hit_lengths(device, n_prompt)
+    check_the_way_through_host_memory(device, overlap=1)
+
+
+def check_hit_lengths(device, n_prompt):
     whole = text(n_prompt + 9, seed=n_prompt)
     for shared in [n for n in (1, 7, 8, 9, 15, 16, 17, 23, 24, 25, 39, 40, 41) if n < len(whole)]:
-        engine = engine_of(runner())
+        engine = engine_of(device)
         cold, n_cold = tokens_of(engine, whole, "cold", skip_prefix_cache=True)
         assert n_cold == len(whole)
         tokens_of(engine, [*whole[:shared], (whole[shared] + 1) % ARCH.V], "first", n=1)
@@ -118,7 +137,10 @@ def test_a_tenant_computes_what_another_one_has_cached():
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_pages_come_back_from_the_host_as_they_went(tp, overlap):
-    device = runner(tp)
+    check_the_way_through_host_memory(runner(tp), overlap)
+
+
+def check_the_way_through_host_memory(device, overlap):
     device.programs.seal()  # the other runner of these tests was perhaps compiled since
     engine = engine_of(device, n_pages=18, host=N_HOST, overlap=overlap)
     prompts = [text(41, seed=s) for s in range(3)]
@@ -211,6 +233,26 @@ def test_a_restart_reuses_the_disk_and_other_weights_do_not(tmp_path):
     device, engine = with_disk(tmp_path, seed=1)
     assert device.stored() == []
     assert tokens_of(engine, prompts[0], "x")[1] == 41
+    engine.close()
+
+
+def test_pages_of_8_bits_come_back_from_the_disk_as_they_went(tmp_path):
+    """A quarter of the bytes of float32, under an identity of their own."""
+    prompts, eight = [text(41, seed=s) for s in range(3)], {"kv_cache_dtype": "fp8_e4m3"}
+    device, engine = with_disk(tmp_path, **eight)
+    assert device.memory.page_bytes == PAGE_BYTES // 4
+    cold = [tokens_of(engine, p, f"c{i}")[0] for i, p in enumerate(prompts)]
+    engine.close()
+    n_files = len(list(tmp_path.rglob("*.kv")))
+
+    device, engine = with_disk(tmp_path, **eight)
+    assert len(device.stored() or ()) == n_files >= 15
+    warm = [tokens_of(engine, p, f"w{i}") for i, p in enumerate(prompts)]
+    assert warm == [(drawn, 1) for drawn in cold]
+    engine.close()
+
+    device, engine = with_disk(tmp_path)
+    assert device.stored() == [], "pages of another dtype are no pages of ours"
     engine.close()
 
 
