@@ -1,7 +1,7 @@
 """The command line: ``jserve serve | generate | chat | run-batch | convert | plan | simulate | bench | env``.
 
 Owns flags, environment variables, YAML files and exit codes; the only file that reads ``os.environ`` and
-``sys.argv``. Flags are generated from ``jserve.config``, so they cannot drift from it. Imports neither jax
+``sys.argv`` (``xla`` has what is told to XLA). Flags are generated from ``jserve.config``, so they cannot drift from it. Imports neither jax
 nor transformers at module level: ``--help`` must be quick. Results go to stdout, everything else to stderr.
 
 Exit codes: 0 done, 1 failed while running, 2 bad usage, config or weights, 130 interrupted.
@@ -22,7 +22,6 @@ import typer
 from rich.console import Console
 
 from jserve.config import (
-    DEVICE_SHARE,
     DOTTED,
     DeviceOptions,
     EngineConfig,
@@ -464,7 +463,6 @@ def engine(fd: Annotated[int, typer.Option(help="socket inherited from the HTTP 
 
 def main() -> None:
     """Entry point: parse, run, and never show a traceback for a user's mistake."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(DEVICE_SHARE))
     app()
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from jserve.errors import ConfigError
 
 DEVICE_SHARE = 0.95
-"""Of an accelerator's memory: what this process takes (the command line tells XLA, whose own choice is
-three quarters)."""
+"""Of an accelerator's memory: what this process takes (``xla`` tells XLA, whose own choice is three
+quarters)."""
 SCRATCH_SHARE = 0.05
 """Of what it took: kept for the scratch of the steps."""
 

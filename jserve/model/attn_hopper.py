@@ -31,7 +31,6 @@ from pallas_kernels.paged_attention import Tree, paged_attention
 from pallas_kernels.ragged_prefill import ragged_prefill
 from pallas_kernels.served import HEAD_DIMS, WIDEST_SPECIAL
 
-
 NOBODY = -1
 """Page of what is written nowhere."""
 

@@ -214,8 +214,12 @@ def kv_scales(config: Config) -> bool:
     if given is None:
         return False
     scheme = given.get("kv_cache_scheme") if isinstance(given, Mapping) else None
-    alone = isinstance(scheme, Mapping) and not given.get("config_groups")
-    if not alone or given.get("quant_method") != "compressed-tensors":
+    alone = (
+        isinstance(scheme, Mapping)
+        and given.get("quant_method") == "compressed-tensors"
+        and not given.get("config_groups")
+    )
+    if scheme is None or not alone:
         refuse(key, f"{given!r} is not supported, only scales of 8-bit KV by compressed-tensors")
     for name, value in KV_SCHEME.items():
         if scheme.get(name, value) != value:

@@ -117,7 +117,9 @@ class Tensors:
         found = self._resolve(name)
         file = self._files[found]
         info = file.tensors[found]
-        alike = math.prod(info.shape) == math.prod(shape) == 1  # some write a number as [], some as [1]
+        alike = (
+            math.prod(info.shape) == math.prod(shape) == 1
+        )  # some write a number as [], some as [1]
         if info.shape != shape and not alike:
             raise broken(file.path, f"shape {info.shape}, the config asks for {shape}", found)
         if info.dtype.name not in kinds:

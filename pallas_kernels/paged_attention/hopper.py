@@ -447,6 +447,7 @@ def _mask(team: _Team, x, at, start, length):
         return deep + (start + tile.base - tile.window + 1)
 
     def bits(row):
+        assert tile.tree is not None
         return flash.by_token(token(row), tile.tree.bits(tile.window))
 
     tree = (start + tile.base, bits) if tile.tree else None

@@ -72,7 +72,10 @@ class Tree:
         found = []
         for j, row in enumerate(self.sees):
             deep = self.depth[self.n_before + j]
-            near = [seen and (not window or deep - d < window) for seen, d in zip(row, self.depth)]
+            near = [
+                seen and (not window or deep - d < window)
+                for seen, d in zip(row, self.depth, strict=True)
+            ]
             found.append(sum(1 << i for i, seen in enumerate(near) if seen))
         return tuple(found)
 

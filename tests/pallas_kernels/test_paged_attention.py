@@ -13,6 +13,7 @@ from pallas_kernels.paged_attention import Tree, hopper, paged_attention, ref
 from pallas_kernels.paged_attention.api import tile_of
 from pallas_kernels.served import multiplied
 from tests.pallas_kernels.cases import DECODE, VERIFY, B, attention, inputs
+from tests.pallas_kernels.variants import LEVEL
 
 F8 = jnp.float8_e4m3fn
 
@@ -92,28 +93,6 @@ def test_heads_fill_tiles(G: int, J: int, K: int) -> None:
     run(((70, J), (5, J)), G=G, J=J, K=K)
 
 
-@pytest.mark.parametrize(("H", "Z"), [(64, 64), (64, 128), (64, 8), (128, 32), (256, 64)])
-def test_head_dimensions_and_page_sizes(H: int, Z: int) -> None:
-    run(((130, 1), (63, 1)), H=H, Z=Z, G=2)
-
-
-def test_soft_cap_and_sinks() -> None:
-    run(((100, 2), (0, 2), (0, 0)), J=2, soft_cap=3.0, sinks=True, K=2, G=2)
-
-
-def test_float16() -> None:
-    run(((100, 1),), dtype=jnp.float16)
-
-
-LEVEL = Tree(
-    sees=(
-        (True, False, False, True, False, False),
-        (False, True, False, False, True, False),
-        (True, False, False, False, False, True),
-    ),
-    depth=(0, 0, 0, 1, 1, 1),
-)
-"""Three nodes of one depth, and above them three of which two have children: what a drafter runs."""
 TREES = {
     "two branches": Tree.of((-1, 0, 0)),
     "a binary tree": Tree.of((-1, 0, 0, 1, 1, 2, 2)),
@@ -130,15 +109,6 @@ def test_trees_of_drafts(name: str, window: int) -> None:
     tree = TREES[name]
     J = len(tree.sees)
     run(((B - 2, J), (tree.n_before, J), (90, 2), (0, 0)), J=J, G=2, tree=tree, window=window)
-
-
-def test_a_tree_of_sixteen_fills_several_tiles() -> None:
-    run(((70, 16),), J=16, G=5, tree=Tree.of((-1, *((j - 1) // 2 for j in range(1, 16)))))
-
-
-@pytest.mark.parametrize(("H", "Z"), [(64, 16), (128, 64), (128, 16)])
-def test_eight_bits(H: int, Z: int) -> None:
-    run(((200, 1), (63, 1), (0, 0), (3, 1)), H=H, Z=Z, G=2, K=2, dtype=F8, scaled=True)
 
 
 @pytest.mark.parametrize("tune", [{"raw_stages": 1}, {"raw_stages": 3, "stages": 3}])

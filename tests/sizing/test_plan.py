@@ -209,7 +209,7 @@ def test_heads_that_the_kernels_do_not_serve_in_8_bits_are_refused(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.2-1b"] | {"head_dim": 256}))
     asked = {"name": str(tmp_path), "attention_backend": "hopper"}
     plan(**asked)
-    with pytest.raises(ConfigError, match="kv_cache_dtype fp8_e4m3.*not 256") as caught:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8_e4m3.*not 256") as caught:
         plan(kv_cache_dtype="fp8_e4m3", **asked)
     assert caught.value.field == "kv_cache_dtype"
     plan(kv_cache_dtype="fp8_e4m3", name=str(tmp_path), attention_backend="xla")
