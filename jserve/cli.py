@@ -1,8 +1,9 @@
 """The command line: ``jserve serve | generate | chat | run-batch | convert | plan | simulate | bench | env``.
 
 Owns flags, environment variables, YAML files and exit codes; the only file that reads ``os.environ`` and
-``sys.argv`` (``xla`` has what is told to XLA). Flags are generated from ``jserve.config``, so they cannot drift from it. Imports neither jax
-nor transformers at module level: ``--help`` must be quick. Results go to stdout, everything else to stderr.
+``sys.argv`` (``xla`` has what is told to XLA). Flags are generated from ``jserve.config``, so they cannot
+drift from it. Imports neither jax nor transformers at module level: ``--help`` must be quick. Results go to
+stdout, everything else to stderr.
 
 Exit codes: 0 done, 1 failed while running, 2 bad usage, config or weights, 130 interrupted.
 """
