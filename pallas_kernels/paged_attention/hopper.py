@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, swizzled
-from pallas_kernels.paged_attention.tree import Tree
+from pallas_kernels.paged_attention.tree import MAX_PLACES, Tree
 from pallas_kernels.widen import Raw, load_widened
 
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
@@ -310,11 +310,14 @@ def _drain(team: _Team, name: str, n, stages: int) -> None:
 
 
 def _registers(tile: Tile, *, compute: bool) -> None:
-    """Hand registers of the warpgroups that load to those that compute, where they are short:
-    512 are there for each thread number."""
+    """Hand registers of the warpgroups that load to those that compute, where they are short: 512 are
+    there for each thread number. Small pages need more ids at once to load a block."""
+    copies = tile.block // flash.page_rows(tile.Z, tile.block)
     if tile.teams * (tile.warpgroups + 1) > 2:
-        most = (240, 32) if tile.teams == 1 else (208, 40)
-        if tile.raw_stages:
+        most = (208, 40) if copies <= 4 else (200, 56)
+        if tile.teams == 1:
+            most = (240, 32) if copies <= 2 else (232, 48)
+        elif tile.raw_stages:
             most = (192, 56)
         action = "increase" if compute else "decrease"
         plgpu.set_max_registers(most[0 if compute else 1], action=action)
@@ -440,19 +443,17 @@ def _mask(team: _Team, x, at, start, length):
     def token(row):
         return lax.div(row + team.m_tile * M, jnp.int32(tile.G))
 
-    def low(row):
-        deep = token(row)
-        if tile.tree:
-            deep = flash.by_token(deep, tile.tree.token_depth)
+    def low(deep):
         return deep + (start + tile.base - tile.window + 1)
 
-    def bits(row):
-        assert tile.tree is not None
-        return flash.by_token(token(row), tile.tree.bits(tile.window))
-
-    tree = (start + tile.base, bits) if tile.tree else None
-    window = low if tile.window else None
-    return flash.mask(x, at, lambda row: token(row) + start, length, window, tree)
+    last = lambda row: token(row) + start  # noqa: E731
+    if tile.tree is None:
+        reach = (lambda row: low(token(row))) if tile.window else None
+        return flash.mask(x, at, last, length, reach, None)
+    words = tile.tree.words(tile.window)
+    tree = (start + tile.base, lambda row: flash.by_token(token(row), words))
+    reach = (lambda word: low(lax.shift_right_logical(word, MAX_PLACES))) if tile.window else None
+    return flash.mask(x, at, last, length, reach, tree)
 
 
 def _write(team: _Team, out, sums: Sums, row, part) -> None:

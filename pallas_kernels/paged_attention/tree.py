@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_PLACES = 31
-"""Bits of what a token sees."""
+MAX_PLACES = 26
+"""Bits of what a token sees; the rest of a word of 31 is its depth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class Tree:
             own = X - J + j
             if not row[own] or any(row[own + 1 :]):
                 raise ValueError(f"token {j} of a tree sees itself and nothing later, not {row}")
+        if not all(0 <= d < X for d in self.depth):
+            raise ValueError(f"depths {self.depth} of a tree of {X} places")
 
     @classmethod
     def of(cls, parents: tuple[int, ...]) -> Tree:
@@ -67,8 +69,9 @@ class Tree:
         columns = list(map(all, zip(*self.sees, strict=True)))
         return (*columns, False).index(False)
 
-    def bits(self, window: int) -> tuple[int, ...]:
-        """Of each token, the places it sees, within ``window`` positions (0: all)."""
+    def words(self, window: int) -> tuple[int, ...]:
+        """Of each token a bit for each place it sees, within ``window`` positions (0: all), and above
+        them its depth: one number, because a kernel has few registers."""
         found = []
         for j, row in enumerate(self.sees):
             deep = self.depth[self.n_before + j]
@@ -76,9 +79,6 @@ class Tree:
                 seen and (not window or deep - d < window)
                 for seen, d in zip(row, self.depth, strict=True)
             ]
-            found.append(sum(1 << i for i, seen in enumerate(near) if seen))
+            bits = sum(1 << i for i, seen in enumerate(near) if seen)
+            found.append(bits | deep << MAX_PLACES)
         return tuple(found)
-
-    @property
-    def token_depth(self) -> tuple[int, ...]:
-        return self.depth[self.n_before :]

@@ -150,7 +150,8 @@ def test_what_is_no_tree_is_refused(parents: tuple[int, ...]) -> None:
         (((True, False), (True, False)), (0, 1)),
         (((True,), (True,)), (0, 1)),
         (((True,),) * 2, (0,)),
-        (((True,) * 32,), tuple(range(32))),
+        (((True,) * 27,), tuple(range(27))),
+        (((True, True),), (0, 2)),
     ],
 )
 def test_shapes_that_are_no_tree_are_refused(sees: Any, depth: Any) -> None:

@@ -13,7 +13,13 @@ from tests.pallas_kernels.cases import B
 from tests.pallas_kernels.variants import CHAINS, F8, VARIANTS, Variant
 
 PAGES = CacheOptions.__dataclass_fields__["page_size"].metadata["choices"]
-LONG = {"16 heads, 16 tokens", "tree of 16", "tree of 16, 8 bits, everything", "wide, everything"}
+LONG = {
+    "16 heads, 16 tokens",
+    "tree of 16",
+    "tree of 16, 8 bits, everything",
+    "tree, window",
+    "wide, everything",
+}
 """Rows of many tiles, which take the interpreter long."""
 
 

@@ -78,6 +78,7 @@ VARIANTS: dict[str, Variant] = {
     "tree of 16, 8 bits, everything": Variant(
         H=128, G=8, Z=16, K=1, dtype=F8, tree=BINARY, window=70, soft_cap=3.0, sinks=True
     ),
+    "tree, window": Variant(H=128, G=8, Z=16, K=4, tree=BINARY, window=20),
     "level": Variant(H=128, G=4, Z=128, tree=LEVEL, window=3),
 }
 CHAINS = {name: v for name, v in VARIANTS.items() if v.tree is None}
