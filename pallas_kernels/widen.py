@@ -37,13 +37,15 @@ def load_widened(
     end: Any,
     ahead: int,
     ids: Callable[[Any], tuple],
+    early: bool,
     copy: Callable[[tuple, Any, Any, Any, Any], None],
     put: Callable[[str, Any, Any], None],
 ) -> None:
     """Load blocks ``begin`` .. ``end``.
 
     Args:
-        ids: page ids of a block, read one block ahead of their use.
+        ids: page ids of a block.
+        early: read them one block ahead of their use; few pages a block leave registers for that.
         copy: (ids, pool, block, to, barrier) begins the copies of a block.
         put: (name, block, raw block) waits for room, widens and announces.
     """
@@ -53,7 +55,7 @@ def load_widened(
 
     def start(raw: Raw, i: Any, found: tuple) -> None:
         slot = lax.rem(i - begin, jnp.int32(ahead))
-        copy(found, raw.pool, i, raw.ring.at[slot], raw.here(slot))
+        copy(found or pages(i), raw.pool, i, raw.ring.at[slot], raw.here(slot))
 
     def first(i: Any, _: Any) -> None:
         found = pages(i)
@@ -62,7 +64,7 @@ def load_widened(
 
     def block(i: Any, found: tuple) -> tuple:
         slot = lax.rem(i - begin, jnp.int32(ahead))
-        following = pages(i + ahead + 1)
+        following = pages(i + ahead + 1) if early else ()
         for raw in raws:
             plgpu.barrier_wait(raw.here(slot))
             put(raw.name, i, raw.ring.at[slot])
@@ -70,4 +72,4 @@ def load_widened(
         return following
 
     lax.fori_loop(begin, jnp.minimum(begin + ahead, end), first, None)
-    lax.fori_loop(begin, end, block, pages(begin + ahead))
+    lax.fori_loop(begin, end, block, pages(begin + ahead) if early else ())

@@ -123,7 +123,8 @@ def tile_of(
     check_tree(tree, J, H)
     # The interpreter has no multiprocessors to fill, and every block of the grid costs it time.
     few = {} if interpret is None else {"sms": 4}
-    chosen = {**tuned(H, keys_PKZH.dtype), **few, **(tune or {})}
+    narrow = tree is not None and window > 0
+    chosen = {**tuned(H, keys_PKZH.dtype, narrow=narrow), **few, **(tune or {})}
     block, teams = chosen["block"], chosen["teams"]
     check_page(Z, block)
     tile = Tile(
@@ -153,11 +154,14 @@ def _splits(tile: Tile, sms: int) -> int:
     return max(sms // (tile.K * tile.tiles), 1) * tile.teams
 
 
-def tuned(H: int, dtype: Any) -> dict[str, Any]:
+def tuned(H: int, dtype: Any, *, narrow: bool = False) -> dict[str, Any]:
     """The tuning of one head dimension: ``block``, ``stages``, ``teams`` and ``sms``; with KV of 8
-    bits also ``raw_stages``."""
+    bits also ``raw_stages``. ``narrow``: a tree under a window, whose masks need registers."""
     table = tuning("pallas_kernels.paged_attention")
-    return {"sms": table["sms"], **of_dtype(table, H, dtype)}
+    found = of_dtype(table, H, dtype)
+    if narrow and jnp.dtype(dtype).itemsize == 2:
+        found = table["tree and window"].get(str(H), found)
+    return {"sms": table["sms"], **found}
 
 
 def _sink_rows(sinks_N: Array | None, tile: Tile) -> Array:

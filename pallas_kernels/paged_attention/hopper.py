@@ -92,6 +92,11 @@ class Tile:
         return self.q_rows // self.tile_rows
 
     @property
+    def copies(self) -> int:
+        """Of a block of keys: one a page, or one in all."""
+        return self.block // flash.page_rows(self.Z, self.block)
+
+    @property
     def partial_rows(self) -> int:
         """Rows of one slot of partial sums, all kv heads, padded for the combining kernel."""
         return -(-self.K * self.q_rows // M) * M
@@ -183,7 +188,7 @@ def attend(
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
     room = partial(swizzled, dtype=dtype)
-    teams, copies = tile.teams, tile.block // flash.page_rows(tile.Z, tile.block)
+    teams, copies = tile.teams, tile.copies
     arrivals = 1 if tile.raw_stages else copies
     scratch = {
         "q_in": room(teams, tile.q_stages, M, tile.H),
@@ -312,11 +317,10 @@ def _drain(team: _Team, name: str, n, stages: int) -> None:
 def _registers(tile: Tile, *, compute: bool) -> None:
     """Hand registers of the warpgroups that load to those that compute, where they are short: 512 are
     there for each thread number. Small pages need more ids at once to load a block."""
-    copies = tile.block // flash.page_rows(tile.Z, tile.block)
     if tile.teams * (tile.warpgroups + 1) > 2:
-        most = (208, 40) if copies <= 4 else (200, 56)
+        most = (208, 40) if tile.copies <= 4 else (200, 56)
         if tile.teams == 1:
-            most = (240, 32) if copies <= 2 else (232, 48)
+            most = (240, 32) if tile.copies <= 2 else (232, 48)
         elif tile.raw_stages:
             most = (192, 56)
         action = "increase" if compute else "decrease"
@@ -385,7 +389,8 @@ def _load_widened(team: _Team, keys, values, table, length, seg: _Segment) -> No
         plgpu.barrier_arrive(team.barrier(f"{name}_here", slot))
 
     raws = (raw("k", keys), raw("v", values))
-    load_widened(raws, seg.begin, seg.end, tile.raw_stages, pages, copy, put)
+    early = tile.copies <= 4
+    load_widened(raws, seg.begin, seg.end, tile.raw_stages, pages, early, copy, put)
 
 
 def _compute(team: _Team, start, length, seg: _Segment, n, part) -> Sums:
@@ -443,17 +448,23 @@ def _mask(team: _Team, x, at, start, length):
     def token(row):
         return lax.div(row + team.m_tile * M, jnp.int32(tile.G))
 
+    def last(row):
+        return token(row) + start
+
     def low(deep):
         return deep + (start + tile.base - tile.window + 1)
 
-    last = lambda row: token(row) + start  # noqa: E731
+    def low_of_token(row):
+        return low(token(row))
+
+    def low_of_word(word):
+        return low(lax.shift_right_logical(word, MAX_PLACES))
+
     if tile.tree is None:
-        reach = (lambda row: low(token(row))) if tile.window else None
-        return flash.mask(x, at, last, length, reach, None)
+        return flash.mask(x, at, last, length, low_of_token if tile.window else None, None)
     words = tile.tree.words(tile.window)
     tree = (start + tile.base, lambda row: flash.by_token(token(row), words))
-    reach = (lambda word: low(lax.shift_right_logical(word, MAX_PLACES))) if tile.window else None
-    return flash.mask(x, at, last, length, reach, tree)
+    return flash.mask(x, at, last, length, low_of_word if tile.window else None, tree)
 
 
 def _write(team: _Team, out, sums: Sums, row, part) -> None:

@@ -17,8 +17,6 @@ from pallas_kernels.ragged_prefill.ref import row_of_token
 from pallas_kernels.served import check_heads, check_page, multiplied, of_dtype, tuning
 
 Array = jax.Array
-MOST_IDS = 8
-"""Page ids of a block that the warpgroup that loads has registers for, beside making it wider."""
 
 
 def ragged_prefill(
@@ -121,8 +119,7 @@ def tile_of(
     check_heads(N, H, keys_PKZH)
     table = tuning("pallas_kernels.ragged_prefill")
     chosen = {**of_dtype(table, H, keys_PKZH.dtype), **(tune or {})}
-    raw_stages = chosen.get("raw_stages", 0)
-    block = min(chosen["block"], MOST_IDS * Z) if raw_stages else chosen["block"]
+    block = chosen["block"]
     check_page(Z, block)
     return Tile(
         P=P,
@@ -137,6 +134,6 @@ def tile_of(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
-        raw_stages=raw_stages,
+        raw_stages=chosen.get("raw_stages", 0),
         register_p=bool(chosen.get("register_p", interpret is None)),
     )

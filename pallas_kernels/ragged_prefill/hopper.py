@@ -270,7 +270,8 @@ def _load_widened(job: _Job, keys, values, table) -> None:
         plgpu.barrier_arrive(sm[f"{name}_here"].at[slot])
 
     raws = (raw("k", keys), raw("v", values))
-    load_widened(raws, job.begin, job.end, tile.raw_stages, pages, copy, put)
+    early = tile.block // flash.page_rows(tile.Z, tile.block) <= 4
+    load_widened(raws, job.begin, job.end, tile.raw_stages, pages, early, copy, put)
 
 
 def _drain(job: _Job) -> None:
