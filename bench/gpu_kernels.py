@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.gpu_record import Record
 from pallas_kernels.launch import interpreter
-from pallas_kernels.paged_attention import paged_attention, ref as paged_ref
+from pallas_kernels.paged_attention import Tree, paged_attention, ref as paged_ref
 from pallas_kernels.ragged_prefill import ragged_prefill, ref as prefill_ref
 
 READ_BANDWIDTH = 4.3e12
@@ -32,15 +32,26 @@ Span = tuple[int, int]
 
 
 class Shape(NamedTuple):
-    """Heads of one layer on one device."""
+    """Heads of one layer on one device, and how their KV is stored."""
 
     K: int
     G: int
     H: int
     Z: int = 64
+    dtype: Any = jnp.bfloat16
 
 
-SHAPES = {"1b": Shape(8, 4, 64), "8b": Shape(8, 4, 128), "8b tp8": Shape(1, 4, 128)}
+F8 = jnp.float8_e4m3fn
+SHAPES = {
+    "1b": Shape(8, 4, 64),
+    "8b": Shape(8, 4, 128),
+    "8b tp8": Shape(1, 4, 128),
+    "1b, 8 bits": Shape(8, 4, 64, dtype=F8),
+    "8b, 8 bits": Shape(8, 4, 128, dtype=F8),
+}
+TREE = Tree.of((-1, *((j - 1) // 2 for j in range(1, 16))))
+LEVEL = Tree(((True, False, True, False), (True, True, False, True)), (0, 1, 1, 2))
+"""Two tokens of a drafter's pass, and what it ran on before them."""
 
 
 class Pools(NamedTuple):
@@ -76,7 +87,7 @@ def pools(
 
     def draw(key: jax.Array) -> jax.Array:
         x = jax.random.normal(key, (copies * P, shape.K, shape.Z, shape.H), jnp.bfloat16)
-        return jnp.where(seen, x, jnp.nan)
+        return jnp.where(seen, x, jnp.nan).astype(shape.dtype)
 
     k, v = jax.random.split(jax.random.key(seed))
     first = np.cumsum(np.concatenate([[0], count[:-1]])).astype(np.int32)
@@ -170,11 +181,22 @@ def decode_numerics(record: Record) -> None:
         ("window", SHAPES["1b"], 1, {}, {"window": 50 if tiny else 1000}),
         ("cap", SHAPES["8b"], 2, {}, {"soft_cap": 20.0}),
         ("pages of 128", Shape(8, 4, 128, 128), 1, {}, {}),
+        ("8b, 8 bits", SHAPES["8b, 8 bits"], 1, {}, {}),
+        ("1b, 8 bits, verify of 4", SHAPES["1b, 8 bits"], 4, {}, {"window": 50}),
+        ("8b, tree of 16", SHAPES["8b"], 16, {}, {"tree": TREE}),
+        ("8b, 8 bits, tree of 16", SHAPES["8b, 8 bits"], 16, {}, {"tree": TREE, "window": 50}),
+        ("1b, level of a tree", SHAPES["1b"], 2, {}, {"tree": LEVEL}),
     ]
-    for name, shape, J, tune, variant in cases[:3] if tiny else cases:
+    few = ("8b, shared memory form", "1b", "8b, 8 bits", "1b, level of a tree")
+    for name, shape, J, tune, variant in cases:
+        if tiny and name not in few:
+            continue
         shape = shape._replace(K=min(shape.K, 2)) if tiny else shape
         tune = {"register_p": False, "teams": 1, "sms": 4} if tiny else tune
-        rows = [(s, min(J, 1 + s % J) if c else 0) for s, c in spans[: 5 if tiny else None]]
+        before = variant["tree"].n_before if "tree" in variant else 0
+        rows = [
+            (s + before, min(J, 1 + s % J) if c else 0) for s, c in spans[: 5 if tiny else None]
+        ]
         record.attempt(name, functools.partial(_decode_check, rows, shape, J, tune, variant, tiny))
 
 
@@ -192,7 +214,8 @@ def _decode_check(rows: Any, shape: Shape, J: int, tune: dict, variant: dict, ti
 
 def decode_bytes(spans: Iterable[Span], shape: Shape) -> int:
     """Keys and values that a call must read."""
-    return sum(s + c for s, c in spans) * 2 * shape.K * shape.H * 2
+    itemsize = jnp.dtype(shape.dtype).itemsize
+    return sum(s + c for s, c in spans) * 2 * shape.K * shape.H * itemsize
 
 
 def _loads(tiny: bool) -> dict[str, list[Span]]:
@@ -214,10 +237,11 @@ def _loads(tiny: bool) -> dict[str, list[Span]]:
 def decode_times(record: Record) -> None:
     """Share of the read bandwidth at loads far larger than the L2, and at small ones."""
     limit = record.figure("facts", "read bandwidth", "bytes_per_s", READ_BANDWIDTH)
-    for name, shape in [("8b", SHAPES["8b"]), ("1b", SHAPES["1b"]), ("8b tp8", SHAPES["8b tp8"])]:
+    for name in ("8b", "8b, 8 bits", "1b", "8b tp8", "1b, 8 bits"):
         for load, spans in _loads(record.tiny).items():
-            if record.tiny and name != "1b":
+            if record.tiny and not name.startswith("1b"):
                 continue
+            shape = SHAPES[name]
             measure = functools.partial(_decode_time, spans, shape, {}, record.tiny, limit)
             record.attempt(f"{name}, {load}", measure)
 
@@ -287,8 +311,13 @@ def prefill_numerics(record: Record) -> None:
         ("H 256", Shape(2, 2, 256), {}, {}),
         ("window", SHAPES["1b"], {}, {"window": 100}),
         ("cap", SHAPES["8b"], {}, {"soft_cap": 20.0}),
+        ("8b, 8 bits", SHAPES["8b, 8 bits"], {}, {}),
+        ("1b, 8 bits", SHAPES["1b, 8 bits"], {}, {"window": 100}),
     ]
-    for name, shape, tune, variant in cases[:2] if tiny else cases:
+    few = ("8b, shared memory form", "8b, 8 bits")
+    for name, shape, tune, variant in cases:
+        if tiny and name not in few:
+            continue
         shape = shape._replace(K=1, H=64) if tiny else shape
         tune = {"register_p": False, "block": 64} if tiny else tune
         check = functools.partial(_prefill_check, spans, shape, tune, variant, tiny)
@@ -348,7 +377,7 @@ def _prompts(tiny: bool) -> dict[str, list[Span]]:
 
 def prefill_times(record: Record) -> None:
     """TFLOP/s of whole prompts and late chunks."""
-    for name in ("1b",) if record.tiny else ("8b", "1b"):
+    for name in ("1b",) if record.tiny else ("8b", "8b, 8 bits", "1b"):
         for load, spans in _prompts(record.tiny).items():
             measure = functools.partial(_prefill_time, spans, SHAPES[name], {}, record.tiny)
             record.attempt(f"{name}, {load}", measure)

@@ -21,6 +21,7 @@ from jserve.model.attention import backend
 from jserve.model.families import family_for
 from jserve.model.family import Arch
 from jserve.model.hand import Row, pack
+from jserve.model.kv_quant import stored
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.step import DeviceState, StepModel, make_step
 from jserve.model.view import Bucket, StepDims, buffer_size
@@ -50,11 +51,20 @@ Span = tuple[int, int]
 class Rig:
     """A model on this machine's first device, its KV full of random values."""
 
-    def __init__(self, arch: Arch, attn: str, *, n_pages: int, M: int, Z: int = 64) -> None:
+    def __init__(
+        self,
+        arch: Arch,
+        attn: str,
+        *,
+        n_pages: int,
+        M: int,
+        Z: int = 64,
+        kv_dtype: Any = jnp.bfloat16,
+    ) -> None:
         device = jax.devices()[0]
         attention = backend(attn, device.platform)
         self.arch, mesh, rules = arch, make_mesh(1, [device]), ShardRules()
-        stored = attention.kv_dtype(jnp.bfloat16)
+        kept = attention.kv_dtype(kv_dtype)
         self.model = StepModel(
             family=FAMILY,
             arch=arch,
@@ -63,7 +73,7 @@ class Rig:
             mesh=mesh,
             rules=rules,
             n_pages=n_pages,
-            kv_dtype=stored,
+            kv_dtype=kept,
             dtype=jnp.bfloat16,
         )
         self.params = draw_all(FAMILY.specs(arch, 1), 0, mesh, rules, jnp.bfloat16)
@@ -73,7 +83,7 @@ class Rig:
 
     def fill(self, poison: np.ndarray | None = None) -> None:
         """Random keys and values; NaN where ``poison`` bool[P, Z] says."""
-        shape, stored = self.model.layer_shape, self.model.kv_dtype
+        shape, kept = self.model.layer_shape, self.model.kv_dtype
         heads_second = self.model.backend.kv_axis == 1
 
         @functools.partial(jax.jit, donate_argnums=0)
@@ -81,8 +91,7 @@ class Rig:
             P, Z, K, H = shape if not heads_second else (shape[0], shape[2], shape[1], shape[3])
             x = jax.random.normal(key, (P, Z, K, H), jnp.bfloat16)
             x = jnp.where(bad[:, :, None, None], jnp.nan, x)
-            x = x.swapaxes(1, 2) if heads_second else x
-            return jax.lax.bitcast_convert_type(x, stored) if stored == jnp.uint16 else x
+            return stored(x.swapaxes(1, 2) if heads_second else x, kept)
 
         bad = np.zeros((shape[0], self.model.dims.Z), bool) if poison is None else poison
         keys = jax.random.split(jax.random.key(5), 2 * self.arch.L).reshape(-1, 2)
@@ -134,7 +143,7 @@ class Rig:
         return pages <= dims.M and batch * pages < self.model.n_pages
 
 
-def least_seconds(record: Record, arch: Arch, rows: Sequence[Span], drawn: int) -> float:
+def least_seconds(record: Record, rig: Rig, rows: Sequence[Span], drawn: int) -> float:
     """The roofline of a step of these rows at the bandwidth that the ``facts`` stage measured.
 
     Attention among a prefill chunk's own tokens is left out: under 2 % of a 2k chunk's flops.
@@ -142,7 +151,8 @@ def least_seconds(record: Record, arch: Arch, rows: Sequence[Span], drawn: int) 
     chip = CHIPS["h200"]
     measured = record.figure("facts", "read bandwidth", "bytes_per_s", chip.bytes_per_s)
     chip = dataclasses.replace(chip, bytes_per_s=measured)
-    line = Roofline(shape=shape_of(arch, 2), chip=chip, kv_itemsize=2)
+    kv_itemsize = rig.model.kv_dtype.itemsize
+    line = Roofline(shape=shape_of(rig.arch, 2), chip=chip, kv_itemsize=kv_itemsize)
     work = line.work(
         rows=len(rows),
         tokens=sum(count for _, count in rows),

@@ -16,16 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bench.gpu_record import Record
 from bench.gpu_rig import ARCHS, Rig, Span, least_seconds
 from jserve.model.family import Arch
+from jserve.model.kv_quant import E4M3
+from jserve.model.tree import Parents
 from jserve.model.view import Bucket
 from jserve.runner.programs import use_compile_cache
 
 PROGRAMS = Path(tempfile.gettempdir()) / "jserve-gpu-programs"
 """Compiled programs, kept for the next call while the machine is held."""
+BF16 = np.dtype(jnp.bfloat16)
+TREE_OF_4 = (0, 0, 1)
+TREE_OF_16 = tuple((j - 1) // 2 for j in range(1, 16))
 BATCHES = (1, 8, 32, 64, 128, 256, 2, 4, 16)
 """In order of worth, for a stage that is cut."""
 CONTEXTS = (2048, 512, 8192)
@@ -34,26 +40,37 @@ CONTEXTS = (2048, 512, 8192)
 def step_numerics(record: Record) -> None:
     """The same mixed step by ``hopper`` and by ``ref``, from the same weights and poisoned KV."""
     if record.tiny:
-        cases = {"tiny": ("tiny", 1, [(70, 1), (3, 1)], [(10, 5)], Bucket(D=2, P=8, F=1))}
+        rows, chunk = [(70, 1), (3, 1)], [(10, 5)]
+        tree = Bucket(D=2, P=8, F=1, J=4, tree=TREE_OF_4)
+        cases = {
+            "tiny": ("tiny", 1, rows, chunk, Bucket(D=2, P=8, F=1), BF16),
+            "tiny, tree, 8 bits": ("tiny", 1, [(70, 4), (3, 1)], chunk, tree, E4M3),
+        }
     else:
         mixed = Bucket(D=16, P=256, F=4)
         rows = [(int(n), 1) for n in np.random.default_rng(2).integers(0, 1500, 12)]
+        chunks, few = [(0, 100), (700, 60), (63, 65)], [(77, 4), (500, 3), (1, 1)]
         verify = Bucket(D=8, P=0, F=0, J=4)
+        tree = Bucket(D=8, P=256, F=4, J=4, tree=TREE_OF_4)
         cases = {
-            "1b, 2 layers, mixed": ("1b", 2, rows, [(0, 100), (700, 60), (63, 65)], mixed),
-            "8b, 2 layers, mixed": ("8b", 2, rows, [(0, 100), (700, 60), (63, 65)], mixed),
-            "8b, 2 layers, verify": ("8b", 2, [(77, 4), (500, 3), (1, 1)], [], verify),
+            "1b, 2 layers, mixed": ("1b", 2, rows, chunks, mixed, BF16),
+            "8b, 2 layers, mixed": ("8b", 2, rows, chunks, mixed, BF16),
+            "8b, 2 layers, verify": ("8b", 2, few, [], verify, BF16),
+            "8b, 2 layers, mixed, 8 bits": ("8b", 2, rows, chunks, mixed, E4M3),
+            "8b, 2 layers, tree beside chunks": ("8b", 2, few, chunks, tree, BF16),
         }
-    for name, (arch, L, decode, prefill, bucket) in cases.items():
-        check = functools.partial(_step_check, arch, L, decode, prefill, bucket)
+    for name, (arch, L, decode, prefill, bucket, dtype) in cases.items():
+        check = functools.partial(_step_check, arch, L, decode, prefill, bucket, dtype)
         record.attempt(name, check)
 
 
-def _step_check(name: str, L: int, decode: Any, prefill: Any, bucket: Bucket) -> dict[str, Any]:
+def _step_check(
+    name: str, L: int, decode: Any, prefill: Any, bucket: Bucket, dtype: Any
+) -> dict[str, Any]:
     arch = _with_layers(ARCHS[name], L)
     outs, pools = [], []
     for attn in ("ref", "hopper"):
-        rig = Rig(arch, attn, n_pages=64 if name == "tiny" else 1024, M=32)
+        rig = Rig(arch, attn, n_pages=64 if name == "tiny" else 1024, M=32, kv_dtype=dtype)
         rig.fill(_unseen(rig, (*decode, *prefill)))
         out = rig.run(bucket, rig.buffer(bucket, decode, prefill))
         outs.append(np.asarray(out.packed_RX))
@@ -86,13 +103,14 @@ def _compare_steps(outs: Any, pools: Any, bucket: Bucket, D: int, F: int) -> dic
     logprobs = [x[:, 2 + J].astype(np.int32).view(np.float32) for x in (ref, got)]
     known = ~np.isnan(pools[0])
     known[0] = False  # the scratch page: only one of the two writes padding there
-    apart = np.abs(pools[0] - pools[1])[known].max()
+    # Of two numbers that round to neighbours in e4m3 one is up to an eighth above the other.
+    apart = (np.abs(pools[0] - pools[1]) / np.maximum(1, np.abs(pools[0])))[known].max()
     return {
         "keys_apart": float(apart),
         "same_tokens": same,
         "finite": bool((got[:, 1] == 1).all()),
         "logprob_diff": float(np.abs(logprobs[0] - logprobs[1]).max()),
-        "ok": bool(same > 0.9 and (got[:, 1] == 1).all() and apart < 0.1),
+        "ok": bool(same > 0.9 and (got[:, 1] == 1).all() and apart < 0.13),
     }
 
 
@@ -117,21 +135,26 @@ def steps_8b(record: Record) -> None:
     _steps(record, "8b", n_pages=8450)
 
 
-def _filled(record: Record, name: str, *, n_pages: int, M: int) -> Rig:
+def steps_8b_kv8(record: Record) -> None:
+    """Twice the rows in as many bytes, and half the bytes of each."""
+    _steps(record, "8b", n_pages=16900, kv_dtype=E4M3)
+
+
+def _filled(record: Record, name: str, *, n_pages: int, M: int, kv_dtype: Any = BF16) -> Rig:
     begin = time.perf_counter()
     use_compile_cache(PROGRAMS)
-    rig = Rig(ARCHS[name], "hopper", n_pages=n_pages, M=M)
+    rig = Rig(ARCHS[name], "hopper", n_pages=n_pages, M=M, kv_dtype=kv_dtype)
     rig.fill()
     jax.block_until_ready(rig.state.kv)
     record.add(f"{name}, weights and KV drawn", seconds=time.perf_counter() - begin)
     return rig
 
 
-def _steps(record: Record, name: str, n_pages: int) -> None:
+def _steps(record: Record, name: str, n_pages: int, kv_dtype: Any = BF16) -> None:
     batches, contexts, M = BATCHES, CONTEXTS, 130
     if record.tiny:
         name, batches, contexts, n_pages, M = "tiny", (2, 1), (70, 600), 16, 8
-    rig = _filled(record, name, n_pages=n_pages, M=M)
+    rig = _filled(record, name, n_pages=n_pages, M=M, kv_dtype=kv_dtype)
     mixed = Bucket(D=2, P=16, F=1) if record.tiny else Bucket(D=32, P=2048, F=8)
     _compiled(record, rig, [*map(_decode_bucket, batches), mixed])
     for context in contexts:
@@ -145,8 +168,8 @@ def _steps(record: Record, name: str, n_pages: int) -> None:
     record.attempt(f"{name}, mixed {mixed}", functools.partial(_timed, record, rig, mixed, *rows))
 
 
-def _decode_bucket(batch: int, J: int = 1) -> Bucket:
-    return Bucket(D=max(batch, 2), P=0, F=0, J=J)
+def _decode_bucket(batch: int, J: int = 1, tree: Parents = ()) -> Bucket:
+    return Bucket(D=max(batch, 2), P=0, F=0, J=J, tree=tree)
 
 
 def _compiled(record: Record, rig: Rig, buckets: list[Bucket]) -> None:
@@ -182,7 +205,7 @@ def _timed(
     return {
         "ms": spent * 1e3,
         "tok_per_s": len(decode) / spent,
-        "share": least_seconds(record, rig.arch, [*decode, *prefill], drawn) / spent,
+        "share": least_seconds(record, rig, [*decode, *prefill], drawn) / spent,
         "launch_us": statistics.median(launches) * 1e6,
     }
 
@@ -195,19 +218,27 @@ def verify(record: Record) -> None:
     if record.tiny:
         name, widths, batches, context, n_pages, M = "tiny", (4,), (2,), 70, 16, 8
     rig = _filled(record, name, n_pages=n_pages, M=M)
-    _compiled(record, rig, [_decode_bucket(b, J) for b in batches for J in (1, *widths)])
+    trees = (TREE_OF_4,) if record.tiny else (TREE_OF_4, TREE_OF_16)
+    buckets = [_decode_bucket(b, J) for b in batches for J in (1, *widths)]
+    buckets += [_decode_bucket(b, 1 + len(tree), tree) for b in batches for tree in trees]
+    _compiled(record, rig, buckets)
     for batch in batches:
         alone = _timed(record, rig, _decode_bucket(batch), [(context - 1, 1)] * batch, [])
         record.add(f"{name}, batch {batch}, decode", **alone)
+        one = functools.partial(_verify_time, record, rig, batch, context, alone["ms"])
         for J in widths:
-            measure = functools.partial(_verify_time, record, rig, batch, J, context, alone["ms"])
+            measure = functools.partial(one, _decode_bucket(batch, J))
             record.attempt(f"{name}, batch {batch}, verify of {J}", measure)
+        for tree in trees:
+            measure = functools.partial(one, _decode_bucket(batch, 1 + len(tree), tree))
+            record.attempt(f"{name}, batch {batch}, tree of {1 + len(tree)}", measure)
 
 
 def _verify_time(
-    record: Record, rig: Rig, batch: int, J: int, context: int, decode_ms: float
+    record: Record, rig: Rig, batch: int, context: int, decode_ms: float, bucket: Bucket
 ) -> dict[str, Any]:
-    found = _timed(record, rig, _decode_bucket(batch, J), [(context - J, J)] * batch, [])
+    J = bucket.J
+    found = _timed(record, rig, bucket, [(context - J, J)] * batch, [])
     rates = {
         f"tok_per_s_at_{stand}": batch * stand / found["ms"] * 1e3
         for stand in (2, 3, 4)

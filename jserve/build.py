@@ -140,7 +140,9 @@ def engine(
     from jserve.engine.engine import Engine
     from jserve.sched.scheduler import Scheduler
     from jserve.spec.methods import check
+    from jserve.xla import claim_memory
 
+    claim_memory()
     began = time.monotonic()
     check(config.speculative)
     runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)

@@ -1,7 +1,8 @@
 """The command line: ``jserve serve | generate | chat | run-batch | convert | plan | simulate | bench | env``.
 
-Owns the commands and exit codes; the only file that reads ``os.environ`` and ``sys.argv``. Imports neither jax
-nor transformers at module level: ``--help`` must be quick. Results go to stdout, everything else to stderr.
+Owns the commands and exit codes; the only file that reads ``os.environ`` and ``sys.argv`` (``xla`` has what is
+told to XLA). Imports neither jax nor transformers at module level: ``--help`` must be quick. Results go to
+stdout, everything else to stderr.
 
 Exit codes: 0 done, 1 failed while running, 2 bad usage, config or weights, 130 interrupted.
 """
@@ -20,7 +21,6 @@ import typer
 from jserve import cli_options
 from jserve.cli_options import FAULTS, err, reported
 from jserve.config import (
-    DEVICE_SHARE,
     DeviceOptions,
     EngineConfig,
     ModelOptions,
@@ -316,7 +316,6 @@ def engine(fd: Annotated[int, typer.Option(help="socket inherited from the HTTP 
 
 def main() -> None:
     """Entry point: parse, run, and never show a traceback for a user's mistake."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(DEVICE_SHARE))
     app()
 
 

@@ -1,7 +1,8 @@
 """Every option of jserve, once: CLI flags, YAML keys, ``JSERVE_*`` variables and Python arguments come from here.
 
 Owns names, defaults, units and ranges. Must not know how an option is used. ``metadata`` of a field holds
-``help`` (one line with the unit) and, where they apply, ``min``, ``max`` and ``choices``.
+``help`` (one line with the unit) and, where they apply, ``min``, ``max``, ``choices`` and ``aliases`` (other
+spellings of choices).
 
 Options have flat names. Those of section ``speculative`` are dotted (``speculative.method``) and may also
 come together, as a mapping or as JSON text under ``speculative``.
@@ -18,8 +19,8 @@ from typing import Any
 from jserve.errors import ConfigError
 
 DEVICE_SHARE = 0.95
-"""Of an accelerator's memory: what this process takes (the command line tells XLA, whose own choice is
-three quarters)."""
+"""Of an accelerator's memory: what this process takes (``xla`` tells XLA, whose own choice is three
+quarters)."""
 SCRATCH_SHARE = 0.05
 """Of what it took: kept for the scratch of the steps."""
 
@@ -71,7 +72,12 @@ class CacheOptions:
         0.9, "share of device memory for weights and KV", min=0.05, max=0.98
     )
     kv_memory_gb: float = opt(0.0, "GiB for the KV pool; 0 sizes it from memory", min=0.0)
-    kv_dtype: str = opt("auto", "KV storage", choices=("auto", "bfloat16", "float32", "float16"))
+    kv_cache_dtype: str = opt(
+        "auto",
+        "KV storage; auto is the dtype of the activations",
+        choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3"),
+        aliases={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8_e4m3"},
+    )
     prefix_caching: bool = opt(True, "reuse the KV of shared prefixes")
     host_memory_gb: float = opt(
         0.0, "GiB of host memory for evicted KV pages; 0 is none", min=0.0, max=65536.0
@@ -357,6 +363,7 @@ def checked(f: dataclasses.Field[Any], value: Any, name: str = "") -> Any:
     """
     name = name or f.name
     value = _convert(f, value, name)
+    value = f.metadata.get("aliases", {}).get(value, value)
     choices, low, high = (f.metadata.get(k) for k in ("choices", "min", "max"))
     if choices is not None and value not in choices:
         raise ConfigError(

@@ -77,19 +77,21 @@ def mask(x: Any, at: Any, last: Callable[[Any], Any], length: Any, low: Any, tre
     """Hide keys after the query, beyond the row, before the window or on another branch.
 
     Key 0 of ``x`` is at ``at``. Of the query in a row of the tile ``last`` gives the place, ``low``
-    the first key of its window (None: no window). ``tree`` is (start, bits): of the keys from
-    ``start`` on, a query sees number i if bit i is set (None: all before it).
+    the first key of its window (None: no window). ``tree`` is (base, word): of the keys from ``base``
+    on, a query sees number i if bit i of its word is set, window or not, and of its word ``low`` gives
+    the first key of its window (None: all before it).
     """
     ids = functools.partial(plgpu.broadcasted_iota, jnp.int32, x.shape, layout=WGMMA)
     key, row = ids(1) + at, ids(0)
     seen = (key <= last(row)) & (key < length)
-    if low is not None:
-        seen = seen & (key >= low(row))
-    if tree is not None:
-        start, bits = tree
-        i = jnp.clip(key - start, 0, 31)
-        mine = lax.bitwise_and(lax.shift_right_logical(bits(row), i), jnp.int32(1)) > 0
-        seen = seen & (mine | (key < start))
+    if tree is None:
+        seen = seen if low is None else seen & (key >= low(row))
+    else:
+        base, word = tree[0], tree[1](row)
+        i = jnp.clip(key - base, 0, 31)
+        mine = lax.bitwise_and(lax.shift_right_logical(word, i), jnp.int32(1)) > 0
+        old = key < base if low is None else (key < base) & (key >= low(word))
+        seen = seen & (old | ((key >= base) & mine))
     return jnp.where(seen, x, MASKED)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 
 HEAD_DIMS = (64, 128, 256)
+WIDEST_SPECIAL = 128
+"""Heads up to here have registers left for KV of 8 bits and for trees."""
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 
 
@@ -28,7 +30,7 @@ def check_heads(N: int, H: int, keys_PKZH: Any) -> None:
     if keys_PKZH.dtype not in DTYPES:
         names = ", ".join(jnp.dtype(d).name for d in DTYPES)
         raise ValueError(f"keys are {keys_PKZH.dtype}, but only {names} are served")
-    if keys_PKZH.dtype.itemsize == 1 and H > 128:
+    if keys_PKZH.dtype.itemsize == 1 and H > WIDEST_SPECIAL:
         raise ValueError(f"keys of 8 bits with heads of {H}: registers suffice for 64 and 128 only")
 
 
@@ -40,18 +42,14 @@ def check_page(Z: int, block: int) -> None:
         raise ValueError(f"page size {Z} must be a multiple of 8 and divide {block} or be divided")
 
 
-def check_tree(parents: tuple[int, ...], J: int, H: int) -> None:
+def check_tree(tree: Any, J: int, H: int) -> None:
     """Raises:
-    ValueError: ``parents`` of J tokens are not a tree with its root first, or heads are too wide.
+    ValueError: the tree is not of J tokens, or heads are too wide for one.
     """
-    if parents and H > 128:
+    if tree is not None and H > WIDEST_SPECIAL:
         raise ValueError(f"a tree of drafts with heads of {H}: registers suffice for 64 and 128")
-    if parents and (
-        len(parents) != J
-        or parents[0] != -1
-        or any(not 0 <= parent < j for j, parent in enumerate(parents[1:], 1))
-    ):
-        raise ValueError(f"parents {parents} of {J} tokens: -1 first, then earlier tokens each")
+    if tree is not None and len(tree.sees) != J:
+        raise ValueError(f"a tree of {len(tree.sees)} tokens for rows of {J}")
 
 
 @lru_cache

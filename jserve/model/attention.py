@@ -52,9 +52,11 @@ class AttentionBackend:
                Padding rows are finite. Decode rows obey ``view.tree`` where it is given (never with
                sinks). Behind the window the page table may say anything in range (0 once a page was
                given back) and the pages may hold anything, also NaN.
-    has_sinks: False where ``attend`` takes no ``sinks`` but None.
     move:      (kv, (page_A, off_A), (page_A, off_A)) -> kv with the entries of the first places
-               copied to the second ones. None: this backend verifies no trees.
+               copied to the second ones; page 0 may hold anything after it.
+    has_sinks: False where ``attend`` takes no ``sinks`` but None.
+    check:     (H, dtype as stored, whether there are trees of drafts) -> None. Raises ConfigError for
+               what this backend cannot serve, naming the option.
     """
 
     name: str
@@ -64,9 +66,10 @@ class AttentionBackend:
     plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None]
     write_kv: Callable[[LayerKV, jax.Array, jax.Array, StepView], LayerKV]
     attend: Callable[..., jax.Array]
+    move: Callable[[LayerKV, Places, Places], LayerKV]
     kv_dtype: Callable[[Any], Any] = jnp.dtype
     has_sinks: bool = True
-    move: Callable[[LayerKV, Places, Places], LayerKV] | None = None
+    check: Callable[[int, Any, bool], None] = lambda *_: None
     options: Any = None
 
 

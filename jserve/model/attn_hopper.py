@@ -1,8 +1,8 @@
 """Paged attention by the Pallas kernels for Hopper: decode rows and prefill rows, one kernel each.
 
 Owns the KV layout the kernels read and the way from a step to their arguments. Must not know
-families, the runner or how the kernels work. A layer's keys are [P, K, Z, H] in bfloat16 (or
-float16, where that is the model's), so a kv head's share of a page is one contiguous run, which is
+families, the runner or how the kernels work. A layer's keys are [P, K, Z, H] in bfloat16,
+float16 or e4m3, so a kv head's share of a page is one contiguous run, which is
 what a bulk copy wants. The step picks kernels by what the bucket holds::
 
     T   |d0 d0 d1 d1 ...           |f0 f0 f0 f0 f1 f1 pad|
@@ -23,11 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
-from jserve.model.attention import AttentionBackend, LayerKV, Sinks
+from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
+from jserve.model.kv_quant import E4M3, stored
 from jserve.model.view import Bucket, StepDims, StepView
 from pallas_kernels.launch import interpreter
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import Tree, paged_attention
 from pallas_kernels.ragged_prefill import ragged_prefill
+from pallas_kernels.served import HEAD_DIMS, WIDEST_SPECIAL
+
+NOBODY = -1
+"""Page of what is written nowhere."""
 
 
 def kv_shape(K: int, H: int, n_pages: int, page_size: int) -> tuple[int, ...]:
@@ -35,8 +40,9 @@ def kv_shape(K: int, H: int, n_pages: int, page_size: int) -> tuple[int, ...]:
 
 
 def kv_dtype(dtype: Any) -> Any:
-    """How values of ``dtype`` are stored: 16 bits, bfloat16 unless they are float16."""
-    return jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
+    """How values of ``dtype`` are stored: as they are if they have 8 or 16 bits, else in bfloat16."""
+    kept = (E4M3, jnp.float16)
+    return jnp.dtype(dtype if dtype in kept else jnp.bfloat16)
 
 
 def plan_shapes(bucket: Bucket, dims: StepDims) -> Mapping[str, tuple[int, ...]]:
@@ -54,17 +60,35 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
     transpose. No two tokens share a place, and XLA is told so: it would otherwise write 16-bit
     values by compare-and-swap.
     """
-    P, K, Z, H = kv[0].shape
-    page_T1, off_T1 = view.write_page_T[:, None], view.write_off_T[:, None]
-    row_TK = (page_T1 * K + jnp.arange(K, dtype=jnp.int32)) * Z + off_T1
-    row_TK = jnp.where(view.pos_T[:, None] >= 0, row_TK, P * K * Z)
+    page_T = jnp.where(view.pos_T >= 0, view.write_page_T, NOBODY)
+    row_TK = _rows(kv[0], (page_T, view.write_off_T))
+    return _put(kv[0], row_TK, k_TKH), _put(kv[1], row_TK, v_TKH)
 
-    def write(pool: jax.Array, x_TKH: jax.Array) -> jax.Array:
-        rows = pool.reshape(P * K * Z, H).at[row_TK]
-        new = rows.set(x_TKH.astype(pool.dtype), mode="drop", unique_indices=True)
-        return new.reshape(P, K, Z, H)
 
-    return write(kv[0], k_TKH), write(kv[1], v_TKH)
+def move(kv: LayerKV, old: Places, new: Places) -> LayerKV:
+    """Copy entries to other places; those of page 0 belong to no token, and stay."""
+    to_A = jnp.where(new[0] > 0, new[0], NOBODY)
+    old_AK, new_AK = _rows(kv[0], old), _rows(kv[0], (to_A, new[1]))
+
+    def one(pool: jax.Array) -> jax.Array:
+        return _put(pool, new_AK, pool.reshape(-1, pool.shape[-1])[old_AK])
+
+    return one(kv[0]), one(kv[1])
+
+
+def _rows(pool_PKZH: jax.Array, places: Places) -> jax.Array:
+    """int32[A, K]: where the heads of entries lie in the pool seen as rows of H; past its end for
+    page ``NOBODY``."""
+    P, K, Z, _ = pool_PKZH.shape
+    page_A1, off_A1 = (x[:, None] for x in places)
+    row_AK = (page_A1 * K + jnp.arange(K, dtype=jnp.int32)) * Z + off_A1
+    return jnp.where(page_A1 == NOBODY, P * K * Z, row_AK)
+
+
+def _put(pool: jax.Array, row_AK: jax.Array, x_AKH: jax.Array) -> jax.Array:
+    rows = pool.reshape(-1, pool.shape[-1]).at[row_AK]
+    new = rows.set(stored(x_AKH, pool.dtype), mode="drop", unique_indices=True)
+    return new.reshape(pool.shape)
 
 
 def attend(
@@ -91,6 +115,7 @@ def attend(
             view.page_table_RM[:D],
             view.start_R[:D],
             view.kv_len_R[:D],
+            tree=None if view.tree is None else Tree(view.tree.sees, view.tree.depth),
             **options,
         )
         parts.append(o_DJNH.reshape(D * J, N, H))
@@ -106,6 +131,23 @@ def attend(
         )
         parts.append(o_PNH.astype(jnp.float32))
     return jnp.concatenate(parts)
+
+
+def check(H: int, stored_as: Any, trees: bool) -> None:
+    """Refuse what the kernels do, by the name of the option that asks for it."""
+    if H not in HEAD_DIMS:
+        raise ConfigError(
+            f"attention_backend hopper serves heads of {HEAD_DIMS}, not {H}",
+            field="attention_backend",
+        )
+    wish = "kv_cache_dtype fp8_e4m3" if jnp.dtype(stored_as).itemsize == 1 else ""
+    wish = wish or ("speculative.tree" if trees else "")
+    if wish and H > WIDEST_SPECIAL:
+        raise ConfigError(
+            f"{wish}: attention_backend hopper serves it with heads of up to {WIDEST_SPECIAL},"
+            f" not {H}",
+            field=wish.partition(" ")[0],
+        )
 
 
 def hopper(platform: str) -> AttentionBackend:
@@ -127,6 +169,8 @@ def hopper(platform: str) -> AttentionBackend:
         plan_shapes=plan_shapes,
         plan=plan,
         write_kv=write_kv,
+        move=move,
         has_sinks=False,
+        check=check,
         attend=partial(attend, interpret=interpreter() if platform == "cpu" else None),
     )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
+from jserve.model.kv_quant import stored
 from jserve.model.tree import seen_in_tree
 from jserve.model.view import Bucket, StepDims, StepView
 
@@ -37,8 +38,8 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
     at = (view.write_page_T, view.write_off_T)
     keys, values = kv
     return (
-        keys.at[at].set(k_TKH.astype(keys.dtype)),
-        values.at[at].set(v_TKH.astype(values.dtype)),
+        keys.at[at].set(stored(k_TKH, keys.dtype)),
+        values.at[at].set(stored(v_TKH, values.dtype)),
     )
 
 

@@ -18,8 +18,8 @@ Prefill rows are cut into tiles of Q tokens of one row, each against the blocks 
 
 Both keep a running softmax. No result depends on another row, on page ids or on the bucket:
 blocks lie at fixed positions, and a block that a token cannot see leaves its sums as they are,
-bit for bit. Bfloat16 is stored as its bits (uint16), because scattering bfloat16 on XLA:CPU
-converts the whole pool.
+bit for bit. Bfloat16 and e4m3 are stored as their bits (uint16, uint8), because scattering them on
+XLA:CPU converts the whole pool.
 
 Idea of the running softmax: FlashAttention (arXiv 2205.14135).
 """
@@ -35,6 +35,7 @@ import numpy as np
 from jax import lax
 
 from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
+from jserve.model.kv_quant import E4M3, stored
 from jserve.model.tree import DraftMask, seen_in_tree
 from jserve.model.view import Bucket, StepDims, StepView
 
@@ -56,14 +57,15 @@ def plan(views: Mapping[str, np.ndarray], bucket: Bucket, dims: StepDims) -> Non
 
 
 def kv_dtype(dtype: Any) -> Any:
-    """How values of ``dtype`` are stored: bfloat16 as its bits."""
-    return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else jnp.dtype(dtype)
+    """How values of ``dtype`` are stored: bfloat16 and e4m3 as their bits."""
+    bits = {jnp.dtype(jnp.bfloat16): jnp.uint16, E4M3: jnp.uint8}
+    return jnp.dtype(bits.get(jnp.dtype(dtype), dtype))
 
 
 def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
     """Scatter each token's key and value to its page and offset."""
     keys, values = (
-        pool.at[view.write_page_T, :, view.write_off_T].set(_to_bits(x_TKH, pool.dtype))
+        pool.at[view.write_page_T, :, view.write_off_T].set(stored(x_TKH, pool.dtype))
         for pool, x_TKH in zip(kv, (k_TKH, v_TKH), strict=True)
     )
     return keys, values
@@ -141,18 +143,14 @@ def _finite(x: jax.Array, instead: float) -> jax.Array:
     The select is also what makes the gather before it fast: XLA:CPU vectorises a gather only
     inside a fusion.
     """
+    if x.dtype == jnp.uint8:
+        x = lax.bitcast_convert_type(x, E4M3)
     if x.dtype != jnp.uint16:
         x = x.astype(jnp.float32)
         return jnp.where(jnp.abs(x) < jnp.inf, x, instead)
     exponent = np.uint16(0x7F80)
     bits = np.asarray(instead, jnp.bfloat16).view(np.uint16)
     return lax.bitcast_convert_type(jnp.where((x & exponent) != exponent, x, bits), jnp.bfloat16)
-
-
-def _to_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    if dtype == jnp.uint16:
-        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
-    return x.astype(dtype)
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

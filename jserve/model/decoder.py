@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend, LayerKV
@@ -134,6 +135,8 @@ def _layer(arch: Arch, i: int, K: int) -> dict[str, ParamSpec]:
         "gate_up": gate_up(arch, mlp, "weight"),
         "down": matrix(f"{mlp}.down_proj", (D, F), ("embed", "ffn")),
     }
+    if arch.kv_scales:
+        layer["kv_scale"] = kv_scale(attn, K)
     if arch.qkv_bias:
         layer["qkv_bias"] = qkv(arch, attn, K, "bias")
     if arch.o_bias:
@@ -167,6 +170,25 @@ def qkv(arch: Arch, at: str, K: int, kind: str, width: int = 0) -> ParamSpec:
         axes=("kv_heads", None, None, *("embed" for _ in tail)),
         parts=(q, k, v),
         concat=1,
+    )
+
+
+def kv_scale(at: str, K: int) -> ParamSpec:
+    """float32 [K, 2]: what stored keys and values of a kv head are multiplied by; a checkpoint has one
+    number for all heads."""
+    parts = tuple(
+        Part(name=f"{at}.{name}", shape=(1,), view=(1, 1), repeat=K)
+        for name in ("k_scale", "v_scale")
+    )
+    return ParamSpec(
+        shape=(K, 2),
+        axes=("kv_heads", None),
+        parts=parts,
+        concat=1,
+        init=0.0,
+        init_mean=1.0,
+        dtype=jnp.float32,
+        positive=True,
     )
 
 

@@ -55,6 +55,8 @@ class Arch:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    kv_scales: bool = False
+    """The checkpoint has scales for KV of 8 bits."""
     windows: tuple[int, ...] = field(default=())
     """Sliding window of each layer in tokens, 0 for full attention; empty: all full."""
     sinks: int = 0

@@ -20,7 +20,6 @@ Config = Mapping[str, Any]
 REQUIRED: Any = object()
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (),
     "partial_rotary_factor": (1, 1.0),
     "is_encoder_decoder": (False,),
     "is_decoder": (True, False),
@@ -90,6 +89,7 @@ def decoder_arch(config: Config, family: str, **switches: Any) -> Arch:
         rope_theta=theta,
         rope_scaling=scaling,
         tied=boolean(config, "tie_word_embeddings", False),
+        kv_scales=kv_scales(config),
         **switches,
     )
 
@@ -194,6 +194,37 @@ def _yarn_numbers(raw: Config) -> dict[str, Any]:
     numbers["beta_fast"] = number(raw, "beta_fast", 32.0) if raw.get("beta_fast") else 32.0
     numbers["beta_slow"] = number(raw, "beta_slow", 1.0) if raw.get("beta_slow") else 1.0
     return numbers
+
+
+KV_SCHEME = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
+"""The one scheme of 8-bit KV, as compressed-tensors describes it."""
+
+
+def kv_scales(config: Config) -> bool:
+    """Whether ``quantization_config`` quantises the KV cache, and nothing else: then each layer has a
+    ``k_scale`` and a ``v_scale``. All other quantisation is refused."""
+    key = "quantization_config"
+    given = config.get(key)
+    if given is None:
+        return False
+    scheme = given.get("kv_cache_scheme") if isinstance(given, Mapping) else None
+    alone = (
+        isinstance(scheme, Mapping)
+        and given.get("quant_method") == "compressed-tensors"
+        and not given.get("config_groups")
+    )
+    if scheme is None or not alone:
+        refuse(key, f"{given!r} is not supported, only scales of 8-bit KV by compressed-tensors")
+    for name, value in KV_SCHEME.items():
+        if scheme.get(name, value) != value:
+            refuse(f"{key}.kv_cache_scheme.{name}", f"must be {value!r}, not {scheme[name]!r}")
+    return True
 
 
 def full_attention(config: Config) -> None:

@@ -22,6 +22,7 @@ from jax import lax
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.dot import dot
 from jserve.model.family import Arch
+from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.rope import rotate
 from jserve.model.sinks import sinks_of
 from jserve.model.view import StepView
@@ -65,13 +66,15 @@ def attend_normed(
     axis: str | None,
 ) -> tuple[jax.Array, LayerKV]:
     """``attention_block`` of what is normed already."""
-    q_TNH, k_TKH, v_TKH = _qkv(arch, p, x_TD)
+    scale_K2 = scales_of(p, kv[0])
+    q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(arch, p, x_TD))
     kv = attn.write_kv(kv, rotate(k_TKH, *tables), v_TKH, view)
     window = arch.window(layer)
     sinks = sinks_of(arch, window, q_TNH, view)
     o_TNH = attn.attend(
         rotate(q_TNH, *tables), kv, view, window=window, scale=arch.H**-0.5, sinks=sinks
     )
+    o_TNH = unfold(scale_K2, o_TNH)
     y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), axis)
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 

@@ -32,7 +32,6 @@ def straightened(
     attn: AttentionBackend, view: StepView, kv: list[LayerKV], path_DJ: jax.Array
 ) -> list[LayerKV]:
     """The KV with the entries of each row's path at the row's first places."""
-    assert attn.move is not None, "checked by make_step"
     new = (view.write_page_T[: view.D * view.J], view.write_off_T[: view.D * view.J])
     old = along(view, path_DJ, new)
     return [attn.move(layer, old, new) for layer in kv]

@@ -50,6 +50,8 @@ class ParamSpec:
     init_mean: float = 0.0
     dtype: Any = None
     """None: the model's dtype."""
+    positive: bool = False
+    """Values at or below zero in a checkpoint are an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -206,18 +206,14 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
     Raises:
         ValueError: a bucket of fewer than two tokens or drawn places (XLA:CPU is far slower on one
         row).
-        ConfigError: a tree, and a backend that has no mask for it, or attention sinks.
+        ConfigError: a tree, and attention sinks; heads that the backend cannot serve.
     """
     if bucket.tree and model.arch.sinks:
         raise ConfigError(
             "attention_sinks do not go with trees of drafts, only with chains",
             field="attention_sinks",
         )
-    if bucket.tree and model.backend.move is None:
-        raise ConfigError(
-            f"attention_backend {model.backend.name} verifies no trees of drafts, only chains",
-            field="attention_backend",
-        )
+    model.backend.check(model.arch.H, model.kv_dtype, bool(bucket.tree))
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)

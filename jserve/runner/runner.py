@@ -47,6 +47,7 @@ from jserve.runner.sizes import (
     longest_pages,
     runner_limits,
     step_dims,
+    stored_kv,
     window_of,
 )
 from jserve.runner.spill import Spill
@@ -113,7 +114,7 @@ class ModelRunner:
         attention = find_backend(config.device.attention_backend, platform)
         arch = with_sinks(arch, attention, config.device.attention_sinks)
         self._kv_dtype = kv_dtype(config, self._dtype)
-        stored = attention.kv_dtype(self._kv_dtype)
+        stored = stored_kv(config, attention, self._dtype, arch, speculation)
         self.speculation = speculation
         dims = step_dims(arch, config, 0 if speculation is None else speculation.n_draft)
         tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)

@@ -15,6 +15,7 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend
 from jserve.model.family import Arch
+from jserve.model.kv_quant import E4M3
 from jserve.model.tree import Parents
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
@@ -54,8 +55,29 @@ def draft_page_bytes(
 
 
 def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
-    name = config.cache.kv_dtype
-    return jnp.dtype(dtype if name == "auto" else name)
+    """What KV is rounded to, for activations of ``dtype``."""
+    name = config.cache.kv_cache_dtype
+    named = {"auto": dtype, "fp8_e4m3": E4M3}
+    return jnp.dtype(named.get(name, name))
+
+
+def stored_kv(
+    config: EngineConfig,
+    attention: AttentionBackend,
+    dtype: Any,
+    arch: Arch,
+    speculation: Speculation | None = None,
+) -> Any:
+    """The dtype of the KV pool, for activations of ``dtype``.
+
+    Raises:
+        ConfigError: ``attention`` cannot serve it with these heads, or not the trees of drafts.
+    """
+    stored = attention.kv_dtype(kv_dtype(config, dtype))
+    attention.check(arch.H, stored, speculation is not None and bool(speculation.tree))
+    if speculation is not None and speculation.drafter.n_kv_layers:
+        attention.check(speculation.drafter.arch.H, stored, bool(speculation.tree))
+    return stored
 
 
 def window_of(arch: Arch, speculation: Speculation | None) -> int:

@@ -149,7 +149,7 @@ def from_table(path: Path, options: CacheOptions) -> Device:
         ConfigError: the file, or an option that only sizes memory and has no meaning here.
     """
     file = read_table(path, "costs")
-    for name in ("memory_utilization", "kv_memory_gb", "kv_dtype"):
+    for name in ("memory_utilization", "kv_memory_gb", "kv_cache_dtype"):
         if getattr(options, name) != getattr(CacheOptions(), name):
             raise ConfigError(
                 f"{name} has no meaning with a measured table; set n_pages", field=name
@@ -191,7 +191,8 @@ def from_roofline(model: str, gpu: str, options: CacheOptions) -> Device:
     if gpu not in CHIPS:
         raise ConfigError(f"no roofline for {gpu!r}, only {', '.join(CHIPS)}", field="gpu")
     shape = _shape(model)
-    kv_itemsize = {"auto": shape.itemsize, "float32": 4}.get(options.kv_dtype, 2)
+    itemsizes = {"auto": shape.itemsize, "float32": 4, "fp8_e4m3": 1}
+    kv_itemsize = itemsizes.get(options.kv_cache_dtype, 2)
     costs = Roofline(shape=shape, chip=CHIPS[gpu], kv_itemsize=kv_itemsize)
     return Device(
         name=f"{model} on one {CHIPS[gpu].name} (roofline)",

@@ -19,7 +19,14 @@ from jserve.model.sinks import with_sinks
 from jserve.model.view import Bucket, StepDims
 from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
 from jserve.runner.programs import step_name
-from jserve.runner.sizes import kv_dtype, ladder_of, longest_pages, runner_limits, step_dims
+from jserve.runner.sizes import (
+    kv_dtype,
+    ladder_of,
+    longest_pages,
+    runner_limits,
+    step_dims,
+    stored_kv,
+)
 from jserve.sim.roofline import CHIPS, Chip, Roofline
 from jserve.sizing.models import Model, find, shape_of
 
@@ -158,7 +165,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     attention = find_backend(config.device.attention_backend, "cuda" if chip.memory else "cpu")
     arch = with_sinks(model.arch, attention, config.device.attention_sinks)
     model = dataclasses.replace(model, arch=arch)
-    stored = attention.kv_dtype(kv_dtype(config, model.dtype))
+    stored = stored_kv(config, attention, model.dtype, model.arch)
     dims, weights = step_dims(model.arch, config), model.weight_bytes(tp)
     memory = plan_memory(
         arch=model.arch,

@@ -134,6 +134,8 @@ def _from_files(tensors: Tensors, dtype: Any, scan_nan: str) -> Make:
             target = block[piece.out]
             piece.copy(tensors.get(piece.part.name, piece.part.shape, _kinds(spec)), target)
             why = bad_values(target, scan_nan)
+            if why is None and spec.positive and not (target > 0).all():
+                why = "must be positive"
             if why:
                 raise broken(tensors.path(piece.part.name), why, piece.part.name)
         tensors.drop_pages()

@@ -15,6 +15,7 @@ from pallas_kernels.flash import LOG2E, MASKED
 from pallas_kernels.paged_attention import hopper
 from pallas_kernels.paged_attention.combine import combine
 from pallas_kernels.paged_attention.hopper import Tile
+from pallas_kernels.paged_attention.tree import Tree
 from pallas_kernels.served import (
     check_heads,
     check_page,
@@ -40,7 +41,7 @@ def paged_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks_N: Array | None = None,
-    parents: tuple[int, ...] = (),
+    tree: Tree | None = None,
     scales_2K: Array | None = None,
     tune: dict[str, Any] | None = None,
     interpret: Any = None,
@@ -59,10 +60,8 @@ def paged_attention(
         window: keys each token sees, itself included; 0 for all.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
         sinks_N: logit per head that takes part in the softmax with a value of zero.
-        parents: index of each token's parent among the J, where they are a tree of drafts: token 0
-            is the root (its parent is -1), a parent comes before its children. A token sees all
-            keys before ``start`` and the tokens on the way from the root to itself; its position
-            is ``start`` plus its depth. Empty: a chain.
+        tree: what the J tokens see of the newest keys, where they are a tree of drafts or a level of
+            one; None: a chain.
         scales_2K: float32, what the stored keys and values of each kv head are multiplied by;
             None: 1.
         tune: ``block``, ``stages``, ``raw_stages``, ``teams``, ``register_p`` instead of those of tune.json.
@@ -75,7 +74,7 @@ def paged_attention(
     Raises:
         ValueError: a shape or dtype that the kernel cannot serve, named.
     """
-    tile = tile_of(q_DJNH, keys_PKZH, scale, window, soft_cap, parents, tune, interpret)
+    tile = tile_of(q_DJNH, keys_PKZH, scale, window, soft_cap, tree, tune, interpret)
     D, J, N, H = q_DJNH.shape
     K, rows = tile.K, tile.J * tile.G
     q_DKQH = q_DJNH.reshape(D, J, K, tile.G, H).swapaxes(1, 2).reshape(D, K, rows, H)
@@ -107,7 +106,7 @@ def tile_of(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
-    parents: tuple[int, ...] = (),
+    tree: Tree | None = None,
     tune: dict[str, Any] | None = None,
     interpret: Any = None,
 ) -> Tile:
@@ -121,10 +120,11 @@ def tile_of(
     check_heads(N, H, keys_PKZH)
     if not 1 <= J <= MAX_TOKENS:
         raise ValueError(f"{J} tokens a row, but 1 to {MAX_TOKENS} are served")
-    check_tree(parents, J, H)
+    check_tree(tree, J, H)
     # The interpreter has no multiprocessors to fill, and every block of the grid costs it time.
     few = {} if interpret is None else {"sms": 4}
-    chosen = {**tuned(H, keys_PKZH.dtype), **few, **(tune or {})}
+    narrow = tree is not None and window > 0
+    chosen = {**tuned(H, keys_PKZH.dtype, narrow=narrow), **few, **(tune or {})}
     block, teams = chosen["block"], chosen["teams"]
     check_page(Z, block)
     tile = Tile(
@@ -140,7 +140,7 @@ def tile_of(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
-        parents=parents,
+        tree=tree,
         raw_stages=chosen.get("raw_stages", 0),
         register_p=bool(chosen.get("register_p", interpret is None)),
     )
@@ -154,11 +154,14 @@ def _splits(tile: Tile, sms: int) -> int:
     return max(sms // (tile.K * tile.tiles), 1) * tile.teams
 
 
-def tuned(H: int, dtype: Any) -> dict[str, Any]:
+def tuned(H: int, dtype: Any, *, narrow: bool = False) -> dict[str, Any]:
     """The tuning of one head dimension: ``block``, ``stages``, ``teams`` and ``sms``; with KV of 8
-    bits also ``raw_stages``."""
+    bits also ``raw_stages``. ``narrow``: a tree under a window, whose masks need registers."""
     table = tuning("pallas_kernels.paged_attention")
-    return {"sms": table["sms"], **of_dtype(table, H, dtype)}
+    found = of_dtype(table, H, dtype)
+    if narrow and jnp.dtype(dtype).itemsize == 2:
+        found = table["tree and window"].get(str(H), found)
+    return {"sms": table["sms"], **found}
 
 
 def _sink_rows(sinks_N: Array | None, tile: Tile) -> Array:

@@ -18,8 +18,8 @@ Idea of splitting keys: Flash-Decoding (Dao and others, 2023).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,8 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, swizzled
+from pallas_kernels.paged_attention.tree import MAX_PLACES, Tree
+from pallas_kernels.widen import Raw, load_widened
 
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
 
@@ -56,8 +58,8 @@ class Tile:
     scale: float
     window: int = 0
     soft_cap: float = 0.0
-    parents: tuple[int, ...] = ()
-    """Parent of each of the J tokens, where they form a tree (see ``api``); empty: a chain."""
+    tree: Tree | None = None
+    """What the J tokens see of the newest keys; None: they are a chain."""
     raw_stages: int = 0
     """KV of 8 bits is copied to a ring of its own of so many blocks, from which the warpgroup that
     loads makes the 16-bit values that are multiplied. 0: KV has 16 bits."""
@@ -66,12 +68,14 @@ class Tile:
     way, through shared memory and a fresh accumulator."""
 
     @property
-    def paths(self) -> tuple[int, ...]:
-        """Of each token of the tree, bits of the tokens on the way to it, itself included."""
-        bits: list[int] = []
-        for j, parent in enumerate(self.parents):
-            bits.append(1 << j | (bits[parent] if j else 0))
-        return tuple(bits)
+    def base(self) -> int:
+        """Where the tree's places begin, counted from the first of the tokens."""
+        return -self.tree.n_before if self.tree else 0
+
+    @property
+    def common(self) -> int:
+        """Keys from the first of the tokens that all of them see."""
+        return self.base + self.tree.common if self.tree else 1
 
     @property
     def q_rows(self) -> int:
@@ -86,6 +90,11 @@ class Tile:
     @property
     def tiles(self) -> int:
         return self.q_rows // self.tile_rows
+
+    @property
+    def copies(self) -> int:
+        """Of a block of keys: one a page, or one in all."""
+        return self.block // flash.page_rows(self.Z, self.block)
 
     @property
     def partial_rows(self) -> int:
@@ -133,7 +142,8 @@ class Work(NamedTuple):
 
 def plan(start_D: jax.Array, len_D: jax.Array, tile: Tile) -> Work:
     """Share the visible blocks of all rows out to the splits. A row of length 0 has none."""
-    low_D = jnp.maximum(start_D - tile.window + 1, 0) if tile.window else jnp.zeros_like(len_D)
+    reach_D = start_D + (tile.base - tile.window + 1)
+    low_D = jnp.maximum(reach_D, 0) if tile.window else jnp.zeros_like(len_D)
     first_D = low_D // tile.block
     n_D = jnp.where(len_D > 0, -(-len_D // tile.block) - first_D, 0)
     end_D = jnp.cumsum(n_D)
@@ -164,7 +174,7 @@ def attend(
     row = jax.ShapeDtypeStruct((slots, tile.partial_rows), jnp.float32)
     sums = jax.ShapeDtypeStruct((slots, tile.partial_rows, tile.H), jnp.float32)
     return plgpu.kernel(
-        functools.partial(_attend, tile=tile),
+        partial(_attend, tile=tile),
         out_type=(sums, row, row),
         grid=tile.grid,
         grid_names=("s", "h", "t"),
@@ -177,8 +187,8 @@ def attend(
 
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
-    room = functools.partial(swizzled, dtype=dtype)
-    teams, copies = tile.teams, tile.block // flash.page_rows(tile.Z, tile.block)
+    room = partial(swizzled, dtype=dtype)
+    teams, copies = tile.teams, tile.copies
     arrivals = 1 if tile.raw_stages else copies
     scratch = {
         "q_in": room(teams, tile.q_stages, M, tile.H),
@@ -305,11 +315,13 @@ def _drain(team: _Team, name: str, n, stages: int) -> None:
 
 
 def _registers(tile: Tile, *, compute: bool) -> None:
-    """Hand registers of the warpgroups that load to those that compute, where they are short:
-    512 are there for each thread number."""
+    """Hand registers of the warpgroups that load to those that compute, where they are short: 512 are
+    there for each thread number. Small pages need more ids at once to load a block."""
     if tile.teams * (tile.warpgroups + 1) > 2:
-        most = (240, 32) if tile.teams == 1 else (208, 40)
-        if tile.raw_stages:
+        most = (208, 40) if tile.copies <= 4 else (200, 56)
+        if tile.teams == 1:
+            most = (240, 32) if tile.copies <= 2 else (232, 48)
+        elif tile.raw_stages:
             most = (192, 56)
         action = "increase" if compute else "decrease"
         plgpu.set_max_registers(most[0 if compute else 1], action=action)
@@ -352,42 +364,33 @@ def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
 
 
 def _load_widened(team: _Team, keys, values, table, length, seg: _Segment) -> None:
-    """``_load`` of 8-bit KV: copies run ``raw_stages`` ahead of the block that is made wider."""
-    tile, ahead = team.tile, team.tile.raw_stages
+    """``_load`` of 8-bit KV."""
+    tile = team.tile
     last = lax.div(length - 1, jnp.int32(tile.Z))
-    pools = ((keys, "k"), (values, "v"))
+
+    def raw(name, pool):
+        return Raw(name, pool, team.room(f"{name}_raw"), partial(team.barrier, f"{name}_raw_here"))
 
     def pages(i):
-        i = jnp.minimum(i, seg.end - 1)
         return flash.page_ids(table, seg.row, i + seg.base, last, tile.Z, tile.block)
 
-    def copy(pool, name, i, ids):
-        slot = lax.rem(i - seg.begin, jnp.int32(ahead))
-        to, here = team.room(f"{name}_raw").at[slot], team.barrier(f"{name}_raw_here", slot)
+    def copy(ids, pool, i, to, here):
         flash.copy_block(ids, pool, team.head, i + seg.base, to, here, tile.Z, tile.block)
 
-    def first(i, _):
-        ids = pages(i)
-        for pool, name in pools:
-            copy(pool, name, i, ids)
+    def put(name, i, block):
+        slot = team.slot(i)
+        if name == "k":  # both rings of wide blocks are freed at once
 
-    def block(i, ids):
-        slot, raw = team.slot(i), lax.rem(i - seg.begin, jnp.int32(ahead))
-        following = pages(i + ahead + 1)
+            @pl.when(i - team.low >= tile.stages)
+            def _():
+                plgpu.barrier_wait(team.barrier("free", slot))
 
-        @pl.when(i - team.low >= tile.stages)
-        def _():
-            plgpu.barrier_wait(team.barrier("free", slot))
+        flash.widen(block, team.room(name).at[slot])
+        plgpu.barrier_arrive(team.barrier(f"{name}_here", slot))
 
-        for pool, name in pools:
-            plgpu.barrier_wait(team.barrier(f"{name}_raw_here", raw))
-            flash.widen(team.room(f"{name}_raw").at[raw], team.room(name).at[slot])
-            plgpu.barrier_arrive(team.barrier(f"{name}_here", slot))
-            pl.when(i + ahead < seg.end)(functools.partial(copy, pool, name, i + ahead, ids))
-        return following
-
-    lax.fori_loop(seg.begin, jnp.minimum(seg.begin + ahead, seg.end), first, None)
-    lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin + ahead))
+    raws = (raw("k", keys), raw("v", values))
+    early = tile.copies <= 4
+    load_widened(raws, seg.begin, seg.end, tile.raw_stages, pages, early, copy, put)
 
 
 def _compute(team: _Team, start, length, seg: _Segment, n, part) -> Sums:
@@ -401,11 +404,12 @@ def _compute(team: _Team, start, length, seg: _Segment, n, part) -> Sums:
 
 def _blocks(team: _Team, q, start, length, seg: _Segment, part) -> Sums:
     tile = team.tile
-    step = functools.partial(_block, team, q, start, length, seg.base, part)
-    plain = functools.partial(step, masked=False)
-    masked = functools.partial(step, masked=True)
+    step = partial(_block, team, q, start, length, seg.base, part)
+    plain = partial(step, masked=False)
+    masked = partial(step, masked=True)
     # Only the blocks at the ends of what the row sees need masks.
-    high_plain = jnp.clip(lax.div(start + 1, jnp.int32(tile.block)) - seg.base, seg.begin, seg.end)
+    high_plain = lax.div(start + tile.common, jnp.int32(tile.block)) - seg.base
+    high_plain = jnp.clip(high_plain, seg.begin, seg.end)
     low_plain = seg.begin
     if tile.window:
         below = jnp.maximum(length - 1 - tile.window + tile.block, 0)
@@ -430,7 +434,8 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     plgpu.barrier_wait(team.barrier("v_here", slot))
     v = team.room("v").at[slot, :, pl.ds(part * tile.chunk, tile.chunk)]
     if masked:
-        flash.blank(v, at, start - tile.window + 1 if tile.window else 0, length)
+        low = start + (tile.base - tile.window + 1) if tile.window else 0
+        flash.blank(v, at, low, length)
     room = None if tile.register_p else team.room("p").at[part]
     o = flash.weigh(p, sums.o, keep, v, room)
     plgpu.barrier_arrive(team.barrier("free", slot))
@@ -443,18 +448,23 @@ def _mask(team: _Team, x, at, start, length):
     def token(row):
         return lax.div(row + team.m_tile * M, jnp.int32(tile.G))
 
-    def low(row):
-        deep = token(row)
-        if tile.parents:
-            deep = flash.by_token(deep, tuple(bits.bit_count() - 1 for bits in tile.paths))
-        return deep + (start - tile.window + 1)
+    def last(row):
+        return token(row) + start
 
-    def bits(row):
-        return flash.by_token(token(row), tile.paths)
+    def low(deep):
+        return deep + (start + tile.base - tile.window + 1)
 
-    tree = (start, bits) if tile.parents else None
-    window = low if tile.window else None
-    return flash.mask(x, at, lambda row: token(row) + start, length, window, tree)
+    def low_of_token(row):
+        return low(token(row))
+
+    def low_of_word(word):
+        return low(lax.shift_right_logical(word, MAX_PLACES))
+
+    if tile.tree is None:
+        return flash.mask(x, at, last, length, low_of_token if tile.window else None, None)
+    words = tile.tree.words(tile.window)
+    tree = (start + tile.base, lambda row: flash.by_token(token(row), words))
+    return flash.mask(x, at, last, length, low_of_word if tile.window else None, tree)
 
 
 def _write(team: _Team, out, sums: Sums, row, part) -> None:

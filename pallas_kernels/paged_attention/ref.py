@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.paged_attention.tree import Tree
+
 Array = jax.Array
 
 
@@ -21,22 +23,19 @@ def paged_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks_N: Array | None = None,
-    parents: tuple[int, ...] = (),
+    tree: Tree | None = None,
     scales_2K: Array | None = None,
 ) -> Array:
     """float32[D, J, N, H]; arguments as of ``api.paged_attention``."""
     D, J, N, H = q_DJNH.shape
     K = keys_PKZH.shape[1]
     place_J = jnp.arange(J, dtype=jnp.int32)
-    depth_J, path_JJ = tree(parents or tuple(range(-1, J - 1)))
+    tree = tree or Tree.of(tuple(range(-1, J - 1)))
     k_DSKH = gather(keys_PKZH, table_DM, scales_2K, 0)
     v_DSKH = gather(values_PKZH, table_DM, scales_2K, 1)
     S = k_DSKH.shape[1]
     seen_DJS = visible(start_D[:, None] + place_J, len_D, S, 0)
-    seen_DJS &= on_path(path_JJ, start_D, S)
-    if window:
-        low_DJ = start_D[:, None] + jnp.asarray(depth_J) - window
-        seen_DJS &= jnp.arange(S) > low_DJ[..., None]
+    seen_DJS &= on_path(tree, start_D, S, window)
     row_sees_DS = seen_DJS.any(1)[..., None, None]
     q_DJKGH = q_DJNH.astype(jnp.float32).reshape(D, J, K, N // K, H)
     x = jnp.einsum("djkgh,dskh->djkgs", q_DJKGH, jnp.where(row_sees_DS, k_DSKH, 0.0))
@@ -45,21 +44,19 @@ def paged_attention(
     return o.reshape(D, J, N, H)
 
 
-def tree(parents: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(depth int32[J], path bool[J, J]: whether token i lies on the way to j) of a tree."""
-    J = len(parents)
-    depth, path = np.zeros(J, np.int32), np.eye(J, dtype=bool)
-    for j, parent in enumerate(parents[1:], 1):
-        depth[j] = depth[parent] + 1
-        path[j] |= path[parent]
-    return depth, path
-
-
-def on_path(path_JJ: np.ndarray, start_D: Array, S: int) -> Array:
-    """bool[D, J, S]: keys before ``start``, and those of the row's own tokens on the way to j."""
-    i_DS = jnp.arange(S, dtype=jnp.int32) - start_D[:, None]
-    own_JDS = jnp.asarray(path_JJ)[:, jnp.clip(i_DS, 0, len(path_JJ) - 1)]
-    return own_JDS.swapaxes(0, 1) | (i_DS < 0)[:, None]
+def on_path(tree: Tree, start_D: Array, S: int, window: int) -> Array:
+    """bool[D, J, S]: keys before the tree, and those of its places that token j sees, each within
+    the window of its position."""
+    base_D = start_D - tree.n_before
+    i_DS = jnp.arange(S, dtype=jnp.int32) - base_D[:, None]
+    at_DS = jnp.clip(i_DS, 0, len(tree.depth) - 1)
+    own_DJS = jnp.asarray(np.array(tree.sees))[:, at_DS].swapaxes(0, 1)
+    seen_DJS = jnp.where((i_DS < 0)[:, None], True, own_DJS)
+    if window:
+        depth_X = jnp.asarray(tree.depth, jnp.int32)
+        key_DS = jnp.where(i_DS < 0, i_DS, depth_X[at_DS])
+        seen_DJS &= key_DS[:, None] > depth_X[tree.n_before :, None] - window
+    return seen_DJS
 
 
 def gather(pool_PKZH: Array, table_RM: Array, scales_2K: Array | None, which: int) -> Array:

@@ -17,8 +17,8 @@ Idea of taking turns: FlashAttention-3 (arXiv 2407.08608).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, along_rows, swizzled
+from pallas_kernels.widen import Raw, load_widened
 
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
 
@@ -109,7 +110,7 @@ def attend(
     log2, or None."""
     out = jax.ShapeDtypeStruct((tile.K, tile.rows, tile.H), q_KYH.dtype)
     return plgpu.kernel(
-        functools.partial(_attend, tile=tile),
+        partial(_attend, tile=tile),
         out_type=out,
         grid=(tile.tiles, tile.K),
         grid_names=("i", "h"),
@@ -122,7 +123,7 @@ def attend(
 
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
-    room = functools.partial(swizzled, dtype=dtype)
+    room = partial(swizzled, dtype=dtype)
     copies = tile.block // flash.page_rows(tile.Z, tile.block)
     arrivals = 1 if tile.raw_stages else copies
     scratch = {
@@ -243,44 +244,34 @@ def _load(job: _Job, keys, values, table) -> None:
 
 
 def _load_widened(job: _Job, keys, values, table) -> None:
-    """``_load`` of 8-bit KV: copies run ``raw_stages`` ahead of the block that is made wider."""
-    tile, sm, ahead = job.tile, job.sm, job.tile.raw_stages
+    """``_load`` of 8-bit KV."""
+    tile, sm = job.tile, job.sm
     last = lax.div(job.length - 1, jnp.int32(tile.Z))
-    pools = ((keys, "k"), (values, "v"))
+
+    def raw(name, pool):
+        return Raw(name, pool, sm[f"{name}_raw"], lambda slot: sm[f"{name}_raw_here"].at[slot])
 
     def pages(j):
-        j = jnp.minimum(j, job.end - 1)
         return flash.page_ids(table, job.row, j, last, tile.Z, tile.block)
 
-    def copy(pool, name, j, ids):
-        slot = lax.rem(j - job.begin, jnp.int32(ahead))
-        to, here = sm[f"{name}_raw"].at[slot], sm[f"{name}_raw_here"].at[slot]
+    def copy(ids, pool, j, to, here):
         flash.copy_block(ids, pool, job.head, j, to, here, tile.Z, tile.block)
 
-    def first(j, _):
-        ids = pages(j)
-        for pool, name in pools:
-            copy(pool, name, j, ids)
+    def put(name, j, block):
+        slot = job.slot(j)
 
-    def block(j, ids):
-        slot, raw = job.slot(j), lax.rem(j - job.begin, jnp.int32(ahead))
-        following = pages(j + ahead + 1)
-        for pool, name in pools:
+        @pl.when(j - job.begin >= tile.stages)
+        def _():
+            plgpu.barrier_wait(sm[f"{name}_free"].at[slot])
 
-            @pl.when(j - job.begin >= tile.stages)
-            def _(name=name):
-                plgpu.barrier_wait(sm[f"{name}_free"].at[slot])
+        flash.widen(block, sm[name].at[slot])
+        if name == "v":
+            pl.when(jnp.logical_not(_clean(job, j)))(partial(_wipe, job, j, slot))
+        plgpu.barrier_arrive(sm[f"{name}_here"].at[slot])
 
-            plgpu.barrier_wait(sm[f"{name}_raw_here"].at[raw])
-            flash.widen(sm[f"{name}_raw"].at[raw], sm[name].at[slot])
-            if name == "v":
-                pl.when(jnp.logical_not(_clean(job, j)))(functools.partial(_wipe, job, j, slot))
-            plgpu.barrier_arrive(sm[f"{name}_here"].at[slot])
-            pl.when(j + ahead < job.end)(functools.partial(copy, pool, name, j + ahead, ids))
-        return following
-
-    lax.fori_loop(job.begin, jnp.minimum(job.begin + ahead, job.end), first, None)
-    lax.fori_loop(job.begin, job.end, block, pages(job.begin + ahead))
+    raws = (raw("k", keys), raw("v", values))
+    early = tile.block // flash.page_rows(tile.Z, tile.block) <= 4
+    load_widened(raws, job.begin, job.end, tile.raw_stages, pages, early, copy, put)
 
 
 def _drain(job: _Job) -> None:
@@ -348,9 +339,9 @@ def _compute(job: _Job, wg, sinks) -> Any:
     if tile.window:
         below = jnp.maximum(last - tile.window + tile.block, 0)
         low_plain = jnp.clip(lax.div(below, block), job.begin, high_plain)
-    step = functools.partial(_block, job, wg, skip)
-    plain = functools.partial(step, masked=False)
-    masked = functools.partial(step, masked=True)
+    step = partial(_block, job, wg, skip)
+    plain = partial(step, masked=False)
+    masked = partial(step, masked=True)
     plgpu.barrier_wait(job.sm["q_here"].at[wg])
     if tile.ping_pong:
         pl.when(wg == 1)(lambda: _take_turn(job))
@@ -369,7 +360,7 @@ def _block(job: _Job, wg, skip, j, sums: Sums, *, masked: bool) -> Sums:
     tile, sm, slot = job.tile, job.sm, job.slot(j)
     at = j * tile.block
     plgpu.barrier_wait(sm["k_here"].at[slot])
-    turn = functools.partial(_take_turn, job) if tile.ping_pong else None
+    turn = partial(_take_turn, job) if tile.ping_pong else None
     x = flash.scores(sm["q_in"].at[wg], sm["k"].at[slot], tile.scale, tile.soft_cap, turn)
     plgpu.barrier_arrive(sm["k_free"].at[slot])
     if masked:

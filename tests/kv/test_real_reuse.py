@@ -12,6 +12,7 @@ from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
 from jserve.model.view import Bucket
+from jserve.runner.moves import identity
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
 from jserve.sched.journal import JournalFile
@@ -32,6 +33,12 @@ N_HOST = 24
 def runner(tp: int = 1) -> ModelRunner:
     gib = (N_HOST + 0.5) * PAGE_BYTES / 2**30
     return make_runner(BUCKETS, tp=tp, strict=True, host_memory_gb=gib)
+
+
+@lru_cache(maxsize=1)
+def of_8_bits() -> ModelRunner:
+    gib = (N_HOST + 0.5) * PAGE_BYTES / 4 / 2**30
+    return make_runner(BUCKETS, strict=True, host_memory_gb=gib, kv_cache_dtype="fp8_e4m3")
 
 
 def engine_of(
@@ -64,9 +71,13 @@ def test_the_host_pool_has_the_pages_that_were_asked_for():
 
 @pytest.mark.parametrize("n_prompt", [7, 8, 9, 16, 17, 25, 40])
 def test_cached_equals_cold_at_every_hit_length_around_page_borders(n_prompt):
+    check_hit_lengths(runner(), n_prompt)
+
+
+def check_hit_lengths(device, n_prompt):
     whole = text(n_prompt + 9, seed=n_prompt)
     for shared in [n for n in (1, 7, 8, 9, 15, 16, 17, 23, 24, 25, 39, 40, 41) if n < len(whole)]:
-        engine = engine_of(runner())
+        engine = engine_of(device)
         cold, n_cold = tokens_of(engine, whole, "cold", skip_prefix_cache=True)
         assert n_cold == len(whole)
         tokens_of(engine, [*whole[:shared], (whole[shared] + 1) % ARCH.V], "first", n=1)
@@ -122,7 +133,10 @@ def test_a_tenant_computes_what_another_one_has_cached():
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_pages_come_back_from_the_host_as_they_went(tp, overlap):
-    device = runner(tp)
+    check_the_way_through_host_memory(runner(tp), overlap)
+
+
+def check_the_way_through_host_memory(device, overlap):
     device.programs.seal()  # the other runner of these tests was perhaps compiled since
     engine = engine_of(device, n_pages=18, host=N_HOST, overlap=overlap)
     prompts = [text(41, seed=s) for s in range(3)]
@@ -250,6 +264,34 @@ def test_the_simulator_decides_as_the_real_engine_did(tmp_path, overlap):
     )
     done = verify(path, setup, dataclasses.replace(limits, vocab_size=1 << 17))
     assert (done.n_requests, done.n_steps) == (12, scheduler.n_steps)
+
+
+@pytest.mark.parametrize("n_prompt", [9, 40])
+def test_cached_equals_cold_in_8_bits(n_prompt):
+    """Also through host memory, which holds four times the pages of float32."""
+    device = of_8_bits()
+    assert device.limits.n_host_pages == N_HOST
+    check_hit_lengths(device, n_prompt)
+    check_the_way_through_host_memory(device, overlap=1)
+
+
+def test_pages_of_8_bits_come_back_from_the_disk_as_they_went(tmp_path):
+    """A quarter of the bytes of float32, under an identity of their own."""
+    prompts, eight = [text(41, seed=s) for s in range(3)], {"kv_cache_dtype": "fp8_e4m3"}
+    device, engine = with_disk(tmp_path, **eight)
+    assert device.memory.page_bytes == PAGE_BYTES // 4
+    cold = [tokens_of(engine, p, f"c{i}")[0] for i, p in enumerate(prompts)]
+    engine.close()
+    n_files = len(list(tmp_path.rglob("*.kv")))
+
+    device, engine = with_disk(tmp_path, **eight)
+    assert len(device.stored() or ()) == n_files >= 15
+    warm = [tokens_of(engine, p, f"w{i}") for i, p in enumerate(prompts)]
+    assert warm == [(drawn, 1) for drawn in cold]
+    engine.close()
+
+    other = dataclasses.replace(device.model, kv_dtype=np.dtype("float16"))
+    assert identity(other, device.params) != identity(device.model, device.params)
 
 
 def test_a_disk_needs_host_memory(tmp_path):

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jserve.model.attention import backend
 from jserve.model.family import Arch, Family
 from jserve.model.hand import Row, pack
+from jserve.model.kv_quant import stored
 from jserve.model.shard import (
     AXIS,
     ShardRules,
@@ -55,6 +56,7 @@ class Driver:
         n_pages: int = 40,
         Z: int = 8,
         M: int = 16,
+        kv_dtype: Any = jnp.float32,
     ) -> None:
         self.family, self.arch, self.tp = family, arch, tp
         self.attn = backend(attn)
@@ -66,7 +68,8 @@ class Driver:
         self.param_specs = partitions(specs, RULES)
         shape = self.attn.kv_shape(max(arch.K, tp), arch.H, n_pages, Z)
         self.kv_spec = kv_partition(self.attn.kv_axis)
-        poison = np.full(shape, np.nan, np.float32)  # unused pages must not be seen
+        # Unused pages must not be seen.
+        poison = np.asarray(stored(jnp.full(shape, jnp.nan), self.attn.kv_dtype(kv_dtype)))
         sharding = jax.sharding.NamedSharding(self.mesh, self.kv_spec)
         self.kv = [
             (jax.device_put(poison, sharding), jax.device_put(poison, sharding))

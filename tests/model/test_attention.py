@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.model import kv_quant
 from jserve.model.attention import AttentionBackend, backend
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.window import Window
@@ -130,9 +131,7 @@ def _layout(attn: AttentionBackend, pool_PZKH: np.ndarray, stored: Any) -> jax.A
     shape = attn.kv_shape(K, H, N_PAGES, Z)
     pool = pool_PZKH if shape == pool_PZKH.shape else pool_PZKH.swapaxes(1, 2)
     assert pool.shape == shape
-    if attn.kv_dtype(stored) == jnp.uint16:
-        return jax.lax.bitcast_convert_type(jnp.asarray(pool, jnp.bfloat16), jnp.uint16)
-    return jnp.asarray(pool, stored)
+    return kv_quant.stored(jnp.asarray(pool), attn.kv_dtype(stored))
 
 
 @lru_cache

@@ -39,9 +39,28 @@ def arch(config: dict[str, Any], **changes: Any) -> Any:
     return family_for(config).arch(config)
 
 
+KV_ONLY = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+}
+
+
+def scheme(**changes: Any) -> dict[str, Any]:
+    found = {**KV_ONLY["kv_cache_scheme"], **changes}
+    return {"quantization_config": {**KV_ONLY, "kv_cache_scheme": found}}
+
+
 REFUSED = [
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),
     (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    (LLAMA, {"quantization_config": "fp8"}, "quantization_config"),
+    (LLAMA, {"quantization_config": KV_ONLY | {"quant_method": "fp8"}}, "quantization_config"),
+    (LLAMA, {"quantization_config": KV_ONLY | {"config_groups": {"a": {}}}}, "quantization_config"),
+    (LLAMA, scheme(num_bits=4), "quantization_config.kv_cache_scheme.num_bits"),
+    (LLAMA, scheme(type="int"), "quantization_config.kv_cache_scheme.type"),
+    (LLAMA, scheme(strategy="channel"), "quantization_config.kv_cache_scheme.strategy"),
+    (LLAMA, scheme(dynamic=True), "quantization_config.kv_cache_scheme.dynamic"),
     (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     (LLAMA, {"num_attention_heads": 0}, "num_attention_heads"),
@@ -114,6 +133,10 @@ def test_refused_by_name(config: dict[str, Any], change: dict[str, Any], field: 
         arch(config, **change)
     assert e.value.field == field
     assert field.rpartition(".")[2] in e.value.message
+
+
+def test_scales_of_8_bit_kv_are_read() -> None:
+    assert arch(LLAMA, quantization_config=KV_ONLY) == replace(arch(LLAMA), kv_scales=True)
 
 
 def test_harmless_keys_pass() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from jserve.model.attention import backend
@@ -18,7 +20,9 @@ ARCHS = {name: family_for(SHAPES[name]).arch(SHAPES[name]) for name in MODELS}
 FAMILIES = {arch.family: family_for(SHAPES[name]) for name, arch in ARCHS.items()}
 
 
-def step_model(arch: Arch, *, tp: int = 1, n_pages: int = 2048, C: int = 256) -> StepModel:
+def step_model(
+    arch: Arch, *, tp: int = 1, n_pages: int = 2048, C: int = 256, kv_dtype: Any = jnp.bfloat16
+) -> StepModel:
     """A step over described H200s; KV of ``n_pages`` pages of 64 tokens, 8192 tokens a row."""
     attention = backend("hopper", "cuda")
     return StepModel(
@@ -29,6 +33,6 @@ def step_model(arch: Arch, *, tp: int = 1, n_pages: int = 2048, C: int = 256) ->
         mesh=make_mesh(tp, aot.h200(tp)),
         rules=ShardRules(),
         n_pages=n_pages,
-        kv_dtype=attention.kv_dtype(jnp.bfloat16),
+        kv_dtype=attention.kv_dtype(kv_dtype),
         dtype=jnp.bfloat16,
     )

@@ -11,24 +11,41 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.model import attn_hopper
 from jserve.model.attention import backend
 from jserve.model.hand import Row, pack
+from jserve.model.kv_quant import E4M3, stored
+from jserve.model.tree import DraftMask
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.window import Window
+from pallas_kernels.paged_attention import Tree
 from tests.model.driver import NoSlots
 
 K, G, H, Z, M = 2, 2, 64, 16, 12
+TREE = (0, 0, 1, 1, 2)
 DIMS = StepDims(C=4, M=M, Z=Z, V=32)
 N_PAGES = 60
 CASES: dict[str, tuple[Bucket, Any, Any]] = {
     "mixed": (Bucket(D=3, P=48, F=2), [(70, 1), (0, 1)], [(100, 20), (0, 17)]),
     "verify": (Bucket(D=2, P=0, F=0, J=3), [(63, 3), (5, 2)], []),
+    "decode, verify and prefill": (
+        Bucket(D=4, P=48, F=2, J=3),
+        [(70, 1), (63, 3), (5, 2)],
+        [(100, 20), (0, 17)],
+    ),
+    "a tree and prefill": (
+        Bucket(D=3, P=16, F=1, J=6, tree=TREE),
+        [(61, 6), (0, 4)],
+        [(30, 9)],
+    ),
     "prefill only": (Bucket(D=0, P=40, F=2), [], [(15, 30)]),
     "empty": (Bucket(D=2, P=16, F=1), [], []),
 }
 
 
-def step(name: str, case: str, window: int, *, release: bool = False) -> np.ndarray:
+def step(
+    name: str, case: str, window: int, *, release: bool = False, dtype: Any = jnp.bfloat16
+) -> np.ndarray:
     """Output of the step's real tokens. ``release`` gives back the pages behind the window: their
     entries are 0, they and page 0 hold NaN."""
     bucket, decode, prefill = CASES[case]
@@ -44,10 +61,9 @@ def step(name: str, case: str, window: int, *, release: bool = False) -> np.ndar
         for i in Window(page_size=Z, tokens=window).gone(row.start) if release else ():
             pool[:, row.pages[i]] = np.nan
             row.pages[i] = 0
-    pool = np.asarray(jnp.asarray(pool, jnp.bfloat16), np.float32)
     if attn.kv_axis == 1:
         pool = pool.swapaxes(2, 3)
-    kv = tuple(jnp.asarray(x, attn.kv_dtype(jnp.bfloat16)) for x in pool)
+    kv = tuple(stored(jnp.asarray(x), attn.kv_dtype(dtype)) for x in pool)
     q, k, v = (
         np.asarray(jnp.asarray(rng.standard_normal((bucket.T, n, H)), jnp.bfloat16), np.float32)
         for n in (K * G, K, K)
@@ -66,6 +82,90 @@ def step(name: str, case: str, window: int, *, release: bool = False) -> np.ndar
 @pytest.mark.parametrize("case", CASES)
 def test_steps_agree_with_ref(case: str) -> None:
     np.testing.assert_allclose(step("hopper", case, 0), step("ref", case, 0), atol=2e-2)
+
+
+@pytest.mark.parametrize("case", ["decode, verify and prefill", "a tree and prefill"])
+def test_steps_over_8_bits_agree_with_ref(case: str) -> None:
+    want = step("ref", case, 40, dtype=E4M3)
+    np.testing.assert_allclose(step("hopper", case, 40, dtype=E4M3), want, atol=2e-2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_has_the_kernels_that_its_bucket_needs(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for rows of drafts or none, one for chunks; a part without tokens has no kernel."""
+    called = []
+    for name in ("paged_attention", "ragged_prefill"):
+
+        def spy(q: Any, *_: Any, name: str = name, **options: Any) -> Any:
+            called.append((name, options.get("tree")))
+            return jnp.zeros(q.shape, jnp.float32)
+
+        monkeypatch.setattr(attn_hopper, name, spy)
+    bucket = CASES[case][0]
+    step("hopper", case, 0)
+    decode = [("paged_attention", Tree.of((-1, *TREE)) if bucket.tree else None)]
+    assert called == decode * (bucket.D > 0) + [("ragged_prefill", None)] * (bucket.P > 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, E4M3], ids=str)
+def test_the_path_of_a_tree_is_moved_and_nothing_else(dtype: Any) -> None:
+    """As ``ref`` moves it, beside entries of page 0 that are several tokens' at once."""
+    rng = np.random.default_rng(0)
+    pool_PZKH = rng.standard_normal((5, Z, K, H)).astype(np.float32)
+    old = (jnp.array([3, 2, 0, 0, 0]), jnp.array([5, 1, 0, 3, 0]))
+    new = (jnp.array([3, 4, 0, 0, 0]), jnp.array([4, 0, 0, 0, 3]))
+    moved = {}
+    for name in ("ref", "hopper"):
+        attn = backend(name, "cpu")
+        pool = pool_PZKH.swapaxes(1, 2) if attn.kv_axis == 1 else pool_PZKH
+        kv = tuple(stored(jnp.asarray(x), attn.kv_dtype(dtype)) for x in (pool, -pool))
+        both = np.asarray(jnp.stack(attn.move(kv, old, new)), np.float32)[:, 1:]
+        moved[name] = both.swapaxes(2, 3) if attn.kv_axis == 1 else both
+    np.testing.assert_array_equal(moved["hopper"], moved["ref"])
+
+
+def test_a_level_of_a_tree_agrees_with_ref() -> None:
+    """A drafter's pass: tokens of one depth that see some of the entries before them."""
+    mask = DraftMask(((True, False, True, False), (False, True, False, True)), (0, 0, 1, 1))
+    bucket, outs = Bucket(D=2, P=0, F=0, J=2), []
+    for name in ("ref", "hopper"):
+        attn = backend(name, "cpu")
+        rng = np.random.default_rng(5)
+        rows = [Row([1, 2, 3], 33, [1, 1]), Row([4], 2, [1, 1])]
+        shape = attn.kv_shape(K, H, 6, Z)
+        pool = jnp.asarray(rng.standard_normal((2, 6, Z, K, H)), jnp.bfloat16)
+        pool = pool.swapaxes(2, 3) if attn.kv_axis == 1 else pool
+        assert pool.shape[1:] == shape
+        buf = pack(bucket, DIMS, attn, rows, [])
+        zeros = jnp.zeros(DIMS.C, jnp.int32)
+        view = unpack(
+            jnp.asarray(buf), layout(bucket, DIMS, {}), bucket, DIMS, NoSlots(zeros, zeros)
+        )
+        view = view.replace(tree=mask)
+        q = jnp.asarray(rng.standard_normal((4, K * G, H)), jnp.bfloat16)
+        outs.append(attn.attend(q, tuple(pool), view, window=20, scale=0.2))
+    np.testing.assert_allclose(outs[1], outs[0], atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype", "trees", "field"),
+    [
+        (80, jnp.bfloat16, False, "attention_backend"),
+        (256, E4M3, False, "kv_cache_dtype"),
+        (256, jnp.bfloat16, True, "speculative.tree"),
+    ],
+)
+def test_heads_that_are_not_served_are_refused_by_option(
+    H: int, dtype: Any, trees: bool, field: str
+) -> None:
+    attn = backend("hopper", "cuda")
+    with pytest.raises(ConfigError, match=field) as e:
+        attn.check(H, attn.kv_dtype(dtype), trees)
+    assert e.value.field == field
+    attn.check(256, jnp.dtype(jnp.bfloat16), False)
+    attn.check(128, E4M3, True)
 
 
 def test_window_agrees_with_ref() -> None:

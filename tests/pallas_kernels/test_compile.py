@@ -19,27 +19,9 @@ from pallas_kernels import aot
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.ragged_prefill import ragged_prefill
 from tests.pallas_kernels.shapes import ARCHS, step_model
+from tests.pallas_kernels.variants import CHAINS, F8, VARIANTS, Variant
 
 pytestmark = pytest.mark.usefixtures("h200")
-
-F8 = jnp.float8_e4m3fn
-
-# H, G, K, Z, J, variant
-KERNELS = {
-    "1b": (64, 4, 8, 64, 1, {}),
-    "8b": (128, 4, 8, 64, 1, {}),
-    "8b verify": (128, 4, 8, 64, 4, {}),
-    "7b of odd groups": (128, 7, 4, 64, 1, {}),
-    "70b tp 8": (128, 8, 1, 64, 1, {}),
-    "small pages": (128, 4, 8, 16, 1, {}),
-    "wide heads": (256, 2, 4, 64, 1, {}),
-    "everything": (64, 8, 8, 128, 16, {"window": 128, "soft_cap": 30.0, "sinks": True}),
-    "everything, wide": (256, 8, 2, 32, 4, {"window": 1024, "soft_cap": 30.0, "sinks": True}),
-    "1b, 8 bits": (64, 4, 8, 64, 1, {"kv": F8}),
-    "8b, 8 bits": (128, 4, 8, 64, 4, {"kv": F8}),
-    "8 bits of every kind": (128, 8, 1, 32, 1, {"kv": F8, "window": 1024, "sinks": True}),
-}
-TREE = (-1, *((j - 1) // 2 for j in range(1, 16)))
 
 
 def struct(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -57,54 +39,46 @@ def check(report: aot.Report, n_kernels: int) -> None:
     assert not report.ignored, "ptxas did not honour the registers that were asked for"
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("parents", [(), TREE], ids=["chain", "tree"])
-def test_paged_attention(name: str, parents: tuple[int, ...]) -> None:
-    H, G, K, Z, J, variant = KERNELS[name]
-    if parents and H > 128:
-        pytest.skip("refused")
-    J = len(parents) or J
-    D, N = 64, K * G
-    rest, more = split(variant, K, N)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_paged_attention(name: str) -> None:
+    v, D = VARIANTS[name], 64
+    N = v.K * v.G
 
-    def call(q: Any, k: Any, v: Any, table: Any, start: Any, length: Any, more: Any) -> Any:
+    def call(q: Any, k: Any, v_: Any, table: Any, start: Any, length: Any, more: Any) -> Any:
         rows = (table, start, length)
-        return paged_attention(q, k, v, *rows, scale=0.1, parents=parents, **more, **rest)
+        return paged_attention(q, k, v_, *rows, scale=0.1, tree=v.tree, **v.static, **more)
 
-    pool = struct(1024, K, Z, H, dtype=variant.get("kv", jnp.bfloat16))
-    report = aot.compile_for(
-        call, struct(D, J, N, H), pool, pool, ints(D, 64), ints(D), ints(D), more
-    )
-    check(report, 2)
+    pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
+    args = (struct(D, v.tokens, N, v.H), pool, pool, ints(D, 64), ints(D), ints(D), arrays(v))
+    check(aot.compile_for(call, *args), 2)
 
 
-def split(variant: dict[str, Any], K: int, N: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is static of a variant, and the shapes of its arrays."""
-    arrays = {}
-    if variant.get("sinks"):
-        arrays["sinks_N"] = struct(N, dtype=jnp.float32)
-    if "kv" in variant:
-        arrays["scales_2K"] = struct(2, K, dtype=jnp.float32)
-    return {k: v for k, v in variant.items() if k not in ("sinks", "kv")}, arrays
+def arrays(v: Variant) -> dict[str, Any]:
+    """The shapes of a variant's own arrays."""
+    found = {}
+    if v.sinks:
+        found["sinks_N"] = struct(v.K * v.G, dtype=jnp.float32)
+    if v.dtype == F8:
+        found["scales_2K"] = struct(2, v.K, dtype=jnp.float32)
+    return found
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", CHAINS)
 def test_ragged_prefill(name: str) -> None:
-    H, G, K, Z, _, variant = KERNELS[name]
-    P, F, N = 2048, 8, K * G
-    rest, more = split(variant, K, N)
+    v, P, F = CHAINS[name], 2048, 8
+    N = v.K * v.G
 
-    def call(q: Any, k: Any, v: Any, table: Any, a: Any, b: Any, c: Any, more: Any) -> Any:
-        return ragged_prefill(q, k, v, table, a, b, c, scale=0.1, **more, **rest)
+    def call(q: Any, k: Any, v_: Any, table: Any, a: Any, b: Any, c: Any, more: Any) -> Any:
+        return ragged_prefill(q, k, v_, table, a, b, c, scale=0.1, **v.static, **more)
 
-    pool = struct(1024, K, Z, H, dtype=variant.get("kv", jnp.bfloat16))
-    args = (struct(P, N, H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F), more)
+    pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
+    args = (struct(P, N, v.H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F), arrays(v))
     check(aot.compile_for(call, *args), 1)
 
 
 def layer_bytes(model: Any) -> int:
     """Bytes of one layer's keys and values on one device."""
-    return 2 * math.prod(model.layer_shape) * 2 // model.tp
+    return 2 * math.prod(model.layer_shape) * model.kv_dtype.itemsize // model.tp
 
 
 def smallest_matrix(model: Any) -> int:
@@ -113,13 +87,19 @@ def smallest_matrix(model: Any) -> int:
 
 
 def check_step(
-    name: str, bucket: Bucket, tp: int = 1, layers: int = 0, n_pages: int = 2048
+    name: str,
+    bucket: Bucket,
+    tp: int = 1,
+    layers: int = 0,
+    n_pages: int = 2048,
+    kv_dtype: Any = jnp.bfloat16,
 ) -> aot.Report:
-    """All that holds for a step of any model; ``layers`` 0 is the model's own depth."""
-    arch = ARCHS[name]
+    """All that holds for a step of any model; ``layers`` 0 is the model's own depth. Over 8 bits the
+    checkpoint has scales, too."""
+    arch = dataclasses.replace(ARCHS[name], kv_scales=kv_dtype == F8)
     arch = dataclasses.replace(arch, L=layers) if layers else arch
     # A device's share of the pool is the same however many there are, as in an engine.
-    model = step_model(arch, tp=tp, n_pages=n_pages * tp)
+    model = step_model(arch, tp=tp, n_pages=n_pages * tp, kv_dtype=kv_dtype)
     report = compile_step(model, bucket)
     parts = (bucket.D > 0) * 2 + (bucket.P > 0)  # attention and its combination; prefill
     assert report.spills == 0, report.kernels
@@ -128,7 +108,7 @@ def check_step(
     assert report.temp_bytes < layer_bytes(model), "scratch is as large as a layer's KV"
     assert report.alias_bytes >= arch.L * layer_bytes(model), "KV is not updated in place"
     large = report.copies(min(layer_bytes(model) // 2, smallest_matrix(model)))
-    moved = [copy for copy in large if " bf16[" in copy]
+    moved = [copy for copy in large if " bf16[" in copy or " f8e4m3fn[" in copy]
     assert not moved, moved
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
     assert len(re.findall(r"\d: kCustomCall ", report.thunks)) == parts * arch.L
@@ -182,6 +162,22 @@ def test_verify_step_of_1b() -> None:
     check_step("llama-3.2-1b", Bucket(D=8, P=0, F=0, J=4), layers=2)
 
 
+def test_verify_step_of_1b_beside_prefill() -> None:
+    check_step("llama-3.2-1b", Bucket(D=8, P=128, F=4, J=4), layers=2)
+
+
+@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, F8], ids=["16 bits", "8 bits"])
+def test_a_tree_beside_prefill(kv_dtype: Any) -> None:
+    """The path that stands is moved in place, too."""
+    bucket = Bucket(D=8, P=128, F=4, J=8, tree=(0, 0, 0, 1, 1, 2, 4))
+    check_step("llama-3.1-8b", bucket, layers=2, kv_dtype=kv_dtype)
+
+
+def test_two_layers_over_8_bits_of_a_sharded_step() -> None:
+    bucket = Bucket(D=16, P=256, F=4)
+    check_step("qwen3-8b", bucket, 4, layers=2, n_pages=4096, kv_dtype=F8)
+
+
 @pytest.mark.parametrize(
     ("name", "bucket", "tp"),
     [
@@ -222,6 +218,14 @@ def test_two_layers_of_every_model_on_every_mesh(name: str, bucket: Bucket, tp: 
         pytest.skip(f"{ARCHS[name].N} heads are not divisible by {tp}")
     # Scratch of the large buckets is logits and activations; their engine has a larger pool.
     check_step(name, bucket, tp, layers=2, n_pages=8192)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, F8], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("name", MODELS)
+def test_trees_and_8_bits_of_every_model(name: str, kv_dtype: Any) -> None:
+    bucket = Bucket(D=32, P=512, F=8, J=8, tree=(0, 0, 0, 1, 1, 2, 4))
+    check_step(name, bucket, tp=4, layers=2, n_pages=8192, kv_dtype=kv_dtype)
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.launch import interpreter
-from pallas_kernels.paged_attention import hopper, paged_attention, ref
+from pallas_kernels.paged_attention import Tree, hopper, paged_attention, ref
 from pallas_kernels.paged_attention.api import tile_of
 from pallas_kernels.served import multiplied
 from tests.pallas_kernels.cases import DECODE, VERIFY, B, attention, inputs
+from tests.pallas_kernels.variants import LEVEL
 
 F8 = jnp.float8_e4m3fn
 
@@ -32,18 +33,20 @@ def run(
     sinks: bool = False,
     kernel: Any = None,
     dtype: Any = jnp.bfloat16,
-    parents: tuple[int, ...] = (),
+    tree: Tree | None = None,
     scaled: bool = False,
     **variant: Any,
 ) -> None:
     """One call on fresh random inputs, compared token by token."""
-    data = inputs(spans, K=K, H=H, Z=Z, window=variant.get("window", 0), dtype=dtype)
+    reach = variant.get("window", 0)
+    reach += tree.n_before if tree and reach else 0
+    data = inputs(spans, K=K, H=H, Z=Z, window=reach, dtype=dtype)
     rng = np.random.default_rng([J, G, H])
     q = rng.standard_normal((len(spans), J, K * G, H))
     q = np.asarray(jnp.asarray(q, multiplied(dtype)), np.float32)
     sinks_N = rng.standard_normal(K * G).astype(np.float32) if sinks else None
     scales = rng.uniform(0.3, 3, (2, K)).astype(np.float32) if scaled else np.ones((2, K))
-    kwargs: dict[str, Any] = dict(scale=H**-0.5, sinks_N=sinks_N, parents=parents, **variant)
+    kwargs: dict[str, Any] = dict(scale=H**-0.5, sinks_N=sinks_N, tree=tree, **variant)
     if scaled:
         kwargs["scales_2K"] = jnp.asarray(scales)
     if kernel is None:
@@ -58,17 +61,14 @@ def run(
             assert not got[r].any(), "a row without keys is not zero"
         for j in range(count):
             k, v = (x[r] * scales[i][:, None] for i, x in enumerate((data.dense_k, data.dense_v)))
-            path = path_to(j, parents) if parents else None
-            position = start + (len(path) - 1 if path else j)
-            where = None if path is None else tuple(start + i for i in path)
+            position, where = start + j, None
+            if tree is not None:
+                base = start - tree.n_before
+                where = tuple(base + i for i, seen in enumerate(tree.sees[j]) if seen)
+                position = base + len(where) - 1
             options: Any = dict(scale=H**-0.5, sinks=sinks_N, path=where, **variant)
             want = attention(q[r, j], k, v, position, **options)
             np.testing.assert_allclose(got[r, j], want, atol=4e-3 * max(1, scales.max()))
-
-
-def path_to(token: int, parents: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens from the root to ``token``."""
-    return (token,) if token == 0 else (*path_to(parents[token], parents), token)
 
 
 @pytest.mark.parametrize("case", DECODE)
@@ -93,49 +93,28 @@ def test_heads_fill_tiles(G: int, J: int, K: int) -> None:
     run(((70, J), (5, J)), G=G, J=J, K=K)
 
 
-@pytest.mark.parametrize(("H", "Z"), [(64, 64), (64, 128), (64, 8), (128, 32), (256, 64)])
-def test_head_dimensions_and_page_sizes(H: int, Z: int) -> None:
-    run(((130, 1), (63, 1)), H=H, Z=Z, G=2)
-
-
-def test_soft_cap_and_sinks() -> None:
-    run(((100, 2), (0, 2), (0, 0)), J=2, soft_cap=3.0, sinks=True, K=2, G=2)
-
-
-def test_float16() -> None:
-    run(((100, 1),), dtype=jnp.float16)
-
-
 TREES = {
-    "two branches": (-1, 0, 0),
-    "a binary tree": (-1, 0, 0, 1, 1, 2, 2),
-    "a comb": (-1, 0, 1, 0, 3, 0),
+    "two branches": Tree.of((-1, 0, 0)),
+    "a binary tree": Tree.of((-1, 0, 0, 1, 1, 2, 2)),
+    "a comb": Tree.of((-1, 0, 1, 0, 3, 0)),
+    "a level": LEVEL,
 }
 
 
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("window", [0, 2, 40])
 def test_trees_of_drafts(name: str, window: int) -> None:
-    """Also where the tree crosses a block, and where a row uses less of it."""
-    parents = TREES[name]
-    J = len(parents)
-    run(((B - 2, J), (0, J), (90, 2), (0, 0)), J=J, G=2, parents=parents, window=window)
-
-
-def test_a_tree_of_sixteen_fills_several_tiles() -> None:
-    parents = (-1, *((j - 1) // 2 for j in range(1, 16)))
-    run(((70, 16),), J=16, G=5, parents=parents)
-
-
-@pytest.mark.parametrize(("H", "Z"), [(64, 16), (128, 64), (128, 16)])
-def test_eight_bits(H: int, Z: int) -> None:
-    run(((200, 1), (63, 1), (0, 0), (3, 1)), H=H, Z=Z, G=2, K=2, dtype=F8, scaled=True)
+    """Also where the tree crosses a block, where a row uses less of it, and where the window is
+    smaller than the tree is deep."""
+    tree = TREES[name]
+    J = len(tree.sees)
+    run(((B - 2, J), (tree.n_before, J), (90, 2), (0, 0)), J=J, G=2, tree=tree, window=window)
 
 
 @pytest.mark.parametrize("tune", [{"raw_stages": 1}, {"raw_stages": 3, "stages": 3}])
 def test_eight_bits_of_every_kind(tune: dict[str, int]) -> None:
     """Long and short rows, a window, a soft cap, sinks and a tree, over rings of any depth."""
-    variant: Any = {"window": 150, "soft_cap": 3.0, "sinks": True, "parents": (-1, 0, 0)}
+    variant: Any = {"window": 150, "soft_cap": 3.0, "sinks": True, "tree": Tree.of((-1, 0, 0))}
     run(((300, 3), (5, 2), (0, 0)), J=3, K=2, dtype=F8, scaled=True, tune=tune, **variant)
 
 
@@ -151,19 +130,42 @@ def test_ref_decode(case: str) -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_ref_trees(name: str) -> None:
-    parents = TREES[name]
-    spans, kernel = ((60, len(parents)), (0, 2)), ref.paged_attention
-    run(spans, J=len(parents), parents=parents, kernel=kernel, window=20, dtype=F8, scaled=True)
+    tree, kernel = TREES[name], ref.paged_attention
+    J = len(tree.sees)
+    spans = ((60, J), (tree.n_before, 2))
+    for window in (2, 20):
+        run(spans, J=J, tree=tree, kernel=kernel, window=window, dtype=F8, scaled=True)
 
 
-@pytest.mark.parametrize("parents", [(0,), (-1, 1), (-1, 0, 2), (-1,)])
+@pytest.mark.parametrize("parents", [(), (0,), (-1, 1), (-1, 0, 2), (-1, -1)])
 def test_what_is_no_tree_is_refused(parents: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="parents"):
+        Tree.of(parents)
+
+
+@pytest.mark.parametrize(
+    ("sees", "depth"),
+    [
+        (((True, True),) * 2, (0, 1)),
+        (((True, False), (True, False)), (0, 1)),
+        (((True,), (True,)), (0, 1)),
+        (((True,),) * 2, (0,)),
+        (((True,) * 27,), tuple(range(27))),
+        (((True, True),), (0, 2)),
+    ],
+)
+def test_shapes_that_are_no_tree_are_refused(sees: Any, depth: Any) -> None:
+    with pytest.raises(ValueError, match="tree"):
+        Tree(sees, depth)
+
+
+def test_a_tree_of_other_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="tree of 3 tokens for rows of 2"):
         tile_of(
-            np.empty((2, max(2, len(parents)), 4, 64)),
+            np.empty((2, 2, 4, 64)),
             jnp.empty((3, 2, 16, 64), jnp.bfloat16),
             1.0,
-            parents=parents,
+            tree=TREES["two branches"],
         )
 
 
@@ -209,7 +211,7 @@ def test_wide_heads_have_no_tree_and_no_eight_bits() -> None:
     with pytest.raises(ValueError, match="heads of 256"):
         tile_of(q, jnp.empty((3, 2, 16, 256), F8), 1.0)
     with pytest.raises(ValueError, match="heads of 256"):
-        tile_of(q, jnp.empty((3, 2, 16, 256), jnp.bfloat16), 1.0, parents=(-1, 0, 0))
+        tile_of(q, jnp.empty((3, 2, 16, 256), jnp.bfloat16), 1.0, tree=Tree.of((-1, 0, 0)))
 
 
 def test_bad_dtype_is_named() -> None:

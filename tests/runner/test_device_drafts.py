@@ -327,13 +327,17 @@ def test_without_a_drafter_nothing_of_one_is_in_the_step():
     assert "draft/" not in text
 
 
-def test_a_backend_without_masks_for_trees_refuses_them():
+def test_what_a_backend_cannot_serve_is_refused_before_anything_is_traced():
+    def no_trees(H, stored, trees):
+        if trees:
+            raise ConfigError(f"heads of {H} in {stored}", field="speculative.tree")
+
     model = drafting("eagle3", TREE).model
-    blind = replace(model, backend=replace(model.backend, move=None, name="hopper"))
-    make_step(blind, Bucket(D=6, P=0, F=0))
-    with pytest.raises(ConfigError, match="hopper verifies no trees") as caught:
-        make_step(blind, bucket(TREE))
-    assert caught.value.field == "attention_backend"
+    model = replace(model, backend=replace(model.backend, check=no_trees))
+    make_step(model, Bucket(D=6, P=0, F=0))
+    with pytest.raises(ConfigError, match="heads of 8 in float32") as caught:
+        make_step(model, bucket(TREE))
+    assert caught.value.field == "speculative.tree"
 
 
 # --- what is refused

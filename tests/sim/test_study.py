@@ -71,8 +71,10 @@ def test_cache_and_length_options_reach_the_device() -> None:
     assert setup.config.model.max_model_len == 640
     points = study.settings(Wish(trace="", sweep="n_pages=5,9"), EngineConfig())
     assert [s.device.n_pages for _, s in points] == [5, 9]
-    points = study.settings(Wish(trace="", sweep="kv_dtype=auto,float32"), EngineConfig())
+    points = study.settings(Wish(trace="", sweep="kv_cache_dtype=auto,float32"), EngineConfig())
     assert points[0][1].device.n_pages == pytest.approx(2 * points[1][1].device.n_pages, abs=2)
+    points = study.settings(Wish(trace="", sweep="kv_cache_dtype=bf16,fp8"), EngineConfig())
+    assert points[1][1].device.n_pages == pytest.approx(2 * points[0][1].device.n_pages, abs=2)
     points = study.settings(Wish(trace="", sweep="deadlines=kept,hidden"), EngineConfig())
     assert [s.deadlines for _, s in points] == [True, False]
 

@@ -156,8 +156,9 @@ def started(config: EngineConfig, tp: int) -> ModelRunner:
     [
         ("cpu", {}),
         ("h200", {"memory_utilization": 0.5}),
-        ("h200", {"tensor_parallel_size": 4, "page_size": 32, "kv_dtype": "bfloat16"}),
+        ("h200", {"tensor_parallel_size": 4, "page_size": 32, "kv_cache_dtype": "bfloat16"}),
         ("h200", {"n_pages": 77}),
+        ("h200", {"kv_cache_dtype": "fp8_e4m3"}),
     ],
 )
 def test_the_engine_allocates_what_the_plan_says(
@@ -182,6 +183,36 @@ def test_the_engine_allocates_what_the_plan_says(
     assert found.memory.kv_bytes == found.memory.n_pages * found.memory.page_bytes
     names = [step_name(b) for b in ladder_of(runner.limits, masks_drafts=False).buckets]
     assert [p.name for p in found.programs] == names
+
+
+@pytest.mark.parametrize("backend", ["xla", "ref", "hopper"])
+def test_8_bits_hold_twice_the_tokens_of_16(backend: str) -> None:
+    if backend == "hopper" and jax.__version_info__ < (0, 11):
+        pytest.skip("needs jax 0.11")
+    options = {"kv_memory_gb": 20.0, "attention_backend": backend, "lengths": "2k"}
+    sixteen, eight = (plan(kv_cache_dtype=name, **options) for name in ("bf16", "fp8"))
+    assert (sixteen.kv_dtype, eight.kv_dtype) == ("bfloat16", "float8_e4m3fn")
+    assert 2 * eight.memory.page_bytes == sixteen.memory.page_bytes
+    assert eight.memory.n_pages == 2 * sixteen.memory.n_pages == 2 * (20 << 30) // (32 * 131072)
+    assert eight.memory.kv_bytes == sixteen.memory.kv_bytes
+    assert eight.residents[0].sequences in (
+        2 * sixteen.residents[0].sequences,
+        2 * sixteen.residents[0].sequences + 1,
+    )
+    last = [p.rates[-1] for p in (sixteen, eight)]
+    assert last[1].limit_tok_s > 1.5 * last[0].limit_tok_s
+
+
+def test_heads_that_the_kernels_do_not_serve_in_8_bits_are_refused(tmp_path: Path) -> None:
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("needs jax 0.11")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.2-1b"] | {"head_dim": 256}))
+    asked = {"name": str(tmp_path), "attention_backend": "hopper"}
+    plan(**asked)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8_e4m3.*not 256") as caught:
+        plan(kv_cache_dtype="fp8_e4m3", **asked)
+    assert caught.value.field == "kv_cache_dtype"
+    plan(kv_cache_dtype="fp8_e4m3", name=str(tmp_path), attention_backend="xla")
 
 
 def test_a_model_that_does_not_fit_says_how_many_devices_it_takes() -> None:

@@ -286,3 +286,57 @@ def test_peak_memory_is_one_shard(tmp_path: Path) -> None:
     assert [f"{tp}:{dtype}" for tp, dtype, *_ in lines] == cases
     for *_, extra, shard in lines:
         assert int(extra) < 1.2 * int(shard), done.stdout
+
+
+KV_ONLY = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+}
+
+
+def with_scales(path: Path, shape: tuple[int, ...] = (1,), **changes: float) -> Model:
+    """A model with scales of its own in every layer, in the checkpoint's dtype; ``changes`` of the first
+    layer."""
+    model = Model(path, LLAMA | {"quantization_config": KV_ONLY})
+    for i in range(2):
+        for j, name in enumerate(("k_scale", "v_scale")):
+            number = changes.get(name, 0.25 + i + j / 2) if i == 0 else 0.25 + i + j / 2
+            at = f"model.layers.{i}.self_attn.{name}"
+            model.tensors[at] = np.full(shape, number, np.float32).astype(BF16)
+    return model.single()
+
+
+@pytest.mark.parametrize("shape", [(1,), ()])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_scales_of_8_bit_kv(tp: int, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """One number for all kv heads, kept in float32, repeated where heads are."""
+    params = loaded(with_scales(tmp_path / "m", shape), tp)
+    for i in range(2):
+        scale_K2 = params["layers"][i]["kv_scale"]
+        assert scale_K2.dtype == jnp.float32
+        want = np.tile(np.float32([0.25 + i, 0.75 + i]), (max(2, tp), 1))
+        np.testing.assert_array_equal(scale_K2, want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"k_scale": 0.0}, "k_scale must be positive"),
+        ({"v_scale": -1.0}, "v_scale must be positive"),
+        ({"v_scale": np.nan}, "v_scale has NaN"),
+        ({"k_scale": np.inf}, "k_scale has infinite"),
+    ],
+)
+def test_scales_that_cannot_be_are_refused_by_tensor(
+    changes: dict[str, float], words: str, tmp_path: Path
+) -> None:
+    model = with_scales(tmp_path / "m", **changes)
+    with pytest.raises(WeightsError) as caught:
+        loaded(model, 2)
+    for word in words.split(" ", 1):
+        assert word in caught.value.message, caught.value.message
+    model.tensors.pop("model.layers.1.self_attn.v_scale")
+    model.single()
+    with pytest.raises(WeightsError, match=r"layers\.1\.self_attn\.v_scale.*missing"):
+        loaded(model, 2)

@@ -68,7 +68,10 @@ BUCKETS = (
 
 
 def make_runner(
-    tp: int = 1, speculation: Callable[..., Any] | None = None, buckets: Seq[Bucket] = BUCKETS
+    tp: int = 1,
+    speculation: Callable[..., Any] | None = None,
+    buckets: Seq[Bucket] = BUCKETS,
+    **options: Any,
 ) -> ModelRunner:
     """The tiny model with drawn weights, large enough in scale that its choices vary; drafted for by
     what ``speculation`` makes of its arch, its parameters and the mesh."""
@@ -79,7 +82,7 @@ def make_runner(
     mesh, rules, dtype = make_mesh(tp), ShardRules(), jnp.dtype("float32")
     params = load(family, family.arch(TINY), source, mesh, rules, dtype, seed=3)
     params = {**params, "embed": params["embed"] * 30}
-    config = EngineConfig.of(**OPTIONS)
+    config = EngineConfig.of(**OPTIONS | options)
     arch, ladder = family.arch(TINY), Ladder(buckets=tuple(buckets))
     drafts = None if speculation is None else speculation(arch, params, mesh)
     return ModelRunner(

@@ -44,6 +44,19 @@ def test_any_way_of_running_equals_alone(runner, seed: int) -> None:
     check_workload(runner, seed)
 
 
+@pytest.fixture(scope="module")
+def runner_of_8_bits():
+    return equal.make_runner(kv_cache_dtype="fp8_e4m3")
+
+
+@pytest.mark.slow
+def test_any_way_of_running_equals_alone_in_8_bits(runner_of_8_bits) -> None:
+    """KV of a token is rounded once, whoever computes it and whenever. (``tests/kv/test_real_reuse``
+    has what is quick of this.)"""
+    for seed in range(2000, 2050):
+        check_workload(runner_of_8_bits, seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(10))
 def test_any_way_of_running_equals_alone_many(runner, block: int) -> None:

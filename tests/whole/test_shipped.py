@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from jserve import LLM, SamplingParams, build
@@ -25,6 +28,25 @@ OPTIONS = {
     "prompt_logprobs": False,
     "compile_cache": "",
 }
+
+
+@pytest.mark.slow
+def test_kv_of_8_bits_moves_the_shipped_model_little() -> None:
+    """What it says greedily, and how likely it finds that: in bf16, over both ways to keep KV."""
+    options: dict = OPTIONS | {"dtype": "bfloat16", "prompt_logprobs": True}
+    ask, score = (SamplingParams(temperature=0, max_tokens=n) for n in (48, 1))
+    said, likely, texts = [], [], []
+    for kept in ("auto", "fp8_e4m3"):
+        with LLM(kv_cache_dtype=kept, **options) as llm:
+            answers = llm.chat(PROMPTS, ask)
+            said.append([out.outputs[0].token_ids for out in answers])
+            texts = texts or [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in answers]
+            scored = llm.generate(texts, replace(score, prompt_logprobs=0))
+            found = [t.logprob for out in scored for t in out.prompt_logprobs[1:]]
+            likely.append(np.array(found))
+    assert sum(a == b for a, b in zip(*said, strict=True)) >= 2
+    assert 1e-4 < np.abs(likely[0] - likely[1]).mean() < 0.05
+    assert np.exp(-likely[1].mean()) == pytest.approx(np.exp(-likely[0].mean()), rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["jserve-mini", "jserve-mini-draft"])

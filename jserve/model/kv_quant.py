@@ -1,0 +1,59 @@
+"""KV of 8 bits (e4m3): how numbers become it, and where the scales of a checkpoint go.
+
+Owns rounding, saturation and the folding of scales. Must not know how backends lay pages out. A scale
+per kv head, for keys and for values, is folded into what meets the stored numbers, so that no backend
+or kernel knows of it::
+
+    stored     k / s_k        v / s_v            e4m3: 3 bits of mantissa, at most 448
+    attention  (q * s_k) . (k / s_k) = q . k     s_v * (p . (v / s_v)) = p . v
+
+Without scales they are 1, as in vLLM. A token's KV depends on the token and what came before it,
+never on who else was in the step, so cached pages hold what computing them again would give.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+LARGEST = float(jnp.finfo(E4M3).max)
+
+
+def stored(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` as a pool of ``dtype`` takes it: uint16 holds the bits of bfloat16, uint8 those of e4m3.
+    What exceeds e4m3 becomes its largest number; what is not finite becomes NaN, which stays visible."""
+    if dtype == jnp.uint16:
+        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)
+    if dtype == jnp.uint8:
+        return lax.bitcast_convert_type(stored(x, E4M3), dtype)
+    if dtype == E4M3:
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST), jnp.nan)
+    return x.astype(dtype)
+
+
+def scales_of(layer: Any, pool: jax.Array) -> jax.Array | None:
+    """float32[K, 2] (of keys, of values) of a layer whose KV is in ``pool``; None where all are 1."""
+    return layer.get("kv_scale") if pool.dtype.itemsize == 1 else None
+
+
+def fold(
+    scale_K2: jax.Array | None, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values as they meet 8-bit KV."""
+    if scale_K2 is None:
+        return q_TNH, k_TKH, v_TKH
+    k_K1, v_K1 = scale_K2[:, :1], scale_K2[:, 1:]
+    return q_TNH * _per_query_head(k_K1, q_TNH), k_TKH / k_K1, v_TKH / v_K1
+
+
+def unfold(scale_K2: jax.Array | None, o_TNH: jax.Array) -> jax.Array:
+    """The outputs of attention over such values, in the units of the model."""
+    return o_TNH if scale_K2 is None else o_TNH * _per_query_head(scale_K2[:, 1:], o_TNH)
+
+
+def _per_query_head(scale_K1: jax.Array, x_TNH: jax.Array) -> jax.Array:
+    return jnp.repeat(scale_K1, x_TNH.shape[1] // scale_K1.shape[0], axis=0)

@@ -1,0 +1,22 @@
+"""What this process tells XLA before jax makes its first device: how much of an accelerator's memory to take.
+
+Owns the environment variables of XLA that jserve sets, for the command line and for ``LLM`` alike. Must not
+import jax, which reads them once: they have no effect in a process whose devices exist already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+from jserve.config import DEVICE_SHARE
+
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
+OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def claim_memory(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have XLA take ``DEVICE_SHARE`` of the memory, which is what the KV pool is sized from, unless the
+    user says otherwise under either name (XLA refuses both at once)."""
+    if not environ.get(OLD_FRACTION):
+        environ.setdefault(FRACTION, str(DEVICE_SHARE))
