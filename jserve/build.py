@@ -288,7 +288,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
 def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
     """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
     from jserve.runner.drafts import load_speculation
-    from jserve.spec.methods import DEVICE
+    from jserve.spec.methods import DEVICE, shape
     from jserve.weights.source import resolve
 
     options = config.speculative
@@ -298,7 +298,7 @@ def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progres
         options.method,
         resolve(options.model, "", config.model.load_format),
         *given,
-        n_draft=options.num_tokens,
+        shape=lambda deepest: shape(options, deepest),
         progress=lambda _, done, total: progress("load drafter", done, total),
         scan_nan=config.model.scan_nan,
         seed=config.model.seed + 1,

@@ -59,6 +59,9 @@ class RunnerLimits:
     """First tokens of a sequence that are read beside the window."""
     device_drafts: int = 0
     """Most drafts that the device drafter leaves in a slot; 0: there is no device drafter."""
+    draft_depths: tuple[int, ...] = ()
+    """Of a tree of drafts, the depth of each in order; (): they are chains. With a tree there are no
+    programs for drafts of the host."""
     step_times: tuple[StepTime, ...] = ()
     """What is known of step times before the first step; empty when nothing was measured."""
 

@@ -56,13 +56,22 @@ class Speculation:
                 f"speculative.tree has {len(self.tree)} drafts, num_tokens is {self.n_draft}",
                 field="speculative.tree",
             )
-        depth = max(trees.depths(self.tree or trees.chain(self.n_draft)))
+        if list(self.depths) != sorted(self.depths):
+            raise ConfigError(
+                "speculative.tree: its drafts must come level by level", field="speculative.tree"
+            )
+        depth = max(self.depths or (self.n_draft,))
         if depth > self.drafter.n_max:
             raise ConfigError(
                 f"speculative.num_tokens: {self.drafter.name} drafts at most {self.drafter.n_max}"
                 f" tokens ahead, not {depth}",
                 field="speculative.num_tokens",
             )
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Of each draft of the tree, in order; (): a chain."""
+        return trees.depths(self.tree)[1:]
 
 
 def load_speculation(
@@ -73,11 +82,14 @@ def load_speculation(
     rules: ShardRules,
     dtype: Any,
     *,
-    n_draft: int,
-    tree: Parents = (),
+    shape: Callable[[int], tuple[int, Parents]],
     **how: Any,
 ) -> Speculation:
-    """What ``source`` holds as a drafter of ``target``; ``how`` are options of ``loader.load``.
+    """What ``source`` holds as a drafter of ``target``.
+
+    Args:
+        shape: most drafts after one another that the drafter makes -> (drafts, their tree or ()).
+        how: options of ``loader.load``.
 
     Raises:
         ConfigError: no such method, or what is there cannot draft for ``target``.
@@ -89,6 +101,7 @@ def load_speculation(
             field="speculative.method",
         )
     drafter, params = LOADERS[method](source, target, mesh, rules, dtype, **how)
+    n_draft, tree = shape(drafter.n_max)
     return Speculation(drafter=drafter, params=params, n_draft=n_draft, tree=tree)
 
 

@@ -30,6 +30,7 @@ from jserve.model.shard import ShardRules
 from jserve.model.sinks import with_sinks
 from jserve.model.slots import load_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
+from jserve.model.tree import Parents
 from jserve.model.view import LOGPROBS, Bucket
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.runner.batch import Packer, StepBatch, score_targets
@@ -143,7 +144,10 @@ class ModelRunner:
         self.limits: RunnerLimits = runner_limits(
             arch, config, dims, self.memory.n_pages, n_host, window
         )
-        tree = () if speculation is None else speculation.tree
+        tree: Parents = ()
+        if speculation is not None:
+            tree = speculation.tree
+            self.limits = dataclasses.replace(self.limits, draft_depths=speculation.depths)
         synthetic = config.speculative.method == "synthetic"
         self.ladder = ladder or ladder_of(self.limits, tree, masks_drafts=synthetic)
         self.programs = Programs(

@@ -90,7 +90,8 @@ class Drafting:
         self.limits, self.costs, self.proposer = limits, costs, proposer
         self.most = limits.max_drafts
         self.min_speed = options.min_speed
-        self.widths = widths(self.most)
+        # Of a tree all is verified or nothing.
+        self.widths = (1, 1 + self.most) if limits.draft_depths else widths(self.most)
         self.n_draft = 0
         """Drafts that the device shall leave at the end of the step being planned."""
         self.tally = SpecTally()
@@ -188,8 +189,8 @@ class Drafting:
         """``row``, whose drafts came from ``source``, drew ``n_ok`` tokens."""
         if not row.from_slot:
             return
-        n, stood = len(row.drafts), max(0, n_ok - 1)
-        self.tally.row(source, row.seq.request.lane, n, stood, n_ok)
+        n, stood = self._deep(len(row.drafts)), max(0, n_ok - 1)
+        self.tally.row(source, row.seq.request.lane, len(row.drafts), n, stood, n_ok)
         if n and self._blind and source == self._name and row.seq.finish is None:
             self._rates[source].add(n, stood)
             self._watch(row.seq).rates.add(n, stood)
@@ -256,7 +257,9 @@ class Drafting:
         room = min(self.most, seq.max_len - len(seq.tokens) - seq.in_flight - 1)
         if room <= 0:
             return Drafts()
-        if seq.guide is not None and (forced := seq.guide.forced[:room]):
+        # Where the device's drafts are trees there is no program for others.
+        chains = not self.limits.draft_depths
+        if chains and seq.guide is not None and (forced := seq.guide.forced[:room]):
             return Drafts(forced, GRAMMAR, range(len(forced) + 1))
         if self._blind:
             return self._blind_drafts(seq, room)
@@ -283,7 +286,13 @@ class Drafting:
         return Drafts(ids, self._name, self._gains(seq, len(ids)))
 
     def _gains(self, seq: Sequence, most: int) -> list[float]:
-        return self._watch(seq).rates.gains(most, self._rates[self._name])
+        """Expected drafts that stand of 0, 1 ... ``most``."""
+        gains = self._watch(seq).rates.gains(self._deep(most), self._rates[self._name])
+        return [gains[self._deep(n)] for n in range(most + 1)]
+
+    def _deep(self, n: int) -> int:
+        """Most of ``n`` drafts that can stand: of a tree, as many as it is deep."""
+        return max(self.limits.draft_depths[:n], default=0) if self.limits.draft_depths else n
 
     def _prospect(self, seq: Sequence) -> Gains:
         """Gains of the next row of ``seq`` if it waits, before there is a proposal."""

@@ -1,7 +1,7 @@
 """From options to a proposer, and what is refused on the way.
 
-Owns which methods there are, who drafts (the host or the device), and which options each reads. Must not know
-tokenizers, files or the engine.
+Owns which methods there are, who drafts (the host or the device), which options each reads and how many drafts in
+what shape they ask for. Must not know tokenizers, files or the engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from jserve.config import DOTTED, SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.ports import Proposer
+from jserve.spec import trees
 from jserve.spec.lookup import Lookup
 from jserve.spec.ngram import NgramIndex
 from jserve.spec.suffix import CorpusCursor, SuffixAutomaton, SuffixIndex
@@ -24,9 +25,9 @@ _READS = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens"),
     "suffix": ("suffix_min_match", "corpus", "max_lookup_tokens"),
     "synthetic": ("synthetic_acceptance_rate",),
-    "draft": ("model",),
-    "eagle3": ("model",),
-    "medusa": ("model",),
+    "draft": ("model", "tree"),
+    "eagle3": ("model", "tree"),
+    "medusa": ("model", "tree"),
     "off": ("num_tokens", "min_speed"),
 }
 _ALL = ("method", "num_tokens", "min_speed")
@@ -53,6 +54,28 @@ def check(options: SpeculativeOptions) -> None:
             f" {options.prompt_lookup_max}",
             field=f"{DOTTED}.prompt_lookup_min",
         )
+    shape(options, trees.MAX_NODES)
+
+
+def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents]:
+    """(drafts that the device makes per row, their tree; (): a chain).
+
+    Args:
+        deepest: most drafts after one another that the drafter makes.
+
+    Raises:
+        ConfigError: no tree, or not one of ``num_tokens`` drafts.
+    """
+    n = options.num_tokens
+    if not options.tree:
+        return n, ()
+    parents = trees.written(options.tree, n, deepest)
+    default = SpeculativeOptions.__dataclass_fields__["num_tokens"].default
+    if len(parents) != n and n != default:
+        raise ConfigError(
+            f"{trees.FIELD} has {len(parents)} drafts, num_tokens is {n}", field=trees.FIELD
+        )
+    return len(parents), () if trees.is_chain(parents) else parents
 
 
 def proposer_of(
