@@ -175,7 +175,7 @@ class SpeculativeOptions:
     method: str = opt(
         "off",
         "who drafts",
-        choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "synthetic"),
+        choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "mtp", "synthetic"),
     )
     model: str = opt("", "directory of the draft model or head")
     num_tokens: int = opt(7, "drafts per row and step at most", min=1, max=15)

@@ -22,7 +22,7 @@ from jserve.model.family import Arch
 from jserve.model.shard import ShardRules
 from jserve.model.tree import Parents
 from jserve.weights import heads
-from jserve.weights.loader import load
+from jserve.weights.loader import load, load_tree
 from jserve.weights.place import tp_size
 from jserve.weights.source import Source
 
@@ -115,8 +115,31 @@ def _draft_model(
     return drafter, load(family, arch, source, mesh, laid, dtype, **how)
 
 
+def _own(
+    source: Source, target: Arch, mesh: Mesh, rules: ShardRules, dtype: Any, **how: Any
+) -> tuple[Drafter, Any]:
+    """Multi-token-prediction weights of the target's own checkpoint, which is ``source``."""
+    family, field = family_for(source.config), "speculative.method"
+    if family.mtp is None:
+        raise ConfigError(
+            f"{field} 'mtp': family {family.name} has no multi-token-prediction weights",
+            field=field,
+        )
+    if source.format == "orbax":
+        raise ConfigError(
+            f"{field} 'mtp': {source.directory} was converted, which leaves these weights out",
+            field=field,
+        )
+    drafter = family.mtp(source.config, target, tp_size(mesh, rules))
+    laid = REPLICATED if drafter.replicated else rules
+    return drafter, load_tree(
+        drafter.specs, source, mesh, laid, dtype, finish=lambda tensors: None, **how
+    )
+
+
 LOADERS: dict[str, Callable[..., tuple[Drafter, Any]]] = {
     "draft": _draft_model,
+    "mtp": _own,
     **{method: partial(heads.load_head, method) for method in heads.READERS},
 }
 """(source, arch of the target, mesh, rules, dtype, **how) -> (drafter, its placed parameters)."""

@@ -18,8 +18,10 @@ from jserve.spec.ngram import NgramIndex
 from jserve.spec.suffix import CorpusCursor, SuffixAutomaton, SuffixIndex
 from jserve.spec.synthetic import Synthetic
 
-DEVICE = ("draft", "eagle3", "medusa")
+DEVICE = ("draft", "eagle3", "medusa", "mtp")
 """Methods whose drafts are made on the device."""
+OWN = ("mtp",)
+"""Of these, those whose weights lie in the target's own checkpoint."""
 MAX_CORPUS_TOKENS = 1 << 20
 _READS = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens"),
@@ -28,6 +30,7 @@ _READS = {
     "draft": ("model", "tree"),
     "eagle3": ("model", "tree"),
     "medusa": ("model", "tree"),
+    "mtp": ("tree",),
     "off": ("num_tokens", "min_speed"),
 }
 _ALL = ("method", "num_tokens", "min_speed")
@@ -40,7 +43,7 @@ def check(options: SpeculativeOptions) -> None:
         ConfigError: a method without its drafter, or an option that the method does not read.
     """
     method = options.method
-    if method in DEVICE and not options.model:
+    if method in DEVICE and method not in OWN and not options.model:
         raise ConfigError(f"{DOTTED}.method {method!r} needs a model", field=f"{DOTTED}.model")
     for f in dataclasses.fields(options):
         read = f.name in (*_ALL, *_READS[method])

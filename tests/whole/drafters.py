@@ -53,7 +53,7 @@ def _random(drafter: Any, mesh: Any, tree: Parents) -> Speculation:
 MAKERS: dict[str, Callable[..., Speculation]] = {"draft": itself, "eagle3": head, "medusa": heads}
 
 
-@lru_cache(maxsize=4)
+@lru_cache
 def drafting(kind: str, tree: Parents = (), tp: int = 1) -> ModelRunner:
     """A runner with a drafter of ``KINDS``, whose one program takes every plan."""
     wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, score=True)
