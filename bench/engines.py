@@ -24,6 +24,8 @@ from typing import IO
 
 import psutil
 
+from bench.probe import usable_cores
+
 HOST = "127.0.0.1"
 CONTEXT = 8192
 SEQS = 32
@@ -111,10 +113,9 @@ def _vllm(paths: Paths, extra: tuple[str, ...]) -> Engine | str:
     module = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(paths.model))
     fixed = ("--host", HOST, "--port", "{port}", "--served-model-name", "bench")
     limits = ("--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQS))
-    cores = (os.cpu_count() or 1) - 1
     env = {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores}",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(usable_cores()))),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -135,7 +136,7 @@ def _vllm(paths: Paths, extra: tuple[str, ...]) -> Engine | str:
 def _llamacpp(paths: Paths, extra: tuple[str, ...]) -> Engine | str:
     if paths.llamacpp_server is None or paths.gguf is None:
         return "llamacpp: skipped, needs --llamacpp-server and --gguf"
-    server, cores = str(paths.llamacpp_server), str(os.cpu_count() or 1)
+    server, cores = str(paths.llamacpp_server), str(len(usable_cores()))
     argv = (server, "-m", str(paths.gguf), "--host", HOST, "--port", "{port}", "--alias", "bench")
     # One pool of 16 x 2048 positions for up to 16 sequences, shared, so that one may be 4k long.
     limits = ("-t", cores, "-tb", cores, "-np", "16", "-c", "32768", "--kv-unified", "-fa", "on")

@@ -25,13 +25,20 @@ MIB = 1 << 20
 PACKAGES = ("jax", "jaxlib", "numpy", "transformers", "torch", "aiohttp")
 
 
+def usable_cores() -> set[int]:
+    """The cores that this process and its children may run on (``taskset``, a container's limits)."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
 def bandwidth(threads: int = 0, mib: int = 96, repeats: int = 7) -> dict[str, float]:
-    """GB/s of ``a = b + s * c`` in numpy, ``threads`` slices at once (0: one per core).
+    """GB/s of ``a = b + s * c`` in numpy, ``threads`` slices at once (0: one per usable core).
 
     Two passes over arrays of ``mib`` MiB: ``a = s * c`` moves two arrays, ``a += b`` three. Reads
     that a store causes are not counted, so this is a little below what a copy in C would show.
     """
-    threads = threads or os.cpu_count() or 1
+    threads = threads or len(usable_cores())
     n = mib * MIB // 4
     parts = [_Triad(n // threads) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
@@ -127,7 +134,7 @@ def machine() -> dict[str, Any]:
     """Device and versions, for the head of a result file; no host name and no paths."""
     return {
         "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": len(usable_cores()),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -1,7 +1,6 @@
 """The command line: ``jserve serve | generate | chat | run-batch | convert | plan | simulate | bench | env``.
 
-Owns flags, environment variables, YAML files and exit codes; the only file that reads ``os.environ`` and
-``sys.argv``. Flags are generated from ``jserve.config``, so they cannot drift from it. Imports neither jax
+Owns the commands and exit codes; the only file that reads ``os.environ`` and ``sys.argv``. Imports neither jax
 nor transformers at module level: ``--help`` must be quick. Results go to stdout, everything else to stderr.
 
 Exit codes: 0 done, 1 failed while running, 2 bad usage, config or weights, 130 interrupted.
@@ -9,38 +8,26 @@ Exit codes: 0 done, 1 failed while running, 2 bad usage, config or weights, 130 
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
-from rich.console import Console
 
+from jserve import cli_options
+from jserve.cli_options import FAULTS, err, reported
 from jserve.config import (
     DEVICE_SHARE,
-    DOTTED,
     DeviceOptions,
     EngineConfig,
     ModelOptions,
     ServerOptions,
     SpeculativeOptions,
-    dotted,
-    flat_name,
-    sections,
 )
-from jserve.errors import ConfigError, JserveError
-
-ENV_PREFIX = "JSERVE_"
-FAULTS = "JSERVE_FAULTS"
-"""For tests of a whole server: fault points to arm, as ``faults.arm_all`` reads them."""
-ALIASES = {"tensor_parallel_size": ["--tp", "-tp"], "page_size": ["--block-size"]}
-
-_DOT = "__"
+from jserve.errors import JserveError
 
 app = typer.Typer(
     name="jserve",
@@ -52,145 +39,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-err = Console(stderr=True, highlight=False)
-
-
-def _option(f: dataclasses.Field[Any], section: str) -> inspect.Parameter:
-    kind = type(f.default)
-    name = flat_name(section, f)
-    flags = [f"--{name.replace('_', '-')}", *ALIASES.get(name, [])]
-    if kind is bool:
-        flags[0] += f"/--no-{f.name.replace('_', '-')}"
-    shown = f.default if f.default not in ("", ()) else None
-    choices = " | ".join(map(str, f.metadata.get("choices", ())))
-    note = ", ".join(
-        part
-        for part in (f.metadata["help"], choices, "" if shown is None else f"default {shown}")
-        if part
-    )
-    option = typer.Option(
-        *flags, help=note, rich_help_panel=section.capitalize(), show_default=False
-    )
-    base: Any = list[str] if kind is tuple else kind
-    return _parameter(name, base, option)
-
-
-def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    """A keyword that is None unless given; dots cannot stand in a Python name."""
-    return inspect.Parameter(
-        name.replace(".", _DOT),
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[Optional[kind], option],  # noqa: UP045  (typer reads the annotation)
-    )
-
-
-_TOGETHER = typer.Option(
-    f"--{DOTTED}",
-    "--speculative-config",
-    help="a method, or JSON: the options of this section together",
-    rich_help_panel=DOTTED.capitalize(),
-)
-
-
-def with_options(*skip: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command every option of ``EngineConfig`` (sections in ``skip`` left out) as flags.
-
-    The command receives them resolved, as keyword ``config``.
-    """
-
-    def wrap(command: Callable[..., None]) -> Callable[..., None]:
-        own = [
-            p
-            for p in inspect.signature(command, eval_str=True).parameters.values()
-            if p.name != "config"
-        ]
-        generated = [
-            _option(f, section)
-            for section, options in sections()
-            if options not in skip
-            for f in dataclasses.fields(options)
-            if flat_name(section, f) != "model"
-        ]
-        if SpeculativeOptions not in skip:
-            generated.append(_parameter(DOTTED, str, _TOGETHER))
-        names = {p.name for p in generated}
-        note = "YAML file of options; flags and JSERVE_* variables win"
-        file = _parameter("config_file", Path, typer.Option("--config", help=note))
-
-        def run(**given: Any) -> None:
-            file_path = given.pop("config_file")
-            flags = {
-                k.replace(_DOT, "."): v for k, v in given.items() if k in names and v is not None
-            }
-            if given.get("model"):
-                flags["model"] = given["model"]
-            rest = {k: v for k, v in given.items() if k not in names and k != "model"}
-            with reported():
-                command(config=resolve(flags, file_path, os.environ), **rest)
-
-        run.__signature__ = inspect.Signature([*own, *generated, file])  # type: ignore[attr-defined]
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        return run
-
-    return wrap
-
-
-def resolve(
-    flags: Mapping[str, Any], file: Path | None, environ: Mapping[str, str]
-) -> EngineConfig:
-    """Flags over ``JSERVE_*`` over the YAML file over defaults.
-
-    Raises:
-        ConfigError: an unknown option or a bad value; says where it stands.
-    """
-    known = {name.replace(".", "_"): name for name in (*EngineConfig().flat(), DOTTED)}
-    variables: dict[str, Any] = {}
-    for name, value in environ.items():
-        option = name.removeprefix(ENV_PREFIX).lower()
-        if name.startswith(ENV_PREFIX) and option in known:
-            variables[known[option]] = value
-        elif name.startswith(ENV_PREFIX) and name != FAULTS:
-            err.print(f"[yellow]warning:[/] {name} is not an option of jserve; ignored")
-    layers = (_yaml_options(file) if file else {}, variables, flags)
-    return EngineConfig.of(**{k: v for layer in layers for k, v in dotted(layer).items()})
-
-
-def _yaml_options(file: Path) -> dict[str, Any]:
-    """Options of a YAML file, flat or grouped by section, with - or _ in names."""
-    import yaml
-
-    try:
-        data = yaml.safe_load(file.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError(f"{file}: {' '.join(str(e).split())[:200]}", field="config") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}: must hold a mapping of options", field="config")
-    names = {section for section, _ in sections()}
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        whole = key in names and key != DOTTED and isinstance(value, dict)
-        group = value if whole else {key: value}
-        flat.update({str(k).replace("-", "_"): v for k, v in group.items()})
-    return flat
-
-
-class reported:
-    """Turns expected errors into one line on stderr and an exit code."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, ConfigError):
-            err.print(f"[red]error:[/] {error.message}", markup=True, soft_wrap=True)
-            raise typer.Exit(2)
-        if isinstance(error, JserveError):
-            err.print(f"[red]error:[/] {error.message}", soft_wrap=True)
-            raise typer.Exit(1)
-        if isinstance(error, KeyboardInterrupt):
-            raise typer.Exit(130)
-
+with_options = partial(cli_options.with_options, os.environ)
 
 Model = Annotated[
     Optional[str],  # noqa: UP045

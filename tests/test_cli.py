@@ -11,7 +11,7 @@ import pytest
 from safetensors.flax import load_file, save_file
 from typer.testing import CliRunner
 
-from jserve import cli
+from jserve import cli, cli_options
 from jserve.config import EngineConfig, sections
 from jserve.errors import ConfigError
 
@@ -22,7 +22,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     file = tmp_path / "jserve.yaml"
     file.write_text("scheduler:\n  max-num-seqs: 3\n  overlap: 2\npage_size: 32\nport: 9\n")
     environ = {"JSERVE_MAX_NUM_SEQS": "4", "JSERVE_PAGE_SIZE": "64", "HOME": "/nowhere"}
-    config = cli.resolve({"page_size": 128}, file, environ)
+    config = cli_options.resolve({"page_size": 128}, file, environ)
     assert config.cache.page_size == 128
     assert config.scheduler.max_num_seqs == 4
     assert config.scheduler.overlap == 2
@@ -45,11 +45,11 @@ def test_a_bad_file_is_refused_naming_the_option(tmp_path: Path, text: str, word
     file = tmp_path / "jserve.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=word):
-        cli.resolve({}, file, {})
+        cli_options.resolve({}, file, {})
 
 
 def test_an_unknown_variable_is_reported_not_obeyed(capsys) -> None:
-    assert cli.resolve({}, None, {"JSERVE_PROT": "1"}) == EngineConfig()
+    assert cli_options.resolve({}, None, {"JSERVE_PROT": "1"}) == EngineConfig()
     assert "JSERVE_PROT" in capsys.readouterr().err
 
 
@@ -125,7 +125,7 @@ def test_every_option_has_one_line_of_help() -> None:
     ],
 )
 def test_speculative_options_come_together_or_one_by_one(flags) -> None:
-    options = cli.resolve(flags, None, {}).speculative
+    options = cli_options.resolve(flags, None, {}).speculative
     assert (options.method, options.num_tokens) == ("ngram", 4)
 
 
@@ -133,7 +133,7 @@ def test_layers_of_speculative_options_win_whole_names(tmp_path: Path) -> None:
     file = tmp_path / "jserve.yaml"
     file.write_text("speculative:\n  method: suffix\n  num-tokens: 3\n  suffix_min_match: 5\n")
     environ = {"JSERVE_SPECULATIVE_NUM_TOKENS": "6"}
-    config = cli.resolve({"speculative": '{"method": "ngram"}'}, file, environ)
+    config = cli_options.resolve({"speculative": '{"method": "ngram"}'}, file, environ)
     options = config.speculative
     assert (options.method, options.num_tokens, options.suffix_min_match) == ("ngram", 6, 5)
     assert EngineConfig.of(**config.flat()) == config

@@ -22,8 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
     "faults": set(),
-    "fake_model": set(),
-    "testing": {"fake_model", "kv", "sched"},
+    "testing": {"kv", "sched"},
     "kv": set(),
     "sched": {"kv", "spec"},
     "sim": {"engine", "sched", "kv", "spec", "shapes"},
@@ -42,7 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "outputs": {"text"},
     "feed": {"engine"},
     "llm": {"build", "outputs", "progress", "feed", "text", "engine", "api"},
-    "cli": {"build", "commands", "llm", "engine"},
+    "cli_options": set(),
+    "cli": {"cli_options", "build", "commands", "llm", "engine"},
     "build": set(),
     "__init__": set(),
 }
@@ -64,7 +64,6 @@ HOST = [
     "errors",
     "faults",
     "testing",
-    "fake_model",
     "outputs",
     "feed",
 ]

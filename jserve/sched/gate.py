@@ -39,7 +39,8 @@ SHED_FROM = {Lane.BULK: 1, Lane.STANDARD: 3, Lane.INTERACTIVE: 4}
 """Overload level from which a lane is refused; 4 stands for a full queue."""
 SHORT_FROM = 2
 FEW = 8
-"""So few waiting sequences are no overload, however many seconds their prompts take."""
+"""So few waiting sequences are no overload, however many seconds their prompts take; nor are those
+for whom a slot is free."""
 
 
 def next_level(level: int, load: float) -> int:
@@ -111,9 +112,14 @@ class Gate:
         load = len(waiting) / options.max_waiting
         if options.max_waiting_tokens:
             load = max(load, waiting.n_tokens / options.max_waiting_tokens)
-        if options.max_queue_s and len(waiting) > FEW and self.cap.costs.known:
+        few = max(FEW, self._n_free)
+        if options.max_queue_s and len(waiting) > few and self.cap.costs.known:
             load = max(load, self.queue_s() / options.max_queue_s)
         return load
+
+    @property
+    def _n_free(self) -> int:
+        return self.floor.max_running - len(self.floor.running)
 
     def queue_s(self) -> float:
         """Seconds of work that wait."""
@@ -131,7 +137,7 @@ class Gate:
             n_running,
             self.n_context,
             gap_s=self.gaps.mean_s,
-            n_free=self.floor.max_running - n_running,
+            n_free=self._n_free,
         )
 
     def _check_room(self, request: Request) -> None:
@@ -141,8 +147,7 @@ class Gate:
             wait = self._retry_after()
             what = "the queue is full" if level >= 3 else f"lane {request.lane} is shed"
             raise Overloaded(
-                f"overloaded: {what}, {len(waiting)} sequences are waiting"
-                f" (the queue holds {options.max_waiting}); try again in {wait:.0f} s",
+                f"overloaded: {what}, {self._queue()} are waiting; try again in {wait:.0f} s",
                 retry_after=wait,
             )
         if tenant and waiting.held_by.get(tenant, 0) >= max(
@@ -154,6 +159,14 @@ class Gate:
                 f" queue; try again in {wait:.0f} s",
                 retry_after=wait,
             )
+
+    def _queue(self) -> str:
+        """What waits and what may, for a client and for whoever reads its logs."""
+        options, n = self.options, len(self.floor.waiting)
+        text = f"{n} of {options.max_waiting} sequences"
+        if options.max_queue_s and self.cap.costs.known:
+            text += f" and {self.queue_s():.1f} of {options.max_queue_s:g} s of work"
+        return text
 
     def _retry_after(self) -> float:
         """Seconds until half of what waits is served, between 1 and 60."""

@@ -12,7 +12,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
-from jserve.fake_model import FakeModel, Visible, mix
 from jserve.grammar.guides import TokenGuides
 from jserve.grammar.matcher import Compiler
 from jserve.grammar.spec import lowered
@@ -21,6 +20,7 @@ from jserve.ports import RunnerLimits
 from jserve.sampling import SamplingParams, StructuredOutputs, Thinking
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
+from jserve.testing.model import FakeModel, Visible, mix
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Output, Request
 

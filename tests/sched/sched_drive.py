@@ -10,13 +10,12 @@ import dataclasses
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from jserve import fake_model
 from jserve.config import EngineConfig, flat_name, sections
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.sampling import SamplingParams
 from jserve.sched import budget, policy
 from jserve.sched.scheduler import Scheduler
-from jserve.testing import FakeProposer, FakeRunner
+from jserve.testing import FakeProposer, FakeRunner, model as fake_model
 from jserve.types import Finish, Output, Request, SeqState, StepPlan
 
 VOCAB = 11

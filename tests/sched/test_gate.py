@@ -1,5 +1,7 @@
 """Admission: bounds, shares, overload with hysteresis, retries, forecasts of pages."""
 
+from dataclasses import replace
+
 import pytest
 from sched_drive import Drive, limits, request, step_times
 
@@ -136,6 +138,19 @@ def test_the_queue_is_bounded_in_seconds_of_work():
     drive.scheduler.gate.gaps.mean_s = 0.1
     n = next(i for i in range(1000) if try_add(drive, request(f"r{i}", [2] * 4)))
     assert 15 < n < 25
+
+
+def test_a_burst_that_finds_free_slots_is_no_overload():
+    """A slow machine: seconds of prefill wait as soon as a few prompts arrive together."""
+    slow = tuple(replace(t, seconds=10.0) for t in step_times())
+    drive = Drive(
+        limits(n_slots=30, max_rows=30, max_decode_rows=30, step_times=slow),
+        depth=0,
+        max_queue_s=2.0,
+        max_waiting=1000,
+    )
+    n = next(i for i in range(1000) if try_add(drive, request(f"r{i}", [2] * 4)))
+    assert n == 31, "one more than there are slots"
 
 
 def test_one_key_may_fill_its_share_only():

@@ -1,9 +1,8 @@
-"""Fakes that keep the contract: a runner whose tokens betray every wrong page, a byte tokenizer.
+"""A runner without a model, whose tokens betray every wrong page.
 
-Owns ``FakeRunner``, ``FakeProposer`` and ``ByteTokenizer``, for our tests and for users who test without a model.
-Must not import jax.
+Owns ``FakeRunner``: ``ports.Runner`` in numpy. Must not import jax.
 
-``FakeRunner`` keeps its own memory of what each page holds and knows a row's past only through the
+It keeps its own memory of what each page holds and knows a row's past only through the
 plan's page table, as a device would. Per position it stores the token and a hash of all that was
 visible when it was computed (as KV depends on the whole prefix)::
 
@@ -26,8 +25,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jserve.errors import BadRequest
-from jserve.fake_model import (
+from jserve.faults import point
+from jserve.ports import InFlight, RunnerLimits
+from jserve.sampling import MAX_LOGPROBS
+from jserve.testing.model import (
     MASK,
     FakeModel,
     bias_digest,
@@ -41,14 +42,10 @@ from jserve.fake_model import (
     stops_of,
     top_of,
 )
-from jserve.faults import point
-from jserve.ports import InFlight, RunnerLimits
-from jserve.sampling import MAX_LOGPROBS
 from jserve.types import (
     PromptLogprobs,
     Request,
     RowPlan,
-    Sequence,
     SlotLoad,
     StepPlan,
     StepResult,
@@ -144,7 +141,7 @@ class FakeRunner:
         return result
 
     def expected(self, request: Request, index: int = 0, seed: int | None = None) -> list[int]:
-        """The output tokens of choice ``index`` by the definition (``fake_model.expected``).
+        """The output tokens of choice ``index`` by the definition (``testing.model.expected``).
 
         ``seed`` is needed when the request has none and samples (``Output.seed`` tells it).
         """
@@ -387,76 +384,3 @@ def _put(out: StepResult, r: int, j: int, token: int, seen: int, vocab: int) -> 
     out.logprob_RJ[r, j] = logprob_of(seen)
     if out.top_ids_RJL is not None and out.top_logprobs_RJL is not None:
         out.top_ids_RJL[r, j], out.top_logprobs_RJL[r, j] = top_of(seen, vocab)
-
-
-class FakeProposer:
-    """``ports.Proposer`` that reads nothing: subclasses say what to ``propose``."""
-
-    name = "fake"
-    blind = True
-    seconds = 0.0
-
-    def check(self, request: Request) -> None: ...
-
-    def read(self, seq: Sequence, most: int) -> int:
-        return 0
-
-    def propose(self, seq: Sequence, most: int) -> Seq[int]:
-        return ()
-
-    def mask(self, seq: Sequence, drafts: Seq[int]) -> np.ndarray | None:
-        return None
-
-    def forget(self, seq: Sequence) -> None: ...
-
-
-class ByteTokenizer:
-    """``ports.Tokenizer``: UTF-8 bytes are ids 0 .. n_bytes-1, special tokens follow.
-
-    ``n_bytes`` below 256 makes a small vocabulary (128: ASCII only); other text is refused.
-    Special tokens never come from text: their names are encoded byte by byte.
-    """
-
-    def __init__(
-        self,
-        *,
-        n_bytes: int = 256,
-        specials: Seq[str] = ("<|bos|>", "<|eos|>", "<|pad|>"),
-        add_bos: bool = False,
-    ) -> None:
-        if not 1 <= n_bytes <= 256:
-            raise ValueError(f"n_bytes must be in [1, 256], not {n_bytes}")
-        self.n_bytes = n_bytes
-        self.specials = {name: n_bytes + i for i, name in enumerate(specials)}
-        self.add_bos = add_bos
-
-    @property
-    def vocab_size(self) -> int:
-        return self.n_bytes + len(self.specials)
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        eos = self.specials.get("<|eos|>")
-        return () if eos is None else (eos,)
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises BadRequest for text outside UTF-8 or outside a small vocabulary."""
-        try:
-            ids = list(text.encode("utf-8"))
-        except UnicodeEncodeError as error:
-            raise BadRequest("text is not valid Unicode", field="prompt") from error
-        if ids and max(ids) >= self.n_bytes:
-            raise BadRequest(
-                f"text has bytes outside the {self.n_bytes} known ones", field="prompt"
-            )
-        bos = [self.specials["<|bos|>"]] if self.add_bos and add_special_tokens else []
-        return bos + ids
-
-    def decode(self, ids: Seq[int], *, skip_special_tokens: bool = True) -> str:
-        """Invalid UTF-8 becomes U+FFFD, one per maximal bad part."""
-        names = {i: name.encode() for name, i in self.specials.items()}
-        parts = [
-            bytes([i]) if i < self.n_bytes else b"" if skip_special_tokens else names[i]
-            for i in ids
-        ]
-        return b"".join(parts).decode("utf-8", errors="replace")

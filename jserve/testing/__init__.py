@@ -1,0 +1,10 @@
+"""Fakes that keep the contract, for our tests and for users who test without a model.
+
+Owns which fakes there are. Must not import jax.
+"""
+
+from jserve.testing.proposer import FakeProposer
+from jserve.testing.runner import FakeRunner, HostCopy
+from jserve.testing.tokens import ByteTokenizer
+
+__all__ = ["ByteTokenizer", "FakeProposer", "FakeRunner", "HostCopy"]
