@@ -12,6 +12,7 @@ import pytest
 from jserve import LLM, SamplingParams, build
 from jserve.errors import ConfigError
 from jserve.runner.runner import ModelRunner
+from jserve.sampling import StructuredOutputs
 from tests.whole import equal
 from tests.whole.conftest import SMALL_OPTIONS
 from tests.whole.drafters import TREE, Watching, drafting
@@ -132,3 +133,38 @@ def test_the_shipped_pair_says_what_the_target_says_alone() -> None:
         v for k, v in counters.items() if k.startswith("spec_decode_num_draft_tokens_total")
     )
     assert drafted > 0, counters
+
+
+@pytest.mark.slow
+def test_a_tree_of_the_shipped_head_is_an_option() -> None:
+    """Greedy, seeded and under a grammar whose forced tokens cannot be drafted beside a tree."""
+    options = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 32,
+               "max_model_len": 256, "compile_cache": "", "prompt_logprobs": False}  # fmt: skip
+    prompts = ["Hello! Who are you?", "What is 12 + 30?", "Tell me a story.", "Name a colour."]
+    regex = StructuredOutputs(regex="(red|green) is (my favourite ){2}colour")
+    params = [
+        SamplingParams(temperature=0, max_tokens=24),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=24, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=24, stop=["."]),
+        SamplingParams(temperature=0, max_tokens=24, logprobs=1, structured_outputs=regex),
+    ]
+    drafter = {"method": "eagle3", "model": str(build.shipped("jserve-mini-eagle3")),
+               "tree": "auto", "num_tokens": 5, "min_speed": 0.0}  # fmt: skip
+    said, messages = [], [[{"role": "user", "content": text}] for text in prompts]
+    for extra in ({}, {"speculative": drafter}):
+        with LLM(**options, **extra) as llm:
+            found = llm.chat(messages, params, use_tqdm=False)
+            said.append([out.outputs[0].token_ids for out in found])
+            depths = llm._engine.scheduler.limits.draft_depths
+            counters = llm._engine.stats().values
+    assert said[0] == said[1]
+    assert len(depths) == 5 > max(depths) > 1
+    tried = {k: v for k, v in counters.items() if "num_draft_tokens_total" in k}
+    assert sum(tried.values()) > 0, counters
+    places = [k for k in counters if "num_draft_tokens_per_pos_total" in k]
+    assert 0 < len(places) <= max(depths)
+
+
+def test_a_tree_of_the_hosts_drafts_is_refused(tiny_dir) -> None:
+    with pytest.raises(ConfigError, match="tree means nothing to method 'ngram'"):
+        LLM(str(tiny_dir), **SMALL_OPTIONS, speculative={"method": "ngram", "tree": "auto"})

@@ -15,8 +15,8 @@ from jserve.outputs import Running
 from jserve.ports import Proposer
 from jserve.sampling import SamplingParams
 from jserve.spec.methods import proposer_of
-from jserve.testing import ByteTokenizer
 from jserve.types import Output, Request
+from tests.api.fake import byte_tokenizer
 from tests.whole import equal
 from tests.whole.drafters import KINDS, TREE, Watching, drafting
 from tests.whole.test_equalities import compare
@@ -37,7 +37,7 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Options of a way, and what ``Watching`` must have counted."""
 QUICK = {("medusa", TREE, "all at once"), ("ngram", (), "preempted"), ("suffix", (), "cached")}
-TEXT = ByteTokenizer()
+TEXT = byte_tokenizer()
 
 
 @lru_cache
@@ -48,7 +48,7 @@ def asked() -> tuple[Request, ...]:
     stem = tuple(rng.randrange(equal.V) for _ in range(24))
     found = []
     for i, n in enumerate((1, 3, 1, 1)):
-        few = tuple(rng.sample(range(33, equal.V), 5))
+        few = tuple(rng.sample(range(33, equal.V), 3))
         params = SamplingParams(
             temperature=0.0,
             n=n,
