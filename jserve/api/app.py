@@ -20,6 +20,7 @@ from jserve.api.metrics import Metrics
 from jserve.api.middleware import Handler, expect, make_middlewares, stamp
 from jserve.api.page import add_page
 from jserve.api.prepare import Preparer
+from jserve.api.refusals import Refusals
 from jserve.api.routes import OPERATOR, PUBLIC, Answer, Route
 from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
@@ -46,14 +47,16 @@ def make_app(
     """
     keys = Keys(config.server.api_key, load_tenants(config.server.api_keys_file))
     card = replace(card, speech=speech_of(config.model, chat, tokenizer))
+    metrics, limits = Metrics(card.name, engine), limits or Limits()
     front = Front(
         engine=engine,
         prepare=Preparer(tokenizer, chat, card, caches.HandleBook()),
         card=card,
         options=config.server,
         keys=keys,
-        metrics=Metrics(card.name, engine),
-        limits=limits or Limits(),
+        metrics=metrics,
+        refusals=Refusals(metrics.refusals_repeated.inc, hold_s=limits.refusal_hold_s),
+        limits=limits,
     )
     app = _application(front, PUBLIC)
     if config.server.ui:

@@ -47,6 +47,7 @@ async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.
     if wish.label is not None:
         trace.id = request_id(wish.label)
     ask = replace(wish.ask, tenant=trace.tenant.name)
+    front.refusals.check(ask.lane, ask.tenant)
     requests = await front.prepare.requests(ask)
     reply = dialect.reply(wish, served, front.prepare.tokenizer, requests)
     timer = RequestTimer(front.metrics, requests, trace.arrival)
@@ -54,7 +55,7 @@ async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.
     trace.account.spend(run.usage.prompt)
     headers = ignored_header(wish.ignored)
     try:
-        with front.running.entered(trace.id, run):
+        with front.running.entered(trace.id, run), front.refusals.noted(ask.lane, ask.tenant):
             if wish.stream:
                 return await _stream(request, front, run, reply, headers)
             return await _whole(run, reply, headers)

@@ -27,6 +27,7 @@ from jserve.api.generate import Engine, Generation
 from jserve.api.metrics import Metrics
 from jserve.api.prepare import Preparer
 from jserve.api.quota import Account, Accounts
+from jserve.api.refusals import HOLD_S, Refusals
 from jserve.config import ServerOptions
 from jserve.engine.wire import Control, Handle, StepRecord
 from jserve.errors import where
@@ -84,6 +85,8 @@ class Limits:
     send_buffer: int = 128 << 10
     """Bytes of SO_SNDBUF: what a reader that does not read can hide from us."""
     max_connections: int = 4096
+    refusal_hold_s: float = HOLD_S
+    """How long a refusal of the engine stands for others like it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,6 +146,7 @@ class Front:
     metrics: Metrics
     accounts: Accounts = field(default_factory=Accounts)
     running: Running = field(default_factory=Running)
+    refusals: Refusals = field(default_factory=Refusals)
     limits: Limits = field(default_factory=Limits)
 
     def close(self) -> None:

@@ -138,6 +138,9 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests.")
         self.output_tokens = counter("generation_tokens", "Tokens drawn.")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens not computed again.")
+        self.refusals_repeated = counter(
+            "refusals_repeated", "Requests refused as the engine refused one a moment before."
+        )
         self.in_flight = Gauge(
             "jserve:http_requests_in_flight", "HTTP requests being answered.", **labels
         ).labels(model)

@@ -327,7 +327,9 @@ async def live(
     model: ModelCard | None = None,
     **options,
 ):
-    """A running server. ``options`` are flat option names of the config."""
+    """A running server. ``options`` are flat option names of the config. Without ``limits`` a refusal
+    does not stand: the next request is asked for its own sake."""
+    limits = limits or Limits(refusal_hold_s=0.0)
     engine = engine or FakeEngine()
     config = EngineConfig.of(**{"port": 0, "keep_alive_s": 15.0} | options)
     chat = ChatTemplate({"default": template}, control=SPECIAL) if template else None

@@ -244,7 +244,7 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("jserve.api.batch.asyncio.sleep", quick)
     outcome = await answered(source, tmp_path / "out", engine)
     assert (outcome.answered, outcome.failed) == (2, 0)
-    assert waits.count(7.0) == 3
+    assert waits.count(7.0) >= 3
 
 
 async def test_a_dead_engine_leaves_its_lines_to_the_next_run(tmp_path: Path) -> None:

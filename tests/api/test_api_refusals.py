@@ -1,0 +1,94 @@
+"""A refusal stands for a moment, for those it was meant for."""
+
+from __future__ import annotations
+
+import pytest
+
+from jserve.api.front import Limits
+from jserve.api.refusals import Refusals
+from jserve.errors import DeadlineUnreachable, JserveError, Overloaded, RateLimited
+from jserve.types import Lane
+from tests.api.fake import FakeEngine, live
+
+COMP = "/v1/completions"
+
+FULL = Overloaded("full", retry_after=3)
+SHARE = RateLimited("your share", code="queue_full_tenant", retry_after=2)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Book:
+    """Refusals, how often one was repeated, and the clock they go by."""
+
+    def __init__(self) -> None:
+        self.clock, self.n = Clock(), 0
+        self.refusals = Refusals(self._count, hold_s=0.05, clock=self.clock)
+
+    def _count(self) -> None:
+        self.n += 1
+
+    def refuse(self, error: JserveError, lane: Lane = Lane.STANDARD, tenant: str = "") -> None:
+        with pytest.raises(type(error)), self.refusals.noted(lane, tenant):
+            raise error
+
+    def told(self, lane: Lane = Lane.STANDARD, tenant: str = "") -> JserveError | None:
+        try:
+            self.refusals.check(lane, tenant)
+        except JserveError as error:
+            return error
+        return None
+
+
+def test_a_full_queue_stands_for_its_lane_only_and_for_a_moment() -> None:
+    book = Book()
+    assert book.told() is None
+    book.refuse(FULL)
+    for tenant in ("", "ann"):
+        told = book.told(tenant=tenant)
+        assert isinstance(told, Overloaded)
+        assert (told.message, told.code, told.retry_after) == ("full", "overloaded", 3)
+        assert told is not FULL, "one exception is raised once"
+    assert book.told(Lane.INTERACTIVE) is None
+    book.clock.now += 0.051
+    assert book.told() is None
+    assert book.n == 2
+
+
+def test_a_share_stands_for_its_tenant_in_every_lane() -> None:
+    book = Book()
+    book.refuse(SHARE, tenant="bulk")
+    assert isinstance(book.told(Lane.INTERACTIVE, "bulk"), RateLimited)
+    assert book.told(Lane.BULK, "bob") is None, "a tenant may be called like a lane"
+    assert book.told(Lane.BULK) is None
+    book.refuse(SHARE)
+    assert book.told() is None, "without a key there is no share"
+
+
+def test_what_is_one_requests_own_does_not_stand() -> None:
+    book = Book()
+    book.refuse(DeadlineUnreachable("too late", retry_after=1))
+    assert book.told() is None
+
+
+async def test_a_flood_is_answered_without_asking_the_engine_again(monkeypatch) -> None:
+    engine = FakeEngine()
+    async with live(engine, limits=Limits()) as srv:
+        clock = Clock()
+        monkeypatch.setattr(srv.server.front.refusals, "_clock", clock)
+        engine.refuse = FULL
+        for _ in range(10):
+            status, body, headers = await srv.post(COMP, {"prompt": "x", "lane": "bulk"})
+            assert (status, body["error"]["code"]) == (503, "overloaded")
+            assert headers["Retry-After"] == "3"
+        engine.refuse = None
+        assert (await srv.post(COMP, {"prompt": "x", "lane": "bulk"}))[0] == 503
+        assert (await srv.post(COMP, {"prompt": "x"}))[0] == 200
+        clock.now += 1.0
+        assert (await srv.post(COMP, {"prompt": "x", "lane": "bulk"}))[0] == 200
+        assert 'refusals_repeated_total{model_name="tiny"} 10.0' in srv.app_metrics()
