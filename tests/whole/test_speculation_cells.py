@@ -111,8 +111,19 @@ def alone(plain: Any) -> list[Output]:
 
 @pytest.mark.parametrize(("kind", "tree", "way"), cells())
 def test_every_text_is_the_one_without_drafts(runner, kind, tree, way) -> None:
-    got = outputs(runner, kind, tree, way)
-    compare(equal.gathered(got), equal.gathered(alone(runner)))
+    got, wanted = outputs(runner, kind, tree, way), alone(runner)
+    compare(equal.gathered(got), equal.gathered(wanted))
+    assert alternatives(got) == alternatives(wanted)
+    for request in asked():
+        mine = [out for out in got if out.request_id == request.id]
+        assert sum(out.n_accepted for out in mine) <= sum(len(out.token_ids) for out in mine)
+
+
+def alternatives(found: list[Output]) -> list[Any]:
+    """The likeliest tokens beside each token that was asked for them: the target's, drafted or not."""
+    told = [t for out in found if out.request_id == "c2" for t in out.logprobs or ()]
+    assert len(told) == 30
+    return [(t.token, t.top_ids) for t in told]
 
 
 @pytest.mark.slow
