@@ -290,17 +290,18 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
 def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
     """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
     from jserve.runner.drafts import load_speculation
-    from jserve.spec.methods import DEVICE
+    from jserve.spec.methods import DEVICE, OWN, shape
     from jserve.weights.source import resolve
 
     options = config.speculative
     if options.method not in DEVICE:
         return None
+    own = options.method in OWN
     return load_speculation(
         options.method,
-        resolve(options.model, "", config.model.load_format),
+        located(config) if own else resolve(options.model, "", config.model.load_format),
         *given,
-        n_draft=options.num_tokens,
+        shape=lambda deepest: shape(options, deepest),
         progress=lambda _, done, total: progress("load drafter", done, total),
         scan_nan=config.model.scan_nan,
         seed=config.model.seed + 1,

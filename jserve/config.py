@@ -1,8 +1,8 @@
 """Every option of jserve, once: CLI flags, YAML keys, ``JSERVE_*`` variables and Python arguments come from here.
 
 Owns names, defaults, units and ranges. Must not know how an option is used. ``metadata`` of a field holds
-``help`` (one line with the unit) and, where they apply, ``min``, ``max``, ``choices`` and ``aliases`` (other
-spellings of choices).
+``help`` (one line with the unit) and, where they apply, ``min``, ``max``, ``choices``, ``aliases`` (other
+spellings of choices) and ``json`` (text that may also be given as the list it stands for).
 
 Options have flat names. Those of section ``speculative`` are dotted (``speculative.method``) and may also
 come together, as a mapping or as JSON text under ``speculative``.
@@ -183,7 +183,7 @@ class SpeculativeOptions:
     method: str = opt(
         "off",
         "who drafts",
-        choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "synthetic"),
+        choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "mtp", "synthetic"),
     )
     model: str = opt("", "directory of the draft model or head")
     num_tokens: int = opt(
@@ -194,6 +194,11 @@ class SpeculativeOptions:
         "rows of a step beside which the device drafts at most; 0: 8 on a CPU, else 32",
         min=0,
         max=4096,
+    )
+    tree: str = opt(
+        "",
+        "device drafts as a tree: auto, [branches per depth] or [[path], ...]; empty: a chain",
+        json=True,
     )
     prompt_lookup_min: int = opt(2, "ngram: tokens that must match at least", min=1, max=16)
     prompt_lookup_max: int = opt(4, "ngram: tokens that are matched at most", min=1, max=16)
@@ -305,7 +310,7 @@ def sections() -> list[tuple[str, type]]:
 
 DOTTED = "speculative"
 """The section whose options are known by section and name."""
-_VLLM = {"num_speculative_tokens": "num_tokens"}
+_VLLM = {"num_speculative_tokens": "num_tokens", "speculative_token_tree": "tree"}
 _VLLM_METHODS = {"draft_model": "draft"}
 
 
@@ -384,7 +389,8 @@ def _convert(f: dataclasses.Field[Any], value: Any, name: str) -> Any:
         if kind is bool:
             return _boolean(value)
         if kind is str:
-            return _text(value)
+            listed = f.metadata.get("json") and isinstance(value, list | tuple)
+            return json.dumps(value) if listed else _text(value)
         if isinstance(value, bool):
             raise ValueError("a boolean")
         if kind is int and float(value) != int(value):

@@ -67,6 +67,9 @@ class RunnerLimits:
     """Most tokens of a row beside prefill in a step that drafts, one of ``spec.choice.widths``; 0: any."""
     drafts_from_kv: bool = False
     """True when the drafter reads KV of its own, which holds only what it was shown."""
+    draft_depths: tuple[int, ...] = ()
+    """Of a tree of drafts, the depth of each in order; (): they are chains. With a tree there are no
+    programs for drafts of the host."""
     step_times: tuple[StepTime, ...] = ()
     """What is known of step times before the first step; empty when nothing was measured."""
 

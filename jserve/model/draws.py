@@ -47,9 +47,9 @@ def draws_of(view: StepView, parents: Parents) -> Draws:
     slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
     mask_EW = None
     if view.mask_RJW is not None:
-        D, J = view.D, view.J
-        mask_RJW = view.mask_RJW
-        mask_EW = jnp.concatenate([mask_RJW[:D].reshape(D * J, -1), mask_RJW[D:, 0]])
+        D, J, mask_RJW = view.D, view.J, view.mask_RJW
+        mask_DW = mask_RJW[:D].reshape(D * J, mask_RJW.shape[2])
+        mask_EW = jnp.concatenate([mask_DW, mask_RJW[D:, 0]])
     return Draws(
         slot_E=_per_draw(view, slot_R),
         pos_E=_per_draw(view, view.start_R + last_R) + place_E + 1,

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.view import StepView
+
+if TYPE_CHECKING:
+    from jserve.model.drafter import Drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,9 @@ class Family:
              float32[T, D] entering each of them (L: entering the final norm). None: heads that read
              hidden states cannot draft for this family.
     embed:   (params, tok_T, axis) -> float32[T, D]. None: nor can those without a table of their own.
+    mtp:     (config.json, arch, tp) -> the ``Drafter`` made of the multi-token-prediction weights that
+             lie in the model's own checkpoint, whose specs name their tensors. Raises ConfigError
+             where this checkpoint has none. None: no checkpoint of the family has any.
     """
 
     name: str
@@ -102,3 +108,4 @@ class Family:
     logits: Callable[[Arch, Any, jax.Array, str | None], jax.Array]
     tapped: Callable[..., tuple[jax.Array, list[LayerKV], list[jax.Array]]] | None = None
     embed: Callable[[Any, jax.Array, str | None], jax.Array] | None = None
+    mtp: Callable[[Mapping[str, Any], Arch, int], Drafter] | None = None

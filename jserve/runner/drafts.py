@@ -13,7 +13,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jserve.config import DEFAULT_DRAFTS
 from jserve.errors import ConfigError
 from jserve.model import tree as trees
 from jserve.model.draft_model import draft_model
@@ -23,7 +22,7 @@ from jserve.model.family import Arch
 from jserve.model.shard import ShardRules
 from jserve.model.tree import Parents
 from jserve.weights import heads
-from jserve.weights.loader import load
+from jserve.weights.loader import load, load_tree
 from jserve.weights.place import tp_size
 from jserve.weights.source import Source
 
@@ -57,13 +56,22 @@ class Speculation:
                 f"speculative.tree has {len(self.tree)} drafts, num_tokens is {self.n_draft}",
                 field="speculative.tree",
             )
-        depth = max(trees.depths(self.tree or trees.chain(self.n_draft)))
+        if list(self.depths) != sorted(self.depths):
+            raise ConfigError(
+                "speculative.tree: its drafts must come level by level", field="speculative.tree"
+            )
+        depth = max(self.depths or (self.n_draft,))
         if depth > self.drafter.n_max:
             raise ConfigError(
                 f"speculative.num_tokens: {self.drafter.name} drafts at most {self.drafter.n_max}"
                 f" tokens ahead, not {depth}",
                 field="speculative.num_tokens",
             )
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Of each draft of the tree, in order; (): a chain."""
+        return trees.depths(self.tree)[1:]
 
 
 def load_speculation(
@@ -74,13 +82,14 @@ def load_speculation(
     rules: ShardRules,
     dtype: Any,
     *,
-    n_draft: int = 0,
-    tree: Parents = (),
+    shape: Callable[[int], tuple[int, Parents]],
     **how: Any,
 ) -> Speculation:
-    """What ``source`` holds as a drafter of ``target``; ``how`` are options of ``loader.load``.
+    """What ``source`` holds as a drafter of ``target``.
 
-    ``n_draft`` 0: ``DEFAULT_DRAFTS``, or as many as the drafter makes.
+    Args:
+        shape: most drafts after one another that the drafter makes -> (drafts, their tree or ()).
+        how: options of ``loader.load``.
 
     Raises:
         ConfigError: no such method, or what is there cannot draft for ``target``.
@@ -92,7 +101,7 @@ def load_speculation(
             field="speculative.method",
         )
     drafter, params = LOADERS[method](source, target, mesh, rules, dtype, **how)
-    n_draft = n_draft or len(tree) or min(DEFAULT_DRAFTS, drafter.n_max)
+    n_draft, tree = shape(drafter.n_max)
     return Speculation(drafter=drafter, params=params, n_draft=n_draft, tree=tree)
 
 
@@ -106,8 +115,31 @@ def _draft_model(
     return drafter, load(family, arch, source, mesh, laid, dtype, **how)
 
 
+def _own(
+    source: Source, target: Arch, mesh: Mesh, rules: ShardRules, dtype: Any, **how: Any
+) -> tuple[Drafter, Any]:
+    """Multi-token-prediction weights of the target's own checkpoint, which is ``source``."""
+    family, field = family_for(source.config), "speculative.method"
+    if family.mtp is None:
+        raise ConfigError(
+            f"{field} 'mtp': family {family.name} has no multi-token-prediction weights",
+            field=field,
+        )
+    if source.format == "orbax":
+        raise ConfigError(
+            f"{field} 'mtp': {source.directory} was converted, which leaves these weights out",
+            field=field,
+        )
+    drafter = family.mtp(source.config, target, tp_size(mesh, rules))
+    laid = REPLICATED if drafter.replicated else rules
+    return drafter, load_tree(
+        drafter.specs, source, mesh, laid, dtype, finish=lambda tensors: None, **how
+    )
+
+
 LOADERS: dict[str, Callable[..., tuple[Drafter, Any]]] = {
     "draft": _draft_model,
+    "mtp": _own,
     **{method: partial(heads.load_head, method) for method in heads.READERS},
 }
 """(source, arch of the target, mesh, rules, dtype, **how) -> (drafter, its placed parameters)."""

@@ -145,6 +145,7 @@ def drafting_limits(
         return limits
     return dataclasses.replace(
         limits,
+        draft_depths=speculation.depths,
         draft_rows=draft_rows(config, platform),
         prefill_width=0 if speculation.tree else beside_prefill(limits.max_drafts),
         drafts_from_kv=speculation.drafter.n_kv_layers > 0,

@@ -72,7 +72,8 @@ class Ahead:
         self.showing, self.expects = showing, expects
         self.min_speed = options.min_speed
         self.most = min(limits.max_drafts, limits.device_drafts)
-        self.widths = widths(self.most)
+        # Of a tree all is verified or nothing.
+        self.widths = (1, 1 + self.most) if limits.draft_depths else widths(self.most)
         self.most_rows = limits.draft_rows or limits.max_decode_rows
         self.purse = Purse(LOOK_SHARE)
         self.awake = False

@@ -75,7 +75,7 @@ class Drafting:
         self.n_draft = 0
         """Drafts that the device shall leave at the end of the step being planned."""
         self.tally = SpecTally()
-        self.watches = Watches(self.most)
+        self.watches = Watches(self.most, limits.draft_depths)
         self.gaps = Gaps()
         self.showing = Showing(limits, costs)
         self.ahead = Ahead(limits, costs, options, self.watches, self.gaps, self.showing, expects)
@@ -169,8 +169,8 @@ class Drafting:
         """``row``, whose drafts came from ``source``, drew ``n_ok`` tokens."""
         if not row.from_slot:
             return
-        n, stood = len(row.drafts), max(0, n_ok - 1)
-        self.tally.row(source, row.seq.request.lane, n, stood, n_ok)
+        n, stood = self.watches.deep(len(row.drafts)), max(0, n_ok - 1)
+        self.tally.row(source, row.seq.request.lane, len(row.drafts), n, stood, n_ok)
         blind = self.proposer is None or self.proposer.blind
         if n and blind and source == self._name and row.seq.finish is None:
             self.watches.add(row.seq, n, stood)
@@ -235,7 +235,8 @@ class Drafting:
 
     def _forced(self, seq: Sequence) -> Drafts:
         """Tokens that a guide leaves no choice about."""
-        if seq.guide is None or not seq.request.speculative:
+        trees = self.limits.draft_depths  # then there are no programs for other drafts
+        if seq.guide is None or trees or not seq.request.speculative:
             return Drafts()
         forced = seq.guide.forced[: room(seq, self.most)]
         return Drafts(forced, GRAMMAR, range(len(forced) + 1)) if forced else Drafts()

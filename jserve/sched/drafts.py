@@ -57,7 +57,9 @@ class Watch:
 class Watches:
     """What is known of the proposer of an engine, and of each of its sequences."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, depths: Seq[int] = ()) -> None:
+        self.depths = depths
+        """Of a tree of drafts, the depth of each; (): they are chains."""
         self.rates = ProposerRates(max(1, most))
         self._of: dict[Sequence, Watch] = {}
 
@@ -69,7 +71,12 @@ class Watches:
 
     def gains(self, seq: Sequence, most: int) -> list[float]:
         """Drafts of ``seq`` expected to stand of 0, 1 ... ``most``."""
-        return self.of(seq).rates.gains(most, self.rates, seq.request.lane)
+        gains = self.of(seq).rates.gains(self.deep(most), self.rates, seq.request.lane)
+        return [gains[self.deep(n)] for n in range(most + 1)] if self.depths else gains
+
+    def deep(self, n: int) -> int:
+        """Most of ``n`` drafts that can stand: of a tree, as many as it is deep."""
+        return max(self.depths[:n], default=0) if self.depths else n
 
     def add(self, seq: Sequence, n_drafts: int, n_stood: int) -> None:
         """One round of ``seq`` is over."""

@@ -26,8 +26,10 @@ class SpecTally:
         self._stood_at: Counter[tuple[str, Lane, int]] = Counter()
         self._reader: Any = None
 
-    def row(self, source: str, lane: Lane, n_drafts: int, n_stood: int, n_drawn: int) -> None:
-        """A row that read its slot came back."""
+    def row(
+        self, source: str, lane: Lane, n_drafts: int, n_deep: int, n_stood: int, n_drawn: int
+    ) -> None:
+        """A row that read its slot came back; of its drafts, ``n_deep`` could stand at most."""
         self.rows += 1
         self.tokens += n_drawn
         if not n_drafts:
@@ -35,7 +37,7 @@ class SpecTally:
         self._rounds[source] += 1
         self._drafted[source, lane] += n_drafts
         self._stood[source, lane] += n_stood
-        for j in range(n_drafts):
+        for j in range(n_deep):
             self._tried_at[source, lane, j] += 1
             self._stood_at[source, lane, j] += j < n_stood
 

@@ -1,7 +1,7 @@
 """From options to a proposer, and what is refused on the way.
 
-Owns which methods there are, who drafts (the host or the device), and which options each reads. Must not know
-tokenizers, files or the engine.
+Owns which methods there are, who drafts (the host or the device), which options each reads and how many drafts in
+what shape they ask for. Must not know tokenizers, files or the engine.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Seq
 
-from jserve.config import DOTTED, SpeculativeOptions
+from jserve.config import DEFAULT_DRAFTS, DOTTED, SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.ports import Proposer
+from jserve.spec import trees
 from jserve.spec.lookup import Lookup
 from jserve.spec.ngram import NgramIndex
 from jserve.spec.suffix import CorpusCursor, SuffixAutomaton, SuffixIndex
 from jserve.spec.synthetic import Synthetic
 
-DEVICE = ("draft", "eagle3", "medusa")
+DEVICE = ("draft", "eagle3", "medusa", "mtp")
 """Methods whose drafts are made on the device."""
+OWN = ("mtp",)
+"""Of these, those whose weights lie in the target's own checkpoint."""
 MAX_CORPUS_TOKENS = 1 << 20
 _READS = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens"),
     "suffix": ("suffix_min_match", "corpus", "max_lookup_tokens"),
     "synthetic": ("synthetic_acceptance_rate",),
-    "draft": ("model", "max_rows"),
-    "eagle3": ("model", "max_rows"),
-    "medusa": ("model", "max_rows"),
+    "draft": ("model", "tree", "max_rows"),
+    "eagle3": ("model", "tree", "max_rows"),
+    "medusa": ("model", "tree", "max_rows"),
+    "mtp": ("tree", "max_rows"),
     "off": ("num_tokens", "min_speed"),
 }
 _ALL = ("method", "num_tokens", "min_speed")
@@ -39,7 +43,7 @@ def check(options: SpeculativeOptions) -> None:
         ConfigError: a method without its drafter, or an option that the method does not read.
     """
     method = options.method
-    if method in DEVICE and not options.model:
+    if method in DEVICE and method not in OWN and not options.model:
         raise ConfigError(f"{DOTTED}.method {method!r} needs a model", field=f"{DOTTED}.model")
     for f in dataclasses.fields(options):
         read = f.name in (*_ALL, *_READS[method])
@@ -53,6 +57,27 @@ def check(options: SpeculativeOptions) -> None:
             f" {options.prompt_lookup_max}",
             field=f"{DOTTED}.prompt_lookup_min",
         )
+    shape(options, trees.MAX_NODES)
+
+
+def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents]:
+    """(drafts that the device makes per row, their tree; (): a chain).
+
+    Args:
+        deepest: most drafts after one another that the drafter makes.
+
+    Raises:
+        ConfigError: no tree, or not one of ``num_tokens`` drafts.
+    """
+    n = options.num_tokens or DEFAULT_DRAFTS
+    if not options.tree:
+        return options.num_tokens or min(n, deepest), ()
+    parents = trees.written(options.tree, n, deepest)
+    if len(parents) != n and options.num_tokens:
+        raise ConfigError(
+            f"{trees.FIELD} has {len(parents)} drafts, num_tokens is {n}", field=trees.FIELD
+        )
+    return len(parents), () if trees.is_chain(parents) else parents
 
 
 def proposer_of(

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from jserve.config import DEFAULT_DRAFTS
+from jserve.config import DEFAULT_DRAFTS, SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.model import tree
 from jserve.model.draft_model import draft_model
@@ -28,6 +28,7 @@ from jserve.runner.drafts import LOADERS, Speculation, load_speculation
 from jserve.runner.moves import PageMover
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
+from jserve.spec.methods import shape
 from jserve.types import PageFetch, PageMove, RowPlan, StepPlan
 from tests.runner import draft_oracle, drafters
 from tests.runner.harness import ARCH, Live, Rig, jobs, make_runner, shared, tiny_params
@@ -378,8 +379,10 @@ def test_by_default_there_are_as_many_drafts_as_the_drafter_makes(monkeypatch):
     ):
         monkeypatch.setitem(LOADERS, name, lambda *a, made=made, **k: (made.drafter, made.params))
         given = (name, None, ARCH, mesh, drafters.RULES, np.float32)
-        assert load_speculation(*given).n_draft == n  # type: ignore[arg-type]
-        assert load_speculation(*given, n_draft=2).n_draft == 2  # type: ignore[arg-type]
+        for wished, n_draft in ((0, n), (2, 2)):
+            options = SpeculativeOptions(method=name, num_tokens=wished)
+            found = load_speculation(*given, shape=partial(shape, options))  # type: ignore[arg-type]
+            assert found.n_draft == n_draft
 
 
 def test_drafts_that_the_slot_cannot_hold_are_refused():

@@ -1,191 +1,98 @@
-"""The distribution of sampled tokens with device drafters: joint outcomes of two tokens against the
-target's exact probabilities, and bugs planted in the step, each of which a test of this kind sees."""
+"""The distribution of tokens drawn with drafts, of every proposer and kind of sampling, against the
+target's exact chances: 50,000 tokens each, judged given the two before them. And bugs planted in the step,
+each of which this must see.
+
+Acceptance here compares a draft with the target's own draw, so two of the bugs that rejection samplers have
+look different: a residual that is not renormalised is a second draw where a draft fell, and drafts filtered
+otherwise than the target's draws change nothing, which a test says; what does is a target that filters
+otherwise where there are drafts. ``tests/model/test_rejection_reference.py`` judges the textbook forms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
-from jserve.model import path, step as step_module, tree, verify
-from jserve.model.attention import backend
-from jserve.model.draft_model import draft_model
-from jserve.model.eagle3 import eagle3
-from jserve.model.families.llama import FAMILY as LLAMA
-from jserve.model.hand import Row, pack
-from jserve.model.medusa import medusa
-from jserve.model.shard import make_mesh
-from jserve.model.step import StepModel, make_step
-from jserve.model.view import RANDOM, TRUNCATE, Bucket, StepDims, numpy_views
-from jserve.runner.state import new_state
-from tests.runner.drafters import drawn
-from tests.runner.harness import ARCH, RULES
-
-V, PROMPT, ROWS = 7, [5, 3], 64
-SMALL = replace(ARCH, V=V, L=1, D=16, F=32, N=4, K=2)
-TREE = (0, 0, 1, 1, 2, 3)
-PLAIN, CUT = {"temperature": 1.0}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9}
-
-
-@dataclass(frozen=True)
-class Kind:
-    drafter: Any
-    params: Any
-    parents: tuple[int, ...]
-
-
-def kind_of(name: str, parents: tuple[int, ...], target: Any) -> Kind:
-    mesh = make_mesh(1)
-    if name == "draft":  # near the target: many drafts stand, many do not
-        drafter = draft_model(LLAMA, SMALL, SMALL)
-        noise = drawn(drafter.specs(1), mesh, RULES, seed=3)
-        return Kind(drafter, jax.tree.map(lambda a, b: a + 0.3 * b, target, noise), parents)
-    if name == "eagle3":
-        drafter = eagle3(SMALL, SMALL, taps=(0, 1), own_embed=False, mapped=False)
-    else:
-        drafter = medusa(SMALL, n_heads=3)
-    return Kind(drafter, drawn(drafter.specs(1), mesh, RULES, seed=4), parents)
-
-
-def target_params() -> Any:
-    params = drawn(LLAMA.specs(SMALL, 1), make_mesh(1), RULES, seed=11)
-    # Seven tokens are more alike than in a text: what comes next must depend on what came before.
-    return {**params, "embed": params["embed"] * 3}
-
-
-class Dice:
-    """Rows that all start from ``PROMPT``, each with a seed of its own, three tokens drawn of each."""
-
-    def __init__(self, kind: Kind, target: Any, **sampling: Any) -> None:
-        n = len(kind.parents) or 3
-        self.bucket = Bucket(D=ROWS, P=2 * ROWS, F=ROWS, J=1 + n, n_draft=n, tree=kind.parents)
-        self.dims = StepDims(C=ROWS, M=2, Z=8, V=V, drafts=n)
-        self.model = StepModel(
-            family=LLAMA, arch=SMALL, backend=backend("xla"), dims=self.dims, mesh=make_mesh(1),
-            rules=RULES, n_pages=2 * ROWS + 1, kv_dtype=jnp.dtype("float32"),
-            dtype=jnp.dtype("float32"), drafter=kind.drafter,
-        )  # fmt: skip
-        self.params = {"target": target, "drafter": kind.params}
-        self.sampling = sampling
-        self.step = jax.jit(make_step(self.model, self.bucket), donate_argnums=1)
-        self.state = new_state(self.model)
-
-    def throw(self, first_seed: int) -> tuple[np.ndarray, int]:
-        """(int[ROWS, 3] tokens, drafts that stood)."""
-        tokens: list[list[int]] = [[] for _ in range(ROWS)]
-        stood = 0
-        for nth in range(3):
-            n_ok_R, token_RJ = self._run(first_seed, prefill=nth == 0)
-            for r in range(ROWS):
-                tokens[r] += token_RJ[r, : n_ok_R[r]].tolist()
-            stood += int((n_ok_R - 1).sum())
-        return np.array([row[:3] for row in tokens]), stood
-
-    def _run(self, first_seed: int, prefill: bool) -> tuple[np.ndarray, np.ndarray]:
-        pages = [[1 + 2 * r, 2 + 2 * r] for r in range(ROWS)]
-        J = self.bucket.J
-        first = [Row(p, 0, PROMPT, slot=r) for r, p in enumerate(pages)] if prefill else []
-        later = [] if prefill else [Row(p, -1, [-1] * J, slot=r) for r, p in enumerate(pages)]
-        buf = pack(self.bucket, self.dims, self.model.backend, later, first)
-        v = numpy_views(buf, self.model.fields(self.bucket))
-        rows = slice(ROWS, None) if prefill else slice(0, ROWS)
-        for name, value in self.sampling.items():
-            v[f"{name}_R"][rows] = value
-        v["seed_R2"][rows, 0] = first_seed + np.arange(ROWS)
-        v["uses_R"][rows] = v["flags"][...] = RANDOM | TRUNCATE * (len(self.sampling) > 1)
-        self.state, out = self.step(self.params, self.state, buf)
-        packed = np.asarray(out.packed_RX)[rows]
-        return packed[:, 0], packed[:, 2 : 2 + J]
-
-    def pairs(self, n: int) -> tuple[np.ndarray, int]:
-        """(counts [V, V] of the second and third tokens of n rows, drafts that stood)."""
-        counts, stood = np.zeros((V, V), int), 0
-        for i in range(-(-n // ROWS)):
-            tokens, more = self.throw(1000 + i * ROWS)
-            np.add.at(counts, (tokens[:, 1], tokens[:, 2]), 1)
-            stood += more
-        return counts, stood
-
-
-def exact(target: Any, **sampling: Any) -> np.ndarray:
-    """[V, V]: probabilities of the second and third tokens, over all first ones."""
-    mesh, dims = make_mesh(1), StepDims(C=ROWS, M=2, Z=8, V=V)
-    attn, P = backend("ref"), 4 * V * V
-    bucket = Bucket(D=0, P=P, F=V * V)
-    model = StepModel(
-        family=LLAMA, arch=SMALL, backend=attn, dims=dims, mesh=mesh, rules=RULES,
-        n_pages=V * V + 1, kv_dtype=jnp.dtype("float32"), dtype=jnp.dtype("float32"),
-    )  # fmt: skip
-    from jserve.model.view import unpack
-
-    rows = [Row([1 + a * V + b], 0, [*PROMPT, a, b], slot=0) for a in range(V) for b in range(V)]
-    state = new_state(model)
-    view = unpack(
-        jnp.asarray(pack(bucket, dims, attn, [], rows)),
-        model.fields(bucket),
-        bucket,
-        dims,
-        state.slots,
-    )
-    x_TD, _ = LLAMA.forward(SMALL, target, view, state.kv, attn, None)
-    logits = np.asarray(LLAMA.logits(SMALL, target, x_TD, None), np.float64).reshape(V, V, 4, V)
-    p = np.apply_along_axis(lambda x: filtered(x, **sampling), 3, logits)
-    first, second, third = p[0, 0, 1], p[:, 0, 2], p[:, :, 3]
-    return np.einsum("a,ab,abc->bc", first, second, third)
-
-
-def filtered(x_V: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-    order = np.argsort(-x_V)
-    p = np.exp((x_V - x_V.max()) / temperature)
-    if top_k:
-        p[order[top_k:]] = 0.0
-    sure = np.cumsum(p[order]) - p[order]
-    p[order[sure >= top_p * p.sum()]] = 0.0
-    return p / p.sum()
-
-
-def p_value(counts: np.ndarray, chances: np.ndarray) -> float:
-    """Of the chi-square test, rare outcomes taken together; 0 for an outcome that cannot be."""
-    counts, want = counts.ravel(), chances.ravel() * counts.sum()
-    if counts[want == 0].any():
-        return 0.0
-    rare = want < 10
-    seen = np.append(counts[~rare], counts[rare].sum())
-    hoped = np.append(want[~rare], want[rare].sum())
-    if hoped[-1] == 0:
-        seen, hoped = seen[:-1], hoped[:-1]
-    return float(stats.chisquare(seen, hoped * seen.sum() / hoped.sum()).pvalue)
-
-
-def judged(name: str, parents: tuple[int, ...], sampling: dict[str, Any], n: int) -> float:
-    target = target_params()
-    counts, stood = Dice(kind_of(name, parents, target), target, **sampling).pairs(n)
-    assert stood > n / 10, "hardly a draft stood: nothing was tested"
-    return p_value(counts, exact(target, **sampling))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [PLAIN, CUT], ids=["plain", "cut"])
-@pytest.mark.parametrize(
-    ("name", "parents"),
-    [
-        ("draft", ()),
-        ("draft", TREE),
-        ("eagle3", ()),
-        ("eagle3", TREE),
-        ("medusa", ()),
-        ("medusa", TREE),
-    ],
-    ids=str,
+from jserve.errors import BadRequest
+from jserve.model import (
+    drafting,
+    draws,
+    path,
+    step as step_module,
+    tree,
+    verify,
+    view as view_module,
 )
-def test_pairs_of_tokens_come_with_their_chances(name, parents, sampling):
-    assert judged(name, parents, sampling, 50_000) > 1e-4
+from tests.runner import host_drafts
+from tests.runner.chances import (
+    CHAIN,
+    SETTINGS,
+    TREE,
+    Dice,
+    Kind,
+    Setting,
+    chances,
+    device_kind,
+    p_value,
+)
+
+N, P_MIN = 50_000, 1e-6
+DEVICE = [(name, parents) for name in ("draft", "eagle3", "medusa") for parents in (CHAIN, TREE)]
+HOST = ("ngram", "suffix", "corpus", "grammar", "synthetic")
+ALONE = {"synthetic": ("bias", "allowed", "mask"), "grammar": ("mask",)}
+"""Settings that a proposer refuses, or has a mask of its own in place of."""
+QUICK = {("medusa", TREE, "penalties"), ("ngram", "seeds"), ("grammar", "top_p")}
+"""What the default tier runs; the rest is nightly."""
+
+
+@lru_cache(maxsize=1)
+def dice(name: str, parents: tuple[int, ...] = CHAIN) -> Dice:
+    """Of a drafter on the device, or of the host ("host"); one at a time, in the order of the cases."""
+    return Dice(Kind() if name == "host" else device_kind(name, parents))
+
+
+def cases(kinds: list[tuple[Any, ...]]) -> list[Any]:
+    return [
+        pytest.param(
+            *kind, setting,
+            id="-".join(["tree" if p == TREE else "chain" if p == CHAIN else p for p in kind] + [setting]),
+            marks=() if (*kind, setting) in QUICK else pytest.mark.slow,
+        )
+        for kind in kinds
+        for setting in SETTINGS
+        if setting not in ALONE.get(kind[0], ())
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "parents", "setting"), cases(DEVICE))
+def test_drafts_of_the_device_leave_the_targets_chances(name, parents, setting):
+    how = SETTINGS[setting]
+    drawn = dice(name, parents).throw(how, N)
+    assert drawn.n >= N
+    assert drawn.n_stood > N / 20, "hardly a draft stood: nothing was tested"
+    assert p_value(drawn, chances(how)) > P_MIN
+
+
+@pytest.mark.parametrize(("name", "setting"), cases([(name,) for name in HOST]))
+def test_drafts_of_the_host_leave_the_targets_chances(name, setting):
+    how = SETTINGS[setting]
+    drawn = dice("host").throw(how, N, lambda: host_drafts.host(name))
+    assert drawn.n >= N
+    assert drawn.n_stood > N / 20, "hardly a draft stood: nothing was tested"
+    assert p_value(drawn, host_drafts.expected(name, how)) > P_MIN
+
+
+def test_synthetic_acceptance_refuses_what_it_would_overrule():
+    for setting in ("bias", "allowed"):
+        proposer = host_drafts.host("synthetic").proposer
+        request = host_drafts.REQUEST
+        asked = type(request)(id="s", prompt_ids=(0,), params=SETTINGS[setting].params)
+        with pytest.raises(BadRequest, match="synthetic"):
+            proposer.check(asked)
 
 
 # --- planted bugs
@@ -195,72 +102,164 @@ def accept_always(token, drawn, count):
     return jnp.maximum(count, 1) + 0 * verify.accept(token, drawn, count)
 
 
-def as_if_drafted(real: Callable) -> Callable:
-    """What is put out is the draft, not what was drawn: all of them stand, and so are the tokens."""
+def _of_drafts(real: Callable, changed: Callable) -> Callable:
+    """``by_row`` with the tokens that go out changed: changed(view, drafts_DJ, drawn_DJ) -> drawn_DJ."""
 
     def by_row(view, x_E, fill):
         out = real(view, x_E, fill)
         if x_E.dtype != jnp.int32 or x_E.ndim > 1 or view.J == 1:
             return out
         D, J = view.D, view.J
-        draft_DJ = view.tok_T[: D * J].reshape(D, J)
-        return out.at[:D, : J - 1].set(draft_DJ[:, 1:])
+        return out.at[:D].set(changed(view, view.tok_T[: D * J].reshape(D, J), out[:D]))
 
     return by_row
 
 
-def bonus_from_the_draft(real: Callable) -> Callable:
+def _drafts_instead(view, token_DJ, drawn_DJ):
+    return drawn_DJ.at[:, :-1].set(token_DJ[:, 1:])
+
+
+def _at_the_end(view, token_DJ, drawn_DJ, instead_DJ, most: int):
+    """``instead_DJ`` where the row ends, if it ends before place ``most``."""
+    n_ok_D = verify.accept(token_DJ, drawn_DJ, view.count_R[: view.D])
+    here_DJ = (jnp.arange(view.J) == n_ok_D[:, None] - 1) & (n_ok_D[:, None] <= most)
+    return jnp.where(here_DJ, instead_DJ, drawn_DJ)
+
+
+def _bonus_from_the_draft(view, token_DJ, drawn_DJ):
     """After the last draft that stands comes the next draft instead of the draw."""
+    return _at_the_end(view, token_DJ, drawn_DJ, jnp.roll(token_DJ, -1, axis=1), view.J - 1)
 
-    def by_row(view, x_E, fill):
-        out = real(view, x_E, fill)
-        if x_E.dtype != jnp.int32 or x_E.ndim > 1 or view.J == 1:
-            return out
-        D, J = view.D, view.J
-        token_DJ = view.tok_T[: D * J].reshape(D, J)
-        n_ok_D = verify.accept(token_DJ, out[:D], view.count_R[:D])
-        at_D = jnp.minimum(n_ok_D, J - 1)
-        instead_D = token_DJ[jnp.arange(D), at_D]
-        return out.at[jnp.arange(D), n_ok_D - 1].set(
-            jnp.where(n_ok_D < J, instead_D, out[jnp.arange(D), n_ok_D - 1])
-        )
 
-    return by_row
+class DrawnAnew:
+    """A draft fell: the token in its place comes from the whole distribution, not from what is left of it
+    once the drafts that stand are taken away (in a coupled scheme: from another draw)."""
+
+    def __init__(self, real: Callable) -> None:
+        self.real, self.other_E = real, None
+
+    def sample(self, raw_EV, what, slots, flags):
+        self.other_E = self.real(raw_EV, what.replace(pos_E=what.pos_E + 5000), slots, flags)[0]
+        return self.real(raw_EV, what, slots, flags)
+
+    def changed(self, view, token_DJ, drawn_DJ):
+        other_DJ = self.other_E[: view.D * view.J].reshape(view.D, view.J)
+        return _at_the_end(view, token_DJ, drawn_DJ, other_DJ, view.J - 1)
+
+
+def _changed_draws(change: Callable) -> Callable:
+    def draws_of(view, parents):
+        made = draws.draws_of(view, parents)
+        return made.replace(**change(made))
+
+    return draws_of
+
+
+def unfiltered(made):
+    """Filters act on the first place of a row only."""
+    at_draft = made.n_prefix_E > 0
+    return {
+        "top_k_E": jnp.where(at_draft, 0, made.top_k_E),
+        "top_p_E": jnp.where(at_draft, 1.0, made.top_p_E),
+    }
+
+
+def unmasked(made):
+    """The mask of the structure, too."""
+    return {"mask_EW": jnp.where(made.n_prefix_E[:, None] > 0, -1, made.mask_EW)}
+
+
+def uncounted(made):
+    """Penalties do not know the drafts before them."""
+    return {"prefix_EJ": jnp.full_like(made.prefix_EJ, -1)}
+
+
+def one_key(made):
+    return {"pos_E": made.pos_E - made.n_prefix_E}
 
 
 def sees_all(parents):
-    """Mask forgotten: a node sees all nodes before it, of other branches too."""
+    """A node sees all nodes before it, of other branches too."""
     J = 1 + len(parents)
     sees = tuple(tuple(x <= j for x in range(J)) for j in range(J))
     return tree.DraftMask(sees, tree.depths(parents))
 
 
-def wrong_parent(token, drawn, count, parents):
-    """The second child of the root is taken for a child of the first."""
-    return verify.accept_tree(token, drawn, count, (0, 1, *parents[2:]))
+WRONG_WALK = (0, 1, 1, 2, 2)
+"""``TREE`` with its second branch taken for a child of the first."""
+WRONG_VIEW = (0, 0, 1, 1, 2)
+"""``TREE`` with a child of its second branch taken for one of the first."""
+
+
+def plant(monkeypatch: Any, bug: str) -> None:
+    set_ = monkeypatch.setattr
+    by_row = step_module.by_row
+    match bug:
+        case "accept always":
+            set_(step_module, "accept", accept_always)
+            set_(step_module, "by_row", _of_drafts(by_row, _drafts_instead))
+        case "bonus from the draft":
+            set_(step_module, "by_row", _of_drafts(by_row, _bonus_from_the_draft))
+        case "residual not renormalised":
+            anew = DrawnAnew(step_module._SAMPLE)
+            set_(step_module, "_SAMPLE", anew.sample)
+            set_(step_module, "by_row", _of_drafts(by_row, anew.changed))
+        case "filters forgotten":
+            set_(step_module, "draws_of", _changed_draws(unfiltered))
+        case "mask forgotten":
+            set_(step_module, "draws_of", _changed_draws(unmasked))
+        case "drafts not counted":
+            set_(step_module, "draws_of", _changed_draws(uncounted))
+        case "one key for all places":
+            set_(step_module, "draws_of", _changed_draws(one_key))
+        case "attention mask forgotten":
+            set_(view_module, "mask_of", sees_all)
+        case "branch with a wrong parent, accepted":
+            set_(path, "accept_tree", lambda *args: verify.accept_tree(*args[:3], WRONG_WALK))
+        case "branch with a wrong parent, attended":
+            set_(view_module, "mask_of", lambda parents: tree.mask_of(WRONG_VIEW))
+        case "path not moved":
+            set_(step_module, "straightened", lambda attn, view, kv, path: kv)
+        case _:
+            raise AssertionError(bug)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("bug", "parents"),
+    ("bug", "parents", "setting"),
     [
-        ("accept always", ()),
-        ("bonus from the draft", ()),
-        ("mask forgotten", TREE),
-        ("branch with a wrong parent", TREE),
-        ("path not moved", TREE),
+        ("accept always", CHAIN, "plain"),
+        ("bonus from the draft", CHAIN, "plain"),
+        ("residual not renormalised", CHAIN, "plain"),
+        ("filters forgotten", CHAIN, "top_k"),
+        ("mask forgotten", CHAIN, "mask"),
+        ("drafts not counted", CHAIN, "penalties"),
+        ("one key for all places", CHAIN, "plain"),
+        ("attention mask forgotten", TREE, "plain"),
+        ("branch with a wrong parent, accepted", TREE, "plain"),
+        ("branch with a wrong parent, attended", TREE, "plain"),
+        ("path not moved", TREE, "plain"),
     ],
 )
-def test_a_planted_bug_changes_the_chances(monkeypatch, bug, parents):
-    if bug == "accept always":
-        monkeypatch.setattr(step_module, "accept", accept_always)
-        monkeypatch.setattr(step_module, "by_row", as_if_drafted(step_module.by_row))
-    elif bug == "bonus from the draft":
-        monkeypatch.setattr(step_module, "by_row", bonus_from_the_draft(step_module.by_row))
-    elif bug == "mask forgotten":
-        monkeypatch.setattr("jserve.model.view.mask_of", sees_all)
-    elif bug == "branch with a wrong parent":
-        monkeypatch.setattr(path, "accept_tree", wrong_parent)
-    else:
-        monkeypatch.setattr(step_module, "straightened", lambda attn, view, kv, path: kv)
-    assert judged("draft", parents, PLAIN, 30_000) < 1e-6
+def test_a_planted_bug_changes_the_chances(monkeypatch, bug, parents, setting):
+    plant(monkeypatch, bug)
+    how = SETTINGS[setting]
+    assert p_value(Dice(device_kind("draft", parents)).throw(how, N), chances(how)) < P_MIN
+
+
+@pytest.mark.slow
+def test_how_a_drafter_filters_cannot_be_seen(monkeypatch):
+    """Its drafts stand less often and that is all: the tokens are the very same."""
+    how: Setting = SETTINGS["top_k"]
+    right = Dice(device_kind("draft")).throw(how, 10_000)
+    real = drafting._SAMPLE
+
+    def loose(raw_EV, what, slots, flags):
+        return real(raw_EV, what.replace(top_k_E=jnp.zeros_like(what.top_k_E)), slots, flags)
+
+    monkeypatch.setattr(drafting, "_SAMPLE", loose)
+    other = Dice(device_kind("draft")).throw(how, 10_000)
+    assert other.n_stood / other.n < right.n_stood / right.n
+    for a, b in zip(right.texts, other.texts, strict=True):
+        n = min(len(a), len(b))
+        np.testing.assert_array_equal(a[:n], b[:n])

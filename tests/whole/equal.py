@@ -209,7 +209,20 @@ def run(
     proposer: Proposer | None = None,
     preempts: bool = False,
 ) -> dict[tuple[str, int], Answer]:
-    """Run all requests, arriving at random steps, and gather what each choice got.
+    """Run all requests, arriving at random steps, and gather what each choice got; as ``outputs_of``."""
+    return gathered(outputs_of(runner, requests, way, rng, truth, proposer, preempts))
+
+
+def outputs_of(
+    runner: ModelRunner,
+    requests: list[Request],
+    way: Way,
+    rng: random.Random,
+    truth: dict[tuple[str, int], list[int]] | None = None,
+    proposer: Proposer | None = None,
+    preempts: bool = False,
+) -> list[Output]:
+    """What the engine said, in order.
 
     ``proposer`` drafts in every row it can, whatever that is worth; ``preempts``: after each step
     someone loses its pages.
@@ -240,7 +253,7 @@ def run(
         if not waiting and not engine.busy:
             break
     assert not engine.busy, "the workload did not end"
-    return gathered(outputs)
+    return outputs
 
 
 FREE = MeasuredCosts([StepTime(n_decode=8, n_prefill=64, n_context=0, seconds=1e-3, width=4)])

@@ -1,0 +1,88 @@
+"""Drafters on the device for the tiny model of ``equal``: each a runner with one program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from jserve.model.draft_model import draft_model
+from jserve.model.eagle3 import eagle3
+from jserve.model.families import family_for
+from jserve.model.medusa import medusa
+from jserve.model.shard import ShardRules
+from jserve.model.tree import Parents
+from jserve.model.view import Bucket
+from jserve.ports import InFlight
+from jserve.runner.drafts import Speculation
+from jserve.runner.runner import ModelRunner
+from jserve.types import StepPlan
+from jserve.weights.dummy import draw_all
+from tests.whole import equal
+
+TREE = (0, 0, 1)
+KINDS = ("draft", "eagle3", "medusa")
+
+
+def itself(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
+    """The target as its own draft model: every draft is right, of a tree one branch."""
+    drafter = draft_model(family_for(equal.TINY), arch, arch, mesh.shape["tp"])
+    return Speculation(drafter=drafter, params=params, n_draft=3, tree=tree)
+
+
+def head(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
+    """An EAGLE-3 head of random weights: its drafts are wrong but for one now and then."""
+    own, tp = dataclasses.replace(arch, L=1, V=arch.V), mesh.shape["tp"]
+    drafter = eagle3(own, arch, taps=(0, 1, 2), own_embed=False, mapped=False, tp=tp)
+    return _random(drafter, mesh, tree)
+
+
+def heads(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
+    """Medusa heads, as good."""
+    return _random(medusa(arch, n_heads=3, tp=mesh.shape["tp"]), mesh, tree)
+
+
+def _random(drafter: Any, mesh: Any, tree: Parents) -> Speculation:
+    weights = draw_all(drafter.specs(mesh.shape["tp"]), 5, mesh, ShardRules(), np.float32)
+    return Speculation(drafter=drafter, params=weights, n_draft=3, tree=tree)
+
+
+MAKERS: dict[str, Callable[..., Speculation]] = {"draft": itself, "eagle3": head, "medusa": heads}
+
+
+@lru_cache
+def drafting(kind: str, tree: Parents = (), tp: int = 1) -> ModelRunner:
+    """A runner with a drafter of ``KINDS``, whose one program takes every plan."""
+    wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, score=True)
+    return equal.make_runner(tp, partial(MAKERS[kind], tree=tree), (wide,))
+
+
+class Watching:
+    """A runner that counts what became of its drafts, and in what ways it was used."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.limits = runner, runner.limits
+        self.drafted = self.stood = 0
+        self.chunks = self.cached = self.anew = self.ahead = 0
+        self._flying = 0
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        self._flying += 1
+        self.ahead = max(self.ahead, self._flying - 1)
+        for row in plan.rows:
+            if not row.from_slot:
+                self.chunks += not row.emits
+                self.cached += row.start == row.seq.n_cached > 0 and not row.seq.n_preempted
+                self.anew += row.start + row.count > row.seq.n_prompt
+        return self.runner.launch(plan)
+
+    def collect(self, flight: InFlight) -> Any:
+        self._flying -= 1
+        result = self.runner.collect(flight)
+        for row, n_ok in zip(flight.plan.rows, result.n_ok_R.tolist(), strict=True):
+            self.drafted += len(row.drafts)
+            self.stood += n_ok - 1 if row.drafts else 0
+        return result
