@@ -52,12 +52,8 @@ from jserve.runner.sizes import (
 )
 from jserve.runner.spill import Spill
 from jserve.runner.state import new_state
+from jserve.runner.warmup import WarmUp
 from jserve.types import PageFetch, PromptLogprobs, StepPlan, StepResult
-
-CPU_WARM_UP_S = 1.0
-"""Seconds of warm-up on a CPU, before the last program begins."""
-ROUNDS_S, MOST_ROUNDS = 2.0, 9
-"""Seconds, before the last begins, and number of rounds in which programs are weighed against each other."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,7 +251,7 @@ class ModelRunner:
                 leaf.delete()  # there is no room for two pools
         self.state = new_state(self.model)
         self._packer.forget()
-        jax.block_until_ready(self._run(self._packer.pack(_NOTHING, self.ladder.buckets[0])))
+        self._run_to_its_end(self.ladder.buckets[0])
 
     def report(self) -> dict[str, Any]:
         """What the start banner says of the device side."""
@@ -338,51 +334,17 @@ class ModelRunner:
             return self.params
         return {"target": self.params, "drafter": self.speculation.params}
 
-    def _warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
-        """Run programs on padding before ready: on an accelerator all of them twice (the first run
-        of a graph is not captured), on a CPU once each, cheapest first, for a second or so (a first
-        run pays for scratch memory; the largest programs of a large model take that long anyway).
-        The last run of each is its known time. Where there are drafts, all programs that they are weighed
-        by are run twice whatever it takes, then timed with care: guessed times choose wrong widths."""
-        cpu = self.model.mesh.devices.flat[0].platform == "cpu"
-        drafts = self.limits.max_drafts > 0
-        weighed = [b for b in self.ladder.buckets if drafts and not (b.mask or b.score)]
-        buckets = [*weighed * 2, *self.ladder.buckets] if cpu else self.ladder.buckets * 2
-        began, times = self._clock(), {}
-        for done, bucket in enumerate(buckets):
-            progress("warm up", done, len(buckets))
-            times[bucket] = self._timed(bucket)
-            if cpu and done >= 2 * len(weighed) and self._clock() - began > CPU_WARM_UP_S:
-                break
-        times |= self._weigh(weighed)
-        progress("warm up", len(buckets), len(buckets))
-        return tuple(
-            StepTime(
-                n_decode=b.D,
-                n_prefill=b.P,
-                n_context=0,
-                seconds=t,
-                width=b.J,
-                n_draft=b.n_draft,
-            )
-            for b, t in times.items()
-            if not (b.score or b.mask)
-        )
-
-    def _weigh(self, buckets: list[Bucket]) -> dict[Bucket, float]:
-        """Times good enough to choose widths by: medians of rounds through all of them, so that what
-        slows the machine for a while slows all alike; as many rounds as there is time for."""
-        rounds: list[list[float]] = []
-        began = self._clock()
-        while buckets and len(rounds) < MOST_ROUNDS and self._clock() - began < ROUNDS_S:
-            rounds.append([self._timed(b) for b in buckets])
-        return {b: float(np.median(t)) for b, *t in zip(buckets, *rounds, strict=True)}
-
-    def _timed(self, bucket: Bucket) -> float:
-        """Seconds of a run on padding."""
-        start = self._clock()
+    def _run_to_its_end(self, bucket: Bucket) -> None:
+        """A step of padding."""
         jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
-        return self._clock() - start
+
+    def _warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
+        warm_up = WarmUp(run=self._run_to_its_end, clock=self._clock, progress=progress)
+        return warm_up.times(
+            self.ladder.buckets,
+            cpu=self.model.mesh.devices.flat[0].platform == "cpu",
+            drafts=self.limits.max_drafts > 0,
+        )
 
     def _time_moves(self) -> float:
         if self._mover is None:

@@ -218,8 +218,8 @@ def test_auto_takes_what_is_faster(token_s: float, page_s: float, swaps: int):
     for _ in range(3):
         drive.step()
     (seq,) = [s for s in drive.scheduler.floor.running if s.request.id == "a"]
-    drive.scheduler.costs._gains.clear()  # what the drive's own times taught
-    drive.scheduler.costs._gain = 1.0
+    # As if the drive's own times had taught it nothing.
+    drive.scheduler.costs.__init__(cost_of_a_token(token_s))
     drive.scheduler.floor.preempt(seq)
     assert drive.scheduler.floor.swapping.n_out == swaps
     drive.run()

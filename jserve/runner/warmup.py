@@ -1,0 +1,76 @@
+"""Runs every program on padding before the engine is ready, and tells how long each takes.
+
+Owns the order, the number and the weighing of these runs. Must not know the runner: it gets a function
+that runs one program to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jserve.model.view import Bucket
+from jserve.ports import Clock, StepTime
+from jserve.runner.programs import Progress
+
+CPU_S = 1.0
+"""Seconds of warm-up on a CPU, before the last program begins."""
+ROUNDS_S, MOST_ROUNDS = 2.0, 9
+"""Programs that are weighed against each other are timed in rounds for about so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """``run`` takes a bucket through its program and returns when that is done."""
+
+    run: Callable[[Bucket], None]
+    clock: Clock
+    progress: Progress
+
+    def times(self, buckets: Sequence[Bucket], *, cpu: bool, drafts: bool) -> tuple[StepTime, ...]:
+        """Step times of the programs without scores or masks.
+
+        On an accelerator all run twice (the first run of a graph is not captured), on a CPU once
+        each, cheapest first, for a second or so (a first run pays for scratch memory; the largest
+        programs of a large model take that long anyway). The last run of each is its known time.
+        With ``drafts``, all programs that drafts are weighed by run twice whatever it takes, and are
+        then timed with care: guessed times choose wrong widths.
+        """
+        weighed = [b for b in buckets if drafts and not (b.mask or b.score)]
+        runs = [*weighed * 2, *buckets] if cpu else [*buckets] * 2
+        began, found = self.clock(), {}
+        for done, bucket in enumerate(runs):
+            self.progress("warm up", done, len(runs))
+            found[bucket] = self._timed(bucket)
+            if cpu and done >= 2 * len(weighed) and self.clock() - began > CPU_S:
+                break
+        found |= self._weigh(weighed)
+        self.progress("warm up", len(runs), len(runs))
+        return tuple(_step_time(b, t) for b, t in found.items() if not (b.score or b.mask))
+
+    def _weigh(self, buckets: list[Bucket]) -> dict[Bucket, float]:
+        """Medians of rounds through all of ``buckets``, so that what slows the machine for a while
+        slows all alike; as many rounds as there is time for."""
+        rounds: list[list[float]] = []
+        began = self.clock()
+        while buckets and len(rounds) < MOST_ROUNDS and self.clock() - began < ROUNDS_S:
+            rounds.append([self._timed(b) for b in buckets])
+        return {b: float(np.median(t)) for b, *t in zip(buckets, *rounds, strict=True)}
+
+    def _timed(self, bucket: Bucket) -> float:
+        start = self.clock()
+        self.run(bucket)
+        return self.clock() - start
+
+
+def _step_time(bucket: Bucket, seconds: float) -> StepTime:
+    return StepTime(
+        n_decode=bucket.D,
+        n_prefill=bucket.P,
+        n_context=0,
+        seconds=seconds,
+        width=bucket.J,
+        n_draft=bucket.n_draft,
+    )
