@@ -43,11 +43,16 @@ async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.
         JserveError: something went wrong before a status was sent.
     """
     served, trace = front.served, request[TRACE]
-    wish: Wish = await front.read(request, lambda raw: dialect.read(raw, served))
+    tenant = trace.tenant.name
+
+    def read(raw: Mapping[str, Any]) -> Wish:
+        front.refusals.check(raw.get("lane"), tenant)  # before the work of reading it closely
+        return dialect.read(raw, served)
+
+    wish: Wish = await front.read(request, read)
     if wish.label is not None:
         trace.id = request_id(wish.label)
-    ask = replace(wish.ask, tenant=trace.tenant.name)
-    front.refusals.check(ask.lane, ask.tenant)
+    ask = replace(wish.ask, tenant=tenant)
     requests = await front.prepare.requests(ask)
     reply = dialect.reply(wish, served, front.prepare.tokenizer, requests)
     timer = RequestTimer(front.metrics, requests, trace.arrival)
@@ -55,7 +60,7 @@ async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.
     trace.account.spend(run.usage.prompt)
     headers = ignored_header(wish.ignored)
     try:
-        with front.running.entered(trace.id, run), front.refusals.noted(ask.lane, ask.tenant):
+        with front.running.entered(trace.id, run), front.refusals.noted(ask.lane, tenant):
             if wish.stream:
                 return await _stream(request, front, run, reply, headers)
             return await _whole(run, reply, headers)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from jserve.errors import JserveError, Overloaded, RateLimited
 from jserve.ports import Clock
@@ -39,11 +40,14 @@ class Refusals:
         self._clock = clock
         self._standing: dict[tuple[str, str], tuple[float, JserveError]] = {}
 
-    def check(self, lane: Lane, tenant: str) -> None:
-        """Raises:
-        Overloaded, RateLimited: what the engine said to this lane, or this tenant, a moment ago.
+    def check(self, lane: Any, tenant: str) -> None:
+        """``lane`` as a body has it: unchecked, None where it names none.
+
+        Raises:
+            Overloaded, RateLimited: what the engine said to this lane, or this tenant, a moment ago.
         """
-        for who in (("lane", lane), ("tenant", tenant)):
+        name = Lane.STANDARD if lane is None else lane if isinstance(lane, str) else ""
+        for who in (("lane", name), ("tenant", tenant)):
             until, error = self._standing.get(who, (0.0, None))
             if error is None:
                 continue

@@ -37,7 +37,7 @@ class Book:
         with pytest.raises(type(error)), self.refusals.noted(lane, tenant):
             raise error
 
-    def told(self, lane: Lane = Lane.STANDARD, tenant: str = "") -> JserveError | None:
+    def told(self, lane: object = Lane.STANDARD, tenant: str = "") -> JserveError | None:
         try:
             self.refusals.check(lane, tenant)
         except JserveError as error:
@@ -55,9 +55,11 @@ def test_a_full_queue_stands_for_its_lane_only_and_for_a_moment() -> None:
         assert (told.message, told.code, told.retry_after) == ("full", "overloaded", 3)
         assert told is not FULL, "one exception is raised once"
     assert book.told(Lane.INTERACTIVE) is None
+    assert isinstance(book.told(None), Overloaded), "the lane of a body that names none"
+    assert book.told(["standard"]) is None, "what is no lane is told so when it is read"
     book.clock.now += 0.051
     assert book.told() is None
-    assert book.n == 2
+    assert book.n == 3
 
 
 def test_a_share_stands_for_its_tenant_in_every_lane() -> None:
