@@ -68,7 +68,9 @@ def run(
                 position = base + len(where) - 1
             options: Any = dict(scale=H**-0.5, sinks=sinks_N, path=where, **variant)
             want = attention(q[r, j], k, v, position, **options)
-            np.testing.assert_allclose(got[r, j], want, atol=4e-3 * max(1, scales.max()))
+            # Weights are rounded to the bits of the values, which is relative to what they sum to.
+            error = 4e-3 * max(1, scales.max())
+            np.testing.assert_allclose(got[r, j], want, rtol=2**-9, atol=error)
 
 
 @pytest.mark.parametrize("case", DECODE)
