@@ -26,7 +26,7 @@ from jserve.api.fields import (
 from jserve.api.openai import shaped_chat, talk
 from jserve.api.openai_messages import KWARGS
 from jserve.api.responses_input import INPUT, messages_of
-from jserve.api.shape import STRUCTURED, TITLES
+from jserve.api.shape import SCHEMALESS, STRUCTURED, TITLES
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
 from jserve.errors import BadRequest
 
@@ -57,12 +57,7 @@ CHOICE = {
 }
 FORMAT = {
     "anyOf": [
-        {"type": "null"},
-        {
-            "type": "object",
-            "required": ["type"],
-            "properties": {"type": {"enum": ["text", "json_object"]}},
-        },
+        *SCHEMALESS,
         {
             "type": "object",
             "required": ["type", "schema"],

@@ -31,15 +31,20 @@ _OPTIONS = frozenset(f.name for f in fields(StructuredOutputs))
 TITLES: Schema = {"name": LABEL, "description": ignored_member(), "strict": LABEL}
 """Beside a JSON schema. Every schema is enforced, so ``strict`` asks for nothing."""
 
+SCHEMALESS: tuple[Schema, ...] = (
+    {"type": "null"},
+    {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"enum": ["text", "json_object"]}},
+    },
+)
+"""Formats that say all there is to say by their name."""
+
 # What the fields look like, and what members they have; the functions below judge the values.
 FORMAT: Schema = {
     "anyOf": [
-        {"type": "null"},
-        {
-            "type": "object",
-            "required": ["type"],
-            "properties": {"type": {"enum": ["text", "json_object"]}},
-        },
+        *SCHEMALESS,
         {
             "type": "object",
             "required": ["type", "json_schema"],
