@@ -116,11 +116,8 @@ class PlanDraft:
         )
         seq.scheduled += count
         seq.in_flight += emits
-        seq.pending += 1
-        self.tokens_left -= count
-        self.prefill_left -= count
         self.n_prefill += count
-        self.prefill_rows_left -= 1
+        self._took(seq, count)
 
     def show(self, seq: Sequence, start: int, end: int) -> None:
         """A row that shows the device drafter tokens ``start`` to ``end`` - 1 of ``seq``, which the
@@ -138,6 +135,10 @@ class PlanDraft:
                 shown=True,
             )
         )
+        self._took(seq, count)
+
+    def _took(self, seq: Sequence, count: int) -> None:
+        """A row of ``count`` known tokens has its part of the step."""
         seq.pending += 1
         self.tokens_left -= count
         self.prefill_left -= count
