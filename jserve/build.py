@@ -294,6 +294,8 @@ def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progres
     from jserve.weights.source import resolve
 
     options = config.speculative
+    if options.method == "ngram":
+        return _lookup(config, given[0])
     if options.method not in DEVICE:
         return None
     own = options.method in OWN
@@ -306,6 +308,21 @@ def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progres
         scan_nan=config.model.scan_nan,
         seed=config.model.seed + 1,
     )
+
+
+def _lookup(config: EngineConfig, arch: Any) -> Any:
+    """Prompt lookup as the drafter of a target of this arch."""
+    from jserve.model.prompt_lookup import ngram
+    from jserve.runner.drafts import Speculation
+
+    options = config.speculative
+    drafter = ngram(
+        arch,
+        least=options.prompt_lookup_min,
+        most=options.prompt_lookup_max,
+        window=options.max_lookup_tokens,
+    )
+    return Speculation(drafter=drafter, params={}, n_draft=config.n_drafts)
 
 
 def _mesh(config: EngineConfig) -> Any:

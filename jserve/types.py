@@ -220,8 +220,9 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class SlotLoad:
     """Fill the per-slot rows that sampling needs, before the step's rows run.
 
-    Only for sequences whose parameters are penalised or biased. ``tokens`` is every token known at
-    admission (the scheduler admits only sequences with nothing in flight).
+    Only for sequences whose parameters are penalised or biased, or for all where the device copies
+    drafts from their text. ``tokens`` is every token known at admission (the scheduler admits only
+    sequences with nothing in flight).
     """
 
     slot: int

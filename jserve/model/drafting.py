@@ -17,7 +17,7 @@ the scratch page and are merely bad.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from jserve.model import tree as trees
 from jserve.model.attention import LayerKV
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.sample import Draws, sample
-from jserve.model.slots import NONE, SlotState, keep_drafts
+from jserve.model.slots import NONE, SlotState, keep_drafts, text_of
 from jserve.model.tree import DraftMask, Parents
 from jserve.model.view import LOGPROBS, SAMPLING, Bucket, StepDims, StepView
 
@@ -66,6 +66,7 @@ class Hands(NamedTuple):
     """Draft in a loop: less to compile, but a GPU would launch its passes from the host."""
 
     def observe(self, seen: Seen, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
+        assert self.drafter.observe is not None, "not asked of a drafter that copies"
         return self.drafter.observe(self.target, self.params, seen, kv, self.axis)
 
     def advance(
@@ -75,6 +76,7 @@ class Hands(NamedTuple):
         return self.drafter.advance(self.target, self.params, carry_EX, view, kv, self.axis)
 
     def logits(self, carry_EX: jax.Array, depth: Any) -> jax.Array:
+        assert self.drafter.logits is not None, "not asked of a drafter that copies"
         return self.drafter.logits(self.target, self.params, carry_EX, depth, self.axis)
 
 
@@ -101,14 +103,18 @@ def leave_drafts(
     hands: Hands, kv: list[LayerKV], told: Told, slots: SlotState, bucket: Bucket
 ) -> tuple[list[LayerKV], SlotState]:
     """The drafter's new KV, and the slots with ``bucket.n_draft`` drafts for those who emitted."""
-    carry_RX, kv = hands.observe(_seen(told), kv)
-    if not bucket.n_draft:
-        return kv, slots
-    walk = _Walk(told, slots, hands, bucket)
-    make = _tree if bucket.tree else _chain
-    draft_RJ, kv = make(walk, carry_RX, kv)
+    slot_R = told.view.slot_R
+    if hands.drafter.copy is not None:
+        draft_RJ = hands.drafter.copy(text_of(slots, slot_R), told.len_R, bucket.n_draft)
+    else:
+        carry_RX, kv = hands.observe(_seen(told), kv)
+        if len(carry_RX) == 1:
+            told, carry_RX = _doubled(told), jnp.repeat(carry_RX, 2, axis=0)
+        make = _tree if bucket.tree else _chain
+        draft_RJ, kv = make(_Walk(told, slots, hands, bucket), carry_RX, kv)
+        draft_RJ = draft_RJ[: len(slot_R)]
     draft_RJ = jnp.clip(draft_RJ, 0, hands.dims.V - 1)
-    return kv, keep_drafts(slots, told.view.slot_R, told.n_ok_R > 0, draft_RJ)
+    return kv, keep_drafts(slots, slot_R, told.n_ok_R > 0, draft_RJ)
 
 
 def _seen(told: Told) -> Seen:
@@ -129,6 +135,20 @@ def _seen(told: Told) -> Seen:
         x_TD=told.x_TD,
         taps=told.taps,
         last_R=jnp.maximum(last_R, 0),
+    )
+
+
+def _doubled(told: Told) -> Told:
+    """One row as two, the second of them dead: XLA:CPU is far slower on a pass over one row."""
+    view = told.view
+    named = [c.name for c in SAMPLING] + ["slot_R", "count_R", "page_table_RM"]
+    rows = {name: jnp.repeat(getattr(view, name), 2, axis=0) for name in named}
+    return replace(
+        told,
+        view=view.replace(**rows),  # type: ignore[attr-defined]
+        token_RJ=jnp.repeat(told.token_RJ, 2, axis=0),
+        n_ok_R=jnp.pad(told.n_ok_R, (0, 1)),
+        len_R=jnp.repeat(told.len_R, 2),
     )
 
 

@@ -160,11 +160,15 @@ class StepModel:
         ones: Any = [
             PartitionSpec(*(None,) * self.backend.kv_axis, axis) for _, axis in self.kv_layers()
         ]
-        shapes = slot_rows.shapes(self.dims.C, self.dims.V, self.dims.drafts)
+        slots = jax.tree.map(lambda _: PartitionSpec(), self._slot_shapes())
         return DeviceState(
             kv=[(one, one) for one in ones],
-            slots=jax.tree.map(lambda _: PartitionSpec(), shapes),
+            slots=slots,
         )
+
+    def _slot_shapes(self) -> Any:
+        dims = self.dims
+        return slot_rows.shapes(dims.C, dims.V, dims.drafts, dims.text)
 
     def state_shardings(self) -> Any:
         return jax.tree.map(
@@ -184,7 +188,7 @@ class StepModel:
         ones: Any = [jax.ShapeDtypeStruct(shape, self.kv_dtype) for shape, _ in self.kv_layers()]
         state = DeviceState(
             kv=[(one, one) for one in ones],
-            slots=slot_rows.shapes(self.dims.C, self.dims.V, self.dims.drafts),
+            slots=self._slot_shapes(),
         )
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),

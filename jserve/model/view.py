@@ -80,6 +80,8 @@ class StepDims:
     V: int
     drafts: int = 0
     """Drafts that a slot holds; 0: there is no device drafter."""
+    text: int = 0
+    """Newest tokens of its text that a slot holds; 0: nobody reads them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ class ProgramInfo:
 
 
 class Programs:
-    """The compiled steps and the slot loader of one model.
+    """The compiled steps and the slot loaders of one model.
 
     Args:
         threads: programs compiled at once; 0 is one per core.
@@ -143,7 +143,7 @@ class Programs:
         self.strict = strict
         self.infos: list[ProgramInfo] = []
         self._steps: dict[Bucket, Any] = {}
-        self._load: Any = None
+        self._loads: dict[str, Any] = {}
         self._sealed_at: int | None = None
         self._warned = 0
         self._whole = NamedSharding(model.mesh, PartitionSpec())
@@ -157,7 +157,12 @@ class Programs:
     @property
     def load(self) -> Any:
         """The compiled slot loader: ``(slots, buf) -> slots``, slots donated."""
-        return self._load
+        return self._loads["slot_load"]
+
+    @property
+    def load_text(self) -> Any:
+        """The compiled loader of a slot's text: ``(slots, buf) -> slots``, slots donated."""
+        return self._loads["text_load"]
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -193,7 +198,8 @@ class Programs:
     def _compile_all(self, threads: int, progress: Progress) -> None:
         params = self.model.abstract_params()
         state = self.model.abstract_state()
-        jobs = [*sorted(self.buckets, key=lambda b: -b.T), None]
+        loads = ["slot_load", *(["text_load"] if self.model.dims.text else [])]
+        jobs = [*sorted(self.buckets, key=lambda b: -b.T), *loads]
         done = 0
         progress("compile", 0, len(jobs))
         with ThreadPoolExecutor(min(threads, len(jobs)), "compile") as pool:
@@ -201,19 +207,19 @@ class Programs:
                 done += 1
                 progress("compile", done, len(jobs))
 
-    def _compile(self, bucket: Bucket | None, params: Any, state: DeviceState) -> None:
+    def _compile(self, job: Bucket | str, params: Any, state: DeviceState) -> None:
         start = time.perf_counter()
-        if bucket is None:
-            name, lowered = "slot_load", self._lower_load(state)
+        if isinstance(job, str):
+            name, lowered = job, self._lower_load(job, state)
         else:
-            name, lowered = step_name(bucket), self._lower_step(bucket, params, state)
+            name, lowered = step_name(job), self._lower_step(job, params, state)
         middle = time.perf_counter()
         compiled = lowered.compile(compile_options(self.model.mesh.devices.flat[0].platform))
         end = time.perf_counter()
-        if bucket is None:
-            self._load = compiled
+        if isinstance(job, str):
+            self._loads[job] = compiled
         else:
-            self._steps[bucket] = compiled
+            self._steps[job] = compiled
         memory = compiled.memory_analysis()
         temp = memory.temp_size_in_bytes if memory is not None else -1
         self.infos.append(
@@ -226,12 +232,20 @@ class Programs:
         buf = self._ints(buffer_size(self.model.fields(bucket)))
         return jax.jit(step, donate_argnums=(1,)).lower(params, state, buf)
 
-    def _lower_load(self, state: DeviceState) -> Any:
-        load = jax.jit(slot_rows.load, donate_argnums=(0,), out_shardings=self._whole)
-        return load.lower(state.slots, self._ints(slot_rows.LOAD_SIZE))
+    def _lower_load(self, name: str, state: DeviceState) -> Any:
+        load, size = _LOADS[name]
+        jitted = jax.jit(load, donate_argnums=(0,), out_shardings=self._whole)
+        return jitted.lower(state.slots, self._ints(size))
 
     def _ints(self, n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n,), jnp.int32, sharding=self._whole)
+
+
+_LOADS: dict[str, tuple[Callable[..., Any], int]] = {
+    "slot_load": (slot_rows.load, slot_rows.LOAD_SIZE),
+    "text_load": (slot_rows.load_text, slot_rows.TEXT_SIZE),
+}
+"""What fills a slot, and the size of its buffer."""
 
 
 def step_name(bucket: Bucket) -> str:

@@ -28,7 +28,7 @@ from jserve.model.attention import backend as find_backend
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
 from jserve.model.sinks import with_sinks
-from jserve.model.slots import load_buffers
+from jserve.model.slots import load_buffers, text_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
 from jserve.model.view import LOGPROBS, Bucket
 from jserve.ports import InFlight, RunnerLimits, StepTime
@@ -53,7 +53,7 @@ from jserve.runner.sizes import (
 from jserve.runner.spill import Spill
 from jserve.runner.state import new_state
 from jserve.runner.warmup import WarmUp
-from jserve.types import PageFetch, PromptLogprobs, StepPlan, StepResult
+from jserve.types import PageFetch, PromptLogprobs, SlotLoad, StepPlan, StepResult
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class ModelRunner:
         self._kv_dtype = kv_dtype(config, self._dtype)
         stored = stored_kv(config, attention, self._dtype, arch, speculation)
         self.speculation = speculation
-        dims = step_dims(arch, config, 0 if speculation is None else speculation.n_draft)
+        dims = step_dims(arch, config, speculation)
         tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
         window = window_of(arch, speculation)
         self.memory: MemoryPlan = plan_memory(
@@ -188,9 +188,7 @@ class ModelRunner:
         batch = self._packer.pack(plan, bucket)
         leaving = self._move(plan)
         for item in plan.loads:
-            for buf in load_buffers(item, self.model.dims.V):
-                slots = self.programs.load(self.state.slots, buf)
-                self.state = DeviceState(kv=self.state.kv, slots=slots)
+            self._load(item)
         out = self._run(batch)
         wants_top = bool(batch.flags & LOGPROBS)
         for array in _fetched(out, wants_top):
@@ -200,6 +198,16 @@ class ModelRunner:
             launched=now,
             handle=_Launched(batch=batch, out=out, wants_top=wants_top, leaving=leaving),
         )
+
+    def _load(self, item: SlotLoad) -> None:
+        slots, dims = self.state.slots, self.model.dims
+        if item.params.penalised or item.params.biased:
+            for buf in load_buffers(item, dims.V):
+                slots = self.programs.load(slots, buf)
+        if dims.text:
+            for buf in text_buffers(item, dims.text):
+                slots = self.programs.load_text(slots, buf)
+        self.state = DeviceState(kv=self.state.kv, slots=slots)
 
     @point("runner.collect")
     def collect(self, flight: InFlight) -> StepResult:

@@ -27,7 +27,7 @@ from jserve.window import Window, tokens_ahead
 MAX_PREFILL_ROWS = 8
 
 
-def step_dims(arch: Arch, config: EngineConfig, drafts: int = 0) -> StepDims:
+def step_dims(arch: Arch, config: EngineConfig, speculation: Speculation | None = None) -> StepDims:
     length = config.model.max_model_len or arch.max_position
     if length > arch.max_position:
         raise ConfigError(
@@ -35,7 +35,10 @@ def step_dims(arch: Arch, config: EngineConfig, drafts: int = 0) -> StepDims:
         )
     Z = config.cache.page_size
     C, M = config.scheduler.max_num_seqs, -(-length // Z)
-    return StepDims(C=C, M=M, Z=Z, V=arch.V, drafts=drafts)
+    drafts, text = 0, 0
+    if speculation is not None:
+        drafts, text = speculation.n_draft, min(speculation.drafter.text, M * Z)
+    return StepDims(C=C, M=M, Z=Z, V=arch.V, drafts=drafts, text=text)
 
 
 def draft_page_bytes(
@@ -125,6 +128,7 @@ def runner_limits(
         max_prefill_rows=max(1, min(MAX_PREFILL_ROWS, dims.C, budget)),
         max_drafts=dims.drafts or config.n_drafts,
         device_drafts=dims.drafts,
+        drafts_from_text=dims.text > 0,
         n_pages=n_pages,
         page_size=dims.Z,
         max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),

@@ -223,6 +223,7 @@ class Scheduler:
             prefill_tokens=self.cap.most,
             prefill_rows=self.limits.max_prefill_rows,
             chunk=self.floor.chunk,
+            loads_text=self.limits.drafts_from_text,
         )
         self.floor.make_way(now, self._held_back)
         if self.guides is not None:
