@@ -38,9 +38,9 @@ ONLY_FEW = 32
 MOST_VERIFIED = 128
 """Tokens that decode rows have together in steps without prefill, but for the narrowest width: more of
 them keep any device busy, so that guessing gains nothing."""
-BESIDE_DRAFTS = (64, 128)
+DRAFT_BESIDE_FEW, DRAFT_BESIDE_ALL = (64, 128, 256), (128,)
 """Prefill tokens of programs that draft: beside few rows, and beside all that may draft. The largest is
-one more."""
+one more. A prompt that comes alone waits for its own padding, and pays for the drafter before it gains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +193,8 @@ def _drafting(
     few, narrow = min(FEW_ROWS, D), wide[0]
     whole = Bucket(D=D, P=P, F=F, J=narrow)
     found = {Bucket(D=d, P=0, F=0, J=j) for d in _verify_rungs(D) for j in wide} | {whole}
-    for p, rows in zip(BESIDE_DRAFTS, (few, D), strict=True):
-        if p < P:
-            found.add(Bucket(D=rows, P=p, F=_rows(p, F), J=narrow))
+    beside = [(p, few) for p in DRAFT_BESIDE_FEW] + [(p, D) for p in DRAFT_BESIDE_ALL]
+    found |= {Bucket(D=rows, P=p, F=_rows(p, F), J=narrow) for p, rows in beside if p < P}
     if masks:
         found |= {replace(whole, mask=True), Bucket(D=D, P=0, F=0, J=wide[-1], mask=True)}
     if scores:

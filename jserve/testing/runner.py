@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -65,6 +65,8 @@ class _Slot:
     bias: int = 0
     drafts: tuple[int, ...] = ()
     """What the device drafter left."""
+    text: list[int] = field(default_factory=list)
+    """All tokens, where the device copies drafts from it."""
 
 
 class FakeRunner:
@@ -74,7 +76,8 @@ class FakeRunner:
     does all that reads it; ``fail_next`` makes the next ``collect`` raise; ``step_s`` is how long a
     step takes from its launch. Where ``limits.device_drafts`` says so there is a device drafter, whose
     drafts are each right with chance ``acceptance`` (a function of seed and position); where
-    ``limits.drafts_from_kv``, only while it was shown every token before them.
+    ``limits.drafts_from_kv``, only while it was shown every token before them. Where
+    ``limits.drafts_from_text`` it copies them from the slot's text.
     """
 
     def __init__(
@@ -219,6 +222,7 @@ class FakeRunner:
         slot = self._slots[load.slot]
         slot.history = sum(counted(t, i >= load.n_prompt) for i, t in enumerate(load.tokens)) & MASK
         slot.bias = bias_digest(load.params)
+        slot.text = list(load.tokens)
 
     def _run(self, plan: StepPlan) -> StepResult:
         wants_top = any(row.seq.request.params.logprobs is not None for row in plan.rows)
@@ -355,12 +359,15 @@ class FakeRunner:
                 break
             slot.history = (slot.history + counted(token, True)) & MASK
             slot.last, slot.length = token, first + j + 1
+            slot.text.append(token)
             _put(out, r, j, token, seen, self._limits.vocab_size)
             if j < len(drafts) and token != drafts[j]:
                 break
 
     def _draft(self, row: RowPlan, pages: np.ndarray, n: int) -> tuple[int, ...]:
         """``n`` drafts of what the row's sequence will draw next, some of them wrong. No mask holds."""
+        if self._limits.drafts_from_text:
+            return self._copied(row, n)
         seq, slot, vocab = row.seq, self._slots[row.slot], self._limits.vocab_size
         params, stops = seq.request.params, stops_of(seq.request)
         first, history = slot.length, slot.history
@@ -380,6 +387,15 @@ class FakeRunner:
             right = mix(seen ^ 2) % 1024 < sure * 1024
             drafts.append(tokens[-1] if right else (tokens[-1] + 1) % vocab)
         return tuple(drafts)
+
+    def _copied(self, row: RowPlan, n: int) -> tuple[int, ...]:
+        """``n`` tokens that followed where the last two stood before."""
+        slot, known = self._slots[row.slot], row.seq.tokens
+        assert slot.text[: len(known)] == known, "the slot holds another text than its sequence"
+        assert len(slot.text) == slot.length + 1, "the slot's text has gaps"
+        ends = [e for e in range(2, len(slot.text)) if slot.text[e - 2 : e] == slot.text[-2:]]
+        period = len(slot.text) - ends[-1] if ends else 1
+        return tuple(slot.text[i % period - period] for i in range(n))
 
     def _score(self, row: RowPlan, pages: np.ndarray, start: int) -> PromptLogprobs:
         n = min(start + row.count, row.seq.n_prompt - 1) - start

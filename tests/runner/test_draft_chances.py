@@ -42,10 +42,16 @@ from tests.runner.chances import (
 
 N, P_MIN = 50_000, 1e-6
 DEVICE = [(name, parents) for name in ("draft", "eagle3", "medusa") for parents in (CHAIN, TREE)]
+DEVICE += [("lookup", CHAIN)]
 HOST = ("ngram", "suffix", "corpus", "grammar", "synthetic")
 ALONE = {"synthetic": ("bias", "allowed", "mask"), "grammar": ("mask",)}
 """Settings that a proposer refuses, or has a mask of its own in place of."""
-QUICK = {("medusa", TREE, "penalties"), ("ngram", "seeds"), ("grammar", "top_p")}
+QUICK = {
+    ("medusa", TREE, "penalties"),
+    ("lookup", CHAIN, "top_k"),
+    ("ngram", "seeds"),
+    ("grammar", "top_p"),
+}
 """What the default tier runs; the rest is nightly."""
 
 
