@@ -11,8 +11,9 @@ equal.
 * ``auto``: k chosen by the engine, at concurrency 1, 4, 16 and 64, over all texts in one queue; also the
   slowest request's share of its speed without.
 
-Predicted speed-up is the tokens per step over what a step costs more, with the gap before it that the host
-leaves::
+``speedup`` is of whole requests, prompts included; ``decode`` is of the time from the first token to the last,
+which is where drafts act: answers here are short, so prompts are a large part. ``predicted``, to be compared with
+``decode``, is the tokens per step over what a step costs more, with the gap before it that the host leaves::
 
     (1 + drafts that stood per step) * seconds of a plain step / (seconds of a verify step + drafting)
 
@@ -47,7 +48,7 @@ from jserve.sampling import SamplingParams
 from jserve.spec.methods import DEVICE
 from jserve.types import Finish, Request
 
-FORMAT = 2
+FORMAT = 3
 TEXTS = ("dialogue", "copy", "json", "tools", "free")
 CONCURRENCY = (1, 4, 16, 64)
 MOST, FEWEST = 8, 3
@@ -79,8 +80,10 @@ class Ran:
 
     seconds: float = 0.0
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    """Seconds from the start of the request to its first token."""
     ended: dict[str, float] = field(default_factory=dict)
-    """Seconds from the start of the request to its last token."""
+    """And to its last."""
     counters: dict[str, float] = field(default_factory=dict)
     """What they rose by."""
 
@@ -91,6 +94,11 @@ class Ran:
     @property
     def n_tokens(self) -> int:
         return sum(map(len, self.tokens.values()))
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from first to last tokens, of all requests."""
+        return sum(self.ended[i] - self.first[i] for i in self.ended)
 
     @property
     def step_s(self) -> float:
@@ -157,6 +165,8 @@ class Side:
                 assert out.finish is not Finish.ERROR, out.error
                 name = out.request_id.partition("-")[2]
                 ran.tokens.setdefault(name, []).extend(out.token_ids)
+                if out.token_ids and name not in ran.first:
+                    ran.first[name] = time.perf_counter() - began[out.request_id]
                 if out.finish is not None:
                     ran.ended[name] = time.perf_counter() - began.pop(out.request_id)
         ran.seconds = time.perf_counter() - start
@@ -212,6 +222,7 @@ def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
         "predicted": statistics.median(per_step * p.step_s / s.step_s for p, s in pairs),
         "speedup": statistics.median(speed),
         "speedup_range": [min(speed), max(speed)],
+        "decode": statistics.median(plain.decode_s / spec.decode_s for plain, spec in pairs),
         "slowest_request": statistics.median(slowest),
         "tok_s": statistics.median(spec.n_tokens / spec.seconds for spec in runs),
         "tok_s_off": statistics.median(plain.n_tokens / plain.seconds for plain, _ in pairs),
@@ -233,13 +244,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 on.fix(k)
                 found = paired(on, off, asked, 1, args.rounds, args.max_tokens)
                 rows.append({"kind": "k", "method": method, "text": name, "k": k} | found)
-                err.print(f"{method} {name} k={k}: {found['speedup']:.2f}")
+                err.print(f"{method} {name} k={k}: {found['speedup']:.2f}, {found['decode']:.2f}")
             on.fix(None)
             found = paired(on, off, asked, 1, args.rounds, args.max_tokens)
             fixed = [r["speedup"] for r in rows if (r["method"], r.get("text")) == (method, name)]
             found["of_best_k"] = found["speedup"] / max(fixed) if fixed else None
             rows.append({"kind": "k", "method": method, "text": name, "k": "auto"} | found)
-            err.print(f"{method} {name} auto: {found['speedup']:.2f}")
+            err.print(f"{method} {name} auto: {found['speedup']:.2f}, {found['decode']:.2f}")
         for n in args.concurrency:
             asked = (mixed * (1 + 2 * n // len(mixed)))[: max(len(mixed), 2 * n)]
             found = paired(on, off, asked, n, args.rounds, args.max_tokens)
@@ -259,6 +270,7 @@ def shown(result: dict[str, Any], console: Console) -> None:
         "tokens_per_step",
         "drafting_share",
         "predicted",
+        "decode",
         "speedup",
         "slowest_request",
         "of_best_k",
