@@ -144,7 +144,8 @@ def engine(
 
     claim_memory()
     began = time.monotonic()
-    check(config.speculative)
+    tp = config.device.tensor_parallel_size if mesh is None else mesh.shape.get("tp", 1)
+    check(config.speculative, tp)
     runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     facts |= runner.report()
     scheduler = Scheduler(
@@ -305,6 +306,7 @@ def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progres
         progress=lambda _, done, total: progress("load drafter", done, total),
         scan_nan=config.model.scan_nan,
         seed=config.model.seed + 1,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
 
 

@@ -23,21 +23,22 @@ DEVICE = ("draft", "eagle3", "medusa", "mtp")
 OWN = ("mtp",)
 """Of these, those whose weights lie in the target's own checkpoint."""
 MAX_CORPUS_TOKENS = 1 << 20
+_DRAFTERS = ("tree", "max_rows", "tensor_parallel_size")
 _READS = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens"),
     "suffix": ("suffix_min_match", "corpus", "max_lookup_tokens"),
     "synthetic": ("synthetic_acceptance_rate",),
-    "draft": ("model", "tree", "max_rows"),
-    "eagle3": ("model", "tree", "max_rows"),
-    "medusa": ("model", "tree", "max_rows"),
-    "mtp": ("tree", "max_rows"),
+    "draft": ("model", *_DRAFTERS),
+    "eagle3": ("model", *_DRAFTERS),
+    "medusa": ("model", *_DRAFTERS),
+    "mtp": _DRAFTERS,
     "off": ("num_tokens", "min_speed"),
 }
 _ALL = ("method", "num_tokens", "min_speed")
 
 
-def check(options: SpeculativeOptions) -> None:
-    """Refuse what cannot be done, before anything is loaded.
+def check(options: SpeculativeOptions, tp: int = 1) -> None:
+    """Refuse what cannot be done beside a model over ``tp`` devices, before anything is loaded.
 
     Raises:
         ConfigError: a method without its drafter, or an option that the method does not read.
@@ -51,6 +52,12 @@ def check(options: SpeculativeOptions) -> None:
             raise ConfigError(
                 f"{DOTTED}.{f.name} means nothing to method {method!r}", field=f"{DOTTED}.{f.name}"
             )
+    if options.tensor_parallel_size not in (0, 1, tp):
+        raise ConfigError(
+            f"{DOTTED}.tensor_parallel_size is {options.tensor_parallel_size}, but a drafter runs in the"
+            f" model's own program, on its {tp} devices: each holds all of it (1) or its part ({tp})",
+            field=f"{DOTTED}.tensor_parallel_size",
+        )
     if options.prompt_lookup_min > options.prompt_lookup_max:
         raise ConfigError(
             f"{DOTTED}.prompt_lookup_min {options.prompt_lookup_min} exceeds prompt_lookup_max"

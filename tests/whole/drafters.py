@@ -29,20 +29,20 @@ KINDS = ("draft", "eagle3", "medusa")
 
 def itself(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
     """The target as its own draft model: every draft is right, of a tree one branch."""
-    drafter = draft_model(family_for(equal.TINY), arch, arch, mesh.shape["tp"])
+    drafter = draft_model(family_for(equal.TINY), arch, arch)
     return Speculation(drafter=drafter, params=params, n_draft=3, tree=tree)
 
 
 def head(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
     """An EAGLE-3 head of random weights: its drafts are wrong but for one now and then."""
-    own, tp = dataclasses.replace(arch, L=1, V=arch.V), mesh.shape["tp"]
-    drafter = eagle3(own, arch, taps=(0, 1, 2), own_embed=False, mapped=False, tp=tp)
+    own = dataclasses.replace(arch, L=1, V=arch.V)
+    drafter = eagle3(own, arch, taps=(0, 1, 2), own_embed=False, mapped=False)
     return _random(drafter, mesh, tree)
 
 
 def heads(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
     """Medusa heads, as good."""
-    return _random(medusa(arch, n_heads=3, tp=mesh.shape["tp"]), mesh, tree)
+    return _random(medusa(arch, n_heads=3), mesh, tree)
 
 
 def _random(drafter: Any, mesh: Any, tree: Parents) -> Speculation:
