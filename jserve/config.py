@@ -207,6 +207,11 @@ class SpeculativeOptions:
         "device drafts as a tree: auto, [branches per depth] or [[path], ...]; empty: a chain",
         json=True,
     )
+    tree_chances: str = opt(
+        "",
+        "tree auto: chances that drafts of rank 1, 2 ... stand, as measured: [0.6, 0.15, 0.07]",
+        json=True,
+    )
     prompt_lookup_min: int = opt(2, "ngram: tokens that must match at least", min=1, max=16)
     prompt_lookup_max: int = opt(4, "ngram: tokens that are matched at most", min=1, max=16)
     suffix_min_match: int = opt(2, "suffix: tokens that must match at least", min=1, max=64)

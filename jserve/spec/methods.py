@@ -23,7 +23,7 @@ DEVICE = ("draft", "eagle3", "medusa", "mtp")
 OWN = ("mtp",)
 """Of these, those whose weights lie in the target's own checkpoint."""
 MAX_CORPUS_TOKENS = 1 << 20
-_DRAFTERS = ("tree", "max_rows", "tensor_parallel_size")
+_DRAFTERS = ("tree", "tree_chances", "max_rows", "tensor_parallel_size")
 _READS = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens"),
     "suffix": ("suffix_min_match", "corpus", "max_lookup_tokens"),
@@ -58,6 +58,11 @@ def check(options: SpeculativeOptions, tp: int = 1) -> None:
             f" model's own program, on its {tp} devices: each holds all of it (1) or its part ({tp})",
             field=f"{DOTTED}.tensor_parallel_size",
         )
+    if options.tree_chances and options.tree != trees.AUTO:
+        raise ConfigError(
+            f"{trees.CHANCES} means nothing without {trees.FIELD} {trees.AUTO!r}",
+            field=trees.CHANCES,
+        )
     if options.prompt_lookup_min > options.prompt_lookup_max:
         raise ConfigError(
             f"{DOTTED}.prompt_lookup_min {options.prompt_lookup_min} exceeds prompt_lookup_max"
@@ -79,7 +84,7 @@ def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents
     n = options.num_tokens or DEFAULT_DRAFTS
     if not options.tree:
         return options.num_tokens or min(n, deepest), ()
-    parents = trees.written(options.tree, n, deepest)
+    parents = trees.written(options.tree, n, deepest, trees.chances_of(options.tree_chances))
     if len(parents) != n and options.num_tokens:
         raise ConfigError(
             f"{trees.FIELD} has {len(parents)} drafts, num_tokens is {n}", field=trees.FIELD

@@ -70,6 +70,43 @@ def _product(values) -> float:
     return found
 
 
+def test_measured_chances_shape_the_tree() -> None:
+    """Where the second and third draft stand nearly as often as the first, the tree is wide; where
+    only the first ever does, it is a chain."""
+    wide = options(tree="auto", num_tokens=6, tree_chances=[0.35, 0.33, 0.31])
+    assert shape(wide, 15) == (6, (0, 0, 0, 1, 1, 2))  # 0.35 0.33 0.31 0.1225 0.1155 0.1155
+    assert shape(options(tree="auto", num_tokens=4, tree_chances="[1]"), 15) == (4, ())
+    usual = options(tree="auto", num_tokens=6)
+    same = options(tree="auto", num_tokens=6, tree_chances=list(trees.RANKS))
+    assert shape(usual, 15) == shape(same, 15) != shape(wide, 15)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "list 1 to 15 chances"),
+        ("0.5", "list 1 to 15 chances"),
+        ([True], "list 1 to 15 chances"),
+        ([0.01] * 16, "list 1 to 15 chances"),
+        ([0.3, 0.5], "must fall"),
+        ([0.7, 0.4], "make at most 1 together"),
+        ([0.5, 0.0], "be above 0"),
+        ("[NaN]", "must fall"),
+        ("[0.5, NaN]", "must fall"),
+    ],
+)
+def test_what_are_no_chances_is_refused_by_name(given, words) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        options(tree="auto", tree_chances=given)
+    assert caught.value.field == "speculative.tree_chances"
+
+
+def test_chances_without_a_tree_of_their_making_are_refused() -> None:
+    for tree in ({}, {"tree": [2, 1]}):
+        with pytest.raises(ConfigError, match=r"means nothing without speculative\.tree 'auto'"):
+            options(tree_chances=[0.6], **tree)
+
+
 def test_auto_has_as_many_drafts_as_asked_for_and_no_more_depth_than_there_is() -> None:
     n, parents = shape(options(tree="auto", num_tokens=10), 3)
     assert n == len(parents) == 10
