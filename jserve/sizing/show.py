@@ -47,7 +47,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title)
     for at, name in enumerate(columns):
-        table.add_column(name, justify="left" if at == 0 else "right")
+        table.add_column(name, justify="left" if at == 0 else "right", no_wrap=at == 0)
     return table
 
 
