@@ -204,7 +204,7 @@ class SpeculativeOptions:
     )
     tree: str = opt(
         "",
-        "device drafts as a tree: auto, [branches per depth] or [[path], ...]; empty: a chain",
+        "device drafts as a tree: auto, dynamic, [branches per depth] or [[path], ...]; empty: a chain",
         json=True,
     )
     tree_chances: str = opt(

@@ -21,7 +21,8 @@ from jserve.model.drafter import REPLICATED, Drafter, split_over
 from jserve.model.families import family_for
 from jserve.model.family import Arch
 from jserve.model.shard import ShardRules
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
+from jserve.types import Grown
 from jserve.weights import heads
 from jserve.weights.loader import load, load_tree
 from jserve.weights.place import tp_size
@@ -43,19 +44,21 @@ class Speculation:
     """None where only sizes are asked for."""
     n_draft: int
     """Drafts left in a slot: the length of the chain, or the nodes of the tree below its root."""
-    tree: Parents = ()
+    tree: Shape = ()
     """Empty: a chain."""
 
     def __post_init__(self) -> None:
-        trees.check(self.tree)
+        n = self.tree.n if isinstance(self.tree, Grown) else len(self.tree)
+        if not isinstance(self.tree, Grown):
+            trees.check(self.tree)
         if not 1 <= self.n_draft <= MAX_DRAFTS:
             raise ConfigError(
                 f"speculative.num_tokens must be 1 to {MAX_DRAFTS}, not {self.n_draft}",
                 field="speculative.num_tokens",
             )
-        if self.tree and len(self.tree) != self.n_draft:
+        if self.tree and n != self.n_draft:
             raise ConfigError(
-                f"speculative.tree has {len(self.tree)} drafts, num_tokens is {self.n_draft}",
+                f"speculative.tree has {n} drafts, num_tokens is {self.n_draft}",
                 field="speculative.tree",
             )
         if list(self.depths) != sorted(self.depths):
@@ -72,7 +75,9 @@ class Speculation:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of each draft of the tree, in order; (): a chain."""
+        """Of each draft of the tree, in order, at most; (): a chain."""
+        if isinstance(self.tree, Grown):
+            return tuple(min(i, self.tree.depth) for i in range(1, 1 + self.n_draft))
         return trees.depths(self.tree)[1:]
 
 
@@ -117,7 +122,7 @@ def load_speculation(
     rules: ShardRules,
     dtype: Any,
     *,
-    shape: Callable[[int], tuple[int, Parents]],
+    shape: Callable[[int], tuple[int, Shape]],
     tensor_parallel_size: int = 0,
     **how: Any,
 ) -> Speculation:

@@ -19,7 +19,7 @@ from jserve.config import SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend
 from jserve.model.family import Arch
-from jserve.model.slots import shapes
+from jserve.model.step import slot_shapes
 from jserve.model.view import StepDims
 
 GIB = 2**30
@@ -66,7 +66,7 @@ def page_bytes(
 
 def slot_bytes(dims: StepDims) -> int:
     """Bytes of all slots, which every device holds whole."""
-    leaves = jax.tree.leaves(shapes(dims.C, dims.V, dims.drafts))
+    leaves = jax.tree.leaves(slot_shapes(dims))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 

@@ -112,7 +112,7 @@ class ModelRunner:
         self._kv_dtype = kv_dtype(config, self._dtype)
         stored = stored_kv(config, attention, self._dtype, arch, speculation)
         self.speculation = speculation
-        dims = step_dims(arch, config, 0 if speculation is None else speculation.n_draft)
+        dims = step_dims(arch, config, speculation)
         tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
         window = window_of(arch, speculation)
         self.memory: MemoryPlan = plan_memory(

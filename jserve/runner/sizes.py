@@ -16,18 +16,19 @@ from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend
 from jserve.model.family import Arch
 from jserve.model.kv_quant import E4M3
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
 from jserve.runner.buckets import Ladder, beside_prefill
 from jserve.runner.drafts import Speculation
 from jserve.runner.memory import page_bytes
+from jserve.types import Grown
 from jserve.window import Window, tokens_ahead
 
 MAX_PREFILL_ROWS = 8
 
 
-def step_dims(arch: Arch, config: EngineConfig, drafts: int = 0) -> StepDims:
+def step_dims(arch: Arch, config: EngineConfig, speculation: Speculation | None = None) -> StepDims:
     length = config.model.max_model_len or arch.max_position
     if length > arch.max_position:
         raise ConfigError(
@@ -35,7 +36,10 @@ def step_dims(arch: Arch, config: EngineConfig, drafts: int = 0) -> StepDims:
         )
     Z = config.cache.page_size
     C, M = config.scheduler.max_num_seqs, -(-length // Z)
-    return StepDims(C=C, M=M, Z=Z, V=arch.V, drafts=drafts)
+    if speculation is None:
+        return StepDims(C=C, M=M, Z=Z, V=arch.V)
+    grown = isinstance(speculation.tree, Grown)
+    return StepDims(C=C, M=M, Z=Z, V=arch.V, drafts=speculation.n_draft, grown=grown)
 
 
 def draft_page_bytes(
@@ -74,9 +78,10 @@ def stored_kv(
         ConfigError: ``attention`` cannot serve it with these heads, or not the trees of drafts.
     """
     stored = attention.kv_dtype(kv_dtype(config, dtype))
-    attention.check(arch.H, stored, speculation is not None and bool(speculation.tree))
+    tree = () if speculation is None else speculation.tree
+    attention.check(arch.H, stored, tree)
     if speculation is not None and speculation.drafter.n_kv_layers:
-        attention.check(speculation.drafter.arch.H, stored, bool(speculation.tree))
+        attention.check(speculation.drafter.arch.H, stored, tree)
     return stored
 
 
@@ -152,7 +157,7 @@ def drafting_limits(
     )
 
 
-def ladder_of(limits: RunnerLimits, tree: Parents = (), *, masks_drafts: bool) -> Ladder:
+def ladder_of(limits: RunnerLimits, tree: Shape = (), *, masks_drafts: bool) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,

@@ -187,7 +187,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     arch = with_sinks(model.arch, attention, config.device.attention_sinks)
     model = dataclasses.replace(model, arch=arch)
     stored = stored_kv(config, attention, model.dtype, arch, speculation)
-    dims = step_dims(arch, config, 0 if speculation is None else speculation.n_draft)
+    dims = step_dims(arch, config, speculation)
     drafter = drafts.weight_bytes(speculation, model, tp)
     of_page = draft_page_bytes(speculation, attention, dims, stored.itemsize, tp)
     weights, window = model.weight_bytes(tp) + drafter, window_of(arch, speculation)
@@ -352,7 +352,7 @@ def _speculated(
         devices=1 if made is None or made.drafter.replicated else laid.tp,
         weight_bytes=laid.draft_weight_bytes,
         kv_bytes_per_token=laid.draft_page_bytes // laid.dims.Z,
-        slot_bytes=4 * laid.dims.C * laid.dims.drafts,
+        slot_bytes=4 * laid.dims.C * laid.dims.drafts * (1 + laid.dims.grown),
         draft_rows=laid.dims.C if made is None else gain.draft_rows,
         acceptance=acceptance,
         chances=gain.by_rank,

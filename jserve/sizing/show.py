@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jserve.sizing.plan import Plan, Rate
 from jserve.sizing.speculation import DraftRate, Speculated
+from jserve.types import Grown
 
 WIDTH = 132
 GIB = 2**30
@@ -99,7 +100,11 @@ def _drafter(plan: Plan) -> str:
     assert s is not None
     whole = "whole on each device" if plan.devices > 1 else "whole"
     held = f"split over {s.devices} devices" if s.devices > 1 else whole
-    shape = f"a tree of {s.n_drafts} drafts {list(s.tree)}" if s.tree else f"{s.n_drafts} drafts"
+    shape = f"{s.n_drafts} drafts"
+    if isinstance(s.tree, Grown):
+        shape = f"trees of {shape} grown {s.tree.depth} deep, {s.tree.width} wide"
+    elif s.tree:
+        shape = f"a tree of {shape} {list(s.tree)}"
     return f"the drafter ({s.method} {s.drafter}), {held}, {shape}"
 
 

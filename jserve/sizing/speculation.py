@@ -27,13 +27,14 @@ from jserve.errors import ConfigError
 from jserve.model import tree as trees
 from jserve.model.drafter import Drafter
 from jserve.model.shard import is_spec
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
 from jserve.runner.drafts import Speculation, find_drafter
 from jserve.sim.roofline import Roofline, Work
 from jserve.sizing.models import Model, device_bytes, source_of
 from jserve.spec import trees as written
 from jserve.spec.choice import widths
 from jserve.spec.methods import DEVICE, OWN, check, shape
+from jserve.types import Grown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class Speculated:
     drafter: str
     """Where it comes from; empty: the host."""
     n_drafts: int
-    tree: Parents
+    tree: Shape
     devices: int
     """That share the drafter; 1: each holds all of it."""
     weight_bytes: int
@@ -131,8 +132,13 @@ def chances_of(acceptance: float, config: EngineConfig) -> tuple[float, ...]:
     return (acceptance, *(rest * r for r in ranks[1:]))
 
 
-def tokens_per_step(parents: Parents, by_rank: Seq[float]) -> float:
-    """Expected of a row that verifies a tree: 1 and the chance of each draft to stand."""
+def tokens_per_step(parents: Shape, by_rank: Seq[float]) -> float:
+    """Expected of a row that verifies a tree: 1 and the chance of each draft to stand. Of one that is
+    grown, what the best of one shape would give, which is less than it does."""
+    if isinstance(parents, Grown):
+        ranks = [c for c in by_rank if c > 0] or [1.0]
+        best = written.likeliest(parents.n, parents.depth, ranks)
+        parents = written.parents_of(best)
     stands, seen = [1.0], [0] * (1 + len(parents))
     for parent in parents:
         rank = seen[parent]
@@ -167,10 +173,10 @@ class Drafting:
         tied = drafter.arch.tied and table  # its embedding is its unembedding
         return cls(drafter, line, body, body - _count(specs.get("fc")), own or tied or unembed)
 
-    def works(self, rows: int, tokens: int, context: float, parents: Parents) -> list[Work]:
+    def works(self, rows: int, tokens: int, context: float, tree: Shape) -> list[Work]:
         """Of a step of ``rows`` and ``tokens`` that leaves drafts of that shape, one after the other."""
         found = [self._work(self.n_seen, rows, tokens, 0, context)] if self.n_seen else []
-        for depth, n_inner in enumerate(inner_of(parents)):
+        for depth, n_inner in enumerate(inner_of(tree)):
             drawn = rows * n_inner
             passes = self.n_passed and (depth or not self.drafter.reads_next)
             read = self.n_drawn + (self.n_passed if passes else 0)
@@ -204,8 +210,10 @@ class Drafting:
         )
 
 
-def inner_of(parents: Parents) -> list[int]:
-    """Nodes with children, of each depth that has any."""
+def inner_of(parents: Shape) -> list[int]:
+    """Nodes that get children, of each depth that has any."""
+    if isinstance(parents, Grown):
+        return [1, *[parents.width] * (parents.depth - 1)]
     depth = trees.depths(parents)
     return [
         len({p for p in parents if depth[p] == d}) for d in range(max(depth, default=0)) if parents
@@ -223,7 +231,7 @@ class Gain:
     line: Roofline
     drafting: Drafting | None
     """None: the host drafts, and its time is not counted."""
-    tree: Parents
+    tree: Shape
     n_drafts: int
     draft_rows: int
     by_rank: tuple[float, ...]

@@ -17,6 +17,7 @@ from jserve.spec.lookup import Lookup
 from jserve.spec.ngram import NgramIndex
 from jserve.spec.suffix import CorpusCursor, SuffixAutomaton, SuffixIndex
 from jserve.spec.synthetic import Synthetic
+from jserve.types import Grown
 
 DEVICE = ("draft", "eagle3", "medusa", "mtp")
 """Methods whose drafts are made on the device."""
@@ -72,7 +73,7 @@ def check(options: SpeculativeOptions, tp: int = 1) -> None:
     shape(options, trees.MAX_NODES)
 
 
-def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents]:
+def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents | Grown]:
     """(drafts that the device makes per row, their tree; (): a chain).
 
     Args:
@@ -84,6 +85,8 @@ def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents
     n = options.num_tokens or DEFAULT_DRAFTS
     if not options.tree:
         return options.num_tokens or min(n, deepest), ()
+    if options.tree == trees.DYNAMIC:
+        return n, trees.grown(n, deepest)
     parents = trees.written(options.tree, n, deepest, trees.chances_of(options.tree_chances))
     if len(parents) != n and options.num_tokens:
         raise ConfigError(

@@ -4,6 +4,7 @@ Owns the notation and the choice of a shape. Must not know jax, drafters or atte
 parents, level by level, as ``jserve.model.tree`` numbers nodes::
 
     "auto"                         the ``num_tokens`` places where a draft stands most likely
+    "dynamic"                      as many, chosen anew in every step by what the drafter says
     [3, 2, 1]                      3 tokens for the next place, 2 after each of them, 1 after each of these
     [[0], [1], [0, 0], [0, 1]]     path by path: each number is a rank among its siblings, likeliest first
 
@@ -21,12 +22,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from jserve.errors import ConfigError
+from jserve.types import Grown
 
 Parents = tuple[int, ...]
 Path = tuple[int, ...]
 FIELD = "speculative.tree"
 CHANCES = "speculative.tree_chances"
-AUTO = "auto"
+AUTO, DYNAMIC = "auto", "dynamic"
 MAX_NODES = 15
 
 RANKS = (0.60, 0.15, 0.07, 0.04, 0.03)
@@ -52,7 +54,7 @@ def chances_of(text: str) -> tuple[float, ...]:
 
 
 def written(text: str, n_drafts: int, deepest: int, ranks: Seq[float] = RANKS) -> Parents:
-    """The tree that ``text`` means; () where it is a chain of ``n_drafts``, as without text.
+    """The tree of one shape that ``text`` means.
 
     Args:
         n_drafts: drafts of ``auto``.
@@ -66,6 +68,13 @@ def written(text: str, n_drafts: int, deepest: int, ranks: Seq[float] = RANKS) -
         return parents_of(likeliest(n_drafts, deepest, ranks))
     given = _parsed(text)
     return parents_of(_branched(given) if _whole(given) else _paths(given))
+
+
+def grown(n: int, deepest: int) -> Grown:
+    """How trees of ``n`` drafts grow: about as deep as a balanced tree of twice as many nodes has rows, and
+    as wide as leaves no more nodes tried than are kept."""
+    depth = min(deepest, max(2, round((2 * n) ** 0.5)), n)
+    return Grown(n, depth, n // (depth - 1) if depth > 1 else n)
 
 
 def likeliest(n: int, deepest: int, ranks: Seq[float]) -> list[Path]:
@@ -144,7 +153,9 @@ def _parsed(text: str) -> list[Any]:
     """JSON; also with round brackets and commas before them, as vLLM has it."""
     given = _json(re.sub(r",\s*\]", "]", text.translate({ord("("): "[", ord(")"): "]"})))
     if not isinstance(given, list) or not given:
-        raise _wrong(f"must be {AUTO!r}, branches per depth or a list of paths, not {text[:80]!r}")
+        raise _wrong(
+            f"must be {AUTO!r}, {DYNAMIC!r}, branches per depth or a list of paths, not {text[:80]!r}"
+        )
     return given
 
 

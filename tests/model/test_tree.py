@@ -39,7 +39,7 @@ def test_the_path_is_the_one_that_a_walk_takes(parents: tuple[int, ...]) -> None
     token_RJ, drawn_RJ = rng.integers(0, 3, (2, 500, J))
     count_R = rng.integers(1, J + 1, 500)
     args = (jnp.asarray(x, jnp.int32) for x in (token_RJ, drawn_RJ, count_R))
-    n_ok_R, path_RJ = map(np.asarray, accept_tree(*args, parents))
+    n_ok_R, path_RJ = map(np.asarray, accept_tree(*args, tree.mask_of(parents)))
     for r in range(500):
         want = walk(parents, token_RJ[r].tolist(), drawn_RJ[r].tolist(), count_R[r])
         assert path_RJ[r, : n_ok_R[r]].tolist() == want
@@ -50,7 +50,7 @@ def test_a_chain_is_accepted_as_a_tree_that_is_one() -> None:
     rng = np.random.default_rng(1)
     args = [jnp.asarray(rng.integers(0, 2, (300, 4)), jnp.int32) for _ in range(2)]
     count_R = jnp.asarray(rng.integers(1, 5, 300), jnp.int32)
-    n_ok_R, path_RJ = accept_tree(*args, count_R, tree.chain(3))
+    n_ok_R, path_RJ = accept_tree(*args, count_R, tree.mask_of(tree.chain(3)))
     np.testing.assert_array_equal(n_ok_R, accept(*args, count_R))
     np.testing.assert_array_equal(path_RJ, np.tile(np.arange(4), (300, 1)))
 

@@ -14,7 +14,7 @@ from jserve.model.eagle3 import eagle3
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.medusa import medusa
 from jserve.model.shard import is_spec, shardings
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
 from jserve.runner.drafts import Speculation
 from tests.runner.harness import ARCH, RULES, _draw, tiny_params
 
@@ -26,17 +26,17 @@ def drawn(specs: Any, mesh: Any, rules: Any, seed: int) -> Any:
     return jax.device_put(host, shardings(specs, mesh, rules))
 
 
-def same_model(mesh: Any, n: int = 3, tree: Parents = (), wished: int = 0) -> Speculation:
+def same_model(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Speculation:
     """The target as its own draft model: every draft is right while its KV is."""
     return _model(0, mesh, n, tree, wished)
 
 
-def other_model(mesh: Any, n: int = 3, tree: Parents = (), wished: int = 0) -> Speculation:
+def other_model(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Speculation:
     """A model of other weights: most drafts are wrong."""
     return _model(7, mesh, n, tree, wished)
 
 
-def _model(seed: int, mesh: Any, n: int, tree: Parents, wished: int) -> Speculation:
+def _model(seed: int, mesh: Any, n: int, tree: Shape, wished: int) -> Speculation:
     drafter = split_over(draft_model(LLAMA, ARCH, ARCH), mesh.shape["tp"], wished)
     params = tiny_params(mesh, seed, whole=drafter.replicated)
     return Speculation(drafter=drafter, params=params, n_draft=n, tree=tree)
@@ -47,7 +47,7 @@ HEAD = replace(ARCH, L=1, V=100, N=4, K=2, F=48)
 TAPS = (0, 1, 2)
 
 
-def eagle(mesh: Any, n: int = 3, tree: Parents = (), wished: int = 0) -> Speculation:
+def eagle(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Speculation:
     made = eagle3(HEAD, ARCH, taps=TAPS, own_embed=False)
     drafter, params = _drawn(made, mesh, wished, seed=5)
     params["d2t"] = jax.device_put(
@@ -56,7 +56,7 @@ def eagle(mesh: Any, n: int = 3, tree: Parents = (), wished: int = 0) -> Specula
     return Speculation(drafter=drafter, params=params, n_draft=n, tree=tree)
 
 
-def heads(mesh: Any, n: int = 3, tree: Parents = (), wished: int = 0) -> Speculation:
+def heads(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Speculation:
     drafter, params = _drawn(medusa(ARCH, n_heads=3), mesh, wished, seed=6)
     return Speculation(drafter=drafter, params=params, n_draft=n, tree=tree)
 
