@@ -14,38 +14,39 @@ from jserve.model.eagle3 import eagle3
 from jserve.model.families import family_for
 from jserve.model.medusa import medusa
 from jserve.model.shard import ShardRules
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.drafts import Speculation
 from jserve.runner.runner import ModelRunner
-from jserve.types import StepPlan
+from jserve.types import Grown, StepPlan
 from jserve.weights.dummy import draw_all
 from tests.whole import equal
 
 TREE = (0, 0, 1)
+GROWN = Grown(3, 2, 2)
 KINDS = ("draft", "eagle3", "medusa")
 
 
-def itself(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
+def itself(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
     """The target as its own draft model: every draft is right, of a tree one branch."""
     drafter = draft_model(family_for(equal.TINY), arch, arch)
     return Speculation(drafter=drafter, params=params, n_draft=3, tree=tree)
 
 
-def head(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
+def head(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
     """An EAGLE-3 head of random weights: its drafts are wrong but for one now and then."""
     own = dataclasses.replace(arch, L=1, V=arch.V)
     drafter = eagle3(own, arch, taps=(0, 1, 2), own_embed=False, mapped=False)
     return _random(drafter, mesh, tree)
 
 
-def heads(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
+def heads(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
     """Medusa heads, as good."""
     return _random(medusa(arch, n_heads=3), mesh, tree)
 
 
-def _random(drafter: Any, mesh: Any, tree: Parents) -> Speculation:
+def _random(drafter: Any, mesh: Any, tree: Shape) -> Speculation:
     weights = draw_all(drafter.specs(mesh.shape["tp"]), 5, mesh, ShardRules(), np.float32)
     return Speculation(drafter=drafter, params=weights, n_draft=3, tree=tree)
 
@@ -54,7 +55,7 @@ MAKERS: dict[str, Callable[..., Speculation]] = {"draft": itself, "eagle3": head
 
 
 @lru_cache
-def drafting(kind: str, tree: Parents = (), tp: int = 1) -> ModelRunner:
+def drafting(kind: str, tree: Shape = (), tp: int = 1) -> ModelRunner:
     """A runner with a drafter of ``KINDS``, whose one program takes every plan."""
     wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, score=True)
     return equal.make_runner(tp, partial(MAKERS[kind], tree=tree), (wide,))

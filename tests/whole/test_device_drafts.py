@@ -15,10 +15,10 @@ from jserve.runner.runner import ModelRunner
 from jserve.sampling import StructuredOutputs
 from tests.whole import equal
 from tests.whole.conftest import SMALL_OPTIONS
-from tests.whole.drafters import TREE, Watching, drafting
+from tests.whole.drafters import GROWN, TREE, Watching, drafting
 from tests.whole.test_equalities import compare
 
-SHAPES = {"draft": (), "eagle3": TREE}
+SHAPES = {"draft": (), "eagle3": TREE, "grown": GROWN}
 
 
 def check_workload(
@@ -30,7 +30,7 @@ def check_workload(
     for request in requests:
         alone |= equal.run(plain, [request], equal.PLAIN, random.Random(0))
     way = dataclasses.replace(equal.Way.draw(rng), drafts=False, random_buckets=False)
-    device: Any = Watching(drafting(kind, SHAPES[kind], tp))
+    device: Any = Watching(drafting("eagle3" if kind == "grown" else kind, SHAPES[kind], tp))
     compare(equal.run(device, requests, way, rng, preempts=preempts), alone)
     return device
 
@@ -46,6 +46,14 @@ def test_any_way_of_running_equals_alone(runner, kind: str) -> None:
 def test_preempted_at_every_step_equals_alone(runner, kind: str) -> None:
     for seed in (400, 401):
         check_workload(runner, kind, seed, preempts=True)
+
+
+@pytest.mark.slow
+def test_trees_that_grow_equal_alone_any_way_they_are_run(runner) -> None:
+    stood = [check_workload(runner, "grown", seed).stood for seed in range(500, 506)]
+    assert sum(stood) > 0
+    check_workload(runner, "grown", 402, preempts=True)
+    check_workload(runner, "grown", 62, tp=2)
 
 
 @pytest.mark.slow
@@ -136,7 +144,8 @@ def test_the_shipped_pair_says_what_the_target_says_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_tree_of_the_shipped_head_is_an_option() -> None:
+@pytest.mark.parametrize("shape", ["auto", "dynamic"])
+def test_a_tree_of_the_shipped_head_is_an_option(shape: str) -> None:
     """Greedy, seeded and under a grammar whose forced tokens cannot be drafted beside a tree."""
     options = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 32,
                "max_model_len": 256, "compile_cache": "", "prompt_logprobs": False}  # fmt: skip
@@ -149,7 +158,7 @@ def test_a_tree_of_the_shipped_head_is_an_option() -> None:
         SamplingParams(temperature=0, max_tokens=24, logprobs=1, structured_outputs=regex),
     ]
     drafter = {"method": "eagle3", "model": str(build.shipped("jserve-mini-eagle3")),
-               "tree": "auto", "num_tokens": 5, "min_speed": 0.0}  # fmt: skip
+               "tree": shape, "num_tokens": 5, "min_speed": 0.0}  # fmt: skip
     said, messages = [], [[{"role": "user", "content": text}] for text in prompts]
     for extra in ({}, {"speculative": drafter}):
         with LLM(**options, **extra) as llm:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jserve.config import SpeculativeOptions
+from jserve.model.tree import Shape
 from jserve.outputs import Running
 from jserve.ports import Proposer
 from jserve.sampling import SamplingParams
@@ -18,10 +19,12 @@ from jserve.spec.methods import proposer_of
 from jserve.types import Output, Request
 from tests.api.fake import byte_tokenizer
 from tests.whole import equal
-from tests.whole.drafters import KINDS, TREE, Watching, drafting
+from tests.whole.drafters import GROWN, KINDS, TREE, Watching, drafting
 from tests.whole.test_equalities import compare
 
 DEVICE = [(kind, tree) for kind in KINDS for tree in ((), TREE)]
+DEVICE += [("draft", GROWN), ("eagle3", GROWN)]
+NAMES: dict[Shape, str] = {(): "chain", TREE: "tree", GROWN: "grown"}
 HOST = [(kind, ()) for kind in ("ngram", "suffix", "corpus")]
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, ""),
@@ -36,7 +39,12 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 """Options of a way, and what ``Watching`` must have counted."""
-QUICK = {("medusa", TREE, "all at once"), ("ngram", (), "preempted"), ("suffix", (), "cached")}
+QUICK = {
+    ("eagle3", GROWN, "all at once"),
+    ("medusa", TREE, "all at once"),
+    ("ngram", (), "preempted"),
+    ("suffix", (), "cached"),
+}
 TEXT = byte_tokenizer()
 
 
@@ -75,7 +83,7 @@ def cells() -> list[Any]:
     return [
         pytest.param(
             kind, tree, way,
-            id=f"{kind}-{'tree' if tree else 'chain'}-{way}",
+            id=f"{kind}-{NAMES[tree]}-{way}",
             marks=() if (kind, tree, way) in QUICK else pytest.mark.slow,
         )
         for kind, tree in (*DEVICE, *HOST)
@@ -83,7 +91,7 @@ def cells() -> list[Any]:
     ]  # fmt: skip
 
 
-def outputs(plain: Any, kind: str, tree: tuple[int, ...], way: str, tp: int = 1) -> list[Output]:
+def outputs(plain: Any, kind: str, tree: Shape, way: str, tp: int = 1) -> list[Output]:
     options, shows = WAYS[way]
     device: Any = Watching(drafting(kind, tree, tp) if kind in KINDS else plain)
     how = dataclasses.replace(equal.PLAIN, **options)
