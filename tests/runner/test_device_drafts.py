@@ -274,9 +274,11 @@ def test_a_program_without_a_drafter_is_shown_nothing():
         plain.pack(plan)
 
 
-def test_drafts_obey_the_sampling_fields_of_their_row():
-    """Drafts of the target itself stand under every kind of sampling, alone and together."""
-    runner = drafting("same", ())
+@pytest.mark.parametrize("shape", [(), Grown(3, 3, 1)], ids=["chain", "grown"])
+def test_drafts_obey_the_sampling_fields_of_their_row(shape):
+    """Drafts of the target itself stand under every kind of sampling, alone and together; also where
+    they are a tree that can only grow to be a chain."""
+    runner = drafting("same", shape)
     for job in mixed_jobs(2):
         rig = Rig(runner, device="all", seed=1)
         rig.run([job])
