@@ -44,7 +44,8 @@ from tests.runner.chances import (
 
 N, P_MIN = 50_000, 1e-6
 DRAFTERS = ("draft", "eagle3", "medusa")
-DEVICE = [(name, parents) for name in DRAFTERS for parents in (CHAIN, TREE, GROWN)]
+DEVICE = [(name, parents) for name in DRAFTERS for parents in (CHAIN, TREE)]
+DEVICE += [("draft", GROWN), ("eagle3", GROWN)]
 HOST = ("ngram", "suffix", "corpus", "grammar", "synthetic")
 ALONE = {"synthetic": ("bias", "allowed", "mask"), "grammar": ("mask",)}
 """Settings that a proposer refuses, or has a mask of its own in place of."""
@@ -52,7 +53,6 @@ GROWN_IN = {"draft": ("plain", "top_p", "penalties", "mask", "seeds")}
 """Settings that trees are grown under, where not in "plain" alone."""
 NAMES = {CHAIN: "chain", TREE: "tree", GROWN: "grown"}
 QUICK = {
-    ("draft", GROWN, "mask"),
     ("medusa", TREE, "penalties"),
     ("ngram", "seeds"),
     ("grammar", "top_p"),

@@ -7,10 +7,14 @@ import dataclasses
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jserve import LLM, SamplingParams, build
+from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.families import family_for
+from jserve.model.shard import ShardRules, make_mesh
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import StructuredOutputs
 from tests.whole import equal
@@ -108,6 +112,30 @@ def test_a_draft_model_that_is_not_there_is_refused(tiny_dir) -> None:
     with pytest.raises(ConfigError) as caught:
         LLM(str(tiny_dir), **SMALL_OPTIONS, speculative={"method": "draft"})
     assert caught.value.field == "speculative.model"
+
+
+@pytest.mark.parametrize(("wished", "whole"), [(0, False), (1, True), (2, False)])
+def test_an_option_says_how_the_devices_hold_a_drafter(tiny_dir, wished: int, whole: bool) -> None:
+    options = {"method": "draft", "model": str(tiny_dir), "tensor_parallel_size": wished}
+    config = EngineConfig.of(
+        model=str(tiny_dir), **SMALL_OPTIONS, tensor_parallel_size=2, speculative=options
+    )
+    arch = family_for(equal.TINY).arch(equal.TINY | {"vocab_size": 320})
+    given = (arch, make_mesh(2), ShardRules(), np.dtype(np.float32))
+    made = build._speculation(config, given, lambda *_: None)
+    assert made.drafter.replicated == whole
+    table = made.params["embed"]
+    assert table.addressable_shards[0].data.shape[0] == (320 if whole else 160)
+
+
+def test_devices_that_the_model_does_not_have_are_refused_before_anything_is_loaded(
+    tiny_dir,
+) -> None:
+    options = {"method": "draft", "model": "nowhere", "draft_tensor_parallel_size": 4}
+    for more in ({"tensor_parallel_size": 2}, {"mesh": make_mesh(2)}):
+        with pytest.raises(ConfigError, match="on its 2 devices") as caught:
+            LLM(str(tiny_dir), **SMALL_OPTIONS, **more, speculative=options)
+        assert caught.value.field == "speculative.tensor_parallel_size"
 
 
 @pytest.mark.slow
