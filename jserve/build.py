@@ -144,7 +144,8 @@ def engine(
 
     claim_memory()
     began = time.monotonic()
-    check(config.speculative)
+    tp = config.device.tensor_parallel_size if mesh is None else mesh.shape.get("tp", 1)
+    check(config.speculative, tp)
     runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     facts |= runner.report()
     scheduler = Scheduler(
@@ -289,13 +290,13 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
 
 def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
     """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
-    from jserve.runner.drafts import load_speculation
+    from jserve.runner.drafts import copying, load_speculation
     from jserve.spec.methods import DEVICE, OWN, shape
     from jserve.weights.source import resolve
 
     options = config.speculative
     if options.method == "ngram":
-        return _lookup(config, given[0])
+        return copying(options, config.n_drafts, given[0])
     if options.method not in DEVICE:
         return None
     own = options.method in OWN
@@ -307,22 +308,8 @@ def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progres
         progress=lambda _, done, total: progress("load drafter", done, total),
         scan_nan=config.model.scan_nan,
         seed=config.model.seed + 1,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
-
-
-def _lookup(config: EngineConfig, arch: Any) -> Any:
-    """Prompt lookup as the drafter of a target of this arch."""
-    from jserve.model.prompt_lookup import ngram
-    from jserve.runner.drafts import Speculation
-
-    options = config.speculative
-    drafter = ngram(
-        arch,
-        least=options.prompt_lookup_min,
-        most=options.prompt_lookup_max,
-        window=options.max_lookup_tokens,
-    )
-    return Speculation(drafter=drafter, params={}, n_draft=config.n_drafts)
 
 
 def _mesh(config: EngineConfig) -> Any:

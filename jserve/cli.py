@@ -259,6 +259,14 @@ def plan(
     lengths: Annotated[
         str, typer.Option(help="tokens of a sequence, e.g. 512,2k,8k (default, as far as they fit)")
     ] = "",
+    acceptance: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            help="speculation: chance that the likeliest draft of a place stands"
+            " (default 0.6, or the first of tree_chances)",
+            show_default=False,
+        ),
+    ] = None,
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="also compile every step without a GPU (CUDA wheels)"),
@@ -271,7 +279,9 @@ def plan(
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from jserve import commands
 
-    commands.plan(config, device, lengths, compiled=compiled, as_json=as_json, console=err)
+    commands.plan(
+        config, device, lengths, acceptance, compiled=compiled, as_json=as_json, console=err
+    )
 
 
 @bench.command()

@@ -258,6 +258,7 @@ def plan(
     config: EngineConfig,
     device: str,
     lengths: str,
+    acceptance: float | None,
     *,
     compiled: bool,
     as_json: bool,
@@ -276,7 +277,7 @@ def plan(
     from jserve.sizing import plan as sizing, show
 
     name = config.model.model or str(shipped())
-    found, laid = sizing.plan(name, device, sizing.lengths_of(lengths), config)
+    found, laid = sizing.plan(name, device, sizing.lengths_of(lengths), config, acceptance)
     if compiled:
         from jserve.sizing.compiled import with_compiled
 

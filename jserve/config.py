@@ -186,6 +186,13 @@ class SpeculativeOptions:
         choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "mtp", "synthetic"),
     )
     model: str = opt("", "directory of the draft model or head")
+    tensor_parallel_size: int = opt(
+        0,
+        "devices the drafter is split over: 1 (all of it on each) or as many as the model;"
+        " 0: the latter where its sizes allow it",
+        min=0,
+        max=256,
+    )
     num_tokens: int = opt(
         0, "drafts per row and step at most; 0: 7, or one per Medusa head", min=0, max=15
     )
@@ -197,7 +204,12 @@ class SpeculativeOptions:
     )
     tree: str = opt(
         "",
-        "device drafts as a tree: auto, [branches per depth] or [[path], ...]; empty: a chain",
+        "device drafts as a tree: auto, dynamic, [branches per depth] or [[path], ...]; empty: a chain",
+        json=True,
+    )
+    tree_chances: str = opt(
+        "",
+        "tree auto: chances that drafts of rank 1, 2 ... stand, as measured: [0.6, 0.15, 0.07]",
         json=True,
     )
     prompt_lookup_min: int = opt(2, "ngram: tokens that must match at least", min=1, max=16)
@@ -310,7 +322,11 @@ def sections() -> list[tuple[str, type]]:
 
 DOTTED = "speculative"
 """The section whose options are known by section and name."""
-_VLLM = {"num_speculative_tokens": "num_tokens", "speculative_token_tree": "tree"}
+_VLLM = {
+    "num_speculative_tokens": "num_tokens",
+    "speculative_token_tree": "tree",
+    "draft_tensor_parallel_size": "tensor_parallel_size",
+}
 _VLLM_METHODS = {"draft_model": "draft"}
 
 

@@ -44,6 +44,17 @@ class Lane(StrEnum):
     BULK = "bulk"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Grown:
+    """Trees of drafts that every row grows anew in every step: level by level, each level's ``width``
+    likeliest nodes having as many children, and in the end the ``n`` likeliest of all are kept."""
+
+    n: int
+    depth: int
+    """Levels."""
+    width: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
     """How long the KV of the prompt tokens ``start .. end`` (None: to the end) is worth keeping.

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "sim": {"engine", "sched", "kv", "spec", "shapes"},
     "shapes": set(),
     "xla": set(),
-    "sizing": {"model", "weights", "runner", "sim", "shapes", "pallas_kernels"},
+    "sizing": {"model", "weights", "runner", "sim", "spec", "shapes", "pallas_kernels"},
     "spec": set(),
     "grammar": set(),
     "text": set(),

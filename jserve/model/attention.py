@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
+from jserve.model.tree import Shape
 from jserve.model.view import Bucket, StepDims, StepView
 
 LayerKV = tuple[jax.Array, jax.Array]
@@ -55,7 +56,7 @@ class AttentionBackend:
     move:      (kv, (page_A, off_A), (page_A, off_A)) -> kv with the entries of the first places
                copied to the second ones; page 0 may hold anything after it.
     has_sinks: False where ``attend`` takes no ``sinks`` but None.
-    check:     (H, dtype as stored, whether there are trees of drafts) -> None. Raises ConfigError for
+    check:     (H, dtype as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
                what this backend cannot serve, naming the option.
     """
 
@@ -69,7 +70,7 @@ class AttentionBackend:
     move: Callable[[LayerKV, Places, Places], LayerKV]
     kv_dtype: Callable[[Any], Any] = jnp.dtype
     has_sinks: bool = True
-    check: Callable[[int, Any, bool], None] = lambda *_: None
+    check: Callable[[int, Any, Shape], None] = lambda *_: None
     options: Any = None
 
 

@@ -25,7 +25,9 @@ import numpy as np
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
 from jserve.model.kv_quant import E4M3, stored
+from jserve.model.tree import DraftMask, Shape
 from jserve.model.view import Bucket, StepDims, StepView
+from jserve.types import Grown
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import Tree, paged_attention
 from pallas_kernels.ragged_prefill import ragged_prefill
@@ -104,6 +106,7 @@ def attend(
     """float32[T, N, H]; zero for unused rows and prefill padding. The kernels begin at the first block
     that a window reaches into, and blank what lies before it."""
     assert sinks is None, "refused at start: the kernels know one query per token"
+    assert view.tree is None or isinstance(view.tree, DraftMask), "refused at start"
     _, N, H = q_TNH.shape
     D, J = view.D, view.J
     options: dict[str, Any] = {"window": window, "scale": scale, "interpret": interpret}
@@ -133,15 +136,21 @@ def attend(
     return jnp.concatenate(parts)
 
 
-def check(H: int, stored_as: Any, trees: bool) -> None:
-    """Refuse what the kernels do, by the name of the option that asks for it."""
+def check(H: int, stored_as: Any, tree: Shape) -> None:
+    """Refuse what the kernels do not do, by the name of the option that asks for it."""
+    if isinstance(tree, Grown):
+        raise ConfigError(
+            "speculative.tree: attention_backend hopper serves trees of a fixed shape, not 'dynamic';"
+            " xla does",
+            field="speculative.tree",
+        )
     if H not in HEAD_DIMS:
         raise ConfigError(
             f"attention_backend hopper serves heads of {HEAD_DIMS}, not {H}",
             field="attention_backend",
         )
     wish = "kv_cache_dtype fp8_e4m3" if jnp.dtype(stored_as).itemsize == 1 else ""
-    wish = wish or ("speculative.tree" if trees else "")
+    wish = wish or ("speculative.tree" if tree else "")
     if wish and H > WIDEST_SPECIAL:
         raise ConfigError(
             f"{wish}: attention_backend hopper serves it with heads of up to {WIDEST_SPECIAL},"

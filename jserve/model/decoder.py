@@ -102,11 +102,19 @@ def specs(arch: Arch, tp: int) -> dict[str, Any]:
     return tree
 
 
+def check_vocab(V: int, tp: int) -> None:
+    """Refuse a tensor-parallel size that does not divide a vocabulary."""
+    if V % tp:
+        raise ConfigError(
+            f"vocab_size {V} is not divisible by tensor_parallel_size {tp}", field="vocab_size"
+        )
+
+
 def check_tp(arch: Arch, tp: int) -> None:
     """Refuse a tensor-parallel size that does not divide the model; kv heads are repeated if it
     exceeds them."""
+    check_vocab(arch.V, tp)
     for key, size in (
-        ("vocab_size", arch.V),
         ("num_attention_heads", arch.N),
         ("intermediate_size", arch.F),
     ):

@@ -18,9 +18,8 @@ from jserve.model.family import Arch, Family
 from jserve.model.view import StepView
 
 
-def draft_model(family: Family, arch: Arch, target: Arch, tp: int = 1) -> Drafter:
-    """``family`` of ``arch`` as the drafter of ``target``; sharded over ``tp`` devices if it can be,
-    else replicated.
+def draft_model(family: Family, arch: Arch, target: Arch) -> Drafter:
+    """``family`` of ``arch`` as the drafter of ``target``.
 
     Raises:
         ConfigError: it has another vocabulary than the target.
@@ -56,17 +55,8 @@ def draft_model(family: Family, arch: Arch, target: Arch, tp: int = 1) -> Drafte
         arch=arch,
         n_max=15,
         reads_next=False,
-        replicated=tp > 1 and not _splits(family, arch, tp),
         specs=lambda tp: family.specs(arch, tp),
         observe=observe,
         advance=advance,
         logits=logits,
     )
-
-
-def _splits(family: Family, arch: Arch, tp: int) -> bool:
-    try:
-        family.specs(arch, tp)
-    except ConfigError:
-        return False
-    return True

@@ -23,12 +23,13 @@ state, KV of their own), which the family that ships them makes: ``Family.mtp``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.struct
 import jax
 
+from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
@@ -78,7 +79,8 @@ class Drafter:
     """A drafter. All functions are pure and run inside the step's shard_map; ``params`` and ``kv``
     are this shard's, of ``axis`` (the target's axis, or None when the drafter is replicated).
 
-    specs:   tp -> tree of ParamSpec (global shapes).
+    specs:   tp -> tree of ParamSpec (global shapes). Raises ConfigError where it cannot be split over
+             so many devices; ``field`` is the config.json key.
     observe: (target, params, seen, kv, axis) -> (carry, kv): write the KV of all tokens of a step;
              ``carry`` float32[R, X] is what the last token of each row leaves.
     advance: (target, params, carry float32[E, X], view, kv, axis) -> (carry float32[E, X], kv): one
@@ -101,7 +103,8 @@ class Drafter:
     """Layers of the target whose entering residual stream it reads (L: entering the final norm)."""
     reads_next: bool
     replicated: bool = False
-    """True: every device holds all of it and does the same work; False: sharded as the target is."""
+    """True: every device holds all of it and does the same work; False: sharded as the target is.
+    ``split_over`` decides."""
     specs: Callable[[int], Any]
     observe: (
         Callable[[Target, Any, Seen, list[LayerKV], str | None], tuple[jax.Array, list[LayerKV]]]
@@ -122,3 +125,27 @@ class Drafter:
     @property
     def n_kv_layers(self) -> int:
         return self.arch.L if self.advance is not None else 0
+
+
+def split_over(drafter: Drafter, tp: int, wished: int = 0) -> Drafter:
+    """``drafter`` as the target's ``tp`` devices hold it: a part each, or all of it each.
+
+    Args:
+        wished: 1: all of it each; ``tp``: a part each; 0: a part each if its sizes allow that.
+
+    Raises:
+        ConfigError: a part each was wished, and its sizes do not allow it.
+    """
+    assert wished in (0, 1, tp), "refused before a drafter was read"
+    if tp == 1 or wished == 1:
+        return replace(drafter, replicated=tp > 1)
+    try:
+        drafter.specs(tp)
+    except ConfigError as error:
+        if wished:
+            field = "speculative.tensor_parallel_size"
+            raise ConfigError(
+                f"{field} {tp}: this drafter cannot be split, {error.message}", field=field
+            ) from None
+        return replace(drafter, replicated=True)
+    return replace(drafter, replicated=False)

@@ -2,17 +2,9 @@
 
 Owns the order: the drafter sees the step's tokens, then draws draft after draft for the rows that
 emitted, level by level of the tree (a chain is the tree with one node a level). Must not know any
-particular drafter, nor how drafts are verified. A draft is drawn as the target would draw it: the
-same sampling fields, counts and noise of its position, so that it stands as often as can be; the
-other children of a node are its likeliest tokens.
-
-Places of the drafter's own entries while it drafts (``base`` = what it has seen)::
-
-    chain     | seen ...                  | d1 | d2 | ...        each at its position
-    tree      | seen ...                  | inner nodes in order | each at its depth
-
-A row whose drafts would leave the context gets none. Where its pages end, drafts are computed on
-the scratch page and are merely bad.
+particular drafter, how drafts are verified, nor how trees grow (``grow``). The first child of a node is
+drawn as the target would draw it, so that it stands as often as can be; the other children are the
+likeliest tokens beside it.
 """
 
 from __future__ import annotations
@@ -26,13 +18,13 @@ import numpy as np
 
 from jserve.model import tree as trees
 from jserve.model.attention import LayerKV
-from jserve.model.drafter import Drafter, Seen, Target
-from jserve.model.sample import Draws, sample
+from jserve.model.drafter import Seen
+from jserve.model.grow import grown
 from jserve.model.slots import NONE, SlotState, keep_drafts, text_of
 from jserve.model.tree import DraftMask, Parents
-from jserve.model.view import LOGPROBS, SAMPLING, Bucket, StepDims, StepView
-
-_SAMPLE = jax.jit(sample)
+from jserve.model.view import SAMPLING, Bucket
+from jserve.model.walk import Hands, Told, Walk
+from jserve.types import Grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,67 +46,50 @@ def _levels(parents: Parents) -> list[_Level]:
     return found
 
 
-class Hands(NamedTuple):
-    """The drafter of an engine and what it works with, on this shard."""
-
-    drafter: Drafter
-    target: Target
-    params: Any
-    dims: StepDims
-    axis: str | None
-    loops: bool
-    """Draft in a loop: less to compile, but a GPU would launch its passes from the host."""
-
-    def observe(self, seen: Seen, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
-        assert self.drafter.observe is not None, "not asked of a drafter that copies"
-        return self.drafter.observe(self.target, self.params, seen, kv, self.axis)
-
-    def advance(
-        self, carry_EX: jax.Array, view: StepView, kv: list[LayerKV]
-    ) -> tuple[jax.Array, list[LayerKV]]:
-        assert self.drafter.advance is not None, "not asked of a drafter without passes"
-        return self.drafter.advance(self.target, self.params, carry_EX, view, kv, self.axis)
-
-    def logits(self, carry_EX: jax.Array, depth: Any) -> jax.Array:
-        assert self.drafter.logits is not None, "not asked of a drafter that copies"
-        return self.drafter.logits(self.target, self.params, carry_EX, depth, self.axis)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What came of a step, chains only."""
-
-    view: StepView
-    token_RJ: jax.Array
-    """int32: what was drawn after each token of a row."""
-    n_ok_R: jax.Array
-    len_R: jax.Array
-    """int32: position of the newest token of each row."""
-    x_TD: jax.Array
-    taps: list[jax.Array]
-
-    @property
-    def newest_R(self) -> jax.Array:
-        last_R1 = jnp.maximum(self.n_ok_R - 1, 0)[:, None]
-        return jnp.take_along_axis(self.token_RJ, last_R1, axis=1)[:, 0]
-
-
 def leave_drafts(
     hands: Hands, kv: list[LayerKV], told: Told, slots: SlotState, bucket: Bucket
 ) -> tuple[list[LayerKV], SlotState]:
     """The drafter's new KV, and the slots with ``bucket.n_draft`` drafts for those who emitted."""
-    slot_R = told.view.slot_R
+    slot_R, live_R, parent_RJ = told.view.slot_R, told.n_ok_R > 0, None
     if hands.drafter.copy is not None:
         draft_RJ = hands.drafter.copy(text_of(slots, slot_R), told.len_R, bucket.n_draft)
     else:
         carry_RX, kv = hands.observe(_seen(told), kv)
-        if len(carry_RX) == 1:
-            told, carry_RX = _doubled(told), jnp.repeat(carry_RX, 2, axis=0)
-        make = _tree if bucket.tree else _chain
-        draft_RJ, kv = make(_Walk(told, slots, hands, bucket), carry_RX, kv)
-        draft_RJ = draft_RJ[: len(slot_R)]
+        draft_RJ, kv, parent_RJ = _drafts(hands, told, slots, bucket, carry_RX, kv)
     draft_RJ = jnp.clip(draft_RJ, 0, hands.dims.V - 1)
-    return kv, keep_drafts(slots, slot_R, told.n_ok_R > 0, draft_RJ)
+    return kv, keep_drafts(slots, slot_R, live_R, draft_RJ, parent_RJ)
+
+
+class _Made(NamedTuple):
+    draft_RJ: jax.Array
+    """int32: drafts in the order of their nodes."""
+    kv: list[LayerKV]
+    parent_RJ: jax.Array | None = None
+    """int32: of trees that grew."""
+
+
+def _drafts(
+    hands: Hands,
+    told: Told,
+    slots: SlotState,
+    bucket: Bucket,
+    carry_RX: jax.Array,
+    kv: list[LayerKV],
+) -> _Made:
+    shape, n, R = bucket.tree, bucket.n_draft, carry_RX.shape[0]
+    if R == 1:
+        told, carry_RX = _doubled(told), jnp.repeat(carry_RX, 2, axis=0)
+    if isinstance(shape, Grown):
+        walk = Walk(told, slots, hands, n_places=1 + (shape.depth - 1) * shape.width)
+        draft_RJ, parent_RJ, kv = grown(walk, shape, carry_RX, kv)
+        return _Made(draft_RJ[:R], kv, parent_RJ[:R])
+    if shape:
+        fixed = _Fixed(shape)
+        walk = Walk(told, slots, hands, n_places=len(fixed.rank))
+        made = _tree(walk, fixed, carry_RX, kv)
+    else:
+        made = _chain(Walk(told, slots, hands, n_places=n), n, carry_RX, kv)
+    return made._replace(draft_RJ=made.draft_RJ[:R])
 
 
 def _seen(told: Told) -> Seen:
@@ -152,13 +127,9 @@ def _doubled(told: Told) -> Told:
     )
 
 
-Drafted = tuple[jax.Array, list[LayerKV]]
-"""(int32[R, J] drafts in the order of the tree's nodes, the new KV)"""
-
-
-def _chain(walk: _Walk, carry_RX: jax.Array, kv: list[LayerKV]) -> Drafted:
+def _chain(walk: Walk, n: int, carry_RX: jax.Array, kv: list[LayerKV]) -> _Made:
     """Draft after draft; on a CPU as a loop, which compiles once."""
-    drafter, n = walk.hands.drafter, walk.n
+    drafter = walk.hands.drafter
     token_RN = jnp.zeros((walk.R, n + 1), jnp.int32).at[:, 0].set(walk.told.newest_R)
 
     def draw(i: Any, token_RN: jax.Array, carry_RX: jax.Array) -> jax.Array:
@@ -176,32 +147,51 @@ def _chain(walk: _Walk, carry_RX: jax.Array, kv: list[LayerKV]) -> Drafted:
     if drafter.advance is None:
         for i in range(n):
             token_RN = draw(i, token_RN, carry_RX)
-        return token_RN[:, 1:], kv
+        return _Made(token_RN[:, 1:], kv)
     if drafter.reads_next:
         token_RN = draw(0, token_RN, carry_RX)
     first = int(drafter.reads_next)
     held = (token_RN, carry_RX, kv)
     token_RN, _, kv = jax.lax.fori_loop(first, n, one, held, unroll=not walk.hands.loops)
-    return token_RN[:, 1:], kv
+    return _Made(token_RN[:, 1:], kv)
 
 
-def _tree(walk: _Walk, carry_RX: jax.Array, kv: list[LayerKV]) -> Drafted:
+class _Fixed:
+    """A tree of one shape, and where its nodes lie while they are made."""
+
+    def __init__(self, parents: Parents) -> None:
+        self.parents, self.levels = parents, _levels(parents)
+        self.depth, self.paths = trees.depths(parents), trees.paths(parents)
+        inner = [n for n in range(len(self.depth)) if n in parents]
+        self.rank = {n: i - 1 for i, n in enumerate(inner)}
+        """Place of each node with children, counted from the base; the root's is -1."""
+
+    def mask(self, nodes: tuple[int, ...]) -> DraftMask | None:
+        """What ``nodes`` see of the inner nodes up to them; None for the root."""
+        if nodes == (0,):
+            return None
+        upto = [n for n, i in self.rank.items() if 0 <= i <= self.rank[nodes[-1]]]
+        sees = tuple(tuple(x in self.paths[n] for x in upto) for n in nodes)
+        return DraftMask(sees, tuple(self.depth[x] - 1 for x in upto))
+
+
+def _tree(walk: Walk, fixed: _Fixed, carry_RX: jax.Array, kv: list[LayerKV]) -> _Made:
     """Level by level, all nodes of a depth in one pass."""
-    drafter, levels = walk.hands.drafter, _levels(walk.parents)
-    token_RN = jnp.zeros((walk.R, walk.n + 1), jnp.int32).at[:, 0].set(walk.told.newest_R)
-    carry_EX, path = carry_RX, trees.paths(walk.parents)
+    drafter, levels = walk.hands.drafter, fixed.levels
+    token_RN = jnp.zeros((walk.R, len(fixed.depth)), jnp.int32).at[:, 0].set(walk.told.newest_R)
+    carry_EX, path = carry_RX, fixed.paths
     for d, level in enumerate(levels):
         inner = np.array(level.inner)
         if d:
-            carry_EX = _of_parents(carry_EX, levels[d - 1], level, walk.parents)
+            carry_EX = _of_parents(carry_EX, levels[d - 1], level, fixed.parents)
         if drafter.advance is not None and (d or not drafter.reads_next):
-            first = walk.rank[level.inner[0]]
-            view = walk.view(first, d, token_RN[:, inner], walk.mask(level.inner))
+            first = fixed.rank[level.inner[0]]
+            view = walk.view(first, d, token_RN[:, inner], fixed.mask(level.inner))
             carry_EX, kv = walk.hands.advance(carry_EX, view, kv)
         at_WJ = np.array([path[n] for n in level.inner], np.int32).reshape(len(inner), d)
         prefix_EJ = token_RN[:, at_WJ].reshape(-1, d) if d else jnp.zeros((walk.R, 0), jnp.int32)
         token_RN = _grow(token_RN, walk.hands.logits(carry_EX, d), d, prefix_EJ, level, walk)
-    return token_RN[:, 1:], kv
+    return _Made(token_RN[:, 1:], kv)
 
 
 def _of_parents(carry_EX: jax.Array, above: _Level, level: _Level, parents: Parents) -> jax.Array:
@@ -217,7 +207,7 @@ def _grow(
     depth: int,
     prefix_EJ: jax.Array,
     level: _Level,
-    walk: _Walk,
+    walk: Walk,
 ) -> jax.Array:
     """The tokens of the level's children: first what is drawn, then the likeliest others."""
     W, most = len(level.inner), max(map(len, level.children))
@@ -231,80 +221,3 @@ def _grow(
     for w, nodes in enumerate(level.children):
         token_RN = token_RN.at[:, np.array(nodes)].set(found_RWM[:, w, : len(nodes)])
     return token_RN
-
-
-class _Walk:
-    """The rows that drafts are made for, and where the nodes of their tree lie meanwhile."""
-
-    def __init__(self, told: Told, slots: SlotState, hands: Hands, bucket: Bucket) -> None:
-        self.told, self.slots, self.hands = told, slots, hands
-        self.n, self.R = bucket.n_draft, told.len_R.shape[0]
-        self.parents = bucket.tree or trees.chain(bucket.n_draft)
-        self.depth = trees.depths(self.parents)
-        inner = [n for n in range(len(self.depth)) if n in self.parents]
-        self.rank = {n: i - 1 for i, n in enumerate(inner)}
-        """Place of each inner node, counted from the base; the root's is -1."""
-        # The newest token has an entry before the base where its successor is not waited for.
-        self.base_R = told.len_R + (0 if hands.drafter.reads_next else 1)
-        fits_R = self.base_R + len(inner) <= hands.dims.M * hands.dims.Z
-        self.live_R = (told.n_ok_R > 0) & fits_R
-
-    def view(self, first: Any, depth: Any, tok_RW: jax.Array, tree: DraftMask | None) -> StepView:
-        """The pass over some nodes of one depth: R decode rows of W tokens from place ``first``."""
-        old, dims, live_R = self.told.view, self.hands.dims, self.live_R
-        R, W = tok_RW.shape
-        start_R = self.base_R + first
-        place_RW = start_R[:, None] + jnp.arange(W, dtype=jnp.int32)
-        page_RW = jnp.take_along_axis(
-            old.page_table_RM, jnp.clip(place_RW // dims.Z, 0, dims.M - 1), axis=1
-        )
-        row_R = jnp.arange(R, dtype=jnp.int32)
-
-        def each(x_RW: jax.Array, dead: int) -> jax.Array:
-            x_RW = jnp.broadcast_to(x_RW, (R, W))
-            return jnp.where(live_R[:, None], x_RW, dead).reshape(-1)
-
-        return old.replace(  # type: ignore[attr-defined]
-            tok_T=each(tok_RW, 0),
-            row_T=each(row_R[:, None], R),
-            pos_T=each((self.base_R + depth - 1)[:, None], -1),
-            write_page_T=each(page_RW, 0),
-            write_off_T=each(place_RW % dims.Z, 0),
-            start_R=start_R,
-            count_R=jnp.where(live_R, W, 0),
-            first_R=row_R * W,
-            kv_len_R=jnp.where(live_R, start_R + W, 0),
-            n_decode=jnp.int32(R),
-            n_prefill=jnp.int32(0),
-            D=R,
-            P=0,
-            F=0,
-            J=W,
-            tree=tree,
-        )
-
-    def mask(self, nodes: tuple[int, ...]) -> DraftMask | None:
-        """What ``nodes`` see of the inner nodes up to them; None for the root."""
-        if nodes == (0,):
-            return None
-        upto = [n for n, i in self.rank.items() if 0 <= i <= self.rank[nodes[-1]]]
-        path = trees.paths(self.parents)
-        sees = tuple(tuple(x in path[n] for x in upto) for n in nodes)
-        return DraftMask(sees, tuple(self.depth[x] - 1 for x in upto))
-
-    def drawn(self, raw_EV: jax.Array, depth: Any, prefix_EJ: jax.Array) -> jax.Array:
-        """int32[E]: what follows nodes of one depth, drawn as the target would draw it there."""
-        view, E = self.told.view, raw_EV.shape[0]
-        W = E // self.R
-        rows = {
-            c.name.replace("_R", "_E"): jnp.repeat(getattr(view, c.name), W, axis=0)
-            for c in SAMPLING
-        }
-        draws = Draws(
-            slot_E=jnp.repeat(jnp.where(view.count_R > 0, view.slot_R, 0), W),
-            pos_E=jnp.repeat(self.told.len_R + 1 + depth, W),
-            prefix_EJ=prefix_EJ,
-            n_prefix_E=jnp.full(E, depth, jnp.int32),
-            **rows,
-        )
-        return _SAMPLE(raw_EV, draws, self.slots, view.flags & ~LOGPROBS)[0]

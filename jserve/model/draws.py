@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jserve.model.sample import Draws
 from jserve.model.slots import NONE
-from jserve.model.tree import Parents, paths
+from jserve.model.tree import path_to
 from jserve.model.view import SAMPLING, StepView
 
 
@@ -36,12 +35,11 @@ def by_row(view: StepView, x_E: jax.Array, fill: Any) -> jax.Array:
     return jnp.concatenate([decode, prefill])
 
 
-def draws_of(view: StepView, parents: Parents) -> Draws:
-    """How each of the E tokens is drawn; ``parents`` of the drafts where they are trees."""
-    place_J = jnp.arange(view.J, dtype=jnp.int32)
-    if view.tree is not None:
-        place_J = jnp.array(view.tree.depth, jnp.int32)
-    place_E = jnp.concatenate([jnp.tile(place_J, view.D), jnp.zeros(view.F, jnp.int32)])
+def draws_of(view: StepView) -> Draws:
+    """How each of the E tokens is drawn."""
+    place_DJ = jnp.arange(view.J, dtype=jnp.int32) if view.tree is None else view.tree.depth_DX
+    place_n = jnp.broadcast_to(place_DJ, (view.D, view.J)).reshape(-1)
+    place_E = jnp.concatenate([place_n, jnp.zeros(view.F, jnp.int32)])
     last_R = jnp.where(jnp.arange(view.D + view.F) < view.D, 0, view.count_R - 1)
     rows = {c.name.replace("_R", "_E"): _per_draw(view, getattr(view, c.name)) for c in SAMPLING}
     slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
@@ -53,9 +51,7 @@ def draws_of(view: StepView, parents: Parents) -> Draws:
     return Draws(
         slot_E=_per_draw(view, slot_R),
         pos_E=_per_draw(view, view.start_R + last_R) + place_E + 1,
-        prefix_EJ=_prefixes(view, place_E)
-        if view.tree is None
-        else _prefixes_in_tree(view, parents),
+        prefix_EJ=_prefixes(view, place_E) if view.tree is None else _prefixes_in_tree(view),
         n_prefix_E=place_E,
         mask_EW=mask_EW,
         **rows,
@@ -78,13 +74,13 @@ def _prefixes(view: StepView, place_E: jax.Array) -> jax.Array:
     return jnp.where(before, draft_EJ, NONE)
 
 
-def _prefixes_in_tree(view: StepView, parents: Parents) -> jax.Array:
+def _prefixes_in_tree(view: StepView) -> jax.Array:
     """int32[E, J - 1]: the drafts that stand before each draw, NONE beyond them."""
+    assert view.tree is not None
     D, J = view.D, view.J
-    at_JJ = np.zeros((J, J - 1), np.int32)
-    for node, path in enumerate(paths(parents)):
-        at_JJ[node, : len(path)] = path
+    at_DJJ = jnp.broadcast_to(path_to(view.tree), (D, J, J - 1))
     token_DJ = view.tok_T[: D * J].reshape(D, J)
-    draft_DJJ = jnp.where(at_JJ > 0, token_DJ[:, at_JJ], NONE)
+    found_DJJ = jnp.take_along_axis(token_DJ[:, None], at_DJJ, axis=2)
+    draft_DJJ = jnp.where(at_DJJ > 0, found_DJJ, NONE)
     rest = jnp.full((view.F, J - 1), NONE, jnp.int32)
     return jnp.concatenate([draft_DJJ.reshape(D * J, J - 1), rest])

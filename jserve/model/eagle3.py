@@ -42,7 +42,6 @@ def eagle3(
     own_unembed: bool = True,
     mapped: bool = True,
     norm_before_residual: bool = False,
-    tp: int = 1,
 ) -> Drafter:
     """A head as the drafter of ``target``.
 
@@ -85,7 +84,6 @@ def eagle3(
         n_max=15,
         taps=taps,
         reads_next=True,
-        replicated=tp > 1 and not head.splits(tp),
         specs=head.specs,
         observe=head.observe,
         advance=head.advance,
@@ -160,13 +158,6 @@ class _Head:
         h_TD = (normed_TD if self.norm_before_residual else f_TD) + y_TD
         return h_TD + mlp_block(arch, p, h_TD, axis), [layer_kv]
 
-    def splits(self, tp: int) -> bool:
-        try:
-            decoder.check_tp(self.arch, tp)
-        except ConfigError:
-            return False
-        return not self.own_embed or self.target.V % tp == 0
-
     def specs(self, tp: int) -> dict[str, Any]:
         """The parameter tree.
 
@@ -175,6 +166,8 @@ class _Head:
         """
         arch, target = self.arch, self.target
         decoder.check_tp(arch, tp)
+        if self.own_embed:
+            decoder.check_vocab(target.V, tp)
         attn, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
         tree: dict[str, Any] = {
             "fc": decoder.matrix("fc", (arch.D, len(self.taps) * target.D), (None, None)),

@@ -92,7 +92,7 @@ class Family:
              float32[T, D] entering each of them (L: entering the final norm). None: heads that read
              hidden states cannot draft for this family.
     embed:   (params, tok_T, axis) -> float32[T, D]. None: nor can those without a table of their own.
-    mtp:     (config.json, arch, tp) -> the ``Drafter`` made of the multi-token-prediction weights that
+    mtp:     (config.json, arch) -> the ``Drafter`` made of the multi-token-prediction weights that
              lie in the model's own checkpoint, whose specs name their tensors. Raises ConfigError
              where this checkpoint has none. None: no checkpoint of the family has any.
     """
@@ -108,4 +108,4 @@ class Family:
     logits: Callable[[Arch, Any, jax.Array, str | None], jax.Array]
     tapped: Callable[..., tuple[jax.Array, list[LayerKV], list[jax.Array]]] | None = None
     embed: Callable[[Any, jax.Array, str | None], jax.Array] | None = None
-    mtp: Callable[[Mapping[str, Any], Arch, int], Drafter] | None = None
+    mtp: Callable[[Mapping[str, Any], Arch], Drafter] | None = None

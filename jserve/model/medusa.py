@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from jserve.errors import ConfigError
 from jserve.model import decoder
 from jserve.model.attention import LayerKV
 from jserve.model.dot import dot
@@ -32,7 +31,6 @@ def medusa(
     own_unembed: bool = True,
     bias: bool = True,
     prefix: str = "",
-    tp: int = 1,
 ) -> Drafter:
     """``n_heads`` heads of ``n_blocks`` residual blocks as the drafter of ``target``.
 
@@ -43,11 +41,8 @@ def medusa(
     """
 
     def specs(tp: int) -> dict[str, Any]:
-        if own_unembed and target.V % tp:
-            raise ConfigError(
-                f"vocab_size {target.V} is not divisible by tensor_parallel_size {tp}",
-                field="vocab_size",
-            )
+        if own_unembed:
+            decoder.check_vocab(target.V, tp)
         return {
             "heads": [
                 _head(f"{prefix}{i}", target, n_blocks, own_unembed, bias) for i in range(n_heads)
@@ -66,7 +61,6 @@ def medusa(
         arch=target,
         n_max=n_heads,
         reads_next=True,
-        replicated=tp > 1 and own_unembed and target.V % tp > 0,
         specs=specs,
         observe=_observe,
         advance=None,

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from jserve.model.attention import AttentionBackend, LayerKV
-from jserve.model.tree import Parents
 from jserve.model.verify import accept_tree
 from jserve.model.view import StepView
 
 
-def accepted(view: StepView, drawn_E: jax.Array, parents: Parents) -> tuple[jax.Array, jax.Array]:
+def accepted(view: StepView, drawn_E: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(int32[D] tokens that stand, int32[D, J] the nodes they are drawn after)."""
+    assert view.tree is not None
     D, J = view.D, view.J
     token_DJ, drawn_DJ = (x[: D * J].reshape(D, J) for x in (view.tok_T, drawn_E))
-    return accept_tree(token_DJ, drawn_DJ, view.count_R[:D], parents)
+    return accept_tree(token_DJ, drawn_DJ, view.count_R[:D], view.tree)
 
 
 def straightened(

@@ -49,12 +49,16 @@ class SlotState:
     bad_CWK: jax.Array
     draft_CJ: jax.Array | None = None
     """int32: what the device drafter left for the next row; None: there is no drafter."""
+    parent_CJ: jax.Array | None = None
+    """int32: parents of these drafts as ``jserve.model.tree`` numbers nodes; None: all slots have one
+    shape."""
     text_CS: jax.Array | None = None
     """int32: the newest S tokens, that of position p in place p % S; None: nobody reads them."""
 
 
-def empty(C: int, V: int, drafts: int = 0, text: int = 0) -> SlotState:
-    """Slots nobody has held yet, with room for so many drafts and tokens of text."""
+def empty(C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0) -> SlotState:
+    """Slots nobody has held yet, with room for so many drafts, their parents if ``grown``, and so many
+    tokens of text."""
 
     def ints(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
@@ -67,13 +71,14 @@ def empty(C: int, V: int, drafts: int = 0, text: int = 0) -> SlotState:
         recent_CB=ints(C, _TAIL),
         bad_CWK=ints(C, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
         draft_CJ=ints(C, drafts) if drafts else None,
+        parent_CJ=ints(C, drafts) if grown else None,
         text_CS=ints(C, text) if text else None,
     )
 
 
-def shapes(C: int, V: int, drafts: int = 0, text: int = 0) -> Any:
+def shapes(C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0) -> Any:
     """The abstract state: a ``SlotState`` of ``ShapeDtypeStruct``."""
-    return jax.eval_shape(lambda: empty(C, V, drafts, text))
+    return jax.eval_shape(lambda: empty(C, V, drafts, grown=grown, text=text))
 
 
 def advance(
@@ -123,13 +128,21 @@ def advance(
 
 
 def keep_drafts(
-    slots: SlotState, slot_R: jax.Array, live_R: jax.Array, draft_RJ: jax.Array
+    slots: SlotState,
+    slot_R: jax.Array,
+    live_R: jax.Array,
+    draft_RJ: jax.Array,
+    parent_RJ: jax.Array | None = None,
 ) -> SlotState:
-    """The slots with ``draft_RJ`` in those of the live rows."""
+    """The slots with ``draft_RJ`` in those of the live rows, and with their parents if they have any."""
     C, n = slots.len_C.shape[0], draft_RJ.shape[1]
     assert slots.draft_CJ is not None, "slots without room for drafts"
     at_R = jnp.where(live_R, slot_R, C)
-    return replace(slots, draft_CJ=slots.draft_CJ.at[at_R, :n].set(draft_RJ, mode="drop"))
+    slots = replace(slots, draft_CJ=slots.draft_CJ.at[at_R, :n].set(draft_RJ, mode="drop"))
+    if parent_RJ is None:
+        return slots
+    assert slots.parent_CJ is not None, "slots without room for parents"
+    return replace(slots, parent_CJ=slots.parent_CJ.at[at_R, :n].set(parent_RJ, mode="drop"))
 
 
 def text_of(slots: SlotState, slot_R: jax.Array) -> jax.Array:

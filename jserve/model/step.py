@@ -85,6 +85,11 @@ class StepOut:
     scores: Scores | None = None
 
 
+def slot_shapes(dims: StepDims) -> Any:
+    """The abstract ``SlotState``."""
+    return slot_rows.shapes(dims.C, dims.V, dims.drafts, grown=dims.grown, text=dims.text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
     """What all steps of an engine share; with a ``Bucket`` it determines a program."""
@@ -160,15 +165,10 @@ class StepModel:
         ones: Any = [
             PartitionSpec(*(None,) * self.backend.kv_axis, axis) for _, axis in self.kv_layers()
         ]
-        slots = jax.tree.map(lambda _: PartitionSpec(), self._slot_shapes())
         return DeviceState(
             kv=[(one, one) for one in ones],
-            slots=slots,
+            slots=jax.tree.map(lambda _: PartitionSpec(), slot_shapes(self.dims)),
         )
-
-    def _slot_shapes(self) -> Any:
-        dims = self.dims
-        return slot_rows.shapes(dims.C, dims.V, dims.drafts, dims.text)
 
     def state_shardings(self) -> Any:
         return jax.tree.map(
@@ -188,7 +188,7 @@ class StepModel:
         ones: Any = [jax.ShapeDtypeStruct(shape, self.kv_dtype) for shape, _ in self.kv_layers()]
         state = DeviceState(
             kv=[(one, one) for one in ones],
-            slots=self._slot_shapes(),
+            slots=slot_shapes(self.dims),
         )
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
@@ -217,7 +217,7 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             "attention_sinks do not go with trees of drafts, only with chains",
             field="attention_sinks",
         )
-    model.backend.check(model.arch.H, model.kv_dtype, bool(bucket.tree))
+    model.backend.check(model.arch.H, model.kv_dtype, bucket.tree)
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)
@@ -251,13 +251,13 @@ def run(
     with jax.named_scope("logits"):
         raw_EV = model.family.logits(arch, params, x_TD[drawn_places(view)], model.axis)
     with jax.named_scope("sample"):
-        draws = draws_of(view, bucket.tree)
+        draws = draws_of(view)
         drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags)
         chosen = _LOGPROBS(raw_EV, drawn_E, view.flags)
     n_ok_D = None
     if view.tree is not None:
         with jax.named_scope("path"):
-            n_ok_D, path_DJ = accepted(view, drawn_E, bucket.tree)
+            n_ok_D, path_DJ = accepted(view, drawn_E)
             kv = straightened(model.backend, view, kv, path_DJ)
             of_tree = (drawn_E, ok_E, chosen, x_TD, taps)
             drawn_E, ok_E, chosen, x_TD, taps = along(view, path_DJ, of_tree)

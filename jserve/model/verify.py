@@ -18,7 +18,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jserve.model.tree import Parents, depths
+from jserve.model.tree import Mask, parent_of
 
 
 def accept(token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array) -> jax.Array:
@@ -36,23 +36,23 @@ def accept(token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array) -> jax.
 
 
 def accept_tree(
-    token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array, parents: Parents
+    token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array, mask: Mask
 ) -> tuple[jax.Array, jax.Array]:
     """(int32[R] tokens drawn along the path that stands, int32[R, J] the path's nodes).
 
-    Arguments as of ``accept``, with the nodes of the tree for columns. Beyond its end a path holds
-    column numbers. Of equal children the first one counts.
+    Arguments as of ``accept``, with the nodes of the trees of ``mask`` for columns. Beyond its end a
+    path holds column numbers. Of equal children the first one counts.
     """
     R, J = token_RJ.shape
-    stands: list[jax.Array] = [jnp.ones(R, bool)]
-    for child, parent in enumerate(parents, 1):
-        here_R = stands[parent] & (token_RJ[:, child] == drawn_RJ[:, parent]) & (child < count_R)
-        for other in range(1, child):
-            if parents[other - 1] == parent:
-                here_R &= ~stands[other]
-        stands.append(here_R)
-    path = [jnp.full(R, i, jnp.int32) for i in range(J)]
-    for node, depth in enumerate(depths(parents)):
-        path[depth] = jnp.where(stands[node], node, path[depth])
-    n_ok_R = jnp.sum(jnp.stack(stands), axis=0, dtype=jnp.int32)
-    return n_ok_R, jnp.stack(path, axis=1)
+    node_J, root_J = jnp.arange(J, dtype=jnp.int32), jnp.arange(J) == 0
+    parent_RJ = jnp.broadcast_to(parent_of(mask), (R, J))
+    right_RJ = token_RJ == jnp.take_along_axis(drawn_RJ, parent_RJ, axis=1)
+    right_RJ = root_J | (right_RJ & (node_J < count_R[:, None]))
+    before_JJ = (node_J < node_J[:, None]) & ~root_J
+    sibling_RJJ = (parent_RJ[:, :, None] == parent_RJ[:, None]) & before_JJ
+    right_RJ &= ~jnp.any(sibling_RJJ & right_RJ[:, None], axis=2)
+    stands_RJ = jnp.all(~jnp.asarray(mask.sees_DJX) | right_RJ[:, None], axis=2)
+    n_ok_R = jnp.sum(stands_RJ, axis=1, dtype=jnp.int32)
+    here_RPJ = stands_RJ[:, None] & (mask.depth_DX[:, None] == node_J[:, None])
+    path_RJ = jnp.sum(jnp.where(here_RPJ, node_J, 0), axis=2)
+    return n_ok_R, jnp.where(node_J < n_ok_R[:, None], path_RJ, node_J)

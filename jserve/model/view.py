@@ -27,8 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.tree import DraftMask, Parents, mask_of
+from jserve.model.tree import Mask, Shape, mask_of, masks_of
 from jserve.sampling import MAX_STOP_IDS
+from jserve.types import Grown
 
 # Bits of ``flags``: what any row of the step needs, so that lax.cond can skip the rest.
 RANDOM, TRUNCATE, PENALTY, BIAS, BAD_WORDS, LOGPROBS, MIN_TOKENS = (1 << i for i in range(7))
@@ -56,9 +57,9 @@ class Bucket:
     n_draft: int = 0
     """Drafts that the device drafter leaves in the slot of each emitting row; 0: it is not in the
     program."""
-    tree: Parents = ()
+    tree: Shape = ()
     """Parents of drafts 1, 2 ... as ``jserve.model.tree`` has them, of those verified and of those
-    left; empty: chains."""
+    left, or that they are grown; empty: chains."""
 
     @property
     def T(self) -> int:
@@ -80,6 +81,8 @@ class StepDims:
     V: int
     drafts: int = 0
     """Drafts that a slot holds; 0: there is no device drafter."""
+    grown: bool = False
+    """It holds their parents, too."""
     text: int = 0
     """Newest tokens of its text that a slot holds; 0: nobody reads them."""
 
@@ -264,7 +267,7 @@ class StepView:
     P: int = flax.struct.field(pytree_node=False)
     F: int = flax.struct.field(pytree_node=False)
     J: int = flax.struct.field(pytree_node=False)
-    tree: DraftMask | None = flax.struct.field(pytree_node=False, default=None)
+    tree: Mask | None = None
     """What the tokens of a decode row see of one another; None: each sees those before it."""
 
 
@@ -272,7 +275,7 @@ def unpack(
     buf: jax.Array, fields: tuple[Field, ...], bucket: Bucket, dims: StepDims, slots: Any
 ) -> StepView:
     """Read the packed buffer against the slots (``slots.len_C``, ``slots.last_C``: int32[C]; with a
-    drafter also ``slots.draft_CJ``)."""
+    drafter also ``slots.draft_CJ`` and, where trees are grown, ``slots.parent_CJ``)."""
     raw = _fields(buf, fields)
     R, C, Z = bucket.R, dims.C, dims.Z
     slot_R = raw["slot_R"]
@@ -289,7 +292,7 @@ def unpack(
     if dims.drafts and bucket.J > 1:
         held_T = _held(bucket, slots, safe_R, held_T)
     if bucket.tree and bucket.J > 1:
-        tree = mask_of(bucket.tree)
+        tree = _mask(bucket, slots, safe_R)
         pos_T = _by_depth(bucket, tree, place_T)
     tok_T = jnp.where(asked_T, held_T, raw["tok_T"])
     page = raw["page_table_RM"][row, jnp.clip(place_T // Z, 0, dims.M - 1)]
@@ -328,10 +331,17 @@ def _held(bucket: Bucket, slots: Any, slot_R: jax.Array, last_T: jax.Array) -> j
     return jnp.concatenate([held_DJ.reshape(-1), last_T[D * J :]])
 
 
-def _by_depth(bucket: Bucket, tree: DraftMask, place_T: jax.Array) -> jax.Array:
+def _mask(bucket: Bucket, slots: Any, slot_R: jax.Array) -> Mask:
+    if not isinstance(bucket.tree, Grown):
+        return mask_of(bucket.tree)
+    return masks_of(slots.parent_CJ[slot_R[: bucket.D]])
+
+
+def _by_depth(bucket: Bucket, tree: Mask, place_T: jax.Array) -> jax.Array:
     """Positions of tokens whose KV lies in ``place_T``: nodes of one depth share theirs."""
-    up_J = np.arange(bucket.J, dtype=np.int32) - np.array(tree.depth, np.int32)
-    up_T = np.concatenate([np.tile(up_J, bucket.D), np.zeros(bucket.P, np.int32)])
+    up_DJ = np.arange(bucket.J, dtype=np.int32) - tree.depth_DX
+    up_n = jnp.broadcast_to(up_DJ, (bucket.D, bucket.J)).reshape(-1)
+    up_T = jnp.concatenate([up_n, jnp.zeros(bucket.P, jnp.int32)])
     return jnp.where(place_T < 0, place_T, place_T - up_T)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
 from jserve.model.view import Bucket
 from jserve.spec.choice import widths
 from jserve.types import StepPlan
@@ -113,7 +113,7 @@ class Ladder:
         masks_drafts: bool = False,
         device_drafts: int = 0,
         draft_rows: int = 0,
-        tree: Parents = (),
+        tree: Shape = (),
     ) -> Ladder:
         """The rungs for these limits (those of ``RunnerLimits``). ``masks_drafts``: every verify
         program also takes masks, not only the widest.
@@ -186,7 +186,7 @@ def _verifying(D: int, P: int, F: int, J: int) -> set[Bucket]:
 
 
 def _drafting(
-    D: int, P: int, F: int, J: int, tree: Parents, *, masks: bool, scores: bool
+    D: int, P: int, F: int, J: int, tree: Shape, *, masks: bool, scores: bool
 ) -> set[Bucket]:
     """Programs that draft, beside at most ``D`` rows; the last ones take masks and scores."""
     wide = (J,) if tree else widths(J - 1)[1:]
@@ -199,7 +199,7 @@ def _drafting(
         found |= {replace(whole, mask=True), Bucket(D=D, P=0, F=0, J=wide[-1], mask=True)}
     if scores:
         found.add(replace(whole, mask=masks, score=True))
-    return {replace(b, n_draft=len(tree) or b.J - 1, tree=tree) for b in found}
+    return {replace(b, n_draft=b.J - 1, tree=tree) for b in found}
 
 
 def _rows(p: int, F: int) -> int:

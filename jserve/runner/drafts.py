@@ -1,7 +1,8 @@
 """A drafter ready to run: its functions, its weights on the mesh, how much it drafts.
 
 Owns the way from the name of a method and a directory to a ``Speculation``, and what cannot be
-honoured of them. Must not know plans, nor how drafts are made.
+honoured of them. What a drafter is can be asked without its weights, for ``jserve plan``. Must not know
+plans, nor how drafts are made.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jserve.config import SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.model import tree as trees
 from jserve.model.draft_model import draft_model
-from jserve.model.drafter import REPLICATED, Drafter
+from jserve.model.drafter import REPLICATED, Drafter, split_over
 from jserve.model.families import family_for
 from jserve.model.family import Arch
+from jserve.model.prompt_lookup import ngram
 from jserve.model.shard import ShardRules
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
+from jserve.types import Grown
 from jserve.weights import heads
 from jserve.weights.loader import load, load_tree
 from jserve.weights.place import tp_size
@@ -39,21 +43,24 @@ class Speculation:
 
     drafter: Drafter
     params: Any
+    """None where only sizes are asked for."""
     n_draft: int
     """Drafts left in a slot: the length of the chain, or the nodes of the tree below its root."""
-    tree: Parents = ()
+    tree: Shape = ()
     """Empty: a chain."""
 
     def __post_init__(self) -> None:
-        trees.check(self.tree)
+        n = self.tree.n if isinstance(self.tree, Grown) else len(self.tree)
+        if not isinstance(self.tree, Grown):
+            trees.check(self.tree)
         if not 1 <= self.n_draft <= MAX_DRAFTS:
             raise ConfigError(
                 f"speculative.num_tokens must be 1 to {MAX_DRAFTS}, not {self.n_draft}",
                 field="speculative.num_tokens",
             )
-        if self.tree and len(self.tree) != self.n_draft:
+        if self.tree and n != self.n_draft:
             raise ConfigError(
-                f"speculative.tree has {len(self.tree)} drafts, num_tokens is {self.n_draft}",
+                f"speculative.tree has {n} drafts, num_tokens is {self.n_draft}",
                 field="speculative.tree",
             )
         if list(self.depths) != sorted(self.depths):
@@ -70,8 +77,54 @@ class Speculation:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of each draft of the tree, in order; (): a chain."""
+        """Of each draft of the tree, in order, at most; (): a chain."""
+        if isinstance(self.tree, Grown):
+            return tuple(min(i, self.tree.depth) for i in range(1, 1 + self.n_draft))
         return trees.depths(self.tree)[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A drafter in a directory, its weights not yet loaded."""
+
+    drafter: Drafter
+    load: Callable[..., Any]
+    """(mesh, rules, dtype, options of ``loader.load``) -> the placed tree of its specs. Raises
+    WeightsError: its files are broken."""
+
+    def over(self, tp: int, wished: int) -> Found:
+        """The same as ``tp`` devices hold it (``split_over``)."""
+        return Found(split_over(self.drafter, tp, wished), self.load)
+
+    def loaded(self, mesh: Mesh, rules: ShardRules, dtype: Any, **how: Any) -> Any:
+        laid = REPLICATED if self.drafter.replicated else rules
+        return self.load(mesh, laid, dtype, **how)
+
+
+def copying(options: SpeculativeOptions, n_draft: int, target: Arch) -> Speculation:
+    """Prompt lookup as ``options`` want it: a drafter without files or weights."""
+    drafter = ngram(
+        target,
+        least=options.prompt_lookup_min,
+        most=options.prompt_lookup_max,
+        window=options.max_lookup_tokens,
+    )
+    return Speculation(drafter=drafter, params={}, n_draft=n_draft)
+
+
+def find_drafter(method: str, source: Source, target: Arch) -> Found:
+    """What ``source`` holds as a drafter of ``target``.
+
+    Raises:
+        ConfigError: no such method, or what is there cannot draft for ``target``.
+        WeightsError: its files are broken.
+    """
+    if method not in FINDERS:
+        raise ConfigError(
+            f"speculative.method {method!r} does not draft on the device, only {', '.join(FINDERS)}",
+            field="speculative.method",
+        )
+    return FINDERS[method](source, target)
 
 
 def load_speculation(
@@ -82,42 +135,33 @@ def load_speculation(
     rules: ShardRules,
     dtype: Any,
     *,
-    shape: Callable[[int], tuple[int, Parents]],
+    shape: Callable[[int], tuple[int, Shape]],
+    tensor_parallel_size: int = 0,
     **how: Any,
 ) -> Speculation:
-    """What ``source`` holds as a drafter of ``target``.
+    """What ``source`` holds as a drafter of ``target``, ready to run.
 
     Args:
         shape: most drafts after one another that the drafter makes -> (drafts, their tree or ()).
+        tensor_parallel_size: as of ``split_over``.
         how: options of ``loader.load``.
 
     Raises:
-        ConfigError: no such method, or what is there cannot draft for ``target``.
-        WeightsError: its files are broken.
+        ConfigError, WeightsError: as ``find_drafter`` and ``split_over``.
     """
-    if method not in LOADERS:
-        raise ConfigError(
-            f"speculative.method {method!r} does not draft on the device, only {', '.join(LOADERS)}",
-            field="speculative.method",
-        )
-    drafter, params = LOADERS[method](source, target, mesh, rules, dtype, **how)
-    n_draft, tree = shape(drafter.n_max)
-    return Speculation(drafter=drafter, params=params, n_draft=n_draft, tree=tree)
+    found = find_drafter(method, source, target).over(tp_size(mesh, rules), tensor_parallel_size)
+    n_draft, tree = shape(found.drafter.n_max)
+    params = found.loaded(mesh, rules, dtype, **how)
+    return Speculation(drafter=found.drafter, params=params, n_draft=n_draft, tree=tree)
 
 
-def _draft_model(
-    source: Source, target: Arch, mesh: Mesh, rules: ShardRules, dtype: Any, **how: Any
-) -> tuple[Drafter, Any]:
+def _draft_model(source: Source, target: Arch) -> Found:
     family = family_for(source.config)
     arch = family.arch(source.config)
-    drafter = draft_model(family, arch, target, tp_size(mesh, rules))
-    laid = REPLICATED if drafter.replicated else rules
-    return drafter, load(family, arch, source, mesh, laid, dtype, **how)
+    return Found(draft_model(family, arch, target), partial(load, family, arch, source))
 
 
-def _own(
-    source: Source, target: Arch, mesh: Mesh, rules: ShardRules, dtype: Any, **how: Any
-) -> tuple[Drafter, Any]:
+def _own(source: Source, target: Arch) -> Found:
     """Multi-token-prediction weights of the target's own checkpoint, which is ``source``."""
     family, field = family_for(source.config), "speculative.method"
     if family.mtp is None:
@@ -130,16 +174,16 @@ def _own(
             f"{field} 'mtp': {source.directory} was converted, which leaves these weights out",
             field=field,
         )
-    drafter = family.mtp(source.config, target, tp_size(mesh, rules))
-    laid = REPLICATED if drafter.replicated else rules
-    return drafter, load_tree(
-        drafter.specs, source, mesh, laid, dtype, finish=lambda tensors: None, **how
-    )
+    drafter = family.mtp(source.config, target)
+    return Found(drafter, partial(load_tree, drafter.specs, source, finish=lambda tensors: None))
 
 
-LOADERS: dict[str, Callable[..., tuple[Drafter, Any]]] = {
+def _head(method: str, source: Source, target: Arch) -> Found:
+    return Found(*heads.read_head(method, source, target))
+
+
+FINDERS: dict[str, Callable[[Source, Arch], Found]] = {
     "draft": _draft_model,
     "mtp": _own,
-    **{method: partial(heads.load_head, method) for method in heads.READERS},
+    **{method: partial(_head, method) for method in heads.READERS},
 }
-"""(source, arch of the target, mesh, rules, dtype, **how) -> (drafter, its placed parameters)."""

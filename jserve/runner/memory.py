@@ -12,12 +12,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import psutil
 
 from jserve.config import SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend
 from jserve.model.family import Arch
+from jserve.model.step import slot_shapes
 from jserve.model.view import StepDims
 
 GIB = 2**30
@@ -60,6 +62,12 @@ def page_bytes(
     """Bytes of one page, keys and values of all layers, on one device of ``tp``."""
     shape = backend.kv_shape(max(arch.K, tp), arch.H, 1, page_size)
     return 2 * arch.L * math.prod(shape) * itemsize // tp
+
+
+def slot_bytes(dims: StepDims) -> int:
+    """Bytes of all slots, which every device holds whole."""
+    leaves = jax.tree.leaves(slot_shapes(dims))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +129,7 @@ def plan_memory(
     longest = longest or dims.M
     one = page_bytes(arch, backend, page_size=dims.Z, itemsize=itemsize, tp=tp)
     one += draft_page_bytes
-    slots = dims.C * dims.V * 8
+    slots = slot_bytes(dims)
     free = memory.room(options.memory_utilization, weight_bytes)
     name, n_pages = "memory_utilization", _steady((free - slots) // one)
     useful = 2 * dims.C * dims.M + 1

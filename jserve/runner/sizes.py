@@ -16,12 +16,13 @@ from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend
 from jserve.model.family import Arch
 from jserve.model.kv_quant import E4M3
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
 from jserve.runner.buckets import Ladder, beside_prefill
 from jserve.runner.drafts import Speculation
 from jserve.runner.memory import page_bytes
+from jserve.types import Grown
 from jserve.window import Window, tokens_ahead
 
 MAX_PREFILL_ROWS = 8
@@ -35,10 +36,17 @@ def step_dims(arch: Arch, config: EngineConfig, speculation: Speculation | None 
         )
     Z = config.cache.page_size
     C, M = config.scheduler.max_num_seqs, -(-length // Z)
-    drafts, text = 0, 0
-    if speculation is not None:
-        drafts, text = speculation.n_draft, min(speculation.drafter.text, M * Z)
-    return StepDims(C=C, M=M, Z=Z, V=arch.V, drafts=drafts, text=text)
+    if speculation is None:
+        return StepDims(C=C, M=M, Z=Z, V=arch.V)
+    return StepDims(
+        C=C,
+        M=M,
+        Z=Z,
+        V=arch.V,
+        drafts=speculation.n_draft,
+        grown=isinstance(speculation.tree, Grown),
+        text=min(speculation.drafter.text, M * Z),
+    )
 
 
 def draft_page_bytes(
@@ -77,9 +85,10 @@ def stored_kv(
         ConfigError: ``attention`` cannot serve it with these heads, or not the trees of drafts.
     """
     stored = attention.kv_dtype(kv_dtype(config, dtype))
-    attention.check(arch.H, stored, speculation is not None and bool(speculation.tree))
+    tree = () if speculation is None else speculation.tree
+    attention.check(arch.H, stored, tree)
     if speculation is not None and speculation.drafter.n_kv_layers:
-        attention.check(speculation.drafter.arch.H, stored, bool(speculation.tree))
+        attention.check(speculation.drafter.arch.H, stored, tree)
     return stored
 
 
@@ -156,7 +165,7 @@ def drafting_limits(
     )
 
 
-def ladder_of(limits: RunnerLimits, tree: Parents = (), *, masks_drafts: bool) -> Ladder:
+def ladder_of(limits: RunnerLimits, tree: Shape = (), *, masks_drafts: bool) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,

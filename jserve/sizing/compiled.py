@@ -63,6 +63,7 @@ def _step_model(laid: Layout) -> StepModel:
         n_pages=laid.memory.n_pages,
         kv_dtype=laid.stored,
         dtype=laid.model.dtype,
+        drafter=None if laid.speculation is None else laid.speculation.drafter,
     )
 
 

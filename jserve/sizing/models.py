@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jserve.errors import ConfigError
+from jserve.errors import ConfigError, WeightsError
 from jserve.model.families import family_for
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ParamSpec, ShardRules, is_spec
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import Shape
 from jserve.weights import hf
-from jserve.weights.source import resolve
+from jserve.weights.source import Source, resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class Model:
     family: Family
     arch: Arch
     dtype: Any
+    asked: str = ""
+    """What ``find`` was asked for."""
 
     def specs(self, tp: int = 1) -> list[ParamSpec]:
         """Its parameters as ``tp`` devices keep them.
@@ -47,12 +49,17 @@ class Model:
         return sum(math.prod(s.shape) for s in self.specs())
 
     def weight_bytes(self, tp: int) -> int:
-        """Of one device: split weights divided, replicated ones whole, as the engine counts them."""
-        rules, total = ShardRules(), 0
-        for spec in self.specs(tp):
-            size = math.prod(spec.shape) * jnp.dtype(spec.dtype or self.dtype).itemsize
-            total += size // (tp if any(rules.partition(spec.axes)) else 1)
-        return total
+        return device_bytes(self.specs(tp), self.dtype, tp)
+
+
+def device_bytes(specs: Any, dtype: Any, tp: int) -> int:
+    """Bytes of a tree of specs on one device of ``tp``: split weights divided, the others whole, as
+    the engine counts them."""
+    rules, total = ShardRules(), 0
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        size = math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize
+        total += size // (tp if any(rules.partition(spec.axes)) else 1)
+    return total
 
 
 def shape_of(arch: Arch, itemsize: int) -> Shape:
@@ -79,23 +86,43 @@ def find(name: str, revision: str = "", dtype: str = "auto") -> Model:
         ConfigError: nothing there, or a config.json that cannot be honoured; ``field`` is the key,
         the file or ``model``.
     """
-    title, config = _config(name, revision)
+    source = source_of(name, revision)
+    config = source.config
     family = family_for(config)
     stated = hf.dtype_name(config) if dtype == "auto" else dtype
-    return Model(name=title, family=family, arch=family.arch(config), dtype=jnp.dtype(stated))
+    arch = family.arch(config)
+    return Model(name=source.name, family=family, arch=arch, dtype=jnp.dtype(stated), asked=name)
 
 
-def _config(name: str, revision: str) -> tuple[str, Mapping[str, Any]]:
+def source_of(name: str, revision: str = "", load_format: str = "dummy") -> Source:
+    """Where ``name`` is. Without ``load_format`` dummy its weights, of which names and sizes are looked
+    at, if there are any.
+
+    Raises:
+        ConfigError: nothing there; ``field`` is the file or ``model``.
+    """
     path = Path(name)
     if not path.exists() and name.lower() in SHAPES:
-        return name.lower(), SHAPES[name.lower()]
+        return _without_weights(name.lower(), path, SHAPES[name.lower()])
     if path.is_file():
-        return path.absolute().parent.name, hf.read_json(path)
+        return _without_weights(path.absolute().parent.name, path.parent, hf.read_json(path))
     try:
-        source = resolve(name, revision, "dummy")
+        return resolve(name, revision, load_format)
+    except WeightsError:
+        return resolve(name, revision, "dummy")
     except ConfigError as error:
         if error.field != "model":
             raise
         known = f"{error.message}; known shapes: {', '.join(SHAPES)}"
         raise ConfigError(known, field="model") from None
-    return source.name, source.config
+
+
+def _without_weights(name: str, directory: Path, config: Mapping[str, Any]) -> Source:
+    return Source(
+        name=name,
+        directory=directory,
+        format="dummy",
+        weights=directory,
+        config=config,
+        generation={},
+    )

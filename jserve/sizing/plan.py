@@ -2,7 +2,7 @@
 
 Owns the figures. The pool is sized by the engine's own ``plan_memory`` and the buckets are its own
 ladder, so a plan promises what the engine will do; times are ``sim.roofline``'s. Must not know how
-figures are shown, nor compile anything (``compiled`` does).
+figures are shown, what drafting costs (``speculation`` does), nor compile anything (``compiled`` does).
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend, backend as find_backend
 from jserve.model.sinks import with_sinks
+from jserve.model.tree import chain
 from jserve.model.view import Bucket, StepDims
+from jserve.runner.drafts import Speculation
 from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
 from jserve.runner.programs import step_name
 from jserve.runner.sizes import (
+    draft_page_bytes,
+    draft_rows,
+    drafting_limits,
     kv_dtype,
     ladder_of,
     longest_pages,
     runner_limits,
     step_dims,
     stored_kv,
+    window_of,
 )
 from jserve.sim.roofline import CHIPS, Chip, Roofline
+from jserve.sizing import speculation as drafts
 from jserve.sizing.models import Model, find, shape_of
+from jserve.sizing.speculation import Drafting, Gain, Speculated
 
 LENGTHS = (512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -73,14 +81,21 @@ class Program:
     prefill_tokens: int
     prefill_rows: int
     tokens_per_decode_row: int
+    drafts: int
+    """That a drafter on the device leaves in each row; what it reads and multiplies is in all figures
+    below."""
+    logits_bytes: int
+    """float32 logits that exist at once: most of a step's scratch."""
     weight_bytes: int
     kv_bytes: int
     flops: float
     bound: str
-    """memory or compute."""
+    """memory or compute; the target's part."""
     limit_ms: float
     """Without collectives."""
     collectives_ms: float
+    draft_ms: float
+    """Expected of the drafter's part."""
     expected_ms: float
     compiled: dict[str, Any] | None = None
 
@@ -122,6 +137,7 @@ class Plan:
     """Tokens that each row of ``programs`` reads."""
     programs: tuple[Program, ...]
     collectives: Collectives
+    speculation: Speculated | None
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
@@ -153,6 +169,10 @@ class Layout:
     dims: StepDims
     memory: MemoryPlan
     buckets: tuple[Bucket, ...]
+    speculation: Speculation | None
+    """Without its weights."""
+    draft_weight_bytes: int
+    draft_page_bytes: int
 
     @property
     def tp(self) -> int:
@@ -161,12 +181,16 @@ class Layout:
 
 def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     """Raises ConfigError as the engine would: it does not fit, or an option cannot be honoured."""
-    tp = config.device.tensor_parallel_size
-    attention = find_backend(config.device.attention_backend, "cuda" if chip.memory else "cpu")
+    tp, platform = config.device.tensor_parallel_size, _platform(chip)
+    speculation = drafts.drafter_of(model, config)
+    attention = find_backend(config.device.attention_backend, platform)
     arch = with_sinks(model.arch, attention, config.device.attention_sinks)
     model = dataclasses.replace(model, arch=arch)
-    stored = stored_kv(config, attention, model.dtype, model.arch)
-    dims, weights = step_dims(model.arch, config), model.weight_bytes(tp)
+    stored = stored_kv(config, attention, model.dtype, arch, speculation)
+    dims = step_dims(arch, config, speculation)
+    drafter = drafts.weight_bytes(speculation, model, tp)
+    of_page = draft_page_bytes(speculation, attention, dims, stored.itemsize, tp)
+    weights, window = model.weight_bytes(tp) + drafter, window_of(arch, speculation)
     memory = plan_memory(
         arch=model.arch,
         backend=attention,
@@ -176,9 +200,12 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         weight_bytes=weights,
         options=config.cache,
         memory=_memory(chip, weights),
-        longest=longest_pages(model.arch, config, dims, model.arch.widest),
+        draft_page_bytes=of_page,
+        longest=longest_pages(arch, config, dims, window),
     )
-    limits = runner_limits(model.arch, config, dims, memory.n_pages, 0, model.arch.widest)
+    limits = runner_limits(arch, config, dims, memory.n_pages, 0, window)
+    limits = drafting_limits(limits, config, speculation, platform)
+    tree = () if speculation is None else speculation.tree
     synthetic = config.speculative.method == "synthetic"
     return Layout(
         model=model,
@@ -187,8 +214,15 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         stored=stored,
         dims=dims,
         memory=memory,
-        buckets=ladder_of(limits, masks_drafts=synthetic).buckets,
+        buckets=ladder_of(limits, tree, masks_drafts=synthetic).buckets,
+        speculation=speculation,
+        draft_weight_bytes=drafter,
+        draft_page_bytes=of_page,
     )
+
+
+def _platform(chip: Chip) -> str:
+    return "cuda" if chip.memory else "cpu"
 
 
 def _memory(chip: Chip, weights: int) -> DeviceMemory:
@@ -199,10 +233,15 @@ def _memory(chip: Chip, weights: int) -> DeviceMemory:
 
 
 def plan(
-    name: str, device: str, lengths: tuple[int, ...], config: EngineConfig
+    name: str,
+    device: str,
+    lengths: tuple[int, ...],
+    config: EngineConfig,
+    acceptance: float | None = None,
 ) -> tuple[Plan, Layout]:
     """Plan ``name`` on ``tensor_parallel_size`` devices of that kind. No lengths: those of
-    ``LENGTHS`` that are shorter than the context.
+    ``LENGTHS`` that are shorter than the context. ``acceptance``: the assumed chance that a likeliest
+    draft stands, None for what tree ``auto`` goes by.
 
     Raises:
         ConfigError: an unknown device, a length beyond the context, a model that cannot be read,
@@ -212,7 +251,7 @@ def plan(
         raise ConfigError(
             f"device must be one of {', '.join(CHIPS)}, not {device!r}", field="device"
         )
-    chip = CHIPS[device]
+    chip, acceptance = CHIPS[device], drafts.acceptance_of(acceptance, config)
     model = find(name, config.model.revision, config.model.dtype)
     try:
         laid = lay_out(model, config, chip)
@@ -224,7 +263,7 @@ def plan(
         raise ConfigError(
             f"lengths: {lengths[-1]} tokens exceed the context of {context}", field="lengths"
         )
-    return _plan(laid, chip, lengths), laid
+    return _plan(laid, chip, lengths, acceptance), laid
 
 
 def _with_advice(error: ConfigError, model: Model, config: EngineConfig, chip: Chip) -> ConfigError:
@@ -244,17 +283,23 @@ def _with_advice(error: ConfigError, model: Model, config: EngineConfig, chip: C
 
 def _fits(model: Model, config: EngineConfig, chip: Chip, tp: int) -> bool:
     device = dataclasses.replace(config.device, tensor_parallel_size=tp)
+    drafter = config.speculative
+    if drafter.tensor_parallel_size > 1:  # split as the model is
+        drafter = dataclasses.replace(drafter, tensor_parallel_size=tp)
+    wider = dataclasses.replace(config, device=device, speculative=drafter)
     try:
-        lay_out(model, dataclasses.replace(config, device=device), chip)
+        lay_out(model, wider, chip)
     except ConfigError:
         return False
     return True
 
 
-def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...]) -> Plan:
+def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float) -> Plan:
     model, config, memory, tp = laid.model, laid.config, laid.memory, laid.tp
     line, context = _roofline(laid, chip), lengths[len(lengths) // 2]
     per_token = memory.page_bytes // laid.dims.Z
+    rates = tuple(_rate(laid, line, b, n) for n in lengths for b in BATCHES)
+    drafting = None if laid.speculation is None else Drafting.of(laid.speculation.drafter, line)
     return Plan(
         model=model.name,
         family=model.family.name,
@@ -273,10 +318,53 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...]) -> Plan:
         max_num_seqs=laid.dims.C,
         memory=memory,
         residents=tuple(_residents(laid, n) for n in lengths),
-        rates=tuple(_rate(laid, line, b, n) for n in lengths for b in BATCHES),
+        rates=rates,
         context=context,
-        programs=tuple(_program(line, b, context) for b in laid.buckets),
+        programs=tuple(_program(line, drafting, b, context) for b in laid.buckets),
         collectives=_collectives(line),
+        speculation=_speculated(laid, line, drafting, rates, acceptance),
+    )
+
+
+def _drafter_name(laid: Layout) -> str:
+    """Of the files that the drafter was read from; empty: there are none."""
+    made = laid.speculation
+    if made is None or made.drafter.copy is not None:
+        return ""
+    return laid.config.speculative.model or laid.model.name
+
+
+def _speculated(
+    laid: Layout,
+    line: Roofline,
+    drafting: Drafting | None,
+    rates: tuple[Rate, ...],
+    acceptance: float,
+) -> Speculated | None:
+    config, made = laid.config, laid.speculation
+    if config.speculative.method == "off":
+        return None
+    gain = Gain(
+        line=line,
+        drafting=drafting,
+        tree=() if made is None else made.tree,
+        n_drafts=config.n_drafts if made is None else made.n_draft,
+        draft_rows=draft_rows(config, _platform(line.chip)),
+        by_rank=drafts.chances_of(acceptance, config),
+    )
+    return Speculated(
+        method=config.speculative.method,
+        drafter=_drafter_name(laid),
+        n_drafts=gain.n_drafts,
+        tree=gain.tree,
+        devices=1 if made is None or made.drafter.replicated else laid.tp,
+        weight_bytes=laid.draft_weight_bytes,
+        kv_bytes_per_token=laid.draft_page_bytes // laid.dims.Z,
+        slot_bytes=4 * laid.dims.C * (laid.dims.drafts * (1 + laid.dims.grown) + laid.dims.text),
+        draft_rows=laid.dims.C if made is None else gain.draft_rows,
+        acceptance=acceptance,
+        chances=gain.by_rank,
+        rates=tuple(gain.rate(r.batch, r.context, fits=r.fits) for r in rates),
     )
 
 
@@ -291,7 +379,7 @@ def _roofline(laid: Layout, chip: Chip) -> Roofline:
 
 def _residents(laid: Layout, length: int) -> Residents:
     arch = laid.model.arch
-    most = longest_pages(arch, laid.config, laid.dims, arch.widest)
+    most = longest_pages(arch, laid.config, laid.dims, window_of(arch, laid.speculation))
     pages = min(-(-length // laid.dims.Z), most)
     held = (laid.memory.n_pages - 1) // pages
     return Residents(length=length, pages=pages, sequences=held, admitted=min(held, laid.dims.C))
@@ -311,22 +399,32 @@ def _rate(laid: Layout, line: Roofline, batch: int, context: int) -> Rate:
     )
 
 
-def _program(line: Roofline, bucket: Bucket, context: int) -> Program:
+def _program(line: Roofline, drafting: Drafting | None, bucket: Bucket, context: int) -> Program:
     drawn = bucket.D * bucket.J + (bucket.P if bucket.score else bucket.F)
     work = line.work(rows=bucket.R, tokens=bucket.T, drawn=drawn, n_context=context)
+    works, at_once = [], bucket.D * bucket.J + bucket.F
+    if drafting is not None and bucket.n_draft:
+        tree = bucket.tree or chain(bucket.n_draft)
+        works = drafting.works(bucket.R, bucket.T, context, tree)
+        at_once = max(at_once, bucket.R * max(drafts.inner_of(tree)))
+    draft = drafting.seconds(works) if drafting is not None else 0.0
+    every = [work, *works]
     return Program(
         name=step_name(bucket),
         decode_rows=bucket.D,
         prefill_tokens=bucket.P,
         prefill_rows=bucket.F,
         tokens_per_decode_row=bucket.J,
-        weight_bytes=int(work.weight_bytes),
-        kv_bytes=int(work.kv_bytes),
-        flops=work.flops,
+        drafts=bucket.n_draft,
+        logits_bytes=4 * at_once * line.shape.vocab,
+        weight_bytes=int(sum(w.weight_bytes for w in every)),
+        kv_bytes=int(sum(w.kv_bytes for w in every)),
+        flops=sum(w.flops for w in every),
         bound="compute" if line.is_compute_bound(work) else "memory",
-        limit_ms=line.limit(work) * 1e3,
-        collectives_ms=line.links(work) * 1e3,
-        expected_ms=line.expected(work) * 1e3,
+        limit_ms=sum(map(line.limit, every)) * 1e3,
+        collectives_ms=sum(map(line.links, every)) * 1e3,
+        draft_ms=draft * 1e3,
+        expected_ms=(line.expected(work) + draft) * 1e3,
     )
 
 

@@ -11,6 +11,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from jserve.sizing.plan import Plan, Rate
+from jserve.sizing.speculation import DraftRate, Speculated
+from jserve.types import Grown
 
 WIDTH = 132
 GIB = 2**30
@@ -35,6 +37,8 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     yield _memory(plan)
     yield _residents(plan)
     yield _rates(plan)
+    if plan.speculation:
+        yield _drafted(plan, plan.speculation)
     yield _programs(plan)
     if any(p.compiled for p in plan.programs):
         yield _compiled(plan)
@@ -44,7 +48,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title)
     for at, name in enumerate(columns):
-        table.add_column(name, justify="left" if at == 0 else "right")
+        table.add_column(name, justify="left" if at == 0 else "right", no_wrap=at == 0)
     return table
 
 
@@ -58,6 +62,10 @@ def _memory(plan: Plan) -> Table:
     pool = f"{m.n_pages} pages of {plan.page_size} = {m.tokens} tokens, {plan.kv_dtype}"
     per_token = f", {plan.kv_bytes_per_token / 1024:g} KiB a token"
     table.add_row("weights", _gib(m.weight_bytes), billions + share)
+    if plan.speculation and plan.speculation.drafter:
+        table.add_row("  of these", _gib(plan.speculation.weight_bytes), _drafter(plan))
+        own = plan.speculation.kv_bytes_per_token / 1024
+        per_token += f", {own:g} of them the drafter's"
     table.add_row("KV pool", _gib(m.kv_bytes), pool + per_token)
     table.add_row("slots", _gib(m.slot_bytes), f"{plan.max_num_seqs} sequences at once")
     table.add_row("scratch and rest", _gib(others), "")
@@ -87,6 +95,41 @@ def _rate(r: Rate) -> str:
     return f"{r.expected_tok_s:,.0f} ({r.limit_tok_s:,.0f})" if r.fits else "no room"
 
 
+def _drafter(plan: Plan) -> str:
+    s = plan.speculation
+    assert s is not None
+    whole = "whole on each device" if plan.devices > 1 else "whole"
+    held = f"split over {s.devices} devices" if s.devices > 1 else whole
+    shape = f"{s.n_drafts} drafts"
+    if isinstance(s.tree, Grown):
+        shape = f"trees of {shape} grown {s.tree.depth} deep, {s.tree.width} wide"
+    elif s.tree:
+        shape = f"a tree of {shape} {list(s.tree)}"
+    return f"the drafter ({s.method} {s.drafter}), {held}, {shape}"
+
+
+def _drafted(plan: Plan, s: Speculated) -> Table:
+    """A row a batch, a column a context."""
+    contexts = list(dict.fromkeys(r.context for r in s.rates))
+    title = (
+        f"with drafts by {s.method} at acceptance {s.acceptance:g}: tokens a second (gain), being batch x"
+        " tokens of a row / ms of verifying + drafting"
+    )
+    table = _table(title, "batch", *(f"context {c}" for c in contexts))
+    for batch in dict.fromkeys(r.batch for r in s.rates):
+        table.add_row(f"{batch}", *(_draft_rate(r) for r in s.rates if r.batch == batch))
+    return table
+
+
+def _draft_rate(r: DraftRate) -> str:
+    if not r.fits:
+        return "no room"
+    if r.width == 1:
+        return f"{r.expected_tok_s:,.0f} (no drafts)"
+    gain = f"{r.expected_tok_s:,.0f} ({r.speed_up:.2f})"
+    return f"{gain} {r.tokens_per_step:.2f} / {r.verify_ms:.2f} + {r.draft_ms:.2f}"
+
+
 def _programs(plan: Plan) -> Table:
     title = f"{len(plan.programs)} programs, each row at {plan.context} tokens of context"
     columns = (
@@ -94,16 +137,19 @@ def _programs(plan: Plan) -> Table:
         "weights GB",
         "KV GB",
         "TFLOP",
+        "logits MiB",
         "bound",
         "limit ms",
         "links ms",
         "expected ms",
+        "of it drafts",
     )
     table = _table(title, *columns)
     for p in plan.programs:
         bytes_ = (f"{p.weight_bytes / 1e9:.2f}", f"{p.kv_bytes / 1e9:.2f}")
-        times = (f"{t:.2f}" for t in (p.limit_ms, p.collectives_ms, p.expected_ms))
-        table.add_row(p.name, *bytes_, f"{p.flops / 1e12:.2f}", p.bound, *times)
+        scratch = f"{p.logits_bytes / 2**20:.0f}"
+        times = (f"{t:.2f}" for t in (p.limit_ms, p.collectives_ms, p.expected_ms, p.draft_ms))
+        table.add_row(p.name, *bytes_, f"{p.flops / 1e12:.2f}", scratch, p.bound, *times)
     return table
 
 
@@ -142,10 +188,22 @@ def _notes(plan: Plan) -> str:
         c = plan.collectives
         links = f"{c.all_reduces} all-reduces and {c.all_gathers} all-gather a step"
         links += f", {c.bytes_per_token / 1e6:.2f} MB sent by a device per decoded token"
+    drafts = _drafting_notes(plan.speculation) if plan.speculation else ""
     return (
-        f"collectives: {links}\n"
+        f"collectives: {links}\n{drafts}"
         "limit: weights once, KV once and all flops at the device's rates. expected: what engines"
         " reach of that, and a step's other costs (jserve/sim/roofline.py). Nothing here is measured."
+    )
+
+
+def _drafting_notes(s: Speculated) -> str:
+    by_rank = ", ".join(f"{c:.2f}" for c in s.chances)
+    text = f"drafts: chances by rank {by_rank} (--acceptance, speculative.tree_chances); "
+    if not s.drafter:
+        return text + "they are taken to be found in every step, and looking for them is not counted\n"
+    return text + (
+        "a step reads the drafter's weights once to see its tokens and its layers and unembedding once"
+        f" for each level of drafts; above {s.draft_rows} rows it sleeps\n"
     )
 
 

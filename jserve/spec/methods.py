@@ -17,27 +17,29 @@ from jserve.spec.lookup import Lookup
 from jserve.spec.ngram import NgramIndex
 from jserve.spec.suffix import CorpusCursor, SuffixAutomaton, SuffixIndex
 from jserve.spec.synthetic import Synthetic
+from jserve.types import Grown
 
 DEVICE = ("draft", "eagle3", "medusa", "mtp")
 """Methods whose drafts are made on the device."""
 OWN = ("mtp",)
 """Of these, those whose weights lie in the target's own checkpoint."""
 MAX_CORPUS_TOKENS = 1 << 20
+_DRAFTERS = ("tree", "tree_chances", "max_rows", "tensor_parallel_size")
 _READS = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens"),
     "suffix": ("suffix_min_match", "corpus", "max_lookup_tokens"),
     "synthetic": ("synthetic_acceptance_rate",),
-    "draft": ("model", "tree", "max_rows"),
-    "eagle3": ("model", "tree", "max_rows"),
-    "medusa": ("model", "tree", "max_rows"),
-    "mtp": ("tree", "max_rows"),
+    "draft": ("model", *_DRAFTERS),
+    "eagle3": ("model", *_DRAFTERS),
+    "medusa": ("model", *_DRAFTERS),
+    "mtp": _DRAFTERS,
     "off": ("num_tokens", "min_speed"),
 }
 _ALL = ("method", "num_tokens", "min_speed")
 
 
-def check(options: SpeculativeOptions) -> None:
-    """Refuse what cannot be done, before anything is loaded.
+def check(options: SpeculativeOptions, tp: int = 1) -> None:
+    """Refuse what cannot be done beside a model over ``tp`` devices, before anything is loaded.
 
     Raises:
         ConfigError: a method without its drafter, or an option that the method does not read.
@@ -51,6 +53,17 @@ def check(options: SpeculativeOptions) -> None:
             raise ConfigError(
                 f"{DOTTED}.{f.name} means nothing to method {method!r}", field=f"{DOTTED}.{f.name}"
             )
+    if options.tensor_parallel_size not in (0, 1, tp):
+        raise ConfigError(
+            f"{DOTTED}.tensor_parallel_size is {options.tensor_parallel_size}, but a drafter runs in the"
+            f" model's own program, on its {tp} devices: each holds all of it (1) or its part ({tp})",
+            field=f"{DOTTED}.tensor_parallel_size",
+        )
+    if options.tree_chances and options.tree != trees.AUTO:
+        raise ConfigError(
+            f"{trees.CHANCES} means nothing without {trees.FIELD} {trees.AUTO!r}",
+            field=trees.CHANCES,
+        )
     if options.prompt_lookup_min > options.prompt_lookup_max:
         raise ConfigError(
             f"{DOTTED}.prompt_lookup_min {options.prompt_lookup_min} exceeds prompt_lookup_max"
@@ -60,7 +73,7 @@ def check(options: SpeculativeOptions) -> None:
     shape(options, trees.MAX_NODES)
 
 
-def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents]:
+def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents | Grown]:
     """(drafts that the device makes per row, their tree; (): a chain).
 
     Args:
@@ -72,7 +85,9 @@ def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents
     n = options.num_tokens or DEFAULT_DRAFTS
     if not options.tree:
         return options.num_tokens or min(n, deepest), ()
-    parents = trees.written(options.tree, n, deepest)
+    if options.tree == trees.DYNAMIC:
+        return n, trees.grown(n, deepest)
+    parents = trees.written(options.tree, n, deepest, trees.chances_of(options.tree_chances))
     if len(parents) != n and options.num_tokens:
         raise ConfigError(
             f"{trees.FIELD} has {len(parents)} drafts, num_tokens is {n}", field=trees.FIELD

@@ -4,6 +4,7 @@ Owns the notation and the choice of a shape. Must not know jax, drafters or atte
 parents, level by level, as ``jserve.model.tree`` numbers nodes::
 
     "auto"                         the ``num_tokens`` places where a draft stands most likely
+    "dynamic"                      as many, chosen anew in every step by what the drafter says
     [3, 2, 1]                      3 tokens for the next place, 2 after each of them, 1 after each of these
     [[0], [1], [0, 0], [0, 1]]     path by path: each number is a rank among its siblings, likeliest first
 
@@ -21,34 +22,62 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from jserve.errors import ConfigError
+from jserve.types import Grown
 
 Parents = tuple[int, ...]
 Path = tuple[int, ...]
 FIELD = "speculative.tree"
-AUTO = "auto"
+CHANCES = "speculative.tree_chances"
+AUTO, DYNAMIC = "auto", "dynamic"
 MAX_NODES = 15
 
 RANKS = (0.60, 0.15, 0.07, 0.04, 0.03)
-"""Chance that the draft of each rank stands, given that its parent does: what ``auto`` assumes."""
+"""Chance that the draft of each rank stands, given that its parent does: what ``auto`` assumes where
+nobody measured it."""
 
 
-def written(text: str, n_drafts: int, deepest: int) -> Parents:
-    """The tree that ``text`` means; () where it is a chain of ``n_drafts``, as without text.
+def chances_of(text: str) -> tuple[float, ...]:
+    """The chances by rank that ``text`` lists; ``RANKS`` where it is empty.
+
+    Raises:
+        ConfigError: no list of chances, likeliest first, that can all be true at once.
+    """
+    if not text:
+        return RANKS
+    given = _json(text)
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_NODES or not _numbers(given):
+        raise _wrong(f"must list 1 to {MAX_NODES} chances, not {text[:80]!r}", CHANCES)
+    falls = sorted(given, reverse=True) == given
+    if not (falls and min(given) > 0 and sum(given) <= 1 + 1e-9):  # nor NaN
+        raise _wrong(f"{text[:80]} must fall, be above 0 and make at most 1 together", CHANCES)
+    return tuple(map(float, given))
+
+
+def written(text: str, n_drafts: int, deepest: int, ranks: Seq[float] = RANKS) -> Parents:
+    """The tree of one shape that ``text`` means.
 
     Args:
         n_drafts: drafts of ``auto``.
         deepest: most drafts after one another that ``auto`` takes.
+        ranks: chances of siblings, likeliest first, that ``auto`` goes by.
 
     Raises:
         ConfigError: no tree, or one of more than ``MAX_NODES`` drafts.
     """
     if text == AUTO:
-        return parents_of(likeliest(n_drafts, deepest))
+        return parents_of(likeliest(n_drafts, deepest, ranks))
     given = _parsed(text)
     return parents_of(_branched(given) if _whole(given) else _paths(given))
 
 
-def likeliest(n: int, deepest: int, ranks: Seq[float] = RANKS) -> list[Path]:
+def grown(n: int, deepest: int) -> Grown:
+    """How trees of ``n`` drafts grow: about as deep as a balanced tree of twice as many nodes has rows, and
+    as wide as leaves no more nodes tried than are kept."""
+    depth = min(deepest, max(2, round((2 * n) ** 0.5)), n)
+    return Grown(n, depth, n // (depth - 1) if depth > 1 else n)
+
+
+def likeliest(n: int, deepest: int, ranks: Seq[float]) -> list[Path]:
     """The ``n`` paths of at most ``deepest`` drafts with the largest products of ``ranks``, which is
     the tree with the most drafts expected to stand."""
     found: list[Path] = []
@@ -116,17 +145,27 @@ def _whole(given: list[Any]) -> bool:
     return all(isinstance(x, int) and not isinstance(x, bool) for x in given)
 
 
+def _numbers(given: list[Any]) -> bool:
+    return all(isinstance(x, int | float) and not isinstance(x, bool) for x in given)
+
+
 def _parsed(text: str) -> list[Any]:
     """JSON; also with round brackets and commas before them, as vLLM has it."""
-    plain = re.sub(r",\s*\]", "]", text.translate({ord("("): "[", ord(")"): "]"}))
-    try:
-        given = json.loads(plain)
-    except ValueError:
-        given = None
+    given = _json(re.sub(r",\s*\]", "]", text.translate({ord("("): "[", ord(")"): "]"})))
     if not isinstance(given, list) or not given:
-        raise _wrong(f"must be {AUTO!r}, branches per depth or a list of paths, not {text[:80]!r}")
+        raise _wrong(
+            f"must be {AUTO!r}, {DYNAMIC!r}, branches per depth or a list of paths, not {text[:80]!r}"
+        )
     return given
 
 
-def _wrong(what: str) -> ConfigError:
-    return ConfigError(f"{FIELD} {what}", field=FIELD)
+def _json(text: str) -> Any:
+    """None where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _wrong(what: str, field: str = FIELD) -> ConfigError:
+    return ConfigError(f"{field} {what}", field=field)

@@ -32,7 +32,7 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 _OFF = ("attention_bias", "qkv_bias", "mlp_bias", "bias", "norm_before_fc", "parallel_drafting")
 
 
-def read_eagle3(files: HeadFiles, target: Arch, tp: int) -> Head:
+def read_eagle3(files: HeadFiles, target: Arch) -> Head:
     """The drafter that an EAGLE-3 directory describes.
 
     Raises:
@@ -55,7 +55,6 @@ def read_eagle3(files: HeadFiles, target: Arch, tp: int) -> Head:
         own_unembed=own_embed if arch.tied else files.dummy or "lm_head.weight" in names,
         mapped="d2t" in names or arch.V != target.V,
         norm_before_residual=boolean(config, "norm_before_residual", False),
-        tp=tp,
     )
     rename = partial(_in_file, "layers.0." if _has(names, "layers.0.") else f"{LAYER}.", arch.tied)
     return Head(replace(drafter, specs=lambda tp: renamed(drafter.specs(tp), rename)), ("t2d",))

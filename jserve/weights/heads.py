@@ -1,4 +1,4 @@
-"""Speculative heads out of a directory: the drafter, and its weights on the mesh.
+"""Speculative heads out of a directory: the drafter, and the way to its weights.
 
 Owns the table of methods, and that a tensor which a format does not have is an error: it would
 change what the head computes. Must not know plans, nor how drafts are made.
@@ -7,59 +7,44 @@ change what the head computes. Must not know plans, nor how drafts are made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from jax.sharding import Mesh
-
 from jserve.errors import ConfigError
-from jserve.model.drafter import REPLICATED, Drafter
+from jserve.model.drafter import Drafter
 from jserve.model.family import Arch
-from jserve.model.shard import ShardRules
 from jserve.weights.eagle3 import read_eagle3
 from jserve.weights.head_files import Head, HeadFiles
 from jserve.weights.loader import load_tree
 from jserve.weights.medusa import read_medusa
-from jserve.weights.place import tp_size
 from jserve.weights.source import Source
 
-READERS: Mapping[str, Callable[[HeadFiles, Arch, int], Head]] = {
+READERS: Mapping[str, Callable[[HeadFiles, Arch], Head]] = {
     "eagle3": read_eagle3,
     "medusa": read_medusa,
 }
 
 
-def load_head(
-    method: str,
-    source: Source,
-    target: Arch,
-    mesh: Mesh,
-    rules: ShardRules,
-    dtype: Any,
-    **how: Any,
-) -> tuple[Drafter, Any]:
-    """(the drafter of ``target`` in ``source``, the tree of its ``specs`` placed on ``mesh``).
+def read_head(method: str, source: Source, target: Arch) -> tuple[Drafter, Callable[..., Any]]:
+    """(the drafter of ``target`` in ``source``, (mesh, rules, dtype, options of ``loader.load``) -> the
+    tree of its ``specs``, which raises WeightsError for a file that is broken, lacks a tensor or has one
+    that the format does not).
 
     Args:
         method: eagle3 or medusa.
-        how: options of ``loader.load``.
 
     Raises:
         ConfigError: config.json asks for what cannot be honoured, or does not fit the target.
-        WeightsError: a file is broken, lacks a tensor or has one that the format does not.
     """
     if source.format == "orbax":
         raise ConfigError(
             f"{source.directory}: heads are read from safetensors only", field="speculative.model"
         )
-    head = READERS[method](HeadFiles(source), target, tp_size(mesh, rules))
-    laid = REPLICATED if head.drafter.replicated else rules
-    params = load_tree(
-        head.drafter.specs,
-        source,
-        mesh,
-        laid,
-        dtype,
-        finish=lambda tensors: tensors.refuse_unused(ignore=head.unread),
-        **how,
-    )
-    return head.drafter, params
+    head = READERS[method](HeadFiles(source), target)
+    specs, unread = head.drafter.specs, head.unread
+    finish = partial(_refuse_unused, unread)
+    return head.drafter, partial(load_tree, specs, source, finish=finish)
+
+
+def _refuse_unused(unread: tuple[str, ...], tensors: Any) -> None:
+    tensors.refuse_unused(ignore=unread)

@@ -27,7 +27,7 @@ _LINEAR = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _LM_HEAD = re.compile(r"(\d+)\.\d+\.weight")
 
 
-def read_medusa(files: HeadFiles, target: Arch, tp: int) -> Head:
+def read_medusa(files: HeadFiles, target: Arch) -> Head:
     """The drafter that a Medusa directory describes.
 
     Raises:
@@ -47,7 +47,6 @@ def read_medusa(files: HeadFiles, target: Arch, tp: int) -> Head:
         own_unembed=not original and (files.dummy or first in names),
         bias=not vllm or "blocks.0.layers.0.bias" in names,
         prefix="" if vllm else _prefix(names),
-        tp=tp,
     )
     unread = ("lm_head.weight", "lm_heads.0.weight") if original else ()
     if vllm:

@@ -28,7 +28,7 @@ from jserve.model.families import family_for
 from jserve.model.hand import Row, pack
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket, StepDims, layout, unpack
-from jserve.weights.heads import load_head
+from jserve.weights.heads import read_head
 from jserve.weights.loader import load
 from jserve.weights.source import resolve
 
@@ -253,8 +253,8 @@ def serve(folder: Path, target: Path, method: str) -> Served:
     arch = family.arch(source.config)
     params = load(family, arch, source, mesh, rules, jnp.float32)
     of = Target(family=family, arch=arch, params=params, attn=backend("ref"), axis=None)
-    head = load_head(method, resolve(str(folder)), arch, mesh, rules, jnp.float32)
-    return Served(of, *head)
+    drafter, load_weights = read_head(method, resolve(str(folder)), arch)
+    return Served(of, drafter, load_weights(mesh, rules, jnp.float32))
 
 
 def served_logits(served: Served, tokens: list[int], steps: int) -> tuple[np.ndarray, np.ndarray]:

@@ -84,7 +84,7 @@ def written(slots: slot_rows.SlotState, slot: int, tokens: list[int]) -> slot_ro
 def test_a_slot_holds_its_text_through_loads_and_steps(n) -> None:
     rng = np.random.default_rng(n)
     texts = [rng.integers(0, 99, n + c).tolist() for c in range(3)]
-    slots = slot_rows.empty(3, 100, 0, S)
+    slots = slot_rows.empty(3, 100, text=S)
     for c in (2, 0, 1):
         slots = written(slots, c, texts[c])
     for _ in range(40):

@@ -39,18 +39,73 @@ def test_the_path_is_the_one_that_a_walk_takes(parents: tuple[int, ...]) -> None
     token_RJ, drawn_RJ = rng.integers(0, 3, (2, 500, J))
     count_R = rng.integers(1, J + 1, 500)
     args = (jnp.asarray(x, jnp.int32) for x in (token_RJ, drawn_RJ, count_R))
-    n_ok_R, path_RJ = map(np.asarray, accept_tree(*args, parents))
+    n_ok_R, path_RJ = map(np.asarray, accept_tree(*args, tree.mask_of(parents)))
     for r in range(500):
         want = walk(parents, token_RJ[r].tolist(), drawn_RJ[r].tolist(), count_R[r])
         assert path_RJ[r, : n_ok_R[r]].tolist() == want
         assert path_RJ[r, n_ok_R[r] :].tolist() == list(range(n_ok_R[r], J))
 
 
+def random_parents(n_rows: int, n: int) -> np.ndarray:
+    """int32[n_rows, n]: any trees, chains and stars among them."""
+    rng = np.random.default_rng(7)
+    found = np.stack([rng.integers(0, np.arange(1, n + 1)) for _ in range(n_rows)])
+    found[0], found[1] = np.arange(n), 0
+    return found.astype(np.int32)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 15])
+def test_trees_that_grew_are_trees(n: int) -> None:
+    """The masks of many rows, each with a tree of its own, say what those of each tree say."""
+    parent_DN = random_parents(40, n)
+    masks = jax.jit(tree.masks_of)(parent_DN)
+    path_DJN, parent_DJ = (np.asarray(f(masks)) for f in (tree.path_to, tree.parent_of))
+    for r, row in enumerate(parent_DN.tolist()):
+        one = tree.mask_of(tuple(row))
+        np.testing.assert_array_equal(masks.sees_DJX[r], one.sees_DJX[0])
+        np.testing.assert_array_equal(masks.depth_DX[r], tree.depths(tuple(row)))
+        assert parent_DJ[r].tolist() == [0, *row]
+        for node, path in enumerate(tree.paths(tuple(row))):
+            assert [x for x in path_DJN[r, node].tolist() if x] == list(path)
+
+
+def test_the_path_of_a_tree_that_grew_is_the_one_that_a_walk_takes() -> None:
+    rng, n = np.random.default_rng(0), 7
+    parent_DN = random_parents(500, n)
+    token_RJ, drawn_RJ = rng.integers(0, 3, (2, 500, 1 + n)).astype(np.int32)
+    count_R = rng.integers(1, 2 + n, 500).astype(np.int32)
+    masks = tree.masks_of(jnp.asarray(parent_DN))
+    n_ok_R, path_RJ = map(np.asarray, accept_tree(token_RJ, drawn_RJ, count_R, masks))
+    for r, row in enumerate(parent_DN.tolist()):
+        want = walk(tuple(row), token_RJ[r].tolist(), drawn_RJ[r].tolist(), count_R[r])
+        assert path_RJ[r, : n_ok_R[r]].tolist() == want
+        assert path_RJ[r, n_ok_R[r] :].tolist() == list(range(n_ok_R[r], 1 + n))
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("first", [0, 3])
+def test_rows_with_trees_of_their_own_see_what_each_would_alone(window: int, first: int) -> None:
+    """All nodes of a tree, or those from ``first`` on beside the others' places."""
+    n, n_rows = 6, 9
+    parent_DN = random_parents(n_rows, n)
+    whole = tree.masks_of(jnp.asarray(parent_DN))
+    masks = tree.RowMasks(whole.sees_DJX[:, first:], whole.depth_DX)
+    order_W = np.random.default_rng(3).permutation(n_rows)
+    start_W = 5 + first + order_W
+    pos_WS = (order_W % 4)[:, None] + np.arange(24)
+    seen = tree.seen_in_tree(masks.rows(order_W), start_W, pos_WS, window)
+    for w, r in enumerate(order_W):
+        one = tree.mask_of(tuple(parent_DN[r].tolist()))
+        one = tree.DraftMask(one.sees[first:], one.depth)
+        want = tree.seen_in_tree(one, start_W[w : w + 1], pos_WS[w : w + 1], window)
+        np.testing.assert_array_equal(seen[w], want[0])
+
+
 def test_a_chain_is_accepted_as_a_tree_that_is_one() -> None:
     rng = np.random.default_rng(1)
     args = [jnp.asarray(rng.integers(0, 2, (300, 4)), jnp.int32) for _ in range(2)]
     count_R = jnp.asarray(rng.integers(1, 5, 300), jnp.int32)
-    n_ok_R, path_RJ = accept_tree(*args, count_R, tree.chain(3))
+    n_ok_R, path_RJ = accept_tree(*args, count_R, tree.mask_of(tree.chain(3)))
     np.testing.assert_array_equal(n_ok_R, accept(*args, count_R))
     np.testing.assert_array_equal(path_RJ, np.tile(np.arange(4), (300, 1)))
 

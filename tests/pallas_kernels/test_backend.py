@@ -15,8 +15,9 @@ from jserve.model import attn_hopper
 from jserve.model.attention import backend
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import E4M3, stored
-from jserve.model.tree import DraftMask
+from jserve.model.tree import DraftMask, Shape
 from jserve.model.view import Bucket, StepDims, layout, unpack
+from jserve.types import Grown
 from jserve.window import Window
 from pallas_kernels.paged_attention import Tree
 from tests.model.driver import NoSlots
@@ -150,22 +151,23 @@ def test_a_level_of_a_tree_agrees_with_ref() -> None:
 
 
 @pytest.mark.parametrize(
-    ("H", "dtype", "trees", "field"),
+    ("H", "dtype", "shape", "field"),
     [
-        (80, jnp.bfloat16, False, "attention_backend"),
-        (256, E4M3, False, "kv_cache_dtype"),
-        (256, jnp.bfloat16, True, "speculative.tree"),
+        (80, jnp.bfloat16, (), "attention_backend"),
+        (256, E4M3, (), "kv_cache_dtype"),
+        (256, jnp.bfloat16, TREE, "speculative.tree"),
+        (128, jnp.bfloat16, Grown(5, 3, 2), "speculative.tree"),
     ],
 )
-def test_heads_that_are_not_served_are_refused_by_option(
-    H: int, dtype: Any, trees: bool, field: str
+def test_what_is_not_served_is_refused_by_option(
+    H: int, dtype: Any, shape: Shape, field: str
 ) -> None:
     attn = backend("hopper", "cuda")
     with pytest.raises(ConfigError, match=field) as e:
-        attn.check(H, attn.kv_dtype(dtype), trees)
+        attn.check(H, attn.kv_dtype(dtype), shape)
     assert e.value.field == field
-    attn.check(256, jnp.dtype(jnp.bfloat16), False)
-    attn.check(128, E4M3, True)
+    attn.check(256, jnp.dtype(jnp.bfloat16), ())
+    attn.check(128, E4M3, TREE)
 
 
 def test_window_agrees_with_ref() -> None:

@@ -48,6 +48,29 @@ def test_one_program_of_a_sharded_layer(tmp_path) -> None:
     assert said[-1] == ("compile", 1, 1)
 
 
+def test_one_program_that_drafts(tmp_path) -> None:
+    """The same layer with itself for a draft model: what the drafter reads for each of its passes is what
+    the plan says, and it is one graph still."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPES["llama-3.2-1b"] | {"num_hidden_layers": 1}))
+    config = EngineConfig.of(
+        max_num_seqs=8,
+        max_model_len=4096,
+        page_size=64,
+        attention_backend="hopper",
+        speculative={"method": "draft", "model": str(path), "num_tokens": 3},
+    )
+    found, laid = sizing.plan(str(path), "h200", (512,), config)
+    at = [p.name for p in found.programs].index("step_D8_P0_F0_J4_n3")
+    laid = dataclasses.replace(laid, buckets=laid.buckets[at : at + 1])
+    found = dataclasses.replace(found, programs=found.programs[at : at + 1])
+    program = with_compiled(found, laid, "h200", lambda *_: None).programs[0]
+    figures = program.compiled or {}
+    assert figures["launches"] == 1
+    assert 1 < figures["bytes_over_weights"] < 1.2
+    assert program.logits_bytes < figures["temp_bytes"] < 5 * program.logits_bytes
+
+
 def test_a_device_without_a_description_is_refused() -> None:
     result = CliRunner().invoke(app, ["plan", "qwen3-0.6b", "--device", "b200", "--compile"])
     assert result.exit_code == 2

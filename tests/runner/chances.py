@@ -30,12 +30,12 @@ from jserve.model.medusa import medusa
 from jserve.model.prompt_lookup import ngram
 from jserve.model.shard import make_mesh
 from jserve.model.step import DeviceState, StepModel, make_step
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
 from jserve.model.view import Bucket, StepDims, numpy_views, unpack
 from jserve.runner.batch import uses
 from jserve.runner.state import new_state
 from jserve.sampling import SamplingParams
-from jserve.types import SlotLoad
+from jserve.types import Grown, SlotLoad
 from tests.model.sample_reference import Context, adjusted, distribution
 from tests.model.sample_rig import mask_words
 from tests.runner.drafters import drawn
@@ -47,7 +47,8 @@ WINDOW = 3
 ROWS, M, Z = 1024, 9, 8
 ARCH7 = replace(ARCH, V=V, L=1, D=16, F=32, N=4, K=2, windows=(WINDOW,))
 TREE = (0, 0, 1, 2, 2)
-CHAIN: Parents = ()
+GROWN = Grown(5, 3, 2)
+CHAIN: Shape = ()
 N_CHAIN = 3
 
 Allowed = Callable[[Seq[int]], np.ndarray]
@@ -107,12 +108,14 @@ class HostDrafts(Protocol):
 class Kind:
     """A drafter of the device with its weights, or else drafts of the host."""
 
-    parents: Parents = CHAIN
+    parents: Shape = CHAIN
     drafter: Drafter | None = None
     params: Any = None
 
     @property
     def n(self) -> int:
+        if isinstance(self.parents, Grown):
+            return self.parents.n
         return len(self.parents) or N_CHAIN
 
 
@@ -125,7 +128,7 @@ def target_params() -> Any:
     return {**params, "embed": params["embed"] * 3, "layers": layers}
 
 
-def device_kind(name: str, parents: Parents = CHAIN) -> Kind:
+def device_kind(name: str, parents: Shape = CHAIN) -> Kind:
     """A drafter near the target (many drafts stand, many do not), heads of random weights, or one that
     copies."""
     mesh, target = make_mesh(1), target_params()
@@ -177,8 +180,9 @@ class Dice:
         self.bucket = Bucket(
             D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, tree=kind.parents, mask=True
         )
+        grown = isinstance(kind.parents, Grown)
         text = 0 if kind.drafter is None else kind.drafter.text
-        self.dims = StepDims(C=ROWS, M=M, Z=Z, V=V, drafts=held, text=text)
+        self.dims = StepDims(C=ROWS, M=M, Z=Z, V=V, drafts=held, grown=grown, text=text)
         self.model = StepModel(
             family=LLAMA, arch=ARCH7, backend=backend("xla"), dims=self.dims, mesh=make_mesh(1),
             rules=RULES, n_pages=M * ROWS + 1, kv_dtype=jnp.dtype("float32"),
@@ -188,7 +192,6 @@ class Dice:
         self.params = target_params() if kind.drafter is None else own
         self.step = jax.jit(make_step(self.model, self.bucket), donate_argnums=1)
         self.state = new_state(self.model)
-        self.depth_J = tree.depths(kind.parents or tree.chain(kind.n))
         pages = [range(1 + M * r, 1 + M * (r + 1)) for r in range(ROWS)]
         rows = [Row(p, -1, [-1] * self.bucket.J, slot=r) for r, p in enumerate(pages)]
         self.blank = pack(self.bucket, self.dims, self.model.backend, rows, [])
@@ -232,7 +235,8 @@ class Dice:
 
     def _slots(self, params: SamplingParams) -> Any:
         """Slots whose last token is START, with no KV yet."""
-        one = slot_rows.empty(1, V, self.dims.drafts, self.dims.text)
+        dims = self.dims
+        one = slot_rows.empty(1, V, dims.drafts, grown=dims.grown, text=dims.text)
         item = SlotLoad(slot=0, tokens=[START], n_prompt=1, params=params)
         for buf in slot_rows.load_buffers(item, V):
             one = slot_rows.load(one, jnp.asarray(buf))
@@ -281,9 +285,19 @@ class Dice:
 
     def _mask(self, out: np.ndarray, allowed: Allowed, texts: list[list[int]]) -> None:
         """Masks that depend on the place alone; of a tree, on its depth."""
-        place_RJ = np.array([len(t) - 1 for t in texts])[:, None] + np.array(self.depth_J)
+        place_RJ = np.array([len(t) - 1 for t in texts])[:, None] + self._depths()
         words = [mask_words(allowed([0] * n), V)[0] for n in range(place_RJ.max() + 1)]
         out[..., 0] &= np.array(words, np.int32)[place_RJ]
+
+    def _depths(self) -> np.ndarray:
+        """Of the nodes of the trees to be verified: [J], or [ROWS, J] where they grew."""
+        shape, held = self.kind.parents, self.state.slots.parent_CJ
+        if not isinstance(shape, Grown):
+            return np.array(tree.depths(shape or tree.chain(self.kind.n)))
+        parents, depth_RJ = np.asarray(held), np.zeros((ROWS, 1 + shape.n), int)
+        for j in range(shape.n):
+            depth_RJ[:, 1 + j] = 1 + depth_RJ[np.arange(ROWS), parents[:, j]]
+        return depth_RJ
 
 
 # --- what should come

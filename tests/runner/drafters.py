@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from jserve.model.draft_model import draft_model
-from jserve.model.drafter import REPLICATED
+from jserve.model.drafter import REPLICATED, Drafter, split_over
 from jserve.model.eagle3 import eagle3
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.medusa import medusa
 from jserve.model.shard import is_spec, shardings
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
 from jserve.runner.drafts import Speculation
 from tests.runner.harness import ARCH, RULES, _draw, tiny_params
 
@@ -26,16 +26,19 @@ def drawn(specs: Any, mesh: Any, rules: Any, seed: int) -> Any:
     return jax.device_put(host, shardings(specs, mesh, rules))
 
 
-def same_model(mesh: Any, n: int = 3, tree: Parents = ()) -> Speculation:
+def same_model(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Speculation:
     """The target as its own draft model: every draft is right while its KV is."""
-    drafter = draft_model(LLAMA, ARCH, ARCH, mesh.shape["tp"])
-    return Speculation(drafter=drafter, params=tiny_params(mesh), n_draft=n, tree=tree)
+    return _model(0, mesh, n, tree, wished)
 
 
-def other_model(mesh: Any, n: int = 3, tree: Parents = ()) -> Speculation:
+def other_model(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Speculation:
     """A model of other weights: most drafts are wrong."""
-    drafter = draft_model(LLAMA, ARCH, ARCH, mesh.shape["tp"])
-    params = tiny_params(mesh, seed=7)
+    return _model(7, mesh, n, tree, wished)
+
+
+def _model(seed: int, mesh: Any, n: int, tree: Shape, wished: int) -> Speculation:
+    drafter = split_over(draft_model(LLAMA, ARCH, ARCH), mesh.shape["tp"], wished)
+    params = tiny_params(mesh, seed, whole=drafter.replicated)
     return Speculation(drafter=drafter, params=params, n_draft=n, tree=tree)
 
 
@@ -44,18 +47,22 @@ HEAD = replace(ARCH, L=1, V=100, N=4, K=2, F=48)
 TAPS = (0, 1, 2)
 
 
-def eagle(mesh: Any, n: int = 3, tree: Parents = ()) -> Speculation:
-    drafter = eagle3(HEAD, ARCH, taps=TAPS, own_embed=False, tp=mesh.shape["tp"])
-    rules = REPLICATED if drafter.replicated else RULES
-    specs = drafter.specs(1 if drafter.replicated else mesh.shape["tp"])
-    params = drawn(specs, mesh, rules, seed=5)
+def eagle(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Speculation:
+    made = eagle3(HEAD, ARCH, taps=TAPS, own_embed=False)
+    drafter, params = _drawn(made, mesh, wished, seed=5)
     params["d2t"] = jax.device_put(
         np.arange(HEAD.V, dtype=np.int32) // 4, params["d2t"].sharding
     )  # rows 0, 1, 2, 3, 4 ... are tokens 0, 1, 2, 3, 5 ...
     return Speculation(drafter=drafter, params=params, n_draft=n, tree=tree)
 
 
-def heads(mesh: Any, n: int = 3, tree: Parents = ()) -> Speculation:
-    drafter = medusa(ARCH, n_heads=3, tp=mesh.shape["tp"])
-    params = drawn(drafter.specs(mesh.shape["tp"]), mesh, RULES, seed=6)
+def heads(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Speculation:
+    drafter, params = _drawn(medusa(ARCH, n_heads=3), mesh, wished, seed=6)
     return Speculation(drafter=drafter, params=params, n_draft=n, tree=tree)
+
+
+def _drawn(drafter: Drafter, mesh: Any, wished: int, seed: int) -> tuple[Drafter, Any]:
+    tp = mesh.shape["tp"]
+    drafter = split_over(drafter, tp, wished)
+    specs = drafter.specs(1 if drafter.replicated else tp)
+    return drafter, drawn(specs, mesh, REPLICATED if drafter.replicated else RULES, seed)

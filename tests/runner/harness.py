@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jserve.config import EngineConfig
+from jserve.model.drafter import REPLICATED
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.shard import ShardRules, is_spec, make_mesh, shardings
 from jserve.model.view import Bucket
@@ -55,14 +56,15 @@ OPTIONS: dict[str, Any] = {
 SMALL = (Bucket(D=2, P=0, F=0), Bucket(D=6, P=48, F=4))
 
 
-def tiny_params(mesh: Any, seed: int = 0) -> Any:
-    """Seeded float32 weights, large enough that logits differ widely between contexts."""
+def tiny_params(mesh: Any, seed: int = 0, *, whole: bool = False) -> Any:
+    """Seeded float32 weights, large enough that logits differ widely between contexts; ``whole`` on
+    every device, or split."""
     rng = np.random.default_rng(seed)
-    tp = mesh.shape["tp"]
+    tp = 1 if whole else mesh.shape["tp"]
     host = jax.tree.map(lambda s: _draw(rng, s), LLAMA.specs(ARCH, 1), is_leaf=is_spec)
     specs = LLAMA.specs(ARCH, tp)
     host = jax.tree.map(lambda s, x: _repeat(s.shape, x), specs, host, is_leaf=is_spec)
-    return jax.device_put(host, shardings(specs, mesh, RULES))
+    return jax.device_put(host, shardings(specs, mesh, REPLICATED if whole else RULES))
 
 
 def _draw(rng: np.random.Generator, spec: Any) -> np.ndarray:

@@ -17,6 +17,8 @@ from jserve.config import DEFAULT_DRAFTS, SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.model import tree
 from jserve.model.draft_model import draft_model
+from jserve.model.drafter import split_over
+from jserve.model.eagle3 import eagle3
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.shard import make_mesh
 from jserve.model.step import make_step
@@ -24,17 +26,18 @@ from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.batch import Packer
 from jserve.runner.buckets import Ladder
-from jserve.runner.drafts import LOADERS, Speculation, load_speculation
+from jserve.runner.drafts import FINDERS, Found, Speculation, load_speculation
 from jserve.runner.moves import PageMover
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
 from jserve.spec.methods import shape
-from jserve.types import PageFetch, PageMove, RowPlan, StepPlan
+from jserve.types import Grown, PageFetch, PageMove, RowPlan, StepPlan
 from tests.runner import draft_oracle, drafters
 from tests.runner.harness import ARCH, Live, Rig, jobs, make_runner, shared, tiny_params
 from tests.runner.test_equalities import alone, as_tuples, mixed_jobs
 
 TREE = (0, 0, 1, 1, 2)
+GROWN = Grown(5, 3, 2)
 MANY_PAGES = 4001
 """So that a copy of the KV would be most of a step's memory."""
 MAKERS: dict[str, Callable[..., Speculation]] = {
@@ -43,13 +46,18 @@ MAKERS: dict[str, Callable[..., Speculation]] = {
     "eagle3": drafters.eagle,
     "medusa": drafters.heads,
 }
+NAMES: dict[tree.Shape, str] = {(): "chain", TREE: "tree", GROWN: "grown"}
 CASES = [
-    pytest.param(kind, parents, id=f"{kind}-{'tree' if parents else 'chain'}", marks=marks)
+    pytest.param(kind, parents, id=f"{kind}-{NAMES[parents]}", marks=marks)
     for kind, parents, marks in (
         ("same", (), ()),
         ("eagle3", TREE, ()),
         ("medusa", TREE, ()),
+        ("eagle3", GROWN, ()),
         ("same", TREE, pytest.mark.slow),
+        ("same", GROWN, pytest.mark.slow),
+        ("other", GROWN, pytest.mark.slow),
+        ("medusa", GROWN, pytest.mark.slow),
         ("other", (), pytest.mark.slow),
         ("other", TREE, pytest.mark.slow),
         ("eagle3", (), pytest.mark.slow),
@@ -58,15 +66,19 @@ CASES = [
 ]
 
 
-def bucket(parents: tuple[int, ...]) -> Bucket:
-    n = len(parents) or 3
+def n_of(parents: tree.Shape) -> int:
+    return parents.n if isinstance(parents, Grown) else len(parents) or 3
+
+
+def bucket(parents: tree.Shape) -> Bucket:
+    n = n_of(parents)
     return Bucket(D=6, P=48, F=4, J=1 + n, n_draft=n, tree=parents)
 
 
 @lru_cache
-def drafting(kind: str, parents: tuple[int, ...], **options: Any) -> ModelRunner:
+def drafting(kind: str, parents: tree.Shape, wished: int = 0, **options: Any) -> ModelRunner:
     """One program for all steps; a step may leave no drafts and use none."""
-    made = partial(MAKERS[kind], n=len(parents) or 3, tree=parents)
+    made = partial(MAKERS[kind], n=n_of(parents), tree=parents, wished=wished)
     return make_runner((bucket(parents),), speculation=made, n_pages=MANY_PAGES, **options)
 
 
@@ -76,12 +88,12 @@ def test_speculative_equals_not(kind, parents, device, depth):
     """Chunks of any length, decode rows and rows with any number of drafts in one step."""
     rig = Rig(drafting(kind, parents), device=device, depth=depth, chunk=-1, pick=0.8, seed=5)
     assert as_tuples(rig.run(mixed_jobs(1))) == alone(1)
-    if kind == "same":
-        deepest = max(tree.depths(parents or tree.chain(3)))
-        if not parents:
-            assert rig.accepted == rig.tried, "a right draft was refused, or drafted wrong"
-        elif device == "all":
-            assert set(rig.accepted) == {1 + deepest}
+    if kind == "same" and not parents:
+        assert rig.accepted == rig.tried, "a right draft was refused, or drafted wrong"
+    elif kind == "same" and isinstance(parents, Grown):
+        assert sum(rig.accepted) > 1.5 * len(rig.accepted)
+    elif kind == "same" and device == "all":
+        assert set(rig.accepted) == {1 + max(tree.depths(parents))}
     assert (len(set(rig.tried)) == 1) == (device == "all")
 
 
@@ -90,13 +102,16 @@ class Watched(Rig):
 
     def _apply(self, flight: InFlight, of_row: list[Live]) -> None:
         super()._apply(flight, of_row)
-        draft_CJ = np.asarray(self.runner.state.slots.draft_CJ)
+        slots = self.runner.state.slots
+        held = [slots.draft_CJ, *([] if slots.parent_CJ is None else [slots.parent_CJ])]
         for row, live in zip(flight.plan.rows, of_row, strict=True):
             if row.emits and flight.plan.n_draft and not live.done:
-                self.left.append((list(live.seq.tokens), draft_CJ[row.slot].tolist()))
+                found = [np.asarray(x)[row.slot].tolist() for x in held]
+                self.left.append((list(live.seq.tokens), *found))
 
     def run(self, jobs: Any) -> list[list[int]]:
-        self.left: list[tuple[list[int], list[int]]] = []
+        self.left: list[Any] = []
+        """(tokens, drafts) or, where trees grow, (tokens, drafts, their parents)"""
         return super().run(jobs)
 
 
@@ -116,8 +131,18 @@ def test_drafts_are_those_of_the_whole_text_run_anew(kind, parents):
     rig.run([replace(job, n=6) for job in jobs(3, seed=9, temperature=0.0)])
     guess = guess_of(kind, runner)
     assert len(rig.left) > 4
-    for tokens, drafts in rig.left:
-        assert drafts == draft_oracle.expected(guess, tokens, parents or tree.chain(3))
+    shapes = set()
+    for tokens, *left in rig.left:
+        assert left == expected(guess, tokens, parents)
+        shapes.add(tuple(left[-1]))
+    assert not isinstance(parents, Grown) or len(shapes) > 1, "no tree grew otherwise than another"
+
+
+def expected(guess: draft_oracle.Guess, tokens: list[int], parents: tree.Shape) -> list[list[int]]:
+    """What a slot holds after a greedy row."""
+    if isinstance(parents, Grown):
+        return list(draft_oracle.grown(guess, tokens, parents))
+    return [draft_oracle.expected(guess, tokens, parents or tree.chain(3))]
 
 
 class Late(Watched):
@@ -249,9 +274,11 @@ def test_a_program_without_a_drafter_is_shown_nothing():
         plain.pack(plan)
 
 
-def test_drafts_obey_the_sampling_fields_of_their_row():
-    """Drafts of the target itself stand under every kind of sampling, alone and together."""
-    runner = drafting("same", ())
+@pytest.mark.parametrize("shape", [(), Grown(3, 3, 1)], ids=["chain", "grown"])
+def test_drafts_obey_the_sampling_fields_of_their_row(shape):
+    """Drafts of the target itself stand under every kind of sampling, alone and together; also where
+    they are a tree that can only grow to be a chain."""
+    runner = drafting("same", shape)
     for job in mixed_jobs(2):
         rig = Rig(runner, device="all", seed=1)
         rig.run([job])
@@ -268,27 +295,81 @@ def test_a_row_at_the_end_of_its_context_gets_no_drafts():
 
 
 @pytest.mark.parametrize(
-    ("kind", "parents"),
-    [("same", ()), pytest.param("eagle3", TREE, marks=pytest.mark.slow)],
+    ("kind", "parents", "tp", "wished"),
+    [
+        ("same", (), 2, 2),
+        ("same", (), 2, 1),
+        ("eagle3", TREE, 2, 1),
+        ("medusa", (), 2, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("eagle3", TREE, 2, 2),
+                ("medusa", TREE, 2, 1),
+                ("same", TREE, 4, 4),
+                ("same", (), 4, 1),
+                ("eagle3", (), 4, 4),
+                ("eagle3", TREE, 4, 1),
+                ("medusa", (), 4, 4),
+                ("medusa", TREE, 4, 1),
+                ("eagle3", GROWN, 2, 2),
+            )
+        ),
+    ],
 )
-def test_tensor_parallel_equals_one_device(kind, parents):
-    rig = Rig(drafting(kind, parents, tp=2), device="some", chunk=-1, seed=5)
+def test_split_or_whole_a_drafter_drafts_the_same(kind, parents, tp, wished):
+    """Its weights and its KV lie as was wished, before the steps and after them; no output changes."""
+    runner = drafting(kind, parents, wished, tp=tp)
+    assert runner.speculation is not None
+    split = {
+        path[-1].key
+        for path, x in jax.tree.leaves_with_path(runner.speculation.params)
+        if n_parts(x) > 1
+    }
+    assert split == (SPLIT[kind] if wished > 1 else set())
+    rig = Watched(runner, device="some", chunk=-1, seed=5)
     assert as_tuples(rig.run(mixed_jobs(1))) == alone(1)
-    if kind == "same":
+    if kind == "same" and not parents:
         assert rig.accepted == rig.tried
+    left = Watched(runner, device="some", chunk=-1, seed=3)
+    left.run([replace(job, n=6) for job in jobs(3, seed=9, temperature=0.0)])
+    if tp <= drafters.HEAD.K:  # else the weights drawn are of more heads than the oracle has
+        guess = guess_of(kind, runner)
+        for tokens, *held in left.left:
+            assert held == expected(guess, tokens, parents)
+    target, own = runner.state.kv[: ARCH.L], runner.state.kv[ARCH.L :]
+    assert {n_parts(x) for x in jax.tree.leaves(target)} == {tp}
+    assert {n_parts(x) for x in jax.tree.leaves(own)} == (set() if kind == "medusa" else {wished})
 
 
-def test_a_drafter_that_cannot_be_split_is_replicated():
-    odd = replace(ARCH, N=6, K=3, D=48, H=8)
-    assert draft_model(LLAMA, odd, ARCH, 2).replicated
-    assert not draft_model(LLAMA, ARCH, ARCH, 2).replicated
+MATRICES = {"qkv", "o", "gate_up", "down", "unembed"}
+SPLIT = {"same": MATRICES | {"embed"}, "eagle3": MATRICES, "medusa": {"unembed"}}
+"""Parameters of which each device holds a part."""
+
+
+def n_parts(x: jax.Array) -> int:
+    return x.size // x.addressable_shards[0].data.size
+
+
+def test_a_drafter_that_cannot_be_split_is_held_whole_or_refused():
+    odd = draft_model(LLAMA, replace(ARCH, N=6, K=3, D=48, H=8), ARCH)
+    assert split_over(odd, 2).replicated
+    assert split_over(draft_model(LLAMA, ARCH, ARCH), 2, 1).replicated
+    assert not split_over(draft_model(LLAMA, ARCH, ARCH), 2).replicated
+    with pytest.raises(ConfigError, match="num_key_value_heads 3 neither divides") as caught:
+        split_over(odd, 2, 2)
+    assert caught.value.field == "speculative.tensor_parallel_size"
+    table = eagle3(
+        replace(drafters.HEAD, V=100), replace(ARCH, V=102), taps=drafters.TAPS, own_embed=True
+    )
+    assert split_over(table, 4).replicated
 
 
 @pytest.mark.slow
-def test_a_replicated_drafter_on_two_devices():
+def test_a_drafter_that_cannot_be_split_on_two_devices():
     def odd(mesh: Any) -> Speculation:
         arch = replace(ARCH, N=3, K=3, D=24, H=8)
-        drafter = draft_model(LLAMA, arch, ARCH, 2)
+        drafter = split_over(draft_model(LLAMA, arch, ARCH), 2)
         params = drafters.drawn(LLAMA.specs(arch, 1), mesh, drafters.REPLICATED, seed=2)
         return Speculation(drafter=drafter, params=params, n_draft=2)
 
@@ -377,12 +458,13 @@ def test_by_default_there_are_as_many_drafts_as_the_drafter_makes(monkeypatch):
         ("medusa", drafters.heads(mesh), 3),
         ("draft", drafters.same_model(mesh), DEFAULT_DRAFTS),
     ):
-        monkeypatch.setitem(LOADERS, name, lambda *a, made=made, **k: (made.drafter, made.params))
+        found = Found(made.drafter, lambda *_, made=made: made.params)
+        monkeypatch.setitem(FINDERS, name, lambda *_, found=found: found)
         given = (name, None, ARCH, mesh, drafters.RULES, np.float32)
         for wished, n_draft in ((0, n), (2, 2)):
             options = SpeculativeOptions(method=name, num_tokens=wished)
-            found = load_speculation(*given, shape=partial(shape, options))  # type: ignore[arg-type]
-            assert found.n_draft == n_draft
+            done = load_speculation(*given, shape=partial(shape, options))  # type: ignore[arg-type]
+            assert done.n_draft == n_draft
 
 
 def test_drafts_that_the_slot_cannot_hold_are_refused():

@@ -13,23 +13,25 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jserve.errors import BadRequest
 from jserve.model import (
-    drafting,
+    attn_xla,
     draws,
     path,
     step as step_module,
     tree,
     verify,
-    view as view_module,
+    walk,
 )
 from tests.runner import host_drafts
 from tests.runner.chances import (
     CHAIN,
+    GROWN,
     SETTINGS,
     TREE,
     Dice,
@@ -41,11 +43,15 @@ from tests.runner.chances import (
 )
 
 N, P_MIN = 50_000, 1e-6
-DEVICE = [(name, parents) for name in ("draft", "eagle3", "medusa") for parents in (CHAIN, TREE)]
-DEVICE += [("lookup", CHAIN)]
+DRAFTERS = ("draft", "eagle3", "medusa")
+DEVICE = [(name, parents) for name in DRAFTERS for parents in (CHAIN, TREE)]
+DEVICE += [("draft", GROWN), ("eagle3", GROWN), ("lookup", CHAIN)]
 HOST = ("ngram", "suffix", "corpus", "grammar", "synthetic")
 ALONE = {"synthetic": ("bias", "allowed", "mask"), "grammar": ("mask",)}
 """Settings that a proposer refuses, or has a mask of its own in place of."""
+GROWN_IN = {"draft": ("plain", "top_p", "penalties", "mask", "seeds")}
+"""Settings that trees are grown under, where not in "plain" alone."""
+NAMES = {CHAIN: "chain", TREE: "tree", GROWN: "grown"}
 QUICK = {
     ("medusa", TREE, "penalties"),
     ("lookup", CHAIN, "top_k"),
@@ -56,7 +62,7 @@ QUICK = {
 
 
 @lru_cache(maxsize=1)
-def dice(name: str, parents: tuple[int, ...] = CHAIN) -> Dice:
+def dice(name: str, parents: tree.Shape = CHAIN) -> Dice:
     """Of a drafter on the device, or of the host ("host"); one at a time, in the order of the cases."""
     return Dice(Kind() if name == "host" else device_kind(name, parents))
 
@@ -65,12 +71,13 @@ def cases(kinds: list[tuple[Any, ...]]) -> list[Any]:
     return [
         pytest.param(
             *kind, setting,
-            id="-".join(["tree" if p == TREE else "chain" if p == CHAIN else p for p in kind] + [setting]),
+            id="-".join([NAMES.get(p, p) for p in kind] + [setting]),
             marks=() if (*kind, setting) in QUICK else pytest.mark.slow,
         )
         for kind in kinds
         for setting in SETTINGS
         if setting not in ALONE.get(kind[0], ())
+        if GROWN not in kind or setting in GROWN_IN.get(kind[0], ("plain",))
     ]  # fmt: skip
 
 
@@ -154,8 +161,8 @@ class DrawnAnew:
 
 
 def _changed_draws(change: Callable) -> Callable:
-    def draws_of(view, parents):
-        made = draws.draws_of(view, parents)
+    def draws_of(view):
+        made = draws.draws_of(view)
         return made.replace(**change(made))
 
     return draws_of
@@ -184,11 +191,25 @@ def one_key(made):
     return {"pos_E": made.pos_E - made.n_prefix_E}
 
 
-def sees_all(parents):
+def sees_all(mask):
     """A node sees all nodes before it, of other branches too."""
-    J = 1 + len(parents)
+    J = len(mask.depth)
     sees = tuple(tuple(x <= j for x in range(J)) for j in range(J))
-    return tree.DraftMask(sees, tree.depths(parents))
+    return tree.DraftMask(sees, mask.depth)
+
+
+def of_the_first_row(masks):
+    """Every row is taken to have grown the first row's tree."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), masks)
+
+
+def _attended(change: Callable) -> Callable:
+    """``seen_in_tree`` of verified trees whose mask is changed on its way to attention."""
+
+    def seen_in_tree(mask, *where):
+        return tree.seen_in_tree(mask if mask.n_before else change(mask), *where)
+
+    return seen_in_tree
 
 
 WRONG_WALK = (0, 1, 1, 2, 2)
@@ -219,11 +240,21 @@ def plant(monkeypatch: Any, bug: str) -> None:
         case "one key for all places":
             set_(step_module, "draws_of", _changed_draws(one_key))
         case "attention mask forgotten":
-            set_(view_module, "mask_of", sees_all)
+            set_(attn_xla, "seen_in_tree", _attended(sees_all))
         case "branch with a wrong parent, accepted":
-            set_(path, "accept_tree", lambda *args: verify.accept_tree(*args[:3], WRONG_WALK))
+            wrong = tree.mask_of(WRONG_WALK)
+            set_(path, "accept_tree", lambda *args: verify.accept_tree(*args[:3], wrong))
         case "branch with a wrong parent, attended":
-            set_(view_module, "mask_of", lambda parents: tree.mask_of(WRONG_VIEW))
+            wrong = tree.mask_of(WRONG_VIEW)
+            set_(
+                attn_xla,
+                "seen_in_tree",
+                _attended(lambda mask: wrong if len(mask.depth) == 6 else mask),
+            )
+        case "another row's tree, attended":
+            set_(attn_xla, "seen_in_tree", _attended(of_the_first_row))
+        case "another row's tree, accepted":
+            set_(path, "accept_tree", lambda *a: verify.accept_tree(*a[:3], of_the_first_row(a[3])))
         case "path not moved":
             set_(step_module, "straightened", lambda attn, view, kv, path: kv)
         case _:
@@ -245,6 +276,9 @@ def plant(monkeypatch: Any, bug: str) -> None:
         ("branch with a wrong parent, accepted", TREE, "plain"),
         ("branch with a wrong parent, attended", TREE, "plain"),
         ("path not moved", TREE, "plain"),
+        ("another row's tree, attended", GROWN, "plain"),
+        ("another row's tree, accepted", GROWN, "plain"),
+        ("path not moved", GROWN, "plain"),
     ],
 )
 def test_a_planted_bug_changes_the_chances(monkeypatch, bug, parents, setting):
@@ -258,12 +292,12 @@ def test_how_a_drafter_filters_cannot_be_seen(monkeypatch):
     """Its drafts stand less often and that is all: the tokens are the very same."""
     how: Setting = SETTINGS["top_k"]
     right = Dice(device_kind("draft")).throw(how, 10_000)
-    real = drafting._SAMPLE
+    real = walk._SAMPLE
 
     def loose(raw_EV, what, slots, flags):
         return real(raw_EV, what.replace(top_k_E=jnp.zeros_like(what.top_k_E)), slots, flags)
 
-    monkeypatch.setattr(drafting, "_SAMPLE", loose)
+    monkeypatch.setattr(walk, "_SAMPLE", loose)
     other = Dice(device_kind("draft")).throw(how, 10_000)
     assert other.n_stood / other.n < right.n_stood / right.n
     for a, b in zip(right.texts, other.texts, strict=True):

@@ -35,7 +35,7 @@ NAME = "GuessesTwiceForCausalLM"
 DEPTHS = 2
 
 
-def mtp(config: Mapping[str, Any], arch: Arch, tp: int) -> Drafter:
+def mtp(config: Mapping[str, Any], arch: Arch) -> Drafter:
     """As DeepSeek-V3 has it, less the decoder layer: h' = proj [norm(h); norm(embed(next token))]."""
     if not config.get("num_nextn_predict_layers"):
         raise ConfigError(

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jserve.config import SpeculativeOptions
+from jserve.config import DeviceOptions, EngineConfig, SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.sampling import SamplingParams
 from jserve.spec.methods import DEVICE, MAX_CORPUS_TOKENS, OWN, check, proposer_of
@@ -44,6 +44,23 @@ def test_every_option_is_read_by_a_method_or_refused():
             check(SpeculativeOptions(**{"method": "off", f.name: other}))
     for method in ("off", "ngram", "suffix", "synthetic"):
         check(SpeculativeOptions(method=method))
+
+
+def test_a_drafter_is_split_as_the_model_is_or_not_at_all():
+    """vLLM's name is understood; what is neither 1 nor the model's own is refused before anything is
+    loaded."""
+    for name in ("tensor_parallel_size", "draft_tensor_parallel_size"):
+        for wished in (0, 1, 4):
+            given = {"method": "eagle3", "model": "x", name: wished}
+            options = EngineConfig.of(speculative=given).speculative
+            assert options.tensor_parallel_size == wished
+            check(options, 4)
+    assert EngineConfig.of(**{"speculative.tensor_parallel_size": "2"}).device == DeviceOptions()
+    for wished, tp in ((2, 4), (4, 1), (8, 4)):
+        options = SpeculativeOptions(method="draft", model="x", tensor_parallel_size=wished)
+        with pytest.raises(ConfigError, match=rf"is {wished}, but .* its {tp} devices") as caught:
+            check(options, tp)
+        assert caught.value.field == "speculative.tensor_parallel_size"
 
 
 def test_lookups_propose_once_they_have_read_everything():

@@ -11,6 +11,7 @@ from jserve.errors import ConfigError
 from jserve.model import tree as model_tree
 from jserve.spec import trees
 from jserve.spec.methods import check, shape
+from jserve.types import Grown
 
 
 def options(**given: object) -> SpeculativeOptions:
@@ -70,6 +71,55 @@ def _product(values) -> float:
     return found
 
 
+@pytest.mark.parametrize("deepest", [1, 2, 3, 15])
+@pytest.mark.parametrize("n", range(1, 16))
+def test_dynamic_tries_no_more_nodes_than_it_keeps(n: int, deepest: int) -> None:
+    """And has candidates enough to keep as many."""
+    got, grown = shape(options(tree="dynamic", num_tokens=n), deepest)
+    assert isinstance(grown, Grown)
+    assert (got, grown.n) == (n, n)
+    assert 1 <= grown.depth <= min(n, deepest)
+    assert grown.width * (grown.depth - 1) <= n
+    assert grown.width + grown.width**2 * (grown.depth - 1) >= n
+
+
+def test_measured_chances_shape_the_tree() -> None:
+    """Where the second and third draft stand nearly as often as the first, the tree is wide; where
+    only the first ever does, it is a chain."""
+    wide = options(tree="auto", num_tokens=6, tree_chances=[0.35, 0.33, 0.31])
+    assert shape(wide, 15) == (6, (0, 0, 0, 1, 1, 2))  # 0.35 0.33 0.31 0.1225 0.1155 0.1155
+    assert shape(options(tree="auto", num_tokens=4, tree_chances="[1]"), 15) == (4, ())
+    usual = options(tree="auto", num_tokens=6)
+    same = options(tree="auto", num_tokens=6, tree_chances=list(trees.RANKS))
+    assert shape(usual, 15) == shape(same, 15) != shape(wide, 15)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "list 1 to 15 chances"),
+        ("0.5", "list 1 to 15 chances"),
+        ([True], "list 1 to 15 chances"),
+        ([0.01] * 16, "list 1 to 15 chances"),
+        ([0.3, 0.5], "must fall"),
+        ([0.7, 0.4], "make at most 1 together"),
+        ([0.5, 0.0], "be above 0"),
+        ("[NaN]", "must fall"),
+        ("[0.5, NaN]", "must fall"),
+    ],
+)
+def test_what_are_no_chances_is_refused_by_name(given, words) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        options(tree="auto", tree_chances=given)
+    assert caught.value.field == "speculative.tree_chances"
+
+
+def test_chances_without_a_tree_of_their_making_are_refused() -> None:
+    for tree in ({}, {"tree": [2, 1]}, {"tree": "dynamic"}):
+        with pytest.raises(ConfigError, match=r"means nothing without speculative\.tree 'auto'"):
+            options(tree_chances=[0.6], **tree)
+
+
 def test_auto_has_as_many_drafts_as_asked_for_and_no_more_depth_than_there_is() -> None:
     n, parents = shape(options(tree="auto", num_tokens=10), 3)
     assert n == len(parents) == 10
@@ -80,7 +130,10 @@ def test_auto_has_as_many_drafts_as_asked_for_and_no_more_depth_than_there_is() 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"tree": "x"}, "must be 'auto', branches per depth or a list of paths, not 'x'"),
+        (
+            {"tree": "x"},
+            "must be 'auto', 'dynamic', branches per depth or a list of paths, not 'x'",
+        ),
         ({"tree": "[]"}, "must be 'auto'"),
         ({"tree": [[1]]}, r"path \[1\] but not \[0\]"),
         ({"tree": [[0], [1, 0]]}, r"path \[1, 0\] but not \[1\]"),

@@ -14,7 +14,7 @@ from weights_kit import BF16, LLAMA, pack
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.families import family_for
 from jserve.model.shard import ShardRules, make_mesh
-from jserve.weights.heads import load_head
+from jserve.runner.drafts import find_drafter
 from jserve.weights.source import resolve
 
 TARGET_CONFIG = {**LLAMA, "num_hidden_layers": 6}
@@ -117,7 +117,8 @@ def write(path: Path, config: Any, tensors: Any, name: str = "model.safetensors"
 
 def read(path: Path, method: str, tp: int = 1, **how: Any) -> Any:
     source = resolve(str(path), load_format=how.pop("load_format", "auto"))
-    return load_head(method, source, TARGET, make_mesh(tp), ShardRules(), BF16, **how)
+    found = find_drafter(method, source, TARGET).over(tp, how.pop("wished", 0))
+    return found.drafter, found.loaded(make_mesh(tp), ShardRules(), BF16, **how)
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -15,46 +15,47 @@ from jserve.model.families import family_for
 from jserve.model.medusa import medusa
 from jserve.model.prompt_lookup import ngram
 from jserve.model.shard import ShardRules
-from jserve.model.tree import Parents
+from jserve.model.tree import Shape
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.drafts import Speculation
 from jserve.runner.runner import ModelRunner
-from jserve.types import StepPlan
+from jserve.types import Grown, StepPlan
 from jserve.weights.dummy import draw_all
 from tests.whole import equal
 
 TREE = (0, 0, 1)
+GROWN = Grown(3, 2, 2)
 KINDS = ("draft", "eagle3", "medusa", "lookup")
 TREES = KINDS[:-1]
 """Those that can draft a tree."""
 
 
-def itself(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
+def itself(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
     """The target as its own draft model: every draft is right, of a tree one branch."""
-    drafter = draft_model(family_for(equal.TINY), arch, arch, mesh.shape["tp"])
+    drafter = draft_model(family_for(equal.TINY), arch, arch)
     return Speculation(drafter=drafter, params=params, n_draft=3, tree=tree)
 
 
-def head(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
+def head(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
     """An EAGLE-3 head of random weights: its drafts are wrong but for one now and then."""
-    own, tp = dataclasses.replace(arch, L=1, V=arch.V), mesh.shape["tp"]
-    drafter = eagle3(own, arch, taps=(0, 1, 2), own_embed=False, mapped=False, tp=tp)
+    own = dataclasses.replace(arch, L=1, V=arch.V)
+    drafter = eagle3(own, arch, taps=(0, 1, 2), own_embed=False, mapped=False)
     return _random(drafter, mesh, tree)
 
 
-def heads(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
+def heads(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
     """Medusa heads, as good."""
-    return _random(medusa(arch, n_heads=3, tp=mesh.shape["tp"]), mesh, tree)
+    return _random(medusa(arch, n_heads=3), mesh, tree)
 
 
-def copies(arch: Any, params: Any, mesh: Any, tree: Parents) -> Speculation:
+def copies(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
     """Prompt lookup over less than the longest text."""
     assert not tree
     return Speculation(drafter=ngram(arch, least=1, most=3, window=64), params={}, n_draft=3)
 
 
-def _random(drafter: Any, mesh: Any, tree: Parents) -> Speculation:
+def _random(drafter: Any, mesh: Any, tree: Shape) -> Speculation:
     weights = draw_all(drafter.specs(mesh.shape["tp"]), 5, mesh, ShardRules(), np.float32)
     return Speculation(drafter=drafter, params=weights, n_draft=3, tree=tree)
 
@@ -68,7 +69,7 @@ MAKERS: dict[str, Callable[..., Speculation]] = {
 
 
 @lru_cache
-def drafting(kind: str, tree: Parents = (), tp: int = 1) -> ModelRunner:
+def drafting(kind: str, tree: Shape = (), tp: int = 1) -> ModelRunner:
     """A runner with a drafter of ``KINDS``, whose one program takes every plan."""
     wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, score=True)
     return equal.make_runner(tp, partial(MAKERS[kind], tree=tree), (wide,))

@@ -7,18 +7,22 @@ import dataclasses
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jserve import LLM, SamplingParams, build
+from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.families import family_for
+from jserve.model.shard import ShardRules, make_mesh
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import StructuredOutputs
 from tests.whole import equal
 from tests.whole.conftest import SMALL_OPTIONS
-from tests.whole.drafters import TREE, Watching, drafting
+from tests.whole.drafters import GROWN, TREE, Watching, drafting
 from tests.whole.test_equalities import compare
 
-SHAPES = {"draft": (), "eagle3": TREE}
+SHAPES = {"draft": (), "eagle3": TREE, "grown": GROWN}
 
 
 def check_workload(
@@ -30,7 +34,7 @@ def check_workload(
     for request in requests:
         alone |= equal.run(plain, [request], equal.PLAIN, random.Random(0))
     way = dataclasses.replace(equal.Way.draw(rng), drafts=False, random_buckets=False)
-    device: Any = Watching(drafting(kind, SHAPES[kind], tp))
+    device: Any = Watching(drafting("eagle3" if kind == "grown" else kind, SHAPES[kind], tp))
     compare(equal.run(device, requests, way, rng, preempts=preempts), alone)
     return device
 
@@ -46,6 +50,14 @@ def test_any_way_of_running_equals_alone(runner, kind: str) -> None:
 def test_preempted_at_every_step_equals_alone(runner, kind: str) -> None:
     for seed in (400, 401):
         check_workload(runner, kind, seed, preempts=True)
+
+
+@pytest.mark.slow
+def test_trees_that_grow_equal_alone_any_way_they_are_run(runner) -> None:
+    stood = [check_workload(runner, "grown", seed).stood for seed in range(500, 506)]
+    assert sum(stood) > 0
+    check_workload(runner, "grown", 402, preempts=True)
+    check_workload(runner, "grown", 62, tp=2)
 
 
 @pytest.mark.slow
@@ -102,6 +114,30 @@ def test_a_draft_model_that_is_not_there_is_refused(tiny_dir) -> None:
     assert caught.value.field == "speculative.model"
 
 
+@pytest.mark.parametrize(("wished", "whole"), [(0, False), (1, True), (2, False)])
+def test_an_option_says_how_the_devices_hold_a_drafter(tiny_dir, wished: int, whole: bool) -> None:
+    options = {"method": "draft", "model": str(tiny_dir), "tensor_parallel_size": wished}
+    config = EngineConfig.of(
+        model=str(tiny_dir), **SMALL_OPTIONS, tensor_parallel_size=2, speculative=options
+    )
+    arch = family_for(equal.TINY).arch(equal.TINY | {"vocab_size": 320})
+    given = (arch, make_mesh(2), ShardRules(), np.dtype(np.float32))
+    made = build._speculation(config, given, lambda *_: None)
+    assert made.drafter.replicated == whole
+    table = made.params["embed"]
+    assert table.addressable_shards[0].data.shape[0] == (320 if whole else 160)
+
+
+def test_devices_that_the_model_does_not_have_are_refused_before_anything_is_loaded(
+    tiny_dir,
+) -> None:
+    options = {"method": "draft", "model": "nowhere", "draft_tensor_parallel_size": 4}
+    for more in ({"tensor_parallel_size": 2}, {"mesh": make_mesh(2)}):
+        with pytest.raises(ConfigError, match="on its 2 devices") as caught:
+            LLM(str(tiny_dir), **SMALL_OPTIONS, **more, speculative=options)
+        assert caught.value.field == "speculative.tensor_parallel_size"
+
+
 @pytest.mark.slow
 def test_the_shipped_pair_says_what_the_target_says_alone() -> None:
     """Greedy, seeded and penalised, all at once; the draft model is right more often than not."""
@@ -136,7 +172,8 @@ def test_the_shipped_pair_says_what_the_target_says_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_tree_of_the_shipped_head_is_an_option() -> None:
+@pytest.mark.parametrize("shape", ["auto", "dynamic"])
+def test_a_tree_of_the_shipped_head_is_an_option(shape: str) -> None:
     """Greedy, seeded and under a grammar whose forced tokens cannot be drafted beside a tree."""
     options = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 32,
                "max_model_len": 256, "compile_cache": "", "prompt_logprobs": False}  # fmt: skip
@@ -149,7 +186,7 @@ def test_a_tree_of_the_shipped_head_is_an_option() -> None:
         SamplingParams(temperature=0, max_tokens=24, logprobs=1, structured_outputs=regex),
     ]
     drafter = {"method": "eagle3", "model": str(build.shipped("jserve-mini-eagle3")),
-               "tree": "auto", "num_tokens": 5, "min_speed": 0.0}  # fmt: skip
+               "tree": shape, "num_tokens": 5, "min_speed": 0.0}  # fmt: skip
     said, messages = [], [[{"role": "user", "content": text}] for text in prompts]
     for extra in ({}, {"speculative": drafter}):
         with LLM(**options, **extra) as llm:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jserve.config import SpeculativeOptions
+from jserve.model.tree import Shape
 from jserve.outputs import Running
 from jserve.ports import Proposer
 from jserve.sampling import SamplingParams
@@ -18,10 +19,12 @@ from jserve.spec.methods import proposer_of
 from jserve.types import Output, Request
 from tests.api.fake import byte_tokenizer
 from tests.whole import equal
-from tests.whole.drafters import KINDS, TREE, TREES, Watching, drafting
+from tests.whole.drafters import GROWN, KINDS, TREE, TREES, Watching, drafting
 from tests.whole.test_equalities import compare
 
 DEVICE = [(kind, ()) for kind in KINDS] + [(kind, TREE) for kind in TREES]
+DEVICE += [("draft", GROWN), ("eagle3", GROWN)]
+NAMES: dict[Shape, str] = {(): "chain", TREE: "tree", GROWN: "grown"}
 HOST = [(kind, ()) for kind in ("ngram", "suffix", "corpus")]
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, ""),
@@ -37,6 +40,7 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Options of a way, and what ``Watching`` must have counted."""
 QUICK = {
+    ("eagle3", GROWN, "all at once"),
     ("medusa", TREE, "all at once"),
     ("lookup", (), "all at once"),
     ("ngram", (), "preempted"),
@@ -83,7 +87,7 @@ def cells() -> list[Any]:
     return [
         pytest.param(
             kind, tree, way,
-            id=f"{kind}-{'tree' if tree else 'chain'}-{way}",
+            id=f"{kind}-{NAMES[tree]}-{way}",
             marks=() if (kind, tree, way) in QUICK else pytest.mark.slow,
         )
         for kind, tree in (*DEVICE, *HOST)
@@ -91,7 +95,7 @@ def cells() -> list[Any]:
     ]  # fmt: skip
 
 
-def outputs(plain: Any, kind: str, tree: tuple[int, ...], way: str, tp: int = 1) -> list[Output]:
+def outputs(plain: Any, kind: str, tree: Shape, way: str, tp: int = 1) -> list[Output]:
     options, shows = WAYS[way]
     device: Any = Watching(drafting(kind, tree, tp) if kind in KINDS else plain)
     how = dataclasses.replace(equal.PLAIN, **options)

@@ -1,0 +1,278 @@
+"""What speculation adds to a plan: the drafter's weights and KV, the time of its passes, the tokens it gains.
+
+Owns the figures of drafting. The drafter is read as the engine reads it, without its weights; times are
+``sim.roofline``'s. Must not know pages, how figures are shown, nor which width an engine really takes: that
+is chosen from measured times. Of one step at width W, whose rows verify W - 1 drafts and leave as many::
+
+    target     weights once, KV of the rows, W tokens a row
+    sees       the drafter's weights once over the same tokens        (draft model, EAGLE-3)
+    passes     its layers once for each level of drafts, over those with children
+    draws      its unembedding (a Medusa head) once for each level, over the same
+
+    tokens of a row   1 + sum over drafts of the chance that all drafts down to it stand
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jserve.config import EngineConfig
+from jserve.errors import ConfigError
+from jserve.model import tree as trees
+from jserve.model.drafter import Drafter
+from jserve.model.shard import is_spec
+from jserve.model.tree import Shape
+from jserve.runner.drafts import Speculation, copying, find_drafter
+from jserve.sim.roofline import Roofline, Work
+from jserve.sizing.models import Model, device_bytes, source_of
+from jserve.spec import trees as written
+from jserve.spec.choice import widths
+from jserve.spec.methods import DEVICE, OWN, check, shape
+from jserve.types import Grown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRate:
+    """Decoding at one batch and context, at the width that gives the most tokens."""
+
+    batch: int
+    context: int
+    width: int
+    """Tokens of a row: 1 and its drafts; 1 where drafting does not pay."""
+    tokens_per_step: float
+    """Of a row, expected."""
+    verify_ms: float
+    """The target's part."""
+    draft_ms: float
+    expected_tok_s: float
+    speed_up: float
+    """Over ``Rate.expected_tok_s``."""
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculated:
+    """Of an engine that speculates; bytes are one device's."""
+
+    method: str
+    drafter: str
+    """Where it comes from; empty: it has no files."""
+    n_drafts: int
+    tree: Shape
+    devices: int
+    """That share the drafter; 1: each holds all of it."""
+    weight_bytes: int
+    kv_bytes_per_token: int
+    slot_bytes: int
+    """Drafts of all slots, and the text that they are copied from."""
+    draft_rows: int
+    """Rows of a step beside which it drafts at most."""
+    acceptance: float
+    chances: tuple[float, ...]
+    """Of a draft by its rank among its siblings."""
+    rates: tuple[DraftRate, ...]
+
+
+def drafter_of(model: Model, config: EngineConfig) -> Speculation | None:
+    """The drafter that the options name, without its weights; None: the device drafts nothing.
+
+    Raises:
+        ConfigError: what an engine would refuse.
+    """
+    options, tp = config.speculative, config.device.tensor_parallel_size
+    check(options, tp)
+    if options.method == "ngram":
+        return copying(options, config.n_drafts, model.arch)
+    if options.method not in DEVICE:
+        return None
+    name = model.asked if options.method in OWN else options.model
+    try:
+        source = source_of(name, load_format=config.model.load_format)
+    except ConfigError as error:
+        field = "speculative.model" if error.field == "model" else error.field
+        raise ConfigError(error.message, field=field) from None
+    found = find_drafter(options.method, source, model.arch)
+    drafter = found.over(tp, options.tensor_parallel_size).drafter
+    n_draft, tree = shape(options, drafter.n_max)
+    return Speculation(drafter=drafter, params=None, n_draft=n_draft, tree=tree)
+
+
+def weight_bytes(speculation: Speculation | None, model: Model, tp: int) -> int:
+    """Of the drafter on one device of ``tp``."""
+    if speculation is None:
+        return 0
+    held = 1 if speculation.drafter.replicated else tp
+    return device_bytes(speculation.drafter.specs(held), model.dtype, held)
+
+
+def acceptance_of(given: float | None, config: EngineConfig) -> float:
+    """The assumed chance of a likeliest draft; by default what tree ``auto`` goes by.
+
+    Raises:
+        ConfigError: no chance, or nothing speculates.
+    """
+    if given is None:
+        return written.chances_of(config.speculative.tree_chances)[0]
+    if config.speculative.method == "off":
+        raise ConfigError("acceptance means nothing without --speculative", field="acceptance")
+    if not 0 <= given <= 1:
+        raise ConfigError(f"acceptance must be 0 to 1, not {given}", field="acceptance")
+    return given
+
+
+def chances_of(acceptance: float, config: EngineConfig) -> tuple[float, ...]:
+    """Chances by rank where the first is ``acceptance``: what it leaves is shared as those that tree
+    ``auto`` goes by share what theirs leaves."""
+    ranks = written.chances_of(config.speculative.tree_chances)
+    rest = (1 - acceptance) / (1 - ranks[0]) if ranks[0] < 1 else 0.0
+    return (acceptance, *(rest * r for r in ranks[1:]))
+
+
+def tokens_per_step(parents: Shape, by_rank: Seq[float]) -> float:
+    """Expected of a row that verifies a tree: 1 and the chance of each draft to stand. Of one that is
+    grown, what the best of one shape would give, which is less than it does."""
+    if isinstance(parents, Grown):
+        ranks = [c for c in by_rank if c > 0] or [1.0]
+        best = written.likeliest(parents.n, parents.depth, ranks)
+        parents = written.parents_of(best)
+    stands, seen = [1.0], [0] * (1 + len(parents))
+    for parent in parents:
+        rank = seen[parent]
+        seen[parent] += 1
+        stands.append(stands[parent] * (by_rank[rank] if rank < len(by_rank) else 0.0))
+    return sum(stands)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """The work of a drafter beside one target."""
+
+    drafter: Drafter
+    line: Roofline
+    """The target's."""
+    n_seen: int
+    """Weights read to see a step's tokens; 0: it sees none."""
+    n_passed: int
+    """Weights of one pass."""
+    n_drawn: int
+    """Weights of the logits of one level."""
+
+    @classmethod
+    def of(cls, drafter: Drafter, line: Roofline) -> Drafting:
+        specs = drafter.specs(1)
+        unembed = line.shape.unembed
+        if drafter.copy is not None:
+            return cls(drafter, line, 0, 0, 0)
+        if drafter.advance is None:
+            one = _count(specs) // drafter.n_max
+            return cls(drafter, line, 0, 0, one if one >= unembed else one + unembed)
+        table, own = _count(specs.get("embed")), _count(specs.get("unembed"))
+        body = _count(specs) - table - own - _count(specs.get("d2t"))
+        tied = drafter.arch.tied and table  # its embedding is its unembedding
+        return cls(drafter, line, body, body - _count(specs.get("fc")), own or tied or unembed)
+
+    def works(self, rows: int, tokens: int, context: float, tree: Shape) -> list[Work]:
+        """Of a step of ``rows`` and ``tokens`` that leaves drafts of that shape, one after the other."""
+        if self.drafter.copy is not None:
+            return []  # a search in the text: nothing beside a step
+        found = [self._work(self.n_seen, rows, tokens, 0, context)] if self.n_seen else []
+        for depth, n_inner in enumerate(inner_of(tree)):
+            drawn = rows * n_inner
+            passes = self.n_passed and (depth or not self.drafter.reads_next)
+            read = self.n_drawn + (self.n_passed if passes else 0)
+            found.append(self._work(read, rows, drawn if passes else 0, drawn, context))
+        return found
+
+    def seconds(self, works: Seq[Work]) -> float:
+        """Expected. Beside reading and multiplying, each costs the share of a step's other costs that its
+        layers and its one draw have of the target's."""
+        layers = 1 + self.line.shape.layers
+        other = self.line.chip.step_s * (1 + self.drafter.n_kv_layers) / layers
+        line = self.line
+        return sum(line.limit(w) / line.chip.reached + line.links(w) + other for w in works)
+
+    def _work(self, read: int, rows: int, tokens: int, drawn: int, context: float) -> Work:
+        """A pass over ``tokens`` that reads so many weights, ``n_drawn`` of them for ``drawn`` logits."""
+        line, arch, L = self.line, self.drafter.arch, self.drafter.n_kv_layers
+        tp = 1 if self.drafter.replicated else line.tp
+        body = read - (self.n_drawn if drawn else 0)
+        context = min(context, arch.widest or context)
+        kv = 2 * L * arch.K * arch.H * line.kv_itemsize * (rows * context + tokens) * (tokens > 0)
+        attention = 4 * L * arch.N * arch.H * tokens * context
+        n_sums = (2 * L + 1) * (tokens > 0) if tp > 1 else 0
+        sent = 2 * n_sums * 4.0 * tokens * arch.D + 4.0 * drawn * arch.V
+        return Work(
+            weight_bytes=line.shape.itemsize * read / tp,
+            kv_bytes=kv * max(1.0, tp / arch.K) / tp,
+            flops=(2 * body * tokens + 2 * self.n_drawn * drawn + attention) / tp,
+            n_collectives=n_sums + (drawn > 0) if tp > 1 else 0,
+            link_bytes=sent * (tp - 1) / tp,
+        )
+
+
+def inner_of(parents: Shape) -> list[int]:
+    """Nodes that get children, of each depth that has any."""
+    if isinstance(parents, Grown):
+        return [1, *[parents.width] * (parents.depth - 1)]
+    depth = trees.depths(parents)
+    return [
+        len({p for p in parents if depth[p] == d}) for d in range(max(depth, default=0)) if parents
+    ]
+
+
+def _count(specs: Any) -> int:
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """Decoding rates of an engine that speculates."""
+
+    line: Roofline
+    drafting: Drafting | None
+    """None: the host drafts, and its time is not counted."""
+    tree: Shape
+    n_drafts: int
+    draft_rows: int
+    by_rank: tuple[float, ...]
+
+    def rate(self, batch: int, context: int, *, fits: bool) -> DraftRate:
+        """At the width that gives the most tokens a second."""
+        alone = batch / self._verify(batch, 1, context)
+        found = [self._at(batch, w, context, alone) for w in self._widths(batch)]
+        return dataclasses.replace(max(found, key=lambda r: r.expected_tok_s), fits=fits)
+
+    def _widths(self, batch: int) -> tuple[int, ...]:
+        if self.drafting is not None and batch > self.draft_rows:
+            return (1,)
+        return (1, 1 + self.n_drafts) if self.tree else widths(self.n_drafts)
+
+    def _at(self, batch: int, width: int, context: int, alone: float) -> DraftRate:
+        shaped = self.tree or trees.chain(width - 1)
+        verify, draft = self._verify(batch, width, context), 0.0
+        tokens = tokens_per_step(shaped, self.by_rank) if width > 1 else 1.0
+        if self.drafting is not None and width > 1:
+            works = self.drafting.works(batch, batch * width, context, shaped)
+            draft = self.drafting.seconds(works)
+        rate = batch * tokens / (verify + draft)
+        return DraftRate(
+            batch=batch,
+            context=context,
+            width=width,
+            tokens_per_step=tokens,
+            verify_ms=verify * 1e3,
+            draft_ms=draft * 1e3,
+            expected_tok_s=rate,
+            speed_up=rate / alone,
+            fits=True,
+        )
+
+    def _verify(self, batch: int, width: int, context: int) -> float:
+        n = batch * width
+        return self.line.expected(self.line.work(rows=batch, tokens=n, drawn=n, n_context=context))
