@@ -9,7 +9,7 @@ equal.
   engine (``auto``) with its share of the best fixed k's speed. k = 0 is the price of being able to. A step of k
   drafts runs in the program of the next width (``spec.choice.widths``).
 * ``auto``: k chosen by the engine, at concurrency 1, 4, 16 and 64, over all texts in one queue; also the
-  slowest request's share of its speed without.
+  slowest request's share of its speed without (of each request the median of all pairs).
 
 ``speedup`` is of whole requests, prompts included; ``decode`` is of the time from the first token to the last,
 which is where drafts act: answers here are short, so prompts are a large part. ``predicted``, to be compared with
@@ -211,7 +211,10 @@ def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
         for name in ("draft", "accepted")
     )
     speed = [plain.seconds / spec.seconds for plain, spec in pairs]
-    slowest = [min(plain.ended[i] / spec.ended[i] for i in plain.ended) for plain, spec in pairs]
+    slowest = min(
+        statistics.median(plain.ended[i] / spec.ended[i] for plain, spec in pairs)
+        for i in pairs[0][0].ended
+    )
     return {
         "acceptance": stood / drafted if drafted else None,
         "acceptance_by_position": [a / max(1.0, n) for a, n in zip(right, tried, strict=True)],
@@ -223,7 +226,7 @@ def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
         "speedup": statistics.median(speed),
         "speedup_range": [min(speed), max(speed)],
         "decode": statistics.median(plain.decode_s / spec.decode_s for plain, spec in pairs),
-        "slowest_request": statistics.median(slowest),
+        "slowest_request": slowest,
         "tok_s": statistics.median(spec.n_tokens / spec.seconds for spec in runs),
         "tok_s_off": statistics.median(plain.n_tokens / plain.seconds for plain, _ in pairs),
     }
