@@ -29,7 +29,7 @@ import numpy as np
 from jserve.sampling import SamplingParams, Thinking, integer, number
 
 if TYPE_CHECKING:
-    from jserve.kv.cache import PageLease
+    from jserve.kv.pages import PageLease
     from jserve.kv.swap import Swapped
     from jserve.ports import Guide
 

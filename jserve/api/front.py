@@ -44,9 +44,13 @@ BIG_BODY = 64 << 10
 class ServedEngine(Engine, Protocol):
     """What the front needs of ``AsyncEngine``."""
 
-    gave_up: asyncio.Event
-    gave_up_reason: str
     steps: deque[tuple[int, StepRecord]]
+
+    @property
+    def gave_up(self) -> asyncio.Event: ...
+
+    @property
+    def gave_up_reason(self) -> str: ...
 
     @property
     def counters(self) -> Mapping[Any, int]: ...

@@ -42,6 +42,7 @@ from jserve.testing.model import (
     stops_of,
     top_of,
 )
+from jserve.testing.plans import check_plan
 from jserve.types import (
     PromptLogprobs,
     Request,
@@ -123,7 +124,7 @@ class FakeRunner:
 
     @point("runner.launch")
     def launch(self, plan: StepPlan) -> InFlight:
-        self._check(plan)
+        check_plan(plan, self._limits)
         saved = self._move(plan)
         for load in plan.loads:
             self._load(load)
@@ -158,47 +159,6 @@ class FakeRunner:
         if seed is None:
             seed = (request.params.seed or 0) + index
         return expected(self.model, request, seed, most)
-
-    def _check(self, plan: StepPlan) -> None:
-        """What the real runner would have to assume of any plan."""
-        limits, rows = self._limits, plan.rows
-        decode = [row for row in rows if row.from_slot]
-        prefill = rows[len(decode) :]
-        assert rows, "an empty plan"
-        assert 0 <= plan.n_draft <= limits.device_drafts, f"{plan.n_draft} drafts of the device"
-        assert all(row.from_slot for row in rows[: len(decode)]), "decode rows must come first"
-        assert len(decode) <= limits.max_decode_rows, f"{len(decode)} decode rows"
-        own = [row for row in rows if not row.shown]
-        assert len(own) <= limits.max_rows, f"{len(own)} rows"
-        assert plan.n_draft or len(own) == len(rows), "a drafter that sleeps is shown tokens"
-        if plan.n_draft:
-            self._check_drafting(plan, decode, prefill)
-        assert len(prefill) <= limits.max_prefill_rows, f"{len(prefill)} prefill rows"
-        n_prefill = sum(row.count for row in prefill)
-        assert n_prefill <= limits.max_prefill_tokens, f"{n_prefill} prefill tokens"
-        assert len({row.slot for row in own}) == len(own), "two rows share a slot"
-        assert {load.slot for load in plan.loads} <= {row.slot for row in rows}, (
-            "a load without a row"
-        )
-        assert len(plan.page_table_RM) == len(rows), "the page table has other rows than the plan"
-        for row in rows:
-            n_given = 1 + len(row.drafts) if row.from_slot else len(row.tokens)
-            assert row.count == n_given > 0, f"count {row.count}, {n_given} tokens"
-            assert len(row.drafts) <= limits.max_drafts, f"{len(row.drafts)} drafts"
-            assert len({d < 0 for d in row.drafts}) < 2, "drafts of the host and of the device"
-            if row.mask is not None:
-                words = -(-limits.vocab_size // 32)
-                shape = (1 + len(row.drafts), words)
-                assert row.mask.shape == shape, f"mask {row.mask.shape}, wanted {shape}"
-            assert row.start + row.count <= limits.max_model_len, "a row leaves the context"
-
-    def _check_drafting(self, plan: StepPlan, decode: Seq[RowPlan], prefill: Seq[RowPlan]) -> None:
-        """There are fewer programs with a drafter than without."""
-        limits = self._limits
-        width = max([1 + plan.n_draft, *(row.count for row in decode)])
-        assert len(decode) <= (limits.draft_rows or len(decode)), f"{len(decode)} rows draft"
-        widest = limits.prefill_width
-        assert not prefill or not widest or width <= widest, f"prompts beside {width} tokens a row"
 
     def _move(self, plan: StepPlan) -> dict[int, HostCopy]:
         """Copy pages in the order of ``plan.moves``; gives what goes out, there once collected."""
