@@ -85,7 +85,8 @@ class Program:
     """That a drafter on the device leaves in each row; what it reads and multiplies is in all figures
     below."""
     logits_bytes: int
-    """float32 logits that exist at once: most of a step's scratch."""
+    """float32 logits drawn from at once. A step's scratch is a few times that: as they come, adjusted, and
+    as weights."""
     weight_bytes: int
     kv_bytes: int
     flops: float
