@@ -95,8 +95,8 @@ def find(name: str, revision: str = "", dtype: str = "auto") -> Model:
 
 
 def source_of(name: str, revision: str = "", load_format: str = "dummy") -> Source:
-    """Where ``name`` is. Without ``load_format`` dummy its weights, of which names and sizes are looked
-    at, if there are any.
+    """Where ``name`` is. With another ``load_format`` than dummy also the weights of a directory, if there
+    are any: names and sizes are looked at. From the hub no weights are fetched.
 
     Raises:
         ConfigError: nothing there; ``field`` is the file or ``model``.
@@ -107,7 +107,7 @@ def source_of(name: str, revision: str = "", load_format: str = "dummy") -> Sour
     if path.is_file():
         return _without_weights(path.absolute().parent.name, path.parent, hf.read_json(path))
     try:
-        return resolve(name, revision, load_format)
+        return resolve(name, revision, load_format if path.is_dir() else "dummy")
     except WeightsError:
         return resolve(name, revision, "dummy")
     except ConfigError as error:

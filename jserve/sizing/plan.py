@@ -1,47 +1,36 @@
 """The plan: what fits on the devices, what a step of each bucket must cost, what that makes in tokens a second.
 
-Owns the figures. The pool is sized by the engine's own ``plan_memory`` and the buckets are its own
-ladder, so a plan promises what the engine will do; times are ``sim.roofline``'s. Must not know how
-figures are shown, what drafting costs (``speculation`` does), nor compile anything (``compiled`` does).
+Owns the figures. Sizes are those of the engine (``layout``), so a plan promises what it will do; times
+are ``sim.roofline``'s. Must not know how figures are shown, what drafting costs (``speculation`` does),
+nor compile anything (``compiled`` does).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from jserve.config import DEVICE_SHARE, EngineConfig
+from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.attention import AttentionBackend, backend as find_backend
-from jserve.model.sinks import with_sinks
 from jserve.model.tree import chain
-from jserve.model.view import Bucket, StepDims
-from jserve.runner.drafts import Speculation
-from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
+from jserve.model.view import Bucket
+from jserve.runner.memory import MemoryPlan
 from jserve.runner.programs import step_name
 from jserve.runner.sizes import (
-    draft_page_bytes,
     draft_rows,
-    drafting_limits,
     kv_dtype,
-    ladder_of,
     longest_pages,
-    runner_limits,
-    step_dims,
-    stored_kv,
     window_of,
 )
 from jserve.sim.roofline import CHIPS, Chip, Roofline
 from jserve.sizing import speculation as drafts
-from jserve.sizing.models import Model, find, shape_of
+from jserve.sizing.layout import Layout, lay_out, platform_of, with_advice
+from jserve.sizing.models import find, shape_of
 from jserve.sizing.speculation import Drafting, Gain, Speculated
 
 LENGTHS = (512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MOST_DEVICES = 64
-"""Up to here a model that does not fit is tried on more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +74,8 @@ class Program:
     """That a drafter on the device leaves in each row; what it reads and multiplies is in all figures
     below."""
     logits_bytes: int
-    """float32 logits that exist at once: most of a step's scratch."""
+    """float32 logits drawn from at once. A step's scratch is a few times that: as they come, adjusted, and
+    as weights."""
     weight_bytes: int
     kv_bytes: int
     flops: float
@@ -158,80 +148,6 @@ def lengths_of(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """A model on its devices: what ``ModelRunner`` would make of the same options."""
-
-    model: Model
-    config: EngineConfig
-    attention: AttentionBackend
-    stored: Any
-    dims: StepDims
-    memory: MemoryPlan
-    buckets: tuple[Bucket, ...]
-    speculation: Speculation | None
-    """Without its weights."""
-    draft_weight_bytes: int
-    draft_page_bytes: int
-
-    @property
-    def tp(self) -> int:
-        return self.config.device.tensor_parallel_size
-
-
-def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
-    """Raises ConfigError as the engine would: it does not fit, or an option cannot be honoured."""
-    tp, platform = config.device.tensor_parallel_size, _platform(chip)
-    speculation = drafts.drafter_of(model, config)
-    attention = find_backend(config.device.attention_backend, platform)
-    arch = with_sinks(model.arch, attention, config.device.attention_sinks)
-    model = dataclasses.replace(model, arch=arch)
-    stored = stored_kv(config, attention, model.dtype, arch, speculation)
-    dims = step_dims(arch, config, speculation)
-    drafter = drafts.weight_bytes(speculation, model, tp)
-    of_page = draft_page_bytes(speculation, attention, dims, stored.itemsize, tp)
-    weights, window = model.weight_bytes(tp) + drafter, window_of(arch, speculation)
-    memory = plan_memory(
-        arch=model.arch,
-        backend=attention,
-        dims=dims,
-        itemsize=stored.itemsize,
-        tp=tp,
-        weight_bytes=weights,
-        options=config.cache,
-        memory=_memory(chip, weights),
-        draft_page_bytes=of_page,
-        longest=longest_pages(arch, config, dims, window),
-    )
-    limits = runner_limits(arch, config, dims, memory.n_pages, 0, window)
-    limits = drafting_limits(limits, config, speculation, platform)
-    tree = () if speculation is None else speculation.tree
-    synthetic = config.speculative.method == "synthetic"
-    return Layout(
-        model=model,
-        config=config,
-        attention=attention,
-        stored=stored,
-        dims=dims,
-        memory=memory,
-        buckets=ladder_of(limits, tree, masks_drafts=synthetic).buckets,
-        speculation=speculation,
-        draft_weight_bytes=drafter,
-        draft_page_bytes=of_page,
-    )
-
-
-def _platform(chip: Chip) -> str:
-    return "cuda" if chip.memory else "cpu"
-
-
-def _memory(chip: Chip, weights: int) -> DeviceMemory:
-    if chip.memory:
-        return DeviceMemory(total=int(chip.memory * DEVICE_SHARE), taken=0, is_host=False)
-    host = DeviceMemory.of_host()
-    return dataclasses.replace(host, taken=host.taken + weights)
-
-
 def plan(
     name: str,
     device: str,
@@ -256,7 +172,7 @@ def plan(
     try:
         laid = lay_out(model, config, chip)
     except ConfigError as error:
-        raise _with_advice(error, model, config, chip) from None
+        raise with_advice(error, model, config, chip) from None
     context = _context(laid)
     lengths = lengths or tuple(n for n in LENGTHS if n < context) or (context,)
     if lengths[-1] > context:
@@ -264,34 +180,6 @@ def plan(
             f"lengths: {lengths[-1]} tokens exceed the context of {context}", field="lengths"
         )
     return _plan(laid, chip, lengths, acceptance), laid
-
-
-def _with_advice(error: ConfigError, model: Model, config: EngineConfig, chip: Chip) -> ConfigError:
-    """The error of a model that does not fit, and the smallest number of devices on which it does."""
-    if error.field not in ("memory_utilization", "kv_memory_gb", "n_pages"):
-        return error
-    have = config.device.tensor_parallel_size
-    more = range(have + 1, MOST_DEVICES + 1) if chip.memory else ()
-    need = next((n for n in more if _fits(model, config, chip, n)), 0)
-    gb = model.weight_bytes(have) / 1e9
-    text = f"{model.name} does not fit on {have} x {chip.name} ({gb:.2f} GB of weights each): "
-    text += error.message
-    if need:
-        text += f"; it takes {need} devices (--tp {need})"
-    return ConfigError(f"{text}; or lower --max-model-len", field=error.field)
-
-
-def _fits(model: Model, config: EngineConfig, chip: Chip, tp: int) -> bool:
-    device = dataclasses.replace(config.device, tensor_parallel_size=tp)
-    drafter = config.speculative
-    if drafter.tensor_parallel_size > 1:  # split as the model is
-        drafter = dataclasses.replace(drafter, tensor_parallel_size=tp)
-    wider = dataclasses.replace(config, device=device, speculative=drafter)
-    try:
-        lay_out(model, wider, chip)
-    except ConfigError:
-        return False
-    return True
 
 
 def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float) -> Plan:
@@ -349,7 +237,7 @@ def _speculated(
         drafting=drafting,
         tree=() if made is None else made.tree,
         n_drafts=config.n_drafts if made is None else made.n_draft,
-        draft_rows=draft_rows(config, _platform(line.chip)),
+        draft_rows=draft_rows(config, platform_of(line.chip)),
         by_rank=drafts.chances_of(acceptance, config),
     )
     return Speculated(

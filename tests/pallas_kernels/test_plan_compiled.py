@@ -68,7 +68,7 @@ def test_one_program_that_drafts(tmp_path) -> None:
     figures = program.compiled or {}
     assert figures["launches"] == 1
     assert 1 < figures["bytes_over_weights"] < 1.2
-    assert program.logits_bytes < figures["temp_bytes"] < 5 * program.logits_bytes
+    assert program.logits_bytes < figures["temp_bytes"] < 6 * program.logits_bytes
 
 
 def test_a_device_without_a_description_is_refused() -> None:

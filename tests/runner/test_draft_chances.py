@@ -45,12 +45,12 @@ from tests.runner.chances import (
 N, P_MIN = 50_000, 1e-6
 DRAFTERS = ("draft", "eagle3", "medusa")
 DEVICE = [(name, parents) for name in DRAFTERS for parents in (CHAIN, TREE)]
-DEVICE += [("draft", GROWN), ("eagle3", GROWN), ("lookup", CHAIN)]
+DEVICE += [("draft", GROWN), ("lookup", CHAIN)]
 HOST = ("ngram", "suffix", "corpus", "grammar", "synthetic")
 ALONE = {"synthetic": ("bias", "allowed", "mask"), "grammar": ("mask",)}
 """Settings that a proposer refuses, or has a mask of its own in place of."""
-GROWN_IN = {"draft": ("plain", "top_p", "penalties", "mask", "seeds")}
-"""Settings that trees are grown under, where not in "plain" alone."""
+GROWN_IN = ("plain", "top_p", "penalties", "mask", "seeds")
+"""Settings that trees are grown under."""
 NAMES = {CHAIN: "chain", TREE: "tree", GROWN: "grown"}
 QUICK = {
     ("medusa", TREE, "penalties"),
@@ -77,7 +77,7 @@ def cases(kinds: list[tuple[Any, ...]]) -> list[Any]:
         for kind in kinds
         for setting in SETTINGS
         if setting not in ALONE.get(kind[0], ())
-        if GROWN not in kind or setting in GROWN_IN.get(kind[0], ("plain",))
+        if GROWN not in kind or setting in GROWN_IN
     ]  # fmt: skip
 
 
@@ -278,7 +278,6 @@ def plant(monkeypatch: Any, bug: str) -> None:
         ("path not moved", TREE, "plain"),
         ("another row's tree, attended", GROWN, "plain"),
         ("another row's tree, accepted", GROWN, "plain"),
-        ("path not moved", GROWN, "plain"),
     ],
 )
 def test_a_planted_bug_changes_the_chances(monkeypatch, bug, parents, setting):

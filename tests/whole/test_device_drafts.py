@@ -54,10 +54,9 @@ def test_preempted_at_every_step_equals_alone(runner, kind: str) -> None:
 
 @pytest.mark.slow
 def test_trees_that_grow_equal_alone_any_way_they_are_run(runner) -> None:
-    stood = [check_workload(runner, "grown", seed).stood for seed in range(500, 506)]
+    stood = [check_workload(runner, "grown", seed).stood for seed in range(500, 504)]
     assert sum(stood) > 0
     check_workload(runner, "grown", 402, preempts=True)
-    check_workload(runner, "grown", 62, tp=2)
 
 
 @pytest.mark.slow
@@ -172,9 +171,8 @@ def test_the_shipped_pair_says_what_the_target_says_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["auto", "dynamic"])
-def test_a_tree_of_the_shipped_head_is_an_option(shape: str) -> None:
-    """Greedy, seeded and under a grammar whose forced tokens cannot be drafted beside a tree."""
+def test_a_tree_of_the_shipped_head_is_an_option() -> None:
+    """Of one shape or grown; greedy, seeded and under a grammar whose forced tokens cannot be drafted beside a tree."""
     options = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 32,
                "max_model_len": 256, "compile_cache": "", "prompt_logprobs": False}  # fmt: skip
     prompts = ["Hello! Who are you?", "What is 12 + 30?", "Tell me a story.", "Name a colour."]
@@ -186,20 +184,22 @@ def test_a_tree_of_the_shipped_head_is_an_option(shape: str) -> None:
         SamplingParams(temperature=0, max_tokens=24, logprobs=1, structured_outputs=regex),
     ]
     drafter = {"method": "eagle3", "model": str(build.shipped("jserve-mini-eagle3")),
-               "tree": shape, "num_tokens": 5, "min_speed": 0.0}  # fmt: skip
+               "num_tokens": 5, "min_speed": 0.0}  # fmt: skip
     said, messages = [], [[{"role": "user", "content": text}] for text in prompts]
-    for extra in ({}, {"speculative": drafter}):
+    for shape in ("", "auto", "dynamic"):
+        extra = {"speculative": drafter | {"tree": shape}} if shape else {}
         with LLM(**options, **extra) as llm:
             found = llm.chat(messages, params, use_tqdm=False)
             said.append([out.outputs[0].token_ids for out in found])
             depths = llm._engine.scheduler.limits.draft_depths
             counters = llm._engine.stats().values
-    assert said[0] == said[1]
-    assert len(depths) == 5 > max(depths) > 1
-    tried = {k: v for k, v in counters.items() if "num_draft_tokens_total" in k}
-    assert sum(tried.values()) > 0, counters
-    places = [k for k in counters if "num_draft_tokens_per_pos_total" in k]
-    assert 0 < len(places) <= max(depths)
+        if shape:
+            assert len(depths) == 5 > max(depths) > 1
+            tried = {k: v for k, v in counters.items() if "num_draft_tokens_total" in k}
+            assert sum(tried.values()) > 0, counters
+            places = [k for k in counters if "num_draft_tokens_per_pos_total" in k]
+            assert 0 < len(places) <= max(depths)
+    assert said[0] == said[1] == said[2]
 
 
 def test_a_tree_of_the_hosts_drafts_is_refused(tiny_dir) -> None:
