@@ -145,7 +145,10 @@ def engine(
     claim_memory()
     began = time.monotonic()
     check(config.speculative)
-    runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
+    from jserve.runner.programs import starting  # imports jax
+
+    with starting():
+        runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     facts |= runner.report()
     scheduler = Scheduler(
         _limits(config, runner, facts),

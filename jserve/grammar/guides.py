@@ -10,7 +10,6 @@ Owns the threads and what is being computed (``ports.Guides``). Must not know pl
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ import numpy as np
 from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from jserve.cores import n_cores
 from jserve.errors import where
 from jserve.faults import point
 from jserve.grammar.guide import MaskKit, TokenGuide
@@ -53,7 +53,7 @@ class TokenGuides:
     ) -> None:
         self._make_vocabulary = make_vocabulary
         self._fast_forward = fast_forward
-        self._n_threads = mask_threads or max(1, (os.cpu_count() or 2) // 2)
+        self._n_threads = mask_threads or max(1, n_cores() // 2)
         self._compiling = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="jserve-grammar")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="jserve-mask")
         self._setup = threading.Lock()

@@ -38,7 +38,7 @@ from jserve.runner.disk import DiskStore
 from jserve.runner.drafts import Speculation
 from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
 from jserve.runner.moves import Leaving, PageMover, host_pages, identity
-from jserve.runner.programs import Programs, Progress
+from jserve.runner.programs import Programs, Progress, starting
 from jserve.runner.sizes import (
     draft_page_bytes,
     drafting_limits,
@@ -51,7 +51,7 @@ from jserve.runner.sizes import (
     window_of,
 )
 from jserve.runner.spill import Spill
-from jserve.runner.state import new_state
+from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
 from jserve.types import PageFetch, PromptLogprobs, StepPlan, StepResult
 
@@ -87,6 +87,7 @@ class ModelRunner:
         ConfigError: an option the device side cannot honour; ``field`` is its name.
     """
 
+    @starting()
     def __init__(
         self,
         family: Family,
@@ -163,7 +164,8 @@ class ModelRunner:
         )
         self._mover = PageMover(self.model, n_host) if n_host else None
         self._spill = self._open_disk(config)
-        self.state: DeviceState = new_state(self.model)
+        self._new_state = state_maker(self.model)
+        self.state: DeviceState = self._new_state()
         self._busy_until = 0.0
         times = self._warm_up(progress or (lambda *_: None))
         self.limits = dataclasses.replace(
@@ -249,7 +251,7 @@ class ModelRunner:
         for leaf in jax.tree.leaves(self.state):
             if not leaf.is_deleted():
                 leaf.delete()  # there is no room for two pools
-        self.state = new_state(self.model)
+        self.state = self._new_state()
         self._packer.forget()
         self._run_to_its_end(self.ladder.buckets[0])
 
