@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from jserve import faults
 from jserve.api.openai import ChatBody, CompletionBody
 from tests.hardening.world import CHAT, COMP, probe, world
 
@@ -136,6 +137,62 @@ async def test_constraints_that_leave_nothing_are_the_clients_fault():
         assert response.status == 200
         assert json.loads(events[-1][6:])["error"]["code"] == "nothing_allowed"
         assert not any('finish_reason":"' in event for event in events)
+        await made.idle()
+
+
+WIDE = {
+    "type": "object",
+    "properties": {
+        "pick": {"enum": ["x", "y"]},
+        "wide": {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(900)}},
+    },
+    "required": ["pick", "wide"],
+    "additionalProperties": False,
+}
+"""Compiles, and has more keys to choose from than the matcher may follow when it gets there."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"structured_outputs": {"json": WIDE}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": WIDE}}},
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+async def test_a_structure_too_complex_to_follow_is_the_clients_and_costs_nobody(asked, param):
+    """The matcher finds out behind some text: 400 by the field's name, or the stream's last event."""
+    body = GOOD[CHAT] | {"max_tokens": 40} | asked
+    async with world() as made:
+        want = await probe(made)
+        (status, answer, headers), beside = await asyncio.gather(
+            made.srv.post(CHAT, body), probe(made)
+        )
+        assert (status, answer["error"]["code"]) == (400, "invalid_schema"), answer
+        assert answer["error"]["param"] == param
+        assert answer["error"]["message"].startswith(f"{param} became too complex")
+        assert "x-should-retry" not in headers
+        async with made.srv.http.post(made.srv.url + CHAT, json=body | {"stream": True}) as response:
+            raw = (await response.text()).strip().split("\n\n")
+        assert response.status == 200
+        assert json.loads(raw[-1][6:])["error"]["param"] == param
+        assert beside == await probe(made) == want
+        await made.idle()
+
+
+async def test_a_fault_of_the_matcher_is_ours_and_says_so():
+    """Not a limit: 500 with its code, and no advice to try again."""
+    asked = GOOD[COMP] | {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9}
+    async with world() as made:
+        for at in (1, 3):
+            with faults.armed("grammar.take", at):
+                status, answer, headers = await made.srv.post(COMP, asked)
+            assert (status, answer["error"]["code"]) == (500, "grammar_failed")
+            assert (answer["error"]["type"], answer["error"]["param"]) == ("server_error", None)
+            assert headers["x-should-retry"] == "false"
+        assert (await made.srv.post(COMP, asked))[0] == 200
         await made.idle()
 
 
