@@ -196,6 +196,24 @@ async def test_a_fault_of_the_matcher_is_ours_and_says_so():
         await made.idle()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_as_many_prompts_as_a_request_may_hold_are_taken_by_an_idle_server(stream):
+    """However small its queue is: the prompts of one request are one decision."""
+    prompts = [f"prompt {i}" for i in range(128)]
+    async with world(max_waiting=4, max_waiting_tokens=64) as made:
+        body = {"prompt": prompts, "max_tokens": 2, "stream": stream}
+        async with made.srv.http.post(made.srv.url + COMP, json=body) as response:
+            raw = await response.text()
+        assert response.status == 200, raw[:300]
+        assert raw.count('"finish_reason":"length"') + raw.count('"finish_reason":"stop"') == 128
+        told, told_too = await asyncio.gather(
+            made.srv.post(COMP, body | {"stream": False}),
+            made.srv.post("/v1/score", {"query": "x", "items": prompts}),
+        )
+        assert {told[0], told_too[0]} <= {200, 503}, "one of them may find the queue full, as a whole"
+        await made.idle()
+
+
 def test_every_field_alone_with_every_hostile_scalar():
     """Not left to chance: each declared field, each nasty value."""
     nasty = [None, True, -1, 0, 2**63, 10**300, 0.5, -1e308, 1e-300, "", "x" * 3000, [], {}, [[]]]

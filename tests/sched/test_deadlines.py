@@ -56,6 +56,22 @@ def test_what_only_the_queue_prevents_may_be_tried_later():
     drive.run()
 
 
+def test_a_deadline_that_only_its_own_batch_prevents_is_the_clients_fault():
+    """To try again later would be of no use; behind others it may be."""
+    mates = [
+        request(f"b{i}", [i] * 16, batch="b", ttft_deadline_ms=15.0, ignore_eos=True)
+        for i in range(9)
+    ]
+    for others, kind, status in ((0, DeadlineInfeasible, 400), (1, DeadlineUnreachable, 503)):
+        drive = timed(limits(step_times=step_times(), n_slots=1))
+        for i in range(others):
+            drive.add(request(f"r{i}", [10], max_tokens=30, ignore_eos=True))
+        with pytest.raises(kind) as caught:
+            for mate in mates:
+                drive.add(mate)
+        assert (caught.value.status, caught.value.field) == (status, "ttft_deadline_ms")
+
+
 def test_a_lane_with_more_weight_is_promised_more():
     drive = timed(limits(step_times=step_times(), n_slots=4))
     for i in range(12):
