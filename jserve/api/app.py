@@ -78,11 +78,12 @@ def _application(front: Front, routes: Sequence[Route]) -> web.Application:
     )
     app[FRONT], app[ACCESS] = front, access
     for route in routes:
-        added = app.router.add_route(
-            route.method, route.path, _bound(route.answer, front), expect_handler=expect
-        )
+        answer = _bound(route.answer, front)
+        added = app.router.add_route(route.method, route.path, answer, expect_handler=expect)
         resource = added.resource
         assert resource is not None
+        if route.method == "GET":  # aiohttp leaves the body away
+            app.router.add_route("HEAD", route.path, answer, expect_handler=expect)
         access[resource.canonical] = route.access
         if route.errors is not error_body:
             words[resource.canonical] = route.errors
