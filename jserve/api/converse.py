@@ -56,9 +56,7 @@ async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.
     requests = await front.prepare.requests(ask)
     reply = dialect.reply(wish, served, front.prepare.tokenizer, requests)
     timer = RequestTimer(front.metrics, requests, trace.arrival)
-    run = Generation(
-        front.engine, front.prepare.tokenizer, requests, timer, structure=ask.shape.field
-    )
+    run = Generation(front.engine, front.prepare.tokenizer, requests, timer)
     trace.account.spend(run.usage.prompt)
     headers = ignored_header(wish.ignored)
     try:

@@ -21,8 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from jserve.api.ask import Usage
 from jserve.api.errors import Aborted
-from jserve.api.shape import at_field
-from jserve.errors import BadRequest, EngineDead, JserveError, NotReady, RequestFailed, error_of
+from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
 from jserve.faults import point
 from jserve.text.stream import TextStream
 from jserve.text.tokenizer import TextTokenizer
@@ -79,7 +78,6 @@ class Generation:
         tokenizer: turns ids into text.
         requests: one per prompt, all with the same parameters.
         observer: told of every piece.
-        structure: the request field that a structure came in, for errors found while it is followed.
     """
 
     def __init__(
@@ -88,13 +86,11 @@ class Generation:
         tokenizer: TextTokenizer,
         requests: Sequence[Request],
         observer: Observer | None = None,
-        structure: str = "structured_outputs",
     ) -> None:
         self.requests = list(requests)
         self.params = self.requests[0].params
         self._engine = engine
         self._observer = observer
-        self._structure = structure
         self._aborted = False
         self._cached = [0] * len(self.requests)
         self._drafted = self._accepted = 0
@@ -171,8 +167,7 @@ class Generation:
         if output.finish is Finish.ABORT and self._aborted:
             raise Aborted("the request was ended by an operator")
         if output.finish in (Finish.ERROR, Finish.ABORT):
-            error = failure(output)
-            raise at_field(error, self._structure) if isinstance(error, BadRequest) else error
+            raise failure(output)
         self._cached[prompt] = max(self._cached[prompt], output.n_cached)
         text, n_tokens, finish, reason = _advance(choice.text, output)
         self._drafted += output.n_drafted

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from jserve.api.ask import Ask, ModelCard
 from jserve.api.chat import Chat, ChatTemplate, Part
-from jserve.api.shape import Shape, at_field
+from jserve.api.shape import Shape
 from jserve.errors import BadRequest, ContextTooLong, Overloaded
 from jserve.faults import point
 from jserve.grammar.checker import GrammarChecker
@@ -150,7 +150,7 @@ class Preparer:
                 if future is not None:
                     await asyncio.wrap_future(future)
             except BadRequest as e:
-                raise at_field(e, field) from None
+                raise _at_field(e, field) from None
 
     def _check_chars(self, chat: Chat) -> None:
         n_chars = sum(len(m.get("content") or "") for m in chat.messages)
@@ -224,6 +224,14 @@ class Preparer:
             skip_prefix_cache=ask.skip_prefix_cache,
             speculative=ask.speculative,
         )
+
+
+def _at_field(error: BadRequest, field: str) -> BadRequest:
+    """The error of a structure, under the name of the request field it came from."""
+    inner = error.field or ""
+    if field == "structured_outputs" or not inner.startswith("structured_outputs"):
+        return error
+    return BadRequest(error.message.replace(inner, field, 1), field=field, code=error.code)
 
 
 def bad_token_ids(tokenizer: TextTokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

@@ -259,12 +259,3 @@ def _format(value: Any) -> Shape:
     if not isinstance(schema, dict):
         raise BadRequest(f"{where}.schema must be an object", field=f"{where}.schema")
     return Shape(spec=StructuredOutputs(json=schema), field=f"{where}.schema")
-
-
-def at_field(error: BadRequest, field: str) -> BadRequest:
-    """The error of a structure, under the name of the request field it came from."""
-    inner = error.field or ""
-    if field == "structured_outputs" or not inner.startswith("structured_outputs"):
-        return error
-    message = error.message.replace(inner, field, 1)
-    return type(error)(message, field=field, code=error.code, retry_after=error.retry_after)
