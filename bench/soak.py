@@ -103,6 +103,8 @@ async def run(server: Running, args: argparse.Namespace) -> dict[str, Any]:
                 "compiles_after_ready_total",
                 "engine_deaths_total",
                 "step_faults_total",
+                "num_preemptions_total",
+                "prefix_cache_hits_total",
             )
         },
     }
@@ -148,7 +150,8 @@ def gates(found: dict[str, Any]) -> list[tuple[str, bool]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: every gate holds. 1: one does not. 2: no server."""
     parser = argparse.ArgumentParser(prog="bench.soak", description=__doc__)
-    add_options(parser, extra="--max-model-len 1024 --max-num-seqs 8")
+    # So few pages that sequences give way to each other now and then.
+    add_options(parser, extra="--max-model-len 1024 --max-num-seqs 8 --n-pages 96")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)

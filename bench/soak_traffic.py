@@ -204,6 +204,7 @@ class Soak:
         path, body = self.ask()
         data = json.dumps(body | {"stream": self.rng.random() < 0.5}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += "Connection: close\r\n"
         full = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
         stage = self.rng.choice(["head", "body", "queued", "first", "middle"])
         self.counts[f"left_{stage}"] += 1
@@ -261,7 +262,7 @@ class Soak:
         body, headers = self.rng.choice(HOSTILE), JSON
         if self.rng.random() < 0.1:
             body, headers = gzip.compress(b" " * 20_000_000), {**JSON, "Content-Encoding": "gzip"}
-        path = self.rng.choice([CHAT, COMP, MESSAGES, RESPONSES, "/v1/score", "/tokenize"])
+        path = self.rng.choice([CHAT, COMP, MESSAGES, RESPONSES, "/v1/score"])
         async with self.http.post(self.url + path, data=body, headers=headers) as response:
             text = await response.text()
         self.note(f"hostile_{response.status // 100}xx")
