@@ -433,7 +433,10 @@ ACCEPTS = [
     ("application/openmetrics-text", "application/openmetrics-text"),
     ("application/openmetrics-text; version=\xff;q=zzz", "application/openmetrics-text"),
     ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text"),
-    ("application/openmetrics-text; version=99.canary; escaping=no", "application/openmetrics-text"),
+    (
+        "application/openmetrics-text; version=99.canary; escaping=no",
+        "application/openmetrics-text",
+    ),
     ("application/openmetrics-text; version=" + "9." * 900, "application/openmetrics-text"),
 ]
 

@@ -165,7 +165,9 @@ async def test_a_structure_too_complex_to_follow_is_the_clients_and_costs_nobody
         assert answer["error"]["param"] == param
         assert answer["error"]["message"].startswith(f"{param} became too complex")
         assert "x-should-retry" not in headers
-        async with made.srv.http.post(made.srv.url + CHAT, json=body | {"stream": True}) as response:
+        async with made.srv.http.post(
+            made.srv.url + CHAT, json=body | {"stream": True}
+        ) as response:
             raw = (await response.text()).strip().split("\n\n")
         assert response.status == 200
         assert json.loads(raw[-1][6:])["error"]["param"] == param
@@ -201,7 +203,9 @@ async def test_as_many_prompts_as_a_request_may_hold_are_taken_by_an_idle_server
             made.srv.post(COMP, body | {"stream": False}),
             made.srv.post("/v1/score", {"query": "x", "items": prompts}),
         )
-        assert {told[0], told_too[0]} <= {200, 503}, "one of them may find the queue full, as a whole"
+        assert {told[0], told_too[0]} <= {200, 503}, (
+            "one of them may find the queue full, as a whole"
+        )
         await made.idle()
 
 
