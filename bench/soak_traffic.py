@@ -148,7 +148,7 @@ class Soak:
         if path == COMP:
             prompt: Any = f"Tell me about {topic}. " * rng.randint(1, 9)
             if rng.random() < 0.2:
-                prompt = [prompt, topic, "x"] * rng.randint(1, 9)
+                prompt = [prompt, topic, "x"] * rng.randint(1, 4)
             return path, {"prompt": prompt, **common}
         if "logprobs" in common:
             common |= {"logprobs": True, "top_logprobs": 2}
@@ -266,7 +266,8 @@ class Soak:
         async with self.http.post(self.url + path, data=body, headers=headers) as response:
             text = await response.text()
         self.note(f"hostile_{response.status // 100}xx")
-        if response.status >= 500 or response.status == 200:
+        shed = response.status == 503 and "overloaded" in text  # a full queue reads nobody's fields
+        if response.status == 200 or (response.status >= 500 and not shed):
             self.note("hostile_wrong", f"{response.status} for {body[:60]!r}: {text[:120]}")
 
     async def control(self) -> None:
