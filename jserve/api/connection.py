@@ -1,7 +1,7 @@
 """One client's connection: what aiohttp's lacks for the open internet.
 
-Owns the time a request's head may take, the size of the send buffer, the cap on connections and the JSON
-of errors that no handler sees. Must not know routes or what a request asks.
+Owns how long a request's head may take and a reader of answers, the size of the send buffer, the cap on
+connections and the JSON of errors that no handler sees. Must not know routes or what a request asks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _CLIENT_FAULTS = (web.RequestPayloadError, HttpProcessingError)
 
 
 class Connection(RequestHandler):
-    """aiohttp's connection and what it lacks: a header timer, a small send buffer, JSON errors."""
+    """aiohttp's connection and what it lacks: two timers, a small send buffer, JSON errors."""
 
-    __slots__ = ("_body", "_header_timer", "_limits")
+    __slots__ = ("_body", "_header_timer", "_limits", "_reader_timer")
 
     def __init__(self, manager: web.Server, limits: Limits, **options: Any) -> None:
         super().__init__(manager, **options)
         self._limits = limits
         self._header_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
         self._body: Any = EMPTY_PAYLOAD  # of the latest request; at its end, what comes is a head
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -58,8 +59,18 @@ class Connection(RequestHandler):
         elif at_head and data and self._header_timer is None:
             self._await_headers()
 
+    def pause_writing(self) -> None:
+        """More waits for the reader than the kernel takes, of a stream or of one long answer."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
+
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_timer()
+        self._stop_watching()
         super().connection_lost(exc)
 
     def handle_error(
@@ -104,6 +115,29 @@ class Connection(RequestHandler):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+    def _watch_reader(self) -> None:
+        left = self._unread()
+        self._reader_timer = self._loop.call_later(
+            self._limits.write_timeout_s, self._check_reader, left
+        )
+
+    def _check_reader(self, left: int) -> None:
+        """Who took something of the ``left`` bytes meanwhile may go on; the others are gone."""
+        if self._unread() < left:
+            self._watch_reader()
+        elif self.transport is not None:
+            log.info("a client stopped reading")
+            self.transport.abort()
+
+    def _stop_watching(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _unread(self) -> int:
+        """Bytes that wait on our side of the connection."""
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
 
 
 def _refusal() -> bytes:

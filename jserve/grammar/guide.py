@@ -213,14 +213,15 @@ class TokenGuide:
         except Exception as error:
             log.error("a mask failed: %s", where(error))
             self.fault = Verdict(error=f"the mask failed with {type(error).__name__}")
-            mask_1W[...] = 0
+            self.mask_W = self.kit.none_W
+            return
         self.put(mask_1W[0])
 
     def put(self, mask_W: np.ndarray) -> None:
         """Hand in the mask that the matcher made. A matcher in error forbids everything."""
         assert self.matcher is not None
         if self.matcher.is_error():
-            self.fault = self.fault or TOO_COMPLEX
+            self.fault = TOO_COMPLEX
             mask_W = self.kit.none_W
         self.mask_W = mask_W
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jserve import faults
+from jserve.grammar import guide as guide_module
 from jserve.grammar.trail import MOST_CERTAIN
 from jserve.sampling import StructuredOutputs
 from jserve.testing import FakeProposer
@@ -67,6 +68,28 @@ def test_a_guess_that_breaks_the_matcher_leaves_no_trace():
     assert (made.mask(allowed) == masks).all()
 
 
+def test_a_mask_that_fails_behind_a_guess_leaves_no_trace(monkeypatch):
+    """Nothing may be drawn behind that guess, and all is well where the sequence stands."""
+    made = guides().guide(request("a", CITY, logprobs=0))
+    assert made is not None
+    draft = list(made.trim(ids('{"city": "Par')))
+    want = made.mask(draft)
+    fill = guide_module.fill_next_token_bitmask
+
+    def failing(matcher, mask):
+        raise RuntimeError("no mask")
+
+    monkeypatch.setattr(guide_module, "fill_next_token_bitmask", failing)
+    hurt = made.mask(draft)
+    assert hurt.shape == want.shape
+    lost = [j for j in range(len(want)) if (hurt[j] != want[j]).any()]
+    assert lost, "some position asks the matcher"
+    assert not hurt[lost].any()
+    assert made.fault is None
+    monkeypatch.setattr(guide_module, "fill_next_token_bitmask", fill)
+    assert (made.mask(draft) == want).all()
+
+
 @pytest.mark.parametrize("at", range(1, 30, 4))
 def test_a_limit_at_any_token_ends_that_row_only(at):
     asked = [request(f"r{i}", CITY, temperature=1.0, seed=i) for i in range(3)]
@@ -101,11 +124,11 @@ def test_a_mask_that_fails_ends_that_row_only():
     made = engine()
     for each in asked:
         made.submit(each)
-    outputs = []
-    while not outputs:
+    outputs, sick = [], None
+    while sick is None or not sick.n_output:
         outputs += made.step()
+        sick = next((s for s in made.scheduler.floor.running if s.request.id == "r1"), sick)
     made.scheduler.guides.settle(None)
-    sick = next(s for s in made.scheduler.floor.running if s.request.id == "r1")
     sick.guide.trail.matcher = Sick(sick.guide.trail.matcher)
     outputs += made.drain()
     last = gather(outputs)["r1", 0][-1]
