@@ -123,8 +123,9 @@ class Connection(RequestHandler):
         )
 
     def _check_reader(self, left: int) -> None:
-        """Who took something of the ``left`` bytes meanwhile may go on; the others are gone."""
-        if self._unread() < left:
+        """Who took something of the ``left`` bytes meanwhile may go on; the others are gone. More may
+        have been written since, which is not for long: whoever writes waits soon."""
+        if self._unread() != left:
             self._watch_reader()
         elif self.transport is not None:
             log.info("a client stopped reading")

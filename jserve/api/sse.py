@@ -105,6 +105,9 @@ class EventStream:
             if now < due:
                 await asyncio.sleep(due - now)
                 continue
+            if self._request.protocol.writing_paused:  # the reader has enough to read
+                self._written_at = now
+                continue
             try:
                 await self._write(KEEP_ALIVE)
             except ConnectionError:

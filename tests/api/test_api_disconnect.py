@@ -141,11 +141,13 @@ async def test_half_close_cancels_too():
         writer.close()
 
 
-async def test_a_reader_that_stops_reading_is_cut_off():
+@pytest.mark.parametrize("keep_alive_s", [15.0, 0.05])
+async def test_a_reader_that_stops_reading_is_cut_off(keep_alive_s):
+    """Comments that are meant to find dead readers must not look as if one had read."""
     engine = FakeEngine(("x" * 200,))
     engine.chunk = 1
     limits = Limits(write_timeout_s=0.3, send_buffer=4096)
-    async with live(engine, limits=limits) as srv:
+    async with live(engine, limits=limits, keep_alive_s=keep_alive_s) as srv:
         engine.script = lambda request, index: _endless(request)  # type: ignore[method-assign]
         port = int(srv.url.rsplit(":", 1)[1])
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
