@@ -199,6 +199,10 @@ async def test_a_long_answer_that_is_read_slowly_is_read_to_its_end():
             n += len(part)
             await asyncio.sleep(0.02)
         assert time.monotonic() - began > 0.3, "slower than the limit"
+        await asyncio.sleep(0.7)
+        await loop.sock_sendall(sock, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await asyncio.wait_for(loop.sock_recv(sock, 16384), 3.0)
+        assert b"200 OK" in answer, "nobody waits for a reader who has read it all"
         sock.close()
 
 
