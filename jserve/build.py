@@ -146,7 +146,10 @@ def engine(
     began = time.monotonic()
     tp = config.device.tensor_parallel_size if mesh is None else mesh.shape.get("tp", 1)
     check(config.speculative, tp)
-    runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
+    from jserve.runner.programs import starting  # imports jax
+
+    with starting():
+        runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     facts |= runner.report()
     scheduler = Scheduler(
         _limits(config, runner, facts),

@@ -236,6 +236,10 @@ class ServerOptions:
     admin_port: int = opt(
         8001, "port of abort, reset and profile; 0 takes a free one", min=0, max=65535
     )
+    public_metrics: bool = opt(
+        True,
+        "serve /metrics on the public port too, to whoever has a key; admin_port always has it",
+    )
     max_body_mb: float = opt(8.0, "MiB of one request body", min=0.001, max=1024)
     keep_alive_s: float = opt(
         15.0, "seconds between SSE comments while a stream is idle; 0 is off", min=0

@@ -90,6 +90,8 @@ class Request:
     """Ids that end generation unless ``params.ignore_eos``; from generation_config.json."""
     arrival: float = 0.0
     """Monotonic seconds."""
+    batch: str = ""
+    """Requests of one name were asked for together: the queue takes all of them or none. "": alone."""
     priority: int = 0
     """Lower runs first among what its tenant has waiting in its lane."""
     lane: Lane = Lane.STANDARD

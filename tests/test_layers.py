@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jserve"
 
-LEAVES = {"types", "sampling", "ports", "config", "options", "errors", "faults", "window"}
+LEAVES = {"types", "sampling", "ports", "config", "options", "errors", "faults", "window", "cores"}
 # Room -> rooms it may import, besides the leaves and itself. `build` wires everything together.
 ALLOWED: dict[str, set[str]] = {
     "sampling": set(),
@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "faults": set(),
     "window": set(),
+    "cores": set(),
     "testing": {"kv", "sched"},
     "kv": set(),
     "sched": {"kv", "spec"},
@@ -70,6 +71,7 @@ HOST = [
     "errors",
     "faults",
     "window",
+    "cores",
     "testing",
     "outputs",
     "prompts",

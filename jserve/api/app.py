@@ -21,7 +21,7 @@ from jserve.api.middleware import Handler, expect, make_middlewares, stamp
 from jserve.api.page import add_page
 from jserve.api.prepare import Preparer
 from jserve.api.refusals import Refusals
-from jserve.api.routes import OPERATOR, PUBLIC, Answer, Route
+from jserve.api.routes import OPERATOR, PUBLIC, Answer, Route, hidden
 from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
 from jserve.text.tokenizer import TextTokenizer
@@ -58,7 +58,8 @@ def make_app(
         refusals=Refusals(metrics.refusals_repeated.inc, hold_s=limits.refusal_hold_s),
         limits=limits,
     )
-    app = _application(front, PUBLIC)
+    left_away = hidden(config.server)
+    app = _application(front, [route for route in PUBLIC if route.path not in left_away])
     if config.server.ui:
         add_page(app, app[ACCESS])
     app.on_cleanup.append(_close)
@@ -78,11 +79,12 @@ def _application(front: Front, routes: Sequence[Route]) -> web.Application:
     )
     app[FRONT], app[ACCESS] = front, access
     for route in routes:
-        added = app.router.add_route(
-            route.method, route.path, _bound(route.answer, front), expect_handler=expect
-        )
+        answer = _bound(route.answer, front)
+        added = app.router.add_route(route.method, route.path, answer, expect_handler=expect)
         resource = added.resource
         assert resource is not None
+        if route.method == "GET":  # aiohttp leaves the body away
+            app.router.add_route("HEAD", route.path, answer, expect_handler=expect)
         access[resource.canonical] = route.access
         if route.errors is not error_body:
             words[resource.canonical] = route.errors

@@ -33,7 +33,7 @@ import jinja2.meta
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jserve.errors import BadRequest, ConfigError, JserveError, RequestFailed
+from jserve.errors import BadRequest, ConfigError, JserveError
 from jserve.faults import point
 
 MAX_SECONDS = 1.0
@@ -183,8 +183,8 @@ class ChatTemplate:
         """The prompt of ``chat`` as (text, trusted) parts; their texts joined are the prompt.
 
         Raises:
-            BadRequest: the template refused the messages, or nothing is there to continue.
-            RequestFailed: the template failed or ran over 1 s or 4 MiB (code "template_error").
+            BadRequest: the template refused the messages, or nothing is there to continue; it failed
+            on them or ran over 1 s or 4 MiB (code "template_error": it rendered others at the start).
         """
         mark = "z" + secrets.token_hex(8)
         if chat.continue_final_message:
@@ -230,7 +230,7 @@ class ChatTemplate:
                 f"the chat template refuses these messages: {e.message}", field="messages"
             ) from None
         except Exception as e:
-            raise RequestFailed(
+            raise BadRequest(
                 f"the chat template failed on these messages ({type(e).__name__})",
                 field="messages",
                 code="template_error",

@@ -91,7 +91,6 @@ async def _stream(
         stream = EventStream(
             request,
             keep_alive_s=keep_alive,
-            write_timeout_s=front.limits.write_timeout_s,
             named=reply.named,
         )
         async with await stream.open(headers):

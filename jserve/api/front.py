@@ -84,6 +84,7 @@ class Limits:
     header_timeout_s: float = 10.0
     body_timeout_s: float = 20.0
     write_timeout_s: float = 30.0
+    """A reader for whom something waits and who takes nothing at all for so long is hung up on."""
     idle_timeout_s: float = 75.0
     """How long a connection may stay open between requests."""
     send_buffer: int = 128 << 10

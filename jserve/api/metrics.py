@@ -22,6 +22,7 @@ from jserve.api.generate import Piece
 from jserve.api.recent import Recent
 from jserve.types import Lane, Request
 
+_OPENMETRICS = "application/openmetrics-text"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -180,8 +181,9 @@ class Metrics:
         return dict(found)
 
     def scrape(self, accept: str) -> tuple[bytes, str]:
-        """(body, content type): OpenMetrics or the text format, as ``accept`` asks."""
-        encoder, content_type = choose_encoder(accept)
+        """(body, content type): OpenMetrics or the text format, as ``accept`` asks. The library reads
+        versions out of the header that it then fails at, or repeats: it is not shown them."""
+        encoder, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
         return encoder(self.registry), content_type
 
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import HttpVersion11, web
+from aiohttp.hdrs import METH_ALL
 
 from jserve.api.auth import Access
 from jserve.api.errors import Forbidden, HttpError, error_body, error_headers
@@ -92,6 +93,8 @@ async def expect(request: web.Request) -> web.StreamResponse | None:
         response = error_response(HttpError(417))
         response.headers["x-request-id"] = request_id(request.headers.get("x-request-id"))
         return response
+    if (request.content_length or 0) > request.client_max_size:
+        return None  # the answer is a refusal, and nobody should send the body for that
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     # The bytes of this line are not those of the answer, which may still be replaced by an error.
     request.writer.output_size = 0
@@ -154,7 +157,7 @@ def _record(front: Front, request: web.Request, status: int) -> None:
     ms = 1000 * (time.monotonic() - trace.arrival)
     log.info(
         "%s %s %d %.1f ms %s%s",
-        request.method if len(request.method) < 10 else "?",
+        request.method if request.method in METH_ALL else "?",
         route,
         status,
         ms,

@@ -79,7 +79,10 @@ class Preparer:
         if head is not None:
             prompts = await self._behind(ask, head, prompts)
         params = await self._with_bad_words(ask.params)
-        return [self._request(ask, params, self._fitted(ask, params, ids)) for ids in prompts]
+        batch = uuid.uuid4().hex if len(prompts) > 1 else ""
+        return [
+            self._request(ask, params, self._fitted(ask, params, ids), batch) for ids in prompts
+        ]
 
     async def prompt_ids(self, ask: Ask) -> list[list[int]]:
         """Token ids of every prompt of ``ask``, before any truncation."""
@@ -194,7 +197,9 @@ class Preparer:
                 field=ask.field,
             )
 
-    def _request(self, ask: Ask, params: SamplingParams, ids: tuple[int, ...]) -> Request:
+    def _request(
+        self, ask: Ask, params: SamplingParams, ids: tuple[int, ...], batch: str
+    ) -> Request:
         thinking = None
         if ask.chat is not None and params.guided:
             thinking = self.card.speech.thinking_after(ids, self.tokenizer)
@@ -205,6 +210,7 @@ class Preparer:
             params=params,
             eos_ids=self.card.eos_ids,
             arrival=time.monotonic(),
+            batch=batch,
             priority=ask.priority,
             lane=ask.lane,
             tenant=ask.tenant,

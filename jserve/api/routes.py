@@ -26,6 +26,7 @@ from jserve.api.openai_chat_reply import ChatReply
 from jserve.api.openai_text_reply import CompletionReply
 from jserve.api.responses import ResponseBody, response_wish
 from jserve.api.responses_reply import ResponseReply
+from jserve.config import ServerOptions
 from jserve.errors import JserveError
 
 Answer = Callable[[web.Request, Front], Awaitable[web.StreamResponse]]
@@ -59,6 +60,7 @@ def _in(dialect: Dialect) -> Answer:
 
 
 _OPEN, _USER, _ADMIN = Access.OPEN, Access.USER, Access.ADMIN
+METRICS = "/metrics"
 
 
 async def _openapi(request: web.Request, front: Front) -> web.StreamResponse:
@@ -100,7 +102,7 @@ PUBLIC = (
     Route("POST", "/detokenize", _USER, tokens.detokenize, "Ids to text", tokens.DetokenizeBody),
     Route("GET", "/v1/support", _USER, _support, "What every field does"),
     Route("GET", "/openapi.json", _USER, _openapi, "This interface as OpenAPI 3.1"),
-    Route("GET", "/metrics", _USER, service.metrics, "Prometheus metrics"),
+    Route("GET", METRICS, _USER, service.metrics, "Prometheus metrics"),
     Route("GET", "/version", _USER, service.version, "The server's version"),
     Route("GET", "/health", _OPEN, service.health, "Whether steps make progress"),
     Route("GET", "/ready", _OPEN, service.ready, "Whether requests are taken"),
@@ -127,4 +129,10 @@ OPERATOR = (
     Route(
         "POST", "/stop_profile", _ADMIN, admin.stop_profile, "Write the profile", admin.NothingBody
     ),
+    Route("GET", METRICS, _ADMIN, service.metrics, "Prometheus metrics"),
 )
+
+
+def hidden(options: ServerOptions) -> frozenset[str]:
+    """Paths of ``PUBLIC`` that a server of these options does not have."""
+    return frozenset() if options.public_metrics else frozenset({METRICS})

@@ -37,10 +37,10 @@ from jserve.runner.disk import DiskStore
 from jserve.runner.drafts import Speculation
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
-from jserve.runner.programs import Programs, Progress
+from jserve.runner.programs import Programs, Progress, starting
 from jserve.runner.sizes import Sizes, sizes_of
 from jserve.runner.spill import Spill
-from jserve.runner.state import new_state
+from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
 from jserve.weights.place import tp_size
@@ -76,6 +76,7 @@ class ModelRunner:
         ConfigError: an option the device side cannot honour; ``field`` is its name.
     """
 
+    @starting()
     def __init__(
         self,
         family: Family,
@@ -125,7 +126,8 @@ class ModelRunner:
         n_host = self.limits.n_host_pages
         self._mover = PageMover(self.model, n_host) if n_host else None
         self._spill = self._open_disk(config.cache)
-        self.state: DeviceState = new_state(self.model)
+        self._new_state = state_maker(self.model)
+        self.state: DeviceState = self._new_state()
         self._busy_until = 0.0
         self._get_ready(progress or (lambda *_: None))
 
@@ -199,7 +201,7 @@ class ModelRunner:
         for leaf in jax.tree.leaves(self.state):
             if not leaf.is_deleted():
                 leaf.delete()  # there is no room for two pools
-        self.state = new_state(self.model)
+        self.state = self._new_state()
         self._packer.forget()
         self._run_to_its_end(self.ladder.buckets[0])
 

@@ -103,6 +103,7 @@ class FakeRunner:
         self._limits = limits
         self.reset()
 
+    @point("runner.reset")
     def reset(self) -> None:
         """Forget all pages and slots, and the steps in flight."""
         P, Z = self._limits.n_pages, self._limits.page_size

@@ -222,7 +222,10 @@ async def test_the_log_line(srv, caplog):
     with caplog.at_level("INFO", logger="jserve.api"):
         await srv.post("/v1/completions?key=sk-private", {"prompt": "private words"})
         await srv.get("/private-path")
+        async with srv.http.request("SEARCH", srv.url + "/health") as r:
+            assert r.status == 405
     lines = [r.getMessage() for r in caplog.records if r.name == "jserve.api"]
     assert any(line.startswith("POST /v1/completions 200 ") for line in lines)
     assert any(line.startswith("GET unknown 404 ") for line in lines)
+    assert any(line.startswith("? unknown 405 ") for line in lines), "a method may be anything"
     assert "private" not in "".join(lines)

@@ -389,6 +389,8 @@ HEADERS = [
     ({"Content-Type": "application/json", "Content-Encoding": "deflate"}, 400),
     ({"Content-Type": "application/json", "Content-Encoding": "gzip"}, 400),
     ({"Content-Type": "application/json", "Content-Encoding": "rot13"}, 415),
+    ({"Content-Type": "application/json", "Content-Encoding": "br"}, 415),
+    ({"Content-Type": "application/json", "Content-Encoding": "zstd"}, 415),
     ({"Content-Type": "application/json", "Expect": "a-miracle"}, 417),
     ({"Content-Type": "application/json", "Expect": "100-continue"}, 200),
 ]
@@ -401,6 +403,51 @@ async def test_bad_headers(shared):
             assert r.status == expected, (sent, body)
             if expected != 200:
                 check_error(body, r.headers)
+
+
+async def test_who_asks_first_is_not_told_to_send_what_is_refused():
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n"
+    )
+    async with live(max_body_mb=0.1) as srv:
+        answer = await raw_exchange(srv, head % 200_000)
+        assert answer.startswith(b"HTTP/1.1 413")
+        answer = await raw_exchange(srv, head % 14 + b'{"prompt":"x"}')
+        assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+
+
+async def test_head_is_get_without_its_body(shared):
+    for path, status in (("/health", 200), ("/ready", 200), ("/v1/models", 200), (COMP, 405)):
+        ask = f"HEAD {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        answer = await raw_exchange(shared, ask.encode())
+        assert answer.startswith(b"HTTP/1.1 %d" % status), answer
+        assert answer.endswith(b"\r\n\r\n")
+
+
+ACCEPTS = [
+    ("", "text/plain"),
+    ("text/plain", "text/plain"),
+    ("text/plain; version=x", "text/plain"),
+    ("*/*;q=zzz,,;;=", "text/plain"),
+    ("application/openmetrics-text", "application/openmetrics-text"),
+    ("application/openmetrics-text; version=\xff;q=zzz", "application/openmetrics-text"),
+    ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text"),
+    (
+        "application/openmetrics-text; version=99.canary; escaping=no",
+        "application/openmetrics-text",
+    ),
+    ("application/openmetrics-text; version=" + "9." * 900, "application/openmetrics-text"),
+]
+
+
+async def test_metrics_whatever_is_accepted(shared):
+    for accept, kind in ACCEPTS:
+        async with shared.http.get(shared.url + "/metrics", headers={"Accept": accept}) as r:
+            assert r.status == 200, accept
+            assert r.headers["Content-Type"].startswith(kind)
+            assert "canary" not in str(r.headers)
+            assert "jserve:http_requests" in await r.text()
 
 
 async def test_compressed_bodies(shared):

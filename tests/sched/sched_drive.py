@@ -77,6 +77,7 @@ def step_times() -> tuple[StepTime, ...]:
 
 
 SERVICE = (
+    "batch",
     "lane",
     "tenant",
     "speculative",
