@@ -20,10 +20,11 @@ from dataclasses import replace
 from typing import Any
 
 from jserve.api.anthropic_messages import BLOCKS, SYSTEM, messages_of
+from jserve.api.anthropic_tools import CHOICE, TOOLS, choice_of, tools_of
 from jserve.api.ask import Ask, Served, Wish
 from jserve.api.chat import ChatTemplate
 from jserve.api.declared import LABEL, ignored_member, refused_member
-from jserve.api.errors import Unsupported, shown
+from jserve.api.errors import Unsupported
 from jserve.api.fields import (
     Fields,
     ignored,
@@ -34,37 +35,12 @@ from jserve.api.fields import (
     shaped,
     validate,
 )
-from jserve.api.openai import shaped_chat, talk
+from jserve.api.openai_chat import shaped_chat, talk
 from jserve.api.shared import Sampling, check_model, params_of, service_of
 from jserve.api.values import STOP
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
 
-TOOLS = {
-    "type": ["array", "null"],
-    "maxItems": 128,
-    "items": {
-        "type": "object",
-        "required": ["name"],
-        "properties": {
-            "type": {"enum": ["custom", None]},
-            "name": {"type": "string", "minLength": 1},
-            "description": {"type": ["string", "null"]},
-            "input_schema": {"type": ["object", "null"]},
-            "strict": {"type": ["boolean", "null"]},
-            "cache_control": LABEL,
-        },
-    },
-}
-CHOICE = {
-    "type": ["object", "null"],
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": ["auto", "any", "tool", "none"]},
-        "name": {"type": ["string", "null"]},
-        "disable_parallel_tool_use": {"type": ["boolean", "null"]},
-    },
-}
 THINKING = {
     "type": ["object", "null"],
     "required": ["type"],
@@ -195,11 +171,11 @@ def count_wish(raw: Mapping[str, Any], served: Served) -> Wish:
 def _as_openai(body: Prompt, template: ChatTemplate | None) -> dict[str, Any]:
     """The fields of a chat under OpenAI's names, as ``chat_of`` and ``shape_of`` read them."""
     messages = messages_of(body.system, body.messages)
-    choice, parallel = _choice(body.tool_choice)
+    choice, parallel = choice_of(body.tool_choice)
     go_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return {
         "messages": messages,
-        "tools": _tools(body.tools),
+        "tools": tools_of(body.tools),
         "tool_choice": choice if body.tools or choice != "auto" else None,
         "parallel_tool_calls": parallel,
         "response_format": _format(body.output_config),
@@ -209,51 +185,6 @@ def _as_openai(body: Prompt, template: ChatTemplate | None) -> dict[str, Any]:
         "add_generation_prompt": None,
         "continue_final_message": go_on,
     }
-
-
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list):
-        raise BadRequest("tools must be a list", field="tools")
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(value)]
-
-
-def _tool(tool: Any, at: str) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        raise BadRequest(f"{at} must be an object", field=at)
-    if tool.get("type") not in (None, "custom"):
-        raise Unsupported(f"{at}: tools of type {shown(tool['type'])} are not run here", field=at)
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise BadRequest(f"{at}.name must be a string, and not empty", field=f"{at}.name")
-    schema = tool.get("input_schema")
-    if schema is not None and not isinstance(schema, dict):
-        raise BadRequest(f"{at}.input_schema must be an object", field=f"{at}.input_schema")
-    strict = tool.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
-    given = {k: tool[k] for k in ("name", "description", "strict") if tool.get(k) is not None}
-    return {"type": "function", "function": given | {"parameters": schema or {}}}
-
-
-def _choice(value: Any) -> tuple[Any, bool | None]:
-    """(OpenAI's ``tool_choice``, ``parallel_tool_calls``)"""
-    if value is None:
-        return None, None
-    kind = value.get("type") if isinstance(value, dict) else None
-    names = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
-    if not isinstance(kind, str) or kind not in names:
-        raise BadRequest(
-            "tool_choice.type must be auto, any, tool or none", field="tool_choice.type"
-        )
-    single = value.get("disable_parallel_tool_use")
-    if single is not None and not isinstance(single, bool):
-        where = "tool_choice.disable_parallel_tool_use"
-        raise BadRequest(f"{where} must be true or false", field=where)
-    parallel = False if single else None
-    if kind == "tool":
-        return {"type": "function", "function": {"name": value.get("name")}}, parallel
-    return names[kind], parallel
 
 
 def _format(value: Any) -> dict[str, Any] | None:

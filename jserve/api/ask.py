@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.api.chat import Chat, ChatTemplate
-from jserve.api.shape import FREE, Shape
+from jserve.api.formats import FREE, Shape
 from jserve.api.speech import PLAIN, Speech
 from jserve.sampling import SamplingParams
 from jserve.types import Lane, Retention

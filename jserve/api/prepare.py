@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from jserve.api.ask import Ask, ModelCard
 from jserve.api.chat import Chat, ChatTemplate, Part
-from jserve.api.shape import Shape
+from jserve.api.formats import Shape
 from jserve.errors import BadRequest, ContextTooLong, Overloaded
 from jserve.faults import point
 from jserve.grammar.checker import GrammarChecker

@@ -23,10 +23,9 @@ from jserve.api.fields import (
     shaped,
     validate,
 )
-from jserve.api.openai import shaped_chat, talk
-from jserve.api.openai_messages import KWARGS
+from jserve.api.formats import SCHEMALESS, STRUCTURED, TITLES
+from jserve.api.openai_chat import KWARGS, shaped_chat, talk
 from jserve.api.responses_input import INPUT, messages_of
-from jserve.api.shape import SCHEMALESS, STRUCTURED, TITLES
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
 from jserve.errors import BadRequest
 

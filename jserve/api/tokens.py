@@ -14,7 +14,9 @@ from jserve.api.ask import Ask, ModelCard, Served, Wish
 from jserve.api.errors import Unsupported
 from jserve.api.fields import Fields, ignored_fields, shaped, validate
 from jserve.api.front import Front, ignored_header, json_response
-from jserve.api.openai_messages import KWARGS, MESSAGES, TOOLS, chat_of
+from jserve.api.openai_chat import KWARGS, chat_of
+from jserve.api.openai_messages import MESSAGES
+from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE
 from jserve.api.shared import Ids, check_model
 from jserve.errors import BadRequest

@@ -10,7 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from jserve.api import chat as chat_module
-from jserve.api.chat import Chat, ChatTemplate, load_chat_template
+from jserve.api.chat import Chat, ChatTemplate
+from jserve.api.template_files import load_chat_template
 from jserve.errors import BadRequest, ConfigError, RequestFailed
 from tests.api.fake import SPECIAL, byte_tokenizer
 
