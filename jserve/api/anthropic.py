@@ -77,6 +77,12 @@ _RENAMED = {
     ".function.parameters": ".input_schema",
     ".function.": ".",
 }
+_LATER = {
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "continue_final_message": "messages",
+}
+"""Names for errors that are found when the fields have been read."""
 
 
 class Metadata(Fields):
@@ -141,13 +147,14 @@ def messages_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     params = params_of(
         body.model_copy(update={"stop": body.stop_sequences}),
         card,
-        named={"stop": "stop_sequences"},
+        named=_LATER,
         max_tokens=body.max_tokens,
     )
     budget = _budget(body, served)
     ask = Ask(
         chat=chat,
-        field="messages",
+        holder="messages",
+        names=_LATER,
         params=replace(params, **talk(budget, shape, card, "thinking.budget_tokens")),
         shape=shape,
         **service_of(body),
@@ -164,7 +171,7 @@ def count_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     body = validate(CountBody, raw, strict=served.strict)
     check_model(body.model, served.card)
     chat, _ = shaped_chat(_as_openai(body, served.template), served, _RENAMED)
-    ask = Ask(chat=chat, field="messages", params=SamplingParams())
+    ask = Ask(chat=chat, holder="messages", names=_LATER, params=SamplingParams())
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
 
 

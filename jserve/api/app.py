@@ -14,8 +14,8 @@ from jserve.api import caches
 from jserve.api.ask import ModelCard
 from jserve.api.auth import Access, Keys, load_tenants
 from jserve.api.chat import ChatTemplate
-from jserve.api.errors import error_body
 from jserve.api.front import Front, Limits, ServedEngine
+from jserve.api.manners import Manner
 from jserve.api.metrics import Metrics
 from jserve.api.middleware import Handler, expect, make_middlewares, stamp
 from jserve.api.page import add_page
@@ -72,9 +72,9 @@ def make_admin_app(app: web.Application) -> web.Application:
 
 def _application(front: Front, routes: Sequence[Route]) -> web.Application:
     access: dict[str, Access] = {}
-    words = {}
+    manners: dict[str, Manner] = {}
     app = web.Application(
-        middlewares=make_middlewares(front, access, words), client_max_size=front.max_bytes
+        middlewares=make_middlewares(front, access, manners), client_max_size=front.max_bytes
     )
     app[FRONT], app[ACCESS] = front, access
     for route in routes:
@@ -84,8 +84,7 @@ def _application(front: Front, routes: Sequence[Route]) -> web.Application:
         resource = added.resource
         assert resource is not None
         access[resource.canonical] = route.access
-        if route.errors is not error_body:
-            words[resource.canonical] = route.errors
+        manners[resource.canonical] = route.manner
     app.on_response_prepare.append(stamp)
     return app
 

@@ -105,7 +105,7 @@ def create_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         fields: dict[str, Any] = dict.fromkeys(ChatBody.model_fields)
         fields |= {name: getattr(body, name) for name in CreateBody.model_fields}
         chat = chat_of(fields | {"add_generation_prompt": False}, served.template)
-        ask = replace(ask, chat=chat, field="messages")
+        ask = replace(ask, chat=chat, holder="messages")
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
 
 
@@ -117,7 +117,8 @@ async def create(request: web.Request, front: Front) -> web.StreamResponse:
     (made,) = await front.prepare.requests(replace(wish.ask, tenant=tenant))
     made = replace(made, cache=name)
     ttl_s = TTL_S if wish.body.ttl_s is None else float(wish.body.ttl_s)
-    n_cached = await _compute(front, made, ttl_s)
+    with wish.ask.words():
+        n_cached = await _compute(front, made, ttl_s)
     found = await front.engine.handles(_ask("find", tenant))
     front.prepare.book.keep_only(tenant, [info.name for info in found])
     front.prepare.book.made(tenant, name, made.prompt_ids)

@@ -13,7 +13,7 @@ from typing import Any
 from jserve.api.declared import LABEL, Schema, ignored_member
 from jserve.api.errors import Unsupported
 from jserve.errors import BadRequest
-from jserve.sampling import StructuredOutputs
+from jserve.sampling import STRUCTURES, StructuredOutputs
 
 _OPTIONS = frozenset(f.name for f in fields(StructuredOutputs))
 
@@ -80,6 +80,11 @@ class Shape:
     calls: bool = False
     """Whether the answer may hold tool calls."""
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        """What the client calls ``structured_outputs`` and the one of its members that is set."""
+        return structure_names(self.field)
+
     def under(self, name: Callable[[str], str]) -> Shape:
         """The same, with its fields as a dialect names them."""
         checks = tuple((name(field), spec) for field, spec in self.checks)
@@ -88,6 +93,12 @@ class Shape:
 
 FREE = Shape()
 """An answer that may be anything."""
+
+
+def structure_names(field: str) -> Mapping[str, str]:
+    """Names for errors of a structure that came from the request field ``field``."""
+    own = "structured_outputs"
+    return {} if field == own else {own: field} | {f"{own}.{kind}": field for kind in STRUCTURES}
 
 
 def format_of(values: Mapping[str, Any]) -> Shape:

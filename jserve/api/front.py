@@ -24,6 +24,7 @@ from jserve.api.auth import Keys, Tenant
 from jserve.api.body import parse_object, read_body
 from jserve.api.errors import as_error
 from jserve.api.generate import Engine, Generation
+from jserve.api.manners import OPENAI, Manner
 from jserve.api.metrics import Metrics
 from jserve.api.prepare import Preparer
 from jserve.api.quota import Account, Accounts
@@ -103,6 +104,8 @@ class Trace:
     """Whose key it came with."""
     account: Account = field(default_factory=Account)
     """What its tenant has used."""
+    manner: Manner = OPENAI
+    """How its client is spoken to."""
 
 
 TRACE = web.RequestKey("trace", Trace)

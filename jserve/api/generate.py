@@ -31,6 +31,7 @@ MERGE_BUFFER = 64
 
 Json = dict[str, Any]
 Counts = Callable[[], Usage]
+Named = Callable[[JserveError], JserveError]
 
 
 class Engine(Protocol):
@@ -78,6 +79,7 @@ class Generation:
         tokenizer: turns ids into text.
         requests: one per prompt, all with the same parameters.
         observer: told of every piece.
+        named: puts the engine's errors into the client's words.
     """
 
     def __init__(
@@ -86,11 +88,13 @@ class Generation:
         tokenizer: TextTokenizer,
         requests: Sequence[Request],
         observer: Observer | None = None,
+        named: Named = lambda error: error,
     ) -> None:
         self.requests = list(requests)
         self.params = self.requests[0].params
         self._engine = engine
         self._observer = observer
+        self._named = named
         self._aborted = False
         self._cached = [0] * len(self.requests)
         self._drafted = self._accepted = 0
@@ -141,6 +145,8 @@ class Generation:
                     if not left:
                         return
             raise EngineDead("the engine ended the request without an answer")
+        except JserveError as e:
+            raise self._named(e) from None
         finally:
             for request in self.requests:
                 self._engine.abort(request.id)

@@ -135,7 +135,7 @@ def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     )
     ask = Ask(
         chat=chat,
-        field="messages",
+        holder="messages",
         length_field=length_field,
         params=replace(params, **talk(body.thinking_token_budget, shape, card)),
         shape=shape,
@@ -149,6 +149,11 @@ def _chat_length(body: ChatBody) -> tuple[int | None, str]:
         name, value = "max_tokens", body.max_tokens
     else:
         name, value = "max_completion_tokens", body.max_completion_tokens
+    if body.max_tokens not in (None, value):
+        raise BadRequest(
+            "max_tokens and max_completion_tokens must be the same where both are given",
+            field="max_tokens",
+        )
     if value is not None and value < 1:
         raise BadRequest(f"{name} must be at least 1", field=name)
     return value, name

@@ -13,10 +13,10 @@ from jserve.api.ask import ModelCard, Served
 from jserve.api.chat import Chat, ChatTemplate
 from jserve.api.errors import Unsupported, shown
 from jserve.api.formats import Shape
+from jserve.api.naming import dialect_name, renamed
 from jserve.api.openai_messages import messages_of
 from jserve.api.openai_tools import tools_of
 from jserve.api.shape import shape_of
-from jserve.api.shared import dialect_name, renamed
 from jserve.errors import BadRequest
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

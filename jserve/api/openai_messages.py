@@ -132,10 +132,11 @@ def _content(value: dict[str, Any], role: str, at: str) -> str:
     if isinstance(content, str):
         return content
     if content is None:
-        if role == "assistant":
-            refusal = value.get("refusal")
-            return "" if refusal is None else _string(refusal, at.replace("content", "refusal"))
-        raise BadRequest(f"{at} must not be null", field=at)
+        if role == "assistant" and value.get("refusal") is not None:
+            return _string(value["refusal"], at.replace("content", "refusal"))
+        if role == "assistant" and any(value.get(name) for name in ("tool_calls", *_THOUGHTS)):
+            return ""
+        raise BadRequest(f"{at} must not be null where nothing else is said", field=at)
     if not isinstance(content, list) or len(content) > MAX_PARTS:
         raise BadRequest(f"{at} must be a string or a list of parts", field=at)
     return "\n".join(_part(part, f"{at}[{i}]") for i, part in enumerate(content))

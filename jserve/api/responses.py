@@ -168,7 +168,7 @@ def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     )
     ask = Ask(
         chat=chat,
-        field="input",
+        holder="input",
         length_field="max_output_tokens",
         params=replace(params, **talk(body.thinking_token_budget, shape, card)),
         shape=shape,

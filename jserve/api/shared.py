@@ -15,6 +15,7 @@ from pydantic import Field
 from jserve.api.ask import ModelCard
 from jserve.api.errors import shown
 from jserve.api.fields import Fields, label, refused, sampled, shaped
+from jserve.api.naming import renamed
 from jserve.api.values import (
     BIAS,
     RETAIN,
@@ -180,26 +181,6 @@ def params_of(
         return SamplingParams(**{**card.defaults, **given, **lists, **more})
     except BadRequest as e:
         raise renamed(e, named or {}) from None
-
-
-def renamed(error: BadRequest, named: Mapping[str, str]) -> BadRequest:
-    """``error`` in the dialect's words: parameters know one name, the client may use another."""
-    field = error.field or ""
-    name = dialect_name(field, named)
-    if name == field:
-        return error
-    return type(error)(error.message.replace(field, name), field=name, code=error.code)
-
-
-def dialect_name(field: str, named: Mapping[str, str]) -> str:
-    """The dialect's name of ``field``: by its whole path, or by a part of it that begins with a
-    dot."""
-    if field in named:
-        return named[field]
-    for old, new in named.items():
-        if old.startswith(".") and old in field:
-            return field.replace(old, new)
-    return field
 
 
 def check_top(value: int | None, field: str) -> int | None:

@@ -66,7 +66,7 @@ def tokenize_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         return Wish(body=body, ask=ask, ignored=ignored_fields(body))
     if body.add_special_tokens:
         raise Unsupported("add_special_tokens has no meaning for chat", field="add_special_tokens")
-    ask = Ask(params=params, chat=chat_of(dict(body), served.template), field="messages")
+    ask = Ask(params=params, chat=chat_of(dict(body), served.template), holder="messages")
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from jserve.api.auth import Keys, Tenant, load_tenants
-from jserve.api.middleware import duration
+from jserve.api.manners import duration
 from jserve.api.quota import Account, Bucket, Quota, Standing
 from jserve.api.server import check_doors
 from jserve.config import EngineConfig
