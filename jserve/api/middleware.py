@@ -105,7 +105,7 @@ async def stamp(request: web.Request, response: web.StreamResponse) -> None:
     if (trace := request.get(TRACE)) is not None:
         response.headers["x-request-id"] = trace.id
         response.headers["request-id"] = trace.id  # Anthropic's name
-        # The answer's own tokens are not yet spent.
+        # In a stream the answer's own tokens are not yet spent.
         response.headers.update(trace.manner.limits(trace.account.standings))
 
 

@@ -300,6 +300,17 @@ PROMPTS = [
 ]
 
 
+async def test_too_many_bad_words_are_counted_as_the_device_holds_them(shared):
+    """A word is kept with and without a blank in front, so 16 words fit."""
+    for n, expected in ((16, 200), (17, 400)):
+        body = chat_body(bad_words=[f"w{i}" for i in range(n)])
+        status, answer, _ = await shared.post("/v1/chat/completions", body)
+        assert status == expected, answer
+    assert answer["error"]["param"] == "bad_words"
+    assert "32" in answer["error"]["message"]
+    assert "34" in answer["error"]["message"]
+
+
 async def test_bad_prompts(shared):
     for prompt in PROMPTS:
         status, body, headers = await shared.post(COMP, {"prompt": prompt, "max_tokens": 1})
