@@ -219,17 +219,27 @@ def _thinking(value: Any, template: ChatTemplate | None) -> dict[str, Any] | Non
         raise BadRequest(
             "thinking.type must be enabled, disabled or adaptive", field="thinking.type"
         )
+    _check_budget(kind, value.get("budget_tokens"))
     if kind == "adaptive":
         return None
     reads = template is not None and template.takes("enable_thinking")
     return {"enable_thinking": kind == "enabled"} if reads else None
 
 
+def _check_budget(kind: str, budget: Any) -> None:
+    """``budget_tokens`` belongs to thoughts that are enabled, and to no others."""
+    where = "thinking.budget_tokens"
+    if kind != "enabled" and budget is not None:
+        raise BadRequest(f"{where} needs type enabled", field=where)
+    if kind == "enabled" and (type(budget) is not int or budget < 1):
+        raise BadRequest(f"{where} must be a whole number above 0", field=where)
+
+
 def _budget(body: MessagesBody, served: Served) -> int | None:
     """Most tokens of the thought; None: not limited.
 
     Raises:
-        BadRequest: enabled without a budget, or one that leaves nothing for the answer.
+        BadRequest: the budget leaves nothing for the answer.
         Unsupported: the model has no thoughts, or its thoughts cannot be switched off.
     """
     kind = (body.thinking or {}).get("type")
@@ -241,9 +251,7 @@ def _budget(body: MessagesBody, served: Served) -> int | None:
         return None
     if speech.tags is None:
         raise Unsupported("this model writes no thoughts", field="thinking.type")
-    where, budget = "thinking.budget_tokens", body.thinking.get("budget_tokens")
-    if type(budget) is not int or budget < 1:
-        raise BadRequest(f"{where} must be a whole number above 0", field=where)
+    where, budget = "thinking.budget_tokens", body.thinking["budget_tokens"]
     if budget >= (body.max_tokens or 0):
         raise BadRequest(f"{where} must be below max_tokens", field=where)
     return budget

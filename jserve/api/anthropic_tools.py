@@ -75,6 +75,8 @@ def choice_of(value: Any) -> tuple[Any, bool | None]:
         raise BadRequest(
             "tool_choice.type must be auto, any, tool or none", field="tool_choice.type"
         )
+    if kind != "tool" and value.get("name") is not None:
+        raise BadRequest("tool_choice.name needs type tool", field="tool_choice.name")
     single = value.get("disable_parallel_tool_use")
     if single is not None and not isinstance(single, bool):
         where = "tool_choice.disable_parallel_tool_use"

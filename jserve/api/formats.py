@@ -7,15 +7,13 @@ grammar compiles.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jserve.api.declared import LABEL, Schema, ignored_member
 from jserve.api.errors import Unsupported
 from jserve.errors import BadRequest
 from jserve.sampling import STRUCTURES, StructuredOutputs
-
-_OPTIONS = frozenset(f.name for f in fields(StructuredOutputs))
 
 TITLES: Schema = {"name": LABEL, "description": ignored_member(), "strict": LABEL}
 """Beside a JSON schema. Every schema is enforced, so ``strict`` asks for nothing."""
@@ -53,17 +51,35 @@ FORMAT: Schema = {
                 "type": {"const": "structural_tag"},
                 "structures": {
                     "type": "array",
-                    "items": {"properties": {key: {} for key in ("begin", "schema", "end")}},
+                    "items": {
+                        "type": "object",
+                        "required": ["begin"],
+                        "properties": {
+                            "begin": {"type": "string"},
+                            "schema": {"type": "object"},
+                            "end": {"type": "string"},
+                        },
+                    },
                 },
-                "triggers": {"type": "array"},
+                "triggers": {"type": "array", "items": {"type": "string", "minLength": 1}},
             },
         },
     ]
 }
-STRUCTURED = {
+STRUCTURED: Schema = {
     "type": ["object", "null"],
     "additionalProperties": False,
-    "properties": {name: {} for name in sorted(_OPTIONS)},
+    "properties": {
+        "json": {"type": ["object", "string", "null"]},
+        "regex": {"type": ["string", "null"]},
+        "choice": {"type": ["array", "null"], "items": {"type": "string", "minLength": 1}},
+        "grammar": {"type": ["string", "null"]},
+        "json_object": {"type": ["boolean", "null"]},
+        "structural_tag": {"type": ["object", "string", "null"]},
+        "whitespace_pattern": {"type": ["string", "null"]},
+        "disable_any_whitespace": {"type": ["boolean", "null"]},
+        "disable_additional_properties": {"type": ["boolean", "null"]},
+    },
 }
 
 
@@ -124,7 +140,7 @@ def _structured(value: Any) -> StructuredOutputs:
     if not isinstance(value, dict):
         raise BadRequest("structured_outputs must be an object", field="structured_outputs")
     for name, option in value.items():
-        if option is not None and name not in _OPTIONS:
+        if option is not None and name not in STRUCTURED["properties"]:
             where = f"structured_outputs.{str(name)[:64]}"
             raise Unsupported(f"{where} is not supported", field=where)
     options = {name: option for name, option in value.items() if option is not None}

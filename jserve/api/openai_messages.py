@@ -49,12 +49,12 @@ _CALL = {
     "required": ["function"],
     "properties": {
         "id": {"type": ["string", "null"]},
-        "type": {},
+        "type": {"enum": ["function", None]},
         "index": LABEL,
         "function": {
             "type": "object",
             "required": ["name"],
-            "properties": {"name": {"type": "string"}, "arguments": {}},
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
         },
     },
 }
@@ -108,11 +108,12 @@ def _message(value: Any, at: str, template: ChatTemplate | None) -> dict[str, An
         raise BadRequest(f"{at}.role must be one of {', '.join(ROLES)}", field=f"{at}.role")
     if role == "developer" and (template is None or not template.knows_role("developer")):
         role = "system"
+    thoughts = _reasoning(value, at)
     message: dict[str, Any] = {"role": role, "content": _content(value, role, at)}
     for name in ("name", "tool_call_id"):
         if value.get(name) is not None:
             message[name] = _string(value[name], f"{at}.{name}")
-    message |= _reasoning(value, at)
+    message |= thoughts
     if value.get("tool_calls"):
         message["tool_calls"] = _tool_calls(value["tool_calls"], f"{at}.tool_calls")
     return message
@@ -120,20 +121,27 @@ def _message(value: Any, at: str, template: ChatTemplate | None) -> dict[str, An
 
 def _reasoning(value: dict[str, Any], at: str) -> dict[str, str]:
     """A past answer's thoughts, under both names that templates read."""
-    for name in _THOUGHTS:
-        if value.get(name) is not None:
-            text = _string(value[name], f"{at}.{name}")
-            return {"reasoning_content": text, "thinking": text}
-    return {}
+    told = [(name, value[name]) for name in _THOUGHTS if value.get(name) is not None]
+    texts = [_string(text, f"{at}.{name}") for name, text in told]
+    for (name, text), first in zip(told, texts[:1] * len(told), strict=True):
+        if text != first:
+            where = f"{at}.{name}"
+            raise BadRequest(f"{where} is not the thought of {told[0][0]}", field=where)
+    return {"reasoning_content": texts[0], "thinking": texts[0]} if texts else {}
 
 
 def _content(value: dict[str, Any], role: str, at: str) -> str:
-    content, at = value.get("content"), f"{at}.content"
+    content, refusal = value.get("content"), value.get("refusal")
+    if refusal is not None:
+        if role != "assistant" or content is not None:
+            raise BadRequest(
+                f"{at}.refusal is what an assistant says instead of content", field=f"{at}.refusal"
+            )
+        return _string(refusal, f"{at}.refusal")
+    at = f"{at}.content"
     if isinstance(content, str):
         return content
     if content is None:
-        if role == "assistant" and value.get("refusal") is not None:
-            return _string(value["refusal"], at.replace("content", "refusal"))
         if role == "assistant" and any(value.get(name) for name in ("tool_calls", *_THOUGHTS)):
             return ""
         raise BadRequest(f"{at} must not be null where nothing else is said", field=at)
@@ -169,6 +177,8 @@ def _tool_call(call: Any, at: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise BadRequest(f"{at} must hold a function", field=at)
+    if call.get("type") not in (None, "function"):
+        raise Unsupported(f"{at} must be a call of type function", field=f"{at}.type")
     name = _string(function.get("name"), f"{at}.function.name")
     arguments = _arguments(function.get("arguments"), f"{at}.function.arguments")
     found: dict[str, Any] = {

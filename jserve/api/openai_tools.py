@@ -30,9 +30,9 @@ TOOLS: Schema = {
                 "required": ["name"],
                 "properties": {
                     "name": {"type": "string", "minLength": 1},
-                    "description": {},
+                    "description": {"type": ["string", "null"]},
                     "parameters": {"type": ["object", "null"]},
-                    "return": {},
+                    "return": {"type": ["object", "null"]},
                     "strict": {"type": ["boolean", "null"]},
                 },
             },
@@ -75,9 +75,14 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
     if function.get("strict") is not None and not isinstance(function["strict"], bool):
         where = f"{at}.function.strict"
         raise BadRequest(f"{where} must be true or false", field=where)
+    if not isinstance(function.get("description", ""), str | None):
+        where = f"{at}.function.description"
+        raise BadRequest(f"{where} must be a string", field=where)
+    for name in ("parameters", "return"):
+        if not isinstance(function.get(name), dict | None):
+            where = f"{at}.function.{name}"
+            raise BadRequest(f"{where} must be an object", field=where)
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict):
-        raise BadRequest(f"{at}.function.parameters must be an object", field=at)
     # Templates print the whole of it, and walk the properties: a tool without any is common.
     known = TOOLS["items"]["properties"]["function"]["properties"]
     told = {name: value for name, value in function.items() if name in known}

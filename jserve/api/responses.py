@@ -38,7 +38,7 @@ TOOLS = {
         "properties": {
             "type": {"const": "function"},
             "name": {"type": "string", "minLength": 1},
-            "description": {},
+            "description": {"type": ["string", "null"]},
             "parameters": {"type": ["object", "null"]},
             "strict": {"type": ["boolean", "null"]},
         },

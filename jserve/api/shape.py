@@ -56,7 +56,7 @@ def shape_of(
     if not tools:
         return shape
     choice = values.get("tool_choice")
-    named = _chosen(tools, choice)
+    named = chosen(tools, choice)
     single = values.get("parallel_tool_calls") is False
     required = choice not in (None, "auto")
     strict = any(tool["function"].get("strict") is True for _, tool in named)
@@ -84,8 +84,12 @@ def shape_of(
     return Shape(spec=spec, field="tools", checks=tuple(checks), calls=True)
 
 
-def _chosen(tools: list[dict[str, Any]], choice: Any) -> list[tuple[int, dict[str, Any]]]:
-    """The tools that may be called, with their places."""
+def chosen(tools: list[dict[str, Any]], choice: Any) -> list[tuple[int, dict[str, Any]]]:
+    """The tools that ``tool_choice`` lets an answer call, with their places.
+
+    Raises:
+        BadRequest, Unsupported: no choice, or of no tool.
+    """
     numbered = list(enumerate(tools))
     if choice in (None, "auto", "required"):
         return numbered

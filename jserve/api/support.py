@@ -1,4 +1,4 @@
-"""/v1/support: what every field of every endpoint does here, and what features do together.
+"""/v1/support: what every field and member of every endpoint does here, and what features do together.
 
 Owns the two tables and their form as JSON and as the README's markdown. Must not know how a field
 is applied. Fields come from the bodies in ``routes``; the pairs of features are written here, and a
@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from jserve.api.fields import Fields, Holds, holds, neutral_values
+from jserve.api.declared import NEUTRAL, Holds, held
+from jserve.api.fields import Fields, declaration, members_of
 from jserve.api.front import json_response
 from jserve.api.routes import PUBLIC
 
@@ -112,7 +114,8 @@ def pair(path: str, one: Feature, other: Feature) -> str | None:
 
 @functools.cache
 def endpoints() -> Json:
-    """Path -> field -> {"holds", "but"}: "but" lists the values that ask for nothing."""
+    """Path -> field -> {"holds", "but", "members"}: "but" lists the values that ask for nothing,
+    "members" has the same for what the objects inside a field may hold, by path."""
     found: Json = {}
     for route in PUBLIC:
         if route.fields is not None:
@@ -123,11 +126,16 @@ def endpoints() -> Json:
 def _fields(fields: type[Fields]) -> list[tuple[str, Json]]:
     rows = []
     for name, field in sorted(fields.model_fields.items()):
-        row: Json = {"holds": holds(field).value}
-        if holds(field) in (Holds.REFUSED, Holds.IGNORED):
-            row["but"] = neutral_values(field)
-        rows.append((name, row))
+        members = {path: _row(schema) for path, schema in members_of(field, name)}
+        rows.append((name, _row(declaration(field)) | ({"members": members} if members else {})))
     return rows
+
+
+def _row(declared: Mapping[str, Any]) -> Json:
+    row: Json = {"holds": held(declared).value}
+    if held(declared) in (Holds.REFUSED, Holds.IGNORED):
+        row["but"] = declared.get(NEUTRAL, [])
+    return row
 
 
 def _shown(path: str) -> str:
@@ -155,16 +163,35 @@ def answer() -> web.Response:
 
 
 def markdown() -> str:
-    """The README's table: fields by what holds for them, endpoint by endpoint."""
+    """The README's tables: fields endpoint by endpoint, then the members of the objects in them."""
     lines = ["| endpoint | applied | no effect | refused |", "|---|---|---|---|"]
-    for path, fields in endpoints().items():
-        by: dict[str, list[str]] = defaultdict(list)
-        for name, row in fields.items():
-            by[row["holds"]].append(f"`{name}`" + _but(row))
-        none = by[Holds.LABEL] + by[Holds.IGNORED]
-        cells = (by[Holds.APPLIED], none, by[Holds.REFUSED])
-        lines.append(f"| `{path}` | " + " | ".join(", ".join(cell) for cell in cells) + " |")
+    lines += [f"| `{path}` | {_cells(fields)} |" for path, fields in endpoints().items()]
+    lines += ["", "| inside | at | applied | no effect | refused |", "|---|---|---|---|---|"]
+    for (name, cells), paths in _members().items():
+        lines.append(f"| `{name}` | {', '.join(f'`{path}`' for path in paths)} | {cells} |")
     return "\n".join(lines) + "\n"
+
+
+def _members() -> dict[tuple[str, str], list[str]]:
+    """(field, cells) -> the endpoints whose field of that name has these members."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path, fields in endpoints().items():
+        for name, row in fields.items():
+            inside = {
+                at.removeprefix(name): member for at, member in row.get("members", {}).items()
+            }
+            if inside:
+                found[name, _cells(inside)].append(path.partition(" ")[2])
+    return found
+
+
+def _cells(rows: Mapping[str, Json]) -> str:
+    """Names by what holds for them: three cells of a table."""
+    by: dict[str, list[str]] = defaultdict(list)
+    for name, row in rows.items():
+        by[row["holds"]].append(f"`{name}`" + _but(row))
+    cells = (by[Holds.APPLIED], by[Holds.LABEL] + by[Holds.IGNORED], by[Holds.REFUSED])
+    return " | ".join(", ".join(cell) for cell in cells)
 
 
 def _but(row: Json) -> str:

@@ -17,7 +17,7 @@ from jserve.api.front import Front, ignored_header, json_response
 from jserve.api.openai_chat import KWARGS, chat_of
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
-from jserve.api.shape import CHOICE
+from jserve.api.shape import CHOICE, chosen
 from jserve.api.shared import Ids, check_model
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
@@ -66,7 +66,9 @@ def tokenize_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         return Wish(body=body, ask=ask, ignored=ignored_fields(body))
     if body.add_special_tokens:
         raise Unsupported("add_special_tokens has no meaning for chat", field="add_special_tokens")
-    ask = Ask(params=params, chat=chat_of(dict(body), served.template), holder="messages")
+    chat = chat_of(dict(body), served.template)
+    chosen(chat.tools or [], body.tool_choice if chat.tools else None)
+    ask = Ask(params=params, chat=chat, holder="messages")
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
 
 

@@ -235,7 +235,10 @@ CHAT_ONLY = [
     ({"tools": [{"type": "retrieval", "function": {"name": "x"}}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"function": {"name": "f"}}] * 129}, "tools"),
-    ({"tools": [{"function": {"name": "f", "parameters": [1]}}]}, "tools[0]"),
+    (
+        {"tools": [{"function": {"name": "f", "parameters": [1]}}]},
+        "tools[0].function.parameters",
+    ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
     (
