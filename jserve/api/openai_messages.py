@@ -54,7 +54,10 @@ _CALL = {
         "function": {
             "type": "object",
             "required": ["name"],
-            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": ["string", "object", "null"]},
+            },
         },
     },
 }
