@@ -14,6 +14,7 @@ from jserve.api import caches
 from jserve.api.ask import ModelCard
 from jserve.api.auth import Access, Keys, load_tenants
 from jserve.api.chat import ChatTemplate
+from jserve.api.cors import allow_origins
 from jserve.api.front import Front, Limits, ServedEngine
 from jserve.api.manners import Manner
 from jserve.api.metrics import Metrics
@@ -43,7 +44,7 @@ def make_app(
 
     Raises:
         ConfigError: the parser of thoughts that was asked for does not fit the model; the file of
-        keys cannot be used.
+        keys or an allowed origin cannot be used.
     """
     keys = Keys(config.server.api_key, load_tenants(config.server.api_keys_file))
     card = replace(card, speech=speech_of(config.model, chat, tokenizer))
@@ -59,6 +60,8 @@ def make_app(
         limits=limits,
     )
     app = _application(front, PUBLIC)
+    if config.server.allowed_origins:
+        allow_origins(app, config.server.allowed_origins)
     if config.server.ui:
         add_page(app, app[ACCESS])
     app.on_cleanup.append(_close)

@@ -49,6 +49,10 @@ class ModelCard:
         return name == self.name or name in self.aliases
 
 
+THOUGHT_NAMES = ("reasoning", "reasoning_content")
+"""What clients read: the first is vLLM's, the second DeepSeek's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """What a dialect reads a request against."""
@@ -58,6 +62,8 @@ class Served:
     """None: the model takes no chats."""
     strict: bool = False
     """Whether fields that have no effect are refused."""
+    thought_names: tuple[str, ...] = THOUGHT_NAMES
+    """Names of a thought in a chat completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
-from jserve.api.ask import ModelCard, Served
+from jserve.api.ask import THOUGHT_NAMES, ModelCard, Served
 from jserve.api.auth import Keys, Tenant
 from jserve.api.body import parse_object, read_body
 from jserve.api.errors import as_error
@@ -162,7 +162,13 @@ class Front:
     @property
     def served(self) -> Served:
         """What dialects read requests against."""
-        return Served(card=self.card, template=self.prepare.chat, strict=self.options.strict_params)
+        field = self.options.reasoning_field
+        return Served(
+            card=self.card,
+            template=self.prepare.chat,
+            strict=self.options.strict_params,
+            thought_names=THOUGHT_NAMES if field == "both" else (field,),
+        )
 
     @point("api.read")
     async def read(self, request: web.Request, wish: Callable[[dict[str, Any]], Any]) -> Any:

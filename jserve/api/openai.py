@@ -73,9 +73,7 @@ class Completion(Sampling):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.include_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class ChatBody(Completion):
@@ -197,6 +195,10 @@ def completion_wish(raw: Mapping[str, Any], served: Served) -> Wish:
 def _common(body: Completion) -> dict[str, Any]:
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true", field="stream_options")
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        where = "stream_options.continuous_usage_stats"
+        raise BadRequest(f"{where} needs include_usage", field=where)
     if body.stream and body.prompt_logprobs is not None:
         raise BadRequest("prompt_logprobs cannot be streamed", field="prompt_logprobs")
     return service_of(body)

@@ -38,7 +38,8 @@ class ChatReply:
         self._body: ChatBody = wish.body
         self._requests = requests
         self._thinks = served.card.speech.tags is not None
-        self._shows_reasoning = self._body.include_reasoning is not False
+        shows = self._body.include_reasoning is not False
+        self._thought_names = served.thought_names if shows else ()
         self._shows_tokens = bool(self._body.logprobs or self._body.return_token_ids)
         self._voices = voices(wish, served, tokenizer, requests)
         self._writer = TokenWriter(tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
@@ -124,10 +125,8 @@ class ChatReply:
         return found | self._reasoning(said)
 
     def _reasoning(self, said: Said) -> Json:
-        """Under both names that clients read."""
-        if not said.reasoning or not self._shows_reasoning:
-            return {}
-        return {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
+        """Under the names that clients read."""
+        return dict.fromkeys(self._thought_names, said.reasoning) if said.reasoning else {}
 
     def _counted(self, usage: Usage) -> Usage:
         if not self._thinks:

@@ -117,6 +117,8 @@ def service_of(body: Service) -> dict[str, Any]:
             f"truncate_prompt_tokens must be -1 or in [1, {MAX_KEPT}]",
             field="truncate_prompt_tokens",
         )
+    if body.truncation_side is not None and keep is None:
+        raise BadRequest("truncation_side needs truncate_prompt_tokens", field="truncation_side")
     if body.cache is not None and keep is not None:
         raise BadRequest(
             "truncate_prompt_tokens would cut what cache names", field="truncate_prompt_tokens"

@@ -172,6 +172,8 @@ def base_for(path: str, name: str) -> dict[str, Any]:
     base = dict(BASE[path])
     if name == "stream_options":
         base["stream"] = True
+    if name == "max_completion_tokens":
+        del base["max_tokens"]  # another name of the same
     if path == "/tokenize" and name not in ("prompt", "add_special_tokens", "return_token_strs"):
         base = {"messages": CHAT["messages"]} | ({"prompt": "hi"} if name == "prompt" else {})
     if path == "/v1/caches" and name in ("messages", "tools", "documents", "chat_template_kwargs"):

@@ -101,6 +101,11 @@ BOTH = [
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncation_side": "middle"}, "truncation_side"),
+    ({"truncation_side": "left"}, "truncation_side"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
     ({"priority": 2**63}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "a/b"}, "cache_salt"),

@@ -289,6 +289,20 @@ async def test_usage_counts_the_tokens_of_the_thought():
         assert not hasattr(hidden.choices[0].message, "reasoning")
 
 
+@pytest.mark.parametrize("name", ["both", "reasoning", "reasoning_content"])
+async def test_a_thought_goes_under_the_names_that_were_asked_for(name):
+    expected = {"reasoning", "reasoning_content"} if name == "both" else {name}
+    body = {"messages": USER}
+    async with talking(Script(("<think>\nred\n</think>\n\ncar",)), reasoning_field=name) as srv:
+        _, whole, _ = await srv.post("/v1/chat/completions", body)
+        events = await srv.events("/v1/chat/completions", body)
+    message = whole["choices"][0]["message"]
+    assert {n for n in message if message[n] == "red"} == expected
+    assert {n for n in message if n.startswith("reasoning")} == expected
+    deltas = [e["choices"][0]["delta"] for e in events[:-1]]
+    assert {n for d in deltas for n in d if n.startswith("reasoning")} == expected
+
+
 async def test_a_prompt_inside_or_past_a_thought_is_known():
     opened = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     if opened == CHATML:
