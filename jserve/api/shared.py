@@ -67,7 +67,7 @@ class Service(Fields):
 
 
 class Sampling(Service):
-    """How to draw tokens: vLLM's names."""
+    """How to draw tokens: vLLM's names. What it, SGLang or llama.cpp know and we cannot do is refused."""
 
     temperature: float | None = sampled("temperature")
     top_p: float | None = sampled("top_p")
@@ -95,6 +95,15 @@ class Sampling(Service):
     json_schema: Any = refused()
     grammar: Any = refused()
     structural_tag: Any = refused()
+    custom_logit_processor: Any = refused()
+    custom_params: Any = refused({})
+    detokenize: Any = refused(True)
+    lora_path: Any = refused()
+    no_stop_trim: Any = refused(False)
+    prompt_embeds: Any = refused()
+    return_hidden_states: Any = refused(False)
+    spaces_between_special_tokens: Any = refused(True)
+    vllm_xargs: Any = refused({})
 
 
 def check_model(name: str | None, card: ModelCard) -> None:

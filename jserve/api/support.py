@@ -55,6 +55,7 @@ _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _FLAT_TOOLS = [{"type": "function", **_FUNCTION}]
 _INPUT_TOOLS = [{"name": "f", "input_schema": _SCHEMA}]
 _SCORES = {"top_logprobs": 2}
+_REGEX = {"structured_outputs": {"regex": "a+"}}
 
 
 def _everywhere(name: str, fields: Json) -> Feature:
@@ -84,17 +85,43 @@ FEATURES = (
         {"tools": _FLAT_TOOLS, "tool_choice": "required"},
         {"tools": _INPUT_TOOLS, "tool_choice": {"type": "any"}},
     ),
+    Feature(
+        "one call",
+        {"tools": _TOOLS, "parallel_tool_calls": False},
+        None,
+        {"tools": _FLAT_TOOLS, "parallel_tool_calls": False},
+        {
+            "tools": _INPUT_TOOLS,
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        },
+    ),
+    Feature("regex", _REGEX, _REGEX, _REGEX, None),
+    Feature(
+        "thinking budget",
+        {"thinking_token_budget": 9},
+        None,
+        {"thinking_token_budget": 9},
+        {"thinking": {"type": "enabled", "budget_tokens": 9}},
+    ),
     _everywhere("penalties", {"presence_penalty": 0.5, "repetition_penalty": 1.1}),
     _everywhere("logit_bias", {"logit_bias": {"5": -100}}),
     Feature("token ids", {"return_token_ids": True}, {"return_token_ids": True}, None, None),
     _everywhere("lanes and deadlines", {"lane": "bulk", "deadline_ms": 60000}),
     _everywhere("truncation", {"truncate_prompt_tokens": 8}),
     _everywhere("cache_salt", {"cache_salt": "s"}),
+    _everywhere("named cache", {"cache": "c"}),
 )
+_NOT_BESIDE_REGEX = dict.fromkeys(GENERATING, "structured_outputs")
 REFUSED_PAIRS = {
     frozenset({"stream", "prompt logprobs"}): dict.fromkeys(GENERATING, "prompt_logprobs"),
     frozenset({"logprobs", "tools"}): {"/v1/responses": "top_logprobs"},
     frozenset({"logprobs", "forced tools"}): {"/v1/responses": "top_logprobs"},
+    frozenset({"logprobs", "one call"}): {"/v1/responses": "top_logprobs"},
+    frozenset({"regex", "JSON schema"}): _NOT_BESIDE_REGEX,
+    frozenset({"regex", "tools"}): _NOT_BESIDE_REGEX,
+    frozenset({"regex", "one call"}): _NOT_BESIDE_REGEX,
+    frozenset({"regex", "forced tools"}): _NOT_BESIDE_REGEX,
+    frozenset({"named cache", "truncation"}): dict.fromkeys(GENERATING, "truncate_prompt_tokens"),
     frozenset({"JSON schema", "forced tools"}): {
         "/v1/chat/completions": "response_format",
         "/v1/responses": "text.format",

@@ -36,6 +36,10 @@ SHOWS = {
     "lanes and deadlines": lambda r: r.lane is Lane.BULK and r.deadline_ms == 60000,
     "truncation": lambda r: len(r.prompt_ids) == 8,
     "cache_salt": lambda r: r.cache_salt == "s",
+    "named cache": lambda r: r.cache == "c",
+    "one call": lambda r: r.params.structured_outputs is not None,
+    "regex": lambda r: r.params.structured_outputs.regex == "a+",
+    "thinking budget": lambda r: r.params.thinking_token_budget == 9,
 }
 # ... and in the answer, where the engine has no part in it.
 ANSWERS = {
