@@ -69,7 +69,9 @@ FORMAT = {
     ]
 }
 LOGPROBS = "message.output_text.logprobs"
-INCLUDE = {"type": ["array", "null"], "items": {"enum": [LOGPROBS]}}
+THOUGHTS = "reasoning.encrypted_content"
+"""Clients that store nothing ask for it, to send thoughts back. Here these are told in the clear."""
+INCLUDE = {"type": ["array", "null"], "items": {"enum": [LOGPROBS, THOUGHTS]}}
 _RENAMED = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -139,7 +141,7 @@ class ResponseBody(Sampling):
 
     @property
     def wants_logprobs(self) -> bool:
-        return self.top_logprobs is not None or bool(self.include)
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
 
 def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
@@ -155,7 +157,7 @@ def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         raise BadRequest("stream_options needs stream to be true", field="stream_options")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise BadRequest("max_output_tokens must be at least 1", field="max_output_tokens")
-    _check_include(body.include)
+    needless = _needless(body.include, strict=served.strict)
     chat, shape = shaped_chat(_as_chat(body), served, _RENAMED)
     if shape.calls and body.wants_logprobs:
         raise Unsupported("top_logprobs cannot be given with tools", field="top_logprobs")
@@ -174,7 +176,8 @@ def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         shape=shape,
         **service_of(body),
     )
-    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
+    ignored = ignored_fields(body) + needless
+    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored)
 
 
 def _as_chat(body: ResponseBody) -> dict[str, Any]:
@@ -241,12 +244,16 @@ def _format(value: Any) -> dict[str, Any] | None:
     return value
 
 
-def _check_include(value: Any) -> None:
+def _needless(value: Any, *, strict: bool) -> tuple[str, ...]:
+    """What of ``include`` has no effect; with ``strict`` it is refused."""
     if value is None:
-        return
+        return ()
     if not isinstance(value, list):
         raise BadRequest("include must be a list", field="include")
+    found = []
     for i, name in enumerate(value[:64]):
-        if name != LOGPROBS:
-            where = f"include[{i}]"
+        where = f"include[{i}]"
+        if name not in (LOGPROBS, THOUGHTS) or (strict and name == THOUGHTS):
             raise Unsupported(f"{where}: {shown(name)} cannot be included", field=where)
+        found += [where] if name == THOUGHTS else []
+    return tuple(found[:1])

@@ -112,7 +112,7 @@ BAD: dict[Any, list[Any]] = {
     "instructions": NOT_TEXT,
     "text": [1, "x", [], {"format": 1}, {"format": {"type": "yaml"}}, {"verbosity": "high"}],
     "reasoning": [1, "x", [], {"effort": 1}, {"effort": "enormous"}],
-    "include": [1, "x", {}, [1], ["reasoning.encrypted_content"]],
+    "include": [1, "x", {}, [1], [{}], ["file_search_call.results"]],
     "system": [1, {}, [], [1], [{"type": "image"}], [{"type": "text"}]],
     "thinking": [1, "x", [], {}, {"type": "x"}],
     ("/v1/messages", "thinking"): [
