@@ -74,10 +74,6 @@ class Preparer:
             structure that cannot be enforced.
             Overloaded: too many requests wait for a thread.
         """
-        with ask.words():
-            return await self._requests(ask)
-
-    async def _requests(self, ask: Ask) -> list[Request]:
         await self._check_shape(ask.shape, ask.tenant)
         prompts = [tuple(ids) for ids in await self.prompt_ids(ask)]
         head = self.book.head(ask) if self.book is not None else None
