@@ -20,11 +20,11 @@ from dataclasses import replace
 from typing import Any
 
 from jserve.api.anthropic_messages import BLOCKS, SYSTEM, messages_of
+from jserve.api.anthropic_thinking import THINKING, budget_of, thinking_of
 from jserve.api.anthropic_tools import CHOICE, TOOLS, choice_of, tools_of
 from jserve.api.ask import Ask, Served, Wish
 from jserve.api.chat import ChatTemplate
-from jserve.api.declared import LABEL, ignored_member, refused_member
-from jserve.api.errors import Unsupported
+from jserve.api.declared import LABEL, refused_member
 from jserve.api.fields import (
     Fields,
     ignored,
@@ -41,15 +41,6 @@ from jserve.api.values import STOP
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
 
-THINKING = {
-    "type": ["object", "null"],
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": ["enabled", "disabled", "adaptive"]},
-        "budget_tokens": {"type": ["integer", "null"], "minimum": 1},
-        "display": ignored_member(),
-    },
-}
 OUTPUT = {
     "type": ["object", "null"],
     "properties": {
@@ -150,7 +141,7 @@ def messages_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         named=_LATER,
         max_tokens=body.max_tokens,
     )
-    budget = _budget(body, served)
+    budget = budget_of(body.thinking, body.max_tokens, served)
     ask = Ask(
         chat=chat,
         holder="messages",
@@ -188,7 +179,7 @@ def _as_openai(body: Prompt, template: ChatTemplate | None) -> dict[str, Any]:
         "response_format": _format(body.output_config),
         "documents": None,
         "reasoning_effort": None,
-        "chat_template_kwargs": _thinking(body.thinking, template),
+        "chat_template_kwargs": thinking_of(body.thinking, template),
         "add_generation_prompt": None,
         "continue_final_message": go_on,
     }
@@ -208,50 +199,3 @@ def _format(value: Any) -> dict[str, Any] | None:
             "output_config.format.type must be json_schema", field="output_config.format.type"
         )
     return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-
-
-def _thinking(value: Any, template: ChatTemplate | None) -> dict[str, Any] | None:
-    """Template variables for ``thinking``."""
-    if value is None:
-        return None
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("enabled", "disabled", "adaptive"):
-        raise BadRequest(
-            "thinking.type must be enabled, disabled or adaptive", field="thinking.type"
-        )
-    _check_budget(kind, value.get("budget_tokens"))
-    if kind == "adaptive":
-        return None
-    reads = template is not None and template.takes("enable_thinking")
-    return {"enable_thinking": kind == "enabled"} if reads else None
-
-
-def _check_budget(kind: str, budget: Any) -> None:
-    """``budget_tokens`` belongs to thoughts that are enabled, and to no others."""
-    where = "thinking.budget_tokens"
-    if kind != "enabled" and budget is not None:
-        raise BadRequest(f"{where} needs type enabled", field=where)
-    if kind == "enabled" and (type(budget) is not int or budget < 1):
-        raise BadRequest(f"{where} must be a whole number above 0", field=where)
-
-
-def _budget(body: MessagesBody, served: Served) -> int | None:
-    """Most tokens of the thought; None: not limited.
-
-    Raises:
-        BadRequest: the budget leaves nothing for the answer.
-        Unsupported: the model has no thoughts, or its thoughts cannot be switched off.
-    """
-    kind = (body.thinking or {}).get("type")
-    speech, template = served.card.speech, served.template
-    reads = template is not None and template.takes("enable_thinking")
-    if kind == "disabled" and speech.tags is not None and not reads:
-        raise Unsupported("this model's thoughts cannot be switched off", field="thinking.type")
-    if kind != "enabled":
-        return None
-    if speech.tags is None:
-        raise Unsupported("this model writes no thoughts", field="thinking.type")
-    where, budget = "thinking.budget_tokens", body.thinking["budget_tokens"]
-    if budget >= (body.max_tokens or 0):
-        raise BadRequest(f"{where} must be below max_tokens", field=where)
-    return budget

@@ -13,21 +13,19 @@ Choices are numbered as OpenAI does::
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 from jserve.api.ask import Usage
 from jserve.api.errors import Aborted
+from jserve.api.merge import merged
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
 from jserve.faults import point
 from jserve.text.stream import TextStream
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, Output, Request, TokenLogprob
-
-MERGE_BUFFER = 64
 
 Json = dict[str, Any]
 Counts = Callable[[], Usage]
@@ -223,47 +221,8 @@ def failure(output: Output) -> JserveError:
     return hidden(error) if error.status == 500 else error
 
 
-T = TypeVar("T")
-
-
 def hidden(error: JserveError) -> JserveError:
     """A fault in words for a client: its own may name files or hold a prompt."""
     if isinstance(error, EngineDead):
         return error
     return RequestFailed("the engine failed on this request", code=error.code)
-
-
-_END: Any = object()
-
-
-async def merged(
-    sources: Sequence[AsyncGenerator[T, None]],
-) -> AsyncGenerator[tuple[int, T], None]:
-    """(source number, item) of all sources in order of arrival; the first error ends it."""
-    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(MERGE_BUFFER)
-
-    async def pump(number: int, source: AsyncGenerator[T, None]) -> None:
-        last: Any = _END
-        try:
-            async with aclosing(source):
-                async for item in source:
-                    await queue.put((number, item))
-        except Exception as e:
-            last = e
-        await queue.put((number, last))
-
-    tasks = [asyncio.create_task(pump(i, source)) for i, source in enumerate(sources)]
-    try:
-        left = len(tasks)
-        while left:
-            number, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is _END:
-                left -= 1
-            else:
-                yield number, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

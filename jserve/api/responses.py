@@ -26,34 +26,10 @@ from jserve.api.fields import (
 from jserve.api.formats import SCHEMALESS, STRUCTURED, TITLES
 from jserve.api.openai_chat import KWARGS, shaped_chat, talk
 from jserve.api.responses_input import INPUT, messages_of
+from jserve.api.responses_tools import CHOICE, TOOLS, choice_of, tools_of
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
 from jserve.errors import BadRequest
 
-TOOLS = {
-    "type": ["array", "null"],
-    "maxItems": 128,
-    "items": {
-        "type": "object",
-        "required": ["type", "name"],
-        "properties": {
-            "type": {"const": "function"},
-            "name": {"type": "string", "minLength": 1},
-            "description": {"type": ["string", "null"]},
-            "parameters": {"type": ["object", "null"]},
-            "strict": {"type": ["boolean", "null"]},
-        },
-    },
-}
-CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required", None]},
-        {
-            "type": "object",
-            "required": ["type", "name"],
-            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
-        },
-    ]
-}
 FORMAT = {
     "anyOf": [
         *SCHEMALESS,
@@ -184,8 +160,8 @@ def _as_chat(body: ResponseBody) -> dict[str, Any]:
     """The fields of a chat under their names in chat completions."""
     return {
         "messages": messages_of(body.instructions, body.input),
-        "tools": _tools(body.tools),
-        "tool_choice": _choice(body.tool_choice, bool(body.tools)),
+        "tools": tools_of(body.tools),
+        "tool_choice": choice_of(body.tool_choice, bool(body.tools)),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body.text.format if body.text is not None else None),
         "structured_outputs": body.structured_outputs,
@@ -195,44 +171,6 @@ def _as_chat(body: ResponseBody) -> dict[str, Any]:
         "add_generation_prompt": None,
         "continue_final_message": None,
     }
-
-
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list):
-        raise BadRequest("tools must be a list", field="tools")
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(value)]
-
-
-def _tool(tool: Any, at: str) -> dict[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind != "function":
-        if isinstance(kind, str):
-            raise Unsupported(f"{at}: tools of type {shown(kind)} are not run here", field=at)
-        raise BadRequest(f"{at} must be a tool of type function", field=at)
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise BadRequest(f"{at}.name must be a string, and not empty", field=f"{at}.name")
-    parameters = tool.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise BadRequest(f"{at}.parameters must be an object", field=f"{at}.parameters")
-    strict = tool.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
-    function = {
-        key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None
-    }
-    return {"type": "function", "function": function | {"parameters": parameters or {}}}
-
-
-def _choice(value: Any, tools: bool) -> Any:
-    """Chat's ``tool_choice``: a named function stands one level deeper there, and "auto" needs
-    tools."""
-    if not tools and value == "auto":
-        return None
-    if isinstance(value, dict) and value.get("type") == "function":
-        return {"type": "function", "function": {"name": value.get("name")}}
-    return value
 
 
 def _format(value: Any) -> dict[str, Any] | None:

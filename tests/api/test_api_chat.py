@@ -279,6 +279,27 @@ async def test_content_is_null_only_where_something_else_was_said(srv):
         assert status == 200 or answer["error"]["param"] == "messages[1].content"
 
 
+async def test_a_refusal_stands_instead_of_an_assistants_content(srv):
+    for said, expected in (
+        ({"role": "assistant", "content": None, "refusal": "no"}, 200),
+        ({"role": "assistant", "content": "yes", "refusal": None}, 200),
+        ({"role": "assistant", "content": "yes", "refusal": "no"}, 400),
+        ({"role": "user", "content": None, "refusal": "no"}, 400),
+        ({"role": "user", "content": "yes", "refusal": "no"}, 400),
+    ):
+        status, answer, _ = await srv.post(CHAT, {"messages": [said]})
+        assert status == expected, (said, answer)
+        assert status == 200 or answer["error"]["param"] == "messages[0].refusal"
+
+
+async def test_a_past_thought_has_one_text(srv):
+    said = {"role": "assistant", "content": "a", "reasoning": "hm", "reasoning_content": "hm"}
+    assert (await srv.post(CHAT, {"messages": [said]}))[0] == 200
+    other = said | {"reasoning_content": "ha"}
+    status, answer, _ = await srv.post(CHAT, {"messages": [other]})
+    assert (status, answer["error"]["param"]) == (400, "messages[0].reasoning")
+
+
 async def test_defaults(srv):
     await srv.post(CHAT, chat_body())
     params = srv.engine.records[0].request.params

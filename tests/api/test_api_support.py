@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from jserve.api.support import FEATURES, GENERATING, Feature, endpoints, markdown, pair
+from jserve.api.features import FEATURES, GENERATING, Feature, pair
+from jserve.api.support import endpoints, markdown
 from jserve.types import Lane, Request
 from tests.api.talk import Script, talking
 
