@@ -1,4 +1,4 @@
-"""What an answer must look like: OpenAI's ``response_format`` and vLLM's ``structured_outputs``.
+"""What an answer must look like: ``response_format``, ``structured_outputs``, names of other engines.
 
 Owns their members and how one becomes a ``Shape``. Must not know tools, parsers, masks or whether a
 grammar compiles.
@@ -12,6 +12,7 @@ from typing import Any
 
 from jserve.api.declared import LABEL, Schema, ignored_member
 from jserve.api.errors import Unsupported
+from jserve.api.naming import renamed
 from jserve.errors import BadRequest
 from jserve.sampling import STRUCTURES, StructuredOutputs
 
@@ -66,6 +67,15 @@ FORMAT: Schema = {
         },
     ]
 }
+_FIELDS = ("response_format", "structured_outputs")
+ALIASES = {
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""SGLang's and llama.cpp's names -> members of ``structured_outputs``."""
 STRUCTURED: Schema = {
     "type": ["object", "null"],
     "additionalProperties": False,
@@ -121,19 +131,32 @@ def format_of(values: Mapping[str, Any]) -> Shape:
     """The shape that the request's fields ask for, tools apart.
 
     Raises:
-        BadRequest, Unsupported: a member of the wrong type, named; both fields.
+        BadRequest, Unsupported: a member of the wrong type, named; more than one of the fields.
     """
-    format_, extra = values.get("response_format"), values.get("structured_outputs")
-    plain = isinstance(format_, dict) and format_.get("type") == "text"
-    given = format_ is not None and not plain
-    if given and extra is not None:
-        raise BadRequest(
-            "response_format and structured_outputs exclude each other",
-            field="structured_outputs",
-        )
-    if extra is not None:
-        return Shape(spec=_structured(extra))
-    return _format(format_) if given else FREE
+    given = [name for name in (*_FIELDS, *ALIASES) if _asks(name, values.get(name))]
+    if len(given) > 1:
+        raise BadRequest(f"{given[0]} and {given[1]} exclude each other", field=given[1])
+    if not given:
+        return FREE
+    (name,) = given
+    if name in ALIASES:
+        return _alias(name, values[name])
+    if name == "structured_outputs":
+        return Shape(spec=_structured(values[name]))
+    return _format(values[name])
+
+
+def _asks(name: str, value: Any) -> bool:
+    plain = isinstance(value, dict) and value.get("type") == "text"
+    return value is not None and not (name == "response_format" and plain)
+
+
+def _alias(name: str, value: Any) -> Shape:
+    try:
+        spec = StructuredOutputs(**{ALIASES[name]: value})
+    except BadRequest as e:
+        raise renamed(e, structure_names(name)) from None
+    return Shape(spec=spec, field=name)
 
 
 def _structured(value: Any) -> StructuredOutputs:

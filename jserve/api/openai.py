@@ -51,6 +51,11 @@ class Completion(Sampling):
     add_special_tokens: bool | None = None
     response_format: Any = shaped(FORMAT)
     structured_outputs: Any = shaped(STRUCTURED)
+    regex: Any = shaped(STRUCTURED["properties"]["regex"])
+    ebnf: Any = shaped(STRUCTURED["properties"]["grammar"])
+    grammar: Any = shaped(STRUCTURED["properties"]["grammar"])
+    json_schema: Any = shaped(STRUCTURED["properties"]["json"])
+    structural_tag: Any = shaped(STRUCTURED["properties"]["structural_tag"])
     metadata: dict[str, str] | None = label()
     store: bool | None = ignored(False)
     service_tier: str | None = ignored("auto", "default")

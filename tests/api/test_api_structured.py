@@ -114,6 +114,21 @@ async def test_formats_of_openai_and_vllm_through_the_engine():
             assert (await whole(client, extra_body=extra, **args))[0] in ("red", "blue car")
 
 
+async def test_names_of_other_engines_say_the_same():
+    async with fake_device() as client:
+        for name, value, same in (
+            ("regex", "[ab]{3}", {"regex": "[ab]{3}"}),
+            ("ebnf", 'root ::= "red" | "blue"', {"choice": ["red", "blue"]}),
+            ("grammar", 'root ::= "red" | "blue"', {"choice": ["red", "blue"]}),
+            ("json_schema", json.dumps(CITY.json), {"json": CITY.json}),
+        ):
+            args = {"seed": 3, "max_tokens": 400}
+            content, *_, finish = await whole(client, extra_body={name: value}, **args)
+            assert finish == "stop"
+            extra = {"structured_outputs": same}
+            assert (await whole(client, extra_body=extra, **args))[0] == content, name
+
+
 async def test_the_sdk_parses_a_pydantic_answer():
     class Place(BaseModel):
         n: int = Field(ge=0, le=99)
