@@ -22,7 +22,7 @@ from jserve.api.fields import (
     validate,
 )
 from jserve.api.formats import FORMAT, STRUCTURED
-from jserve.api.openai_chat import KWARGS, checked_shape, shaped_chat, talk
+from jserve.api.openai_chat import EFFORT, KWARGS, checked_shape, shaped_chat, talk
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE, shape_of
@@ -92,7 +92,7 @@ class ChatBody(Completion):
     tool_choice: Any = shaped(CHOICE)
     parallel_tool_calls: bool | None = None
     documents: Any = shaped({"type": ["array", "null"], "items": {"type": "object"}})
-    reasoning_effort: str | None = None
+    reasoning_effort: Any = shaped(EFFORT)
     chat_template_kwargs: Any = shaped(KWARGS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -22,6 +22,7 @@ from jserve.errors import BadRequest
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_VARIABLE_CHARS = 1024
 
+EFFORT = {"enum": [*EFFORTS, None]}
 KWARGS = {
     "type": ["object", "null"],
     "additionalProperties": {"type": ["string", "number", "boolean", "null"]},

@@ -24,7 +24,7 @@ from jserve.api.fields import (
     validate,
 )
 from jserve.api.formats import SCHEMALESS, STRUCTURED, TITLES
-from jserve.api.openai_chat import KWARGS, shaped_chat, talk
+from jserve.api.openai_chat import EFFORT, KWARGS, shaped_chat, talk
 from jserve.api.responses_input import INPUT, messages_of
 from jserve.api.responses_tools import CHOICE, TOOLS, choice_of, tools_of
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
@@ -72,7 +72,7 @@ class Text(Fields):
 class Reasoning(Fields):
     """How much to think."""
 
-    effort: str | None = None
+    effort: Any = shaped(EFFORT)
     summary: str | None = ignored()
     generate_summary: str | None = ignored()
 

@@ -14,7 +14,7 @@ from jserve.api.ask import Ask, ModelCard, Served, Wish
 from jserve.api.errors import Unsupported
 from jserve.api.fields import Fields, ignored_fields, shaped, validate
 from jserve.api.front import Front, ignored_header, json_response
-from jserve.api.openai_chat import KWARGS, chat_of
+from jserve.api.openai_chat import EFFORT, KWARGS, chat_of
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE, chosen
@@ -35,7 +35,7 @@ class TokenizeBody(Fields):
     tools: Any = shaped(TOOLS)
     tool_choice: Any = shaped(CHOICE)
     documents: Any = shaped({"type": ["array", "null"], "items": {"type": "object"}})
-    reasoning_effort: str | None = None
+    reasoning_effort: Any = shaped(EFFORT)
     chat_template_kwargs: Any = shaped(KWARGS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
