@@ -93,6 +93,13 @@ class Prompt(Fields):
     thinking: Any = shaped(THINKING)
     output_config: Any = shaped(OUTPUT)
     cache_control: Any = label()
+    betas: Any = ignored([])
+    speed: str | None = ignored("standard")
+    billing_policy: Any = ignored()
+    compaction: Any = refused()
+    context_management: Any = refused()
+    mcp_servers: Any = refused([])
+    output_format: Any = refused()
 
 
 class MessagesBody(Prompt, Sampling):
@@ -105,20 +112,16 @@ class MessagesBody(Prompt, Sampling):
     n: Any = refused(1)
     metadata: Metadata | None = None
     service_tier: str | None = ignored("auto", "standard_only")
-    speed: str | None = ignored("standard")
     inference_geo: str | None = ignored()
-    betas: Any = ignored([])
     diagnostics: Any = ignored()
+    fallbacks: Any = ignored([])
+    fallback_credit_token: Any = ignored()
     container: Any = refused()
-    context_management: Any = refused()
-    mcp_servers: Any = refused([])
+    thread: Any = refused()
 
 
 class CountBody(Prompt):
     """POST /v1/messages/count_tokens."""
-
-    betas: Any = ignored([])
-    mcp_servers: Any = refused([])
 
 
 def messages_wish(raw: Mapping[str, Any], served: Served) -> Wish:

@@ -60,6 +60,7 @@ class Completion(Sampling):
     store: bool | None = ignored(False)
     service_tier: str | None = ignored("auto", "default")
     prompt_cache_retention: str | None = ignored()
+    prompt_cache_options: Any = ignored()
     suffix: Any = refused("")
     audio: Any = refused()
     function_call: Any = refused()

@@ -34,6 +34,7 @@ _PART = {
                 "type": {"enum": list(_TEXTS)},
                 "text": {"type": "string"},
                 "cache_control": LABEL,
+                "prompt_cache_breakpoint": LABEL,
                 "annotations": LABEL,
                 "logprobs": LABEL,
             },

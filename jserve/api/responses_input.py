@@ -25,8 +25,11 @@ def _item(kind: Schema, **members: Schema) -> Schema:
     return {"type": "object", "properties": own | members}
 
 
+_SAID = {"annotations": LABEL, "logprobs": LABEL, "prompt_cache_breakpoint": LABEL}
+
+
 def _parts(*kinds: str) -> Schema:
-    told = {"type": {"enum": list(kinds)}, "text": _STRING, "annotations": LABEL, "logprobs": LABEL}
+    told = {"type": {"enum": list(kinds)}, "text": _STRING, **_SAID}
     part = {"anyOf": [{"type": "object", "properties": told}, _REFUSAL]}
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]}
 
