@@ -70,7 +70,7 @@ def text_side(config: EngineConfig) -> TextSide:
     Raises:
         ConfigError: the model, its tokenizer or its chat template is missing or broken.
     """
-    from jserve.api.chat import load_chat_template
+    from jserve.api.template_files import load_chat_template
     from jserve.text.tokenizer import check_vocab, load_tokenizer
 
     source = located(config)

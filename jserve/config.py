@@ -230,6 +230,14 @@ class ServerOptions:
     api_keys_file: str = opt(
         "", "YAML file of tenants: digests of their keys and their limits; empty is none"
     )
+    allowed_origins: tuple[str, ...] = opt(
+        (), "origin whose pages may call the API from a browser; * is any (repeatable)"
+    )
+    reasoning_field: str = opt(
+        "both",
+        "name of a thought in a chat completion",
+        choices=("both", "reasoning", "reasoning_content"),
+    )
     strict_params: bool = opt(False, "refuse request fields that would have no effect")
     enable_admin: bool = opt(False, "listen on admin_port for commands of an operator")
     admin_host: str = opt("127.0.0.1", "address of the admin port")

@@ -14,8 +14,9 @@ from jserve.api import caches
 from jserve.api.ask import ModelCard
 from jserve.api.auth import Access, Keys, load_tenants
 from jserve.api.chat import ChatTemplate
-from jserve.api.errors import error_body
+from jserve.api.cors import allow_origins
 from jserve.api.front import Front, Limits, ServedEngine
+from jserve.api.manners import Manner
 from jserve.api.metrics import Metrics
 from jserve.api.middleware import Handler, expect, make_middlewares, stamp
 from jserve.api.page import add_page
@@ -43,7 +44,7 @@ def make_app(
 
     Raises:
         ConfigError: the parser of thoughts that was asked for does not fit the model; the file of
-        keys cannot be used.
+        keys or an allowed origin cannot be used.
     """
     keys = Keys(config.server.api_key, load_tenants(config.server.api_keys_file))
     card = replace(card, speech=speech_of(config.model, chat, tokenizer))
@@ -60,6 +61,8 @@ def make_app(
     )
     left_away = hidden(config.server)
     app = _application(front, [route for route in PUBLIC if route.path not in left_away])
+    if config.server.allowed_origins:
+        allow_origins(app, config.server.allowed_origins)
     if config.server.ui:
         add_page(app, app[ACCESS])
     app.on_cleanup.append(_close)
@@ -73,9 +76,9 @@ def make_admin_app(app: web.Application) -> web.Application:
 
 def _application(front: Front, routes: Sequence[Route]) -> web.Application:
     access: dict[str, Access] = {}
-    words = {}
+    manners: dict[str, Manner] = {}
     app = web.Application(
-        middlewares=make_middlewares(front, access, words), client_max_size=front.max_bytes
+        middlewares=make_middlewares(front, access, manners), client_max_size=front.max_bytes
     )
     app[FRONT], app[ACCESS] = front, access
     for route in routes:
@@ -86,8 +89,7 @@ def _application(front: Front, routes: Sequence[Route]) -> web.Application:
         if route.method == "GET":  # aiohttp leaves the body away
             app.router.add_route("HEAD", route.path, answer, expect_handler=expect)
         access[resource.canonical] = route.access
-        if route.errors is not error_body:
-            words[resource.canonical] = route.errors
+        manners[resource.canonical] = route.manner
     app.on_response_prepare.append(stamp)
     return app
 

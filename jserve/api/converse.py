@@ -56,7 +56,7 @@ async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.
     requests = await front.prepare.requests(ask)
     reply = dialect.reply(wish, served, front.prepare.tokenizer, requests)
     timer = RequestTimer(front.metrics, requests, trace.arrival)
-    run = Generation(front.engine, front.prepare.tokenizer, requests, timer)
+    run = Generation(front.engine, front.prepare.tokenizer, requests, timer, ask.named)
     trace.account.spend(run.usage.prompt)
     headers = ignored_header(wish.ignored)
     try:

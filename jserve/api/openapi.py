@@ -12,9 +12,9 @@ from typing import Any
 from aiohttp import web
 
 from jserve.api.auth import Access
-from jserve.api.errors import error_body
 from jserve.api.fields import Fields
 from jserve.api.front import Front, json_response
+from jserve.api.manners import ANTHROPIC
 from jserve.api.routes import PUBLIC, Route, hidden
 
 Json = dict[str, Any]
@@ -85,7 +85,7 @@ def _clean(node: Any, names: dict[str, str]) -> Any:
 
 
 def _operation(route: Route, path: str) -> Json:
-    name = "Error" if route.errors is error_body else "AnthropicError"
+    name = "AnthropicError" if route.manner is ANTHROPIC else "Error"
     error = {"schema": {"$ref": _REF.replace("{model}", name)}}
     content: Json = {"application/json": {}}
     if route.streams:

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
 from jserve.api import admin, caches, models, score, service, tokens
 from jserve.api.anthropic import CountBody, MessagesBody, messages_wish
-from jserve.api.anthropic_reply import MessageReply, error_of
+from jserve.api.anthropic_reply import MessageReply
 from jserve.api.auth import Access
 from jserve.api.converse import Dialect, converse
 from jserve.api.dashboard import dashboard
-from jserve.api.errors import error_body
 from jserve.api.fields import Fields
 from jserve.api.front import Front
+from jserve.api.manners import ANTHROPIC, OPENAI, Manner
 from jserve.api.openai import ChatBody, CompletionBody, chat_wish, completion_wish
 from jserve.api.openai_chat_reply import ChatReply
 from jserve.api.openai_text_reply import CompletionReply
 from jserve.api.responses import ResponseBody, response_wish
 from jserve.api.responses_reply import ResponseReply
 from jserve.config import ServerOptions
-from jserve.errors import JserveError
 
 Answer = Callable[[web.Request, Front], Awaitable[web.StreamResponse]]
 
@@ -49,7 +47,7 @@ class Route:
     """One line for the documents."""
     fields: type[Fields] | None = None
     streams: bool = False
-    errors: Callable[[JserveError], dict[str, Any]] = error_body
+    manner: Manner = OPENAI
 
 
 def _in(dialect: Dialect) -> Answer:
@@ -79,7 +77,9 @@ PUBLIC = (
     Route("POST", "/v1/chat/completions", _USER, _in(CHAT), "Chat, OpenAI's way", ChatBody, True),
     Route("POST", "/v1/completions", _USER, _in(COMPLETION), "Text", CompletionBody, True),
     Route("POST", "/v1/responses", _USER, _in(RESPONSE), "Chat, stateless", ResponseBody, True),
-    Route("POST", "/v1/messages", _USER, _in(MESSAGE), "Anthropic's", MessagesBody, True, error_of),
+    Route(
+        "POST", "/v1/messages", _USER, _in(MESSAGE), "Anthropic's", MessagesBody, True, ANTHROPIC
+    ),
     Route(
         "POST",
         "/v1/messages/count_tokens",
@@ -87,7 +87,7 @@ PUBLIC = (
         service.count_tokens,
         "Prompt tokens of a message",
         CountBody,
-        errors=error_of,
+        manner=ANTHROPIC,
     ),
     Route("POST", "/v1/score", _USER, score.score, "Log-probabilities of texts", score.ScoreBody),
     Route("GET", "/v1/models", _USER, models.listed, "The served model's names"),

@@ -109,6 +109,7 @@ async def test_commands_reach_the_engine_and_its_refusals_come_back(srv):
         srv.engine.disobeys = BadRequest("busy", code="profiler_active")
         status, body = await post("/start_profile", {})
         assert (status, body["error"]["code"]) == (409, "profiler_active")
+        assert body["error"]["type"] == "conflict_error"
 
 
 async def test_with_an_operators_key_no_other_opens_it(tmp_path):

@@ -101,6 +101,11 @@ BOTH = [
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncation_side": "middle"}, "truncation_side"),
+    ({"truncation_side": "left"}, "truncation_side"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
     ({"priority": 2**63}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "a/b"}, "cache_salt"),
@@ -147,8 +152,11 @@ BOTH = [
     ({"guided_json": {}}, "guided_json"),
     ({"guided_regex": "a"}, "guided_regex"),
     ({"guided_anything_new": 1}, "guided_anything_new"),
-    ({"regex": "a"}, "regex"),
+    ({"regex": "(a"}, "regex"),
     ({"grammar": "a"}, "grammar"),
+    ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf"),
+    ({"json_schema": {}, "structured_outputs": {"regex": "a"}}, "json_schema"),
+    ({"json_schema": {}, "response_format": {"type": "json_object"}}, "json_schema"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"length_penalty": 2.0}, "length_penalty"),
     ({"audio": {"voice": "x"}}, "audio"),
@@ -235,7 +243,10 @@ CHAT_ONLY = [
     ({"tools": [{"type": "retrieval", "function": {"name": "x"}}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"function": {"name": "f"}}] * 129}, "tools"),
-    ({"tools": [{"function": {"name": "f", "parameters": [1]}}]}, "tools[0]"),
+    (
+        {"tools": [{"function": {"name": "f", "parameters": [1]}}]},
+        "tools[0].function.parameters",
+    ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
     (
@@ -298,6 +309,17 @@ PROMPTS = [
     "x" * 512,
     "x" * 100000,
 ]
+
+
+async def test_too_many_bad_words_are_counted_as_the_device_holds_them(shared):
+    """A word is kept with and without a blank in front, so 16 words fit."""
+    for n, expected in ((16, 200), (17, 400)):
+        body = chat_body(bad_words=[f"w{i}" for i in range(n)])
+        status, answer, _ = await shared.post("/v1/chat/completions", body)
+        assert status == expected, answer
+    assert answer["error"]["param"] == "bad_words"
+    assert "32" in answer["error"]["message"]
+    assert "34" in answer["error"]["message"]
 
 
 async def test_bad_prompts(shared):

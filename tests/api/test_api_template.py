@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from jserve import build
 from jserve.api import chat as chat_module
-from jserve.api.chat import Chat, ChatTemplate, load_chat_template
+from jserve.api.chat import Chat, ChatTemplate
+from jserve.api.template_files import load_chat_template
 from jserve.errors import BadRequest, ConfigError
 from tests.api.fake import SPECIAL, byte_tokenizer
 
