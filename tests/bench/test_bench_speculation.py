@@ -49,8 +49,8 @@ def test_decoding_is_the_time_after_the_first_token():
 
 def test_outputs_that_differ_end_the_run():
     class Says:
-        def __init__(self, token: int) -> None:
-            self.token = token
+        def __init__(self, token: int, exact: bool = True) -> None:
+            self.token, self.exact = token, exact
 
         def run(self, asked, concurrency, most):
             made = ran(1.0, rows=1, tokens=1, step_s=1.0)
@@ -59,7 +59,11 @@ def test_outputs_that_differ_end_the_run():
 
     with pytest.raises(SystemExit, match="changed an output"):
         speculation.paired(Says(1), Says(2), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
-    speculation.paired(Says(1), Says(1), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
+    same = speculation.paired(Says(1), Says(1), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
+    assert same["differ"] == 0.0
+    rounded = Says(1, exact=False)
+    found = speculation.paired(rounded, Says(2), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
+    assert found["differ"] == 1.0
 
 
 @pytest.mark.parametrize("text", speculation.TEXTS)
