@@ -203,7 +203,7 @@ class SpeculativeOptions:
     )
     tree: str = opt(
         "",
-        "device drafts as a tree: auto, dynamic, [branches per depth] or [[path], ...]; empty: a chain",
+        "drafts of the device as a tree: auto, dynamic, [branches per depth] or [[path], ...]",
         json=True,
     )
     tree_chances: str = opt(
