@@ -183,8 +183,7 @@ class SpeculativeOptions:
     model: str = opt("", "directory of the draft model or head")
     tensor_parallel_size: int = opt(
         0,
-        "devices the drafter is split over: 1 (all of it on each) or as many as the model;"
-        " 0: the latter where its sizes allow it",
+        "devices that split the drafter: 1 (none) or the model's; 0: the latter if it can be",
         min=0,
         max=256,
     )
@@ -199,7 +198,7 @@ class SpeculativeOptions:
     )
     tree: str = opt(
         "",
-        "device drafts as a tree: auto, dynamic, [branches per depth] or [[path], ...]; empty: a chain",
+        "drafts of the device as a tree: auto, dynamic, [branches per depth] or [[path], ...]",
         json=True,
     )
     tree_chances: str = opt(

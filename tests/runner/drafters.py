@@ -36,6 +36,19 @@ def other_model(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Spe
     return _model(7, mesh, n, tree, wished)
 
 
+def flat_model(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Speculation:
+    """The target, but of two minds: its likeliest token is right, and others are nearly as likely to it."""
+    return _flat(same_model(mesh, n, tree, wished))
+
+
+def flat_eagle(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Speculation:
+    return _flat(eagle(mesh, n, tree, wished))
+
+
+def _flat(made: Speculation) -> Speculation:
+    return replace(made, params={**made.params, "unembed": made.params["unembed"] * 0.1})
+
+
 def _model(seed: int, mesh: Any, n: int, tree: Shape, wished: int) -> Speculation:
     drafter = split_over(draft_model(LLAMA, ARCH, ARCH), mesh.shape["tp"], wished)
     params = tiny_params(mesh, seed, whole=drafter.replicated)
