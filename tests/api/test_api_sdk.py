@@ -111,7 +111,7 @@ async def test_overload_is_retried():
         engine.fail_at, engine.failure = 0, {"error": "full", "error_code": "overloaded"}
         async with openai.AsyncOpenAI(base_url=srv.url + "/v1", api_key="x") as client:
             task = asyncio.create_task(client.chat.completions.create(model="tiny", messages=USER))
-            while not engine.records:
+            while not any(record.failed for record in engine.records):
                 await asyncio.sleep(0.01)
             engine.fail_at = None
             assert (await task).choices[0].message.content == TEXT
