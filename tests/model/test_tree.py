@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from jserve.model.path import as_chain, straightened
 from jserve.model.slots import empty
 from jserve.model.verify import accept, accept_tree
 from jserve.model.view import Bucket, StepDims, layout, unpack
+from jserve.types import Grown
 
 SHAPES = [(0,), (0, 0), (0, 1, 2), (0, 0, 1, 1, 2), (0, 0, 0, 1, 2, 2, 4, 5), (0, 1, 0, 2, 3, 3)]
 
@@ -190,6 +192,31 @@ def test_a_node_sees_the_context_and_its_ancestors(
                 p = np.exp(score - score.max())
                 want = (p / p.sum()) @ v[:, n // G]
                 np.testing.assert_allclose(o[r * J + j, n], want, atol=2e-6)
+
+
+def test_rows_attend_by_the_trees_of_their_slots() -> None:
+    """Rows of falling and rising lengths, each with the tree that its slot holds: positions follow its
+    depths, and both backends see the same."""
+    J, starts, slots = 7, (13, 30, 6, 21), (2, 0, 3, 1)
+    bucket, parent_CJ = Bucket(D=4, P=0, F=0, J=J, tree=Grown(6, 4, 2)), random_parents(4, 6)
+    rows = [
+        Row(list(range(1 + 5 * r, 6 + 5 * r)), start, [4] * J, slot=slot)
+        for r, (start, slot) in enumerate(zip(starts, slots, strict=True))
+    ]
+    held = replace(empty(4, DIMS.V, 6, grown=True), parent_CJ=jnp.asarray(parent_CJ))
+    rng, found = np.random.default_rng(5), []
+    k, v = rng.standard_normal((2, 21, DIMS.Z, K, H)).astype(np.float32)
+    q = rng.standard_normal((4 * J, K * G, H)).astype(np.float32)
+    for name in ("ref", "xla"):
+        attn = backend(name)
+        fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
+        view = unpack(jnp.asarray(pack(bucket, DIMS, attn, rows, [])), fields, bucket, DIMS, held)
+        kv = tuple(jnp.asarray(x if name == "ref" else x.swapaxes(1, 2)) for x in (k, v))
+        found.append(np.asarray(attn.attend(jnp.asarray(q), kv, view, window=0, scale=0.3)))
+        for r, (start, slot) in enumerate(zip(starts, slots, strict=True)):
+            depth = np.array(tree.depths(tuple(parent_CJ[slot].tolist())))
+            np.testing.assert_array_equal(view.pos_T[r * J : (r + 1) * J], start + depth)
+    np.testing.assert_allclose(*found, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["ref", "xla"])

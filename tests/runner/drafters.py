@@ -46,7 +46,7 @@ def flat_eagle(mesh: Any, n: int = 3, tree: Shape = (), wished: int = 0) -> Spec
 
 
 def _flat(made: Speculation) -> Speculation:
-    return replace(made, params={**made.params, "unembed": made.params["unembed"] * 0.1})
+    return replace(made, params={**made.params, "unembed": made.params["unembed"] * 0.3})
 
 
 def _model(seed: int, mesh: Any, n: int, tree: Shape, wished: int) -> Speculation:
