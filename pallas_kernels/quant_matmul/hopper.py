@@ -163,6 +163,7 @@ def _step(tile: Tile, sm, wg, i, y):
         part = _product(weights, sm["x_room"].at[slot, :, along], tile)
         scale = plgpu.load(sm["scale_room"].at[slot, b, mine], layout=ROWS)
         y = y + along_rows(scale, part) * part
+    plgpu.commit_smem()  # what was read by loads comes before the copy that lands here next
     plgpu.barrier_arrive(sm["free"].at[slot])
     return y
 

@@ -215,6 +215,7 @@ class _Row(NamedTuple):
             plgpu.barrier_wait(self.sm["here"].at[slot])
             carry = add(i, self._load(i, slot), carry)
             # Every thread has its part in registers before the next copy may land here.
+            plgpu.commit_smem()
             plgpu.barrier_arrive(read.at[slot])
             plgpu.barrier_wait(read.at[slot])
             return carry
