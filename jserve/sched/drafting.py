@@ -216,7 +216,6 @@ class Drafting:
     def lost(self) -> None:
         """The steps in flight will not land."""
         self.gaps.idle()
-        self.showing.lost()
         self._sources.clear()
 
     def counters(self) -> dict[str, float]:

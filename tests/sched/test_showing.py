@@ -6,10 +6,10 @@ import pytest
 from test_ahead import Watched, long, sleepy
 
 
-def half_shown(depth: int) -> Watched:
+def half_shown(depth: int, **options) -> Watched:
     """A sequence whose drafter slept and was shown a part of what it missed; the rest, and all that
     starting over takes, would fit one step."""
-    drive = Watched(sleepy(max_prefill_tokens=200), depth=depth)
+    drive = Watched(sleepy(max_prefill_tokens=200), depth=depth, **options)
     drive.scheduler.drafting.fix(0)
     drive.add(long("a", 200))
     for _ in range(40):
@@ -47,9 +47,10 @@ def test_after_a_fault_asleep(depth: int) -> None:
     assert drive.stood == drive.tried > 50
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_after_giving_way(depth: int) -> None:
-    drive = half_shown(depth)
+def test_after_giving_way(depth: int, prefix_caching: bool) -> None:
+    drive = half_shown(depth, prefix_caching=prefix_caching)
     drive.preempt(0)
     drive.run()
     assert drive.stood == drive.tried > 50
