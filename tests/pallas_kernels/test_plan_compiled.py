@@ -48,6 +48,7 @@ def test_one_program_of_a_sharded_layer(tmp_path) -> None:
     assert said[-1] == ("compile", 1, 1)
 
 
+@pytest.mark.slow
 def test_one_program_that_drafts(tmp_path) -> None:
     """The same layer with itself for a draft model: what the drafter reads for each of its passes is what
     the plan says, and it is one graph still."""
