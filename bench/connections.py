@@ -13,29 +13,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 import psutil
-from rich.console import Console
 
 from bench.client import connections, sse_data
-from bench.engines import EngineError, Paths, Running, build
-from bench.serving import ending_unwinds
+from bench.engines import EngineError, Running
+from bench.live import add_options, against_server
 from bench.stats import percentile
-from jserve.build import shipped
 
 HEALTH_EVERY_S = 0.2
 SPARE = 16
 """Connections kept free for health probes."""
 SETTLE_S = 3.0
-err = Console(stderr=True, highlight=False)
 
 
 class Load:
@@ -154,56 +148,12 @@ def gates(found: dict[str, Any]) -> list[tuple[str, bool]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: every gate holds. 1: one does not. 2: no server."""
     parser = argparse.ArgumentParser(prog="bench.connections", description=__doc__)
-    parser.add_argument("--model", type=Path, default=None, help="default: the shipped model")
-    parser.add_argument("--compile-cache", type=Path, default=None)
+    add_options(parser, extra="--max-model-len 1024 --max-num-seqs 64")
     parser.add_argument("--connections", type=int, default=4096)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each timed phase")
-    parser.add_argument("--extra", default="--max-model-len 1024 --max-num-seqs 64")
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args(argv)
     return against_server(args, 600.0, measure, gates)
-
-
-def against_server(
-    args: argparse.Namespace,
-    ready_s: float,
-    work: Callable[[Running, argparse.Namespace], Awaitable[dict[str, Any]]],
-    gates: Callable[[dict[str, Any]], list[tuple[str, bool]]],
-) -> int:
-    """Start jserve as ``args`` say (model, compile_cache, extra), do the work, judge it by the gates
-    and tell; the exit code."""
-    with contextlib.ExitStack() as stack:
-        cache = args.compile_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        cache.mkdir(parents=True, exist_ok=True)
-        paths = Paths(
-            model=args.model or shipped(), compile_cache=cache, extra={"jserve": args.extra}
-        )
-        stack.enter_context(ending_unwinds())
-        try:
-            engine = build("jserve", paths)
-            assert not isinstance(engine, str)
-            server = stack.enter_context(Running(engine))
-            server.wait_ready(ready_s)
-            found = asyncio.run(_whole(work(server, args)))
-        except EngineError as e:
-            err.print(f"[red]error:[/] {e}")
-            return 2
-    return told(found, gates(found), args.out)
-
-
-async def _whole(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    return await work
-
-
-def told(found: dict[str, Any], checked: list[tuple[str, bool]], out: Path | None) -> int:
-    """Print the figures and the gates; the exit code."""
-    print(json.dumps(found, indent=1))
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
-    for name, holds in checked:
-        err.print(f"{'[green]holds[/]' if holds else '[red]FAILS[/]'}  {name}")
-    return 0 if all(holds for _, holds in checked) else 1
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import sys
 import tempfile
@@ -35,11 +34,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench import probe, stats
+from bench import command, probe, stats
 from bench.client import Target, drive
 from bench.engines import Engine, EngineError, Paths, Running, build
 from bench.models import facts
-from bench.serving import ending_unwinds
 from bench.workloads import HIGH_ID, LOW_ID, Draw, Item, Workload, make
 
 SETTINGS = ("whole", "chunked", "bounded")
@@ -193,23 +191,15 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m bench.interference", description=__doc__)
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p = command.parser("bench.interference", __doc__)
     add = p.add_argument
-    add("model", type=Path, nargs="?", help="model directory")
     add("--setting", action="append", choices=SETTINGS, help="repeatable; default all")
     add("--bound-ms", type=float, default=0.0, help="step bound of 'bounded'; 0 derives it")
     add("--prompts", type=int, default=6, help="long prompts (6)")
     add("--long", type=int, default=LONG, help="tokens of a long prompt (4096)")
     add("--seed", type=int, default=0, help="seed of the prompts (0)")
-    add("--json", type=Path, help="result file to write")
-    add("--compile-cache", type=Path, help="compile cache; default a new, empty one")
-    add("--jserve-args", default="", help="more arguments for jserve, quoted as one")
-    add("--url", default="", help="measure this running server instead")
-    add("--served-model", default="bench", help="model name for --url")
     add("--request-timeout", type=float, default=600.0, help="seconds per request (600)")
-    add("--ready-timeout", type=float, default=600.0, help="seconds until ready (600)")
-    add("--log-dir", type=Path, help="where server logs go; kept there after a failure")
+    command.add_server(p)
     return p
 
 
@@ -217,19 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: every request was served; 1: not; 2: bad usage."""
     p = parser()
     args = p.parse_args(argv)
-    if not args.url and args.model is None:
-        p.error("a model directory or --url is needed")
     if args.prompts < 1 or args.long < 1 or args.seed < 0 or args.bound_ms < 0:
         p.error("--prompts and --long must be at least 1, --seed and --bound-ms not negative")
-    try:
-        with ending_unwinds():
-            result = run(args)
-    except (EngineError, OSError, ValueError) as e:
-        p.error(str(e))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    show(result, Console(width=None if sys.stdout.isatty() else 120))
+    result = command.measured(p, args, run, show)
     return int(any(one["errors"] or "disturbed_ms" not in one for one in result["settings"]))
 
 

@@ -38,10 +38,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench import probe, stats
+from bench import command, probe, stats
 from bench.client import StreamError, Target, connections, sse_data, take
 from bench.engines import Engine, EngineError, Paths, Running, build
-from bench.serving import ending_unwinds
 from bench.stats import Trace
 
 SHARES = {"interactive": 0.3, "standard": 0.4, "bulk": 0.3}
@@ -283,10 +282,8 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m bench.overload", description=__doc__)
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p = command.parser("bench.overload", __doc__)
     add = p.add_argument
-    add("model", type=Path, nargs="?", help="model directory")
     add("--seconds", type=float, default=15.0, help="of calm and of flood (15)")
     add("--rate", type=float, default=0.0, help="capacity in requests per second; 0 measures it")
     add("--prompt", type=int, default=64, help="tokens of a prompt (64)")
@@ -298,13 +295,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seqs", type=int, default=8, help="--max-num-seqs of the server (8)")
     add("--model-len", type=int, default=512, help="--max-model-len of the server (512)")
     add("--seed", type=int, default=0, help="seed of the arrivals (0)")
-    add("--json", type=Path, help="result file to write")
-    add("--compile-cache", type=Path, help="compile cache; default a new, empty one")
-    add("--jserve-args", default="", help="more arguments for jserve, quoted as one")
-    add("--url", default="", help="flood this running server instead")
-    add("--served-model", default="bench", help="model name for --url")
-    add("--ready-timeout", type=float, default=600.0, help="seconds until ready (600)")
-    add("--log-dir", type=Path, help="where server logs go; kept there after a failure")
+    command.add_server(p)
     return p
 
 
@@ -312,20 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: all were answered, refusals with Retry-After; 1: not; 2: bad usage."""
     p = parser()
     args = p.parse_args(argv)
-    if not args.url and args.model is None:
-        p.error("a model directory or --url is needed")
     if args.seconds <= 0 or min(args.prompt, args.output, args.seqs) < 1 or args.rate < 0:
         p.error("--seconds, --prompt, --output and --seqs must be positive, --rate not negative")
-    try:
-        with ending_unwinds():
-            found = run(args)
-    except (EngineError, OSError, ValueError) as e:
-        p.error(str(e))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    show(found, Console(width=None if sys.stdout.isatty() else 120))
-    return int(not holds(found))
+    return int(not holds(command.measured(p, args, run, show)))
 
 
 if __name__ == "__main__":

@@ -1,183 +1,35 @@
 """A long mixed load with clients that leave, stall and lie, and a look for anything that grows.
 
-Owns the mix, the samples and the gates. Must not know how a server is built. Each client takes the next
-kind of traffic from a seeded draw; a control request with a known answer runs all along::
+Owns the samples and the gates. Must not know what the clients do (``bench.soak_traffic``) or how a server
+is built. ::
 
-    chat and completions, streamed and whole, n, schemas, tools     answers must be whole
-    leave at a random moment, stop reading                          must cost nobody else anything
-    broken bodies, fields out of range, bombs                       must be 4xx, never 5xx
-    control: greedy, the same all along                             must never change
+    warm (up to 20 s)   quiet   | the soak: clients, a control request, memory every 5 s |   quiet
+                          before                                                              after
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import random
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import aiohttp
 import psutil
-from rich.console import Console
 
 from bench.client import connections
-from bench.connections import against_server
-from bench.engines import Running
+from bench.engines import Running, free_port
+from bench.live import add_options, against_server
+from bench.soak_traffic import KINDS, Soak
 
 SAMPLE_S = 5.0
 RSS_GATE_MINUTES = 15.0
 RSS_GATE_MIB = 24.0
-CHAT, COMP = "/v1/chat/completions", "/v1/completions"
-TOPICS = ["a fox", "the weather in Oslo", "12 + 30", "three animals", "the moon", "a short story"]
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"}},
-    "required": ["name", "n"],
-}
-HOSTILE: list[tuple[str, bytes]] = [
-    (path, body)
-    for path in (CHAT, COMP)
-    for body in (
-        b"",
-        b"[]",
-        b"{",
-        b'{"prompt": NaN}',
-        b"[" * 100_000,
-        b'{"prompt": "x", "n": 1000000}',
-        b'{"prompt": "x", "logit_bias": {"-1": 5}}',
-        b'{"prompt": [-1, 99999999999]}',
-        b'{"prompt": "x", "temperature": 1e999}',
-        b'{"prompt": "x", "stop": [""]}',
-        b'{"messages": [{"role": 3}]}',
-        b'{"prompt": "' + b"a" * 300_000 + b'"}',
-        b'{"prompt": "x", "structured_outputs": {"regex": "(("}}',
-        b'{"messages": [{"role": "user", "content": "\xff"}]}',
-    )
-]
-err = Console(stderr=True, highlight=False)
-
-
-@dataclass
-class Soak:
-    """One run against ``url``."""
-
-    url: str
-    http: aiohttp.ClientSession
-    rng: random.Random
-    until: float
-    counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-
-    async def client(self) -> None:
-        kinds = [self.whole, self.streamed, self.schema, self.leaver, self.stalled, self.hostile]
-        while time.monotonic() < self.until:
-            (kind,) = self.rng.choices(kinds, weights=[20, 35, 10, 15, 5, 15])
-            try:
-                await kind()
-            except (aiohttp.ClientError, TimeoutError) as e:
-                self.note("client_error", f"{kind.__name__}: {type(e).__name__}")
-
-    def note(self, name: str, wrong: str | None = None) -> None:
-        self.counts[name] += 1
-        if wrong is not None and len(self.wrong) < 20:
-            self.wrong.append(wrong)
-
-    def ask(self) -> tuple[str, dict[str, Any]]:
-        topic, rng = self.rng.choice(TOPICS), self.rng
-        common = {"max_tokens": rng.randint(1, 60), "seed": rng.randrange(2**40)}
-        common |= rng.choice([{}, {"temperature": 0}, {"n": 3}, {"logprobs": 2}, {"stop": "the"}])
-        if rng.random() < 0.5:
-            return COMP, {"prompt": f"Tell me about {topic}. " * rng.randint(1, 9), **common}
-        if "logprobs" in common:
-            common |= {"logprobs": True, "top_logprobs": 2}
-        return CHAT, {"messages": [{"role": "user", "content": topic}], **common}
-
-    async def whole(self) -> None:
-        path, body = self.ask()
-        async with self.http.post(self.url + path, json=body) as response:
-            answer = await response.json()
-            self.judge("whole", response.status, answer)
-            if response.status == 200 and any(
-                c["finish_reason"] is None for c in answer["choices"]
-            ):
-                self.note("no_finish", "an answer without finish_reason")
-
-    async def streamed(self) -> None:
-        path, body = self.ask()
-        async with self.http.post(self.url + path, json=body | {"stream": True}) as response:
-            raw = await response.read()
-            self.judge("streamed", response.status, raw[:300])
-            if response.status == 200 and not raw.endswith(b"data: [DONE]\n\n"):
-                self.note("cut", f"a stream ended with {raw[-120:]!r}")
-
-    async def schema(self) -> None:
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-        body = {
-            "messages": [{"role": "user", "content": self.rng.choice(TOPICS)}],
-            "response_format": form,
-            "max_tokens": 80,
-            "thinking_token_budget": 8,
-        }
-        async with self.http.post(self.url + CHAT, json=body) as response:
-            answer = await response.json()
-            self.judge("schema", response.status, answer)
-            if response.status == 200 and answer["choices"][0]["finish_reason"] == "stop":
-                json.loads(answer["choices"][0]["message"]["content"])
-
-    async def leaver(self) -> None:
-        path, body = self.ask()
-        body |= {"stream": self.rng.random() < 0.5, "max_tokens": 200}
-        self.note("left")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.rng.random()):
-                async with self.http.post(self.url + path, json=body) as response:
-                    await response.read()
-
-    async def stalled(self) -> None:
-        """Reads the head of a stream, then nothing for a while, and leaves."""
-        body = {"prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True, "logprobs": 5}
-        async with self.http.post(self.url + COMP, json=body) as response:
-            self.judge("stalled", response.status, "")
-            await response.content.read(1)
-            await asyncio.sleep(self.rng.random() * 5)
-            response.close()
-
-    async def hostile(self) -> None:
-        path, body = self.rng.choice(HOSTILE)
-        headers = {"Content-Type": "application/json"}
-        async with self.http.post(self.url + path, data=body, headers=headers) as response:
-            text = await response.text()
-            self.note(f"hostile_{response.status // 100}xx")
-            if response.status >= 500 or response.status == 200:
-                self.note("hostile_wrong", f"{response.status} for {body[:60]!r}: {text[:120]}")
-
-    def judge(self, kind: str, status: int, said: Any) -> None:
-        self.note(f"{kind}_{status}")
-        if status not in (200, 429, 503):
-            self.note("refused", f"{kind}: {status} {str(said)[:200]}")
-
-    async def control(self) -> None:
-        """The same greedy request all along; its text must not change."""
-        body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 24}
-        first = None
-        while time.monotonic() < self.until:
-            async with self.http.post(self.url + COMP, json=body) as response:
-                answer = await response.json()
-            if response.status == 200:
-                text = answer["choices"][0]["text"]
-                first = first or text
-                self.note("control", None if text == first else f"control: {text!r}")
-            await asyncio.sleep(0.5)
 
 
 async def scrape(url: str, http: aiohttp.ClientSession) -> dict[str, float]:
@@ -209,13 +61,15 @@ def slope(samples: Sequence[tuple[float, float]]) -> float:
 async def run(server: Running, args: argparse.Namespace) -> dict[str, Any]:
     """The soak, then quiet, then what is left."""
     began, samples = time.monotonic(), []
+    admin = f"http://127.0.0.1:{args.admin_port}"
     async with connections() as http:
-        warm = Soak(server.url, http, random.Random(1), began + min(20.0, 6 * args.minutes))
+        warm_until = began + min(20.0, 6 * args.minutes)
+        warm = Soak(server.url, admin, http, random.Random(1), warm_until)
         await asyncio.gather(*(warm.client() for _ in range(args.clients)))
         await quiet(server.url, http)
         before = usage(server.pid) | {"tasks": (await scrape(server.url, http))["server_tasks"]}
         until = time.monotonic() + 60 * args.minutes
-        soak = Soak(server.url, http, random.Random(args.seed), until)
+        soak = Soak(server.url, admin, http, random.Random(args.seed), until)
 
         async def watch() -> None:
             while time.monotonic() < until:
@@ -231,10 +85,12 @@ async def run(server: Running, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "minutes": args.minutes,
         "counts": dict(sorted(soak.counts.items())),
-        "wrong": soak.wrong,
+        "wrong": warm.wrong + soak.wrong,
+        "logged": _errors(server),
         "before": before,
         "after": after,
         "mib_per_hour": 3600 * slope(late),
+        "mib_by_slope": slope(late) * (late[-1][0] - late[0][0]),
         "mib_grown": median(m for _, m in late[-third:]) - median(m for _, m in late[:third]),
         "metrics": {
             name: end.get(name, -1.0)
@@ -247,9 +103,17 @@ async def run(server: Running, args: argparse.Namespace) -> dict[str, Any]:
                 "compiles_after_ready_total",
                 "engine_deaths_total",
                 "step_faults_total",
+                "num_preemptions_total",
+                "prefix_cache_hits_total",
             )
         },
     }
+
+
+def _errors(server: Running) -> list[str]:
+    """Lines of the server's log that say that something went wrong."""
+    lines = server.log.read_text(errors="replace").splitlines()
+    return [line[:300] for line in lines if re.search(r" (ERROR|CRITICAL) |Traceback", line)][:20]
 
 
 async def quiet(url: str, http: aiohttp.ClientSession) -> None:
@@ -267,7 +131,8 @@ def gates(found: dict[str, Any]) -> list[tuple[str, bool]]:
     m, before, after = found["metrics"], found["before"], found["after"]
     checked = [
         ("every answer is as it must be", not found["wrong"]),
-        ("the control request was asked", found["counts"].get("control", 0) > 0),
+        ("every kind of client came", all(found["counts"].get(k) for k in (*KINDS, "control"))),
+        ("the server logged no error", not found["logged"]),
         ("no request is left", m["num_requests_active"] == m["num_requests_running"] == 0),
         ("all pages are back", m["kv_pages_free"] + m["kv_pages_cached"] == m["kv_pages"] > 0),
         ("nothing compiled after ready", m["compiles_after_ready_total"] == 0),
@@ -277,21 +142,22 @@ def gates(found: dict[str, Any]) -> list[tuple[str, bool]]:
         ("no task left", after["tasks"] <= before["tasks"] + 2),
     ]
     if found["minutes"] >= RSS_GATE_MINUTES:
-        checked.append((f"memory grew under {RSS_GATE_MIB} MiB", found["mib_grown"] < RSS_GATE_MIB))
+        grown = max(found["mib_grown"], found["mib_by_slope"])
+        checked.append((f"memory grew under {RSS_GATE_MIB} MiB", grown < RSS_GATE_MIB))
     return checked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: every gate holds. 1: one does not. 2: no server."""
     parser = argparse.ArgumentParser(prog="bench.soak", description=__doc__)
-    parser.add_argument("--model", type=Path, default=None, help="default: the shipped model")
-    parser.add_argument("--compile-cache", type=Path, default=None)
+    # So few pages that sequences give way to each other now and then.
+    add_options(parser, extra="--max-model-len 1024 --max-num-seqs 8 --n-pages 96")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--extra", default="--max-model-len 1024 --max-num-seqs 8")
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args(argv)
+    args.admin_port = free_port()
+    args.extra += f" --enable-admin --admin-port {args.admin_port}"
     return against_server(args, 900.0, run, gates)
 
 

@@ -2,17 +2,19 @@
 
 Owns five kinds of text for the shipped model, the paired runs and the arithmetic. Must not know how drafts are
 made or verified. Two engines in this process, one without speculation; every figure is a ratio of runs in
-alternating turns, so that a machine that slows down slows both. Outputs of a pair are compared: they must be
-equal.
+alternating turns, so that a machine that slows down slows both. Outputs of a pair are compared: in float32 they
+must be equal; in bfloat16 programs of other widths may round near ties differently, and requests that differ are
+counted (such a pair compares texts of other lengths).
 
 * ``k``: drafts per step fixed, 0 to 8 (Medusa: to its 4 heads), batch 1, and beside them k chosen by the
   engine (``auto``) with its share of the best fixed k's speed. k = 0 is the price of being able to. A step of k
   drafts runs in the program of the next width (``spec.choice.widths``).
 * ``auto``: k chosen by the engine, at concurrency 1, 4, 16 and 64, over all texts in one queue; also the
-  slowest request's share of its speed without.
+  slowest request's share of its speed without (of each request the median of all pairs).
 
-Predicted speed-up is the tokens per step over what a step costs more, with the gap before it that the host
-leaves::
+``speedup`` is of whole requests, prompts included; ``decode`` is of the time from the first token to the last,
+which is where drafts act: answers here are short, so prompts are a large part. ``predicted``, to be compared with
+``decode``, is the tokens per step over what a step costs more, with the gap before it that the host leaves::
 
     (1 + drafts that stood per step) * seconds of a plain step / (seconds of a verify step + drafting)
 
@@ -47,7 +49,7 @@ from jserve.sampling import SamplingParams
 from jserve.spec.methods import DEVICE
 from jserve.types import Finish, Request
 
-FORMAT = 2
+FORMAT = 3
 TEXTS = ("dialogue", "copy", "json", "tools", "free")
 CONCURRENCY = (1, 4, 16, 64)
 MOST, FEWEST = 8, 3
@@ -79,8 +81,10 @@ class Ran:
 
     seconds: float = 0.0
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    """Seconds from the start of the request to its first token."""
     ended: dict[str, float] = field(default_factory=dict)
-    """Seconds from the start of the request to its last token."""
+    """And to its last."""
     counters: dict[str, float] = field(default_factory=dict)
     """What they rose by."""
 
@@ -91,6 +95,11 @@ class Ran:
     @property
     def n_tokens(self) -> int:
         return sum(map(len, self.tokens.values()))
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from first to last tokens, of all requests."""
+        return sum(self.ended[i] - self.first[i] for i in self.ended)
 
     @property
     def step_s(self) -> float:
@@ -118,13 +127,21 @@ class Ran:
 class Side:
     """One engine, which drafts as much as it likes until ``fix``."""
 
-    def __init__(self, method: str, rows: int, eos_ids: tuple[int, ...], most: int = MOST) -> None:
+    def __init__(
+        self,
+        method: str,
+        rows: int,
+        eos_ids: tuple[int, ...],
+        most: int = MOST,
+        dtype: str = "auto",
+    ) -> None:
         speculative: dict[str, Any] = {}
         if method != "off":
             speculative = {"method": method, "num_tokens": min(most, AHEAD.get(method, most))}
         if method in DEVICE:
             speculative["model"] = str(HEADS / f"jserve-mini-{method}")
         self.config = EngineConfig.of(
+            dtype=dtype,
             max_num_seqs=rows,
             max_drafts=1 if method == "off" else 0,  # so that both sides count alike
             prefix_caching=False,
@@ -133,6 +150,7 @@ class Side:
             speculative=speculative,
         )
         self.engine, self.info = build.engine(self.config)
+        self.exact = self.info["dtype"] == "float32"
         self._eos_ids, self._n = eos_ids, 0
 
     def fix(self, k: int | None) -> None:
@@ -157,6 +175,8 @@ class Side:
                 assert out.finish is not Finish.ERROR, out.error
                 name = out.request_id.partition("-")[2]
                 ran.tokens.setdefault(name, []).extend(out.token_ids)
+                if out.token_ids and name not in ran.first:
+                    ran.first[name] = time.perf_counter() - began[out.request_id]
                 if out.finish is not None:
                     ran.ended[name] = time.perf_counter() - began.pop(out.request_id)
         ran.seconds = time.perf_counter() - start
@@ -177,16 +197,17 @@ def paired(
     """Figures of ``rounds`` pairs of runs, after one that nobody counts.
 
     Raises:
-        SystemExit: the outputs of a pair differ.
+        SystemExit: outputs of a pair differ, in float32.
     """
     pairs = [
         (off.run(asked, concurrency, most), on.run(asked, concurrency, most))
         for _ in range(rounds + 1)
     ]
-    for plain, spec in pairs:
-        if plain.tokens != spec.tokens:
-            raise SystemExit("speculation changed an output; see tests/whole/test_speculation.py")
-    return account(pairs[1:])
+    n_other = sum(spec.tokens[i] != plain.tokens[i] for plain, spec in pairs for i in plain.tokens)
+    if n_other and on.exact:
+        raise SystemExit("speculation changed an output; see tests/whole/test_speculation.py")
+    differ = n_other / sum(len(plain.tokens) for plain, _ in pairs)
+    return account(pairs[1:]) | {"differ": differ}
 
 
 def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
@@ -201,7 +222,10 @@ def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
         for name in ("draft", "accepted")
     )
     speed = [plain.seconds / spec.seconds for plain, spec in pairs]
-    slowest = [min(plain.ended[i] / spec.ended[i] for i in plain.ended) for plain, spec in pairs]
+    slowest = min(
+        statistics.median(plain.ended[i] / spec.ended[i] for plain, spec in pairs)
+        for i in pairs[0][0].ended
+    )
     return {
         "acceptance": stood / drafted if drafted else None,
         "acceptance_by_position": [a / max(1.0, n) for a, n in zip(right, tried, strict=True)],
@@ -212,7 +236,8 @@ def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
         "predicted": statistics.median(per_step * p.step_s / s.step_s for p, s in pairs),
         "speedup": statistics.median(speed),
         "speedup_range": [min(speed), max(speed)],
-        "slowest_request": statistics.median(slowest),
+        "decode": statistics.median(plain.decode_s / spec.decode_s for plain, spec in pairs),
+        "slowest_request": slowest,
         "tok_s": statistics.median(spec.n_tokens / spec.seconds for spec in runs),
         "tok_s_off": statistics.median(plain.n_tokens / plain.seconds for plain, _ in pairs),
     }
@@ -223,23 +248,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     text = build.text_side(EngineConfig())
     texts = {name: prompts(name, args.requests, text.tokenizer) for name in args.texts}
     mixed = [p for group in zip(*texts.values(), strict=True) for p in group]
-    off = Side("off", max(args.concurrency), text.eos_ids)
+    off = Side("off", max(args.concurrency), text.eos_ids, dtype=args.dtype)
     rows: list[dict[str, Any]] = []
     programs = {"off": off.info["programs"]}
     for method in args.methods:
-        on = Side(method, max(args.concurrency), text.eos_ids, max([*args.k, FEWEST]))
+        most = max([*args.k, FEWEST])
+        on = Side(method, max(args.concurrency), text.eos_ids, most, args.dtype)
         for name, asked in texts.items():
             for k in (k for k in args.k if k <= AHEAD.get(method, MOST)):
                 on.fix(k)
                 found = paired(on, off, asked, 1, args.rounds, args.max_tokens)
                 rows.append({"kind": "k", "method": method, "text": name, "k": k} | found)
-                err.print(f"{method} {name} k={k}: {found['speedup']:.2f}")
+                err.print(f"{method} {name} k={k}: {found['speedup']:.2f}, {found['decode']:.2f}")
             on.fix(None)
             found = paired(on, off, asked, 1, args.rounds, args.max_tokens)
             fixed = [r["speedup"] for r in rows if (r["method"], r.get("text")) == (method, name)]
             found["of_best_k"] = found["speedup"] / max(fixed) if fixed else None
             rows.append({"kind": "k", "method": method, "text": name, "k": "auto"} | found)
-            err.print(f"{method} {name} auto: {found['speedup']:.2f}")
+            err.print(f"{method} {name} auto: {found['speedup']:.2f}, {found['decode']:.2f}")
         for n in args.concurrency:
             asked = (mixed * (1 + 2 * n // len(mixed)))[: max(len(mixed), 2 * n)]
             found = paired(on, off, asked, n, args.rounds, args.max_tokens)
@@ -259,9 +285,11 @@ def shown(result: dict[str, Any], console: Console) -> None:
         "tokens_per_step",
         "drafting_share",
         "predicted",
+        "decode",
         "speedup",
         "slowest_request",
         "of_best_k",
+        "differ",
     )
     for kind, keys in (("k", ("method", "text", "k")), ("auto", ("method", "concurrency"))):
         table = Table(title="batch 1, k drafts" if kind == "k" else "k chosen by the engine")
@@ -314,6 +342,7 @@ def main(argv: Seq[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=words(int), default=CONCURRENCY)
     parser.add_argument("--requests", type=int, default=12, help="prompts of each text")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of runs per figure")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")

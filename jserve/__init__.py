@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jserve.config import EngineConfig
-    from jserve.llm import LLM, AsyncLLM, RequestOptions
+    from jserve.llm import LLM, AsyncLLM
     from jserve.model.families import register_family
     from jserve.outputs import CompletionOutput, RequestOutput
+    from jserve.prompts import RequestOptions
     from jserve.sampling import SamplingParams, StructuredOutputs
     from jserve.types import Lane, Retention
 
@@ -34,7 +35,7 @@ __all__ = [
 _HOMES = {
     "LLM": "jserve.llm",
     "AsyncLLM": "jserve.llm",
-    "RequestOptions": "jserve.llm",
+    "RequestOptions": "jserve.prompts",
     "RequestOutput": "jserve.outputs",
     "CompletionOutput": "jserve.outputs",
     "EngineConfig": "jserve.config",

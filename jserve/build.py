@@ -70,7 +70,7 @@ def text_side(config: EngineConfig) -> TextSide:
     Raises:
         ConfigError: the model, its tokenizer or its chat template is missing or broken.
     """
-    from jserve.api.chat import load_chat_template
+    from jserve.api.template_files import load_chat_template
     from jserve.text.tokenizer import check_vocab, load_tokenizer
 
     source = located(config)
@@ -146,7 +146,10 @@ def engine(
     began = time.monotonic()
     tp = config.device.tensor_parallel_size if mesh is None else mesh.shape.get("tp", 1)
     check(config.speculative, tp)
-    runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
+    from jserve.runner.programs import starting  # imports jax
+
+    with starting():
+        runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     facts |= runner.report()
     scheduler = Scheduler(
         _limits(config, runner, facts),
@@ -290,11 +293,13 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
 
 def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
     """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
-    from jserve.runner.drafts import load_speculation
+    from jserve.runner.drafts import copying, load_speculation
     from jserve.spec.methods import DEVICE, OWN, shape
     from jserve.weights.source import resolve
 
     options = config.speculative
+    if options.method == "ngram":
+        return copying(options, config.n_drafts, given[0])
     if options.method not in DEVICE:
         return None
     own = options.method in OWN

@@ -177,7 +177,8 @@ def run_batch(
 
 def offline(config: EngineConfig) -> EngineConfig:
     """``config`` for requests of the user's own: no key, and bodies as large as may be."""
-    return EngineConfig.of(**{**config.flat(), "api_key": (), "max_body_mb": 1024, "ui": False})
+    own = {"api_key": (), "api_keys_file": "", "max_body_mb": 1024, "ui": False}
+    return EngineConfig.of(**{**config.flat(), **own})
 
 
 @app.command()

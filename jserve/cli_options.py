@@ -22,7 +22,15 @@ from jserve.errors import ConfigError, JserveError
 ENV_PREFIX = "JSERVE_"
 FAULTS = "JSERVE_FAULTS"
 """For tests of a whole server: fault points to arm, as ``faults.arm_all`` reads them."""
-ALIASES = {"tensor_parallel_size": ["--tp", "-tp"], "page_size": ["--block-size"]}
+ALIASES = {
+    "tensor_parallel_size": ["--tp", "-tp"],
+    "page_size": ["--block-size"],
+    "memory_utilization": ["--gpu-memory-utilization"],
+    "prefix_caching": ["--enable-prefix-caching/--no-enable-prefix-caching"],
+    "max_waiting": ["--max-num-queued-reqs"],
+    "keep_alive_s": ["--sse-keep-alive-interval"],
+}
+"""Names that users of other engines type."""
 
 _DOT = "__"
 

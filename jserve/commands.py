@@ -17,7 +17,7 @@ from jserve.progress import batch_progress, progress_bar, start_progress
 if TYPE_CHECKING:
     from jserve.api.ask import ModelCard
     from jserve.api.batch import Outcome
-    from jserve.api.batch_file import AnswerFile
+    from jserve.api.batch_answers import AnswerFile
     from jserve.api.chat import ChatTemplate
 
 
@@ -119,7 +119,8 @@ def run_batch(
     import asyncio
 
     from jserve.api.batch import tally
-    from jserve.api.batch_file import AnswerFile, survey
+    from jserve.api.batch_answers import AnswerFile
+    from jserve.api.batch_lines import survey
 
     total = survey(source)
     answers = AnswerFile(target)

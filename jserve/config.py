@@ -1,8 +1,7 @@
 """Every option of jserve, once: CLI flags, YAML keys, ``JSERVE_*`` variables and Python arguments come from here.
 
-Owns names, defaults, units and ranges. Must not know how an option is used. ``metadata`` of a field holds
-``help`` (one line with the unit) and, where they apply, ``min``, ``max``, ``choices``, ``aliases`` (other
-spellings of choices) and ``json`` (text that may also be given as the list it stands for).
+Owns names, defaults, units and ranges. Must not know how an option is used, nor how a value is checked
+(``options``).
 
 Options have flat names. Those of section ``speculative`` are dotted (``speculative.method``) and may also
 come together, as a mapping or as JSON text under ``speculative``.
@@ -17,17 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.errors import ConfigError
+from jserve.options import checked, opt
 
 DEVICE_SHARE = 0.95
 """Of an accelerator's memory: what this process takes (``xla`` tells XLA, whose own choice is three
 quarters)."""
 SCRATCH_SHARE = 0.05
 """Of what it took: kept for the scratch of the steps."""
-
-
-def opt(default: Any, help: str, **meta: Any) -> Any:
-    """A dataclass field with its one-line help, range and choices."""
-    return field(default=default, metadata={"help": help, **meta})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,11 +229,23 @@ class ServerOptions:
     api_keys_file: str = opt(
         "", "YAML file of tenants: digests of their keys and their limits; empty is none"
     )
+    allowed_origins: tuple[str, ...] = opt(
+        (), "origin whose pages may call the API from a browser; * is any (repeatable)"
+    )
+    reasoning_field: str = opt(
+        "both",
+        "name of a thought in a chat completion",
+        choices=("both", "reasoning", "reasoning_content"),
+    )
     strict_params: bool = opt(False, "refuse request fields that would have no effect")
     enable_admin: bool = opt(False, "listen on admin_port for commands of an operator")
     admin_host: str = opt("127.0.0.1", "address of the admin port")
     admin_port: int = opt(
         8001, "port of abort, reset and profile; 0 takes a free one", min=0, max=65535
+    )
+    public_metrics: bool = opt(
+        True,
+        "serve /metrics on the public port too, to whoever has a key; admin_port always has it",
     )
     max_body_mb: float = opt(8.0, "MiB of one request body", min=0.001, max=1024)
     keep_alive_s: float = opt(
@@ -373,58 +380,3 @@ def _hint(name: str, known: Any) -> str:
 
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def checked(f: dataclasses.Field[Any], value: Any, name: str = "") -> Any:
-    """``value`` as option ``f`` takes it: converted from text where needed, inside its range.
-
-    Raises:
-        ConfigError: wrong type, not a choice, or out of range; calls the option ``name``.
-    """
-    name = name or f.name
-    value = _convert(f, value, name)
-    value = f.metadata.get("aliases", {}).get(value, value)
-    choices, low, high = (f.metadata.get(k) for k in ("choices", "min", "max"))
-    if choices is not None and value not in choices:
-        raise ConfigError(
-            f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}", field=name
-        )
-    if low is not None and value < low:
-        raise ConfigError(f"{name} must be at least {low}, not {value}", field=name)
-    if high is not None and value > high:
-        raise ConfigError(f"{name} must be at most {high}, not {value}", field=name)
-    return value
-
-
-def _convert(f: dataclasses.Field[Any], value: Any, name: str) -> Any:
-    kind = type(f.default)
-    try:
-        if kind is tuple:
-            return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
-        if kind is bool:
-            return _boolean(value)
-        if kind is str:
-            listed = f.metadata.get("json") and isinstance(value, list | tuple)
-            return json.dumps(value) if listed else _text(value)
-        if isinstance(value, bool):
-            raise ValueError("a boolean")
-        if kind is int and float(value) != int(value):
-            raise ValueError("not whole")
-        return kind(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name} must be {kind.__name__}, not {value!r}", field=name) from None
-
-
-def _boolean(value: Any) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if isinstance(value, bool):
-        return value
-    if str(value).lower() in words:
-        return words[str(value).lower()]
-    raise ValueError(value)
-
-
-def _text(value: Any) -> str:
-    if value is None or isinstance(value, dict | list | tuple | bool):
-        raise TypeError(value)
-    return str(value)

@@ -1,20 +1,18 @@
 """The Python door: ``LLM`` (blocking, in process) and ``AsyncLLM``. Field names are vLLM's.
 
-Owns prompts in, cache handles, and the progress bar; ``outputs`` owns what comes out. Must not know HTTP,
-scheduling or jax; ``build``
-makes the engine, ``TextStream`` makes text of ids.
+Owns the ways to run an engine from Python: in one go, piece by piece, on an event loop; cache handles; the
+progress bar. Must not know HTTP, scheduling or jax; ``build`` makes the engine, ``prompts`` the requests,
+``outputs`` what is given back.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 from jserve import build
-from jserve.api.chat import Chat
 from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
@@ -25,118 +23,32 @@ from jserve.errors import BadRequest, error_of
 from jserve.feed import Feed
 from jserve.outputs import RequestOutput, Running, failure_of
 from jserve.progress import progress_bar
-from jserve.sampling import SamplingParams, Thinking
-from jserve.types import Finish, HandleInfo, Lane, Output, Request, Retention
-
-Prompt = str | Seq[int] | Mapping[str, Any]
-"""Text, token ids, or ``{"prompt": str}`` / ``{"prompt_token_ids": [int]}``."""
-Message = Mapping[str, Any]
-
+from jserve.prompts import Message, Prompt, Prompts, RequestOptions, listed
+from jserve.sampling import SamplingParams
+from jserve.types import Finish, HandleInfo, Output
 
 NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
-    """How a request is served, beside how it is sampled: the fields of ``Request``, by their HTTP names."""
-
-    lane: Lane | str = Lane.STANDARD
-    priority: int = 0
-    """Lower runs first within its lane."""
-    ttft_deadline_ms: float | None = None
-    tpot_deadline_ms: float | None = None
-    deadline_ms: float | None = None
-    tenant: str = ""
-    cache_salt: str = ""
-    cache: str | None = None
-    """Name of a cache handle (``LLM.create_cache``) that the prompt starts with, or is put behind."""
-    session: str | None = None
-    retain: tuple[Retention, ...] = ()
-    skip_prefix_cache: bool = False
-    speculative: bool = True
-    """False: no drafts for these requests."""
-
-
 class _Door:
-    """What ``LLM`` and ``AsyncLLM`` share: options, tokenizer, chat template, requests."""
+    """What ``LLM`` and ``AsyncLLM`` share: options, tokenizer, the way from prompts to requests."""
 
     def __init__(self, model: str, config: EngineConfig | None, options: dict[str, Any]) -> None:
         flat = {**(config.flat() if config else {}), **options}
         if model:
             flat["model"] = str(model)
         self.config = EngineConfig.of(**flat)
-        self._text = build.text_side(self.config)
-        self.tokenizer = self._text.tokenizer
-        self._speech = speech_of(self.config.model, self._text.chat, self.tokenizer)
-        self._ids = itertools.count()
-
-    @property
-    def model_name(self) -> str:
-        return self._text.name
+        text = build.text_side(self.config)
+        self.model_name, self.tokenizer, self._defaults = text.name, text.tokenizer, text.defaults
+        speech = speech_of(self.config.model, text.chat, text.tokenizer)
+        self._prompts = Prompts(text.tokenizer, text.chat, text.eos_ids, speech)
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults (generation_config.json) over ours."""
-        return SamplingParams(**self._text.defaults)
-
-    def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        id: str | None,
-        options: RequestOptions | None = None,
-    ) -> Running:
-        text, ids = self._tokenised(prompt)
-        words = tuple(
-            tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in params.bad_words
-        )
-        params = replace(params, bad_token_ids=(*params.bad_token_ids, *words)) if words else params
-        request = Request(
-            id=id or f"llm-{next(self._ids)}",
-            prompt_ids=tuple(ids),
-            params=params,
-            eos_ids=self._text.eos_ids,
-            thinking=self._thinking(prompt, params, ids),
-            **{f.name: getattr(options, f.name) for f in fields(RequestOptions) if options},
-        )
-        return Running(request, text, self.tokenizer)
-
-    def _thinking(self, prompt: Prompt, params: SamplingParams, ids: list[int]) -> Thinking | None:
-        """The thought that may come first: before an answer of a given structure in chats only."""
-        if params.limits_thought and self._speech.thinking is None:
-            raise BadRequest(
-                "this model's thoughts cannot be limited", field="thinking_token_budget"
-            )
-        chats = isinstance(prompt, Mapping) and prompt.get("chat")
-        if params.limits_thought or (params.guided and chats):
-            return self._speech.thinking_after(ids, self.tokenizer)
-        return None
-
-    def _tokenised(self, prompt: Any) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return None, list(prompt["prompt_token_ids"])
-            prompt = prompt.get("prompt", "")
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        return None, list(prompt)
-
-    def _chat_prompt(self, messages: Seq[Message], template: Mapping[str, Any]) -> dict[str, Any]:
-        chat = self._text.chat
-        if chat is None:
-            raise BadRequest(
-                "the model has no chat template", field="messages", code="no_chat_template"
-            )
-        known = {
-            k: template[k] for k in ("tools", "documents", "add_generation_prompt") if k in template
-        }
-        variables = dict(template.get("chat_template_kwargs") or {})
-        parts = chat.render(
-            Chat(messages=[dict(m) for m in messages], variables=variables, **known)
-        )
-        return {"prompt_token_ids": self.tokenizer.encode_parts(parts), "chat": True}
+        return SamplingParams(**self._defaults)
 
 
 class LLM(_Door):
@@ -197,10 +109,13 @@ class LLM(_Door):
         Raises:
             BadRequest: a prompt or a sampling field is wrong for this model; nothing is generated then.
         """
-        many = _prompt_list(prompts)
+        many = listed(prompts)
         params = self._params(sampling_params, len(many))
         with self._lock:
-            jobs = [self._request(p, s, None, options) for p, s in zip(many, params, strict=True)]
+            jobs = [
+                self._prompts.request(p, s, options=options)
+                for p, s in zip(many, params, strict=True)
+            ]
             self._run(jobs, use_tqdm)
         return [job.output for job in jobs]
 
@@ -215,12 +130,12 @@ class LLM(_Door):
     ) -> list[RequestOutput]:
         """Answer one dialogue or many. ``template``: tools, documents, chat_template_kwargs."""
         dialogues = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self._chat_prompt(d, template) for d in dialogues]  # type: ignore[arg-type]
+        prompts = [self._prompts.dialogue(d, template) for d in dialogues]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, options=options, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text of one completion, piece by piece. Closing the iterator cancels the request."""
-        job = self._request(prompt, params or self.get_default_sampling_params(), None)
+        job = self._prompts.request(prompt, params or self.get_default_sampling_params())
         with self._lock:
             self._engine.submit(job.request)
             sent = 0
@@ -237,7 +152,7 @@ class LLM(_Door):
         self, messages: Seq[Message], params: SamplingParams | None = None, **template: Any
     ) -> Iterator[str]:
         """``stream`` of a dialogue's next answer."""
-        return self.stream(self._chat_prompt(messages, template), params)
+        return self.stream(self._prompts.dialogue(messages, template), params)
 
     def create_cache(
         self,
@@ -254,8 +169,8 @@ class LLM(_Door):
             BadRequest: a name in use, a prompt shorter than a page, a TTL out of range.
             CacheFull: handles may pin no more pages.
         """
-        job = self._request(
-            prompt, NOTHING_DRAWN, None, replace(options or RequestOptions(), cache=name)
+        job = self._prompts.request(
+            prompt, NOTHING_DRAWN, options=replace(options or RequestOptions(), cache=name)
         )
         with self._lock:
             self._engine.create(job.request, ttl_s)
@@ -280,7 +195,7 @@ class LLM(_Door):
         self, action: Any, tenant: str, name: str | None, ttl_s: float = 0.0
     ) -> list[HandleInfo]:
         asked = Handle(
-            id=f"llm-{next(self._ids)}", action=action, tenant=tenant, name=name, ttl_s=ttl_s
+            id=self._prompts.new_id(), action=action, tenant=tenant, name=name, ttl_s=ttl_s
         )
         with self._lock:
             self._engine.ask(asked)
@@ -378,9 +293,8 @@ class AsyncLLM(_Door):
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the request's output so far after every step; closing the generator cancels it."""
-        job = self._request(
-            prompt, sampling_params or self.get_default_sampling_params(), request_id, options
-        )
+        params = sampling_params or self.get_default_sampling_params()
+        job = self._prompts.request(prompt, params, id=request_id, options=options)
         stream = self.engine.generate(job.request)
         try:
             async for out in stream:
@@ -394,11 +308,3 @@ class AsyncLLM(_Door):
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
-
-
-def _prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

@@ -67,6 +67,8 @@ class RunnerLimits:
     """Most tokens of a row beside prefill in a step that drafts, one of ``spec.choice.widths``; 0: any."""
     drafts_from_kv: bool = False
     """True when the drafter reads KV of its own, which holds only what it was shown."""
+    drafts_from_text: bool = False
+    """True when the device copies drafts from the text: every sequence needs a ``SlotLoad`` to start with."""
     draft_depths: tuple[int, ...] = ()
     """Of a tree of drafts, the depth of each in order; (): they are chains. With a tree there are no
     programs for drafts of the host."""

@@ -116,8 +116,19 @@ class StructuredOutputs:
             bool(self.choice) and all(isinstance(w, str) and w for w in self.choice)
         )
         require(words, *_wrong("choice", "list of non-empty strings"))
+        self._check_options()
         tag = self.structural_tag
         require(tag is None or isinstance(tag, dict | str), *_wrong("structural_tag", "object"))
+
+    def _check_options(self) -> None:
+        """How JSON is written can be said only where there is any, and in one way."""
+        asked = [name for name in _JSON_OPTIONS if getattr(self, name) not in (None, False)]
+        for name in asked:
+            has_json = self.given[0] in ("json", "json_object", "structural_tag")
+            require(has_json, f"structured_outputs.{name}", f"says nothing to {self.given[0]}")
+        both = {"whitespace_pattern", "disable_any_whitespace"} <= {*asked}
+        where = "structured_outputs.disable_any_whitespace"
+        require(not both, where, "and whitespace_pattern exclude each other")
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -125,6 +136,7 @@ class StructuredOutputs:
         return tuple(n for n in STRUCTURES if getattr(self, n) not in (None, False))
 
 
+_JSON_OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 

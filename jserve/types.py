@@ -29,7 +29,7 @@ import numpy as np
 from jserve.sampling import SamplingParams, Thinking, integer, number
 
 if TYPE_CHECKING:
-    from jserve.kv.cache import PageLease
+    from jserve.kv.pages import PageLease
     from jserve.kv.swap import Swapped
     from jserve.ports import Guide
 
@@ -90,6 +90,8 @@ class Request:
     """Ids that end generation unless ``params.ignore_eos``; from generation_config.json."""
     arrival: float = 0.0
     """Monotonic seconds."""
+    batch: str = ""
+    """Requests of one name were asked for together: the queue takes all of them or none. "": alone."""
     priority: int = 0
     """Lower runs first among what its tenant has waiting in its lane."""
     lane: Lane = Lane.STANDARD
@@ -231,8 +233,9 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class SlotLoad:
     """Fill the per-slot rows that sampling needs, before the step's rows run.
 
-    Only for sequences whose parameters are penalised or biased. ``tokens`` is every token known at
-    admission (the scheduler admits only sequences with nothing in flight).
+    Only for sequences whose parameters are penalised or biased, or for all where the device copies
+    drafts from their text. ``tokens`` is every token known at admission (the scheduler admits only
+    sequences with nothing in flight).
     """
 
     slot: int

@@ -77,6 +77,9 @@ class Report:
     ignored: tuple[str, ...]
     """What ptxas says it did not honour."""
     smem_bytes: int
+    narrow_reads: int
+    """Instructions of Mosaic kernels that read less than 32 bits of shared memory: a thread that does
+    so many times where it could read whole registers."""
     temp_bytes: int
     alias_bytes: int
     hlo: str
@@ -187,6 +190,7 @@ def _report(compiled: Any, said: str, thunks: str) -> Report:
         kernels=tuple(_kernels(said)),
         ignored=tuple(re.findall(r".*(?:C75\d\d|setmaxnreg ignored).*", said)),
         smem_bytes=max((int(x) for x in re.findall(r"smem_scratch_bytes=(\d+)", said)), default=0),
+        narrow_reads=len(re.findall(r"\bld\.shared\.[bsuf](?:8|16)\b", said)),
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         hlo=re.sub(r", backend_config=\{kernel_hash.*", "", compiled.as_text()),
@@ -221,7 +225,7 @@ def _kernels(said: str) -> Iterator[Kernel]:
 def _mosaic_says() -> Iterator[Callable[[], str]]:
     """What the Mosaic compiler prints meanwhile: its Python to sys.stdout, its C++ to the process's
     own streams."""
-    wanted = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
+    wanted = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES", "MOSAIC_GPU_DUMP_PTX")
     before = {k: os.environ.get(k) for k in wanted}
     os.environ.update(dict.fromkeys(wanted, "1"))
     with tempfile.TemporaryDirectory() as folder:

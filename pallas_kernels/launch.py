@@ -12,7 +12,8 @@ from jax.experimental.pallas import mosaic_gpu
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
 
 
-def interpreter() -> Any:
+def interpreter(*, detect_races: bool = False) -> Any:
     """What to pass as ``interpret`` so that a kernel runs on a CPU (jax 0.11 or later): shared
-    memory begins as NaN and barriers are checked."""
-    return plgpu.InterpretGPUParams()
+    memory begins as NaN and barriers are checked. ``detect_races`` prints a line with RACE for two
+    accesses that no barrier puts in order."""
+    return plgpu.InterpretGPUParams(detect_races=detect_races)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from safetensors.flax import load_file, save_file
 from typer.testing import CliRunner
 
@@ -51,6 +52,30 @@ def test_a_bad_file_is_refused_naming_the_option(tmp_path: Path, text: str, word
 def test_an_unknown_variable_is_reported_not_obeyed(capsys) -> None:
     assert cli_options.resolve({}, None, {"JSERVE_PROT": "1"}) == EngineConfig()
     assert "JSERVE_PROT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        (["--tp", "2"], "tensor_parallel_size", 2),
+        (["--block-size", "64"], "page_size", 64),
+        (["--gpu-memory-utilization", "0.5"], "memory_utilization", 0.5),
+        (["--no-enable-prefix-caching"], "prefix_caching", False),
+        (["--enable-prefix-caching"], "prefix_caching", True),
+        (["--max-num-queued-reqs", "7"], "max_waiting", 7),
+        (["--sse-keep-alive-interval", "3"], "keep_alive_s", 3.0),
+    ],
+)
+def test_names_of_other_engines_are_taken(flags, name, value) -> None:
+    app, seen = typer.Typer(), []
+
+    @app.command()
+    @cli_options.with_options({})
+    def take(config: EngineConfig) -> None:
+        seen.append(config)
+
+    assert run.invoke(app, flags).exit_code == 0
+    assert seen[0].flat()[name] == value
 
 
 def test_every_option_is_a_flag_of_serve() -> None:
@@ -185,6 +210,7 @@ def test_run_batch_with_nothing_left_says_how_it_went(tmp_path: Path) -> None:
 
 
 def test_a_batch_needs_no_key_and_has_room() -> None:
-    config = cli.offline(EngineConfig.of(api_key="k", page_size=32))
-    assert (config.server.api_key, config.server.max_body_mb) == ((), 1024)
+    config = cli.offline(EngineConfig.of(api_key="k", api_keys_file="keys.yaml", page_size=32))
+    assert (config.server.api_key, config.server.api_keys_file) == ((), "")
+    assert config.server.max_body_mb == 1024
     assert config.cache.page_size == 32

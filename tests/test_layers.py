@@ -13,16 +13,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jserve"
 
-LEAVES = {"types", "sampling", "ports", "config", "errors", "faults", "window"}
+LEAVES = {"types", "sampling", "ports", "config", "options", "errors", "faults", "window", "cores"}
 # Room -> rooms it may import, besides the leaves and itself. `build` wires everything together.
 ALLOWED: dict[str, set[str]] = {
     "sampling": set(),
     "types": {"kv"},
     "ports": set(),
     "config": set(),
+    "options": set(),
     "errors": set(),
     "faults": set(),
     "window": set(),
+    "cores": set(),
     "testing": {"kv", "sched"},
     "kv": set(),
     "sched": {"kv", "spec"},
@@ -42,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "commands": {"build", "progress", "api", "engine", "weights", "sim", "sizing"},
     "outputs": {"text"},
     "feed": {"engine"},
-    "llm": {"build", "outputs", "progress", "feed", "text", "engine", "api"},
+    "prompts": {"outputs", "text", "api"},
+    "llm": {"build", "prompts", "outputs", "progress", "feed", "engine", "api"},
     "cli_options": set(),
     "cli": {"cli_options", "build", "commands", "llm", "engine"},
     "build": set(),
@@ -64,11 +67,14 @@ HOST = [
     "types",
     "ports",
     "config",
+    "options",
     "errors",
     "faults",
     "window",
+    "cores",
     "testing",
     "outputs",
+    "prompts",
     "feed",
 ]
 

@@ -31,7 +31,8 @@ CHAT_TEMPLATE = """\
 {%- endmacro -%}
 {%- macro signature(tool) -%}
 {%- set f = tool.function if tool.function is defined else tool -%}
-{{ f.name }}({%- for name, spec in f.parameters.properties.items() -%}
+{{ f.name }}({%- set given = f.parameters.properties if f.parameters is mapping -%}
+{%- for name, spec in (given if given is mapping else {}).items() -%}
 {{ name }}: {{ spec.type }}{{ ', ' if not loop.last }}
 {%- endfor -%}): {{ f.description }}
 {%- endmacro -%}

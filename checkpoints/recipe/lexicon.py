@@ -70,7 +70,6 @@ SHOPS = _words(
 )
 EVENTS = _words("meeting concert party lecture match workshop picnic race wedding show exam trip")
 WEATHER = _words("sunny cloudy rainy windy snowy foggy stormy clear")
-NUMBER_WORDS = _words("zero one two three four five six seven eight nine ten eleven twelve")
 
 _ONSETS = _words("b br c ch d dr f fl g gr h j k kl l m n p pr r s sh sk st t th tr v w y z")
 _VOWELS = _words("a e i o u a e i o ai ea ee oo ou")

@@ -20,10 +20,11 @@ from dataclasses import replace
 from typing import Any
 
 from jserve.api.anthropic_messages import BLOCKS, SYSTEM, messages_of
+from jserve.api.anthropic_thinking import THINKING, budget_of, thinking_of
+from jserve.api.anthropic_tools import CHOICE, TOOLS, choice_of, tools_of
 from jserve.api.ask import Ask, Served, Wish
 from jserve.api.chat import ChatTemplate
-from jserve.api.declared import LABEL, ignored_member, refused_member
-from jserve.api.errors import Unsupported, shown
+from jserve.api.declared import LABEL, refused_member
 from jserve.api.fields import (
     Fields,
     ignored,
@@ -34,46 +35,12 @@ from jserve.api.fields import (
     shaped,
     validate,
 )
-from jserve.api.openai import shaped_chat, talk
+from jserve.api.openai_chat import shaped_chat, talk
 from jserve.api.shared import Sampling, check_model, params_of, service_of
 from jserve.api.values import STOP
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
 
-TOOLS = {
-    "type": ["array", "null"],
-    "maxItems": 128,
-    "items": {
-        "type": "object",
-        "required": ["name"],
-        "properties": {
-            "type": {"enum": ["custom", None]},
-            "name": {"type": "string", "minLength": 1},
-            "description": {"type": ["string", "null"]},
-            "input_schema": {"type": ["object", "null"]},
-            "strict": {"type": ["boolean", "null"]},
-            "cache_control": LABEL,
-        },
-    },
-}
-CHOICE = {
-    "type": ["object", "null"],
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": ["auto", "any", "tool", "none"]},
-        "name": {"type": ["string", "null"]},
-        "disable_parallel_tool_use": {"type": ["boolean", "null"]},
-    },
-}
-THINKING = {
-    "type": ["object", "null"],
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": ["enabled", "disabled", "adaptive"]},
-        "budget_tokens": {"type": ["integer", "null"], "minimum": 1},
-        "display": ignored_member(),
-    },
-}
 OUTPUT = {
     "type": ["object", "null"],
     "properties": {
@@ -101,6 +68,12 @@ _RENAMED = {
     ".function.parameters": ".input_schema",
     ".function.": ".",
 }
+_LATER = {
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "continue_final_message": "messages",
+}
+"""Names for errors that are found when the fields have been read."""
 
 
 class Metadata(Fields):
@@ -120,6 +93,13 @@ class Prompt(Fields):
     thinking: Any = shaped(THINKING)
     output_config: Any = shaped(OUTPUT)
     cache_control: Any = label()
+    betas: Any = ignored([])
+    speed: str | None = ignored("standard")
+    billing_policy: Any = ignored()
+    compaction: Any = refused()
+    context_management: Any = refused()
+    mcp_servers: Any = refused([])
+    output_format: Any = refused()
 
 
 class MessagesBody(Prompt, Sampling):
@@ -132,20 +112,16 @@ class MessagesBody(Prompt, Sampling):
     n: Any = refused(1)
     metadata: Metadata | None = None
     service_tier: str | None = ignored("auto", "standard_only")
-    speed: str | None = ignored("standard")
     inference_geo: str | None = ignored()
-    betas: Any = ignored([])
     diagnostics: Any = ignored()
+    fallbacks: Any = ignored([])
+    fallback_credit_token: Any = ignored()
     container: Any = refused()
-    context_management: Any = refused()
-    mcp_servers: Any = refused([])
+    thread: Any = refused()
 
 
 class CountBody(Prompt):
     """POST /v1/messages/count_tokens."""
-
-    betas: Any = ignored([])
-    mcp_servers: Any = refused([])
 
 
 def messages_wish(raw: Mapping[str, Any], served: Served) -> Wish:
@@ -165,13 +141,14 @@ def messages_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     params = params_of(
         body.model_copy(update={"stop": body.stop_sequences}),
         card,
-        named={"stop": "stop_sequences"},
+        named=_LATER,
         max_tokens=body.max_tokens,
     )
-    budget = _budget(body, served)
+    budget = budget_of(body.thinking, body.max_tokens, served)
     ask = Ask(
         chat=chat,
-        field="messages",
+        holder="messages",
+        names=_LATER,
         params=replace(params, **talk(budget, shape, card, "thinking.budget_tokens")),
         shape=shape,
         **service_of(body),
@@ -188,72 +165,27 @@ def count_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     body = validate(CountBody, raw, strict=served.strict)
     check_model(body.model, served.card)
     chat, _ = shaped_chat(_as_openai(body, served.template), served, _RENAMED)
-    ask = Ask(chat=chat, field="messages", params=SamplingParams())
+    ask = Ask(chat=chat, holder="messages", names=_LATER, params=SamplingParams())
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
 
 
 def _as_openai(body: Prompt, template: ChatTemplate | None) -> dict[str, Any]:
     """The fields of a chat under OpenAI's names, as ``chat_of`` and ``shape_of`` read them."""
     messages = messages_of(body.system, body.messages)
-    choice, parallel = _choice(body.tool_choice)
+    choice, parallel = choice_of(body.tool_choice)
     go_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return {
         "messages": messages,
-        "tools": _tools(body.tools),
+        "tools": tools_of(body.tools),
         "tool_choice": choice if body.tools or choice != "auto" else None,
         "parallel_tool_calls": parallel,
         "response_format": _format(body.output_config),
         "documents": None,
         "reasoning_effort": None,
-        "chat_template_kwargs": _thinking(body.thinking, template),
+        "chat_template_kwargs": thinking_of(body.thinking, template),
         "add_generation_prompt": None,
         "continue_final_message": go_on,
     }
-
-
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list):
-        raise BadRequest("tools must be a list", field="tools")
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(value)]
-
-
-def _tool(tool: Any, at: str) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        raise BadRequest(f"{at} must be an object", field=at)
-    if tool.get("type") not in (None, "custom"):
-        raise Unsupported(f"{at}: tools of type {shown(tool['type'])} are not run here", field=at)
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise BadRequest(f"{at}.name must be a string, and not empty", field=f"{at}.name")
-    schema = tool.get("input_schema")
-    if schema is not None and not isinstance(schema, dict):
-        raise BadRequest(f"{at}.input_schema must be an object", field=f"{at}.input_schema")
-    strict = tool.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
-    given = {k: tool[k] for k in ("name", "description", "strict") if tool.get(k) is not None}
-    return {"type": "function", "function": given | {"parameters": schema or {}}}
-
-
-def _choice(value: Any) -> tuple[Any, bool | None]:
-    """(OpenAI's ``tool_choice``, ``parallel_tool_calls``)"""
-    if value is None:
-        return None, None
-    kind = value.get("type") if isinstance(value, dict) else None
-    names = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
-    if not isinstance(kind, str) or kind not in names:
-        raise BadRequest(
-            "tool_choice.type must be auto, any, tool or none", field="tool_choice.type"
-        )
-    single = value.get("disable_parallel_tool_use")
-    if single is not None and not isinstance(single, bool):
-        where = "tool_choice.disable_parallel_tool_use"
-        raise BadRequest(f"{where} must be true or false", field=where)
-    parallel = False if single else None
-    if kind == "tool":
-        return {"type": "function", "function": {"name": value.get("name")}}, parallel
-    return names[kind], parallel
 
 
 def _format(value: Any) -> dict[str, Any] | None:
@@ -270,42 +202,3 @@ def _format(value: Any) -> dict[str, Any] | None:
             "output_config.format.type must be json_schema", field="output_config.format.type"
         )
     return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-
-
-def _thinking(value: Any, template: ChatTemplate | None) -> dict[str, Any] | None:
-    """Template variables for ``thinking``."""
-    if value is None:
-        return None
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("enabled", "disabled", "adaptive"):
-        raise BadRequest(
-            "thinking.type must be enabled, disabled or adaptive", field="thinking.type"
-        )
-    if kind == "adaptive":
-        return None
-    reads = template is not None and template.takes("enable_thinking")
-    return {"enable_thinking": kind == "enabled"} if reads else None
-
-
-def _budget(body: MessagesBody, served: Served) -> int | None:
-    """Most tokens of the thought; None: not limited.
-
-    Raises:
-        BadRequest: enabled without a budget, or one that leaves nothing for the answer.
-        Unsupported: the model has no thoughts, or its thoughts cannot be switched off.
-    """
-    kind = (body.thinking or {}).get("type")
-    speech, template = served.card.speech, served.template
-    reads = template is not None and template.takes("enable_thinking")
-    if kind == "disabled" and speech.tags is not None and not reads:
-        raise Unsupported("this model's thoughts cannot be switched off", field="thinking.type")
-    if kind != "enabled":
-        return None
-    if speech.tags is None:
-        raise Unsupported("this model writes no thoughts", field="thinking.type")
-    where, budget = "thinking.budget_tokens", body.thinking.get("budget_tokens")
-    if type(budget) is not int or budget < 1:
-        raise BadRequest(f"{where} must be a whole number above 0", field=where)
-    if budget >= (body.max_tokens or 0):
-        raise BadRequest(f"{where} must be below max_tokens", field=where)
-    return budget

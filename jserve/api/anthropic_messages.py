@@ -26,12 +26,18 @@ def _content_of(*blocks: Schema) -> Schema:
     return {"anyOf": [{"type": "string"}, of_blocks, {"type": "null"}]}
 
 
-_TEXT = _block("text", text={}, citations=ignored_member([]))
+_STRING = {"type": "string"}
+_TEXT = _block("text", text=_STRING, citations=ignored_member([]))
 _CONTENT = _content_of(
     _TEXT,
-    _block("tool_use", id={}, name={}, input={}),
-    _block("tool_result", tool_use_id={}, content=_content_of(_TEXT), is_error={}),
-    _block("thinking", thinking={}, signature=LABEL),
+    _block("tool_use", id=_STRING, name=_STRING, input={"type": ["object", "null"]}),
+    _block(
+        "tool_result",
+        tool_use_id=_STRING,
+        content=_content_of(_TEXT),
+        is_error={"type": ["boolean", "null"]},
+    ),
+    _block("thinking", thinking=_STRING, signature=LABEL),
 )
 BLOCKS = {
     "type": "array",

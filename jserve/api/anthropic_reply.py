@@ -1,4 +1,4 @@
-"""Anthropic's answers: a message, its event stream, its errors.
+"""Anthropic's answers: a message, its event stream.
 
 Owns the shapes that its clients parse. Must not know HTTP or the engine. The order of a stream::
 
@@ -16,32 +16,13 @@ import orjson
 
 from jserve.api.ask import Served, Usage, Wish
 from jserve.api.blocks import Begin, Block, Blocks, End, Kind, Step
-from jserve.api.errors import error_body
 from jserve.api.generate import Counts, Json, Piece
+from jserve.api.manners import anthropic_error
 from jserve.api.openai_usage import new_id
 from jserve.api.voice import voices
 from jserve.errors import JserveError
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, Request
-
-_ERRORS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def error_of(error: JserveError) -> Json:
-    """An error's body, and its event in a stream; ``param`` and ``code`` are as in OpenAI's."""
-    body = error_body(error)["error"]
-    kind = _ERRORS.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": body | {"type": kind}}
 
 
 class MessageReply:
@@ -79,7 +60,7 @@ class MessageReply:
         return self._message([_whole(block) for block in self._blocks.row], usage)
 
     def failed(self, error: JserveError) -> Iterator[Json]:
-        yield error_of(error)
+        yield anthropic_error(error)
 
     def _steps(self, piece: Piece) -> Iterator[Step]:
         ended = piece.finish is not None

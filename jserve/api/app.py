@@ -14,14 +14,15 @@ from jserve.api import caches
 from jserve.api.ask import ModelCard
 from jserve.api.auth import Access, Keys, load_tenants
 from jserve.api.chat import ChatTemplate
-from jserve.api.errors import error_body
+from jserve.api.cors import allow_origins
 from jserve.api.front import Front, Limits, ServedEngine
+from jserve.api.manners import Manner
 from jserve.api.metrics import Metrics
 from jserve.api.middleware import Handler, expect, make_middlewares, stamp
 from jserve.api.page import add_page
 from jserve.api.prepare import Preparer
 from jserve.api.refusals import Refusals
-from jserve.api.routes import OPERATOR, PUBLIC, Answer, Route
+from jserve.api.routes import OPERATOR, PUBLIC, Answer, Route, hidden
 from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
 from jserve.text.tokenizer import TextTokenizer
@@ -43,7 +44,7 @@ def make_app(
 
     Raises:
         ConfigError: the parser of thoughts that was asked for does not fit the model; the file of
-        keys cannot be used.
+        keys or an allowed origin cannot be used.
     """
     keys = Keys(config.server.api_key, load_tenants(config.server.api_keys_file))
     card = replace(card, speech=speech_of(config.model, chat, tokenizer))
@@ -58,7 +59,10 @@ def make_app(
         refusals=Refusals(metrics.refusals_repeated.inc, hold_s=limits.refusal_hold_s),
         limits=limits,
     )
-    app = _application(front, PUBLIC)
+    left_away = hidden(config.server)
+    app = _application(front, [route for route in PUBLIC if route.path not in left_away])
+    if config.server.allowed_origins:
+        allow_origins(app, config.server.allowed_origins)
     if config.server.ui:
         add_page(app, app[ACCESS])
     app.on_cleanup.append(_close)
@@ -72,20 +76,20 @@ def make_admin_app(app: web.Application) -> web.Application:
 
 def _application(front: Front, routes: Sequence[Route]) -> web.Application:
     access: dict[str, Access] = {}
-    words = {}
+    manners: dict[str, Manner] = {}
     app = web.Application(
-        middlewares=make_middlewares(front, access, words), client_max_size=front.max_bytes
+        middlewares=make_middlewares(front, access, manners), client_max_size=front.max_bytes
     )
     app[FRONT], app[ACCESS] = front, access
     for route in routes:
-        added = app.router.add_route(
-            route.method, route.path, _bound(route.answer, front), expect_handler=expect
-        )
+        answer = _bound(route.answer, front)
+        added = app.router.add_route(route.method, route.path, answer, expect_handler=expect)
         resource = added.resource
         assert resource is not None
+        if route.method == "GET":  # aiohttp leaves the body away
+            app.router.add_route("HEAD", route.path, answer, expect_handler=expect)
         access[resource.canonical] = route.access
-        if route.errors is not error_body:
-            words[resource.canonical] = route.errors
+        manners[resource.canonical] = route.manner
     app.on_response_prepare.append(stamp)
     return app
 

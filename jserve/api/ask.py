@@ -6,14 +6,17 @@ facts about the served model both need. Must not know field names of any dialect
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.api.chat import Chat, ChatTemplate
-from jserve.api.shape import FREE, Shape
+from jserve.api.formats import FREE, Shape
+from jserve.api.naming import E, renamed
 from jserve.api.speech import PLAIN, Speech
+from jserve.errors import JserveError
 from jserve.sampling import SamplingParams
 from jserve.types import Lane, Retention
 
@@ -46,6 +49,10 @@ class ModelCard:
         return name == self.name or name in self.aliases
 
 
+THOUGHT_NAMES = ("reasoning", "reasoning_content")
+"""What clients read: the first is vLLM's, the second DeepSeek's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """What a dialect reads a request against."""
@@ -55,19 +62,21 @@ class Served:
     """None: the model takes no chats."""
     strict: bool = False
     """Whether fields that have no effect are refused."""
+    thought_names: tuple[str, ...] = THOUGHT_NAMES
+    """Names of a thought in a chat completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """Either ``chat`` or ``prompts`` (each text or token ids), and how to answer.
 
-    ``field`` names the request field that held them, for errors found later.
+    ``holder`` names the request field that held them, for errors found later.
     """
 
     params: SamplingParams
     chat: Chat | None = None
     prompts: tuple[str | tuple[int, ...], ...] = ()
-    field: str = "prompt"
+    holder: str = "prompt"
     length_field: str = "max_tokens"
     add_special_tokens: bool = True
     truncate: int | None = None
@@ -89,6 +98,21 @@ class Ask:
     speculative: bool = True
     shape: Shape = FREE
     """Where ``params.structured_outputs`` came from."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The client's names of other fields, where it has its own."""
+
+    def named(self, error: E) -> E:
+        """``error`` of whoever works on this ask further down, in the client's words."""
+        holds = {"prompt": self.holder, "messages": self.holder, "max_tokens": self.length_field}
+        return renamed(error, {**holds, **self.shape.names, **self.names})
+
+    @contextlib.contextmanager
+    def words(self) -> Iterator[None]:
+        """An error that leaves this block does so in the client's words."""
+        try:
+            yield
+        except JserveError as e:
+            raise self.named(e) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

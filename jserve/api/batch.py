@@ -26,16 +26,8 @@ import orjson
 from aiohttp import web
 
 from jserve.api.app import FRONT
-from jserve.api.batch_file import (
-    Answered,
-    AnswerFile,
-    Json,
-    Line,
-    answer_of,
-    is_failure,
-    read_lines,
-    refusal_of,
-)
+from jserve.api.batch_answers import Answered, AnswerFile, answer_of, is_failure, refusal_of
+from jserve.api.batch_lines import Json, Line, read_lines
 from jserve.api.routes import PUBLIC
 from jserve.errors import BadRequest, EngineDead
 from jserve.types import Lane

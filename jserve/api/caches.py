@@ -25,7 +25,9 @@ from jserve.api.fields import Fields, ignored_fields, shaped, validate
 from jserve.api.front import TRACE, Front, ignored_header, json_response
 from jserve.api.generate import failure
 from jserve.api.openai import ChatBody
-from jserve.api.openai_messages import KWARGS, MESSAGES, TOOLS, chat_of
+from jserve.api.openai_chat import KWARGS, chat_of
+from jserve.api.openai_messages import MESSAGES
+from jserve.api.openai_tools import TOOLS
 from jserve.api.shared import check_model
 from jserve.api.values import PROMPT, prompts_of, salt_of
 from jserve.engine.wire import Handle
@@ -103,7 +105,7 @@ def create_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         fields: dict[str, Any] = dict.fromkeys(ChatBody.model_fields)
         fields |= {name: getattr(body, name) for name in CreateBody.model_fields}
         chat = chat_of(fields | {"add_generation_prompt": False}, served.template)
-        ask = replace(ask, chat=chat, field="messages")
+        ask = replace(ask, chat=chat, holder="messages")
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
 
 
@@ -115,7 +117,8 @@ async def create(request: web.Request, front: Front) -> web.StreamResponse:
     (made,) = await front.prepare.requests(replace(wish.ask, tenant=tenant))
     made = replace(made, cache=name)
     ttl_s = TTL_S if wish.body.ttl_s is None else float(wish.body.ttl_s)
-    n_cached = await _compute(front, made, ttl_s)
+    with wish.ask.words():
+        n_cached = await _compute(front, made, ttl_s)
     found = await front.engine.handles(_ask("find", tenant))
     front.prepare.book.keep_only(tenant, [info.name for info in found])
     front.prepare.book.made(tenant, name, made.prompt_ids)

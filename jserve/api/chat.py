@@ -1,9 +1,7 @@
 """Chat templates: messages in, prompt out, by jinja2 in an immutable sandbox.
 
-Owns loading (``chat_template.jinja``, or ``tokenizer_config.json`` with one template or several
-named ones), the environment templates expect of Hugging Face, the bounds on a rendering, and the
-line between trusted template text and untrusted request text. Must not know HTTP, request fields or
-the tokenizer.
+Owns what a template is given, the bounds on a rendering, and the line between trusted template text
+and untrusted request text. Must not know files, HTTP, request fields or the tokenizer.
 
 A control token such as ``<|im_end|>`` that a client writes into a message must stay plain text.
 Before rendering, each one is put between two marks nobody can guess; afterwards the marks cut the
@@ -16,24 +14,18 @@ prompt::
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-import jinja2.nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jserve.errors import BadRequest, ConfigError, JserveError, RequestFailed
+from jserve.api.template_sandbox import TemplateRaised, environment
+from jserve.errors import BadRequest, ConfigError, JserveError
 from jserve.faults import point
 
 MAX_SECONDS = 1.0
@@ -44,69 +36,6 @@ _GIVEN = frozenset(
 
 Part = tuple[str, bool]
 """Text of the prompt, and whether control tokens in it count."""
-
-
-class _TemplateRaised(jinja2.TemplateError):
-    """The template called ``raise_exception``: the messages are at fault."""
-
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` blocks mark assistant text for training; here they only render."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's class attribute
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox with a clock: every call a template makes looks at its thread's deadline."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.clock = threading.local()
-
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        if time.monotonic() > getattr(self.clock, "deadline", float("inf")):
-            raise jinja2.TemplateRuntimeError("the template took too long")
-        return super().call(context, obj, *args, **kwargs)
-
-
-def _raise(message: str) -> None:
-    raise _TemplateRaised(str(message))
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _environment() -> _Sandbox:
-    env = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    env.filters["tojson"] = _tojson
-    env.globals["raise_exception"] = _raise
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return env
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +71,7 @@ class ChatTemplate:
     ) -> None:
         if "default" not in sources:
             raise ConfigError("the chat template has no default", field="chat_template")
-        env = self._env = _environment()
+        env = self._env = environment()
         self._special = dict(special or {})
         try:
             self._templates = {name: env.from_string(text) for name, text in sources.items()}
@@ -183,8 +112,8 @@ class ChatTemplate:
         """The prompt of ``chat`` as (text, trusted) parts; their texts joined are the prompt.
 
         Raises:
-            BadRequest: the template refused the messages, or nothing is there to continue.
-            RequestFailed: the template failed or ran over 1 s or 4 MiB (code "template_error").
+            BadRequest: the template refused the messages, or nothing is there to continue; it failed
+            on them or ran over 1 s or 4 MiB (code "template_error": it rendered others at the start).
         """
         mark = "z" + secrets.token_hex(8)
         if chat.continue_final_message:
@@ -225,12 +154,12 @@ class ChatTemplate:
                 if size > MAX_OUTPUT or time.monotonic() > deadline:
                     raise jinja2.TemplateRuntimeError("the template ran over its bounds")
                 pieces.append(piece)
-        except _TemplateRaised as e:
+        except TemplateRaised as e:
             raise BadRequest(
                 f"the chat template refuses these messages: {e.message}", field="messages"
             ) from None
         except Exception as e:
-            raise RequestFailed(
+            raise BadRequest(
                 f"the chat template failed on these messages ({type(e).__name__})",
                 field="messages",
                 code="template_error",
@@ -302,68 +231,3 @@ def _parts(text: str, mark: str) -> list[Part]:
     # A template that cut a guarded text apart leaves single marks behind.
     stray = re.compile(f"{mark}[oc]")
     return [(clean, trusted) for t, trusted in parts if (clean := stray.sub("", t))]
-
-
-def load_chat_template(
-    directory: str | Path, *, file: str = "", control: Iterable[str] = ()
-) -> ChatTemplate | None:
-    """The chat template of a model directory, or of ``file`` when given; None when there is none.
-
-    Args:
-        directory: holds ``chat_template.jinja`` or ``tokenizer_config.json``.
-        file: a jinja2 file to use instead.
-        control: strings of the tokenizer's control tokens.
-
-    Raises:
-        ConfigError: a template or ``tokenizer_config.json`` is unreadable or broken.
-    """
-    root = Path(directory)
-    config = _json(root / "tokenizer_config.json")
-    sources = _sources(root, config) if not file else {"default": _read(Path(file))}
-    if not sources:
-        return None
-    return ChatTemplate(sources, special=_special(config), control=control)
-
-
-def _sources(root: Path, config: dict[str, Any]) -> dict[str, str]:
-    value: Any = config.get("chat_template") or _json(root / "chat_template.json").get(
-        "chat_template"
-    )
-    if (root / "chat_template.jinja").is_file():
-        value = _read(root / "chat_template.jinja")
-    if isinstance(value, str):
-        found = {"default": value}
-    elif isinstance(value, list):
-        found = {str(t["name"]): str(t["template"]) for t in value if isinstance(t, dict)}
-    else:
-        found = {}
-    more = sorted((root / "additional_chat_templates").glob("*.jinja"))
-    return found | {path.stem: _read(path) for path in more}
-
-
-def _special(config: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read(path))
-    except ValueError as e:
-        raise ConfigError(f"{path.name} is not valid JSON: {e}", field=path.name) from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path.name} must hold a JSON object", field=path.name)
-    return value
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as e:
-        raise ConfigError(f"{path.name} cannot be read: {e}", field=path.name) from None

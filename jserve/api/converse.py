@@ -56,7 +56,7 @@ async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.
     requests = await front.prepare.requests(ask)
     reply = dialect.reply(wish, served, front.prepare.tokenizer, requests)
     timer = RequestTimer(front.metrics, requests, trace.arrival)
-    run = Generation(front.engine, front.prepare.tokenizer, requests, timer)
+    run = Generation(front.engine, front.prepare.tokenizer, requests, timer, ask.named)
     trace.account.spend(run.usage.prompt)
     headers = ignored_header(wish.ignored)
     try:
@@ -91,7 +91,6 @@ async def _stream(
         stream = EventStream(
             request,
             keep_alive_s=keep_alive,
-            write_timeout_s=front.limits.write_timeout_s,
             named=reply.named,
         )
         async with await stream.open(headers):

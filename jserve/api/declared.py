@@ -56,6 +56,18 @@ def asks(value: Any, schema: Mapping[str, Any]) -> bool:
     return not any(value == v and type(value) is type(v) for v in neutral)
 
 
+def members(schema: Mapping[str, Any], at: str) -> Iterator[tuple[str, Schema]]:
+    """(path, declaration) of every member that ``schema`` names, at any depth; a path has ``[]`` for
+    the items of a list. A member that several forms of an object have comes once for each."""
+    for branch in schema.get("anyOf", ()):
+        yield from members(branch, at)
+    if "items" in schema:
+        yield from members(schema["items"], f"{at}[]")
+    for name, member in schema.get("properties", {}).items():
+        yield f"{at}.{name}", member
+        yield from members(member, f"{at}.{name}")
+
+
 def unapplied(value: Any, schema: Mapping[str, Any], at: str) -> Iterator[tuple[str, Holds]]:
     """(path, what it does) of every member inside ``value`` that asks for something and is not
     applied. A value of the wrong shape has none: who reads it refuses it."""

@@ -40,8 +40,7 @@ class HttpError(JserveError):
         usual, words = _HTTP.get(status, ("invalid_request", "the request could not be read"))
         super().__init__(message or words, code=code or usual)
         self.status = status
-        if status == 408:
-            self.kind = "timeout_error"
+        self.kind = {408: "timeout_error", 409: "conflict_error"}.get(status, self.kind)
 
 
 class Forbidden(JserveError):

@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from jserve.api.declared import (
     LABEL,
-    NEUTRAL,
     REQUIRED,
     Holds,
     Schema,
     asks,
     held,
     ignored_member,
+    members,
     refused_member,
     unapplied,
 )
@@ -78,18 +78,32 @@ def refused(*neutral: Any) -> Any:
     return Field(default=None, json_schema_extra=refused_member(*neutral))
 
 
-def holds(field: FieldInfo) -> Holds:
-    """The kind that a field was declared as."""
-    return held(_extra(field))
-
-
-def neutral_values(field: FieldInfo) -> list[Any]:
-    return _extra(field).get(NEUTRAL, [])
-
-
-def _extra(field: FieldInfo) -> Mapping[str, Any]:
+def declaration(field: FieldInfo) -> Mapping[str, Any]:
+    """What a field was declared as."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, Mapping) else {}
+
+
+def holds(field: FieldInfo) -> Holds:
+    """The kind that a field was declared as."""
+    return held(declaration(field))
+
+
+def inner_body(field: FieldInfo) -> type[Fields] | None:
+    """The kind of object that a field holds, where it is one with fields of its own."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Fields)), None)
+
+
+def members_of(field: FieldInfo, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(path, declaration) of every member that the objects inside a field may have."""
+    inner = inner_body(field)
+    if inner is None:
+        yield from members(declaration(field), name)
+        return
+    for member, its_field in inner.model_fields.items():
+        yield f"{name}.{member}", declaration(its_field)
+        yield from members_of(its_field, f"{name}.{member}")
 
 
 def validate(kind: type[B], raw: Mapping[str, Any], *, strict: bool = False) -> B:
@@ -159,6 +173,6 @@ def _unapplied(body: Fields, at: str = "") -> Iterator[tuple[str, Holds]]:
         if isinstance(value, Fields):
             yield from _unapplied(value, f"{at}{name}.")
         elif does is Holds.APPLIED:
-            yield from unapplied(value, _extra(field), at + name)
-        elif does is not Holds.LABEL and asks(value, _extra(field)):
+            yield from unapplied(value, declaration(field), at + name)
+        elif does is not Holds.LABEL and asks(value, declaration(field)):
             yield at + name, does

@@ -19,11 +19,12 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
-from jserve.api.ask import ModelCard, Served
+from jserve.api.ask import THOUGHT_NAMES, ModelCard, Served
 from jserve.api.auth import Keys, Tenant
 from jserve.api.body import parse_object, read_body
 from jserve.api.errors import as_error
 from jserve.api.generate import Engine, Generation
+from jserve.api.manners import OPENAI, Manner
 from jserve.api.metrics import Metrics
 from jserve.api.prepare import Preparer
 from jserve.api.quota import Account, Accounts
@@ -44,9 +45,13 @@ BIG_BODY = 64 << 10
 class ServedEngine(Engine, Protocol):
     """What the front needs of ``AsyncEngine``."""
 
-    gave_up: asyncio.Event
-    gave_up_reason: str
     steps: deque[tuple[int, StepRecord]]
+
+    @property
+    def gave_up(self) -> asyncio.Event: ...
+
+    @property
+    def gave_up_reason(self) -> str: ...
 
     @property
     def counters(self) -> Mapping[Any, int]: ...
@@ -80,6 +85,7 @@ class Limits:
     header_timeout_s: float = 10.0
     body_timeout_s: float = 20.0
     write_timeout_s: float = 30.0
+    """A reader for whom something waits and who takes nothing at all for so long is hung up on."""
     idle_timeout_s: float = 75.0
     """How long a connection may stay open between requests."""
     send_buffer: int = 128 << 10
@@ -103,6 +109,8 @@ class Trace:
     """Whose key it came with."""
     account: Account = field(default_factory=Account)
     """What its tenant has used."""
+    manner: Manner = OPENAI
+    """How its client is spoken to."""
 
 
 TRACE = web.RequestKey("trace", Trace)
@@ -159,7 +167,13 @@ class Front:
     @property
     def served(self) -> Served:
         """What dialects read requests against."""
-        return Served(card=self.card, template=self.prepare.chat, strict=self.options.strict_params)
+        field = self.options.reasoning_field
+        return Served(
+            card=self.card,
+            template=self.prepare.chat,
+            strict=self.options.strict_params,
+            thought_names=THOUGHT_NAMES if field == "both" else (field,),
+        )
 
     @point("api.read")
     async def read(self, request: web.Request, wish: Callable[[dict[str, Any]], Any]) -> Any:

@@ -13,24 +13,23 @@ Choices are numbered as OpenAI does::
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 from jserve.api.ask import Usage
 from jserve.api.errors import Aborted
+from jserve.api.merge import merged
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
 from jserve.faults import point
 from jserve.text.stream import TextStream
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, Output, Request, TokenLogprob
 
-MERGE_BUFFER = 64
-
 Json = dict[str, Any]
 Counts = Callable[[], Usage]
+Named = Callable[[JserveError], JserveError]
 
 
 class Engine(Protocol):
@@ -78,6 +77,7 @@ class Generation:
         tokenizer: turns ids into text.
         requests: one per prompt, all with the same parameters.
         observer: told of every piece.
+        named: puts the engine's errors into the client's words.
     """
 
     def __init__(
@@ -86,11 +86,13 @@ class Generation:
         tokenizer: TextTokenizer,
         requests: Sequence[Request],
         observer: Observer | None = None,
+        named: Named = lambda error: error,
     ) -> None:
         self.requests = list(requests)
         self.params = self.requests[0].params
         self._engine = engine
         self._observer = observer
+        self._named = named
         self._aborted = False
         self._cached = [0] * len(self.requests)
         self._drafted = self._accepted = 0
@@ -141,6 +143,8 @@ class Generation:
                     if not left:
                         return
             raise EngineDead("the engine ended the request without an answer")
+        except JserveError as e:
+            raise self._named(e) from None
         finally:
             for request in self.requests:
                 self._engine.abort(request.id)
@@ -217,47 +221,8 @@ def failure(output: Output) -> JserveError:
     return hidden(error) if error.status == 500 else error
 
 
-T = TypeVar("T")
-
-
 def hidden(error: JserveError) -> JserveError:
     """A fault in words for a client: its own may name files or hold a prompt."""
     if isinstance(error, EngineDead):
         return error
     return RequestFailed("the engine failed on this request", code=error.code)
-
-
-_END: Any = object()
-
-
-async def merged(
-    sources: Sequence[AsyncGenerator[T, None]],
-) -> AsyncGenerator[tuple[int, T], None]:
-    """(source number, item) of all sources in order of arrival; the first error ends it."""
-    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(MERGE_BUFFER)
-
-    async def pump(number: int, source: AsyncGenerator[T, None]) -> None:
-        last: Any = _END
-        try:
-            async with aclosing(source):
-                async for item in source:
-                    await queue.put((number, item))
-        except Exception as e:
-            last = e
-        await queue.put((number, last))
-
-    tasks = [asyncio.create_task(pump(i, source)) for i, source in enumerate(sources)]
-    try:
-        left = len(tasks)
-        while left:
-            number, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is _END:
-                left -= 1
-            else:
-                yield number, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

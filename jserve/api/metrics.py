@@ -1,115 +1,26 @@
-"""Prometheus metrics: what the HTTP side sees, and the engine's own counters at scrape time.
+"""Prometheus metrics: what the HTTP side sees of requests, in a registry with the engine's counters.
 
-Owns names, buckets and labels. Every label comes from us, never from a client, so that their number
-is bounded. Must not know dialects. Names follow vLLM's suffixes under the prefix ``jserve:``.
+Owns names, buckets and labels of requests. Every label comes from us, never from a client, so that
+their number is bounded. Must not know dialects. Names follow vLLM's suffixes under the prefix
+``jserve:``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
+from jserve.api.engine_metrics import EngineCollector, StatsSource
 from jserve.api.generate import Piece
 from jserve.api.recent import Recent
-from jserve.types import Lane, Request
+from jserve.types import Request
 
+_OPENMETRICS = "application/openmetrics-text"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-# Names of the scheduler's counters -> (metric, help). Anything else is exported under its own name.
-_COUNTERS = {
-    "cache_query_tokens": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "cache_hit_tokens": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "preemptions": ("num_preemptions", "Sequences that lost their pages and start over."),
-    "finished": ("sequences_finished", "Sequences ended, for whatever reason."),
-    "decode_rows_total": ("decode_rows", "Rows of steps that decoded or verified."),
-    "decode_tokens_total": ("decode_tokens", "Tokens these rows drew; per row: tokens per step."),
-    "step_seconds_total": ("step_seconds", "Device time of all steps."),
-    "decode_step_seconds_total": ("decode_step_seconds", "Device time of steps without prefill."),
-    "decode_step_gap_seconds_total": (
-        "decode_step_gap_seconds",
-        "Time the device waited for the host before such steps.",
-    ),
-    "decode_steps_total": ("decode_steps", "Steps without prefill."),
-    "spec_decode_drafting_seconds_total": (
-        "spec_decode_drafting_seconds",
-        "Of this, drafting on the device (what steps that draft take longer).",
-    ),
-    "spec_decode_host_seconds_total": (
-        "spec_decode_host_seconds",
-        "Host time that proposers took.",
-    ),
-}
-_GAUGES = {
-    "waiting_tokens": (
-        "waiting_prompt_tokens",
-        "Prompt tokens that wait for their first admission.",
-    ),
-    "overload_level": (
-        "overload_level",
-        "0 calm, 1 bulk is shed, 2 and prefills are short, 3 and standard is shed.",
-    ),
-    "overload_load": ("overload_load", "How full the queue is; 1 is full."),
-    "preempted": ("num_requests_preempted", "Sequences that wait after losing their pages."),
-    "pages_total": ("kv_pages", "KV pages in the pool."),
-    "pages_free": ("kv_pages_free", "KV pages that hold nothing."),
-    "pages_cached": ("kv_pages_cached", "KV pages kept for reuse only."),
-}
-
-
-# Values by lane come as "<lane>_<name>"; name -> (metric, help).
-_LANE_GAUGES = {
-    "waiting": ("lane_requests_waiting", "Sequences waiting, by lane."),
-    "running": ("lane_requests_running", "Sequences running, by lane."),
-}
-_LANE_COUNTERS = {
-    "refused": ("lane_refused", "Requests refused for want of room or of time, by lane."),
-    "expired": ("lane_deadline_exceeded", "Sequences ended by their deadline, by lane."),
-    "finished": ("lane_sequences_finished", "Sequences ended, for whatever reason, by lane."),
-    "prompt_tokens": ("lane_prompt_tokens", "Prompt tokens of ended sequences, by lane."),
-    "cached_tokens": ("lane_prompt_tokens_cached", "Of these, tokens found in the cache, by lane."),
-    "output_tokens": ("lane_generation_tokens", "Tokens drawn by ended sequences, by lane."),
-}
-
-
-_HELP = {
-    "spec_decode_num_drafts": "Rows that tried drafts, by proposer.",
-    "spec_decode_num_draft_tokens": "Drafts tried, by proposer and lane.",
-    "spec_decode_num_accepted_tokens": "Drafts that stood, by proposer and lane.",
-    "spec_decode_num_draft_tokens_per_pos": "Drafts tried, by proposer, lane and place in the row.",
-    "spec_decode_num_accepted_tokens_per_pos": "Drafts that stood, by proposer, lane and place.",
-}
-
-
-class EngineStats(Protocol):
-    """What ``AsyncEngine.stats()`` gives."""
-
-    step: int
-    waiting: int
-    running: int
-    in_flight: int
-    values: Mapping[str, float]
-
-
-class StatsSource(Protocol):
-    """The engine, as the scrape sees it."""
-
-    @property
-    def counters(self) -> Mapping[Any, int]: ...
-
-    @property
-    def n_active(self) -> int: ...
-
-    def stats(self) -> Any: ...
 
 
 class Metrics:
@@ -161,7 +72,7 @@ class Metrics:
             registry=self.registry,
         )
         self._model = model
-        self.registry.register(_EngineCollector(model, source))
+        self.registry.register(EngineCollector(model, source))
 
     def answered(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
@@ -180,8 +91,9 @@ class Metrics:
         return dict(found)
 
     def scrape(self, accept: str) -> tuple[bytes, str]:
-        """(body, content type): OpenMetrics or the text format, as ``accept`` asks."""
-        encoder, content_type = choose_encoder(accept)
+        """(body, content type): OpenMetrics or the text format, as ``accept`` asks. The library reads
+        versions out of the header that it then fails at, or repeats: it is not shown them."""
+        encoder, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
         return encoder(self.registry), content_type
 
 
@@ -209,101 +121,3 @@ class RequestTimer:
 
     def end(self, n_cached: int) -> None:
         self._metrics.cached_tokens.inc(n_cached)
-
-
-class _EngineCollector(Collector):
-    """Reads the engine's latest counters when scraped."""
-
-    def __init__(self, model: str, source: StatsSource) -> None:
-        self._model = model
-        self._source = source
-
-    def describe(self) -> list[Any]:
-        return []
-
-    def collect(self) -> Iterator[Any]:
-        stats = self._source.stats()
-        yield self._gauge("num_requests_running", "Sequences running.", stats.running)
-        yield self._gauge("num_requests_waiting", "Sequences waiting.", stats.waiting)
-        yield self._gauge("num_requests_active", "Requests not yet ended.", self._source.n_active)
-        yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
-        yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
-        yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
-        values = dict(stats.values)
-        yield self._gauge(
-            "kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", _usage(values)
-        )
-        yield from self._by_lane(values)
-        yield from self._labelled(values)
-        for name, value in sorted(values.items()):
-            yield self._value(name, value)
-        for name, value in sorted(self._source.counters.items()):
-            event = _clean(name).removeprefix("engine_")
-            yield self._counter(f"engine_{event}", f"Engine events: {event}.", value)
-
-    def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:
-        """One family per name with a label for the lane; takes what it tells out of ``values``."""
-        kinds = ((_LANE_GAUGES, GaugeMetricFamily), (_LANE_COUNTERS, CounterMetricFamily))
-        for names, kind in kinds:
-            for name, (metric, help) in names.items():
-                family = kind(f"jserve:{metric}", help, labels=["model_name", "lane"])
-                for lane in Lane:
-                    value = values.pop(f"{lane}_{name}", None)
-                    if value is not None:
-                        family.add_metric([self._model, lane.value], float(value))
-                if family.samples:
-                    yield family
-
-    def _labelled(self, values: dict[str, float]) -> Iterator[Any]:
-        """Counters called ``name_total{label=value,...}``, one family per name; takes them out of
-        ``values``."""
-        families: dict[str, list[tuple[list[str], list[str], float]]] = {}
-        for key in sorted(k for k in values if "{" in k):
-            name, _, inside = key.rstrip("}").partition("{")
-            pairs = [pair.partition("=") for pair in inside.split(",")]
-            labels, said = [p[0] for p in pairs], [p[2] for p in pairs]
-            families.setdefault(name, []).append((labels, said, values.pop(key)))
-        for name, samples in families.items():
-            clean = _clean(name).removesuffix("_total")
-            labels = ["model_name", *samples[0][0]]
-            family = CounterMetricFamily(f"jserve:{clean}", _HELP.get(clean, clean), labels=labels)
-            for _, said, value in samples:
-                family.add_metric([self._model, *said], float(value))
-            yield family
-
-    def _value(self, name: str, value: float) -> Any:
-        if name in _GAUGES:
-            return self._gauge(*_GAUGES[name], value)
-        if name in _COUNTERS:
-            return self._counter(*_COUNTERS[name], value)
-        clean = _clean(name)
-        if clean.endswith("_total"):
-            return self._counter(clean.removesuffix("_total"), f"Engine counter {clean}.", value)
-        return self._gauge(clean, f"Engine value {clean}.", value)
-
-    def _gauge(self, name: str, help: str, value: float) -> Any:
-        family = GaugeMetricFamily(f"jserve:{name}", help, labels=["model_name"])
-        family.add_metric([self._model], float(value))
-        return family
-
-    def _counter(self, name: str, help: str, value: float) -> Any:
-        family = CounterMetricFamily(f"jserve:{name}", help, labels=["model_name"])
-        family.add_metric([self._model], float(value))
-        return family
-
-
-def _n_tasks() -> int:
-    try:
-        return len(asyncio.all_tasks())
-    except RuntimeError:  # scraped outside of the server's loop
-        return 0
-
-
-def _usage(values: Mapping[str, float]) -> float:
-    total = values.get("pages_total", 0)
-    idle = values.get("pages_free", 0) + values.get("pages_cached", 0)
-    return min(1.0, max(0.0, 1.0 - idle / total)) if total else 0.0
-
-
-def _clean(name: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9_]", "_", name)[:64]

@@ -8,15 +8,15 @@ request id.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import HttpVersion11, web
+from aiohttp.hdrs import METH_ALL
 
 from jserve.api.auth import Access
-from jserve.api.errors import Forbidden, HttpError, error_body, error_headers
+from jserve.api.errors import Forbidden, HttpError, error_headers
 from jserve.api.front import (
     TRACE,
     Front,
@@ -26,11 +26,11 @@ from jserve.api.front import (
     reported,
     request_id,
 )
-from jserve.api.quota import Account
+from jserve.api.manners import OPENAI, Manner
 from jserve.errors import JserveError
 
 Levels = Mapping[str, Access]
-Words = Mapping[str, Callable[[JserveError], dict[str, Any]]]
+Manners = Mapping[str, Manner]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CLIENT_LEFT = 499
 
@@ -41,23 +41,25 @@ def route_name(request: web.Request) -> str:
     return resource.canonical if resource is not None else "unknown"
 
 
-def make_middlewares(front: Front, access: Levels, words: Words) -> list[Any]:
+def make_middlewares(front: Front, access: Levels, manners: Manners) -> list[Any]:
     """[around, guard]: errors, ids, log and counts outside; keys and quotas inside.
 
     Args:
         access: level of every route by its pattern; a route that is not in it takes a key.
-        words: the shape of a route's errors where it is not OpenAI's.
+        manners: how a route's clients are spoken to; a route that is not in it speaks OpenAI's way.
     """
 
     @web.middleware
     async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[TRACE] = Trace(
-            id=request_id(request.headers.get("x-request-id")), arrival=time.monotonic()
+            id=request_id(request.headers.get("x-request-id")),
+            arrival=time.monotonic(),
+            manner=manners.get(route_name(request), OPENAI),
         )
         status = CLIENT_LEFT
         front.metrics.in_flight.inc()
         try:
-            response = await _answered(request, handler, words.get(route_name(request), error_body))
+            response = await _answered(request, handler)
             if front.engine.draining and not response.prepared:
                 response.force_close()
             status = response.status
@@ -92,6 +94,8 @@ async def expect(request: web.Request) -> web.StreamResponse | None:
         response = error_response(HttpError(417))
         response.headers["x-request-id"] = request_id(request.headers.get("x-request-id"))
         return response
+    if (request.content_length or 0) > request.client_max_size:
+        return None  # the answer is a refusal, and nobody should send the body for that
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     # The bytes of this line are not those of the answer, which may still be replaced by an error.
     request.writer.output_size = 0
@@ -104,43 +108,25 @@ async def stamp(request: web.Request, response: web.StreamResponse) -> None:
     if (trace := request.get(TRACE)) is not None:
         response.headers["x-request-id"] = trace.id
         response.headers["request-id"] = trace.id  # Anthropic's name
-        response.headers.update(rate_headers(trace.account))
+        # In a stream the answer's own tokens are not yet spent.
+        response.headers.update(trace.manner.limits(trace.account.standings))
 
 
-def rate_headers(account: Account) -> dict[str, str]:
-    """How the tenant's limits stand, under OpenAI's names. The answer's tokens are not yet spent."""
-    found = {}
-    for name, standing in account.standings.items():
-        found[f"x-ratelimit-limit-{name}"] = str(standing.limit)
-        found[f"x-ratelimit-remaining-{name}"] = str(standing.remaining)
-        found[f"x-ratelimit-reset-{name}"] = duration(standing.reset_s)
-    return found
-
-
-def duration(seconds: float) -> str:
-    """A time as OpenAI writes it, rounded up: 6m0s, 1.5s, 120ms."""
-    ms = math.ceil(1000 * seconds)
-    if ms < 1000:
-        return f"{ms}ms"
-    minutes, rest = divmod(ms, 60_000)
-    return f"{minutes}m{rest / 1000:g}s" if minutes else f"{rest / 1000:g}s"
-
-
-async def _answered(request: web.Request, handler: Handler, words: Any) -> web.StreamResponse:
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as e:
         allow = getattr(e, "headers", {}).get("Allow")
-        return error_response(reported(request, e), allow=allow, words=words)
+        return error_response(reported(request, e), request[TRACE].manner, allow=allow)
 
 
 def error_response(
-    error: JserveError, *, allow: str | None = None, words: Any = error_body
+    error: JserveError, manner: Manner = OPENAI, *, allow: str | None = None
 ) -> web.Response:
     headers = error_headers(error) | ({"Allow": allow} if allow else {})
-    response = json_response(words(error), status=error.status, headers=headers)
+    response = json_response(manner.error(error), status=error.status, headers=headers)
     if error.status in (408, 413) or error.code == "invalid_body":
         # The rest of the body is still on its way: it must not be read as the next request.
         response.force_close()
@@ -154,7 +140,7 @@ def _record(front: Front, request: web.Request, status: int) -> None:
     ms = 1000 * (time.monotonic() - trace.arrival)
     log.info(
         "%s %s %d %.1f ms %s%s",
-        request.method if len(request.method) < 10 else "?",
+        request.method if request.method in METH_ALL else "?",
         route,
         status,
         ms,

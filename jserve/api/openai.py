@@ -1,7 +1,6 @@
 """OpenAI's completions: the fields of /v1/chat/completions and /v1/completions, mapped to an ``Ask``.
 
-Owns their names, vLLM's extensions of them included; with ``openai_messages`` (the chat side) and
-the replies it alone knows these. Must not know HTTP, the engine or the tokenizer.
+Owns their names, vLLM's extensions of them included. Must not know HTTP, the engine or the tokenizer.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from jserve.api.ask import Ask, ModelCard, Served, Wish
-from jserve.api.chat import Chat
 from jserve.api.errors import Unsupported
 from jserve.api.fields import (
     Fields,
@@ -23,17 +21,12 @@ from jserve.api.fields import (
     shaped,
     validate,
 )
-from jserve.api.openai_messages import KWARGS, MESSAGES, TOOLS, chat_of
-from jserve.api.shape import CHOICE, FORMAT, STRUCTURED, Shape, shape_of
-from jserve.api.shared import (
-    Sampling,
-    check_model,
-    check_top,
-    dialect_name,
-    params_of,
-    renamed,
-    service_of,
-)
+from jserve.api.formats import FORMAT, STRUCTURED
+from jserve.api.openai_chat import EFFORT, KWARGS, checked_shape, shaped_chat, talk
+from jserve.api.openai_messages import MESSAGES
+from jserve.api.openai_tools import TOOLS
+from jserve.api.shape import CHOICE, shape_of
+from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
 from jserve.api.values import MAX_CHOICES, PROMPT, prompts_of
 from jserve.errors import BadRequest
 
@@ -58,10 +51,16 @@ class Completion(Sampling):
     add_special_tokens: bool | None = None
     response_format: Any = shaped(FORMAT)
     structured_outputs: Any = shaped(STRUCTURED)
+    regex: Any = shaped(STRUCTURED["properties"]["regex"])
+    ebnf: Any = shaped(STRUCTURED["properties"]["grammar"])
+    grammar: Any = shaped(STRUCTURED["properties"]["grammar"])
+    json_schema: Any = shaped(STRUCTURED["properties"]["json"])
+    structural_tag: Any = shaped(STRUCTURED["properties"]["structural_tag"])
     metadata: dict[str, str] | None = label()
     store: bool | None = ignored(False)
     service_tier: str | None = ignored("auto", "default")
     prompt_cache_retention: str | None = ignored()
+    prompt_cache_options: Any = ignored()
     suffix: Any = refused("")
     audio: Any = refused()
     function_call: Any = refused()
@@ -80,9 +79,7 @@ class Completion(Sampling):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.include_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class ChatBody(Completion):
@@ -96,7 +93,7 @@ class ChatBody(Completion):
     tool_choice: Any = shaped(CHOICE)
     parallel_tool_calls: bool | None = None
     documents: Any = shaped({"type": ["array", "null"], "items": {"type": "object"}})
-    reasoning_effort: str | None = None
+    reasoning_effort: Any = shaped(EFFORT)
     chat_template_kwargs: Any = shaped(KWARGS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -142,7 +139,7 @@ def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     )
     ask = Ask(
         chat=chat,
-        field="messages",
+        holder="messages",
         length_field=length_field,
         params=replace(params, **talk(body.thinking_token_budget, shape, card)),
         shape=shape,
@@ -151,63 +148,16 @@ def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
 
 
-def talk(
-    budget: int | None, shape: Shape, card: ModelCard, field: str = "thinking_token_budget"
-) -> dict[str, Any]:
-    """Sampling parameters of a chat that follow from how the model talks.
-
-    Args:
-        budget: most tokens of a thought, from the request field ``field``.
-
-    Raises:
-        BadRequest, Unsupported: a budget below -1, or thoughts that cannot be limited.
-    """
-    found: dict[str, Any] = {"structured_outputs": shape.spec}
-    if budget is not None and budget != -1:
-        if budget < -1:
-            raise BadRequest(f"{field} must be at least 0, or -1", field=field)
-        if card.speech.thinking is None or not card.masks:
-            raise Unsupported("this model's thoughts cannot be limited", field=field)
-        found["thinking_token_budget"] = budget
-    if card.speech.keeps_special and (shape.calls or card.speech.tags is not None):
-        found["skip_special_tokens"] = False
-    return found
-
-
-def shaped_chat(
-    values: Mapping[str, Any], served: Served, names: Mapping[str, str] | None = None
-) -> tuple[Chat, Shape]:
-    """The chat and the shape of its answer that fields under OpenAI's names ask for.
-
-    Args:
-        names: the dialect's names of these fields, for errors.
-
-    Raises:
-        BadRequest: as ``chat_of`` and ``shape_of`` do, under the dialect's names.
-    """
-    try:
-        chat = chat_of(values, served.template)
-        shape = checked_shape(shape_of(values, chat.tools, served.card.speech), served.card)
-    except BadRequest as e:
-        raise renamed(e, names or {}) from None
-    return chat, shape.under(lambda field: dialect_name(field, names or {}))
-
-
-def checked_shape(shape: Shape, card: ModelCard) -> Shape:
-    """``shape``, if this server can hold an answer to it. Raises Unsupported."""
-    name = shape.field.split(".")[0]
-    if shape.spec is not None and not card.masks:
-        raise Unsupported(f"{name} is switched off on this server", field=name)
-    if shape.spec is not None and not card.eos_ids:
-        raise Unsupported(f"{name} needs a model with an end token", field=name)
-    return shape
-
-
 def _chat_length(body: ChatBody) -> tuple[int | None, str]:
     if body.max_completion_tokens is None:
         name, value = "max_tokens", body.max_tokens
     else:
         name, value = "max_completion_tokens", body.max_completion_tokens
+    if body.max_tokens not in (None, value):
+        raise BadRequest(
+            "max_tokens and max_completion_tokens must be the same where both are given",
+            field="max_tokens",
+        )
     if value is not None and value < 1:
         raise BadRequest(f"{name} must be at least 1", field=name)
     return value, name
@@ -251,6 +201,10 @@ def completion_wish(raw: Mapping[str, Any], served: Served) -> Wish:
 def _common(body: Completion) -> dict[str, Any]:
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true", field="stream_options")
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        where = "stream_options.continuous_usage_stats"
+        raise BadRequest(f"{where} needs include_usage", field=where)
     if body.stream and body.prompt_logprobs is not None:
         raise BadRequest("prompt_logprobs cannot be streamed", field="prompt_logprobs")
     return service_of(body)

@@ -38,7 +38,9 @@ class ChatReply:
         self._body: ChatBody = wish.body
         self._requests = requests
         self._thinks = served.card.speech.tags is not None
-        self._shows_reasoning = self._body.include_reasoning is not False
+        shows = self._body.include_reasoning is not False
+        self._thought_names = served.thought_names if shows else ()
+        self._shows_tokens = bool(self._body.logprobs or self._body.return_token_ids)
         self._voices = voices(wish, served, tokenizer, requests)
         self._writer = TokenWriter(tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
         self._head = head("chatcmpl-", served.card)
@@ -46,6 +48,7 @@ class ChatReply:
     def chunks(self, piece: Piece, usage: Counts) -> Iterator[Json]:
         """The chunks of one piece: its role when it is the choice's first, what it says, finish."""
         voice = self._voices[piece.choice]
+        said = voice.hear(piece.text, piece.token_ids, last=piece.finish is not None)
         if piece.first:
             role = self._choice(piece, {"role": "assistant", "content": ""})
             role["seed"] = piece.seed
@@ -53,14 +56,11 @@ class ChatReply:
             if self._body.return_token_ids:
                 chunk["prompt_token_ids"] = list(self._requests[piece.prompt].prompt_ids)
             yield chunk
-        said = voice.hear(piece.text, piece.token_ids, last=piece.finish is not None)
-        delta = self._delta(voice, said)
-        if delta or (piece.token_ids and (self._body.logprobs or self._body.return_token_ids)):
-            choice = self._choice(piece, delta or {"content": ""})
-            if self._body.logprobs:
-                choice["logprobs"] = self._logprobs(piece.logprobs or ())
-            if self._body.return_token_ids:
-                choice["token_ids"] = list(piece.token_ids)
+        choices = [self._choice(piece, delta) for delta in self._deltas(voice, said)]
+        if self._shows_tokens and piece.token_ids:
+            choices = choices or [self._choice(piece, {"content": ""})]
+            choices[0] |= self._tokens(piece)
+        for choice in choices:
             yield self._chunk(choice, usage)
         if piece.finish is not None:
             choice = self._choice(piece, {})
@@ -105,12 +105,13 @@ class ChatReply:
             found["token_ids"] = choice.token_ids
         return found
 
-    def _delta(self, voice: Voice, said: Said) -> Json:
-        """What a stream's next piece adds; {} while nothing is to be seen."""
-        found: Json = {"content": said.content} if said.content else {}
-        if said.calls:
-            found["tool_calls"] = [_call_delta(voice, piece) for piece in said.calls]
-        return found | self._reasoning(said)
+    def _deltas(self, voice: Voice, said: Said) -> list[Json]:
+        """What a stream's next piece adds, a call's beginning and its arguments apart; none while
+        nothing is to be seen."""
+        text: Json = {"content": said.content} if said.content else {}
+        text |= self._reasoning(said)
+        calls = [{"tool_calls": [step]} for piece in said.calls for step in _steps(voice, piece)]
+        return [text, *calls] if text else calls
 
     def _message(self, voice: Voice, said: Said) -> Json:
         calls: list[Json] = []
@@ -124,15 +125,21 @@ class ChatReply:
         return found | self._reasoning(said)
 
     def _reasoning(self, said: Said) -> Json:
-        """Under both names that clients read."""
-        if not said.reasoning or not self._shows_reasoning:
-            return {}
-        return {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
+        """Under the names that clients read."""
+        return dict.fromkeys(self._thought_names, said.reasoning) if said.reasoning else {}
 
     def _counted(self, usage: Usage) -> Usage:
         if not self._thinks:
             return usage
         return replace(usage, reasoning=sum(voice.n_reasoning for voice in self._voices))
+
+    def _tokens(self, piece: Piece) -> Json:
+        found: Json = {}
+        if self._body.logprobs:
+            found["logprobs"] = self._logprobs(piece.logprobs or ())
+        if self._body.return_token_ids:
+            found["token_ids"] = list(piece.token_ids)
+        return found
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
         return self._writer.chat(entries, self._body.top_logprobs or 0)
@@ -145,12 +152,12 @@ class ChatReply:
         return with_usage(chunk, self._body, lambda: self._counted(usage()))
 
 
-def _call_delta(voice: Voice, piece: CallPiece) -> Json:
-    if piece.name is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    call = _call(voice, piece.name)
-    call["function"]["arguments"] = piece.arguments
-    return {"index": piece.index} | call
+def _steps(voice: Voice, piece: CallPiece) -> Iterator[Json]:
+    """A call begins with its name and without arguments; these follow."""
+    if piece.name is not None:
+        yield {"index": piece.index} | _call(voice, piece.name)
+    if piece.arguments:
+        yield {"index": piece.index, "function": {"arguments": piece.arguments}}
 
 
 def _call(voice: Voice, name: str) -> Json:

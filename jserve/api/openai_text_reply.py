@@ -98,7 +98,8 @@ class CompletionReply:
         if not self._body.echo:
             return ""
         given = self._prompts[prompt]
-        if isinstance(given, str) and self._body.truncate_prompt_tokens is None:
+        changed = self._body.truncate_prompt_tokens is not None or self._body.cache is not None
+        if isinstance(given, str) and not changed:
             return given
         skip = self._body.skip_special_tokens is not False
         return self._tokenizer.decode(self._requests[prompt].prompt_ids, skip_special_tokens=skip)

@@ -12,10 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from jserve.api.auth import Access
-from jserve.api.errors import error_body
 from jserve.api.fields import Fields
 from jserve.api.front import Front, json_response
-from jserve.api.routes import PUBLIC, Route
+from jserve.api.manners import ANTHROPIC
+from jserve.api.routes import PUBLIC, Route, hidden
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/{model}"
@@ -24,7 +24,9 @@ _REF = "#/components/schemas/{model}"
 async def answer(front: Front) -> web.Response:
     version = {"version": front.card.version or "0"}
     found = await front.prepare.run(document)  # made once, and not on the event loop
-    return json_response(found | {"info": found["info"] | version})
+    left_away = hidden(front.options)
+    paths = {path: said for path, said in found["paths"].items() if path not in left_away}
+    return json_response(found | {"info": found["info"] | version, "paths": paths})
 
 
 @functools.cache
@@ -83,7 +85,7 @@ def _clean(node: Any, names: dict[str, str]) -> Any:
 
 
 def _operation(route: Route, path: str) -> Json:
-    name = "Error" if route.errors is error_body else "AnthropicError"
+    name = "AnthropicError" if route.manner is ANTHROPIC else "Error"
     error = {"schema": {"$ref": _REF.replace("{model}", name)}}
     content: Json = {"application/json": {}}
     if route.streams:

@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 from jserve.api.ask import Ask, ModelCard
 from jserve.api.chat import Chat, ChatTemplate, Part
-from jserve.api.shape import Shape
+from jserve.api.formats import Shape, structure_names
+from jserve.api.naming import renamed
 from jserve.errors import BadRequest, ContextTooLong, Overloaded
 from jserve.faults import point
 from jserve.grammar.checker import GrammarChecker
 from jserve.grammar.vocab import vocabulary
-from jserve.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
+from jserve.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from jserve.text.pool import TokenizerPool
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request
@@ -79,13 +80,20 @@ class Preparer:
         if head is not None:
             prompts = await self._behind(ask, head, prompts)
         params = await self._with_bad_words(ask.params)
-        return [self._request(ask, params, self._fitted(ask, params, ids)) for ids in prompts]
+        batch = uuid.uuid4().hex if len(prompts) > 1 else ""
+        return [
+            self._request(ask, params, self._fitted(ask, params, ids), batch) for ids in prompts
+        ]
 
     async def prompt_ids(self, ask: Ask) -> list[list[int]]:
         """Token ids of every prompt of ``ask``, before any truncation."""
+        with ask.words():
+            return await self._prompt_ids(ask)
+
+    async def _prompt_ids(self, ask: Ask) -> list[list[int]]:
         if ask.chat is not None:
             parts = await self.render(ask.chat)
-            return [await self._pool.encode_parts_async(parts, field=ask.field)]
+            return [await self._pool.encode_parts_async(parts, field=ask.holder)]
         found = []
         encode = self._pool.encode_async
         for prompt in ask.prompts:
@@ -93,7 +101,7 @@ class Preparer:
                 found.append(list(prompt))
                 continue
             found.append(
-                await encode(prompt, add_special_tokens=ask.add_special_tokens, field=ask.field)
+                await encode(prompt, add_special_tokens=ask.add_special_tokens, field=ask.holder)
             )
         return found
 
@@ -147,7 +155,7 @@ class Preparer:
                 if future is not None:
                     await asyncio.wrap_future(future)
             except BadRequest as e:
-                raise _at_field(e, field) from None
+                raise renamed(e, structure_names(field)) from None
 
     def _check_chars(self, chat: Chat) -> None:
         n_chars = sum(len(m.get("content") or "") for m in chat.messages)
@@ -171,13 +179,13 @@ class Preparer:
             keep = max(limit - n_out, 1) if ask.truncate < 0 else ask.truncate
             ids = ids[-keep:] if ask.truncate_left else ids[:keep]
         if not ids:
-            raise BadRequest(f"{ask.field} must hold at least one token", field=ask.field)
+            raise BadRequest(f"{ask.holder} must hold at least one token", field=ask.holder)
         self._check_ids(ask, ids)
         if len(ids) >= limit:
             raise ContextTooLong(
                 f"the prompt has {len(ids)} tokens; this model's context is {limit} tokens, "
                 "of which one at least is for the answer",
-                field=ask.field,
+                field=ask.holder,
             )
         if len(ids) + n_out > limit:
             raise ContextTooLong(
@@ -190,11 +198,13 @@ class Preparer:
     def _check_ids(self, ask: Ask, ids: tuple[int, ...]) -> None:
         if min(ids) < 0 or max(ids) >= self.card.vocab_size:
             raise BadRequest(
-                f"{ask.field} holds a token id outside [0, {self.card.vocab_size - 1}]",
-                field=ask.field,
+                f"{ask.holder} holds a token id outside [0, {self.card.vocab_size - 1}]",
+                field=ask.holder,
             )
 
-    def _request(self, ask: Ask, params: SamplingParams, ids: tuple[int, ...]) -> Request:
+    def _request(
+        self, ask: Ask, params: SamplingParams, ids: tuple[int, ...], batch: str
+    ) -> Request:
         thinking = None
         if ask.chat is not None and params.guided:
             thinking = self.card.speech.thinking_after(ids, self.tokenizer)
@@ -205,6 +215,7 @@ class Preparer:
             params=params,
             eos_ids=self.card.eos_ids,
             arrival=time.monotonic(),
+            batch=batch,
             priority=ask.priority,
             lane=ask.lane,
             tenant=ask.tenant,
@@ -220,19 +231,11 @@ class Preparer:
         )
 
 
-def _at_field(error: BadRequest, field: str) -> BadRequest:
-    """The error of a structure, under the name of the request field it came from."""
-    inner = error.field or ""
-    if field == "structured_outputs" or not inner.startswith("structured_outputs"):
-        return error
-    return BadRequest(error.message.replace(inner, field, 1), field=field, code=error.code)
-
-
 def bad_token_ids(tokenizer: TextTokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """Token sequences that spell ``words``, at the start of a text and after a blank.
 
     Raises:
-        BadRequest: a word takes more than 8 tokens.
+        BadRequest: a word takes more than 8 tokens, or there are more than 32 sequences.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -244,4 +247,10 @@ def bad_token_ids(tokenizer: TextTokenizer, words: Iterable[str]) -> tuple[tuple
                     field="bad_words",
                 )
             found[ids] = None
+    if len(found) > MAX_BAD_WORDS:
+        raise BadRequest(
+            f"bad_words may be {MAX_BAD_WORDS} spellings; these are {len(found)}, with and without "
+            "a blank in front",
+            field="bad_words",
+        )
     return tuple(found)

@@ -23,38 +23,13 @@ from jserve.api.fields import (
     shaped,
     validate,
 )
-from jserve.api.openai import shaped_chat, talk
-from jserve.api.openai_messages import KWARGS
+from jserve.api.formats import SCHEMALESS, STRUCTURED, TITLES
+from jserve.api.openai_chat import EFFORT, KWARGS, shaped_chat, talk
 from jserve.api.responses_input import INPUT, messages_of
-from jserve.api.shape import SCHEMALESS, STRUCTURED, TITLES
+from jserve.api.responses_tools import CHOICE, TOOLS, choice_of, tools_of
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
 from jserve.errors import BadRequest
 
-TOOLS = {
-    "type": ["array", "null"],
-    "maxItems": 128,
-    "items": {
-        "type": "object",
-        "required": ["type", "name"],
-        "properties": {
-            "type": {"const": "function"},
-            "name": {"type": "string", "minLength": 1},
-            "description": {},
-            "parameters": {"type": ["object", "null"]},
-            "strict": {"type": ["boolean", "null"]},
-        },
-    },
-}
-CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required", None]},
-        {
-            "type": "object",
-            "required": ["type", "name"],
-            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
-        },
-    ]
-}
 FORMAT = {
     "anyOf": [
         *SCHEMALESS,
@@ -70,7 +45,9 @@ FORMAT = {
     ]
 }
 LOGPROBS = "message.output_text.logprobs"
-INCLUDE = {"type": ["array", "null"], "items": {"enum": [LOGPROBS]}}
+THOUGHTS = "reasoning.encrypted_content"
+"""Clients that store nothing ask for it, to send thoughts back. Here these are told in the clear."""
+INCLUDE = {"type": ["array", "null"], "items": {"enum": [LOGPROBS, THOUGHTS]}}
 _RENAMED = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -95,7 +72,7 @@ class Text(Fields):
 class Reasoning(Fields):
     """How much to think."""
 
-    effort: str | None = None
+    effort: Any = shaped(EFFORT)
     summary: str | None = ignored()
     generate_summary: str | None = ignored()
 
@@ -128,9 +105,12 @@ class ResponseBody(Sampling):
     service_tier: str | None = ignored("auto", "default")
     prompt_cache_retention: str | None = ignored()
     prompt_cache_options: Any = ignored()
+    access_programs: Any = ignored()
     background: Any = refused(False)
+    background_options: Any = refused()
     context_management: Any = refused([])
     conversation: Any = refused()
+    image: Any = refused()
     max_tool_calls: Any = refused()
     moderation: Any = refused()
     n: Any = refused(1)
@@ -140,7 +120,7 @@ class ResponseBody(Sampling):
 
     @property
     def wants_logprobs(self) -> bool:
-        return self.top_logprobs is not None or bool(self.include)
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
 
 def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
@@ -156,7 +136,7 @@ def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         raise BadRequest("stream_options needs stream to be true", field="stream_options")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise BadRequest("max_output_tokens must be at least 1", field="max_output_tokens")
-    _check_include(body.include)
+    needless = _needless(body.include, strict=served.strict)
     chat, shape = shaped_chat(_as_chat(body), served, _RENAMED)
     if shape.calls and body.wants_logprobs:
         raise Unsupported("top_logprobs cannot be given with tools", field="top_logprobs")
@@ -169,21 +149,22 @@ def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     )
     ask = Ask(
         chat=chat,
-        field="input",
+        holder="input",
         length_field="max_output_tokens",
         params=replace(params, **talk(body.thinking_token_budget, shape, card)),
         shape=shape,
         **service_of(body),
     )
-    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
+    ignored = ignored_fields(body) + needless
+    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored)
 
 
 def _as_chat(body: ResponseBody) -> dict[str, Any]:
     """The fields of a chat under their names in chat completions."""
     return {
         "messages": messages_of(body.instructions, body.input),
-        "tools": _tools(body.tools),
-        "tool_choice": _choice(body.tool_choice, bool(body.tools)),
+        "tools": tools_of(body.tools),
+        "tool_choice": choice_of(body.tool_choice, bool(body.tools)),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body.text.format if body.text is not None else None),
         "structured_outputs": body.structured_outputs,
@@ -195,44 +176,6 @@ def _as_chat(body: ResponseBody) -> dict[str, Any]:
     }
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list):
-        raise BadRequest("tools must be a list", field="tools")
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(value)]
-
-
-def _tool(tool: Any, at: str) -> dict[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind != "function":
-        if isinstance(kind, str):
-            raise Unsupported(f"{at}: tools of type {shown(kind)} are not run here", field=at)
-        raise BadRequest(f"{at} must be a tool of type function", field=at)
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise BadRequest(f"{at}.name must be a string, and not empty", field=f"{at}.name")
-    parameters = tool.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise BadRequest(f"{at}.parameters must be an object", field=f"{at}.parameters")
-    strict = tool.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
-    function = {
-        key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None
-    }
-    return {"type": "function", "function": function | {"parameters": parameters or {}}}
-
-
-def _choice(value: Any, tools: bool) -> Any:
-    """Chat's ``tool_choice``: a named function stands one level deeper there, and "auto" needs
-    tools."""
-    if not tools and value == "auto":
-        return None
-    if isinstance(value, dict) and value.get("type") == "function":
-        return {"type": "function", "function": {"name": value.get("name")}}
-    return value
-
-
 def _format(value: Any) -> dict[str, Any] | None:
     """Chat's ``response_format``: a schema stands one level deeper there."""
     if isinstance(value, dict) and value.get("type") == "json_schema":
@@ -242,12 +185,16 @@ def _format(value: Any) -> dict[str, Any] | None:
     return value
 
 
-def _check_include(value: Any) -> None:
+def _needless(value: Any, *, strict: bool) -> tuple[str, ...]:
+    """What of ``include`` has no effect; with ``strict`` it is refused."""
     if value is None:
-        return
+        return ()
     if not isinstance(value, list):
         raise BadRequest("include must be a list", field="include")
+    found = []
     for i, name in enumerate(value[:64]):
-        if name != LOGPROBS:
-            where = f"include[{i}]"
+        where = f"include[{i}]"
+        if name not in (LOGPROBS, THOUGHTS) or (strict and name == THOUGHTS):
             raise Unsupported(f"{where}: {shown(name)} cannot be included", field=where)
+        found += [where] if name == THOUGHTS else []
+    return tuple(found[:1])

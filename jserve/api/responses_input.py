@@ -25,18 +25,22 @@ def _item(kind: Schema, **members: Schema) -> Schema:
     return {"type": "object", "properties": own | members}
 
 
+_SAID = {"annotations": LABEL, "logprobs": LABEL, "prompt_cache_breakpoint": LABEL}
+
+
 def _parts(*kinds: str) -> Schema:
-    told = {"type": {"enum": list(kinds)}, "text": {}, "annotations": LABEL, "logprobs": LABEL}
+    told = {"type": {"enum": list(kinds)}, "text": _STRING, **_SAID}
     part = {"anyOf": [{"type": "object", "properties": told}, _REFUSAL]}
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]}
 
 
-_REFUSAL = {"type": "object", "properties": {"type": {"const": "refusal"}, "refusal": {}}}
+_STRING = {"type": "string"}
+_REFUSAL = {"type": "object", "properties": {"type": {"const": "refusal"}, "refusal": _STRING}}
 _TEXTS, _THOUGHTS = ("input_text", "output_text", "text"), ("reasoning_text", "summary_text")
 _ITEMS = [
     _item({"enum": ["message", None]}, role={"enum": list(_ROLES)}, content=_parts(*_TEXTS)),
-    _item({"const": "function_call"}, call_id={}, name={}, arguments={}),
-    _item({"const": "function_call_output"}, call_id={}, output=_parts(*_TEXTS)),
+    _item({"const": "function_call"}, call_id=_STRING, name=_STRING, arguments=_STRING),
+    _item({"const": "function_call_output"}, call_id=_STRING, output=_parts(*_TEXTS)),
     _item(
         {"const": "reasoning"},
         summary=_parts(*_THOUGHTS),
@@ -121,10 +125,17 @@ def _call(item: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def _thought(item: dict[str, Any], at: str) -> str:
-    parts = item.get("content") or item.get("summary") or []
-    if not isinstance(parts, list):
-        raise BadRequest(f"{at}.content must be a list of parts", field=f"{at}.content")
-    return "\n".join(_part(part, f"{at}.content[{i}]", _THOUGHTS) for i, part in enumerate(parts))
+    """What was thought; where that is not told, its summary."""
+    content, summary = (
+        _thoughts(item.get(name), f"{at}.{name}") for name in ("content", "summary")
+    )
+    return content or summary
+
+
+def _thoughts(value: Any, at: str) -> str:
+    if not isinstance(value, list | None):
+        raise BadRequest(f"{at} must be a list of parts", field=at)
+    return "\n".join(_part(part, f"{at}[{i}]", _THOUGHTS) for i, part in enumerate(value or ()))
 
 
 def _texts(value: Any, at: str) -> str:

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
 from jserve.api import admin, caches, models, score, service, tokens
 from jserve.api.anthropic import CountBody, MessagesBody, messages_wish
-from jserve.api.anthropic_reply import MessageReply, error_of
+from jserve.api.anthropic_reply import MessageReply
 from jserve.api.auth import Access
 from jserve.api.converse import Dialect, converse
 from jserve.api.dashboard import dashboard
-from jserve.api.errors import error_body
 from jserve.api.fields import Fields
 from jserve.api.front import Front
+from jserve.api.manners import ANTHROPIC, OPENAI, Manner
 from jserve.api.openai import ChatBody, CompletionBody, chat_wish, completion_wish
 from jserve.api.openai_chat_reply import ChatReply
 from jserve.api.openai_text_reply import CompletionReply
 from jserve.api.responses import ResponseBody, response_wish
 from jserve.api.responses_reply import ResponseReply
-from jserve.errors import JserveError
+from jserve.config import ServerOptions
 
 Answer = Callable[[web.Request, Front], Awaitable[web.StreamResponse]]
 
@@ -48,7 +47,7 @@ class Route:
     """One line for the documents."""
     fields: type[Fields] | None = None
     streams: bool = False
-    errors: Callable[[JserveError], dict[str, Any]] = error_body
+    manner: Manner = OPENAI
 
 
 def _in(dialect: Dialect) -> Answer:
@@ -59,6 +58,7 @@ def _in(dialect: Dialect) -> Answer:
 
 
 _OPEN, _USER, _ADMIN = Access.OPEN, Access.USER, Access.ADMIN
+METRICS = "/metrics"
 
 
 async def _openapi(request: web.Request, front: Front) -> web.StreamResponse:
@@ -77,7 +77,9 @@ PUBLIC = (
     Route("POST", "/v1/chat/completions", _USER, _in(CHAT), "Chat, OpenAI's way", ChatBody, True),
     Route("POST", "/v1/completions", _USER, _in(COMPLETION), "Text", CompletionBody, True),
     Route("POST", "/v1/responses", _USER, _in(RESPONSE), "Chat, stateless", ResponseBody, True),
-    Route("POST", "/v1/messages", _USER, _in(MESSAGE), "Anthropic's", MessagesBody, True, error_of),
+    Route(
+        "POST", "/v1/messages", _USER, _in(MESSAGE), "Anthropic's", MessagesBody, True, ANTHROPIC
+    ),
     Route(
         "POST",
         "/v1/messages/count_tokens",
@@ -85,7 +87,7 @@ PUBLIC = (
         service.count_tokens,
         "Prompt tokens of a message",
         CountBody,
-        errors=error_of,
+        manner=ANTHROPIC,
     ),
     Route("POST", "/v1/score", _USER, score.score, "Log-probabilities of texts", score.ScoreBody),
     Route("GET", "/v1/models", _USER, models.listed, "The served model's names"),
@@ -100,7 +102,7 @@ PUBLIC = (
     Route("POST", "/detokenize", _USER, tokens.detokenize, "Ids to text", tokens.DetokenizeBody),
     Route("GET", "/v1/support", _USER, _support, "What every field does"),
     Route("GET", "/openapi.json", _USER, _openapi, "This interface as OpenAPI 3.1"),
-    Route("GET", "/metrics", _USER, service.metrics, "Prometheus metrics"),
+    Route("GET", METRICS, _USER, service.metrics, "Prometheus metrics"),
     Route("GET", "/version", _USER, service.version, "The server's version"),
     Route("GET", "/health", _OPEN, service.health, "Whether steps make progress"),
     Route("GET", "/ready", _OPEN, service.ready, "Whether requests are taken"),
@@ -127,4 +129,10 @@ OPERATOR = (
     Route(
         "POST", "/stop_profile", _ADMIN, admin.stop_profile, "Write the profile", admin.NothingBody
     ),
+    Route("GET", METRICS, _ADMIN, service.metrics, "Prometheus metrics"),
 )
+
+
+def hidden(options: ServerOptions) -> frozenset[str]:
+    """Paths of ``PUBLIC`` that a server of these options does not have."""
+    return frozenset() if options.public_metrics else frozenset({METRICS})

@@ -83,7 +83,7 @@ def score_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         params=SCORED,
         prompts=(*query, *items),
         add_special_tokens=special,
-        field="items",
+        holder="items",
         **service_of(body),
     )
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
@@ -105,7 +105,7 @@ async def score(request: web.Request, front: Front) -> web.StreamResponse:
     ask = replace(wish.ask, prompts=scored.prompts, tenant=trace.tenant.name)
     requests = await front.prepare.requests(ask)
     timer = RequestTimer(front.metrics, requests, trace.arrival)
-    run = Generation(front.engine, front.prepare.tokenizer, requests, timer)
+    run = Generation(front.engine, front.prepare.tokenizer, requests, timer, ask.named)
     trace.account.spend(run.usage.prompt)
     try:
         with front.running.entered(trace.id, run):
@@ -122,7 +122,7 @@ async def _scored(front: Front, wish: Wish) -> Scored:
     """Tokens of all prompts; the query's special tokens come first, an item has none."""
     body: ScoreBody = wish.body
     first, *rest = wish.ask.prompts
-    heads = await front.prepare.prompt_ids(replace(wish.ask, prompts=(first,), field="query"))
+    heads = await front.prepare.prompt_ids(replace(wish.ask, prompts=(first,), holder="query"))
     plain = replace(wish.ask, prompts=tuple(rest), add_special_tokens=False)
     query, items = tuple(heads[0]), [tuple(ids) for ids in await front.prepare.prompt_ids(plain)]
     if not query:

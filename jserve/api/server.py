@@ -1,6 +1,7 @@
-"""Runs the application on a port: connections with time limits, signals, an orderly end.
+"""Runs the application on a port: who may connect, signals, an orderly end.
 
-Owns the socket, the life of the process on the HTTP side and its exit code. Must not know routes.
+Owns the listening socket, the life of the process on the HTTP side and its exit code. Must not know
+routes, or what happens on a connection.
 ::
 
     SIGTERM or SIGINT   /ready 503, new requests 503, running ones finish  -> 0
@@ -16,122 +17,25 @@ import ipaddress
 import logging
 import resource
 import signal
-import socket
 from collections.abc import Callable
-from typing import Any
 
-import orjson
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.web_protocol import RequestHandler
 
 from jserve.api.app import FRONT, make_admin_app, make_app
 from jserve.api.ask import ModelCard
 from jserve.api.auth import Keys
 from jserve.api.chat import ChatTemplate
-from jserve.api.errors import HttpError, as_error, error_body
-from jserve.api.front import Front, Limits, ServedEngine, request_id
+from jserve.api.connection import Connection
+from jserve.api.front import Front, Limits, ServedEngine
 from jserve.config import EngineConfig, ServerOptions
 from jserve.errors import ConfigError
 from jserve.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("jserve.api")
-_CLIENT_FAULTS = (web.RequestPayloadError, HttpProcessingError)
 LAST_WORDS_S = 5.0
 """How long answers may take to leave once the engine has drained."""
 SPARE_FILES = 128
 """Open files beside the connections: model files, pipes, the engine's socket."""
-
-
-class Connection(RequestHandler):
-    """aiohttp's connection and what it lacks: a header timer, a small send buffer, JSON errors."""
-
-    __slots__ = ("_header_timer", "_limits")
-
-    def __init__(self, manager: web.Server, limits: Limits, **options: Any) -> None:
-        super().__init__(manager, **options)
-        self._limits = limits
-        self._header_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        if len(self._manager.connections) > self._limits.max_connections:  # type: ignore[union-attr]
-            transport.write(_REFUSAL)  # type: ignore[attr-defined]
-            transport.close()
-            return
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer)
-        self._await_headers()
-
-    def data_received(self, data: bytes) -> None:
-        before = self._request_count
-        idle = self._header_timer is None and self._current_request is None and not self._messages
-        super().data_received(data)
-        if self._request_count > before:
-            self._stop_timer()
-        elif idle and data:
-            self._await_headers()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """What the parser refused, or a fault outside of every middleware, in our shape."""
-        if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun already")
-        error = as_error(exc) if status >= 500 and exc is not None else HttpError(status)
-        response = web.Response(
-            body=orjson.dumps(error_body(error)),
-            status=error.status,
-            content_type="application/json",
-            headers={"x-request-id": request_id(None), "Server": "jserve"},
-        )
-        response.force_close()
-        return response
-
-    def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        """aiohttp would log the exception with its words; these may hold a prompt."""
-        exc = kwargs.get("exc_info")
-        level = logging.DEBUG if isinstance(exc, _CLIENT_FAULTS) else logging.ERROR
-        log.log(level, "connection failed: %s", type(exc).__name__)
-
-    def _await_headers(self) -> None:
-        self._header_timer = self._loop.call_later(self._limits.header_timeout_s, self.force_close)
-
-    def _stop_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-
-def _refusal() -> bytes:
-    body = orjson.dumps(
-        {
-            "error": {
-                "message": "too many connections",
-                "type": "server_error",
-                "param": None,
-                "code": "overloaded",
-            }
-        }
-    )
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        f"Retry-After: 1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-_REFUSAL = _refusal()
 
 
 class HttpServer:

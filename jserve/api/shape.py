@@ -1,8 +1,7 @@
-"""OpenAI's fields that shape an answer: ``response_format``, ``tools`` and ``tool_choice``; vLLM's
-``structured_outputs``.
+"""The shape of an answer with tools: how ``tools`` and ``tool_choice`` go with a format.
 
-Owns their shapes and how they combine into one ``StructuredOutputs``. Must not know parsers, masks
-or whether a grammar compiles.
+Owns how they combine into one ``StructuredOutputs``. Must not know parsers, masks or whether a grammar
+compiles.
 
 | tools   | tool_choice      | constrained to                                                |
 |---------|------------------|---------------------------------------------------------------|
@@ -14,68 +13,18 @@ or whether a grammar compiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from jserve.api.declared import LABEL, Schema, ignored_member
 from jserve.api.errors import Unsupported, shown
+from jserve.api.formats import Shape, format_of
 from jserve.api.speech import Speech
 from jserve.errors import BadRequest
 from jserve.grammar.spec import parsed
 from jserve.grammar.tools import calls_grammar
 from jserve.sampling import StructuredOutputs
 
-_OPTIONS = frozenset(f.name for f in fields(StructuredOutputs))
-
-TITLES: Schema = {"name": LABEL, "description": ignored_member(), "strict": LABEL}
-"""Beside a JSON schema. Every schema is enforced, so ``strict`` asks for nothing."""
-
-SCHEMALESS: tuple[Schema, ...] = (
-    {"type": "null"},
-    {
-        "type": "object",
-        "required": ["type"],
-        "properties": {"type": {"enum": ["text", "json_object"]}},
-    },
-)
-"""Formats that say all there is to say by their name."""
-
-# What the fields look like, and what members they have; the functions below judge the values.
-FORMAT: Schema = {
-    "anyOf": [
-        *SCHEMALESS,
-        {
-            "type": "object",
-            "required": ["type", "json_schema"],
-            "properties": {
-                "type": {"const": "json_schema"},
-                "json_schema": {
-                    "type": "object",
-                    "required": ["schema"],
-                    "properties": {"schema": {"type": "object"}, **TITLES},
-                },
-            },
-        },
-        {
-            "type": "object",
-            "required": ["type", "structures", "triggers"],
-            "properties": {
-                "type": {"const": "structural_tag"},
-                "structures": {
-                    "type": "array",
-                    "items": {"properties": {key: {} for key in ("begin", "schema", "end")}},
-                },
-                "triggers": {"type": "array"},
-            },
-        },
-    ]
-}
-STRUCTURED = {
-    "type": ["object", "null"],
-    "additionalProperties": False,
-    "properties": {name: {} for name in sorted(_OPTIONS)},
-}
 CHOICE = {
     "anyOf": [
         {"enum": ["none", "auto", "required", None]},
@@ -91,29 +40,6 @@ CHOICE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What the answer must look like, and the request field that said so."""
-
-    spec: StructuredOutputs | None = None
-    field: str = "structured_outputs"
-    """Where ``spec`` came from, for errors found when it is compiled."""
-    checks: tuple[tuple[str, StructuredOutputs], ...] = ()
-    """(request field, its schema): parts of ``spec`` to be compiled apart, so that an error names
-    its field."""
-    calls: bool = False
-    """Whether the answer may hold tool calls."""
-
-    def under(self, name: Callable[[str], str]) -> Shape:
-        """The same, with its fields as a dialect names them."""
-        checks = tuple((name(field), spec) for field, spec in self.checks)
-        return replace(self, field=name(self.field), checks=checks)
-
-
-FREE = Shape()
-"""An answer that may be anything."""
-
-
 def shape_of(
     values: Mapping[str, Any], tools: list[dict[str, Any]] | None, speech: Speech
 ) -> Shape:
@@ -126,11 +52,11 @@ def shape_of(
     Raises:
         BadRequest, Unsupported: a field of the wrong shape, or two that exclude each other.
     """
-    shape = _answer(values)
+    shape = format_of(values)
     if not tools:
         return shape
     choice = values.get("tool_choice")
-    named = _chosen(tools, choice)
+    named = chosen(tools, choice)
     single = values.get("parallel_tool_calls") is False
     required = choice not in (None, "auto")
     strict = any(tool["function"].get("strict") is True for _, tool in named)
@@ -158,8 +84,12 @@ def shape_of(
     return Shape(spec=spec, field="tools", checks=tuple(checks), calls=True)
 
 
-def _chosen(tools: list[dict[str, Any]], choice: Any) -> list[tuple[int, dict[str, Any]]]:
-    """The tools that may be called, with their places."""
+def chosen(tools: list[dict[str, Any]], choice: Any) -> list[tuple[int, dict[str, Any]]]:
+    """The tools that ``tool_choice`` lets an answer call, with their places.
+
+    Raises:
+        BadRequest, Unsupported: no choice, or of no tool.
+    """
     numbered = list(enumerate(tools))
     if choice in (None, "auto", "required"):
         return numbered
@@ -202,60 +132,3 @@ def _beside_calls(shape: Shape, speech: Speech, *, required: bool) -> dict[str, 
 def _schema(shape: Shape) -> dict[str, Any]:
     assert shape.spec is not None
     return parsed(shape.spec.json, "json")
-
-
-def _answer(values: Mapping[str, Any]) -> Shape:
-    format_, extra = values.get("response_format"), values.get("structured_outputs")
-    plain = isinstance(format_, dict) and format_.get("type") == "text"
-    given = format_ is not None and not plain
-    if given and extra is not None:
-        raise BadRequest(
-            "response_format and structured_outputs exclude each other",
-            field="structured_outputs",
-        )
-    if extra is not None:
-        return Shape(spec=_structured(extra))
-    return _format(format_) if given else FREE
-
-
-def _structured(value: Any) -> StructuredOutputs:
-    if not isinstance(value, dict):
-        raise BadRequest("structured_outputs must be an object", field="structured_outputs")
-    for name, option in value.items():
-        if option is not None and name not in _OPTIONS:
-            where = f"structured_outputs.{str(name)[:64]}"
-            raise Unsupported(f"{where} is not supported", field=where)
-    options = {name: option for name, option in value.items() if option is not None}
-    for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
-        _typed(options, name, bool)
-    _typed(options, "whitespace_pattern", str)
-    _typed(options, "choice", list)
-    return StructuredOutputs(**options)
-
-
-def _typed(options: dict[str, Any], name: str, kind: type) -> None:
-    if name in options and not isinstance(options[name], kind):
-        where = f"structured_outputs.{name}"
-        raise BadRequest(f"{where} must be a {kind.__name__}", field=where)
-
-
-def _format(value: Any) -> Shape:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "json_object":
-        return Shape(spec=StructuredOutputs(json_object=True), field="response_format")
-    if kind == "structural_tag":
-        spec = StructuredOutputs(structural_tag={k: v for k, v in value.items() if k != "type"})
-        return Shape(spec=spec, field="response_format")
-    if kind != "json_schema":
-        raise BadRequest(
-            "response_format.type must be text, json_object, json_schema or structural_tag",
-            field="response_format.type",
-        )
-    where = "response_format.json_schema"
-    holder = value.get("json_schema")
-    if not isinstance(holder, dict):
-        raise BadRequest(f"{where} must be an object", field=where)
-    schema = holder.get("schema")
-    if not isinstance(schema, dict):
-        raise BadRequest(f"{where}.schema must be an object", field=f"{where}.schema")
-    return Shape(spec=StructuredOutputs(json=schema), field=f"{where}.schema")

@@ -15,6 +15,7 @@ from pydantic import Field
 from jserve.api.ask import ModelCard
 from jserve.api.errors import shown
 from jserve.api.fields import Fields, label, refused, sampled, shaped
+from jserve.api.naming import renamed
 from jserve.api.values import (
     BIAS,
     RETAIN,
@@ -66,7 +67,7 @@ class Service(Fields):
 
 
 class Sampling(Service):
-    """How to draw tokens: vLLM's names."""
+    """How to draw tokens: vLLM's names. What it, SGLang or llama.cpp know and we cannot do is refused."""
 
     temperature: float | None = sampled("temperature")
     top_p: float | None = sampled("top_p")
@@ -94,6 +95,15 @@ class Sampling(Service):
     json_schema: Any = refused()
     grammar: Any = refused()
     structural_tag: Any = refused()
+    custom_logit_processor: Any = refused()
+    custom_params: Any = refused({})
+    detokenize: Any = refused(True)
+    lora_path: Any = refused()
+    no_stop_trim: Any = refused(False)
+    prompt_embeds: Any = refused()
+    return_hidden_states: Any = refused(False)
+    spaces_between_special_tokens: Any = refused(True)
+    vllm_xargs: Any = refused({})
 
 
 def check_model(name: str | None, card: ModelCard) -> None:
@@ -116,6 +126,8 @@ def service_of(body: Service) -> dict[str, Any]:
             f"truncate_prompt_tokens must be -1 or in [1, {MAX_KEPT}]",
             field="truncate_prompt_tokens",
         )
+    if body.truncation_side is not None and keep is None:
+        raise BadRequest("truncation_side needs truncate_prompt_tokens", field="truncation_side")
     if body.cache is not None and keep is not None:
         raise BadRequest(
             "truncate_prompt_tokens would cut what cache names", field="truncate_prompt_tokens"
@@ -180,26 +192,6 @@ def params_of(
         return SamplingParams(**{**card.defaults, **given, **lists, **more})
     except BadRequest as e:
         raise renamed(e, named or {}) from None
-
-
-def renamed(error: BadRequest, named: Mapping[str, str]) -> BadRequest:
-    """``error`` in the dialect's words: parameters know one name, the client may use another."""
-    field = error.field or ""
-    name = dialect_name(field, named)
-    if name == field:
-        return error
-    return type(error)(error.message.replace(field, name), field=name, code=error.code)
-
-
-def dialect_name(field: str, named: Mapping[str, str]) -> str:
-    """The dialect's name of ``field``: by its whole path, or by a part of it that begins with a
-    dot."""
-    if field in named:
-        return named[field]
-    for old, new in named.items():
-        if old.startswith(".") and old in field:
-            return field.replace(old, new)
-    return field
 
 
 def check_top(value: int | None, field: str) -> int | None:

@@ -1,6 +1,7 @@
-"""Server-sent events on one response: framing, headers, keep-alive comments, errors, slow readers.
+"""Server-sent events on one response: framing, headers, keep-alive comments, errors.
 
-Owns what every dialect's stream has in common. Must not know what the events mean. A stream that
+Owns what every dialect's stream has in common. Must not know what the events mean, or how long a
+reader may take (``connection``). A stream that
 goes wrong ends with an error event and without the closing mark, so that no client takes it for a
 whole answer.
 """
@@ -31,7 +32,6 @@ class EventStream:
     Args:
         request: the request to answer.
         keep_alive_s: a comment is sent after so many idle seconds; 0 is off.
-        write_timeout_s: a reader that takes nothing at all for so long is cut off.
         named: events get names, their ``type``.
     """
 
@@ -40,14 +40,12 @@ class EventStream:
         request: web.Request,
         *,
         keep_alive_s: float,
-        write_timeout_s: float,
         named: bool = False,
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._request = request
         self._frame = _named if named else _plain
         self._loop = asyncio.get_running_loop()
-        self._write_timeout_s = write_timeout_s
         self._keep_alive_s = keep_alive_s
         self._written_at = self._loop.time()
         self._pinger: asyncio.Task[None] | None = None
@@ -64,7 +62,7 @@ class EventStream:
         """Writes JSON events in one go.
 
         Raises:
-            ConnectionError: the client is gone, or took nothing for ``write_timeout_s``.
+            ConnectionError: the client is gone, or was hung up on.
         """
         data = b"".join(self._frame(event) for event in events)
         if data:
@@ -98,29 +96,7 @@ class EventStream:
     @point("sse.write", ConnectionResetError)
     async def _write(self, data: bytes) -> None:
         self._written_at = self._loop.time()
-        left = self._unread() + len(data)
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self.response.write(data)
-        except TimeoutError:
-            await self._drain(left)
-
-    async def _drain(self, left: int) -> None:
-        """Wait on for a reader who took something of the ``left`` bytes within the time limit."""
-        while (now := self._unread()) < left:
-            left = now
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._write_timeout_s):
-                    await self._request.writer.drain()
-                    return
-        if self._request.transport is not None:
-            self._request.transport.abort()
-        raise ConnectionResetError("the client stopped reading")
-
-    def _unread(self) -> int:
-        """Bytes that wait on our side of the connection."""
-        transport: Any = self._request.transport
-        return 0 if transport is None else transport.get_write_buffer_size()
+        await self.response.write(data)
 
     async def _ping(self) -> None:
         while True:
@@ -128,6 +104,9 @@ class EventStream:
             now = self._loop.time()
             if now < due:
                 await asyncio.sleep(due - now)
+                continue
+            if self._request.protocol.writing_paused:  # the reader has enough to read
+                self._written_at = now
                 continue
             try:
                 await self._write(KEEP_ALIVE)

@@ -1,8 +1,7 @@
-"""/v1/support: what every field of every endpoint does here, and what features do together.
+"""/v1/support: what every field and member of every endpoint does here, and what features do together.
 
-Owns the two tables and their form as JSON and as the README's markdown. Must not know how a field
-is applied. Fields come from the bodies in ``routes``; the pairs of features are written here, and a
-test asks the server for each one.
+Owns their form as JSON and as the README's markdown. Must not know how a field is applied. Fields come
+from the bodies in ``routes``, the pairs of features from ``features``.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from __future__ import annotations
 import functools
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
-from jserve.api.fields import Fields, Holds, holds, neutral_values
+from jserve.api import features
+from jserve.api.declared import NEUTRAL, Holds, held
+from jserve.api.fields import Fields, declaration, members_of
 from jserve.api.front import json_response
 from jserve.api.routes import PUBLIC
 
@@ -27,92 +28,12 @@ WORDS = {
     Holds.IGNORED: "without effect: listed in x-jserve-ignored-params, refused by --strict-params",
     Holds.REFUSED: "400 unsupported_parameter, unless null or a value that asks for nothing",
 }
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """Something a request may ask for: its fields by endpoint; None where it cannot be asked."""
-
-    name: str
-    chat: Json | None
-    text: Json | None
-    responses: Json | None
-    messages: Json | None
-
-    def on(self, path: str) -> Json | None:
-        asked = (self.chat, self.text, self.responses, self.messages)
-        return asked[GENERATING.index(path)]
-
-
-_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}
-_TEXT_FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": _SCHEMA}}
-_FUNCTION = {"name": "f", "parameters": _SCHEMA}
-_TOOLS = [{"type": "function", "function": _FUNCTION}]
-_FLAT_TOOLS = [{"type": "function", **_FUNCTION}]
-_INPUT_TOOLS = [{"name": "f", "input_schema": _SCHEMA}]
-_SCORES = {"top_logprobs": 2}
-
-
-def _everywhere(name: str, fields: Json) -> Feature:
-    return Feature(name, fields, fields, fields, fields)
-
-
-FEATURES = (
-    _everywhere("stream", {"stream": True}),
-    Feature("n", {"n": 2}, {"n": 2}, None, None),
-    _everywhere("seed", {"seed": 7}),
-    Feature("stop", {"stop": ["x"]}, {"stop": ["x"]}, {"stop": ["x"]}, {"stop_sequences": ["x"]}),
-    Feature("logprobs", {"logprobs": True, **_SCORES}, {"logprobs": 2}, _SCORES, None),
-    Feature("prompt logprobs", {"prompt_logprobs": 1}, {"prompt_logprobs": 1}, None, None),
-    Feature("echo", None, {"echo": True, "logprobs": 1}, None, None),
-    Feature(
-        "JSON schema",
-        {"response_format": _FORMAT},
-        {"response_format": _FORMAT},
-        {"text": _TEXT_FORMAT},
-        {"output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}}},
-    ),
-    Feature("tools", {"tools": _TOOLS}, None, {"tools": _FLAT_TOOLS}, {"tools": _INPUT_TOOLS}),
-    Feature(
-        "forced tools",
-        {"tools": _TOOLS, "tool_choice": "required"},
-        None,
-        {"tools": _FLAT_TOOLS, "tool_choice": "required"},
-        {"tools": _INPUT_TOOLS, "tool_choice": {"type": "any"}},
-    ),
-    _everywhere("penalties", {"presence_penalty": 0.5, "repetition_penalty": 1.1}),
-    _everywhere("logit_bias", {"logit_bias": {"5": -100}}),
-    Feature("token ids", {"return_token_ids": True}, {"return_token_ids": True}, None, None),
-    _everywhere("lanes and deadlines", {"lane": "bulk", "deadline_ms": 60000}),
-    _everywhere("truncation", {"truncate_prompt_tokens": 8}),
-    _everywhere("cache_salt", {"cache_salt": "s"}),
-)
-REFUSED_PAIRS = {
-    frozenset({"stream", "prompt logprobs"}): dict.fromkeys(GENERATING, "prompt_logprobs"),
-    frozenset({"logprobs", "tools"}): {"/v1/responses": "top_logprobs"},
-    frozenset({"logprobs", "forced tools"}): {"/v1/responses": "top_logprobs"},
-    frozenset({"JSON schema", "forced tools"}): {
-        "/v1/chat/completions": "response_format",
-        "/v1/responses": "text.format",
-        "/v1/messages": "output_config.format",
-    },
-}
-"""Features that go not together: by endpoint, the field that is named."""
-
-
-def pair(path: str, one: Feature, other: Feature) -> str | None:
-    """What holds for two features in one request to ``path``: "applied", the name of the field
-    that is refused, or None where one of them cannot be asked."""
-    if one.on(path) is None or other.on(path) is None:
-        return None
-    return REFUSED_PAIRS.get(frozenset({one.name, other.name}), {}).get(path, Holds.APPLIED.value)
 
 
 @functools.cache
 def endpoints() -> Json:
-    """Path -> field -> {"holds", "but"}: "but" lists the values that ask for nothing."""
+    """Path -> field -> {"holds", "but", "members"}: "but" lists the values that ask for nothing,
+    "members" has the same for what the objects inside a field may hold, by path."""
     found: Json = {}
     for route in PUBLIC:
         if route.fields is not None:
@@ -123,48 +44,57 @@ def endpoints() -> Json:
 def _fields(fields: type[Fields]) -> list[tuple[str, Json]]:
     rows = []
     for name, field in sorted(fields.model_fields.items()):
-        row: Json = {"holds": holds(field).value}
-        if holds(field) in (Holds.REFUSED, Holds.IGNORED):
-            row["but"] = neutral_values(field)
-        rows.append((name, row))
+        members = {path: _row(schema) for path, schema in members_of(field, name)}
+        rows.append((name, _row(declaration(field)) | ({"members": members} if members else {})))
     return rows
+
+
+def _row(declared: Mapping[str, Any]) -> Json:
+    row: Json = {"holds": held(declared).value}
+    if held(declared) in (Holds.REFUSED, Holds.IGNORED):
+        row["but"] = declared.get(NEUTRAL, [])
+    return row
 
 
 def _shown(path: str) -> str:
     return path.replace(":.+", "")
 
 
-@functools.cache
-def pairs() -> Json:
-    """Path -> feature -> feature -> what holds for both in one request."""
-    found: Json = {}
-    for path in GENERATING:
-        table: Json = {}
-        for i, one in enumerate(FEATURES):
-            for other in FEATURES[i + 1 :]:
-                held = pair(path, one, other)
-                if held is not None:
-                    table.setdefault(one.name, {})[other.name] = held
-        found[path] = table
-    return found
-
-
 def answer() -> web.Response:
     words = {kind.value: text for kind, text in WORDS.items()}
-    return json_response({"words": words, "endpoints": endpoints(), "together": pairs()})
+    return json_response({"words": words, "endpoints": endpoints(), "together": features.pairs()})
 
 
 def markdown() -> str:
-    """The README's table: fields by what holds for them, endpoint by endpoint."""
+    """The README's tables: fields endpoint by endpoint, then the members of the objects in them."""
     lines = ["| endpoint | applied | no effect | refused |", "|---|---|---|---|"]
-    for path, fields in endpoints().items():
-        by: dict[str, list[str]] = defaultdict(list)
-        for name, row in fields.items():
-            by[row["holds"]].append(f"`{name}`" + _but(row))
-        none = by[Holds.LABEL] + by[Holds.IGNORED]
-        cells = (by[Holds.APPLIED], none, by[Holds.REFUSED])
-        lines.append(f"| `{path}` | " + " | ".join(", ".join(cell) for cell in cells) + " |")
+    lines += [f"| `{path}` | {_cells(fields)} |" for path, fields in endpoints().items()]
+    lines += ["", "| inside | at | applied | no effect | refused |", "|---|---|---|---|---|"]
+    for (name, cells), paths in _members().items():
+        lines.append(f"| `{name}` | {', '.join(f'`{path}`' for path in paths)} | {cells} |")
     return "\n".join(lines) + "\n"
+
+
+def _members() -> dict[tuple[str, str], list[str]]:
+    """(field, cells) -> the endpoints whose field of that name has these members."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path, fields in endpoints().items():
+        for name, row in fields.items():
+            inside = {
+                at.removeprefix(name): member for at, member in row.get("members", {}).items()
+            }
+            if inside:
+                found[name, _cells(inside)].append(path.partition(" ")[2])
+    return found
+
+
+def _cells(rows: Mapping[str, Json]) -> str:
+    """Names by what holds for them: three cells of a table."""
+    by: dict[str, list[str]] = defaultdict(list)
+    for name, row in rows.items():
+        by[row["holds"]].append(f"`{name}`" + _but(row))
+    cells = (by[Holds.APPLIED], by[Holds.LABEL] + by[Holds.IGNORED], by[Holds.REFUSED])
+    return " | ".join(", ".join(cell) for cell in cells)
 
 
 def _but(row: Json) -> str:

@@ -14,8 +14,10 @@ from jserve.api.ask import Ask, ModelCard, Served, Wish
 from jserve.api.errors import Unsupported
 from jserve.api.fields import Fields, ignored_fields, shaped, validate
 from jserve.api.front import Front, ignored_header, json_response
-from jserve.api.openai_messages import KWARGS, MESSAGES, TOOLS, chat_of
-from jserve.api.shape import CHOICE
+from jserve.api.openai_chat import EFFORT, KWARGS, chat_of
+from jserve.api.openai_messages import MESSAGES
+from jserve.api.openai_tools import TOOLS
+from jserve.api.shape import CHOICE, chosen
 from jserve.api.shared import Ids, check_model
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
@@ -33,7 +35,7 @@ class TokenizeBody(Fields):
     tools: Any = shaped(TOOLS)
     tool_choice: Any = shaped(CHOICE)
     documents: Any = shaped({"type": ["array", "null"], "items": {"type": "object"}})
-    reasoning_effort: str | None = None
+    reasoning_effort: Any = shaped(EFFORT)
     chat_template_kwargs: Any = shaped(KWARGS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -64,7 +66,9 @@ def tokenize_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         return Wish(body=body, ask=ask, ignored=ignored_fields(body))
     if body.add_special_tokens:
         raise Unsupported("add_special_tokens has no meaning for chat", field="add_special_tokens")
-    ask = Ask(params=params, chat=chat_of(dict(body), served.template), field="messages")
+    chat = chat_of(dict(body), served.template)
+    chosen(chat.tools or [], body.tool_choice if chat.tools else None)
+    ask = Ask(params=params, chat=chat, holder="messages")
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
 
 

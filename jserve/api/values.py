@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from jserve.api.ask import ModelCard
+from jserve.api.naming import renamed
 from jserve.errors import BadRequest
 from jserve.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
 from jserve.types import MAX_RETENTIONS, Retention
@@ -122,12 +123,19 @@ def retain_of(value: Any) -> tuple[Retention, ...]:
     if not isinstance(value, list) or len(value) > MAX_RETENTIONS:
         raise BadRequest(f"retain must be a list of at most {MAX_RETENTIONS}", field="retain")
     known = {"start", "end", "priority", "seconds"}
-    for hint in value:
+    for i, hint in enumerate(value):
         if not isinstance(hint, dict) or not hint.keys() <= known:
             raise BadRequest(
-                f"retain must hold objects with {', '.join(sorted(known))}", field="retain"
+                f"retain[{i}] must be an object of {', '.join(sorted(known))}", field=f"retain[{i}]"
             )
-    return tuple(Retention(**hint) for hint in value)
+    return tuple(_retention(hint, f"retain[{i}]") for i, hint in enumerate(value))
+
+
+def _retention(hint: dict[str, Any], at: str) -> Retention:
+    try:
+        return Retention(**hint)
+    except BadRequest as e:
+        raise renamed(e, {f"retain.{name}": f"{at}.{name}" for name in hint}) from None
 
 
 def top_of(value: int, field: str) -> int:

@@ -1,8 +1,8 @@
-"""The asyncio face of an engine, and its supervisor.
+"""The asyncio face of an engine.
 
 Owns the requests that run, each with its queue of outputs and exactly one terminal output per
-choice, and the restarts of an engine that died. Must not know HTTP or text. All state is touched
-on one event loop::
+choice. Must not know HTTP or text, nor how an engine that died is replaced (``engine.supervisor``).
+All state is touched on one event loop::
 
     generate(request) --Submit--> client --> engine
         ^                            |
@@ -21,30 +21,26 @@ from typing import Any
 
 import msgspec
 
-from jserve.engine.client import EngineClient, OnMessage
+from jserve.engine.client import EngineClient
 from jserve.engine.process import OnProgress
 from jserve.engine.streams import Stream
+from jserve.engine.supervisor import Supervisor
 from jserve.engine.wire import (
     Control,
     Fault,
-    Gone,
     Handle,
     Handles,
     Message,
     Outputs,
-    Progress,
     Ready,
     Stats,
     StepRecord,
 )
 from jserve.errors import (
     BadRequest,
-    ConfigError,
     EngineDead,
-    JserveError,
     NotReady,
     RequestFailed,
-    WeightsError,
     error_of,
     where,
 )
@@ -54,11 +50,8 @@ from jserve.types import Finish, HandleInfo, Output, Request
 
 log = logging.getLogger(__name__)
 
-MAX_BACKOFF_S = 30.0
 WATCHED_STEPS = 600
 """Records of steps that are kept for those who watch."""
-FORGIVE_AFTER_S = 600.0
-"""An engine that ran so long starts again with the full number of restarts."""
 
 
 class AsyncEngine:
@@ -94,28 +87,51 @@ class AsyncEngine:
         clock: Clock = time.monotonic,
     ) -> None:
         self._make_client = make_client
-        self._max_restarts, self._backoff_s = max_restarts, backoff_s
         self._stall_timeout_s = stall_timeout_s
         self._max_buffered, self._slow_reader_s = max_buffered_bytes, slow_reader_s
         self._clock = clock
+        self._supervisor = Supervisor(
+            self._new_client,
+            self._on_message,
+            self._on_lost,
+            max_restarts=max_restarts,
+            backoff_s=backoff_s,
+            clock=clock,
+        )
         self._streams: dict[str, Stream] = {}
         self._asked: dict[str, asyncio.Future[list[HandleInfo]]] = {}
-        self.client: EngineClient | None = None
         self._stats = Stats()
         self.steps: deque[tuple[int, StepRecord]] = deque(maxlen=WATCHED_STEPS)
         self._n_watched = 0
-        self._moved_at = self._ready_at = clock()
-        self._n_tries = 0
-        self._fault: Fault | None = None
-        self._closing = False
-        self._restart: asyncio.Task[None] | None = None
-        self._on_progress: OnProgress | None = None
-        self._first: asyncio.Future[dict[str, Any]] | None = None
-        self.ready = self.draining = False
-        self.info: dict[str, Any] = {}
-        self.gave_up, self.gave_up_reason = asyncio.Event(), ""
-        names = "engine_deaths restarts faults aborted slow_readers dropped_outputs"
-        self.counters = dict.fromkeys(names.split(), 0)
+        self._moved_at = clock()
+        self.draining = False
+        names = "faults aborted slow_readers dropped_outputs"
+        self._counts = dict.fromkeys(names.split(), 0)
+
+    @property
+    def client(self) -> EngineClient | None:
+        return self._supervisor.client
+
+    @property
+    def ready(self) -> bool:
+        return self._supervisor.ready
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self._supervisor.info
+
+    @property
+    def gave_up(self) -> asyncio.Event:
+        return self._supervisor.gave_up
+
+    @property
+    def gave_up_reason(self) -> str:
+        return self._supervisor.gave_up_reason
+
+    @property
+    def counters(self) -> dict[str, int]:
+        deaths, restarts = self._supervisor.n_deaths, self._supervisor.n_restarts
+        return {"engine_deaths": deaths, "restarts": restarts, **self._counts}
 
     async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
         """Start the engine and wait until it takes requests; returns the info of its Ready message.
@@ -124,11 +140,7 @@ class AsyncEngine:
             ConfigError, WeightsError: an option or a file is at fault; ``field`` names it.
             EngineDead: the engine ended during its start. A first start is not tried again.
         """
-        self._loop = asyncio.get_running_loop()
-        self._on_progress = on_progress
-        self._first = self._loop.create_future()
-        self._launch()
-        return await self._first
+        return await self._supervisor.start(on_progress)
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests, wait for those that run, end the rest; returns how many were
@@ -141,12 +153,9 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End the engine; whatever still runs gets an error. Idempotent."""
-        self._closing, self.ready = True, False
-        if self._restart is not None:
-            self._restart.cancel()
+        self._supervisor.stop()
         self._fail_all("the engine was closed", EngineDead.code, cancel=False)
-        if self.client is not None:
-            await asyncio.to_thread(self.client.close)
+        await self._supervisor.close()
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         """Run a request: its outputs as they come, one terminal one per choice; then it ends.
@@ -190,7 +199,7 @@ class AsyncEngine:
         """
         self._check_open()
         assert self.client is not None
-        answer = self._asked[message.id] = self._loop.create_future()
+        answer = self._asked[message.id] = asyncio.get_running_loop().create_future()
         try:
             self.client.ask(message)
             return await answer
@@ -205,7 +214,7 @@ class AsyncEngine:
         finally:
             self._streams.pop(request.id, None)
             if stream.open:
-                self.counters["aborted"] += 1
+                self._counts["aborted"] += 1
                 self._cancel(request.id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -213,7 +222,7 @@ class AsyncEngine:
         Idempotent."""
         stream = self._streams.get(request_id)
         if stream is not None and stream.end(Finish.ABORT, index=index):
-            self.counters["aborted"] += 1
+            self._counts["aborted"] += 1
             self._cancel(request_id, index if stream.open else None)
 
     @property
@@ -253,14 +262,9 @@ class AsyncEngine:
         return stream
 
     def _check_open(self) -> None:
-        if self.draining or self._closing:
+        if self.draining or self._supervisor.closing:
             raise NotReady("the server is shutting down", code="draining", retry_after=5.0)
-        if self.gave_up.is_set():
-            raise EngineDead(self.gave_up_reason)
-        if not self.ready:
-            if self.counters["engine_deaths"]:
-                raise EngineDead("the engine is being restarted", retry_after=5.0)
-            raise NotReady("the engine is starting", retry_after=5.0)
+        self._supervisor.check_ready()
 
     def _cancel(self, request_id: str, index: int | None = None) -> None:
         if self.client is not None and self.client.alive:
@@ -283,9 +287,9 @@ class AsyncEngine:
         # Before this output: one alone may be large, and nobody had the time to take it.
         too_slow = stream is not None and self._too_slow(stream)
         if stream is None or not stream.put(output):
-            self.counters["dropped_outputs"] += 1
+            self._counts["dropped_outputs"] += 1
         elif too_slow and stream.open:
-            self.counters["slow_readers"] += 1
+            self._counts["slow_readers"] += 1
             self._cancel(output.request_id)
             stream.end(Finish.ERROR, "the client reads too slowly", "slow_reader")
 
@@ -304,29 +308,11 @@ class AsyncEngine:
             n += stream.end(Finish.ERROR, message, code)
         return n
 
-    def _launch(self) -> None:
-        self._fault = None
-        self.client = client = self._make_client()
-        loop = self._loop
+    def _new_client(self) -> EngineClient:
+        self._stats = Stats()  # what the last engine said of itself is over
+        return self._make_client()
 
-        def on_message(message: Message) -> None:
-            try:
-                loop.call_soon_threadsafe(self._on_message, client, message)
-            except RuntimeError:  # the loop is closed: nobody is left to hear it
-                log.debug("dropped %s", type(message).__name__)
-
-        self._start_client(client, on_message)
-
-    def _start_client(self, client: EngineClient, on_message: OnMessage) -> None:
-        try:
-            client.start(on_message)
-        except OSError as error:
-            self._fault = Fault(message=f"cannot start the engine: {error}", fatal=True)
-            on_message(Gone(exit_code=1))
-
-    def _on_message(self, client: EngineClient, message: Message) -> None:
-        if client is not self.client:
-            return
+    def _on_message(self, message: Message) -> None:
         match message:
             case Outputs():
                 self._progress_to(message.step)
@@ -340,14 +326,9 @@ class AsyncEngine:
                 self.steps.extend(enumerate(message.steps, self._n_watched))
                 self._n_watched += len(message.steps)
             case Ready():
-                self._on_ready(message)
-            case Progress():
-                if self._on_progress is not None:
-                    self._on_progress(message.stage, message.done, message.total)
+                self._moved_at = self._clock()
             case Fault():
                 self._on_fault(message)
-            case Gone():
-                self._on_gone(message)
 
     def _on_handles(self, message: Handles) -> None:
         answer = self._asked.get(message.id)
@@ -364,58 +345,13 @@ class AsyncEngine:
             self._stats = msgspec.structs.replace(self._stats, step=step)
             self._moved_at = self._clock()
 
-    def _on_ready(self, message: Ready) -> None:
-        self.info, self.ready = message.info, True
-        self._ready_at = self._moved_at = self._clock()
-        if self._first is not None and not self._first.done():
-            self._first.set_result(message.info)
-
     def _on_fault(self, fault: Fault) -> None:
-        """A fatal fault explains the Gone that follows; another one may have cost any request a
+        """A fatal fault explains why the engine will be gone; another one may have cost any request a
         message."""
-        self.counters["faults"] += 1
-        if fault.fatal:
-            self._fault = fault
-            return
-        log.error("engine: %s", fault.message)
-        self._fail_all(fault.message, RequestFailed.code, cancel=True)
+        self._counts["faults"] += 1
+        if not fault.fatal:
+            log.error("engine: %s", fault.message)
+            self._fail_all(fault.message, RequestFailed.code, cancel=True)
 
-    def _on_gone(self, gone: Gone) -> None:
-        was_ready, self.ready = self.ready, False
-        why = self._fault.message if self._fault else f"it ended with code {gone.exit_code}"
-        if self._closing:
-            why = "the engine was closed"
-        else:
-            self.counters["engine_deaths"] += 1
-            log.error("the engine died: %s", why)
+    def _on_lost(self, why: str) -> None:
         self._fail_all(f"the engine died: {why}", EngineDead.code, cancel=False)
-        if self._first is not None and not self._first.done():
-            self._first.set_exception(_start_error(self._fault, why))
-        elif not self._closing:
-            self._plan_restart(why, was_ready)
-
-    def _plan_restart(self, why: str, was_ready: bool) -> None:
-        if was_ready and self._clock() - self._ready_at > FORGIVE_AFTER_S:
-            self._n_tries = 0
-        if self._n_tries >= self._max_restarts:
-            self.gave_up_reason = f"the engine died {self._n_tries + 1} times, at last: {why}"
-            self.gave_up.set()
-            return
-        self._n_tries += 1
-        wait_s = min(self._backoff_s * 2 ** (self._n_tries - 1), MAX_BACKOFF_S)
-        self._restart = self._loop.create_task(self._restart_after(wait_s))
-
-    async def _restart_after(self, wait_s: float) -> None:
-        await asyncio.sleep(wait_s)
-        self.counters["restarts"] += 1
-        self._stats = Stats()
-        self._launch()
-
-
-def _start_error(fault: Fault | None, why: str) -> JserveError:
-    """The error of a start that failed; a config error keeps its class, so that the exit code is
-    2."""
-    for kind in (ConfigError, WeightsError):
-        if fault is not None and fault.code == kind.code:
-            return kind(fault.message, field=fault.field)
-    return EngineDead(f"the engine did not start: {why}")

@@ -7,11 +7,12 @@ is certain, its token is too** (the tokenizer's own), and the mask allows only t
 token may be drawn under its mask, drafted, or put in without a model step, all the same::
 
     drawn      {"      city   ":     ·"    P    ar
-    forced            must=(city, ":)           ...       compute_ff_tokens after each drawn token
+    forced            certain=(city, ":)        ...       compute_ff_tokens after each drawn token
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -19,11 +20,14 @@ import numpy as np
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
-from jserve.errors import InvalidSchema
+from jserve.errors import InvalidSchema, where
 from jserve.faults import point
 from jserve.grammar.matcher import Compiled
 from jserve.grammar.thought import Phase, Thought
+from jserve.grammar.trail import MOST_CERTAIN, LimitReached, Place, Trail
 from jserve.ports import Verdict
+
+log = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 30
 TOO_COMPLEX = Verdict(
@@ -37,7 +41,9 @@ class _Mark(NamedTuple):
     phase: Phase
     n_thought: int
     thought_must: tuple[int, ...]
-    must: tuple[int, ...]
+    place: Place | None
+    mask_W: np.ndarray | None
+    fault: Verdict | None
     ended: bool
 
 
@@ -85,22 +91,23 @@ class TokenGuide:
         self.fault: Verdict | None = None
         self.mask_W: np.ndarray | None = None
         """The matcher's mask for the next token; None while it has to be computed."""
-        self.matcher: LLMatcher | None = None
-        self._must: tuple[int, ...] = ()
+        self.trail: Trail | None = None
         self._fast = fast
-        self._n_taken = 0
         if compiled is not None:
-            self.matcher = compiled.matcher.deep_copy()
+            self.trail = Trail(compiled, kit.eos_ids[:1], canonical=kit.canonical)
             self.mask_W = compiled.mask_W
-            self._must = compiled.forced if kit.canonical else ()
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        return None if self.trail is None else self.trail.matcher
 
     @property
     def needs_mask(self) -> bool:
         """True when the matcher has to be asked before the next row."""
-        return self.matcher is not None and self.mask_W is None and not self.ended
+        return self.trail is not None and self.mask_W is None and not self.ended
 
     def room(self, in_flight: int) -> int:
-        if self.matcher is not None:
+        if self.trail is not None:
             return UNLIMITED if not in_flight and not self.needs_mask else 0
         if self.thought.must:
             return 0 if in_flight else UNLIMITED
@@ -116,6 +123,7 @@ class TokenGuide:
             return None if first_W is None else first_W[None]
         rows: list[np.ndarray | None] = [first_W]
         self._walk(drafts, rows)
+        rows += [self.kit.none_W] * (1 + len(drafts) - len(rows))
         if all(row is None for row in rows):
             return None
         return np.stack([self.kit.all_W if row is None else row for row in rows])
@@ -126,15 +134,18 @@ class TokenGuide:
         try:
             for token in drawn:
                 self._take(token)
-            while self._fast and self.pending and not self.ended:
+            while self._fast and self.pending and not self.ended and len(forced) < MOST_CERTAIN:
                 ids = self.pending
                 forced += ids
                 for token in ids:
                     self._take(token)
+        except LimitReached:
+            self.fault = TOO_COMPLEX
+            return self.fault
         except ValueError as error:
             self.fault = Verdict(error=str(error))
             return self.fault
-        free = self.matcher is None and self.thought.phase is Phase.ANSWER
+        free = self.trail is None and self.thought.phase is Phase.ANSWER
         return Verdict(forced=tuple(forced), ended=self.ended, free=free)
 
     @property
@@ -145,7 +156,11 @@ class TokenGuide:
     @property
     def pending(self) -> tuple[int, ...]:
         """The ids that must come next."""
-        return self.thought.must or (self._must if self._answers else ())
+        return self.thought.must or (self._certain if self._answers else ())
+
+    @property
+    def _certain(self) -> tuple[int, ...]:
+        return () if self.trail is None else self.trail.certain
 
     @property
     def _answers(self) -> bool:
@@ -154,24 +169,15 @@ class TokenGuide:
     def _take(self, token: int) -> None:
         if self.ended:
             raise ValueError("the output goes on after its end")
-        if not self.thought.take(token) or self.matcher is None:
+        if not self.thought.take(token) or self.trail is None:
             return
         if token in self.kit.eos_ids:
             self.ended = True
-            if not self.matcher.is_accepting():
+            if not self.trail.complete:
                 raise ValueError("the output ended before its structure was complete")
             return
         self.mask_W = None
-        if not self.matcher.consume_token(token):
-            raise ValueError("the output left its structure")
-        self._n_taken += 1
-        self._must = self._must[1:] or self._ahead()
-
-    def _ahead(self) -> tuple[int, ...]:
-        assert self.matcher is not None
-        if self.matcher.is_stopped():
-            return self.kit.eos_ids[:1]
-        return tuple(self.matcher.compute_ff_tokens()) if self.kit.canonical else ()
+        self.trail.take(token)
 
     def _words(self) -> np.ndarray | None:
         """int32[W]: what may come next; None: anything."""
@@ -180,14 +186,15 @@ class TokenGuide:
         must = self.pending
         if must and self.thought.phase is not Phase.BEFORE:
             return self.kit.only(must[0])
-        if self.matcher is None:
+        if self.trail is None:
             return None
         match self.thought.phase:
             case Phase.INSIDE:
                 return self.kit.no_end_W
             case Phase.BEFORE:
                 assert self.thought.tags is not None
-                answer_W = self.kit.only(self._must[0]) if self._must else self._matcher_words()
+                certain = self._certain
+                answer_W = self.kit.only(certain[0]) if certain else self._matcher_words()
                 return answer_W | self.kit.only(self.thought.tags.open_id)
         return self._matcher_words()
 
@@ -197,10 +204,17 @@ class TokenGuide:
         return self.kit.none_W if self.mask_W is None else self.mask_W
 
     def compute(self) -> None:
-        """Ask the matcher for the next token's mask, here and now."""
+        """Ask the matcher for the next token's mask, here and now. What it fails with is this
+        sequence's end."""
         assert self.matcher is not None
         mask_1W = np.zeros((1, self.kit.n_words), np.int32)
-        fill_next_token_bitmask(self.matcher, mask_1W)
+        try:
+            fill_next_token_bitmask(self.matcher, mask_1W)
+        except Exception as error:
+            log.error("a mask failed: %s", where(error))
+            self.fault = Verdict(error=f"the mask failed with {type(error).__name__}")
+            self.mask_W = self.kit.none_W
+            return
         self.put(mask_1W[0])
 
     def put(self, mask_W: np.ndarray) -> None:
@@ -215,21 +229,20 @@ class TokenGuide:
         """Step over ``drafts`` while they are allowed, collecting the mask after each; go back.
 
         Returns:
-            How many are allowed. One that ends the output is not: nothing can follow it.
+            How many are allowed. One that ends the output is not: nothing can follow it; nor is one
+            that the matcher fails at, which is for ``take`` to find if it is ever drawn.
         """
-        mark, mask_W, before = self._mark(), self.mask_W, self._n_taken
-        n = 0
-        for token in drafts:
-            if not self._may(token):
-                break
-            self._take(token)
-            n += 1
-            if rows is not None:
-                rows.append(self._words())
-        if self.matcher is not None and self._n_taken > before:
-            self.matcher.rollback(self._n_taken - before)
-            self._n_taken = before
-        self.mask_W = mask_W
+        mark, n = self._mark(), 0
+        try:
+            for token in drafts:
+                if not self._may(token):
+                    break
+                self._take(token)
+                n += 1
+                if rows is not None:
+                    rows.append(self._words())
+        except Exception as error:
+            log.debug("a guess was dropped: %s", where(error))
         self._undo(mark)
         return n
 
@@ -237,9 +250,9 @@ class TokenGuide:
         words_W = self._words_cheap()
         if words_W is not None:
             return bool(words_W[token >> 5] & _bit(token)) and token not in self.kit.eos_ids
-        if self.matcher is None:
+        if self.trail is None:
             return True
-        ok = self.matcher.validate_tokens([token]) == 1
+        ok = self.trail.allows(token)
         opens = self.thought.phase is Phase.BEFORE and self._opens(token)
         return (ok or opens) and token not in self.kit.eos_ids
 
@@ -248,14 +261,24 @@ class TokenGuide:
 
     def _words_cheap(self) -> np.ndarray | None:
         """The mask, where it takes no asking of the matcher."""
-        asks = self.matcher is not None and self.thought.phase is not Phase.INSIDE
+        asks = self.trail is not None and self.thought.phase is not Phase.INSIDE
         return None if asks and not self.pending and self.mask_W is None else self._words()
 
     def _mark(self) -> _Mark:
-        thought = self.thought
-        return _Mark(thought.phase, thought.n_tokens, thought.must, self._must, self.ended)
+        thought, trail = self.thought, self.trail
+        return _Mark(
+            thought.phase,
+            thought.n_tokens,
+            thought.must,
+            None if trail is None else trail.place,
+            self.mask_W,
+            self.fault,
+            self.ended,
+        )
 
     def _undo(self, mark: _Mark) -> None:
         thought = self.thought
         thought.phase, thought.n_tokens, thought.must = mark[:3]
-        self._must, self.ended = mark.must, mark.ended
+        if self.trail is not None and mark.place is not None:
+            self.trail.back(mark.place)
+        self.mask_W, self.fault, self.ended = mark[4:]

@@ -10,7 +10,6 @@ Owns the threads and what is being computed (``ports.Guides``). Must not know pl
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,13 +20,13 @@ import numpy as np
 from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from jserve.cores import n_cores
 from jserve.errors import where
 from jserve.faults import point
 from jserve.grammar.guide import MaskKit, TokenGuide
 from jserve.grammar.matcher import Compiled, Compiler
 from jserve.grammar.thought import Thought
 from jserve.grammar.vocab import Vocabulary, ll_tokenizer
-from jserve.ports import Verdict
 from jserve.types import Request
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class TokenGuides:
     ) -> None:
         self._make_vocabulary = make_vocabulary
         self._fast_forward = fast_forward
-        self._n_threads = mask_threads or max(1, (os.cpu_count() or 2) // 2)
+        self._n_threads = mask_threads or max(1, n_cores() // 2)
         self._compiling = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="jserve-grammar")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="jserve-mask")
         self._setup = threading.Lock()
@@ -139,16 +138,16 @@ class TokenGuides:
         compiler, _, executor = self._ready()
         mask_GW = np.zeros((len(guides), compiler.n_words), np.int32)
         jobs = [(guide.matcher, i) for i, guide in enumerate(guides)]
+        self.n_masks += len(guides)
         try:
             self._fill(executor, jobs, mask_GW)
-        except Exception as error:  # a fault of the library ends these sequences, not the engine
+        except Exception as error:  # of one of them: each alone, so that no other pays for it
             log.error("masks failed: %s", where(error))
             for guide in guides:
-                guide.fault = Verdict(error=f"the mask failed with {type(error).__name__}")
-            mask_GW[...] = 0
+                guide.compute()
+            return
         for guide, mask_W in zip(guides, mask_GW, strict=True):
             guide.put(mask_W)
-        self.n_masks += len(guides)
 
     @point("grammar.mask")
     def _fill(self, executor: LLExecutor, jobs: list[Any], mask_GW: np.ndarray) -> None:

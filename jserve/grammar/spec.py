@@ -90,6 +90,8 @@ def json_options(spec: StructuredOutputs) -> dict[str, Any]:
     strict = {"lenient": False, "coerce_one_of": False}
     if spec.whitespace_pattern is not None:
         pattern = _text(spec.whitespace_pattern, "whitespace_pattern")
+        if LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(pattern)):
+            raise _bad("whitespace_pattern", "is no regular expression that can be followed")
         return {**strict, "whitespace_flexible": True, "whitespace_pattern": pattern}
     gap = "" if spec.disable_any_whitespace else " "
     return {
@@ -162,6 +164,7 @@ def _tag(item: Any, triggers: list[str], spec: StructuredOutputs) -> StructTag:
     if not isinstance(item, dict) or not isinstance(item.get("begin"), str):
         raise _bad("structural_tag", "structures must be objects with begin, schema and end")
     begin, end, schema = item["begin"], item.get("end", ""), item.get("schema", {})
+    schema = _closed(schema) if spec.disable_additional_properties else schema
     if not isinstance(end, str) or not isinstance(schema, dict):
         raise _bad("structural_tag", "structures need a schema object and an end text")
     trigger = next((t for t in triggers if begin.startswith(t)), None)

@@ -46,7 +46,8 @@ class Thought:
         """Tokens until the budget may be spent; None when it cannot be."""
         if self.budget is None or self.phase not in (Phase.BEFORE, Phase.INSIDE):
             return None
-        return self.budget - self.n_tokens
+        opening = 1 if self.phase is Phase.BEFORE else 0
+        return opening + self.budget - self.n_tokens
 
     def take(self, token: int) -> bool:
         """Move past ``token``; True when it belongs to the answer.

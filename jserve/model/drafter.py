@@ -1,7 +1,7 @@
 """What drafts on the device: a value of plain functions, as a family is.
 
 Owns the ``Drafter`` type and what its functions are handed. Must not know any particular drafter
-(``draft_model``, ``eagle3``, ``medusa`` are values of it), nor the runner; ``drafting`` is the loop
+(``draft_model``, ``eagle3``, ``medusa``, ``prompt_lookup`` make values of it), nor the runner; ``drafting`` is the loop
 that calls it inside the step.
 
 A drafter keeps KV of its own, if any, under the page ids of the target: entry p of a sequence lies
@@ -89,6 +89,9 @@ class Drafter:
     logits:  (target, params, carry float32[E, X], depth, axis) -> float32[E, V] of draft number
              ``depth`` (0, 1 ...; static where there is no ``advance``), -inf for tokens it never
              drafts.
+    copy:    (text int32[R, S], newest int32[R], n) -> int32[R, n] drafts, for one that knows no more than
+             the text: a ring of its newest S tokens (position p in place p % S) up to position
+             ``newest``. It has none of the other functions.
     """
 
     name: str
@@ -103,17 +106,21 @@ class Drafter:
     """True: every device holds all of it and does the same work; False: sharded as the target is.
     ``split_over`` decides."""
     specs: Callable[[int], Any]
-    observe: Callable[
-        [Target, Any, Seen, list[LayerKV], str | None], tuple[jax.Array, list[LayerKV]]
-    ]
+    observe: (
+        Callable[[Target, Any, Seen, list[LayerKV], str | None], tuple[jax.Array, list[LayerKV]]]
+        | None
+    ) = None
     advance: (
         Callable[
             [Target, Any, jax.Array, StepView, list[LayerKV], str | None],
             tuple[jax.Array, list[LayerKV]],
         ]
         | None
-    )
-    logits: Callable[[Target, Any, jax.Array, Any, str | None], jax.Array]
+    ) = None
+    logits: Callable[[Target, Any, jax.Array, Any, str | None], jax.Array] | None = None
+    text: int = 0
+    """Newest tokens of a text that ``copy`` reads."""
+    copy: Callable[[jax.Array, jax.Array, int], jax.Array] | None = None
 
     @property
     def n_kv_layers(self) -> int:

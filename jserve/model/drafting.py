@@ -9,7 +9,7 @@ likeliest tokens beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +20,9 @@ from jserve.model import tree as trees
 from jserve.model.attention import LayerKV
 from jserve.model.drafter import Seen
 from jserve.model.grow import grown
-from jserve.model.slots import NONE, SlotState, keep_drafts
+from jserve.model.slots import NONE, SlotState, keep_drafts, text_of
 from jserve.model.tree import DraftMask, Parents
-from jserve.model.view import Bucket
+from jserve.model.view import SAMPLING, Bucket
 from jserve.model.walk import Hands, Told, Walk
 from jserve.types import Grown
 
@@ -50,13 +50,14 @@ def leave_drafts(
     hands: Hands, kv: list[LayerKV], told: Told, slots: SlotState, bucket: Bucket
 ) -> tuple[list[LayerKV], SlotState]:
     """The drafter's new KV, and the slots with ``bucket.n_draft`` drafts for those who emitted."""
-    carry_RX, kv = hands.observe(_seen(told), kv)
-    if not bucket.n_draft:
-        return kv, slots
-    made = _drafts(hands, told, slots, bucket, carry_RX, kv)
-    draft_RJ = jnp.clip(made.draft_RJ, 0, hands.dims.V - 1)
-    live_R = told.n_ok_R > 0
-    return made.kv, keep_drafts(slots, told.view.slot_R, live_R, draft_RJ, made.parent_RJ)
+    slot_R, live_R, parent_RJ = told.view.slot_R, told.n_ok_R > 0, None
+    if hands.drafter.copy is not None:
+        draft_RJ = hands.drafter.copy(text_of(slots, slot_R), told.len_R, bucket.n_draft)
+    else:
+        carry_RX, kv = hands.observe(_seen(told), kv)
+        draft_RJ, kv, parent_RJ = _drafts(hands, told, slots, bucket, carry_RX, kv)
+    draft_RJ = jnp.clip(draft_RJ, 0, hands.dims.V - 1)
+    return kv, keep_drafts(slots, slot_R, live_R, draft_RJ, parent_RJ)
 
 
 class _Made(NamedTuple):
@@ -75,15 +76,20 @@ def _drafts(
     carry_RX: jax.Array,
     kv: list[LayerKV],
 ) -> _Made:
-    shape, n = bucket.tree, bucket.n_draft
+    shape, n, R = bucket.tree, bucket.n_draft, carry_RX.shape[0]
+    if R == 1:
+        told, carry_RX = _doubled(told), jnp.repeat(carry_RX, 2, axis=0)
     if isinstance(shape, Grown):
         walk = Walk(told, slots, hands, n_places=1 + (shape.depth - 1) * shape.width)
         draft_RJ, parent_RJ, kv = grown(walk, shape, carry_RX, kv)
-        return _Made(draft_RJ, kv, parent_RJ)
-    if not shape:
-        return _chain(Walk(told, slots, hands, n_places=n), n, carry_RX, kv)
-    fixed = _Fixed(shape)
-    return _tree(Walk(told, slots, hands, n_places=len(fixed.rank)), fixed, carry_RX, kv)
+        return _Made(draft_RJ[:R], kv, parent_RJ[:R])
+    if shape:
+        fixed = _Fixed(shape)
+        walk = Walk(told, slots, hands, n_places=len(fixed.rank))
+        made = _tree(walk, fixed, carry_RX, kv)
+    else:
+        made = _chain(Walk(told, slots, hands, n_places=n), n, carry_RX, kv)
+    return made._replace(draft_RJ=made.draft_RJ[:R])
 
 
 def _seen(told: Told) -> Seen:
@@ -104,6 +110,20 @@ def _seen(told: Told) -> Seen:
         x_TD=told.x_TD,
         taps=told.taps,
         last_R=jnp.maximum(last_R, 0),
+    )
+
+
+def _doubled(told: Told) -> Told:
+    """One row as two, the second of them dead: XLA:CPU is far slower on a pass over one row."""
+    view = told.view
+    named = [c.name for c in SAMPLING] + ["slot_R", "count_R", "page_table_RM"]
+    rows = {name: jnp.repeat(getattr(view, name), 2, axis=0) for name in named}
+    return replace(
+        told,
+        view=view.replace(**rows),  # type: ignore[attr-defined]
+        token_RJ=jnp.repeat(told.token_RJ, 2, axis=0),
+        n_ok_R=jnp.pad(told.n_ok_R, (0, 1)),
+        len_R=jnp.repeat(told.len_R, 2),
     )
 
 

@@ -108,12 +108,19 @@ def embed(table_VD: jax.Array, tok_T: jax.Array, axis: str | None) -> jax.Array:
     """float32[T, D] of int32[T]; under ``axis`` each shard holds a contiguous range of the
     vocabulary."""
     if axis is None:
-        return table_VD[tok_T].astype(jnp.float32)
+        return _rows(table_VD, tok_T)
     V = table_VD.shape[0]
     local_T = tok_T - lax.axis_index(axis) * V
     mine_T = (local_T >= 0) & (local_T < V)
-    x_TD = table_VD[jnp.where(mine_T, local_T, 0)].astype(jnp.float32)
+    x_TD = _rows(table_VD, jnp.where(mine_T, local_T, 0))
     return reduce(jnp.where(mine_T[:, None], x_TD, 0.0), axis)
+
+
+def _rows(table_VD: jax.Array, at_T: jax.Array) -> jax.Array:
+    """float32[T, D]. Bound to the tokens, or XLA:CPU widens the whole table before a loop of drafts, in every
+    step, since it only picks what is float32."""
+    table_VD, at_T = lax.optimization_barrier((table_VD, at_T))
+    return table_VD[at_T].astype(jnp.float32)
 
 
 def unembed(table_VD: jax.Array, x_ED: jax.Array, axis: str | None) -> jax.Array:

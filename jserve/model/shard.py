@@ -8,16 +8,14 @@ ArrayInfo. Must not know file formats; ``jserve.weights`` reads ``Part``s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jserve.errors import ConfigError, WeightsError
+from jserve.errors import ConfigError
 
 AXIS = "tp"
 """The tensor-parallel mesh axis."""
@@ -118,35 +116,3 @@ def make_mesh(tp: int, devices: Sequence[Any] | None = None) -> Mesh:
             field="tensor_parallel_size",
         )
     return jax.make_mesh((tp,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tp])
-
-
-def kv_partition(kv_axis: int) -> PartitionSpec:
-    """How one layer's keys (values alike) lie on the mesh: split at the dimension that holds kv
-    heads."""
-    return PartitionSpec(*(None,) * kv_axis, AXIS)
-
-
-def assemble(spec: ParamSpec, get: Callable[[str], np.ndarray]) -> np.ndarray:
-    """The whole parameter from checkpoint tensors by name, on one host: what ``Part`` means, in
-    numpy.
-
-    Raises:
-        WeightsError: a tensor has another shape than the spec says; ``field`` is its name.
-    """
-    pieces = []
-    for part in spec.parts:
-        x = np.asarray(get(part.name))
-        if x.shape != part.shape:
-            raise WeightsError(
-                f"tensor {part.name} has shape {list(x.shape)}, expected {list(part.shape)}",
-                field=part.name,
-            )
-        pieces.append(np.repeat(x.reshape(part.view), part.repeat, axis=0))
-    return np.concatenate(pieces, axis=spec.concat).reshape(spec.shape)
-
-
-def assemble_all(specs: Any, get: Callable[[str], np.ndarray], dtype: Any) -> Any:
-    """The parameter tree of ``specs``, unsharded, on the default device."""
-    return jax.tree.map(
-        lambda s: jnp.asarray(assemble(s, get), s.dtype or dtype), specs, is_leaf=is_spec
-    )

@@ -1,8 +1,8 @@
 """SlotState: what a sequence leaves on the device between steps, one row per slot.
 
 Owns the truth that the host only bounds from above (length, last token) and the per-slot rows that
-sampling reads (token counts, biases, bad words), how a step advances them and how the host fills
-them. Must not know families or attention.
+sampling reads (token counts, biases, bad words) and drafters that copy (text), how a step advances them
+and how the host fills them. Must not know families or attention.
 
 ``counts_CV`` holds the number of times a token was put out, plus ``IN_PROMPT`` where the prompt
 holds it.
@@ -52,10 +52,13 @@ class SlotState:
     parent_CJ: jax.Array | None = None
     """int32: parents of these drafts as ``jserve.model.tree`` numbers nodes; None: all slots have one
     shape."""
+    text_CS: jax.Array | None = None
+    """int32: the newest S tokens, that of position p in place p % S; None: nobody reads them."""
 
 
-def empty(C: int, V: int, drafts: int = 0, *, grown: bool = False) -> SlotState:
-    """Slots nobody has held yet, with room for so many drafts, and their parents if ``grown``."""
+def empty(C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0) -> SlotState:
+    """Slots nobody has held yet, with room for so many drafts, their parents if ``grown``, and so many
+    tokens of text."""
 
     def ints(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
@@ -69,12 +72,13 @@ def empty(C: int, V: int, drafts: int = 0, *, grown: bool = False) -> SlotState:
         bad_CWK=ints(C, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
         draft_CJ=ints(C, drafts) if drafts else None,
         parent_CJ=ints(C, drafts) if grown else None,
+        text_CS=ints(C, text) if text else None,
     )
 
 
-def shapes(C: int, V: int, drafts: int = 0, *, grown: bool = False) -> Any:
+def shapes(C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0) -> Any:
     """The abstract state: a ``SlotState`` of ``ShapeDtypeStruct``."""
-    return jax.eval_shape(lambda: empty(C, V, drafts, grown=grown))
+    return jax.eval_shape(lambda: empty(C, V, drafts, grown=grown, text=text))
 
 
 def advance(
@@ -101,9 +105,16 @@ def advance(
     tail_CX = jnp.concatenate([slots.recent_CB, token_RJ[row_C]], axis=1)
     keep_CB = n_ok_R[row_C][:, None] + jnp.arange(_TAIL, dtype=jnp.int32)
     recent_CB = jnp.take_along_axis(tail_CX, keep_CB, axis=1)
-    token_RJ = jnp.where(jnp.arange(J) < n_ok_R[:, None], token_RJ, slots.counts_CV.shape[1])
+    drawn_RJ = jnp.arange(J) < n_ok_R[:, None]
+    text_CS = slots.text_CS
+    if text_CS is not None:
+        pos_RJ = len_R[:, None] + 1 - n_ok_R[:, None] + jnp.arange(J, dtype=jnp.int32)
+        at_RJ = jnp.where(drawn_RJ, slot_R[:, None], C)
+        text_CS = text_CS.at[at_RJ, pos_RJ % text_CS.shape[1]].set(token_RJ, mode="drop")
+    token_RJ = jnp.where(drawn_RJ, token_RJ, slots.counts_CV.shape[1])
     return replace(
         slots,
+        text_CS=text_CS,
         len_C=jnp.where(live_C, len_R[row_C], slots.len_C),
         last_C=jnp.where(live_C, last_R[row_C], slots.last_C),
         recent_CB=jnp.where(live_C[:, None], recent_CB, slots.recent_CB),
@@ -134,11 +145,21 @@ def keep_drafts(
     return replace(slots, parent_CJ=slots.parent_CJ.at[at_R, :n].set(parent_RJ, mode="drop"))
 
 
+def text_of(slots: SlotState, slot_R: jax.Array) -> jax.Array:
+    """int32[R, S]: the text of each row's slot (of slot C: of any)."""
+    assert slots.text_CS is not None, "slots without text"
+    return slots.text_CS[jnp.minimum(slot_R, slots.len_C.shape[0] - 1)]
+
+
 _HEAD = 4
 _RECENT_AT = _HEAD
 _BAD_AT = _RECENT_AT + _TAIL
 _PAIRS_AT = _BAD_AT + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
 LOAD_SIZE = _PAIRS_AT + 4 * LOAD_PAIRS
+LOAD_TOKENS = 2048
+"""Tokens that one run of ``load_text`` carries."""
+_TEXT_HEAD = 3
+TEXT_SIZE = _TEXT_HEAD + LOAD_TOKENS
 
 
 def load(slots: SlotState, buf: jax.Array) -> SlotState:
@@ -160,6 +181,30 @@ def load(slots: SlotState, buf: jax.Array) -> SlotState:
         recent_CB=slots.recent_CB.at[slot].set(buf[_RECENT_AT:_BAD_AT]),
         bad_CWK=slots.bad_CWK.at[slot].set(bad_WK),
     )
+
+
+def load_text(slots: SlotState, buf: jax.Array) -> SlotState:
+    """Run one buffer of ``text_buffers``: set a stretch of the slot's text."""
+    assert slots.text_CS is not None, "slots without text"
+    C, S = slots.text_CS.shape
+    slot, start, n = buf[0], buf[1], buf[2]
+    i_X = jnp.arange(LOAD_TOKENS, dtype=jnp.int32)
+    text_CS = slots.text_CS.at[jnp.where(i_X < n, slot, C), (start + i_X) % S].set(
+        buf[_TEXT_HEAD:], mode="drop"
+    )
+    return replace(slots, text_CS=text_CS)
+
+
+def text_buffers(item: SlotLoad, S: int) -> list[np.ndarray]:
+    """The int32[TEXT_SIZE] buffers that ``load_text`` runs to set a slot's text; numpy only."""
+    runs = []
+    for start in range(max(0, len(item.tokens) - S), len(item.tokens), LOAD_TOKENS):
+        part = item.tokens[start : start + LOAD_TOKENS]
+        buf = np.zeros(TEXT_SIZE, np.int32)
+        buf[:_TEXT_HEAD] = item.slot, start, len(part)
+        buf[_TEXT_HEAD : _TEXT_HEAD + len(part)] = part
+        runs.append(buf)
+    return runs
 
 
 def load_buffers(item: SlotLoad, V: int) -> list[np.ndarray]:

@@ -87,7 +87,7 @@ class StepOut:
 
 def slot_shapes(dims: StepDims) -> Any:
     """The abstract ``SlotState``."""
-    return slot_rows.shapes(dims.C, dims.V, dims.drafts, grown=dims.grown)
+    return slot_rows.shapes(dims.C, dims.V, dims.drafts, grown=dims.grown, text=dims.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,8 @@ class StepDims:
     """Drafts that a slot holds; 0: there is no device drafter."""
     grown: bool = False
     """It holds their parents, too."""
+    text: int = 0
+    """Newest tokens of its text that a slot holds; 0: nobody reads them."""
 
 
 @dataclass(frozen=True, slots=True)

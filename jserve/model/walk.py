@@ -44,6 +44,7 @@ class Hands(NamedTuple):
     """Draft in a loop: less to compile, but a GPU would launch its passes from the host."""
 
     def observe(self, seen: Seen, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
+        assert self.drafter.observe is not None, "not asked of a drafter that copies"
         return self.drafter.observe(self.target, self.params, seen, kv, self.axis)
 
     def advance(
@@ -53,6 +54,7 @@ class Hands(NamedTuple):
         return self.drafter.advance(self.target, self.params, carry_EX, view, kv, self.axis)
 
     def logits(self, carry_EX: jax.Array, depth: Any) -> jax.Array:
+        assert self.drafter.logits is not None, "not asked of a drafter that copies"
         return self.drafter.logits(self.target, self.params, carry_EX, depth, self.axis)
 
 

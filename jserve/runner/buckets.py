@@ -9,8 +9,9 @@ the largest, where padding costs most. No rung has fewer than two tokens, since 
 one row many times slower than two.
 
 Rows that verify drafts of the host are 4, 8 or 16 tokens wide (``spec.choice.widths``), in steps
-without prefill on every other rung of decode rows, as far as there is arithmetic to spare; beside
-prefill only at full width, beside few rows or the largest chunk. Any of these takes fewer rows and
+without prefill 1, 4, 16, 64 ... of them, as far as there is arithmetic to spare: one row alone has the
+most to gain, and is no single row to multiply; beside prefill only at full width, beside few rows or the
+largest chunk. Any of these takes fewer rows and
 narrower ones, so nothing is missing, only padded.
 
 A drafter on the device is in some programs and not in others: those that draft verify as many drafts
@@ -37,9 +38,9 @@ ONLY_FEW = 32
 MOST_VERIFIED = 128
 """Tokens that decode rows have together in steps without prefill, but for the narrowest width: more of
 them keep any device busy, so that guessing gains nothing."""
-BESIDE_DRAFTS = (64, 128)
+DRAFT_BESIDE_FEW, DRAFT_BESIDE_ALL = (64, 128, 256), (128,)
 """Prefill tokens of programs that draft: beside few rows, and beside all that may draft. The largest is
-one more."""
+one more. A prompt that comes alone waits for its own padding, and pays for the drafter before it gains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +193,8 @@ def _drafting(
     few, narrow = min(FEW_ROWS, D), wide[0]
     whole = Bucket(D=D, P=P, F=F, J=narrow)
     found = {Bucket(D=d, P=0, F=0, J=j) for d in _verify_rungs(D) for j in wide} | {whole}
-    for p, rows in zip(BESIDE_DRAFTS, (few, D), strict=True):
-        if p < P:
-            found.add(Bucket(D=rows, P=p, F=_rows(p, F), J=narrow))
+    beside = [(p, few) for p in DRAFT_BESIDE_FEW] + [(p, D) for p in DRAFT_BESIDE_ALL]
+    found |= {Bucket(D=rows, P=p, F=_rows(p, F), J=narrow) for p, rows in beside if p < P}
     if masks:
         found |= {replace(whole, mask=True), Bucket(D=D, P=0, F=0, J=wide[-1], mask=True)}
     if scores:
@@ -211,7 +211,7 @@ def _worth_a_mask(b: Bucket, D: int, P: int, J: int) -> bool:
     """Few rungs take masks: each is one more program to compile, and guided rows are few."""
     if b.J not in (1, J):
         return False
-    return b.D in (FEW_ROWS, D) if b.P == 0 else (b.D, b.P) == (D, P)
+    return b.D in (1, FEW_ROWS, D) if b.P == 0 else (b.D, b.P) == (D, P)
 
 
 def _doubling(first: int, last: int) -> list[int]:
@@ -232,5 +232,5 @@ def _decode_rungs(last: int) -> list[int]:
 
 
 def _verify_rungs(last: int) -> list[int]:
-    """2, 8, 32, 128 ... and the last."""
-    return sorted({n for n in _decode_rungs(last) if n.bit_length() % 2 == 0} | {last})
+    """1, 4, 16, 64 ... and the last."""
+    return sorted({n for n in _doubling(1, last) if n.bit_length() % 2} | {last})

@@ -14,12 +14,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jserve.config import SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.model import tree as trees
 from jserve.model.draft_model import draft_model
 from jserve.model.drafter import REPLICATED, Drafter, split_over
 from jserve.model.families import family_for
 from jserve.model.family import Arch
+from jserve.model.prompt_lookup import ngram
 from jserve.model.shard import ShardRules
 from jserve.model.tree import Shape
 from jserve.types import Grown
@@ -97,6 +99,17 @@ class Found:
     def loaded(self, mesh: Mesh, rules: ShardRules, dtype: Any, **how: Any) -> Any:
         laid = REPLICATED if self.drafter.replicated else rules
         return self.load(mesh, laid, dtype, **how)
+
+
+def copying(options: SpeculativeOptions, n_draft: int, target: Arch) -> Speculation:
+    """Prompt lookup as ``options`` want it: a drafter without files or weights."""
+    drafter = ngram(
+        target,
+        least=options.prompt_lookup_min,
+        most=options.prompt_lookup_max,
+        window=options.max_lookup_tokens,
+    )
+    return Speculation(drafter=drafter, params={}, n_draft=n_draft)
 
 
 def find_drafter(method: str, source: Source, target: Arch) -> Found:

@@ -156,6 +156,11 @@ def plan_memory(
     )
 
 
+def host_pages(gib: float, page_bytes: int) -> int:
+    """Pages of ``page_bytes`` (all devices together) that ``gib`` GiB of host memory hold."""
+    return int(gib * GIB) // page_bytes
+
+
 def _steady(n_pages: int) -> int:
     """``n_pages`` down to four significant bits: the pool's size is in the shape of every program, so
     a few free MiB more or less at the next start must not miss the whole compile cache."""

@@ -248,11 +248,6 @@ def identity(model: StepModel, params: Any) -> str:
     return digest.hexdigest()
 
 
-def host_pages(gib: float, page_bytes: int) -> int:
-    """Pages of ``page_bytes`` (all devices together) that ``gib`` GiB of host memory hold."""
-    return int(gib * 2**30) // page_bytes
-
-
 def _stacks(model: StepModel, n_host_pages: int, page_axis: int) -> list[_Stack]:
     """The layers by shape and mesh axis, in order of first appearance."""
     layers = model.kv_layers()

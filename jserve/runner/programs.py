@@ -3,7 +3,8 @@
 Owns ahead-of-time compilation (``lower().compile()`` of each bucket in parallel threads), the
 persistent compile cache and the seal. Must not know plans. After ``seal()`` nothing may compile: on
 a GPU a new executable evicts every captured graph, and anywhere it stalls all requests. Compiles
-are counted through ``jax.monitoring``, so one by any code of this process is seen.
+are counted through ``jax.monitoring``, so one by any code of this process is seen; those of an
+engine that is ``starting`` are no fault of the engines that are ready.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jserve.cores import n_cores
 from jserve.errors import ConfigError
 from jserve.model import slots as slot_rows
 from jserve.model.step import DeviceState, StepModel, make_step
@@ -57,8 +61,22 @@ def compile_options(platform: str) -> dict[str, str | bool]:
     return {} if platform == "cpu" else {"xla_gpu_enable_command_buffer": ",".join(GRAPH_PARTS)}
 
 
+_STARTING = ContextVar("starting", default=False)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Compiles in here, also in threads that run in a copy of this context, belong to an engine's
+    start."""
+    token = _STARTING.set(True)
+    try:
+        yield
+    finally:
+        _STARTING.reset(token)
+
+
 class _CompileCounter:
-    """Compiles of this process since the counter was first asked for."""
+    """Compiles of this process outside of every start, since the counter was first asked for."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -73,7 +91,8 @@ class _CompileCounter:
         return self
 
     def _heard(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        if event == _COMPILE_EVENT:
+        # It is called in the thread that compiled.
+        if event == _COMPILE_EVENT and not _STARTING.get():
             with self._lock:
                 self.n += 1
 
@@ -82,7 +101,8 @@ _COUNTER = _CompileCounter()
 
 
 def n_compiles() -> int:
-    """Compiles (cache hits included) in this process since the first call of this function."""
+    """Compiles (cache hits included) in this process since the first call of this function, but for
+    those of engines that were ``starting``."""
     return _COUNTER.listen().n
 
 
@@ -122,7 +142,7 @@ class ProgramInfo:
 
 
 class Programs:
-    """The compiled steps and the slot loader of one model.
+    """The compiled steps and the slot loaders of one model.
 
     Args:
         threads: programs compiled at once; 0 is one per core.
@@ -143,12 +163,12 @@ class Programs:
         self.strict = strict
         self.infos: list[ProgramInfo] = []
         self._steps: dict[Bucket, Any] = {}
-        self._load: Any = None
+        self._loads: dict[str, Any] = {}
         self._sealed_at: int | None = None
         self._warned = 0
         self._whole = NamedSharding(model.mesh, PartitionSpec())
         n_compiles()
-        self._compile_all(threads or os.cpu_count() or 1, progress or (lambda *_: None))
+        self._compile_all(threads or n_cores(), progress or (lambda *_: None))
 
     def step(self, bucket: Bucket) -> Any:
         """The compiled step: ``(params, state, buf) -> (state, out)``, state donated."""
@@ -157,7 +177,12 @@ class Programs:
     @property
     def load(self) -> Any:
         """The compiled slot loader: ``(slots, buf) -> slots``, slots donated."""
-        return self._load
+        return self._loads["slot_load"]
+
+    @property
+    def load_text(self) -> Any:
+        """The compiled loader of a slot's text: ``(slots, buf) -> slots``, slots donated."""
+        return self._loads["text_load"]
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -168,7 +193,7 @@ class Programs:
 
     @property
     def late_compiles(self) -> int:
-        """Compiles since the seal."""
+        """Compiles since the seal: of our own programs, or of code that nobody answers for."""
         return 0 if self._sealed_at is None else n_compiles() - self._sealed_at
 
     def check(self) -> None:
@@ -193,27 +218,30 @@ class Programs:
     def _compile_all(self, threads: int, progress: Progress) -> None:
         params = self.model.abstract_params()
         state = self.model.abstract_state()
-        jobs = [*sorted(self.buckets, key=lambda b: -b.T), None]
-        done = 0
+        loads = ["slot_load", *(["text_load"] if self.model.dims.text else [])]
+        jobs = [*sorted(self.buckets, key=lambda b: -b.T), *loads]
         progress("compile", 0, len(jobs))
         with ThreadPoolExecutor(min(threads, len(jobs)), "compile") as pool:
-            for _ in pool.map(lambda job: self._compile(job, params, state), jobs):
-                done += 1
+            futures = [
+                pool.submit(copy_context().run, self._compile, job, params, state) for job in jobs
+            ]
+            for done, future in enumerate(futures, 1):
+                future.result()
                 progress("compile", done, len(jobs))
 
-    def _compile(self, bucket: Bucket | None, params: Any, state: DeviceState) -> None:
+    def _compile(self, job: Bucket | str, params: Any, state: DeviceState) -> None:
         start = time.perf_counter()
-        if bucket is None:
-            name, lowered = "slot_load", self._lower_load(state)
+        if isinstance(job, str):
+            name, lowered = job, self._lower_load(job, state)
         else:
-            name, lowered = step_name(bucket), self._lower_step(bucket, params, state)
+            name, lowered = step_name(job), self._lower_step(job, params, state)
         middle = time.perf_counter()
         compiled = lowered.compile(compile_options(self.model.mesh.devices.flat[0].platform))
         end = time.perf_counter()
-        if bucket is None:
-            self._load = compiled
+        if isinstance(job, str):
+            self._loads[job] = compiled
         else:
-            self._steps[bucket] = compiled
+            self._steps[job] = compiled
         memory = compiled.memory_analysis()
         temp = memory.temp_size_in_bytes if memory is not None else -1
         self.infos.append(
@@ -226,12 +254,20 @@ class Programs:
         buf = self._ints(buffer_size(self.model.fields(bucket)))
         return jax.jit(step, donate_argnums=(1,)).lower(params, state, buf)
 
-    def _lower_load(self, state: DeviceState) -> Any:
-        load = jax.jit(slot_rows.load, donate_argnums=(0,), out_shardings=self._whole)
-        return load.lower(state.slots, self._ints(slot_rows.LOAD_SIZE))
+    def _lower_load(self, name: str, state: DeviceState) -> Any:
+        load, size = _LOADS[name]
+        jitted = jax.jit(load, donate_argnums=(0,), out_shardings=self._whole)
+        return jitted.lower(state.slots, self._ints(size))
 
     def _ints(self, n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n,), jnp.int32, sharding=self._whole)
+
+
+_LOADS: dict[str, tuple[Callable[..., Any], int]] = {
+    "slot_load": (slot_rows.load, slot_rows.LOAD_SIZE),
+    "text_load": (slot_rows.load_text, slot_rows.TEXT_SIZE),
+}
+"""What fills a slot, and the size of its buffer."""
 
 
 def step_name(bucket: Bucket) -> str:

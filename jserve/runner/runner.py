@@ -21,39 +21,29 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jserve.config import EngineConfig
+from jserve.config import CacheOptions, EngineConfig
 from jserve.errors import ConfigError
 from jserve.faults import point
-from jserve.model.attention import backend as find_backend
 from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
-from jserve.model.sinks import with_sinks
-from jserve.model.slots import load_buffers
+from jserve.model.slots import load_buffers, text_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
-from jserve.model.view import LOGPROBS, Bucket
-from jserve.ports import InFlight, RunnerLimits, StepTime
-from jserve.runner.batch import Packer, StepBatch, score_targets
+from jserve.model.view import Bucket
+from jserve.ports import InFlight
+from jserve.runner import results
+from jserve.runner.batch import Packer, StepBatch
 from jserve.runner.buckets import Ladder
 from jserve.runner.disk import DiskStore
 from jserve.runner.drafts import Speculation
-from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
-from jserve.runner.moves import Leaving, PageMover, host_pages, identity
-from jserve.runner.programs import Programs, Progress
-from jserve.runner.sizes import (
-    draft_page_bytes,
-    drafting_limits,
-    kv_dtype,
-    ladder_of,
-    longest_pages,
-    runner_limits,
-    step_dims,
-    stored_kv,
-    window_of,
-)
+from jserve.runner.memory import DeviceMemory
+from jserve.runner.moves import Leaving, PageMover, identity
+from jserve.runner.programs import Programs, Progress, starting
+from jserve.runner.sizes import Sizes, sizes_of
 from jserve.runner.spill import Spill
-from jserve.runner.state import new_state
+from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
-from jserve.types import PageFetch, PromptLogprobs, StepPlan, StepResult
+from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
+from jserve.weights.place import tp_size
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +52,6 @@ class _Launched:
 
     batch: StepBatch
     out: StepOut
-    wants_top: bool
     leaving: list[Leaving]
     """Pages on their way to host memory."""
 
@@ -87,6 +76,7 @@ class ModelRunner:
         ConfigError: an option the device side cannot honour; ``field`` is its name.
     """
 
+    @starting()
     def __init__(
         self,
         family: Family,
@@ -103,50 +93,22 @@ class ModelRunner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         rules = rules or ShardRules()
-        self.params = params
+        self.params, self.speculation = params, speculation
         self._clock = clock
-        self._dtype = jax.tree.leaves(params)[0].dtype
-        platform = mesh.devices.flat[0].platform
-        attention = find_backend(config.device.attention_backend, platform)
-        arch = with_sinks(arch, attention, config.device.attention_sinks)
-        self._kv_dtype = kv_dtype(config, self._dtype)
-        stored = stored_kv(config, attention, self._dtype, arch, speculation)
-        self.speculation = speculation
-        dims = step_dims(arch, config, speculation)
-        tp = 1 if rules.kv_heads is None else mesh.shape.get(rules.kv_heads, 1)
-        window = window_of(arch, speculation)
-        self.memory: MemoryPlan = plan_memory(
-            arch=arch,
-            backend=attention,
-            dims=dims,
-            itemsize=stored.itemsize,
-            tp=tp,
-            weight_bytes=sum(
-                x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(self._all_params())
-            ),
-            options=config.cache,
-            memory=DeviceMemory.of(mesh.devices.flat[0]),
-            draft_page_bytes=draft_page_bytes(speculation, attention, dims, stored.itemsize, tp),
-            longest=longest_pages(arch, config, dims, window),
+        device = mesh.devices.flat[0]
+        self.sizes = sizes_of(
+            arch,
+            config,
+            dtype=jax.tree.leaves(params)[0].dtype,
+            platform=device.platform,
+            tp=tp_size(mesh, rules),
+            weight_bytes=_bytes_of_one_device(self._all_params()),
+            memory=DeviceMemory.of(device),
+            speculation=speculation,
         )
-        self.model = StepModel(
-            family=family,
-            arch=arch,
-            backend=attention,
-            dims=dims,
-            mesh=mesh,
-            rules=rules,
-            n_pages=self.memory.n_pages,
-            kv_dtype=stored,
-            dtype=self._dtype,
-            drafter=None if speculation is None else speculation.drafter,
-        )
-        n_host = host_pages(config.cache.host_memory_gb, self.memory.page_bytes * tp)
-        limits = runner_limits(arch, config, dims, self.memory.n_pages, n_host, window)
-        self.limits: RunnerLimits = drafting_limits(limits, config, speculation, platform)
-        tree = () if speculation is None else speculation.tree
-        synthetic = config.speculative.method == "synthetic"
-        self.ladder = ladder or ladder_of(self.limits, tree, masks_drafts=synthetic)
+        self.memory, self.limits = self.sizes.memory, self.sizes.limits
+        self.ladder = ladder or self.sizes.ladder
+        self.model = _step_model(self.sizes, family, mesh, rules, speculation)
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -155,21 +117,19 @@ class ModelRunner:
             progress=progress,
         )
         self._packer = Packer(
-            dims=dims,
-            n_pages=self.memory.n_pages,
+            dims=self.sizes.dims,
+            n_pages=self.limits.n_pages,
             ladder=self.ladder,
             fields_of=self.model.fields,
-            plan_attention=attention.plan,
+            plan_attention=self.sizes.attention.plan,
         )
+        n_host = self.limits.n_host_pages
         self._mover = PageMover(self.model, n_host) if n_host else None
-        self._spill = self._open_disk(config)
-        self.state: DeviceState = new_state(self.model)
+        self._spill = self._open_disk(config.cache)
+        self._new_state = state_maker(self.model)
+        self.state: DeviceState = self._new_state()
         self._busy_until = 0.0
-        times = self._warm_up(progress or (lambda *_: None))
-        self.limits = dataclasses.replace(
-            self.limits, step_times=times, page_move_s=self._time_moves()
-        )
-        self.programs.seal()
+        self._get_ready(progress or (lambda *_: None))
 
     @property
     def plain_buckets(self) -> list[Bucket]:
@@ -188,43 +148,35 @@ class ModelRunner:
         batch = self._packer.pack(plan, bucket)
         leaving = self._move(plan)
         for item in plan.loads:
-            for buf in load_buffers(item, self.model.dims.V):
-                slots = self.programs.load(self.state.slots, buf)
-                self.state = DeviceState(kv=self.state.kv, slots=slots)
+            self._load(item)
         out = self._run(batch)
-        wants_top = bool(batch.flags & LOGPROBS)
-        for array in _fetched(out, wants_top):
+        for array in results.wanted(batch, out):
             array.copy_to_host_async()
-        return InFlight(
-            plan=plan,
-            launched=now,
-            handle=_Launched(batch=batch, out=out, wants_top=wants_top, leaving=leaving),
-        )
+        handle = _Launched(batch=batch, out=out, leaving=leaving)
+        return InFlight(plan=plan, launched=now, handle=handle)
+
+    def _load(self, item: SlotLoad) -> None:
+        slots, dims = self.state.slots, self.model.dims
+        if item.params.penalised or item.params.biased:
+            for buf in load_buffers(item, dims.V):
+                slots = self.programs.load(slots, buf)
+        if dims.text:
+            for buf in text_buffers(item, dims.text):
+                slots = self.programs.load_text(slots, buf)
+        self.state = DeviceState(kv=self.state.kv, slots=slots)
 
     @point("runner.collect")
     def collect(self, flight: InFlight) -> StepResult:
         """Wait for a launched step and give its rows in plan order."""
         launched: _Launched = flight.handle
-        bucket, out = launched.batch.bucket, launched.out
-        packed_RX = np.asarray(out.packed_RX)
+        np.asarray(launched.out.packed_RX)  # waits
         if self._mover is not None:
             self._mover.land(launched.leaving)
         now = self._clock()
         began = max(flight.launched, self._busy_until)
         self._busy_until = now
-        rows = _plan_rows(bucket, launched.batch.n_decode, len(flight.plan.rows))
-        picked_RX, J = packed_RX[rows], bucket.J
-        top = (out.top_ids_RJL, out.top_logprobs_RJL) if launched.wants_top else (None, None)
-        return StepResult(
-            n_ok_R=picked_RX[:, 0],
-            finite_R=picked_RX[:, 1] > 0,
-            tokens_RJ=picked_RX[:, 2 : 2 + J],
-            logprob_RJ=np.ascontiguousarray(picked_RX[:, 2 + J :]).view(np.float32),
-            top_ids_RJL=None if top[0] is None else np.asarray(top[0])[rows],
-            top_logprobs_RJL=None if top[1] is None else np.asarray(top[1])[rows],
-            prompt={} if out.scores is None else _prompt_logprobs(flight.plan, launched),
-            device_us=(now - began) * 1e6,
-        )
+        took_us = (now - began) * 1e6
+        return results.result_of(flight.plan, launched.batch, launched.out, took_us)
 
     def update_params(self, params: Any) -> None:
         """Serve other weights from the next launch on: same shapes, types and shardings, so nothing
@@ -249,7 +201,7 @@ class ModelRunner:
         for leaf in jax.tree.leaves(self.state):
             if not leaf.is_deleted():
                 leaf.delete()  # there is no room for two pools
-        self.state = new_state(self.model)
+        self.state = self._new_state()
         self._packer.forget()
         self._run_to_its_end(self.ladder.buckets[0])
 
@@ -259,8 +211,8 @@ class ModelRunner:
         return {
             "device": f"{self.model.mesh.devices.size} x {device.device_kind}",
             "backend": self.model.backend.name,
-            "dtype": str(self._dtype),
-            "kv_dtype": str(self._kv_dtype),
+            "dtype": str(self.model.dtype),
+            "kv_dtype": str(self.sizes.kv_dtype),
             "programs": len(self.programs),
             **self.memory.report(),
         }
@@ -288,8 +240,7 @@ class ModelRunner:
         if self._mover is not None:
             self._mover.farewell(self.state.kv, pages)
 
-    def _open_disk(self, config: EngineConfig) -> Spill | None:
-        options = config.cache
+    def _open_disk(self, options: CacheOptions) -> Spill | None:
         if not options.disk_dir:
             return None
         if self._mover is None:
@@ -338,13 +289,18 @@ class ModelRunner:
         """A step of padding."""
         jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
 
-    def _warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
+    def _get_ready(self, progress: Progress) -> None:
+        """Run every program, tell the limits how long that took, and allow no compile any more."""
         warm_up = WarmUp(run=self._run_to_its_end, clock=self._clock, progress=progress)
-        return warm_up.times(
+        times = warm_up.times(
             self.ladder.buckets,
             cpu=self.model.mesh.devices.flat[0].platform == "cpu",
             drafts=self.limits.max_drafts > 0,
         )
+        self.limits = dataclasses.replace(
+            self.limits, step_times=times, page_move_s=self._time_moves()
+        )
+        self.programs.seal()
 
     def _time_moves(self) -> float:
         if self._mover is None:
@@ -354,36 +310,28 @@ class ModelRunner:
         return seconds
 
 
+def _step_model(
+    sizes: Sizes, family: Family, mesh: Mesh, rules: ShardRules, speculation: Speculation | None
+) -> StepModel:
+    return StepModel(
+        family=family,
+        arch=sizes.arch,
+        backend=sizes.attention,
+        dims=sizes.dims,
+        mesh=mesh,
+        rules=rules,
+        n_pages=sizes.memory.n_pages,
+        kv_dtype=sizes.stored,
+        dtype=sizes.dtype,
+        drafter=None if speculation is None else speculation.drafter,
+    )
+
+
 _NOTHING = StepPlan(id=-1, rows=(), page_table_RM=np.zeros((0, 0), np.int32))
 
 
-def _fetched(out: StepOut, wants_top: bool) -> list[jax.Array]:
-    top = [out.top_ids_RJL, out.top_logprobs_RJL] if wants_top else []
-    return [out.packed_RX, *top, *jax.tree.leaves(out.scores)]
-
-
-def _plan_rows(bucket: Bucket, n_decode: int, n: int) -> np.ndarray:
-    """Where the plan's rows are in the bucket."""
-    rows = np.arange(n)
-    rows[n_decode:] += bucket.D - n_decode
-    return rows
-
-
-def _prompt_logprobs(plan: StepPlan, launched: _Launched) -> dict[int, PromptLogprobs]:
-    scores = jax.tree.map(np.asarray, launched.out.scores)
-    found, at = {}, 0
-    for i, row in enumerate(plan.rows[launched.batch.n_decode :], launched.batch.n_decode):
-        part = slice(at, at + len(score_targets(row)) if row.score else at)
-        at += row.count
-        if row.score:
-            found[i] = PromptLogprobs(
-                start=row.start,
-                logprob_n=scores.logprob_P[part],
-                rank_n=scores.rank_P[part],
-                top_ids_nL=scores.top_ids_PL[part],
-                top_logprobs_nL=scores.top_logprobs_PL[part],
-            )
-    return found
+def _bytes_of_one_device(params: Any) -> int:
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
 
 
 def _check_like(params: Any, old: Any) -> None:

@@ -7,21 +7,23 @@ allocated. Must not hold arrays or touch a device.
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.attention import AttentionBackend
+from jserve.model.attention import AttentionBackend, backend as find_backend
 from jserve.model.family import Arch
 from jserve.model.kv_quant import E4M3
+from jserve.model.sinks import with_sinks
 from jserve.model.tree import Shape
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
 from jserve.runner.buckets import Ladder, beside_prefill
 from jserve.runner.drafts import Speculation
-from jserve.runner.memory import page_bytes
+from jserve.runner.memory import DeviceMemory, MemoryPlan, host_pages, page_bytes, plan_memory
 from jserve.types import Grown
 from jserve.window import Window, tokens_ahead
 
@@ -38,8 +40,15 @@ def step_dims(arch: Arch, config: EngineConfig, speculation: Speculation | None 
     C, M = config.scheduler.max_num_seqs, -(-length // Z)
     if speculation is None:
         return StepDims(C=C, M=M, Z=Z, V=arch.V)
-    grown = isinstance(speculation.tree, Grown)
-    return StepDims(C=C, M=M, Z=Z, V=arch.V, drafts=speculation.n_draft, grown=grown)
+    return StepDims(
+        C=C,
+        M=M,
+        Z=Z,
+        V=arch.V,
+        drafts=speculation.n_draft,
+        grown=isinstance(speculation.tree, Grown),
+        text=min(speculation.drafter.text, M * Z),
+    )
 
 
 def draft_page_bytes(
@@ -130,6 +139,7 @@ def runner_limits(
         max_prefill_rows=max(1, min(MAX_PREFILL_ROWS, dims.C, budget)),
         max_drafts=dims.drafts or config.n_drafts,
         device_drafts=dims.drafts,
+        drafts_from_text=dims.text > 0,
         n_pages=n_pages,
         page_size=dims.Z,
         max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),
@@ -169,4 +179,80 @@ def ladder_of(limits: RunnerLimits, tree: Shape = (), *, masks_drafts: bool) -> 
         device_drafts=limits.device_drafts,
         draft_rows=limits.draft_rows,
         tree=tree,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What follows from a model, its devices and the options, before anything is allocated."""
+
+    arch: Arch
+    """With the attention sinks that the options ask for."""
+    attention: AttentionBackend
+    dims: StepDims
+    dtype: Any
+    """Of the activations."""
+    kv_dtype: Any
+    """What KV is rounded to."""
+    stored: Any
+    """The dtype of the KV pool."""
+    memory: MemoryPlan
+    limits: RunnerLimits
+    """Without measured times."""
+    ladder: Ladder
+
+
+def sizes_of(
+    arch: Arch,
+    config: EngineConfig,
+    *,
+    dtype: Any,
+    platform: str,
+    tp: int,
+    weight_bytes: int,
+    memory: DeviceMemory,
+    speculation: Speculation | None = None,
+) -> Sizes:
+    """
+    Args:
+        dtype: of the activations.
+        platform: of the devices, as jax calls it.
+        tp: devices that the kv heads are split over.
+        weight_bytes: on one device, a drafter's too.
+        memory: of one device.
+
+    Raises:
+        ConfigError: an option cannot be honoured, or there is no room; ``field`` is its name.
+    """
+    attention = find_backend(config.device.attention_backend, platform)
+    arch = with_sinks(arch, attention, config.device.attention_sinks)
+    stored = stored_kv(config, attention, dtype, arch, speculation)
+    dims = step_dims(arch, config, speculation)
+    window = window_of(arch, speculation)
+    pool = plan_memory(
+        arch=arch,
+        backend=attention,
+        dims=dims,
+        itemsize=stored.itemsize,
+        tp=tp,
+        weight_bytes=weight_bytes,
+        options=config.cache,
+        memory=memory,
+        draft_page_bytes=draft_page_bytes(speculation, attention, dims, stored.itemsize, tp),
+        longest=longest_pages(arch, config, dims, window),
+    )
+    n_host = host_pages(config.cache.host_memory_gb, pool.page_bytes * tp)
+    limits = runner_limits(arch, config, dims, pool.n_pages, n_host, window)
+    limits = drafting_limits(limits, config, speculation, platform)
+    tree = () if speculation is None else speculation.tree
+    return Sizes(
+        arch=arch,
+        attention=attention,
+        dims=dims,
+        dtype=dtype,
+        kv_dtype=kv_dtype(config, dtype),
+        stored=stored,
+        memory=pool,
+        limits=limits,
+        ladder=ladder_of(limits, tree, masks_drafts=config.speculative.method == "synthetic"),
     )

@@ -10,17 +10,24 @@ One layer's keys and values are two arrays of the backend's shape, split over th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from jserve.model.step import DeviceState, StepModel
 
 
-def new_state(model: StepModel) -> DeviceState:
-    """A zeroed state laid out on the model's mesh."""
+def state_maker(model: StepModel) -> Callable[[], DeviceState]:
+    """Makes a zeroed state laid out on the model's mesh; only the first call compiles."""
     abstract = model.abstract_state()
 
     def zeros() -> DeviceState:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
 
-    return jax.jit(zeros, out_shardings=model.state_shardings())()
+    return jax.jit(zeros, out_shardings=model.state_shardings())
+
+
+def new_state(model: StepModel) -> DeviceState:
+    """A zeroed state, for those who need one only."""
+    return state_maker(model)()

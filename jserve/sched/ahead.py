@@ -16,6 +16,8 @@ Rows are those that decode and those about to. Three things make waking differ f
   waking and of a few steps, they are spent. What is left over is spent on staying awake a little too long,
   so that one unlucky round does not send it to sleep.
 * *the first choice* of a request rests on what stood for others of its lane.
+
+A drafter with a *shadow* (``sched.drafting``) needs no looks: what it would have brought is seen all the time.
 """
 
 from __future__ import annotations
@@ -67,9 +69,11 @@ class Ahead:
         gaps: Gaps,
         showing: Showing,
         expects: Expects,
+        *,
+        shadowed: bool = False,
     ) -> None:
         self.limits, self.costs, self.watches, self.gaps = limits, costs, watches, gaps
-        self.showing, self.expects = showing, expects
+        self.showing, self.expects, self.shadowed = showing, expects, shadowed
         self.min_speed = options.min_speed
         self.most = min(limits.max_drafts, limits.device_drafts)
         # Of a tree all is verified or nothing.
@@ -97,6 +101,8 @@ class Ahead:
 
     def _rests(self, rows: list[Sequence]) -> bool:
         """True while it sleeps and nothing is new."""
+        if self.shadowed:
+            return False
         same, self._rows = rows == self._rows, rows
         self._rested = self._rested + 1 if same and not self.awake else 0
         return self._rested % REST > 0
@@ -125,7 +131,7 @@ class Ahead:
         if width > 1:
             price = self._price(look, width)
             return width if not price or price < self._saves(look, width) else 1
-        if max([len(gains) for gains in look.gains]) == 1:
+        if self.shadowed or max([len(gains) for gains in look.gains]) == 1:
             return 1
         return self._look(look, self.widths[1])
 
@@ -167,6 +173,10 @@ class Ahead:
         is another question."""
         per_step = 1.0 + sum([gain(gains, width) for gains in look.gains]) / len(look.rows)
         left = min([self.expects(seq) for seq in look.rows])
+        if look.load.n_prefill and not self.limits.drafts_from_kv:
+            left = min(
+                left, per_step
+            )  # it can as well wake a step later, when the prompts are done
         return left * (self._seconds(look, 1) - self._seconds(look, width) / per_step)
 
     def _seconds(self, look: _Outlook, width: int) -> float:
@@ -179,6 +189,9 @@ class Ahead:
 
     def _gains(self, seq: Sequence) -> Gains:
         """Also of one that is about to end: it should not put the others to sleep for a step."""
-        if not may_hold(seq):
+        if not self.shadowed:
+            return self.watches.gains(seq, self.most) if may_hold(seq) else NOTHING
+        if not seq.request.speculative:
             return NOTHING
-        return self.watches.gains(seq, self.most)
+        offers = self.watches.of(seq).rates.offer(self.watches.rates)
+        return [offers * gain for gain in self.watches.gains(seq, self.most)]

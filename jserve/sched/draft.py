@@ -24,11 +24,19 @@ from jserve.types import RowPlan, Sequence, SlotLoad, StepPlan
 class PlanDraft:
     """Rows and budgets of the step being planned."""
 
-    def __init__(self, *, tokens: int, prefill_tokens: int, prefill_rows: int, chunk: int) -> None:
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        prefill_tokens: int,
+        prefill_rows: int,
+        chunk: int,
+        loads_text: bool = False,
+    ) -> None:
         self.tokens_left = tokens
         self.prefill_left = prefill_tokens
         self.prefill_rows_left = prefill_rows
-        self.chunk = chunk
+        self.chunk, self.loads_text = chunk, loads_text
         self.n_prefill = 0
         """Tokens of prefill rows so far."""
         self.n_draft = 0
@@ -145,9 +153,9 @@ class PlanDraft:
         self.prefill_rows_left -= 1
 
     def load(self, seq: Sequence) -> None:
-        """Have the slot's counts and bias row filled before the step's rows run."""
+        """Have what the slot holds of ``seq`` filled before the step's rows run, if anything reads it."""
         params = seq.request.params
-        if params.penalised or params.biased:
+        if self.loads_text or params.penalised or params.biased:
             self.loads.append(
                 SlotLoad(
                     slot=seq.slot, tokens=tuple(seq.tokens), n_prompt=seq.n_prompt, params=params

@@ -13,7 +13,9 @@ Three kinds of drafts, one row each:
   text, drafted or not (``spec.acceptance.Shadow``), so not waiting costs no knowledge. Blind proposers
   (synthetic ones) know nothing of the text: they are tried now and then, see ``spec.choice.Purse``.
 * *device*: a drafter leaves ``StepPlan.n_draft`` drafts in the slots. Nothing waits; whether it runs at all is
-  decided by ``sched.ahead``, and what it misses while it does not is made up for by ``sched.showing``.
+  decided by ``sched.ahead``, and what it misses while it does not is made up for by ``sched.showing``. Where it
+  copies from the text (n-grams), a proposer of the host is its *shadow*: it finds the same a step later, which tells
+  what drafts are worth without trying any, and it drafts for rows under a guide.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Drafting:
     """The policy.
 
     Args:
-        proposer: drafts on the host; None: only the device (where it can) and guides do.
+        proposer: drafts on the host, or is the shadow of a device that copies; None: only the device
+            (where it can) and guides do.
         expects: tokens that a sequence will still draw.
     """
 
@@ -78,7 +81,16 @@ class Drafting:
         self.watches = Watches(self.most, limits.draft_depths)
         self.gaps = Gaps()
         self.showing = Showing(limits, costs)
-        self.ahead = Ahead(limits, costs, options, self.watches, self.gaps, self.showing, expects)
+        self.ahead = Ahead(
+            limits,
+            costs,
+            options,
+            self.watches,
+            self.gaps,
+            self.showing,
+            expects,
+            shadowed=proposer is not None,
+        )
         self._sources: dict[int, dict[int, str]] = {}
         self._purse = Purse(LOOK_SHARE)
         self._read_left = 0
@@ -92,7 +104,7 @@ class Drafting:
     @property
     def device(self) -> bool:
         """True when it is the device that drafts."""
-        return self.limits.device_drafts > 0 and self.proposer is None
+        return self.limits.device_drafts > 0
 
     @property
     def _name(self) -> str:
@@ -106,6 +118,8 @@ class Drafting:
         """True when no step should be planned before those in flight are back, because drafts of
         the host are worth more than the overlap."""
         if not self.on or self.proposer is None or self.proposer.blind or not n_flights:
+            return False
+        if self.device:
             return False
         if not any(self._looks(seq) and seq.in_flight for seq in ready):
             return False
@@ -202,7 +216,6 @@ class Drafting:
     def lost(self) -> None:
         """The steps in flight will not land."""
         self.gaps.idle()
-        self.showing.lost()
         self._sources.clear()
 
     def counters(self) -> dict[str, float]:
@@ -227,11 +240,11 @@ class Drafting:
 
     def _held(self, seq: Sequence) -> Drafts:
         """Drafts of ``seq`` where the device drafts: what it left, unless it drafted half blind."""
-        if seq.guide is not None or not may_hold(seq):
-            return self._forced(seq)
+        if not may_hold(seq):
+            return self._drafts(seq)
         if self.showing.missing(seq):
             return Drafts()
-        return Drafts((-1,) * room(seq, self.watches.of(seq).left), DEVICE)
+        return Drafts((-1,) * room(seq, self.watches.of(seq).left), self._name)
 
     def _forced(self, seq: Sequence) -> Drafts:
         """Tokens that a guide leaves no choice about."""

@@ -12,10 +12,14 @@ the queue on top, which is its own::
                        no bulk     shorter      no       nobody
                                    prefills   standard
 
-A refused request changes nothing, however often it comes again: retries do not raise the load.
+A refused request changes nothing, however often it comes again: retries do not raise the load. Prompts
+that were asked for together are one decision: the first of them is asked about, the others follow it, so
+that no request is refused for its own sake by a server that has nothing else to do.
 """
 
 from __future__ import annotations
+
+from collections import OrderedDict
 
 from jserve.config import SchedulerOptions
 from jserve.errors import (
@@ -41,6 +45,8 @@ SHORT_FROM = 2
 FEW = 8
 """So few waiting sequences are no overload, however many seconds their prompts take; nor are those
 for whom a slot is free."""
+MAX_BATCHES = 4096
+"""Names of batches that are kept; the requests of one come close together."""
 
 
 def next_level(level: int, load: float) -> int:
@@ -70,6 +76,8 @@ class Gate:
         self.n_context = 0
         """Tokens of the longest row of late."""
         self.n_refused = dict.fromkeys(Lane, 0)
+        self._batches: OrderedDict[str, None] = OrderedDict()
+        """Those of which a request was taken, oldest first."""
         self._most_out = {
             Lane.INTERACTIVE: options.max_tokens_interactive,
             Lane.STANDARD: options.max_tokens_standard,
@@ -96,11 +104,27 @@ class Gate:
         """
         self.update()
         try:
-            self._check_room(request)
+            if request.batch not in self._batches:
+                self._check_room(request)
             self._check_deadlines(request, max_len, now)
-        except JserveError:
+        except JserveError as error:
             self.n_refused[request.lane] += 1
-            raise
+            raise self._own_fault(error, request) from None
+        if request.batch:
+            self._batches[request.batch] = None
+            while len(self._batches) > MAX_BATCHES:
+                self._batches.popitem(last=False)
+
+    def _own_fault(self, error: JserveError, request: Request) -> JserveError:
+        """``error``, or that the deadline is out of reach whenever it is asked for: only the request's
+        own batch stands before it."""
+        floor = self.floor
+        others = any(seq.request.batch != request.batch for seq in (*floor.waiting, *floor.running))
+        if others or not request.batch or not isinstance(error, DeadlineUnreachable):
+            return error
+        return DeadlineInfeasible(
+            f"{error.field} cannot be met for so many prompts at once", field=error.field
+        )
 
     def update(self) -> None:
         """Bring the overload level up to the load of now."""

@@ -29,7 +29,7 @@ from jserve.kv.cache import PageCache
 from jserve.kv.handles import quota_of
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
 from jserve.sched import admission, estimate, outcome, policy, telling
-from jserve.sched.budget import cap_of
+from jserve.sched.budget import PrefillCap, cap_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
 from jserve.sched.decoding import Decoding
@@ -37,11 +37,11 @@ from jserve.sched.draft import PlanDraft
 from jserve.sched.drafting import Drafting
 from jserve.sched.fetching import Fetching
 from jserve.sched.gate import Gate
-from jserve.sched.guided import lacks_mask
 from jserve.sched.keeping import Keeping
 from jserve.sched.leaders import Leaders
+from jserve.sched.prefilling import Prefilling
 from jserve.sched.queue import WaitQueue, weights_of
-from jserve.sched.residency import Residency, owes_scores
+from jserve.sched.residency import Residency
 from jserve.sched.scores import PromptScores
 from jserve.sched.stats import LaneCounts, SchedStats, counters_of, stats_of
 from jserve.sched.swapping import Swapping
@@ -78,52 +78,22 @@ class Scheduler:
         self.seed = config.model.seed
         self.journal = journal
         self.guides = guides
-        options = self.options
-        per_slot = -(-limits.max_model_len // limits.page_size)
-        cache = PageCache(
-            n_pages=limits.n_pages,
-            page_size=limits.page_size,
-            n_slots=limits.n_slots,
-            pages_per_slot=per_slot,
-            reuse=config.cache.prefix_caching,
-            n_host_pages=limits.n_host_pages,
-            window=limits.window,
-            sinks=limits.sinks,
-        )
-        prefill, drafts = limits.max_prefill_tokens, limits.max_drafts
-        window_pages = cache.window.most_pages(tokens_ahead(options, prefill, drafts))
-        longest = min(per_slot, window_pages or per_slot)
-        keeping = Keeping(
-            cache,
-            handle_pages=quota_of(limits.n_pages, longest, config.cache.handle_pages),
-            session_ttl_s=config.cache.session_ttl_s,
-        )
         self.costs = MeasuredCosts(limits.step_times)
-        self.cap = cap_of(self.costs, limits, options)
-        self.floor = Residency(
-            n_slots=limits.n_slots,
-            max_running=_most_running(limits, options),
-            cache=cache,
-            waiting=WaitQueue(weights_of(options), options.ageing_s),
-            keeping=keeping,
-            chunk=chunk_of(options, prefill),
-            window_pages=window_pages,
-            swapping=Swapping(
-                cache, self.cap, mode=options.preemption, page_move_s=limits.page_move_s
-            ),
-        )
-        self.leaders = Leaders(self.floor)
-        self.fetching = Fetching(self.floor)
+        self.cap = cap_of(self.costs, limits, self.options)
+        self.floor = _floor(limits, config, self.cap)
+        self.groups: dict[str, list[Sequence]] = {}
+        self.trials = Trials(self.groups)
+        self.leaders, self.fetching = Leaders(self.floor), Fetching(self.floor)
         self.drafting = Drafting(
             limits, self.costs, config.speculative, proposer, self.floor.lengths.still
         )
         self.decoding = Decoding(self.floor, limits, self.drafting, guided=guides is not None)
-        self.gate = Gate(options, self.cap, self.floor)
-        self.deadlines = Deadlines()
-        self.scores = PromptScores()
+        self.gate = Gate(self.options, self.cap, self.floor)
+        self.prefilling = Prefilling(
+            self.floor, self.gate, self.leaders, self.fetching, self.trials
+        )
+        self.deadlines, self.scores = Deadlines(), PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
-        self.groups: dict[str, list[Sequence]] = {}
-        self.trials = Trials(self.groups)
         self._n_submitted = self.n_steps = self._n_uncommitted = 0
         self.n_prefilled = 0
         """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
@@ -223,8 +193,9 @@ class Scheduler:
             prefill_tokens=self.cap.most,
             prefill_rows=self.limits.max_prefill_rows,
             chunk=self.floor.chunk,
+            loads_text=self.limits.drafts_from_text,
         )
-        self.floor.make_way(now, self._held_back)
+        self.floor.make_way(now, lambda seq: self.prefilling.held_back(seq, self.n_steps))
         if self.guides is not None:
             self.guides.settle(MASK_PATIENCE_S)
         self._fill(draft, now)
@@ -242,52 +213,8 @@ class Scheduler:
 
     def _fill(self, draft: PlanDraft, now: float) -> None:
         self.decoding.fill(draft, self._n_uncommitted, self.gate.n_context)
-        self._prefill(draft)
-        self._admit(draft, now)
+        self.prefilling.fill(draft, self.n_steps, now)
         self.drafting.showing.fill(draft, self.floor.running, self.cap)
-
-    def _prefill(self, draft: PlanDraft) -> None:
-        """The next chunk of every running sequence that has known tokens left."""
-        begun = [seq for seq in self.floor.running if seq.scheduled < seq.given]
-        if not begun and not (len(self.floor.waiting) and not self.floor.full):
-            return
-        if self.gate.level:
-            self.gate.update()
-        n_context = draft.longest() if self.cap.bound_s else 0
-        draft.limit(self.cap.tokens(len(draft.rows), n_context, short=self.gate.short))
-        for seq in begun:
-            if not draft.prefill_room or lacks_mask(seq):
-                continue
-            if seq.n_output and seq.scheduled >= seq.n_prompt:
-                draft.load(seq)  # the device counts what it draws, and forced tokens it did not
-            draft.prefill(seq, score=owes_scores(seq))
-
-    def _admit(self, draft: PlanDraft, now: float) -> None:
-        """Candidates from the queue, while slots, rows, budget and pages last."""
-        walk = self.floor.waiting.walk(now) if len(self.floor.waiting) else None
-        while walk is not None and self._may_admit(draft):
-            seq = walk.next()
-            if seq is None or seq.pending:
-                return  # rows of its last residence must come back before it may start again
-            if self._held_back(seq) or lacks_mask(seq):
-                continue
-            if self.floor.enter(seq):
-                draft.load(seq)
-                draft.prefill(seq, score=owes_scores(seq))
-            elif not walk.pass_by(seq):
-                return
-
-    def _held_back(self, seq: Sequence) -> bool:
-        """True while others are on trial, or what ``seq`` needs is computed by another, read from
-        disk, or on its way to the host."""
-        if self.trials.holds(seq):
-            return True
-        if self.leaders.wait(seq, self.n_steps) or self.fetching.wait(seq):
-            return True
-        return self.floor.swapping.waits(seq)
-
-    def _may_admit(self, draft: PlanDraft) -> bool:
-        return draft.prefill_room > 0 and not self.floor.full
 
     @point("sched.commit")
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
@@ -402,6 +329,39 @@ class Scheduler:
     def counters(self) -> dict[str, float]:
         """More for /metrics: the tiers, handles, sessions, waits for a prefix under way."""
         return counters_of(self)
+
+
+def _floor(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) -> Residency:
+    """Nobody yet, over an empty page cache of these limits."""
+    options = config.scheduler
+    per_slot = -(-limits.max_model_len // limits.page_size)
+    cache = PageCache(
+        n_pages=limits.n_pages,
+        page_size=limits.page_size,
+        n_slots=limits.n_slots,
+        pages_per_slot=per_slot,
+        reuse=config.cache.prefix_caching,
+        n_host_pages=limits.n_host_pages,
+        window=limits.window,
+        sinks=limits.sinks,
+    )
+    ahead = tokens_ahead(options, limits.max_prefill_tokens, limits.max_drafts)
+    window_pages = cache.window.most_pages(ahead)
+    longest = min(per_slot, window_pages or per_slot)
+    return Residency(
+        n_slots=limits.n_slots,
+        max_running=_most_running(limits, options),
+        cache=cache,
+        waiting=WaitQueue(weights_of(options), options.ageing_s),
+        keeping=Keeping(
+            cache,
+            handle_pages=quota_of(limits.n_pages, longest, config.cache.handle_pages),
+            session_ttl_s=config.cache.session_ttl_s,
+        ),
+        chunk=chunk_of(options, limits.max_prefill_tokens),
+        window_pages=window_pages,
+        swapping=Swapping(cache, cap, mode=options.preemption, page_move_s=limits.page_move_s),
+    )
 
 
 def _most_running(limits: RunnerLimits, options: SchedulerOptions) -> int:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from jserve.kv.pages import PageLease
 from jserve.ports import RunnerLimits
 from jserve.sched.budget import PrefillCap
 from jserve.sched.costs import MeasuredCosts
@@ -35,12 +36,12 @@ _OPEN = 1 << 40
 
 
 class _Stretch:
-    """What is missing of a sequence: nothing where ``low >= high``."""
+    """What is missing of a sequence while it holds ``lease``: nothing where ``low >= high``."""
 
-    __slots__ = ("end", "high", "low")
+    __slots__ = ("high", "lease", "low")
 
-    def __init__(self, low: int, high: int) -> None:
-        self.low, self.high, self.end = low, high, high
+    def __init__(self, low: int, high: int, lease: PageLease | None) -> None:
+        self.low, self.high, self.lease = low, high, lease
 
 
 class Showing:
@@ -56,13 +57,13 @@ class Showing:
 
     def missing(self, seq: Sequence) -> int:
         """Tokens of ``seq`` that the drafter has yet to be shown."""
-        gap = self._of.get(seq)
+        gap = self._gap(seq)
         return 0 if gap is None else max(0, min(gap.high, seq.scheduled) - gap.low)
 
     def due(self, seq: Sequence) -> tuple[int, int] | None:
         """First and last + 1 of what ``seq`` can be shown in a step that drafts."""
-        gap = self._of.get(seq)
-        if gap is None or gap.high == _OPEN or seq.lease is None:
+        gap = self._gap(seq)
+        if gap is None or gap.high == _OPEN:
             return None
         end = min(gap.high, len(seq.tokens) - 1)
         return (gap.low, end) if end > gap.low else None
@@ -100,24 +101,25 @@ class Showing:
         if not self.on:
             return
         for row, page_M in zip(plan.rows, plan.page_table_RM, strict=True):
-            gap = self._of.get(row.seq)
-            if gap is None or not (row.from_slot or row.shown or row.start == gap.end):
+            gap = self._gap(row.seq)
+            if gap is None:
                 gap = self._of[row.seq] = self._found(row, page_M)
             self._count(gap, row, page_M, awake=plan.n_draft > 0)
 
     def forget(self, seq: Sequence) -> None:
         self._of.pop(seq, None)
 
-    def lost(self) -> None:
-        """The device lost its state: nothing of it will be read again."""
-        self._of.clear()
-        self._unseen_P[:] = False
+    def _gap(self, seq: Sequence) -> _Stretch | None:
+        """Of one that starts over, after giving way or a fault, nothing of before counts: it has another
+        lease, or none."""
+        gap = self._of.get(seq)
+        return gap if gap is not None and seq.lease is gap.lease is not None else None
 
     def _found(self, row: RowPlan, page_M: np.ndarray) -> _Stretch:
         """What is missing of a sequence that begins at ``row``: of what the cache held for it."""
         unseen_N = self._unseen_P[page_M[: -(-row.start // self._page)]]
         low = int(unseen_N.argmax()) * self._page if unseen_N.any() else row.start
-        return _Stretch(low, row.start)
+        return _Stretch(low, row.start, row.seq.lease)
 
     def _count(self, gap: _Stretch, row: RowPlan, page_M: np.ndarray, *, awake: bool) -> None:
         # A row that reads its slot starts at its bound or before: the tokens known say how much.
@@ -132,5 +134,3 @@ class Showing:
             gap.high = row.start
         begins = first // Z if not awake or row.shown else -(-first // Z)
         self._unseen_P[page_M[begins : -(-end // Z)]] = not awake
-        if not row.shown:
-            gap.end = end

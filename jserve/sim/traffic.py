@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jserve.config import checked, opt
 from jserve.errors import ConfigError
+from jserve.options import checked, opt
 from jserve.sim.trace import Piece, TraceItem
 from jserve.types import Lane
 

@@ -214,6 +214,14 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
     )
 
 
+def _drafter_name(laid: Layout) -> str:
+    """Of the files that the drafter was read from; empty: there are none."""
+    made = laid.speculation
+    if made is None or made.drafter.copy is not None:
+        return ""
+    return laid.config.speculative.model or laid.model.name
+
+
 def _speculated(
     laid: Layout,
     line: Roofline,
@@ -234,13 +242,13 @@ def _speculated(
     )
     return Speculated(
         method=config.speculative.method,
-        drafter="" if made is None else config.speculative.model or laid.model.name,
+        drafter=_drafter_name(laid),
         n_drafts=gain.n_drafts,
         tree=gain.tree,
         devices=1 if made is None or made.drafter.replicated else laid.tp,
         weight_bytes=laid.draft_weight_bytes,
         kv_bytes_per_token=laid.draft_page_bytes // laid.dims.Z,
-        slot_bytes=4 * laid.dims.C * laid.dims.drafts * (1 + laid.dims.grown),
+        slot_bytes=4 * laid.dims.C * (laid.dims.drafts * (1 + laid.dims.grown) + laid.dims.text),
         draft_rows=laid.dims.C if made is None else gain.draft_rows,
         acceptance=acceptance,
         chances=gain.by_rank,

@@ -200,7 +200,9 @@ def _drafting_notes(s: Speculated) -> str:
     by_rank = ", ".join(f"{c:.2f}" for c in s.chances)
     text = f"drafts: chances by rank {by_rank} (--acceptance, speculative.tree_chances); "
     if not s.drafter:
-        return text + "the host is taken to have them in every step, its time is not counted\n"
+        return (
+            text + "they are taken to be found in every step, and looking for them is not counted\n"
+        )
     return text + (
         "a step reads the drafter's weights once to see its tokens and its layers and unembedding once"
         f" for each level of drafts; above {s.draft_rows} rows it sleeps\n"

@@ -28,7 +28,7 @@ from jserve.model import tree as trees
 from jserve.model.drafter import Drafter
 from jserve.model.shard import is_spec
 from jserve.model.tree import Shape
-from jserve.runner.drafts import Speculation, find_drafter
+from jserve.runner.drafts import Speculation, copying, find_drafter
 from jserve.sim.roofline import Roofline, Work
 from jserve.sizing.models import Model, device_bytes, source_of
 from jserve.spec import trees as written
@@ -62,7 +62,7 @@ class Speculated:
 
     method: str
     drafter: str
-    """Where it comes from; empty: the host."""
+    """Where it comes from; empty: it has no files."""
     n_drafts: int
     tree: Shape
     devices: int
@@ -70,7 +70,7 @@ class Speculated:
     weight_bytes: int
     kv_bytes_per_token: int
     slot_bytes: int
-    """Drafts of all slots."""
+    """Drafts of all slots, and the text that they are copied from."""
     draft_rows: int
     """Rows of a step beside which it drafts at most."""
     acceptance: float
@@ -87,6 +87,8 @@ def drafter_of(model: Model, config: EngineConfig) -> Speculation | None:
     """
     options, tp = config.speculative, config.device.tensor_parallel_size
     check(options, tp)
+    if options.method == "ngram":
+        return copying(options, config.n_drafts, model.arch)
     if options.method not in DEVICE:
         return None
     name = model.asked if options.method in OWN else options.model
@@ -165,6 +167,8 @@ class Drafting:
     def of(cls, drafter: Drafter, line: Roofline) -> Drafting:
         specs = drafter.specs(1)
         unembed = line.shape.unembed
+        if drafter.copy is not None:
+            return cls(drafter, line, 0, 0, 0)
         if drafter.advance is None:
             one = _count(specs) // drafter.n_max
             return cls(drafter, line, 0, 0, one if one >= unembed else one + unembed)
@@ -175,6 +179,8 @@ class Drafting:
 
     def works(self, rows: int, tokens: int, context: float, tree: Shape) -> list[Work]:
         """Of a step of ``rows`` and ``tokens`` that leaves drafts of that shape, one after the other."""
+        if self.drafter.copy is not None:
+            return []  # a search in the text: nothing beside a step
         found = [self._work(self.n_seen, rows, tokens, 0, context)] if self.n_seen else []
         for depth, n_inner in enumerate(inner_of(tree)):
             drawn = rows * n_inner

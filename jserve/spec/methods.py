@@ -26,7 +26,7 @@ OWN = ("mtp",)
 MAX_CORPUS_TOKENS = 1 << 20
 _DRAFTERS = ("tree", "tree_chances", "max_rows", "tensor_parallel_size")
 _READS = {
-    "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens"),
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max", "max_lookup_tokens", "max_rows"),
     "suffix": ("suffix_min_match", "corpus", "max_lookup_tokens"),
     "synthetic": ("synthetic_acceptance_rate",),
     "draft": ("model", *_DRAFTERS),

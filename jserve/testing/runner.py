@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from jserve.testing.model import (
     stops_of,
     top_of,
 )
+from jserve.testing.plans import check_plan
 from jserve.types import (
     PromptLogprobs,
     Request,
@@ -65,6 +66,8 @@ class _Slot:
     bias: int = 0
     drafts: tuple[int, ...] = ()
     """What the device drafter left."""
+    text: list[int] = field(default_factory=list)
+    """All tokens, where the device copies drafts from it."""
 
 
 class FakeRunner:
@@ -74,7 +77,8 @@ class FakeRunner:
     does all that reads it; ``fail_next`` makes the next ``collect`` raise; ``step_s`` is how long a
     step takes from its launch. Where ``limits.device_drafts`` says so there is a device drafter, whose
     drafts are each right with chance ``acceptance`` (a function of seed and position); where
-    ``limits.drafts_from_kv``, only while it was shown every token before them.
+    ``limits.drafts_from_kv``, only while it was shown every token before them. Where
+    ``limits.drafts_from_text`` it copies them from the slot's text.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class FakeRunner:
         self._limits = limits
         self.reset()
 
+    @point("runner.reset")
     def reset(self) -> None:
         """Forget all pages and slots, and the steps in flight."""
         P, Z = self._limits.n_pages, self._limits.page_size
@@ -120,7 +125,7 @@ class FakeRunner:
 
     @point("runner.launch")
     def launch(self, plan: StepPlan) -> InFlight:
-        self._check(plan)
+        check_plan(plan, self._limits)
         saved = self._move(plan)
         for load in plan.loads:
             self._load(load)
@@ -156,47 +161,6 @@ class FakeRunner:
             seed = (request.params.seed or 0) + index
         return expected(self.model, request, seed, most)
 
-    def _check(self, plan: StepPlan) -> None:
-        """What the real runner would have to assume of any plan."""
-        limits, rows = self._limits, plan.rows
-        decode = [row for row in rows if row.from_slot]
-        prefill = rows[len(decode) :]
-        assert rows, "an empty plan"
-        assert 0 <= plan.n_draft <= limits.device_drafts, f"{plan.n_draft} drafts of the device"
-        assert all(row.from_slot for row in rows[: len(decode)]), "decode rows must come first"
-        assert len(decode) <= limits.max_decode_rows, f"{len(decode)} decode rows"
-        own = [row for row in rows if not row.shown]
-        assert len(own) <= limits.max_rows, f"{len(own)} rows"
-        assert plan.n_draft or len(own) == len(rows), "a drafter that sleeps is shown tokens"
-        if plan.n_draft:
-            self._check_drafting(plan, decode, prefill)
-        assert len(prefill) <= limits.max_prefill_rows, f"{len(prefill)} prefill rows"
-        n_prefill = sum(row.count for row in prefill)
-        assert n_prefill <= limits.max_prefill_tokens, f"{n_prefill} prefill tokens"
-        assert len({row.slot for row in own}) == len(own), "two rows share a slot"
-        assert {load.slot for load in plan.loads} <= {row.slot for row in rows}, (
-            "a load without a row"
-        )
-        assert len(plan.page_table_RM) == len(rows), "the page table has other rows than the plan"
-        for row in rows:
-            n_given = 1 + len(row.drafts) if row.from_slot else len(row.tokens)
-            assert row.count == n_given > 0, f"count {row.count}, {n_given} tokens"
-            assert len(row.drafts) <= limits.max_drafts, f"{len(row.drafts)} drafts"
-            assert len({d < 0 for d in row.drafts}) < 2, "drafts of the host and of the device"
-            if row.mask is not None:
-                words = -(-limits.vocab_size // 32)
-                shape = (1 + len(row.drafts), words)
-                assert row.mask.shape == shape, f"mask {row.mask.shape}, wanted {shape}"
-            assert row.start + row.count <= limits.max_model_len, "a row leaves the context"
-
-    def _check_drafting(self, plan: StepPlan, decode: Seq[RowPlan], prefill: Seq[RowPlan]) -> None:
-        """There are fewer programs with a drafter than without."""
-        limits = self._limits
-        width = max([1 + plan.n_draft, *(row.count for row in decode)])
-        assert len(decode) <= (limits.draft_rows or len(decode)), f"{len(decode)} rows draft"
-        widest = limits.prefill_width
-        assert not prefill or not widest or width <= widest, f"prompts beside {width} tokens a row"
-
     def _move(self, plan: StepPlan) -> dict[int, HostCopy]:
         """Copy pages in the order of ``plan.moves``; gives what goes out, there once collected."""
         saved: dict[int, HostCopy] = {}
@@ -219,6 +183,7 @@ class FakeRunner:
         slot = self._slots[load.slot]
         slot.history = sum(counted(t, i >= load.n_prompt) for i, t in enumerate(load.tokens)) & MASK
         slot.bias = bias_digest(load.params)
+        slot.text = list(load.tokens)
 
     def _run(self, plan: StepPlan) -> StepResult:
         wants_top = any(row.seq.request.params.logprobs is not None for row in plan.rows)
@@ -355,12 +320,15 @@ class FakeRunner:
                 break
             slot.history = (slot.history + counted(token, True)) & MASK
             slot.last, slot.length = token, first + j + 1
+            slot.text.append(token)
             _put(out, r, j, token, seen, self._limits.vocab_size)
             if j < len(drafts) and token != drafts[j]:
                 break
 
     def _draft(self, row: RowPlan, pages: np.ndarray, n: int) -> tuple[int, ...]:
         """``n`` drafts of what the row's sequence will draw next, some of them wrong. No mask holds."""
+        if self._limits.drafts_from_text:
+            return self._copied(row, n)
         seq, slot, vocab = row.seq, self._slots[row.slot], self._limits.vocab_size
         params, stops = seq.request.params, stops_of(seq.request)
         first, history = slot.length, slot.history
@@ -380,6 +348,15 @@ class FakeRunner:
             right = mix(seen ^ 2) % 1024 < sure * 1024
             drafts.append(tokens[-1] if right else (tokens[-1] + 1) % vocab)
         return tuple(drafts)
+
+    def _copied(self, row: RowPlan, n: int) -> tuple[int, ...]:
+        """``n`` tokens that followed where the last two stood before."""
+        slot, known = self._slots[row.slot], row.seq.tokens
+        assert slot.text[: len(known)] == known, "the slot holds another text than its sequence"
+        assert len(slot.text) == slot.length + 1, "the slot's text has gaps"
+        ends = [e for e in range(2, len(slot.text)) if slot.text[e - 2 : e] == slot.text[-2:]]
+        period = len(slot.text) - ends[-1] if ends else 1
+        return tuple(slot.text[i % period - period] for i in range(n))
 
     def _score(self, row: RowPlan, pages: np.ndarray, start: int) -> PromptLogprobs:
         n = min(start + row.count, row.seq.n_prompt - 1) - start

@@ -60,6 +60,12 @@ class Tile:
     def steps(self) -> int:
         return self.D // self.depth
 
+    def run(self, s: Any) -> tuple[Any, Any]:
+        """(first step, number of steps) of split ``s``: all have as many but the last, which may have
+        fewer. Copies from beyond D would bring zeros, so no value shows a run that is too long."""
+        per = -(-self.steps // self.splits)
+        return s * per, jnp.minimum(per, self.steps - s * per)
+
     def split(self, most: int) -> Tile:
         """With as many splits as ``most`` allows and as leave each the same number of steps, or
         the last one fewer, none without any."""
@@ -102,9 +108,7 @@ def _scratch(tile: Tile) -> dict[str, Any]:
 
 def _multiply(x, w, scales, out, *, tile: Tile, **sm):
     wg, n, s = lax.axis_index("wg"), lax.axis_index("n"), lax.axis_index("s")
-    per = -(-tile.steps // tile.splits)
-    begin = s * per
-    count = jnp.minimum(begin + per, tile.steps) - begin
+    begin, count = tile.run(s)
     columns = pl.ds(n * tile.width, tile.width)
 
     def load(i, _):
@@ -159,6 +163,7 @@ def _step(tile: Tile, sm, wg, i, y):
         part = _product(weights, sm["x_room"].at[slot, :, along], tile)
         scale = plgpu.load(sm["scale_room"].at[slot, b, mine], layout=ROWS)
         y = y + along_rows(scale, part) * part
+    plgpu.commit_smem()  # what was read by loads comes before the copy that lands here next
     plgpu.barrier_arrive(sm["free"].at[slot])
     return y
 

@@ -120,8 +120,10 @@ def _search(logits, tops, temperatures, floors, ks, ps, out, *, tile: Tile, **sm
 
     def bound(b: _Bounds, want: Any, by_mass: bool) -> _Bounds:
         b = _narrowed(b, first, want, by_mass)
-        b = b._replace(lo=jnp.maximum(b.lo, least))  # finite, so that it can be halved towards
-        # Nothing to search where there is no limit (``want`` is infinite) or too little at lo.
+        # From LOWEST it would take some fifty passes more, and ``hi - lo`` could be infinite.
+        b = b._replace(lo=jnp.maximum(b.lo, least))
+        # Nothing to search where there is no limit (``want`` is infinite) or too little at lo: the
+        # answer is lo, and the passes that would say so are saved.
         enough = (b.m_lo if by_mass else b.n_lo) >= want
         b = b._replace(hi=jnp.where(enough, b.hi, b.lo))
         return lax.while_loop(
@@ -137,8 +139,9 @@ def _search(logits, tops, temperatures, floors, ks, ps, out, *, tile: Tile, **sm
 
 
 def _between(b: _Bounds) -> tuple[Any, ...]:
+    """Rounding may put the last one at hi or above: there it is not enough either, so nothing moves."""
     step = (b.hi - b.lo) * (1.0 / (CANDIDATES + 1))
-    return tuple(jnp.minimum(b.lo + step * (i + 1.0), b.hi) for i in range(CANDIDATES))
+    return tuple(b.lo + step * (i + 1.0) for i in range(CANDIDATES))
 
 
 def _open(b: _Bounds, want: Any, by_mass: bool) -> Any:
@@ -212,6 +215,7 @@ class _Row(NamedTuple):
             plgpu.barrier_wait(self.sm["here"].at[slot])
             carry = add(i, self._load(i, slot), carry)
             # Every thread has its part in registers before the next copy may land here.
+            plgpu.commit_smem()
             plgpu.barrier_arrive(read.at[slot])
             plgpu.barrier_wait(read.at[slot])
             return carry

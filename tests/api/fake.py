@@ -64,6 +64,7 @@ class Record:
     at: float
     cancelled_at: float | None = None
     finished: bool = False
+    failed: bool = False
     aborted: list[int | None] = field(default_factory=list)
     n_sent: int = 0
 
@@ -184,6 +185,7 @@ class FakeEngine:
                 if self.raise_at is not None and number == self.raise_at[0]:
                     raise self.raise_at[1]
                 if number == self.fail_at:
+                    record.failed = True
                     yield Output(
                         request_id=request.id, index=index, finish=Finish.ERROR, **self.failure
                     )

@@ -77,11 +77,11 @@ class Script(FakeEngine):
 
 
 @asynccontextmanager
-async def talking(engine, template: str = FORMATS["hermes"], **options):
-    """A live server over ``engine``."""
+async def talking(engine, template: str = FORMATS["hermes"], *, text=None, **options):
+    """A live server over ``engine``; ``text`` is its tokenizer where it is not the kit's."""
     config = EngineConfig.of(port=0, **options)
     card = ModelCard(name="tiny", max_model_len=900, vocab_size=VOCAB, eos_ids=(EOS,))
-    app = make_app(config, engine, tokenizer(), ChatTemplate({"default": template}), card)
+    app = make_app(config, engine, text or tokenizer(), ChatTemplate({"default": template}), card)
     server = HttpServer(app, config.server.host, 0)
     url = await server.start()
     async with aiohttp.ClientSession() as http:

@@ -7,8 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jserve.api.app import ACCESS
 from jserve.api.auth import Access, Keys
+from jserve.commands import fingerprint
 from jserve.errors import Unauthorized
-from tests.api.fake import FakeEngine, chat_body, live
+from tests.api.fake import FakeEngine, card, chat_body, live
 
 # Who may call what. A route that is added must be added here by hand, on purpose.
 EXPECTED = {
@@ -119,6 +120,46 @@ async def test_models(srv):
     assert one == body["data"][1]
 
 
+async def test_a_models_name_may_hold_slashes():
+    async with live(model=card(name="org/tiny", aliases=())) as srv:
+        for path in ("/v1/models/org/tiny", "/v1/models/org%2Ftiny"):
+            status, body, _ = await srv.get(path)
+            assert (status, body["id"]) == (200, "org/tiny")
+        for path in ("/v1/models/tiny", "/v1/models/org/tiny/x"):
+            status, body, _ = await srv.get(path)
+            assert (status, body["error"]["code"]) == (404, "model_not_found")
+            assert body["error"]["param"] == "model"
+
+
+async def test_every_answer_has_an_id_of_its_kind_and_says_what_made_it(srv):
+    user = [{"role": "user", "content": "hi"}]
+    asked = {
+        "chatcmpl-": ("/v1/chat/completions", {"messages": user}),
+        "cmpl-": ("/v1/completions", {"prompt": "hi"}),
+        "resp_": ("/v1/responses", {"input": "hi"}),
+        "msg_": ("/v1/messages", {"messages": user, "max_tokens": 5}),
+        "score-": ("/v1/score", {"query": "a", "items": ["b"]}),
+    }
+    for prefix, (path, body) in asked.items():
+        ids = set()
+        for _ in range(2):
+            _, answer, _ = await srv.post(path, body)
+            assert answer["id"].startswith(prefix)
+            ids.add(answer["id"])
+            if path in ("/v1/chat/completions", "/v1/completions"):
+                assert answer["system_fingerprint"] == "fp"
+        assert len(ids) == 2
+
+
+def test_the_fingerprint_is_of_model_version_and_config():
+    f32, bf16 = {"dtype": "float32"}, {"dtype": "bfloat16"}
+    one = fingerprint("tiny", "1", f32)
+    assert one == fingerprint("tiny", "1", f32)
+    assert one.startswith("fp_")
+    others = (("big", "1", f32), ("tiny", "2", f32), ("tiny", "1", bf16))
+    assert len({one, *(fingerprint(*other) for other in others)}) == 4
+
+
 async def test_version(srv):
     assert (await srv.get("/version"))[1] == {"version": "0.0.test"}
 
@@ -222,7 +263,10 @@ async def test_the_log_line(srv, caplog):
     with caplog.at_level("INFO", logger="jserve.api"):
         await srv.post("/v1/completions?key=sk-private", {"prompt": "private words"})
         await srv.get("/private-path")
+        async with srv.http.request("SEARCH", srv.url + "/health") as r:
+            assert r.status == 405
     lines = [r.getMessage() for r in caplog.records if r.name == "jserve.api"]
     assert any(line.startswith("POST /v1/completions 200 ") for line in lines)
     assert any(line.startswith("GET unknown 404 ") for line in lines)
+    assert any(line.startswith("? unknown 405 ") for line in lines), "a method may be anything"
     assert "private" not in "".join(lines)

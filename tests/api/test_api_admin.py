@@ -19,6 +19,7 @@ from tests.api.test_api_quota import bearer, hashed, written
 
 COMP = "/v1/completions"
 PATHS = {"/abort", "/reset_prefix_cache", "/start_profile", "/stop_profile"}
+METRICS = "/metrics"
 
 
 @asynccontextmanager
@@ -41,11 +42,28 @@ async def operated(srv):
 
 async def test_the_public_port_has_none_of_it(srv):
     async with operated(srv) as post:
-        assert set(post.app[ACCESS]) == PATHS
+        assert set(post.app[ACCESS]) == {*PATHS, METRICS}
         assert set(post.app[ACCESS].values()) == {"admin"}
     assert not PATHS & set(srv.app[ACCESS])
     for path in PATHS:
         assert (await srv.post(path, {}))[0] == 404
+
+
+@pytest.mark.parametrize("public", [True, False])
+async def test_metrics_may_be_left_to_the_operators_port(public):
+    async with live(public_metrics=public, api_key=("sk-a",)) as srv:
+        key = {"Authorization": "Bearer sk-a"}
+        assert (await srv.get(METRICS))[0] == 401
+        async with srv.http.get(srv.url + METRICS, headers=key) as response:
+            assert response.status == (200 if public else 404)
+        _, document, _ = await srv.get("/openapi.json", headers=key)
+        assert (METRICS in document["paths"]) is public
+        server = HttpServer(make_admin_app(srv.app), "127.0.0.1", 0)
+        url = await server.start()
+        async with srv.http.get(url + METRICS) as response:
+            assert response.status == 200
+            assert "jserve:num_requests_running" in await response.text()
+        await server.stop(0.2)
 
 
 async def test_abort_ends_the_requests_of_a_label_and_no_other():
@@ -91,6 +109,7 @@ async def test_commands_reach_the_engine_and_its_refusals_come_back(srv):
         srv.engine.disobeys = BadRequest("busy", code="profiler_active")
         status, body = await post("/start_profile", {})
         assert (status, body["error"]["code"]) == (409, "profiler_active")
+        assert body["error"]["type"] == "conflict_error"
 
 
 async def test_with_an_operators_key_no_other_opens_it(tmp_path):

@@ -13,7 +13,8 @@ import pytest
 
 from jserve.api.app import make_app
 from jserve.api.batch import Outcome, run_batch, tally
-from jserve.api.batch_file import AnswerFile, name_of, survey
+from jserve.api.batch_answers import AnswerFile, name_of
+from jserve.api.batch_lines import survey
 from jserve.api.chat import ChatTemplate
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError, Overloaded

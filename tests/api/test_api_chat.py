@@ -236,7 +236,6 @@ async def test_more_fields_reach_the_engine(srv):
             stop=["a", "b"],
             priority=-3,
             cache_salt="tenant",
-            max_tokens=3,
             max_completion_tokens=9,
         ),
     )
@@ -248,6 +247,57 @@ async def test_more_fields_reach_the_engine(srv):
     assert (request.priority, request.cache_salt) == (-3, "tenant")
     assert request.params.bad_token_ids == (tuple(b"no"), tuple(b" no"))
     assert request.eos_ids == (EOS,)
+
+
+async def test_two_names_of_one_length_may_not_differ(srv):
+    same = {"max_tokens": 5, "max_completion_tokens": 5}
+    status, _, _ = await srv.post(CHAT, chat_body(**same))
+    assert status == 200
+    assert srv.engine.records[-1].request.params.max_tokens == 5
+    for shorter in (4, -1, 0):
+        status, body, _ = await srv.post(CHAT, chat_body(**same | {"max_tokens": shorter}))
+        assert (status, body["error"]["param"]) == (400, "max_tokens")
+    status, body, _ = await srv.post(CHAT, chat_body(max_completion_tokens=5, min_tokens=6))
+    assert (status, body["error"]["param"]) == (400, "min_tokens")
+    assert body["error"]["message"] == "min_tokens must not exceed max_completion_tokens"
+
+
+async def test_content_is_null_only_where_something_else_was_said(srv):
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+    for more, expected in (
+        ({"tool_calls": [call]}, 200),
+        ({"refusal": "no"}, 200),
+        ({"reasoning_content": "hm"}, 200),
+        ({"tool_calls": []}, 400),
+        ({"refusal": None}, 400),
+        ({}, 400),
+    ):
+        said = {"role": "assistant", "content": None} | more
+        body = chat_body() | {"messages": [{"role": "user", "content": "a"}, said]}
+        status, answer, _ = await srv.post(CHAT, body)
+        assert status == expected, (more, answer)
+        assert status == 200 or answer["error"]["param"] == "messages[1].content"
+
+
+async def test_a_refusal_stands_instead_of_an_assistants_content(srv):
+    for said, expected in (
+        ({"role": "assistant", "content": None, "refusal": "no"}, 200),
+        ({"role": "assistant", "content": "yes", "refusal": None}, 200),
+        ({"role": "assistant", "content": "yes", "refusal": "no"}, 400),
+        ({"role": "user", "content": None, "refusal": "no"}, 400),
+        ({"role": "user", "content": "yes", "refusal": "no"}, 400),
+    ):
+        status, answer, _ = await srv.post(CHAT, {"messages": [said]})
+        assert status == expected, (said, answer)
+        assert status == 200 or answer["error"]["param"] == "messages[0].refusal"
+
+
+async def test_a_past_thought_has_one_text(srv):
+    said = {"role": "assistant", "content": "a", "reasoning": "hm", "reasoning_content": "hm"}
+    assert (await srv.post(CHAT, {"messages": [said]}))[0] == 200
+    other = said | {"reasoning_content": "ha"}
+    status, answer, _ = await srv.post(CHAT, {"messages": [other]})
+    assert (status, answer["error"]["param"]) == (400, "messages[0].reasoning")
 
 
 async def test_defaults(srv):

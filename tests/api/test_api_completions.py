@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jserve.errors import ContextTooLong
 from tests.api.fake import EOS, FakeEngine, live
 
 PATH = "/v1/completions"
@@ -69,6 +70,16 @@ async def test_one_bad_prompt_fails_the_batch_and_cancels_the_rest():
     assert status == 500
     assert body["error"]["code"] == "engine_step_failed"
     assert all(r.finished or r.cancelled_at is not None for r in engine.records)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_batch_that_the_engine_refuses_gets_the_engines_words(stream):
+    engine = FakeEngine()
+    engine.refuse = ContextTooLong("too much", field="prompt")
+    async with live(engine) as srv:
+        status, body, _ = await srv.post(PATH, {"prompt": ["a", "b"], "stream": stream})
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    assert body["error"]["param"] == "prompt"
 
 
 async def test_lm_eval_loglikelihood(srv):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 
@@ -141,10 +142,16 @@ async def test_half_close_cancels_too():
 
 
 async def test_a_reader_that_stops_reading_is_cut_off():
+    """With comments too: meant to find dead readers, they must not look as if one had read."""
+    for keep_alive_s in (15.0, 0.05):
+        await _stop_reading(keep_alive_s)
+
+
+async def _stop_reading(keep_alive_s: float) -> None:
     engine = FakeEngine(("x" * 200,))
     engine.chunk = 1
     limits = Limits(write_timeout_s=0.3, send_buffer=4096)
-    async with live(engine, limits=limits) as srv:
+    async with live(engine, limits=limits, keep_alive_s=keep_alive_s) as srv:
         engine.script = lambda request, index: _endless(request)  # type: ignore[method-assign]
         port = int(srv.url.rsplit(":", 1)[1])
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
@@ -158,6 +165,48 @@ async def test_a_reader_that_stops_reading_is_cut_off():
         assert not engine.records[0].finished
         writer.transport.abort()
         assert (await srv.get("/health"))[0] == 200
+
+
+def _ask(srv, path: str, body: bytes) -> socket.socket:
+    """A socket that has asked, and takes only little into its buffer."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    sock.connect(("127.0.0.1", int(srv.url.rsplit(":", 1)[1])))
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    sock.setblocking(False)
+    return sock
+
+
+async def test_a_long_answer_that_is_not_read_is_given_up():
+    """Not a stream: nobody writes a second time, and nobody would notice."""
+    body = b'{"tokens": [' + b"120," * 300_000 + b"120]}"
+    limits = Limits(write_timeout_s=0.2, send_buffer=4096)
+    async with live(limits=limits) as srv:
+        sock = await asyncio.to_thread(_ask, srv, "/detokenize", body)
+        server = srv.server._runner.server
+        await until(lambda: len(server.connections) == 1)
+        await until(lambda: not server.connections, 3.0)
+        await until(lambda: 'http_requests_in_flight{model_name="tiny"} 0.0' in srv.app_metrics())
+        sock.close()
+
+
+async def test_a_long_answer_that_is_read_slowly_is_read_to_its_end():
+    body = b'{"tokens": [' + b"120," * 300_000 + b"120]}"
+    limits = Limits(write_timeout_s=0.2, send_buffer=4096)
+    async with live(limits=limits) as srv:
+        sock = await asyncio.to_thread(_ask, srv, "/detokenize", body)
+        loop, part, began = asyncio.get_running_loop(), b"", time.monotonic()
+        while not part.endswith(b'"}'):
+            part = await asyncio.wait_for(loop.sock_recv(sock, 16384), 3.0)
+            assert part, "it was hung up on although it reads"
+            await asyncio.sleep(0.02)
+        assert time.monotonic() - began > 0.3, "slower than the limit"
+        await asyncio.sleep(0.7)
+        await loop.sock_sendall(sock, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await asyncio.wait_for(loop.sock_recv(sock, 16384), 3.0)
+        assert b"200 OK" in answer, "nobody waits for a reader who has read it all"
+        sock.close()
 
 
 def _endless(request):

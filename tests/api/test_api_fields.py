@@ -89,6 +89,11 @@ BAD: dict[Any, list[Any]] = {
     "add_special_tokens": NOT_A_BOOL,
     "response_format": [1, "json", [], {}, {"type": "yaml"}, {"type": "json_schema"}],
     "structured_outputs": [1, "x", [], {}, {"regex": 1}, {"regex": "(a"}, {"backend": "x"}],
+    "regex": [*NOT_TEXT, "(a"],
+    "ebnf": [*NOT_TEXT, "root ::= ("],
+    "grammar": [*NOT_TEXT, "root ::= ("],
+    "json_schema": [5, True, [], "{", {"not": {}}],
+    "structural_tag": [5, True, [], {}, "{"],
     "messages": MESSAGES,
     "logprobs": [1, "x", []],
     ("/v1/completions", "logprobs"): [*NOT_AN_INT, -1, 21],
@@ -112,7 +117,7 @@ BAD: dict[Any, list[Any]] = {
     "instructions": NOT_TEXT,
     "text": [1, "x", [], {"format": 1}, {"format": {"type": "yaml"}}, {"verbosity": "high"}],
     "reasoning": [1, "x", [], {"effort": 1}, {"effort": "enormous"}],
-    "include": [1, "x", {}, [1], ["reasoning.encrypted_content"]],
+    "include": [1, "x", {}, [1], [{}], ["file_search_call.results"]],
     "system": [1, {}, [], [1], [{"type": "image"}], [{"type": "text"}]],
     "thinking": [1, "x", [], {}, {"type": "x"}],
     ("/v1/messages", "thinking"): [
@@ -172,6 +177,8 @@ def base_for(path: str, name: str) -> dict[str, Any]:
     base = dict(BASE[path])
     if name == "stream_options":
         base["stream"] = True
+    if name == "max_completion_tokens":
+        del base["max_tokens"]  # another name of the same
     if path == "/tokenize" and name not in ("prompt", "add_special_tokens", "return_token_strs"):
         base = {"messages": CHAT["messages"]} | ({"prompt": "hi"} if name == "prompt" else {})
     if path == "/v1/caches" and name in ("messages", "tools", "documents", "chat_template_kwargs"):

@@ -101,6 +101,11 @@ BOTH = [
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncation_side": "middle"}, "truncation_side"),
+    ({"truncation_side": "left"}, "truncation_side"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
     ({"priority": 2**63}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "a/b"}, "cache_salt"),
@@ -147,8 +152,11 @@ BOTH = [
     ({"guided_json": {}}, "guided_json"),
     ({"guided_regex": "a"}, "guided_regex"),
     ({"guided_anything_new": 1}, "guided_anything_new"),
-    ({"regex": "a"}, "regex"),
+    ({"regex": "(a"}, "regex"),
     ({"grammar": "a"}, "grammar"),
+    ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf"),
+    ({"json_schema": {}, "structured_outputs": {"regex": "a"}}, "json_schema"),
+    ({"json_schema": {}, "response_format": {"type": "json_object"}}, "json_schema"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"length_penalty": 2.0}, "length_penalty"),
     ({"audio": {"voice": "x"}}, "audio"),
@@ -235,7 +243,10 @@ CHAT_ONLY = [
     ({"tools": [{"type": "retrieval", "function": {"name": "x"}}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"function": {"name": "f"}}] * 129}, "tools"),
-    ({"tools": [{"function": {"name": "f", "parameters": [1]}}]}, "tools[0]"),
+    (
+        {"tools": [{"function": {"name": "f", "parameters": [1]}}]},
+        "tools[0].function.parameters",
+    ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
     (
@@ -298,6 +309,17 @@ PROMPTS = [
     "x" * 512,
     "x" * 100000,
 ]
+
+
+async def test_too_many_bad_words_are_counted_as_the_device_holds_them(shared):
+    """A word is kept with and without a blank in front, so 16 words fit."""
+    for n, expected in ((16, 200), (17, 400)):
+        body = chat_body(bad_words=[f"w{i}" for i in range(n)])
+        status, answer, _ = await shared.post("/v1/chat/completions", body)
+        assert status == expected, answer
+    assert answer["error"]["param"] == "bad_words"
+    assert "32" in answer["error"]["message"]
+    assert "34" in answer["error"]["message"]
 
 
 async def test_bad_prompts(shared):
@@ -389,6 +411,8 @@ HEADERS = [
     ({"Content-Type": "application/json", "Content-Encoding": "deflate"}, 400),
     ({"Content-Type": "application/json", "Content-Encoding": "gzip"}, 400),
     ({"Content-Type": "application/json", "Content-Encoding": "rot13"}, 415),
+    ({"Content-Type": "application/json", "Content-Encoding": "br"}, 415),
+    ({"Content-Type": "application/json", "Content-Encoding": "zstd"}, 415),
     ({"Content-Type": "application/json", "Expect": "a-miracle"}, 417),
     ({"Content-Type": "application/json", "Expect": "100-continue"}, 200),
 ]
@@ -401,6 +425,51 @@ async def test_bad_headers(shared):
             assert r.status == expected, (sent, body)
             if expected != 200:
                 check_error(body, r.headers)
+
+
+async def test_who_asks_first_is_not_told_to_send_what_is_refused():
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n"
+    )
+    async with live(max_body_mb=0.1) as srv:
+        answer = await raw_exchange(srv, head % 200_000)
+        assert answer.startswith(b"HTTP/1.1 413")
+        answer = await raw_exchange(srv, head % 14 + b'{"prompt":"x"}')
+        assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+
+
+async def test_head_is_get_without_its_body(shared):
+    for path, status in (("/health", 200), ("/ready", 200), ("/v1/models", 200), (COMP, 405)):
+        ask = f"HEAD {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        answer = await raw_exchange(shared, ask.encode())
+        assert answer.startswith(b"HTTP/1.1 %d" % status), answer
+        assert answer.endswith(b"\r\n\r\n")
+
+
+ACCEPTS = [
+    ("", "text/plain"),
+    ("text/plain", "text/plain"),
+    ("text/plain; version=x", "text/plain"),
+    ("*/*;q=zzz,,;;=", "text/plain"),
+    ("application/openmetrics-text", "application/openmetrics-text"),
+    ("application/openmetrics-text; version=\xff;q=zzz", "application/openmetrics-text"),
+    ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text"),
+    (
+        "application/openmetrics-text; version=99.canary; escaping=no",
+        "application/openmetrics-text",
+    ),
+    ("application/openmetrics-text; version=" + "9." * 900, "application/openmetrics-text"),
+]
+
+
+async def test_metrics_whatever_is_accepted(shared):
+    for accept, kind in ACCEPTS:
+        async with shared.http.get(shared.url + "/metrics", headers={"Accept": accept}) as r:
+            assert r.status == 200, accept
+            assert r.headers["Content-Type"].startswith(kind)
+            assert "canary" not in str(r.headers)
+            assert "jserve:http_requests" in await r.text()
 
 
 async def test_compressed_bodies(shared):

@@ -6,6 +6,7 @@ here until it has one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ import pytest
 from jserve.api import declared
 from jserve.api.declared import Holds, held
 from jserve.api.fields import Fields
+from jserve.api.formats import STRUCTURED
 from jserve.api.routes import PUBLIC
+from jserve.sampling import StructuredOutputs
 from tests.api.talk import Script, talking
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -157,6 +160,10 @@ async def test_an_unknown_member_anywhere_is_listed_or_refused_by_name(srv, path
         status, text, listed = await answer(server, path, with_member(body, at, "frobnicate", None))
         assert (status, listed) == (200, None), (name, text)
     assert seen
+
+
+def test_the_declared_members_of_structured_outputs_are_its_fields():
+    assert set(STRUCTURED["properties"]) == {f.name for f in dataclasses.fields(StructuredOutputs)}
 
 
 def objects(schema: Any) -> Iterator[dict[str, Any]]:

@@ -6,12 +6,14 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import time
+from datetime import UTC, datetime
 
 import pytest
 import yaml
 
 from jserve.api.auth import Keys, Tenant, load_tenants
-from jserve.api.middleware import duration
+from jserve.api.manners import duration, moment
 from jserve.api.quota import Account, Bucket, Quota, Standing
 from jserve.api.server import check_doors
 from jserve.config import EngineConfig
@@ -136,6 +138,51 @@ async def test_answers_tell_how_the_limits_stand(tmp_path):
         for key, path in (("kc", CHAT), ("wrong", CHAT)):
             _, _, headers = await srv.post(path, chat_body(), headers=bearer(key))
             assert not [name for name in headers if name.startswith("x-ratelimit")]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_anthropics_clients_are_told_in_their_names(tmp_path, path):
+    entries = [
+        {
+            "tenant": "a",
+            "keys": [hashed("ka")],
+            "requests_per_minute": 60,
+            "tokens_per_minute": 600,
+        },
+        {"tenant": "b", "keys": [hashed("kb")], "tokens_per_minute": 600},
+    ]
+    body = {"messages": chat_body()["messages"]}
+    body |= {"max_tokens": 3} if path == "/v1/messages" else {}
+    async with live(api_keys_file=written(tmp_path, entries)) as srv:
+        before = time.time()
+        status, answer, headers = await srv.post(path, body, headers=bearer("ka"))
+        assert status == 200, answer
+        told = {
+            n.removeprefix("anthropic-ratelimit-"): v for n, v in headers.items() if "limit" in n
+        }
+        resets = [told.pop(f"{what}-reset") for what in ("requests", "tokens")]
+        asked = [record.request for record in srv.engine.records]
+        spent = sum(len(r.prompt_ids) + r.params.max_tokens for r in asked)
+        assert told == {
+            "requests-limit": "60",
+            "requests-remaining": "59",
+            "tokens-limit": "600",
+            "tokens-remaining": str(600 - spent),
+        }
+        for reset, missing_s in zip(resets, (1.0, spent / 10), strict=True):
+            at = datetime.strptime(reset, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+            assert -0.1 <= at - before - missing_s < 30
+        status, answer, headers = await srv.post(path, body | {"top": 1}, headers=bearer("kb"))
+        assert "anthropic-ratelimit-tokens-limit" in headers
+        assert not [n for n in headers if "ratelimit-requests" in n or n.startswith("x-ratelimit")]
+        status, answer, headers = await srv.post(path, {}, headers=bearer("ka"))
+        assert (status, answer["type"]) == (400, "error")
+        assert headers["anthropic-ratelimit-requests-limit"] == "60"
+
+
+def test_a_moment_is_never_too_early():
+    assert moment(0) == "1970-01-01T00:00:00Z"
+    assert moment(1795342500.001) == "2026-11-22T10:15:01Z"
 
 
 @pytest.mark.parametrize(

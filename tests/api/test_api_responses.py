@@ -163,3 +163,18 @@ async def test_errors():
         assert seen[-1].response.status == "failed"
         assert seen[-1].response.error.message
         assert "response.completed" not in kinds
+
+
+async def test_thoughts_are_in_the_clear_so_that_nothing_need_be_included():
+    body = {"input": "hi", "include": ["reasoning.encrypted_content"]}
+    for strict in (False, True):
+        async with talking(Script(("<think>\nhm\n</think>\n\nyes",)), strict_params=strict) as srv:
+            status, answer, headers = await srv.post("/v1/responses", body)
+            if strict:
+                assert (status, answer["error"]["param"]) == (400, "include[0]")
+                continue
+            assert headers["x-jserve-ignored-params"] == "include[0]"
+            thought = answer["output"][0]
+            assert thought["content"][0]["text"] == "hm"
+            back = {"input": [*answer["output"], {"role": "user", "content": "so?"}]}
+            assert (await srv.post("/v1/responses", body | back))[0] == 200

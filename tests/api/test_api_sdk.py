@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
+import anthropic
 import openai
 import pytest
 import pytest_asyncio
 
+from jserve.api.anthropic import CountBody, MessagesBody
+from jserve.api.openai import ChatBody, CompletionBody
+from jserve.api.responses import ResponseBody
 from tests.api.fake import FakeEngine, live
 
 TEXT = "Hello, wörld! 🙂"
@@ -18,6 +23,25 @@ USER = [{"role": "user", "content": "hi"}]
 async def client(srv):
     async with openai.AsyncOpenAI(base_url=srv.url + "/v1", api_key="x", max_retries=0) as made:
         yield made
+
+
+@pytest.mark.slow
+def test_every_argument_of_the_sdks_is_a_field_that_is_declared():
+    """Slow only because it fails when an SDK learns something new: then somebody must decide."""
+    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    headers = {"user_profile_id", "workspace_id"}  # and no fields, of Anthropic's
+    oai, ant = openai.OpenAI(api_key="x"), anthropic.Anthropic(api_key="x")
+    for create, body in (
+        (oai.chat.completions.create, ChatBody),
+        (oai.completions.create, CompletionBody),
+        (oai.responses.create, ResponseBody),
+        (ant.messages.create, MessagesBody),
+        (ant.beta.messages.create, MessagesBody),
+        (ant.messages.count_tokens, CountBody),
+        (ant.beta.messages.count_tokens, CountBody),
+    ):
+        arguments = set(inspect.signature(create).parameters) - own - headers
+        assert arguments <= set(body.model_fields), (body, arguments - set(body.model_fields))
 
 
 async def test_chat(client):
@@ -87,7 +111,7 @@ async def test_overload_is_retried():
         engine.fail_at, engine.failure = 0, {"error": "full", "error_code": "overloaded"}
         async with openai.AsyncOpenAI(base_url=srv.url + "/v1", api_key="x") as client:
             task = asyncio.create_task(client.chat.completions.create(model="tiny", messages=USER))
-            while not engine.records:
+            while not any(record.failed for record in engine.records):
                 await asyncio.sleep(0.01)
             engine.fail_at = None
             assert (await task).choices[0].message.content == TEXT

@@ -129,6 +129,23 @@ async def test_a_fault_in_a_stream_is_an_error_event_without_done():
             assert all(c["finish_reason"] is None for e in events[:-1] for c in e["choices"])
 
 
+async def test_a_fault_in_a_stream_of_blocks_is_told_in_its_dialect():
+    """Anthropic's clients raise on ``error``; OpenAI's on it too, behind a response that failed."""
+    engine = FakeEngine(("x" * 50,))
+    engine.fail_at = 4
+    async with live(engine) as srv:
+        user = [{"role": "user", "content": "hi"}]
+        events = await srv.events("/v1/messages", {"messages": user, "max_tokens": 50})
+        assert events[-1]["type"] == "error"
+        assert events[-1]["error"]["type"] == "api_error"
+        assert not {"message_delta", "message_stop"} & {e["type"] for e in events}
+        events = await srv.events("/v1/responses", {"input": "hi"})
+        assert [e["type"] for e in events[-2:]] == ["response.failed", "error"]
+        assert events[-2]["response"]["error"]["code"] == "server_error"
+        assert events[-1]["code"] == "engine_step_failed"
+        assert [e["sequence_number"] for e in events] == list(range(len(events)))
+
+
 async def test_an_exception_in_a_stream_is_an_error_event_too(caplog):
     engine = FakeEngine(("x" * 50,))
     engine.raise_at = (3, RuntimeError("private words"))

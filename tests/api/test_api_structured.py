@@ -38,13 +38,20 @@ async def served(engine, template: str = FORMATS["hermes"], **options):
 
 @asynccontextmanager
 async def fake_device(**options):
-    """The real scheduler, guides and async engine over the fake device.
+    """An SDK client of the real engine over the fake device.
 
     It draws evenly among what is allowed, so where it may think it would think for ever: thoughts
     are off unless the template begins one.
     """
     if "<think>\n" not in options.get("template", ""):
         options["reasoning_parser"] = "none"
+    async with real_engine() as face, served(face, **options) as client:
+        yield client
+
+
+@asynccontextmanager
+async def real_engine():
+    """The real scheduler, guides and async engine over the fake device."""
 
     def build(config, progress):
         config = EngineConfig.of(max_num_batched_tokens=64, max_num_seqs=8)
@@ -54,8 +61,7 @@ async def fake_device(**options):
     face = AsyncEngine(lambda: InprocClient(EngineConfig(), build))
     await face.start()
     try:
-        async with served(face, **options) as client:
-            yield client
+        yield face
     finally:
         await face.close()
 
@@ -106,6 +112,21 @@ async def test_formats_of_openai_and_vllm_through_the_engine():
             assert (await streamed(client, extra_body=extra, **args))[0] == content
             extra = {"structured_outputs": {"choice": ["red", "blue car"]}}
             assert (await whole(client, extra_body=extra, **args))[0] in ("red", "blue car")
+
+
+async def test_names_of_other_engines_say_the_same():
+    async with fake_device() as client:
+        for name, value, same in (
+            ("regex", "[ab]{3}", {"regex": "[ab]{3}"}),
+            ("ebnf", 'root ::= "red" | "blue"', {"choice": ["red", "blue"]}),
+            ("grammar", 'root ::= "red" | "blue"', {"choice": ["red", "blue"]}),
+            ("json_schema", json.dumps(CITY.json), {"json": CITY.json}),
+        ):
+            args = {"seed": 3, "max_tokens": 400}
+            content, *_, finish = await whole(client, extra_body={name: value}, **args)
+            assert finish == "stop"
+            extra = {"structured_outputs": same}
+            assert (await whole(client, extra_body=extra, **args))[0] == content, name
 
 
 async def test_the_sdk_parses_a_pydantic_answer():
@@ -204,6 +225,56 @@ async def test_parallel_calls_streamed_and_whole(kind, chunk, thought):
         assert finish == "tool_calls"
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("chunk", [1, 100])
+async def test_a_call_begins_with_its_id_and_name_and_its_arguments_follow(kind, chunk):
+    """As OpenAI's own streams: (index, id, type, name, "") and then (index, arguments)."""
+    script = Script((TEXTS[kind],))
+    script.chunk = chunk
+    asked = {"messages": USER, "tools": [WEATHER, TIME], "logprobs": True, "return_token_ids": True}
+    async with talking(script, FORMATS[kind]) as srv:
+        events = await srv.events("/v1/chat/completions", asked)
+        _, whole, _ = await srv.post("/v1/chat/completions", asked)
+    choices = [e["choices"][0] for e in events[:-1]]
+    steps = [step for c in choices for step in c["delta"].get("tool_calls", [])]
+    assert all(len(c["delta"].get("tool_calls", [None])) == 1 for c in choices)
+    begun = [step for step in steps if "id" in step]
+    assert [step["index"] for step in begun] == [0, 1]
+    assert len({step["id"] for step in begun}) == 2
+    for step in begun:
+        assert set(step) == {"index", "id", "type", "function"}
+        assert step["type"] == "function"
+        assert step["function"]["arguments"] == ""
+    seen = -1
+    for step in steps:
+        if "id" in step:
+            seen = step["index"]
+        else:
+            assert set(step) == {"index", "function"}
+            assert step["index"] == seen, "arguments before their call"
+            assert set(step["function"]) == {"arguments"}
+    for name in ("token_ids", "logprobs"):
+        told = [c[name] for c in choices if c.get(name)]
+        told = [t["content"] for t in told] if name == "logprobs" else told
+        expected = whole["choices"][0][name]
+        expected = expected["content"] if name == "logprobs" else expected
+        assert [t for part in told for t in part] == expected
+
+
+async def test_usage_of_the_first_chunk_counts_the_thought_it_began():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    script = Script(("<think>\nred car\n</think>\n\nred",))
+    async with talking(script) as srv:
+        asked = {"messages": USER, "stream_options": options}
+        events = await srv.events("/v1/chat/completions", asked)
+    counts = [
+        (u["completion_tokens"], u["completion_tokens_details"]["reasoning_tokens"])
+        for u in (e["usage"] for e in events[:-1])
+    ]
+    assert counts[0] == (1, 1)
+    assert counts == sorted(counts)
+
+
 async def test_without_tools_or_with_none_the_text_is_content():
     async with served(Script((TEXTS["hermes"],))) as client:
         for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
@@ -231,6 +302,20 @@ async def test_usage_counts_the_tokens_of_the_thought():
         )
         assert hidden.choices[0].message.content == "red"
         assert not hasattr(hidden.choices[0].message, "reasoning")
+
+
+@pytest.mark.parametrize("name", ["both", "reasoning", "reasoning_content"])
+async def test_a_thought_goes_under_the_names_that_were_asked_for(name):
+    expected = {"reasoning", "reasoning_content"} if name == "both" else {name}
+    body = {"messages": USER}
+    async with talking(Script(("<think>\nred\n</think>\n\ncar",)), reasoning_field=name) as srv:
+        _, whole, _ = await srv.post("/v1/chat/completions", body)
+        events = await srv.events("/v1/chat/completions", body)
+    message = whole["choices"][0]["message"]
+    assert {n for n in message if message[n] == "red"} == expected
+    assert {n for n in message if n.startswith("reasoning")} == expected
+    deltas = [e["choices"][0]["delta"] for e in events[:-1]]
+    assert {n for d in deltas for n in d if n.startswith("reasoning")} == expected
 
 
 async def test_a_prompt_inside_or_past_a_thought_is_known():

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from jserve.api.support import FEATURES, GENERATING, Feature, endpoints, markdown, pair
+from jserve.api.features import FEATURES, GENERATING, Feature, pair
+from jserve.api.support import endpoints, markdown
 from jserve.types import Lane, Request
 from tests.api.talk import Script, talking
 
@@ -36,6 +37,10 @@ SHOWS = {
     "lanes and deadlines": lambda r: r.lane is Lane.BULK and r.deadline_ms == 60000,
     "truncation": lambda r: len(r.prompt_ids) == 8,
     "cache_salt": lambda r: r.cache_salt == "s",
+    "named cache": lambda r: r.cache == "c",
+    "one call": lambda r: r.params.structured_outputs is not None,
+    "regex": lambda r: r.params.structured_outputs.regex == "a+",
+    "thinking budget": lambda r: r.params.thinking_token_budget == 9,
 }
 # ... and in the answer, where the engine has no part in it.
 ANSWERS = {

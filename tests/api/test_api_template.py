@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from jserve import build
 from jserve.api import chat as chat_module
-from jserve.api.chat import Chat, ChatTemplate, load_chat_template
-from jserve.errors import BadRequest, ConfigError, RequestFailed
+from jserve.api.chat import Chat, ChatTemplate
+from jserve.api.template_files import load_chat_template
+from jserve.errors import BadRequest, ConfigError
 from tests.api.fake import SPECIAL, byte_tokenizer
 
 FOLDER = Path(__file__).parent / "templates"
@@ -163,11 +165,30 @@ def test_raise_exception_is_the_clients_fault():
 def test_a_failing_or_hostile_template_is_a_template_error(source):
     messages = [{"role": "user", "content": "a"}]
     template = ChatTemplate({"default": source})
-    with pytest.raises(RequestFailed) as e:
+    with pytest.raises(BadRequest) as e:
         template.prompt(Chat(messages=messages))
     assert e.value.code == "template_error"
     assert messages == [{"role": "user", "content": "a"}]
     assert template.self_test() is not None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {},
+        {"parameters": None},
+        {"parameters": {}},
+        {"parameters": {"type": "object"}},
+        {"parameters": {"properties": []}},
+        {"parameters": {"properties": {"a": True, "items": {}, "keys": None, "": {"type": []}}}},
+        {"parameters": []},
+        {"description": None, "strict": None},
+    ],
+)
+def test_the_shipped_template_takes_any_tool(function):
+    template = load_chat_template(build.shipped())
+    tools = [{"type": "function", "function": {"name": "look", **function}}]
+    assert "look(" in template.prompt(Chat(messages=TALKS["one"], tools=tools))
 
 
 def test_endless_templates_are_stopped(monkeypatch):
@@ -176,7 +197,7 @@ def test_endless_templates_are_stopped(monkeypatch):
     words = "{% for a in range(99999) %}{% for b in range(9999) %}xxxx{% endfor %}{% endfor %}"
     for source in (loops, words):
         begin = time.monotonic()
-        with pytest.raises(RequestFailed):
+        with pytest.raises(BadRequest):
             ChatTemplate({"default": source}).render(Chat(messages=TALKS["one"]))
         assert time.monotonic() - begin < 3.0
 
@@ -184,7 +205,7 @@ def test_endless_templates_are_stopped(monkeypatch):
 def test_output_is_bounded(monkeypatch):
     monkeypatch.setattr(chat_module, "MAX_OUTPUT", 1000)
     source = "{% for a in range(99) %}xxxxxxxxxxxxxxxxxxxx{% endfor %}"
-    with pytest.raises(RequestFailed):
+    with pytest.raises(BadRequest):
         ChatTemplate({"default": source}).render(Chat(messages=TALKS["one"]))
 
 

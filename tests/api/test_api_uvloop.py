@@ -8,6 +8,7 @@ import pytest
 import uvloop
 
 from tests.api import (
+    test_api_connection as connection,
     test_api_disconnect as disconnect,
     test_api_engine as engine,
     test_api_hostile as hostile,
@@ -16,8 +17,12 @@ from tests.api import (
 )
 
 CHECKS = [
+    connection.test_half_a_head_behind_an_answer_is_cut_off,
+    connection.test_a_kept_connection_may_wait_between_requests,
     disconnect.test_half_close_cancels_too,
     disconnect.test_a_reader_that_stops_reading_is_cut_off,
+    disconnect.test_a_long_answer_that_is_not_read_is_given_up,
+    disconnect.test_a_long_answer_that_is_read_slowly_is_read_to_its_end,
     disconnect.test_leaving_after_the_status_but_before_a_token,
     disconnect.test_leaving_while_the_body_arrives,
     engine.test_leaving_at_random_leaves_nothing_behind,

@@ -21,7 +21,9 @@ def ran(seconds: float, rows: int, tokens: int, step_s: float, **more: float) ->
         "spec_decode_num_accepted_tokens_total{proposer=ngram,lane=standard}": more.pop("stood", 0),
     }
     ended = {"0": seconds, "1": more.pop("last", seconds)}
-    return Ran(seconds=seconds, tokens={"0": [1] * tokens}, ended=ended, counters=counters)
+    first = {name: more.get("ttft", 0.0) for name in ended}
+    tokens_of = {"0": [1] * tokens}
+    return Ran(seconds=seconds, tokens=tokens_of, first=first, ended=ended, counters=counters)
 
 
 def test_predicted_is_tokens_per_step_over_what_a_step_costs_more():
@@ -37,19 +39,31 @@ def test_predicted_is_tokens_per_step_over_what_a_step_costs_more():
     assert account([(plain, plain)])["acceptance"] is None
 
 
+def test_decoding_is_the_time_after_the_first_token():
+    plain = ran(1.0, rows=100, tokens=100, step_s=0.010, ttft=0.4)
+    spec = ran(0.6, rows=50, tokens=100, step_s=0.010, ttft=0.3)
+    found = account([(plain, spec)])
+    assert found["speedup"] == pytest.approx(1.0 / 0.6)
+    assert found["decode"] == pytest.approx(2.0)
+
+
 def test_outputs_that_differ_end_the_run():
     class Says:
-        def __init__(self, token: int) -> None:
-            self.token = token
+        def __init__(self, token: int, exact: bool = True) -> None:
+            self.token, self.exact = token, exact
 
         def run(self, asked, concurrency, most):
             made = ran(1.0, rows=1, tokens=1, step_s=1.0)
-            made.tokens, made.ended = {"0": [self.token]}, {"0": 1.0}
+            made.tokens, made.ended, made.first = {"0": [self.token]}, {"0": 1.0}, {"0": 0.5}
             return made
 
     with pytest.raises(SystemExit, match="changed an output"):
         speculation.paired(Says(1), Says(2), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
-    speculation.paired(Says(1), Says(1), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
+    same = speculation.paired(Says(1), Says(1), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
+    assert same["differ"] == 0.0
+    rounded = Says(1, exact=False)
+    found = speculation.paired(rounded, Says(2), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
+    assert found["differ"] == 1.0
 
 
 @pytest.mark.parametrize("text", speculation.TEXTS)

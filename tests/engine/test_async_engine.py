@@ -252,10 +252,10 @@ async def test_before_the_start_requests_are_refused():
 
 
 async def test_an_engine_that_is_not_heard_any_more_ends_by_itself(process_engine, caplog):
-    r, deaths = request("a"), process_engine.counters
+    r = request("a")
     with faults.armed("wire.receive", 1):  # on this side only: the engine is another process
         await outputs_of(process_engine, r)  # the call that waits already is not counted
-        await eventually(lambda: deaths["engine_deaths"] == 1)
+        await eventually(lambda: process_engine.counters["engine_deaths"] == 1)
     await eventually(lambda: process_engine.ready)
     assert "it ended with code 0" in caplog.text
     assert tokens(await outputs_of(process_engine, r)) == expected(r)

@@ -79,6 +79,27 @@ def test_objects_can_be_closed():
     closed = StructuredOutputs(json=schema, disable_additional_properties=True)
     assert not accepts(closed, '{"a": 1, "b": 2}')
     assert accepts(closed, '{"a": 1}')
+    tags = {"structures": [{"begin": "<", "schema": schema, "end": ">"}], "triggers": ["<"]}
+    assert accepts(StructuredOutputs(structural_tag=tags), '<{"a": 1, "b": 2}>')
+    closed = StructuredOutputs(structural_tag=tags, disable_additional_properties=True)
+    assert not accepts(closed, '<{"a": 1, "b": 2}>')
+    assert accepts(closed, '<{"a": 1}>')
+
+
+@pytest.mark.parametrize("kind", [{"regex": "a"}, {"choice": ("a",)}, {"grammar": 'start: "a"'}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"whitespace_pattern": " "},
+        {"disable_any_whitespace": True},
+        {"disable_additional_properties": True},
+    ],
+)
+def test_how_json_is_written_cannot_be_said_where_there_is_none(kind, option):
+    with pytest.raises(BadRequest) as caught:
+        StructuredOutputs(**kind, **option)
+    assert caught.value.field == f"structured_outputs.{next(iter(option))}"
+    StructuredOutputs(**kind, **dict.fromkeys(option))
 
 
 S = {"type": "string"}
@@ -140,6 +161,7 @@ def deep(n: int) -> dict:
         ({"json": {"$ref": "file:///etc/passwd"}}, "json", "invalid_schema"),
         ({"json": {"type": "string", "pattern": "(?=a)b"}}, "json", "invalid_schema"),
         ({"regex": "(a"}, "regex", "invalid_schema"),
+        ({"json": {}, "whitespace_pattern": "(a"}, "whitespace_pattern", "invalid_schema"),
         ({"regex": "a" * (MAX_BYTES + 1)}, "regex", "grammar_too_large"),
         ({"regex": "\ud800"}, "regex", "invalid_schema"),
         ({"grammar": "start: nowhere"}, "grammar", "invalid_schema"),
@@ -176,6 +198,7 @@ def test_regex_bombs_compile_or_are_refused_quickly(regex):
         {"json": 3},
         {"grammar": ["a"]},
         {"structural_tag": 5},
+        {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},
     ],
 )
 def test_exactly_one_structure_of_the_right_type(values):

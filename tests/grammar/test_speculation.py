@@ -177,9 +177,12 @@ def test_masks_with_drafts_are_the_masks_one_step_at_a_time(drafts, n_steps, dat
 
 
 def _copy(walked: TokenGuide) -> TokenGuide:
-    made = TokenGuide(walked.kit, None, Thought(tags=None), fast=False)
-    made.matcher = walked.matcher.deep_copy()  # type: ignore[union-attr]
-    made._must, made.mask_W = walked._must, None
+    made = TokenGuide(walked.kit, compiler().compile(CITY), Thought(tags=None), fast=False)
+    assert made.trail is not None
+    assert walked.trail is not None
+    for token in walked.trail._taken:
+        made.trail.take(token)
+    made.mask_W = None
     return made
 
 

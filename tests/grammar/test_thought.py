@@ -34,6 +34,37 @@ def test_a_budget_ends_the_thought_there_and_the_answer_goes_on(budget, overlap)
     assert tokens(slow, "a") == drawn
 
 
+@pytest.mark.parametrize("budget", [0, 1, 2, 7])
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("spec", [None, CITY])
+def test_a_thought_that_may_still_begin_has_its_budget_too(budget, overlap, spec):
+    """With none left there is still the token to draw that begins it, or does not: to wait for
+    anything else was to wait for ever."""
+    for seed in range(6):
+        asked = request(
+            "a",
+            spec,
+            thinking=thinking(),
+            thinking_token_budget=budget,
+            temperature=1.0,
+            seed=seed,
+            max_tokens=60,
+            logit_bias={thinking().open_id: 8.0 if seed % 2 else -100.0},
+        )
+        made = engine(overlap=overlap)
+        made.submit(asked)
+        outputs = []
+        for _ in range(200):
+            outputs += made.step()
+        assert finish(outputs, "a") in ("length", "stop")
+        drawn = tokens(outputs, "a")
+        if drawn[0] == thinking().open_id:
+            (close,) = ids("</think>")
+            assert drawn.index(close) <= 1 + budget + END.index(close)
+        slow = run(asked, fast_forward=False, overlap=overlap)
+        assert tokens(slow, "a") == drawn
+
+
 def test_a_thought_with_a_budget_is_planned_ahead_until_near_its_end():
     """Under overlap 1 the thought itself loses no step; only its end waits once."""
     made = engine()

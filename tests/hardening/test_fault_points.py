@@ -8,16 +8,21 @@ costs nobody; a fault of the engine itself may cost all that run, with an error 
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib
+import inspect
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jserve import faults
 from tests.hardening.world import BROKEN, CUT, GOOD, REFUSED, Got, checker, play, probe, world
 
-HARMLESS = {"runner.launch", "runner.collect"}
-"""A step that raises once is computed again."""
+HARMLESS = {"grammar.mask", "runner.launch", "runner.collect"}
+"""A step that raises once is computed again; masks that fail together are computed one by one."""
 OF_ONE = {
     "api.piece",
     "api.prepare",
@@ -25,6 +30,7 @@ OF_ONE = {
     "engine.open",
     "grammar.check",
     "grammar.compile",
+    "grammar.follow",
     "grammar.take",
     "sse.write",
     "stream.put",
@@ -32,8 +38,6 @@ OF_ONE = {
     "text.decode",
     "text.encode",
 }
-OF_GUIDED = {"grammar.mask"}
-"""One batch computes the masks of all guided rows."""
 OF_ENGINE = {
     "kv.extend",
     "kv.publish",
@@ -45,18 +49,49 @@ OF_ENGINE = {
 }
 ELSEWHERE = {"disk.read", "disk.write", "runner.reset"}
 """Exercised in the tests below, or in tests/kv/test_disk.py with real files."""
-HERE = sorted(HARMLESS | OF_ONE | OF_GUIDED | OF_ENGINE)
+HERE = sorted(HARMLESS | OF_ONE | OF_ENGINE)
 CODES = {
     *("internal_error", "engine_step_failed", "engine_dead", "grammar_failed"),
-    *("starting", "invalid_value"),
+    *("starting", "invalid_value", "invalid_schema"),
 }
 
 
+ROOT = Path(__file__).parent.parent.parent
+
+
+def declared() -> set[str]:
+    """The names of all points in the source, whichever modules are loaded."""
+    found = set()
+    for path in (ROOT / "jserve").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "point":
+                assert isinstance(node.args[0], ast.Constant), f"{path}: a name must be a literal"
+                found.add(node.args[0].value)
+    return found
+
+
 def test_every_point_is_exercised():
+    assert declared() == {*HERE, *ELSEWHERE}
+    for name in ELSEWHERE:
+        armed = f'faults.armed("{name}"'
+        assert any(armed in path.read_text() for path in (ROOT / "tests").rglob("*.py")), name
+
+
+def test_a_point_that_is_not_armed_costs_nothing():
+    """Its method is what stands in the source: no wrapper, no flag, no look-up."""
     import jserve.runner.disk
     import jserve.runner.runner  # noqa: F401
 
-    assert set(faults.POINTS) == {*HERE, *ELSEWHERE}
+    assert set(faults.POINTS) == declared()
+    for places in faults.POINTS.values():
+        for place in places:
+            owner: Any = importlib.import_module(place.module)
+            for part in place.name.split("."):
+                owner = inspect.getattr_static(owner, part)
+            assert inspect.isfunction(owner)
+            assert not hasattr(owner, "__wrapped__")
+            assert owner.__code__.co_name == place.name.rsplit(".", 1)[1]
+            assert owner.__code__.co_filename.endswith(place.module.replace(".", "/") + ".py")
 
 
 _clean: list[list[Got]] = []
@@ -89,7 +124,7 @@ async def fire(name: str, at: int) -> bool:
             assert not hurt
         if name in OF_ONE:
             assert len(hurt) <= 1, [told[i] for i in hurt]
-        if name in OF_GUIDED:
+        if name.startswith("grammar."):
             assert set(hurt) <= {3, 4}
         if name in OF_ENGINE:
             assert made.face.counters["engine_deaths"] == shot.fired
@@ -130,23 +165,12 @@ async def test_a_fault_at_every_call(name, caplog):
 
 
 async def test_a_step_that_raises_and_a_reset_that_raises_end_the_engine_once(caplog):
-    from jserve.testing import FakeRunner
-
     caplog.set_level(logging.CRITICAL)
-
-    class NoReset(FakeRunner):
-        n = 0
-
-        def reset(self):
-            type(self).n += 1
-            if type(self).n == 2:  # the first one is the constructor's
-                raise RuntimeError("no device")
-            super().reset()
-
     wanted = await clean()
-    async with world(make_runner=NoReset) as made:
-        with faults.armed("runner.collect", 5):
+    async with world() as made:
+        with faults.armed("runner.collect", 5), faults.armed("runner.reset", 1) as shot:
             told = await asyncio.wait_for(play(made), 20.0)
+        assert shot.fired
         for got, want in zip(told, wanted, strict=True):
             if got != want:
                 check_end(got, want, "runner.reset")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from jserve import faults
 from jserve.api.openai import ChatBody, CompletionBody
 from tests.hardening.world import CHAT, COMP, probe, world
 
@@ -136,6 +137,75 @@ async def test_constraints_that_leave_nothing_are_the_clients_fault():
         assert response.status == 200
         assert json.loads(events[-1][6:])["error"]["code"] == "nothing_allowed"
         assert not any('finish_reason":"' in event for event in events)
+        await made.idle()
+
+
+WIDE = {
+    "type": "object",
+    "properties": {
+        "pick": {"enum": ["x", "y"]},
+        "wide": {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(900)}},
+    },
+    "required": ["pick", "wide"],
+    "additionalProperties": False,
+}
+"""Compiles, and has more keys to choose from than the matcher may follow when it gets there."""
+
+
+async def test_a_structure_too_complex_to_follow_is_the_clients_and_costs_nobody():
+    """The matcher finds out behind some text: 400 by the field's name, or the stream's last event."""
+    param = "structured_outputs"
+    body = GOOD[CHAT] | {"max_tokens": 40, "structured_outputs": {"json": WIDE}}
+    async with world() as made:
+        want = await probe(made)
+        (status, answer, headers), beside = await asyncio.gather(
+            made.srv.post(CHAT, body), probe(made)
+        )
+        assert (status, answer["error"]["code"]) == (400, "invalid_schema"), answer
+        assert answer["error"]["param"] == param
+        assert answer["error"]["message"].startswith(f"{param} became too complex")
+        assert "x-should-retry" not in headers
+        async with made.srv.http.post(
+            made.srv.url + CHAT, json=body | {"stream": True}
+        ) as response:
+            raw = (await response.text()).strip().split("\n\n")
+        assert response.status == 200
+        assert json.loads(raw[-1][6:])["error"]["param"] == param
+        assert beside == await probe(made) == want
+        await made.idle()
+
+
+async def test_a_fault_of_the_matcher_is_ours_and_says_so():
+    """Not a limit: 500 with its code, and no advice to try again."""
+    asked = GOOD[COMP] | {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9}
+    async with world() as made:
+        for at in (1, 3):
+            with faults.armed("grammar.take", at):
+                status, answer, headers = await made.srv.post(COMP, asked)
+            assert (status, answer["error"]["code"]) == (500, "grammar_failed")
+            assert (answer["error"]["type"], answer["error"]["param"]) == ("server_error", None)
+            assert headers["x-should-retry"] == "false"
+        assert (await made.srv.post(COMP, asked))[0] == 200
+        await made.idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_as_many_prompts_as_a_request_may_hold_are_taken_by_an_idle_server(stream):
+    """However small its queue is: the prompts of one request are one decision."""
+    prompts = [f"prompt {i}" for i in range(128)]
+    async with world(max_waiting=4, max_waiting_tokens=64) as made:
+        body = {"prompt": prompts, "max_tokens": 2, "stream": stream}
+        async with made.srv.http.post(made.srv.url + COMP, json=body) as response:
+            raw = await response.text()
+        assert response.status == 200, raw[:300]
+        assert raw.count('"finish_reason":"length"') + raw.count('"finish_reason":"stop"') == 128
+        told, told_too = await asyncio.gather(
+            made.srv.post(COMP, body | {"stream": False}),
+            made.srv.post("/v1/score", {"query": "x", "items": prompts}),
+        )
+        assert {told[0], told_too[0]} <= {200, 503}, (
+            "one of them may find the queue full, as a whole"
+        )
         await made.idle()
 
 

@@ -158,7 +158,8 @@ def test_the_tree_never_unpickles_evaluates_or_asks_for_the_wall_clock():
     """Nothing a client or a file holds is executed; time limits never follow the wall clock."""
     root = Path(__file__).parent.parent.parent / "jserve"
     banned = ("pickle.", "yaml.load(", "torch.load", "allow_pickle=True", " eval(", " exec(")
-    wall = {"ask.py", "openai_usage.py", "responses_reply.py"}  # when a thing was made, for clients
+    # When a thing was made, or a limit is over, for clients.
+    wall = {"ask.py", "manners.py", "openai_usage.py", "responses_reply.py"}
     for path in root.rglob("*.py"):
         source = path.read_text()
         for word in banned:

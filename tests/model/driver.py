@@ -23,13 +23,12 @@ from jserve.model.kv_quant import stored
 from jserve.model.shard import (
     AXIS,
     ShardRules,
-    assemble_all,
-    kv_partition,
     make_mesh,
     partitions,
     shardings,
 )
 from jserve.model.view import Bucket, StepDims, layout, unpack
+from tests.model.assembly import assemble_all
 
 RULES = ShardRules()
 
@@ -67,7 +66,7 @@ class Driver:
         self.params = jax.device_put(params, shardings(specs, self.mesh, RULES))
         self.param_specs = partitions(specs, RULES)
         shape = self.attn.kv_shape(max(arch.K, tp), arch.H, n_pages, Z)
-        self.kv_spec = kv_partition(self.attn.kv_axis)
+        self.kv_spec = PartitionSpec(*(None,) * self.attn.kv_axis, AXIS)
         # Unused pages must not be seen.
         poison = np.asarray(stored(jnp.full(shape, jnp.nan), self.attn.kv_dtype(kv_dtype)))
         sharding = jax.sharding.NamedSharding(self.mesh, self.kv_spec)

@@ -1,4 +1,4 @@
-"""The small pieces of a step: acceptance of drafts, and the slots as loads and steps leave them."""
+"""The small pieces of a step: acceptance of drafts, the embedding, and the slots as loads and steps leave them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.model import slots as slot_rows
+from jserve.model.layers import embed
 from jserve.model.slots import IN_PROMPT, LOAD_PAIRS, NONE
 from jserve.model.verify import accept
 from jserve.sampling import SamplingParams
@@ -104,3 +105,18 @@ def test_load_fills_biases_and_bad_words():
     assert slots.bad_CWK[4, 0].tolist() == [NONE] * 6 + [1, 2]
     assert slots.bad_CWK[4, 1].tolist() == list(range(1, 9))
     assert (slots.bad_CWK[4, 2:] == NONE).all()
+
+
+def test_a_loop_of_drafts_does_not_widen_the_embedding() -> None:
+    """XLA:CPU picks rows of float32 only, and would make all of a bfloat16 table float32 before the loop."""
+    table_VD = jnp.ones((4096, 64), jnp.bfloat16)
+
+    def drafts(table_VD, tok_T):
+        def one(i, tok_T):
+            return jnp.int32(embed(table_VD, tok_T, None).sum(axis=1)) % 4096
+
+        return jax.lax.fori_loop(0, 3, one, tok_T)
+
+    compiled = jax.jit(drafts).lower(table_VD, jnp.zeros(2, jnp.int32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < table_VD.nbytes
+    assert compiled(table_VD, jnp.zeros(2, jnp.int32)).tolist() == [64, 64]

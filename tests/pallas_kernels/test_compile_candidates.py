@@ -96,7 +96,8 @@ def test_pools_are_written_in_place(K: int, G: int, H: int, dtype: Any) -> None:
 
 @pytest.mark.parametrize("register_w", [True, False])
 def test_four_bits_are_what_is_read(register_w: bool) -> None:
-    """Weights as stored, scales, x and the splits' sums; XLA writes the weights out as bfloat16."""
+    """Weights as stored, scales, x and the splits' sums, in shared memory by whole registers; XLA writes
+    the weights out as bfloat16."""
     c = next(c for c in ALL if c.shape == "8b down, 16 rows")
 
     def ours(x: Any, w: Any, scales: Any) -> Any:
@@ -105,6 +106,7 @@ def test_four_bits_are_what_is_read(register_w: bool) -> None:
     N, D, M = 4096, 14336, 16
     report = compiled(c, ours)
     check(report)
+    assert report.narrow_reads == 0
     assert c.n_bytes <= report.module.moved("none") < c.n_bytes + 12 * N * M * 4 + M * D * 4
     by_xla = compiled(c, c.by_xla["dequantised"])
     assert by_xla.temp_bytes >= N * D * 2

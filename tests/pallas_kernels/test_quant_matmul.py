@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.launch import interpreter
 from pallas_kernels.quant_matmul import quant_matmul, ref
 from pallas_kernels.quant_matmul.api import tile_of
+from pallas_kernels.quant_matmul.hopper import Tile
 from tests.pallas_kernels.rows import PRODUCTS
 
 
@@ -56,14 +57,28 @@ def test_outputs_and_rows_do_not_mix() -> None:
     np.testing.assert_array_equal(np.isnan(got), bad)
 
 
+def tile(steps: int, splits: int) -> Tile:
+    shapes = np.empty((8, steps * 256)), jnp.empty((128, steps * 256), jnp.int4)
+    return tile_of(*shapes, jnp.empty((steps * 2, 128)), {"splits": splits})
+
+
+def runs(tile: Tile) -> list[range]:
+    """The steps of each split."""
+    found = (tile.run(s) for s in range(tile.splits))
+    return [range(int(begin), int(begin + count)) for begin, count in found]
+
+
 @pytest.mark.parametrize("steps", [1, 2, 7, 16, 112])
 @pytest.mark.parametrize("most", [1, 3, 5, 132])
 def test_every_split_has_work(steps: int, most: int) -> None:
-    shapes = np.empty((8, steps * 256)), jnp.empty((128, steps * 256), jnp.int4)
-    tile = tile_of(*shapes, jnp.empty((steps * 2, 128)), {"splits": 1}).split(most)
-    per = -(-tile.steps // tile.splits)
-    assert 1 <= tile.splits <= max(most, 1)
-    assert (tile.splits - 1) * per < tile.steps <= tile.splits * per
+    split = tile(steps, 1).split(most)
+    assert split.splits <= most
+    assert all(runs(split))
+
+
+@pytest.mark.parametrize(("steps", "splits"), [(1, 1), (5, 2), (7, 3), (5, 4), (16, 5)])
+def test_each_step_is_of_one_split(steps: int, splits: int) -> None:
+    assert [i for run in runs(tile(steps, splits)) for i in run] == list(range(steps))
 
 
 @pytest.mark.parametrize(

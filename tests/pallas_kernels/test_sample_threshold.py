@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels.launch import interpreter
 from pallas_kernels.sample_threshold import ref, sample_threshold
+from pallas_kernels.sample_threshold.hopper import CANDIDATES, FIRST, LINE
 from tests.pallas_kernels.rows import LIMITS, LOGITS, logits
 
 V = 3300  # neither whole tiles nor whole lines
@@ -77,12 +78,46 @@ def test_sizes_of_vocabularies(V: int, tune: dict[str, int]) -> None:
         check(row, float(got), limit)
 
 
+def test_the_bound_is_the_best_of_a_tile() -> None:
+    """Each tile lies below the one before it, so a bound among the best of a tile is where skipping
+    a tile too many, or one too few, moves it."""
+    size = TUNE["lines"] * LINE
+    rng = np.random.default_rng(size)
+    x = np.sort(rng.standard_normal(V).astype(np.float32) * 3)[::-1].copy()
+    for begin in range(0, V, size):
+        rng.shuffle(x[begin : begin + size])
+    ks = [begin + n for begin in range(0, V - size, size) for n in (0, 1, 2, 5) if begin + n > 1]
+    masses = np.cumsum(np.exp(np.sort(x.astype(np.float64))[::-1]))
+    limits = [(1.0, k, 1.0, 0.0) for k in ks]
+    limits += [(1.0, 0, float(masses[k - 1] / masses[-1]), 0.0) for k in ks]
+    for got, limit in zip(bound(np.stack([x] * len(limits)), limits), limits, strict=True):
+        check(x, float(got), limit)
+
+
+def test_the_bound_is_a_candidate_and_the_best_of_its_tile() -> None:
+    """The next lower float is a logit too, which a search that passes over the candidate keeps."""
+    size = TUNE["lines"] * LINE
+    at = np.float32(6) * np.float32(1 / 5)  # the second pass begins with it: 0 is enough, 6 is not
+    levels = (8.0, at, np.nextafter(at, np.float32(0)))
+    x = np.repeat(np.array(levels, np.float32), size)
+    limits = (1.0, size + 1, 1.0, 0.0)
+    assert FIRST == (8, 2)
+    assert CANDIDATES == 4
+    assert (x >= bound(x[None], [limits])[0]).sum() == 2 * size
+
+
 def test_rows_do_not_mix_and_bad_ones_end() -> None:
     """Rows of NaN, of nothing finite and of infinity give something; the row between is right."""
     x = np.stack([logits("peaked", V)] * 4)
     x[0], x[2], x[3, 5] = np.nan, -np.inf, np.inf
     limits = [LIMITS["everything at once"]] * 4
     check(x[1], float(bound(x, limits)[1]), limits[0])
+
+
+def test_logits_so_large_that_the_way_from_the_lowest_float_is_none() -> None:
+    x = logits("normal", V) * np.float32(1e33)
+    limits = (1e33, 2900, 1.0, 0.0)  # more than lie within eight temperatures of the best
+    check(x, float(bound(x[None], [limits])[0]), limits)
 
 
 def test_one_is_the_largest_alone_even_among_ties() -> None:

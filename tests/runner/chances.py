@@ -27,6 +27,7 @@ from jserve.model.eagle3 import eagle3
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.hand import Row, pack
 from jserve.model.medusa import medusa
+from jserve.model.prompt_lookup import ngram
 from jserve.model.shard import make_mesh
 from jserve.model.step import DeviceState, StepModel, make_step
 from jserve.model.tree import Shape
@@ -128,8 +129,11 @@ def target_params() -> Any:
 
 
 def device_kind(name: str, parents: Shape = CHAIN) -> Kind:
-    """A drafter near the target (many drafts stand, many do not), or heads of random weights."""
+    """A drafter near the target (many drafts stand, many do not), heads of random weights, or one that
+    copies."""
     mesh, target = make_mesh(1), target_params()
+    if name == "lookup":
+        return Kind(parents, ngram(ARCH7, least=1, most=3, window=M * Z), {})
     if name == "draft":
         drafter = draft_model(LLAMA, ARCH7, ARCH7)
         noise = drawn(drafter.specs(1), mesh, RULES, seed=3)
@@ -177,7 +181,8 @@ class Dice:
             D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, tree=kind.parents, mask=True
         )
         grown = isinstance(kind.parents, Grown)
-        self.dims = StepDims(C=ROWS, M=M, Z=Z, V=V, drafts=held, grown=grown)
+        text = 0 if kind.drafter is None else kind.drafter.text
+        self.dims = StepDims(C=ROWS, M=M, Z=Z, V=V, drafts=held, grown=grown, text=text)
         self.model = StepModel(
             family=LLAMA, arch=ARCH7, backend=backend("xla"), dims=self.dims, mesh=make_mesh(1),
             rules=RULES, n_pages=M * ROWS + 1, kv_dtype=jnp.dtype("float32"),
@@ -230,10 +235,13 @@ class Dice:
 
     def _slots(self, params: SamplingParams) -> Any:
         """Slots whose last token is START, with no KV yet."""
-        one = slot_rows.empty(1, V, self.dims.drafts, grown=self.dims.grown)
+        dims = self.dims
+        one = slot_rows.empty(1, V, dims.drafts, grown=dims.grown, text=dims.text)
         item = SlotLoad(slot=0, tokens=[START], n_prompt=1, params=params)
         for buf in slot_rows.load_buffers(item, V):
             one = slot_rows.load(one, jnp.asarray(buf))
+        for buf in slot_rows.text_buffers(item, self.dims.text) if self.dims.text else ():
+            one = slot_rows.load_text(one, jnp.asarray(buf))
         one = replace(one, last_C=jnp.full(1, START, jnp.int32))
         return jax.tree.map(lambda x: jnp.asarray(np.repeat(x, ROWS, axis=0)), one)
 

@@ -45,7 +45,7 @@ from tests.runner.chances import (
 N, P_MIN = 50_000, 1e-6
 DRAFTERS = ("draft", "eagle3", "medusa")
 DEVICE = [(name, parents) for name in DRAFTERS for parents in (CHAIN, TREE)]
-DEVICE.append(("draft", GROWN))
+DEVICE += [("draft", GROWN), ("lookup", CHAIN)]
 HOST = ("ngram", "suffix", "corpus", "grammar", "synthetic")
 ALONE = {"synthetic": ("bias", "allowed", "mask"), "grammar": ("mask",)}
 """Settings that a proposer refuses, or has a mask of its own in place of."""
@@ -54,6 +54,7 @@ GROWN_IN = ("plain", "top_p", "penalties", "mask", "seeds")
 NAMES = {CHAIN: "chain", TREE: "tree", GROWN: "grown"}
 QUICK = {
     ("medusa", TREE, "penalties"),
+    ("lookup", CHAIN, "top_k"),
     ("ngram", "seeds"),
     ("grammar", "top_p"),
 }

@@ -86,6 +86,22 @@ def test_a_late_compile_is_an_error_when_strict_and_counted_when_not(caplog, mon
     assert len([m for m in caplog.messages if "compiled after" in m]) == 1
 
 
+def test_the_start_of_another_engine_is_not_held_against_one_that_is_ready():
+    ready = make_runner(strict=True)
+    before = programs.n_compiles()
+    other = make_runner(n_pages=77)  # programs of its own, compiled in threads and in this one
+    assert programs.n_compiles() == before
+    assert ready.programs.late_compiles == other.programs.late_compiles == 0
+    Rig(ready).run(jobs(1))
+    other.reset()
+    assert other.programs.late_compiles == 0
+    with programs.starting():
+        jax.jit(lambda x: x * 5 + 2)(np.float32(2))
+    assert ready.programs.late_compiles == 0
+    jax.jit(lambda x: x * 7 + 3)(np.float32(2))
+    assert ready.programs.late_compiles == other.programs.late_compiles == 1
+
+
 def test_other_weights_take_effect_without_a_compile():
     r = shared()
     (job,) = jobs(1, temperature=0.0)

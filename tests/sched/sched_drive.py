@@ -77,6 +77,7 @@ def step_times() -> tuple[StepTime, ...]:
 
 
 SERVICE = (
+    "batch",
     "lane",
     "tenant",
     "speculative",
@@ -220,12 +221,15 @@ class Drive:
         except RuntimeError as error:
             self._recover(flight.plan, str(error))
         else:
-            n_prefill = sum(row.count for row in flight.plan.rows if not row.from_slot)
-            n_drafts = sum(len(row.drafts) for row in flight.plan.rows)
-            took = seconds_of(len(flight.plan.rows), n_prefill) + DRAFT_S * n_drafts
-            result = dataclasses.replace(result, device_us=took * 1e6)
+            result = dataclasses.replace(result, device_us=self.took(flight.plan) * 1e6)
             self._hear(self.scheduler.commit(flight.plan, result, self.now))
         self.check()
+
+    def took(self, plan: StepPlan) -> float:
+        """Seconds of a step, as the scheduler is told; 0 teaches it nothing."""
+        n_prefill = sum(row.count for row in plan.rows if not row.from_slot)
+        n_drafts = sum(len(row.drafts) for row in plan.rows)
+        return seconds_of(len(plan.rows), n_prefill) + DRAFT_S * n_drafts
 
     def _recover(self, culprit: StepPlan, error: str) -> None:
         """As the engine does after a step that raised: everything in flight is lost."""

@@ -1,9 +1,17 @@
 """Deadlines: promised at arrival or refused, kept in order, ended when they pass."""
 
+from functools import partial
+
 import pytest
 from sched_drive import Drive, limits, request, seconds_of, step_times
 
-from jserve.errors import BadRequest, DeadlineInfeasible, DeadlineUnreachable, error_of
+from jserve.errors import (
+    BadRequest,
+    DeadlineInfeasible,
+    DeadlineUnreachable,
+    JserveError,
+    error_of,
+)
 from jserve.sched.deadlines import Deadlines
 from jserve.types import Finish, Lane
 
@@ -24,6 +32,15 @@ def timed(lim=None, **options) -> Drive:
 
     drive.launch = timed_launch
     return drive
+
+
+def attempt(drive: Drive, req) -> JserveError | None:
+    """None, or why it was refused."""
+    try:
+        drive.add(req)
+    except JserveError as error:
+        return error
+    return None
 
 
 def refusal(drive: Drive, req) -> Exception:
@@ -54,6 +71,21 @@ def test_what_only_the_queue_prevents_may_be_tried_later():
     drive.run()
     drive.add(request("late", [7] * 16, ttft_deadline_ms=15.0))
     drive.run()
+
+
+def test_a_deadline_that_only_its_own_batch_prevents_is_the_clients_fault():
+    """To try again later would be of no use; behind others it may be."""
+    mates = [
+        request(f"b{i}", [i] * 16, batch="b", ttft_deadline_ms=15.0, ignore_eos=True)
+        for i in range(9)
+    ]
+    for others, kind, status in ((0, DeadlineInfeasible, 400), (1, DeadlineUnreachable, 503)):
+        drive = timed(limits(step_times=step_times(), n_slots=1))
+        for i in range(others):
+            drive.add(request(f"r{i}", [10], max_tokens=30, ignore_eos=True))
+        errors = [error for error in map(partial(attempt, drive), mates) if error]
+        assert isinstance(errors[0], kind)
+        assert (errors[0].status, errors[0].field) == (status, "ttft_deadline_ms")
 
 
 def test_a_lane_with_more_weight_is_promised_more():

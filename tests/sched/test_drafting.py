@@ -85,7 +85,7 @@ def run(reqs, lim=None, **kw) -> tuple[Drive, dict]:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("n_pages", [33, 12])
-@pytest.mark.parametrize("kind", ["ngram", "suffix", "device", "right", "mixed", "wrong"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "device", "copied", "right", "mixed", "wrong"])
 def test_drafts_change_no_token(kind, n_pages, depth):
     """The drive compares every token with the definition; acceptance is real for copies of 3 words."""
     lim = limits(max_drafts=7, n_pages=n_pages, vocab_size=VOCAB, step_times=timed(0.01))
@@ -95,6 +95,9 @@ def test_drafts_change_no_token(kind, n_pages, depth):
     elif kind == "device":
         lim = dataclasses.replace(lim, device_drafts=5)
         drive, _ = run(reqs, lim, depth=depth)
+    elif kind == "copied":
+        lim = dataclasses.replace(lim, device_drafts=7, drafts_from_text=True)
+        drive, _ = run(reqs, lim, depth=depth, proposer=lookup())
     else:
         fake = {"right": RightDrafts, "mixed": MixedDrafts, "wrong": WrongDrafts}[kind]
         drive = drafting(fake(blind=depth % 2 == 0), lim, depth=depth)

@@ -153,6 +153,37 @@ def test_a_burst_that_finds_free_slots_is_no_overload():
     assert n == 31, "one more than there are slots"
 
 
+def test_prompts_asked_for_together_are_taken_or_refused_together():
+    """Whatever bound they alone would break: sequences, tokens, seconds, the share of a key."""
+    mates = [request(f"b{i}", [2] * 9, batch="b", tenant="t") for i in range(40)]
+    bounds = {"max_waiting": 8, "max_waiting_tokens": 64, "tenant_share": 0.5}
+    slow = tuple(replace(t, seconds=10.0) for t in step_times())
+    drive = Drive(limits(n_slots=2, step_times=slow), depth=0, max_queue_s=1.0, **bounds)
+    assert [try_add(drive, mate) for mate in mates] == [None] * 40
+    assert try_add(drive, request("late", [2], tenant="u")) == "overloaded"
+    assert try_add(drive, request("c0", [2], batch="c")) == "overloaded"
+    drive.run()
+    assert try_add(drive, request("c1", [2], batch="c")) is None
+    drive.run()
+    assert try_add(drive, replace(mates[0], id="again")) is None, "an empty queue takes anyone"
+
+    drive = blocked(max_waiting=8)
+    for i in range(8):
+        drive.add(request(f"r{i}", [2]))
+    assert [try_add(drive, mate) for mate in mates[:5]] == ["overloaded"] * 5
+
+
+def test_the_names_of_batches_are_forgotten(monkeypatch):
+    monkeypatch.setattr("jserve.sched.gate.MAX_BATCHES", 3)
+    drive = Drive(limits())
+    for i in range(20):
+        drive.add(request(f"r{i}", [2], batch=f"b{i}", max_tokens=1))
+        drive.run()
+    assert list(drive.scheduler.gate._batches) == ["b17", "b18", "b19"]
+    drive.add(request("alone", [2]))
+    assert "" not in drive.scheduler.gate._batches
+
+
 def test_one_key_may_fill_its_share_only():
     drive = blocked(max_waiting=20, tenant_share=0.25)
     for i in range(5):

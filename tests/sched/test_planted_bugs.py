@@ -11,6 +11,7 @@ from jserve.kv.pages import PagePool
 from jserve.kv.radix import RadixTree
 from jserve.sched import outcome, policy, residency, scheduler
 from jserve.sched.draft import PlanDraft
+from jserve.sched.prefilling import Prefilling
 from jserve.sched.residency import Residency
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Request
@@ -183,13 +184,13 @@ def lock_is_not_taken(patch):
 def readmitted_with_rows_in_flight(patch):
     """The queue does not wait for the rows of the last residence."""
 
-    def admit(self, draft, now):
+    def admit(self, draft, step, now):
         for seq in list(self.floor.waiting):
             if self._may_admit(draft) and self.floor.enter(seq):
                 draft.load(seq)
                 draft.prefill(seq, score=residency.owes_scores(seq))
 
-    patch.setattr(Scheduler, "_admit", admit)
+    patch.setattr(Prefilling, "_admit", admit)
 
 
 def bad_pages_are_published(patch):

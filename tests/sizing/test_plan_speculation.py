@@ -168,10 +168,10 @@ def test_a_draft_model_beside_8b_on_an_h200() -> None:
     alone = next(r for r in found.rates if (r.batch, r.context) == (1, 512))
     assert rate.speed_up == pytest.approx(rate.expected_tok_s / alone.expected_tok_s)
     assert rate_of(found, 64, 512).width == 1, "above 32 rows it sleeps"
-    program = next(p for p in found.programs if p.name == "step_D2_P0_F0_J4_n3")
+    program = next(p for p in found.programs if p.name == "step_D1_P0_F0_J4_n3")
     assert program.drafts == 3
     assert program.weight_bytes == pytest.approx(weights + 2 * (4 * body + 3 * table))
-    assert program.logits_bytes == 2 * 4 * 128_256 * 4
+    assert program.logits_bytes == 4 * 128_256 * 4
 
 
 def test_what_never_stands_is_never_drafted() -> None:
@@ -267,13 +267,26 @@ def test_chances_by_rank_share_what_the_first_leaves() -> None:
 
 
 def test_drafts_of_the_host_are_verified_for_nothing_else() -> None:
-    config = EngineConfig.of(speculative={"method": "ngram", "num_tokens": 7})
+    config = EngineConfig.of(speculative={"method": "suffix", "num_tokens": 7})
     found = sizing.plan("llama-3.1-8b", "h200", (512,), config)[0]
     assert found.speculation is not None
     assert (found.speculation.weight_bytes, found.speculation.drafter) == (0, "")
     assert found.memory == plan(lengths="512").memory
     assert {r.draft_ms for r in found.speculation.rates} == {0.0}
     assert rate_of(found, 1, 512).width == 8
+
+
+def test_prompt_lookup_keeps_the_text_in_the_slots_and_costs_no_time() -> None:
+    config = EngineConfig.of(speculative={"method": "ngram", "num_tokens": 7})
+    found, plain = sizing.plan("llama-3.1-8b", "h200", (512,), config)[0], plan(lengths="512")
+    said = found.speculation
+    assert said is not None
+    assert (said.weight_bytes, said.kv_bytes_per_token, said.drafter) == (0, 0, "")
+    assert said.slot_bytes == 32 * (7 + min(16384, 131_072)) * 4
+    assert found.memory.slot_bytes - plain.memory.slot_bytes == said.slot_bytes
+    assert {r.draft_ms for r in said.rates} == {0.0}
+    assert rate_of(found, 64, 512).width == 1, "above 32 rows it sleeps"
+    assert any(p.name == "step_D1_P0_F0_J8_n7" for p in found.programs)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from flax import nnx
 from weights_kit import BF16, LLAMA, Model, same
 
 from jserve.errors import ConfigError, WeightsError
-from jserve.model.shard import ShardRules, assemble_all, make_mesh, shardings
+from jserve.model.shard import ShardRules, make_mesh, shardings
 from jserve.weights.adopt import adopt
+from tests.model.assembly import assemble_all
 
 RULES = ShardRules()
 

@@ -19,7 +19,6 @@ from jserve.model.shard import (
     ParamSpec,
     Part,
     ShardRules,
-    assemble_all,
     is_spec,
     make_mesh,
     partitions,
@@ -28,6 +27,7 @@ from jserve.weights.layout import check, pieces, relayout, split, whole
 from jserve.weights.loader import load
 from jserve.weights.place import bad_values, bad_values_on_device, tp_size
 from jserve.weights.source import resolve
+from tests.model.assembly import assemble_all
 
 RULES = ShardRules()
 ROOT = Path(__file__).parents[2]

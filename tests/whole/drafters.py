@@ -13,6 +13,7 @@ from jserve.model.draft_model import draft_model
 from jserve.model.eagle3 import eagle3
 from jserve.model.families import family_for
 from jserve.model.medusa import medusa
+from jserve.model.prompt_lookup import ngram
 from jserve.model.shard import ShardRules
 from jserve.model.tree import Shape
 from jserve.model.view import Bucket
@@ -25,7 +26,9 @@ from tests.whole import equal
 
 TREE = (0, 0, 1)
 GROWN = Grown(3, 2, 2)
-KINDS = ("draft", "eagle3", "medusa")
+KINDS = ("draft", "eagle3", "medusa", "lookup")
+TREES = KINDS[:-1]
+"""Those that can draft a tree."""
 
 
 def itself(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
@@ -46,12 +49,23 @@ def heads(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
     return _random(medusa(arch, n_heads=3), mesh, tree)
 
 
+def copies(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
+    """Prompt lookup over less than the longest text."""
+    assert not tree
+    return Speculation(drafter=ngram(arch, least=1, most=3, window=64), params={}, n_draft=3)
+
+
 def _random(drafter: Any, mesh: Any, tree: Shape) -> Speculation:
     weights = draw_all(drafter.specs(mesh.shape["tp"]), 5, mesh, ShardRules(), np.float32)
     return Speculation(drafter=drafter, params=weights, n_draft=3, tree=tree)
 
 
-MAKERS: dict[str, Callable[..., Speculation]] = {"draft": itself, "eagle3": head, "medusa": heads}
+MAKERS: dict[str, Callable[..., Speculation]] = {
+    "draft": itself,
+    "eagle3": head,
+    "medusa": heads,
+    "lookup": copies,
+}
 
 
 @lru_cache

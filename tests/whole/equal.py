@@ -240,7 +240,8 @@ def outputs_of(
     if proposer is None and way.drafts:
         proposer = Guesses(truth or {}, rng)
     scheduler = Scheduler(limits, config, proposer=proposer)
-    scheduler.drafting.costs, scheduler.drafting.min_speed = FREE, 0.0
+    drafting = scheduler.drafting
+    drafting.costs, drafting.ahead.costs, drafting.min_speed = FREE, FREE, 0.0
     device: Any = RandomBuckets(runner, rng) if way.random_buckets else runner
     engine = Engine(scheduler, device, overlap=way.overlap)
     waiting, outputs = list(requests), []

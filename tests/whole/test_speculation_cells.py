@@ -19,11 +19,10 @@ from jserve.spec.methods import proposer_of
 from jserve.types import Output, Request
 from tests.api.fake import byte_tokenizer
 from tests.whole import equal
-from tests.whole.drafters import GROWN, KINDS, TREE, Watching, drafting
+from tests.whole.drafters import GROWN, KINDS, TREE, TREES, Watching, drafting
 from tests.whole.test_equalities import compare
 
-DEVICE = [(kind, tree) for kind in KINDS for tree in ((), TREE)]
-DEVICE.append(("eagle3", GROWN))
+DEVICE = [(kind, ()) for kind in KINDS] + [(kind, TREE) for kind in TREES] + [("eagle3", GROWN)]
 NAMES: dict[Shape, str] = {(): "chain", TREE: "tree", GROWN: "grown"}
 HOST = [(kind, ()) for kind in ("ngram", "suffix", "corpus")]
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
@@ -41,6 +40,7 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
 """Options of a way, and what ``Watching`` must have counted."""
 QUICK = {
     ("medusa", TREE, "all at once"),
+    ("lookup", (), "all at once"),
     ("ngram", (), "preempted"),
     ("suffix", (), "cached"),
 }
@@ -71,7 +71,10 @@ def asked() -> tuple[Request, ...]:
 
 
 def proposer(kind: str) -> Proposer | None:
-    """Of the host; None: the device drafts."""
+    """Of the host, or the shadow of a device that copies; None: the device drafts by itself."""
+    kind = "ngram" if kind == "lookup" else kind
+    if kind in KINDS:
+        return None
     corpus = [random.Random(3).randrange(equal.V) for _ in range(400)] if kind == "corpus" else []
     method = {"corpus": "suffix"}.get(kind, kind)
     options = SpeculativeOptions(method=method, prompt_lookup_min=1, suffix_min_match=1)

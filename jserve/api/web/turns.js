@@ -20,7 +20,8 @@ export function addChunk(answer, chunk, began, now) {
   const { stats } = answer;
   stats.ttft ??= now - began;
   stats.took = now - began;
-  const { content, reasoning, tool_calls: calls = [] } = choice.delta;
+  const { content, tool_calls: calls = [] } = choice.delta;
+  const reasoning = choice.delta.reasoning ?? choice.delta.reasoning_content;
   answer.content += content ?? "";
   answer.reasoning += reasoning ?? "";
   for (const call of calls) addCall(answer.calls, call);

@@ -1,15 +1,12 @@
-"""OpenAI's batch JSONL, in and out: what a line asks, how an answer is written, what was answered already.
+"""The output of a batch in OpenAI's JSONL: how an answer is written, what was answered already.
 
-Owns the format of both files, the repair of a torn end and the rule that a ``custom_id`` is unique. Must
-not know the engine, HTTP or how lines are run. ::
+Owns the format of the file and the repair of a torn end. Must not know the engine, HTTP or how lines
+are run. ::
 
-    in    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
-    out   {"id": ..., "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}},
-           "error": null}
-          {"id": ..., "custom_id": null, "response": null, "error": {"code", "message", "param", "line": 7}}
+    {"id": ..., "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
+    {"id": ..., "custom_id": null, "response": null, "error": {"code", "message", "param", "line": 7}}
 
-The first error is the server's, in ``response.body``; the second is of a line that could not be asked. A
-line without a ``custom_id`` is known by its number.
+The server's errors are in ``response.body``; the second form is of a line that could not be asked.
 """
 
 from __future__ import annotations
@@ -17,108 +14,14 @@ from __future__ import annotations
 import fcntl
 import os
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import orjson
 
-from jserve.api.errors import shown
+from jserve.api.batch_lines import Json, Line, Name
 from jserve.errors import BadRequest, ConfigError
-
-Json = dict[str, Any]
-Name = str | int
-"""How an answer finds its line: the custom_id, or the line's number where there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line that asks something, as far as it could be read."""
-
-    number: int
-    """From 1."""
-    custom_id: str | None
-    url: str = ""
-    body: Json | None = None
-    error: BadRequest | None = None
-    """Why it cannot be asked; ``field`` names the part at fault."""
-
-    @property
-    def name(self) -> Name:
-        return self.number if self.custom_id is None else self.custom_id
-
-
-def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of an input file that are not blank.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                if raw.strip():
-                    yield read_line(number, raw)
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}", field="input") from None
-
-
-def read_line(number: int, raw: bytes) -> Line:
-    """One line; what is wrong with it is in its ``error``."""
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as e:
-        return Line(number=number, custom_id=None, error=_fault(f"not valid JSON: {e.msg}"))
-    if not isinstance(value, dict):
-        return Line(number=number, custom_id=None, error=_fault("must be a JSON object"))
-    name = value.get("custom_id")
-    custom_id = name if isinstance(name, str) and name else None
-    try:
-        return Line(number=number, custom_id=custom_id, **_asked(value))
-    except BadRequest as error:
-        return Line(number=number, custom_id=custom_id, error=error)
-
-
-def _asked(value: Json) -> Json:
-    name, url, body = (value.get(part) for part in ("custom_id", "url", "body"))
-    if not isinstance(name, str) or not name:
-        raise _fault("custom_id must be a string that is not empty", "custom_id")
-    if value.get("method") != "POST":
-        raise _fault(f"method must be POST, not {shown(value.get('method'))}", "method")
-    if not isinstance(url, str) or not url.startswith("/"):
-        raise _fault("url must be a path such as /v1/chat/completions", "url")
-    if not isinstance(body, dict):
-        raise _fault("body must be a JSON object", "body")
-    if body.get("stream"):
-        raise _fault("a batch cannot be streamed", "body.stream")
-    return {"url": url, "body": body}
-
-
-def _fault(message: str, field: str | None = None) -> BadRequest:
-    return BadRequest(message, field=field, code="invalid_line")
-
-
-def survey(path: Path) -> int:
-    """Number of lines that ask something.
-
-    Raises:
-        ConfigError: the file cannot be read, or two lines share a ``custom_id``.
-    """
-    seen: dict[str, int] = {}
-    n = 0
-    for line in read_lines(path):
-        n += 1
-        if line.custom_id is None:
-            continue
-        first = seen.setdefault(line.custom_id, line.number)
-        if first != line.number:
-            raise ConfigError(
-                f"{path}: lines {first} and {line.number} have the same custom_id"
-                f" {shown(line.custom_id)}",
-                field="input",
-            )
-    return n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,87 @@
+"""Anthropic's ``tools`` and ``tool_choice``, as OpenAI's.
+
+Owns what they may hold. Must not know requests or templates: ``openai_tools`` reads what this gives,
+after it was checked here under Anthropic's names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jserve.api.declared import LABEL
+from jserve.api.errors import Unsupported, shown
+from jserve.errors import BadRequest
+
+TOOLS = {
+    "type": ["array", "null"],
+    "maxItems": 128,
+    "items": {
+        "type": "object",
+        "required": ["name"],
+        "properties": {
+            "type": {"enum": ["custom", None]},
+            "name": {"type": "string", "minLength": 1},
+            "description": {"type": ["string", "null"]},
+            "input_schema": {"type": ["object", "null"]},
+            "strict": {"type": ["boolean", "null"]},
+            "cache_control": LABEL,
+        },
+    },
+}
+CHOICE = {
+    "type": ["object", "null"],
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["auto", "any", "tool", "none"]},
+        "name": {"type": ["string", "null"]},
+        "disable_parallel_tool_use": {"type": ["boolean", "null"]},
+    },
+}
+
+
+def tools_of(value: Any) -> list[dict[str, Any]] | None:
+    """OpenAI's ``tools``. Raises BadRequest, Unsupported: a tool of the wrong shape, named."""
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list):
+        raise BadRequest("tools must be a list", field="tools")
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(value)]
+
+
+def _tool(tool: Any, at: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise BadRequest(f"{at} must be an object", field=at)
+    if tool.get("type") not in (None, "custom"):
+        raise Unsupported(f"{at}: tools of type {shown(tool['type'])} are not run here", field=at)
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise BadRequest(f"{at}.name must be a string, and not empty", field=f"{at}.name")
+    schema = tool.get("input_schema")
+    if schema is not None and not isinstance(schema, dict):
+        raise BadRequest(f"{at}.input_schema must be an object", field=f"{at}.input_schema")
+    strict = tool.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
+    given = {k: tool[k] for k in ("name", "description", "strict") if tool.get(k) is not None}
+    return {"type": "function", "function": given | {"parameters": schema or {}}}
+
+
+def choice_of(value: Any) -> tuple[Any, bool | None]:
+    """OpenAI's (``tool_choice``, ``parallel_tool_calls``). Raises BadRequest."""
+    if value is None:
+        return None, None
+    kind = value.get("type") if isinstance(value, dict) else None
+    names = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
+    if not isinstance(kind, str) or kind not in names:
+        raise BadRequest(
+            "tool_choice.type must be auto, any, tool or none", field="tool_choice.type"
+        )
+    if kind != "tool" and value.get("name") is not None:
+        raise BadRequest("tool_choice.name needs type tool", field="tool_choice.name")
+    single = value.get("disable_parallel_tool_use")
+    if single is not None and not isinstance(single, bool):
+        where = "tool_choice.disable_parallel_tool_use"
+        raise BadRequest(f"{where} must be true or false", field=where)
+    parallel = False if single else None
+    if kind == "tool":
+        return {"type": "function", "function": {"name": value.get("name")}}, parallel
+    return names[kind], parallel

@@ -1,0 +1,49 @@
+"""Several streams as one, in order of arrival.
+
+Owns the tasks that read them, and their end. Must not know what is streamed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+BUFFER = 64
+
+_END: Any = object()
+
+
+async def merged(
+    sources: Sequence[AsyncGenerator[T, None]],
+) -> AsyncGenerator[tuple[int, T], None]:
+    """(source number, item) of all sources in order of arrival; the first error ends it."""
+    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(BUFFER)
+
+    async def pump(number: int, source: AsyncGenerator[T, None]) -> None:
+        last: Any = _END
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    await queue.put((number, item))
+        except Exception as e:
+            last = e
+        await queue.put((number, last))
+
+    tasks = [asyncio.create_task(pump(i, source)) for i, source in enumerate(sources)]
+    try:
+        left = len(tasks)
+        while left:
+            number, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is _END:
+                left -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,79 @@
+"""One option: a dataclass field with its help and range, and the value that somebody gives it.
+
+Owns the check of a value, and its conversion from text. Must not know which options there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from jserve.errors import ConfigError
+
+
+def opt(default: Any, help: str, **meta: Any) -> Any:
+    """A dataclass field that is an option.
+
+    Args:
+        default: its type is the option's: str, int, float, bool or a tuple of str.
+        help: one line with the unit.
+        meta: where they apply, ``min``, ``max``, ``choices``, ``aliases`` (other spellings of choices)
+            and ``json`` (text that may also be given as the list it stands for).
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **meta})
+
+
+def checked(f: dataclasses.Field[Any], value: Any, name: str = "") -> Any:
+    """``value`` as option ``f`` takes it: converted from text where needed, inside its range.
+
+    Raises:
+        ConfigError: wrong type, not a choice, or out of range; calls the option ``name``.
+    """
+    name = name or f.name
+    value = _convert(f, value, name)
+    value = f.metadata.get("aliases", {}).get(value, value)
+    choices, low, high = (f.metadata.get(k) for k in ("choices", "min", "max"))
+    if choices is not None and value not in choices:
+        raise ConfigError(
+            f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}", field=name
+        )
+    if low is not None and value < low:
+        raise ConfigError(f"{name} must be at least {low}, not {value}", field=name)
+    if high is not None and value > high:
+        raise ConfigError(f"{name} must be at most {high}, not {value}", field=name)
+    return value
+
+
+def _convert(f: dataclasses.Field[Any], value: Any, name: str) -> Any:
+    kind = type(f.default)
+    try:
+        if kind is tuple:
+            return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+        if kind is bool:
+            return _boolean(value)
+        if kind is str:
+            listed = f.metadata.get("json") and isinstance(value, list | tuple)
+            return json.dumps(value) if listed else _text(value)
+        if isinstance(value, bool):
+            raise ValueError("a boolean")
+        if kind is int and float(value) != int(value):
+            raise ValueError("not whole")
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{name} must be {kind.__name__}, not {value!r}", field=name) from None
+
+
+def _boolean(value: Any) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in words:
+        return words[str(value).lower()]
+    raise ValueError(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, dict | list | tuple | bool):
+        raise TypeError(value)
+    return str(value)

@@ -1,0 +1,146 @@
+"""Prompts as the Python door takes them, made into requests: text, token ids, dialogues. Names are vLLM's.
+
+Owns ids of requests and how a prompt becomes tokens. Must not know engines, sampling defaults or jax.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from jserve.api.chat import Chat, ChatTemplate
+from jserve.api.speech import Speech
+from jserve.errors import BadRequest
+from jserve.outputs import Running
+from jserve.sampling import SamplingParams, Thinking
+from jserve.text.tokenizer import TextTokenizer
+from jserve.types import Lane, Request, Retention
+
+Prompt = str | Seq[int] | Mapping[str, Any]
+"""Text, token ids, or ``{"prompt": str}`` / ``{"prompt_token_ids": [int]}``."""
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How a request is served, beside how it is sampled: the fields of ``Request``, by their HTTP names."""
+
+    lane: Lane | str = Lane.STANDARD
+    priority: int = 0
+    """Lower runs first within its lane."""
+    ttft_deadline_ms: float | None = None
+    tpot_deadline_ms: float | None = None
+    deadline_ms: float | None = None
+    tenant: str = ""
+    cache_salt: str = ""
+    cache: str | None = None
+    """Name of a cache handle (``LLM.create_cache``) that the prompt starts with, or is put behind."""
+    session: str | None = None
+    retain: tuple[Retention, ...] = ()
+    skip_prefix_cache: bool = False
+    speculative: bool = True
+    """False: no drafts for these requests."""
+
+
+class Prompts:
+    """Makes requests for one model.
+
+    Args:
+        tokenizer: the model's.
+        chat: its chat template; None where it has none.
+        eos_ids: tokens that end its answers.
+        speech: how it marks its thoughts.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        chat: ChatTemplate | None,
+        eos_ids: tuple[int, ...],
+        speech: Speech,
+    ) -> None:
+        self._tokenizer, self._chat = tokenizer, chat
+        self._eos_ids, self._speech = eos_ids, speech
+        self._ids = itertools.count()
+
+    def new_id(self) -> str:
+        return f"llm-{next(self._ids)}"
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> Running:
+        """A request for ``prompt``, ready to collect what comes of it.
+
+        Raises:
+            BadRequest: a field is out of range, or the model has no thoughts to be limited.
+        """
+        text, ids = self._tokenised(prompt)
+        words = tuple(
+            tuple(self._tokenizer.encode(w, add_special_tokens=False)) for w in params.bad_words
+        )
+        params = replace(params, bad_token_ids=(*params.bad_token_ids, *words)) if words else params
+        request = Request(
+            id=id or self.new_id(),
+            prompt_ids=tuple(ids),
+            params=params,
+            eos_ids=self._eos_ids,
+            thinking=self._thinking(prompt, params, ids),
+            **{f.name: getattr(options, f.name) for f in fields(RequestOptions) if options},
+        )
+        return Running(request, text, self._tokenizer)
+
+    def dialogue(self, messages: Seq[Message], template: Mapping[str, Any]) -> Prompt:
+        """The prompt of a dialogue's next answer. ``template``: tools, documents,
+        add_generation_prompt, chat_template_kwargs.
+
+        Raises:
+            BadRequest: the model has no chat template, or it refuses the messages.
+        """
+        if self._chat is None:
+            raise BadRequest(
+                "the model has no chat template", field="messages", code="no_chat_template"
+            )
+        names = ("tools", "documents", "add_generation_prompt")
+        chat = Chat(
+            messages=[dict(m) for m in messages],
+            variables=dict(template.get("chat_template_kwargs") or {}),
+            **{name: template[name] for name in names if name in template},
+        )
+        ids = self._tokenizer.encode_parts(self._chat.render(chat))
+        return {"prompt_token_ids": ids, "chat": True}
+
+    def _thinking(self, prompt: Prompt, params: SamplingParams, ids: list[int]) -> Thinking | None:
+        """The thought that may come first: before an answer of a given structure in chats only."""
+        if params.limits_thought and self._speech.thinking is None:
+            raise BadRequest(
+                "this model's thoughts cannot be limited", field="thinking_token_budget"
+            )
+        chats = isinstance(prompt, Mapping) and prompt.get("chat")
+        if params.limits_thought or (params.guided and chats):
+            return self._speech.thinking_after(ids, self._tokenizer)
+        return None
+
+    def _tokenised(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return None, list(prompt["prompt_token_ids"])
+            prompt = prompt.get("prompt", "")
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.encode(prompt)
+        return None, list(prompt)
+
+
+def listed(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

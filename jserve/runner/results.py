@@ -1,0 +1,64 @@
+"""StepOut -> StepResult: what came up from the device, in the order of the plan's rows.
+
+Owns which arrays go to the host, and where the rows of a plan stand in those of its bucket: the way back of
+``runner.batch``. Must not know programs, state or time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jserve.model.step import StepOut
+from jserve.model.view import LOGPROBS
+from jserve.runner.batch import StepBatch, score_targets
+from jserve.types import PromptLogprobs, StepPlan, StepResult
+
+
+def wanted(batch: StepBatch, out: StepOut) -> list[jax.Array]:
+    """The arrays that ``result_of`` will read."""
+    top = [out.top_ids_RJL, out.top_logprobs_RJL] if batch.flags & LOGPROBS else []
+    return [out.packed_RX, *top, *jax.tree.leaves(out.scores)]
+
+
+def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) -> StepResult:
+    """Wait for the arrays and give the rows in plan order."""
+    rows = _plan_rows(batch, len(plan.rows))
+    picked_RX, J = np.asarray(out.packed_RX)[rows], batch.bucket.J
+    has_top = bool(batch.flags & LOGPROBS)
+    return StepResult(
+        n_ok_R=picked_RX[:, 0],
+        finite_R=picked_RX[:, 1] > 0,
+        tokens_RJ=picked_RX[:, 2 : 2 + J],
+        logprob_RJ=np.ascontiguousarray(picked_RX[:, 2 + J :]).view(np.float32),
+        top_ids_RJL=np.asarray(out.top_ids_RJL)[rows] if has_top else None,
+        top_logprobs_RJL=np.asarray(out.top_logprobs_RJL)[rows] if has_top else None,
+        prompt={} if out.scores is None else _prompt_logprobs(plan, batch.n_decode, out.scores),
+        device_us=device_us,
+    )
+
+
+def _plan_rows(batch: StepBatch, n: int) -> np.ndarray:
+    """Where the plan's ``n`` rows are in the bucket."""
+    rows = np.arange(n)
+    rows[batch.n_decode :] += batch.bucket.D - batch.n_decode
+    return rows
+
+
+def _prompt_logprobs(plan: StepPlan, n_decode: int, scores: Any) -> dict[int, PromptLogprobs]:
+    scores = jax.tree.map(np.asarray, scores)
+    found, at = {}, 0
+    for i, row in enumerate(plan.rows[n_decode:], n_decode):
+        part = slice(at, at + len(score_targets(row)) if row.score else at)
+        at += row.count
+        if row.score:
+            found[i] = PromptLogprobs(
+                start=row.start,
+                logprob_n=scores.logprob_P[part],
+                rank_n=scores.rank_P[part],
+                top_ids_nL=scores.top_ids_PL[part],
+                top_logprobs_nL=scores.top_logprobs_PL[part],
+            )
+    return found

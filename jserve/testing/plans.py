@@ -1,0 +1,63 @@
+"""What a device has to take for granted of any plan, as assertions.
+
+Owns the promises of a ``StepPlan`` that can be checked from the plan and the limits alone. Must not know what
+a step computes, nor what pages hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from jserve.ports import RunnerLimits
+from jserve.types import RowPlan, StepPlan
+
+
+def check_plan(plan: StepPlan, limits: RunnerLimits) -> None:
+    """Raises AssertionError where ``plan`` is one that no scheduler may make."""
+    assert plan.rows, "an empty plan"
+    assert len(plan.page_table_RM) == len(plan.rows), "the page table has other rows than the plan"
+    decode = [row for row in plan.rows if row.from_slot]
+    prefill = plan.rows[len(decode) :]
+    assert all(row.from_slot for row in plan.rows[: len(decode)]), "decode rows must come first"
+    _check_slots(plan, limits)
+    assert len(decode) <= limits.max_decode_rows, f"{len(decode)} decode rows"
+    assert len(prefill) <= limits.max_prefill_rows, f"{len(prefill)} prefill rows"
+    n_prefill = sum(row.count for row in prefill)
+    assert n_prefill <= limits.max_prefill_tokens, f"{n_prefill} prefill tokens"
+    _check_drafting(plan, limits, decode, prefill)
+    for row in plan.rows:
+        _check_row(row, limits)
+
+
+def _check_slots(plan: StepPlan, limits: RunnerLimits) -> None:
+    """One row a slot, but for those that only show the drafter what was computed."""
+    own = [row for row in plan.rows if not row.shown]
+    assert len(own) <= limits.max_rows, f"{len(own)} rows"
+    assert len({row.slot for row in own}) == len(own), "two rows share a slot"
+    loaded = {load.slot for load in plan.loads}
+    assert loaded <= {row.slot for row in plan.rows}, "a load without a row"
+
+
+def _check_drafting(
+    plan: StepPlan, limits: RunnerLimits, decode: Seq[RowPlan], prefill: Seq[RowPlan]
+) -> None:
+    """There are fewer programs with a drafter than without."""
+    assert 0 <= plan.n_draft <= limits.device_drafts, f"{plan.n_draft} drafts of the device"
+    if not plan.n_draft:
+        assert not any(row.shown for row in plan.rows), "a drafter that sleeps is shown tokens"
+        return
+    width = max([1 + plan.n_draft, *(row.count for row in decode)])
+    assert len(decode) <= (limits.draft_rows or len(decode)), f"{len(decode)} rows draft"
+    widest = limits.prefill_width
+    assert not prefill or not widest or width <= widest, f"prompts beside {width} tokens a row"
+
+
+def _check_row(row: RowPlan, limits: RunnerLimits) -> None:
+    n_given = 1 + len(row.drafts) if row.from_slot else len(row.tokens)
+    assert row.count == n_given > 0, f"count {row.count}, {n_given} tokens"
+    assert len(row.drafts) <= limits.max_drafts, f"{len(row.drafts)} drafts"
+    assert len({d < 0 for d in row.drafts}) < 2, "drafts of the host and of the device"
+    if row.mask is not None:
+        shape = (1 + len(row.drafts), -(-limits.vocab_size // 32))
+        assert row.mask.shape == shape, f"mask {row.mask.shape}, wanted {shape}"
+    assert row.start + row.count <= limits.max_model_len, "a row leaves the context"

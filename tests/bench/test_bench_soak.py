@@ -1,0 +1,125 @@
+"""The soak's clients against a whole server with a fake device: each kind runs, and lies are found."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from bench import soak
+from bench.soak_traffic import KINDS, SHAPES, Soak, _fits
+from jserve.api.app import make_admin_app
+from jserve.api.server import HttpServer
+from tests.hardening.world import world
+
+NEEDS_A_MODEL = {"shaped", "called"}
+"""Kinds that ask for thoughts and tool calls, which the fake's template has not."""
+
+
+@asynccontextmanager
+async def soaking(seconds: float = 20.0):
+    async with world() as made:
+        admin = HttpServer(make_admin_app(made.srv.app), "127.0.0.1", 0)
+        try:
+            admin_url = await admin.start()
+            async with aiohttp.ClientSession() as http:
+                until = time.monotonic() + seconds
+                yield Soak(made.srv.url, admin_url, http, random.Random(3), until)
+            await made.idle()
+        finally:
+            await admin.stop(0.2)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - NEEDS_A_MODEL))
+async def test_every_kind_runs_and_finds_nothing_wrong(kind, monkeypatch):
+    monkeypatch.setattr("bench.soak_traffic.HOSTILE", [b"{", b'{"prompt": "x", "n": 1000000}'])
+    async with soaking() as run:
+        for _ in range(1 if kind == "stalled" else 3):
+            await getattr(run, kind)()
+        assert not run.wrong
+        assert run.counts
+
+
+async def test_a_control_that_changes_is_told(monkeypatch):
+    monkeypatch.setattr("bench.soak_traffic.asyncio.sleep", _no_time)
+    async with soaking(seconds=0.3) as run:
+        await run.control()
+        assert run.counts["control"] > 1
+        assert not run.wrong
+        texts = iter(range(1000))
+
+        class Other:
+            def __init__(self, http):
+                self._http = http
+
+            def post(self, url, json):
+                return self._http.post(url, json=json | {"prompt": f"{next(texts)}"})
+
+        run.until = time.monotonic() + 0.3
+        run.http = Other(run.http)
+        await run.control()
+        assert run.wrong
+
+
+async def _no_time(seconds: float) -> None:
+    return None
+
+
+def test_every_kind_is_there():
+    assert all(callable(getattr(Soak, kind)) for kind in KINDS)
+
+
+def test_what_is_of_its_shape_and_what_is_not():
+    schema, plain, regex, choice, grammar = SHAPES
+    good = ['{"name": "a", "n": 1}', "{}", "blue-12", "yes", "[1,22]"]
+    bad = ['{"name": "a"}', "[]", "blue-1", "maybe", "[1,,2]"]
+    for shape, right, wrong in zip((schema, plain, regex, choice, grammar), good, bad, strict=True):
+        assert _fits(shape, right)
+        assert not _fits(shape, wrong)
+
+
+def test_gates_fail_where_something_grew():
+    metrics = {
+        "num_requests_active": 0.0,
+        "num_requests_running": 0.0,
+        "kv_pages": 9.0,
+        "kv_pages_free": 4.0,
+        "kv_pages_cached": 5.0,
+        "compiles_after_ready_total": 0.0,
+        "engine_deaths_total": 0.0,
+        "step_faults_total": 0.0,
+    }
+    used = {"files": 20, "threads": 9, "tasks": 5.0}
+    found = {
+        "minutes": 20.0,
+        "counts": dict.fromkeys((*KINDS, "control"), 1),
+        "wrong": [],
+        "logged": [],
+        "before": used,
+        "after": used,
+        "mib_grown": 1.0,
+        "mib_by_slope": 2.0,
+        "metrics": metrics,
+    }
+    assert all(holds for _, holds in soak.gates(found))
+    for name, value in (
+        ("wrong", ["x"]),
+        ("logged", ["x"]),
+        ("counts", found["counts"] | {"left": 0}),
+        ("after", used | {"files": 40}),
+        ("after", used | {"tasks": 50.0}),
+        ("after", used | {"threads": 20}),
+        ("mib_grown", 90.0),
+        ("mib_by_slope", 90.0),
+        *(("metrics", metrics | {name: 1.0}) for name in metrics if name != "kv_pages"),
+    ):
+        assert sum(not holds for _, holds in soak.gates(found | {name: value})) == 1, name
+
+
+def test_the_slope_is_that_of_most_pairs():
+    samples = [(float(t), 3.0 * t) for t in range(20)]
+    samples[7] = (7.0, 900.0)
+    assert soak.slope(samples) == pytest.approx(3.0)

@@ -1,0 +1,32 @@
+"""Parameters from checkpoint tensors in plain numpy: what ``Part`` means, and what loaders must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.model.shard import ParamSpec, is_spec
+
+Get = Callable[[str], np.ndarray]
+"""Name of a tensor of the checkpoint -> the tensor."""
+
+
+def assemble(spec: ParamSpec, get: Get) -> np.ndarray:
+    """The whole parameter."""
+    pieces = []
+    for part in spec.parts:
+        x = np.asarray(get(part.name))
+        assert x.shape == part.shape, part.name
+        pieces.append(np.repeat(x.reshape(part.view), part.repeat, axis=0))
+    return np.concatenate(pieces, axis=spec.concat).reshape(spec.shape)
+
+
+def assemble_all(specs: Any, get: Get, dtype: Any) -> Any:
+    """The parameter tree of ``specs``, unsharded, on the default device."""
+    return jax.tree.map(
+        lambda s: jnp.asarray(assemble(s, get), s.dtype or dtype), specs, is_leaf=is_spec
+    )

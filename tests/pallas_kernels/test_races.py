@@ -1,0 +1,70 @@
+"""The kernels under the interpreter's race detector: nobody writes what another may still load, however the
+threads are timed. Values alone do not show that, since the interpreter runs them in few orders. It compares
+loads, stores and copies; what the matrix unit reads it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.launch import interpreter, plgpu
+from tests.pallas_kernels import (
+    test_kv_write as kv_write,
+    test_paged_attention as decode,
+    test_quant_matmul as product,
+    test_ragged_prefill as prefill,
+    test_sample_threshold as threshold,
+)
+from tests.pallas_kernels.rows import F8
+
+ROWS = ((200, 1), (5, 1), (0, 0), (70, 1), (3, 1))
+ALL = {"sms": 1, "stages": 2}
+"""One team for all rows of a kv head, so that every ring goes round."""
+CASES: dict[str, Callable[[], None]] = {
+    "decode": lambda: decode.run(ROWS, K=2, tune=ALL),
+    "decode, 8 bits": lambda: decode.run(ROWS, K=2, dtype=F8, scaled=True, tune=ALL),
+    "prefill": lambda: prefill.run(((130, 30), (0, 40), (0, 0))),
+    "prefill, 8 bits": lambda: prefill.run(((130, 30), (0, 40)), dtype=F8, scaled=True),
+    "product": lambda: product.test_values("a ring that goes round", "hopper"),
+    "kv write": lambda: kv_write.test_values_and_places("8 bits"),
+    "bound": lambda: threshold.test_one_is_the_largest_alone_even_among_ties(),
+}
+
+
+@pytest.fixture
+def races(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kv_write, decode, product, prefill, threshold):
+        monkeypatch.setattr(module, "interpreter", partial(interpreter, detect_races=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_are_none(case: str, races: None, capsys: pytest.CaptureFixture) -> None:
+    CASES[case]()
+    assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_one_would_be_seen(n_threads: int, capsys: pytest.CaptureFixture) -> None:
+    def kernel(x: Any, out: Any, room: Any) -> None:
+        room[...] = x[...]
+
+        @pl.when(lax.axis_index("wg") == 0)
+        def _() -> None:
+            out[...] = room[...]
+
+    plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        num_threads=n_threads,
+        thread_name="wg",
+        interpret=interpreter(detect_races=True),
+        scratch_types={"room": plgpu.SMEM((128,), jnp.float32)},
+    )(jnp.zeros(128))
+    assert ("RACE" in capsys.readouterr().out) == (n_threads > 1)
