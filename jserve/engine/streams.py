@@ -61,13 +61,21 @@ class Stream:
             self._waiting_since = self._clock()
         last = self._outputs[-1] if self._outputs else None
         self.n_bytes += _weight(output)
-        if last is not None and _may_merge(last, output):
+        if last is not None and self._may_merge(last, output):
             self.n_bytes -= _BYTES_OUTPUT
             self._outputs[-1] = _merged(last, output)
         else:
             self._outputs.append(output)
         self._arrived.set()
         return True
+
+    def _may_merge(self, last: Output, output: Output) -> bool:
+        """True when both can be told as one: the same choice, neither in error. Where a stop string may
+        cut, drafts stay with the tokens they stood for, so that those cut off are not counted."""
+        n_tokens = len(last.token_ids) + len(output.token_ids)
+        good = output.finish in (None, Finish.STOP, Finish.LENGTH)
+        cuts = bool(self.request.params.stop) and (last.n_drafted or output.n_drafted)
+        return last.index == output.index and good and not cuts and n_tokens <= MERGED_TOKENS
 
     async def get(self) -> Output | None:
         """The next output, waiting for it; None when all choices have ended and all was taken."""
@@ -105,13 +113,6 @@ class Stream:
         return bool(ended)
 
 
-def _may_merge(last: Output, output: Output) -> bool:
-    """True when both can be told as one: the same choice, neither in error."""
-    n_tokens = len(last.token_ids) + len(output.token_ids)
-    good = output.finish in (None, Finish.STOP, Finish.LENGTH)
-    return last.index == output.index and good and n_tokens <= MERGED_TOKENS
-
-
 def _merged(last: Output, output: Output) -> Output:
     """``output`` behind ``last``, which is not a terminal one."""
     logprobs = output.logprobs
@@ -124,6 +125,8 @@ def _merged(last: Output, output: Output) -> Output:
         finish=output.finish,
         stop_reason=output.stop_reason,
         n_cached=max(last.n_cached, output.n_cached),
+        n_drafted=last.n_drafted + output.n_drafted,
+        n_accepted=last.n_accepted + output.n_accepted,
     )
 
 

@@ -510,7 +510,7 @@ async def test_what_waits_for_a_reader_is_bounded_in_bytes(scripted):
 
 
 def test_merged_outputs_say_the_same():
-    """Any pattern of puts and takes gives the same tokens, scores, seed and end per choice."""
+    """Any pattern of puts and takes gives the same tokens, scores, drafts, seed and end per choice."""
     rng = random.Random(3)
     for _ in range(200):
         r = request("a", n=2, max_tokens=200)
@@ -528,6 +528,8 @@ def test_merged_outputs_say_the_same():
                 logprobs=tuple(TokenLogprob(token=t, logprob=-t) for t in ids),
                 seed=9 if now[index] == 0 else None,
                 n_cached=3,
+                n_drafted=n + 2,
+                n_accepted=n - 1,
                 finish=finish,
                 stop_reason=7 if finish else None,
             )
@@ -549,7 +551,18 @@ def _story(outputs, index):
         [p for out in mine for p in out.logprobs or ()],
         [out.seed for out in mine if out.seed is not None],
         [(out.finish, out.stop_reason) for out in mine if out.finish],
+        (sum(out.n_drafted for out in mine), sum(out.n_accepted for out in mine)),
     )
+
+
+def test_drafts_stay_with_their_tokens_where_a_stop_string_may_cut():
+    stream = Stream(request("a", stop=("x",)), clock=lambda: 0.0)
+    for n_drafted in (0, 0, 3, 3):
+        stream.put(Output(request_id="a", index=0, token_ids=(1, 2), n_drafted=n_drafted))
+    got = []
+    while stream.n_bytes:
+        got.append(asyncio.run(stream.get()))
+    assert [(len(out.token_ids), out.n_drafted) for out in got] == [(4, 0), (2, 3), (2, 3)]
 
 
 async def test_a_lost_message_fails_all_rather_than_leaving_one_waiting(scripted):
