@@ -38,8 +38,10 @@ from jserve.engine.wire import (
     Start,
     Submit,
     ToEngine,
+    TooLarge,
 )
 from jserve.errors import ConfigError, JserveError, where
+from jserve.types import Finish, Output
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ def serve(engine: Engine, link: Link, early: Seq[Any] = ()) -> None:
             before = engine.n_steps
             outputs = engine.step()
             if outputs:
-                link.send(Outputs(step=engine.n_steps, outputs=outputs))
+                _tell(engine, link, outputs)
             for answer in engine.take_answers():
                 link.send(answer)
             if not engine.busy or time.monotonic() - told > STATS_EVERY_S:
@@ -128,6 +130,29 @@ def serve(engine: Engine, link: Link, early: Seq[Any] = ()) -> None:
             moved = outputs or engine.n_steps > before or engine.n_in_flight
             wait_s = None if not engine.busy else 0.0 if moved else BLOCKED_WAIT_S
         messages = link.receive(wait_s)
+
+
+def _tell(engine: Engine, link: Link, outputs: list[Output]) -> None:
+    """Send what one step brought: in parts where it is too much for one message (log-probabilities
+    of long prompts are). A choice whose output is too much alone ends in error."""
+    try:
+        link.send(Outputs(step=engine.n_steps, outputs=outputs))
+    except TooLarge as error:
+        if len(outputs) > 1:
+            half = len(outputs) // 2
+            _tell(engine, link, outputs[:half])
+            _tell(engine, link, outputs[half:])
+            return
+        (lost,) = outputs
+        engine.cancel(lost.request_id, lost.index)
+        short = Output(
+            request_id=lost.request_id,
+            index=lost.index,
+            finish=Finish.ERROR,
+            error=f"the answer is too large to be sent: {error}",
+            error_code="answer_too_large",
+        )
+        link.send(Outputs(step=engine.n_steps, outputs=[short]))
 
 
 def _start(link: Link, build: Build) -> tuple[Engine, dict[str, Any], list[Any]]:

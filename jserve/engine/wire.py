@@ -6,7 +6,7 @@ raised::
 
     socket   [ n: uint32, little endian ][ n bytes of msgpack ][ n ][ ... ]
     front -> engine   Start  Submit  Cancel  Create  Handle  Control  Shutdown
-    engine -> front   Progress  Ready  Outputs (one per step, all sequences)  Handles  Stats  Fault
+    engine -> front   Progress  Ready  Outputs (of one step, all sequences)  Handles  Stats  Fault
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Ready(Message, frozen=True):
 
 
 class Outputs(Message, frozen=True):
-    """Everything that one step brought, for all sequences."""
+    """What one step brought, for all sequences; in several messages where it is too much for one."""
 
     step: int
     outputs: list[Output]

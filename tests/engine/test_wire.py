@@ -38,7 +38,7 @@ from jserve.engine.wire import (
 )
 from jserve.sampling import SamplingParams
 from jserve.types import Finish, Output, Request, TokenLogprob
-from tests.engine.fakes import build, expected, request
+from tests.engine.fakes import FakeScheduler, build, expected, request
 
 REQUEST = Request(
     id="r-1",
@@ -253,6 +253,56 @@ def test_an_engine_answers_a_malformed_message_and_serves_on(served):
         for m in until(front, Outputs):
             drawn += [t for o in getattr(m, "outputs", ()) for t in o.token_ids]
     assert drawn == expected(request("a", max_tokens=3))
+
+
+def drawn_until_ends(front, n_ends):
+    """Request id -> (tokens, finish, error code), once ``n_ends`` choices have ended."""
+    tokens, ends = {}, {}
+    while len(ends) < n_ends:
+        for message in until(front, Outputs):
+            for out in getattr(message, "outputs", ()):
+                tokens.setdefault(out.request_id, []).extend(out.token_ids)
+                if out.finish is not None:
+                    ends.setdefault(out.request_id, (out.finish, out.error_code))
+    return tokens, ends
+
+
+def test_a_step_that_brings_more_than_a_message_holds_comes_in_parts(served, monkeypatch):
+    front, _, codes = served
+    front.send(TO[0])
+    until(front, Ready)
+    asked = [request(f"{i}" * 20_000, n_prompt=3 + i, max_tokens=6) for i in range(8)]
+    monkeypatch.setattr("jserve.engine.wire.MAX_MESSAGE_BYTES", 50_000)  # two outputs, not three
+    for r in asked:
+        front.send(Submit(request=r))
+    tokens, ends = drawn_until_ends(front, len(asked))
+    assert tokens == {r.id: expected(r) for r in asked}
+    assert set(ends.values()) == {(Finish.LENGTH, None)}
+    assert codes == []
+
+
+def test_an_output_that_no_message_holds_ends_its_choice_alone(served, monkeypatch):
+    front, _, codes = served
+    front.send(TO[0])
+    until(front, Ready)
+    commit, big, small = FakeScheduler.commit, request("big", max_tokens=50), request("small")
+    scored = (TokenLogprob(token=1, logprob=-1.0),) * 5000
+
+    def commit_scored(*args):
+        told = commit(*args)
+        return [
+            msgspec.structs.replace(o, prompt_logprobs=scored) if o.request_id == "big" else o
+            for o in told
+        ]
+
+    monkeypatch.setattr(FakeScheduler, "commit", commit_scored)
+    monkeypatch.setattr("jserve.engine.wire.MAX_MESSAGE_BYTES", 50_000)
+    for r in (big, small):
+        front.send(Submit(request=r))
+    tokens, ends = drawn_until_ends(front, 2)
+    assert tokens == {"big": [], "small": expected(small)}
+    assert ends == {"big": (Finish.ERROR, "answer_too_large"), "small": (Finish.LENGTH, None)}
+    assert codes == []
 
 
 def test_an_oversized_frame_ends_the_engine_cleanly(served):
