@@ -128,7 +128,12 @@ class LLM(_Door):
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer one dialogue or many. ``template``: tools, documents, chat_template_kwargs."""
+        """Answer one dialogue or many. Messages are those of a chat completion, and ``template`` may hold
+        what ``prompts.DIALOGUE`` names; else as ``generate``.
+
+        Raises:
+            BadRequest: a message or a name that the model's chat template has no use for.
+        """
         dialogues = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self._prompts.dialogue(d, template) for d in dialogues]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, options=options, use_tqdm=use_tqdm)

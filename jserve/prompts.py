@@ -6,21 +6,33 @@ Owns ids of requests and how a prompt becomes tokens. Must not know engines, sam
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jserve.api.chat import Chat, ChatTemplate
+from jserve.api.chat import ChatTemplate
+from jserve.api.openai_chat import chat_of
 from jserve.api.speech import Speech
 from jserve.errors import BadRequest
 from jserve.outputs import Running
 from jserve.sampling import SamplingParams, Thinking
+from jserve.text.bad_words import bad_token_ids
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Lane, Request, Retention
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": str}`` / ``{"prompt_token_ids": [int]}``."""
 Message = Mapping[str, Any]
+"""As in a chat completion."""
+DIALOGUE = (
+    "tools",
+    "documents",
+    "reasoning_effort",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""What may be said beside the messages of a dialogue, by the names of a chat completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +94,9 @@ class Prompts:
             BadRequest: a field is out of range, or the model has no thoughts to be limited.
         """
         text, ids = self._tokenised(prompt)
-        words = tuple(
-            tuple(self._tokenizer.encode(w, add_special_tokens=False)) for w in params.bad_words
-        )
-        params = replace(params, bad_token_ids=(*params.bad_token_ids, *words)) if words else params
+        if params.bad_words:
+            words = bad_token_ids(self._tokenizer, params.bad_words)
+            params = replace(params, bad_token_ids=(*params.bad_token_ids, *words))
         request = Request(
             id=id or self.new_id(),
             prompt_ids=tuple(ids),
@@ -97,23 +108,23 @@ class Prompts:
         return Running(request, text, self._tokenizer)
 
     def dialogue(self, messages: Seq[Message], template: Mapping[str, Any]) -> Prompt:
-        """The prompt of a dialogue's next answer. ``template``: tools, documents,
-        add_generation_prompt, chat_template_kwargs.
+        """The prompt of a dialogue's next answer. Messages and the members of ``template`` (``DIALOGUE``
+        names them) are read as those of a chat completion.
 
         Raises:
-            BadRequest: the model has no chat template, or it refuses the messages.
+            BadRequest: the model has no chat template, a name that is none of these, or whatever a
+            chat completion would be refused for.
         """
+        unknown = sorted(template.keys() - {*DIALOGUE})
+        if unknown:
+            raise BadRequest(f"chat takes no {unknown[0]!r}", field=unknown[0])
         if self._chat is None:
             raise BadRequest(
                 "the model has no chat template", field="messages", code="no_chat_template"
             )
-        names = ("tools", "documents", "add_generation_prompt")
-        chat = Chat(
-            messages=[dict(m) for m in messages],
-            variables=dict(template.get("chat_template_kwargs") or {}),
-            **{name: template[name] for name in names if name in template},
-        )
-        ids = self._tokenizer.encode_parts(self._chat.render(chat))
+        given = {"messages": [dict(m) for m in messages], **template}
+        fields = {**dict.fromkeys((*DIALOGUE, "tool_choice")), **given}
+        ids = self._tokenizer.encode_parts(self._chat.render(chat_of(fields, self._chat)))
         return {"prompt_token_ids": ids, "chat": True}
 
     def _thinking(self, prompt: Prompt, params: SamplingParams, ids: list[int]) -> Thinking | None:
@@ -128,12 +139,14 @@ class Prompts:
         return None
 
     def _tokenised(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """(the text if there is one, token ids). Raises BadRequest for what is no prompt."""
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return None, list(prompt["prompt_token_ids"])
-            prompt = prompt.get("prompt", "")
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
             return prompt, self._tokenizer.encode(prompt)
+        if not isinstance(prompt, Iterable):
+            wanted = "text, token ids, or a dict with prompt or prompt_token_ids"
+            raise BadRequest(f"prompt must be {wanted}", field="prompt")
         return None, list(prompt)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -138,6 +139,49 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     out = llm.chat([{"role": "user", "content": "hi"}], GREEDY)[0]
     text = llm.tokenizer.decode(out.prompt_token_ids, skip_special_tokens=False)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_dialogue_is_read_as_over_http(llm: LLM) -> None:
+    plain = llm.chat([{"role": "user", "content": "hi\nyou"}], GREEDY)[0].prompt_token_ids
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
+    assert llm.chat([{"role": "user", "content": parts}], GREEDY)[0].prompt_token_ids == plain
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the qu"}]
+    out = llm.chat(said, GREEDY, continue_final_message=True)[0]
+    assert llm.tokenizer.decode(out.prompt_token_ids).endswith("the qu")
+
+
+@pytest.mark.parametrize(
+    ("message", "template", "field"),
+    [
+        ({"content": "hi"}, {"tool_choice": "required"}, "tool_choice"),
+        ({"content": "hi"}, {"chat_template": "{{ x }}"}, "chat_template"),
+        ({"content": "hi"}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"content": "hi"}, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a"),
+        ({"content": [{"type": "image_url"}]}, {}, "messages[0].content[0]"),
+        ({"content": "hi", "role": "nobody"}, {}, "messages[0].role"),
+    ],
+)
+def test_what_a_dialogue_cannot_hold_is_refused_by_name(
+    llm: LLM, message: dict, template: dict, field: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        llm.chat([{"role": "user", **message}], GREEDY, **template)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("prompt", [{"text": "hi"}, {}, {"prompt": None}, [None], [5, "a"]])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: object) -> None:
+    with pytest.raises(BadRequest, match="prompt"):
+        llm.generate(prompt, GREEDY)  # type: ignore[arg-type]
+
+
+def test_a_bad_word_is_not_said_behind_a_blank_either(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(" fox", add_special_tokens=False)
+    assert len(ids) == 1
+    favoured = SamplingParams(temperature=0, max_tokens=4, logit_bias={ids[0]: 100.0})
+    assert "fox" in llm.generate("the quick", favoured)[0].outputs[0].text
+    banned = replace(favoured, bad_words=("fox",))
+    assert "fox" not in llm.generate("the quick", banned)[0].outputs[0].text
 
 
 @pytest.mark.parametrize(
