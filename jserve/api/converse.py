@@ -57,16 +57,18 @@ async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.
     reply = dialect.reply(wish, served, front.prepare.tokenizer, requests)
     timer = RequestTimer(front.metrics, requests, trace.arrival)
     run = Generation(front.engine, front.prepare.tokenizer, requests, timer, ask.named)
-    trace.account.spend(run.usage.prompt)
     headers = ignored_header(wish.ignored)
     try:
-        with front.running.entered(trace.id, run), front.refusals.noted(ask.lane, tenant):
+        with (
+            trace.account.answer(run.usage.prompt, lambda: run.usage.completion),
+            front.running.entered(trace.id, run),
+            front.refusals.noted(ask.lane, tenant),
+        ):
             if wish.stream:
                 return await _stream(request, front, run, reply, headers)
             return await _whole(run, reply, headers)
     finally:
         timer.end(run.usage.cached)
-        trace.account.spend(run.usage.completion)
 
 
 async def _whole(run: Generation, reply: Reply, headers: Mapping[str, str]) -> web.Response:

@@ -168,7 +168,7 @@ class Generation:
         choice = self._choices[number]
         if choice.done:
             return None
-        if output.finish is Finish.ABORT and self._aborted:
+        if self._aborted:  # also before the engine knew of it
             raise Aborted("the request was ended by an operator")
         if output.finish in (Finish.ERROR, Finish.ABORT):
             raise failure(output)

@@ -104,13 +104,15 @@ class RequestTimer:
         self._metrics = metrics
         self._arrival = arrival
         self._last: dict[int, float] = {}
-        metrics.prompt_tokens.inc(sum(len(r.prompt_ids) for r in requests))
+        self._uncounted = {i: len(r.prompt_ids) for i, r in enumerate(requests)}
+        """Prompt -> its tokens, while nothing was heard of it: it may yet be refused."""
 
     def piece(self, piece: Piece) -> None:
         now = time.monotonic()
         metrics = self._metrics
         if piece.first:
             metrics.ttft.observe(now - self._arrival)
+            metrics.prompt_tokens.inc(self._uncounted.pop(piece.prompt, 0))
         else:
             metrics.itl.observe(now - self._last[piece.choice])
         self._last[piece.choice] = now

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jserve.errors import RateLimited
+from jserve.errors import JserveError, RateLimited
 from jserve.ports import Clock
 
 BUSY_S = 1.0
@@ -102,6 +102,20 @@ class Account:
             yield
         finally:
             self.n_running -= 1
+
+    @contextlib.contextmanager
+    def answer(self, n_prompt: int, n_drawn: Callable[[], int]) -> Iterator[None]:
+        """The engine is asked inside. The prompt's tokens are taken at once, those drawn in the end;
+        none where it refused or failed before it drew any."""
+        self.spend(n_prompt)
+        try:
+            yield
+        except JserveError:
+            if not n_drawn():
+                self.spend(-n_prompt)
+            raise
+        finally:
+            self.spend(n_drawn())
 
     def spend(self, n_tokens: int) -> None:
         if self._tokens is not None:

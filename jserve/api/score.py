@@ -98,17 +98,26 @@ def _prompts(value: Any, field: str, vocab_size: int) -> tuple[str | tuple[int, 
 
 async def score(request: web.Request, front: Front) -> web.StreamResponse:
     served, trace = front.served, request[TRACE]
-    wish: Wish = await front.read(request, lambda raw: score_wish(raw, served))
+    tenant = trace.tenant.name
+
+    def read(raw: Mapping[str, Any]) -> Wish:
+        front.refusals.check(raw.get("lane"), tenant)
+        return score_wish(raw, served)
+
+    wish: Wish = await front.read(request, read)
     if wish.label is not None:
         trace.id = request_id(wish.label)
     scored = await _scored(front, wish)
-    ask = replace(wish.ask, prompts=scored.prompts, tenant=trace.tenant.name)
+    ask = replace(wish.ask, prompts=scored.prompts, tenant=tenant)
     requests = await front.prepare.requests(ask)
     timer = RequestTimer(front.metrics, requests, trace.arrival)
     run = Generation(front.engine, front.prepare.tokenizer, requests, timer, ask.named)
-    trace.account.spend(run.usage.prompt)
     try:
-        with front.running.entered(trace.id, run):
+        with (
+            trace.account.answer(run.usage.prompt, lambda: 0),
+            front.running.entered(trace.id, run),
+            front.refusals.noted(ask.lane, tenant),
+        ):
             entries = await _entries(run, requests, scored)
     finally:
         timer.end(run.usage.cached)

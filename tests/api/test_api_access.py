@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jserve.api.app import ACCESS
 from jserve.api.auth import Access, Keys
 from jserve.commands import fingerprint
-from jserve.errors import Unauthorized
+from jserve.errors import Overloaded, Unauthorized
 from tests.api.fake import FakeEngine, card, chat_body, live
 
 # Who may call what. A route that is added must be added here by hand, on purpose.
@@ -195,6 +195,8 @@ async def test_metrics_count_what_happened():
         await srv.post("/v1/completions", {"prompt": "hello", "n": 2})
         await srv.events("/v1/completions", {"prompt": "hi", "max_tokens": 2})
         await srv.get("/nope")
+        engine.refuse = Overloaded("full", retry_after=1)
+        await srv.post("/v1/completions", {"prompt": "counts for nothing"})
         found = await scrape(srv)
     tiny = "{'model_name': 'tiny'}"
     assert found[f"jserve:prompt_tokens_total{tiny}"] == 7

@@ -10,9 +10,13 @@ import aiohttp
 import pytest
 
 from jserve.api.app import ACCESS, make_admin_app
+from jserve.api.errors import Aborted
+from jserve.api.generate import Generation
 from jserve.api.server import HttpServer, serve
 from jserve.config import EngineConfig
 from jserve.errors import BadRequest
+from jserve.sampling import SamplingParams
+from jserve.types import Request
 from tests.api.fake import FakeEngine, byte_tokenizer, card, live, until
 from tests.api.test_api_engine import host, idle
 from tests.api.test_api_quota import bearer, hashed, written
@@ -90,6 +94,18 @@ async def test_abort_ends_the_requests_of_a_label_and_no_other():
         assert await post("/abort", {"all": True}) == (200, {"aborted": 1})
         assert (await tasks[2])[0] == 409
         assert srv.server.front.running.abort(None) == 0
+
+
+@pytest.mark.parametrize("n_prompts", [1, 3])
+async def test_an_abort_that_comes_before_the_engine_is_asked_holds(n_prompts: int):
+    params = SamplingParams(max_tokens=5)
+    requests = [Request(id=str(i), prompt_ids=(1,), params=params) for i in range(n_prompts)]
+    engine = FakeEngine()
+    run = Generation(engine, byte_tokenizer(), requests)
+    run.abort()
+    with pytest.raises(Aborted):
+        [piece async for piece in run.pieces()]
+    assert engine.n_active == 0
 
 
 @pytest.mark.parametrize("body", [{}, {"all": False}, {"request_id": "a", "all": True}, {"x": 1}])

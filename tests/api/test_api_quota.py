@@ -17,7 +17,7 @@ from jserve.api.manners import duration, moment
 from jserve.api.quota import Account, Bucket, Quota, Standing
 from jserve.api.server import check_doors
 from jserve.config import EngineConfig
-from jserve.errors import ConfigError, RateLimited
+from jserve.errors import ConfigError, Overloaded, RateLimited
 from tests.api.fake import FakeEngine, chat_body, live, until
 
 CHAT, COMP = "/v1/chat/completions", "/v1/completions"
@@ -233,6 +233,20 @@ async def test_an_answer_is_spent_as_far_as_it_was_drawn(tmp_path, stream):
         status, _, headers = await srv.post(COMP, body, headers=bearer("ka"))
         assert status == 429
         assert int(headers["Retry-After"]) <= 10
+
+
+@pytest.mark.parametrize("path", [COMP, "/v1/score"])
+async def test_what_the_engine_refuses_costs_no_tokens(tmp_path, path):
+    entries = [{"tenant": "a", "keys": [hashed("ka")], "tokens_per_minute": 60}]
+    body = {COMP: {"prompt": "x" * 50}, "/v1/score": {"query": "x" * 49, "items": ["y"]}}[path]
+    engine = FakeEngine()
+    async with live(engine, api_keys_file=written(tmp_path, entries)) as srv:
+        engine.refuse = Overloaded("full", retry_after=1)
+        for _ in range(5):
+            status, _, headers = await srv.post(path, body, headers=bearer("ka"))
+            assert (status, headers["x-ratelimit-remaining-tokens"]) == (503, "60")
+        engine.refuse = None
+        assert (await srv.post(path, body, headers=bearer("ka")))[0] == 200
 
 
 async def test_requests_at_once_also_after_a_client_left(tmp_path):

@@ -78,19 +78,47 @@ def test_what_is_one_requests_own_does_not_stand() -> None:
     assert book.told() is None
 
 
-async def test_a_flood_is_answered_without_asking_the_engine_again(monkeypatch) -> None:
+def test_two_threads_may_find_the_same_refusal_over() -> None:
+    """Large bodies are read in threads; the other one comes by while this one looks at the clock."""
+    book = Book()
+    book.refuse(FULL)
+    book.clock.now += 1.0
+    looked: list[JserveError | None] = []
+
+    def clock() -> float:
+        if not looked:
+            looked.append(None)
+            looked[0] = book.told()
+        return book.clock.now
+
+    book.refusals._clock = clock
+    assert book.told() is None
+    assert looked == [None]
+    assert book.n == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMP, {"prompt": "x", "lane": "bulk"}),
+        ("/v1/score", {"query": "x", "items": ["y"], "lane": "bulk"}),
+    ],
+)
+async def test_a_flood_is_answered_without_asking_the_engine_again(
+    monkeypatch, path: str, body: dict
+) -> None:
     engine = FakeEngine()
     async with live(engine, limits=Limits()) as srv:
         clock = Clock()
         monkeypatch.setattr(srv.server.front.refusals, "_clock", clock)
         engine.refuse = FULL
         for _ in range(10):
-            status, body, headers = await srv.post(COMP, {"prompt": "x", "lane": "bulk"})
-            assert (status, body["error"]["code"]) == (503, "overloaded")
+            status, told, headers = await srv.post(path, body)
+            assert (status, told["error"]["code"]) == (503, "overloaded")
             assert headers["Retry-After"] == "3"
         engine.refuse = None
-        assert (await srv.post(COMP, {"prompt": "x", "lane": "bulk"}))[0] == 503
+        assert (await srv.post(path, body))[0] == 503
         assert (await srv.post(COMP, {"prompt": "x"}))[0] == 200
         clock.now += 1.0
-        assert (await srv.post(COMP, {"prompt": "x", "lane": "bulk"}))[0] == 200
+        assert (await srv.post(path, body))[0] == 200
         assert 'refusals_repeated_total{model_name="tiny"} 10.0' in srv.app_metrics()
