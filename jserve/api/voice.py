@@ -25,16 +25,20 @@ class Voice:
 
     Args:
         speech: the model's formats.
+        tokenizer: the model's.
         state: where the prompt left the thought.
         calls: look for tool calls.
     """
 
-    def __init__(self, speech: Speech, state: State, *, calls: bool) -> None:
+    def __init__(
+        self, speech: Speech, tokenizer: TextTokenizer, state: State, *, calls: bool
+    ) -> None:
         self.n_reasoning = 0
         self.n_calls = 0
         self._speech = speech
         self._parser = speech.parser(state, calls=calls)
-        self._counting = state
+        self._tokenizer = tokenizer
+        self._counting, self._n_lead = state, 0
 
     def hear(self, text: str, token_ids: Sequence[int], *, last: bool) -> Said:
         """What the next piece adds; after the ``last`` one there is none."""
@@ -56,19 +60,27 @@ class Voice:
         return f"call_{secrets.token_hex(12)}"
 
     def _count(self, token_ids: Sequence[int]) -> None:
-        """Tokens of the thought, its tags included."""
+        """Tokens of the thought, its tags and the white space in front of it included."""
         thinking = self._speech.thinking
         if thinking is None:
             return
         for token in token_ids:
             if self._counting is State.LEAD:
-                opens = token == thinking.open_id
-                self._counting = State.THOUGHT if opens else State.ANSWER
+                self._look(token, thinking.open_id)
+                continue
             if self._counting is State.ANSWER:
                 return
             self.n_reasoning += 1
             if token == thinking.close_id:
                 self._counting = State.ANSWER
+
+    def _look(self, token: int, open_id: int) -> None:
+        """The thought begins with its tag; until then there may be white space."""
+        self._n_lead += 1
+        if token == open_id:
+            self._counting, self.n_reasoning = State.THOUGHT, self._n_lead
+        elif not self._tokenizer.token_text(token).isspace():
+            self._counting = State.ANSWER
 
 
 def voices(
@@ -77,7 +89,7 @@ def voices(
     """One for every choice of every request."""
     speech, calls = served.card.speech, wish.ask.shape.calls
     return [
-        Voice(speech, speech.state(request.prompt_ids, tokenizer), calls=calls)
+        Voice(speech, tokenizer, speech.state(request.prompt_ids, tokenizer), calls=calls)
         for request in requests
         for _ in range(request.params.n)
     ]

@@ -275,6 +275,12 @@ async def test_usage_of_the_first_chunk_counts_the_thought_it_began():
     assert counts == sorted(counts)
 
 
+async def test_white_space_before_an_answer_is_no_thought():
+    async with served(Script(("\n red",))) as client:
+        answer = await client.create(model="tiny", messages=USER)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
 async def test_without_tools_or_with_none_the_text_is_content():
     async with served(Script((TEXTS["hermes"],))) as client:
         for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
@@ -283,8 +289,9 @@ async def test_without_tools_or_with_none_the_text_is_content():
             assert await streamed(client, **fields) == got
 
 
-async def test_usage_counts_the_tokens_of_the_thought():
-    thought = "<think>\nred car\n</think>"
+@pytest.mark.parametrize("lead", ["", "\n", "\n \n"])
+async def test_usage_counts_the_tokens_of_the_thought(lead):
+    thought = lead + "<think>\nred car\n</think>"
     script = Script((thought + "\n\nred",))
     async with served(script) as client:
         answer = await client.create(model="tiny", messages=USER)

@@ -12,6 +12,7 @@ What looks like a call and turns out to be none is content, to the letter.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -31,7 +32,7 @@ State = Callable[[str, Said], str]
 """Takes text, tells ``said``, gives back the text it leaves for the next state."""
 
 
-class _Machine:
+class _Machine(ABC):
     """States that hand on the rest of the text, and the content between calls."""
 
     def __init__(self, marker: str) -> None:
@@ -39,6 +40,8 @@ class _Machine:
         self._marker = marker
         self._until = Until(marker)
         self._space = ""
+        self._told = False
+        """Whether there was content since the last call."""
         self._state: State = self._text
         self._call: ObjectCall | None = None
         self._lead = ""
@@ -67,8 +70,6 @@ class _Machine:
             bare = bare.lstrip()
         self._told = self._told or bool(bare)
         said.tell(bare)
-
-    _told = False
 
     def _text(self, text: str, said: Said) -> str:
         shown, rest = self._until.feed(text)
@@ -103,8 +104,9 @@ class _Machine:
                 return text[at:]
         return ""
 
+    @abstractmethod
     def _after_object(self, text: str, said: Said) -> str:
-        raise NotImplementedError
+        """The state behind an object that was a call."""
 
 
 class HermesCalls(_Machine):
@@ -160,22 +162,24 @@ class MistralCalls(_Machine):
         self._value: ValueEnd | None = None
 
     def close(self) -> Said:
-        said = super().close()
-        if self._state == self._named:
-            self._tell(self._marker + self._name, said)
+        said = Said()
+        if self._state in (self._head, self._named):
+            self._tell(self._lead + self._name, said)
+        said.add(super().close())
         return said
 
     def _after_marker(self) -> None:
-        self._name, self._state = "", self._head
+        self._lead, self._name, self._state = self._marker, "", self._head
 
     def _head(self, text: str, said: Said) -> str:
         bare = text.lstrip()
+        self._lead += text[: len(text) - len(bare)]
         if not bare:
             return ""
         if bare[0] != "[":
             self._state = self._named
             return bare
-        self._expect(f"{self._marker}[")
+        self._expect(self._lead + "[")
         return bare[1:]
 
     def _named(self, text: str, said: Said) -> str:
@@ -187,7 +191,7 @@ class MistralCalls(_Machine):
                 return text[at - 1 :]
             self._name += char
             if char in '{}"\n' or len(self._name) > 256:
-                self._tell(self._marker + self._name, said)
+                self._tell(self._lead + self._name, said)
                 self._state = self._text
                 return text[at:]
         return ""

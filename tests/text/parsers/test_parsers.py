@@ -62,6 +62,12 @@ CORPUS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ),
         ("[TOOL_CALLS][3]", "[TOOL_CALLS][3]", []),
         ("[TOOL_CALLS]na", "[TOOL_CALLS]na", []),
+        ("ok [TOOL_CALLS]", "ok [TOOL_CALLS]", []),
+        ("ok [TOOL_CALLS] \n", "ok [TOOL_CALLS] \n", []),
+        ("ok [TOOL_CALLS] na me ", "ok [TOOL_CALLS] na me ", []),
+        ("ok [TOOL_CALLS] na\nme", "ok [TOOL_CALLS] na\nme", []),
+        ('ok [TOOL_CALLS] [ {"na', 'ok [TOOL_CALLS] [ {"na', []),
+        ('[TOOL_CALLS]f{"a":1}[TOOL_CALLS]', "[TOOL_CALLS]", [("f", '{"a":1}')]),
     ],
 }
 THOUGHTS = [
