@@ -22,7 +22,8 @@ from jserve.api.middleware import Handler, expect, make_middlewares, stamp
 from jserve.api.page import add_page
 from jserve.api.prepare import Preparer
 from jserve.api.refusals import Refusals
-from jserve.api.routes import OPERATOR, PUBLIC, Answer, Route, hidden
+from jserve.api.route import Answer, Route, hidden
+from jserve.api.routes import OPERATOR, PUBLIC
 from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
 from jserve.text.tokenizer import TextTokenizer

@@ -1,6 +1,6 @@
 """/openapi.json: the interface as OpenAPI 3.1, made from the declarations that validate.
 
-Owns the document's frame. Must not know any field: those come from the bodies in ``routes``.
+Owns the document's frame. Must not know any field: those come from the bodies of the routes.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from jserve.api.auth import Access
 from jserve.api.fields import Fields
 from jserve.api.front import Front, json_response
 from jserve.api.manners import ANTHROPIC
-from jserve.api.routes import PUBLIC, Route, hidden
+from jserve.api.route import Route, Table, hidden
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/{model}"
 
 
-async def answer(front: Front) -> web.Response:
+async def answer(front: Front, routes: Table) -> web.Response:
     version = {"version": front.card.version or "0"}
-    found = await front.prepare.run(document)  # made once, and not on the event loop
+    found = await front.prepare.run(document, routes)  # made once, and not on the event loop
     left_away = hidden(front.options)
     paths = {path: said for path, said in found["paths"].items() if path not in left_away}
     return json_response(found | {"info": found["info"] | version, "paths": paths})
 
 
 @functools.cache
-def document() -> Json:
-    """The whole document, but for the version."""
+def document(routes: Table) -> Json:
+    """The whole document of ``routes``, but for the version."""
     schemas: Json = {"Error": _OPENAI_ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     paths: Json = {}
-    for route in PUBLIC:
+    for route in routes:
         if route.fields is not None:
             schemas |= body_schemas(route.fields)
         path = re.sub(r":[^}]*", "", route.path)

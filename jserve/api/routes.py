@@ -1,53 +1,32 @@
-"""The table of routes: which path takes which fields, who may call it, who answers.
+"""The tables of routes: the public port's and the operator's.
 
-Owns the table and nothing of the work. ``app`` makes an application of it, ``openapi`` and
-``support`` make documents of it, so a field or a path cannot be missing in one of them.
+Owns the tables and nothing of the work. ``app`` makes applications of them; ``openapi`` and ``support``
+are handed the public one to make documents of, so a field or a path cannot be missing in one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-
 from aiohttp import web
 
-from jserve.api import admin, caches, models, score, service, tokens
+from jserve.api import admin, caches, models, openapi, score, service, support, tokens
 from jserve.api.anthropic import CountBody, MessagesBody, messages_wish
 from jserve.api.anthropic_reply import MessageReply
 from jserve.api.auth import Access
 from jserve.api.converse import Dialect, converse
 from jserve.api.dashboard import dashboard
-from jserve.api.fields import Fields
 from jserve.api.front import Front
-from jserve.api.manners import ANTHROPIC, OPENAI, Manner
+from jserve.api.manners import ANTHROPIC
 from jserve.api.openai import ChatBody, CompletionBody, chat_wish, completion_wish
 from jserve.api.openai_chat_reply import ChatReply
 from jserve.api.openai_text_reply import CompletionReply
 from jserve.api.responses import ResponseBody, response_wish
 from jserve.api.responses_reply import ResponseReply
-from jserve.config import ServerOptions
-
-Answer = Callable[[web.Request, Front], Awaitable[web.StreamResponse]]
+from jserve.api.route import METRICS, Answer, Route, Table
 
 CHAT = Dialect(chat_wish, ChatReply)
 COMPLETION = Dialect(completion_wish, CompletionReply)
 RESPONSE = Dialect(response_wish, ResponseReply)
 MESSAGE = Dialect(messages_wish, MessageReply)
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One path and method. ``fields``: of its body, None where it has none."""
-
-    method: str
-    path: str
-    access: Access
-    answer: Answer
-    says: str
-    """One line for the documents."""
-    fields: type[Fields] | None = None
-    streams: bool = False
-    manner: Manner = OPENAI
 
 
 def _in(dialect: Dialect) -> Answer:
@@ -58,22 +37,17 @@ def _in(dialect: Dialect) -> Answer:
 
 
 _OPEN, _USER, _ADMIN = Access.OPEN, Access.USER, Access.ADMIN
-METRICS = "/metrics"
 
 
 async def _openapi(request: web.Request, front: Front) -> web.StreamResponse:
-    from jserve.api import openapi  # it reads this table
-
-    return await openapi.answer(front)
+    return await openapi.answer(front, PUBLIC)
 
 
 async def _support(request: web.Request, front: Front) -> web.StreamResponse:
-    from jserve.api import support
-
-    return support.answer()
+    return support.answer(PUBLIC)
 
 
-PUBLIC = (
+PUBLIC: Table = (
     Route("POST", "/v1/chat/completions", _USER, _in(CHAT), "Chat, OpenAI's way", ChatBody, True),
     Route("POST", "/v1/completions", _USER, _in(COMPLETION), "Text", CompletionBody, True),
     Route("POST", "/v1/responses", _USER, _in(RESPONSE), "Chat, stateless", ResponseBody, True),
@@ -108,7 +82,7 @@ PUBLIC = (
     Route("GET", "/ready", _OPEN, service.ready, "Whether requests are taken"),
 )
 
-OPERATOR = (
+OPERATOR: Table = (
     Route("POST", "/abort", _ADMIN, admin.abort, "End requests", admin.AbortBody),
     Route(
         "POST",
@@ -131,8 +105,3 @@ OPERATOR = (
     ),
     Route("GET", METRICS, _ADMIN, service.metrics, "Prometheus metrics"),
 )
-
-
-def hidden(options: ServerOptions) -> frozenset[str]:
-    """Paths of ``PUBLIC`` that a server of these options does not have."""
-    return frozenset() if options.public_metrics else frozenset({METRICS})

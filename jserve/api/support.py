@@ -1,7 +1,7 @@
 """/v1/support: what every field and member of every endpoint does here, and what features do together.
 
 Owns their form as JSON and as the README's markdown. Must not know how a field is applied. Fields come
-from the bodies in ``routes``, the pairs of features from ``features``.
+from the bodies of the routes, the pairs of features from ``features``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jserve.api import features
 from jserve.api.declared import NEUTRAL, Holds, held
 from jserve.api.fields import Fields, declaration, members_of
 from jserve.api.front import json_response
-from jserve.api.routes import PUBLIC
+from jserve.api.route import Table
 
 Json = dict[str, Any]
 
@@ -31,11 +31,11 @@ WORDS = {
 
 
 @functools.cache
-def endpoints() -> Json:
+def endpoints(routes: Table) -> Json:
     """Path -> field -> {"holds", "but", "members"}: "but" lists the values that ask for nothing,
     "members" has the same for what the objects inside a field may hold, by path."""
     found: Json = {}
-    for route in PUBLIC:
+    for route in routes:
         if route.fields is not None:
             found[f"{route.method} {_shown(route.path)}"] = dict(_fields(route.fields))
     return found
@@ -60,25 +60,27 @@ def _shown(path: str) -> str:
     return path.replace(":.+", "")
 
 
-def answer() -> web.Response:
+def answer(routes: Table) -> web.Response:
     words = {kind.value: text for kind, text in WORDS.items()}
-    return json_response({"words": words, "endpoints": endpoints(), "together": features.pairs()})
+    return json_response(
+        {"words": words, "endpoints": endpoints(routes), "together": features.pairs()}
+    )
 
 
-def markdown() -> str:
+def markdown(routes: Table) -> str:
     """The README's tables: fields endpoint by endpoint, then the members of the objects in them."""
     lines = ["| endpoint | applied | no effect | refused |", "|---|---|---|---|"]
-    lines += [f"| `{path}` | {_cells(fields)} |" for path, fields in endpoints().items()]
+    lines += [f"| `{path}` | {_cells(fields)} |" for path, fields in endpoints(routes).items()]
     lines += ["", "| inside | at | applied | no effect | refused |", "|---|---|---|---|---|"]
-    for (name, cells), paths in _members().items():
+    for (name, cells), paths in _members(routes).items():
         lines.append(f"| `{name}` | {', '.join(f'`{path}`' for path in paths)} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
-def _members() -> dict[tuple[str, str], list[str]]:
+def _members(routes: Table) -> dict[tuple[str, str], list[str]]:
     """(field, cells) -> the endpoints whose field of that name has these members."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for path, fields in endpoints().items():
+    for path, fields in endpoints(routes).items():
         for name, row in fields.items():
             inside = {
                 at.removeprefix(name): member for at, member in row.get("members", {}).items()

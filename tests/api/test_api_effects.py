@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 from tokenizers import Tokenizer, processors
 
+from jserve.api.routes import PUBLIC
 from jserve.api.support import endpoints
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request
@@ -164,7 +165,7 @@ BASE: dict[str, dict[str, Any]] = {
 }
 CELLS = [
     (path.partition(" ")[2], name)
-    for path, rows in endpoints().items()
+    for path, rows in endpoints(PUBLIC).items()
     for name, row in rows.items()
     if row["holds"] == "applied"
 ]

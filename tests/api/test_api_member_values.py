@@ -14,6 +14,7 @@ import pytest
 
 from jserve.api import declared, fields
 from jserve.api.declared import Holds, held
+from jserve.api.routes import PUBLIC
 from jserve.api.support import endpoints
 from tests.api.talk import Script, talking
 from tests.api.test_api_members import BLOCKS, FLAT, INPUTS, SAMPLES, SCHEMA, TOOLS, TURNS, USER
@@ -261,7 +262,7 @@ def bad_values(path: str, at: str) -> list[Any]:
 def test_every_applied_member_has_an_entry():
     listed = {
         (path.partition(" ")[2], at)
-        for path, rows in endpoints().items()
+        for path, rows in endpoints(PUBLIC).items()
         for row in rows.values()
         for at, member in row.get("members", {}).items()
         if member["holds"] == Holds.APPLIED
@@ -279,7 +280,9 @@ async def post(srv, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any
 
 @pytest.mark.parametrize("path", MORE)
 async def test_bad_members_are_refused_by_name(path, met):
-    expected = {at for row in endpoints()[f"POST {path}"].values() for at in row.get("members", {})}
+    expected = {
+        at for row in endpoints(PUBLIC)[f"POST {path}"].values() for at in row.get("members", {})
+    }
     seen: set[str] = set()
     async with talking(Script(('{"a": 1}',))) as srv:
         for where, body in CASES:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from jserve.api.features import FEATURES, GENERATING, Feature, pair
+from jserve.api.routes import PUBLIC
 from jserve.api.support import endpoints, markdown
 from jserve.types import Lane, Request
 from tests.api.talk import Script, talking
@@ -98,7 +99,7 @@ async def check(srv, script: Script, path: str, one: Feature, other: Feature) ->
 
 async def test_it_is_served(srv):
     _, found, _ = await srv.get("/v1/support")
-    assert found["endpoints"] == endpoints()
+    assert found["endpoints"] == endpoints(PUBLIC)
     assert found["endpoints"]["POST /v1/completions"]["suffix"] == {"holds": "refused", "but": [""]}
     assert found["together"]["/v1/responses"]["logprobs"]["tools"] == "top_logprobs"
     assert set(found["words"]) == {"applied", "label", "ignored", "refused"}
@@ -106,4 +107,4 @@ async def test_it_is_served(srv):
 
 def test_the_readme_says_the_same():
     text = (ROOT / "README.md").read_text()
-    assert text.split("<!-- fields -->\n")[1].split("<!-- /fields -->")[0] == markdown()
+    assert text.split("<!-- fields -->\n")[1].split("<!-- /fields -->")[0] == markdown(PUBLIC)
