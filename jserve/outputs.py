@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.errors import JserveError, error_of
-from jserve.text.stream import TextStream
+from jserve.text.stream import TextDelta, TextStream
 from jserve.types import Finish, Output, Request, TokenLogprob
 
 
@@ -92,11 +92,10 @@ class Running:
             self.output.prompt_logprobs = list(out.prompt_logprobs)
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, out.n_cached)
 
-    def _text(self, out: Output, choice: CompletionOutput) -> Any:
+    def _text(self, out: Output, choice: CompletionOutput) -> TextDelta:
         stream = self.streams[out.index]
-        ended_by_id = out.finish is Finish.STOP and out.stop_reason is not None
-        delta = stream.push(out.token_ids, terminator=ended_by_id or out.finish is Finish.STOP)
-        taken = out.token_ids[: delta.n_tokens] if delta.stop is not None else out.token_ids
+        delta = stream.push(out.token_ids, terminator=out.finish is Finish.STOP)
+        taken = out.token_ids[: delta.n_tokens]
         self.output.metrics.num_draft_tokens += out.n_drafted
         self.output.metrics.num_accepted_tokens += min(out.n_accepted, len(taken))
         choice.token_ids.extend(taken)

@@ -62,7 +62,11 @@ class EngineClient(Protocol):
 
     def start(self, on_message: OnMessage) -> None:
         """Start the engine and return at once. Progress, Ready, Outputs, Stats, Fault and at last
-        Gone come through ``on_message``, from another thread."""
+        Gone come through ``on_message``, from another thread.
+
+        Raises:
+            OSError, RuntimeError: no process or no thread can be had; nothing comes then.
+        """
         ...
 
     def submit(self, request: Request) -> None:
@@ -110,8 +114,9 @@ class InprocClient:
     def start(self, on_message: OnMessage) -> None:
         self._on_message = on_message
         self._inbox.put(Start(config=self._config.flat()))
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def submit(self, request: Request) -> None:
         self._inbox.put(Submit(request=request))
@@ -193,13 +198,24 @@ class ProcClient:
             self._spawn(theirs)
         link = SocketLink(ours, FromEngine)
         self._outbox.put(pack(Start(config=self._config.flat())))
-        self._reader = threading.Thread(
-            target=self._read, args=(link, on_message), name="engine-reader", daemon=True
-        )
-        self._reader.start()
+        try:
+            self._run_threads(link, on_message)
+        except RuntimeError:  # the machine has no more of them
+            self.kill()
+            self._outbox.put(None)
+            link.close()
+            raise
+
+    def _run_threads(self, link: SocketLink, on_message: OnMessage) -> None:
+        """The reader comes last: it is the one that reports an end."""
         threading.Thread(
             target=self._write, args=(link,), name="engine-writer", daemon=True
         ).start()
+        reader = threading.Thread(
+            target=self._read, args=(link, on_message), name="engine-reader", daemon=True
+        )
+        reader.start()
+        self._reader = reader
 
     def _spawn(self, theirs: socket.socket) -> None:
         fd = theirs.fileno()

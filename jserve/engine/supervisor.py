@@ -122,7 +122,7 @@ class Supervisor:
     def _start_client(self, client: EngineClient, on_message: OnMessage) -> None:
         try:
             client.start(on_message)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # no process, or no thread, can be had
             self._fault = Fault(message=f"cannot start the engine: {error}", fatal=True)
             on_message(Gone(exit_code=1))
 

@@ -575,6 +575,42 @@ async def test_a_lost_message_fails_all_rather_than_leaving_one_waiting(scripted
     assert engine.ready
 
 
+@pytest.mark.parametrize("error", [OSError("no processes"), RuntimeError("can't start new thread")])
+async def test_a_restart_that_gets_no_process_or_thread_is_tried_again(
+    scripted, monkeypatch, error
+):
+    engine, clients, _ = scripted
+    start, refused = ScriptedClient.start, [error]
+
+    def sometimes(client, on_message):
+        if refused:
+            raise refused.pop()
+        start(client, on_message)
+
+    monkeypatch.setattr(ScriptedClient, "start", sometimes)
+    clients[0].say(Gone(exit_code=1))
+    await eventually(lambda: engine.ready and len(clients) == 3)
+    assert engine.counters["engine_deaths"] == 2
+    assert not engine.gave_up.is_set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_that_gets_no_thread_leaves_nothing(monkeypatch, kind):
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    client = client_of(kind)
+    with monkeypatch.context() as patched:
+        patched.setattr("threading.Thread.start", no_thread)
+        with pytest.raises(RuntimeError):
+            client.start(lambda message: None)
+    assert not client.alive
+    client.close()
+    if isinstance(client, ProcClient):
+        assert client._process is not None
+        assert client._process.wait(5) == -signal.SIGKILL
+
+
 async def test_messages_of_a_dead_engine_do_not_reach_the_next(scripted):
     engine, clients, _ = scripted
     clients[0].say(Gone(exit_code=1))
