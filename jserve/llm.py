@@ -7,6 +7,7 @@ progress bar. Must not know HTTP, scheduling or jax; ``build`` makes the engine,
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import replace
@@ -76,6 +77,8 @@ class LLM(_Door):
     ) -> None:
         super().__init__(model, config, options)
         self._lock = threading.Lock()
+        self._streams_in: int | None = None
+        """The thread with an open ``stream``, which has the engine to itself."""
         self._engine: Engine
         self._engine, self.info = build.engine(self.config, params=params, mesh=mesh)
 
@@ -111,7 +114,7 @@ class LLM(_Door):
         """
         many = listed(prompts)
         params = self._params(sampling_params, len(many))
-        with self._lock:
+        with self._turn():
             jobs = [
                 self._prompts.request(p, s, options=options)
                 for p, s in zip(many, params, strict=True)
@@ -139,9 +142,15 @@ class LLM(_Door):
         return self.generate(prompts, sampling_params, options=options, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Text of one completion, piece by piece. Closing the iterator cancels the request."""
+        """Text of one completion, piece by piece. The engine is busy with it until the iterator has
+        ended; closing that cancels the request.
+
+        Raises:
+            BadRequest: as ``generate``. RuntimeError: another stream of this thread is open.
+        """
         job = self._prompts.request(prompt, params or self.get_default_sampling_params())
-        with self._lock:
+        with self._turn():
+            self._streams_in = threading.get_ident()
             self._engine.submit(job.request)
             sent = 0
             try:
@@ -151,6 +160,7 @@ class LLM(_Door):
                     yield text[sent:]
                     sent = len(text)
             finally:
+                self._streams_in = None
                 self._cancel([job])
 
     def stream_chat(
@@ -177,7 +187,7 @@ class LLM(_Door):
         job = self._prompts.request(
             prompt, NOTHING_DRAWN, options=replace(options or RequestOptions(), cache=name)
         )
-        with self._lock:
+        with self._turn():
             self._engine.create(job.request, ttl_s)
             for out in self._engine.drain():
                 if out.request_id == job.request.id and out.finish is Finish.ERROR:
@@ -202,7 +212,7 @@ class LLM(_Door):
         asked = Handle(
             id=self._prompts.new_id(), action=action, tenant=tenant, name=name, ttl_s=ttl_s
         )
-        with self._lock:
+        with self._turn():
             self._engine.ask(asked)
             self._engine.drain()
             (answer,) = self._engine.take_answers()
@@ -218,8 +228,20 @@ class LLM(_Door):
         Raises:
             WeightsError: a leaf does not fit; the old weights stay.
         """
-        with self._lock:
+        with self._turn():
             build.update_params(self._engine, params)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The engine is this thread's alone inside.
+
+        Raises:
+            RuntimeError: a stream of this thread has it, so that to wait would be for ever.
+        """
+        if self._streams_in == threading.get_ident():
+            raise RuntimeError("a stream of this LLM is open: read it to its end or close it")
+        with self._lock:
+            yield
 
     def _params(
         self, given: SamplingParams | Seq[SamplingParams] | None, n: int

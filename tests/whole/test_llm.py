@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +110,21 @@ def test_a_closed_stream_frees_everything(llm: LLM) -> None:
     stream.close()
     assert not llm._engine.busy
     assert llm._engine.stats().running == 0
+
+
+@pytest.mark.timeout(30)
+def test_an_open_stream_is_named_and_not_waited_for(llm: LLM) -> None:
+    stream = llm.stream("the quick", GREEDY)
+    next(stream)
+    for call in (lambda: llm.generate("fox", GREEDY), llm.caches, lambda: next(llm.stream("a"))):
+        with pytest.raises(RuntimeError, match="stream of this LLM is open"):
+            call()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(llm.generate, "fox", GREEDY)
+        rest = "".join(stream)
+        assert rest
+        assert other.result()[0].finished, "another thread waits for its turn"
+    assert llm.generate("fox", GREEDY)[0].finished
 
 
 def test_stop_strings_cut_text_and_tokens(llm: LLM) -> None:
