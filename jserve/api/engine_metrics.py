@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from jserve.engine.wire import Stats
 from jserve.types import Lane
 
 # Names of the scheduler's counters -> (metric, help). Anything else is exported under its own name.
@@ -80,16 +81,6 @@ _HELP = {
 }
 
 
-class EngineStats(Protocol):
-    """What ``AsyncEngine.stats()`` gives."""
-
-    step: int
-    waiting: int
-    running: int
-    in_flight: int
-    values: Mapping[str, float]
-
-
 class StatsSource(Protocol):
     """The engine, as the scrape sees it."""
 
@@ -99,7 +90,10 @@ class StatsSource(Protocol):
     @property
     def n_active(self) -> int: ...
 
-    def stats(self) -> Any: ...
+    @property
+    def n_buffered_bytes(self) -> int: ...
+
+    def stats(self) -> Stats: ...
 
 
 class EngineCollector(Collector):
@@ -117,6 +111,8 @@ class EngineCollector(Collector):
         yield self._gauge("num_requests_running", "Sequences running.", stats.running)
         yield self._gauge("num_requests_waiting", "Sequences waiting.", stats.waiting)
         yield self._gauge("num_requests_active", "Requests not yet ended.", self._source.n_active)
+        waiting = self._source.n_buffered_bytes
+        yield self._gauge("buffered_output_bytes", "Outputs that wait for slow readers.", waiting)
         yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
         yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)

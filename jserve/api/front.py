@@ -30,7 +30,7 @@ from jserve.api.prepare import Preparer
 from jserve.api.quota import Account, Accounts
 from jserve.api.refusals import HOLD_S, Refusals
 from jserve.config import ServerOptions
-from jserve.engine.wire import Control, Handle, StepRecord
+from jserve.engine.wire import Control, Handle, Stats, StepRecord
 from jserve.errors import where
 from jserve.faults import point
 from jserve.types import HandleInfo, Output, Request
@@ -65,9 +65,12 @@ class ServedEngine(Engine, Protocol):
     @property
     def n_active(self) -> int: ...
 
+    @property
+    def n_buffered_bytes(self) -> int: ...
+
     def healthy(self) -> bool: ...
 
-    def stats(self) -> Any: ...
+    def stats(self) -> Stats: ...
 
     async def drain(self, timeout_s: float) -> int: ...
 

@@ -68,7 +68,8 @@ class AsyncEngine:
         clock: monotonic seconds.
 
     Attributes:
-        counters: engine_deaths, restarts, faults, aborted, slow_readers, dropped_outputs.
+        counters: engine_deaths, restarts, faults, aborted (requests given up before their end),
+            slow_readers, dropped_outputs.
         gave_up: set when the engine is dead for good; ``gave_up_reason`` says why.
         draining: True once ``drain`` was called.
         client: the current engine's, None before the start.
@@ -218,11 +219,11 @@ class AsyncEngine:
                 self._cancel(request.id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one choice of it: its consumer gets a terminal output with ABORT.
-        Idempotent."""
+        """End a request, or one choice of it that has said enough (a stop string): its consumer gets a
+        terminal output with ABORT. Idempotent."""
         stream = self._streams.get(request_id)
         if stream is not None and stream.end(Finish.ABORT, index=index):
-            self._counts["aborted"] += 1
+            self._counts["aborted"] += index is None
             self._cancel(request_id, index if stream.open else None)
 
     @property

@@ -190,7 +190,7 @@ async def scrape(srv) -> dict[str, float]:
 
 async def test_metrics_count_what_happened():
     engine = FakeEngine(("abc", "defg"))
-    engine.n_cached = 2
+    engine.n_cached, engine.n_buffered_bytes = 2, 77
     async with live(engine) as srv:
         await srv.post("/v1/completions", {"prompt": "hello", "n": 2})
         await srv.events("/v1/completions", {"prompt": "hi", "max_tokens": 2})
@@ -200,6 +200,7 @@ async def test_metrics_count_what_happened():
         found = await scrape(srv)
     tiny = "{'model_name': 'tiny'}"
     assert found[f"jserve:prompt_tokens_total{tiny}"] == 7
+    assert found[f"jserve:buffered_output_bytes{tiny}"] == 77
     assert found[f"jserve:generation_tokens_total{tiny}"] == 4 + 5 + 2
     assert found[f"jserve:prompt_tokens_cached_total{tiny}"] == 4
     assert found[f"jserve:time_to_first_token_seconds_count{tiny}"] == 3

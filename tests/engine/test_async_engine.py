@@ -204,6 +204,7 @@ async def test_abort_of_one_choice_leaves_the_other(engine):
     outputs = await task
     assert sorted(finishes(outputs)) == [(0, Finish.ABORT), (1, Finish.LENGTH)]
     assert tokens(outputs, 1) == expected(r, 1)
+    assert engine.counters["aborted"] == 0, "the request came to its end"
 
 
 async def test_abort_racing_the_finish_gives_one_terminal_output(engine):
