@@ -10,11 +10,12 @@ from typing import Any
 
 from jserve.api.declared import LABEL
 from jserve.api.errors import Unsupported, shown
+from jserve.api.openai_tools import MAX_TOOLS, each_tool, nested
 from jserve.errors import BadRequest
 
 TOOLS = {
     "type": ["array", "null"],
-    "maxItems": 128,
+    "maxItems": MAX_TOOLS,
     "items": {
         "type": "object",
         "required": ["name"],
@@ -41,11 +42,7 @@ CHOICE = {
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
     """OpenAI's ``tools``. Raises BadRequest, Unsupported: a tool of the wrong shape, named."""
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list):
-        raise BadRequest("tools must be a list", field="tools")
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(value)]
+    return each_tool(value, _tool)
 
 
 def _tool(tool: Any, at: str) -> dict[str, Any]:
@@ -53,16 +50,7 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
         raise BadRequest(f"{at} must be an object", field=at)
     if tool.get("type") not in (None, "custom"):
         raise Unsupported(f"{at}: tools of type {shown(tool['type'])} are not run here", field=at)
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise BadRequest(f"{at}.name must be a string, and not empty", field=f"{at}.name")
-    schema = tool.get("input_schema")
-    if schema is not None and not isinstance(schema, dict):
-        raise BadRequest(f"{at}.input_schema must be an object", field=f"{at}.input_schema")
-    strict = tool.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
-    given = {k: tool[k] for k in ("name", "description", "strict") if tool.get(k) is not None}
-    return {"type": "function", "function": given | {"parameters": schema or {}}}
+    return nested(tool, at, "input_schema")
 
 
 def choice_of(value: Any) -> tuple[Any, bool | None]:

@@ -1,4 +1,4 @@
-"""OpenAI's ``tools``, as the plain values that chat templates read.
+"""OpenAI's ``tools``, as the plain values that chat templates read; other dialects' tools as OpenAI's.
 
 Owns what a tool may hold. Must not know templates beyond asking whether one has tools, nor what calls
 an answer may make (``shape``).
@@ -6,7 +6,7 @@ an answer may make (``shape``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jserve.api.chat import ChatTemplate
@@ -87,3 +87,34 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
     known = TOOLS["items"]["properties"]["function"]["properties"]
     told = {name: value for name, value in function.items() if name in known}
     return {"type": "function", "function": told | {"parameters": parameters}}
+
+
+def each_tool(
+    value: Any, read: Callable[[Any, str], dict[str, Any]]
+) -> list[dict[str, Any]] | None:
+    """What ``read`` makes of every tool and its place in a dialect's ``tools``; None where there are
+    none. Raises BadRequest."""
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list):
+        raise BadRequest("tools must be a list", field="tools")
+    return [read(tool, f"tools[{i}]") for i, tool in enumerate(value)]
+
+
+def nested(tool: dict[str, Any], at: str, schema: str) -> dict[str, Any]:
+    """OpenAI's tool for a dialect's flat one, whose parameters are called ``schema``.
+
+    Raises:
+        BadRequest: a member of the wrong type, under the dialect's name.
+    """
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise BadRequest(f"{at}.name must be a string, and not empty", field=f"{at}.name")
+    parameters, strict = tool.get(schema), tool.get("strict")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise BadRequest(f"{at}.{schema} must be an object", field=f"{at}.{schema}")
+    if strict is not None and not isinstance(strict, bool):
+        raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
+    told = {
+        key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None
+    }
+    return {"type": "function", "function": told | {"parameters": parameters or {}}}

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from jserve.api.errors import Unsupported, shown
+from jserve.api.openai_tools import MAX_TOOLS, each_tool, nested
 from jserve.errors import BadRequest
 
 TOOLS = {
     "type": ["array", "null"],
-    "maxItems": 128,
+    "maxItems": MAX_TOOLS,
     "items": {
         "type": "object",
         "required": ["type", "name"],
@@ -40,31 +41,16 @@ CHOICE = {
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
     """Chat's ``tools``. Raises BadRequest, Unsupported: a tool of the wrong shape, named."""
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list):
-        raise BadRequest("tools must be a list", field="tools")
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(value)]
+    return each_tool(value, _tool)
 
 
 def _tool(tool: Any, at: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind != "function":
-        if isinstance(kind, str):
-            raise Unsupported(f"{at}: tools of type {shown(kind)} are not run here", field=at)
-        raise BadRequest(f"{at} must be a tool of type function", field=at)
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise BadRequest(f"{at}.name must be a string, and not empty", field=f"{at}.name")
-    parameters = tool.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise BadRequest(f"{at}.parameters must be an object", field=f"{at}.parameters")
-    strict = tool.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
-    function = {
-        key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None
-    }
-    return {"type": "function", "function": function | {"parameters": parameters or {}}}
+    if kind == "function":
+        return nested(tool, at, "parameters")
+    if isinstance(kind, str):
+        raise Unsupported(f"{at}: tools of type {shown(kind)} are not run here", field=at)
+    raise BadRequest(f"{at} must be a tool of type function", field=at)
 
 
 def choice_of(value: Any, tools: bool) -> Any:
