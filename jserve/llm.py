@@ -77,6 +77,7 @@ class LLM(_Door):
     ) -> None:
         super().__init__(model, config, options)
         self._lock = threading.Lock()
+        self._closed = False
         self._streams_in: int | None = None
         """The thread with an open ``stream``, which has the engine to itself."""
         self._engine: Engine
@@ -89,8 +90,10 @@ class LLM(_Door):
         self.close()
 
     def close(self) -> None:
-        """Free the device memory. The object is unusable afterwards."""
-        build.close(self._engine)
+        """Free the device memory. The object is unusable afterwards. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            build.close(self._engine)
 
     def generate(
         self,
@@ -236,8 +239,11 @@ class LLM(_Door):
         """The engine is this thread's alone inside.
 
         Raises:
-            RuntimeError: a stream of this thread has it, so that to wait would be for ever.
+            RuntimeError: it is closed; or a stream of this thread has it, so that to wait would be for
+            ever.
         """
+        if self._closed:
+            raise RuntimeError("this LLM was closed")
         if self._streams_in == threading.get_ident():
             raise RuntimeError("a stream of this LLM is open: read it to its end or close it")
         with self._lock:

@@ -122,7 +122,8 @@ class Prompts:
             raise BadRequest(
                 "the model has no chat template", field="messages", code="no_chat_template"
             )
-        given = {"messages": [dict(m) for m in messages], **template}
+        said = [dict(m) if isinstance(m, Mapping) else m for m in messages]
+        given = {"messages": said, **template}
         fields = {**dict.fromkeys((*DIALOGUE, "tool_choice")), **given}
         ids = self._tokenizer.encode_parts(self._chat.render(chat_of(fields, self._chat)))
         return {"prompt_token_ids": ids, "chat": True}
@@ -140,20 +141,28 @@ class Prompts:
 
     def _tokenised(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(the text if there is one, token ids). Raises BadRequest for what is no prompt."""
+        ids, text = prompt, None
         if isinstance(prompt, Mapping):
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if isinstance(prompt, str):
-            return prompt, self._tokenizer.encode(prompt)
-        if not isinstance(prompt, Iterable):
-            wanted = "text, token ids, or a dict with prompt or prompt_token_ids"
-            raise BadRequest(f"prompt must be {wanted}", field="prompt")
-        return None, list(prompt)
+            ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        elif isinstance(prompt, str):
+            ids, text = None, prompt
+        if ids is None and isinstance(text, str):
+            return text, self._tokenizer.encode(text)
+        if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Mapping):
+            raise _no_prompt()
+        return None, list(ids)
 
 
 def listed(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list."""
+    """One prompt or many, as a list. Raises BadRequest for what is neither."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise _no_prompt()
+    many = list(prompts)
+    return [many] if many and isinstance(many[0], int) else many  # type: ignore[list-item]
+
+
+def _no_prompt() -> BadRequest:
+    wanted = "text, token ids, or a dict with prompt or prompt_token_ids"
+    return BadRequest(f"prompt must be {wanted}", field="prompt")

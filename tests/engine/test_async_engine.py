@@ -511,7 +511,8 @@ async def test_what_waits_for_a_reader_is_bounded_in_bytes(scripted):
 
 
 def test_merged_outputs_say_the_same():
-    """Any pattern of puts and takes gives the same tokens, scores, drafts, seed and end per choice."""
+    """Any pattern of puts and takes gives the same tokens, scores, drafts, cached tokens, seed and end per
+    choice."""
     rng = random.Random(3)
     for _ in range(200):
         r = request("a", n=2, max_tokens=200)
@@ -528,7 +529,7 @@ def test_merged_outputs_say_the_same():
                 token_ids=ids,
                 logprobs=tuple(TokenLogprob(token=t, logprob=-t) for t in ids),
                 seed=9 if now[index] == 0 else None,
-                n_cached=3,
+                n_cached=3 if now[index] == 0 else 0,
                 n_drafted=n + 2,
                 n_accepted=n - 1,
                 finish=finish,
@@ -553,6 +554,7 @@ def _story(outputs, index):
         [out.seed for out in mine if out.seed is not None],
         [(out.finish, out.stop_reason) for out in mine if out.finish],
         (sum(out.n_drafted for out in mine), sum(out.n_accepted for out in mine)),
+        max((out.n_cached for out in mine), default=0),
     )
 
 

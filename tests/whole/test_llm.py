@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -175,17 +176,32 @@ def test_a_dialogue_is_read_as_over_http(llm: LLM) -> None:
         ({"content": "hi"}, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a"),
         ({"content": [{"type": "image_url"}]}, {}, "messages[0].content[0]"),
         ({"content": "hi", "role": "nobody"}, {}, "messages[0].role"),
+        ("hi", {}, "messages[0]"),
     ],
 )
 def test_what_a_dialogue_cannot_hold_is_refused_by_name(
-    llm: LLM, message: dict, template: dict, field: str
+    llm: LLM, message: Any, template: dict, field: str
 ) -> None:
+    said = {"role": "user", **message} if isinstance(message, dict) else message
     with pytest.raises(BadRequest) as caught:
-        llm.chat([{"role": "user", **message}], GREEDY, **template)
+        llm.chat([[said]], GREEDY, **template)
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("prompt", [{"text": "hi"}, {}, {"prompt": None}, [None], [5, "a"]])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"text": "hi"},
+        {},
+        {"prompt": None},
+        {"prompt_token_ids": "ids"},
+        [None],
+        [5, "a"],
+        b"bytes",
+        [b"bytes"],
+        3,
+    ],
+)
 def test_what_is_no_prompt_is_refused(llm: LLM, prompt: object) -> None:
     with pytest.raises(BadRequest, match="prompt"):
         llm.generate(prompt, GREEDY)  # type: ignore[arg-type]
@@ -262,6 +278,9 @@ def test_weights_handed_over_and_swapped(llm: LLM, tiny_dir: Path) -> None:
         with pytest.raises(WeightsError, match="norm"):
             second.update_params(broken)
         assert second.generate("the quick", GREEDY)[0].outputs[0].token_ids == want
+    second.close()
+    with pytest.raises(RuntimeError, match="this LLM was closed"):
+        second.generate("the quick", GREEDY)
 
 
 def test_a_config_that_is_not_supported_is_refused_by_key(tiny_dir: Path, tmp_path: Path) -> None:
