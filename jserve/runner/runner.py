@@ -108,7 +108,7 @@ class ModelRunner:
         )
         self.memory, self.limits = self.sizes.memory, self.sizes.limits
         self.ladder = ladder or self.sizes.ladder
-        self.model = _step_model(self.sizes, family, mesh, rules, speculation)
+        self.model = step_model(self.sizes, family, mesh, rules, speculation)
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -310,9 +310,10 @@ class ModelRunner:
         return seconds
 
 
-def _step_model(
+def step_model(
     sizes: Sizes, family: Family, mesh: Mesh, rules: ShardRules, speculation: Speculation | None
 ) -> StepModel:
+    """What the steps of an engine of these sizes share; no weights are looked at."""
     return StepModel(
         family=family,
         arch=sizes.arch,
