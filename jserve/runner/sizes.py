@@ -67,6 +67,15 @@ def draft_page_bytes(
     return page_bytes(own, attention, page_size=dims.Z, itemsize=itemsize, tp=tp)
 
 
+def host_page_bytes(
+    page_bytes: int, draft_page_bytes: int, speculation: Speculation | None, tp: int
+) -> int:
+    """Bytes of a page in host memory, of ``page_bytes`` on each of ``tp`` devices: what every device
+    holds whole lies there once."""
+    whole = speculation is not None and speculation.drafter.replicated
+    return tp * page_bytes - ((tp - 1) * draft_page_bytes if whole else 0)
+
+
 def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
     """What KV is rounded to, for activations of ``dtype``."""
     name = config.cache.kv_cache_dtype
@@ -229,6 +238,7 @@ def sizes_of(
     stored = stored_kv(config, attention, dtype, arch, speculation)
     dims = step_dims(arch, config, speculation)
     window = window_of(arch, speculation)
+    of_draft = draft_page_bytes(speculation, attention, dims, stored.itemsize, tp)
     pool = plan_memory(
         arch=arch,
         backend=attention,
@@ -238,10 +248,11 @@ def sizes_of(
         weight_bytes=weight_bytes,
         options=config.cache,
         memory=memory,
-        draft_page_bytes=draft_page_bytes(speculation, attention, dims, stored.itemsize, tp),
+        draft_page_bytes=of_draft,
         longest=longest_pages(arch, config, dims, window),
     )
-    n_host = host_pages(config.cache.host_memory_gb, pool.page_bytes * tp)
+    of_host = host_page_bytes(pool.page_bytes, of_draft, speculation, tp)
+    n_host = host_pages(config.cache.host_memory_gb, of_host)
     limits = runner_limits(arch, config, dims, pool.n_pages, n_host, window)
     limits = drafting_limits(limits, config, speculation, platform)
     tree = () if speculation is None else speculation.tree
