@@ -28,7 +28,9 @@ def learn(scheduler: Scheduler, digests: Iterable[bytes], now: float) -> None:
 def take_fetches(scheduler: Scheduler) -> list[PageFetch]:
     """The reads to start, each given once."""
     tier = scheduler.floor.cache.tier
-    return [] if tier is None else tier.take_fetches()
+    fetches = [] if tier is None else tier.take_fetches()
+    scheduler.drafting.showing.read(fetches)
+    return fetches
 
 
 def fetched(scheduler: Scheduler, answers: Seq[tuple[int, bool]], now: float) -> None:
