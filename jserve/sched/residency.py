@@ -267,6 +267,11 @@ class Residency:
         self.waiting.settle(seq)
         self._refused = None
 
+    def tier_counters(self) -> dict[str, float]:
+        """For /metrics, where there is a tier below the device."""
+        tier = self.cache.tier
+        return {} if tier is None else tier.counters() | self.swapping.counters()
+
     def check(self, held: tuple[int, ...] = ()) -> None:
         """Audit pages and slots against their owners; see ``PageCache.check``."""
         leases = [seq.lease for seq in self.running if seq.lease is not None]

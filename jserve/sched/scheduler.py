@@ -43,7 +43,7 @@ from jserve.sched.prefilling import Prefilling
 from jserve.sched.queue import WaitQueue, weights_of
 from jserve.sched.residency import Residency
 from jserve.sched.scores import PromptScores
-from jserve.sched.stats import LaneCounts, SchedStats, counters_of, stats_of
+from jserve.sched.stats import LaneCounts, SchedStats, stats_of
 from jserve.sched.swapping import Swapping
 from jserve.sched.trials import Trials
 from jserve.types import (
@@ -94,6 +94,17 @@ class Scheduler:
         )
         self.deadlines, self.scores = Deadlines(), PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
+        self.telling = telling.Telling(
+            floor=self.floor,
+            drafting=self.drafting,
+            scores=self.scores,
+            gaps=self.gate.gaps,
+            groups=self.groups,
+            counts=self.counts,
+            remember=(self.leaders, self.fetching, self.drafting, self.scores, self.deadlines),
+            vocab_size=limits.vocab_size,
+            journal=journal,
+        )
         self._n_submitted = self.n_steps = self._n_uncommitted = 0
         self.n_prefilled = 0
         """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
@@ -161,9 +172,7 @@ class Scheduler:
         for seq, field in passed:
             self.counts[seq.request.lane].expired += 1
             late = DeadlineExceeded(f"{field} of {getattr(seq.request, field):g} ms has passed")
-            outputs.append(
-                telling.end(self, seq, Finish.ERROR, now, late.message, late.code, field)
-            )
+            outputs.append(self.telling.end(seq, Finish.ERROR, now, late.message, late.code, field))
         return outputs
 
     def cancel(self, request_id: str, now: float = 0.0, index: int | None = None) -> list[Output]:
@@ -173,7 +182,7 @@ class Scheduler:
             self.journal.cancel(request_id, now, index)
         group = self.groups.get(request_id, ())
         chosen = [s for s in group if s.finish is None and index in (None, s.index)]
-        return [telling.end(self, seq, Finish.ABORT, now) for seq in chosen]
+        return [self.telling.end(seq, Finish.ABORT, now) for seq in chosen]
 
     @point("sched.plan")
     def plan(self, now: float) -> StepPlan | None:
@@ -246,15 +255,15 @@ class Scheduler:
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
             if not finite:
-                outputs.append(telling.end_unsound(self, seq, drawn[:n_ok], now))
+                outputs.append(self.telling.end_unsound(seq, drawn[:n_ok], now))
                 continue
             if row.score:
                 self.scores.add(seq, result.prompt[r])
             if row.emits:
                 drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
-                outputs.append(telling.advance(self, seq, drawn, result, r, len(row.drafts), now))
+                outputs.append(self.telling.advance(seq, drawn, result, r, len(row.drafts), now))
             else:
-                telling.publish(self, seq, row.start + row.count)
+                self.telling.publish(seq, row.start + row.count)
                 self.drafting.took(seq, ())
         if self.guides is not None:
             self.guides.kick()
@@ -296,7 +305,7 @@ class Scheduler:
         self.drafting.lost()
         assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
         blamed = [s for s in self.groups.get(guilty or "", ()) if s.finish is None]
-        outputs = [telling.end(self, seq, Finish.ERROR, now, error) for seq in blamed]
+        outputs = [self.telling.end(seq, Finish.ERROR, now, error) for seq in blamed]
         self.floor.evacuate()
         return outputs
 
@@ -324,11 +333,18 @@ class Scheduler:
         return bool(len(self.floor.waiting) or len(self.floor.running) or self._n_uncommitted)
 
     def stats(self) -> SchedStats:
-        return stats_of(self)
+        return stats_of(self.floor, self.gate, self.counts)
 
     def counters(self) -> dict[str, float]:
         """More for /metrics: the tiers, handles, sessions, waits for a prefix under way."""
-        return counters_of(self)
+        return {
+            **self.floor.keeping.counters(),
+            **(self.drafting.counters() if self.drafting.on else {}),
+            **self.floor.tier_counters(),
+            **self.trials.counters(),
+            **self.leaders.counters(),
+            "prefill_tokens_total": float(self.n_prefilled),
+        }
 
 
 def _floor(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) -> Residency:
