@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
-from jserve.model.family import Arch
 from jserve.model.layers import attention_block, embed, mlp_block, rms_norm, unembed
 from jserve.model.rope import rope_tables
 from jserve.model.shard import ParamSpec, Part

@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from jserve.config import CacheOptions, EngineConfig
 from jserve.errors import ConfigError
 from jserve.faults import point
-from jserve.model.family import Arch, Family
+from jserve.model.arch import Arch
+from jserve.model.family import Family
 from jserve.model.shard import ShardRules
 from jserve.model.slots import load_buffers, text_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, backend as find_backend
-from jserve.model.family import Arch
 from jserve.model.kv_quant import E4M3
 from jserve.model.sinks import with_sinks
 from jserve.model.tree import Shape
