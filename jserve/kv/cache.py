@@ -216,10 +216,10 @@ class PageCache:
         """The moves between the tiers that plan ``step`` has to carry; each is given once."""
         return () if self.tier is None else self.tier.drain(step)
 
-    def landed(self, step: int, *, ok: bool) -> None:
-        """Plan ``step`` was committed, or it failed."""
+    def landed(self, step: int) -> None:
+        """Plan ``step`` was committed. (One that fails takes everything along: ``clear``.)"""
         if self.tier is not None:
-            self.tier.landed(step, ok=ok)
+            self.tier.landed(step)
 
     @point("kv.publish")
     def publish(self, lease: PageLease, tokens: Seq[int], n_tokens: int) -> None:

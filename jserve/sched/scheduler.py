@@ -233,7 +233,7 @@ class Scheduler:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
         self.trials.succeeded()
-        self.floor.cache.landed(plan.id, ok=True)
+        self.floor.cache.landed(plan.id)
         self._observe(plan, result, now)
         sources = self.drafting.begin_commit(plan)
         outputs: list[Output] = []
