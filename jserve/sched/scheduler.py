@@ -22,29 +22,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jserve.config import EngineConfig, SchedulerOptions
+from jserve.config import EngineConfig
 from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.faults import point
-from jserve.kv.cache import PageCache
-from jserve.kv.handles import quota_of
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
 from jserve.sched import admission, estimate, outcome, policy, telling
-from jserve.sched.budget import PrefillCap, cap_of
+from jserve.sched.budget import cap_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
 from jserve.sched.decoding import Decoding
 from jserve.sched.draft import PlanDraft
 from jserve.sched.drafting import Drafting
 from jserve.sched.fetching import Fetching
+from jserve.sched.floor import floor_of
 from jserve.sched.gate import Gate
-from jserve.sched.keeping import Keeping
 from jserve.sched.leaders import Leaders
 from jserve.sched.prefilling import Prefilling
-from jserve.sched.queue import WaitQueue, weights_of
-from jserve.sched.residency import Residency
 from jserve.sched.scores import PromptScores
 from jserve.sched.stats import LaneCounts, SchedStats, stats_of
-from jserve.sched.swapping import Swapping
 from jserve.sched.trials import Trials
 from jserve.types import (
     Finish,
@@ -55,7 +50,6 @@ from jserve.types import (
     StepPlan,
     StepResult,
 )
-from jserve.window import chunk_of, tokens_ahead
 
 MASK_PATIENCE_S = 0.0005
 """How long planning waits for masks beside a step in flight; guided rows that lack theirs wait on."""
@@ -80,7 +74,7 @@ class Scheduler:
         self.guides = guides
         self.costs = MeasuredCosts(limits.step_times)
         self.cap = cap_of(self.costs, limits, self.options)
-        self.floor = _floor(limits, config, self.cap)
+        self.floor = floor_of(limits, config, self.cap)
         self.groups: dict[str, list[Sequence]] = {}
         self.trials = Trials(self.groups)
         self.leaders, self.fetching = Leaders(self.floor), Fetching(self.floor)
@@ -345,45 +339,6 @@ class Scheduler:
             **self.leaders.counters(),
             "prefill_tokens_total": float(self.n_prefilled),
         }
-
-
-def _floor(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) -> Residency:
-    """Nobody yet, over an empty page cache of these limits."""
-    options = config.scheduler
-    per_slot = -(-limits.max_model_len // limits.page_size)
-    cache = PageCache(
-        n_pages=limits.n_pages,
-        page_size=limits.page_size,
-        n_slots=limits.n_slots,
-        pages_per_slot=per_slot,
-        reuse=config.cache.prefix_caching,
-        n_host_pages=limits.n_host_pages,
-        window=limits.window,
-        sinks=limits.sinks,
-    )
-    ahead = tokens_ahead(options, limits.max_prefill_tokens, limits.max_drafts)
-    window_pages = cache.window.most_pages(ahead)
-    longest = min(per_slot, window_pages or per_slot)
-    return Residency(
-        n_slots=limits.n_slots,
-        max_running=_most_running(limits, options),
-        cache=cache,
-        waiting=WaitQueue(weights_of(options), options.ageing_s),
-        keeping=Keeping(
-            cache,
-            handle_pages=quota_of(limits.n_pages, longest, config.cache.handle_pages),
-            session_ttl_s=config.cache.session_ttl_s,
-        ),
-        chunk=chunk_of(options, limits.max_prefill_tokens),
-        window_pages=window_pages,
-        swapping=Swapping(cache, cap, mode=options.preemption, page_move_s=limits.page_move_s),
-    )
-
-
-def _most_running(limits: RunnerLimits, options: SchedulerOptions) -> int:
-    """All who run must fit the decode rows of one step, so that nobody who decodes skips a step."""
-    room = min(limits.n_slots, limits.max_rows, limits.max_decode_rows)
-    return min(room, options.max_num_seqs, options.max_num_batched_tokens)
 
 
 def _settle(seq: Sequence, most: int, n_ok: int) -> None:

@@ -73,46 +73,29 @@ class Telling:
         now: float,
     ) -> Output:
         """Append what was drawn, publish the pages it proved sound, end what is over."""
-        request, n_prompt = seq.request, seq.n_prompt
-        first = len(seq.tokens) == n_prompt
-        n_drawn, verdict = len(drawn), None
-        if seq.guide is not None:
-            verdict = self._ask(seq, drawn)
-            if verdict.error is not None:
-                return self._end_failed(seq, verdict, now)
-            drawn = [*drawn, *verdict.forced]
-        drawn = outcome.accept(seq, drawn)
-        # The logits were finite, so the KV of everything before the last drawn token is sound.
-        n_forced = len(drawn) - n_drawn
-        n_sound = len(seq.tokens) - (1 + n_forced if n_forced > 0 else 1) if drawn else n_prompt
-        n_accepted = min(n_drawn - 1, len(drawn)) if n_drafts else 0
+        first = len(seq.tokens) == seq.n_prompt
+        verdict = None if seq.guide is None else self._ask(seq, drawn)
+        if verdict is not None and verdict.error is not None:
+            return self._end_failed(seq, verdict, now)
+        taken = outcome.accept(seq, drawn if verdict is None else [*drawn, *verdict.forced])
         if verdict is not None:
             obey(seq, verdict)
-        lease = seq.lease
-        if lease is not None and (n_sound >= lease.next_full or request.cache is not None):
+        # The logits were finite, so the KV of everything before the last drawn token is sound.
+        n_behind = 1 + max(0, len(taken) - len(drawn)) if taken else 0
+        n_sound, lease = len(seq.tokens) - n_behind, seq.lease
+        if lease is not None and (n_sound >= lease.next_full or seq.request.cache is not None):
             self.publish(seq, n_sound)
-        self.drafting.took(seq, drawn)
-        if not first and seq.finish is None and request.params.logprobs is None:
-            return Output(
-                request_id=request.id,
-                index=seq.index,
-                token_ids=tuple(drawn),
-                n_cached=seq.n_cached,
-                n_drafted=n_drafts,
-                n_accepted=n_accepted,
-            )
+        self.drafting.took(seq, taken)
         scores = self.scores.take(seq) if first else None
-        logprobs = None
-        if request.params.logprobs is not None:
-            logprobs = outcome.logprobs_of(seq, result, row, len(drawn))
+        logprobs = outcome.logprobs_of(seq, result, row, len(taken))
         if seq.finish is not None:
             self._retire(seq, now)
         return Output(
-            request_id=request.id,
+            request_id=seq.request.id,
             index=seq.index,
             n_drafted=n_drafts,
-            n_accepted=n_accepted,
-            token_ids=tuple(drawn),
+            n_accepted=min(len(drawn) - 1, len(taken)) if n_drafts else 0,
+            token_ids=tuple(taken),
             logprobs=logprobs,
             prompt_logprobs=scores,
             finish=seq.finish,
