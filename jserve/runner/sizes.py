@@ -31,6 +31,7 @@ MAX_PREFILL_ROWS = 8
 
 
 def step_dims(arch: Arch, config: EngineConfig, speculation: Speculation | None = None) -> StepDims:
+    """What all buckets share. Raises ConfigError where ``max_model_len`` exceeds the model's."""
     length = config.model.max_model_len or arch.max_position
     if length > arch.max_position:
         raise ConfigError(
