@@ -249,11 +249,13 @@ class HostTier:
         else:
             self._remove(kept)
 
-    def lose(self) -> None:
-        """Nothing that was kept is of use any more: other weights, or a device that failed. What is
-        on disk was made by the first weights, so it is left alone until the next start."""
-        self.disk = False
-        self.on_disk.clear()
+    def lose(self, *, same_weights: bool) -> None:
+        """Nothing that was kept in host memory is of use any more: other weights, or a device that
+        failed. What is on disk was made by the first weights: with others it is left alone until the
+        next start."""
+        if not same_weights:
+            self.disk = False
+            self.on_disk.clear()
         self._pages.clear()
         self._private.clear()
         self._saves, self._loads = [], []

@@ -282,7 +282,8 @@ class Scheduler:
         self.costs.observe(n_decode, n_prefill, n_context, took, width, plan.n_draft)
 
     def recover(self, plans: Iterable[StepPlan], error: str, now: float) -> list[Output]:
-        """A step raised and the device lost its state; ``plans`` are all that were in flight.
+        """A step raised with ``error`` and the device lost its state; ``plans`` are all that were in
+        flight. Or the weights are others now: then there is neither.
 
         Everyone starts over from their tokens, and nothing is cached any more. Who was in those
         plans is tried again, see ``Trials``; a request that is found guilty ends with ``error``.
@@ -300,7 +301,7 @@ class Scheduler:
         assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
         blamed = [s for s in self.groups.get(guilty or "", ()) if s.finish is None]
         outputs = [self.telling.end(seq, Finish.ERROR, now, error) for seq in blamed]
-        self.floor.evacuate()
+        self.floor.evacuate(same_weights=bool(error))
         return outputs
 
     def _sequence(self, request: Request, index: int, max_len: int, now: float) -> Sequence:

@@ -7,12 +7,9 @@ Must not know files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
-from typing import TYPE_CHECKING
 
+from jserve.sched.scheduler import Scheduler
 from jserve.types import PageFetch
-
-if TYPE_CHECKING:
-    from jserve.sched.scheduler import Scheduler
 
 
 def learn(scheduler: Scheduler, digests: Iterable[bytes], now: float) -> None:
