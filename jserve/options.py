@@ -49,7 +49,7 @@ def _convert(f: dataclasses.Field[Any], value: Any, name: str) -> Any:
     kind = type(f.default)
     try:
         if kind is tuple:
-            return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+            return _texts(value)
         if kind is bool:
             return _boolean(value)
         if kind is str:
@@ -71,6 +71,15 @@ def _boolean(value: Any) -> bool:
     if str(value).lower() in words:
         return words[str(value).lower()]
     raise ValueError(value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """The items of a list, or of text with commas. Empty ones are none: a variable that is set to ""
+    says what one that is not set says."""
+    if not isinstance(value, str | list | tuple):
+        raise TypeError(value)
+    items = value.split(",") if isinstance(value, str) else map(_text, value)
+    return tuple(item for item in items if item)
 
 
 def _text(value: Any) -> str:

@@ -132,6 +132,35 @@ def test_config_survives_its_flat_form() -> None:
     assert config.server.api_key == ("a", "b")
 
 
+LISTS = [n for n, value in EngineConfig().flat().items() if isinstance(value, tuple)]
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [("", ()), (",", ()), ("a", ("a",)), ("a,,b,", ("a", "b"))],
+)
+def test_empty_text_is_no_item_of_a_list(tmp_path: Path, name: str, text: str, items: tuple) -> None:
+    """As a variable, as what a flag gives (one text per use), and both ways in YAML."""
+    listed = text.split(",")
+    file = tmp_path / "jserve.yaml"
+    configs = [
+        cli_options.resolve({}, None, {f"JSERVE_{name.upper()}": text}),
+        cli_options.resolve({name: listed}, None, {}),
+    ]
+    for value in (text, listed):
+        file.write_text(json.dumps({name: value}))
+        configs.append(cli_options.resolve({}, file, {}))
+    assert [config.flat()[name] for config in configs] == [items] * 4
+
+
+@pytest.mark.parametrize("value", [None, 7, {"a": "b"}, [None], [["a"]], [True]])
+def test_what_is_no_list_of_texts_is_refused(value: object) -> None:
+    for name in LISTS:
+        with pytest.raises(ConfigError, match=f"{name} must be"):
+            EngineConfig.of(**{name: value})
+
+
 def test_every_option_has_one_line_of_help() -> None:
     import dataclasses
 
