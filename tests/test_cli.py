@@ -140,7 +140,9 @@ LISTS = [n for n, value in EngineConfig().flat().items() if isinstance(value, tu
     ("text", "items"),
     [("", ()), (",", ()), ("a", ("a",)), ("a,,b,", ("a", "b"))],
 )
-def test_empty_text_is_no_item_of_a_list(tmp_path: Path, name: str, text: str, items: tuple) -> None:
+def test_empty_text_is_no_item_of_a_list(
+    tmp_path: Path, name: str, text: str, items: tuple
+) -> None:
     """As a variable, as what a flag gives (one text per use), and both ways in YAML."""
     listed = text.split(",")
     file = tmp_path / "jserve.yaml"

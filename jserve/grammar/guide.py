@@ -48,11 +48,19 @@ class _Mark(NamedTuple):
 
 
 class MaskKit:
-    """What the guides of one vocabulary share: widths, end tokens and constant masks."""
+    """What the guides of one vocabulary share: widths, end and blank tokens, constant masks."""
 
-    def __init__(self, n_words: int, eos_ids: tuple[int, ...], *, canonical: bool) -> None:
+    def __init__(
+        self,
+        n_words: int,
+        eos_ids: tuple[int, ...],
+        *,
+        canonical: bool,
+        blank_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.n_words = n_words
         self.eos_ids = eos_ids
+        self.blank_ids = blank_ids
         self.canonical = canonical
         """Whether certain text has certain tokens."""
         self.all_W = np.full(n_words, -1, np.int32)

@@ -26,7 +26,7 @@ from jserve.faults import point
 from jserve.grammar.guide import MaskKit, TokenGuide
 from jserve.grammar.matcher import Compiled, Compiler
 from jserve.grammar.thought import Thought
-from jserve.grammar.vocab import Vocabulary, ll_tokenizer
+from jserve.grammar.vocab import Vocabulary, blanks, ll_tokenizer
 from jserve.types import Request
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class TokenGuides:
             tags=request.thinking,
             budget=params.thinking_token_budget if params.limits_thought else None,
             structured=compiled is not None,
+            blank_ids=kit.blank_ids,
         )
         fast = self._fast_forward and params.logprobs is None
         made = TokenGuide(kit, compiled, thought, fast=fast)
@@ -129,8 +130,12 @@ class TokenGuides:
             if self._parts is None:
                 vocab = self._make_vocabulary()
                 compiler = Compiler(ll_tokenizer(vocab))
-                canonical = vocab.encode is not None
-                kit = MaskKit(compiler.n_words, vocab.eos_ids, canonical=canonical)
+                kit = MaskKit(
+                    compiler.n_words,
+                    vocab.eos_ids,
+                    canonical=vocab.encode is not None,
+                    blank_ids=blanks(vocab),
+                )
                 self._parts = (compiler, kit, LLExecutor(num_threads=self._n_threads))
             return self._parts
 

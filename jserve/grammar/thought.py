@@ -1,15 +1,20 @@
 """Where a sequence is between thought and answer, told by token ids alone.
 
-Owns the phases and the budget. Must not know grammars. ::
+Owns the phases and the budget. Must not know grammars or a tokenizer. ::
 
     BEFORE --open_id--> INSIDE --close_id or budget--> GAP --gap_ids--> ANSWER
-       '------------------ any other token ----------------------------^
+     |  ^ |                                                               ^
+     '--' '---------------------- any other token ------------------------'
+    blank
 
-The gap is forced only where a structured answer follows.
+White space before the opening tag is the thought's, as in ``text.parsers.reasoning``. Where a structured
+answer follows it is the answer's: its grammar says whether it may stand there. The gap is forced only
+in front of a structured answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,6 +37,8 @@ class Thought:
     structured: bool = True
     """Whether the answer has a structure of its own."""
     phase: Phase = Phase.ANSWER
+    blank_ids: Container[int] = ()
+    """Tokens of white space alone."""
     n_tokens: int = 0
     must: tuple[int, ...] = field(default=())
 
@@ -64,6 +71,8 @@ class Thought:
             self._force(self.must[1:])
             return False
         if self.phase is Phase.BEFORE:
+            if not self.structured and token in self.blank_ids:
+                return False
             if token != tags.open_id:
                 self.phase = Phase.ANSWER
                 return True

@@ -68,6 +68,16 @@ def vocabulary(tokenizer: Bytes, n_vocab: int, eos_ids: Seq[int]) -> Vocabulary:
     )
 
 
+def blanks(vocab: Vocabulary) -> frozenset[int]:
+    """The tokens of white space alone, as ``str.isspace`` has it; a part of a character is none."""
+    special = set(vocab.special_ids)
+    return frozenset(
+        i
+        for i, token in enumerate(vocab.tokens)
+        if i not in special and token.decode(errors="replace").isspace()
+    )
+
+
 class _Wrapper:
     """The attributes that ``LLTokenizer`` reads of a tokenizer."""
 

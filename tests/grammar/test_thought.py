@@ -8,7 +8,23 @@ import jsonschema
 import pytest
 
 from jserve.grammar.thought import Phase, Thought
-from tests.grammar.kit import CITY, EOS, engine, finish, ids, request, run, text, thinking, tokens
+from jserve.grammar.vocab import Vocabulary, blanks, vocabulary
+from jserve.text.parsers.reasoning import State, ThoughtParser
+from tests.grammar.kit import (
+    CITY,
+    EOS,
+    VOCAB,
+    engine,
+    finish,
+    guides,
+    ids,
+    request,
+    run,
+    text,
+    thinking,
+    tokenizer,
+    tokens,
+)
 
 END = list(ids("\n</think>\n\n"))
 
@@ -63,6 +79,70 @@ def test_a_thought_that_may_still_begin_has_its_budget_too(budget, overlap, spec
             assert drawn.index(close) <= 1 + budget + END.index(close)
         slow = run(asked, fast_forward=False, overlap=overlap)
         assert tokens(slow, "a") == drawn
+
+
+LEADS = ["", "\n", " ", "\n \n", " \t"]
+
+
+@pytest.mark.parametrize("lead", LEADS)
+def test_white_space_before_the_thought_is_its_own(lead):
+    """What the parser of the API calls a thought has the budget, whatever blanks stand before it."""
+    said = lead + "<think>the red car and the red house</think>in the city"
+    parser = ThoughtParser("<think>", "</think>")
+    parser.feed(lead + "<think>")
+    assert parser.state is State.THOUGHT
+    asked = request("a", thinking=thinking(), thinking_token_budget=3)
+    guide = guides().guide(asked)
+    assert guide is not None
+    drawn = list(ids(said))
+    begins = drawn.index(thinking().open_id)
+    for token in drawn[: begins + 4]:
+        assert guide.room(0) > 0
+        verdict = guide.take([token])
+        assert not verdict.error
+    assert list(verdict.forced) == END
+    assert verdict.free
+
+
+def test_white_space_before_an_answer_leaves_it_free():
+    asked = request("a", thinking=thinking(), thinking_token_budget=3)
+    guide = guides().guide(asked)
+    assert guide is not None
+    assert not guide.take(ids("\n ")).free, "a thought may still begin"
+    assert guide.take(ids("red")).free
+    assert guide.take([thinking().open_id]).free, "the text of an answer"
+
+
+def test_drafts_of_white_space_and_a_thought_are_cut_at_its_end():
+    asked = request("a", thinking=thinking(), thinking_token_budget=2)
+    guide = guides().guide(asked)
+    assert guide is not None
+    drafts = ids("\n<think>the red car")
+    n_stand = drafts.index(thinking().open_id) + 3
+    assert list(guide.trim(drafts)) == list(drafts[:n_stand])
+    assert guide.take(drafts[:n_stand]).forced == tuple(END)
+
+
+def test_white_space_before_a_structured_answer_is_the_answer_s():
+    """Its grammar says whether it may stand there, and nothing else may begin behind it."""
+    thought = Thought(tags=thinking(), blank_ids=frozenset(ids("\n")))
+    assert thought.take(*ids("\n"))
+    assert thought.phase is Phase.ANSWER
+
+
+def test_blanks_are_the_tokens_of_white_space_alone():
+    made = vocabulary(tokenizer(), VOCAB, (EOS,))
+    found = blanks(made)
+    for text_of in (" ", "\n", "\t"):
+        assert set(ids(text_of)) <= found
+    assert {made.tokens[i].decode().strip() for i in found} == {""}
+    assert found.isdisjoint(
+        {EOS, *ids("<think>"), *ids("the"), *range(tokenizer().vocab_size, VOCAB)}
+    )
+    ideographic = Vocabulary(
+        tokens=("\u3000".encode(), b"\xe3", b"", b" "), special_ids=(3,), eos_ids=(3,)
+    )
+    assert blanks(ideographic) == {0}
 
 
 def test_a_thought_with_a_budget_is_planned_ahead_until_near_its_end():
