@@ -29,7 +29,7 @@ from jserve.api.app import FRONT
 from jserve.api.batch_answers import Answered, AnswerFile, answer_of, is_failure, refusal_of
 from jserve.api.batch_lines import Json, Line, read_lines
 from jserve.api.routes import PUBLIC
-from jserve.errors import BadRequest, EngineDead
+from jserve.errors import BadRequest, EngineDead, RequestFailed
 from jserve.types import Lane
 
 TRY_AGAIN = frozenset({"overloaded", "queue_full", "queue_full_tenant"})
@@ -39,6 +39,9 @@ LANED = frozenset(
 )
 """Paths whose requests name a lane."""
 MOST_WAIT_S = 30.0
+TRIES = 3
+"""How often a line is posted whose connection breaks."""
+BROKEN_WAIT_S = 1.0
 OnProgress = Callable[[int, int], None]
 """Called with (lines answered, of which failed), earlier runs included."""
 
@@ -113,8 +116,10 @@ async def run_batch(
     return outcome
 
 
-Post = Callable[[str, bytes], Awaitable[tuple[int, Mapping[str, str], Json]]]
-"""(path, body) -> (status, headers, JSON)."""
+Reply = tuple[int, Mapping[str, str], Json]
+"""(status, headers, JSON)."""
+Post = Callable[[str, bytes], Awaitable[Reply]]
+"""(path, body) -> what the application says."""
 
 
 class _Run:
@@ -166,15 +171,39 @@ class _Run:
         payload = orjson.dumps(laned | line.body)
         while True:
             try:
-                status, headers, body = await self._post(line.url, payload)
+                status, headers, body = await self._reach(line.url, payload)
             except ValueError:
                 wrong = BadRequest("url leads to nothing that answers in JSON", field="url")
                 return refusal_of(line, wrong)
+            except RequestFailed as e:
+                return refusal_of(line, e)
             if self._gave_up.is_set():
                 raise EngineDead("the engine is gone")
             if status not in (429, 503) or body["error"]["code"] not in TRY_AGAIN:
                 return answer_of(line, status, headers.get("x-request-id", ""), body)
             await asyncio.sleep(min(float(headers.get("Retry-After", "1")), MOST_WAIT_S))
+
+    async def _reach(self, path: str, body: bytes) -> Reply:
+        """What the application says, over as many connections as it takes.
+
+        Raises:
+            ValueError: what it says is no JSON, or ``path`` is none.
+            RequestFailed: ``TRIES`` connections broke.
+            EngineDead: one broke, and the engine is gone.
+        """
+        for n_broken in range(1, TRIES + 1):
+            try:
+                return await self._post(path, body)
+            except aiohttp.InvalidURL:
+                raise
+            except aiohttp.ClientError as e:
+                if self._gave_up.is_set():
+                    raise EngineDead("the engine is gone") from None
+                if n_broken == TRIES:
+                    reason = f"{TRIES} connections broke, the last by {type(e).__name__}"
+                    raise RequestFailed(reason, code="no_answer") from None
+            await asyncio.sleep(BROKEN_WAIT_S)
+        raise AssertionError("unreachable")
 
 
 def _stop(number: int, run: _Run, work: asyncio.Future[None], grace_s: float) -> None:
@@ -203,9 +232,7 @@ async def _posting(app: web.Application) -> AsyncIterator[Post]:
             await runner.cleanup()
 
 
-async def _posted(
-    http: aiohttp.ClientSession, path: str, body: bytes
-) -> tuple[int, Mapping[str, str], Json]:
+async def _posted(http: aiohttp.ClientSession, path: str, body: bytes) -> Reply:
     headers = {"Content-Type": "application/json"}
     async with http.post(f"http://batch{path}", data=body, headers=headers) as response:
         return response.status, response.headers, orjson.loads(await response.read())

@@ -6,7 +6,8 @@ are run. ::
     {"id": ..., "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
     {"id": ..., "custom_id": null, "response": null, "error": {"code", "message", "param", "line": 7}}
 
-The server's errors are in ``response.body``; the second form is of a line that could not be asked.
+The server's errors are in ``response.body``; the second form is of a line that could not be asked, or
+whose connection broke each time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import BinaryIO
 import orjson
 
 from jserve.api.batch_lines import Json, Line, Name
-from jserve.errors import BadRequest, ConfigError
+from jserve.errors import ConfigError, JserveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +153,8 @@ def answer_of(line: Line, status: int, request_id: str, body: Json) -> Json:
     return _record(line, response=response, error=None)
 
 
-def refusal_of(line: Line, error: BadRequest) -> Json:
-    """The record of a line that could not be asked."""
+def refusal_of(line: Line, error: JserveError) -> Json:
+    """The record of a line that could not be asked, or got no answer."""
     told = {
         "code": error.code,
         "message": f"line {line.number}: {error.message}",

@@ -10,9 +10,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from jserve.api.app import make_app
-from jserve.api.batch import Outcome, run_batch, tally
+from jserve.api.batch import TRIES, Outcome, run_batch, tally
 from jserve.api.batch_answers import AnswerFile, name_of
 from jserve.api.batch_lines import survey
 from jserve.api.chat import ChatTemplate
@@ -45,6 +46,7 @@ async def answered(
     target: Path,
     engine: FakeEngine | None = None,
     *,
+    app: web.Application | None = None,
     concurrency: int = 3,
     grace_s: float = 5.0,
 ) -> Outcome:
@@ -52,7 +54,7 @@ async def answered(
     try:
         outcome = tally(source, survey(source), answers.answered)
         return await run_batch(
-            application(engine or FakeEngine()),
+            app or application(engine or FakeEngine()),
             source,
             answers,
             outcome,
@@ -246,6 +248,57 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path, monkeypatch) -> None:
     outcome = await answered(source, tmp_path / "out", engine)
     assert (outcome.answered, outcome.failed) == (2, 0)
     assert waits.count(7.0) >= 3
+
+
+@pytest.mark.parametrize("n_breaks", [1, 2, 9])
+async def test_a_connection_that_breaks_costs_one_line_at_most(
+    tmp_path: Path, monkeypatch, n_breaks: int
+) -> None:
+    """The line is asked again; if that does not help it gets an error, and the others go on."""
+    monkeypatch.setattr("jserve.api.batch.BROKEN_WAIT_S", 0.0)
+    served, breaks = application(FakeEngine()), iter(range(n_breaks))
+
+    @web.middleware
+    async def breaking(request, handler):
+        if b"broken" in await request.read() and next(breaks, None) is not None:
+            request.transport.close()
+        return await handler(request)
+
+    served.middlewares.append(breaking)
+    source = written(tmp_path / "in", [line("a"), line("broken"), line("b"), line("c")])
+    outcome = await answered(source, tmp_path / "out", app=served, concurrency=2)
+    n_failed = int(n_breaks >= TRIES)
+    assert (outcome.answered, outcome.failed, outcome.exit_code) == (4, n_failed, n_failed)
+    found = {r["custom_id"]: r for r in records(tmp_path / "out")}
+    assert set(found) == {"a", "b", "c", "broken"}
+    error = found["broken"]["error"]
+    assert (error and error["code"]) == ("no_answer" if n_failed else None)
+    if n_failed:
+        assert "line 2" in error["message"]
+        assert "ServerDisconnectedError" in error["message"]
+        assert next(breaks) == TRIES
+
+
+async def test_a_connection_that_breaks_with_the_engine_leaves_the_line(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("jserve.api.batch.BROKEN_WAIT_S", 0.0)
+    engine = FakeEngine()
+    served = application(engine)
+
+    @web.middleware
+    async def breaking(request, handler):
+        engine.gave_up.set()
+        engine.gave_up_reason = "it burnt"
+        request.transport.close()
+        return await handler(request)
+
+    served.middlewares.append(breaking)
+    source = written(tmp_path / "in", [line("a"), line("b")])
+    outcome = await answered(source, tmp_path / "out", app=served, concurrency=1)
+    assert (outcome.answered, outcome.exit_code) == (0, 1)
+    assert "it burnt" in outcome.fault
+    assert records(tmp_path / "out") == []
 
 
 async def test_a_dead_engine_leaves_its_lines_to_the_next_run(tmp_path: Path) -> None:
