@@ -13,8 +13,9 @@ says what a handle is worth. ::
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,26 +62,44 @@ class RenewBody(Fields):
 
 
 class HandleBook:
-    """The tokens of the handles made through this server, by tenant and name."""
+    """The tokens of the handles made through this server, by tenant and name.
 
-    def __init__(self) -> None:
-        self._tokens: dict[tuple[str, str], tuple[int, ...]] = {}
+    Holds what the engine's quota of pages lets live: whatever is past its time goes with the next
+    handle that anyone makes, and is not found before. ``clock`` gives seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[tuple[str, str], tuple[tuple[int, ...], float]] = {}
+        """Tokens, and when the handle expires."""
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     def head(self, ask: Ask) -> tuple[int, ...] | None:
         """Tokens that the prompt of ``ask`` starts with; None when it names no handle known here."""
-        return None if ask.cache is None else self._tokens.get((ask.tenant, ask.cache))
+        tokens, until = self._known.get((ask.tenant, ask.cache or ""), ((), 0.0))
+        return tokens if until > self._clock() else None
 
-    def made(self, tenant: str, name: str, tokens: tuple[int, ...]) -> None:
-        self._tokens[tenant, name] = tokens
+    def made(self, tenant: str, name: str, tokens: tuple[int, ...], ttl_s: float) -> None:
+        """A handle that lives for ``ttl_s`` from now."""
+        now = self._clock()
+        self._known = {key: known for key, known in self._known.items() if known[1] > now}
+        self._known[tenant, name] = tokens, now + ttl_s
+
+    def renewed(self, tenant: str, name: str, ttl_s: float) -> None:
+        """It lives for ``ttl_s`` from now; one that was not made here stays unknown."""
+        if (known := self._known.get((tenant, name))) is not None:
+            self._known[tenant, name] = known[0], self._clock() + ttl_s
 
     def forget(self, tenant: str, name: str) -> None:
-        self._tokens.pop((tenant, name), None)
+        self._known.pop((tenant, name), None)
 
     def keep_only(self, tenant: str, names: Sequence[str]) -> None:
         """The tenant has these handles and no other."""
-        gone = [key for key in self._tokens if key[0] == tenant and key[1] not in names]
+        gone = [key for key in self._known if key[0] == tenant and key[1] not in names]
         for key in gone:
-            del self._tokens[key]
+            del self._known[key]
 
 
 def create_wish(raw: Mapping[str, Any], served: Served) -> Wish:
@@ -121,10 +140,10 @@ async def create(request: web.Request, front: Front) -> web.StreamResponse:
         n_cached = await _compute(front, made, ttl_s)
     found = await front.engine.handles(_ask("find", tenant))
     front.prepare.book.keep_only(tenant, [info.name for info in found])
-    front.prepare.book.made(tenant, name, made.prompt_ids)
     info = next((info for info in found if info.name == name), None)
     if info is None:
         raise CacheNotFound(f"cache {name!r} has expired already", field="ttl_s")
+    front.prepare.book.made(tenant, name, made.prompt_ids, info.expires_in_s)
     usage = {"prompt_tokens": len(made.prompt_ids), "cached_tokens": n_cached}
     return json_response(shown(info) | {"usage": usage}, headers=ignored_header(wish.ignored))
 
@@ -157,6 +176,7 @@ async def renew(request: web.Request, front: Front) -> web.StreamResponse:
     body: RenewBody = await front.read(request, lambda raw: validate(RenewBody, raw, strict=strict))
     tenant, name = _tenant(request), _name(request)
     (info,) = await front.engine.handles(_ask("renew", tenant, name, float(body.ttl_s)))
+    front.prepare.book.renewed(tenant, name, info.expires_in_s)
     return json_response(shown(info), headers=ignored_header(ignored_fields(body)))
 
 

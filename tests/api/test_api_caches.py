@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from jserve.api.ask import Ask
+from jserve.api.caches import NOTHING_DRAWN, HandleBook
 from tests.api.fake import chat_body
 from tests.api.test_api_engine import CHAT, COMP, host
 
@@ -115,6 +117,58 @@ async def test_a_name_is_taken_once_and_free_again_when_its_maker_leaves():
         assert listed["data"] == []
         status, _, _ = await create(found.srv)
         assert status == 200
+
+
+def test_the_book_of_names_forgets_what_expired_whoever_comes_next():
+    """One tenant after another makes a handle and never comes back."""
+    now = [100.0]
+    book = HandleBook(clock=lambda: now[0])
+    for i in range(50):
+        book.made(f"t{i}", "doc", (i, i), ttl_s=10.0)
+        assert book.head(ask(f"t{i}")) == (i, i)
+        assert len(book) <= 5
+        now[0] += 2.5
+    assert book.head(ask("t49")) == (49, 49)
+    assert book.head(ask("t45")) is None, "past its time, though nobody swept since"
+    assert book.head(ask("t49", "other")) is None
+    assert book.head(ask("t49", None)) is None
+
+
+def test_a_name_that_is_renewed_stays_in_the_book():
+    now = [0.0]
+    book = HandleBook(clock=lambda: now[0])
+    book.made("t", "doc", (1, 2), ttl_s=10.0)
+    now[0] = 9.0
+    book.renewed("t", "doc", ttl_s=10.0)
+    book.renewed("t", "never made here", ttl_s=10.0)
+    now[0] = 18.0
+    book.made("u", "doc", (3,), ttl_s=10.0)
+    assert book.head(ask("t")) == (1, 2)
+    now[0] = 19.0
+    assert book.head(ask("t")) is None
+    book.made("u", "more", (3,), ttl_s=10.0)
+    assert len(book) == 2
+    book.forget("u", "doc")
+    book.keep_only("u", [])
+    assert len(book) == 0
+
+
+async def test_the_book_follows_creation_and_renewal():
+    async with host() as found:
+        now, book = [0.0], found.srv.server.front.prepare.book
+        book._clock = lambda: now[0]
+        assert (await create(found.srv, ttl_s=60))[0] == 200
+        now[0] = 59.0
+        assert len(book.head(ask(""))) == len(DOCUMENT)
+        assert (await found.srv.post(f"{CACHES}/doc", {"ttl_s": 500}))[0] == 200
+        now[0] = 550.0
+        assert len(book.head(ask(""))) == len(DOCUMENT)
+        now[0] = 600.0
+        assert book.head(ask("")) is None
+
+
+def ask(tenant: str, name: str | None = "doc") -> Ask:
+    return Ask(params=NOTHING_DRAWN, tenant=tenant, cache=name)
 
 
 async def test_keys_are_tenants_and_see_nothing_of_each_other():

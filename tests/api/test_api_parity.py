@@ -180,7 +180,7 @@ async def both(path: str, asked: dict[str, Any], texts: list[str], chunk: int):
 async def test_an_echo_begins_with_the_named_cache_it_stands_behind():
     head = tuple(tokenizer().encode("the red house", add_special_tokens=False))
     async with talking(Script(("!",))) as srv:
-        srv.server.front.prepare.book.made("", "c", head)
+        srv.server.front.prepare.book.made("", "c", head, 60.0)
         asked = {"prompt": " and car", "cache": "c", "echo": True, "logprobs": 0}
         _, body, _ = await srv.post(TEXT, asked)
     (choice,) = body["choices"]
