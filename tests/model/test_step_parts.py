@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jserve.model import slots as slot_rows
 from jserve.model.layers import embed
@@ -29,6 +30,15 @@ def test_accept_counts_the_drafts_that_equal_what_was_drawn():
         while n < count_R[r] and token_RJ[r, n] == drawn_RJ[r, n - 1]:
             n += 1
         assert got[r] == n
+
+
+@pytest.mark.parametrize("width", [1, 2, J])
+def test_accept_stays_within_the_row_whatever_stands_behind_its_end(width):
+    """What lies in the columns past ``count_R`` is padding, which may well equal what was drawn there."""
+    count_R = np.arange(1, width + 1, dtype=np.int32)
+    right_RJ = jnp.full((width, width), 7, jnp.int32)
+    assert accept(right_RJ, right_RJ, jnp.asarray(count_R)).tolist() == count_R.tolist()
+    assert accept(right_RJ, right_RJ + 1, jnp.asarray(count_R)).tolist() == [1] * width
 
 
 def test_advance_moves_the_slots_of_emitting_rows_only():
