@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from jserve.errors import BadRequest, CacheFull, CacheNotFound
 from jserve.kv.cache import PageCache
 from jserve.kv.pages import PageLease
-from jserve.kv.radix import Node, path_to
+from jserve.kv.radix import Node, RootKey, path_to
 from jserve.types import HandleInfo
 
 MAX_TTL_S = 7 * 86400.0
 MAX_NAME = 128
-Root = tuple[str, str, str | None]
-"""(tenant, cache salt, adapter)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -33,7 +31,7 @@ class Handle:
     """A named prefix. ``node`` is its last pinned page, None while it is not settled."""
 
     name: str
-    root: Root
+    root: RootKey
     tokens: tuple[int, ...]
     n_pages: int
     maker: str
@@ -63,7 +61,7 @@ class Handles:
         return len(self._handles)
 
     def open(
-        self, root: Root, name: str, tokens: tuple[int, ...], ttl_s: float, maker: str
+        self, root: RootKey, name: str, tokens: tuple[int, ...], ttl_s: float, maker: str
     ) -> Handle:
         """A new handle that ``maker`` is about to compute.
 

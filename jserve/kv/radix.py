@@ -3,7 +3,7 @@
 Owns the shape of the tree, its locks, its pins and the order of eviction. Must not know sequences
 or slots, nor read a clock: whoever evicts or unlocks says what time it is.
 
-    (tenant, salt, adapter, version)    one root per key: nothing is shared across keys
+    (tenant, salt, adapter)             one root per key: nothing is shared across keys
         |- (t0 .. tZ-1) -> page 7       one node per full page; its key is the page's own tokens,
         |     |- (...)  -> page 12      compared exactly, so there are no hash collisions to craft
         |     '- (...)  -> page 30
@@ -32,8 +32,9 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 from jserve.kv.retention import EVERYONE, SESSION, Keep, strongest
 from jserve.window import NOTHING, Window
 
-RootKey = tuple[str, str, str | None, int]
-"""(tenant, cache salt, adapter, weight version)."""
+RootKey = tuple[str, str, str | None]
+"""(tenant, cache salt, adapter). Weights are in no key: where they change, nothing that they made stays
+(``PageCache.clear``)."""
 
 
 class Node:

@@ -10,7 +10,7 @@ do the work in the order of the queue::
     disk          every page that was saved; read into a host page when a sequence wants it
 
 A host page can be found only once the step that carried its save was committed. Contents are known
-by a digest of the whole prefix: tenant, salt, adapter, version and all tokens up to the page's end.
+by a digest of the whole prefix: tenant, salt, adapter and all tokens up to the page's end.
 What is loaded stays on the host too, so evicting it again costs nothing. A read from disk is begun
 with a ticket and answered later, as an input like any other, so that a replay does alike.
 

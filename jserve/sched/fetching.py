@@ -7,6 +7,7 @@ the prefix is computed then, which gives the same tokens.
 
 from __future__ import annotations
 
+from jserve.sched.keeping import root_of
 from jserve.sched.residency import Residency, reuses_cache
 from jserve.types import Sequence
 
@@ -28,7 +29,7 @@ class Fetching:
         if tier is None or (not tier.on_disk and seq not in self._waits):
             return False
         if seq not in self._waits:
-            key = self._floor.key_of(seq.request)
+            key = root_of(seq.request)
             tickets = cache.fetch(key, seq.tokens) if reuses_cache(seq) else []
             self._waits[seq] = tickets, cache.now
         tickets, since = self._waits[seq]

@@ -13,6 +13,7 @@ from jserve.errors import BadRequest
 from jserve.kv.cache import PageCache
 from jserve.kv.handles import Handle, Handles
 from jserve.kv.pages import PageLease
+from jserve.kv.radix import RootKey
 from jserve.kv.retention import Keep, keeps_of
 from jserve.kv.sessions import Sessions
 from jserve.types import Request
@@ -107,6 +108,6 @@ class Keeping:
         }
 
 
-def root_of(request: Request) -> tuple[str, str, str | None]:
-    """(tenant, salt, adapter): requests that differ in one share nothing."""
+def root_of(request: Request) -> RootKey:
+    """The root that the prefixes of ``request`` hang on."""
     return request.tenant, request.cache_salt, request.adapter

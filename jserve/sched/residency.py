@@ -23,7 +23,6 @@ from collections.abc import Callable
 
 from jserve.kv.cache import PageCache
 from jserve.kv.pages import PageLease
-from jserve.kv.radix import RootKey
 from jserve.sched import policy
 from jserve.sched.forecast import Lengths, reserve
 from jserve.sched.keeping import Keeping, root_of
@@ -61,7 +60,6 @@ class Residency:
         self.lengths = Lengths()
         self._most_pages = 0
         """Pages of all who run at their full lengths, shared ones counted for each."""
-        self.weights_version = 0
         self.n_preemptions = 0
         self.n_looked_up = 0
         self.n_hit = 0
@@ -72,13 +70,9 @@ class Residency:
     def full(self) -> bool:
         return len(self.running) >= self.max_running
 
-    def key_of(self, request: Request) -> RootKey:
-        """The root that the prefixes of ``request`` hang on."""
-        return (*root_of(request), self.weights_version)
-
     def n_known(self, seq: Sequence) -> int:
         """Pages of ``seq`` that could be shared now."""
-        return self.cache.n_known(self.key_of(seq.request), seq.tokens)
+        return self.cache.n_known(root_of(seq.request), seq.tokens)
 
     def enter(self, seq: Sequence) -> bool:
         """A slot and pages for all known tokens of ``seq``; False, with no trace, if they lack."""
@@ -87,7 +81,7 @@ class Residency:
             return False  # nothing came back since it was refused, so do not search the tree again
         reuse, cache = self._reuses(seq), self.cache
         lease = cache.match(
-            self.key_of(seq.request),
+            root_of(seq.request),
             seq.tokens,
             slot=self._slots[0],
             reuse=reuse,
@@ -217,7 +211,7 @@ class Residency:
         """Prompt tokens of ``request`` that the cache holds now; nothing is reserved."""
         if request.skip_prefix_cache:
             return 0
-        return self.cache.page_size * self.cache.n_known(self.key_of(request), request.prompt_ids)
+        return self.cache.page_size * self.cache.n_known(root_of(request), request.prompt_ids)
 
     def grow(self, seq: Sequence, n_tokens: int) -> bool:
         """Pages for ``n_tokens``, taken from later sequences if need be; False: it gave way."""

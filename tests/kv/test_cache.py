@@ -8,12 +8,11 @@ from jserve.kv.cache import PageCache
 from jserve.kv.pages import PageLease
 from jserve.kv.radix import RootKey
 
-KEY: RootKey = ("", "", None, 0)
+KEY: RootKey = ("", "", None)
 OTHERS: list[RootKey] = [
-    ("u", "a", None, 0),
-    ("t", "b", None, 0),
-    ("t", "a", "lora", 0),
-    ("t", "a", None, 1),
+    ("u", "a", None),
+    ("t", "b", None),
+    ("t", "a", "lora"),
 ]
 Z = 4
 
@@ -51,10 +50,10 @@ def test_match_is_whole_pages_and_leaves_one_token(n_same, n_asked, hit):
 def test_keys_share_nothing():
     cache = cache_of()
     tokens = list(range(9))
-    known(cache, tokens, key=("t", "a", None, 0))
+    known(cache, tokens, key=("t", "a", None))
     for slot, key in enumerate(OTHERS):
         assert cache.match(key, tokens, slot=slot).capacity == 0
-    assert cache.match(("t", "a", None, 0), tokens, slot=5).capacity == 8
+    assert cache.match(("t", "a", None), tokens, slot=5).capacity == 8
 
 
 def test_a_prefix_is_compared_not_hashed_alone():

@@ -9,7 +9,7 @@ from jserve.kv.retention import EVERYONE, SESSION, Keep, keeps_of, strongest
 from jserve.kv.sessions import Sessions
 from jserve.types import Retention
 
-KEY: RootKey = ("", "", None, 0)
+KEY: RootKey = ("", "", None)
 Z = 4
 
 

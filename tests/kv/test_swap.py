@@ -8,10 +8,11 @@ import pytest
 
 from jserve.kv.tiers import HostTier
 from jserve.ports import StepTime
+from jserve.sched import caching
 from jserve.sched.journal import JournalFile
 from jserve.sched.replay import replay
 from jserve.sched.swapping import Swapping
-from tests.kv.counting import CountingDrive, limits, request
+from tests.kv.counting import CountingDrive, Told, limits, request
 from tests.sched.sched_drive import MixedDrafts, drafting
 
 Z = 4
@@ -60,6 +61,43 @@ def test_who_comes_back_computes_one_token(depth: int, prefix_caching: bool):
     assert counters["host_pages_private"] == 0
     assert len(tier._free) + len(tier) == 60
     tier.check()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_nothing_that_other_weights_made_is_found(depth: int):
+    """Weights are in no key: on the device, in a handle, a session and the host tier nothing of theirs
+    stays, nor comes anything back with those who were running, or had given way with their KV."""
+    drive = swapping(depth=depth, max_prefill_tokens=64)
+    floor = drive.scheduler.floor
+    made = dataclasses.replace(request("make", [1] * 9, max_tokens=0), cache="doc")
+    caching.create(drive.scheduler, made, 500.0, drive.now)
+    drive.requests["make"] = made
+    drive.told["make", 0] = Told()
+    talk = dataclasses.replace(request("talk", [2] * 9, max_tokens=2), session="s")
+    told = [talk, request("host", [4] * 9, max_tokens=2)]
+    for each in told:
+        drive.add(each)
+        drive.until_done(each.id)
+    floor.cache.evict(5)
+    for id, prompt in (("away", PROMPT), ("runs", PROMPT[::-1])):
+        drive.add(request(id, prompt, max_tokens=20))
+    until_preempted(drive, "away", n_out=8)
+    while drive.flight:
+        drive.commit()
+    tree, tier = floor.cache.tree, floor.cache.tier
+    assert tree.n_nodes
+    assert tree.n_pinned
+    assert len(tier)
+    assert [seq.swapped is not None for seq in floor.waiting] == [True]
+    assert len(floor.running) == 1
+    drive._hear(drive.scheduler.recover((), "", drive.now))
+    drive.runner.reset()
+    assert (tree.n_nodes, tree.n_hollow, tree.n_pinned, tree.roots) == (0, 0, 0, {})
+    assert len(tier) == 0
+    before = drive.computed.copy()
+    drive.run()
+    for id in ("away", "runs"):
+        assert drive.computed[id] - before[id] >= len(PROMPT)
 
 
 def test_without_a_swap_all_is_computed_again():

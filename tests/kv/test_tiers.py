@@ -6,10 +6,11 @@ from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
 from jserve.kv.tiers import HostTier, digest_of, next_digest
 from jserve.sched.journal import JournalFile
+from jserve.sched.keeping import root_of
 from jserve.sched.replay import replay
 from tests.kv.counting import CountingDrive, limits, request, with_fields
 
-KEY: RootKey = ("", "", None, 0)
+KEY: RootKey = ("", "", None)
 A, B = [1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9, 9, 8, 8, 8, 8]
 
 
@@ -30,9 +31,9 @@ def test_digests_name_whole_prefixes():
     cache.publish(lease, A, 8)
     first = next_digest(digest_of(cache.tree.root(KEY)), A[:4])
     assert digest_of(lease.node) == next_digest(first, A[4:])
-    others = [("t", "", None, 0), ("", "s", None, 0), ("", "", "lora", 0), ("", "", None, 1)]
+    others = [("t", "", None), ("", "s", None), ("", "", "lora")]
     digests = {next_digest(digest_of(cache.tree.root(key)), A[:4]) for key in (KEY, *others)}
-    assert len(digests) == 5, "tenant, salt, adapter and version are part of the name"
+    assert len(digests) == 4, "tenant, salt and adapter are part of the name"
     assert next_digest(first, A[:4]) != first
     assert len(first) == 16
 
@@ -89,7 +90,7 @@ def test_what_was_evicted_comes_back_instead_of_being_computed(depth):
     drive.add(request("b", [*B, *B, *B, 1], max_tokens=7))
     drive.run()
     floor = drive.scheduler.floor
-    key = floor.key_of(request("x", A))
+    key = root_of(request("x", A))
     assert floor.cache.n_known(key, [*A, 0]) == 0, "its pages are gone from the device"
     drive.add(request("again", [*A, 2], max_tokens=2))
     drive.run()

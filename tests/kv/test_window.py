@@ -16,7 +16,7 @@ from jserve.sched.replay import replay
 from jserve.window import Window
 from tests.kv.counting import CountingDrive, limits, request
 
-KEY: RootKey = ("", "", None, 0)
+KEY: RootKey = ("", "", None)
 Z, W = 4, 9
 
 
