@@ -187,15 +187,13 @@ class _Run:
         """What the application says, over as many connections as it takes.
 
         Raises:
-            ValueError: what it says is no JSON, or ``path`` is none.
+            ValueError: what it says is no JSON.
             RequestFailed: ``TRIES`` connections broke.
             EngineDead: one broke, and the engine is gone.
         """
         for n_broken in range(1, TRIES + 1):
             try:
                 return await self._post(path, body)
-            except aiohttp.InvalidURL:
-                raise
             except aiohttp.ClientError as e:
                 if self._gave_up.is_set():
                     raise EngineDead("the engine is gone") from None

@@ -140,7 +140,7 @@ def test_blanks_are_the_tokens_of_white_space_alone():
         {EOS, *ids("<think>"), *ids("the"), *range(tokenizer().vocab_size, VOCAB)}
     )
     ideographic = Vocabulary(
-        tokens=("\u3000".encode(), b"\xe3", b"", b" "), special_ids=(3,), eos_ids=(3,)
+        tokens=("\u3000".encode(), b"\xe3", b" \xe3", b"", b" "), special_ids=(4,), eos_ids=(4,)
     )
     assert blanks(ideographic) == {0}
 
