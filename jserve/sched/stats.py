@@ -94,6 +94,7 @@ def counters_of(scheduler: Scheduler) -> dict[str, float]:
         **tiers,
         "step_faults_total": float(scheduler.trials.n_faults),
         "requests_guilty_total": float(scheduler.trials.n_guilty),
+        "requests_unschedulable_total": float(scheduler.impasse.n_given_up),
         "prefix_waits_total": float(scheduler.leaders.n_waits),
         "prefill_tokens_total": float(scheduler.n_prefilled),
     }
