@@ -97,6 +97,8 @@ class Scheduler:
         self.deadlines, self.scores = Deadlines(), PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
         self._n_submitted = self.n_steps = self._n_uncommitted = 0
+        self.n_unsound = 0
+        """Counter: sequences that ended because their logits were not finite."""
         self.n_prefilled = 0
         """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
 

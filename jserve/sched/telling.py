@@ -125,6 +125,7 @@ def end_unsound(sched: Scheduler, seq: Sequence, drawn: list[int], now: float) -
     if verdict is None:
         own = constraints.excluded(seq, drawn[:-1], sched.limits.vocab_size)
         if own is None:
+            sched.n_unsound += 1
             return end(sched, seq, Finish.ERROR, now, NON_FINITE, NON_FINITE_CODE)
         verdict = Verdict(error=own.message, code=own.code, field=own.field)
     if seq.guide is not None:
