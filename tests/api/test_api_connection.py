@@ -152,6 +152,8 @@ async def test_a_request_that_comes_in_one_piece_begins_no_other(whole):
 async def test_what_the_parser_refuses_is_answered_once():
     async with live(limits=LIMITS) as srv:
         connection, wire = connect(srv)
-        connection.data_received(b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\nmore and more\r\n\r\n")
+        connection.data_received(
+            b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\nmore and more\r\n\r\n"
+        )
         await until(lambda: wire.closed)
         assert wire.sent.count(b"HTTP/1.") == wire.sent.count(b" 400 Bad Request") == 1

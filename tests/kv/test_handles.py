@@ -245,7 +245,9 @@ def test_what_admission_takes_runs_beside_all_pins(
         window=window[0],
         sinks=window[1],
     )
-    drive = Drive(lim, depth=depth, overlap=depth, max_prefill_chunk=chunk, handle_pages=handle_pages)
+    drive = Drive(
+        lim, depth=depth, overlap=depth, max_prefill_chunk=chunk, handle_pages=handle_pages
+    )
     for i, n in enumerate(pins):
         with contextlib.suppress(BadRequest, CacheFull):
             create(drive, f"h{i}", [i, *([1, 2, 3] * n)[: n - 1]])

@@ -165,7 +165,9 @@ class Drive:
         """A bug: nobody of this request gets in any more."""
         if not self.jammed:
             enter = self.scheduler.floor.enter
-            self.scheduler.floor.enter = lambda seq: seq.request.id not in self.jammed and enter(seq)
+            self.scheduler.floor.enter = lambda seq: (
+                seq.request.id not in self.jammed and enter(seq)
+            )
         self.jammed.add(id)
 
     @property

@@ -93,6 +93,7 @@ def test_one_that_can_never_run_ends_and_the_others_go_on(said, monkeypatch):
 
 def test_a_mask_that_never_comes_ends_its_sequence_only():
     """``ports.Guides`` whose masks are never there; the one without a structure is not kept waiting."""
+
     class Guide:
         forced, fault = (), None
 
