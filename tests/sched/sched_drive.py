@@ -172,7 +172,7 @@ class Drive:
 
     @property
     def is_jammed(self) -> bool:
-        return any(seq.request.id in self.jammed for seq in self.scheduler.floor.waiting)
+        return not self.jammed.isdisjoint(self.scheduler.groups)
 
     def preempt(self, pick: int) -> None:
         """One of the running gives way, as if pages had run out."""

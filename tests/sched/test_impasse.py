@@ -9,6 +9,8 @@ from jserve.ports import Verdict
 from jserve.sampling import StructuredOutputs
 from jserve.sched.decoding import Decoding
 from jserve.sched.impasse import AGAIN_S, LIMIT_S, STRIDE_S
+from jserve.sched.journal import JournalFile
+from jserve.sched.replay import replay
 from jserve.types import Finish, Lane
 
 
@@ -38,33 +40,30 @@ def never_ready(patch, drive):
     patch.setattr(
         Decoding, "ready", lambda self: [s for s in ready(self) if s.request.id != "stuck"]
     )
+    drive.jammed.add("stuck")
     drive._check_plan = lambda plan: None  # it would say that a decoder was skipped
 
 
-def waits_for_ever(name, said):
+def waits_for_ever(owner, method):
+    """``stuck`` waits for what ``method`` of ``owner`` looks at, and it never comes."""
+
     def bug(patch, drive):
-        owner = getattr(drive.scheduler.prefilling, name)
-        method = "holds" if name == "trials" else "wait"
-        real = getattr(owner, method)
+        found = getattr(drive.scheduler.prefilling, owner)
+        real = getattr(found, method)
         patch.setattr(
-            owner, method, lambda seq, *step: seq.request.id == "stuck" or real(seq, *step)
+            found, method, lambda seq, *step: seq.request.id == "stuck" or real(seq, *step)
         )
-        patch.setattr(Drive, "is_jammed", property(lambda self: "stuck" in self.scheduler.groups))
         drive.jammed.add("stuck")
 
-    bug.__name__ = said
     return bug
 
 
-WAITS = {
-    "others are tried first": waits_for_ever("trials", "others are tried first"),
-    "another request computes its prefix": waits_for_ever("leaders", "another request computes"),
-    "its prefix is read from disk": waits_for_ever("fetching", "its prefix is read from disk"),
-}
 BUGS = {
     "it does not get in, 32 of 32 pages": never_enters,
     "no step takes it": never_ready,
-    **WAITS,
+    "others are tried first": waits_for_ever("trials", "holds"),
+    "another request computes its prefix": waits_for_ever("leaders", "wait"),
+    "its prefix is read from disk": waits_for_ever("fetching", "wait"),
 }
 
 
@@ -75,11 +74,6 @@ def test_one_that_can_never_run_ends_and_the_others_go_on(said, monkeypatch):
     others = [request(f"r{i}", [i, 2, 3], max_tokens=12, lane=lane) for i, lane in enumerate(Lane)]
     drive.add(request("stuck", [7, 7, 7], max_tokens=5, lane=Lane.INTERACTIVE))
     BUGS[said](monkeypatch, drive)
-    if said == "no step takes it":
-        monkeypatch.setattr(
-            Drive, "is_jammed", property(lambda self: "stuck" in self.scheduler.groups)
-        )
-        drive.jammed.add("stuck")
     for req in others:
         drive.add(req)
     told = drive.run()
@@ -91,38 +85,59 @@ def test_one_that_can_never_run_ends_and_the_others_go_on(said, monkeypatch):
     assert error_of(end.error_code, end.error).status == 500
 
 
-def test_a_mask_that_never_comes_ends_its_sequence_only():
-    """``ports.Guides`` whose masks are never there; the one without a structure is not kept waiting."""
+class NoMask:
+    """``ports.Guide`` whose mask is never there."""
 
-    class Guide:
-        forced, fault = (), None
+    forced, fault = (), None
 
-        def room(self, in_flight):
-            return 0
+    def room(self, in_flight):
+        return 0
 
-        def mask(self, drafts):
-            return None
+    def mask(self, drafts):
+        return None
 
-        def take(self, drawn):
-            return Verdict()
+    def take(self, drawn):
+        return Verdict()
 
-    class Guides:
-        def guide(self, req):
-            return Guide() if req.params.guided else None
 
-        def kick(self): ...
+class NoMasks:
+    """``ports.Guides`` of such guides."""
 
-        def settle(self, timeout_s): ...
+    def guide(self, req):
+        return NoMask() if req.params.guided else None
 
-    drive = Drive(limits(masks=True))
-    sched = drive.scheduler
-    sched.guides, sched.decoding.guided = Guides(), True
+    def kick(self): ...
+
+    def settle(self, timeout_s): ...
+
+
+def guided(journal=None) -> Drive:
+    """A drive in which structures never get their masks, with one that has one and one that has not."""
+    drive = Drive(limits(masks=True), journal=journal)
+    drive.scheduler.guides = NoMasks()
+    drive.scheduler.decoding.guided = True
     drive.jammed.add("stuck")
-    drive.add(request("stuck", [1, 2], eos=(3,), structured_outputs=StructuredOutputs(regex="a+")))
+    regex = StructuredOutputs(regex="a+")
+    drive.add(request("stuck", [1, 2], eos=(3,), structured_outputs=regex))
     drive.add(request("free", [4, 5], max_tokens=6))
+    return drive
+
+
+def test_a_mask_that_never_comes_ends_its_sequence_only():
+    drive = guided()
     told = drive.run()
     assert "structure" in stuck(drive).error
     assert told["free", 0] == alone(request("free", [4, 5], max_tokens=6))["free", 0]
+
+
+def test_a_journal_replays_it(tmp_path):
+    path = tmp_path / "journal"
+    with path.open("wb") as file:
+        drive = guided(JournalFile(file))
+        drive.run()
+    end = stuck(drive)
+    again = replay(path, drive.limits, drive.config)
+    assert [out for out in again.outputs if out.request_id == "stuck"] == [end]
 
 
 def test_choices_of_one_request_end_one_after_the_other():
