@@ -178,6 +178,19 @@ def test_a_process_that_was_stopped_gives_nobody_up():
     assert drive.run()["a", 0]
 
 
+def test_a_step_that_runs_for_long_is_no_impasse():
+    """Plans asked for in vain beside it do not count: what is in flight will come back."""
+    drive = Drive(depth=0)
+    drive.add(request("a", [1, 2], max_tokens=3))
+    drive.add(request("b", [3, 4], max_tokens=3))
+    while drive.launch():
+        pass
+    for _ in range(3 * round(LIMIT_S)):
+        assert not drive.launch()
+    assert drive.run().keys() == {("a", 0), ("b", 0)}
+    assert not drive.given_up
+
+
 def test_who_waits_while_others_run_is_not_given_up():
     """As long as steps run nobody is, however long it waits: that is what queues are for."""
     drive = Drive(limits(n_slots=1, max_rows=1, max_decode_rows=1))
