@@ -267,8 +267,7 @@ class ServerOptions:
     )
     ready_nonfinite_share: float = opt(
         0.1,
-        "share of a minute's sequences (and at least 4) with logits that are not finite before /ready"
-        " fails; 0 is never",
+        "share of a minute's sequences with NaN logits before /ready fails; 0 is never",
         min=0.0,
         max=1.0,
     )
