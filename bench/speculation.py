@@ -6,6 +6,9 @@ alternating turns, so that a machine that slows down slows both. Outputs of a pa
 must be equal; in bfloat16 programs of other widths may round near ties differently, and requests that differ are
 counted (such a pair compares texts of other lengths).
 
+A dialogue is asked turn by turn, as a chat client does, each turn behind what was said before; both sides keep
+prefixes, for the length of a run. The other texts are one request each.
+
 * ``k``: drafts per step fixed, 0 to 8 (Medusa: to its 4 heads), batch 1, and beside them k chosen by the
   engine (``auto``) with its share of the best fixed k's speed. k = 0 is the price of being able to. A step of k
   drafts runs in the program of the next width (``spec.choice.widths``).
@@ -30,7 +33,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,7 @@ from rich.table import Table
 
 import checkpoints
 from bench import probe
-from checkpoints.recipe.chat import prompt_and_answer
+from checkpoints.recipe.chat import Chat, prompt_and_answer
 from checkpoints.recipe.skills import dialogue, extract, passage, story, tools
 from jserve import build
 from jserve.config import EngineConfig
@@ -57,22 +60,31 @@ HEADS = Path(checkpoints.__file__).parent
 """Where the shipped drafters of the shipped model lie."""
 AHEAD = {"medusa": 4}
 """Most drafts of a method, where it is fewer than MOST."""
+Conversation = tuple[tuple[int, ...], ...]
+"""Prompts as ids, each sent when the one before is answered."""
 err = Console(stderr=True, highlight=False)
 
 
-def prompts(text: str, n: int, tokenizer: Any, seed: int = 0) -> list[tuple[int, ...]]:
-    """``n`` prompts of a kind, as ids; held-out text, the same for a seed."""
+def conversations(text: str, n: int, tokenizer: Any, seed: int = 0) -> list[Conversation]:
+    """``n`` of a kind; held-out text, the same for a seed."""
     rng = np.random.default_rng(seed)
     skills = {"dialogue": dialogue, "json": extract, "tools": tools, "free": story}
     found = []
     for _ in range(n):
         if text == "copy":
             told = passage.plain(rng, "test")
-            asked = f"{told}\n\n{told[: len(told) // 4]}"
+            asked = [f"{told}\n\n{told[: len(told) // 4]}"]
         else:
-            asked = prompt_and_answer(skills[text].generate(rng, "test"))[0]
-        found.append(tuple(tokenizer.encode(asked))[-700:])
+            chat = skills[text].generate(rng, "test")
+            asked = [prompt_and_answer(part)[0] for part in _turns(chat, all=text == "dialogue")]
+        found.append(tuple(tuple(tokenizer.encode(part))[-700:] for part in asked))
     return found
+
+
+def _turns(chat: Chat, *, all: bool) -> list[Chat]:
+    """``chat`` up to each of its answers, or to its last."""
+    ends = [i for i, turn in enumerate(chat.turns, 1) if turn.role == "assistant"]
+    return [replace(chat, turns=chat.turns[:end]) for end in (ends if all else ends[-1:])]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +157,6 @@ class Side:
             max_num_seqs=rows,
             # So that both sides count alike. 3, for no plain step takes a program of rows of 4 tokens.
             max_drafts=3 if method == "off" else 0,
-            prefix_caching=False,
             prompt_logprobs=False,
             structured_outputs=False,
             speculative=speculative,
@@ -158,42 +169,53 @@ class Side:
         """From now on up to ``k`` drafts in every step; None: the engine's own choice."""
         self.engine.scheduler.drafting.fix(k)
 
-    def run(self, asked: Seq[tuple[int, ...]], concurrency: int, max_tokens: int) -> Ran:
+    def run(self, asked: Seq[Conversation], concurrency: int, max_tokens: int) -> Ran:
         """All of ``asked``, ``concurrency`` at once, greedy."""
         ran, before = Ran(), dict(self.engine.scheduler.counters())
-        waiting, began = list(enumerate(asked)), {}
+        waiting, began = list(range(len(asked))), {}
+        self._n += 1
+
+        def send(talk: int, turn: int) -> None:
+            began[f"{talk}-{turn}"] = time.perf_counter()
+            self.engine.submit(self._request(f"{talk}-{turn}", asked[talk][turn], max_tokens))
+
         start = time.perf_counter()
         while waiting or began:
             while waiting and len(began) < concurrency:
-                i, ids = waiting.pop(0)
-                id = f"{self._n}-{i}"
-                began[id] = time.perf_counter()
-                params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-                self.engine.submit(
-                    Request(id=id, prompt_ids=ids, params=params, eos_ids=self._eos_ids)
-                )
+                send(waiting.pop(0), 0)
             for out in self.engine.step():
                 assert out.finish is not Finish.ERROR, out.error
-                name = out.request_id.partition("-")[2]
+                name = out.request_id.partition(":")[2]
                 ran.tokens.setdefault(name, []).extend(out.token_ids)
                 if out.token_ids and name not in ran.first:
-                    ran.first[name] = time.perf_counter() - began[out.request_id]
+                    ran.first[name] = time.perf_counter() - began[name]
                 if out.finish is not None:
-                    ran.ended[name] = time.perf_counter() - began.pop(out.request_id)
+                    ran.ended[name] = time.perf_counter() - began.pop(name)
+                    talk, turn = map(int, name.split("-"))
+                    if turn + 1 < len(asked[talk]):
+                        send(talk, turn + 1)
         ran.seconds = time.perf_counter() - start
         while self.engine.scheduler.has_work:  # one step more is under way: not to be timed later
             self.engine.step()
         after = self.engine.scheduler.counters()
         ran.counters = {k: v - before.get(k, 0.0) for k, v in after.items()}
-        self._n += 1
         return ran
+
+    def _request(self, name: str, ids: tuple[int, ...], max_tokens: int) -> Request:
+        return Request(
+            id=f"{self._n}:{name}",
+            prompt_ids=ids,
+            params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            eos_ids=self._eos_ids,
+            cache_salt=str(self._n),  # no run finds what another left
+        )
 
     def close(self) -> None:
         build.close(self.engine)
 
 
 def paired(
-    on: Side, off: Side, asked: Seq[tuple[int, ...]], concurrency: int, rounds: int, most: int
+    on: Side, off: Side, asked: Seq[Conversation], concurrency: int, rounds: int, most: int
 ) -> dict[str, Any]:
     """Figures of ``rounds`` pairs of runs, after one that nobody counts.
 
@@ -247,7 +269,7 @@ def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every pair that was asked for."""
     text = build.text_side(EngineConfig())
-    texts = {name: prompts(name, args.requests, text.tokenizer) for name in args.texts}
+    texts = {name: conversations(name, args.requests, text.tokenizer) for name in args.texts}
     mixed = [p for group in zip(*texts.values(), strict=True) for p in group]
     off = Side("off", max(args.concurrency), text.eos_ids, dtype=args.dtype)
     rows: list[dict[str, Any]] = []
@@ -341,7 +363,7 @@ def main(argv: Seq[str] | None = None) -> int:
     parser.add_argument("--texts", type=words(str), default=TEXTS)
     parser.add_argument("--k", type=words(int), default=tuple(range(MOST + 1)))
     parser.add_argument("--concurrency", type=words(int), default=CONCURRENCY)
-    parser.add_argument("--requests", type=int, default=12, help="prompts of each text")
+    parser.add_argument("--requests", type=int, default=12, help="conversations of each text")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of runs per figure")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--max-tokens", type=int, default=96)

@@ -38,7 +38,7 @@ ONLY_FEW = 32
 MOST_VERIFIED = 128
 """Tokens that decode rows have together in steps without prefill, but for the narrowest width: more of
 them keep any device busy, so that guessing gains nothing."""
-DRAFT_BESIDE_FEW, DRAFT_BESIDE_ALL = (64, 128, 256), (128,)
+DRAFT_BESIDE_FEW, DRAFT_BESIDE_ALL = (32, 64, 128, 256), (128,)
 """Prefill tokens of programs that draft: beside few rows, and beside all that may draft. The largest is
 one more. A prompt that comes alone waits for its own padding, and pays for the drafter before it gains."""
 
@@ -194,7 +194,9 @@ def _drafting(
     whole = Bucket(D=D, P=P, F=F, J=narrow)
     found = {Bucket(D=d, P=0, F=0, J=j) for d in _verify_rungs(D) for j in wide} | {whole}
     beside = [(p, few) for p in DRAFT_BESIDE_FEW] + [(p, D) for p in DRAFT_BESIDE_ALL]
-    found |= {Bucket(D=rows, P=p, F=_rows(p, F), J=narrow) for p, rows in beside if p < P}
+    found |= {
+        Bucket(D=rows, P=p, F=min(rows, _rows(p, F)), J=narrow) for p, rows in beside if p < P
+    }
     if masks:
         found |= {replace(whole, mask=True), Bucket(D=D, P=0, F=0, J=wide[-1], mask=True)}
     if scores:

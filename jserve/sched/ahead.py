@@ -39,8 +39,8 @@ LOOK_SHARE = 0.005
 LOOK_STEPS = 2
 REST = 8
 """Steps of the same rows after which a drafter that sleeps is thought of again."""
-Expects = Callable[[Sequence], float]
-"""Tokens that a sequence will still draw."""
+Expects = Callable[[Sequence, float], float]
+"""Tokens that a sequence will still draw once it has drawn so many more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Ahead:
         """Seconds that the rows save by drafting until one of them ends: what is best for the others
         is another question."""
         per_step = 1.0 + sum([gain(gains, width) for gains in look.gains]) / len(look.rows)
-        left = min([self.expects(seq) for seq in look.rows])
+        left = min([self.expects(seq, 0.0) for seq in look.rows])
         if look.load.n_prefill and not self.limits.drafts_from_kv:
             left = min(
                 left, per_step
@@ -190,8 +190,21 @@ class Ahead:
     def _gains(self, seq: Sequence) -> Gains:
         """Also of one that is about to end: it should not put the others to sleep for a step."""
         if not self.shadowed:
-            return self.watches.gains(seq, self.most) if may_hold(seq) else NOTHING
+            return self._before_its_end(seq) if may_hold(seq) else NOTHING
         if not seq.request.speculative:
             return NOTHING
         offers = self.watches.of(seq).rates.offer(self.watches.rates)
         return [offers * gain for gain in self.watches.gains(seq, self.most)]
+
+    def _before_its_end(self, seq: Sequence) -> Gains:
+        """Its gains, where beyond the narrowest width only those tokens count that it is likely to live for: any token
+        may be its last, so where answers are short wide steps draw much that nobody asked for."""
+        gains = self.watches.gains(seq, self.most)
+        sure = gain(gains, self.widths[1])
+        per_step = 1.0 + gain(gains, 1 + self.watches.of(seq).left)
+        left = max(1.0, self.expects(seq, (seq.pending + 1) * per_step))
+        lives = 1.0 - 1.0 / left
+        return [
+            g if g <= sure else sure + left * (lives ** (1.0 + sure) - lives ** (1.0 + g))
+            for g in gains
+        ]

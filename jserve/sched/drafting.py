@@ -49,9 +49,9 @@ READ_PER_STEP = 256
 """Tokens that proposers take in per commit; a long prompt is read while it is prefilled."""
 
 
-def to_the_end(seq: Sequence) -> float:
-    """Tokens that ``seq`` may still draw."""
-    return seq.max_len - len(seq.tokens)
+def to_the_end(seq: Sequence, more: float = 0.0) -> float:
+    """Tokens that ``seq`` may still draw once it has drawn ``more``."""
+    return seq.max_len - len(seq.tokens) - more
 
 
 class Drafting:
@@ -60,7 +60,7 @@ class Drafting:
     Args:
         proposer: drafts on the host, or is the shadow of a device that copies; None: only the device
             (where it can) and guides do.
-        expects: tokens that a sequence will still draw.
+        expects: tokens that a sequence will still draw, once it has drawn some more.
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from bench import speculation
@@ -58,21 +60,29 @@ def test_outputs_that_differ_end_the_run():
             return made
 
     with pytest.raises(SystemExit, match="changed an output"):
-        speculation.paired(Says(1), Says(2), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
-    same = speculation.paired(Says(1), Says(1), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
+        speculation.paired(Says(1), Says(2), [((1,),)], 1, 1, 4)  # type: ignore[arg-type]
+    same = speculation.paired(Says(1), Says(1), [((1,),)], 1, 1, 4)  # type: ignore[arg-type]
     assert same["differ"] == 0.0
     rounded = Says(1, exact=False)
-    found = speculation.paired(rounded, Says(2), [(1,)], 1, 1, 4)  # type: ignore[arg-type]
+    found = speculation.paired(rounded, Says(2), [((1,),)], 1, 1, 4)  # type: ignore[arg-type]
     assert found["differ"] == 1.0
 
 
 @pytest.mark.parametrize("text", speculation.TEXTS)
 def test_texts_are_the_same_for_a_seed(text):
     tokenizer = build.text_side(EngineConfig()).tokenizer
-    first = speculation.prompts(text, 3, tokenizer)
-    assert first == speculation.prompts(text, 3, tokenizer)
-    assert first != speculation.prompts(text, 3, tokenizer, seed=1)
-    assert all(4 < len(ids) <= 700 for ids in first)
+    first = speculation.conversations(text, 3, tokenizer)
+    assert first == speculation.conversations(text, 3, tokenizer)
+    assert first != speculation.conversations(text, 3, tokenizer, seed=1)
+    assert all(4 < len(ids) <= 700 for talk in first for ids in talk)
+    assert (max(map(len, first)) > 1) == (text == "dialogue")
+
+
+def test_a_dialogue_is_asked_turn_by_turn_behind_what_was_said():
+    tokenizer = build.text_side(EngineConfig()).tokenizer
+    for talk in speculation.conversations("dialogue", 8, tokenizer):
+        told = [tokenizer.decode(ids).rpartition("assistant\n")[0] for ids in talk]
+        assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(told))
 
 
 def test_a_plot_is_drawn(tmp_path):

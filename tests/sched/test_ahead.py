@@ -220,7 +220,7 @@ def policy(
         watches,
         Gaps(),
         Plain(n_missing),
-        lambda seq: left,
+        lambda seq, more: left - more,
     )
 
 
@@ -252,6 +252,16 @@ def test_it_wakes_only_for_what_the_rest_of_the_rows_pays_for():
     assert found[2] == found[5] == 0
     assert found[100] > 0
     assert policy(0.9, left=5).choose(rows(1), load()) > 0, "nothing was missed"
+
+
+def test_beside_a_short_rest_it_is_narrow():
+    """Wide steps would draw past the end. One that is about to end keeps no other from drafting."""
+    found = {}
+    for left in (1, 4, 200):
+        drafts, one = policy(0.95, left=left, per_token=0.05), rows(1)
+        drafts.watches.add(one[0], 3, 3)
+        found[left] = drafts.choose(one, load())
+    assert found == {1: 3, 4: 3, 200: 7}
 
 
 def test_no_row_pays_for_others():
