@@ -120,6 +120,14 @@ def test_one_slow_step_before_a_pause_is_no_slow_minute():
     assert watched.tell(step_slowness=20.0) == []
 
 
+def test_a_minute_with_a_pause_in_it_is_no_slow_minute():
+    watched = Watched()
+    watched.run(5, step_slowness=9.0)
+    watched.tell(WINDOW_S - 10, step_slowness=9.0)
+    assert watched.run(WINDOW_S - 1, step_slowness=9.0) == []
+    assert watched.run(2, step_slowness=9.0)
+
+
 def test_a_slow_engine_without_steps_gets_another_try():
     watched = Watched()
     assert watched.run(WINDOW_S + 1, step_slowness=9.0)
