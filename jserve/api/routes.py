@@ -48,6 +48,8 @@ class Route:
     fields: type[Fields] | None = None
     streams: bool = False
     manner: Manner = OPENAI
+    media: tuple[str, ...] = ("application/json",)
+    """Content types of an answer that is no stream."""
 
 
 def _in(dialect: Dialect) -> Answer:
@@ -102,7 +104,14 @@ PUBLIC = (
     Route("POST", "/detokenize", _USER, tokens.detokenize, "Ids to text", tokens.DetokenizeBody),
     Route("GET", "/v1/support", _USER, _support, "What every field does"),
     Route("GET", "/openapi.json", _USER, _openapi, "This interface as OpenAPI 3.1"),
-    Route("GET", METRICS, _USER, service.metrics, "Prometheus metrics"),
+    Route(
+        "GET",
+        METRICS,
+        _USER,
+        service.metrics,
+        "Prometheus metrics",
+        media=("text/plain", "application/openmetrics-text"),
+    ),
     Route("GET", "/version", _USER, service.version, "The server's version"),
     Route("GET", "/health", _OPEN, service.health, "Whether steps make progress"),
     Route("GET", "/ready", _OPEN, service.ready, "Whether requests are taken"),
