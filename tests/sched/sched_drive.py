@@ -205,9 +205,14 @@ class Drive:
         if self.flight and (not launched or len(self.flight) > self.depth):
             self.commit()
             return True
-        if not launched and not self.held and not self.is_jammed:
-            assert not self.scheduler.has_work, "I14: work is left and nothing moves"
+        if not launched:
+            self.check_rest()
         return launched
+
+    def check_rest(self) -> None:
+        """Nothing moves: then nothing is left, unless it cannot."""
+        may_stand = self.held or self.is_jammed
+        assert may_stand or not self.scheduler.has_work, "I14: work is left and nothing moves"
 
     def launch(self) -> bool:
         self.now += self.tick
