@@ -169,15 +169,16 @@ class Ahead:
         return max(0.0, price)
 
     def _saves(self, look: _Outlook, width: int) -> float:
-        """Seconds that the rows save by drafting until one of them ends: what is best for the others
-        is another question."""
+        """Seconds that the rows save by drafting until one of them ends: then the next prompt comes, and what
+        is best for the others is another question. N rows that draw m tokens each end every m / N."""
         per_step = 1.0 + sum([gain(gains, width) for gains in look.gains]) / len(look.rows)
-        left = min([self.expects(seq, 0.0) for seq in look.rows])
+        left = [max(1.0, self.expects(seq, 0.0)) for seq in look.rows]
+        whole = [seq.n_output + n for seq, n in zip(look.rows, left, strict=True)]
+        soonest = min(*left, 1.0 / sum([1.0 / n for n in whole]))
         if look.load.n_prefill and not self.limits.drafts_from_kv:
-            left = min(
-                left, per_step
-            )  # it can as well wake a step later, when the prompts are done
-        return left * (self._seconds(look, 1) - self._seconds(look, width) / per_step)
+            # It can as well wake a step later, when the prompts are done.
+            soonest = min(soonest, per_step)
+        return soonest * (self._seconds(look, 1) - self._seconds(look, width) / per_step)
 
     def _seconds(self, look: _Outlook, width: int) -> float:
         """A step of all rows once they decode, with the gap before it."""
