@@ -22,8 +22,22 @@ def quiet(caplog, monkeypatch):
     monkeypatch.setattr(fitness, "REST_S", 0.3)
 
 
+async def heard(made: World) -> None:
+    """Wait until the front knows what its engine has counted."""
+    await made.idle()
+    counted = made.engine.stats().values
+    names = ("finished", "sequences_nonfinite_total", "step_faults_total", "steps_failed_in_row")
+    told = made.face.stats
+    await until(lambda: all(told().values.get(n) == counted[n] for n in names), 5.0)
+
+
 async def ready(made: World) -> tuple[int, str]:
     """(status, words); what else must hold of a server that is up."""
+    await heard(made)
+    return await answer(made)
+
+
+async def answer(made: World) -> tuple[int, str]:
     assert (await made.srv.get("/health"))[0] == 200
     status, body, headers = await made.srv.get("/ready")
     if status == 200:
@@ -53,7 +67,6 @@ async def test_a_model_that_gives_no_finite_logits():
         for _ in range(4):
             status, body, _ = await made.srv.post(COMP, BODY)
             assert (status, body["error"]["code"]) == (500, "nonfinite_logits")
-        await made.idle()
         assert await ready(made) == (
             503,
             "4 of 5 sequences of a minute had logits that are not finite",
@@ -91,13 +104,12 @@ async def test_steps_that_all_fail_and_then_do_not():
         assert {(status, body["error"]["code"]) for status, body, _ in answers} == {
             (500, "engine_step_failed")
         }
-        await made.idle()
         status, words = await ready(made)
         assert status == 503
         assert words.endswith("steps failed in a row")
         made.runners[-1].launch = launch
         assert (await made.srv.post(COMP, BODY))[0] == 200
-        await made.idle()
+        await heard(made)
         await asyncio.sleep(0.4)
         assert await ready(made) == (200, "ready")
 
@@ -115,7 +127,7 @@ async def test_a_step_that_runs_for_long(monkeypatch):
         made.runners[-1].collect = slow
         asked = asyncio.create_task(made.srv.post(COMP, BODY))
         await until(lambda: made.face.unfit() != [], 5.0)
-        status, words = await ready(made)
+        status, words = await answer(made)
         assert status == 503
         assert "while there is work" in words
         gate.set()
