@@ -28,7 +28,7 @@ from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
 from jserve.model.slots import load_buffers, text_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
-from jserve.model.view import Bucket
+from jserve.model.view import Bucket, numpy_views
 from jserve.ports import InFlight
 from jserve.runner import results
 from jserve.runner.batch import Packer, StepBatch
@@ -38,10 +38,12 @@ from jserve.runner.drafts import Speculation
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
 from jserve.runner.programs import Programs, Progress, starting
+from jserve.runner.rehearsal import GREEDY, rehearsal
 from jserve.runner.sizes import Sizes, sizes_of
 from jserve.runner.spill import Spill
 from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
+from jserve.sampling import SamplingParams
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
 from jserve.weights.place import tp_size
 
@@ -192,8 +194,8 @@ class ModelRunner:
 
     @point("runner.reset")
     def reset(self) -> None:
-        """A new zeroed device state, after a step failed and took the donated one with it, and a step
-        of padding to see that the device works.
+        """A new zeroed device state, after a step failed and took the donated one with it, and a
+        made-up step to see that the device works.
 
         Raises:
             Exception: it does not; whatever JAX says.
@@ -203,7 +205,7 @@ class ModelRunner:
                 leaf.delete()  # there is no room for two pools
         self.state = self._new_state()
         self._packer.forget()
-        self._run_to_its_end(self.ladder.buckets[0])
+        self._rehearse(self.ladder.buckets[0], GREEDY)
 
     def report(self) -> dict[str, Any]:
         """What the start banner says of the device side."""
@@ -285,13 +287,17 @@ class ModelRunner:
             return self.params
         return {"target": self.params, "drafter": self.speculation.params}
 
-    def _run_to_its_end(self, bucket: Bucket) -> None:
-        """A step of padding."""
-        jax.block_until_ready(self._run(self._packer.pack(_NOTHING, bucket)).packed_RX)
+    def _rehearse(self, bucket: Bucket, params: SamplingParams) -> None:
+        """A step of made-up rows, to its end; slots and pages of others stay as they are."""
+        batch = self._packer.pack(rehearsal(bucket, self.sizes.dims, params), bucket)
+        views = numpy_views(batch.buf, self.model.fields(bucket))
+        views["slot_R"][...] = self.sizes.dims.C
+        jax.block_until_ready(self._run(batch).packed_RX)
+        self._packer.forget()
 
     def _get_ready(self, progress: Progress) -> None:
         """Run every program, tell the limits how long that took, and allow no compile any more."""
-        warm_up = WarmUp(run=self._run_to_its_end, clock=self._clock, progress=progress)
+        warm_up = WarmUp(run=self._rehearse, clock=self._clock, progress=progress)
         times = warm_up.times(
             self.ladder.buckets,
             cpu=self.model.mesh.devices.flat[0].platform == "cpu",
@@ -325,9 +331,6 @@ def _step_model(
         dtype=sizes.dtype,
         drafter=None if speculation is None else speculation.drafter,
     )
-
-
-_NOTHING = StepPlan(id=-1, rows=(), page_table_RM=np.zeros((0, 0), np.int32))
 
 
 def _bytes_of_one_device(params: Any) -> int:

@@ -1,4 +1,4 @@
-"""Runs every program on padding before the engine is ready, and tells how long each takes.
+"""Runs every program before the engine is ready, and tells how long each takes.
 
 Owns the order, the number and the weighing of these runs. Must not know the runner: it gets a function
 that runs one program to its end.
@@ -14,41 +14,53 @@ import numpy as np
 from jserve.model.view import Bucket
 from jserve.ports import Clock, StepTime
 from jserve.runner.programs import Progress
+from jserve.runner.rehearsal import EVERYTHING, GREEDY
+from jserve.sampling import SamplingParams
 
 CPU_S = 1.0
 """Seconds of warm-up on a CPU, before the last program begins."""
+QUICK_S = 0.1
+"""A program that takes no longer runs again on a CPU, whatever it pays for at its first run."""
 ROUNDS_S, MOST_ROUNDS = 2.0, 9
 """Programs that are weighed against each other are timed in rounds for about so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """``run`` takes a bucket through its program and returns when that is done."""
+    """``run`` takes a bucket through its program, with rows of these parameters, and returns when that is
+    done."""
 
-    run: Callable[[Bucket], None]
+    run: Callable[[Bucket, SamplingParams], None]
     clock: Clock
     progress: Progress
 
     def times(self, buckets: Sequence[Bucket], *, cpu: bool, drafts: bool) -> tuple[StepTime, ...]:
         """Step times of the programs without scores or masks.
 
-        On an accelerator all run twice (the first run of a graph is not captured), on a CPU once
-        each, cheapest first, for a second or so (a first run pays for scratch memory; the largest
-        programs of a large model take that long anyway). The last run of each is its known time.
-        With ``drafts``, all programs that drafts are weighed by run twice whatever it takes, and are
-        then timed with care: guessed times choose wrong widths.
+        On an accelerator all run three times (the first run of a graph is not captured), on a CPU cheapest
+        first, for a second or so, and three times those that are quick (a first run pays for scratch memory
+        and for what XLA builds late; the largest programs of a large model take that long anyway). The last
+        run of each is its known time. With ``drafts``, all programs that drafts are weighed by run whatever
+        it takes, and are then timed with care: guessed times choose wrong widths.
         """
         weighed = [b for b in buckets if drafts and not (b.mask or b.score)]
-        runs = [*weighed * 2, *buckets] if cpu else [*buckets] * 2
+        runs = [*weighed, *(b for b in buckets if b not in weighed)]
         began, found = self.clock(), {}
         for done, bucket in enumerate(runs):
             self.progress("warm up", done, len(runs))
-            found[bucket] = self._timed(bucket)
-            if cpu and done >= 2 * len(weighed) and self.clock() - began > CPU_S:
+            found[bucket] = self._first(bucket, cpu=cpu)
+            if cpu and done >= len(weighed) and self.clock() - began > CPU_S:
                 break
         found |= self._weigh(weighed)
         self.progress("warm up", len(runs), len(runs))
         return tuple(_step_time(b, t) for b, t in found.items() if not (b.score or b.mask))
+
+    def _first(self, bucket: Bucket, *, cpu: bool) -> float:
+        took = self._timed(bucket)
+        if cpu and took > QUICK_S:
+            return took
+        self.run(bucket, EVERYTHING)
+        return self._timed(bucket)
 
     def _weigh(self, buckets: list[Bucket]) -> dict[Bucket, float]:
         """Medians of rounds through all of ``buckets``, so that what slows the machine for a while
@@ -61,7 +73,7 @@ class WarmUp:
 
     def _timed(self, bucket: Bucket) -> float:
         start = self.clock()
-        self.run(bucket)
+        self.run(bucket, GREEDY)
         return self.clock() - start
 
 

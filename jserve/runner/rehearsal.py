@@ -1,0 +1,65 @@
+"""A step of made-up rows that fills a bucket: what a program is warmed up and timed with.
+
+Owns what such rows are. Must not know programs or when they run. Padding would not do: loops over a row's context
+would not be entered, so that what XLA builds at its first run is built under the first request, and times would
+leave out attention. The rows stand in no slot and on the scratch page, so that nothing they leave is ever read.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jserve.model.view import Bucket, StepDims
+from jserve.sampling import SamplingParams
+from jserve.types import Request, RowPlan, Sequence, StepPlan
+
+GREEDY = SamplingParams(temperature=0.0)
+EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_k=20,
+    top_p=0.9,
+    min_p=0.01,
+    presence_penalty=0.1,
+    repetition_penalty=1.1,
+    logit_bias={0: 0.1},
+    bad_token_ids=((0, 0),),
+    min_tokens=1,
+    logprobs=1,
+)
+"""Takes every branch of sampling."""
+
+
+def rehearsal(bucket: Bucket, dims: StepDims, params: SamplingParams) -> StepPlan:
+    """All decode rows of ``bucket`` at position 0 with as many drafts as fit, and its prefill tokens in as
+    few rows as the context allows. Whoever packs it points all rows at no slot."""
+    most = dims.M * dims.Z
+    seq = _sequence(params, most)
+    rows = [_verify(seq, bucket)] * bucket.D
+    left = bucket.P
+    for _ in range(bucket.F):
+        count = min(left, most - 1)
+        if count:
+            rows.append(_prefill(seq, count, score=bucket.score))
+        left -= count
+    table_RM = np.zeros((len(rows), dims.M), np.int32)
+    return StepPlan(id=-1, rows=tuple(rows), page_table_RM=table_RM, n_draft=bucket.n_draft)
+
+
+def _sequence(params: SamplingParams, length: int) -> Sequence:
+    request = Request(id="rehearsal", prompt_ids=(0,) * length, params=params)
+    tokens = list(request.prompt_ids)
+    return Sequence(
+        request=request, index=0, seed=0, tokens=tokens, n_prompt=length, max_len=length + 1
+    )
+
+
+def _verify(seq: Sequence, bucket: Bucket) -> RowPlan:
+    drafts = (-1 if bucket.n_draft else 0,) * (bucket.J - 1)
+    return RowPlan(seq=seq, slot=0, start=0, count=bucket.J, from_slot=True, drafts=drafts)
+
+
+def _prefill(seq: Sequence, count: int, *, score: bool) -> RowPlan:
+    tokens = seq.tokens[:count]
+    return RowPlan(
+        seq=seq, slot=0, start=0, count=count, from_slot=False, tokens=tokens, score=score
+    )
