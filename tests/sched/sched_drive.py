@@ -131,6 +131,8 @@ class Drive:
         self.told: dict[tuple[str, int], Told] = {}
         self.committed: set[int] = set()
         self.held: list[int] = []
+        self.starved = False
+        """Pages were held outside when a plan was last asked for in vain."""
         self.poisoned: set[tuple[str, int]] = set()
         self.doomed: set[tuple[str, int]] = set()
         self.late: set[tuple[str, int]] = set()
@@ -220,6 +222,7 @@ class Drive:
         self._expire()
         plan = self.scheduler.plan(self.now)
         if plan is None:
+            self.starved = bool(self.held)
             self.check()
             return False
         self._check_plan(plan)
@@ -230,7 +233,7 @@ class Drive:
     def _expire(self) -> None:
         outputs = self.scheduler.expire(self.now)
         given_up = [out for out in outputs if out.error_code == "unschedulable"]
-        assert self.held or {out.request_id for out in given_up} <= self.jammed, "an innocent"
+        assert self.starved or {out.request_id for out in given_up} <= self.jammed, "an innocent"
         assert len(given_up) <= 1
         self.given_up |= {(out.request_id, out.index) for out in given_up}
         late = [out for out in outputs if out not in given_up]
