@@ -48,7 +48,7 @@ class Impasse:
         """When a plan was last asked for in vain."""
 
     def planned(self, now: float, *, moves: bool) -> None:
-        """A plan was asked for. ``moves``: a step is in flight, perhaps that plan's."""
+        """A plan was asked for. ``moves``: a step is in flight, perhaps that plan's, or there is nothing to do."""
         if moves:
             self._stood_s, self._asked = 0.0, None
             return

@@ -190,7 +190,7 @@ class Scheduler:
         self.floor.keeping.advance(now)
         waits = self.decoding.waits(self._n_uncommitted, self.gate.n_context)
         plan = None if waits else self._plan(now)
-        self.impasse.planned(now, moves=self._n_uncommitted > 0)
+        self.impasse.planned(now, moves=self._n_uncommitted > 0 or not self.has_work)
         if self.journal is not None:
             self.journal.plan(now, plan, waited=waits)
         return plan

@@ -179,6 +179,17 @@ def test_a_process_that_was_stopped_gives_nobody_up():
     assert drive.run()["a", 0]
 
 
+def test_an_idle_scheduler_that_is_asked_for_plans_stands_in_no_impasse():
+    """Nor does it help that the clock jumped behind the arrival of the next request."""
+    drive = Drive()
+    for _ in range(3 * round(LIMIT_S)):
+        assert not drive.launch()
+    drive.add(request("a", [1, 2], max_tokens=3))
+    drive.now += 1000.0
+    assert drive.run()["a", 0]
+    assert not drive.given_up
+
+
 def test_a_step_that_runs_for_long_is_no_impasse():
     """Plans asked for in vain beside it do not count: what is in flight will come back."""
     drive = Drive(depth=0)
