@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.gpu_record import Record
+from jserve.model.arch import Arch
 from jserve.model.attention import backend
 from jserve.model.families import family_for
-from jserve.model.family import Arch
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import stored
 from jserve.model.shard import ShardRules, make_mesh

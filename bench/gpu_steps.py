@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.gpu_record import Record
 from bench.gpu_rig import ARCHS, Rig, Span, least_seconds
-from jserve.model.family import Arch
+from jserve.model.arch import Arch
 from jserve.model.kv_quant import E4M3
 from jserve.model.tree import Parents
 from jserve.model.view import Bucket

@@ -24,11 +24,14 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def require(ok: bool, name: str, message: str) -> None:
+    """Raises BadRequest with field ``name`` unless ``ok``."""
     if not ok:
         raise BadRequest(f"{name} {message}", field=name)
 
 
 def number(value: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+    """Raises BadRequest unless ``value`` is a finite number from ``low`` (above it if ``low_open``) to
+    ``high``."""
     ok = isinstance(value, int | float) and not isinstance(value, bool)
     require(ok and math.isfinite(value), name, "must be a finite number")
     inside = (value > low if low_open else value >= low) and value <= high
@@ -36,6 +39,7 @@ def number(value: Any, name: str, low: float, high: float, *, low_open: bool = F
 
 
 def integer(value: Any, name: str, low: int, high: int) -> None:
+    """Raises BadRequest unless ``value`` is an integer from ``low`` to ``high``."""
     ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     require(ok, name, f"must be an integer in [{low}, {high}]")
 

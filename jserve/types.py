@@ -113,6 +113,7 @@ class Request:
     """Name of a conversation: this request's KV is kept for its next turn, evicted only when nothing
     else is left to evict."""
     adapter: str | None = None
+    """None: no server has any, so a name is refused."""
     skip_prefix_cache: bool = False
     speculative: bool = True
     """False: no drafts for this request, whatever the server does for others."""
@@ -224,7 +225,6 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     drafts: Seq[int] = ()
     """Ids that the host proposes; or ``(-1,) * k``: the first k drafts that the slot holds on the device,
     at most as many as ``StepPlan.n_draft`` of the sequence's last emitting row left there."""
-    adapter: int = 0
     mask: np.ndarray | None = None
     """Allowed-token bits, int32[1 + len(drafts), ceil(V / 32)], or None."""
 

@@ -40,6 +40,8 @@ class Sums(NamedTuple):
 
 
 def no_sums(columns: int) -> Sums:
+    """Before the first key: nothing summed over ``columns`` of values, no score seen."""
+
     def full(shape: tuple[int, ...], value: float, layout: Any) -> Any:
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
@@ -47,6 +49,7 @@ def no_sums(columns: int) -> Sums:
 
 
 def along_rows(vector: Any, like: Any) -> Any:
+    """A number a row, repeated along the columns of ``like``."""
     return lax.broadcast_in_dim(vector, like.shape, [0])
 
 

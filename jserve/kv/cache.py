@@ -216,10 +216,10 @@ class PageCache:
         """The moves between the tiers that plan ``step`` has to carry; each is given once."""
         return () if self.tier is None else self.tier.drain(step)
 
-    def landed(self, step: int, *, ok: bool) -> None:
-        """Plan ``step`` was committed, or it failed."""
+    def landed(self, step: int) -> None:
+        """Plan ``step`` was committed. (One that fails takes everything along: ``clear``.)"""
         if self.tier is not None:
-            self.tier.landed(step, ok=ok)
+            self.tier.landed(step)
 
     @point("kv.publish")
     def publish(self, lease: PageLease, tokens: Seq[int], n_tokens: int) -> None:
@@ -256,12 +256,13 @@ class PageCache:
         self.pool.drop(pages)
         return len(pages)
 
-    def clear(self) -> int:
-        """Forget everything that no lease and no pin holds, in the host tier too."""
+    def clear(self, *, same_weights: bool = True) -> int:
+        """Forget everything that no lease and no pin holds, in the host tier too; what is on disk stays
+        known while the weights are the same. Gives the pages that were forgotten."""
         pages = self.tree.evict(self.tree.n_evictable)
         self.pool.drop(pages)
         if self.tier is not None:
-            self.tier.lose()
+            self.tier.lose(same_weights=same_weights)
         return len(pages)
 
     def _save(self, node: Node) -> None:

@@ -1,6 +1,7 @@
 """Pages as integers: who holds which, which is handed out next, where each slot finds its own.
 
-Owns the ids of KV pages, never their bytes. Must not know tokens, sequences or the tree.
+Owns the ids of KV pages, never their bytes. Must not know tokens or sequences, nor how the tree works: a
+lease only names its node.
 Page 0 is scratch: padding is written there, nobody owns it, it is never handed out.
 
     pool   free: [ 5  9  2 ]    taken on the left, given back on the right: freed first, used first
@@ -12,15 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jserve.kv.radix import Node
+from jserve.kv.retention import Keep
 from jserve.window import NOTHING
-
-if TYPE_CHECKING:
-    from jserve.kv.radix import Node
-    from jserve.kv.retention import Keep
 
 
 class PagePool:

@@ -203,11 +203,13 @@ class HostTier:
         self._saves, self._loads = [], []
         return (*saves, *loads)
 
-    def landed(self, step: int, *, ok: bool) -> None:
-        """Plan ``step`` was committed (or failed): what it saved is there (or is not)."""
+    def landed(self, step: int) -> None:
+        """Plan ``step`` was committed: what it saved is there."""
         for kept in self._under_way.pop(step, ()):
-            self._settle(kept, ok=ok)
-            if ok and self.disk and kept.digest:
+            kept.ready = True
+            if not kept.digest and kept not in self._private:
+                self._free.append(kept.host)  # it was given up on its way
+            elif self.disk and kept.digest:
                 self.on_disk.add(kept.digest)
 
     def fetch(self, digest: bytes) -> int | None:
@@ -240,16 +242,20 @@ class HostTier:
         self.n_missed += not ok
         if not ok:
             self.on_disk.discard(kept.digest)
-        if self._pages.get(kept.digest) is kept:
-            self._settle(kept, ok=ok)
-        else:
+        if self._pages.get(kept.digest) is not kept:
             self._free.append(kept.host)  # all was lost while it was read
+        elif ok:
+            kept.ready = True
+        else:
+            self._remove(kept)
 
-    def lose(self) -> None:
-        """Nothing that was kept is of use any more: other weights, or a device that failed. What is
-        on disk was made by the first weights, so it is left alone until the next start."""
-        self.disk = False
-        self.on_disk.clear()
+    def lose(self, *, same_weights: bool) -> None:
+        """Nothing that was kept in host memory is of use any more: other weights, or a device that
+        failed. What is on disk was made by the first weights: with others it is left alone until the
+        next start."""
+        if not same_weights:
+            self.disk = False
+            self.on_disk.clear()
         self._pages.clear()
         self._private.clear()
         self._saves, self._loads = [], []
@@ -309,14 +315,6 @@ class HostTier:
             self._remove(oldest)
             self.n_dropped += 1
         return self._free.pop()
-
-    def _settle(self, kept: HostPage, *, ok: bool) -> None:
-        kept.ready = ok
-        if kept.digest:
-            if not ok and self._pages.get(kept.digest) is kept:
-                self._remove(kept)
-        elif kept not in self._private:
-            self._free.append(kept.host)  # it was given up on its way
 
     def _remove(self, kept: HostPage) -> None:
         del self._pages[kept.digest]

@@ -47,7 +47,8 @@ class AttentionBackend:
                buffer.
     plan:      (views, bucket, dims) -> None; numpy, fills its own ``attn.*`` views from the
                others. The start of a decode row is an upper bound there (-1 in the buffer means:
-               read the slot).
+               read the slot). By default nothing is planned: work lists can come from the true
+               lengths, on the device.
     write_kv:  (kv, k_TKH, v_TKH, view) -> kv. Padding tokens go to page 0.
     attend:    (q_TNH, kv, view, *, window, scale, sinks) -> o_TNH, causal, ``window`` 0 = full.
                Padding rows are finite. Decode rows obey ``view.tree`` where it is given (never with
@@ -63,15 +64,14 @@ class AttentionBackend:
     name: str
     kv_axis: int
     kv_shape: Callable[[int, int, int, int], tuple[int, ...]]
-    plan_shapes: Callable[[Bucket, StepDims], Mapping[str, tuple[int, ...]]]
-    plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None]
     write_kv: Callable[[LayerKV, jax.Array, jax.Array, StepView], LayerKV]
     attend: Callable[..., jax.Array]
     move: Callable[[LayerKV, Places, Places], LayerKV]
+    plan_shapes: Callable[[Bucket, StepDims], Mapping[str, tuple[int, ...]]] = lambda *_: {}
+    plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None] = lambda *_: None
     kv_dtype: Callable[[Any], Any] = jnp.dtype
     has_sinks: bool = True
     check: Callable[[int, Any, Shape], None] = lambda *_: None
-    options: Any = None
 
 
 _BACKENDS: dict[str, str] = {

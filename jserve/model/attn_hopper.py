@@ -14,19 +14,17 @@ slowly for anything but tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jserve.errors import ConfigError
 from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.tree import DraftMask, Shape
-from jserve.model.view import Bucket, StepDims, StepView
+from jserve.model.view import StepView
 from jserve.types import Grown
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import Tree, paged_attention
@@ -45,14 +43,6 @@ def kv_dtype(dtype: Any) -> Any:
     """How values of ``dtype`` are stored: as they are if they have 8 or 16 bits, else in bfloat16."""
     kept = (E4M3, jnp.float16)
     return jnp.dtype(dtype if dtype in kept else jnp.bfloat16)
-
-
-def plan_shapes(bucket: Bucket, dims: StepDims) -> Mapping[str, tuple[int, ...]]:
-    return {}
-
-
-def plan(views: Mapping[str, np.ndarray], bucket: Bucket, dims: StepDims) -> None:
-    """Nothing to plan: the work lists come from the true lengths, on the device."""
 
 
 def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
@@ -175,8 +165,6 @@ def hopper(platform: str) -> AttentionBackend:
         kv_axis=1,
         kv_shape=kv_shape,
         kv_dtype=kv_dtype,
-        plan_shapes=plan_shapes,
-        plan=plan,
         write_kv=write_kv,
         move=move,
         has_sinks=False,

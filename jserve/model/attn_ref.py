@@ -9,28 +9,17 @@ H]; each token sees all pages of its row, masked to the positions at or before i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
 from jserve.model.kv_quant import stored
 from jserve.model.tree import seen_in_tree
-from jserve.model.view import Bucket, StepDims, StepView
+from jserve.model.view import StepView
 
 
 def kv_shape(K: int, H: int, n_pages: int, page_size: int) -> tuple[int, ...]:
     return (n_pages, page_size, K, H)
-
-
-def plan_shapes(bucket: Bucket, dims: StepDims) -> Mapping[str, tuple[int, ...]]:
-    return {}
-
-
-def plan(views: Mapping[str, np.ndarray], bucket: Bucket, dims: StepDims) -> None:
-    """Nothing to plan."""
 
 
 def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
@@ -118,8 +107,6 @@ REF = AttentionBackend(
     name="ref",
     kv_axis=2,
     kv_shape=kv_shape,
-    plan_shapes=plan_shapes,
-    plan=plan,
     write_kv=write_kv,
     attend=attend,
     move=move,

@@ -26,7 +26,7 @@ Idea of the running softmax: FlashAttention (arXiv 2205.14135).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ from jax import lax
 from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.tree import Mask, seen_in_tree
-from jserve.model.view import Bucket, StepDims, StepView
+from jserve.model.view import StepView
 
 S_DECODE, W_DECODE = 128, 8
 S_PREFILL, Q_PREFILL = 128, 128
@@ -46,14 +46,6 @@ MASKED = float(np.finfo(np.float32).min)
 
 def kv_shape(K: int, H: int, n_pages: int, page_size: int) -> tuple[int, ...]:
     return (n_pages, K, page_size, H)
-
-
-def plan_shapes(bucket: Bucket, dims: StepDims) -> Mapping[str, tuple[int, ...]]:
-    return {}
-
-
-def plan(views: Mapping[str, np.ndarray], bucket: Bucket, dims: StepDims) -> None:
-    """Nothing to plan: the work lists come from the true lengths, on the device."""
 
 
 def kv_dtype(dtype: Any) -> Any:
@@ -366,8 +358,6 @@ XLA = AttentionBackend(
     kv_axis=1,
     kv_shape=kv_shape,
     kv_dtype=kv_dtype,
-    plan_shapes=plan_shapes,
-    plan=plan,
     write_kv=write_kv,
     attend=attend,
     move=move,

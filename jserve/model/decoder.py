@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
-from jserve.model.family import Arch
 from jserve.model.layers import attention_block, embed, mlp_block, rms_norm, unembed
 from jserve.model.rope import rope_tables
 from jserve.model.shard import ParamSpec, Part
@@ -201,6 +201,7 @@ def kv_scale(at: str, K: int) -> ParamSpec:
 
 
 def gate_up(arch: Arch, at: str, kind: str) -> ParamSpec:
+    """[2, F, D] (bias: [2, F]): gate, then up."""
     tail = (arch.D,) if kind == "weight" else ()
     parts = tuple(
         Part(name=f"{at}.{name}.{kind}", shape=(arch.F, *tail), view=(1, arch.F, *tail))
@@ -211,15 +212,18 @@ def gate_up(arch: Arch, at: str, kind: str) -> ParamSpec:
 
 
 def matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
+    """One tensor ``name.weight``, as the checkpoint has it: [output, input]."""
     part = Part(name=f"{name}.weight", shape=shape, view=shape)
     return ParamSpec(shape=shape, axes=axes, parts=(part,))
 
 
 def norm(name: str, size: int) -> ParamSpec:
+    """[size]: the scales of a norm, whole on every device; dummy ones are 1."""
     part = Part(name=f"{name}.weight", shape=(size,), view=(size,))
     return ParamSpec(shape=(size,), axes=(None,), parts=(part,), init=0.0, init_mean=1.0)
 
 
 def bias(name: str, size: int) -> ParamSpec:
+    """[size]: ``name.bias``, whole on every device."""
     part = Part(name=f"{name}.bias", shape=(size,), view=(size,))
     return ParamSpec(shape=(size,), axes=(None,), parts=(part,))

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.drafter import Drafter, Seen, Target
-from jserve.model.family import Arch, Family
+from jserve.model.family import Family
 from jserve.model.view import StepView
 
 

@@ -30,8 +30,8 @@ import flax.struct
 import jax
 
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
-from jserve.model.family import Arch, Family
 from jserve.model.shard import ShardRules
 from jserve.model.view import StepView
 
@@ -42,20 +42,23 @@ REPLICATED = ShardRules(vocab=None, kv_heads=None, ffn=None)
 class Target:
     """What a drafter may use of the model it drafts for, on this shard."""
 
-    family: Family
     arch: Arch
     params: Any
+    embedding: Callable[[Any, jax.Array, str | None], jax.Array] | None
+    """``Family.embed``"""
+    unembedding: Callable[[Arch, Any, jax.Array, str | None], jax.Array]
+    """``Family.logits``"""
     attn: AttentionBackend
     axis: str | None
 
     def embed(self, tok_T: jax.Array) -> jax.Array:
         """float32[T, D]: the target's embedding."""
-        assert self.family.embed is not None, f"{self.family.name} shows no embedding"
-        return self.family.embed(self.params, tok_T, self.axis)
+        assert self.embedding is not None, f"{self.arch.family} shows no embedding"
+        return self.embedding(self.params, tok_T, self.axis)
 
     def logits(self, x_ED: jax.Array) -> jax.Array:
         """float32[E, V]: the target's unembedding."""
-        return self.family.logits(self.arch, self.params, x_ED, self.axis)
+        return self.unembedding(self.arch, self.params, x_ED, self.axis)
 
 
 @flax.struct.dataclass

@@ -209,14 +209,9 @@ def _grow(
     level: _Level,
     walk: Walk,
 ) -> jax.Array:
-    """The tokens of the level's children: first what is drawn, then the likeliest others."""
+    """The tokens with those of the level's children."""
     W, most = len(level.inner), max(map(len, level.children))
-    drawn_E = walk.drawn(raw_EV, depth, prefix_EJ)
-    found_EM = drawn_E[:, None]
-    if most > 1:
-        without_EV = raw_EV.at[jnp.arange(walk.R * W), drawn_E].set(-jnp.inf)
-        others_EM = jax.lax.top_k(without_EV, most - 1)[1].astype(jnp.int32)
-        found_EM = jnp.concatenate([found_EM, others_EM], axis=1)
+    found_EM, _ = walk.children(raw_EV, depth, prefix_EJ, most)
     found_RWM = found_EM.reshape(walk.R, W, most)
     for w, nodes in enumerate(level.children):
         token_RN = token_RN.at[:, np.array(nodes)].set(found_RWM[:, w, : len(nodes)])

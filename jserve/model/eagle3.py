@@ -21,10 +21,10 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model import decoder
+from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.dot import dot
 from jserve.model.drafter import Drafter, Seen, Target
-from jserve.model.family import Arch
 from jserve.model.layers import attend_normed, embed, mlp_block, rms_norm, unembed
 from jserve.model.rope import rope_tables
 from jserve.model.shard import ParamSpec, Part

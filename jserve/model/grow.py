@@ -107,13 +107,8 @@ def _children(
     """``width`` of each node, first what is drawn, then the likeliest others."""
     R, W, D = front.path_RWD.shape
     raw_EV = walk.hands.logits(carry_EX, depth)
-    drawn_E = walk.drawn(raw_EV, depth, front.path_RWD.reshape(R * W, D))
-    token_EK, logit_EK = drawn_E[:, None], jnp.max(raw_EV, axis=1, keepdims=True)
-    if width > 1:
-        without_EV = raw_EV.at[jnp.arange(R * W), drawn_E].set(-jnp.inf)
-        others_EK, ids_EK = jax.lax.top_k(without_EV, width - 1)
-        token_EK = jnp.concatenate([token_EK, ids_EK.astype(jnp.int32)], axis=1)
-        logit_EK = jnp.concatenate([logit_EK, others_EK], axis=1)
+    path_ED = front.path_RWD.reshape(R * W, D)
+    token_EK, logit_EK = walk.children(raw_EV, depth, path_ED, width)
     chance_EK = logit_EK - jax.nn.logsumexp(raw_EV, axis=1, keepdims=True)
     score_RWK = front.score_RW[:, :, None] + chance_EK.reshape(R, W, width)
     score_RC = score_RWK.reshape(R, W * width)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jserve.errors import ConfigError
-from jserve.model.family import Arch, RopeScaling
+from jserve.model.arch import Arch, RopeScaling
 from jserve.model.rope import KINDS
 
 Config = Mapping[str, Any]

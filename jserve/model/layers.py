@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.dot import dot
-from jserve.model.family import Arch
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.rope import rotate
 from jserve.model.sinks import sinks_of

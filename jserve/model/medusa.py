@@ -16,10 +16,10 @@ from typing import Any
 import jax
 
 from jserve.model import decoder
+from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.dot import dot
 from jserve.model.drafter import Drafter, Seen, Target
-from jserve.model.family import Arch
 from jserve.model.layers import unembed
 
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jserve.model.arch import Arch
 from jserve.model.drafter import Drafter
-from jserve.model.family import Arch
 
 _NO_TOKEN, _NO_END = -1, -2
 """Before the first token of a text, and in an n-gram that is longer than the text: equal to nothing."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.family import Arch, RopeScaling
+from jserve.model.arch import Arch, RopeScaling
 
 KINDS = ("linear", "dynamic", "llama3", "yarn")
 

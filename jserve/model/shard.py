@@ -66,13 +66,9 @@ class ShardRules:
         return PartitionSpec(*(self._axis(a) for a in axes))
 
     def _axis(self, name: str | None) -> str | None:
-        return (
-            None
-            if name is None
-            else self.extra[name]
-            if name in self.extra
-            else getattr(self, name)
-        )
+        if name is None:
+            return None
+        return self.extra[name] if name in self.extra else getattr(self, name)
 
     def sharding(self, mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
         return NamedSharding(mesh, self.partition(axes))

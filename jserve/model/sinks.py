@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, Sinks
-from jserve.model.family import Arch
 from jserve.model.rope import rope_tables, rotate
 from jserve.model.view import StepView
 

@@ -27,11 +27,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
 from jserve.model import slots as slot_rows
+from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.drafter import REPLICATED, Drafter, Target
 from jserve.model.drafting import Hands, Told, leave_drafts
 from jserve.model.draws import by_row, drawn_places, draws_of
-from jserve.model.family import Arch, Family
+from jserve.model.family import Family
 from jserve.model.path import accepted, along, as_chain, straightened
 from jserve.model.sample import logprobs, sample
 from jserve.model.shard import ShardRules, abstract, partitions
@@ -284,9 +285,10 @@ def run(
 def _hands(model: StepModel, params: Any, own: Any) -> Hands:
     assert model.drafter is not None, "there is no drafter"
     target = Target(
-        family=model.family,
         arch=model.arch,
         params=params,
+        embedding=model.family.embed,
+        unembedding=model.family.logits,
         attn=model.backend,
         axis=model.axis,
     )

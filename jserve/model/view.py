@@ -51,7 +51,6 @@ class Bucket:
     J: int = 1
     """Tokens of a decode row: one plus its drafts."""
     mask: bool = False
-    lora: bool = False
     score: bool = False
     """Also give the log-probabilities of the prefill tokens themselves."""
     n_draft: int = 0
@@ -160,8 +159,6 @@ def layout(
         Field("row_T", (T,)),
         Field("page_table_RM", (R, dims.M)),
     ]
-    if bucket.lora:
-        fields.append(Field("adapter_R", (R,)))
     if bucket.mask:
         fields.append(Field("mask_RJW", (R, J, -(-dims.V // 32))))
     if bucket.score:
@@ -253,7 +250,6 @@ class StepView:
     """int32: stop ids are banned for tokens drawn at positions below this one."""
     stop_RS: jax.Array
     """int32: EOS and stop ids, padded with -1."""
-    adapter_R: jax.Array | None
     mask_RJW: jax.Array | None
     target_T: jax.Array | None
     """int32: the token that follows each prefill token in its prompt (-1: none)."""
@@ -300,7 +296,6 @@ def unpack(
     plain = {k: raw[k] for k in _PASSED if k in raw}
     return StepView(
         **plain,
-        adapter_R=raw.get("adapter_R"),
         mask_RJW=raw.get("mask_RJW"),
         target_T=raw.get("target_T"),
         next_F=raw.get("next_F"),

@@ -142,3 +142,17 @@ class Walk:
             **rows,
         )
         return _SAMPLE(raw_EV, draws, self.slots, view.flags & ~LOGPROBS)[0]
+
+    def children(
+        self, raw_EV: jax.Array, depth: Any, prefix_EJ: jax.Array, n: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """(int32[E, n] tokens, float32[E, n] their logits): of each node first what is ``drawn``, with the
+        logit of the likeliest, then the likeliest others."""
+        drawn_E = self.drawn(raw_EV, depth, prefix_EJ)
+        token_EK, logit_EK = drawn_E[:, None], jnp.max(raw_EV, axis=1, keepdims=True)
+        if n == 1:
+            return token_EK, logit_EK
+        without_EV = raw_EV.at[jnp.arange(raw_EV.shape[0]), drawn_E].set(-jnp.inf)
+        others_EK, ids_EK = jax.lax.top_k(without_EV, n - 1)
+        token_EK = jnp.concatenate([token_EK, ids_EK.astype(jnp.int32)], axis=1)
+        return token_EK, jnp.concatenate([logit_EK, others_EK], axis=1)

@@ -125,8 +125,6 @@ class Packer:
             raise ValueError(f"{bucket} has no drafter to show tokens to")
         if bucket.mask:
             _masks(views, rows, n, bucket)
-        if bucket.lora:
-            _adapters(views, rows, n, bucket)
         flags = int(np.bitwise_or.reduce(views["uses_R"]))
         views["flags"][...], views["n_decode"][...], views["n_prefill"][...] = flags, n, needs.F
         self._plan_attention(views, bucket, self.dims)
@@ -317,11 +315,3 @@ def _masks(
         if row.mask is not None:
             r = i if i < n_decode else bucket.D + i - n_decode
             views["mask_RJW"][r, : len(row.mask)] = row.mask
-
-
-def _adapters(
-    views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], n_decode: int, bucket: Bucket
-) -> None:
-    views["adapter_R"][...] = 0
-    for i, row in enumerate(rows):
-        views["adapter_R"][i if i < n_decode else bucket.D + i - n_decode] = row.adapter

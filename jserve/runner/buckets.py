@@ -29,7 +29,7 @@ from jserve.model.view import Bucket
 from jserve.spec.choice import widths
 from jserve.types import StepPlan
 
-_ADAPTER, _SCORE = attrgetter("adapter"), attrgetter("score")
+_SCORE = attrgetter("score")
 FEW_ROWS = 2
 WITH_FEW = (32, 128)
 """Prefill rungs beside which idle decode rows cost enough to have a program without them."""
@@ -52,7 +52,6 @@ class Needs:
     F: int
     J: int = 1
     mask: bool = False
-    lora: bool = False
     score: bool = False
     n_draft: int = 0
     chains: bool = False
@@ -69,7 +68,6 @@ class Needs:
             F=len(rows) - n_decode,
             J=max(counts[:n_decode], default=1),
             mask=any(row.mask is not None for row in rows),
-            lora=any(map(_ADAPTER, rows)),
             score=any(map(_SCORE, rows)),
             n_draft=plan.n_draft,
             chains=any([row.drafts and row.drafts[0] >= 0 for row in rows[:n_decode]]),
@@ -82,7 +80,6 @@ class Needs:
             and bucket.F >= self.F
             and bucket.J >= self.J
             and bucket.mask >= self.mask
-            and bucket.lora >= self.lora
             and bucket.score >= self.score
             and bucket.n_draft >= self.n_draft
             and not (self.chains and bucket.tree)
@@ -153,7 +150,7 @@ class Ladder:
 
 def _cost(b: Bucket) -> tuple:
     """A step that drafts nothing takes no program that does while there is another."""
-    return (b.score, b.mask, b.lora, b.n_draft > 0, b.T, b.R, b)
+    return (b.score, b.mask, b.n_draft > 0, b.T, b.R, b)
 
 
 def beside_prefill(max_drafts: int) -> int:

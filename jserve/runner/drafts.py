@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from jserve.config import SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.model import tree as trees
+from jserve.model.arch import Arch
 from jserve.model.draft_model import draft_model
 from jserve.model.drafter import REPLICATED, Drafter, split_over
 from jserve.model.families import family_for
-from jserve.model.family import Arch
 from jserve.model.prompt_lookup import ngram
 from jserve.model.shard import ShardRules
 from jserve.model.tree import Shape

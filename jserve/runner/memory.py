@@ -17,8 +17,8 @@ import psutil
 
 from jserve.config import SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend
-from jserve.model.family import Arch
 from jserve.model.step import slot_shapes
 from jserve.model.view import StepDims
 

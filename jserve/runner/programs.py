@@ -13,12 +13,10 @@ import logging
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +127,6 @@ def use_compile_cache(directory: str | Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramInfo:
-    """What one program costs."""
-
-    name: str
-    lower_s: float
-    """Tracing and lowering."""
-    compile_s: float
-    temp_bytes: int
-    """Scratch memory of one run on one device; -1 where the backend does not say."""
-
-
 class Programs:
     """The compiled steps and the slot loaders of one model.
 
@@ -161,7 +147,6 @@ class Programs:
         self.model = model
         self.buckets = tuple(buckets)
         self.strict = strict
-        self.infos: list[ProgramInfo] = []
         self._steps: dict[Bucket, Any] = {}
         self._loads: dict[str, Any] = {}
         self._sealed_at: int | None = None
@@ -185,7 +170,7 @@ class Programs:
         return self._loads["text_load"]
 
     def __len__(self) -> int:
-        return len(self.infos)
+        return len(self._steps) + len(self._loads)
 
     def seal(self) -> None:
         """From now on a compile is a fault."""
@@ -230,23 +215,11 @@ class Programs:
                 progress("compile", done, len(jobs))
 
     def _compile(self, job: Bucket | str, params: Any, state: DeviceState) -> None:
-        start = time.perf_counter()
+        options = compile_options(self.model.mesh.devices.flat[0].platform)
         if isinstance(job, str):
-            name, lowered = job, self._lower_load(job, state)
+            self._loads[job] = self._lower_load(job, state).compile(options)
         else:
-            name, lowered = step_name(job), self._lower_step(job, params, state)
-        middle = time.perf_counter()
-        compiled = lowered.compile(compile_options(self.model.mesh.devices.flat[0].platform))
-        end = time.perf_counter()
-        if isinstance(job, str):
-            self._loads[job] = compiled
-        else:
-            self._steps[job] = compiled
-        memory = compiled.memory_analysis()
-        temp = memory.temp_size_in_bytes if memory is not None else -1
-        self.infos.append(
-            ProgramInfo(name=name, lower_s=middle - start, compile_s=end - middle, temp_bytes=temp)
-        )
+            self._steps[job] = self._lower_step(job, params, state).compile(options)
 
     def _lower_step(self, bucket: Bucket, params: Any, state: DeviceState) -> Any:
         step = make_step(self.model, bucket)
@@ -272,7 +245,7 @@ _LOADS: dict[str, tuple[Callable[..., Any], int]] = {
 
 def step_name(bucket: Bucket) -> str:
     """e.g. ``step_D8_P128_F4_J1_score``."""
-    marks = "".join(f"_{m}" for m in ("mask", "lora", "score") if getattr(bucket, m))
+    marks = "".join(f"_{m}" for m in ("mask", "score") if getattr(bucket, m))
     drafts = f"_n{bucket.n_draft}" if bucket.n_draft else ""
     tree = "_tree" if bucket.tree else ""
     return f"step_D{bucket.D}_P{bucket.P}_F{bucket.F}_J{bucket.J}{drafts}{tree}{marks}"

@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from jserve.config import CacheOptions, EngineConfig
 from jserve.errors import ConfigError
 from jserve.faults import point
-from jserve.model.family import Arch, Family
+from jserve.model.arch import Arch
+from jserve.model.family import Family
 from jserve.model.shard import ShardRules
 from jserve.model.slots import load_buffers, text_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
@@ -110,7 +111,7 @@ class ModelRunner:
         )
         self.memory, self.limits = self.sizes.memory, self.sizes.limits
         self.ladder = ladder or self.sizes.ladder
-        self.model = _step_model(self.sizes, family, mesh, rules, speculation)
+        self.model = step_model(self.sizes, family, mesh, rules, speculation)
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -316,9 +317,10 @@ class ModelRunner:
         return seconds
 
 
-def _step_model(
+def step_model(
     sizes: Sizes, family: Family, mesh: Mesh, rules: ShardRules, speculation: Speculation | None
 ) -> StepModel:
+    """What the steps of an engine of these sizes share; no weights are looked at."""
     return StepModel(
         family=family,
         arch=sizes.arch,

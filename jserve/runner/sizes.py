@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, backend as find_backend
-from jserve.model.family import Arch
 from jserve.model.kv_quant import E4M3
 from jserve.model.sinks import with_sinks
 from jserve.model.tree import Shape
@@ -31,6 +31,7 @@ MAX_PREFILL_ROWS = 8
 
 
 def step_dims(arch: Arch, config: EngineConfig, speculation: Speculation | None = None) -> StepDims:
+    """What all buckets share. Raises ConfigError where ``max_model_len`` exceeds the model's."""
     length = config.model.max_model_len or arch.max_position
     if length > arch.max_position:
         raise ConfigError(
@@ -65,6 +66,15 @@ def draft_page_bytes(
     own = dataclasses.replace(drafter.arch, L=drafter.n_kv_layers)
     tp = 1 if drafter.replicated else tp
     return page_bytes(own, attention, page_size=dims.Z, itemsize=itemsize, tp=tp)
+
+
+def host_page_bytes(
+    page_bytes: int, draft_page_bytes: int, speculation: Speculation | None, tp: int
+) -> int:
+    """Bytes of a page in host memory, of ``page_bytes`` on each of ``tp`` devices: what every device
+    holds whole lies there once."""
+    whole = speculation is not None and speculation.drafter.replicated
+    return tp * page_bytes - ((tp - 1) * draft_page_bytes if whole else 0)
 
 
 def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
@@ -229,6 +239,7 @@ def sizes_of(
     stored = stored_kv(config, attention, dtype, arch, speculation)
     dims = step_dims(arch, config, speculation)
     window = window_of(arch, speculation)
+    of_draft = draft_page_bytes(speculation, attention, dims, stored.itemsize, tp)
     pool = plan_memory(
         arch=arch,
         backend=attention,
@@ -238,10 +249,11 @@ def sizes_of(
         weight_bytes=weight_bytes,
         options=config.cache,
         memory=memory,
-        draft_page_bytes=draft_page_bytes(speculation, attention, dims, stored.itemsize, tp),
+        draft_page_bytes=of_draft,
         longest=longest_pages(arch, config, dims, window),
     )
-    n_host = host_pages(config.cache.host_memory_gb, pool.page_bytes * tp)
+    of_host = host_page_bytes(pool.page_bytes, of_draft, speculation, tp)
+    n_host = host_pages(config.cache.host_memory_gb, of_host)
     limits = runner_limits(arch, config, dims, pool.n_pages, n_host, window)
     limits = drafting_limits(limits, config, speculation, platform)
     tree = () if speculation is None else speculation.tree

@@ -34,16 +34,17 @@ class Spill:
         """Writes that were not even tried."""
         self._jobs: queue.SimpleQueue[PageFetch | tuple[bytes, bytes] | None] = queue.SimpleQueue()
         self._answers: deque[tuple[PageFetch, bytes | None]] = deque()
-        self._n_writes = 0
+        self._n_asked = self._n_done = 0
+        """Writes: the loop counts the first, the thread the second, so neither misses any."""
         self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
         self._thread.start()
 
     def write(self, digest: bytes, page: bytes, *, must: bool = False) -> None:
         """Keep ``page`` under ``digest``, some time. ``must``: however many wait."""
-        if self._n_writes >= MAX_WRITES and not must:
+        if self._n_asked - self._n_done >= MAX_WRITES and not must:
             self.n_dropped += 1
             return
-        self._n_writes += 1
+        self._n_asked += 1
         self._jobs.put((digest, page))
 
     def read(self, fetch: PageFetch) -> None:
@@ -78,7 +79,7 @@ class Spill:
             if isinstance(job, PageFetch):
                 self._answers.append((job, self._get(job.digest)))
                 continue
-            self._n_writes -= 1
+            self._n_done += 1
             try:
                 self.store.put(*job)
             except Exception as error:  # a fault of ours must not end the thread: reads wait for it

@@ -6,13 +6,9 @@ Must not know pages: ``sched.keeping`` turns requests into pins.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from jserve.errors import JserveError
+from jserve.sched.scheduler import Scheduler
 from jserve.types import HandleInfo, Request
-
-if TYPE_CHECKING:
-    from jserve.sched.scheduler import Scheduler
 
 
 def create(scheduler: Scheduler, request: Request, ttl_s: float, now: float) -> None:

@@ -68,6 +68,10 @@ class Impasse:
         words = f"the request could not be run for {LIMIT_S:.0f} s: {self._lacks(seq, step)}"
         return GivenUp(seq, Unschedulable(words))
 
+    def counters(self) -> dict[str, float]:
+        """For /metrics."""
+        return {"requests_unschedulable_total": float(self.n_given_up)}
+
     def _first(self, step: int, now: float) -> Sequence | None:
         """The oldest of those who run; else the first in the queue that waits for nobody, for it keeps
         the others out; else the oldest."""

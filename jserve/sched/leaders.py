@@ -75,6 +75,10 @@ class Leaders:
         self._waits.pop(seq, None)
         self._let_go.pop(seq, None)
 
+    def counters(self) -> dict[str, float]:
+        """For /metrics."""
+        return {"prefix_waits_total": float(self.n_waits)}
+
     def __len__(self) -> int:
         return len(self._waits)
 

@@ -38,8 +38,9 @@ def _stop_reason(seq: Sequence, token: int) -> int | None:
     return None if is_eos else token
 
 
-def stop_ids(seq_eos: tuple[int, ...], stops: tuple[int, ...], ignore_eos: bool) -> frozenset[int]:
-    return frozenset(stops) if ignore_eos else frozenset((*seq_eos, *stops))
+def stop_ids(eos: tuple[int, ...], stops: tuple[int, ...], ignore_eos: bool) -> frozenset[int]:
+    """Ids that end a sequence: those of its request, and the model's own unless they are ignored."""
+    return frozenset(stops) if ignore_eos else frozenset((*eos, *stops))
 
 
 def logprobs_of(

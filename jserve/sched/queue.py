@@ -76,9 +76,6 @@ class OrderedSeqs:
     def __len__(self) -> int:
         return len(self._seqs)
 
-    def __contains__(self, seq: Sequence) -> bool:
-        return any(s is seq for s in self._seqs)
-
 
 class LaneQueue:
     """The waiting of one lane: those that came back, and the others by tenant."""

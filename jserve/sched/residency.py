@@ -237,8 +237,9 @@ class Residency:
         seq.n_preempted += 1
         self.n_preemptions += 1
 
-    def evacuate(self) -> None:
-        """The device lost its pages: all who run start over, and nothing is cached any more.
+    def evacuate(self, *, same_weights: bool = True) -> None:
+        """The device lost its pages: all who run start over, and nothing is cached any more, except on
+        disk while the weights are the ``same_weights`` that made it.
 
         No step may be in flight. It counts as nobody's preemption, so protection keeps its meaning.
         """
@@ -246,7 +247,7 @@ class Residency:
             assert seq.pending == 0, f"{seq.request.id} has rows in flight"
             self._requeue(seq)
         self.keeping.lose()
-        self.cache.clear()
+        self.cache.clear(same_weights=same_weights)
 
     def _requeue(self, seq: Sequence) -> None:
         self._vacate(seq)
@@ -266,6 +267,11 @@ class Residency:
         seq.state = SeqState.FINISHED
         self.waiting.settle(seq)
         self._refused = None
+
+    def tier_counters(self) -> dict[str, float]:
+        """For /metrics, where there is a tier below the device."""
+        tier = self.cache.tier
+        return {} if tier is None else tier.counters() | self.swapping.counters()
 
     def check(self, held: tuple[int, ...] = ()) -> None:
         """Audit pages and slots against their owners; see ``PageCache.check``."""

@@ -22,30 +22,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jserve.config import EngineConfig, SchedulerOptions
+from jserve.config import EngineConfig
 from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.faults import point
-from jserve.kv.cache import PageCache
-from jserve.kv.handles import quota_of
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
 from jserve.sched import admission, estimate, outcome, policy, telling
-from jserve.sched.budget import PrefillCap, cap_of
+from jserve.sched.budget import cap_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
 from jserve.sched.decoding import Decoding
 from jserve.sched.draft import PlanDraft
 from jserve.sched.drafting import Drafting
 from jserve.sched.fetching import Fetching
+from jserve.sched.floor import floor_of
 from jserve.sched.gate import Gate
 from jserve.sched.impasse import Impasse
-from jserve.sched.keeping import Keeping
 from jserve.sched.leaders import Leaders
 from jserve.sched.prefilling import Prefilling
-from jserve.sched.queue import WaitQueue, weights_of
-from jserve.sched.residency import Residency
 from jserve.sched.scores import PromptScores
-from jserve.sched.stats import LaneCounts, SchedStats, counters_of, stats_of
-from jserve.sched.swapping import Swapping
+from jserve.sched.stats import LaneCounts, SchedStats, stats_of
 from jserve.sched.trials import Trials
 from jserve.types import (
     Finish,
@@ -56,7 +51,6 @@ from jserve.types import (
     StepPlan,
     StepResult,
 )
-from jserve.window import chunk_of, tokens_ahead
 
 MASK_PATIENCE_S = 0.0005
 """How long planning waits for masks beside a step in flight; guided rows that lack theirs wait on."""
@@ -81,7 +75,7 @@ class Scheduler:
         self.guides = guides
         self.costs = MeasuredCosts(limits.step_times)
         self.cap = cap_of(self.costs, limits, self.options)
-        self.floor = _floor(limits, config, self.cap)
+        self.floor = floor_of(limits, config, self.cap)
         self.groups: dict[str, list[Sequence]] = {}
         self.trials = Trials(self.groups)
         self.leaders, self.fetching = Leaders(self.floor), Fetching(self.floor)
@@ -96,9 +90,18 @@ class Scheduler:
         self.impasse = Impasse(self.prefilling)
         self.deadlines, self.scores = Deadlines(), PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
+        self.telling = telling.Telling(
+            floor=self.floor,
+            drafting=self.drafting,
+            scores=self.scores,
+            gaps=self.gate.gaps,
+            groups=self.groups,
+            counts=self.counts,
+            remember=(self.leaders, self.fetching, self.drafting, self.scores, self.deadlines),
+            vocab_size=limits.vocab_size,
+            journal=journal,
+        )
         self._n_submitted = self.n_steps = self._n_uncommitted = 0
-        self.n_unsound = 0
-        """Counter: sequences that ended because their logits were not finite."""
         self.n_prefilled = 0
         """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
 
@@ -166,12 +169,10 @@ class Scheduler:
         for seq, field in passed:
             self.counts[seq.request.lane].expired += 1
             late = DeadlineExceeded(f"{field} of {getattr(seq.request, field):g} ms has passed")
-            outputs.append(
-                telling.end(self, seq, Finish.ERROR, now, late.message, late.code, field)
-            )
+            outputs.append(self.telling.end(seq, Finish.ERROR, now, late.message, late.code, field))
         if given_up is not None and given_up.seq.finish is None:
             seq, error = given_up
-            outputs.append(telling.end(self, seq, Finish.ERROR, now, error.message, error.code))
+            outputs.append(self.telling.end(seq, Finish.ERROR, now, error.message, error.code))
         return outputs
 
     def cancel(self, request_id: str, now: float = 0.0, index: int | None = None) -> list[Output]:
@@ -181,7 +182,7 @@ class Scheduler:
             self.journal.cancel(request_id, now, index)
         group = self.groups.get(request_id, ())
         chosen = [s for s in group if s.finish is None and index in (None, s.index)]
-        return [telling.end(self, seq, Finish.ABORT, now) for seq in chosen]
+        return [self.telling.end(seq, Finish.ABORT, now) for seq in chosen]
 
     @point("sched.plan")
     def plan(self, now: float) -> StepPlan | None:
@@ -233,7 +234,7 @@ class Scheduler:
             self.journal.commit(now, plan, result)
         self._n_uncommitted -= 1
         self.trials.succeeded()
-        self.floor.cache.landed(plan.id, ok=True)
+        self.floor.cache.landed(plan.id)
         self._observe(plan, result, now)
         sources = self.drafting.begin_commit(plan)
         outputs: list[Output] = []
@@ -255,15 +256,15 @@ class Scheduler:
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
             if not finite:
-                outputs.append(telling.end_unsound(self, seq, drawn[:n_ok], now))
+                outputs.append(self.telling.end_unsound(seq, drawn[:n_ok], now))
                 continue
             if row.score:
                 self.scores.add(seq, result.prompt[r])
             if row.emits:
                 drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
-                outputs.append(telling.advance(self, seq, drawn, result, r, len(row.drafts), now))
+                outputs.append(self.telling.advance(seq, drawn, result, r, len(row.drafts), now))
             else:
-                telling.publish(self, seq, row.start + row.count)
+                self.telling.publish(seq, row.start + row.count)
                 self.drafting.took(seq, ())
         if self.guides is not None:
             self.guides.kick()
@@ -288,7 +289,8 @@ class Scheduler:
         self.costs.observe(n_decode, n_prefill, n_context, took, width, plan.n_draft)
 
     def recover(self, plans: Iterable[StepPlan], error: str, now: float) -> list[Output]:
-        """A step raised and the device lost its state; ``plans`` are all that were in flight.
+        """A step raised with ``error`` and the device lost its state; ``plans`` are all that were in
+        flight. Or the weights are others now: then there is neither.
 
         Everyone starts over from their tokens, and nothing is cached any more. Who was in those
         plans is tried again, see ``Trials``; a request that is found guilty ends with ``error``.
@@ -305,8 +307,8 @@ class Scheduler:
         self.drafting.lost()
         assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
         blamed = [s for s in self.groups.get(guilty or "", ()) if s.finish is None]
-        outputs = [telling.end(self, seq, Finish.ERROR, now, error) for seq in blamed]
-        self.floor.evacuate()
+        outputs = [self.telling.end(seq, Finish.ERROR, now, error) for seq in blamed]
+        self.floor.evacuate(same_weights=bool(error))
         return outputs
 
     def _sequence(self, request: Request, index: int, max_len: int, now: float) -> Sequence:
@@ -333,50 +335,21 @@ class Scheduler:
         return bool(len(self.floor.waiting) or len(self.floor.running) or self._n_uncommitted)
 
     def stats(self) -> SchedStats:
-        return stats_of(self)
+        return stats_of(self.floor, self.gate, self.counts)
 
     def counters(self) -> dict[str, float]:
         """More for /metrics: the tiers, handles, sessions, waits for a prefix under way."""
-        return counters_of(self)
-
-
-def _floor(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) -> Residency:
-    """Nobody yet, over an empty page cache of these limits."""
-    options = config.scheduler
-    per_slot = -(-limits.max_model_len // limits.page_size)
-    cache = PageCache(
-        n_pages=limits.n_pages,
-        page_size=limits.page_size,
-        n_slots=limits.n_slots,
-        pages_per_slot=per_slot,
-        reuse=config.cache.prefix_caching,
-        n_host_pages=limits.n_host_pages,
-        window=limits.window,
-        sinks=limits.sinks,
-    )
-    ahead = tokens_ahead(options, limits.max_prefill_tokens, limits.max_drafts)
-    window_pages = cache.window.most_pages(ahead)
-    longest = min(per_slot, window_pages or per_slot)
-    return Residency(
-        n_slots=limits.n_slots,
-        max_running=_most_running(limits, options),
-        cache=cache,
-        waiting=WaitQueue(weights_of(options), options.ageing_s),
-        keeping=Keeping(
-            cache,
-            handle_pages=quota_of(limits.n_pages, longest, config.cache.handle_pages),
-            session_ttl_s=config.cache.session_ttl_s,
-        ),
-        chunk=chunk_of(options, limits.max_prefill_tokens),
-        window_pages=window_pages,
-        swapping=Swapping(cache, cap, mode=options.preemption, page_move_s=limits.page_move_s),
-    )
-
-
-def _most_running(limits: RunnerLimits, options: SchedulerOptions) -> int:
-    """All who run must fit the decode rows of one step, so that nobody who decodes skips a step."""
-    room = min(limits.n_slots, limits.max_rows, limits.max_decode_rows)
-    return min(room, options.max_num_seqs, options.max_num_batched_tokens)
+        return {
+            **self.floor.keeping.counters(),
+            **(self.drafting.counters() if self.drafting.on else {}),
+            **self.floor.tier_counters(),
+            **self.trials.counters(),
+            **self.leaders.counters(),
+            **self.impasse.counters(),
+            **self.telling.counters(),
+            "step_slowness": self.costs.slowness,
+            "prefill_tokens_total": float(self.n_prefilled),
+        }
 
 
 def _settle(seq: Sequence, most: int, n_ok: int) -> None:

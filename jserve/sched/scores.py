@@ -39,7 +39,8 @@ class PromptScores:
         assert all(scores[1:]), f"{seq.request.id}: prompt log-probabilities have gaps"
         return tuple(scores)
 
-    def drop(self, seq: Sequence) -> None:
+    def forget(self, seq: Sequence) -> None:
+        """``seq`` is over."""
         self._lists.pop(seq, None)
 
     def __len__(self) -> int:

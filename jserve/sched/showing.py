@@ -14,8 +14,8 @@ its hidden states, but keeps the KV it has; only the drafter writes. Such a row 
 its own, so the newest wait until the host knows them.
 
 Cached prefixes are accounted for by page. Where pages were computed while the drafter slept, whoever finds
-them in the cache misses them too; pages that went to host memory or disk and came back count as shown, as does
-everything where layers have windows, which forget it anyway.
+them in the cache misses them too, also after a way through host memory; pages that were read from disk count as
+shown, as does everything where layers have windows, which forget it anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jserve.ports import RunnerLimits
 from jserve.sched.budget import PrefillCap
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.draft import PlanDraft
-from jserve.types import RowPlan, Sequence, StepPlan
+from jserve.types import PageFetch, PageMove, RowPlan, Sequence, StepPlan
 
 _OPEN = 1 << 40
 """``high`` while it sleeps."""
@@ -53,6 +53,7 @@ class Showing:
         self._rungs = sorted({t.n_prefill for t in limits.step_times if t.n_draft and t.n_prefill})
         self._page = limits.page_size
         self._unseen_P = np.zeros(limits.n_pages if self.on else 0, bool)
+        self._unseen_H = np.zeros(limits.n_host_pages if self.on else 0, bool)
         self._of: dict[Sequence, _Stretch] = {}
 
     def missing(self, seq: Sequence) -> int:
@@ -100,14 +101,27 @@ class Showing:
         """``plan`` will run."""
         if not self.on:
             return
+        self._move(plan.moves)
         for row, page_M in zip(plan.rows, plan.page_table_RM, strict=True):
             gap = self._gap(row.seq)
             if gap is None:
                 gap = self._of[row.seq] = self._found(row, page_M)
             self._count(gap, row, page_M, awake=plan.n_draft > 0)
 
+    def read(self, fetches: Iterable[PageFetch]) -> None:
+        """These pages will be read from disk into host memory."""
+        if self.on:
+            self._unseen_H[[fetch.host for fetch in fetches]] = False
+
     def forget(self, seq: Sequence) -> None:
         self._of.pop(seq, None)
+
+    def _move(self, moves: Iterable[PageMove]) -> None:
+        for move in moves:
+            if move.out:
+                self._unseen_H[move.host] = self._unseen_P[move.page]
+            else:
+                self._unseen_P[move.page] = self._unseen_H[move.host]
 
     def _gap(self, seq: Sequence) -> _Stretch | None:
         """Of one that starts over, after giving way or a fault, nothing of before counts: it has another

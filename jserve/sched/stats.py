@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from jserve.sched.gate import next_level
+from jserve.sched.gate import Gate, next_level
+from jserve.sched.residency import Residency
 from jserve.types import Lane, SeqState, Sequence
-
-if TYPE_CHECKING:
-    from jserve.sched.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +57,8 @@ class LaneCounts:
             self.cached_tokens += seq.n_cached
 
 
-def stats_of(scheduler: Scheduler) -> SchedStats:
+def stats_of(floor: Residency, gate: Gate, counts: Mapping[Lane, LaneCounts]) -> SchedStats:
     """All of them, as of now."""
-    floor, gate = scheduler.floor, scheduler.gate
     load = gate.load()
     preempted = sum(1 for seq in floor.waiting if seq.state is SeqState.PREEMPTED)
     return SchedStats(
@@ -75,40 +71,19 @@ def stats_of(scheduler: Scheduler) -> SchedStats:
         cache_query_tokens=floor.n_looked_up,
         cache_hit_tokens=floor.n_hit,
         preemptions=floor.n_preemptions,
-        finished=sum(counts.finished for counts in scheduler.counts.values()),
+        finished=sum(lane.finished for lane in counts.values()),
         waiting_tokens=floor.waiting.n_tokens,
         overload_level=next_level(gate.level, load),
         overload_load=load,
-        lanes=_lanes(scheduler),
+        lanes=_lanes(floor, gate, counts),
     )
 
 
-def counters_of(scheduler: Scheduler) -> dict[str, float]:
-    """Those that are not there in every build: tiers, handles, sessions, waits for a prefix."""
-    floor = scheduler.floor
-    tier = floor.cache.tier
-    tiers = {} if tier is None else tier.counters() | floor.swapping.counters()
-    return {
-        **floor.keeping.counters(),
-        **(scheduler.drafting.counters() if scheduler.drafting.on else {}),
-        **tiers,
-        "step_faults_total": float(scheduler.trials.n_faults),
-        "steps_failed_in_row": float(scheduler.trials.n_in_row),
-        "step_slowness": scheduler.costs.slowness,
-        "sequences_nonfinite_total": float(scheduler.n_unsound),
-        "requests_guilty_total": float(scheduler.trials.n_guilty),
-        "requests_unschedulable_total": float(scheduler.impasse.n_given_up),
-        "prefix_waits_total": float(scheduler.leaders.n_waits),
-        "prefill_tokens_total": float(scheduler.n_prefilled),
-    }
-
-
-def _lanes(scheduler: Scheduler) -> dict[str, int]:
+def _lanes(floor: Residency, gate: Gate, counts: Mapping[Lane, LaneCounts]) -> dict[str, int]:
     values = {}
     for lane in Lane:
-        values[f"{lane}_waiting"] = scheduler.floor.waiting.lanes[lane].n
-        values[f"{lane}_running"] = scheduler.floor.n_running[lane]
-        values[f"{lane}_refused"] = scheduler.gate.n_refused[lane]
-        counts = scheduler.counts[lane]
-        values |= {f"{lane}_{name}": getattr(counts, name) for name in LaneCounts.__slots__}
+        values[f"{lane}_waiting"] = floor.waiting.lanes[lane].n
+        values[f"{lane}_running"] = floor.n_running[lane]
+        values[f"{lane}_refused"] = gate.n_refused[lane]
+        values |= {f"{lane}_{name}": getattr(counts[lane], name) for name in LaneCounts.__slots__}
     return values

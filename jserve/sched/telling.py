@@ -6,77 +6,185 @@ queues; counters that a row moves were settled before (``Scheduler.commit``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, MutableMapping, Sequence as Seq
+from typing import Protocol
 
-from jserve.ports import Verdict
+from jserve.ports import Journal, Verdict
 from jserve.sched import constraints, outcome
+from jserve.sched.drafting import Drafting
+from jserve.sched.estimate import EndGaps
 from jserve.sched.guided import obey
-from jserve.types import Finish, Output, Sequence, StepResult
-
-if TYPE_CHECKING:
-    from jserve.sched.scheduler import Scheduler
+from jserve.sched.residency import Residency
+from jserve.sched.scores import PromptScores
+from jserve.sched.stats import LaneCounts
+from jserve.types import Finish, Lane, Output, Sequence, StepResult
 
 NON_FINITE = "the model gave logits that are not finite"
 NON_FINITE_CODE, GRAMMAR_FAILED = "nonfinite_logits", "grammar_failed"
 
 
-def advance(
-    sched: Scheduler,
-    seq: Sequence,
-    drawn: list[int],
-    result: StepResult,
-    row: int,
-    n_drafts: int,
-    now: float,
-) -> Output:
-    """Append what was drawn, publish the pages it proved sound, end what is over."""
-    request, n_prompt = seq.request, seq.n_prompt
-    first = len(seq.tokens) == n_prompt
-    n_drawn, verdict = len(drawn), None
-    if seq.guide is not None:
-        verdict = _ask(sched, seq, drawn)
-        if verdict.error is not None:
-            return _end_failed(sched, seq, verdict, now)
-        drawn = [*drawn, *verdict.forced]
-    drawn = outcome.accept(seq, drawn)
-    # The logits were finite, so the KV of everything before the last drawn token is sound.
-    n_forced = len(drawn) - n_drawn
-    n_sound = len(seq.tokens) - (1 + n_forced if n_forced > 0 else 1) if drawn else n_prompt
-    n_accepted = min(n_drawn - 1, len(drawn)) if n_drafts else 0
-    if verdict is not None:
-        obey(seq, verdict)
-    lease = seq.lease
-    if lease is not None and (n_sound >= lease.next_full or request.cache is not None):
-        publish(sched, seq, n_sound)
-    sched.drafting.took(seq, drawn)
-    if not first and seq.finish is None and request.params.logprobs is None:
+class Remembers(Protocol):
+    """Whoever keeps something of sequences."""
+
+    def forget(self, seq: Sequence) -> None:
+        """``seq`` is over."""
+        ...
+
+
+class Telling:
+    """Moves sequences by what was drawn, ends them, and says so.
+
+    Args:
+        floor: where sequences are, and the cache that their pages are published in.
+        drafting: sees every token.
+        scores: the log-probabilities of prompts, until they are sent.
+        gaps: hears when one that had got in is over.
+        groups: the sequences of every live request; a request goes with the last of them.
+        counts: what ended, by lane.
+        remember: all who keep something of a sequence until it is over.
+        vocab_size: token ids below it can be drawn.
+        journal: hears what guides say.
+    """
+
+    def __init__(
+        self,
+        *,
+        floor: Residency,
+        drafting: Drafting,
+        scores: PromptScores,
+        gaps: EndGaps,
+        groups: MutableMapping[str, list[Sequence]],
+        counts: Mapping[Lane, LaneCounts],
+        remember: Seq[Remembers],
+        vocab_size: int,
+        journal: Journal | None,
+    ) -> None:
+        self.floor, self.drafting, self.scores, self.gaps = floor, drafting, scores, gaps
+        self.groups, self.counts, self.remember = groups, counts, remember
+        self.vocab_size, self.journal = vocab_size, journal
+        self.n_unsound = 0
+        """Counter: sequences that ended because their logits were not finite."""
+
+    def advance(
+        self,
+        seq: Sequence,
+        drawn: list[int],
+        result: StepResult,
+        row: int,
+        n_drafts: int,
+        now: float,
+    ) -> Output:
+        """Append what was drawn, publish the pages it proved sound, end what is over."""
+        first = len(seq.tokens) == seq.n_prompt
+        verdict = None if seq.guide is None else self._ask(seq, drawn)
+        if verdict is not None and verdict.error is not None:
+            return self._end_failed(seq, verdict, now)
+        taken = outcome.accept(seq, drawn if verdict is None else [*drawn, *verdict.forced])
+        if verdict is not None:
+            obey(seq, verdict)
+        # The logits were finite, so the KV of everything before the last drawn token is sound.
+        n_behind = 1 + max(0, len(taken) - len(drawn)) if taken else 0
+        n_sound, lease = len(seq.tokens) - n_behind, seq.lease
+        if lease is not None and (n_sound >= lease.next_full or seq.request.cache is not None):
+            self.publish(seq, n_sound)
+        self.drafting.took(seq, taken)
+        scores = self.scores.take(seq) if first else None
+        logprobs = outcome.logprobs_of(seq, result, row, len(taken))
+        if seq.finish is not None:
+            self._retire(seq, now)
         return Output(
-            request_id=request.id,
+            request_id=seq.request.id,
             index=seq.index,
-            token_ids=tuple(drawn),
-            n_cached=seq.n_cached,
             n_drafted=n_drafts,
-            n_accepted=n_accepted,
+            n_accepted=min(len(drawn) - 1, len(taken)) if n_drafts else 0,
+            token_ids=tuple(taken),
+            logprobs=logprobs,
+            prompt_logprobs=scores,
+            finish=seq.finish,
+            stop_reason=seq.stop_reason,
+            n_cached=seq.n_cached,
+            seed=seq.seed if first else None,
         )
-    scores = sched.scores.take(seq) if first else None
-    logprobs = None
-    if request.params.logprobs is not None:
-        logprobs = outcome.logprobs_of(seq, result, row, len(drawn))
-    if seq.finish is not None:
-        retire(sched, seq, now)
-    return Output(
-        request_id=request.id,
-        index=seq.index,
-        n_drafted=n_drafts,
-        n_accepted=n_accepted,
-        token_ids=tuple(drawn),
-        logprobs=logprobs,
-        prompt_logprobs=scores,
-        finish=seq.finish,
-        stop_reason=seq.stop_reason,
-        n_cached=seq.n_cached,
-        seed=seq.seed if first else None,
-    )
+
+    def publish(self, seq: Sequence, n_sound: int) -> None:
+        """Let others find the full pages of the first ``n_sound`` tokens, whose logits were finite."""
+        lease = seq.lease
+        if lease is not None and n_sound // self.floor.cache.page_size > lease.n_published:
+            self.floor.cache.publish(lease, seq.tokens, n_sound)
+            self.floor.slide(seq, n_sound)
+        if seq.request.cache is not None:
+            self.floor.keeping.settle(seq.request, lease)
+
+    def end(
+        self,
+        seq: Sequence,
+        finish: Finish,
+        now: float,
+        error: str | None = None,
+        code: str | None = None,
+        field: str | None = None,
+    ) -> Output:
+        """End ``seq`` from outside; its unpublished pages are forgotten."""
+        seq.finish = finish
+        self._retire(seq, now)
+        return Output(
+            request_id=seq.request.id,
+            index=seq.index,
+            finish=finish,
+            error=error,
+            error_code=code,
+            error_field=field,
+            n_cached=seq.n_cached,
+            seed=seq.seed if seq.n_output == 0 else None,
+        )
+
+    def end_unsound(self, seq: Sequence, drawn: list[int], now: float) -> Output:
+        """End a sequence from which nothing could be drawn at, or behind, some of ``drawn``."""
+        verdict = None if seq.guide is None else seq.guide.fault
+        if verdict is None:
+            own = constraints.excluded(seq, drawn[:-1], self.vocab_size)
+            if own is None:
+                self.n_unsound += 1
+                return self.end(seq, Finish.ERROR, now, NON_FINITE, NON_FINITE_CODE)
+            verdict = Verdict(error=own.message, code=own.code, field=own.field)
+        if seq.guide is not None:
+            self._note(seq, verdict)
+        return self._end_failed(seq, verdict, now)
+
+    def counters(self) -> dict[str, float]:
+        """For /metrics."""
+        return {"sequences_nonfinite_total": float(self.n_unsound)}
+
+    def _retire(self, seq: Sequence, now: float) -> None:
+        """``seq`` is over: nobody keeps anything of it."""
+        if seq.charged is not None:
+            self.gaps.ended(now)
+        if seq.finish in (Finish.STOP, Finish.LENGTH):
+            self.floor.lengths.ended(seq)
+        self.floor.leave(seq)
+        self.floor.keeping.abandon(seq.request)
+        for part in self.remember:
+            part.forget(seq)
+        self.counts[seq.request.lane].ended(seq)
+        if all(s.finish is not None for s in self.groups[seq.request.id]):
+            del self.groups[seq.request.id]
+
+    def _ask(self, seq: Sequence, drawn: list[int]) -> Verdict:
+        assert seq.guide is not None
+        try:
+            verdict = seq.guide.take(drawn)
+        except Exception as error:  # a fault of its guide ends this sequence, not the engine
+            verdict = Verdict(error=f"the guide failed with {type(error).__name__}")
+        self._note(seq, verdict)
+        return verdict
+
+    def _note(self, seq: Sequence, verdict: Verdict) -> None:
+        if self.journal is not None:
+            self.journal.guided(seq.request.id, seq.index, verdict)
+
+    def _end_failed(self, seq: Sequence, verdict: Verdict, now: float) -> Output:
+        code = verdict.code or GRAMMAR_FAILED
+        return self.end(seq, Finish.ERROR, now, verdict.error, code, verdict.field)
 
 
 def plain(seq: Sequence, token: int) -> Output | None:
@@ -92,88 +200,3 @@ def plain(seq: Sequence, token: int) -> Output | None:
         return None
     tokens.append(token)
     return Output(request_id=request.id, index=seq.index, token_ids=(token,), n_cached=seq.n_cached)
-
-
-def publish(sched: Scheduler, seq: Sequence, n_sound: int) -> None:
-    """Let others find the full pages of the first ``n_sound`` tokens, whose logits were finite."""
-    lease = seq.lease
-    if lease is not None and n_sound // sched.limits.page_size > lease.n_published:
-        sched.floor.cache.publish(lease, seq.tokens, n_sound)
-        sched.floor.slide(seq, n_sound)
-    if seq.request.cache is not None:
-        sched.floor.keeping.settle(seq.request, lease)
-
-
-def _ask(sched: Scheduler, seq: Sequence, drawn: list[int]) -> Verdict:
-    assert seq.guide is not None
-    try:
-        verdict = seq.guide.take(drawn)
-    except Exception as error:  # a fault of its guide ends this sequence, not the engine
-        verdict = Verdict(error=f"the guide failed with {type(error).__name__}")
-    _note(sched, seq, verdict)
-    return verdict
-
-
-def _note(sched: Scheduler, seq: Sequence, verdict: Verdict) -> None:
-    if sched.journal is not None:
-        sched.journal.guided(seq.request.id, seq.index, verdict)
-
-
-def end_unsound(sched: Scheduler, seq: Sequence, drawn: list[int], now: float) -> Output:
-    """End a sequence from which nothing could be drawn at, or behind, some of ``drawn``."""
-    verdict = None if seq.guide is None else seq.guide.fault
-    if verdict is None:
-        own = constraints.excluded(seq, drawn[:-1], sched.limits.vocab_size)
-        if own is None:
-            sched.n_unsound += 1
-            return end(sched, seq, Finish.ERROR, now, NON_FINITE, NON_FINITE_CODE)
-        verdict = Verdict(error=own.message, code=own.code, field=own.field)
-    if seq.guide is not None:
-        _note(sched, seq, verdict)
-    return _end_failed(sched, seq, verdict, now)
-
-
-def _end_failed(sched: Scheduler, seq: Sequence, verdict: Verdict, now: float) -> Output:
-    code = verdict.code or GRAMMAR_FAILED
-    return end(sched, seq, Finish.ERROR, now, verdict.error, code, verdict.field)
-
-
-def end(
-    sched: Scheduler,
-    seq: Sequence,
-    finish: Finish,
-    now: float,
-    error: str | None = None,
-    code: str | None = None,
-    field: str | None = None,
-) -> Output:
-    """End ``seq`` from outside; its unpublished pages are forgotten."""
-    seq.finish = finish
-    retire(sched, seq, now)
-    return Output(
-        request_id=seq.request.id,
-        index=seq.index,
-        finish=finish,
-        error=error,
-        error_code=code,
-        error_field=field,
-        n_cached=seq.n_cached,
-        seed=seq.seed if seq.n_output == 0 else None,
-    )
-
-
-def retire(sched: Scheduler, seq: Sequence, now: float) -> None:
-    if seq.charged is not None:
-        sched.gate.gaps.ended(now)
-    if seq.finish in (Finish.STOP, Finish.LENGTH):
-        sched.floor.lengths.ended(seq)
-    sched.floor.leave(seq)
-    sched.floor.keeping.abandon(seq.request)
-    sched.leaders.forget(seq)
-    sched.fetching.forget(seq)
-    sched.drafting.forget(seq)
-    sched.scores.drop(seq)
-    sched.deadlines.forget(seq)
-    sched.counts[seq.request.lane].ended(seq)
-    if all(s.finish is not None for s in sched.groups[seq.request.id]):
-        del sched.groups[seq.request.id]

@@ -7,12 +7,9 @@ Must not know files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
-from typing import TYPE_CHECKING
 
+from jserve.sched.scheduler import Scheduler
 from jserve.types import PageFetch
-
-if TYPE_CHECKING:
-    from jserve.sched.scheduler import Scheduler
 
 
 def learn(scheduler: Scheduler, digests: Iterable[bytes], now: float) -> None:
@@ -28,7 +25,9 @@ def learn(scheduler: Scheduler, digests: Iterable[bytes], now: float) -> None:
 def take_fetches(scheduler: Scheduler) -> list[PageFetch]:
     """The reads to start, each given once."""
     tier = scheduler.floor.cache.tier
-    return [] if tier is None else tier.take_fetches()
+    fetches = [] if tier is None else tier.take_fetches()
+    scheduler.drafting.showing.read(fetches)
+    return fetches
 
 
 def fetched(scheduler: Scheduler, answers: Seq[tuple[int, bool]], now: float) -> None:

@@ -97,6 +97,14 @@ class Trials:
             return f"with {MAX_GUILTY} requests, each alone, and with no other"
         return None
 
+    def counters(self) -> dict[str, float]:
+        """For /metrics."""
+        return {
+            "step_faults_total": float(self.n_faults),
+            "steps_failed_in_row": float(self.n_in_row),
+            "requests_guilty_total": float(self.n_guilty),
+        }
+
     def _open(self, present: list[str], now: float) -> None:
         self._marks = {
             seq: len(seq.tokens) + max(1, seq.in_flight) for id in present for seq in self._live[id]

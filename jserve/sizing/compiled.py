@@ -21,6 +21,7 @@ from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import Bucket, buffer_size
 from jserve.runner.programs import compile_options
+from jserve.runner.runner import step_model
 from jserve.sizing.layout import Layout
 from jserve.sizing.plan import Plan
 from pallas_kernels import aot
@@ -43,29 +44,15 @@ def with_compiled(
     reason = aot.available()
     if reason is not None:
         raise ConfigError(f"compile: {reason} (docs/kernels.md lists the wheels)", field="compile")
-    model, programs = _step_model(laid), list(found.programs)
-    plain = [i for i, b in enumerate(laid.buckets) if not (b.mask or b.lora or b.score)]
+    mesh, programs = make_mesh(laid.tp, aot.h200(laid.tp)), list(found.programs)
+    model = step_model(laid.sizes, laid.model.family, mesh, ShardRules(), laid.speculation)
+    plain = [i for i, b in enumerate(laid.buckets) if not (b.mask or b.score)]
     for done, i in enumerate(plain):
         progress("compile", done, len(plain))
         figures = _figures(compile_step(model, laid.buckets[i]), programs[i].weight_bytes)
         programs[i] = dataclasses.replace(programs[i], compiled=figures)
     progress("compile", len(plain), len(plain))
     return dataclasses.replace(found, programs=tuple(programs))
-
-
-def _step_model(laid: Layout) -> StepModel:
-    return StepModel(
-        family=laid.model.family,
-        arch=laid.model.arch,
-        backend=laid.attention,
-        dims=laid.dims,
-        mesh=make_mesh(laid.tp, aot.h200(laid.tp)),
-        rules=ShardRules(),
-        n_pages=laid.memory.n_pages,
-        kv_dtype=laid.stored,
-        dtype=laid.model.dtype,
-        drafter=None if laid.speculation is None else laid.speculation.drafter,
-    )
 
 
 def compile_step(model: StepModel, bucket: Bucket) -> aot.Report:

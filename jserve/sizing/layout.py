@@ -8,25 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.attention import AttentionBackend, backend as find_backend
-from jserve.model.sinks import with_sinks
-from jserve.model.view import Bucket, StepDims
+from jserve.model.view import Bucket
 from jserve.runner.drafts import Speculation
-from jserve.runner.memory import DeviceMemory, MemoryPlan, plan_memory
-from jserve.runner.sizes import (
-    draft_page_bytes,
-    drafting_limits,
-    ladder_of,
-    longest_pages,
-    runner_limits,
-    step_dims,
-    stored_kv,
-    window_of,
-)
+from jserve.runner.memory import DeviceMemory
+from jserve.runner.sizes import Sizes, draft_page_bytes, sizes_of
 from jserve.sim.roofline import Chip
 from jserve.sizing import speculation as drafts
 from jserve.sizing.models import Model
@@ -40,66 +28,51 @@ class Layout:
     """A model on its devices: what ``ModelRunner`` would make of the same options."""
 
     model: Model
+    """With the attention sinks that the options ask for."""
     config: EngineConfig
-    attention: AttentionBackend
-    stored: Any
-    dims: StepDims
-    memory: MemoryPlan
+    sizes: Sizes
     buckets: tuple[Bucket, ...]
+    """Of its programs, in the order of the ladder."""
     speculation: Speculation | None
     """Without its weights."""
     draft_weight_bytes: int
-    draft_page_bytes: int
 
     @property
     def tp(self) -> int:
         return self.config.device.tensor_parallel_size
 
+    @property
+    def draft_page_bytes(self) -> int:
+        """Bytes that a page takes on each device for the drafter."""
+        sizes = self.sizes
+        itemsize = sizes.stored.itemsize
+        return draft_page_bytes(self.speculation, sizes.attention, sizes.dims, itemsize, self.tp)
+
 
 def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     """Raises ConfigError as the engine would: it does not fit, or an option cannot be honoured."""
-    tp, platform = config.device.tensor_parallel_size, platform_of(chip)
+    tp = config.device.tensor_parallel_size
     speculation = drafts.drafter_of(model, config)
-    attention = find_backend(config.device.attention_backend, platform)
-    arch = with_sinks(model.arch, attention, config.device.attention_sinks)
-    model = dataclasses.replace(model, arch=arch)
-    stored = stored_kv(config, attention, model.dtype, arch, speculation)
-    dims = step_dims(arch, config, speculation)
     drafter = drafts.weight_bytes(speculation, model, tp)
-    of_page = draft_page_bytes(speculation, attention, dims, stored.itemsize, tp)
-    weights, window = model.weight_bytes(tp) + drafter, window_of(arch, speculation)
-    memory = plan_memory(
-        arch=model.arch,
-        backend=attention,
-        dims=dims,
-        itemsize=stored.itemsize,
+    weights = model.weight_bytes(tp) + drafter
+    sizes = sizes_of(
+        model.arch,
+        config,
+        dtype=model.dtype,
+        platform="cuda" if chip.memory else "cpu",
         tp=tp,
         weight_bytes=weights,
-        options=config.cache,
         memory=_memory(chip, weights),
-        draft_page_bytes=of_page,
-        longest=longest_pages(arch, config, dims, window),
+        speculation=speculation,
     )
-    limits = runner_limits(arch, config, dims, memory.n_pages, 0, window)
-    limits = drafting_limits(limits, config, speculation, platform)
-    tree = () if speculation is None else speculation.tree
-    synthetic = config.speculative.method == "synthetic"
     return Layout(
-        model=model,
+        model=dataclasses.replace(model, arch=sizes.arch),
         config=config,
-        attention=attention,
-        stored=stored,
-        dims=dims,
-        memory=memory,
-        buckets=ladder_of(limits, tree, masks_drafts=synthetic).buckets,
+        sizes=sizes,
+        buckets=sizes.ladder.buckets,
         speculation=speculation,
         draft_weight_bytes=drafter,
-        draft_page_bytes=of_page,
     )
-
-
-def platform_of(chip: Chip) -> str:
-    return "cuda" if chip.memory else "cpu"
 
 
 def _memory(chip: Chip, weights: int) -> DeviceMemory:

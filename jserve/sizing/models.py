@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError, WeightsError
+from jserve.model.arch import Arch
 from jserve.model.families import family_for
-from jserve.model.family import Arch, Family
+from jserve.model.family import Family
 from jserve.model.shard import ParamSpec, ShardRules, is_spec
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import Shape

@@ -17,15 +17,10 @@ from jserve.model.tree import chain
 from jserve.model.view import Bucket
 from jserve.runner.memory import MemoryPlan
 from jserve.runner.programs import step_name
-from jserve.runner.sizes import (
-    draft_rows,
-    kv_dtype,
-    longest_pages,
-    window_of,
-)
+from jserve.runner.sizes import longest_pages
 from jserve.sim.roofline import CHIPS, Chip, Roofline
 from jserve.sizing import speculation as drafts
-from jserve.sizing.layout import Layout, lay_out, platform_of, with_advice
+from jserve.sizing.layout import Layout, lay_out, with_advice
 from jserve.sizing.models import find, shape_of
 from jserve.sizing.speculation import Drafting, Gain, Speculated
 
@@ -183,9 +178,10 @@ def plan(
 
 
 def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float) -> Plan:
-    model, config, memory, tp = laid.model, laid.config, laid.memory, laid.tp
+    model, sizes, tp = laid.model, laid.sizes, laid.tp
+    memory = sizes.memory
     line, context = _roofline(laid, chip), lengths[len(lengths) // 2]
-    per_token = memory.page_bytes // laid.dims.Z
+    per_token = memory.page_bytes // sizes.dims.Z
     rates = tuple(_rate(laid, line, b, n) for n in lengths for b in BATCHES)
     drafting = None if laid.speculation is None else Drafting.of(laid.speculation.drafter, line)
     return Plan(
@@ -197,13 +193,13 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         device=chip.name,
         devices=tp,
         device_bytes=memory.total_bytes,
-        attention_backend=laid.attention.name,
-        kv_dtype=str(kv_dtype(config, model.dtype)),
+        attention_backend=sizes.attention.name,
+        kv_dtype=str(sizes.kv_dtype),
         kv_bytes_per_token=per_token,
         kv_bytes_per_token_total=per_token * tp,
-        page_size=laid.dims.Z,
+        page_size=sizes.dims.Z,
         max_model_len=_context(laid),
-        max_num_seqs=laid.dims.C,
+        max_num_seqs=sizes.dims.C,
         memory=memory,
         residents=tuple(_residents(laid, n) for n in lengths),
         rates=rates,
@@ -229,7 +225,7 @@ def _speculated(
     rates: tuple[Rate, ...],
     acceptance: float,
 ) -> Speculated | None:
-    config, made = laid.config, laid.speculation
+    config, made, dims = laid.config, laid.speculation, laid.sizes.dims
     if config.speculative.method == "off":
         return None
     gain = Gain(
@@ -237,7 +233,7 @@ def _speculated(
         drafting=drafting,
         tree=() if made is None else made.tree,
         n_drafts=config.n_drafts if made is None else made.n_draft,
-        draft_rows=draft_rows(config, platform_of(line.chip)),
+        draft_rows=laid.sizes.limits.draft_rows,
         by_rank=drafts.chances_of(acceptance, config),
     )
     return Speculated(
@@ -247,9 +243,9 @@ def _speculated(
         tree=gain.tree,
         devices=1 if made is None or made.drafter.replicated else laid.tp,
         weight_bytes=laid.draft_weight_bytes,
-        kv_bytes_per_token=laid.draft_page_bytes // laid.dims.Z,
-        slot_bytes=4 * laid.dims.C * (laid.dims.drafts * (1 + laid.dims.grown) + laid.dims.text),
-        draft_rows=laid.dims.C if made is None else gain.draft_rows,
+        kv_bytes_per_token=laid.draft_page_bytes // dims.Z,
+        slot_bytes=4 * dims.C * (dims.drafts * (1 + dims.grown) + dims.text),
+        draft_rows=dims.C if made is None else gain.draft_rows,
         acceptance=acceptance,
         chances=gain.by_rank,
         rates=tuple(gain.rate(r.batch, r.context, fits=r.fits) for r in rates),
@@ -262,15 +258,15 @@ def _context(laid: Layout) -> int:
 
 def _roofline(laid: Layout, chip: Chip) -> Roofline:
     shape = shape_of(laid.model.arch, laid.model.dtype.itemsize)
-    return Roofline(shape=shape, chip=chip, kv_itemsize=laid.stored.itemsize, tp=laid.tp)
+    return Roofline(shape=shape, chip=chip, kv_itemsize=laid.sizes.stored.itemsize, tp=laid.tp)
 
 
 def _residents(laid: Layout, length: int) -> Residents:
-    arch = laid.model.arch
-    most = longest_pages(arch, laid.config, laid.dims, window_of(arch, laid.speculation))
-    pages = min(-(-length // laid.dims.Z), most)
-    held = (laid.memory.n_pages - 1) // pages
-    return Residents(length=length, pages=pages, sequences=held, admitted=min(held, laid.dims.C))
+    dims, window = laid.sizes.dims, laid.sizes.limits.window
+    most = longest_pages(laid.model.arch, laid.config, dims, window)
+    pages = min(-(-length // dims.Z), most)
+    held = (laid.sizes.memory.n_pages - 1) // pages
+    return Residents(length=length, pages=pages, sequences=held, admitted=min(held, dims.C))
 
 
 def _rate(laid: Layout, line: Roofline, batch: int, context: int) -> Rate:

@@ -45,6 +45,7 @@ def place_at(value_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
 
 
 def bias_digest(params: SamplingParams) -> int:
+    """64 bits that stand for a slot's biases and bad words."""
     parts = (sorted(params.logit_bias.items()), params.bad_token_ids)
     digest = 0
     for i, byte in enumerate(repr(parts).encode()):
@@ -104,15 +105,18 @@ class FakeModel:
 
 
 def stops_of(request: Request) -> tuple[int, ...]:
+    """Ids that end its sequences."""
     eos = () if request.params.ignore_eos else request.eos_ids
     return (*eos, *request.params.stop_token_ids)
 
 
 def sampling_hash(params: SamplingParams, history: int, bias: int) -> int:
+    """What a slot's counts and biases (``bias_digest``) add to a draw; 0 where nothing reads them."""
     return (mix(history) if params.penalised else 0) ^ (mix(bias) if params.biased else 0)
 
 
 def logprob_of(seen: int) -> float:
+    """The fake's log-probability of what was drawn: in (-4, 0]."""
     return -(seen % 4096) / 1024
 
 
@@ -140,6 +144,7 @@ class Visible:
 
 
 def counted(token: int, drawn: bool) -> int:
+    """What a token adds to a slot's history, drawn or of the prompt."""
     return mix(mix(token) ^ drawn)
 
 

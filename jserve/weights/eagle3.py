@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.model.eagle3 import LAYER, eagle3
-from jserve.model.family import Arch
 from jserve.model.hf_config import boolean, decoder_arch, full_attention, integer, refuse
 from jserve.weights.head_files import Head, HeadFiles, must_be, must_be_off, renamed
 from jserve.weights.hf import INTEGERS

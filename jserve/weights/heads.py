@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.model.drafter import Drafter
-from jserve.model.family import Arch
 from jserve.weights.eagle3 import read_eagle3
 from jserve.weights.head_files import Head, HeadFiles
 from jserve.weights.loader import load_tree

@@ -99,10 +99,12 @@ def pieces(spec: ParamSpec, index: Index) -> Iterator[Piece]:
 
 
 def shard_shape(spec: ParamSpec, index: Index) -> tuple[int, ...]:
+    """The shape of one shard of a parameter."""
     return tuple(len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True))
 
 
 def whole(spec: ParamSpec) -> Index:
+    """The index of all of a parameter."""
     return tuple(slice(0, n) for n in spec.shape)
 
 

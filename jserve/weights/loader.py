@@ -20,7 +20,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jserve.errors import ConfigError
-from jserve.model.family import Arch, Family
+from jserve.model.arch import Arch
+from jserve.model.family import Family
 from jserve.model.shard import ParamSpec, ShardRules
 from jserve.weights import orbax
 from jserve.weights.dummy import draw

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jserve.model.family import Arch
+from jserve.model.arch import Arch
 from jserve.model.hf_config import boolean, integer, refuse
 from jserve.model.medusa import medusa
 from jserve.weights.head_files import Head, HeadFiles, must_be, renamed

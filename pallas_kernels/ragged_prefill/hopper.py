@@ -85,6 +85,7 @@ class Work(NamedTuple):
 
 
 def plan(count_F: jax.Array, tile: Tile) -> Work:
+    """The tiles of rows with ``count_F`` (int32) tokens, row after row."""
     n_F = -(-count_F * tile.G // ROWS_OF_TILE)
     end_F = jnp.cumsum(n_F)
     i_I = jnp.arange(tile.tiles, dtype=jnp.int32)

@@ -25,6 +25,7 @@ from checkpoints.recipe.model import SIZES, init_params, packed_features
 from jserve.model.attention import backend
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.families import family_for
+from jserve.model.family import Family
 from jserve.model.hand import Row, pack
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket, StepDims, layout, unpack
@@ -242,6 +243,7 @@ def test_sampled_answers_follow_the_seed(target, tiny_tokenizer):
 class Served:
     """A target and its heads as jserve loads them from their folders, in float32."""
 
+    family: Family
     target: Target
     drafter: Drafter
     params: Any
@@ -252,9 +254,16 @@ def serve(folder: Path, target: Path, method: str) -> Served:
     family = family_for(source.config)
     arch = family.arch(source.config)
     params = load(family, arch, source, mesh, rules, jnp.float32)
-    of = Target(family=family, arch=arch, params=params, attn=backend("ref"), axis=None)
+    of = Target(
+        arch=arch,
+        params=params,
+        embedding=family.embed,
+        unembedding=family.logits,
+        attn=backend("ref"),
+        axis=None,
+    )
     drafter, load_weights = read_head(method, resolve(str(folder)), arch)
-    return Served(of, drafter, load_weights(mesh, rules, jnp.float32))
+    return Served(family, of, drafter, load_weights(mesh, rules, jnp.float32))
 
 
 def served_logits(served: Served, tokens: list[int], steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -268,7 +277,7 @@ def served_logits(served: Served, tokens: list[int], steps: int) -> tuple[np.nda
     @jax.jit
     def observe(params, buf):
         view = _view(of, Bucket(D=2, P=n, F=1), buf)
-        x_TD, taps = _pass(of, drafter, view)
+        x_TD, taps = _pass(served, view)
         last_R = jnp.arange(2, n + 2)
         seen = Seen(view=view, next_T=next_T, x_TD=x_TD, taps=taps, last_R=last_R)
         kv = [_pages(of, drafter.arch) for _ in range(drafter.n_kv_layers)]
@@ -306,10 +315,11 @@ def _view(of: Target, bucket: Bucket, buf: jax.Array) -> Any:
     return unpack(buf, fields, bucket, _dims(of), slots)
 
 
-def _pass(of: Target, drafter: Drafter, view: Any) -> tuple[jax.Array, list[jax.Array]]:
-    assert of.family.tapped is not None
+def _pass(served: Served, view: Any) -> tuple[jax.Array, list[jax.Array]]:
+    of, drafter, tapped = served.target, served.drafter, served.family.tapped
+    assert tapped is not None
     kv = [_pages(of, of.arch) for _ in range(of.arch.L)]
-    x_TD, _, taps = of.family.tapped(of.arch, of.params, view, kv, of.attn, None, drafter.taps)
+    x_TD, _, taps = tapped(of.arch, of.params, view, kv, of.attn, None, drafter.taps)
     return x_TD, taps
 
 

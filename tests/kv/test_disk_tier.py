@@ -94,13 +94,33 @@ def test_an_answer_that_comes_after_the_device_was_lost_harms_nobody():
     drive.scheduler.recover((), "boom", drive.now)
     drive.runner.reset()
     drive.check()
-    assert not drive.scheduler.floor.cache.tier.disk, "the disk belongs to the first weights"
     drive.lag = 0
     drive.add(request("y", [*B, *B, *A, 1], max_tokens=4))
     drive.run()
     assert len(asked) == 2
     assert drive.computed["x"] == 11
     assert not drive.runner.asked
+
+
+def test_a_fault_of_the_device_leaves_the_disk_as_it_was():
+    drive = DiskDrive(tiered(), disk=warm_disk())
+    drive.add(request("x", [7, 7, 7], max_tokens=4))
+    drive.runner.fail_next = RuntimeError("the step raised")
+    drive.run()
+    assert drive.n_faults == 1
+    drive.add(request("again", [*A, 1, 2, 3], max_tokens=2))
+    drive.run()
+    assert drive.computed["again"] == 3
+    assert drive.scheduler.floor.cache.farewell(), "what comes later is written too"
+
+
+def test_what_other_weights_left_on_disk_is_not_read():
+    drive = DiskDrive(tiered(), disk=warm_disk())
+    drive.scheduler.recover((), "", drive.now)
+    drive.add(request("again", [*A, 1, 2, 3], max_tokens=2))
+    drive.run()
+    assert drive.computed["again"] == 11
+    assert drive.scheduler.floor.cache.farewell() == []
 
 
 def test_a_handle_comes_back_from_disk():

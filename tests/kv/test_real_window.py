@@ -13,9 +13,9 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
+from jserve.model.arch import RopeScaling
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
-from jserve.model.rope import RopeScaling
 from jserve.model.shard import make_mesh
 from jserve.model.sinks import with_sinks
 from jserve.model.view import Bucket

@@ -150,7 +150,7 @@ def test_a_place_given_up_on_its_way_is_not_given_away():
     tier.discard(kept)
     tier.check()
     assert tier.stow([8]) is None, "its bytes are still to land there"
-    tier.landed(3, ok=True)
+    tier.landed(3)
     tier.check()
     assert tier.stow([8]) is not None
 

@@ -45,20 +45,9 @@ def test_a_host_page_is_found_only_when_its_save_was_committed():
     assert (move.page, move.out) == (5, True)
     assert not tier.holds(b"a")
     tier.check()
-    tier.landed(7, ok=True)
+    tier.landed(7)
     assert tier.holds(b"a")
     assert tier.drain(8) == ()
-
-
-def test_a_save_that_failed_is_forgotten():
-    tier = HostTier(1)
-    tier.save(b"a", 5)
-    tier.drain(1)
-    tier.landed(1, ok=False)
-    tier.check()
-    assert (len(tier), tier.holds(b"a")) == (0, False)
-    tier.save(b"a", 5)
-    assert len(tier.drain(2)) == 1
 
 
 def test_the_oldest_host_page_goes_first_and_use_counts():
@@ -66,7 +55,7 @@ def test_the_oldest_host_page_goes_first_and_use_counts():
     for step, name in enumerate([b"a", b"b"]):
         tier.save(name, 3)
         tier.drain(step)
-        tier.landed(step, ok=True)
+        tier.landed(step)
     tier.load(tier.hold(b"a"), 4)
     tier.save(b"c", 5)
     tier.check()
@@ -83,7 +72,7 @@ def test_a_host_page_whose_bytes_are_on_the_way_is_not_given_away():
     assert [move.page for move in tier.drain(0)] == [3]
     tier.save(b"b", 4)
     assert tier.drain(1) == ()
-    tier.landed(0, ok=True)
+    tier.landed(0)
     tier.load(tier.hold(b"a"), 7)
     tier.save(b"b", 4)
     assert [(move.page, move.out) for move in tier.drain(2)] == [(7, False)]

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jserve.model.arch import Arch
 from jserve.model.attention import backend
-from jserve.model.family import Arch, Family
+from jserve.model.family import Family
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import stored
 from jserve.model.shard import (

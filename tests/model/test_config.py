@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.model.arch import RopeScaling
 from jserve.model.families import family_for, register_family
-from jserve.model.family import RopeScaling
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

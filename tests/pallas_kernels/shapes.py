@@ -6,9 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jserve.model.arch import Arch
 from jserve.model.attention import backend
 from jserve.model.families import family_for
-from jserve.model.family import Arch
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.step import StepModel
 from jserve.model.view import StepDims

@@ -553,3 +553,18 @@ def test_pages_leave_and_return_with_the_drafters_part():
     for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(kv), strict=True):
         np.testing.assert_array_equal(np.asarray(now)[[5, 6, 7]], was[[3, 9, 9]])
         np.testing.assert_array_equal(np.asarray(now)[[3, 4, 8, 9]], was[[3, 4, 8, 9]])
+
+
+@pytest.mark.parametrize("wished", [1, 2])
+def test_a_budget_of_host_memory_is_filled_by_pages_of_both(wished):
+    """A page in host memory holds a drafter that every device has whole only once."""
+    n_bytes = 1 << 20
+    made = make_runner(
+        (Bucket(D=6, P=48, F=4),),
+        tp=2,
+        speculation=lambda mesh: drafters.same_model(mesh, wished=wished),
+        host_memory_gb=n_bytes / 2**30,
+    )
+    mover = made._mover
+    assert mover is not None
+    assert made.limits.n_host_pages == n_bytes // mover.page_nbytes

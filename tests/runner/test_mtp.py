@@ -17,12 +17,12 @@ from safetensors.numpy import save_file
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model import decoder
+from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.dot import dot
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.families import _FAMILIES, register_family
 from jserve.model.families.llama import FAMILY as LLAMA
-from jserve.model.family import Arch
 from jserve.model.layers import rms_norm
 from jserve.model.shard import make_mesh
 from jserve.model.view import Bucket, StepView

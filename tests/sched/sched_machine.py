@@ -26,7 +26,9 @@ from tests.sched.sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits,
 LOOKUPS = {
     "ngram": lambda: Lookup("ngram", lambda: (NgramIndex(1, 3, 24),)),
     "suffix": lambda: Lookup("suffix", lambda: (SuffixIndex(1, 24),)),
+    "copying": lambda: Lookup("ngram", lambda: (NgramIndex(1, 3, 24),)),
 }
+"""What proposes on the host; of ``copying``, as the shadow of the device."""
 
 # Overlapping prefixes over few tokens, so that the tree branches and pages are shared.
 PREFIXES = [(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 9), (1, 2, 3, 4) * 4, (5,) * 12]
@@ -94,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([4, 7, 64]),
         reuse=st.booleans(),
         drafts=st.sampled_from([0, 0, 3, 7]),
-        drafter=st.sampled_from(["blind", "host", "ngram", "suffix", "device"]),
+        drafter=st.sampled_from(["blind", "host", "ngram", "suffix", "device", "copying"]),
         eos_rate=st.sampled_from([0, 7]),
         bound_ms=st.sampled_from([0.0, 0.0, 9.0, 0.001]),
         ageing_s=st.sampled_from([0.0, 5.0, 1e6]),
@@ -102,6 +104,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_prefill=st.sampled_from([0, 6]),
         tokens=st.sampled_from([0, 120]),
         window=st.sampled_from([(0, 0), (0, 0), (3, 0), (9, 0), (14, 5), (6, 1)]),
+        n_host=st.sampled_from([0, 0, 2, 30]),
+        preemption=st.sampled_from(["auto", "recompute", "swap", "swap"]),
     )
     def start(
         self,
@@ -120,20 +124,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_prefill,
         tokens,
         window,
+        n_host,
+        preemption,
     ):
         n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)  # as many tokens at any page size
         times = step_times() if measured else ()
         seen = {"window": window[0], "sinks": window[1]}
-        lim = limits(
-            n_pages=n_pages, page_size=page_size, max_drafts=drafts, step_times=times, **seen
-        )
-        if drafts and drafter == "device":
+        tier = {"n_host_pages": n_host, "page_move_s": 1e-4 if measured else 0.0}
+        pool = {"n_pages": n_pages, "page_size": page_size}
+        lim = limits(max_drafts=drafts, step_times=times, **pool, **tier, **seen)
+        if drafts and drafter in ("device", "copying"):
             lim = dataclasses.replace(
                 lim,
                 device_drafts=drafts - 1,
                 draft_rows=2,
                 prefill_width=2,
-                drafts_from_kv=True,
+                drafts_from_kv=drafter == "device",
+                drafts_from_text=drafter == "copying",
             )
         options = {
             "depth": depth,
@@ -149,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "max_waiting_tokens": tokens,
             "tenant_share": 0.5,
             "max_tokens_bulk": 20,
+            "preemption": preemption,
         }
         if drafts and drafter in ("blind", "host"):
             self.drive = drafting(MixedDrafts(blind=drafter == "blind"), lim, **options)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_ahead import Watched, long, sleepy
+from sched_drive import request
+from test_ahead import ALLOWED, Watched, long, sleepy
 
 
 def half_shown(depth: int, **options) -> Watched:
@@ -54,3 +55,25 @@ def test_after_giving_way(depth: int, prefix_caching: bool) -> None:
     drive.preempt(0)
     drive.run()
     assert drive.stood == drive.tried > 50
+
+
+@pytest.mark.parametrize("awake", [False, True])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_pages_come_back_from_host_memory_as_they_went(depth: int, awake: bool) -> None:
+    """A prefix that was computed ``awake`` or not goes to host memory and comes back into pages of which
+    the opposite held last."""
+    drive = Watched(sleepy(n_pages=17, max_model_len=64, n_host_pages=40), depth=depth)
+    prompt = [1, 2, 3, 4] * 6
+    drive.scheduler.drafting.fix(3 if awake else 0)
+    drive.add(request("a", [*prompt, 5], max_tokens=2, allowed_token_ids=ALLOWED))
+    drive.run()
+    drive.scheduler.drafting.fix(0 if awake else 3)
+    drive.add(request("b", [6] * 40, max_tokens=24, allowed_token_ids=ALLOWED))
+    drive.run()
+    drive.scheduler.drafting.fix(3)
+    drive.tried = drive.stood = drive.shown = 0
+    drive.add(request("c", [*prompt, 7], max_tokens=20, allowed_token_ids=ALLOWED))
+    drive.run()
+    assert drive.scheduler.counters()["host_pages_loaded_total"] > 2
+    assert drive.shown == 0 if awake else drive.shown >= len(prompt) - 4
+    assert drive.stood == drive.tried > 0

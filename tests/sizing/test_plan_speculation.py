@@ -121,7 +121,7 @@ def test_the_engine_allocates_what_the_plan_says(
     drafts = (runner.state.slots.draft_CJ, runner.state.slots.parent_CJ)
     assert of_one_device(drafts) == said.slot_bytes
     drafted = of_one_device(runner.state.kv[runner.model.arch.L :])
-    assert drafted == said.kv_bytes_per_token * found.memory.n_pages * laid.dims.Z
+    assert drafted == said.kv_bytes_per_token * found.memory.n_pages * laid.sizes.dims.Z
     limits = dataclasses.replace(runner.limits, draft_rows=said.draft_rows)
     names = [step_name(b) for b in ladder_of(limits, said.tree, masks_drafts=False).buckets]
     assert [p.name for p in found.programs] == names

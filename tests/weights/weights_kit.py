@@ -11,8 +11,9 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from jserve.model.arch import Arch
 from jserve.model.families import family_for
-from jserve.model.family import Arch, Family
+from jserve.model.family import Family
 from jserve.model.shard import is_spec
 from jserve.weights.safetensors import DTYPES
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jserve.model import decoder
-from jserve.model.family import Arch, Family
+from jserve.model.arch import Arch
+from jserve.model.family import Family
 from jserve.model.hf_config import Config, boolean, decoder_arch, full_attention
 
 

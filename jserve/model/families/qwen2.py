@@ -4,7 +4,8 @@ layers if asked."""
 from __future__ import annotations
 
 from jserve.model import decoder
-from jserve.model.family import Arch, Family
+from jserve.model.arch import Arch
+from jserve.model.family import Family
 from jserve.model.hf_config import Config, decoder_arch, upper_windows
 
 
