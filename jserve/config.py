@@ -272,7 +272,9 @@ class ServerOptions:
         max=1.0,
     )
     ready_slowness: float = opt(
-        5.0, "times the warm-up's step time, for a minute, before /ready fails; 0 is never", min=0.0
+        5.0,
+        "times their usual time that steps take, for a minute, before /ready fails; 0 is never",
+        min=0.0,
     )
     ui: bool = opt(True, "serve the page at / and /dashboard")
     in_process: bool = opt(False, "run the engine in a thread of the HTTP process")

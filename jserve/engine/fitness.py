@@ -5,7 +5,7 @@ given, in monotonic seconds). An engine that makes steps is healthy, and may sti
 
     failing   the last steps all raised, one after the other
     unsound   of the sequences that ended, many had logits that are not finite: bad weights or memory
-    slow      steps take several times what they took at the warm-up, for a minute without a break
+    slow      steps take several times what such steps usually take, for a minute without a break
     stuck     a step has been running for long; health waits longer, for its verdict is a restart
 
 A symptom shows at its limit, and is over below half of it, ``REST_S`` later at the earliest. What is older than
@@ -35,7 +35,7 @@ class FitnessLimits:
     nonfinite_share: float = 0.1
     """Of the sequences that ended within the window."""
     slowness: float = 5.0
-    """Step time over that of the warm-up."""
+    """Step time over that of such steps before."""
     step_s: float = 30.0
     """Seconds without a step while there is work."""
 
@@ -104,7 +104,7 @@ class Fitness:
                 self._slow.interrupted()
             self._step, self._stepped_at = step, now
             times = values.get("step_slowness", 0.0)
-            self._slow.look(now, times, f"steps take {times:.1f} times as long as at the warm-up")
+            self._slow.look(now, times, f"steps take {times:.1f} times as long as usual")
 
     def ails(self, now: float, without_step_s: float) -> list[str]:
         """What is wrong, in words for an operator; empty: nothing. There has been work, and no step, for

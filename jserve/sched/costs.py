@@ -58,8 +58,6 @@ WEIGHT = 2
 _WILDEST = 4.0
 """One step moves a correction as if it were at most this factor off: a late compile, a stalled host."""
 MAX_SECONDS = 3600.0
-_SLOW_GAIN, _SLOWEST = 0.05, 20.0
-"""Of ``slowness``: a moving average over some twenty steps, in which one counts as this at the most."""
 
 
 class MeasuredCosts:
@@ -78,8 +76,6 @@ class MeasuredCosts:
         self._covers = _covers(self._table, self._axes)
         self._own: dict[Size, tuple[float, int]] = {}
         self._shared, self._n_seen = 1.0, 0
-        self.slowness = 1.0 if self._table else 0.0
-        """How many times what was measured at the start steps take of late; 0 where nothing was."""
 
     @property
     def known(self) -> bool:
@@ -101,6 +97,12 @@ class MeasuredCosts:
         cell, base = self._base(Size(n_decode, n_prefill, n_context, width, n_draft))
         return base * self._shared * self._own.get(cell, (1.0, 0))[0]
 
+    def program(
+        self, n_decode: int, n_prefill: int, n_context: int, width: int = 1, n_draft: int = 0
+    ) -> Size:
+        """The size whose correction holds for such a step: steps of one program have one."""
+        return self._base(Size(n_decode, n_prefill, n_context, width, n_draft))[0]
+
     def observe(
         self,
         n_decode: int,
@@ -115,8 +117,6 @@ class MeasuredCosts:
             return
         cell, base = self._base(Size(n_decode, n_prefill, n_context, width, n_draft))
         ratio = seconds / base
-        if self._table:
-            self.slowness += _SLOW_GAIN * (min(ratio, _SLOWEST) - self.slowness)
         own, n = self._own.get(cell, (1.0, 0))
         gain = own * self._shared
         step = _moved(gain, ratio, n + (WEIGHT if self._table else 0)) / gain

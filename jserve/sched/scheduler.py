@@ -40,6 +40,7 @@ from jserve.sched.impasse import Impasse
 from jserve.sched.leaders import Leaders
 from jserve.sched.prefilling import Prefilling
 from jserve.sched.scores import PromptScores
+from jserve.sched.slowness import Slowness
 from jserve.sched.stats import LaneCounts, SchedStats, stats_of
 from jserve.sched.trials import Trials
 from jserve.types import (
@@ -73,7 +74,7 @@ class Scheduler:
         self.seed = config.model.seed
         self.journal = journal
         self.guides = guides
-        self.costs = MeasuredCosts(limits.step_times)
+        self.costs, self.slowness = MeasuredCosts(limits.step_times), Slowness()
         self.cap = cap_of(self.costs, limits, self.options)
         self.floor = floor_of(limits, config, self.cap)
         self.groups: dict[str, list[Sequence]] = {}
@@ -287,6 +288,8 @@ class Scheduler:
             self.drafting.observe(plan, now, took, plain)
         n_context = self.gate.n_context
         self.costs.observe(n_decode, n_prefill, n_context, took, width, plan.n_draft)
+        program = self.costs.program(n_decode, n_prefill, n_context, width, plan.n_draft)
+        self.slowness.observe(program, sum([row.start for row in plan.rows]), took)
 
     def recover(self, plans: Iterable[StepPlan], error: str, now: float) -> list[Output]:
         """A step raised with ``error`` and the device lost its state; ``plans`` are all that were in
@@ -347,7 +350,7 @@ class Scheduler:
             **self.leaders.counters(),
             **self.impasse.counters(),
             **self.telling.counters(),
-            "step_slowness": self.costs.slowness,
+            "step_slowness": self.slowness.value,
             "prefill_tokens_total": float(self.n_prefilled),
         }
 

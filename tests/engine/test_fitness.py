@@ -104,7 +104,7 @@ def test_it_remembers_a_minute_of_ends_though_nobody_asks():
 def test_steps_that_are_slow_for_a_minute():
     watched = Watched(slowness=5.0)
     assert watched.run(WINDOW_S - 1, step_slowness=8.0) == []
-    assert watched.run(2) == ["steps take 8.0 times as long as at the warm-up"]
+    assert watched.run(2) == ["steps take 8.0 times as long as usual"]
     assert watched.run(20, step_slowness=3.0), "below the limit, and not below half of it"
     assert watched.run(1, step_slowness=2.0) == []
     assert watched.run(WINDOW_S / 2, step_slowness=9.0) == []
@@ -162,7 +162,7 @@ def test_a_limit_of_0_is_never_reached(name):
     said = {
         "failed_steps": "failed",
         "nonfinite_share": "not finite",
-        "slowness": "warm-up",
+        "slowness": "as usual",
         "step_s": "no step",
     }
     assert {key for key, word in said.items() if any(word in one for one in ails)} == {*said} - {

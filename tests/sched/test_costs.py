@@ -158,20 +158,3 @@ def test_a_wild_first_step_is_forgotten():
         costs.observe(2, 0, 64, seconds_of(2, 0))
     assert costs.seconds(2, 0, 64) == pytest.approx(seconds_of(2, 0), rel=0.05)
     assert costs.seconds(4, 0, 64) == pytest.approx(seconds_of(4, 0), rel=0.2)
-
-
-def test_slowness_is_against_what_was_measured_and_forgets():
-    """It is 1 at the measured times whatever the corrections, follows the machine, and comes back."""
-    costs = MeasuredCosts(step_times())
-    assert costs.slowness == 1.0
-    for factor, n in ((1.0, 50), (8.0, 200), (1.0, 200)):
-        for i in range(n):
-            n_rows, n_prefill = 1 + i % 4, 4 * (i % 5)
-            costs.observe(n_rows, n_prefill, 32, factor * seconds_of(n_rows, n_prefill))
-        assert costs.slowness == pytest.approx(factor, rel=0.05)
-    costs.observe(1, 0, 32, 1e4)
-    assert costs.slowness < 2.5, "one step is no trend"
-    assert MeasuredCosts().slowness == 0.0, "nothing was measured"
-    unmeasured = MeasuredCosts()
-    unmeasured.observe(1, 0, 32, 1.0)
-    assert unmeasured.slowness == 0.0
