@@ -53,6 +53,7 @@ async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
     from jserve.api.server import serve as listen
     from jserve.engine.async_engine import AsyncEngine
     from jserve.engine.client import InprocClient, ProcClient
+    from jserve.engine.fitness import FitnessLimits
     from jserve.errors import EngineDead
 
     def client() -> Any:
@@ -61,7 +62,15 @@ async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
     began = time.monotonic()
     options = config.server
     async_engine = AsyncEngine(
-        client, max_restarts=options.max_restarts, stall_timeout_s=options.stall_timeout_s
+        client,
+        max_restarts=options.max_restarts,
+        stall_timeout_s=options.stall_timeout_s,
+        fitness=FitnessLimits(
+            failed_steps=options.ready_failed_steps,
+            nonfinite_share=options.ready_nonfinite_share,
+            slowness=options.ready_slowness,
+            step_s=options.ready_step_s,
+        ),
     )
     try:
         with start_progress(console) as shown:

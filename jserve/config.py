@@ -259,6 +259,23 @@ class ServerOptions:
     stall_timeout_s: float = opt(
         120.0, "seconds without a step, with work waiting, before /health fails", min=1
     )
+    ready_step_s: float = opt(
+        30.0, "seconds without a step, with work waiting, before /ready fails; 0 is never", min=0
+    )
+    ready_failed_steps: int = opt(
+        5, "steps that failed in a row before /ready fails; 0 is never", min=0
+    )
+    ready_nonfinite_share: float = opt(
+        0.1,
+        "share of a minute's sequences with NaN logits before /ready fails; 0 is never",
+        min=0.0,
+        max=1.0,
+    )
+    ready_slowness: float = opt(
+        5.0,
+        "times their usual time that steps take, for a minute, before /ready fails; 0 is never",
+        min=0.0,
+    )
     ui: bool = opt(True, "serve the page at / and /dashboard")
     in_process: bool = opt(False, "run the engine in a thread of the HTTP process")
     log_level: str = opt(

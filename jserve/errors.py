@@ -144,6 +144,14 @@ class RequestFailed(JserveError):
     code = "engine_step_failed"
 
 
+class Unschedulable(JserveError):
+    """This request waited with nothing else to do and could not be run: a fault of ours."""
+
+    status = 500
+    kind = "server_error"
+    code = "unschedulable"
+
+
 class ConfigError(JserveError, ValueError):
     """An option or a model's config.json cannot be honoured; ``field`` is the option or key. Exit code 2."""
 

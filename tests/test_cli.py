@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +14,7 @@ import typer
 from safetensors.flax import load_file, save_file
 from typer.testing import CliRunner
 
-from jserve import cli, cli_options
+from jserve import cli, cli_options, commands
 from jserve.config import EngineConfig, sections
 from jserve.errors import ConfigError
 
@@ -245,3 +247,25 @@ def test_a_batch_needs_no_key_and_has_room() -> None:
     assert (config.server.api_key, config.server.api_keys_file) == ((), "")
     assert config.server.max_body_mb == 1024
     assert config.cache.page_size == 32
+
+
+def test_the_options_of_health_and_readiness_reach_the_engine(monkeypatch) -> None:
+    seen: dict = {}
+
+    def engine(client, **options):
+        seen.update(options)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("jserve.engine.async_engine.AsyncEngine", engine)
+    given = {
+        "ready_failed_steps": 2,
+        "ready_nonfinite_share": 0.3,
+        "ready_slowness": 4.0,
+        "ready_step_s": 5.0,
+    }
+    config = EngineConfig.of(**given, max_restarts=1, stall_timeout_s=50.0)
+    with pytest.raises(ConfigError, match="seen"):
+        asyncio.run(commands._serve(config, None, None))  # type: ignore[arg-type]
+    limits = dataclasses.asdict(seen.pop("fitness"))
+    assert {f"ready_{name}": value for name, value in limits.items()} == given
+    assert seen == {"max_restarts": 1, "stall_timeout_s": 50.0}

@@ -50,6 +50,13 @@ class Connection(RequestHandler):
         self._await_headers()
 
     def data_received(self, data: bytes) -> None:
+        # The parser does not say what it keeps. So the last byte comes alone: if the latest request is
+        # complete without it, it belongs to the head of the next one.
+        if len(data) > 1:
+            self._feed(data[:-1])
+        self._feed(data[-1:])
+
+    def _feed(self, data: bytes) -> None:
         before, at_head = self._request_count, self._body.is_eof()
         super().data_received(data)
         if self._request_count > before:

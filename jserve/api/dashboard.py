@@ -64,6 +64,7 @@ def snapshot(front: Front, after: int, now: float) -> dict[str, Any]:
             "version": card.version,
             "max_model_len": card.max_model_len,
             "healthy": front.engine.healthy(),
+            "ails": front.engine.unfit(),
             "draining": front.engine.draining,
             "restarts": found.get(("engine_restarts_total", ""), 0),
         },

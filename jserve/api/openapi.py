@@ -87,7 +87,7 @@ def _clean(node: Any, names: dict[str, str]) -> Any:
 def _operation(route: Route, path: str) -> Json:
     name = "AnthropicError" if route.manner is ANTHROPIC else "Error"
     error = {"schema": {"$ref": _REF.replace("{model}", name)}}
-    content: Json = {"application/json": {}}
+    content: Json = {kind: {} for kind in route.media}
     if route.streams:
         content["text/event-stream"] = {}
     found: Json = {

@@ -34,6 +34,8 @@ class Route:
     fields: type[Fields] | None = None
     streams: bool = False
     manner: Manner = OPENAI
+    media: tuple[str, ...] = ("application/json",)
+    """Content types of an answer that is no stream."""
 
 
 Table = tuple[Route, ...]

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from jserve.api import anthropic
 from jserve.api.front import Front, ignored_header, json_response
+from jserve.engine.fitness import REST_S
 from jserve.errors import EngineDead, NotReady
 
 
@@ -23,6 +24,9 @@ async def ready(request: web.Request, front: Front) -> web.Response:
         raise NotReady("the server is shutting down", code="draining", retry_after=5)
     if not front.engine.ready:
         raise NotReady("the engine is starting", retry_after=5)
+    ails = front.engine.unfit()
+    if ails:
+        raise NotReady("; ".join(ails), code="unfit", retry_after=REST_S)
     return json_response({"status": "ready"})
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from jserve.engine.client import EngineClient
+from jserve.engine.fitness import Fitness, FitnessLimits
 from jserve.engine.process import OnProgress
 from jserve.engine.streams import Stream
 from jserve.engine.supervisor import Supervisor
@@ -61,6 +62,7 @@ class AsyncEngine:
         make_client: makes a fresh, unstarted client, also for every restart.
         max_restarts: restarts before giving up.
         stall_timeout_s: seconds without a step, with work waiting, until ``healthy`` is False.
+        fitness: limits of what ``unfit`` says.
         max_buffered_bytes: outputs of one request that may wait for its consumer; more end it in
             error. Until then a sequence runs on at its own pace, however slow its reader is.
         slow_reader_s: a consumer that takes nothing for so long ends the same way.
@@ -68,7 +70,7 @@ class AsyncEngine:
         clock: monotonic seconds.
 
     Attributes:
-        counters: engine_deaths, restarts, faults, aborted (requests given up before their end),
+        counters: engine_deaths, restarts, unfit, faults, aborted (requests given up before their end),
             slow_readers, dropped_outputs.
         gave_up: set when the engine is dead for good; ``gave_up_reason`` says why.
         draining: True once ``drain`` was called.
@@ -82,6 +84,7 @@ class AsyncEngine:
         *,
         max_restarts: int = 3,
         stall_timeout_s: float = 120.0,
+        fitness: FitnessLimits | None = None,
         max_buffered_bytes: int = 4 << 20,
         slow_reader_s: float = 30.0,
         backoff_s: float = 0.5,
@@ -91,6 +94,7 @@ class AsyncEngine:
         self._stall_timeout_s = stall_timeout_s
         self._max_buffered, self._slow_reader_s = max_buffered_bytes, slow_reader_s
         self._clock = clock
+        self._fitness = Fitness(fitness)
         self._supervisor = Supervisor(
             self._new_client,
             self._on_message,
@@ -132,7 +136,8 @@ class AsyncEngine:
     @property
     def counters(self) -> dict[str, int]:
         deaths, restarts = self._supervisor.n_deaths, self._supervisor.n_restarts
-        return {"engine_deaths": deaths, "restarts": restarts, **self._counts}
+        unfit = self._fitness.n_unfit
+        return {"engine_deaths": deaths, "restarts": restarts, "unfit": unfit, **self._counts}
 
     async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
         """Start the engine and wait until it takes requests; returns the info of its Ready message.
@@ -242,9 +247,16 @@ class AsyncEngine:
 
     def healthy(self) -> bool:
         """The engine is up, and makes steps whenever work is waiting."""
+        return self.ready and self._without_step_s() <= self._stall_timeout_s
+
+    def unfit(self) -> list[str]:
+        """Why an engine that is up should get no new requests, in words; empty: it should."""
+        return self._fitness.ails(self._clock(), self._without_step_s())
+
+    def _without_step_s(self) -> float:
+        """Seconds since the last step while work waits; 0 when none does."""
         waiting = any(stream.open for stream in self._streams.values())
-        stalled = waiting and self._clock() - self._moved_at > self._stall_timeout_s
-        return self.ready and not stalled
+        return self._clock() - self._moved_at if waiting else 0.0
 
     @point("engine.open")
     def _open(self, request: Request, ttl_s: float | None) -> Stream:
@@ -311,6 +323,7 @@ class AsyncEngine:
 
     def _new_client(self) -> EngineClient:
         self._stats = Stats()  # what the last engine said of itself is over
+        self._fitness.forget()
         return self._make_client()
 
     def _on_message(self, message: Message) -> None:
@@ -324,6 +337,7 @@ class AsyncEngine:
             case Stats():
                 self._progress_to(message.step)
                 self._stats = message
+                self._fitness.hear(message.step, message.values, self._clock())
                 self.steps.extend(enumerate(message.steps, self._n_watched))
                 self._n_watched += len(message.steps)
             case Ready():

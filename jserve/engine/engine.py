@@ -207,10 +207,11 @@ class Engine:
                 case Create():
                     outputs += self._create(message)
                 case Submit():
-                    opened = self._anteroom.put(message.request)
+                    opened = self._anteroom.put(message.request, self.clock())
                     outputs += [] if opened is None else self._enter(*opened)
         idle = not self._flights and not self.scheduler.has_work
-        for request, error in self._anteroom.take(COMPILE_WAIT_S if idle else 0.0):
+        wait_s = COMPILE_WAIT_S if idle else 0.0
+        for request, error in self._anteroom.take(wait_s, self.clock()):
             outputs += self._enter(request, error)
         return outputs + self.scheduler.expire(self.clock())
 

@@ -220,10 +220,14 @@ class TokenGuide:
             fill_next_token_bitmask(self.matcher, mask_1W)
         except Exception as error:
             log.error("a mask failed: %s", where(error))
-            self.fault = Verdict(error=f"the mask failed with {type(error).__name__}")
-            self.mask_W = self.kit.none_W
+            self.give_up(f"the mask failed with {type(error).__name__}")
             return
         self.put(mask_1W[0])
+
+    def give_up(self, why: str) -> None:
+        """There is no mask, for a fault that is not the client's: the sequence ends with its next row."""
+        self.fault = Verdict(error=why)
+        self.mask_W = self.kit.none_W
 
     def put(self, mask_W: np.ndarray) -> None:
         """Hand in the mask that the matcher made. A matcher in error forbids everything."""

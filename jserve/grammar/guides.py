@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -32,6 +33,8 @@ from jserve.types import Request
 log = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
+HUNG_S = 5.0
+"""Masks that take longer are given up, with those that wait for them: the others need the thread."""
 
 
 class TokenGuides:
@@ -54,11 +57,14 @@ class TokenGuides:
         self._fast_forward = fast_forward
         self._n_threads = mask_threads or max(1, n_cores() // 2)
         self._compiling = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="jserve-grammar")
-        self._masking = ThreadPoolExecutor(1, thread_name_prefix="jserve-mask")
+        self._masking = _one_thread()
         self._setup = threading.Lock()
         self._parts: tuple[Compiler, MaskKit, LLExecutor] | None = None
         self._alive: WeakSet[TokenGuide] = WeakSet()
         self._batch: Future[None] | None = None
+        self._moved: list[TokenGuide] = []
+        """Those whose masks are computed, since when (monotonic seconds)."""
+        self._since = 0.0
         self.n_masks = 0
 
     def close(self) -> None:
@@ -91,24 +97,39 @@ class TokenGuides:
     def kick(self) -> None:
         if self._batch is not None and not self._batch.done():
             return  # those who move meanwhile are caught by the next settle
-        moved = [guide for guide in self._alive if guide.needs_mask]
+        self._moved = moved = [guide for guide in self._alive if guide.needs_mask]
         self._batch = self._masking.submit(self._compute, moved) if moved else None
+        self._since = time.monotonic()
 
     def settle(self, timeout_s: float | None) -> None:
         if timeout_s is None and self._batch is None:
             self.kick()
-        batch = self._batch
-        if batch is None:
-            return
+        if self._landed(timeout_s):
+            self.kick()  # those who moved while it was computed
+            if timeout_s is None:
+                self._landed(None)
+
+    def _landed(self, timeout_s: float | None) -> bool:
+        """Wait for the masks under way, ``timeout_s`` or until they are given up; True: there were some, and
+        nothing is under way now."""
+        if self._batch is None:
+            return False
         try:
-            batch.result(timeout_s)
+            self._batch.result(HUNG_S if timeout_s is None else timeout_s)
         except TimeoutError:
-            return
+            if time.monotonic() - self._since < HUNG_S:
+                return False
+            self._give_up()
         self._batch = None
-        self.kick()  # those who moved while it was computed
-        if timeout_s is None and self._batch is not None:
-            self._batch.result()
-            self._batch = None
+        return True
+
+    def _give_up(self) -> None:
+        """End those who wait for masks that do not come, and leave their thread alone."""
+        log.error("masks of %d sequences took longer than %.0f s", len(self._moved), HUNG_S)
+        for guide in self._moved:
+            guide.give_up(f"what it allows next was not known within {HUNG_S:.0f} s")
+        self._masking.shutdown(wait=False)
+        self._masking = _one_thread()
 
     def _known(self, request: Request) -> bool:
         spec = request.params.structured_outputs
@@ -157,3 +178,7 @@ class TokenGuides:
     @point("grammar.mask")
     def _fill(self, executor: LLExecutor, jobs: list[Any], mask_GW: np.ndarray) -> None:
         fill_next_token_bitmask_par(executor, jobs, mask_GW)
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="jserve-mask")

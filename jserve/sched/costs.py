@@ -97,6 +97,12 @@ class MeasuredCosts:
         cell, base = self._base(Size(n_decode, n_prefill, n_context, width, n_draft))
         return base * self._shared * self._own.get(cell, (1.0, 0))[0]
 
+    def program(
+        self, n_decode: int, n_prefill: int, n_context: int, width: int = 1, n_draft: int = 0
+    ) -> Size:
+        """The size whose correction holds for such a step: steps of one program have one."""
+        return self._base(Size(n_decode, n_prefill, n_context, width, n_draft))[0]
+
     def observe(
         self,
         n_decode: int,

@@ -41,13 +41,18 @@ class Prefilling:
             self._admit(draft, step, now)
 
     def held_back(self, seq: Sequence, step: int) -> bool:
-        """True while others are on trial, or what ``seq`` needs is computed by another, read from
-        disk, or on its way to the host."""
+        """True while ``seq`` (in the queue) has to wait for something else first."""
+        return bool(self.waits_for(seq, step))
+
+    def waits_for(self, seq: Sequence, step: int) -> str:
+        """What that is, in words; empty: nothing."""
         if self.trials.holds(seq):
-            return True
-        if self.leaders.wait(seq, step) or self.fetching.wait(seq):
-            return True
-        return self.floor.swapping.waits(seq)
+            return "others are tried first after a step that failed"
+        if self.leaders.wait(seq, step):
+            return "another request computes its prefix"
+        if self.fetching.wait(seq):
+            return "its prefix is read from disk"
+        return "its KV is on the way to the host" if self.floor.swapping.waits(seq) else ""
 
     def _go_on(self, draft: PlanDraft, begun: list[Sequence]) -> None:
         """The next chunk of each of ``begun``, within what all of this step may have."""

@@ -36,9 +36,11 @@ from jserve.sched.drafting import Drafting
 from jserve.sched.fetching import Fetching
 from jserve.sched.floor import floor_of
 from jserve.sched.gate import Gate
+from jserve.sched.impasse import Impasse
 from jserve.sched.leaders import Leaders
 from jserve.sched.prefilling import Prefilling
 from jserve.sched.scores import PromptScores
+from jserve.sched.slowness import Slowness
 from jserve.sched.stats import LaneCounts, SchedStats, stats_of
 from jserve.sched.trials import Trials
 from jserve.types import (
@@ -72,7 +74,7 @@ class Scheduler:
         self.seed = config.model.seed
         self.journal = journal
         self.guides = guides
-        self.costs = MeasuredCosts(limits.step_times)
+        self.costs, self.slowness = MeasuredCosts(limits.step_times), Slowness()
         self.cap = cap_of(self.costs, limits, self.options)
         self.floor = floor_of(limits, config, self.cap)
         self.groups: dict[str, list[Sequence]] = {}
@@ -86,6 +88,7 @@ class Scheduler:
         self.prefilling = Prefilling(
             self.floor, self.gate, self.leaders, self.fetching, self.trials
         )
+        self.impasse = Impasse(self.prefilling)
         self.deadlines, self.scores = Deadlines(), PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
         self.telling = telling.Telling(
@@ -152,13 +155,14 @@ class Scheduler:
         self.deadlines.add(seq, first_by, end_by)
 
     def expire(self, now: float) -> list[Output]:
-        """End those whose deadline passed, or became hopeless in the queue; to be called before
-        ``plan``.
+        """End those whose deadline passed, or became hopeless in the queue, and who keeps everything
+        from moving (``Impasse``); to be called before ``plan``.
 
-        They end in error with code ``deadline_exceeded`` and the field; what was drawn stays said.
+        They end in error with code ``deadline_exceeded`` and the field, or ``unschedulable``; what was
+        drawn stays said.
         """
-        passed = self.deadlines.passed(now)
-        if passed:
+        passed, given_up = self.deadlines.passed(now), self.impasse.find(self.n_steps, now)
+        if passed or given_up is not None:
             self.floor.keeping.advance(now)
             if self.journal is not None:
                 self.journal.expire(now)
@@ -167,6 +171,9 @@ class Scheduler:
             self.counts[seq.request.lane].expired += 1
             late = DeadlineExceeded(f"{field} of {getattr(seq.request, field):g} ms has passed")
             outputs.append(self.telling.end(seq, Finish.ERROR, now, late.message, late.code, field))
+        if given_up is not None and given_up.seq.finish is None:
+            seq, error = given_up
+            outputs.append(self.telling.end(seq, Finish.ERROR, now, error.message, error.code))
         return outputs
 
     def cancel(self, request_id: str, now: float = 0.0, index: int | None = None) -> list[Output]:
@@ -185,6 +192,7 @@ class Scheduler:
         self.floor.keeping.advance(now)
         waits = self.decoding.waits(self._n_uncommitted, self.gate.n_context)
         plan = None if waits else self._plan(now)
+        self.impasse.planned(now, moves=self._n_uncommitted > 0 or not self.has_work)
         if self.journal is not None:
             self.journal.plan(now, plan, waited=waits)
         return plan
@@ -280,6 +288,8 @@ class Scheduler:
             self.drafting.observe(plan, now, took, plain)
         n_context = self.gate.n_context
         self.costs.observe(n_decode, n_prefill, n_context, took, width, plan.n_draft)
+        program = self.costs.program(n_decode, n_prefill, n_context, width, plan.n_draft)
+        self.slowness.observe(program, sum([row.start for row in plan.rows]), took)
 
     def recover(self, plans: Iterable[StepPlan], error: str, now: float) -> list[Output]:
         """A step raised with ``error`` and the device lost its state; ``plans`` are all that were in
@@ -338,6 +348,9 @@ class Scheduler:
             **self.floor.tier_counters(),
             **self.trials.counters(),
             **self.leaders.counters(),
+            **self.impasse.counters(),
+            **self.telling.counters(),
+            "step_slowness": self.slowness.value,
             "prefill_tokens_total": float(self.n_prefilled),
         }
 

@@ -62,6 +62,8 @@ class Telling:
         self.floor, self.drafting, self.scores, self.gaps = floor, drafting, scores, gaps
         self.groups, self.counts, self.remember = groups, counts, remember
         self.vocab_size, self.journal = vocab_size, journal
+        self.n_unsound = 0
+        """Counter: sequences that ended because their logits were not finite."""
 
     def advance(
         self,
@@ -142,11 +144,16 @@ class Telling:
         if verdict is None:
             own = constraints.excluded(seq, drawn[:-1], self.vocab_size)
             if own is None:
+                self.n_unsound += 1
                 return self.end(seq, Finish.ERROR, now, NON_FINITE, NON_FINITE_CODE)
             verdict = Verdict(error=own.message, code=own.code, field=own.field)
         if seq.guide is not None:
             self._note(seq, verdict)
         return self._end_failed(seq, verdict, now)
+
+    def counters(self) -> dict[str, float]:
+        """For /metrics."""
+        return {"sequences_nonfinite_total": float(self.n_unsound)}
 
     def _retire(self, seq: Sequence, now: float) -> None:
         """``seq`` is over: nobody keeps anything of it."""

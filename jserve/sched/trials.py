@@ -42,6 +42,8 @@ class Trials:
     def __init__(self, live: Mapping[str, Seq[Sequence]]) -> None:
         self.n_faults = self.n_guilty = 0
         """Counters: steps that raised, requests that ended for it."""
+        self.n_in_row = 0
+        """Steps that raised since one came back."""
         self._live = live
         self._groups: deque[list[str]] = deque()
         """Suspects not yet cleared; the first group is on trial."""
@@ -65,6 +67,7 @@ class Trials:
     def succeeded(self) -> None:
         """A step came back: the device works."""
         self._guilty_in_row.clear()
+        self.n_in_row = 0
 
     def accuse(self, lost: Seq[StepPlan], now: float) -> str | None:
         """A step raised and took ``lost`` (itself, and all launched with it) along.
@@ -73,6 +76,7 @@ class Trials:
         now known; all others are to start over.
         """
         self.n_faults += 1
+        self.n_in_row += 1
         rows = [row for plan in lost for row in plan.rows if row.seq.finish is None]
         present = list(dict.fromkeys(row.seq.request.id for row in rows))
         self.settle(now)
@@ -97,6 +101,7 @@ class Trials:
         """For /metrics."""
         return {
             "step_faults_total": float(self.n_faults),
+            "steps_failed_in_row": float(self.n_in_row),
             "requests_guilty_total": float(self.n_guilty),
         }
 

@@ -91,6 +91,7 @@ class FakeEngine:
         self.raise_at: tuple[int, Exception] | None = None
         self.records: list[Record] = []
         self.is_healthy = self.is_ready = True
+        self.ails: list[str] = []
         self.draining = False
         self.gave_up = asyncio.Event()
         self.gave_up_reason = ""
@@ -120,6 +121,9 @@ class FakeEngine:
 
     def healthy(self) -> bool:
         return self.is_healthy
+
+    def unfit(self) -> list[str]:
+        return self.ails
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(

@@ -111,3 +111,49 @@ async def test_half_a_head_behind_an_answer_is_cut_off():
         connection.data_received(NEXT)
         await until(lambda: wire.closed)
         assert wire.sent.count(b"HTTP/1.1") == 1
+
+
+CHUNKED = HEAD.replace(b"Content-Length: %d" % len(BODY), b"Transfer-Encoding: chunked")
+CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (HEAD, BODY + NEXT),
+        (HEAD + BODY + NEXT,),
+        (HEAD + BODY[:-3], BODY[-3:] + NEXT[:1]),
+        (NEXT + b"\r\n" + NEXT,),
+        (CHUNKED, CHUNKS + NEXT),
+    ],
+)
+async def test_half_a_head_that_comes_with_the_end_of_a_request_is_cut_off(parts):
+    """As fast as one that comes alone."""
+    async with live(limits=LIMITS) as srv:
+        connection, wire = connect(srv)
+        for part in parts:
+            connection.data_received(part)
+            await asyncio.sleep(0.01)
+        await until(lambda: wire.closed)
+        assert wire.sent.count(b"HTTP/1.1") == wire.sent.count(b"HTTP/1.1 200") == 1
+
+
+@pytest.mark.parametrize("whole", [HEAD + BODY, NEXT + b"\r\n", CHUNKED + CHUNKS])
+async def test_a_request_that_comes_in_one_piece_begins_no_other(whole):
+    async with live(limits=LIMITS) as srv:
+        connection, wire = connect(srv)
+        for i in range(2):
+            connection.data_received(whole * 2)
+            await until(lambda i=i: wire.sent.count(b"HTTP/1.1 200") == 2 * i + 2)
+            await asyncio.sleep(0.2)
+        assert not wire.closed
+
+
+async def test_what_the_parser_refuses_is_answered_once():
+    async with live(limits=LIMITS) as srv:
+        connection, wire = connect(srv)
+        connection.data_received(
+            b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\nmore and more\r\n\r\n"
+        )
+        await until(lambda: wire.closed)
+        assert wire.sent.count(b"HTTP/1.") == wire.sent.count(b" 400 Bad Request") == 1

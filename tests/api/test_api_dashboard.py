@@ -29,6 +29,7 @@ async def test_figures_are_those_of_the_metrics() -> None:
     assert headers["Cache-Control"] == "no-store"
     assert body["server"]["model"] == "tiny"
     assert body["server"]["healthy"] is True
+    assert body["server"]["ails"] == []
     assert body["requests"] == {"running": 0, "waiting": 1, "http": 1}
     assert body["totals"] == {
         "steps": 7,
@@ -142,3 +143,11 @@ def test_what_is_old_is_not_counted() -> None:
     assert recent.percentiles(later, window_s=60).n == 1
     assert recent.percentiles(later, window_s=20).n == 0
     assert recent.percentiles(later, window_s=20).p99 is None
+
+
+async def test_it_says_why_the_engine_is_not_ready() -> None:
+    engine = FakeEngine()
+    engine.ails = ["steps take 8.0 times as long as at the warm-up"]
+    async with live(engine) as srv:
+        _, body, _ = await srv.get("/v1/dashboard")
+    assert body["server"]["ails"] == engine.ails

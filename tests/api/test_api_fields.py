@@ -359,6 +359,20 @@ async def test_the_document_is_served(shared):
         assert name in found["components"]["schemas"]
 
 
+@pytest.mark.parametrize("accept", ["*/*", "application/openmetrics-text; version=1.0.0"])
+async def test_answers_have_the_content_types_of_the_document(shared, accept):
+    _, found, _ = await shared.get("/openapi.json")
+    seen = set()
+    for route in PUBLIC:
+        if route.method == "GET" and "{" not in route.path:
+            async with shared.http.get(shared.url + route.path, headers={"Accept": accept}) as got:
+                stated = found["paths"][route.path]["get"]["responses"]["200"]["content"]
+                assert got.status == 200
+                assert got.content_type in stated, route.path
+                seen.add(got.content_type)
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("name", RANGES)
 def test_ranges_are_those_that_are_declared(name):
     """A bound in the document is the bound in the parameters."""

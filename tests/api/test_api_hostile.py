@@ -640,6 +640,7 @@ async def test_engine_refusals_keep_their_status():
             ("invalid_value", 400),
             ("context_length_exceeded", 400),
             ("engine_step_failed", 500),
+            ("unschedulable", 500),
             ("engine_dead", 503),
             ("draining", 503),
             (None, 500),

@@ -110,3 +110,15 @@ async def test_metrics_by_lane():
     ):
         assert line in lines, line
     assert "bulk_waiting" not in text, "told once, with its label"
+
+
+async def test_ready_says_why_it_is_not(srv):
+    """An engine that makes steps and should get no new requests: /health and requests go on."""
+    assert (await srv.get("/ready"))[0] == 200
+    srv.engine.ails = ["5 steps failed in a row", "no step for 40 s while there is work"]
+    status, body, headers = await srv.get("/ready")
+    assert (status, body["error"]["code"]) == (503, "unfit")
+    assert body["error"]["message"] == "; ".join(srv.engine.ails)
+    assert int(headers["Retry-After"]) > 0
+    assert (await srv.get("/health"))[0] == 200
+    assert (await srv.post(CHAT, chat_body()))[0] == 200

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from jserve.config import EngineConfig
+from jserve.engine import anteroom
 from jserve.sampling import StructuredOutputs
 from jserve.sched.journal import JournalFile
 from jserve.sched.replay import replay
@@ -229,6 +230,33 @@ def test_a_request_whose_grammar_compiles_can_be_cancelled():
     made.cancel("a")
     assert [o.finish for o in made.step()] == ["abort", "abort"]
     assert not made.busy
+
+
+def test_a_grammar_that_never_compiles_ends_its_request_and_no_other():
+    class Never:
+        def compile(self, request):
+            return Future() if request.params.guided else None
+
+        def __getattr__(self, name):
+            return lambda *a: None
+
+    made, now = engine(all_guides=Never()), [0.0]
+    made.clock = lambda: now[0]
+    for id, n in (("a", 2), ("b", 1)):
+        made.submit(request(id, CITY, n=n))
+        made.step()
+        now[0] += 1.0
+    made.submit(request("free", max_tokens=3))
+    now[0] = anteroom.LIMIT_S
+    outputs = made.step()
+    assert [(o.request_id, o.finish, o.error_code) for o in outputs] == [
+        ("a", "error", "engine_step_failed")
+    ] * 2
+    assert "not compiled within 60 s" in (outputs[0].error or "")
+    now[0] += 1.0
+    outputs = made.drain()
+    assert finish_of(outputs, "b") == "error"
+    assert finish_of(outputs, "free") == "length"
 
 
 def test_unguided_rows_never_wait_for_masks():

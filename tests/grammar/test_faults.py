@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from jserve import faults
-from jserve.grammar import guide as guide_module
+from jserve.grammar import guide as guide_module, guides as guides_module
 from jserve.grammar.trail import MOST_CERTAIN
 from jserve.sampling import StructuredOutputs
 from jserve.testing import FakeProposer
@@ -148,3 +150,34 @@ def test_a_long_certain_text_comes_in_pieces(fast_forward):
     assert finish(outputs, "a") == "length"
     assert max(len(o.token_ids) for o in gather(outputs)["a", 0]) <= MOST_CERTAIN + 1
     assert tokens(outputs, "free") == tokens(run(FREE), "free")
+
+
+def test_masks_that_never_come_end_those_who_wait_and_no_other(monkeypatch):
+    """Beside one that is free, and alone; who comes later has a thread of its own."""
+    release, fill = threading.Event(), guides_module.TokenGuides._fill
+    monkeypatch.setattr(guides_module, "HUNG_S", 0.05)
+    want = tokens(run(request("late", CITY)), "late"), tokens(run(FREE), "free")
+    made = engine()
+
+    def hangs(self, executor, jobs, mask_GW):
+        monkeypatch.setattr(guides_module.TokenGuides, "_fill", fill)
+        release.wait(20.0)
+        fill(self, executor, jobs, mask_GW)
+
+    try:
+        for others in ((FREE,), ()):
+            monkeypatch.setattr(guides_module.TokenGuides, "_fill", hangs)
+            outputs = []
+            for each in (request("city", CITY), *others):
+                made.submit(each)
+            while not any(o.request_id == "city" and o.finish for o in outputs):
+                outputs += made.step()
+            made.submit(request("late", CITY))
+            outputs += made.drain()
+            last = gather(outputs)["city", 0][-1]
+            assert (last.finish, last.error_code) == ("error", "grammar_failed")
+            assert "not known within" in last.error
+            assert tokens(outputs, "late") == want[0]
+            assert not others or tokens(outputs, "free") == want[1]
+    finally:
+        release.set()

@@ -71,8 +71,8 @@ class DiskDrive(CountingDrive):
             self.commit()
             return True
         waits = bool(self.runner.asked)
-        if not launched and not moved and not waits and not self.held:
-            assert not self.scheduler.has_work, "I14: work is left and nothing moves"
+        if not launched and not moved and not waits:
+            self.check_rest()
         return launched or moved or waits
 
     def _most_steps(self) -> int:

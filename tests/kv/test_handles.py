@@ -1,6 +1,9 @@
 """Named prefixes: pinned once computed, found by name, gone in time, within their quota."""
 
+import contextlib
+
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from jserve.errors import BadRequest, CacheFull, CacheNotFound, ContextTooLong, Overloaded
 from jserve.kv.handles import quota_of
@@ -9,6 +12,7 @@ from jserve.sched.journal import JournalFile
 from jserve.sched.replay import replay
 from jserve.types import Finish
 from tests.kv.counting import CountingDrive, Told, limits, request, with_fields
+from tests.sched.sched_drive import Drive
 
 DOCUMENT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4]
 Z = 4
@@ -200,6 +204,65 @@ def test_pins_never_starve_the_longest_sequence():
     drive.until_done("make-doc")
     drive.add(request("long", [2] * 40, max_tokens=24))
     drive.until_done("long")
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    page_size=st.sampled_from([1, 4, 8]),
+    n_tokens=st.integers(12, 90),
+    max_model_len=st.integers(8, 64),
+    window=st.sampled_from([(0, 0), (0, 0), (3, 0), (9, 0), (14, 5), (40, 3)]),
+    chunk=st.sampled_from([0, 1, 5, 16]),
+    depth=st.sampled_from([0, 1, 2]),
+    drafts=st.sampled_from([0, 3]),
+    host=st.sampled_from([0, 6]),
+    handle_pages=st.sampled_from([0, 2, 1000]),
+    pins=st.lists(st.integers(1, 40), max_size=6),
+    n_prompt=st.integers(1, 64),
+    n_preempted=st.sampled_from([0, 1, 3]),
+)
+def test_what_admission_takes_runs_beside_all_pins(
+    page_size,
+    n_tokens,
+    max_model_len,
+    window,
+    chunk,
+    depth,
+    drafts,
+    host,
+    handle_pages,
+    pins,
+    n_prompt,
+    n_preempted,
+):
+    """Whatever is pinned, and however often it gave way: the longest request that is taken has its pages."""
+    lim = limits(
+        n_pages=1 + -(-n_tokens // page_size),
+        page_size=page_size,
+        max_model_len=max_model_len,
+        max_drafts=drafts,
+        n_host_pages=host,
+        window=window[0],
+        sinks=window[1],
+    )
+    drive = Drive(
+        lim, depth=depth, overlap=depth, max_prefill_chunk=chunk, handle_pages=handle_pages
+    )
+    for i, n in enumerate(pins):
+        with contextlib.suppress(BadRequest, CacheFull):
+            create(drive, f"h{i}", [i, *([1, 2, 3] * n)[: n - 1]])
+            drive.run()
+    for n_out in range(max_model_len, -1, -1):
+        with contextlib.suppress(ContextTooLong):
+            drive.add(request("long", [9] * n_prompt, max_tokens=n_out))
+            break
+    else:
+        return
+    for seq in drive.scheduler.floor.waiting:
+        seq.n_preempted = n_preempted
+    drive.run()
+    assert drive.told["long", 0].end.finish in (Finish.STOP, Finish.LENGTH)
+    assert not drive.given_up
 
 
 def test_a_journal_with_handles_replays(tmp_path):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from jserve.config import EngineConfig, flat_name, sections
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.sampling import SamplingParams
-from jserve.sched import budget, policy
+from jserve.sched import budget, impasse, policy
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeProposer, FakeRunner, model as fake_model
 from jserve.types import Finish, Output, Request, SeqState, StepPlan
@@ -131,9 +131,13 @@ class Drive:
         self.told: dict[tuple[str, int], Told] = {}
         self.committed: set[int] = set()
         self.held: list[int] = []
+        self.starved = False
+        """Pages were held outside when a plan was last asked for in vain."""
         self.poisoned: set[tuple[str, int]] = set()
         self.doomed: set[tuple[str, int]] = set()
         self.late: set[tuple[str, int]] = set()
+        self.jammed: set[str] = set()
+        self.given_up: set[tuple[str, int]] = set()
         self.n_faults = 0
         self._oracles: dict[tuple[str, int], list[int]] = {}
         self.now, self.tick = 0.0, 1.0
@@ -158,6 +162,19 @@ class Drive:
         """The next row of this choice computes KV that is not finite."""
         self.runner.nan.add((id, index))
         self.poisoned.add((id, index))
+
+    def jam(self, id: str) -> None:
+        """A bug: nobody of this request gets in any more."""
+        if not self.jammed:
+            enter = self.scheduler.floor.enter
+            self.scheduler.floor.enter = lambda seq: (
+                seq.request.id not in self.jammed and enter(seq)
+            )
+        self.jammed.add(id)
+
+    @property
+    def is_jammed(self) -> bool:
+        return not self.jammed.isdisjoint(self.scheduler.groups)
 
     def preempt(self, pick: int) -> None:
         """One of the running gives way, as if pages had run out."""
@@ -190,9 +207,14 @@ class Drive:
         if self.flight and (not launched or len(self.flight) > self.depth):
             self.commit()
             return True
-        if not launched and not self.held:
-            assert not self.scheduler.has_work, "I14: work is left and nothing moves"
+        if not launched:
+            self.check_rest()
         return launched
+
+    def check_rest(self) -> None:
+        """Nothing moves: then nothing is left, unless it cannot."""
+        may_stand = self.held or self.is_jammed
+        assert may_stand or not self.scheduler.has_work, "I14: work is left and nothing moves"
 
     def launch(self) -> bool:
         self.now += self.tick
@@ -200,6 +222,7 @@ class Drive:
         self._expire()
         plan = self.scheduler.plan(self.now)
         if plan is None:
+            self.starved = bool(self.held)
             self.check()
             return False
         self._check_plan(plan)
@@ -209,8 +232,13 @@ class Drive:
 
     def _expire(self) -> None:
         outputs = self.scheduler.expire(self.now)
-        self.late |= {(out.request_id, out.index) for out in outputs}
-        assert all(out.error_code == "deadline_exceeded" and out.error_field for out in outputs)
+        given_up = [out for out in outputs if out.error_code == "unschedulable"]
+        assert self.starved or {out.request_id for out in given_up} <= self.jammed, "an innocent"
+        assert len(given_up) <= 1
+        self.given_up |= {(out.request_id, out.index) for out in given_up}
+        late = [out for out in outputs if out not in given_up]
+        self.late |= {(out.request_id, out.index) for out in late}
+        assert all(out.error_code == "deadline_exceeded" and out.error_field for out in late)
         self._hear(outputs)
 
     def commit(self) -> None:
@@ -249,7 +277,7 @@ class Drive:
         """Until nothing is left, within a bound on steps (I14, I15); the tokens of each choice."""
         self.let_go()
         for _ in range(self._most_steps()):
-            if not self.step():
+            if not self.step() and not self.scheduler.has_work:
                 break
         assert not self.scheduler.has_work, "I15: not done within the bound on steps"
         self.check_idle()
@@ -273,7 +301,8 @@ class Drive:
             if self.config.scheduler.itl_bound_ms:
                 chunk, again = min(chunk, self.limits.page_size), again * budget.PATIENCE
             total += req.params.n * (again * (longest // chunk + 1) + n_out + 2 * self.depth + 4)
-        return total + 10
+        n_jammed = sum(self.requests[id].params.n for id in self.jammed)
+        return total + 10 + n_jammed * round(impasse.LIMIT_S / self.tick + 1 if self.tick else 0)
 
     # -- oracles
 
@@ -289,7 +318,7 @@ class Drive:
                 told.end = out
                 if out.finish is Finish.ERROR:
                     key = (out.request_id, out.index)
-                    assert key in self.poisoned | self.doomed | self.late, (
+                    assert key in self.poisoned | self.doomed | self.late | self.given_up, (
                         f"I29: {key} failed without a fault"
                     )
                     assert out.error, "an error without a text"

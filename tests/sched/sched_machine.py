@@ -278,6 +278,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def preempt(self, pick):
         self.drive.preempt(pick)
 
+    @precondition(lambda self: len(self.drive.scheduler.floor.waiting))
+    @rule(pick=st.integers(0, 7))
+    def jam(self, pick):
+        """One that waits can never run, by a bug: it ends in error, and the others as ever."""
+        waiting = [seq.request.id for seq in self.drive.scheduler.floor.waiting]
+        self.drive.jam(waiting[pick % len(waiting)])
+
     @rule(data=st.data(), tail=st.integers(0, VOCAB - 1))
     def next_turn(self, data, tail):
         """A request that contains an ended one and what it said."""
