@@ -67,7 +67,7 @@ async def test_other_pages_and_other_options_are_as_before():
 
 
 @pytest.mark.parametrize(
-    "origin", ["app.example", "https://app.example/", "https://", "", "ftp://x"]
+    "origin", ["app.example", "https://app.example/", "https://", " ", "ftp://x"]
 )
 async def test_what_is_no_origin_is_a_config_error(origin):
     with pytest.raises(ConfigError) as caught:
