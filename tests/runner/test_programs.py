@@ -139,6 +139,24 @@ def test_the_warm_up_tells_the_scheduler_what_steps_cost():
     assert all(t.seconds > 0 for t in r.limits.step_times)
 
 
+def test_the_time_of_a_step_is_the_devices_alone():
+    """Whatever the host takes to pack it, also where no other step hides that."""
+    r = make_runner()
+    pack, now = r._packer.pack, [0.0]
+
+    def slow(plan, bucket=None):
+        now[0] += 5.0
+        return pack(plan, bucket)
+
+    r._clock, r._packer.pack = lambda: now[0], slow  # type: ignore[method-assign]
+    rig, times = Rig(r), []
+    collect = r.collect
+    r.collect = lambda flight: times.append(collect(flight)) or times[-1]  # type: ignore[method-assign]
+    rig.run(jobs(2))
+    assert times
+    assert all(result.device_us < 5e6 for result in times)
+
+
 def test_a_bucket_of_one_row_is_refused():
     with pytest.raises(ValueError, match="fewer than two"):
         make_step(runner("xla").model, Bucket(D=1, P=0, F=0))

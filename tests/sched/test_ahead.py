@@ -254,6 +254,18 @@ def test_it_wakes_only_for_what_the_rest_of_the_rows_pays_for():
     assert policy(0.9, left=5).choose(rows(1), load()) > 0, "nothing was missed"
 
 
+def test_what_a_prompt_costs_more_is_saved_until_the_next_one_comes():
+    """Of four rows that draw as many tokens each, one ends four times as soon, and its place takes the
+    next prompt, beside which drafting costs more."""
+
+    def wakes(n_rows: int, left: float) -> bool:
+        return policy(0.9, left=left, per_token=0.05).choose(rows(n_rows), load(16)) > 0
+
+    assert wakes(1, 4)
+    assert not wakes(4, 4)
+    assert wakes(4, 100), "where answers are long it pays"
+
+
 def test_beside_a_short_rest_it_is_narrow():
     """Wide steps would draw past the end. One that is about to end keeps no other from drafting."""
     found = {}
