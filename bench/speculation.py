@@ -22,7 +22,9 @@ which is where drafts act: answers here are short, so prompts are a large part. 
     (1 + drafts that stood per step) * seconds of a plain step / (seconds of a verify step + drafting)
 
     python -m bench.speculation --methods eagle3 [--texts dialogue,json] [--k 0,3,7] [--concurrency 1,16]
-                                [--requests 12] [--rounds 5] [--json F] [--plot F.svg]
+                                [--requests 12] [--rounds 5] [--tree auto] [--json F] [--plot F.svg]
+
+With ``--tree`` drafters on the device leave trees of the most drafts in ``--k``, and verify all or nothing.
 """
 
 from __future__ import annotations
@@ -146,12 +148,13 @@ class Side:
         eos_ids: tuple[int, ...],
         most: int = MOST,
         dtype: str = "auto",
+        tree: str = "",
     ) -> None:
         speculative: dict[str, Any] = {}
         if method != "off":
             speculative = {"method": method, "num_tokens": min(most, AHEAD.get(method, most))}
         if method in DEVICE:
-            speculative["model"] = str(HEADS / f"jserve-mini-{method}")
+            speculative |= {"model": str(HEADS / f"jserve-mini-{method}"), "tree": tree}
         self.config = EngineConfig.of(
             dtype=dtype,
             max_num_seqs=rows,
@@ -276,7 +279,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     programs = {"off": off.info["programs"]}
     for method in args.methods:
         most = max([*args.k, FEWEST])
-        on = Side(method, max(args.concurrency), text.eos_ids, most, args.dtype)
+        on = Side(method, max(args.concurrency), text.eos_ids, most, args.dtype, args.tree)
         for name, asked in texts.items():
             for k in (k for k in args.k if k <= AHEAD.get(method, MOST)):
                 on.fix(k)
@@ -297,7 +300,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         programs[method] = on.info["programs"]
         on.close()
     off.close()
-    about = {"machine": probe.machine(), "programs": programs}
+    about = {"machine": probe.machine(), "programs": programs, "tree": args.tree}
     return {"format": FORMAT, "about": about, "rows": rows}
 
 
@@ -366,6 +369,7 @@ def main(argv: Seq[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=12, help="conversations of each text")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of runs per figure")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--tree", default="", choices=("", "auto", "dynamic"))
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
