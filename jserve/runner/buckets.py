@@ -190,6 +190,7 @@ def _drafting(
     few, narrow = min(FEW_ROWS, D), wide[0]
     whole = Bucket(D=D, P=P, F=F, J=narrow)
     found = {Bucket(D=d, P=0, F=0, J=j) for d in _verify_rungs(D) for j in wide} | {whole}
+    # Of few rows also few prompts: each is a row of every draft that is made.
     beside = [(p, few) for p in DRAFT_BESIDE_FEW] + [(p, D) for p in DRAFT_BESIDE_ALL]
     found |= {
         Bucket(D=rows, P=p, F=min(rows, _rows(p, F)), J=narrow) for p, rows in beside if p < P

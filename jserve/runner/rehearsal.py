@@ -33,7 +33,7 @@ def rehearsal(bucket: Bucket, dims: StepDims, params: SamplingParams) -> StepPla
     """All decode rows of ``bucket`` at position 0 with as many drafts as fit, and its prefill tokens in as
     few rows as the context allows. Whoever packs it points all rows at no slot."""
     most = dims.M * dims.Z
-    seq = _sequence(params, most)
+    seq = _sequence(params, min(most, bucket.P + 1))
     rows = [_verify(seq, bucket)] * bucket.D
     left = bucket.P
     for _ in range(bucket.F):

@@ -152,9 +152,8 @@ class ModelRunner:
         for item in plan.loads:
             self._load(item)
         out = self._run(batch)
-        now = (
-            self._clock()
-        )  # the time of a step is the device's alone, whether or not another hides the host's
+        # Only now: the time of a step is the device's alone, whether or not another step hides the host's.
+        now = self._clock()
         for array in results.wanted(batch, out):
             array.copy_to_host_async()
         handle = _Launched(batch=batch, out=out, leaving=leaving)
@@ -207,7 +206,6 @@ class ModelRunner:
             if not leaf.is_deleted():
                 leaf.delete()  # there is no room for two pools
         self.state = self._new_state()
-        self._packer.forget()
         self._rehearse(self.ladder.buckets[0], GREEDY)
 
     def report(self) -> dict[str, Any]:
@@ -291,7 +289,8 @@ class ModelRunner:
         return {"target": self.params, "drafter": self.speculation.params}
 
     def _rehearse(self, bucket: Bucket, params: SamplingParams) -> None:
-        """A step of made-up rows, to its end; slots and pages of others stay as they are."""
+        """A step of made-up rows, to its end. Slots and pages of others stay as they are, and nothing is
+        remembered of what slots hold."""
         batch = self._packer.pack(rehearsal(bucket, self.sizes.dims, params), bucket)
         views = numpy_views(batch.buf, self.model.fields(bucket))
         views["slot_R"][...] = self.sizes.dims.C

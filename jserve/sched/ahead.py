@@ -11,7 +11,7 @@ step of width W verifies W - 1 drafts and leaves as many, at one measured price.
 Rows are those that decode and those about to. Three things make waking differ from staying awake:
 
 * *price*: programs that draft beside a prompt, what was missed while it slept (``sched.showing``), and a first
-  step that has nothing to verify. It is paid only where the tokens still expected of the rows save more.
+  step that has nothing to verify. It is paid only where the rows save more until one of them ends.
 * *looks*: while it sleeps nothing is learned. A purse saves half a percent of that time; when it holds the price of
   waking and of a few steps, they are spent. What is left over is spent on staying awake a little too long,
   so that one unlucky round does not send it to sleep.

@@ -31,6 +31,7 @@ async def leave(srv, path: str, body: dict, ready) -> float:
 
 
 def all_cancelled(engine: FakeEngine):
+    assert engine.records, "nobody had asked"
     return all(r.cancelled_at is not None for r in engine.records)
 
 

@@ -51,7 +51,6 @@ def test_a_little_slower_becomes_usual():
 
 def test_the_scheduler_tells_it():
     drive = Drive(limits(step_times=step_times()), depth=0)
-    drive.runner.acceptance = 0.0
     drive.add(request("a", [1, 2, 3], max_tokens=40, ignore_eos=True))
     drive.run()
     assert drive.scheduler.counters()["step_slowness"] == drive.scheduler.slowness.value > 0.0
