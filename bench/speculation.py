@@ -7,7 +7,9 @@ must be equal; in bfloat16 programs of other widths may round near ties differen
 counted (such a pair compares texts of other lengths).
 
 A dialogue is asked turn by turn, as a chat client does, each turn behind what was said before; both sides keep
-prefixes, for the length of a run. The other texts are one request each.
+prefixes, for the length of a run. The other texts are one request each. A request is sent as soon as the one
+before has ended, while the engine still runs the step that it began before it knew; with ``--rest``, at batch 1,
+when that is over: nobody answers within a millisecond.
 
 * ``k``: drafts per step fixed, 0 to 8 (Medusa: to its 4 heads), batch 1, and beside them k chosen by the
   engine (``auto``) with its share of the best fixed k's speed. k = 0 is the price of being able to. A step of k
@@ -22,7 +24,7 @@ which is where drafts act: answers here are short, so prompts are a large part. 
     (1 + drafts that stood per step) * seconds of a plain step / (seconds of a verify step + drafting)
 
     python -m bench.speculation --methods eagle3 [--texts dialogue,json] [--k 0,3,7] [--concurrency 1,16]
-                                [--requests 12] [--rounds 5] [--tree auto] [--json F] [--plot F.svg]
+                                [--requests 12] [--rounds 5] [--tree auto] [--rest] [--json F] [--plot F.svg]
 
 With ``--tree`` drafters on the device leave trees of the most drafts in ``--k``, and verify all or nothing.
 """
@@ -149,6 +151,7 @@ class Side:
         most: int = MOST,
         dtype: str = "auto",
         tree: str = "",
+        rest: bool = False,
     ) -> None:
         speculative: dict[str, Any] = {}
         if method != "off":
@@ -166,7 +169,7 @@ class Side:
         )
         self.engine, self.info = build.engine(self.config)
         self.exact = self.info["dtype"] == "float32"
-        self._eos_ids, self._n = eos_ids, 0
+        self._eos_ids, self._n, self._rests = eos_ids, 0, rest
 
     def fix(self, k: int | None) -> None:
         """From now on up to ``k`` drafts in every step; None: the engine's own choice."""
@@ -175,7 +178,8 @@ class Side:
     def run(self, asked: Seq[Conversation], concurrency: int, max_tokens: int) -> Ran:
         """All of ``asked``, ``concurrency`` at once, greedy."""
         ran, before = Ran(), dict(self.engine.scheduler.counters())
-        waiting, began = list(range(len(asked))), {}
+        waiting, began, rested = list(range(len(asked))), {}, 0.0
+        rests = self._rests and concurrency == 1
         self._n += 1
 
         def send(talk: int, turn: int) -> None:
@@ -194,15 +198,22 @@ class Side:
                     ran.first[name] = time.perf_counter() - began[name]
                 if out.finish is not None:
                     ran.ended[name] = time.perf_counter() - began.pop(name)
+                    rested += self._rest() if rests else 0.0
                     talk, turn = map(int, name.split("-"))
                     if turn + 1 < len(asked[talk]):
                         send(talk, turn + 1)
-        ran.seconds = time.perf_counter() - start
-        while self.engine.scheduler.has_work:  # one step more is under way: not to be timed later
-            self.engine.step()
+        ran.seconds = time.perf_counter() - start - rested
+        self._rest()
         after = self.engine.scheduler.counters()
         ran.counters = {k: v - before.get(k, 0.0) for k, v in after.items()}
         return ran
+
+    def _rest(self) -> float:
+        """Wait for what is under way, in which no request is left: seconds."""
+        start = time.perf_counter()
+        while self.engine.scheduler.has_work:
+            self.engine.step()
+        return time.perf_counter() - start
 
     def _request(self, name: str, ids: tuple[int, ...], max_tokens: int) -> Request:
         return Request(
@@ -274,12 +285,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     text = build.text_side(EngineConfig())
     texts = {name: conversations(name, args.requests, text.tokenizer) for name in args.texts}
     mixed = [p for group in zip(*texts.values(), strict=True) for p in group]
-    off = Side("off", max(args.concurrency), text.eos_ids, dtype=args.dtype)
+    off = Side("off", max(args.concurrency), text.eos_ids, dtype=args.dtype, rest=args.rest)
     rows: list[dict[str, Any]] = []
     programs = {"off": off.info["programs"]}
     for method in args.methods:
         most = max([*args.k, FEWEST])
-        on = Side(method, max(args.concurrency), text.eos_ids, most, args.dtype, args.tree)
+        options = (most, args.dtype, args.tree, args.rest)
+        on = Side(method, max(args.concurrency), text.eos_ids, *options)
         for name, asked in texts.items():
             for k in (k for k in args.k if k <= AHEAD.get(method, MOST)):
                 on.fix(k)
@@ -300,7 +312,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         programs[method] = on.info["programs"]
         on.close()
     off.close()
-    about = {"machine": probe.machine(), "programs": programs, "tree": args.tree}
+    about = {
+        "machine": probe.machine(),
+        "programs": programs,
+        "tree": args.tree,
+        "rest": args.rest,
+    }
     return {"format": FORMAT, "about": about, "rows": rows}
 
 
@@ -370,6 +387,7 @@ def main(argv: Seq[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="pairs of runs per figure")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--tree", default="", choices=("", "auto", "dynamic"))
+    parser.add_argument("--rest", action="store_true", help="send to an engine at rest, at batch 1")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")

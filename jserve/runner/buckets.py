@@ -38,7 +38,7 @@ ONLY_FEW = 32
 MOST_VERIFIED = 128
 """Tokens that decode rows have together in steps without prefill, but for the narrowest width: more of
 them keep any device busy, so that guessing gains nothing."""
-DRAFT_BESIDE_FEW, DRAFT_BESIDE_ALL = (32, 64, 128, 256), (64, 128)
+DRAFT_BESIDE_FEW, DRAFT_BESIDE_ALL = (32, 64, 128, 256), (64, 128, 256)
 """Prefill tokens of programs that draft: beside few rows, and beside all that may draft. The largest is
 one more. A prompt that comes alone waits for its own padding, and pays for the drafter before it gains."""
 

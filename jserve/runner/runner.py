@@ -288,14 +288,17 @@ class ModelRunner:
             return self.params
         return {"target": self.params, "drafter": self.speculation.params}
 
-    def _rehearse(self, bucket: Bucket, params: SamplingParams) -> None:
-        """A step of made-up rows, to its end. Slots and pages of others stay as they are, and nothing is
-        remembered of what slots hold."""
+    def _rehearse(self, bucket: Bucket, params: SamplingParams) -> float:
+        """The device's seconds of a step of made-up rows, once it is done. Slots and pages of others stay as they
+        are, and nothing is remembered of what slots hold."""
         batch = self._packer.pack(rehearsal(bucket, self.sizes.dims, params), bucket)
         views = numpy_views(batch.buf, self.model.fields(bucket))
         views["slot_R"][...] = self.sizes.dims.C
-        jax.block_until_ready(self._run(batch).packed_RX)
+        out = self._run(batch)
+        began = self._clock()
+        jax.block_until_ready(out.packed_RX)
         self._packer.forget()
+        return self._clock() - began
 
     def _get_ready(self, progress: Progress) -> None:
         """Run every program, tell the limits how long that took, and allow no compile any more."""

@@ -1,7 +1,7 @@
 """Runs every program before the engine is ready, and tells how long each takes.
 
 Owns the order, the number and the weighing of these runs. Must not know the runner: it gets a function
-that runs one program to its end.
+that runs one program to its end and says how long the device had it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ CPU_S = 1.0
 QUICK_S = 0.1
 """A program that takes no longer runs again on a CPU, whatever it pays for at its first run."""
 ROUNDS_S, MOST_ROUNDS = 2.0, 9
-"""Programs that are weighed against each other are timed in rounds for about so long."""
+"""Programs that are weighed against each other are timed in rounds, the last of which begins after so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """``run`` takes a bucket through its program, with rows of these parameters, and returns when that is
-    done."""
+    """``run`` takes a bucket through its program, with rows of these parameters, and returns the device's
+    seconds when that is done."""
 
-    run: Callable[[Bucket, SamplingParams], None]
+    run: Callable[[Bucket, SamplingParams], float]
     clock: Clock
     progress: Progress
 
@@ -51,30 +51,32 @@ class WarmUp:
             found[bucket] = self._first(bucket, cpu=cpu)
             if cpu and done >= len(weighed) and self.clock() - began > CPU_S:
                 break
-        found |= self._weigh(weighed)
+        found |= self._weigh({b: found[b] for b in weighed})
         self.progress("warm up", len(runs), len(runs))
         return tuple(_step_time(b, t) for b, t in found.items() if not (b.score or b.mask))
 
     def _first(self, bucket: Bucket, *, cpu: bool) -> float:
-        took = self._timed(bucket)
+        took = self.run(bucket, GREEDY)
         if cpu and took > QUICK_S:
             return took
         self.run(bucket, EVERYTHING)
-        return self._timed(bucket)
+        return self.run(bucket, GREEDY)
 
-    def _weigh(self, buckets: list[Bucket]) -> dict[Bucket, float]:
-        """Medians of rounds through all of ``buckets``, so that what slows the machine for a while
-        slows all alike; as many rounds as there is time for."""
+    def _weigh(self, known: dict[Bucket, float]) -> dict[Bucket, float]:
+        """Medians of rounds through all of ``known``, so that what slows the machine for a while slows all
+        alike; as many rounds as there is time for."""
         rounds: list[list[float]] = []
         began = self.clock()
-        while buckets and len(rounds) < MOST_ROUNDS and self.clock() - began < ROUNDS_S:
-            rounds.append([self._timed(b) for b in buckets])
-        return {b: float(np.median(t)) for b, *t in zip(buckets, *rounds, strict=True)}
+        while known and len(rounds) < MOST_ROUNDS and self.clock() - began < ROUNDS_S:
+            rounds.append([self._again(bucket, took) for bucket, took in known.items()])
+        return {b: float(np.median(t)) for b, *t in zip(known, *rounds, strict=True)}
 
-    def _timed(self, bucket: Bucket) -> float:
-        start = self.clock()
-        self.run(bucket, GREEDY)
-        return self.clock() - start
+    def _again(self, bucket: Bucket, took: float) -> float:
+        """The time of a program that follows itself, as those do that decode: what is small is half as fast
+        behind others, whose code and scratch memory lie in the caches."""
+        if took <= QUICK_S:
+            self.run(bucket, GREEDY)
+        return self.run(bucket, GREEDY)
 
 
 def _step_time(bucket: Bucket, seconds: float) -> StepTime:

@@ -11,11 +11,14 @@ step of width W verifies W - 1 drafts and leaves as many, at one measured price.
 Rows are those that decode and those about to. Three things make waking differ from staying awake:
 
 * *price*: programs that draft beside a prompt, what was missed while it slept (``sched.showing``), and a first
-  step that has nothing to verify. It is paid only where the rows save more until one of them ends.
+  step that has nothing to verify. Waking pays where the rows save more than that in the time they have left, or
+  in as many steps as it was awake of late, less what the prompts cost that come meanwhile. Staying awake beside
+  a prompt pays where that is less than what the rows save until one of them ends, or than waking again.
 * *looks*: while it sleeps nothing is learned. A purse saves half a percent of that time; when it holds the price of
   waking and of a few steps, they are spent. What is left over is spent on staying awake a little too long,
   so that one unlucky round does not send it to sleep.
-* *the first choice* of a request rests on what stood for others of its lane.
+* *the first choice* of a request rests on what stood for others of its lane; that of an engine on a guess, so
+  its first ``FIRST_STEPS`` are not asked what they cost to begin.
 
 A drafter with a *shadow* (``sched.drafting``) needs no looks: what it would have brought is seen all the time.
 """
@@ -37,6 +40,9 @@ from jserve.types import Sequence
 LOOK_SHARE = 0.005
 """Of the time asleep, what may be lost by drafting although it seems not to pay."""
 LOOK_STEPS = 2
+FIRST_STEPS = 8
+LATELY = 0.3
+"""Weight of the last of its kind, in what prompts cost beside drafts and in how long it stays awake."""
 REST = 8
 """Steps of the same rows after which a drafter that sleeps is thought of again."""
 Expects = Callable[[Sequence, float], float]
@@ -83,6 +89,12 @@ class Ahead:
         self.awake = False
         self.fixed: int | None = None
         """What a benchmark wants instead of the choice."""
+        self._beside = 0.0
+        """Seconds that a prompt takes longer beside drafts."""
+        self._steps, self._all_steps = 0, 0
+        """Awake: since it woke, and in all."""
+        self._spell = 0.0
+        """Of late, steps until it did not pay any more; 0: it always did."""
         self._rows: list[Sequence] = []
         """Of the step before."""
         self._rested = 0
@@ -96,8 +108,16 @@ class Ahead:
                 width = 1 + self.fixed
             elif not self._rests(rows):
                 width = self._width(self._outlook(ready, rows, load))
-        self.awake = width > 1
+        self._wakes(width > 1, rows)
         return self.narrowed(width - 1, ready, load) if self.awake else 0
+
+    def _wakes(self, awake: bool, rows: list[Sequence]) -> None:
+        if self.awake and not awake and rows:
+            weight = LATELY if self._spell else 1.0
+            self._spell += weight * (self._steps - self._spell)
+        self._steps = self._steps + 1 if awake else 0
+        self._all_steps += awake
+        self.awake = awake
 
     def _rests(self, rows: list[Sequence]) -> bool:
         """True while it sleeps and nothing is new."""
@@ -130,7 +150,8 @@ class Ahead:
         width = best_width(look.gains, self._options(look), seconds, seconds(1), self.min_speed)
         if width > 1:
             price = self._price(look, width)
-            return width if not price or price < self._saves(look, width) else 1
+            new = self._all_steps < FIRST_STEPS and not self.shadowed
+            return width if not price or new or price < self._worth(look, width) else 1
         if self.shadowed or max([len(gains) for gains in look.gains]) == 1:
             return 1
         return self._look(look, self.widths[1])
@@ -155,30 +176,57 @@ class Ahead:
     def _price(self, look: _Outlook, width: int) -> float:
         """Seconds that it takes to go on beside prompts, and to begin where it sleeps."""
         n, load, price = look.n_decode, look.load, 0.0
-        beside = min(width, self.limits.prefill_width or width)
+        beside = self._beside_prompts(width)
         if load.n_prefill:
             price += self._step(n, load.n_prefill, load, beside)
             price -= self._step(n, load.n_prefill, load, 1)
+            self._beside += LATELY * (price - self._beside)
         if look.missing and not self.awake:
-            n_shown, adds = self.showing.portion(
-                look.missing, load.n_prefill, lambda p: self._step(n, p, load, beside)
-            )
-            price += adds * -(-look.missing // n_shown)
+            price += self._catch_up(look, width, look.missing, load.n_prefill)
         if n and not look.held and not self.awake:
             price += self._step(n, 0, load, width) - self._step(n, 0, load, 1)
         return max(0.0, price)
 
-    def _saves(self, look: _Outlook, width: int) -> float:
-        """Seconds that the rows save by drafting until one of them ends: then the next prompt comes, and what
-        is best for the others is another question. N rows that draw m tokens each end every m / N."""
+    def _beside_prompts(self, width: int) -> int:
+        return min(width, self.limits.prefill_width or width)
+
+    def _catch_up(self, look: _Outlook, width: int, missing: int, beside: int = 0) -> float:
+        """Seconds that it takes to show ``missing`` tokens: as many as are cheap beside this step's prompts, the
+        rest beside none."""
+        price, width = 0.0, self._beside_prompts(width)
+
+        def step(n_prefill: int) -> float:
+            return self._step(look.n_decode, n_prefill, look.load, width)
+
+        if beside:
+            n_shown, price = self.showing.portion(missing, beside, step)
+            missing -= n_shown
+        if missing > 0:
+            n_shown, adds = self.showing.portion(missing, 0, step)
+            price += adds * -(-missing // n_shown)
+        return price
+
+    def _worth(self, look: _Outlook, width: int) -> float:
+        """Seconds that may be paid to go on beside prompts, or to begin. N rows that draw m tokens each end
+        every m / N."""
         per_step = 1.0 + sum([gain(gains, width) for gains in look.gains]) / len(look.rows)
+        per_round = self._seconds(look, 1) - self._seconds(look, width) / per_step
         left = [max(1.0, self.expects(seq, 0.0)) for seq in look.rows]
-        whole = [seq.n_output + n for seq, n in zip(look.rows, left, strict=True)]
-        soonest = min(*left, 1.0 / sum([1.0 / n for n in whole]))
-        if look.load.n_prefill and not self.limits.drafts_from_kv:
-            # It can as well wake a step later, when the prompts are done.
-            soonest = min(soonest, per_step)
-        return soonest * (self._seconds(look, 1) - self._seconds(look, width) / per_step)
+        ends = sum([1.0 / (seq.n_output + m) for seq, m in zip(look.rows, left, strict=True)])
+        rounds = min(*left, 1.0 / ends)
+        if not self.limits.drafts_from_kv:
+            if look.load.n_prefill:  # it can as well wake a step later, when the prompts are done
+                rounds = min(rounds, per_step)
+            return rounds * per_round
+        n = len(left)
+        lasts = sum(left) / n
+        if self._spell:
+            lasts = min(lasts, self._spell * per_step)
+        saves = lasts * (per_round - ends * (1.0 - 1.0 / n) * self._beside)
+        if not self.awake:
+            return saves
+        again = self._catch_up(look, width, look.load.n_prefill)
+        return max(rounds * per_round, min(saves, again))
 
     def _seconds(self, look: _Outlook, width: int) -> float:
         """A step of all rows once they decode, with the gap before it."""

@@ -52,10 +52,12 @@ def test_it_computes_on_real_rows_and_leaves_nothing_behind():
 
 
 class Ran:
-    """A device whose programs take so long, and at their first run longer."""
+    """A device whose programs take so long, at their first run longer, and also behind another."""
 
-    def __init__(self, seconds: dict[Bucket, float], late: float = 0.0) -> None:
-        self.seconds, self.late = seconds, late
+    def __init__(
+        self, seconds: dict[Bucket, float], late: float = 0.0, behind: float = 0.0
+    ) -> None:
+        self.seconds, self.late, self.behind = seconds, late, behind
         self.now, self.runs = 0.0, []
 
     def times(self, **about: bool) -> dict[Bucket, float]:
@@ -65,8 +67,11 @@ class Ran:
         return {sizes[t.n_decode, t.n_prefill]: t.seconds for t in found}
 
     def _run(self, bucket, params):
-        self.now += self.seconds[bucket] + self.late * all(b != bucket for b, _ in self.runs)
+        took = self.seconds[bucket] + self.late * all(b != bucket for b, _ in self.runs)
+        took += self.behind * (not self.runs or self.runs[-1][0] != bucket)
+        self.now += took
         self.runs.append((bucket, params))
+        return took
 
 
 SMALL, LARGE = Bucket(D=2, P=0, F=0), Bucket(D=2, P=16, F=2)
@@ -92,3 +97,8 @@ def test_what_drafts_are_weighed_by_is_timed_in_rounds():
     ran = Ran({SMALL: 2 * QUICK_S, LARGE: CPU_S}, late=1.0)
     found = ran.times(cpu=True, drafts=True)
     assert found == pytest.approx({SMALL: 2 * QUICK_S, LARGE: CPU_S})
+
+
+def test_a_program_is_timed_behind_itself():
+    ran = Ran({SMALL: 0.01, LARGE: 0.02}, behind=0.01)
+    assert ran.times(cpu=True, drafts=True) == pytest.approx({SMALL: 0.01, LARGE: 0.02})
