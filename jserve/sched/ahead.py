@@ -113,8 +113,7 @@ class Ahead:
 
     def _wakes(self, awake: bool, rows: list[Sequence]) -> None:
         if self.awake and not awake and rows:
-            weight = LATELY if self._spell else 1.0
-            self._spell += weight * (self._steps - self._spell)
+            self._spell = _lately(self._spell, self._steps)
         self._steps = self._steps + 1 if awake else 0
         self._all_steps += awake
         self.awake = awake
@@ -180,7 +179,7 @@ class Ahead:
         if load.n_prefill:
             price += self._step(n, load.n_prefill, load, beside)
             price -= self._step(n, load.n_prefill, load, 1)
-            self._beside += LATELY * (price - self._beside)
+            self._beside = _lately(self._beside, price)
         if look.missing and not self.awake:
             price += self._catch_up(look, width, look.missing, load.n_prefill)
         if n and not look.held and not self.awake:
@@ -257,3 +256,8 @@ class Ahead:
             g if g <= sure else sure + left * (lives ** (1.0 + sure) - lives ** (1.0 + g))
             for g in gains
         ]
+
+
+def _lately(mean: float, new: float) -> float:
+    """A decayed mean; the first sets it."""
+    return mean + LATELY * (new - mean) if mean else new

@@ -11,7 +11,7 @@ from sched_drive import VOCAB, Drive, limits, request
 
 from jserve.config import SpeculativeOptions
 from jserve.ports import RunnerLimits, StepTime
-from jserve.sched.ahead import Ahead
+from jserve.sched.ahead import FIRST_STEPS, Ahead
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.drafts import Load, Watches
 from jserve.sched.gaps import Gaps
@@ -204,16 +204,23 @@ def rows(n: int) -> list[Sequence]:
 
 
 def policy(
-    acceptance: float, *, n_missing: int = 0, left: float = 100.0, per_token: float = 0.02, **lim
+    acceptance: float,
+    *,
+    n_missing: int = 0,
+    left: float = 100.0,
+    per_token: float = 0.02,
+    new: bool = False,
+    **lim,
 ) -> Ahead:
-    """A choice over a proposer whose drafts stood with that chance so far."""
+    """A choice over a proposer whose drafts stood with that chance so far, in an engine that has drafted
+    before."""
     watches = Watches(7)
     rng = random.Random(0)
     for seq in rows(1):
         for _ in range(500):
             n = next((j for j in range(7) if rng.random() >= acceptance), 7)
             watches.rates.add(7, n, seq.request.lane)
-    return Ahead(
+    made = Ahead(
         sleepy(draft_rows=4, step_times=(), **lim),
         MeasuredCosts(times(per_token)),
         SpeculativeOptions(),
@@ -222,6 +229,8 @@ def policy(
         Plain(n_missing),
         lambda seq, more: left - more,
     )
+    made._all_steps = 0 if new else FIRST_STEPS
+    return made
 
 
 def load(n_prefill: int = 0, entering=()) -> Load:
@@ -252,6 +261,50 @@ def test_it_wakes_only_for_what_the_rest_of_the_rows_pays_for():
     assert found[2] == found[5] == 0
     assert found[100] > 0
     assert policy(0.9, left=5).choose(rows(1), load()) > 0, "nothing was missed"
+
+
+def test_what_is_shown_beside_a_prompt_for_nothing_is_so_once():
+    """A program of 16 has room for 15 beside a prompt of one; the other 65 take steps of their own."""
+    assert policy(0.9, n_missing=15, left=5).choose(rows(1), load(1)) > 0
+    assert policy(0.9, n_missing=80, left=5).choose(rows(1), load(1)) == 0
+
+
+def test_an_engine_tries_its_drafter_before_it_counts():
+    new = policy(0.9, n_missing=80, left=5, new=True)
+    for _ in range(FIRST_STEPS):
+        assert new.choose(rows(1), load()) > 0
+        new.awake = False
+    assert new.choose(rows(1), load()) == 0
+
+
+def test_it_stays_awake_beside_a_prompt_that_it_would_have_to_be_shown():
+    """A prompt that is dearer than what the rows save until one of them ends, and dearer to be shown later."""
+    found = policy(0.9, left=12, per_token=0.05)
+    found.costs = MeasuredCosts(
+        dataclasses.replace(t, seconds=t.seconds + 2e-3 * (t.n_draft > 0 < t.n_prefill))
+        for t in times(0.05)
+    )
+    found._beside = 1e-4
+    assert found.choose(rows(4), load()) > 0
+    assert found.choose(rows(4), load(16)) > 0
+    found._spell = 0.1
+    assert found.choose(rows(4), load(16)) == 0, "it would soon sleep anyway"
+
+
+def test_where_it_was_soon_put_to_sleep_again_it_wakes_for_less():
+    def wakes(n_steps: int) -> bool:
+        found, four = policy(0.9, n_missing=80, left=100), rows(4)
+        for _ in range(n_steps):
+            found._wakes(True, four)
+        found._wakes(False, four)
+        return found.choose(four, load()) > 0
+
+    assert wakes(40)
+    assert not wakes(2)
+    idle = policy(0.9, n_missing=80, left=100)
+    idle._wakes(True, rows(4))
+    idle._wakes(False, [])
+    assert idle.choose(rows(4), load()) > 0, "nobody was left: that says nothing"
 
 
 def test_what_a_prompt_costs_more_is_saved_until_the_next_one_comes():
