@@ -97,6 +97,10 @@ def test_what_drafts_are_weighed_by_is_timed_in_rounds():
     ran = Ran({SMALL: 2 * QUICK_S, LARGE: CPU_S}, late=1.0)
     found = ran.times(cpu=True, drafts=True)
     assert found == pytest.approx({SMALL: 2 * QUICK_S, LARGE: CPU_S})
+    rounds = [bucket for bucket, _ in ran.runs[2:]]
+    assert rounds == [SMALL, LARGE] * (len(rounds) // 2), (
+        "what is slow follows others as well as itself"
+    )
 
 
 def test_a_program_is_timed_behind_itself():

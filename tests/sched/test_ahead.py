@@ -189,7 +189,7 @@ class Plain(Showing):
     """Says what is missing instead of counting."""
 
     def __init__(self, n_missing: int = 0) -> None:
-        super().__init__(limits(), MeasuredCosts())
+        super().__init__(sleepy(), MeasuredCosts())
         self.n_missing = n_missing
 
     def missing(self, seq: Sequence) -> int:
@@ -257,20 +257,26 @@ def test_too_many_rows_never_draft():
 
 def test_it_wakes_only_for_what_the_rest_of_the_rows_pays_for():
     """80 tokens were missed: five steps of 16. They are worth it for many tokens, not for a few."""
-    found = {n: policy(0.9, n_missing=80, left=n).choose(rows(1), load()) for n in (2, 5, 100)}
-    assert found[2] == found[5] == 0
-    assert found[100] > 0
-    assert policy(0.9, left=5).choose(rows(1), load()) > 0, "nothing was missed"
+    found = {n: policy(0.9, n_missing=80, left=n).choose(rows(1), load()) for n in (1, 2, 4, 100)}
+    assert found[1] == found[2] == 0
+    assert found[4] == found[100] > 0
+    assert policy(0.9, left=2).choose(rows(1), load()) > 0, "nothing was missed"
 
 
 def test_what_is_shown_beside_a_prompt_for_nothing_is_so_once():
     """A program of 16 has room for 15 beside a prompt of one; the other 65 take steps of their own."""
-    assert policy(0.9, n_missing=15, left=5).choose(rows(1), load(1)) > 0
-    assert policy(0.9, n_missing=80, left=5).choose(rows(1), load(1)) == 0
+
+    def wakes(n_missing: int, n_prefill: int) -> bool:
+        found = policy(0.9, n_missing=n_missing, left=1.0, per_token=0.05)
+        return found.choose(rows(1), load(n_prefill)) > 0
+
+    assert wakes(15, 1)
+    assert not wakes(15, 0), "beside no prompt it takes a dearer program"
+    assert not wakes(80, 1)
 
 
 def test_an_engine_tries_its_drafter_before_it_counts():
-    new = policy(0.9, n_missing=80, left=5, new=True)
+    new = policy(0.9, n_missing=80, left=2, new=True)
     for _ in range(FIRST_STEPS):
         assert new.choose(rows(1), load()) > 0
         new.awake = False
@@ -289,6 +295,23 @@ def test_it_stays_awake_beside_a_prompt_that_it_would_have_to_be_shown():
     assert found.choose(rows(4), load(16)) > 0
     found._spell = 0.1
     assert found.choose(rows(4), load(16)) == 0, "it would soon sleep anyway"
+    found = policy(0.9, left=6, per_token=0.05)
+    found.costs = MeasuredCosts(
+        dataclasses.replace(t, seconds=t.seconds + 5e-4 * (t.n_draft > 0)) for t in times(0.05)
+    )
+    found._beside = 1e-4
+    assert found.choose(rows(4), load()) > 0
+    assert found.choose(rows(4), load(16)) == 0, "to be shown it later is cheaper"
+
+
+def test_one_row_alone_has_no_prompts_to_wait_for():
+    def wakes(n_rows: int) -> bool:
+        found = policy(0.9, n_missing=80 // n_rows, left=10)
+        found._beside = 8e-3
+        return found.choose(rows(n_rows), load()) > 0
+
+    assert wakes(1)
+    assert not wakes(2)
 
 
 def test_where_it_was_soon_put_to_sleep_again_it_wakes_for_less():
