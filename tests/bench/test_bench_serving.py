@@ -114,7 +114,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict:
     cache, made = folder / "cache", {}
 
     def build(name: str, _: Paths) -> Engine:
-        made[name] = fake(name, cache=cache if name == "jserve" else None)
+        # Tokens that come all at once, to a client that was not looking, have no rate.
+        made[name] = fake(name, "--step-s", "0.003", cache=cache if name == "jserve" else None)
         return made[name]
 
     with pytest.MonkeyPatch.context() as patch:
