@@ -147,6 +147,9 @@ class Ahead:
             return self._seconds(look, width)
 
         width = best_width(look.gains, self._options(look), seconds, seconds(1), self.min_speed)
+        if look.load.n_prefill:
+            dearer = self._dearer(look, max(width, self.widths[1]))
+            self._beside = _lately(self._beside, dearer)
         if width > 1:
             price = self._price(look, width)
             new = self._all_steps < FIRST_STEPS and not self.shadowed
@@ -174,17 +177,20 @@ class Ahead:
 
     def _price(self, look: _Outlook, width: int) -> float:
         """Seconds that it takes to go on beside prompts, and to begin where it sleeps."""
-        n, load, price = look.n_decode, look.load, 0.0
-        beside = self._beside_prompts(width)
-        if load.n_prefill:
-            price += self._step(n, load.n_prefill, load, beside)
-            price -= self._step(n, load.n_prefill, load, 1)
-            self._beside = _lately(self._beside, price)
+        n, load, price = look.n_decode, look.load, self._dearer(look, width)
         if look.missing and not self.awake:
             price += self._catch_up(look, width, look.missing, load.n_prefill)
         if n and not look.held and not self.awake:
             price += self._step(n, 0, load, width) - self._step(n, 0, load, 1)
         return max(0.0, price)
+
+    def _dearer(self, look: _Outlook, width: int) -> float:
+        """Seconds that this step's prompts take longer beside drafts."""
+        n, load = look.n_decode, look.load
+        if not load.n_prefill:
+            return 0.0
+        took = self._step(n, load.n_prefill, load, self._beside_prompts(width))
+        return took - self._step(n, load.n_prefill, load, 1)
 
     def _beside_prompts(self, width: int) -> int:
         return min(width, self.limits.prefill_width or width)
