@@ -190,7 +190,7 @@ class Ahead:
         if not load.n_prefill:
             return 0.0
         took = self._step(n, load.n_prefill, load, self._beside_prompts(width))
-        return took - self._step(n, load.n_prefill, load, 1)
+        return max(0.0, took - self._step(n, load.n_prefill, load, 1))
 
     def _beside_prompts(self, width: int) -> int:
         return min(width, self.limits.prefill_width or width)
