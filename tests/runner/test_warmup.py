@@ -55,9 +55,13 @@ class Ran:
     """A device whose programs take so long, at their first run longer, and also behind another."""
 
     def __init__(
-        self, seconds: dict[Bucket, float], late: float = 0.0, behind: float = 0.0
+        self,
+        seconds: dict[Bucket, float],
+        late: float = 0.0,
+        behind: float = 0.0,
+        host: float = 0.0,
     ) -> None:
-        self.seconds, self.late, self.behind = seconds, late, behind
+        self.seconds, self.late, self.behind, self.host = seconds, late, behind, host
         self.now, self.runs = 0.0, []
 
     def times(self, **about: bool) -> dict[Bucket, float]:
@@ -69,7 +73,7 @@ class Ran:
     def _run(self, bucket, params):
         took = self.seconds[bucket] + self.late * all(b != bucket for b, _ in self.runs)
         took += self.behind * (not self.runs or self.runs[-1][0] != bucket)
-        self.now += took
+        self.now += took + self.host
         self.runs.append((bucket, params))
         return took
 
@@ -106,3 +110,10 @@ def test_what_drafts_are_weighed_by_is_timed_in_rounds():
 def test_a_program_is_timed_behind_itself():
     ran = Ran({SMALL: 0.01, LARGE: 0.02}, behind=0.01)
     assert ran.times(cpu=True, drafts=True) == pytest.approx({SMALL: 0.01, LARGE: 0.02})
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_host_counts_only_where_one_run_is_all_there_is(drafts):
+    found = Ran({SMALL: 0.01, LARGE: 0.02}, host=0.005).times(cpu=True, drafts=drafts)
+    host = 0.0 if drafts else 0.005
+    assert found == pytest.approx({SMALL: 0.01 + host, LARGE: 0.02 + host})
