@@ -1,6 +1,6 @@
 """Microseconds that a compiled call costs before any work, by number of array arguments.
 
-    python -m bench.dispatch
+    python -m bench.dispatch [--json FILE]
 
 Each argument is a tiny donated or kept array, as the state and the weights of a step are. The
 figure is the time until the call returns, so it is what ``ModelRunner.launch`` pays per step on top
@@ -9,14 +9,23 @@ of packing. Buffers go down as numpy, as in the runner, or as a device array put
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from bench import report
+from bench.probe import record
+
+ARGUMENTS = ((2, 1), (16, 8), (64, 24), (98, 38), (194, 70))
+"""(kept, donated) of each measured call."""
 
 
 def make_call(n_kept: int, n_donated: int) -> tuple[Callable[..., Any], list[Any], list[Any]]:
@@ -45,12 +54,38 @@ def call_us(n_kept: int, n_donated: int, *, put: bool, repeats: int = 300) -> fl
     return statistics.median(times) * 1e6
 
 
-def main() -> None:
-    print("kept  donated   numpy buffer us   device buffer us (median of 300)")
-    for n_kept, n_donated in ((2, 1), (16, 8), (64, 24), (98, 38), (194, 70)):
-        figures = [call_us(n_kept, n_donated, put=put) for put in (False, True)]
-        print(f"{n_kept:4d}  {n_donated:7d}   {figures[0]:15.1f}   {figures[1]:16.1f}")
+def measure(n_kept: int, n_donated: int, repeats: int = 300) -> dict[str, Any]:
+    """One line of the record: the two counts, and the microseconds from either kind of buffer."""
+    numpy_us, device_us = (
+        round(call_us(n_kept, n_donated, put=put, repeats=repeats), 1) for put in (False, True)
+    )
+    return {
+        "kept": n_kept,
+        "donated": n_donated,
+        "numpy_buffer_us": numpy_us,
+        "device_buffer_us": device_us,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.dispatch", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--repeats", type=int, default=300, help="calls of each kind (300)")
+    parser.add_argument("--json", type=Path, default=None, help="result file to write")
+    args = parser.parse_args(argv)
+    if args.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    print(f"kept  donated   numpy buffer us   device buffer us (median of {args.repeats})")
+    lines = []
+    for counts in ARGUMENTS:
+        lines.append(line := measure(*counts, args.repeats))
+        print(
+            "{kept:4d}  {donated:7d}   {numpy_buffer_us:15}   {device_buffer_us:16}".format(**line)
+        )
+    if args.json is not None:
+        report.write(record("dispatch", {"repeats": args.repeats}, lines), args.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,7 +3,7 @@
 Owns the timing of the host loop. No device is involved: results are made up, so the figures are the
 pure cost of ``Scheduler.plan`` and ``Scheduler.commit`` in steady decoding with overlap depth 1.
 
-    python -m bench.host [--rows 1,64,256,1024] [--waiting 0] [--steps 200] [--json FILE] [--logprobs]
+    python -m bench.host [--rows 1,64,256,1024] [--waiting 0] [--steps 200] [--logprobs N] [--json FILE]
 
 ``--waiting`` puts that many more requests, of all lanes and 20 tenants, into the queue behind those
 who run: what steady decoding pays for a queue.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -25,6 +24,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench import report
+from bench.probe import record
 from jserve.config import EngineConfig
 from jserve.ports import RunnerLimits
 from jserve.sampling import SamplingParams
@@ -172,7 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     ]
     show(lines)
     if args.json is not None:
-        args.json.write_text(json.dumps({"bench": "host", "python": sys.version, "lines": lines}))
+        options = {"waiting": args.waiting, "steps": args.steps, "logprobs": args.logprobs}
+        report.write(record("host", options, lines), args.json)
     return 0
 
 

@@ -95,13 +95,19 @@ def figures(alone: Sequence[stats.Trace], mixed: Sequence[stats.Trace]) -> dict[
     }
 
 
-def measure(target: Target, n_long: int, seed: int, long_tokens: int) -> dict[str, Any]:
-    """Warm up, the decoders alone, then the decoders with long prompts among them."""
+def measure(
+    target: Target, n_long: int, seed: int, long_tokens: int, pid: int | None = None
+) -> dict[str, Any]:
+    """Warm up, the decoders alone, then the decoders with long prompts among them.
+
+    ``pid``: the server's process, whose load and whose children's is ``server_cores``; without it
+    (``--url``) that load is in ``foreign_cores``.
+    """
     asyncio.run(drive(target, make("warmup", seed=seed)))
-    before = probe.Clock.read(None)
+    before = probe.Clock.read(pid)
     alone = asyncio.run(drive(target, workload(0, seed)))
     mixed = asyncio.run(drive(target, workload(n_long, seed + 1, long_tokens=long_tokens)))
-    return figures(alone, mixed) | {"cpu": before.until(probe.Clock.read(None))}
+    return figures(alone, mixed) | {"cpu": before.until(probe.Clock.read(pid))}
 
 
 def arguments(setting: str, bound_ms: float, long_tokens: int) -> str:
@@ -121,7 +127,7 @@ def serve(setting: str, args: argparse.Namespace, cache: Path, bound_ms: float) 
     with Running(engine, args.log_dir) as server:
         server.wait_ready(args.ready_timeout)
         target = Target(url=server.url, model=engine.model, timeout_s=args.request_timeout)
-        found = measure(target, args.prompts, args.seed, args.long)
+        found = measure(target, args.prompts, args.seed, args.long, server.pid)
     return {"setting": setting, "options": extra, **found}
 
 

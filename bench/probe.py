@@ -144,6 +144,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def record(kind: str, options: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """A result file of a measurement without a server: what it is, where and how it ran, its figures."""
+    head = {"format": 1, "kind": kind, "machine": machine(), "options": options}
+    return head | {"lines": lines}
+
+
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

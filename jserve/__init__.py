@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jserve.config import EngineConfig
     from jserve.llm import LLM, AsyncLLM
     from jserve.model.families import register_family
-    from jserve.outputs import CompletionOutput, RequestOutput
+    from jserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jserve.prompts import RequestOptions
     from jserve.sampling import SamplingParams, StructuredOutputs
     from jserve.types import Lane, Retention
@@ -24,6 +24,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "Lane",
+    "Logprob",
     "RequestOptions",
     "RequestOutput",
     "Retention",
@@ -40,6 +41,7 @@ _HOMES = {
     "CompletionOutput": "jserve.outputs",
     "EngineConfig": "jserve.config",
     "Lane": "jserve.types",
+    "Logprob": "jserve.outputs",
     "Retention": "jserve.types",
     "SamplingParams": "jserve.sampling",
     "StructuredOutputs": "jserve.sampling",

@@ -31,6 +31,9 @@ class TextSide:
     """What the side without jax needs of a model."""
 
     name: str
+    """The name in answers."""
+    aliases: tuple[str, ...]
+    """More names that requests may use."""
     directory: Path
     tokenizer: TextTokenizer
     chat: ChatTemplate | None
@@ -83,14 +86,21 @@ def text_side(config: EngineConfig) -> TextSide:
         file=config.model.chat_template,
         control=control,
     )
+    name, *aliases = served_names(config, source)
     return TextSide(
-        name=config.model.served_model_name or source.name,
+        name=name,
+        aliases=tuple(aliases),
         directory=source.directory,
         tokenizer=tokenizer,
         chat=chat,
         eos_ids=_eos_ids(source, tokenizer),
         defaults=_sampling_defaults(source.generation),
     )
+
+
+def served_names(config: EngineConfig, source: Any) -> tuple[str, ...]:
+    """The names of the model in the API, each once; the first one is that of answers."""
+    return tuple(dict.fromkeys(config.model.served_model_name)) or (source.name,)
 
 
 def _eos_ids(source: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -128,7 +138,7 @@ def engine(
     """Load, compile and wire everything on the device side.
 
     Args:
-        params: weights as a pytree instead of the model's files.
+        params: weights as a pytree instead of the model's files; they are copied.
         mesh: a jax Mesh with an axis "tp"; by default the first ``tensor_parallel_size`` devices.
 
     Returns:
@@ -240,11 +250,12 @@ def _journal(path: str) -> Any:
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
-    from jserve.model.shard import ShardRules
+    from jserve.model.shard import ShardRules, padded
     from jserve.runner.programs import use_compile_cache
     from jserve.runner.runner import ModelRunner
     from jserve.weights.adopt import adopt
     from jserve.weights.loader import load
+    from jserve.weights.place import tp_size
 
     source = located(config)
     family = family_for(source.config)
@@ -267,7 +278,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
             seed=config.model.seed,
         )
     else:
-        specs = family.specs(arch, mesh.shape.get("tp", 1))
+        specs = padded(family.specs(arch, tp_size(mesh, rules)), rules, mesh.shape)
         params = adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
     speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
     loaded = time.monotonic()
@@ -282,7 +293,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         progress=progress,
     )
     facts = {
-        "model": config.model.served_model_name or source.name,
+        "model": served_names(config, source)[0],
         "source": source.name,
         "family": family.name,
         "load_s": round(loaded - began, 2),
@@ -344,18 +355,14 @@ def cache_directory(given: str) -> Path:
 
 
 def update_params(engine: Engine, params: Any) -> None:
-    """Swap the weights: running sequences are recomputed, cached prefixes dropped, nothing compiles.
+    """Copy ``params`` over the weights: running sequences are recomputed, cached prefixes dropped,
+    nothing compiles.
 
     Raises:
         WeightsError: a leaf does not fit; the old weights stay.
     """
-    from jserve.weights.adopt import adopt
-
     runner: Any = engine.runner
-    model = runner.model
-    canonical = model.family.specs(model.arch, 1)
-    placed = adopt(params, model.specs(), model.mesh, model.rules, model.dtype, canonical=canonical)
-    engine.swap(lambda: runner.update_params(placed))
+    engine.swap(lambda: runner.update_params(params))
 
 
 def close(engine: Engine) -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from jserve import cli_options
-from jserve.cli_options import FAULTS, err, reported
+from jserve.cli_options import FAULTS, OptionsCommand, err, reported
 from jserve.config import (
     DeviceOptions,
     EngineConfig,
@@ -55,7 +55,7 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 and is up to a sixth faster with fewer address translations. Read by glibc when a process starts."""
 
 
-@app.command()
+@app.command(cls=OptionsCommand)
 @with_options()
 def serve(config: EngineConfig, model: Model = None) -> None:
     """Serve a model over HTTP with the OpenAI API."""
@@ -80,7 +80,7 @@ def _arm_faults(module: str) -> None:
         err.print(f"[yellow]warning:[/] fault points are armed: {', '.join(armed) or 'none here'}")
 
 
-@app.command()
+@app.command(cls=OptionsCommand)
 @with_options(ServerOptions)
 def generate(
     config: EngineConfig,
@@ -110,7 +110,7 @@ def generate(
     sys.stdout.write("\n")
 
 
-@app.command()
+@app.command(cls=OptionsCommand)
 @with_options(ServerOptions)
 def chat(
     config: EngineConfig,
@@ -158,7 +158,7 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> None:
     messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
-@app.command("run-batch")
+@app.command("run-batch", cls=OptionsCommand)
 @with_options(ServerOptions)
 def run_batch(
     config: EngineConfig,
@@ -195,7 +195,7 @@ def convert(
         typer.echo(str(target))
 
 
-@app.command()
+@app.command(cls=OptionsCommand)
 @with_options(ModelOptions, DeviceOptions, SpeculativeOptions, ServerOptions)
 def simulate(
     config: EngineConfig,
@@ -245,7 +245,7 @@ def simulate(
     typer.echo(replies(config, wish, as_json, err), nl=False)
 
 
-@app.command()
+@app.command(cls=OptionsCommand)
 @with_options(ServerOptions)
 def plan(
     config: EngineConfig,
@@ -285,7 +285,7 @@ def plan(
     )
 
 
-@bench.command()
+@bench.command(cls=OptionsCommand)
 @with_options(ServerOptions)
 def steps(
     config: EngineConfig,
@@ -327,7 +327,7 @@ def engine(fd: Annotated[int, typer.Option(help="socket inherited from the HTTP 
 
 def main() -> None:
     """Entry point: parse, run, and never show a traceback for a user's mistake."""
-    app()
+    app(args=cli_options.spread(sys.argv[1:]))
 
 
 if __name__ == "__main__":

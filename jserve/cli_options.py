@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand
 
+from jserve import foreign
 from jserve.config import DOTTED, EngineConfig, SpeculativeOptions, dotted, flat_name, sections
 from jserve.errors import ConfigError, JserveError
 
@@ -32,9 +34,54 @@ ALIASES = {
 }
 """Names that users of other engines type."""
 
+SEVERAL = ("--served-model-name",)
+"""Flags that take all values up to the next flag, as vLLM's do."""
+
 _DOT = "__"
 
+
+class OptionsCommand(TyperCommand):
+    """A command with the options of ``with_options``: flags of other engines are answered all at once."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {flag for param in self.params for flag in (*param.opts, *param.secondary_opts)}
+        message = foreign.message(args, {*known, *ctx.help_option_names})
+        if message:
+            err.print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+
 err = Console(stderr=True, highlight=False)
+
+
+def spread(args: Sequence[str]) -> list[str]:
+    """``args`` with a flag of ``SEVERAL`` before each of its values: ``--flag a b`` is ``--flag a --flag b``.
+
+    A directory that comes last, where no model stands before the flag, stays an argument: the model.
+    """
+    found: list[str] = []
+    i = 0
+    while i < len(args):
+        flag, assigned, _ = args[i].partition("=")
+        end = i + 1
+        if flag in SEVERAL:
+            while end < len(args) and not args[end].startswith("-"):
+                end += 1
+        values = list(args[i + 1 : end])
+        model = values[-1:] if values[not assigned :] and _is_model(args[:i], values[-1]) else []
+        names = values[: len(values) - len(model)]
+        if assigned or not names:
+            found.append(args[i])
+        found += [part for name in names for part in (flag, name)] + model
+        i = end
+    return found
+
+
+def _is_model(before: Sequence[str], value: str) -> bool:
+    """Whether the last value of a flag is the model's directory and no name: no argument, the command
+    apart, stands before the flag."""
+    return Path(value).is_dir() and not [arg for arg in before[1:] if not arg.startswith("-")]
 
 
 def _option(f: dataclasses.Field[Any], section: str) -> inspect.Parameter:

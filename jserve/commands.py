@@ -73,7 +73,7 @@ async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
         ),
     )
     try:
-        with start_progress(console) as shown:
+        with start_progress(console, start_notes(config)) as shown:
             info = await async_engine.start(shown)
         ready_s = time.monotonic() - began
         return await listen(
@@ -82,7 +82,12 @@ async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
             text.tokenizer,
             _tested(text.chat),
             _card(config, text, info),
-            on_listening=lambda url: print(banner(url, text, info, ready_s), flush=True),
+            on_listening=lambda url: print(
+                banner(
+                    url, text, info, ready_s, keyed=bool(options.api_key or options.api_keys_file)
+                ),
+                flush=True,
+            ),
         )
     except EngineDead as e:
         console.print(f"[red]error:[/] {e.message}", soft_wrap=True)
@@ -106,6 +111,7 @@ def _card(config: EngineConfig, text: TextSide, info: dict[str, Any]) -> ModelCa
 
     return ModelCard(
         name=text.name,
+        aliases=text.aliases,
         max_model_len=info["max_model_len"],
         vocab_size=info["vocab_size"],
         eos_ids=text.eos_ids,
@@ -168,7 +174,7 @@ async def _run_batch(
 
     async_engine = AsyncEngine(lambda: InprocClient(config, engine), max_restarts=0)
     try:
-        with start_progress(console) as shown:
+        with start_progress(console, start_notes(config)) as shown:
             info = await async_engine.start(shown)
         card = _card(config, text, info)
         app = make_app(config, async_engine, text.tokenizer, _tested(text.chat), card)
@@ -196,13 +202,33 @@ def _tested(chat: ChatTemplate | None) -> ChatTemplate | None:
     return None if fault else chat
 
 
-def banner(url: str, text: TextSide, info: dict[str, Any], ready_s: float) -> str:
-    """What ``jserve serve`` prints when it listens: address, model, device, memory, a curl line."""
+def start_notes(config: EngineConfig) -> dict[str, str]:
+    """What a start without a terminal says beside its stages: whether the next one is short."""
+    directory = config.device.compile_cache and cache_directory(config.device.compile_cache)
+    if not directory:
+        return {"compile": "compile_cache is off, so every start compiles them"}
+    return {"compile": f"they are kept in {directory}, so the next start is short"}
+
+
+def local_url(url: str) -> str:
+    """``url`` as a client on this machine uses it: a server that listens everywhere has no address."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def banner(
+    url: str, text: TextSide, info: dict[str, Any], ready_s: float, *, keyed: bool = False
+) -> str:
+    """What ``jserve serve`` prints when it listens: address, model, device, memory, a curl line.
+
+    With ``keyed`` the line takes the key from a variable: output ends in logs, where no key may be.
+    """
     path, ask = "completions", '"prompt": "Once upon a time"'
     if text.chat is not None:
         path = "chat/completions"
         ask = '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
     body = f'{{"model": "{text.name}", {ask}, "stream": true}}'
+    key = "with one of the server's keys in $JSERVE_API_KEY:\n" if keyed else ""
+    header = ' -H "Authorization: Bearer $JSERVE_API_KEY"' if keyed else ""
     kv = f"{info['kv_gib']} GiB = {info['kv_tokens']} tokens in {info['kv_pages']} pages"
     return f"""\
 jserve is listening on {url}
@@ -212,7 +238,7 @@ jserve is listening on {url}
   programs  {info["programs"]} compiled and sealed
   start     {ready_s:.1f} s (weights {info["load_s"]} s, programs {info["compile_s"]} s)
 
-curl -N {url}/v1/{path} -H 'content-type: application/json' -d '{body}'
+{key}curl -N {local_url(url)}/v1/{path}{header} -H 'content-type: application/json' -d '{body}'
 """
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from jserve.errors import ConfigError
 from jserve.options import checked, opt
+from jserve.sampling import MAX_LOGPROB_TOKEN_IDS
 
 DEVICE_SHARE = 0.95
 """Of an accelerator's memory: what this process takes (``xla`` tells XLA, whose own choice is three
@@ -24,13 +25,24 @@ quarters)."""
 SCRATCH_SHARE = 0.05
 """Of what it took: kept for the scratch of the steps."""
 
+FLOATS = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+}
+"""Other spellings of floating-point types."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     model: str = opt(
         "", "HF directory, Orbax directory or hub name; empty serves the shipped model"
     )
-    served_model_name: str = opt("", "name in the API; empty takes the last part of the path")
+    served_model_name: tuple[str, ...] = opt(
+        (), "names in the API, the first one in answers; none takes the last part of the path"
+    )
     tokenizer: str = opt("", "directory with tokenizer.json; empty takes the model's")
     revision: str = opt("", "hub revision")
     load_format: str = opt(
@@ -42,7 +54,10 @@ class ModelOptions:
         choices=("off", "sample", "full"),
     )
     dtype: str = opt(
-        "auto", "weights and activations", choices=("auto", "bfloat16", "float32", "float16")
+        "auto",
+        "weights and activations",
+        choices=("auto", "bfloat16", "float32", "float16"),
+        aliases=FLOATS,
     )
     max_model_len: int = opt(0, "tokens of context; 0 takes the model's", min=0)
     seed: int = opt(0, "seed of dummy weights and of requests without one", min=0)
@@ -51,11 +66,13 @@ class ModelOptions:
         "auto",
         "how the model writes tool calls; 'auto' asks its chat template",
         choices=("auto", "none", "hermes", "llama3", "mistral"),
+        aliases={"llama3_json": "llama3", "qwen25": "hermes", "qwen": "hermes"},
     )
     reasoning_parser: str = opt(
         "auto",
         "how the model writes thoughts; 'auto' asks its vocabulary",
         choices=("auto", "none", "think", "mistral"),
+        aliases=dict.fromkeys(("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1"), "think"),
     )
 
 
@@ -71,7 +88,7 @@ class CacheOptions:
         "auto",
         "KV storage; auto is the dtype of the activations",
         choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3"),
-        aliases={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8_e4m3"},
+        aliases=FLOATS | {"fp8": "fp8_e4m3"},
     )
     prefix_caching: bool = opt(True, "reuse the KV of shared prefixes")
     host_memory_gb: float = opt(
@@ -114,15 +131,15 @@ class SchedulerOptions:
     )
     overlap: int = opt(1, "steps planned ahead of the device", min=0, max=2)
     max_waiting: int = opt(
-        1024,
+        4096,
         "sequences in the queue before new ones are refused (lane interactive: an eighth more)",
         min=1,
     )
     max_waiting_tokens: int = opt(
-        1 << 22, "prompt tokens in the queue before new requests are refused; 0 is no bound", min=0
+        1 << 24, "prompt tokens in the queue before new requests are refused; 0 is no bound", min=0
     )
     max_queue_s: float = opt(
-        4.0, "seconds of work in the queue before new requests are refused; 0 is no bound", min=0.0
+        0.0, "seconds of work in the queue before new requests are refused; 0 is no bound", min=0.0
     )
     tenant_share: float = opt(
         0.5, "share of the queue that one API key may fill before it gets 429", min=0.01, max=1.0
@@ -158,6 +175,12 @@ class DeviceOptions:
         max=15,
     )
     prompt_logprobs: bool = opt(True, "compile the program that scores prompt tokens")
+    max_logprob_token_ids: int = opt(
+        MAX_LOGPROB_TOKEN_IDS,
+        "most ids in logprob_token_ids; 0 refuses it and ranks beyond the top 20",
+        min=0,
+        max=1024,
+    )
     structured_outputs: bool = opt(True, "compile the programs that apply grammar masks")
     compile_cache: str = opt(
         "auto", "directory of compiled programs; 'auto' is the user cache, '' is off"

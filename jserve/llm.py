@@ -59,7 +59,8 @@ class LLM(_Door):
         model: HF directory, Orbax directory or hub name; empty takes the shipped model.
         config: options as one value; ``options`` are flat option names and win over it.
         params: weights as a pytree (a live training program's, an ``nnx`` state); no files are read then
-            but config.json and the tokenizer of ``model``.
+            but config.json and the tokenizer of ``model``. They are copied: while the caller keeps its
+            arrays, the weights take twice the memory.
         mesh: a ``jax.sharding.Mesh`` with an axis "tp"; by default the first devices.
 
     Raises:
@@ -188,7 +189,10 @@ class LLM(_Door):
             CacheFull: handles may pin no more pages.
         """
         job = self._prompts.request(
-            prompt, NOTHING_DRAWN, options=replace(options or RequestOptions(), cache=name)
+            prompt,
+            NOTHING_DRAWN,
+            options=replace(options or RequestOptions(), cache=name),
+            drawn=False,
         )
         with self._turn():
             self._engine.create(job.request, ttl_s)
@@ -224,12 +228,19 @@ class LLM(_Door):
         return list(answer.handles)
 
     def update_params(self, params: Any) -> None:
-        """Swap the weights between steps: same tree, shapes and dtypes; nothing recompiles.
+        """Copy ``params`` over the weights between two steps; nothing compiles.
 
-        Cached prefixes of the old weights are dropped.
+        Running sequences are recomputed and cached prefixes dropped. The arrays are only read: a
+        trainer may donate or delete them as soon as this returns.
+
+        Args:
+            params: the tree that ``params=`` takes, of numpy or jax arrays in any floating dtype and
+                on any devices. Leaves of the engine's own shape and sharding, in its dtype or float32,
+                are copied on the device; others go through host memory.
 
         Raises:
-            WeightsError: a leaf does not fit; the old weights stay.
+            WeightsError: a leaf is missing, unknown, deleted or of another shape or kind; ``field`` is
+                ``params.<path>``. The old weights stay.
         """
         with self._turn():
             build.update_params(self._engine, params)

@@ -14,6 +14,21 @@ from jserve.text.stream import TextDelta, TextStream
 from jserve.types import Finish, Output, Request, TokenLogprob
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely one token is at one position."""
+
+    logprob: float
+    """Under the model's raw logits."""
+    rank: int | None = None
+    """1 for the most likely token; None where the rank was not counted."""
+    decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]
+"""Token id -> ``Logprob``: the token of the position first, then the alternatives, best first."""
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One choice of a request."""
@@ -22,7 +37,8 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[Logprobs] | None = None
+    """One entry per token of ``token_ids``; None where the request asks for none."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     seed: int | None = None
@@ -47,7 +63,8 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """One entry per prompt token, the first None; None where the request asks for none."""
     finished: bool = False
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -58,6 +75,7 @@ class Running:
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Any) -> None:
         self.request = request
+        self._tokenizer = tokenizer
         params = request.params
         choices = [CompletionOutput(i) for i in range(params.n)]
         self.output = RequestOutput(request.id, prompt, list(request.prompt_ids), choices)
@@ -89,7 +107,9 @@ class Running:
         if out.seed is not None:
             choice.seed = out.seed
         if out.prompt_logprobs is not None:
-            self.output.prompt_logprobs = list(out.prompt_logprobs)
+            self.output.prompt_logprobs = [
+                None if entry is None else self._by_id(entry) for entry in out.prompt_logprobs
+            ]
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, out.n_cached)
 
     def _text(self, out: Output, choice: CompletionOutput) -> TextDelta:
@@ -101,12 +121,20 @@ class Running:
         choice.token_ids.extend(taken)
         if out.logprobs is not None:
             kept = out.logprobs[: len(taken)]
-            choice.logprobs = (choice.logprobs or []) + list(kept)
-            choice.cumulative_logprob = sum(t.logprob for t in choice.logprobs)
+            choice.logprobs = (choice.logprobs or []) + [self._by_id(entry) for entry in kept]
+            said = sum(entry.logprob for entry in kept)
+            choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + said
         choice.text += delta.text
         if out.finish is not None and delta.stop is None:
             choice.text += stream.flush().text
         return delta
+
+    def _by_id(self, entry: TokenLogprob) -> Logprobs:
+        ranked = sorted(entry.ranked(), key=lambda row: row[0] != entry.token)
+        return {
+            token: Logprob(logprob, rank, self._tokenizer.token_text(token))
+            for token, logprob, rank in ranked
+        }
 
 
 def failure_of(out: Output) -> JserveError:

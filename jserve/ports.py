@@ -51,6 +51,8 @@ class RunnerLimits:
     """False refuses structured output (no program takes a mask)."""
     scores_prompts: bool = True
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
+    picks: int = 0
+    """Most ids of ``logprob_token_ids``; 0 refuses it (programs cannot look at named ids)."""
     n_host_pages: int = 0
     """Pages of host memory that pages may be moved to; 0: there is no such tier."""
     page_move_s: float = 0.0
@@ -228,6 +230,10 @@ class Guide(Protocol):
         ``drafts``; None: all are allowed everywhere."""
         ...
 
+    def redraw(self, drafts: Seq[int]) -> Seq[int]:
+        """``RowPlan.redraw`` beside ``mask(drafts)``."""
+        ...
+
     def take(self, drawn: Seq[int]) -> Verdict:
         """The sequence got these tokens; moves the state past them and past what they force."""
         ...
@@ -241,8 +247,9 @@ class Guides(Protocol):
         BadRequest for a structure that cannot be enforced."""
         ...
 
-    def guide(self, request: Request) -> Guide | None:
-        """A guide for one choice of a compiled request; None when it needs none."""
+    def guide(self, request: Request, most: int) -> Guide | None:
+        """A guide for one choice of a compiled request, which has ``most`` output tokens at most; None
+        when it needs none."""
         ...
 
     def kick(self) -> None:

@@ -1,10 +1,11 @@
-"""Progress on stderr: bars on a terminal, a line per stage elsewhere. Owns looks only."""
+"""Progress on stderr: bars on a terminal, a line now and then elsewhere. Owns looks only."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -21,9 +22,84 @@ Show = Callable[[str, int, int], None]
 """(stage, done, total)."""
 
 
+SAY_EVERY_S = 10.0
+
+
+def _unit(stage: str) -> str:
+    return "bytes" if stage == "load weights" else "programs"
+
+
+class Lines:
+    """Progress where there is no terminal: a line when a stage begins, one every ``every_s`` seconds and one
+    when it is done, each with what is done and the seconds so far.
+
+    Args:
+        say: prints one line.
+        notes: what else the first line of a stage says, by stage.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        notes: Mapping[str, str],
+        every_s: float = SAY_EVERY_S,
+    ) -> None:
+        self._say, self._notes, self._every_s = say, notes, every_s
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._stage, self._done, self._total = "", 0, 0
+        self._began = self._said = 0.0
+
+    def show(self, stage: str, done: int, total: int) -> None:
+        """Note that ``done`` of ``total`` of ``stage`` are done; stages come one after the other."""
+        with self._lock:
+            if self._over.is_set():
+                return
+            if stage != self._stage:
+                self._stage = stage
+                self._began = self._said = time.monotonic()
+                note = self._notes.get(stage, "")
+                self._say(f"{stage}: {total} {_unit(stage)}{note and '; '}{note}")
+            was_done = self._done == self._total
+            self._done, self._total = done, total
+            if done == total and not was_done:
+                self._line()
+
+    def run(self) -> None:
+        """Says how far the stage is, in a thread of its own: one program may compile for long."""
+        while not self._over.wait(self._every_s / 10):
+            with self._lock:
+                late = time.monotonic() - self._said >= self._every_s
+                if late and self._done < self._total:
+                    self._line()
+
+    def stop(self) -> None:
+        """No line comes after this."""
+        with self._lock:
+            self._over.set()
+
+    def _line(self) -> None:
+        self._said = time.monotonic()
+        took = self._said - self._began
+        self._say(
+            f"{self._stage}: {self._done} of {self._total} {_unit(self._stage)}, {took:.0f} s"
+        )
+
+
 @contextlib.contextmanager
-def start_progress(console: Any) -> Iterator[Show]:
-    """Shows (stage, done, total) as bars on a terminal, as a line per stage elsewhere."""
+def start_progress(console: Any, notes: Mapping[str, str] | None = None) -> Iterator[Show]:
+    """Shows (stage, done, total) as bars on a terminal, as lines elsewhere, the first of a stage with its
+    note."""
+    if not console.is_terminal:
+        lines = Lines(
+            lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
+            notes or {},
+        )
+        threading.Thread(target=lines.run, name="jserve-progress", daemon=True).start()
+        try:
+            yield lines.show
+        finally:
+            lines.stop()
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -31,21 +107,14 @@ def start_progress(console: Any) -> Iterator[Show]:
         TimeElapsedColumn(),
     )
     tasks: dict[str, Any] = {}
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = bar.add_task(stage, total=total)
-                if not console.is_terminal:
-                    console.print(f"{stage} ...", highlight=False)
             bar.update(tasks[stage], completed=done, total=total)
 
         yield show
-
-
-SAY_EVERY_S = 10.0
 
 
 @contextlib.contextmanager

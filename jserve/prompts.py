@@ -87,12 +87,18 @@ class Prompts:
         *,
         id: str | None = None,
         options: RequestOptions | None = None,
+        drawn: bool = True,
     ) -> Running:
         """A request for ``prompt``, ready to collect what comes of it.
+
+        Args:
+            drawn: False for a request without an answer, such as one that makes a cache.
 
         Raises:
             BadRequest: a field is out of range, or the model has no thoughts to be limited.
         """
+        if drawn and params.max_tokens == 0:  # as over HTTP
+            raise BadRequest("max_tokens must be at least 1", field="max_tokens")
         text, ids = self._tokenised(prompt)
         if params.bad_words:
             words = bad_token_ids(self._tokenizer, params.bad_words)

@@ -13,6 +13,7 @@ from typing import Any
 from jserve.errors import BadRequest
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 16
 MAX_BAD_WORDS = 32
@@ -155,11 +156,17 @@ class Thinking:
     open_id: int
     close_id: int
     end_ids: tuple[int, ...]
-    """What ends a thought that ran out of its budget, ``close_id`` among them."""
+    """What ends a thought that runs out of its budget, ``close_id`` among them. The ids before it count as
+    tokens of the thought."""
     gap_ids: tuple[int, ...] = ()
     """What stands between ``close_id`` and a structured answer."""
     inside: bool = False
     """True when the prompt ends inside a thought."""
+
+    @property
+    def n_lead(self) -> int:
+        """Ids of ``end_ids`` before ``close_id``."""
+        return self.end_ids.index(self.close_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +199,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Have the log-probabilities of exactly these ids beside every drawn token's, in place of those of
+    the likeliest."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id to an additive bias in [-100, 100]; -100 bans the token outright."""
     allowed_token_ids: tuple[int, ...] | None = None
@@ -200,7 +210,8 @@ class SamplingParams:
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
-    """Most tokens of a thought, which is then closed; None or -1 is no limit."""
+    """Most tokens between the tags of a thought, which is then closed; -1 is no limit. None is no limit
+    either, but before a structured answer the thought leaves it half of the output tokens."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -212,6 +223,8 @@ class SamplingParams:
         object.__setattr__(self, "bad_token_ids", tuple(tuple(w) for w in self.bad_token_ids or ()))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.logprob_token_ids is not None:
+            object.__setattr__(self, "logprob_token_ids", tuple(self.logprob_token_ids))
         self._check_numbers()
         self._check_lists()
 
@@ -241,6 +254,11 @@ class SamplingParams:
         for value in self.logit_bias.values():
             number(value, "logit_bias", -100.0, 100.0)
         require(self.allowed_token_ids != (), "allowed_token_ids", "must not be empty")
+        require(self.logprob_token_ids != (), "logprob_token_ids", "must not be empty")
+        both = self.logprob_token_ids is not None and bool(self.logprobs)
+        require(
+            not both, "logprob_token_ids", "takes the place of logprobs, which must be 0 or None"
+        )
         require(
             all(isinstance(s, str) and s for s in self.bad_words),
             "bad_words",
@@ -262,6 +280,11 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def shows_logprobs(self) -> bool:
+        """True when the log-probabilities of drawn tokens are wanted."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
     def penalised(self) -> bool:
         """True when sampling needs the token counts kept per slot on the device."""
         return (
@@ -278,6 +301,11 @@ class SamplingParams:
     @property
     def limits_thought(self) -> bool:
         return self.thinking_token_budget not in (None, -1)
+
+    @property
+    def loaded(self) -> bool:
+        """True when the slot on the device must hold something of these parameters."""
+        return self.penalised or self.biased or self.logprob_token_ids is not None
 
     @property
     def biased(self) -> bool:

@@ -227,14 +227,17 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     at most as many as ``StepPlan.n_draft`` of the sequence's last emitting row left there."""
     mask: np.ndarray | None = None
     """Allowed-token bits, int32[1 + len(drafts), ceil(V / 32)], or None."""
+    redraw: Seq[int] = ()
+    """Beside ``mask``, one id for each of its draws, or (): -1 draws under the mask. Any other id draws
+    without the mask, and only what the mask forbids is drawn again, under the mask and never that id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotLoad:
     """Fill the per-slot rows that sampling needs, before the step's rows run.
 
-    Only for sequences whose parameters are penalised or biased, or for all where the device copies
-    drafts from their text. ``tokens`` is every token known at admission (the scheduler admits only
+    Only for sequences whose parameters are ``loaded``, or for all where the device copies drafts from
+    their text. ``tokens`` is every token known at admission (the scheduler admits only
     sequences with nothing in flight).
     """
 
@@ -306,6 +309,12 @@ class StepResult:
     top_ids_RJL: np.ndarray | None = None
     """int32[R, J, MAX_LOGPROBS] most likely ids, or None when no row asked."""
     top_logprobs_RJL: np.ndarray | None = None
+    rank_RJ: np.ndarray | None = None
+    """int32: ranks of the drawn tokens among the raw logits, or None when no row asked or the programs
+    do not count them; as ``picked_RJK``."""
+    picked_RJK: np.ndarray | None = None
+    """float32: log-probabilities of the ids in ``params.logprob_token_ids`` of each row, in that order;
+    the rest of K is meaningless."""
     prompt: Mapping[int, PromptLogprobs] = field(default_factory=dict)
     """Row index -> log-probabilities of the row's own prompt tokens, for rows that asked."""
     device_us: float = 0.0
@@ -327,8 +336,23 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     token: int
     logprob: float
+    rank: int | None = None
+    """1 for the most likely token; None where it was not counted."""
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    named: bool = False
+    """True when ``top_ids`` are those that the request names (``logprob_token_ids``), in its order."""
+
+    def ranked(self) -> list[tuple[int, float, int | None]]:
+        """(id, log-probability, rank) of the alternatives and of the token, each id once. The rank of a
+        named id is None unless it is the token's."""
+        ranks = range(1, len(self.top_ids) + 1)
+        rows: dict[int, tuple[int, float, int | None]] = {}
+        for token, logprob, rank in zip(self.top_ids, self.top_logprobs, ranks, strict=True):
+            own = self.rank if token == self.token else None
+            rows[token] = (token, logprob, own if self.named else rank)
+        rows.setdefault(self.token, (self.token, self.logprob, self.rank))
+        return list(rows.values())
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

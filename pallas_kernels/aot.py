@@ -64,14 +64,19 @@ class Kernel:
 
     name: str
     registers: int
+    """Per thread, at launch."""
     spill_bytes: int
     stack_bytes: int
+    threads: int
+    """Of a block."""
+    budgets: tuple[tuple[str, int], ...]
+    """Every ``setmaxnreg`` of its PTX, in order: ("inc" or "dec", registers per thread)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """One compiled program. ``temp_bytes`` and ``alias_bytes`` are XLA's; ``smem_bytes`` is the
-    largest block's."""
+    largest block's, barriers included."""
 
     kernels: tuple[Kernel, ...]
     ignored: tuple[str, ...]
@@ -187,9 +192,9 @@ def compile_for(
 def _report(compiled: Any, said: str, thunks: str) -> Report:
     memory = compiled.memory_analysis()
     return Report(
-        kernels=tuple(_kernels(said)),
+        kernels=_kernels(said),
         ignored=tuple(re.findall(r".*(?:C75\d\d|setmaxnreg ignored).*", said)),
-        smem_bytes=max((int(x) for x in re.findall(r"smem_scratch_bytes=(\d+)", said)), default=0),
+        smem_bytes=_smem_bytes(said),
         narrow_reads=len(re.findall(r"\bld\.shared\.[bsuf](?:8|16)\b", said)),
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
@@ -207,18 +212,42 @@ def _flops(compiled: Any) -> float:
     return xla.hlo_module_cost_analysis(client, module).get("flops", 0.0)
 
 
-def _kernels(said: str) -> Iterator[Kernel]:
-    pattern = (
+def _smem_bytes(said: str) -> int:
+    """Of the largest block: scratch, and 8 bytes a barrier."""
+    blocks = [0]
+    for resources in re.findall(r"^Resources\(.*$", said, re.M):
+        barriers = re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", resources)
+        scratch = re.findall(r"smem_scratch_bytes=(\d+)", resources)[0]
+        blocks.append(int(scratch) + 8 * sum(int(n) * int(times) for n, times in barriers))
+    return max(blocks)
+
+
+def _kernels(said: str) -> tuple[Kernel, ...]:
+    """Mosaic compiles one kernel after another and prints the PTX of each before what ptxas says of it."""
+    ptxas = (
         r"Compiling entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
         r"(\d+) bytes spill loads.*?Used (\d+) registers"
     )
-    for name, stack, stores, loads, registers in re.findall(pattern, said, re.S):
-        yield Kernel(
+    infos = re.findall(ptxas, said, re.S)
+    sources = re.split(r"^\.visible \.entry ", said, flags=re.M)[1:]
+    if len(sources) != len(infos):
+        raise ValueError(
+            f"{len(infos)} kernels were assembled, but PTX of {len(sources)} was printed"
+        )
+    return tuple(
+        Kernel(
             name=name,
             registers=int(registers),
             spill_bytes=int(stores) + int(loads),
             stack_bytes=int(stack),
+            threads=int(re.findall(r"^\.maxntid (\d+)", ptx, re.M)[0]),
+            budgets=tuple(
+                (action, int(n))
+                for action, n in re.findall(r"setmaxnreg\.(inc|dec)\S* (\d+);", ptx)
+            ),
         )
+        for (name, stack, stores, loads, registers), ptx in zip(infos, sources, strict=True)
+    )
 
 
 @contextlib.contextmanager

@@ -1,32 +1,96 @@
-"""What all tests share: eight CPU devices, set before jax is first imported, and programs let go in time.
+"""What all tests share: eight CPU devices, set before jax is first imported, compiled programs, and limits on what
+a worker keeps.
+
+Compiled programs lie in pytest's cache: a worker, or an engine in a process of its own, reads what another compiled.
 
 A compiled program takes some hundred memory maps, and Linux gives a process 65,530 of them: one that asks for more is
 aborted in the compiler. Tests of one worker keep runners in caches for one another, so these are emptied when
-the maps run short.
+the maps run short, and between modules when the worker is large.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import hashlib
+import importlib.metadata
+import mmap
 import os
+import platform
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-_FLAG = "--xla_force_host_platform_device_count=8"
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+import pytest
+
+XLA_FLAGS = {"xla_force_host_platform_device_count": "8", "xla_backend_optimization_level": "0"}
+"""What a test process says to XLA, where its environment says nothing else. Level 0 is LLVM's, after
+all of XLA's own passes: the programs are those of a server, in half the time of its compiler.
+``.ci/run`` has the tests of the model and the runner once more at the level of a server."""
+PROGRAMS = "jserve-programs"
+"""The directory under pytest's cache where processes leave compiled programs for one another."""
+MOST_PROGRAMS_MIB = 1024
 
 MOST_MAPS, MOST_MAPS_WITHIN = 20_000, 35_000
 """Between modules, and between two tests of one. The largest test adds 17,000."""
-_MAPS = Path("/proc/self/maps")
+MOST_MIB = 1000
+"""Resident memory between tests: above it, what was freed goes back to the system, and between modules
+the caches go too."""
+_MAPS, _STATM = Path("/proc/self/maps"), Path("/proc/self/statm")
+
+
+def _set_xla_flags() -> None:
+    said = os.environ.get("XLA_FLAGS", "")
+    ours = [f"--{name}={value}" for name, value in XLA_FLAGS.items() if name not in said]
+    os.environ["XLA_FLAGS"] = " ".join([said, *ours]).strip()
+
+
+_set_xla_flags()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The first process names the directory; workers and engines inherit its environment."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or not hasattr(config, "cache"):
+        return
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": str(programs_directory(config.cache.mkdir(PROGRAMS))),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def programs_directory(root: Path) -> Path:
+    """The one of this jaxlib on this kind of processor. All others go, and this one when it is too
+    large, so that what old code compiled does not pile up."""
+    found = root / f"{importlib.metadata.version('jaxlib')}-{_processor()}"
+    for other in root.iterdir():
+        if other != found or _mib(other) > MOST_PROGRAMS_MIB:
+            shutil.rmtree(other, ignore_errors=True)
+    found.mkdir(exist_ok=True)
+    return found
+
+
+def _processor() -> str:
+    """Programs have instructions that another processor may lack."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
+    told = sorted({line for line in lines if line.startswith(("model name", "flags"))})
+    return hashlib.sha256("".join(told).encode()).hexdigest()[:8]
+
+
+def _mib(directory: Path) -> float:
+    return sum(file.stat().st_size for file in directory.iterdir()) / 2**20
 
 
 def pytest_runtest_teardown(item: Any, nextitem: Any) -> None:
     if "jax" not in sys.modules or not _MAPS.exists():
         return
     within = nextitem is not None and nextitem.path == item.path
-    if _MAPS.read_bytes().count(b"\n") > (MOST_MAPS_WITHIN if within else MOST_MAPS):
+    if _too_large():
+        _trim()
+    n_maps = _MAPS.read_bytes().count(b"\n")
+    if n_maps > (MOST_MAPS_WITHIN if within else MOST_MAPS) or (not within and _too_large()):
         let_go()
 
 
@@ -40,3 +104,15 @@ def let_go() -> None:
                     clear()
     sys.modules["jax"].clear_caches()
     gc.collect()
+    _trim()
+
+
+def _too_large() -> bool:
+    return int(_STATM.read_text().split()[1]) * mmap.PAGESIZE > MOST_MIB * 2**20
+
+
+def _trim() -> None:
+    """Half of what a worker holds is memory that the compiler's threads freed and glibc keeps for them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -51,6 +51,32 @@ def test_a_bad_file_is_refused_naming_the_option(tmp_path: Path, text: str, word
         cli_options.resolve({}, file, {})
 
 
+def test_served_names_from_a_file_from_the_environment_and_from_python(tmp_path: Path) -> None:
+    file = tmp_path / "jserve.yaml"
+    file.write_text("served_model_name: [a, b]\n")
+    assert cli_options.resolve({}, file, {}).model.served_model_name == ("a", "b")
+    environ = {"JSERVE_SERVED_MODEL_NAME": "c,d"}
+    assert cli_options.resolve({}, file, environ).model.served_model_name == ("c", "d")
+    for given in (["e", "f"], ("e", "f"), "e,f"):
+        assert EngineConfig.of(served_model_name=given).model.served_model_name == ("e", "f")
+    assert EngineConfig.of(served_model_name="").model.served_model_name == ()
+
+
+def test_served_names_stand_behind_one_flag(tmp_path: Path) -> None:
+    flag, model = "--served-model-name", str(tmp_path)
+    for given, meant in (
+        (["serve", model, flag, "a", "b"], ["serve", model, flag, "a", flag, "b"]),
+        (["serve", flag, "a", "b", "--port", "9"], ["serve", flag, "a", flag, "b", "--port", "9"]),
+        (["serve", f"{flag}=a", "b"], ["serve", f"{flag}=a", flag, "b"]),
+        (["serve", flag, "a", model], ["serve", flag, "a", model]),
+        (["serve", flag, "a", model, "--port", "9"], ["serve", flag, "a", model, "--port", "9"]),
+        (["serve", flag, "a", flag, "b"], ["serve", flag, "a", flag, "b"]),
+        (["serve", model, "--port", "9"], ["serve", model, "--port", "9"]),
+        (["chat"], ["chat"]),
+    ):
+        assert cli_options.spread(given) == meant
+
+
 def test_an_unknown_variable_is_reported_not_obeyed(capsys) -> None:
     assert cli_options.resolve({}, None, {"JSERVE_PROT": "1"}) == EngineConfig()
     assert "JSERVE_PROT" in capsys.readouterr().err
@@ -66,6 +92,7 @@ def test_an_unknown_variable_is_reported_not_obeyed(capsys) -> None:
         (["--enable-prefix-caching"], "prefix_caching", True),
         (["--max-num-queued-reqs", "7"], "max_waiting", 7),
         (["--sse-keep-alive-interval", "3"], "keep_alive_s", 3.0),
+        (["--served-model-name", "a", "--served-model-name", "b"], "served_model_name", ("a", "b")),
     ],
 )
 def test_names_of_other_engines_are_taken(flags, name, value) -> None:
@@ -220,10 +247,6 @@ def test_a_bad_speculative_option_is_refused_naming_it(given, word) -> None:
 def test_run_batch_refuses_before_it_loads_anything(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     line = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'
-    source.write_text(line * 2)
-    twice = run.invoke(cli.app, ["run-batch", str(source), "-o", str(target)])
-    assert (twice.exit_code, target.exists()) == (2, False)
-    assert "lines 1 and 2 have the same custom_id" in " ".join(twice.output.split())
     missing = run.invoke(cli.app, ["run-batch", str(tmp_path / "none"), "-o", str(target)])
     assert (missing.exit_code, target.exists()) == (2, False)
     source.write_text(line)

@@ -46,7 +46,8 @@ ALLOWED: dict[str, set[str]] = {
     "feed": {"engine"},
     "prompts": {"outputs", "text", "api"},
     "llm": {"build", "prompts", "outputs", "progress", "feed", "engine", "api"},
-    "cli_options": set(),
+    "foreign": set(),
+    "cli_options": {"foreign"},
     "cli": {"cli_options", "build", "commands", "llm", "engine"},
     "build": set(),
     "__init__": set(),
@@ -76,6 +77,7 @@ HOST = [
     "outputs",
     "prompts",
     "feed",
+    "foreign",
 ]
 
 

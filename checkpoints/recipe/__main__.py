@@ -4,13 +4,14 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from checkpoints.recipe import skills
+from checkpoints.recipe import continued, skills
 from checkpoints.recipe.chat import segments
 from checkpoints.recipe.heads import HEADS
 from checkpoints.recipe.model import SIZES
@@ -27,8 +28,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=TARGET, help="model that heads draft for")
     parser.add_argument("--minutes", type=float, default=60.0, help="wall-clock training budget")
     parser.add_argument("--steps", type=int, default=None, help="budget in steps instead")
+    parser.add_argument(
+        "--from", dest="start", type=Path, help="exported folder whose weights the run starts from"
+    )
+    parser.add_argument("--rate", type=float, default=1.0, help="peak, as a share of the full rate")
     parser.add_argument("--decay", type=float, default=0.5, help="annealed share of the budget")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mixture", choices=tuple(skills.MIXTURES), default="second")
     parser.add_argument("--count", type=int, default=100, help="chats to print, items per skill")
     parser.add_argument("--fast-matmul", action="store_true", help="bf16 products while training")
     parser.add_argument("--work", type=Path, default=WORK, help="scratch folder with checkpoints")
@@ -39,25 +45,32 @@ def _arguments() -> argparse.Namespace:
 def data(args) -> None:
     rng = np.random.default_rng(args.seed)
     for _ in range(args.count):
-        text = "".join(text for text, _ in segments(skills.draw(rng, "test")))
+        text = "".join(text for text, _ in segments(skills.draw(rng, "test", mixture=args.mixture)))
         Console().print(text, markup=False, highlight=False)
 
 
 def train(args) -> None:
     from checkpoints.recipe import train as loop
 
+    if args.start:
+        continued.keep_tokenizer(args.start, args.target, args.work / "tokenizer.json")
     if args.size in HEADS:
         config, task, tokenizer = _heads(args)
-        plan = loop.Plan(config, args.minutes, args.steps, args.seed, args.decay, **_HEAD_PLAN)
     else:
         config = dataclasses.replace(SIZES[args.size], fast_matmul=args.fast_matmul)
         task, tokenizer = loop.language_model(config), load_or_train(args.work / "tokenizer.json")
-        plan = loop.Plan(config, args.minutes, args.steps, args.seed, args.decay)
+    options = _COPIES_ALREADY if args.start or args.size in HEADS else {}
+    if args.start:
+        task = continued.task_from(args.start, task, config)
+        options = options | {"mixture": "second", "before": continued.stages(args.start)}
+    plan = loop.Plan(
+        config, args.minutes, args.steps, args.seed, args.decay, rate=args.rate, **options
+    )
     loop.train(plan, task, tokenizer, args.work / args.size)
 
 
-# Heads learn from a model that can copy already: long rows from the start, no curriculum.
-_HEAD_PLAN = {"curriculum_steps": 0, "long_from": 0}
+# Heads and second stages start from a model that can copy: long rows at once, no curriculum.
+_COPIES_ALREADY: dict[str, Any] = {"curriculum_steps": 0, "long_from": 0}
 
 
 def _heads(args):

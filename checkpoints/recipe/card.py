@@ -26,7 +26,7 @@ itself (grammars and small worlds); no other text was used, so there is no data 
 | shape | {layers} layers, width {hidden}, {heads} heads ({kv_heads} kv) of {head_dim}, ffn {ffn} |
 | vocabulary | {vocab}, byte-level BPE, every digit its own token |
 | context | {context} tokens |
-| training | {tokens:,} tokens, {steps:,} steps, {minutes:.0f} minutes on {machine}, seed {seed} |
+{training}
 
 ## What it can do
 
@@ -63,22 +63,32 @@ _PURPOSES = {
 }
 
 
+def training_rows(about: dict, where: str = "") -> str:
+    """A row of the card per training stage: those the run went on from, then the run itself."""
+    clock, plan = about["clock"], about["plan"]
+    stages = [*plan.get("before", ())]
+    minutes = clock["seconds"] / 60
+    rate = plan.get("rate", 1.0)
+    stages.append(
+        f"{clock['tokens']:,} tokens, {clock['step']:,} steps, {minutes:.0f} minutes{where}, "
+        f"seed {plan['seed']}" + (f", peak rate {rate:g}" if rate != 1.0 else "")
+    )
+    if len(stages) == 1:
+        return f"| training | {stages[0]} |"
+    return "\n".join(f"| training, stage {i} | {stage} |" for i, stage in enumerate(stages, 1))
+
+
 def write_card(
     out: Path, size: str, config: ModelConfig, parameters: int, about: dict, scores: dict
 ) -> None:
     rows = [f"| {name} | {share:.1%} |" for name, share in scores["accuracy"].items()]
-    clock, plan = about["clock"], about["plan"]
     text = _CARD.format(
         name=out.name,
         purpose=_PURPOSES.get(size, ""),
         parameters=parameters,
         **{k: getattr(config, k) for k in ("layers", "hidden", "heads", "kv_heads", "head_dim")},
         **{k: getattr(config, k) for k in ("ffn", "vocab", "context")},
-        tokens=clock["tokens"],
-        steps=clock["step"],
-        minutes=clock["seconds"] / 60,
-        machine=about.get("machine", "2 CPU cores"),
-        seed=plan["seed"],
+        training=training_rows(about, f" on {about.get('machine', '2 CPU cores')}"),
         count=scores["count"],
         accuracy="\n".join(rows),
         **scores["bits_per_byte"],

@@ -22,6 +22,8 @@ MARKUP_TOKENS = (
 )
 NO_THINKING = "<think>\n\n</think>\n\n"
 PROMPT_WEIGHT = 0.03
+SEAM = ("", 0.0)
+"""A piece without text: what is before it and what is after it are tokenised apart."""
 
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
@@ -97,6 +99,7 @@ class Turn:
     text: str = ""
     thinking: str | None = None
     call: Call | None = None
+    pieces: tuple[tuple[str, float], ...] = ()  # `text` again, with a loss weight on each piece
 
 
 @dataclass(frozen=True)
@@ -156,9 +159,11 @@ def _assistant(turn: Turn, open_turn: bool, thinking: bool) -> list[tuple[str, f
     answer = body(turn)
     if open_turn and not thinking:
         head += NO_THINKING
-    elif turn.thinking and open_turn:
+    if turn.pieces:
+        return [(head, 0.0), *turn.pieces, (TURN_END, weight), ("\n", 0.0)]
+    if turn.thinking and open_turn and thinking:
         answer = f"<think>\n{turn.thinking}\n</think>\n\n{answer}"
-    elif turn.thinking:
+    elif turn.thinking and not open_turn:
         # The thinking was stripped from history; learning the bare answer would unlearn thinking.
         weight = 0.0
     return [(head, 0.0), (answer + TURN_END, weight), ("\n", 0.0)]
@@ -185,8 +190,10 @@ def segments(chat: Chat) -> list[tuple[str, float]]:
 
 def prompt_and_answer(chat: Chat) -> tuple[str, str]:
     """Split before the last assistant turn: what a server is sent, and what it should say."""
-    *head, (answer, _), _ = segments(chat)
-    return "".join(text for text, _ in head), answer.removesuffix(TURN_END)
+    parts = [text for text, _ in segments(chat)]
+    answers = len(chat.turns[-1].pieces) + 1
+    answer = "".join(parts[-answers - 1 : -1])
+    return "".join(parts[: -answers - 1]), answer.removesuffix(TURN_END)
 
 
 def as_messages(chat: Chat) -> tuple[list[dict], list[dict]]:

@@ -6,6 +6,7 @@ Owns the README.md beside exported heads. Every number comes from the training s
 
 from pathlib import Path
 
+from checkpoints.recipe.card import training_rows
 from checkpoints.recipe.eagle import EagleConfig
 from checkpoints.recipe.heads import HeadConfig
 
@@ -29,7 +30,7 @@ target was trained on; only the distributions of the frozen target are learnt, n
 | parameters | {parameters:,}, bf16 |
 | shape | {shape} |
 | loss | cross-entropy with the target's distribution, {steps} steps ahead, each weighing 0.8 of the one before |
-| training | {tokens:,} tokens, {count:,} steps, {minutes:.0f} minutes, seed {seed} |
+{training}
 
 ## Acceptance
 
@@ -51,7 +52,6 @@ def write_head_card(
     out: Path, size: str, config: HeadConfig, about: dict, facts: dict, tables: dict[float, Table]
 ) -> None:
     """`facts`: target, parameters, prompts. `tables`: the measure at each temperature."""
-    clock = about["clock"]
     names = list(next(iter(next(iter(tables.values())).values())))
     columns = [(temperature, name) for temperature in tables for name in names]
     text = _CARD.format(
@@ -59,10 +59,7 @@ def write_head_card(
         size=size,
         **facts,
         **_words(config, facts["target"]),
-        tokens=clock["tokens"],
-        count=clock["step"],
-        minutes=clock["seconds"] / 60,
-        seed=about["plan"]["seed"],
+        training=training_rows(about),
         most=config.steps + 1,
         headings=" | ".join(f"{name}, {_said(t)}" for t, name in columns),
         dashes="|".join("---" for _ in columns),

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from checkpoints.recipe import skills
-from checkpoints.recipe.chat import Chat, segments
+from checkpoints.recipe.chat import SEAM, Chat, segments
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,32 @@ class Batch:
 
 def encode(tokenizer: Tokenizer, chats: list[Chat]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Token ids and loss weights per chat. A token belongs to the piece its first char is in."""
-    pieces = [segments(chat) for chat in chats]
-    texts = ["".join(text for text, _ in parts) for parts in pieces]
-    encoded = []
-    for parts, encoding in zip(pieces, tokenizer.encode_batch(texts), strict=True):
+    runs = [_runs(segments(chat)) for chat in chats]
+    texts = ["".join(text for text, _ in run) for parts in runs for run in parts]
+    encodings = iter(tokenizer.encode_batch(texts))
+    return [_weighed(parts, [next(encodings) for _ in parts]) for parts in runs]
+
+
+def _runs(pieces: list[tuple[str, float]]) -> list[list[tuple[str, float]]]:
+    """The pieces cut into runs at each seam."""
+    runs: list[list[tuple[str, float]]] = [[]]
+    for piece in pieces:
+        if piece == SEAM:
+            runs.append([])
+        else:
+            runs[-1].append(piece)
+    return runs
+
+
+def _weighed(runs, encodings) -> tuple[np.ndarray, np.ndarray]:
+    ids, weights = [], []
+    for parts, encoding in zip(runs, encodings, strict=True):
         ends = np.cumsum([len(text) for text, _ in parts])
         starts = np.array([start for start, _ in encoding.offsets])
-        weights = np.array([weight for _, weight in parts], np.float32)
+        ids.append(np.array(encoding.ids, np.int32))
         owner = np.searchsorted(ends, starts, side="right")
-        encoded.append((np.array(encoding.ids, np.int32), weights[owner]))
-    return encoded
+        weights.append(np.array([weight for _, weight in parts], np.float32)[owner])
+    return np.concatenate(ids), np.concatenate(weights)
 
 
 def _place(batch: Batch, row: int, used: int, document: int, ids, weights) -> None:
@@ -63,18 +79,26 @@ def _rng(seed: int, step: int) -> np.random.Generator:
 
 
 def short_batch(
-    tokenizer: Tokenizer, seed: int, step: int, rows: int, length: int, curriculum: bool = False
+    tokenizer: Tokenizer,
+    seed: int,
+    step: int,
+    rows: int,
+    length: int,
+    curriculum: bool = False,
+    mixture: str = "first",
 ) -> Batch:
     """Ordinary chats, several to a row. Rows are overfilled with candidates to leave few gaps."""
     rng = _rng(seed, step)
     count = rows * length // 64
-    chats = [skills.draw(rng, "train", curriculum) for _ in range(count)]
+    chats = [skills.draw(rng, "train", curriculum, mixture) for _ in range(count)]
     return pack(encode(tokenizer, chats), rows, length)
 
 
-def long_batch(tokenizer: Tokenizer, seed: int, step: int, rows: int, length: int) -> Batch:
+def long_batch(
+    tokenizer: Tokenizer, seed: int, step: int, rows: int, length: int, mixture: str = "first"
+) -> Batch:
     """One long chat to a row, cut at the row's end."""
     rng = _rng(seed, step)
-    chats = [skills.draw_long(rng, "train", length // 13) for _ in range(rows)]
+    chats = [skills.draw_long(rng, "train", length // 13, mixture) for _ in range(rows)]
     cut = [(ids[:length], weights[:length]) for ids, weights in encode(tokenizer, chats)]
     return pack(cut, rows, length)

@@ -43,6 +43,9 @@ class Plan:
     long_every: int = 10
     long_from: int = 1200
     save_every: int = 50
+    mixture: str = "first"  # of the skills
+    rate: float = 1.0  # the peak, as a share of the full rate
+    before: tuple[str, ...] = ()  # the training figures of the stages this run goes on from
 
     def shape(self, step: int) -> tuple[int, int]:
         length = self.length
@@ -55,9 +58,9 @@ class Plan:
 def batch_at(plan: Plan, tokenizer: Tokenizer, step: int) -> Batch:
     rows, length = plan.shape(step)
     if length > plan.length:
-        return packing.long_batch(tokenizer, plan.seed, step, rows, length)
+        return packing.long_batch(tokenizer, plan.seed, step, rows, length, plan.mixture)
     curriculum = step < plan.curriculum_steps
-    return packing.short_batch(tokenizer, plan.seed, step, rows, length, curriculum)
+    return packing.short_batch(tokenizer, plan.seed, step, rows, length, curriculum, plan.mixture)
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def _steps(plan: Plan, tokenizer: Tokenizer, clock: Clock, state, update) -> Ite
         began = time.monotonic()
         batch = batch_at(plan, tokenizer, clock.step)
         arrays = tuple(map(jnp.asarray, dataclasses.astuple(batch)))
-        rate = np.float32(rate_at(clock.step, _spent(plan, clock), plan.decay))
+        rate = np.float32(plan.rate * rate_at(clock.step, _spent(plan, clock), plan.decay))
         state, loss = update(state, arrays, rate)
         loss = float(loss)
         clock.step += 1

@@ -3,11 +3,14 @@
 Owns the shapes that its clients parse. Must not know HTTP or the engine. The order of a stream::
 
     message_start . content_block_start . content_block_delta ... content_block_stop ...
+    (a thought's last delta is its signature)
     message_delta (stop reason, usage) . message_stop
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,6 +49,10 @@ class MessageReply:
             before = replace(usage(), completion=0)
             yield {"type": "message_start", "message": self._message([], before)}
         for step in self._steps(piece):
+            if isinstance(step, End) and step.block.kind is Kind.THOUGHT:
+                yield _delta(
+                    step.block, {"type": "signature_delta", "signature": _signature(step.block)}
+                )
             yield _event(step)
 
     def last(self, usage: Usage) -> Iterator[Json]:
@@ -103,12 +110,23 @@ def _event(step: Step) -> Json:
         return {"type": "content_block_start", "index": index, "content_block": _empty(step.block)}
     if isinstance(step, End):
         return {"type": "content_block_stop", "index": index}
-    delta = {
+    change = {
         Kind.THOUGHT: {"type": "thinking_delta", "thinking": step.text},
         Kind.TEXT: {"type": "text_delta", "text": step.text},
         Kind.CALL: {"type": "input_json_delta", "partial_json": step.text},
     }[step.block.kind]
-    return {"type": "content_block_delta", "index": index, "delta": delta}
+    return _delta(step.block, change)
+
+
+def _delta(block: Block, change: Json) -> Json:
+    return {"type": "content_block_delta", "index": block.index, "delta": change}
+
+
+def _signature(block: Block) -> str:
+    """An opaque name of the thought: the same text has the same one. It proves nothing, and a thought
+    that comes back in a later turn is taken with any signature or none."""
+    digest = hashlib.sha256(block.text.encode("utf-8", "surrogatepass")).digest()
+    return base64.b64encode(digest).decode()
 
 
 def _empty(block: Block) -> Json:
@@ -121,7 +139,7 @@ def _empty(block: Block) -> Json:
 
 def _whole(block: Block) -> Json:
     if block.kind is Kind.THOUGHT:
-        return _empty(block) | {"thinking": block.text}
+        return _empty(block) | {"thinking": block.text, "signature": _signature(block)}
     if block.kind is Kind.TEXT:
         return _empty(block) | {"text": block.text}
     return _empty(block) | {"input": _input(block.text)}

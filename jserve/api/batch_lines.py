@@ -43,18 +43,28 @@ class Line:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of an input file that are not blank.
+    """The lines of an input file that are not blank. One that has the ``custom_id`` of an earlier line is
+    known by its number and has an error: two answers of one name could not be told apart.
 
     Raises:
         ConfigError: the file cannot be read.
     """
+    first: dict[str, int] = {}
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
                 if raw.strip():
-                    yield read_line(number, raw)
+                    yield _unique(read_line(number, raw), first)
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}", field="input") from None
+
+
+def _unique(line: Line, first: dict[str, int]) -> Line:
+    """``line``, or the error that it has the ``custom_id`` of a line in ``first``."""
+    if line.custom_id is None or first.setdefault(line.custom_id, line.number) == line.number:
+        return line
+    said = f"line {first[line.custom_id]} has the same custom_id {shown(line.custom_id)}"
+    return Line(number=line.number, custom_id=None, error=_fault(said, "custom_id"))
 
 
 def read_line(number: int, raw: bytes) -> Line:
@@ -96,19 +106,6 @@ def survey(path: Path) -> int:
     """Number of lines that ask something.
 
     Raises:
-        ConfigError: the file cannot be read, or two lines share a ``custom_id``.
+        ConfigError: the file cannot be read.
     """
-    seen: dict[str, int] = {}
-    n = 0
-    for line in read_lines(path):
-        n += 1
-        if line.custom_id is None:
-            continue
-        first = seen.setdefault(line.custom_id, line.number)
-        if first != line.number:
-            raise ConfigError(
-                f"{path}: lines {first} and {line.number} have the same custom_id"
-                f" {shown(line.custom_id)}",
-                field="input",
-            )
-    return n
+    return sum(1 for _ in read_lines(path))

@@ -100,8 +100,7 @@ async def _stream(
                 await stream.send(reply.chunks(await first, lambda: run.usage))
                 async for piece in pieces:
                     await stream.send(reply.chunks(piece, lambda: run.usage))
-                await stream.send(reply.last(run.usage))
-                return await stream.finish(reply.done)
+                return await stream.finish(reply.last(run.usage), reply.done)
             except (ConnectionError, asyncio.CancelledError):
                 raise
             except Exception as e:
@@ -110,10 +109,16 @@ async def _stream(
 
 @contextlib.asynccontextmanager
 async def _started(pieces: Any):
-    """A task for the first piece, over on leaving: a running generator cannot be closed."""
+    """A task for the first piece, over on leaving: a running generator cannot be closed.
+
+    Leaving waits only for a task that is not done: a client that has read the end of its stream may close
+    the connection, which cancels the handler at whatever it awaits.
+    """
     first: asyncio.Task[Piece] = asyncio.ensure_future(anext(pieces))
+    first.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio logs it
     try:
         yield first
     finally:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
+        if not first.done():
+            first.cancel()
+            await asyncio.wait({first})

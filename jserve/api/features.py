@@ -107,11 +107,6 @@ REFUSED_PAIRS = {
     frozenset({"regex", "one call"}): _NOT_BESIDE_REGEX,
     frozenset({"regex", "forced tools"}): _NOT_BESIDE_REGEX,
     frozenset({"named cache", "truncation"}): dict.fromkeys(GENERATING, "truncate_prompt_tokens"),
-    frozenset({"JSON schema", "forced tools"}): {
-        "/v1/chat/completions": "response_format",
-        "/v1/responses": "text.format",
-        "/v1/messages": "output_config.format",
-    },
 }
 """Features that go not together: by endpoint, the field that is named."""
 

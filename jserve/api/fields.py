@@ -116,7 +116,7 @@ def validate(kind: type[B], raw: Mapping[str, Any], *, strict: bool = False) -> 
         strict: also refuse fields that would have no effect.
 
     Raises:
-        BadRequest: a field of the wrong type, named.
+        BadRequest: a field of the wrong type, or one that is required and missing, named.
         Unsupported: a known field that is not honoured, named; with ``strict``, any other.
     """
     try:
@@ -131,12 +131,26 @@ def validate(kind: type[B], raw: Mapping[str, Any], *, strict: bool = False) -> 
         # vLLM once took guided_*; to drop one silently would drop a constraint.
         if does is Holds.REFUSED or name.startswith("guided_"):
             name = _printable(name)
-            raise Unsupported(f"{name} is not supported by this server", field=name)
+            instead = _instead(name, kind)
+            raise Unsupported(f"{name} is not supported by this server{instead}", field=name)
     without_effect = ignored_fields(body) if strict else ()
     if without_effect:
         name = without_effect[0]
         raise Unsupported(f"{name} has no effect on this server", field=name)
+    for name, field in kind.model_fields.items():
+        if declaration(field).get(REQUIRED) and getattr(body, name) is None:
+            raise BadRequest(f"{name} is required", field=name)
     return body
+
+
+def _instead(name: str, kind: type[Fields]) -> str:
+    """What to send instead of vLLM's old fields for structures, where ``kind`` has their successor."""
+    if not name.startswith("guided_") or "structured_outputs" not in kind.model_fields:
+        return ""
+    member = name.removeprefix("guided_")
+    if member not in ("json", "regex", "choice", "grammar"):
+        return "; structured_outputs takes its place"
+    return f'; send "structured_outputs": {{"{member}": ...}}'
 
 
 def _path(loc: tuple[Any, ...]) -> str:

@@ -47,7 +47,7 @@ FORMAT: Schema = {
         },
         {
             "type": "object",
-            "required": ["type", "structures", "triggers"],
+            "required": ["type"],
             "properties": {
                 "type": {"const": "structural_tag"},
                 "structures": {
@@ -63,6 +63,7 @@ FORMAT: Schema = {
                     },
                 },
                 "triggers": {"type": "array", "items": {"type": "string", "minLength": 1}},
+                "format": {"type": "object"},
             },
         },
     ]

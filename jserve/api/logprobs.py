@@ -26,11 +26,12 @@ class TokenWriter:
         return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
 
     def chat(self, logprobs: Sequence[TokenLogprob], n_top: int) -> Json:
-        """The chat shape: one entry per token with its bytes and the ``n_top`` most likely ones."""
+        """The chat shape: one entry per token with its bytes and the ``n_top`` most likely ones, or
+        those that the request names."""
         return {"content": [self._chat_token(t, n_top) for t in logprobs], "refusal": None}
 
     def _chat_token(self, entry: TokenLogprob, n_top: int) -> Json:
-        top = zip(entry.top_ids[:n_top], entry.top_logprobs[:n_top], strict=True)
+        top = _shown(entry, n_top)
         return self._pair(entry.token, entry.logprob) | {
             "top_logprobs": [self._pair(token, logprob) for token, logprob in top]
         }
@@ -44,7 +45,8 @@ class TokenWriter:
     ) -> Json:
         """The completions shape: four lists of one length; a None entry (no score) has null.
 
-        ``top_logprobs`` holds the ``n_top`` most likely tokens and the one that was drawn.
+        ``top_logprobs`` holds the ``n_top`` most likely tokens, or those that the request names, and
+        the one that was drawn.
         """
         offsets: list[int] = []
         for token in ids:
@@ -58,9 +60,8 @@ class TokenWriter:
         }
 
     def _top(self, entry: TokenLogprob, n_top: int) -> dict[str, float]:
-        pairs = zip(entry.top_ids[:n_top], entry.top_logprobs[:n_top], strict=True)
         found: dict[str, float] = {}
-        for token, logprob in (*pairs, (entry.token, entry.logprob)):
+        for token, logprob in (*_shown(entry, n_top), (entry.token, entry.logprob)):
             # Different tokens may read the same (broken bytes): the likeliest stands.
             found.setdefault(self.text(token), finite(logprob))
         return found
@@ -70,20 +71,20 @@ class TokenWriter:
         return [None if e is None else self._prompt_token(e) for e in entries]
 
     def _prompt_token(self, entry: TokenLogprob) -> Json:
-        ranked = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        rows: list[tuple[int, float, int | None]] = [
-            (token, lp, rank) for rank, (token, lp) in enumerate(ranked, 1)
-        ]
-        if entry.token not in entry.top_ids:
-            rows.append((entry.token, entry.logprob, None))
         return {
             str(token): {
                 "logprob": finite(lp),
                 "rank": rank,
                 "decoded_token": self._tokenizer.token_text(token),
             }
-            for token, lp, rank in rows
+            for token, lp, rank in entry.ranked()
         }
+
+
+def _shown(entry: TokenLogprob, n_top: int) -> list[tuple[int, float]]:
+    """(id, log-probability) of the ``n_top`` most likely tokens, or of those that the request names."""
+    pairs = list(zip(entry.top_ids, entry.top_logprobs, strict=True))
+    return pairs if entry.named else pairs[:n_top]
 
 
 def finite(logprob: float) -> float:

@@ -27,6 +27,7 @@ from jserve.api.front import (
     request_id,
 )
 from jserve.api.manners import OPENAI, Manner
+from jserve.api.paths import explained
 from jserve.errors import JserveError
 
 Levels = Mapping[str, Access]
@@ -59,7 +60,7 @@ def make_middlewares(front: Front, access: Levels, manners: Manners) -> list[Any
         status = CLIENT_LEFT
         front.metrics.in_flight.inc()
         try:
-            response = await _answered(request, handler)
+            response = await _answered(request, handler, access)
             if front.engine.draining and not response.prepared:
                 response.force_close()
             status = response.status
@@ -112,14 +113,15 @@ async def stamp(request: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(trace.manner.limits(trace.account.standings))
 
 
-async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _answered(request: web.Request, handler: Handler, access: Levels) -> web.StreamResponse:
     try:
         return await handler(request)
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as e:
         allow = getattr(e, "headers", {}).get("Allow")
-        return error_response(reported(request, e), request[TRACE].manner, allow=allow)
+        error = reported(request, explained(request, e, access))
+        return error_response(error, request[TRACE].manner, allow=allow)
 
 
 def error_response(

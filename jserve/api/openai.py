@@ -22,12 +22,12 @@ from jserve.api.fields import (
     validate,
 )
 from jserve.api.formats import FORMAT, STRUCTURED
-from jserve.api.openai_chat import EFFORT, KWARGS, checked_shape, shaped_chat, talk
+from jserve.api.openai_chat import EFFORT, KWARGS, checked_shape, limited, shaped_chat
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE, shape_of
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
-from jserve.api.values import MAX_CHOICES, PROMPT, prompts_of
+from jserve.api.values import MAX_CHOICES, MAX_PICKS, PICKS, PROMPT, ids_of, prompts_of
 from jserve.errors import BadRequest
 
 
@@ -45,6 +45,7 @@ class Completion(Sampling):
     n: int | None = sampled("n")
     max_tokens: int | None = sampled("max_tokens")
     prompt_logprobs: int | None = sampled("prompt_logprobs")
+    logprob_token_ids: Any = shaped(PICKS)
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -79,7 +80,9 @@ class Completion(Sampling):
 
     @property
     def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """Whether every chunk has usage; without ``include_usage`` none has, as in vLLM."""
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
 
 
 class ChatBody(Completion):
@@ -127,6 +130,7 @@ def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         raise BadRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
     if body.add_special_tokens:
         raise Unsupported("add_special_tokens has no meaning for chat", field="add_special_tokens")
+    picks = _picks(body, card, asked=bool(body.logprobs))
     chat, shape = shaped_chat(dict(body), served)
     params = params_of(
         body,
@@ -134,14 +138,22 @@ def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         named={"max_tokens": length_field},
         n=1 if body.n is None else body.n,
         max_tokens=length,
-        logprobs=check_top(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None,
+        logprobs=_n_top(check_top(body.top_logprobs or 0, "top_logprobs"), picks)
+        if body.logprobs
+        else None,
+        logprob_token_ids=picks,
         prompt_logprobs=_prompt_logprobs(body, card),
     )
     ask = Ask(
         chat=chat,
         holder="messages",
         length_field=length_field,
-        params=replace(params, **talk(body.thinking_token_budget, shape, card)),
+        params=replace(
+            params,
+            **limited(
+                body.thinking_token_budget, body.reasoning_effort, "reasoning_effort", served, shape
+            ),
+        ),
         shape=shape,
         **_common(body),
     )
@@ -176,13 +188,15 @@ def completion_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     length = 16 if body.max_tokens is None else body.max_tokens
     if length < 0 or (length == 0 and not body.echo):
         raise BadRequest("max_tokens must be at least 1 (0 with echo)", field="max_tokens")
+    picks = _picks(body, card, asked=body.logprobs is not None)
     shape = checked_shape(shape_of(dict(body), None, card.speech), card)
     params = params_of(
         body,
         card,
         n=1 if body.n is None else body.n,
         max_tokens=max(length, 1),
-        logprobs=check_top(body.logprobs, "logprobs"),
+        logprobs=_n_top(check_top(body.logprobs, "logprobs"), picks),
+        logprob_token_ids=picks,
         prompt_logprobs=_prompt_logprobs(body, card),
         structured_outputs=shape.spec,
     )
@@ -201,13 +215,29 @@ def completion_wish(raw: Mapping[str, Any], served: Served) -> Wish:
 def _common(body: Completion) -> dict[str, Any]:
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true", field="stream_options")
-    options = body.stream_options
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        where = "stream_options.continuous_usage_stats"
-        raise BadRequest(f"{where} needs include_usage", field=where)
     if body.stream and body.prompt_logprobs is not None:
         raise BadRequest("prompt_logprobs cannot be streamed", field="prompt_logprobs")
     return service_of(body)
+
+
+def _picks(body: Completion, card: ModelCard, *, asked: bool) -> tuple[int, ...] | None:
+    """The ids whose log-probabilities the request names; ``asked`` says whether it wants any."""
+    name, value = "logprob_token_ids", body.logprob_token_ids
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) > MAX_PICKS:
+        raise BadRequest(f"{name} may hold at most {MAX_PICKS} ids", field=name)
+    ids = ids_of(value, name, card.vocab_size)
+    if not ids:
+        raise BadRequest(f"{name} must not be empty", field=name)
+    if not asked:
+        raise BadRequest(f"{name} needs logprobs", field=name)
+    return ids
+
+
+def _n_top(n: int | None, picks: tuple[int, ...] | None) -> int | None:
+    """How many likeliest tokens to show: none where the request names others in their place."""
+    return n if n is None or picks is None else 0
 
 
 def _prompt_logprobs(body: ChatBody | CompletionBody, card: ModelCard) -> int | None:

@@ -20,6 +20,9 @@ from jserve.api.shape import shape_of
 from jserve.errors import BadRequest
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+BUDGETS = {"minimal": 128, "low": 512, "medium": 2048}
+"""Most tokens of a thought by effort, for a model that thinks and whose template knows no effort; more
+effort has no limit."""
 MAX_VARIABLE_CHARS = 1024
 
 EFFORT = {"enum": [*EFFORTS, None]}
@@ -41,11 +44,44 @@ def shaped_chat(
         BadRequest: as ``chat_of`` and ``shape_of`` do, under the dialect's names.
     """
     try:
-        chat = chat_of(values, served.template)
+        chat = chat_of(with_effort(values, served), served.template)
         shape = checked_shape(shape_of(values, chat.tools, served.card.speech), served.card)
     except BadRequest as e:
         raise renamed(e, names or {}) from None
     return chat, shape.under(lambda field: dialect_name(field, names or {}))
+
+
+def with_effort(values: Mapping[str, Any], served: Served) -> Mapping[str, Any]:
+    """``values`` with ``reasoning_effort`` as ``enable_thinking``, where the template has no other switch.
+
+    What cannot be said that way is left for ``chat_of`` to refuse.
+    """
+    effort, kwargs = values["reasoning_effort"], values["chat_template_kwargs"] or {}
+    if effort not in EFFORTS or not _is_switch(served) or not isinstance(kwargs, dict):
+        return values
+    switch = {} if served.card.speech.tags is None else {"enable_thinking": effort != "none"}
+    if not switch and effort != "none":
+        return values
+    return {**values, "reasoning_effort": None, "chat_template_kwargs": switch | kwargs}
+
+
+def _is_switch(served: Served) -> bool:
+    """Whether effort must be said by ``enable_thinking``, or needs nothing: there are no thoughts."""
+    template = served.template
+    if template is None or template.takes("reasoning_effort"):
+        return False
+    return served.card.speech.tags is None or template.takes("enable_thinking")
+
+
+def limited(
+    budget: int | None, effort: Any, field: str, served: Served, shape: Shape
+) -> dict[str, Any]:
+    """``talk`` with the request's own ``budget``, or the one of its ``effort`` (under ``field``), where the
+    template has no effort of its own."""
+    known = BUDGETS.get(effort) if isinstance(effort, str) and _is_switch(served) else None
+    if budget is None and known is not None:
+        return talk(known, shape, served.card, field)
+    return talk(budget, shape, served.card)
 
 
 def chat_of(fields: Mapping[str, Any], template: ChatTemplate | None) -> Chat:
@@ -94,10 +130,10 @@ def talk(
         BadRequest, Unsupported: a budget below -1, or thoughts that cannot be limited.
     """
     found: dict[str, Any] = {"structured_outputs": shape.spec}
-    if budget is not None and budget != -1:
+    if budget is not None:
         if budget < -1:
             raise BadRequest(f"{field} must be at least 0, or -1", field=field)
-        if card.speech.thinking is None or not card.masks:
+        if budget >= 0 and (card.speech.thinking is None or not card.masks):
             raise Unsupported("this model's thoughts cannot be limited", field=field)
         found["thinking_token_budget"] = budget
     if card.speech.keeps_special and (shape.calls or card.speech.tags is not None):
@@ -129,7 +165,11 @@ def _variables(fields: Mapping[str, Any], template: ChatTemplate | None) -> dict
             f"reasoning_effort must be one of {', '.join(EFFORTS)}", field="reasoning_effort"
         )
     if template is not None and not template.takes("reasoning_effort"):
-        raise Unsupported("this model has no reasoning_effort", field="reasoning_effort")
+        raise Unsupported(
+            "this model's chat template has no reasoning_effort; thoughts of models that think are set by"
+            " chat_template_kwargs.enable_thinking and thinking_token_budget",
+            field="reasoning_effort",
+        )
     return found | {"reasoning_effort": effort}
 
 

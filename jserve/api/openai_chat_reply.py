@@ -4,7 +4,8 @@ Owns the shapes that clients parse, and vLLM's extensions (token ids, stop reaso
 log-probabilities; our own is ``seed``). Must not know HTTP or the engine. The order of a stream,
 per choice and then for all::
 
-    role chunk . content, reasoning and tool call chunks ... finish chunk   usage chunk if asked  [DONE]
+    role chunk . content, reasoning and tool call chunks ... the last with its finish
+    usage chunk if asked  [DONE]
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class ChatReply:
         self._requests = requests
         self._thinks = served.card.speech.tags is not None
         shows = self._body.include_reasoning is not False
-        self._thought_names = served.thought_names if shows else ()
+        self._null_names = served.thought_names
+        self._thought_names = served.thought_names if shows and self._thinks else ()
         self._shows_tokens = bool(self._body.logprobs or self._body.return_token_ids)
         self._voices = voices(wish, served, tokenizer, requests)
         self._writer = TokenWriter(tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
@@ -48,25 +50,34 @@ class ChatReply:
     def chunks(self, piece: Piece, usage: Counts) -> Iterator[Json]:
         """The chunks of one piece: its role when it is the choice's first, what it says, finish."""
         voice = self._voices[piece.choice]
-        said = voice.hear(piece.text, piece.token_ids, last=piece.finish is not None)
         if piece.first:
-            role = self._choice(piece, {"role": "assistant", "content": ""})
-            role["seed"] = piece.seed
-            chunk = self._chunk(role, usage)
-            if self._body.return_token_ids:
-                chunk["prompt_token_ids"] = list(self._requests[piece.prompt].prompt_ids)
-            yield chunk
+            yield self._role(piece, usage)
+        said = voice.hear(piece.text, piece.token_ids, last=piece.finish is not None)
         choices = [self._choice(piece, delta) for delta in self._deltas(voice, said)]
+        nothing = {"content": ""} | self._reasoning(Said())
         if self._shows_tokens and piece.token_ids:
-            choices = choices or [self._choice(piece, {"content": ""})]
+            choices = choices or [self._choice(piece, nothing)]
             choices[0] |= self._tokens(piece)
+        if piece.finish is not None:
+            choices = choices or [self._choice(piece, nothing)]
+            choices[-1]["finish_reason"] = voice.finish(piece.finish.value)
+            choices[-1]["stop_reason"] = piece.stop_reason
         for choice in choices:
             yield self._chunk(choice, usage)
-        if piece.finish is not None:
-            choice = self._choice(piece, {})
-            choice["finish_reason"] = voice.finish(piece.finish.value)
-            choice["stop_reason"] = piece.stop_reason
-            yield self._chunk(choice, usage)
+
+    def _role(self, piece: Piece, usage: Counts) -> Json:
+        """The first chunk of a choice, which counts nothing of the piece that comes with it."""
+        role = self._choice(piece, {"role": "assistant", "content": ""} | self._reasoning(Said()))
+        role["seed"] = piece.seed
+
+        def before() -> Usage:
+            now = usage()
+            return replace(now, completion=now.completion - len(piece.token_ids))
+
+        chunk = self._chunk(role, before)
+        if self._body.return_token_ids:
+            chunk["prompt_token_ids"] = list(self._requests[piece.prompt].prompt_ids)
+        return chunk
 
     def last(self, usage: Usage) -> Iterator[Json]:
         if self._body.include_usage:
@@ -78,40 +89,41 @@ class ChatReply:
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> Json:
         """The ``chat.completion`` object."""
-        choices = gathered(pieces)
-        answer = self._head | {
+        choices, body = gathered(pieces), self._body
+        scores = None
+        if body.prompt_logprobs is not None:
+            scores = self._writer.prompt(choices[0][1].prompt_logprobs or ())
+        ids = list(self._requests[0].prompt_ids) if body.return_token_ids else None
+        return self._head | {
             "object": "chat.completion",
             "choices": [self._whole_choice(number, choice) for number, choice in choices],
             "usage": usage_of(self._counted(usage)),
+            "prompt_token_ids": ids,
+            "prompt_logprobs": scores,
         }
-        if self._body.return_token_ids:
-            answer["prompt_token_ids"] = list(self._requests[0].prompt_ids)
-        if self._body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._writer.prompt(choices[0][1].prompt_logprobs or ())
-        return answer
 
     def _whole_choice(self, number: int, choice: Whole) -> Json:
         voice = self._voices[number]
         said = voice.hear("".join(choice.text), choice.token_ids, last=True)
-        found: Json = {
+        return {
             "index": number,
             "message": self._message(voice, said),
             "logprobs": self._logprobs(choice.logprobs) if self._body.logprobs else None,
             "finish_reason": voice.finish(choice.finish),
             "stop_reason": choice.stop_reason,
             "seed": choice.seed,
+            "token_ids": choice.token_ids if self._body.return_token_ids else None,
         }
-        if self._body.return_token_ids:
-            found["token_ids"] = choice.token_ids
-        return found
 
     def _deltas(self, voice: Voice, said: Said) -> list[Json]:
         """What a stream's next piece adds, a call's beginning and its arguments apart; none while
         nothing is to be seen."""
-        text: Json = {"content": said.content} if said.content else {}
-        text |= self._reasoning(said)
         calls = [{"tool_calls": [step]} for piece in said.calls for step in _steps(voice, piece)]
-        return [text, *calls] if text else calls
+        thought = self._thought_names and said.reasoning
+        if not (said.content or thought):
+            return calls
+        text: Json = {"content": said.content} if said.content else {}
+        return [text | self._reasoning(said), *calls]
 
     def _message(self, voice: Voice, said: Said) -> Json:
         calls: list[Json] = []
@@ -122,11 +134,11 @@ class ChatReply:
         found: Json = {"role": "assistant", "content": said.content, "refusal": None}
         if calls:
             found |= {"content": said.content or None, "tool_calls": calls}
-        return found | self._reasoning(said)
+        return found | dict.fromkeys(self._null_names) | self._reasoning(said)
 
     def _reasoning(self, said: Said) -> Json:
-        """Under the names that clients read."""
-        return dict.fromkeys(self._thought_names, said.reasoning) if said.reasoning else {}
+        """Under the names that clients read; null where a model that has thoughts says none."""
+        return dict.fromkeys(self._thought_names, said.reasoning or None)
 
     def _counted(self, usage: Usage) -> Usage:
         if not self._thinks:

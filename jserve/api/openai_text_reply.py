@@ -81,6 +81,7 @@ class CompletionReply:
         choice["finish_reason"] = self._finish(whole.finish)
         choice["stop_reason"] = None if self._only_prompt else whole.stop_reason
         choice["seed"] = whole.seed
+        choice |= {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
         if self._body.return_token_ids:
             choice |= self._ids(whole.prompt, whole.token_ids, first=True)
         if self._body.prompt_logprobs is not None:

@@ -30,7 +30,9 @@ from jserve.types import Request
 
 CHARS_PER_TOKEN = 8
 """A prompt of more characters than this times the context is refused before tokenising."""
-MAX_QUEUED = 256
+MAX_QUEUED = 4096
+"""Work that may wait for a thread: a piece for each of the connections that may be open, which bound the
+memory of what waits."""
 
 
 class Heads(Protocol):

@@ -24,7 +24,7 @@ from jserve.api.fields import (
     validate,
 )
 from jserve.api.formats import SCHEMALESS, STRUCTURED, TITLES
-from jserve.api.openai_chat import EFFORT, KWARGS, shaped_chat, talk
+from jserve.api.openai_chat import EFFORT, KWARGS, limited, shaped_chat
 from jserve.api.responses_input import INPUT, messages_of
 from jserve.api.responses_tools import CHOICE, TOOLS, choice_of, tools_of
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
@@ -151,12 +151,19 @@ def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         chat=chat,
         holder="input",
         length_field="max_output_tokens",
-        params=replace(params, **talk(body.thinking_token_budget, shape, card)),
+        params=replace(
+            params,
+            **limited(body.thinking_token_budget, _effort(body), "reasoning.effort", served, shape),
+        ),
         shape=shape,
         **service_of(body),
     )
     ignored = ignored_fields(body) + needless
     return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored)
+
+
+def _effort(body: ResponseBody) -> Any:
+    return body.reasoning.effort if body.reasoning is not None else None
 
 
 def _as_chat(body: ResponseBody) -> dict[str, Any]:
@@ -169,7 +176,7 @@ def _as_chat(body: ResponseBody) -> dict[str, Any]:
         "response_format": _format(body.text.format if body.text is not None else None),
         "structured_outputs": body.structured_outputs,
         "documents": None,
-        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        "reasoning_effort": _effort(body),
         "chat_template_kwargs": body.chat_template_kwargs,
         "add_generation_prompt": None,
         "continue_final_message": None,

@@ -178,7 +178,7 @@ class ResponseReply:
     def _spoken(self) -> list[Json]:
         """Log-probabilities of the text so far: the tokens behind the thought. Answers with calls
         have none, so there is one text."""
-        return self._logprobs[self._voice.n_reasoning :]
+        return self._logprobs[self._voice.n_before :]
 
     def _response(self, status: str, usage: Usage | None) -> Json:
         body, over = self._body, status in ("completed", "incomplete")

@@ -64,7 +64,11 @@ class HttpServer:
         host, port = self._host, self._port
         try:
             self._listener = await loop.create_server(
-                self._connect, host, port, backlog=1024, reuse_address=True
+                self._connect,
+                host,
+                port,
+                backlog=self.front.limits.max_connections,
+                reuse_address=True,
             )
         except (OSError, OverflowError) as e:
             await self._runner.cleanup()

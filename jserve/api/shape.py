@@ -6,7 +6,7 @@ compiles.
 | tools   | tool_choice      | constrained to                                                |
 |---------|------------------|---------------------------------------------------------------|
 | none    |                  | what response_format or structured_outputs say                |
-| given   | required, named  | calls                                                         |
+| given   | required, named  | calls, whatever response_format says                          |
 | given   | auto             | calls or the JSON asked for; calls that fit, where a tool is  |
 |         |                  | strict or only one call is allowed; else nothing              |
 """
@@ -79,7 +79,8 @@ def shape_of(
         (f"tools[{i}].function.parameters", StructuredOutputs(json=tool["function"]["parameters"]))
         for i, tool in named
     ]
-    checks += [(shape.field, shape.spec)] if shape.spec is not None else []
+    if shape.spec is not None and not required:
+        checks.append((shape.field, shape.spec))
     spec = StructuredOutputs(grammar=grammar)
     return Shape(spec=spec, field="tools", checks=tuple(checks), calls=True)
 
@@ -117,6 +118,8 @@ def _beside_calls(shape: Shape, speech: Speech, *, required: bool) -> dict[str, 
     if shape.spec is None:
         return None
     name = shape.field.split(".")[0]
+    if required and name == "response_format":
+        return None
     if required:
         raise BadRequest(f"tool_choice leaves no room for {name}", field=name)
     if speech.form is not None and speech.form.bare:

@@ -98,6 +98,7 @@ class Sampling(Service):
     custom_logit_processor: Any = refused()
     custom_params: Any = refused({})
     detokenize: Any = refused(True)
+    logprob_token_ids: Any = refused()
     lora_path: Any = refused()
     no_stop_trim: Any = refused(False)
     prompt_embeds: Any = refused()

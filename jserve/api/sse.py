@@ -64,15 +64,18 @@ class EventStream:
         Raises:
             ConnectionError: the client is gone, or was hung up on.
         """
-        data = b"".join(self._frame(event) for event in events)
+        data = self._framed(events)
         if data:
             await self._write(data)
 
-    async def finish(self, done: str | None) -> web.StreamResponse:
-        """The end of a good stream: the mark ``done``, if the dialect has one."""
-        if done is not None:
-            await self._write(b"data: " + done.encode() + b"\n\n")
-        await self.response.write_eof()
+    async def finish(self, events: Iterable[Any], done: str | None) -> web.StreamResponse:
+        """The end of a good stream: the last ``events`` and the mark ``done``, if the dialect has one.
+
+        They leave together with the end of the body: clients close the connection when they see the mark, and
+        a stream that was delivered whole must not count as one whose client left.
+        """
+        mark = b"" if done is None else b"data: " + done.encode() + b"\n\n"
+        await self._write_last(self._framed(events) + mark)
         return self.response
 
     async def fail(self, events: Iterable[Any]) -> web.StreamResponse:
@@ -93,10 +96,17 @@ class EventStream:
         if self._pinger is not None:
             self._pinger.cancel()
 
+    def _framed(self, events: Iterable[Any]) -> bytes:
+        return b"".join(self._frame(event) for event in events)
+
     @point("sse.write", ConnectionResetError)
     async def _write(self, data: bytes) -> None:
         self._written_at = self._loop.time()
         await self.response.write(data)
+
+    @point("sse.end", ConnectionResetError)
+    async def _write_last(self, data: bytes) -> None:
+        await self.response.write_eof(data)
 
     async def _ping(self) -> None:
         while True:

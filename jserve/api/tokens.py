@@ -14,11 +14,12 @@ from jserve.api.ask import Ask, ModelCard, Served, Wish
 from jserve.api.errors import Unsupported
 from jserve.api.fields import Fields, ignored_fields, shaped, validate
 from jserve.api.front import Front, ignored_header, json_response
-from jserve.api.openai_chat import EFFORT, KWARGS, chat_of
+from jserve.api.openai_chat import EFFORT, KWARGS, chat_of, with_effort
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE, chosen
 from jserve.api.shared import Ids, check_model
+from jserve.api.values import ids_of
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
 from jserve.text.tokenizer import TextTokenizer
@@ -58,7 +59,10 @@ def tokenize_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     body = validate(TokenizeBody, raw, strict=served.strict)
     check_model(body.model, served.card)
     if (body.prompt is None) == (body.messages is None):
-        raise BadRequest("give either prompt or messages", field="prompt")
+        said = (
+            "; prompt is the name of content here" if "content" in (body.model_extra or {}) else ""
+        )
+        raise BadRequest(f"give either prompt or messages{said}", field="prompt")
     params = SamplingParams()
     if body.prompt is not None:
         special = body.add_special_tokens is not False
@@ -66,7 +70,7 @@ def tokenize_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         return Wish(body=body, ask=ask, ignored=ignored_fields(body))
     if body.add_special_tokens:
         raise Unsupported("add_special_tokens has no meaning for chat", field="add_special_tokens")
-    chat = chat_of(dict(body), served.template)
+    chat = chat_of(with_effort(dict(body), served), served.template)
     chosen(chat.tools or [], body.tool_choice if chat.tools else None)
     ask = Ask(params=params, chat=chat, holder="messages")
     return Wish(body=body, ask=ask, ignored=ignored_fields(body))
@@ -91,10 +95,8 @@ def detokenize_wish(raw: Mapping[str, Any], served: Served) -> tuple[list[int], 
     """
     body = validate(DetokenizeBody, raw, strict=served.strict)
     check_model(body.model, served.card)
-    ids, n_ids = body.tokens, served.card.vocab_size
-    if ids is None or any(not 0 <= i < n_ids for i in ids):
-        raise BadRequest(f"tokens must be a list of ids in [0, {n_ids - 1}]", field="tokens")
-    return ids, ignored_fields(body)
+    ids = ids_of(body.tokens, "tokens", served.card.vocab_size)
+    return list(ids), ignored_fields(body)
 
 
 async def tokenize(request: web.Request, front: Front) -> web.Response:

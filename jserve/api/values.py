@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from jserve.api.ask import ModelCard
+from jserve.api.errors import shown
 from jserve.api.naming import renamed
 from jserve.errors import BadRequest
 from jserve.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
@@ -18,6 +19,7 @@ MAX_CHOICES = 128
 MAX_STOP_CHARS = 1024
 MAX_SALT = 128
 MAX_STOPS = 16
+MAX_PICKS = 1024
 
 # What the fields look like, for readers; the functions below are the judges.
 STOP = {
@@ -49,6 +51,12 @@ PROMPT = {
             "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
         },
     ]
+}
+PICKS = {
+    "type": ["array", "null"],
+    "minItems": 1,
+    "maxItems": MAX_PICKS,
+    "items": {"type": "integer", "minimum": 0},
 }
 RETAIN = {
     "type": ["array", "null"],
@@ -84,15 +92,31 @@ def prompts_of(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]
         return tuple(value)
     if not all(isinstance(v, list) for v in value):
         raise BadRequest("prompt must hold either texts or lists of token ids", field="prompt")
-    return tuple(ids_of(v, "prompt", vocab_size) for v in value)
+    if len(value) == 1:
+        return (ids_of(value[0], "prompt", vocab_size),)
+    return tuple(ids_of(v, "prompt", vocab_size, f"[{i}]") for i, v in enumerate(value))
 
 
-def ids_of(value: Any, field: str, vocab_size: int) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or any(type(v) is not int for v in value):
-        raise BadRequest(f"{field} must hold token ids", field=field)
-    if value and (min(value) < 0 or max(value) >= vocab_size):
-        raise BadRequest(f"{field} ids must be in [0, {vocab_size - 1}]", field=field)
-    return tuple(value)
+def ids_of(value: Any, field: str, vocab_size: int, at: str = "") -> tuple[int, ...]:
+    """Token ids of the vocabulary; ``at`` is their place inside ``field``.
+
+    Raises:
+        BadRequest: ``value`` is no list of ids; the first one that is none is named.
+    """
+    if not isinstance(value, list | tuple):
+        raise BadRequest(f"{field} must be a list of token ids", field=field)
+    if value and set(map(type, value)) == {int} and min(value) >= 0 and max(value) < vocab_size:
+        return tuple(value)
+    for i, number in enumerate(value):
+        if type(number) is not int or not 0 <= number < vocab_size:
+            range_ = f"token ids are integers in [0, {vocab_size - 1}]"
+            raise BadRequest(f"{field}{at}[{i}] is {_shown(number)}; {range_}", field=field)
+    return ()
+
+
+def _shown(value: object) -> str:
+    """A value of the client for a message: numbers as they are."""
+    return str(value) if type(value) is int and abs(value) < 1 << 64 else shown(value)
 
 
 def salt_of(salt: str | None) -> str:
@@ -178,7 +202,8 @@ def bias_of(value: Any, vocab_size: int) -> dict[int, float]:
         number = int(key) if re.fullmatch(r"[0-9]{1,9}", key, re.ASCII) else -1
         if not 0 <= number < vocab_size:
             raise BadRequest(
-                f"logit_bias keys must be token ids in [0, {vocab_size - 1}]", field="logit_bias"
+                f"logit_bias has the key {shown(key)}; token ids are integers in [0, {vocab_size - 1}]",
+                field="logit_bias",
             )
         found[number] = bias
     return found

@@ -34,6 +34,9 @@ class Voice:
         self, speech: Speech, tokenizer: TextTokenizer, state: State, *, calls: bool
     ) -> None:
         self.n_reasoning = 0
+        """Tokens between the tags of the thought."""
+        self.n_before = 0
+        """Tokens in front of the answer: the thought, its tags, white space before it."""
         self.n_calls = 0
         self._speech = speech
         self._parser = speech.parser(state, calls=calls)
@@ -60,7 +63,7 @@ class Voice:
         return f"call_{secrets.token_hex(12)}"
 
     def _count(self, token_ids: Sequence[int]) -> None:
-        """Tokens of the thought, its tags and the white space in front of it included."""
+        """Count the tokens of the thought, and those in front of the answer."""
         thinking = self._speech.thinking
         if thinking is None:
             return
@@ -70,15 +73,17 @@ class Voice:
                 continue
             if self._counting is State.ANSWER:
                 return
-            self.n_reasoning += 1
+            self.n_before += 1
             if token == thinking.close_id:
                 self._counting = State.ANSWER
+            else:
+                self.n_reasoning += 1
 
     def _look(self, token: int, open_id: int) -> None:
         """The thought begins with its tag; until then there may be white space."""
         self._n_lead += 1
         if token == open_id:
-            self._counting, self.n_reasoning = State.THOUGHT, self._n_lead
+            self._counting, self.n_before = State.THOUGHT, self._n_lead
         elif not self._tokenizer.token_text(token).isspace():
             self._counting = State.ANSWER
 

@@ -151,13 +151,15 @@ class Supervisor:
     def _on_gone(self, gone: Gone) -> None:
         was_ready, self.ready = self.ready, False
         why = self._fault.message if self._fault else f"it ended with code {gone.exit_code}"
+        starting = self._first is not None and not self._first.done()
         if self.closing:
             why = "the engine was closed"
         else:
             self.n_deaths += 1
-            log.error("the engine died: %s", why)
+            if not starting:  # else the caller of ``start`` reports it
+                log.error("the engine died: %s", why)
         self._lost(why)
-        if self._first is not None and not self._first.done():
+        if self._first is not None and starting:
             self._first.set_exception(_start_error(self._fault, why))
         elif not self.closing:
             self._plan_restart(why, was_ready)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,8 +30,9 @@ from jserve.sampling import StructuredOutputs
 
 TIME_LIMIT_S = 5.0
 START_LIMIT_S = 60.0
-MAX_QUEUED = 32
-MAX_QUEUED_TENANT = 8
+MAX_QUEUED = 512
+"""Different grammars that may wait. A grammar that many requests ask for at once counts as one."""
+MAX_QUEUED_TENANT = 128
 """Of one tenant, where tenants are told apart."""
 MAX_VERDICTS = 4096
 
@@ -61,6 +62,8 @@ class GrammarChecker:
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         """By tenant; the first one's turn is next."""
+        self._asked: dict[str, Counter[bytes]] = {}
+        """How many of a tenant's jobs in ``_waiting`` ask for the same grammar."""
         self.n_killed = 0
 
     def check(self, spec: StructuredOutputs, tenant: str = "") -> Future[None] | None:
@@ -78,7 +81,7 @@ class GrammarChecker:
             return _judge(known)
         job = _Job(key, payload)
         with self._lock:
-            self._admit(tenant)
+            self._admit(key, tenant)
             self._waiting.setdefault(tenant, deque()).append(job)
         self._thread.submit(self._next)
         return job.done
@@ -93,19 +96,35 @@ class GrammarChecker:
             process.kill()
             process.wait()
 
-    def _admit(self, tenant: str) -> None:
-        if sum(len(jobs) for jobs in self._waiting.values()) >= MAX_QUEUED:
-            raise Overloaded("too many grammars wait to be compiled", retry_after=1)
-        if tenant and len(self._waiting.get(tenant, ())) >= MAX_QUEUED_TENANT:
-            raise RateLimited("too many grammars of this key wait to be compiled", retry_after=1)
+    def _admit(self, key: bytes, tenant: str) -> None:
+        """Count ``key``, or raise if it is one grammar too many among those that wait."""
+        own = self._asked.setdefault(tenant, Counter())
+        if key not in own:
+            if sum(map(len, self._asked.values())) >= MAX_QUEUED:
+                raise Overloaded("too many grammars wait to be compiled", retry_after=1)
+            if tenant and len(own) >= MAX_QUEUED_TENANT:
+                raise RateLimited(
+                    "too many grammars of this key wait to be compiled", retry_after=1
+                )
+        own[key] += 1
+
+    def _take(self) -> _Job:
+        """The first job of the tenant whose turn it is; that tenant's next turn comes last."""
+        tenant, jobs = self._waiting.popitem(last=False)
+        job, asked = jobs.popleft(), self._asked[tenant]
+        asked[job.key] -= 1
+        if not asked[job.key]:
+            del asked[job.key]
+        if jobs:
+            self._waiting[tenant] = jobs
+        if not asked:
+            del self._asked[tenant]
+        return job
 
     def _next(self) -> None:
-        """Check the first job of the tenant whose turn it is."""
+        """Check the job whose turn it is."""
         with self._lock:
-            tenant, jobs = self._waiting.popitem(last=False)
-            job = jobs.popleft()
-            if jobs:
-                self._waiting[tenant] = jobs
+            job = self._take()
         if not job.done.set_running_or_notify_cancel():
             return  # whoever asked has left
         try:

@@ -104,6 +104,8 @@ class TokenGuide:
         if compiled is not None:
             self.trail = Trail(compiled, kit.eos_ids[:1], canonical=kit.canonical)
             self.mask_W = compiled.mask_W
+            if thought.phase is Phase.BEFORE and not self._answer_words().any():
+                thought.phase = Phase.ANSWER  # the tag is the grammar's own
 
     @property
     def matcher(self) -> LLMatcher | None:
@@ -135,6 +137,30 @@ class TokenGuide:
         if all(row is None for row in rows):
             return None
         return np.stack([self.kit.all_W if row is None else row for row in rows])
+
+    def redraw(self, drafts: Seq[int]) -> Seq[int]:
+        thought = self.thought
+        if self.trail is None or self.fault is not None or not thought.may_grow:
+            return ()
+        mark = self._mark()
+        found = [self._redraw]
+        for token in drafts:
+            thought.take(token)
+            found.append(self._redraw)
+        self._undo(mark)
+        return found
+
+    @property
+    def _redraw(self) -> int:
+        """Where the thought may begin or goes on, the model's own draw stays if it does that; what is
+        drawn instead may not."""
+        match self.thought.phase:
+            case Phase.BEFORE:
+                assert self.thought.tags is not None
+                return self.thought.tags.open_id
+            case Phase.INSIDE:
+                return next(iter(self.kit.eos_ids), -1)
+        return -1
 
     @point("grammar.take")
     def take(self, drawn: Seq[int]) -> Verdict:
@@ -201,10 +227,15 @@ class TokenGuide:
                 return self.kit.no_end_W
             case Phase.BEFORE:
                 assert self.thought.tags is not None
-                certain = self._certain
-                answer_W = self.kit.only(certain[0]) if certain else self._matcher_words()
-                return answer_W | self.kit.only(self.thought.tags.open_id)
+                return self._answer_words() | self.kit.only(self.thought.tags.open_id)
         return self._matcher_words()
+
+    def _answer_words(self) -> np.ndarray:
+        """What may begin the answer without a thought."""
+        assert self.thought.tags is not None
+        certain = self._certain
+        answer_W = self.kit.only(certain[0]) if certain else self._matcher_words()
+        return answer_W & ~self.kit.only(self.thought.tags.open_id)
 
     def _matcher_words(self) -> np.ndarray:
         if self.mask_W is None:

@@ -26,7 +26,7 @@ from jserve.errors import where
 from jserve.faults import point
 from jserve.grammar.guide import MaskKit, TokenGuide
 from jserve.grammar.matcher import Compiled, Compiler
-from jserve.grammar.thought import Thought
+from jserve.grammar.thought import Thought, default_budget
 from jserve.grammar.vocab import Vocabulary, blanks, ll_tokenizer
 from jserve.types import Request
 
@@ -77,7 +77,7 @@ class TokenGuides:
             return None
         return self._compiling.submit(self._compile, request)
 
-    def guide(self, request: Request) -> TokenGuide | None:
+    def guide(self, request: Request, most: int) -> TokenGuide | None:
         params = request.params
         if not params.guided or (params.structured_outputs is None and request.thinking is None):
             return None
@@ -85,11 +85,11 @@ class TokenGuides:
         compiled = self._compiled(compiler, request)
         thought = Thought(
             tags=request.thinking,
-            budget=params.thinking_token_budget if params.limits_thought else None,
+            budget=_budget(request, most),
             structured=compiled is not None,
             blank_ids=kit.blank_ids,
         )
-        fast = self._fast_forward and params.logprobs is None
+        fast = self._fast_forward and not params.shows_logprobs
         made = TokenGuide(kit, compiled, thought, fast=fast)
         self._alive.add(made)
         return made
@@ -178,6 +178,17 @@ class TokenGuides:
     @point("grammar.mask")
     def _fill(self, executor: LLExecutor, jobs: list[Any], mask_GW: np.ndarray) -> None:
         fill_next_token_bitmask_par(executor, jobs, mask_GW)
+
+
+def _budget(request: Request, most: int) -> int | None:
+    """Most tokens of the thought; None is no limit."""
+    params = request.params
+    if params.limits_thought:
+        return params.thinking_token_budget
+    says = params.thinking_token_budget is not None
+    if says or request.thinking is None or params.structured_outputs is None:
+        return None
+    return default_budget(most, request.thinking)
 
 
 def _one_thread() -> ThreadPoolExecutor:

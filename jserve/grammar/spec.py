@@ -42,11 +42,11 @@ def lowered(spec: StructuredOutputs) -> str:
         case "json_object":
             return _json({"type": "object"}, spec)
         case "regex":
-            return LLMatcher.grammar_from_regex(_unanchored(_text(value, "regex")))
+            return LLMatcher.grammar_from_regex(unanchored(_text(value, "regex")))
         case "choice":
             return LLMatcher.grammar_from_lark(_choice(value))
         case "grammar":
-            return LLMatcher.grammar_from_lark(_lark(_text(value, "grammar")))
+            return LLMatcher.grammar_from_lark(lark_of(_text(value, "grammar")))
         case _:
             return _tags(parsed(value, "structural_tag"), spec)
 
@@ -73,9 +73,9 @@ def parsed(value: Any, name: str) -> dict[str, Any]:
         try:
             value = orjson.loads(_text(value, name))
         except orjson.JSONDecodeError:
-            raise _bad(name, "is not valid JSON") from None
+            raise bad(name, "is not valid JSON") from None
     if not isinstance(value, dict):
-        raise _bad(name, "must be an object")
+        raise bad(name, "must be an object")
     _bounded(value, name)
     if len(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)) > MAX_BYTES:
         raise _too_large(name, f"is longer than {MAX_BYTES} bytes")
@@ -91,7 +91,7 @@ def json_options(spec: StructuredOutputs) -> dict[str, Any]:
     if spec.whitespace_pattern is not None:
         pattern = _text(spec.whitespace_pattern, "whitespace_pattern")
         if LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(pattern)):
-            raise _bad("whitespace_pattern", "is no regular expression that can be followed")
+            raise bad("whitespace_pattern", "is no regular expression that can be followed")
         return {**strict, "whitespace_flexible": True, "whitespace_pattern": pattern}
     gap = "" if spec.disable_any_whitespace else " "
     return {
@@ -129,7 +129,7 @@ def _closed(value: Any) -> Any:
     return found
 
 
-def _unanchored(regex: str) -> str:
+def unanchored(regex: str) -> str:
     """Matched as a whole anyway, so ``^`` and ``$`` around it say nothing."""
     ends = regex.endswith("$") and not regex.endswith("\\$")
     return regex.removeprefix("^")[: -1 if ends else None]
@@ -141,35 +141,42 @@ def _choice(words: tuple[str, ...]) -> str:
     return "start: " + " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
 
 
-def _lark(text: str) -> str:
+def lark_of(text: str) -> str:
+    """Lark for a grammar in Lark or GBNF. Raises BadRequest where it is neither."""
     try:
         return any_to_lark(text)
     except RecursionError:
         raise _too_large("grammar", "is nested too deep") from None
     except Exception as error:  # the converter's own errors, and whatever a broken text makes of it
-        raise _bad("grammar", f"is no GBNF: {str(error)[:120]}") from None
+        raise bad("grammar", f"is no GBNF: {str(error)[:120]}") from None
 
 
 def _tags(value: dict[str, Any], spec: StructuredOutputs) -> str:
+    if "format" in value:
+        from jserve.grammar.tags import format_grammar
+
+        return LLMatcher.grammar_from_lark(format_grammar(value, spec))
     structures, triggers = value.get("structures"), value.get("triggers")
+    if structures is None:
+        raise bad("structural_tag", "needs format, or structures and triggers")
     if not isinstance(structures, list) or not 0 < len(structures) <= MAX_TAGS:
-        raise _bad("structural_tag", f"needs structures, a list of 1 to {MAX_TAGS}")
+        raise bad("structural_tag", f"needs structures, a list of 1 to {MAX_TAGS}")
     if not isinstance(triggers, list) or not all(isinstance(t, str) and t for t in triggers):
-        raise _bad("structural_tag", "needs triggers, a list of non-empty strings")
+        raise bad("structural_tag", "needs triggers, a list of non-empty strings")
     tags = [_tag(item, triggers, spec) for item in structures]
     return StructTag.to_grammar(tags, assume_special=False)
 
 
 def _tag(item: Any, triggers: list[str], spec: StructuredOutputs) -> StructTag:
     if not isinstance(item, dict) or not isinstance(item.get("begin"), str):
-        raise _bad("structural_tag", "structures must be objects with begin, schema and end")
+        raise bad("structural_tag", "structures must be objects with begin, schema and end")
     begin, end, schema = item["begin"], item.get("end", ""), item.get("schema", {})
     schema = _closed(schema) if spec.disable_additional_properties else schema
     if not isinstance(end, str) or not isinstance(schema, dict):
-        raise _bad("structural_tag", "structures need a schema object and an end text")
+        raise bad("structural_tag", "structures need a schema object and an end text")
     trigger = next((t for t in triggers if begin.startswith(t)), None)
     if trigger is None:
-        raise _bad("structural_tag", "every begin must start with one of the triggers")
+        raise bad("structural_tag", "every begin must start with one of the triggers")
     grammar = {**schema, "x-guidance": json_options(spec)}
     return StructTag(trigger=trigger, begin=begin, grammar=grammar, end=end)
 
@@ -178,7 +185,7 @@ def _text(value: str, name: str) -> str:
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
-        raise _bad(name, "is not valid Unicode text") from None
+        raise bad(name, "is not valid Unicode text") from None
     if size > MAX_BYTES:
         raise _too_large(name, f"is longer than {MAX_BYTES} bytes")
     return value
@@ -203,7 +210,8 @@ def _bounded(value: Any, name: str) -> None:
         level = below
 
 
-def _bad(name: str, what: str) -> BadRequest:
+def bad(name: str, what: str) -> BadRequest:
+    """The error that the member ``name`` of a structure is wrong."""
     return InvalidSchema(f"{FIELD}.{name} {what}", field=f"{FIELD}.{name}")
 
 

@@ -10,6 +10,9 @@ Owns the phases and the budget. Must not know grammars or a tokenizer. ::
 White space before the opening tag is the thought's, as in ``text.parsers.reasoning``. Where a structured
 answer follows it is the answer's: its grammar says whether it may stand there. The gap is forced only
 in front of a structured answer.
+
+A structured answer waits for its thought only where the model begins one on its own: its grammar may
+forbid what the model wants to say, and must not make it think instead.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jserve.sampling import Thinking
+
+
+def default_budget(most: int, tags: Thinking) -> int:
+    """Tokens of a thought before a structured answer, where the request does not say: with its tags it
+    leaves the answer half of ``most``, the output tokens that there may be."""
+    return max(0, most // 2 - 1 - len(tags.end_ids[tags.n_lead :]))
 
 
 class Phase(Enum):
@@ -49,12 +58,17 @@ class Thought:
                 self._check_budget()
 
     @property
+    def may_grow(self) -> bool:
+        """Whether the model's next draw may begin the thought or go on with it."""
+        return self.phase in (Phase.BEFORE, Phase.INSIDE)
+
+    @property
     def left(self) -> int | None:
         """Tokens until the budget may be spent; None when it cannot be."""
-        if self.budget is None or self.phase not in (Phase.BEFORE, Phase.INSIDE):
+        if self.budget is None or not self.may_grow:
             return None
         opening = 1 if self.phase is Phase.BEFORE else 0
-        return opening + self.budget - self.n_tokens
+        return opening + self._cut(self.budget)[0] - self.n_tokens
 
     def take(self, token: int) -> bool:
         """Move past ``token``; True when it belongs to the answer.
@@ -86,9 +100,18 @@ class Thought:
         return False
 
     def _check_budget(self) -> None:
-        if self.budget is not None and self.n_tokens >= self.budget:
-            assert self.tags is not None
-            self._force(self.tags.end_ids)
+        if self.budget is None:
+            return
+        most, end_ids = self._cut(self.budget)
+        if self.n_tokens >= most:
+            self._force(end_ids)
+
+    def _cut(self, budget: int) -> tuple[int, tuple[int, ...]]:
+        """(tokens that the model may draw, what is forced behind them). The forced tokens in front of the
+        closing tag are of the budget; one too small for them goes without."""
+        assert self.tags is not None
+        end_ids, n_lead = self.tags.end_ids, self.tags.n_lead
+        return (budget - n_lead, end_ids) if budget >= n_lead else (budget, end_ids[n_lead:])
 
     def _force(self, ids: tuple[int, ...]) -> None:
         self.must = ids

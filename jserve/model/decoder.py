@@ -18,7 +18,7 @@ from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.layers import attention_block, embed, mlp_block, rms_norm, unembed
 from jserve.model.rope import rope_tables
-from jserve.model.shard import ParamSpec, Part
+from jserve.model.shard import Axes, ParamSpec, Part
 from jserve.model.view import StepView
 
 
@@ -28,10 +28,10 @@ def forward(
     view: StepView,
     kv: list[LayerKV],
     attn: AttentionBackend,
-    axis: str | None,
+    axes: Axes,
 ) -> tuple[jax.Array, list[LayerKV]]:
     """(float32[T, D] after the final norm, the new KV of every layer)."""
-    return tapped(arch, params, view, kv, attn, axis, ())[:2]
+    return tapped(arch, params, view, kv, attn, axes, ())[:2]
 
 
 def tapped(
@@ -40,17 +40,17 @@ def tapped(
     view: StepView,
     kv: list[LayerKV],
     attn: AttentionBackend,
-    axis: str | None,
+    axes: Axes,
     layers: Sequence[int],
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
     """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
-    x_TD = embed(params["embed"], view.tok_T, axis)
+    x_TD = embed(params["embed"], view.tok_T, axes)
     entering = {}
     tables = rope_tables(arch, view.pos_T)
     # Layers alike in their window are one traced function, called again: tracing and lowering of a
     # step take a third of the time, and XLA inlines the calls, so the program is the same.
     layer_of = {
-        w: _traced_layer(arch, w, attn, axis) for w in {arch.window(i) for i in range(arch.L)}
+        w: _traced_layer(arch, w, attn, axes) for w in {arch.window(i) for i in range(arch.L)}
     }
     new_kv = []
     for i, p in enumerate(params["layers"]):
@@ -63,29 +63,29 @@ def tapped(
     return y_TD, new_kv, [entering[i] for i in layers]
 
 
-def embedded(params: Any, tok_T: jax.Array, axis: str | None) -> jax.Array:
+def embedded(params: Any, tok_T: jax.Array, axes: Axes) -> jax.Array:
     """float32[T, D]: the rows of the embedding."""
-    return embed(params["embed"], tok_T, axis)
+    return embed(params["embed"], tok_T, axes)
 
 
-def _traced_layer(arch: Arch, window: int, attn: AttentionBackend, axis: str | None) -> Any:
+def _traced_layer(arch: Arch, window: int, attn: AttentionBackend, axes: Axes) -> Any:
     index = next(i for i in range(arch.L) if arch.window(i) == window)
 
     def layer(p: Any, x_TD: jax.Array, tables: Any, view: StepView, kv: LayerKV) -> Any:
-        y_TD, kv = attention_block(arch, index, p, x_TD, tables, view, kv, attn, axis)
+        y_TD, kv = attention_block(arch, index, p, x_TD, tables, view, kv, attn, axes)
         x_TD = x_TD + y_TD
-        return x_TD + mlp_block(arch, p, x_TD, axis), kv
+        return x_TD + mlp_block(arch, p, x_TD, axes), kv
 
     return jax.jit(layer)
 
 
-def logits(arch: Arch, params: Any, x_ED: jax.Array, axis: str | None) -> jax.Array:
+def logits(arch: Arch, params: Any, x_ED: jax.Array, axes: Axes) -> jax.Array:
     """float32[E, V] of the rows that emit."""
-    return unembed(params["embed" if arch.tied else "unembed"], x_ED, axis)
+    return unembed(params["embed" if arch.tied else "unembed"], x_ED, axes, arch.V)
 
 
 def specs(arch: Arch, tp: int) -> dict[str, Any]:
-    """The parameter tree as ParamSpecs, global shapes.
+    """The parameter tree as ParamSpecs, global shapes; kv heads are split over ``tp`` shards.
 
     Raises:
         ConfigError: the shape cannot be split over ``tp`` shards; ``field`` is the config.json key.
@@ -102,18 +102,9 @@ def specs(arch: Arch, tp: int) -> dict[str, Any]:
     return tree
 
 
-def check_vocab(V: int, tp: int) -> None:
-    """Refuse a tensor-parallel size that does not divide a vocabulary."""
-    if V % tp:
-        raise ConfigError(
-            f"vocab_size {V} is not divisible by tensor_parallel_size {tp}", field="vocab_size"
-        )
-
-
 def check_tp(arch: Arch, tp: int) -> None:
     """Refuse a tensor-parallel size that does not divide the model; kv heads are repeated if it
     exceeds them."""
-    check_vocab(arch.V, tp)
     for key, size in (
         ("num_attention_heads", arch.N),
         ("intermediate_size", arch.F),

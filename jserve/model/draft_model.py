@@ -16,6 +16,7 @@ from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.family import Family
+from jserve.model.shard import Axes
 from jserve.model.view import StepView
 
 
@@ -32,9 +33,9 @@ def draft_model(family: Family, arch: Arch, target: Arch) -> Drafter:
         )
 
     def observe(
-        of: Target, params: Any, seen: Seen, kv: list[LayerKV], axis: str | None
+        of: Target, params: Any, seen: Seen, kv: list[LayerKV], axes: Axes
     ) -> tuple[jax.Array, list[LayerKV]]:
-        _, kv = family.forward(arch, params, seen.view, kv, of.attn, axis)
+        _, kv = family.forward(arch, params, seen.view, kv, of.attn, axes)
         # Nothing is carried: the next pass reads all it needs from the KV.
         return jnp.zeros((seen.last_R.shape[0], arch.D)), kv
 
@@ -44,12 +45,12 @@ def draft_model(family: Family, arch: Arch, target: Arch) -> Drafter:
         carry_EX: jax.Array,
         view: StepView,
         kv: list[LayerKV],
-        axis: str | None,
+        axes: Axes,
     ) -> tuple[jax.Array, list[LayerKV]]:
-        return family.forward(arch, params, view, kv, of.attn, axis)
+        return family.forward(arch, params, view, kv, of.attn, axes)
 
-    def logits(of: Target, params: Any, x_ED: jax.Array, depth: int, axis: str | None) -> jax.Array:
-        return family.logits(arch, params, x_ED, axis)
+    def logits(of: Target, params: Any, x_ED: jax.Array, depth: int, axes: Axes) -> jax.Array:
+        return family.logits(arch, params, x_ED, axes)
 
     return Drafter(
         name="draft",

@@ -32,7 +32,7 @@ import jax
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
-from jserve.model.shard import ShardRules
+from jserve.model.shard import Axes, ShardRules
 from jserve.model.view import StepView
 
 REPLICATED = ShardRules(vocab=None, kv_heads=None, ffn=None)
@@ -44,21 +44,21 @@ class Target:
 
     arch: Arch
     params: Any
-    embedding: Callable[[Any, jax.Array, str | None], jax.Array] | None
+    embedding: Callable[[Any, jax.Array, Axes], jax.Array] | None
     """``Family.embed``"""
-    unembedding: Callable[[Arch, Any, jax.Array, str | None], jax.Array]
+    unembedding: Callable[[Arch, Any, jax.Array, Axes], jax.Array]
     """``Family.logits``"""
     attn: AttentionBackend
-    axis: str | None
+    axes: Axes
 
     def embed(self, tok_T: jax.Array) -> jax.Array:
         """float32[T, D]: the target's embedding."""
         assert self.embedding is not None, f"{self.arch.family} shows no embedding"
-        return self.embedding(self.params, tok_T, self.axis)
+        return self.embedding(self.params, tok_T, self.axes)
 
     def logits(self, x_ED: jax.Array) -> jax.Array:
         """float32[E, V]: the target's unembedding."""
-        return self.unembedding(self.arch, self.params, x_ED, self.axis)
+        return self.unembedding(self.arch, self.params, x_ED, self.axes)
 
 
 @flax.struct.dataclass
@@ -80,16 +80,16 @@ class Seen:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafter:
     """A drafter. All functions are pure and run inside the step's shard_map; ``params`` and ``kv``
-    are this shard's, of ``axis`` (the target's axis, or None when the drafter is replicated).
+    are this shard's, split as ``axes`` says (as the target is, or not at all: ``replicated``).
 
     specs:   tp -> tree of ParamSpec (global shapes). Raises ConfigError where it cannot be split over
              so many devices; ``field`` is the config.json key.
-    observe: (target, params, seen, kv, axis) -> (carry, kv): write the KV of all tokens of a step;
+    observe: (target, params, seen, kv, axes) -> (carry, kv): write the KV of all tokens of a step;
              ``carry`` float32[R, X] is what the last token of each row leaves.
-    advance: (target, params, carry float32[E, X], view, kv, axis) -> (carry float32[E, X], kv): one
+    advance: (target, params, carry float32[E, X], view, kv, axes) -> (carry float32[E, X], kv): one
              pass over the view's tokens, each after the carry of the token before it (which may be
              ignored). None: all drafts come from the first carry.
-    logits:  (target, params, carry float32[E, X], depth, axis) -> float32[E, V] of draft number
+    logits:  (target, params, carry float32[E, X], depth, axes) -> float32[E, V] of draft number
              ``depth`` (0, 1 ...; static where there is no ``advance``), -inf for tokens it never
              drafts.
     copy:    (text int32[R, S], newest int32[R], n) -> int32[R, n] drafts, for one that knows no more than
@@ -110,17 +110,16 @@ class Drafter:
     ``split_over`` decides."""
     specs: Callable[[int], Any]
     observe: (
-        Callable[[Target, Any, Seen, list[LayerKV], str | None], tuple[jax.Array, list[LayerKV]]]
-        | None
+        Callable[[Target, Any, Seen, list[LayerKV], Axes], tuple[jax.Array, list[LayerKV]]] | None
     ) = None
     advance: (
         Callable[
-            [Target, Any, jax.Array, StepView, list[LayerKV], str | None],
+            [Target, Any, jax.Array, StepView, list[LayerKV], Axes],
             tuple[jax.Array, list[LayerKV]],
         ]
         | None
     ) = None
-    logits: Callable[[Target, Any, jax.Array, Any, str | None], jax.Array] | None = None
+    logits: Callable[[Target, Any, jax.Array, Any, Axes], jax.Array] | None = None
     text: int = 0
     """Newest tokens of a text that ``copy`` reads."""
     copy: Callable[[jax.Array, jax.Array, int], jax.Array] | None = None

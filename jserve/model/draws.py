@@ -43,17 +43,16 @@ def draws_of(view: StepView) -> Draws:
     last_R = jnp.where(jnp.arange(view.D + view.F) < view.D, 0, view.count_R - 1)
     rows = {c.name.replace("_R", "_E"): _per_draw(view, getattr(view, c.name)) for c in SAMPLING}
     slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
-    mask_EW = None
-    if view.mask_RJW is not None:
-        D, J, mask_RJW = view.D, view.J, view.mask_RJW
-        mask_DW = mask_RJW[:D].reshape(D * J, mask_RJW.shape[2])
-        mask_EW = jnp.concatenate([mask_DW, mask_RJW[D:, 0]])
+    mask_EW = redraw_E = None
+    if view.mask_RJW is not None and view.redraw_RJ is not None:
+        mask_EW, redraw_E = _drawn(view, view.mask_RJW), _drawn(view, view.redraw_RJ)
     return Draws(
         slot_E=_per_draw(view, slot_R),
         pos_E=_per_draw(view, view.start_R + last_R) + place_E + 1,
         prefix_EJ=_prefixes(view, place_E) if view.tree is None else _prefixes_in_tree(view),
         n_prefix_E=place_E,
         mask_EW=mask_EW,
+        redraw_E=redraw_E,
         **rows,
     )
 
@@ -61,6 +60,12 @@ def draws_of(view: StepView) -> Draws:
 def _per_draw(view: StepView, x_R: jax.Array) -> jax.Array:
     """A row's value at each of its draws."""
     return jnp.concatenate([jnp.repeat(x_R[: view.D], view.J, axis=0), x_R[view.D :]])
+
+
+def _drawn(view: StepView, x_RJ: jax.Array) -> jax.Array:
+    """[R, J, ...] -> [E, ...], the inverse of ``by_row``."""
+    decode = x_RJ[: view.D].reshape(view.D * view.J, *x_RJ.shape[2:])
+    return jnp.concatenate([decode, x_RJ[view.D :, 0]])
 
 
 def _prefixes(view: StepView, place_E: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from jserve.model.dot import dot
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.layers import attend_normed, embed, mlp_block, rms_norm, unembed
 from jserve.model.rope import rope_tables
-from jserve.model.shard import ParamSpec, Part
+from jserve.model.shard import Axes, ParamSpec, Part
 from jserve.model.view import StepView
 
 LAYER = "midlayer"
@@ -109,10 +109,10 @@ class _Head:
         self.norm_before_residual = norm_before_residual
 
     def observe(
-        self, of: Target, params: Any, seen: Seen, kv: list[LayerKV], axis: str | None
+        self, of: Target, params: Any, seen: Seen, kv: list[LayerKV], axes: Axes
     ) -> tuple[jax.Array, list[LayerKV]]:
         f_TD = dot(jnp.concatenate(seen.taps, axis=1), params["fc"])
-        h_TD, kv = self._layer(of, params, f_TD, seen.next_T, seen.view, kv, axis)
+        h_TD, kv = self._layer(of, params, f_TD, seen.next_T, seen.view, kv, axes)
         return h_TD[seen.last_R], kv
 
     def advance(
@@ -122,17 +122,15 @@ class _Head:
         carry_ED: jax.Array,
         view: StepView,
         kv: list[LayerKV],
-        axis: str | None,
+        axes: Axes,
     ) -> tuple[jax.Array, list[LayerKV]]:
-        return self._layer(of, params, carry_ED, view.tok_T, view, kv, axis)
+        return self._layer(of, params, carry_ED, view.tok_T, view, kv, axes)
 
-    def logits(
-        self, of: Target, params: Any, h_ED: jax.Array, depth: int, axis: str | None
-    ) -> jax.Array:
+    def logits(self, of: Target, params: Any, h_ED: jax.Array, depth: int, axes: Axes) -> jax.Array:
         y_ED = rms_norm(h_ED, params["norm"], self.arch.norm_eps)
         if not self.own_unembed:
             return of.logits(y_ED)
-        y_EV = unembed(params["unembed"], y_ED, axis)
+        y_EV = unembed(params["unembed"], y_ED, axes, self.arch.V)
         if not self.mapped:
             return y_EV
         at_V = jnp.arange(self.arch.V, dtype=jnp.int32) + params["d2t"]
@@ -147,16 +145,16 @@ class _Head:
         tok_T: jax.Array,
         view: StepView,
         kv: list[LayerKV],
-        axis: str | None,
+        axes: Axes,
     ) -> tuple[jax.Array, list[LayerKV]]:
         arch, p = self.arch, params["layer"]
-        e_TD = embed(params["embed"], tok_T, axis) if self.own_embed else of.embed(tok_T)
+        e_TD = embed(params["embed"], tok_T, axes) if self.own_embed else of.embed(tok_T)
         normed_TD = rms_norm(f_TD, p["hidden_norm"], arch.norm_eps)
         x_TX = jnp.concatenate([rms_norm(e_TD, p["embed_norm"], arch.norm_eps), normed_TD], axis=1)
         tables = rope_tables(arch, view.pos_T)
-        y_TD, layer_kv = attend_normed(arch, 0, p, x_TX, tables, view, kv[0], of.attn, axis)
+        y_TD, layer_kv = attend_normed(arch, 0, p, x_TX, tables, view, kv[0], of.attn, axes)
         h_TD = (normed_TD if self.norm_before_residual else f_TD) + y_TD
-        return h_TD + mlp_block(arch, p, h_TD, axis), [layer_kv]
+        return h_TD + mlp_block(arch, p, h_TD, axes), [layer_kv]
 
     def specs(self, tp: int) -> dict[str, Any]:
         """The parameter tree.
@@ -166,8 +164,6 @@ class _Head:
         """
         arch, target = self.arch, self.target
         decoder.check_tp(arch, tp)
-        if self.own_embed:
-            decoder.check_vocab(target.V, tp)
         attn, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
         tree: dict[str, Any] = {
             "fc": decoder.matrix("fc", (arch.D, len(self.taps) * target.D), (None, None)),

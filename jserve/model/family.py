@@ -15,23 +15,24 @@ import jax
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.drafter import Drafter
+from jserve.model.shard import Axes
 from jserve.model.view import StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model family. All functions are pure; ``axis`` is the tensor-parallel mesh axis inside
-    shard_map.
+    """A model family. All functions are pure; ``axes`` says over which mesh axis each dimension is
+    split inside shard_map, and every collective reads its own.
 
     arch:    config.json as a mapping -> Arch. Raises ConfigError naming the key it cannot honour.
     specs:   (arch, tp) -> tree of ParamSpec (global shapes; kv heads repeated when tp > K).
-    forward: (arch, params, view, kv, attn, axis) -> (x_TD after the final norm, new kv).
+    forward: (arch, params, view, kv, attn, axes) -> (x_TD after the final norm, new kv).
              ``params`` and ``kv`` are this shard's.
-    logits:  (arch, params, x_ED, axis) -> float32[E, V], the whole vocabulary on every shard.
+    logits:  (arch, params, x_ED, axes) -> float32[E, V], the whole vocabulary on every shard.
     tapped:  forward with a last argument more, layer numbers, that also gives the residual stream
              float32[T, D] entering each of them (L: entering the final norm). None: heads that read
              hidden states cannot draft for this family.
-    embed:   (params, tok_T, axis) -> float32[T, D]. None: nor can those without a table of their own.
+    embed:   (params, tok_T, axes) -> float32[T, D]. None: nor can those without a table of their own.
     mtp:     (config.json, arch) -> the ``Drafter`` made of the multi-token-prediction weights that
              lie in the model's own checkpoint, whose specs name their tensors. Raises ConfigError
              where this checkpoint has none. None: no checkpoint of the family has any.
@@ -42,10 +43,10 @@ class Family:
     arch: Callable[[Mapping[str, Any]], Arch]
     specs: Callable[[Arch, int], Any]
     forward: Callable[
-        [Arch, Any, StepView, list[LayerKV], AttentionBackend, str | None],
+        [Arch, Any, StepView, list[LayerKV], AttentionBackend, Axes],
         tuple[jax.Array, list[LayerKV]],
     ]
-    logits: Callable[[Arch, Any, jax.Array, str | None], jax.Array]
+    logits: Callable[[Arch, Any, jax.Array, Axes], jax.Array]
     tapped: Callable[..., tuple[jax.Array, list[LayerKV], list[jax.Array]]] | None = None
-    embed: Callable[[Any, jax.Array, str | None], jax.Array] | None = None
+    embed: Callable[[Any, jax.Array, Axes], jax.Array] | None = None
     mtp: Callable[[Mapping[str, Any], Arch], Drafter] | None = None

@@ -2,13 +2,13 @@
 
 Owns the arithmetic between the attention backend and the residual stream. Must not know families,
 config.json or the runner. Activations are float32; every matrix product goes through ``dot``,
-which computes in the type of the weight. ``axis`` is the tensor-parallel mesh axis inside
-shard_map, None outside::
+which computes in the type of the weight. ``axes`` says over which mesh axis each dimension is
+split; each collective reads the axis of its own dimension and is left out where that is None::
 
     qkv [K, G+2, H, D]   heads of kv group k: its G queries, its key, its value     sharded over K
-    o   [D, N*H]         row-parallel: partial sums, psum over ``axis``             sharded over N*H
-    gate_up [2, F, D]    down [D, F], row-parallel                                  sharded over F
-    embed [V, D]         rows of other shards give zero, psum over ``axis``         sharded over V
+    o   [D, N*H]         row-parallel: partial sums, psum over ``axes.heads``       sharded over N*H
+    gate_up [2, F, D]    down [D, F], row-parallel, psum over ``axes.ffn``          sharded over F
+    embed [V, D]         rows of other shards give zero, psum over ``axes.vocab``   sharded over V
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.dot import dot
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.rope import rotate
+from jserve.model.shard import Axes
 from jserve.model.sinks import sinks_of
 from jserve.model.view import StepView
 
@@ -47,11 +48,11 @@ def attention_block(
     view: StepView,
     kv: LayerKV,
     attn: AttentionBackend,
-    axis: str | None,
+    axes: Axes,
 ) -> tuple[jax.Array, LayerKV]:
     """(what the layer's attention adds to the residual stream, this layer's new KV)."""
     x_TD = rms_norm(x_TD, p["attn_norm"], arch.norm_eps)
-    return attend_normed(arch, layer, p, x_TD, tables, view, kv, attn, axis)
+    return attend_normed(arch, layer, p, x_TD, tables, view, kv, attn, axes)
 
 
 def attend_normed(
@@ -63,7 +64,7 @@ def attend_normed(
     view: StepView,
     kv: LayerKV,
     attn: AttentionBackend,
-    axis: str | None,
+    axes: Axes,
 ) -> tuple[jax.Array, LayerKV]:
     """``attention_block`` of what is normed already."""
     scale_K2 = scales_of(p, kv[0])
@@ -75,7 +76,7 @@ def attend_normed(
         rotate(q_TNH, *tables), kv, view, window=window, scale=arch.H**-0.5, sinks=sinks
     )
     o_TNH = unfold(scale_K2, o_TNH)
-    y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), axis)
+    y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), axes.heads)
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 
@@ -93,27 +94,27 @@ def _qkv(arch: Arch, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, 
     return q_TNH, k_TKH, v_TKH
 
 
-def mlp_block(arch: Arch, p: Params, x_TD: jax.Array, axis: str | None) -> jax.Array:
+def mlp_block(arch: Arch, p: Params, x_TD: jax.Array, axes: Axes) -> jax.Array:
     """What the layer's SiLU-gated MLP adds to the residual stream."""
     x_TD = rms_norm(x_TD, p["mlp_norm"], arch.norm_eps)
     y_T2F = dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
     if "gate_up_bias" in p:
         y_T2F = y_T2F + p["gate_up_bias"]
     h_TF = jax.nn.silu(y_T2F[:, 0]) * y_T2F[:, 1]
-    y_TD = reduce(dot(h_TF, p["down"]), axis)
+    y_TD = reduce(dot(h_TF, p["down"]), axes.ffn)
     return y_TD + p["down_bias"] if "down_bias" in p else y_TD
 
 
-def embed(table_VD: jax.Array, tok_T: jax.Array, axis: str | None) -> jax.Array:
-    """float32[T, D] of int32[T]; under ``axis`` each shard holds a contiguous range of the
-    vocabulary."""
-    if axis is None:
+def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
+    """float32[T, D] of int32[T]; where the vocabulary is split, each shard holds a contiguous range
+    of it."""
+    if axes.vocab is None:
         return _rows(table_VD, tok_T)
     V = table_VD.shape[0]
-    local_T = tok_T - lax.axis_index(axis) * V
+    local_T = tok_T - lax.axis_index(axes.vocab) * V
     mine_T = (local_T >= 0) & (local_T < V)
     x_TD = _rows(table_VD, jnp.where(mine_T, local_T, 0))
-    return reduce(jnp.where(mine_T[:, None], x_TD, 0.0), axis)
+    return reduce(jnp.where(mine_T[:, None], x_TD, 0.0), axes.vocab)
 
 
 def _rows(table_VD: jax.Array, at_T: jax.Array) -> jax.Array:
@@ -123,10 +124,16 @@ def _rows(table_VD: jax.Array, at_T: jax.Array) -> jax.Array:
     return table_VD[at_T].astype(jnp.float32)
 
 
-def unembed(table_VD: jax.Array, x_ED: jax.Array, axis: str | None) -> jax.Array:
-    """float32[E, V], the whole vocabulary on every shard."""
+def unembed(table_VD: jax.Array, x_ED: jax.Array, axes: Axes, V: int) -> jax.Array:
+    """float32[E, V], the whole vocabulary on every shard.
+
+    Columns from V on, of rows that only make the shards equal (``shard.padded``), end here: what reads
+    logits knows V tokens.
+    """
     y_EV = dot(x_ED, table_VD)
-    return y_EV if axis is None else lax.all_gather(y_EV, axis, axis=1, tiled=True)
+    if axes.vocab is None:
+        return y_EV
+    return lax.all_gather(y_EV, axes.vocab, axis=1, tiled=True)[:, :V]
 
 
 def reduce(y: jax.Array, axis: str | None) -> jax.Array:

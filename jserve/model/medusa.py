@@ -21,6 +21,7 @@ from jserve.model.attention import LayerKV
 from jserve.model.dot import dot
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.layers import unembed
+from jserve.model.shard import Axes
 
 
 def medusa(
@@ -41,20 +42,18 @@ def medusa(
     """
 
     def specs(tp: int) -> dict[str, Any]:
-        if own_unembed:
-            decoder.check_vocab(target.V, tp)
         return {
             "heads": [
                 _head(f"{prefix}{i}", target, n_blocks, own_unembed, bias) for i in range(n_heads)
             ]
         }
 
-    def logits(of: Target, params: Any, x_ED: jax.Array, depth: int, axis: str | None) -> jax.Array:
+    def logits(of: Target, params: Any, x_ED: jax.Array, depth: int, axes: Axes) -> jax.Array:
         head = params["heads"][depth]
         for block in head["blocks"]:
             y_ED = dot(x_ED, block["linear"])
             x_ED = x_ED + jax.nn.silu(y_ED + block["bias"] if bias else y_ED)
-        return unembed(head["unembed"], x_ED, axis) if own_unembed else of.logits(x_ED)
+        return unembed(head["unembed"], x_ED, axes, target.V) if own_unembed else of.logits(x_ED)
 
     return Drafter(
         name="medusa",
@@ -69,7 +68,7 @@ def medusa(
 
 
 def _observe(
-    of: Target, params: Any, seen: Seen, kv: list[LayerKV], axis: str | None
+    of: Target, params: Any, seen: Seen, kv: list[LayerKV], axes: Axes
 ) -> tuple[jax.Array, list[LayerKV]]:
     return seen.x_TD[seen.last_R], kv
 

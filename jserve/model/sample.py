@@ -16,6 +16,11 @@ and nothing else::
 
     e_V   |......|......|......|......|    block sums -> cumulative -> block -> cumulative -> token
 
+Where a thought may begin or goes on before a structure, a mask applies to a draw only if the mask
+forbids it: the token is drawn without the mask first, and only a forbidden one is drawn again, from
+uniform numbers of their own. So the thought has the tokens that it has without a structure, and its
+first token the probability.
+
 ``flags`` says what any row of the step needs; the rest is skipped by ``lax.cond``. E below counts
 draws (rows of the step times their positions), not experts.
 """
@@ -40,9 +45,12 @@ from jserve.model.view import (
 from jserve.sampling import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 PURPOSE_TOKEN = 0
+PURPOSE_REDRAW = 1
 PREFILTER = 64
 """Largest logits looked at before falling back to bisection."""
 _NEG = -jnp.inf
+_Purpose = int | jax.Array
+"""One for all draws, or int32[E]."""
 
 
 @flax.struct.dataclass
@@ -70,6 +78,22 @@ class Draws:
     min_pos_E: jax.Array
     stop_ES: jax.Array
     mask_EW: jax.Array | None = None
+    redraw_E: jax.Array | None = None
+    """int32: as ``RowPlan.redraw``, NONE for none; None: none for any row."""
+
+
+@flax.struct.dataclass
+class Chosen:
+    """How likely the drawn tokens are; zeros unless flagged."""
+
+    logprob_E: jax.Array
+    top_ids_EL: jax.Array
+    """int32[E, MAX_LOGPROBS]: the most likely ids, best first."""
+    top_logprobs_EL: jax.Array
+    rank_E: jax.Array | None = None
+    """int32: one more than the tokens of a greater logit; None: programs do not count it."""
+    picked_EK: jax.Array | None = None
+    """float32: log-probabilities of the ids that the row's request names; None with ``rank_E``."""
 
 
 def sample(
@@ -87,20 +111,53 @@ def sample(
         return argmax(raw_EV), jnp.ones_like(ok_E)
 
     def full(raw_EV):
-        logits_EV = adjust(raw_EV, draws, slots, flags)
-        allowed_E = jnp.max(logits_EV, axis=-1) > _NEG
-        best_E = argmax(logits_EV)
-        drawn_E = jax.lax.cond(
-            flags & RANDOM, lambda x: draw(x, draws, flags), lambda x: best_E, logits_EV
-        )
-        return jnp.where(_is_greedy(draws), best_E, drawn_E), allowed_E
+        return _chosen(raw_EV, draws, slots, flags)
 
     if draws.mask_EW is not None:
-        token_E, allowed_E = full(raw_EV)
+        token_E, allowed_E = _guided(raw_EV, draws, slots, flags)
     else:
         plain = (flags & ~LOGPROBS) == 0
         token_E, allowed_E = jax.lax.cond(plain, greedy, full, raw_EV)
     return token_E, ok_E & allowed_E
+
+
+def _chosen(
+    raw_EV: jax.Array,
+    draws: Draws,
+    slots: SlotState,
+    flags: jax.Array,
+    purpose: _Purpose = PURPOSE_TOKEN,
+) -> tuple[jax.Array, jax.Array]:
+    """int32[E] tokens and bool[E], False where everything was forbidden."""
+    logits_EV = adjust(raw_EV, draws, slots, flags)
+    allowed_E = jnp.max(logits_EV, axis=-1) > _NEG
+    best_E = argmax(logits_EV)
+    drawn_E = jax.lax.cond(
+        flags & RANDOM, lambda x: draw(x, draws, flags, purpose), lambda x: best_E, logits_EV
+    )
+    return jnp.where(_is_greedy(draws), best_E, drawn_E), allowed_E
+
+
+def _guided(
+    raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As ``_chosen``, of which a row with ``redraw_E`` gets its own only where the mask forbids its
+    first, unmasked draw."""
+    mask_EW, redraw_E = draws.mask_EW, draws.redraw_E
+    if mask_EW is None or redraw_E is None:
+        return _chosen(raw_EV, draws, slots, flags)
+    redraws_E = redraw_E != NONE
+    unmasked = draws.replace(mask_EW=None)  # type: ignore[attr-defined]
+    masked = draws.replace(mask_EW=_less(mask_EW, redraw_E))  # type: ignore[attr-defined]
+    purpose_E = jnp.where(redraws_E, PURPOSE_REDRAW, PURPOSE_TOKEN)
+    token_E, allowed_E = _chosen(raw_EV, masked, slots, flags, purpose_E)
+
+    def first(token_E, allowed_E):
+        first_E, _ = _chosen(raw_EV, unmasked, slots, flags)
+        stays_E = redraws_E & _in_mask(mask_EW, first_E)
+        return jnp.where(stays_E, first_E, token_E), allowed_E | stays_E
+
+    return jax.lax.cond(jnp.any(redraws_E), first, lambda *x: x, token_E, allowed_E)
 
 
 def argmax(x_EV: jax.Array) -> jax.Array:
@@ -114,10 +171,9 @@ def argmax(x_EV: jax.Array) -> jax.Array:
 
 
 def logprobs(
-    raw_EV: jax.Array, token_E: jax.Array, flags: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """float32[E] of the tokens, int32[E, 20] most likely ids and float32[E, 20]; zeros unless
-    flagged."""
+    raw_EV: jax.Array, token_E: jax.Array, flags: jax.Array, pick_EK: jax.Array | None = None
+) -> Chosen:
+    """Log-probabilities of the tokens, of the most likely ids and of the ids ``pick_EK``."""
     E, V = raw_EV.shape
     n = min(MAX_LOGPROBS, V)
 
@@ -126,17 +182,30 @@ def logprobs(
         top_EL, ids_EL = jax.lax.top_k(raw_EV, n)
         pad = ((0, 0), (0, MAX_LOGPROBS - n))
         chosen_E = jnp.take_along_axis(raw_EV, token_E[:, None], axis=1)[:, 0]
-        return (
-            chosen_E - lse_E,
-            jnp.pad(ids_EL.astype(jnp.int32), pad),
-            jnp.pad(top_EL - lse_E[:, None], pad, constant_values=_NEG),
+        found = Chosen(
+            logprob_E=chosen_E - lse_E,
+            top_ids_EL=jnp.pad(ids_EL.astype(jnp.int32), pad),
+            top_logprobs_EL=jnp.pad(top_EL - lse_E[:, None], pad, constant_values=_NEG),
         )
+        if pick_EK is None:
+            return found
+        picked_EK = jnp.take_along_axis(raw_EV, pick_EK, axis=1) - lse_E[:, None]
+        return found.replace(rank_E=ranks(raw_EV, chosen_E), picked_EK=picked_EK)  # type: ignore[attr-defined]
 
     def none(raw_EV):
         ids_EL = jnp.zeros((E, MAX_LOGPROBS), jnp.int32)
-        return jnp.zeros(E), ids_EL, jnp.zeros((E, MAX_LOGPROBS))
+        found = Chosen(jnp.zeros(E), ids_EL, jnp.zeros((E, MAX_LOGPROBS)))
+        if pick_EK is None:
+            return found
+        zeros = jnp.zeros(E, jnp.int32), jnp.zeros(pick_EK.shape)
+        return found.replace(rank_E=zeros[0], picked_EK=zeros[1])  # type: ignore[attr-defined]
 
     return jax.lax.cond(flags & LOGPROBS, some, none, raw_EV)
+
+
+def ranks(raw_EV: jax.Array, chosen_E: jax.Array) -> jax.Array:
+    """int32[E]: the rank of a token with the logit ``chosen_E``; 1 for the most likely one."""
+    return 1 + jnp.sum(raw_EV > chosen_E[:, None], axis=1, dtype=jnp.int32)
 
 
 def adjust(raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array) -> jax.Array:
@@ -152,9 +221,11 @@ def adjust(raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array) 
     return x_EV
 
 
-def draw(logits_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
+def draw(
+    logits_EV: jax.Array, draws: Draws, flags: jax.Array, purpose: _Purpose = PURPOSE_TOKEN
+) -> jax.Array:
     """int32[E]: a token of each row's truncated distribution (any token for a greedy row)."""
-    uniform = uniforms(draws.seed_E2, draws.pos_E, PURPOSE_TOKEN)
+    uniform = uniforms(draws.seed_E2, draws.pos_E, purpose)
     return _invert(weights(logits_EV, draws, flags), uniform)
 
 
@@ -174,7 +245,9 @@ def weights(logits_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
     return jnp.where(scaled_EV >= floor_E[:, None], jnp.exp(scaled_EV), 0.0)
 
 
-def uniforms(seed_E2: jax.Array, pos_E: jax.Array, purpose: int) -> tuple[jax.Array, jax.Array]:
+def uniforms(
+    seed_E2: jax.Array, pos_E: jax.Array, purpose: _Purpose
+) -> tuple[jax.Array, jax.Array]:
     """Two independent float32[E] in [0, 1), multiples of 2**-24: one threefry block per row."""
     pos_E = pos_E.astype(jnp.uint32)
     words = threefry2x32_p.bind(seed_E2[:, 0], seed_E2[:, 1], pos_E, jnp.full_like(pos_E, purpose))
@@ -296,6 +369,19 @@ def _masked(x_EV: jax.Array, mask_EW: jax.Array) -> jax.Array:
     V = x_EV.shape[1]
     bits_EWb = (mask_EW[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     return jnp.where(bits_EWb.reshape(x_EV.shape[0], -1)[:, :V] > 0, x_EV, _NEG)
+
+
+def _in_mask(mask_EW: jax.Array, token_E: jax.Array) -> jax.Array:
+    """bool[E]: whether each row's mask allows its token."""
+    word_E = jnp.take_along_axis(mask_EW, (token_E >> 5)[:, None], axis=1)[:, 0]
+    return (word_E >> (token_E & 31)) & 1 > 0
+
+
+def _less(mask_EW: jax.Array, token_E: jax.Array) -> jax.Array:
+    """The masks without one token of each row; NONE takes nothing away."""
+    bit_E = jnp.where(token_E == NONE, 0, jnp.int32(1) << (token_E & 31))
+    here_EW = jnp.arange(mask_EW.shape[1]) == (token_E >> 5)[:, None]
+    return jnp.where(here_EW, mask_EW & ~bit_E[:, None], mask_EW)
 
 
 def _biased(x_EV: jax.Array, draws: Draws, slots: SlotState) -> jax.Array:

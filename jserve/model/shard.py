@@ -1,15 +1,16 @@
 """A weight is declared once: its shape, its logical axes, where it lies in a checkpoint, how to
 draw it.
 
-Owns ``ParamSpec`` and the rules that map logical axes to mesh axes. Everything else (abstract
-trees, shardings, loading, dummy weights) is a ``tree.map`` over specs. Idea: jax-llm-examples'
-ArrayInfo. Must not know file formats; ``jserve.weights`` reads ``Part``s.
+Owns ``ParamSpec``, the rules that map logical axes to mesh axes, and ``Axes``, which the collectives
+of a step read. Everything else (abstract trees, shardings, loading, dummy weights) is a ``tree.map``
+over specs. Idea: jax-llm-examples' ArrayInfo. Must not know file formats; ``jserve.weights`` reads
+``Part``s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -50,6 +51,8 @@ class ParamSpec:
     """None: the model's dtype."""
     positive: bool = False
     """Values at or below zero in a checkpoint are an error."""
+    pad: int = 0
+    """Entries at the end of ``concat`` that no part fills and nothing reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +66,108 @@ class ShardRules:
     extra: dict[str, str | None] = field(default_factory=dict)
 
     def partition(self, axes: tuple[str | None, ...]) -> PartitionSpec:
-        return PartitionSpec(*(self._axis(a) for a in axes))
+        return PartitionSpec(*(self.axis(a) for a in axes))
 
-    def _axis(self, name: str | None) -> str | None:
+    def axis(self, name: str | None) -> str | None:
+        """The mesh axis of logical axis ``name``.
+
+        Raises:
+            ConfigError: no rule has that name; ``field`` is the rule.
+        """
         if name is None:
             return None
-        return self.extra[name] if name in self.extra else getattr(self, name)
+        if name in self.extra:
+            return self.extra[name]
+        if name not in _RULES:
+            raise ConfigError(f"{rule(name)}: there is no such rule", field=rule(name))
+        return getattr(self, name)
+
+    def split(self, name: str, sizes: Mapping[str, int]) -> str | None:
+        """The mesh axis that splits logical axis ``name`` on a mesh of these axis sizes, None where
+        it is whole on every device.
+
+        Raises:
+            ConfigError: the mesh has no such axis; ``field`` is the rule.
+        """
+        axis = self.axis(name)
+        if axis is not None and axis not in sizes:
+            raise ConfigError(
+                f"{rule(name)}: the mesh has no axis {axis!r}, only {tuple(sizes)}",
+                field=rule(name),
+            )
+        return axis if axis is not None and sizes[axis] > 1 else None
 
     def sharding(self, mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
         return NamedSharding(mesh, self.partition(axes))
 
 
+_RULES = ("vocab", "kv_heads", "ffn", "embed")
+
+
+def rule(name: str) -> str:
+    """How errors name the rule of a logical axis."""
+    return f"sharding.rules.{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The mesh axis that each logical dimension of a decoder is split over inside shard_map. None:
+    whole on every device, so that a block over it needs no collective."""
+
+    heads: str | None = None
+    """Query heads and kv heads; those of one kv head lie together."""
+    ffn: str | None = None
+    vocab: str | None = None
+
+    @classmethod
+    def of(cls, rules: ShardRules, sizes: Mapping[str, int]) -> Axes:
+        """What ``rules`` mean on a mesh of these axis sizes (``Mesh.shape``).
+
+        Raises:
+            ConfigError: the mesh lacks an axis, or no collective serves the rule; ``field`` is the
+            rule.
+        """
+        if rules.split("embed", sizes) is not None:
+            raise ConfigError(
+                f"{rule('embed')}: the residual stream is whole on every device; only null is"
+                " supported",
+                field=rule("embed"),
+            )
+        return cls(
+            heads=rules.split("kv_heads", sizes),
+            ffn=rules.split("ffn", sizes),
+            vocab=rules.split("vocab", sizes),
+        )
+
+
 def is_spec(x: Any) -> bool:
     return isinstance(x, ParamSpec)
+
+
+def padded(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> Any:
+    """``specs`` with their vocabulary as long as the devices that share it need for equal parts.
+
+    Args:
+        sizes: of the mesh's axes (``Mesh.shape``).
+
+    Raises:
+        ConfigError: the mesh has no such axis; ``field`` is the rule.
+    """
+    axis = rules.split("vocab", sizes)
+    n = 1 if axis is None else sizes[axis]
+
+    def one(spec: ParamSpec) -> ParamSpec:
+        if "vocab" not in spec.axes:
+            return spec
+        d = spec.axes.index("vocab")
+        pad = -spec.shape[d] % n
+        if not pad:
+            return spec
+        assert len(spec.parts) == 1, "a vocabulary of several tensors"
+        shape = (*spec.shape[:d], spec.shape[d] + pad, *spec.shape[d + 1 :])
+        return replace(spec, shape=shape, concat=d, pad=pad)
+
+    return jax.tree.map(one, specs, is_leaf=is_spec)
 
 
 def partitions(specs: Any, rules: ShardRules) -> Any:

@@ -54,11 +54,16 @@ class SlotState:
     shape."""
     text_CS: jax.Array | None = None
     """int32: the newest S tokens, that of position p in place p % S; None: nobody reads them."""
+    pick_CK: jax.Array | None = None
+    """int32: ids that the request names to have their log-probabilities, padded with 0; meaningless for
+    one that names none. None: no request may."""
 
 
-def empty(C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0) -> SlotState:
-    """Slots nobody has held yet, with room for so many drafts, their parents if ``grown``, and so many
-    tokens of text."""
+def empty(
+    C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0, picks: int = 0
+) -> SlotState:
+    """Slots nobody has held yet, with room for so many drafts, their parents if ``grown``, so many
+    tokens of text and so many picked ids."""
 
     def ints(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
@@ -73,12 +78,15 @@ def empty(C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0
         draft_CJ=ints(C, drafts) if drafts else None,
         parent_CJ=ints(C, drafts) if grown else None,
         text_CS=ints(C, text) if text else None,
+        pick_CK=ints(C, picks) if picks else None,
     )
 
 
-def shapes(C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0) -> Any:
+def shapes(
+    C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0, picks: int = 0
+) -> Any:
     """The abstract state: a ``SlotState`` of ``ShapeDtypeStruct``."""
-    return jax.eval_shape(lambda: empty(C, V, drafts, grown=grown, text=text))
+    return jax.eval_shape(lambda: empty(C, V, drafts, grown=grown, text=text, picks=picks))
 
 
 def advance(
@@ -193,6 +201,20 @@ def load_text(slots: SlotState, buf: jax.Array) -> SlotState:
         buf[_TEXT_HEAD:], mode="drop"
     )
     return replace(slots, text_CS=text_CS)
+
+
+def load_picks(slots: SlotState, buf: jax.Array) -> SlotState:
+    """Run the buffer of ``picks_buffer``: set the slot's picked ids."""
+    assert slots.pick_CK is not None, "slots without picks"
+    return replace(slots, pick_CK=slots.pick_CK.at[buf[0]].set(buf[1:]))
+
+
+def picks_buffer(item: SlotLoad, K: int) -> np.ndarray:
+    """The int32[1 + K] buffer that ``load_picks`` runs; numpy only."""
+    ids = item.params.logprob_token_ids or ()
+    buf = np.zeros(1 + K, np.int32)
+    buf[0], buf[1 : 1 + len(ids)] = item.slot, ids
+    return buf
 
 
 def text_buffers(item: SlotLoad, S: int) -> list[np.ndarray]:

@@ -34,8 +34,8 @@ from jserve.model.drafting import Hands, Told, leave_drafts
 from jserve.model.draws import by_row, drawn_places, draws_of
 from jserve.model.family import Family
 from jserve.model.path import accepted, along, as_chain, straightened
-from jserve.model.sample import logprobs, sample
-from jserve.model.shard import ShardRules, abstract, partitions
+from jserve.model.sample import Chosen, logprobs, ranks, sample
+from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
 from jserve.model.slots import NONE, SlotState
 from jserve.model.verify import accept
 from jserve.model.view import (
@@ -84,11 +84,16 @@ class StepOut:
     top_ids_RJL: jax.Array
     top_logprobs_RJL: jax.Array
     scores: Scores | None = None
+    rank_RJ: jax.Array | None = None
+    """int32: ranks of the drawn tokens; None without ``StepDims.picks``, as ``picked_RJK``."""
+    picked_RJK: jax.Array | None = None
 
 
 def slot_shapes(dims: StepDims) -> Any:
     """The abstract ``SlotState``."""
-    return slot_rows.shapes(dims.C, dims.V, dims.drafts, grown=dims.grown, text=dims.text)
+    return slot_rows.shapes(
+        dims.C, dims.V, dims.drafts, grown=dims.grown, text=dims.text, picks=dims.picks
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +113,14 @@ class StepModel:
     drafter: Drafter | None = None
 
     @property
-    def axis(self) -> str | None:
-        """The mesh axis that kv heads are sharded over, or None on an unsharded mesh."""
-        name = self.rules.kv_heads
-        return name if name is not None and self.mesh.shape.get(name, 1) > 1 else None
+    def axes(self) -> Axes:
+        """Raises ConfigError for a rule that the mesh or the collectives cannot honour."""
+        return Axes.of(self.rules, self.mesh.shape)
 
     @property
     def tp(self) -> int:
-        return self.mesh.shape[self.axis] if self.axis else 1
+        """Devices that share the kv heads."""
+        return self.mesh.shape[self.axes.heads] if self.axes.heads else 1
 
     @property
     def kv_heads(self) -> int:
@@ -127,24 +132,25 @@ class StepModel:
         return self.backend.kv_shape(self.kv_heads, self.arch.H, self.n_pages, self.dims.Z)
 
     @property
-    def draft_axis(self) -> str | None:
-        """The mesh axis that the drafter is sharded over."""
-        return None if self.drafter is None or self.drafter.replicated else self.axis
+    def draft_rules(self) -> ShardRules:
+        whole = self.drafter is None or self.drafter.replicated
+        return REPLICATED if whole else self.rules
 
     @property
-    def draft_rules(self) -> ShardRules:
-        return self.rules if self.draft_axis else REPLICATED
+    def draft_axes(self) -> Axes:
+        return Axes.of(self.draft_rules, self.mesh.shape)
 
     def draft_specs(self) -> Any:
         assert self.drafter is not None, "there is no drafter"
-        return self.drafter.specs(self.tp if self.draft_axis else 1)
+        specs = self.drafter.specs(self.tp if self.draft_axes.heads else 1)
+        return padded(specs, self.draft_rules, self.mesh.shape)
 
     def kv_layers(self) -> list[tuple[tuple[int, ...], str | None]]:
         """(shape, mesh axis) of the keys of every layer, values alike: the target's, the
         drafter's."""
-        layers = [(self.layer_shape, self.axis)] * self.arch.L
+        layers = [(self.layer_shape, self.axes.heads)] * self.arch.L
         if self.drafter is not None:
-            own, axis = self.drafter.arch, self.draft_axis
+            own, axis = self.drafter.arch, self.draft_axes.heads
             heads = max(own.K, self.tp) if axis else own.K
             shape = self.backend.kv_shape(heads, own.H, self.n_pages, self.dims.Z)
             layers += [(shape, axis)] * self.drafter.n_kv_layers
@@ -154,7 +160,7 @@ class StepModel:
         return layout(bucket, self.dims, self.backend.plan_shapes(bucket, self.dims))
 
     def specs(self) -> Any:
-        return self.family.specs(self.arch, self.tp)
+        return padded(self.family.specs(self.arch, self.tp), self.rules, self.mesh.shape)
 
     def param_partitions(self) -> Any:
         target = partitions(self.specs(), self.rules)
@@ -250,11 +256,11 @@ def run(
         model, params, _kept(view, model.n_pages), state.kv[: arch.L], taps=drafts
     )
     with jax.named_scope("logits"):
-        raw_EV = model.family.logits(arch, params, x_TD[drawn_places(view)], model.axis)
+        raw_EV = model.family.logits(arch, params, x_TD[drawn_places(view)], model.axes)
     with jax.named_scope("sample"):
         draws = draws_of(view)
         drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags)
-        chosen = _LOGPROBS(raw_EV, drawn_E, view.flags)
+        chosen = _LOGPROBS(raw_EV, drawn_E, view.flags, _picks(state.slots, draws.slot_E))
     n_ok_D = None
     if view.tree is not None:
         with jax.named_scope("path"):
@@ -282,6 +288,11 @@ def run(
     return DeviceState(kv=kv, slots=slots), _pack(view, token_RJ, n_ok_R, ok_E, chosen, scores)
 
 
+def _picks(slots: SlotState, slot_E: jax.Array) -> jax.Array | None:
+    """int32[E, K]: the ids whose log-probabilities the request of each draw names."""
+    return None if slots.pick_CK is None else slots.pick_CK[slot_E]
+
+
 def _hands(model: StepModel, params: Any, own: Any) -> Hands:
     assert model.drafter is not None, "there is no drafter"
     target = Target(
@@ -290,10 +301,10 @@ def _hands(model: StepModel, params: Any, own: Any) -> Hands:
         embedding=model.family.embed,
         unembedding=model.family.logits,
         attn=model.backend,
-        axis=model.axis,
+        axes=model.axes,
     )
     loops = model.mesh.devices.flat[0].platform == "cpu"
-    return Hands(model.drafter, target, own, model.dims, model.draft_axis, loops)
+    return Hands(model.drafter, target, own, model.dims, model.draft_axes, loops)
 
 
 def _kept(view: StepView, n_pages: int) -> StepView:
@@ -312,7 +323,7 @@ def _forward(
     model: StepModel, params: Any, view: StepView, kv: list[LayerKV], *, taps: bool
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
     family, drafter = model.family, model.drafter
-    given = (model.arch, params, view, kv, model.backend, model.axis)
+    given = (model.arch, params, view, kv, model.backend, model.axes)
     if drafter is None or not taps or not drafter.taps:
         x_TD, kv = family.forward(*given)
         return x_TD, kv, []
@@ -343,21 +354,22 @@ def _pack(
     token_RJ: jax.Array,
     n_ok_R: jax.Array,
     ok_E: jax.Array,
-    chosen: tuple[jax.Array, jax.Array, jax.Array],
+    chosen: Chosen,
     scores: Scores | None,
 ) -> StepOut:
-    logprob_E, top_ids_EL, top_logprobs_EL = chosen
     ok_RJ = by_row(view, ok_E, True)
     valid_RJ = jnp.arange(view.J) < jnp.maximum(n_ok_R, 1)[:, None]
     # Also of a row that draws nothing: its pages are shared as soon as they are known to be sound.
     finite_R = jnp.all(ok_RJ | ~valid_RJ, axis=1) | (view.count_R == 0)
-    bits_RJ = jax.lax.bitcast_convert_type(by_row(view, logprob_E, 0.0), jnp.int32)
+    bits_RJ = jax.lax.bitcast_convert_type(by_row(view, chosen.logprob_E, 0.0), jnp.int32)
     head_R2 = jnp.stack([n_ok_R, finite_R.astype(jnp.int32)], axis=1)
     return StepOut(
         packed_RX=jnp.concatenate([head_R2, token_RJ, bits_RJ], axis=1),
-        top_ids_RJL=by_row(view, top_ids_EL, NONE),
-        top_logprobs_RJL=by_row(view, top_logprobs_EL, 0.0),
+        top_ids_RJL=by_row(view, chosen.top_ids_EL, NONE),
+        top_logprobs_RJL=by_row(view, chosen.top_logprobs_EL, 0.0),
         scores=scores,
+        rank_RJ=None if chosen.rank_E is None else by_row(view, chosen.rank_E, 0),
+        picked_RJK=None if chosen.picked_EK is None else by_row(view, chosen.picked_EK, 0.0),
     )
 
 
@@ -370,11 +382,15 @@ def _score(model: StepModel, params: Any, x_PD: jax.Array, target_P: jax.Array) 
 
     def block(item: tuple[jax.Array, jax.Array]) -> Scores:
         x_BD, target_B = item
-        raw_BV = model.family.logits(model.arch, params, x_BD, model.axis)
-        logprob_B, ids_BL, top_BL = logprobs(raw_BV, target_B, jnp.int32(LOGPROBS))
-        chosen_B1 = jnp.take_along_axis(raw_BV, target_B[:, None], axis=1)
-        rank_B = 1 + jnp.sum(raw_BV > chosen_B1, axis=1, dtype=jnp.int32)
-        return Scores(logprob_P=logprob_B, rank_P=rank_B, top_ids_PL=ids_BL, top_logprobs_PL=top_BL)
+        raw_BV = model.family.logits(model.arch, params, x_BD, model.axes)
+        scored = logprobs(raw_BV, target_B, jnp.int32(LOGPROBS))
+        chosen_B = jnp.take_along_axis(raw_BV, target_B[:, None], axis=1)[:, 0]
+        return Scores(
+            logprob_P=scored.logprob_E,
+            rank_P=ranks(raw_BV, chosen_B),
+            top_ids_PL=scored.top_ids_EL,
+            top_logprobs_PL=scored.top_logprobs_EL,
+        )
 
     out = jax.lax.map(block, (x_XBD, target_XB))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:P], out)

@@ -84,6 +84,9 @@ class StepDims:
     """It holds their parents, too."""
     text: int = 0
     """Newest tokens of its text that a slot holds; 0: nobody reads them."""
+    picks: int = 0
+    """Ids that a request may name to have their log-probabilities beside every token's; 0: programs
+    have neither these nor the ranks of drawn tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ def layout(
         Field("page_table_RM", (R, dims.M)),
     ]
     if bucket.mask:
-        fields.append(Field("mask_RJW", (R, J, -(-dims.V // 32))))
+        fields += [Field("mask_RJW", (R, J, -(-dims.V // 32))), Field("redraw_RJ", (R, J))]
     if bucket.score:
         fields.append(Field("target_T", (T,)))
     if bucket.n_draft and bucket.F:
@@ -251,6 +254,8 @@ class StepView:
     stop_RS: jax.Array
     """int32: EOS and stop ids, padded with -1."""
     mask_RJW: jax.Array | None
+    redraw_RJ: jax.Array | None
+    """int32: as ``RowPlan.redraw``, -1 for none."""
     target_T: jax.Array | None
     """int32: the token that follows each prefill token in its prompt (-1: none)."""
     next_F: jax.Array | None
@@ -297,6 +302,7 @@ def unpack(
     return StepView(
         **plain,
         mask_RJW=raw.get("mask_RJW"),
+        redraw_RJ=raw.get("redraw_RJ"),
         target_T=raw.get("target_T"),
         next_F=raw.get("next_F"),
         shown_F=raw["shown_F"] > 0 if "shown_F" in raw else None,

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jserve.model.attention import LayerKV
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.sample import Draws, sample
+from jserve.model.shard import Axes
 from jserve.model.slots import SlotState
 from jserve.model.tree import Mask
 from jserve.model.view import LOGPROBS, SAMPLING, StepDims, StepView
@@ -39,23 +40,23 @@ class Hands(NamedTuple):
     target: Target
     params: Any
     dims: StepDims
-    axis: str | None
+    axes: Axes
     loops: bool
     """Draft in a loop: less to compile, but a GPU would launch its passes from the host."""
 
     def observe(self, seen: Seen, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
         assert self.drafter.observe is not None, "not asked of a drafter that copies"
-        return self.drafter.observe(self.target, self.params, seen, kv, self.axis)
+        return self.drafter.observe(self.target, self.params, seen, kv, self.axes)
 
     def advance(
         self, carry_EX: jax.Array, view: StepView, kv: list[LayerKV]
     ) -> tuple[jax.Array, list[LayerKV]]:
         assert self.drafter.advance is not None, "not asked of a drafter without passes"
-        return self.drafter.advance(self.target, self.params, carry_EX, view, kv, self.axis)
+        return self.drafter.advance(self.target, self.params, carry_EX, view, kv, self.axes)
 
     def logits(self, carry_EX: jax.Array, depth: Any) -> jax.Array:
         assert self.drafter.logits is not None, "not asked of a drafter that copies"
-        return self.drafter.logits(self.target, self.params, carry_EX, depth, self.axis)
+        return self.drafter.logits(self.target, self.params, carry_EX, depth, self.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,7 +231,7 @@ def uses(params: SamplingParams) -> int:
         | PENALTY * params.penalised
         | BIAS * biased
         | BAD_WORDS * bool(lengths - {1})
-        | LOGPROBS * (params.logprobs is not None)
+        | LOGPROBS * params.shows_logprobs
         | MIN_TOKENS * (params.min_tokens > 0)
     )
 
@@ -310,8 +310,9 @@ def score_targets(row: RowPlan) -> list[int]:
 def _masks(
     views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], n_decode: int, bucket: Bucket
 ) -> None:
-    views["mask_RJW"][...] = -1
+    views["mask_RJW"][...] = views["redraw_RJ"][...] = -1
     for i, row in enumerate(rows):
         if row.mask is not None:
             r = i if i < n_decode else bucket.D + i - n_decode
             views["mask_RJW"][r, : len(row.mask)] = row.mask
+            views["redraw_RJ"][r, : len(row.redraw)] = row.redraw

@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from pathlib import Path
@@ -28,7 +28,7 @@ from jserve.cores import n_cores
 from jserve.errors import ConfigError
 from jserve.model import slots as slot_rows
 from jserve.model.step import DeviceState, StepModel, make_step
-from jserve.model.view import Bucket, buffer_size
+from jserve.model.view import Bucket, StepDims, buffer_size
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +169,11 @@ class Programs:
         """The compiled loader of a slot's text: ``(slots, buf) -> slots``, slots donated."""
         return self._loads["text_load"]
 
+    @property
+    def load_picks(self) -> Any:
+        """The compiled loader of a slot's picked ids: ``(slots, buf) -> slots``, slots donated."""
+        return self._loads["picks_load"]
+
     def __len__(self) -> int:
         return len(self._steps) + len(self._loads)
 
@@ -203,14 +208,17 @@ class Programs:
     def _compile_all(self, threads: int, progress: Progress) -> None:
         params = self.model.abstract_params()
         state = self.model.abstract_state()
-        loads = ["slot_load", *(["text_load"] if self.model.dims.text else [])]
+        dims = self.model.dims
+        loads = ["slot_load"]
+        loads += ["text_load"] if dims.text else []
+        loads += ["picks_load"] if dims.picks else []
         jobs = [*sorted(self.buckets, key=lambda b: -b.T), *loads]
         progress("compile", 0, len(jobs))
         with ThreadPoolExecutor(min(threads, len(jobs)), "compile") as pool:
             futures = [
                 pool.submit(copy_context().run, self._compile, job, params, state) for job in jobs
             ]
-            for done, future in enumerate(futures, 1):
+            for done, future in enumerate(as_completed(futures), 1):
                 future.result()
                 progress("compile", done, len(jobs))
 
@@ -230,15 +238,16 @@ class Programs:
     def _lower_load(self, name: str, state: DeviceState) -> Any:
         load, size = _LOADS[name]
         jitted = jax.jit(load, donate_argnums=(0,), out_shardings=self._whole)
-        return jitted.lower(state.slots, self._ints(size))
+        return jitted.lower(state.slots, self._ints(size(self.model.dims)))
 
     def _ints(self, n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n,), jnp.int32, sharding=self._whole)
 
 
-_LOADS: dict[str, tuple[Callable[..., Any], int]] = {
-    "slot_load": (slot_rows.load, slot_rows.LOAD_SIZE),
-    "text_load": (slot_rows.load_text, slot_rows.TEXT_SIZE),
+_LOADS: dict[str, tuple[Callable[..., Any], Callable[[StepDims], int]]] = {
+    "slot_load": (slot_rows.load, lambda dims: slot_rows.LOAD_SIZE),
+    "text_load": (slot_rows.load_text, lambda dims: slot_rows.TEXT_SIZE),
+    "picks_load": (slot_rows.load_picks, lambda dims: 1 + dims.picks),
 }
 """What fills a slot, and the size of its buffer."""
 

@@ -19,8 +19,9 @@ from jserve.types import PromptLogprobs, StepPlan, StepResult
 
 def wanted(batch: StepBatch, out: StepOut) -> list[jax.Array]:
     """The arrays that ``result_of`` will read."""
-    top = [out.top_ids_RJL, out.top_logprobs_RJL] if batch.flags & LOGPROBS else []
-    return [out.packed_RX, *top, *jax.tree.leaves(out.scores)]
+    asked = (out.top_ids_RJL, out.top_logprobs_RJL, out.rank_RJ, out.picked_RJK)
+    chosen = jax.tree.leaves(asked) if batch.flags & LOGPROBS else []
+    return [out.packed_RX, *chosen, *jax.tree.leaves(out.scores)]
 
 
 def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) -> StepResult:
@@ -28,13 +29,19 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
     rows = _plan_rows(batch, len(plan.rows))
     picked_RX, J = np.asarray(out.packed_RX)[rows], batch.bucket.J
     has_top = bool(batch.flags & LOGPROBS)
+
+    def asked(x: jax.Array | None) -> np.ndarray | None:
+        return np.asarray(x)[rows] if has_top and x is not None else None
+
     return StepResult(
         n_ok_R=picked_RX[:, 0],
         finite_R=picked_RX[:, 1] > 0,
         tokens_RJ=picked_RX[:, 2 : 2 + J],
         logprob_RJ=np.ascontiguousarray(picked_RX[:, 2 + J :]).view(np.float32),
-        top_ids_RJL=np.asarray(out.top_ids_RJL)[rows] if has_top else None,
-        top_logprobs_RJL=np.asarray(out.top_logprobs_RJL)[rows] if has_top else None,
+        top_ids_RJL=asked(out.top_ids_RJL),
+        top_logprobs_RJL=asked(out.top_logprobs_RJL),
+        rank_RJ=asked(out.rank_RJ),
+        picked_RJK=asked(out.picked_RJK),
         prompt={} if out.scores is None else _prompt_logprobs(plan, batch.n_decode, out.scores),
         device_us=device_us,
     )

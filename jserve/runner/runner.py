@@ -27,7 +27,7 @@ from jserve.faults import point
 from jserve.model.arch import Arch
 from jserve.model.family import Family
 from jserve.model.shard import ShardRules
-from jserve.model.slots import load_buffers, text_buffers
+from jserve.model.slots import load_buffers, picks_buffer, text_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
 from jserve.model.view import Bucket, numpy_views
 from jserve.ports import InFlight
@@ -38,12 +38,13 @@ from jserve.runner.disk import DiskStore
 from jserve.runner.drafts import Speculation
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
-from jserve.runner.programs import Programs, Progress, starting
+from jserve.runner.programs import Programs, Progress, compile_options, starting
 from jserve.runner.rehearsal import GREEDY, rehearsal
 from jserve.runner.sizes import Sizes, sizes_of
 from jserve.runner.spill import Spill
 from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
+from jserve.runner.weights import WeightUpdate
 from jserve.sampling import SamplingParams
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
 from jserve.weights.place import tp_size
@@ -65,7 +66,8 @@ class ModelRunner:
     Args:
         family: the model family.
         arch: its dimensions.
-        params: the tree of ``family.specs(arch, tp)``, placed on ``mesh`` by ``rules``.
+        params: the tree of ``StepModel.specs``, placed on ``mesh`` by ``rules``. The runner owns these
+            arrays: ``update_params`` overwrites them.
         mesh: Auto axes; one device is a mesh too.
         config: options of the cache, the scheduler and the device are read.
         rules: logical axis to mesh axis.
@@ -119,6 +121,7 @@ class ModelRunner:
             strict=strict,
             progress=progress,
         )
+        self._overwrite = WeightUpdate(self.model, compile_options(device.platform))
         self._packer = Packer(
             dims=self.sizes.dims,
             n_pages=self.limits.n_pages,
@@ -167,6 +170,8 @@ class ModelRunner:
         if dims.text:
             for buf in text_buffers(item, dims.text):
                 slots = self.programs.load_text(slots, buf)
+        if item.params.logprob_token_ids:
+            slots = self.programs.load_picks(slots, picks_buffer(item, dims.picks))
         self.state = DeviceState(kv=self.state.kv, slots=slots)
 
     @point("runner.collect")
@@ -183,16 +188,15 @@ class ModelRunner:
         return results.result_of(flight.plan, launched.batch, launched.out, took_us)
 
     def update_params(self, params: Any) -> None:
-        """Serve other weights from the next launch on: same shapes, types and shardings, so nothing
-        compiles.
+        """Copy other weights over those in use, for the next launch on; nothing compiles.
 
-        KV written with the old weights stays; the caller empties the prefix cache.
+        ``params`` is as ``WeightUpdate`` takes it. KV written with the old weights stays; the caller
+        empties the prefix cache.
 
         Raises:
-            ConfigError: a parameter differs in shape, type or sharding; ``field`` is its path.
+            WeightsError: a leaf does not fit; ``field`` is ``params.<path>``, and the old weights stay.
         """
-        _check_like(params, self.params)
-        self.params = params
+        self.params = self._overwrite(self.params, params)
 
     @point("runner.reset")
     def reset(self) -> None:
@@ -341,19 +345,3 @@ def step_model(
 
 def _bytes_of_one_device(params: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
-
-
-def _check_like(params: Any, old: Any) -> None:
-    if jax.tree.structure(params) != jax.tree.structure(old):
-        raise ConfigError("the parameter trees differ", field="params")
-    for (path, new), was in zip(
-        jax.tree.leaves_with_path(params), jax.tree.leaves(old), strict=True
-    ):
-        name = jax.tree_util.keystr(path)
-        if new.shape != was.shape or new.dtype != was.dtype:
-            raise ConfigError(
-                f"{name} is {new.dtype}{list(new.shape)}, not {was.dtype}{list(was.shape)}",
-                field=name,
-            )
-        if not new.sharding.is_equivalent_to(was.sharding, new.ndim):
-            raise ConfigError(f"{name} has another sharding than the weights in use", field=name)

@@ -39,8 +39,9 @@ def step_dims(arch: Arch, config: EngineConfig, speculation: Speculation | None 
         )
     Z = config.cache.page_size
     C, M = config.scheduler.max_num_seqs, -(-length // Z)
+    picks = config.device.max_logprob_token_ids
     if speculation is None:
-        return StepDims(C=C, M=M, Z=Z, V=arch.V)
+        return StepDims(C=C, M=M, Z=Z, V=arch.V, picks=picks)
     return StepDims(
         C=C,
         M=M,
@@ -49,6 +50,7 @@ def step_dims(arch: Arch, config: EngineConfig, speculation: Speculation | None 
         drafts=speculation.n_draft,
         grown=isinstance(speculation.tree, Grown),
         text=min(speculation.drafter.text, M * Z),
+        picks=picks,
     )
 
 
@@ -156,6 +158,7 @@ def runner_limits(
         vocab_size=arch.V,
         masks=config.device.structured_outputs,
         scores_prompts=config.device.prompt_logprobs,
+        picks=dims.picks,
         n_host_pages=n_host_pages,
         window=window,
         sinks=arch.sinks,

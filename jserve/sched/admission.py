@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from jserve.errors import BadRequest, ContextTooLong, NotFound
 from jserve.ports import RunnerLimits
-from jserve.sampling import MAX_STOP_IDS
+from jserve.sampling import MAX_STOP_IDS, SamplingParams
 from jserve.sched import constraints
 from jserve.types import Lane, Request
 
@@ -50,6 +50,7 @@ def _check_ids(request: Request, vocab: int) -> None:
     _in_range(params.stop_token_ids, vocab, "stop_token_ids")
     _in_range(params.logit_bias, vocab, "logit_bias")
     _in_range(params.allowed_token_ids or (), vocab, "allowed_token_ids")
+    _in_range(params.logprob_token_ids or (), vocab, "logprob_token_ids")
     _in_range([t for word in params.bad_token_ids for t in word], vocab, "bad_words")
 
 
@@ -75,12 +76,21 @@ def _check_features(request: Request, limits: RunnerLimits) -> None:
         )
     if params.prompt_logprobs is not None and not limits.scores_prompts:
         raise BadRequest("prompt_logprobs is switched off on this server", field="prompt_logprobs")
+    _check_picks(params, limits)
     if params.guided:
         _check_guided(request, limits)
     if params.bad_words and not params.bad_token_ids:
         raise BadRequest("bad_words needs a tokenizer to become token ids", field="bad_words")
     if request.adapter is not None:
         raise NotFound(f"no adapter named {request.adapter[:64]!r} is loaded", field="model")
+
+
+def _check_picks(params: SamplingParams, limits: RunnerLimits) -> None:
+    name, n = "logprob_token_ids", len(params.logprob_token_ids or ())
+    if n and not limits.picks:
+        raise BadRequest(f"{name} is switched off on this server", field=name)
+    if n > limits.picks:
+        raise BadRequest(f"{name} holds {n} ids, at most {limits.picks} fit", field=name)
 
 
 def _check_service(request: Request) -> None:

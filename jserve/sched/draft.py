@@ -97,6 +97,7 @@ class PlanDraft:
                 from_slot=True,
                 drafts=drafts,
                 mask=mask if seq.guide is None else seq.guide.mask(drafts),
+                redraw=() if seq.guide is None else seq.guide.redraw(drafts),
             )
         )
         seq.scheduled += count
@@ -109,6 +110,7 @@ class PlanDraft:
         start = seq.scheduled
         count = min(seq.given - start, self.prefill_room)
         emits = start + count == seq.given
+        guide = seq.guide if emits else None
         self.rows.append(
             RowPlan(
                 seq=seq,
@@ -119,7 +121,8 @@ class PlanDraft:
                 tokens=seq.tokens[start : start + count],
                 emits=emits,
                 score=score and start + 1 < seq.n_prompt,
-                mask=None if seq.guide is None or not emits else seq.guide.mask(()),
+                mask=None if guide is None else guide.mask(()),
+                redraw=() if guide is None else guide.redraw(()),
             )
         )
         seq.scheduled += count
@@ -155,7 +158,7 @@ class PlanDraft:
     def load(self, seq: Sequence) -> None:
         """Have what the slot holds of ``seq`` filled before the step's rows run, if anything reads it."""
         params = seq.request.params
-        if self.loads_text or params.penalised or params.biased:
+        if self.loads_text or params.loaded:
             self.loads.append(
                 SlotLoad(
                     slot=seq.slot, tokens=tuple(seq.tokens), n_prompt=seq.n_prompt, params=params

@@ -20,6 +20,8 @@ that no request is refused for its own sake by a server that has nothing else to
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from jserve.config import SchedulerOptions
 from jserve.errors import (
@@ -47,6 +49,21 @@ FEW = 8
 for whom a slot is free."""
 MAX_BATCHES = 4096
 """Names of batches that are kept; the requests of one come close together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One bound of the queue: ``used`` of at most ``limit``, which ``option`` sets."""
+
+    used: float
+    limit: float
+    what: str
+    option: str
+
+    @property
+    def share(self) -> float:
+        """1 is full."""
+        return self.used / self.limit
 
 
 def next_level(level: int, load: float) -> int:
@@ -132,14 +149,20 @@ class Gate:
 
     def load(self) -> float:
         """How full the queue is; 1 is full."""
+        return self._fullest().share
+
+    def _fullest(self) -> Bound:
+        return max(self._bounds(), key=lambda bound: bound.share)
+
+    def _bounds(self) -> Iterator[Bound]:
         options, waiting = self.options, self.floor.waiting
-        load = len(waiting) / options.max_waiting
+        yield Bound(len(waiting), options.max_waiting, "sequences", "max_waiting")
         if options.max_waiting_tokens:
-            load = max(load, waiting.n_tokens / options.max_waiting_tokens)
+            limit = options.max_waiting_tokens
+            yield Bound(waiting.n_tokens, limit, "prompt tokens", "max_waiting_tokens")
         few = max(FEW, self._n_free)
         if options.max_queue_s and len(waiting) > few and self.cap.costs.known:
-            load = max(load, self.queue_s() / options.max_queue_s)
-        return load
+            yield Bound(self.queue_s(), options.max_queue_s, "s of work", "max_queue_s")
 
     @property
     def _n_free(self) -> int:
@@ -166,12 +189,12 @@ class Gate:
 
     def _check_room(self, request: Request) -> None:
         waiting, options, tenant = self.floor.waiting, self.options, request.tenant
-        level = 4 if self.load() >= FULL else self.level
+        fullest = self._fullest()
+        level = 4 if fullest.share >= FULL else self.level
         if level >= SHED_FROM[request.lane]:
             wait = self._retry_after()
-            what = "the queue is full" if level >= 3 else f"lane {request.lane} is shed"
             raise Overloaded(
-                f"overloaded: {what}, {self._queue()} are waiting; try again in {wait:.0f} s",
+                f"overloaded: {_refusal(fullest, request.lane)}; try again in {wait:.0f} s",
                 retry_after=wait,
             )
         if tenant and waiting.held_by.get(tenant, 0) >= max(
@@ -180,17 +203,10 @@ class Gate:
             wait = self._retry_after()
             raise RateLimited(
                 f"this API key has {waiting.held_by[tenant]} sequences waiting, its share of the"
-                f" queue; try again in {wait:.0f} s",
+                f" queue (tenant_share {options.tenant_share:g} of max_waiting"
+                f" {options.max_waiting}); try again in {wait:.0f} s",
                 retry_after=wait,
             )
-
-    def _queue(self) -> str:
-        """What waits and what may, for a client and for whoever reads its logs."""
-        options, n = self.options, len(self.floor.waiting)
-        text = f"{n} of {options.max_waiting} sequences"
-        if options.max_queue_s and self.cap.costs.known:
-            text += f" and {self.queue_s():.1f} of {options.max_queue_s:g} s of work"
-        return text
 
     def _retry_after(self) -> float:
         """Seconds until half of what waits is served, between 1 and 60."""
@@ -230,6 +246,20 @@ class Gate:
         beside = min(len(floor.running), floor.max_running - 1)
         wait_s = pace.wait_s(n + 1, tokens)
         return estimate.behind(self.cap, pace, wait_s, beside, n_new, n_out, context)
+
+
+def _refusal(bound: Bound, lane: Lane) -> str:
+    """Why ``bound`` keeps ``lane`` out and until when, with the option that an operator may set."""
+    shed_from = SHED_FROM[lane]
+    until = bound.limit * (FULL if shed_from > len(DOWN) else DOWN[shed_from - 1])
+    return (
+        f"{_amount(bound.used)} {bound.what} are waiting; lane {lane} is taken again below"
+        f" {_amount(until)} ({bound.option} is {_amount(bound.limit)})"
+    )
+
+
+def _amount(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _promise(

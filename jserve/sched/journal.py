@@ -152,6 +152,8 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
     top_logprobs: Array | None
     prompt: dict[int, Scored]
     device_us: float = 0.0
+    rank: Array | None = None
+    picked: Array | None = None
 
     def result(self) -> StepResult:
         return StepResult(
@@ -161,6 +163,8 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
             logprob_RJ=self.logprob.numpy(),
             top_ids_RJL=None if self.top_ids is None else self.top_ids.numpy(),
             top_logprobs_RJL=None if self.top_logprobs is None else self.top_logprobs.numpy(),
+            rank_RJ=None if self.rank is None else self.rank.numpy(),
+            picked_RJK=None if self.picked is None else self.picked.numpy(),
             prompt={r: _unscored(s) for r, s in self.prompt.items()},
             device_us=self.device_us,
         )
@@ -246,6 +250,8 @@ class JournalFile:
                 logprob=_array(result.logprob_RJ),
                 top_ids=Array.of(result.top_ids_RJL),
                 top_logprobs=Array.of(result.top_logprobs_RJL),
+                rank=Array.of(result.rank_RJ),
+                picked=Array.of(result.picked_RJK),
                 prompt={r: _scored(s) for r, s in result.prompt.items()},
                 device_us=result.device_us,
             )

@@ -47,15 +47,33 @@ def logprobs_of(
     seq: Sequence, result: StepResult, row: int, n: int
 ) -> tuple[TokenLogprob, ...] | None:
     """Log-probabilities of the last ``n`` tokens, drawn by ``row``; None when not asked for."""
-    k = seq.request.params.logprobs
-    if k is None or n == 0:
+    params = seq.request.params
+    if not params.shows_logprobs or n == 0:
         return None
-    ids_JL, tops_JL = _top(result, row, n, k)
-    drawn = zip(seq.tokens[-n:], result.logprob_RJ[row, :n].tolist(), ids_JL, tops_JL, strict=True)
+    picks = params.logprob_token_ids
+    if picks is None:
+        ids_JL, tops_JL = _top(result, row, n, params.logprobs or 0)
+    else:
+        ids_JL, tops_JL = [picks] * n, _picked(result, row, n, len(picks))
+    ranks = [None] * n if result.rank_RJ is None else result.rank_RJ[row, :n].tolist()
+    logprobs = result.logprob_RJ[row, :n].tolist()
+    drawn = zip(seq.tokens[-n:], logprobs, ranks, ids_JL, tops_JL, strict=True)
     return tuple(
-        TokenLogprob(token=t, logprob=p, top_ids=tuple(ids), top_logprobs=tuple(tops))
-        for t, p, ids, tops in drawn
+        TokenLogprob(
+            token=token,
+            logprob=logprob,
+            rank=rank,
+            top_ids=tuple(ids),
+            top_logprobs=tuple(tops),
+            named=picks is not None,
+        )
+        for token, logprob, rank, ids, tops in drawn
     )
+
+
+def _picked(result: StepResult, row: int, n: int, k: int) -> list:
+    assert result.picked_RJK is not None, "log-probabilities of named ids did not come"
+    return result.picked_RJK[row, :n, :k].tolist()
 
 
 def _top(result: StepResult, row: int, n: int, k: int) -> tuple[list, list]:

@@ -126,7 +126,7 @@ class _RecordedGuides:
     def compile(self, request: Request) -> None:
         return None
 
-    def guide(self, request: Request) -> _RecordedGuide | None:
+    def guide(self, request: Request, most: int) -> _RecordedGuide | None:
         if not request.params.guided:
             return None
         index = self._n_choices.get(request.id, 0)
@@ -162,6 +162,9 @@ class _RecordedGuide:
 
     def mask(self, drafts: Seq[int]) -> None:
         return None
+
+    def redraw(self, drafts: Seq[int]) -> tuple[int, ...]:
+        return ()
 
     def take(self, drawn: Seq[int]) -> Verdict:
         said = self._guides.said[self._key]

@@ -326,7 +326,9 @@ class Scheduler:
             max_len=max_len,
             stop_ids=outcome.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
             min_len=len(request.prompt_ids) + params.min_tokens,
-            guide=self.guides.guide(request) if self.guides is not None else None,
+            guide=None
+            if self.guides is None
+            else self.guides.guide(request, max_len - len(request.prompt_ids)),
             order=policy.order_of(request.lane, request.priority, self._n_submitted),
             arrived=now,
             due=estimate.due(request, now),

@@ -19,14 +19,15 @@ class PromptScores:
         """Take over one row's chunk; positions outside the prompt are ignored."""
         scores = self._lists.setdefault(seq, [None] * seq.n_prompt)
         k = seq.request.params.prompt_logprobs or 0
-        logprobs = chunk.logprob_n.tolist()
+        scored = zip(chunk.logprob_n.tolist(), chunk.rank_n.tolist(), strict=True)
         ids_nL, tops_nL = chunk.top_ids_nL[:, :k].tolist(), chunk.top_logprobs_nL[:, :k].tolist()
-        for i, logprob in enumerate(logprobs):
+        for i, (logprob, rank) in enumerate(scored):
             at = chunk.start + 1 + i
             if at < seq.n_prompt:
                 scores[at] = TokenLogprob(
                     token=seq.tokens[at],
                     logprob=logprob,
+                    rank=rank,
                     top_ids=tuple(ids_nL[i]),
                     top_logprobs=tuple(tops_nL[i]),
                 )

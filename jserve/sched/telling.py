@@ -196,7 +196,7 @@ def plain(seq: Sequence, token: int) -> Output | None:
     # Without a lease it is over or gave way.
     if not middle or lease is None or n_sound >= lease.next_full:
         return None
-    if seq.guide is not None or request.cache is not None or request.params.logprobs is not None:
+    if seq.guide is not None or request.cache is not None or request.params.shows_logprobs:
         return None
     tokens.append(token)
     return Output(request_id=request.id, index=seq.index, token_ids=(token,), n_cached=seq.n_cached)

@@ -172,6 +172,7 @@ def _scores(row: RowPlan) -> PromptLogprobs:
     """Log-probabilities of the row's prompt tokens: zeros, since nobody reads them."""
     n = min(row.start + row.count, row.seq.n_prompt - 1) - row.start
     zeros, none = np.zeros(n, np.float32), np.zeros((n, 0), np.int32)
+    ranks = np.ones(n, np.int32)
     return PromptLogprobs(
-        start=row.start, logprob_n=zeros, rank_n=zeros, top_ids_nL=none, top_logprobs_nL=none
+        start=row.start, logprob_n=zeros, rank_n=ranks, top_ids_nL=none, top_logprobs_nL=none
     )

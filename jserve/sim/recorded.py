@@ -159,7 +159,7 @@ def _item(h: _Heard, weaver: _Weaver) -> TraceItem:
         retain=request.retain,
         skip_prefix_cache=request.skip_prefix_cache,
         scored=params.prompt_logprobs is not None,
-        loaded=params.penalised or params.biased,
+        loaded=params.loaded,
     )
 
 

@@ -19,7 +19,7 @@ from jserve.errors import ConfigError, WeightsError
 from jserve.model.arch import Arch
 from jserve.model.families import family_for
 from jserve.model.family import Family
-from jserve.model.shard import ParamSpec, ShardRules, is_spec
+from jserve.model.shard import AXIS, ParamSpec, ShardRules, is_spec, padded
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import Shape
 from jserve.weights import hf
@@ -57,7 +57,7 @@ def device_bytes(specs: Any, dtype: Any, tp: int) -> int:
     """Bytes of a tree of specs on one device of ``tp``: split weights divided, the others whole, as
     the engine counts them."""
     rules, total = ShardRules(), 0
-    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+    for spec in jax.tree.leaves(padded(specs, rules, {AXIS: tp}), is_leaf=is_spec):
         size = math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize
         total += size // (tp if any(rules.partition(spec.axes)) else 1)
     return total

@@ -74,12 +74,19 @@ class FakeModel:
         stops: Seq[int],
         lock: int,
         mask_W: np.ndarray | None = None,
+        redraw: int = -1,
     ) -> int:
         """The token at ``position`` given the hash ``seen`` of all before it; -1: all is forbidden.
 
         Stop ids are banned below position ``lock``, as on the device; ``mask_W`` holds the bits of
-        the allowed tokens.
+        the allowed tokens, ``redraw`` is as in ``RowPlan``.
         """
+        if redraw >= 0 and mask_W is not None:
+            token = self.draw(seen, position, seed, params, stops, lock)
+            if mask_W[token >> 5] >> (token & 31) & 1:
+                return token
+            seen, mask_W = mix(seen ^ 3), mask_W.copy()
+            mask_W[redraw >> 5] &= ~np.uint32(1 << (redraw & 31)).astype(np.int32)
         if not params.greedy:
             seen = mix(seen ^ mix(seed & MASK) ^ mix(position))
         if mask_W is not None:
@@ -118,6 +125,16 @@ def sampling_hash(params: SamplingParams, history: int, bias: int) -> int:
 def logprob_of(seen: int) -> float:
     """The fake's log-probability of what was drawn: in (-4, 0]."""
     return -(seen % 4096) / 1024
+
+
+def logprob_at(seen: int, token: int) -> float:
+    """The fake's log-probability of ``token`` behind what ``seen`` stands for."""
+    return logprob_of(seen ^ mix(token))
+
+
+def rank_of(seen: int, token: int, vocab: int) -> int:
+    """The fake's rank of ``token`` there."""
+    return 1 + mix(seen ^ mix(token) ^ 3) % vocab
 
 
 class Visible:

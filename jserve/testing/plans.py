@@ -60,4 +60,8 @@ def _check_row(row: RowPlan, limits: RunnerLimits) -> None:
     if row.mask is not None:
         shape = (1 + len(row.drafts), -(-limits.vocab_size // 32))
         assert row.mask.shape == shape, f"mask {row.mask.shape}, wanted {shape}"
+    if row.redraw:
+        assert row.mask is not None, "redraws without a mask"
+        assert len(row.redraw) == row.mask.shape[0], "a redraw for every draw"
+        assert -1 <= min(row.redraw) <= max(row.redraw) < limits.vocab_size, f"{row.redraw}"
     assert row.start + row.count <= limits.max_model_len, "a row leaves the context"

@@ -34,10 +34,12 @@ from jserve.testing.model import (
     bias_digest,
     counted,
     expected,
+    logprob_at,
     logprob_of,
     mix,
     mix_N,
     place_at,
+    rank_of,
     sampling_hash,
     stops_of,
     top_of,
@@ -66,6 +68,8 @@ class _Slot:
     bias: int = 0
     drafts: tuple[int, ...] = ()
     """What the device drafter left."""
+    picks: tuple[int, ...] = ()
+    """The ids whose log-probabilities its sequence names."""
     text: list[int] = field(default_factory=list)
     """All tokens, where the device copies drafts from it."""
 
@@ -183,11 +187,13 @@ class FakeRunner:
         slot = self._slots[load.slot]
         slot.history = sum(counted(t, i >= load.n_prompt) for i, t in enumerate(load.tokens)) & MASK
         slot.bias = bias_digest(load.params)
+        slot.picks = load.params.logprob_token_ids or ()
         slot.text = list(load.tokens)
 
     def _run(self, plan: StepPlan) -> StepResult:
-        wants_top = any(row.seq.request.params.logprobs is not None for row in plan.rows)
-        out = _blank(len(plan.rows), 1 + max(len(row.drafts) for row in plan.rows), top=wants_top)
+        wants_top = any(row.seq.request.params.shows_logprobs for row in plan.rows)
+        J = 1 + max(len(row.drafts) for row in plan.rows)
+        out = _blank(len(plan.rows), J, top=wants_top, picks=self._limits.picks)
         scores: dict[int, PromptLogprobs] = {}
         written: set[tuple[int, int]] = set()
         for row, pages in zip(plan.rows, plan.page_table_RM, strict=True):
@@ -314,7 +320,9 @@ class FakeRunner:
             salt = sampling_hash(params, slot.history, slot.bias)
             seen = int(seen_N[first - start + j]) ^ salt
             mask_W = None if row.mask is None else row.mask[j]
-            token = self.model.draw(seen, first + j + 1, seq.seed, params, stops, lock, mask_W)
+            redraw = row.redraw[j] if row.redraw else -1
+            asked = (seen, first + j + 1, seq.seed, params, stops, lock)
+            token = self.model.draw(*asked, mask_W, redraw)
             if token < 0:
                 out.finite_R[r], out.n_ok_R[r] = False, j + 1
                 break
@@ -322,6 +330,9 @@ class FakeRunner:
             slot.last, slot.length = token, first + j + 1
             slot.text.append(token)
             _put(out, r, j, token, seen, self._limits.vocab_size)
+            if out.picked_RJK is not None:
+                found = [logprob_at(seen, t) for t in slot.picks]
+                out.picked_RJK[r, j, : len(found)] = found
             if j < len(drafts) and token != drafts[j]:
                 break
 
@@ -366,16 +377,20 @@ class FakeRunner:
         return PromptLogprobs(
             start=start,
             logprob_n=np.array(
-                [logprob_of(s ^ mix(t)) for s, t in zip(seen, tokens, strict=True)], np.float32
+                [logprob_at(s, t) for s, t in zip(seen, tokens, strict=True)], np.float32
             ),
-            rank_n=np.ones(n, np.int32),
+            rank_n=np.array(
+                [rank_of(s, t, self._limits.vocab_size) for s, t in zip(seen, tokens, strict=True)],
+                np.int32,
+            ),
             top_ids_nL=np.array([ids for ids, _ in top], np.int32).reshape(n, MAX_LOGPROBS),
             top_logprobs_nL=np.array([p for _, p in top], np.float32).reshape(n, MAX_LOGPROBS),
         )
 
 
-def _blank(R: int, J: int, *, top: bool) -> StepResult:
+def _blank(R: int, J: int, *, top: bool, picks: int) -> StepResult:
     """A result to be filled: nothing drawn, every row finite."""
+    counts = top and picks > 0
     return StepResult(
         tokens_RJ=np.zeros((R, J), np.int32),
         n_ok_R=np.zeros(R, np.int32),
@@ -383,6 +398,8 @@ def _blank(R: int, J: int, *, top: bool) -> StepResult:
         logprob_RJ=np.zeros((R, J), np.float32),
         top_ids_RJL=np.zeros((R, J, MAX_LOGPROBS), np.int32) if top else None,
         top_logprobs_RJL=np.zeros((R, J, MAX_LOGPROBS), np.float32) if top else None,
+        rank_RJ=np.zeros((R, J), np.int32) if counts else None,
+        picked_RJK=np.zeros((R, J, picks), np.float32) if counts else None,
     )
 
 
@@ -397,3 +414,5 @@ def _put(out: StepResult, r: int, j: int, token: int, seen: int, vocab: int) -> 
     out.logprob_RJ[r, j] = logprob_of(seen)
     if out.top_ids_RJL is not None and out.top_logprobs_RJL is not None:
         out.top_ids_RJL[r, j], out.top_logprobs_RJL[r, j] = top_of(seen, vocab)
+    if out.rank_RJ is not None:
+        out.rank_RJ[r, j] = rank_of(seen, token, vocab)

@@ -14,6 +14,9 @@ from jserve.errors import BadRequest, ContextTooLong, Overloaded
 from jserve.faults import point
 from jserve.text.tokenizer import TextTokenizer
 
+MAX_QUEUED = 4096
+"""As many texts as connections may be open: who comes at once with others is not refused here."""
+
 
 class TokenizerPool:
     """Encodes in ``threads`` threads; at most ``max_queued`` texts wait or run at a time.
@@ -23,7 +26,12 @@ class TokenizerPool:
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, *, max_chars: int, threads: int = 2, max_queued: int = 1024
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        max_chars: int,
+        threads: int = 2,
+        max_queued: int = MAX_QUEUED,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_chars = max_chars

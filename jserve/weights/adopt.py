@@ -6,10 +6,12 @@ Owns matching a tree of arrays against the specs. Must not know families or file
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -19,32 +21,57 @@ from jserve.weights.layout import relayout
 from jserve.weights.place import named, sharding_of
 
 
-def adopt(
-    params: Any, specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any, *, canonical: Any = None
-) -> Any:
-    """``params`` as a tree like ``specs``: cast and resharded; no copy where both fit already.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A leaf that was handed over, and the parameter that it is."""
+
+    name: str
+    array: Any
+    """A numpy or jax array of the shape of ``spec`` or ``base``, floating, not deleted."""
+    spec: ParamSpec
+    base: ParamSpec
+    """The same parameter on one device."""
+
+
+def matched(params: Any, specs: Any, canonical: Any = None) -> list[Match]:
+    """The leaves of ``params`` by parameter, in the order of ``specs``; nothing is copied.
 
     ``params`` is the same tree of jax or numpy arrays (lists may be dicts with the index as key,
     int or str), a flax ``nnx.State``, or nested mappings of nnx variables. ``canonical``
     (``family.specs(arch, 1)``) also admits parameters in the layout of one device where the specs
-    repeat kv heads.
+    repeat kv heads or pad the vocabulary.
 
     Raises:
-        WeightsError: a path is missing or unknown, or a leaf has another shape or no floating
-            dtype; ``field`` is ``params.<path>``.
-        ConfigError: the mesh does not fit the rules.
+        WeightsError: a path is missing or unknown, or a leaf was deleted, has another shape or no
+            floating dtype; ``field`` is ``params.<path>``.
     """
     given = dict(_leaves(params, ()))
     wanted = named(specs)
     _check_paths(given, [name for name, _ in wanted])
-    plain = (
-        [spec for _, spec in named(canonical)] if canonical is not None else [s for _, s in wanted]
-    )
+    bases = wanted if canonical is None else named(canonical)
+    return [
+        Match(name=name, array=_checked(given[name], name, spec, base), spec=spec, base=base)
+        for (name, spec), (_, base) in zip(wanted, bases, strict=True)
+    ]
+
+
+def adopt(
+    params: Any, specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any, *, canonical: Any = None
+) -> Any:
+    """A copy of ``params`` as a tree like ``specs``, cast and sharded: it shares no buffer with
+    ``params``, which ``matched`` describes.
+
+    Raises:
+        WeightsError: as ``matched``.
+        ConfigError: the mesh does not fit the rules.
+    """
     leaves = []
-    for (name, spec), base in zip(wanted, plain, strict=True):
-        array = _checked(given[name], name, spec, base)
-        sharding = sharding_of(spec, name, mesh, rules)
-        leaves.append(place(array, base, spec, sharding, spec.dtype or dtype))
+    for match in matched(params, specs, canonical):
+        spec = match.spec
+        sharding = sharding_of(spec, match.name, mesh, rules)
+        placed = place(match.array, match.base, spec, sharding, spec.dtype or dtype)
+        # One parameter at a time: the copies of a cast or a new layout are gone before the next one.
+        leaves.append(jax.block_until_ready(jnp.copy(placed)))
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
 
 
@@ -55,6 +82,14 @@ def place(array: Any, base: ParamSpec, spec: ParamSpec, sharding: Any, dtype: An
     if array.dtype != dtype:
         array = array.astype(dtype)
     return jax.device_put(array, sharding)
+
+
+def in_host_memory(match: Match, dtype: Any) -> np.ndarray:
+    """The parameter as its spec lays it out, cast; it may share memory with ``match.array``."""
+    array = np.asarray(match.array)
+    if array.shape != match.spec.shape:
+        array = relayout(array, match.base, match.spec)
+    return array.astype(dtype, copy=False)
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -89,6 +124,8 @@ def _checked(array: Any, name: str, spec: ParamSpec, base: ParamSpec) -> Any:
         raise _refused(name, f"shape {tuple(array.shape)}, must be {spec.shape}")
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
         raise _refused(name, f"dtype {array.dtype}, must be bf16, f16 or f32")
+    if isinstance(array, jax.Array) and array.is_deleted():
+        raise _refused(name, "its buffer was deleted (donated to a jitted function?)")
     return array
 
 

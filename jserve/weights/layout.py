@@ -76,12 +76,13 @@ def check(spec: ParamSpec, name: str) -> None:
         assert math.prod(part.view) == size, f"{name}: {part.name} viewed as {part.view}"
         fits = (*shape[:c], *shape[c + 1 :]) == (*spec.shape[:c], *spec.shape[c + 1 :])
         assert fits, f"{name}: {part.name} is {shape} in {spec.shape}"
-    total = sum(_repeated(p)[c] for p in spec.parts)
+    total = sum(_repeated(p)[c] for p in spec.parts) + spec.pad
     assert total == spec.shape[c], f"{name}: parts give {total}, not {spec.shape}"
 
 
 def pieces(spec: ParamSpec, index: Index) -> Iterator[Piece]:
-    """The pieces, in order, that fill the shard ``index`` (steps of 1) of ``spec``."""
+    """The pieces, in order, that fill the shard ``index`` (steps of 1) of ``spec``, but for its
+    padding."""
     want = [range(*s.indices(n)) for s, n in zip(index, spec.shape, strict=True)]
     start = 0
     for part in spec.parts:
@@ -109,7 +110,8 @@ def whole(spec: ParamSpec) -> Index:
 
 
 def split(spec: ParamSpec, array: Any) -> dict[str, Any]:
-    """The checkpoint tensors inside a parameter (repeats dropped): the inverse of ``join``."""
+    """The checkpoint tensors inside a parameter (repeats and padding dropped): the inverse of
+    ``join``."""
     tensors, start = {}, 0
     for part in spec.parts:
         extent = _repeated(part)[spec.concat]
@@ -125,11 +127,16 @@ def split(spec: ParamSpec, array: Any) -> dict[str, Any]:
 def join(spec: ParamSpec, tensors: Mapping[str, Any], concatenate: Any = np.concatenate) -> Any:
     """The parameter out of its checkpoint tensors. ``concatenate`` is numpy's or jax.numpy's."""
     cuts = [p.cut(tensors[p.part.name]) for p in pieces(spec, whole(spec))]
+    if spec.pad:
+        c = spec.concat
+        zeros = (*spec.shape[:c], spec.pad, *spec.shape[c + 1 :])
+        cuts.append(np.zeros(zeros, cuts[0].dtype))
     return cuts[0] if len(cuts) == 1 else concatenate(cuts, axis=spec.concat)
 
 
 def relayout(array: Any, src: ParamSpec, dst: ParamSpec, concatenate: Any = np.concatenate) -> Any:
-    """The parameter ``array``, laid out by ``src``, as ``dst`` lays it out (heads repeated)."""
+    """The parameter ``array``, laid out by ``src``, as ``dst`` lays it out (heads repeated, the
+    vocabulary padded)."""
     return join(dst, split(src, array), concatenate)
 
 

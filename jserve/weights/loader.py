@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
-from jserve.model.shard import ParamSpec, ShardRules
+from jserve.model.shard import ParamSpec, ShardRules, padded
 from jserve.weights import orbax
 from jserve.weights.dummy import draw
 from jserve.weights.hf import FLOATS, INTEGERS, Kinds, Tensors
@@ -54,8 +54,8 @@ def load(
     seed: int = 0,
     scan_nan: str = "sample",
 ) -> Any:
-    """The parameters of ``family.specs(arch, tp)``, each with the sharding ``rules`` give it on
-    ``mesh``.
+    """The parameters of ``family.specs(arch, tp)``, the vocabulary ``padded`` to equal shards, each
+    with the sharding ``rules`` give it on ``mesh``.
 
     Args:
         source: where they come from, see ``jserve.weights.source.resolve``.
@@ -103,7 +103,7 @@ def load_tree(
         raise ConfigError(
             f"scan_nan must be off, sample or full, not {scan_nan!r}", field="scan_nan"
         )
-    specs = specs_at(tp_size(mesh, rules))
+    specs = padded(specs_at(tp_size(mesh, rules)), rules, mesh.shape)
     if source.format == "orbax":
         return orbax.restore(
             source.weights,
@@ -131,6 +131,8 @@ def _from_dummy(dtype: Any, seed: int) -> Make:
 def _from_files(tensors: Tensors, dtype: Any, scan_nan: str) -> Make:
     def shard(spec: ParamSpec, index: Index, devices: list[Any]) -> list[jax.Array]:
         block = aligned(shard_shape(spec, index), spec.dtype or dtype)
+        if spec.pad:
+            block[...] = 0
         for piece in pieces(spec, index):
             target = block[piece.out]
             piece.copy(tensors.get(piece.part.name, piece.part.shape, _kinds(spec)), target)

@@ -2,7 +2,7 @@
 
 Owns the directory layout below and the contact with orbax-checkpoint. What is stored is the tree of
 ``family.specs(arch, 1)``, so a checkpoint fits every number of devices; kv heads are repeated
-after the restore.
+after the restore, and the vocabulary is padded by it.
 
     DST/params/            the Orbax checkpoint, in chunks: a shard reads only its part
     DST/*.json, ...        tokenizer and generation_config.json, copied
@@ -142,11 +142,11 @@ def _abstract(
     base: ParamSpec, name: str, spec: ParamSpec, mesh: Mesh, rules: ShardRules, dtype: Any
 ) -> jax.ShapeDtypeStruct:
     """What to restore: the final shards, or replicas where kv heads are repeated afterwards."""
-    if base.shape == spec.shape:
-        sharding = sharding_of(spec, name, mesh, rules)
+    if base.shape == spec.shape or spec.pad:
+        shape, sharding = spec.shape, sharding_of(spec, name, mesh, rules)
     else:
-        sharding = rules.sharding(mesh, (None,) * len(base.shape))
-    return jax.ShapeDtypeStruct(base.shape, spec.dtype or dtype, sharding=sharding)
+        shape, sharding = base.shape, rules.sharding(mesh, (None,) * len(base.shape))
+    return jax.ShapeDtypeStruct(shape, spec.dtype or dtype, sharding=sharding)
 
 
 def _groups(sizes: list[int]) -> Iterator[list[int]]:
@@ -180,13 +180,25 @@ def _restored(root: Path, canonical: Any, abstract: list[Any], group: list[int])
     chosen = set(group)
     leaves = [a if i in chosen else ocp.PLACEHOLDER for i, a in enumerate(abstract)]
     item = jax.tree.unflatten(jax.tree.structure(canonical, is_leaf=is_spec), leaves)
-    args = ocp.args.PyTreeRestore(
-        item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
-    )
+    args = ocp.args.PyTreeRestore(item, restore_args=jax.tree.map(_how, item, is_leaf=_is_left_out))
     with _checkpointer() as checkpointer:
         tree = checkpointer.restore(root.absolute(), args=args)
-    restored = jax.tree.leaves(tree, is_leaf=lambda x: x is ocp.PLACEHOLDER)
+    restored = jax.tree.leaves(tree, is_leaf=_is_left_out)
     return jax.block_until_ready([restored[i] for i in group])
+
+
+def _is_left_out(leaf: Any) -> bool:
+    return leaf is ocp.PLACEHOLDER
+
+
+def _how(leaf: Any) -> ocp.RestoreArgs:
+    """Shapes were compared before: one that is larger than the stored one is a padded vocabulary,
+    which Orbax fills with zeros."""
+    if _is_left_out(leaf):
+        return ocp.RestoreArgs()
+    return ocp.ArrayRestoreArgs(
+        sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False
+    )
 
 
 def _copy_beside(source: Path, directory: Path) -> None:

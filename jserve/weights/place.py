@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jserve.errors import ConfigError
-from jserve.model.shard import ParamSpec, ShardRules, is_spec
+from jserve.model.shard import ParamSpec, ShardRules, is_spec, rule
 from jserve.weights.layout import Index, check
 
 Progress = Callable[[str, int, int], None]
@@ -39,8 +39,13 @@ _SLAB = 1 << 18
 
 
 def tp_size(mesh: Mesh, rules: ShardRules) -> int:
-    """Shards of the kv heads on ``mesh``: the ``tp`` of ``Family.specs``."""
-    return mesh.shape.get(rules.kv_heads, 1) if rules.kv_heads else 1
+    """Shards of the kv heads on ``mesh``: the ``tp`` of ``Family.specs``.
+
+    Raises:
+        ConfigError: the mesh lacks the rule's axis; ``field`` is the rule.
+    """
+    axis = rules.split("kv_heads", mesh.shape)
+    return 1 if axis is None else mesh.shape[axis]
 
 
 def named(specs: Any) -> list[tuple[str, ParamSpec]]:
@@ -53,17 +58,16 @@ def sharding_of(spec: ParamSpec, name: str, mesh: Mesh, rules: ShardRules) -> Na
     """The sharding of one parameter.
 
     Raises:
-        ConfigError: a rule names an axis the mesh lacks, or a dimension does not divide.
+        ConfigError: a rule names an axis the mesh lacks, or a dimension does not divide; ``field``
+        is the rule.
     """
-    for n, axis in zip(spec.shape, rules.partition(spec.axes), strict=True):
-        if axis is not None and axis not in mesh.shape:
+    for n, logical in zip(spec.shape, spec.axes, strict=True):
+        axis = None if logical is None else rules.split(logical, mesh.shape)
+        if logical is not None and axis is not None and n % mesh.shape[axis]:
             raise ConfigError(
-                f"{name}: the mesh has no axis {axis!r}, only {mesh.axis_names}", field="mesh"
-            )
-        if axis is not None and n % mesh.shape[axis]:
-            raise ConfigError(
-                f"{name}: {spec.shape} does not split over {mesh.shape[axis]} of axis {axis!r}",
-                field=name,
+                f"{rule(logical)}: {name} {spec.shape} does not split over the {mesh.shape[axis]}"
+                f" devices of mesh axis {axis!r}",
+                field=rule(logical),
             )
     return rules.sharding(mesh, spec.axes)
 

@@ -31,12 +31,15 @@ from jax.experimental.pallas import mosaic_gpu
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, swizzled
 from pallas_kernels.paged_attention.tree import MAX_PLACES, Tree
+from pallas_kernels.registers import set_compute, set_load
 from pallas_kernels.widen import Raw, load_widened
 
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
 
 OUT_COLUMNS = 32
 """Columns of the output that pass through shared memory at once."""
+EARLY_COPIES = 4
+"""Up to so many page ids a block are read one block ahead; more would need registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +283,7 @@ def _attend(
 
     @pl.when(wg < n_compute)
     def _():
-        _registers(tile, compute=True)
+        _set_registers(tile, compute=True)
         team = _team(tile, lax.div(wg, jnp.int32(tile.warpgroups)), per[0], sm)
         part = lax.rem(wg, jnp.int32(tile.warpgroups))
 
@@ -292,7 +295,7 @@ def _attend(
 
     @pl.when(wg >= n_compute)
     def _():
-        _registers(tile, compute=False)
+        _set_registers(tile, compute=False)
         team = _team(tile, wg - n_compute, per[0], sm)
 
         def load(seg: _Segment, n) -> None:
@@ -314,17 +317,22 @@ def _drain(team: _Team, name: str, n, stages: int) -> None:
         plgpu.barrier_wait(team.barrier(name, lax.rem(i, jnp.int32(stages))))
 
 
-def _registers(tile: Tile, *, compute: bool) -> None:
-    """Hand registers of the warpgroups that load to those that compute, where they are short: 512 are
-    there for each thread number. Small pages need more ids at once to load a block."""
-    if tile.teams * (tile.warpgroups + 1) > 2:
-        most = (208, 40) if tile.copies <= 4 else (200, 56)
-        if tile.teams == 1:
-            most = (240, 32) if tile.copies <= 2 else (232, 48)
-        elif tile.raw_stages:
-            most = (192, 56)
-        action = "increase" if compute else "decrease"
-        plgpu.set_max_registers(most[0 if compute else 1], action=action)
+def _load_budget(tile: Tile) -> int:
+    """Registers per thread of a warpgroup that loads: it holds the page ids of a block, and of the next."""
+    if tile.raw_stages:
+        return 56
+    return 24 if tile.teams == 1 and tile.copies <= 2 else 40
+
+
+def _set_registers(tile: Tile, *, compute: bool) -> None:
+    """Move registers from the warpgroups that load to those that compute, where they are short."""
+    n_compute = tile.teams * tile.warpgroups
+    if n_compute + tile.teams <= 2:
+        return
+    if compute:
+        set_compute(n_compute, tile.teams, _load_budget(tile))
+    else:
+        set_load(_load_budget(tile))
 
 
 def _load_q(team: _Team, q, n) -> None:
@@ -340,8 +348,10 @@ def _load_q(team: _Team, q, n) -> None:
 
 def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
     """Copy the segment's blocks, ``stages`` ahead of the computation. Page ids are read one block
-    ahead of their use; those past the row's end repeat its last page (masked later)."""
+    ahead of their use where registers suffice; those past the row's end repeat its last page (masked
+    later)."""
     tile = team.tile
+    early = tile.copies <= EARLY_COPIES
     last = lax.div(length - 1, jnp.int32(tile.Z))
 
     def pages(i):
@@ -349,7 +359,8 @@ def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
 
     def block(i, ids):
         slot = team.slot(i)
-        following = pages(jnp.minimum(i + 1, seg.end - 1))
+        following = pages(jnp.minimum(i + 1, seg.end - 1)) if early else ()
+        ids = ids or pages(i)
 
         @pl.when(i - team.low >= tile.stages)
         def _():
@@ -360,7 +371,7 @@ def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
             flash.copy_block(ids, pool, team.head, i + seg.base, to, here, tile.Z, tile.block)
         return following
 
-    lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin))
+    lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin) if early else ())
 
 
 def _load_widened(team: _Team, keys, values, table, length, seg: _Segment) -> None:
@@ -389,7 +400,7 @@ def _load_widened(team: _Team, keys, values, table, length, seg: _Segment) -> No
         plgpu.barrier_arrive(team.barrier(f"{name}_here", slot))
 
     raws = (raw("k", keys), raw("v", values))
-    early = tile.copies <= 4
+    early = tile.copies <= EARLY_COPIES
     load_widened(raws, seg.begin, seg.end, tile.raw_stages, pages, early, copy, put)
 
 

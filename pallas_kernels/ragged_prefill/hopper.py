@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, along_rows, swizzled
+from pallas_kernels.registers import set_compute, set_load
 from pallas_kernels.widen import Raw, load_widened
 
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
@@ -60,6 +61,16 @@ class Tile:
     """As of ``paged_attention``: above 0 for KV of 8 bits."""
     register_p: bool = True
     """As of ``paged_attention``: the interpreter needs weights in shared memory."""
+
+    @property
+    def copies(self) -> int:
+        """Of a block of keys: one a page, or one in all."""
+        return self.block // flash.page_rows(self.Z, self.block)
+
+    @property
+    def load_budget(self) -> int:
+        """Registers per thread of the warpgroup that loads: it holds a page id for every copy."""
+        return 56 if self.copies <= 8 else 72
 
     @property
     def tiles(self) -> int:
@@ -125,8 +136,7 @@ def attend(
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
     room = partial(swizzled, dtype=dtype)
-    copies = tile.block // flash.page_rows(tile.Z, tile.block)
-    arrivals = 1 if tile.raw_stages else copies
+    arrivals = 1 if tile.raw_stages else tile.copies
     scratch = {
         "q_in": room(TEAM, M, tile.H),
         "k": room(tile.stages, tile.block, tile.H),
@@ -140,10 +150,10 @@ def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
         "turn": plgpu.Barrier(num_arrivals=TEAM),
     }
     if not tile.raw_stages:
-        scratch["unclean"] = plgpu.Barrier(num_arrivals=copies)
+        scratch["unclean"] = plgpu.Barrier(num_arrivals=tile.copies)
     for name in ("k_raw", "v_raw") if tile.raw_stages else ():
         scratch[name] = swizzled(tile.raw_stages, tile.block, tile.H, dtype=kv_dtype)
-        barriers = plgpu.Barrier(num_arrivals=copies, num_barriers=tile.raw_stages)
+        barriers = plgpu.Barrier(num_arrivals=tile.copies, num_barriers=tile.raw_stages)
         scratch[f"{name}_here"] = barriers
     if not tile.register_p:
         scratch["p"] = room(TEAM, M, tile.block)
@@ -196,12 +206,12 @@ def _attend(q, keys, values, table, start, count, sinks, row_I, skip_I, n_1, out
 
         @pl.when(wg < TEAM)
         def _():
-            plgpu.set_max_registers(224, action="increase")
+            set_compute(TEAM, 1, tile.load_budget)
             _write(job, out, _compute(job, wg, sinks), wg)
 
         @pl.when(wg == TEAM)
         def _():
-            plgpu.set_max_registers(64, action="decrease")
+            set_load(tile.load_budget)
             for w in range(TEAM):
                 source = q.at[job.head, pl.ds(job.place * ROWS_OF_TILE + w * M, M)]
                 plgpu.copy_gmem_to_smem(source, sm["q_in"].at[w], sm["q_here"].at[w])
@@ -271,7 +281,7 @@ def _load_widened(job: _Job, keys, values, table) -> None:
         plgpu.barrier_arrive(sm[f"{name}_here"].at[slot])
 
     raws = (raw("k", keys), raw("v", values))
-    early = tile.block // flash.page_rows(tile.Z, tile.block) <= 4
+    early = tile.copies <= 4
     load_widened(raws, job.begin, job.end, tile.raw_stages, pages, early, copy, put)
 
 

@@ -224,7 +224,7 @@ class FakeEngine:
                 request_id=request.id,
                 index=index,
                 token_ids=tuple(batch),
-                logprobs=self._logprobs(batch, params.logprobs),
+                logprobs=self._logprobs(batch, params),
                 prompt_logprobs=self._prompt(request) if number == 0 else None,
                 finish=self._finish(stopped) if number == len(batches) - 1 else None,
                 stop_reason=ids[-1]
@@ -241,10 +241,12 @@ class FakeEngine:
         return Finish.STOP if stopped else Finish.LENGTH
 
     @staticmethod
-    def _logprobs(ids, n_top):
-        if n_top is None:
+    def _logprobs(ids, params):
+        if not params.shows_logprobs:
             return None
-        return tuple(_scored(t, n_top) for t in ids)
+        if params.logprob_token_ids is None:
+            return tuple(_scored(t, params.logprobs) for t in ids)
+        return tuple(_named(t, params.logprob_token_ids) for t in ids)
 
     @staticmethod
     def _prompt(request: Request):
@@ -258,7 +260,14 @@ def _scored(token: int, n_top: int) -> TokenLogprob:
     """The token is always the second most likely; the likeliest is the next id."""
     top = ((token + 1) % VOCAB, token, *range(n_top))[:n_top]
     lps = (-0.25, -1.5, *([float("-inf")] * n_top))[:n_top]
-    return TokenLogprob(token=token, logprob=-1.5, top_ids=top, top_logprobs=lps)
+    return TokenLogprob(token=token, logprob=-1.5, rank=2, top_ids=top, top_logprobs=lps)
+
+
+def _named(token: int, ids: tuple[int, ...]) -> TokenLogprob:
+    lps = tuple(-float(i) for i in ids)
+    return TokenLogprob(
+        token=token, logprob=-1.5, rank=2, top_ids=ids, top_logprobs=lps, named=True
+    )
 
 
 @dataclass(eq=False)

@@ -62,7 +62,7 @@ class Script(FakeEngine):
                 request_id=request.id,
                 index=0,
                 token_ids=batch,
-                logprobs=self._logprobs(batch, request.params.logprobs),
+                logprobs=self._logprobs(batch, request.params),
                 finish=self.end if stop >= len(ids) else None,
                 seed=1 if at == 0 else None,
                 n_cached=self.n_cached if at == 0 else 0,

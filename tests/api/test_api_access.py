@@ -120,6 +120,26 @@ async def test_models(srv):
     assert one == body["data"][1]
 
 
+async def test_every_served_name_is_taken_and_the_first_one_answers():
+    user = [{"role": "user", "content": "hi"}]
+    asked = {
+        "/v1/chat/completions": {"messages": user},
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"messages": user, "max_tokens": 5},
+        "/v1/score": {"query": "hi", "items": ["a"]},
+    }
+    async with live(model=card(name="gpt-x", aliases=("claude-y", "z"))) as srv:
+        _, body, _ = await srv.get("/v1/models")
+        assert [m["id"] for m in body["data"]] == ["gpt-x", "claude-y", "z"]
+        for path, fields in asked.items():
+            for name in ("gpt-x", "claude-y", "z"):
+                status, body, _ = await srv.post(path, {**fields, "model": name})
+                assert (status, body["model"]) == (200, "gpt-x"), (path, name)
+            status, body, _ = await srv.post(path, {**fields, "model": "tiny"})
+            assert status == 404
+
+
 async def test_a_models_name_may_hold_slashes():
     async with live(model=card(name="org/tiny", aliases=())) as srv:
         for path in ("/v1/models/org/tiny", "/v1/models/org%2Ftiny"):

@@ -66,6 +66,8 @@ async def test_stream_helper():
     assert "".join(texts) == "Look:"
     thought, text, call = final.content
     assert (thought.type, thought.thinking) == ("thinking", "So.")
+    assert thought.signature
+    assert whole.content[0].signature == thought.signature
     assert (text.type, text.text) == ("text", "Look:")
     assert (call.type, call.name, call.input) == (
         "tool_use",
@@ -76,8 +78,28 @@ async def test_stream_helper():
     assert final.stop_reason == "tool_use"
     assert [b.type for b in whole.content] == ["thinking", "text", "tool_use"]
     assert final.usage.output_tokens == whole.usage.output_tokens
-    n_thought = len(tokenizer().encode("<think>\nSo.\n</think>"))
+    n_thought = len(tokenizer().encode("\nSo.\n"))
     assert whole.usage.output_tokens_details.thinking_tokens == n_thought
+
+
+async def test_a_thought_ends_with_its_signature_and_comes_back():
+    script = Script(("<think>\nSo.\n</think>\n\nLook",))
+    async with talking(script) as srv:
+        asked = {"messages": USER, "max_tokens": 50, "stream": True}
+        events = await srv.events("/v1/messages", asked)
+        kinds = [e.get("delta", e).get("type") for e in events if e.get("index") == 0]
+        assert kinds[-2:] == ["signature_delta", "content_block_stop"]
+        assert kinds.count("signature_delta") == 1
+        assert not any("signature" in str(e) for e in events if e.get("index") == 1)
+        _, body, _ = await srv.post("/v1/messages", {**asked, "stream": False})
+        block = body["content"][0]
+        signatures = [e["delta"]["signature"] for e in events if "signature" in e.get("delta", {})]
+        assert signatures == [block["signature"]]
+        turns = [*USER, {"role": "assistant", "content": body["content"]}, *USER]
+        status, *_ = await srv.post("/v1/messages", {"messages": turns, "max_tokens": 50})
+        assert status == 200
+        signed = await srv.post("/v1/messages", {"messages": turns, "max_tokens": 50})
+        assert "x-jserve-ignored-params" not in signed[2]
 
 
 async def test_a_conversation_with_tools_reaches_the_template():

@@ -148,10 +148,22 @@ async def test_errors_of_the_server_keep_their_shape(tmp_path: Path) -> None:
     assert [found[name]["status_code"] for name in ("path", "odd", "get")] == [404, 404, 405]
 
 
-def test_two_lines_of_one_name_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    source = written(tmp_path / "in", [line("a"), b"{bad", line("b"), line("a")])
-    with pytest.raises(ConfigError, match="lines 1 and 4 have the same custom_id 'a'"):
-        survey(source)
+async def test_a_double_custom_id_costs_its_line_and_no_other(tmp_path: Path) -> None:
+    source = written(tmp_path / "in", [line("a"), line("b"), line("a", prompt="other"), line("c")])
+    outcome = await answered(source, tmp_path / "out")
+    assert (outcome.total, outcome.answered, outcome.failed, outcome.exit_code) == (4, 4, 1, 1)
+    found = {name_of(r): r for r in records(tmp_path / "out")}
+    assert set(found) == {"a", "b", "c", 3}
+    assert all(found[name]["response"]["status_code"] == 200 for name in "abc")
+    error = found[3]["error"]
+    assert (error["param"], error["line"]) == ("custom_id", 3)
+    assert error["message"] == "line 3: line 1 has the same custom_id 'a'"
+    again = await answered(source, tmp_path / "out")
+    assert (again.answered, again.failed) == (4, 1)
+    assert len(records(tmp_path / "out")) == 4, "nothing is asked again"
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         survey(tmp_path / "none")
 

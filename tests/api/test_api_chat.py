@@ -31,7 +31,8 @@ async def test_whole_answer(srv):
     assert body["model"] == "tiny"
     assert body["system_fingerprint"] == "fp"
     (choice,) = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+    thought = {"reasoning": None, "reasoning_content": None}
+    assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None, **thought}
     assert choice["finish_reason"] == "stop"
     assert choice["index"] == 0
     assert choice["logprobs"] is None
@@ -50,7 +51,7 @@ async def test_stream_contract(srv):
     *chunks, last = events[:-1]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunks[0]["choices"][0]["finish_reason"] is None
-    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert chunks[-1]["choices"][0]["delta"] == {"content": ""}
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
     assert all(c["usage"] is None for c in chunks)
     assert all(c["choices"][0]["finish_reason"] is None for c in chunks[:-1])
@@ -81,10 +82,48 @@ async def test_no_usage_chunk_unless_asked(srv):
 async def test_continuous_usage_counts_up(srv):
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = await srv.events(CHAT, chat_body(stream_options=options))
-    counts = [e["usage"]["completion_tokens"] for e in events[:-1]]
-    assert counts == sorted(counts)
-    assert counts[0] == 1
-    assert counts[-1] == N_TEXT + 1
+    *counts, total = [e["usage"]["completion_tokens"] for e in events[:-1]]
+    assert counts[0] == 0  # the role alone
+    assert counts == sorted(set(counts)), "a chunk repeats the count of the one before"
+    assert counts[-1] == total == N_TEXT + 1
+
+
+async def test_continuous_usage_alone_asks_for_nothing(srv):
+    events = await srv.events(CHAT, chat_body(stream_options={"continuous_usage_stats": True}))
+    assert events[-1] == "[DONE]"
+    assert all(e["choices"] and "usage" not in e for e in events[:-1])
+
+
+async def test_the_last_words_come_with_the_finish(srv):
+    *_, last, _ = await srv.events(CHAT, chat_body(max_tokens=3))
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["choices"][0]["delta"]["content"] == TEXT[2]
+
+
+async def test_what_is_not_there_is_null(srv):
+    _, body, _ = await srv.post(CHAT, chat_body())
+    (choice,) = body["choices"]
+    for holder, names in (
+        (body, ("prompt_token_ids", "prompt_logprobs")),
+        (choice, ("token_ids", "stop_reason", "logprobs")),
+        (choice["message"], ("reasoning", "reasoning_content", "refusal")),
+    ):
+        assert {name: holder[name] for name in names} == dict.fromkeys(names)
+
+
+async def test_log_probabilities_of_named_ids(srv):
+    asked = chat_body(max_tokens=2, logprobs=True, top_logprobs=1, logprob_token_ids=[7, 72, 200])
+    _, body, _ = await srv.post(CHAT, asked | {"return_tokens_as_token_ids": True})
+    params = srv.engine.records[0].request.params
+    assert (params.logprobs, params.logprob_token_ids) == (0, (7, 72, 200))
+    for entry in body["choices"][0]["logprobs"]["content"]:
+        assert [t["token"] for t in entry["top_logprobs"]] == [
+            f"token_id:{i}" for i in (7, 72, 200)
+        ]
+        assert [t["logprob"] for t in entry["top_logprobs"]] == [-7.0, -72.0, -200.0]
+    status, body, _ = await srv.post(CHAT, chat_body(logprob_token_ids=[7]))
+    assert (status, body["error"]["param"]) == (400, "logprob_token_ids")
+    assert "needs logprobs" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -158,8 +158,21 @@ async def test_prompt_logprobs_per_choice(srv):
     _, body, _ = await srv.post(PATH, {"prompt": ["ab", "c"], "prompt_logprobs": 0})
     first, second = (c["prompt_logprobs"] for c in body["choices"])
     assert first[0] is None
-    assert first[1] == {str(ord("b")): {"logprob": -1.5, "rank": None, "decoded_token": "b"}}
+    assert first[1] == {str(ord("b")): {"logprob": -1.5, "rank": 2, "decoded_token": "b"}}
     assert second == [None]
+
+
+async def test_what_is_not_there_is_null(srv):
+    _, body, _ = await srv.post(PATH, {"prompt": "a"})
+    names = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "stop_reason")
+    assert {name: body["choices"][0][name] for name in names} == dict.fromkeys(names)
+
+
+async def test_log_probabilities_of_named_ids(srv):
+    fields = {"prompt": "a", "max_tokens": 1, "logprobs": 5, "logprob_token_ids": [66, 67]}
+    _, body, _ = await srv.post(PATH, fields)
+    found = body["choices"][0]["logprobs"]
+    assert found["top_logprobs"] == [{"B": -66.0, "C": -67.0, TEXT[0]: -1.5}]
 
 
 async def test_ignore_eos_and_special_tokens(srv):

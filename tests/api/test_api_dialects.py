@@ -102,8 +102,9 @@ def message_stream(events: list) -> dict:
                     assert delta["type"] == "input_json_delta"
                     arguments += delta["partial_json"]
                 else:
-                    assert delta["type"] == f"{kind}_delta"
-                    block[kind] += delta[kind]
+                    name = delta["type"].removesuffix("_delta")
+                    assert name == kind or (kind, name) == ("thinking", "signature")
+                    block[name] += delta[name]
             case "content_block_stop":
                 assert event["index"] == open_index
                 if message["content"][-1]["type"] == "tool_use":

@@ -83,6 +83,8 @@ GOOD: dict[Any, Good] = {
     "max_completion_tokens": Good(7),
     "max_output_tokens": Good(7),
     "prompt_logprobs": Good(1),
+    "logprob_token_ids": Good([5, 6], SCORED),
+    ("/v1/completions", "logprob_token_ids"): Good([5, 6], {"logprobs": 1}),
     "stream_options": Good({"include_usage": True}, {"stream": True}),
     "return_token_ids": Good(True),
     "return_tokens_as_token_ids": Good(True, SCORED),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 
@@ -12,7 +14,7 @@ from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
-from jserve.ports import RunnerLimits
+from jserve.ports import RunnerLimits, StepTime
 from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
@@ -41,13 +43,13 @@ class Host:
 
 
 @asynccontextmanager
-async def host(*, step_s: float = 0.0, eos_rate: int = 20, serve=None, **options):
+async def host(*, limits=LIMITS, step_s: float = 0.0, eos_rate: int = 20, serve=None, **options):
     found = Host()
     config = EngineConfig.of(max_num_seqs=4, max_num_batched_tokens=36, **options)
 
     def build(config, progress):
-        found.runner = FakeRunner(LIMITS, eos_rate=eos_rate, step_s=step_s)
-        found.engine = Engine(Scheduler(LIMITS, config), found.runner)
+        found.runner = FakeRunner(limits, eos_rate=eos_rate, step_s=step_s)
+        found.engine = Engine(Scheduler(limits, config), found.runner)
         return found.engine, {}
 
     found.face = AsyncEngine(lambda: InprocClient(config, build))
@@ -137,6 +139,28 @@ async def test_engine_refusals_reach_the_client():
         codes = [status for status, _, _ in answers]
         assert set(codes) == {200, 503}
         assert next(b for s, b, _ in answers if s == 503)["error"]["code"] == "overloaded"
+        await idle(found)
+
+
+async def test_a_burst_at_an_idle_server_is_served():
+    """512 at once, one connection each, with the default bounds, at a device whose steps are known to be so
+    slow that all this is hours of work."""
+    times = tuple(
+        StepTime(n_decode=d, n_prefill=p, n_context=64, seconds=10.0, width=1)
+        for d in (0, 4)
+        for p in (0, 32)
+    )
+    async with host(limits=replace(LIMITS, step_times=times)) as found:
+
+        async def one(i: int) -> int:
+            path, body = (CHAT, chat_body()) if i % 2 else (COMP, {"prompt": f"q{i}"})
+            async with aiohttp.ClientSession() as http:
+                body |= {"max_tokens": 1}
+                async with http.post(found.srv.url + path, json=body) as r:
+                    await r.read()
+                    return r.status
+
+        assert Counter(await asyncio.gather(*(one(i) for i in range(512)))) == {200: 512}
         await idle(found)
 
 

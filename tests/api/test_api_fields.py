@@ -81,6 +81,7 @@ BAD: dict[Any, list[Any]] = {
     "max_completion_tokens": [*NOT_AN_INT, 0, -1, 100_000],
     "max_output_tokens": [*NOT_AN_INT, 0, -1, 100_000],
     "prompt_logprobs": [*NOT_AN_INT, -1, 21],
+    "logprob_token_ids": [*IDS, []],
     "top_logprobs": [*NOT_AN_INT, -1, 21],
     "stream_options": [1, "x", [], {"include_usage": 1}],
     ("/v1/responses", "stream_options"): [1, "x", [], {"include_obfuscation": 1}],

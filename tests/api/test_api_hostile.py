@@ -102,10 +102,6 @@ BOTH = [
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncation_side": "middle"}, "truncation_side"),
     ({"truncation_side": "left"}, "truncation_side"),
-    (
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "stream_options.continuous_usage_stats",
-    ),
     ({"priority": 2**63}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "a/b"}, "cache_salt"),
@@ -131,6 +127,11 @@ BOTH = [
         "response_format.json_schema.schema",
     ),
     ({"response_format": {"type": "structural_tag", "structures": 3}}, "response_format"),
+    ({"response_format": {"type": "structural_tag", "format": 3}}, "response_format"),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "token", "token": 3}}},
+        "response_format",
+    ),
     ({"structured_outputs": "a"}, "structured_outputs"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
@@ -167,6 +168,41 @@ BOTH = [
     ({"thinking_token_budget": 5}, "thinking_token_budget"),
     ({"verbosity": "low"}, "verbosity"),
 ]
+
+
+TEXT_PATH = "/v1/completions"
+# Path, fields, and the value that the message has to name: the first bad one.
+NAMED = [
+    (TEXT_PATH, {"prompt": "a", "logit_bias": {"1": 1, "2049": 1, "2050": 1}}, "'2049'"),
+    (TEXT_PATH, {"prompt": "a", "logit_bias": {"-1": 1}}, "'-1'"),
+    (TEXT_PATH, {"prompt": [1, 2050, 2049]}, "prompt[1] is 2050"),
+    (TEXT_PATH, {"prompt": [[1], [2, 3, -4]]}, "prompt[1][2] is -4"),
+    (TEXT_PATH, {"prompt": [[1, True]]}, "prompt[1] is 'True'"),
+    (TEXT_PATH, {"prompt": "a", "allowed_token_ids": [3, 2051]}, "allowed_token_ids[1] is 2051"),
+    (TEXT_PATH, {"prompt": "a", "stop_token_ids": [9999]}, "stop_token_ids[0] is 9999"),
+    (
+        TEXT_PATH,
+        {"prompt": "a", "logprobs": 1, "logprob_token_ids": [5, -7]},
+        "logprob_token_ids[1] is -7",
+    ),
+    (
+        "/v1/score",
+        {"query": "a", "items": ["b"], "label_token_ids": [7, 8888]},
+        "label_token_ids[1] is 8888",
+    ),
+    ("/v1/score", {"query": [1, 8888], "items": ["b"]}, "query[1] is 8888"),
+    ("/v1/score", {"query": "a", "items": [[1], [7777]]}, "items[1][0] is 7777"),
+    ("/detokenize", {"tokens": [1, 6666]}, "tokens[1] is 6666"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "words"), NAMED)
+async def test_the_first_bad_value_is_named(shared, path, fields, words):
+    status, body, _ = await shared.post(path, fields)
+    assert status == 400
+    assert words in body["error"]["message"]
+    field = words.partition("[")[0]
+    assert body["error"]["param"] == ("logit_bias" if field.startswith("'") else field)
 
 
 @pytest.fixture

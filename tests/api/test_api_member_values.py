@@ -62,6 +62,7 @@ BAD: dict[Any, Any] = {
     "response_format.structures[].begin": [None, *TEXT],
     "response_format.structures[].schema": [5, "x", [], {"not": {}}],
     "response_format.structures[].end": [None, *TEXT],
+    "response_format.format": [5, "x", [], {}, {"type": "token"}],
     "response_format.triggers": [None, 5, "x", {}, [], [1], ["no tag begins so"]],
     "retain[].start": [-1, 2**31, *NOT_A_NUMBER],
     "retain[].end": [0, *NOT_A_NUMBER],

@@ -261,7 +261,7 @@ async def test_a_call_begins_with_its_id_and_name_and_its_arguments_follow(kind,
         assert [t for part in told for t in part] == expected
 
 
-async def test_usage_of_the_first_chunk_counts_the_thought_it_began():
+async def test_usage_in_chunks_counts_the_thought_so_far():
     options = {"include_usage": True, "continuous_usage_stats": True}
     script = Script(("<think>\nred car\n</think>\n\nred",))
     async with talking(script) as srv:
@@ -271,8 +271,57 @@ async def test_usage_of_the_first_chunk_counts_the_thought_it_began():
         (u["completion_tokens"], u["completion_tokens_details"]["reasoning_tokens"])
         for u in (e["usage"] for e in events[:-1])
     ]
-    assert counts[0] == (1, 1)
+    assert counts[0] == (0, 0)  # the role alone
     assert counts == sorted(counts)
+    assert counts[-1][1] == len(tokenizer().encode("\nred car\n"))
+
+
+async def test_a_model_that_thinks_says_null_in_chunks_without_a_thought():
+    script = Script(("<think>\nred car\n</think>\n\nred",))
+    async with talking(script) as srv:
+        events = await srv.events("/v1/chat/completions", {"messages": USER})
+        deltas = [c["delta"] for e in events[:-1] for c in e["choices"]]
+        said = [d for d in deltas if "content" in d]
+        assert len(said) > 1
+        assert all(d["reasoning"] is d["reasoning_content"] is None for d in said)
+        hidden = await srv.events(
+            "/v1/chat/completions", {"messages": USER, "include_reasoning": False}
+        )
+        assert not any("reasoning" in c["delta"] for e in hidden[:-1] for c in e["choices"])
+
+
+async def test_a_call_that_must_be_made_wins_over_a_format():
+    async with fake_device() as client:
+        for form in (json_schema(CITY.json), {"type": "json_object"}):
+            for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+                fields = {"tools": [WEATHER], "tool_choice": choice, "response_format": form}
+                content, _, calls, _ = await whole(client, seed=3, max_tokens=400, **fields)
+                plain = await whole(
+                    client, seed=3, max_tokens=400, tools=[WEATHER], tool_choice=choice
+                )
+                assert (content, calls) == (plain[0], plain[2])
+                assert calls[0][0] == "get_weather"
+
+
+async def test_structural_tags_of_today():
+    format = {
+        "type": "sequence",
+        "elements": [
+            {"type": "const_string", "value": "red: "},
+            {
+                "type": "tag",
+                "begin": "<",
+                "content": {"type": "json_schema", "json_schema": CITY.json},
+                "end": ">",
+            },
+        ],
+    }
+    async with fake_device() as client:
+        asked = {"response_format": {"type": "structural_tag", "format": format}}
+        content, *_ = await whole(client, seed=1, max_tokens=400, extra_body=asked)
+        assert content.startswith("red: <")
+        assert content.endswith(">")
+        jsonschema.validate(json.loads(content[6:-1]), CITY.json)
 
 
 async def test_white_space_before_an_answer_is_no_thought():
@@ -291,8 +340,9 @@ async def test_without_tools_or_with_none_the_text_is_content():
 
 @pytest.mark.parametrize("lead", ["", "\n", "\n \n"])
 async def test_usage_counts_the_tokens_of_the_thought(lead):
-    thought = lead + "<think>\nred car\n</think>"
-    script = Script((thought + "\n\nred",))
+    """Those between the tags: not the tags, nor what stands in front of them."""
+    thought = "\nred car\n"
+    script = Script((f"{lead}<think>{thought}</think>\n\nred",))
     async with served(script) as client:
         answer = await client.create(model="tiny", messages=USER)
         counted = answer.usage.completion_tokens_details.reasoning_tokens
@@ -308,7 +358,7 @@ async def test_usage_counts_the_tokens_of_the_thought(lead):
             model="tiny", messages=USER, extra_body={"include_reasoning": False}
         )
         assert hidden.choices[0].message.content == "red"
-        assert not hasattr(hidden.choices[0].message, "reasoning")
+        assert hidden.choices[0].message.reasoning is None
 
 
 @pytest.mark.parametrize("name", ["both", "reasoning", "reasoning_content"])
@@ -345,7 +395,7 @@ async def test_a_thought_budget_reaches_the_engine_and_ends_the_thought():
             temperature=0,
         )
         details = answer.usage.completion_tokens_details
-        assert details.reasoning_tokens == 6 + 2  # the line break and the tag that close it
+        assert details.reasoning_tokens == 6
         assert answer.choices[0].message.content is not None
 
 
@@ -384,9 +434,9 @@ async def test_structure_after_a_thought():
             {
                 "tools": [WEATHER],
                 "tool_choice": "required",
-                "response_format": {"type": "json_object"},
+                "extra_body": {"structured_outputs": {"json": {}}},
             },
-            "response_format",
+            "structured_outputs",
         ),
         (
             {

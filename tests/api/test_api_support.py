@@ -21,6 +21,10 @@ BASE = {
     "/v1/responses": {"input": "hi there, how are you", "max_output_tokens": 40},
     "/v1/messages": CHAT,
 }
+SAYS = '{"a": 1}'
+CALLS = f'<tool_call>\n{{"name": "f", "arguments": {SAYS}}}\n</tool_call>'
+"""What the model says, where it has tools."""
+CALL_PARTS = ('"tool_calls":[{', '"type":"function_call"', '"type":"tool_use"')
 ROW = {feature.name: feature for feature in FEATURES}
 
 # How it shows in what the engine is asked that a feature was applied.
@@ -47,7 +51,7 @@ SHOWS = {
 ANSWERS = {
     "stream": lambda text: text.startswith(("data: ", "event: ")),
     "token ids": lambda text: '"token_ids":[' in text,
-    "tools": lambda text: True,
+    "tools": lambda text: any(part in text for part in CALL_PARTS),
 }
 
 
@@ -67,7 +71,7 @@ def test_every_feature_has_its_sign():
 
 @pytest.mark.parametrize("path", GENERATING)
 async def test_every_pair_of_features_holds_as_stated(path):
-    script = Choices(('{"a": 1}',))
+    script = Choices((SAYS,))
     async with talking(script) as srv:
         for i, one in enumerate(FEATURES):
             for other in FEATURES[i:]:
@@ -80,6 +84,7 @@ async def check(srv, script: Script, path: str, one: Feature, other: Feature) ->
         return
     body = BASE[path] | (one.on(path) or {}) | (other.on(path) or {})
     script.records.clear()
+    script.texts = (CALLS if "tools" in body else SAYS,)
     async with srv.http.post(srv.url + path, json=body) as r:
         text = await r.text()
     where = (path, one.name, other.name, text[:300])

@@ -15,8 +15,9 @@ from aiohttp import web
 class Fake:
     """Counts what it sees; every request's ``model`` chooses how it misbehaves."""
 
-    def __init__(self, step_s: float = 0.0) -> None:
-        self.step_s = step_s
+    def __init__(self, step_s: float = 0.0, leak_kib: int = 0) -> None:
+        self.step_s, self.leak_kib = step_s, leak_kib
+        self.leaked: list[bytes] = []
         self.bodies: list[dict] = []
         self.peers: set[tuple] = set()
         self.running = self.most_running = 0
@@ -34,10 +35,11 @@ class Fake:
         return app
 
     async def health(self, _: web.Request) -> web.Response:
+        self.leaked.append(b"x" * (1024 * self.leak_kib))
         return web.json_response({})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        body = {"model": "good"} | await request.json()
         self.bodies.append(body)
         self.peers.add(request.transport.get_extra_info("peername") if request.transport else ())
         if len(body["prompt"]) > 1000:
@@ -89,20 +91,20 @@ async def send(reply: web.StreamResponse, event: dict, torn: bool = False) -> No
 
 
 def main() -> None:
-    """Run as a server process: ``fake_server.py PORT [--child] [--step-s S]``."""
+    """Run as a server process: ``fake_server.py PORT [--child] [--step-s S] [--leak-kib K]``."""
     p = argparse.ArgumentParser()
     p.add_argument("port", type=int)
     p.add_argument("--child", action="store_true", help="also start a child deaf to SIGTERM")
     p.add_argument("--step-s", type=float, default=0.0, help="seconds between two chunks")
+    p.add_argument("--leak-kib", type=int, default=0, help="kept for ever of each GET /health")
     args = p.parse_args()
     if args.child:
         deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
         child = subprocess.Popen([sys.executable, "-c", deaf])
         print(f"child {child.pid}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    web.run_app(
-        Fake(args.step_s).app(), host="127.0.0.1", port=args.port, print=None, handle_signals=False
-    )
+    app = Fake(args.step_s, args.leak_kib).app()
+    web.run_app(app, host="127.0.0.1", port=args.port, print=None, handle_signals=False)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,17 @@ def test_a_whole_run_against_a_running_server(tmp_path: Path, capsys) -> None:
     assert "p99 / alone p50" in capsys.readouterr().out
 
 
+def test_a_server_that_the_run_starts_has_its_load_counted(tmp_path: Path, monkeypatch) -> None:
+    """Cores of its process, which are then not foreign."""
+    engine = Engine(name="fake", argv=(sys.executable, FAKE, "{port}"), model="good")
+    monkeypatch.setattr(interference, "build", lambda name, paths: engine)
+    line = [str(tmp_path), "--prompts", "2", "--long", "1200", "--ready-timeout", "60"]
+    args = interference.parser().parse_args(line)
+    found = interference.serve("whole", args, tmp_path, 0.0)
+    assert found["errors"] == 0
+    assert found["cpu"]["server_cores"] > 0
+
+
 @pytest.mark.parametrize("line", [[], ["--url", "x", "--prompts", "0"]])
 def test_bad_usage_is_exit_code_2(line: list[str]) -> None:
     with pytest.raises(SystemExit) as e:

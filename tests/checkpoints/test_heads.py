@@ -27,7 +27,7 @@ from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.shard import Axes, ShardRules, make_mesh
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.weights.heads import read_head
 from jserve.weights.loader import load
@@ -260,7 +260,7 @@ def serve(folder: Path, target: Path, method: str) -> Served:
         embedding=family.embed,
         unembedding=family.logits,
         attn=backend("ref"),
-        axis=None,
+        axes=Axes(),
     )
     drafter, load_weights = read_head(method, resolve(str(folder)), arch)
     return Served(family, of, drafter, load_weights(mesh, rules, jnp.float32))
@@ -281,22 +281,22 @@ def served_logits(served: Served, tokens: list[int], steps: int) -> tuple[np.nda
         last_R = jnp.arange(2, n + 2)
         seen = Seen(view=view, next_T=next_T, x_TD=x_TD, taps=taps, last_R=last_R)
         kv = [_pages(of, drafter.arch) for _ in range(drafter.n_kv_layers)]
-        carry, kv = drafter.observe(of, params, seen, kv, None)
-        return drafter.logits(of, params, carry, 0, None), carry, kv
+        carry, kv = drafter.observe(of, params, seen, kv, Axes())
+        return drafter.logits(of, params, carry, 0, Axes()), carry, kv
 
     @jax.jit
     def advance(params, carry, kv, buf):
         if drafter.advance is None:
             return carry, kv
         view = _view(of, Bucket(D=2, P=0, F=0), buf)
-        return drafter.advance(of, params, carry, view, kv, None)
+        return drafter.advance(of, params, carry, view, kv, Axes())
 
     first, carry, kv = observe(params, _buffer(of, Bucket(D=2, P=n, F=1), [], [row]))
     carry, chain = jnp.repeat(carry[-1:], 2, axis=0), [first[-1]]
     for i in range(1, steps):
         row = Row(range(1, 9), n + i - 1, [tokens[n + i]], slot=0)
         carry, kv = advance(params, carry, kv, _buffer(of, Bucket(D=2, P=0, F=0), [row], []))
-        chain.append(drafter.logits(of, params, carry, i, None)[0])
+        chain.append(drafter.logits(of, params, carry, i, Axes())[0])
     return np.asarray(first), np.asarray(jnp.stack(chain))
 
 
@@ -319,7 +319,7 @@ def _pass(served: Served, view: Any) -> tuple[jax.Array, list[jax.Array]]:
     of, drafter, tapped = served.target, served.drafter, served.family.tapped
     assert tapped is not None
     kv = [_pages(of, of.arch) for _ in range(of.arch.L)]
-    x_TD, _, taps = tapped(of.arch, of.params, view, kv, of.attn, None, drafter.taps)
+    x_TD, _, taps = tapped(of.arch, of.params, view, kv, of.attn, Axes(), drafter.taps)
     return x_TD, taps
 
 

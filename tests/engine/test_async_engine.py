@@ -245,6 +245,16 @@ async def test_a_command_that_cannot_run_is_reported():
     await engine.close()
 
 
+async def test_a_start_that_fails_is_reported_once_by_its_caller(caplog):
+    engine = AsyncEngine(
+        lambda: ProcClient(EngineConfig(), command=lambda fd: ["./no-such-program"])
+    )
+    with pytest.raises(EngineDead):
+        await engine.start()
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
+    await engine.close()
+
+
 async def test_before_the_start_requests_are_refused():
     engine = engine_of()
     with pytest.raises(NotReady) as caught:

@@ -187,7 +187,15 @@ def reference(r: Request, spec: StructuredOutputs, seed: int) -> list[int]:
     return drawn
 
 
-def _draw(model: FakeModel, r: Request, drawn: list[int], seed: int, mask_W: np.ndarray) -> int:
+def first_free(r: Request) -> int:
+    """The first token of ``r`` if it had no structure; its request gives a seed."""
+    assert r.params.seed is not None
+    return _draw(FakeModel(vocab_size=VOCAB), r, [], r.params.seed, None)
+
+
+def _draw(
+    model: FakeModel, r: Request, drawn: list[int], seed: int, mask_W: np.ndarray | None
+) -> int:
     visible = Visible()
     for token in (*r.prompt_ids, *drawn):
         visible.add(token)

@@ -122,7 +122,7 @@ class Slow(GrammarChecker):
 def slow():
     one = Slow()
     yield one
-    one.go.release(100)
+    one.go.release(2 * MAX_QUEUED)
     one.close()
 
 
@@ -165,6 +165,19 @@ def test_without_tenants_the_whole_queue_may_be_filled_and_no_more(slow):
     with pytest.raises(Overloaded):
         slow.check(regex("more"))
     assert len(slow.order) == 0
+
+
+def test_one_grammar_that_a_burst_asks_for_counts_once(slow):
+    """512 requests with one schema at an idle server: none is refused while the first is compiled."""
+    for tenant in ("", "ann"):
+        futures = [slow.check(regex("same"), tenant) for _ in range(MAX_QUEUED + 10)]
+        slow.go.release()
+        for future in futures:
+            assert future is not None
+            future.result(10)
+        slow._verdicts.clear()
+    assert slow.order == ["same", "same"]
+    assert not slow._asked, "nothing is counted that does not wait"
 
 
 def test_who_left_is_not_checked(slow):

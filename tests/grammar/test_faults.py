@@ -48,8 +48,8 @@ def test_a_limit_of_the_grammar_is_the_clients_and_names_the_field(n, proposer, 
 
 def test_a_guess_that_breaks_the_matcher_leaves_no_trace():
     """At every call of the walk: the drafts end there, and what may come next is as it was."""
-    made = guides().guide(request("a", CITY))
-    plain = guides().guide(request("a", CITY))
+    made = guides().guide(request("a", CITY), 120)
+    plain = guides().guide(request("a", CITY), 120)
     assert made is not None
     assert plain is not None
     draft = ids('{"city": "Par')
@@ -72,7 +72,7 @@ def test_a_guess_that_breaks_the_matcher_leaves_no_trace():
 
 def test_a_mask_that_fails_behind_a_guess_leaves_no_trace(monkeypatch):
     """Nothing may be drawn behind that guess, and all is well where the sequence stands."""
-    made = guides().guide(request("a", CITY, logprobs=0))
+    made = guides().guide(request("a", CITY, logprobs=0), 120)
     assert made is not None
     draft = list(made.trim(ids('{"city": "Par')))
     want = made.mask(draft)

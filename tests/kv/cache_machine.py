@@ -18,7 +18,7 @@ from jserve.sched import caching
 from jserve.types import Retention
 from tests.kv.counting import Told, with_fields
 from tests.kv.disk_drive import DiskDrive
-from tests.sched.sched_drive import Drive, MixedDrafts, drafting, limits
+from tests.sched.sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits
 from tests.sched.sched_machine import PREFIXES, SchedulerMachine, make, requests
 
 MAX_LEN = 64
@@ -57,6 +57,7 @@ class CacheMachine(SchedulerMachine):
         window=st.sampled_from([(0, 0), (0, 0), (3, 0), (9, 0), (14, 5)]),
         preemption=st.sampled_from(["swap", "recompute", "auto"]),
         reuse=st.sampled_from([True, True, False]),
+        vocab=st.sampled_from([VOCAB, 2]),
     )
     def start(
         self,
@@ -72,11 +73,13 @@ class CacheMachine(SchedulerMachine):
         window,
         preemption,
         reuse,
+        vocab,
     ):
         """As ``SchedulerMachine.start``, with a host tier and the options of what is kept."""
         n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)
         changes = {"n_host_pages": n_host_pages, "max_model_len": MAX_LEN}
         changes |= {"window": window[0], "sinks": window[1], "page_move_s": 1e-4}
+        changes |= {"vocab_size": vocab}
         lim = limits(n_pages=n_pages, page_size=page_size, max_drafts=drafts, **changes)
         options = {
             "depth": depth,
@@ -98,6 +101,9 @@ class CacheMachine(SchedulerMachine):
     def _queue_has_room(self) -> bool:
         return len(self.drive.scheduler.floor.waiting) < 8
 
+    def _make(self, spec: dict):
+        return make(f"r{self.n}", spec, self.drive.limits.vocab_size)
+
     def _told(self, request) -> None:
         self.drive.requests[request.id] = request
         for i in range(request.params.n):
@@ -111,7 +117,7 @@ class CacheMachine(SchedulerMachine):
         if self._queue_has_room() and spec["n"] == 1:
             self.n += 1
             fields = {"tenant": tenant, "retain": tuple(hints), "session": session}
-            made = with_fields(make(f"r{self.n}", spec), **fields)
+            made = with_fields(self._make(spec), **fields)
             before = self.shape()
             try:
                 self.drive.add(made)
@@ -131,7 +137,7 @@ class CacheMachine(SchedulerMachine):
         if not self._queue_has_room():
             return
         self.n += 1
-        spec = with_fields(make(f"r{self.n}", _plain(prefix)), tenant=tenant, cache=name)
+        spec = with_fields(self._make(_plain(prefix)), tenant=tenant, cache=name)
         handles = self.drive.scheduler.floor.keeping.handles
         before = (len(handles), handles.n_pages)
         try:
@@ -148,7 +154,8 @@ class CacheMachine(SchedulerMachine):
             return
         self.n += 1
         spec = _plain(rest) | {"max_tokens": 3}
-        request = with_fields(make(f"r{self.n}", spec), tenant=tenant, cache=name)
+        request = with_fields(self._make(spec), tenant=tenant, cache=name)
+        rest = request.prompt_ids
         handle = self.drive.scheduler.floor.keeping.handles.get(tenant, name)
         try:
             self.drive.scheduler.submit(request, self.drive.now)

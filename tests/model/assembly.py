@@ -16,13 +16,14 @@ Get = Callable[[str], np.ndarray]
 
 
 def assemble(spec: ParamSpec, get: Get) -> np.ndarray:
-    """The whole parameter."""
+    """The whole parameter, padding as zeros."""
     pieces = []
     for part in spec.parts:
         x = np.asarray(get(part.name))
         assert x.shape == part.shape, part.name
         pieces.append(np.repeat(x.reshape(part.view), part.repeat, axis=0))
-    return np.concatenate(pieces, axis=spec.concat).reshape(spec.shape)
+    pad = [(0, spec.pad if d == spec.concat else 0) for d in range(len(spec.shape))]
+    return np.pad(np.concatenate(pieces, axis=spec.concat), pad).reshape(spec.shape)
 
 
 def assemble_all(specs: Any, get: Get, dtype: Any) -> Any:

@@ -22,13 +22,15 @@ from jserve.model.family import Family
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import stored
 from jserve.model.shard import (
-    AXIS,
+    Axes,
     ShardRules,
     make_mesh,
+    padded,
     partitions,
     shardings,
 )
 from jserve.model.view import Bucket, StepDims, layout, unpack
+from jserve.weights.place import tp_size
 from tests.model.assembly import assemble_all
 
 RULES = ShardRules()
@@ -53,21 +55,25 @@ class Driver:
         *,
         attn: str = "ref",
         tp: int = 1,
+        mesh: Mesh | None = None,
+        rules: ShardRules = RULES,
         n_pages: int = 40,
         Z: int = 8,
         M: int = 16,
         kv_dtype: Any = jnp.float32,
     ) -> None:
-        self.family, self.arch, self.tp = family, arch, tp
+        self.family, self.arch = family, arch
+        self.mesh = make_mesh(tp) if mesh is None else mesh
+        self.axes = Axes.of(rules, self.mesh.shape)
+        tp = tp_size(self.mesh, rules)
         self.attn = backend(attn)
         self.dims = StepDims(C=8, M=M, Z=Z, V=arch.V)
-        self.mesh: Mesh = make_mesh(tp)
-        specs = family.specs(arch, tp)
+        specs = padded(family.specs(arch, tp), rules, self.mesh.shape)
         params = assemble_all(specs, get, jnp.float32)
-        self.params = jax.device_put(params, shardings(specs, self.mesh, RULES))
-        self.param_specs = partitions(specs, RULES)
+        self.params = jax.device_put(params, shardings(specs, self.mesh, rules))
+        self.param_specs = partitions(specs, rules)
         shape = self.attn.kv_shape(max(arch.K, tp), arch.H, n_pages, Z)
-        self.kv_spec = PartitionSpec(*(None,) * self.attn.kv_axis, AXIS)
+        self.kv_spec = PartitionSpec(*(None,) * self.attn.kv_axis, self.axes.heads)
         # Unused pages must not be seen.
         poison = np.asarray(stored(jnp.full(shape, jnp.nan), self.attn.kv_dtype(kv_dtype)))
         sharding = jax.sharding.NamedSharding(self.mesh, self.kv_spec)
@@ -103,8 +109,8 @@ class Driver:
         fields = layout(bucket, self.dims, self.attn.plan_shapes(bucket, self.dims))
         zeros = jnp.zeros(self.dims.C, jnp.int32)
         view = unpack(buf, fields, bucket, self.dims, NoSlots(zeros, zeros))
-        x_TD, kv = self.family.forward(self.arch, params, view, kv, self.attn, AXIS)
-        return self.family.logits(self.arch, params, x_TD, AXIS), kv
+        x_TD, kv = self.family.forward(self.arch, params, view, kv, self.attn, self.axes)
+        return self.family.logits(self.arch, params, x_TD, self.axes), kv
 
     def greedy(self, prompt: Sequence[int], n: int) -> tuple[np.ndarray, list[int]]:
         """(logits of the prompt, n greedy tokens): the prompt in one step, then one decode row a

@@ -12,7 +12,7 @@ import pytest
 
 from jserve.model.attention import backend
 from jserve.model.families import family_for
-from jserve.model.shard import is_spec
+from jserve.model.shard import Axes, is_spec
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, unpack
 from tests.model.driver import NoSlots
 from tests.model.test_shard import CONFIG
@@ -31,8 +31,8 @@ def compiled(bucket: Bucket, dtype: Any) -> Any:
     def step(params: Any, kv: Any, buf: Any) -> Any:
         zeros = jnp.zeros(DIMS.C, jnp.int32)
         view = unpack(buf, fields, bucket, DIMS, NoSlots(zeros, zeros))
-        x_TD, kv = FAMILY.forward(ARCH, params, view, kv, attn, None)
-        return FAMILY.logits(ARCH, params, x_TD[:2], None), kv
+        x_TD, kv = FAMILY.forward(ARCH, params, view, kv, attn, Axes())
+        return FAMILY.logits(ARCH, params, x_TD[:2], Axes()), kv
 
     shape = jax.ShapeDtypeStruct
     params = jax.tree.map(lambda s: shape(s.shape, dtype), FAMILY.specs(ARCH, 1), is_leaf=is_spec)

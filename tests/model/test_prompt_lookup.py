@@ -72,11 +72,13 @@ def test_a_copy_goes_on_with_its_own_period(tokens, drafts) -> None:
 
 # --- the text of the slots
 
+_LOAD_TEXT, _ADVANCE = jax.jit(slot_rows.load_text), jax.jit(slot_rows.advance)
+
 
 def written(slots: slot_rows.SlotState, slot: int, tokens: list[int]) -> slot_rows.SlotState:
     item = SlotLoad(slot=slot, tokens=tokens, n_prompt=1, params=SamplingParams())
     for buf in slot_rows.text_buffers(item, S):
-        slots = slot_rows.load_text(slots, jnp.asarray(buf))
+        slots = _LOAD_TEXT(slots, jnp.asarray(buf))
     return slots
 
 
@@ -93,7 +95,7 @@ def test_a_slot_holds_its_text_through_loads_and_steps(n) -> None:
         for r, c in ((0, 1), (1, 2)):  # row 2 is of no slot
             texts[c] += token_RJ[r, : n_ok_R[r]].tolist()
         len_R = np.array([len(texts[1]) - 1, len(texts[2]) - 1, 5], np.int32)
-        slots = slot_rows.advance(slots, slot_R, len_R, token_RJ, n_ok_R, jnp.bool_(False))
+        slots = _ADVANCE(slots, slot_R, len_R, token_RJ, n_ok_R, jnp.bool_(False))
     texts[0] = texts[0][: S // 2]
     slots = written(slots, 0, texts[0])  # another sequence
     got_RS = np.asarray(slot_rows.text_of(slots, jnp.arange(3)))

@@ -85,6 +85,23 @@ def test_sample_of_a_mixed_batch_equals_each_row_alone():
         assert int(alone[0]) == int(together[i]), row[0]
 
 
+def test_stop_ids_are_forbidden_until_min_tokens_are_out():
+    """The token after five outputs is the sixth, which ``min_tokens`` of 6 still wants; the one after six may
+    stop."""
+    params = SamplingParams(temperature=0.0, min_tokens=6, stop_token_ids=(21,), max_tokens=99)
+    contexts = [Context(prompt=(4,) * 12, output=(30,) * n, eos_ids=(2,)) for n in (5, 6, 7)]
+    rows = [(params, context) for context in contexts]
+    raw = np.zeros((3, V), np.float32)
+    raw[:, 21], raw[:, 2], raw[:, 40] = 5.0, 4.0, 3.0
+    draws, flags = draws_of(rows)
+    token_E, ok_E = jitted()["sample"](raw, draws, slots_of(rows, V), flags)
+    assert np.asarray(token_E).tolist() == [40, 21, 21]
+    assert np.all(ok_E)
+    for row, (params, context) in zip(raw, rows, strict=True):
+        want = int(np.argmax(adjusted(row, params, context)))
+        assert want == (40 if len(context.output) < 6 else 21)
+
+
 @pytest.mark.parametrize("n_vocab", [50, 64, 65, 1000, 5003])
 def test_threshold_keeps_what_a_full_sort_keeps(n_vocab):
     rng = np.random.default_rng(n_vocab)
@@ -153,7 +170,7 @@ def _chi_square(kw: dict[str, Any], n: int = 50_000) -> float:
         **{
             name: jnp.repeat(getattr(one, name), n, axis=0)
             for name in one.__dataclass_fields__
-            if name not in ("mask_EW", "seed_E2", "pos_E")
+            if name not in ("mask_EW", "redraw_E", "seed_E2", "pos_E")
         },
         seed_E2=jnp.asarray(np.arange(n, dtype=np.int64).view(np.uint32).reshape(n, 2)) // 7,
         pos_E=jnp.arange(n, dtype=jnp.int32) % 7,
@@ -306,11 +323,93 @@ def test_grammar_masks_forbid_and_rows_without_one_are_free():
 def test_logprobs_are_of_the_raw_logits():
     raw = (np.random.default_rng(4).standard_normal((3, V)) * 3).astype(np.float32)
     token = jnp.asarray([5, 100, 299])
-    chosen, ids, top = jitted()["logprobs"](raw, token, LOGPROBS)
+    found = jitted()["logprobs"](raw, token, LOGPROBS)
+    chosen, ids, top = found.logprob_E, found.top_ids_EL, found.top_logprobs_EL
     x = raw.astype(np.float64)
     want = x - np.log(np.exp(x).sum(1, keepdims=True))
     np.testing.assert_allclose(np.asarray(chosen), want[range(3), [5, 100, 299]], rtol=1e-5)
     order = np.argsort(-want, axis=1, kind="stable")[:, :MAX_LOGPROBS]
     np.testing.assert_array_equal(np.asarray(ids), order)
     np.testing.assert_allclose(np.asarray(top), np.take_along_axis(want, order, 1), rtol=1e-5)
-    assert not np.any(np.asarray(jitted()["logprobs"](raw, token, 0)[0]))
+    assert not np.any(np.asarray(jitted()["logprobs"](raw, token, 0).logprob_E))
+
+
+OPEN = 5
+
+
+def _thinking_draws(mask_V: np.ndarray, redraw: int, n: int, temperature: float = 1.0):
+    """``n`` equal rows under one mask, with seeds 0 to n - 1."""
+    params = SamplingParams(temperature=temperature, max_tokens=99)
+    row = (params, Context(prompt=[1, 2], output=[], mask=mask_V))
+    draws, flags = draws_of([row])
+    many = {
+        name: jnp.repeat(getattr(draws, name), n, axis=0)
+        for name in draws.__dataclass_fields__
+        if getattr(draws, name) is not None
+    }
+    many["seed_E2"] = jnp.stack([jnp.arange(n, dtype=jnp.uint32), jnp.zeros(n, jnp.uint32)], 1)
+    many["slot_E"] = jnp.zeros(n, jnp.int32)
+    return draws.replace(**many, redraw_E=jnp.full(n, redraw, jnp.int32)), flags, slots_of([row], V)
+
+
+def test_a_thought_begins_as_often_as_without_a_mask_and_the_answer_keeps_its_distribution():
+    """The second draw has uniform numbers of its own: with those of the first one, only a slice of the
+    distribution could come behind a first draw that was refused."""
+    n, raw_V = 20_000, np.full(V, -20.0, np.float32)
+    raw_V[[OPEN, 40, 80, 200, 250]] = np.log([0.6, 0.1, 0.1, 0.1, 0.1])
+    mask_V = np.zeros(V, bool)
+    mask_V[[OPEN, 40, 250]] = True
+    draws, flags, slots = _thinking_draws(mask_V, OPEN, n)
+    raw = jnp.tile(raw_V, (n, 1))
+    token, ok = jitted()["sample"](raw, draws, slots, flags)
+    free, _ = jitted()["sample"](raw, draws.replace(mask_EW=None, redraw_E=None), slots, flags)
+    token, free = np.asarray(token), np.asarray(free)
+    assert np.all(ok)
+    np.testing.assert_array_equal(token == OPEN, free == OPEN)
+    stays = np.isin(free, [OPEN, 40, 250])
+    np.testing.assert_array_equal(token[stays], free[stays])
+    share = np.bincount(token, minlength=V) / n
+    np.testing.assert_allclose(share[[OPEN, 40, 250]], [0.6, 0.2, 0.2], atol=4 * 0.5 / n**0.5)
+    assert share[[OPEN, 40, 250]].sum() == 1.0
+    again = share_of(token[~stays])
+    np.testing.assert_allclose(again[[40, 250]], 0.5, atol=4 * 0.5 / (~stays).sum() ** 0.5)
+
+
+def share_of(token_E: np.ndarray) -> np.ndarray:
+    return np.bincount(token_E, minlength=V) / len(token_E)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_may_think_leaves_the_others_alone(temperature):
+    rng = np.random.default_rng(11)
+    n = 64
+    raw = (rng.standard_normal((n, V)) * 3).astype(np.float32)
+    raw[: n // 2, OPEN] += 12
+    mask_V = rng.random(V) < 0.3
+    mask_V[OPEN] = True
+    draws, flags, slots = _thinking_draws(mask_V, OPEN, n, temperature)
+    own = jnp.where(jnp.arange(n) % 3 == 0, OPEN, -1)
+    sample = jitted()["sample"]
+    mixed, _ = sample(raw, draws.replace(redraw_E=own), slots, flags)
+    masked, _ = sample(raw, draws.replace(redraw_E=jnp.full(n, -1)), slots, flags)
+    free, _ = sample(raw, draws.replace(mask_EW=None, redraw_E=None), slots, flags)
+    own, mixed, masked, free = (np.asarray(x) for x in (own, mixed, masked, free))
+    np.testing.assert_array_equal(mixed[own < 0], masked[own < 0])
+    stays = (own >= 0) & mask_V[free]
+    assert 0 < stays.sum() < (own >= 0).sum()
+    np.testing.assert_array_equal(mixed[stays], free[stays])
+    again = mixed[(own >= 0) & ~stays]
+    assert mask_V[again].all()
+    assert OPEN not in again
+
+
+def test_a_thought_may_begin_where_the_structure_allows_nothing():
+    """The row is sound only if its first draw stays."""
+    raw = np.zeros((2, V), np.float32)
+    raw[0, OPEN], raw[1, 7] = 9.0, 9.0
+    mask_V = np.zeros(V, bool)
+    mask_V[OPEN] = True
+    draws, flags, slots = _thinking_draws(mask_V, OPEN, 2, 0.0)
+    token, ok = jitted()["sample"](raw, draws, slots, flags)
+    assert int(token[0]) == OPEN
+    assert np.asarray(ok).tolist() == [True, False]

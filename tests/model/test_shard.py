@@ -59,7 +59,6 @@ def test_shards_give_what_one_device_gives(tp: int, alone: tuple[np.ndarray, lis
 @pytest.mark.parametrize(
     ("change", "tp", "field"),
     [
-        ({"vocab_size": 126}, 4, "vocab_size"),
         ({"intermediate_size": 98}, 4, "intermediate_size"),
         ({"num_attention_heads": 6, "num_key_value_heads": 2}, 4, "num_attention_heads"),
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "num_key_value_heads"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +20,25 @@ DIMS = StepDims(C=4, M=M, Z=Z, V=32)
 N_PAGES = 3 * M + 1
 
 
-def turned(x_NH: np.ndarray, place: int) -> np.ndarray:
-    tables = rope_tables(ARCH, jnp.array([place]))
-    return np.asarray(rotate(jnp.asarray(x_NH)[None], *tables))[0]
+@jax.jit
+def _turned(x_TNH: jax.Array, place_T: jax.Array) -> jax.Array:
+    return rotate(x_TNH, *rope_tables(ARCH, place_T))
+
+
+def turned(x_TNH: np.ndarray, place_T: np.ndarray) -> np.ndarray:
+    """Each token rotated by its place; padded so that few shapes are compiled."""
+    n, most = len(place_T), M * Z
+    padded = np.zeros((most, *x_TNH.shape[1:]), np.float32)
+    padded[:n] = x_TNH
+    return np.asarray(_turned(padded, np.resize(place_T, most)))[:n]
 
 
 def literal(q_SNH, k_SKH, v_SKH, at: int, window: int, sinks: int) -> np.ndarray:
     """[N, H]: the token at ``at`` with a cache of its sinks and its window, keys turned by their place
     in that cache (StreamingLLM, figure 4)."""
     kept = [s for s in range(at + 1) if s < sinks or s > at - window]
-    q_NH = turned(q_SNH[at], len(kept) - 1)
-    keys = [turned(k_SKH[s], place) for place, s in enumerate(kept)]
+    q_NH = turned(q_SNH[at][None], np.array([len(kept) - 1]))[0]
+    keys = turned(k_SKH[kept], np.arange(len(kept)))
     out = np.zeros((N, H))
     for n in range(N):
         score = np.array([k_KH[n // (N // K)] @ q_NH[n] for k_KH in keys]) * H**-0.5
@@ -54,10 +62,15 @@ def _attend(name: str, bucket: Bucket, window: int, sinks: int, buf, q, k, v, kv
     return out, kv
 
 
+@lru_cache
+def _compiled(name: str, bucket: Bucket, window: int, sinks: int):
+    return jax.jit(partial(_attend, name, bucket, window, sinks))
+
+
 def served(name: str, rows, values, window: int, sinks: int, release: bool) -> list[np.ndarray]:
     """Outputs of the last chunk of each row: (tokens before, tokens in the chunk) on clean pages."""
     bucket = Bucket(D=2, P=160, F=3)
-    run = jax.jit(partial(_attend, name, bucket, window, sinks))
+    run = _compiled(name, bucket, window, sinks)
     attn = backend(name)
     shape = attn.kv_shape(K, H, N_PAGES, Z)
     kv = (jnp.full(shape, jnp.nan), jnp.full(shape, jnp.nan))

@@ -9,6 +9,7 @@ import pytest
 
 from jserve.model import slots as slot_rows
 from jserve.model.layers import embed
+from jserve.model.shard import Axes
 from jserve.model.slots import IN_PROMPT, LOAD_PAIRS, NONE
 from jserve.model.verify import accept
 from jserve.sampling import SamplingParams
@@ -123,7 +124,7 @@ def test_a_loop_of_drafts_does_not_widen_the_embedding() -> None:
 
     def drafts(table_VD, tok_T):
         def one(i, tok_T):
-            return jnp.int32(embed(table_VD, tok_T, None).sum(axis=1)) % 4096
+            return jnp.int32(embed(table_VD, tok_T, Axes()).sum(axis=1)) % 4096
 
         return jax.lax.fori_loop(0, 3, one, tok_T)
 

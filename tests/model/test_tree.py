@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -41,7 +41,8 @@ def test_the_path_is_the_one_that_a_walk_takes(parents: tuple[int, ...]) -> None
     token_RJ, drawn_RJ = rng.integers(0, 3, (2, 500, J))
     count_R = rng.integers(1, J + 1, 500)
     args = (jnp.asarray(x, jnp.int32) for x in (token_RJ, drawn_RJ, count_R))
-    n_ok_R, path_RJ = map(np.asarray, accept_tree(*args, tree.mask_of(parents)))
+    accepted = jax.jit(partial(accept_tree, mask=tree.mask_of(parents)))(*args)
+    n_ok_R, path_RJ = map(np.asarray, accepted)
     for r in range(500):
         want = walk(parents, token_RJ[r].tolist(), drawn_RJ[r].tolist(), count_R[r])
         assert path_RJ[r, : n_ok_R[r]].tolist() == want
@@ -124,48 +125,65 @@ K, G, H = 2, 2, 8
 PAGES = 20
 
 
-def step_of(name: str, bucket: Bucket, rows: list[Row]) -> Any:
-    attn = backend(name)
-    fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
-    buf = pack(bucket, DIMS, attn, rows, [])
-    return attn, unpack(jnp.asarray(buf), fields, bucket, DIMS, empty(DIMS.C, DIMS.V))
+@lru_cache
+def _view_of(name: str, bucket: Bucket) -> Any:
+    """The view that a buffer is, for use under jit."""
+    fields = layout(bucket, DIMS, backend(name).plan_shapes(bucket, DIMS))
+    return lambda buf: unpack(buf, fields, bucket, DIMS, empty(DIMS.C, DIMS.V))
 
 
 @lru_cache
-def written(name: str, parents: tuple[int, ...], window: int) -> tuple[np.ndarray, Any, Any]:
-    """(attention of two rows with a tree each, the KV as a chain along 0 -> its last node, keys of
-    all places)."""
-    J = 1 + len(parents)
+def _write(name: str, bucket: Bucket) -> Any:
+    attn, view_of = backend(name), _view_of(name, bucket)
+    return jax.jit(lambda buf, kv, k, v: attn.write_kv(kv, k, v, view_of(buf)))
+
+
+@lru_cache
+def _attend(name: str, bucket: Bucket, window: int) -> Any:
+    """(attention as a tree, the KV as a chain along the path, attention along that chain)"""
+    attn, view_of = backend(name), _view_of(name, bucket)
+
+    def attend(buf: Any, q: Any, kv: Any, q_chain: Any, path: Any) -> Any:
+        view = view_of(buf)
+        seen = attn.attend(q, kv, view, window=window, scale=0.3)
+        moved = straightened(attn, view, [kv], path)[0]
+        chain = as_chain(view, path)
+        return seen, attn.attend(q_chain, moved, chain, window=window, scale=0.3)
+
+    return jax.jit(attend)
+
+
+@lru_cache
+def attended(name: str, parents: tuple[int, ...], window: int) -> tuple[Any, Any, np.ndarray]:
+    """((queries, attention) of two rows with a tree each, the same with the KV moved along 0 -> its last
+    node, keys and values of all places)."""
+    J, attn = 1 + len(parents), backend(name)
     bucket = Bucket(D=2, P=0, F=0, J=J, tree=parents)
     rows = [Row([3, 7, 2, 9, 5, 1], 13, [4] * J), Row([11, 4, 8, 6, 12, 10], 6, [4] * (J - 1))]
-    attn, view = step_of(name, bucket, rows)
     shape = attn.kv_shape(K, H, PAGES, DIMS.Z)
     rng = np.random.default_rng(2)
     x_NKH = rng.standard_normal((2, 2, 48, K, H)).astype(np.float32)
     kv = (jnp.full(shape, jnp.nan), jnp.full(shape, jnp.nan))
     for r, row in enumerate(rows):  # the context, then the drafts at their places
-        chain = Bucket(D=0, P=48, F=1)
+        context = Bucket(D=0, P=48, F=1)
         before = Row(row.pages, 0, [1] * row.start, slot=r)
-        _, cview = step_of_prefill(name, chain, before)
-        k, v = (jnp.asarray(x_NKH[i, r]) for i in range(2))
-        kv = attn.write_kv(kv, k, v, cview)
+        buf = pack(context, DIMS, attn, [], [before])
+        kv = _write(name, context)(buf, kv, x_NKH[0, r], x_NKH[1, r])
     at_TKH = [
         np.stack([x_NKH[i, r, row.start + j] for r, row in enumerate(rows) for j in range(J)])
         for i in range(2)
     ]
-    kv = attn.write_kv(kv, *map(jnp.asarray, at_TKH), view)
-    q = rng.standard_normal((2 * J, K * G, H)).astype(np.float32)
-    o = np.asarray(attn.attend(jnp.asarray(q), kv, view, window=window, scale=0.3))
-    path = jnp.asarray([[*(0, *tree.paths(parents)[-1]), *range(9)][:J]] * 2, jnp.int32)
-    moved = straightened(attn, view, [kv], path)[0]
-    return (q, o), (moved, as_chain(view, path), path), x_NKH
+    buf = pack(bucket, DIMS, attn, rows, [])
+    kv = _write(name, bucket)(buf, kv, *at_TKH)
+    q, q_chain = rng.standard_normal((2, 2 * J, K * G, H)).astype(np.float32)
+    o, o_chain = _attend(name, bucket, window)(buf, q, kv, q_chain, _path(parents))
+    return (q, np.asarray(o)), (q_chain, np.asarray(o_chain)), x_NKH
 
 
-def step_of_prefill(name: str, bucket: Bucket, row: Row) -> Any:
-    attn = backend(name)
-    fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
-    buf = pack(bucket, DIMS, attn, [], [row])
-    return attn, unpack(jnp.asarray(buf), fields, bucket, DIMS, empty(DIMS.C, DIMS.V))
+def _path(parents: tuple[int, ...]) -> np.ndarray:
+    """int32[2, J]: of both rows, from 0 to the last node."""
+    J = 1 + len(parents)
+    return np.array([[*(0, *tree.paths(parents)[-1]), *range(9)][:J]] * 2, np.int32)
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -174,7 +192,7 @@ def step_of_prefill(name: str, bucket: Bucket, row: Row) -> Any:
 def test_a_node_sees_the_context_and_its_ancestors(
     parents: tuple[int, ...], name: str, window: int
 ) -> None:
-    (q, o), _, x_NKH = written(name, parents, window)
+    (q, o), _, x_NKH = attended(name, parents, window)
     J = 1 + len(parents)
     depth, path = tree.depths(parents), tree.paths(parents)
     for r, start, count in ((0, 13, J), (1, 6, J - 1)):
@@ -222,11 +240,9 @@ def test_rows_attend_by_the_trees_of_their_slots() -> None:
 @pytest.mark.parametrize("name", ["ref", "xla"])
 def test_the_path_that_stands_lies_as_a_chain(name: str) -> None:
     parents = SHAPES[4]
-    _, (kv, chain, path), x_NKH = written(name, parents, 0)
+    _, (q, got), x_NKH = attended(name, parents, 0)
+    path, J = _path(parents), 1 + len(parents)
     n = 1 + len(tree.paths(parents)[-1])
-    attn, J = backend(name), 1 + len(parents)
-    q = np.random.default_rng(3).standard_normal((2 * J, K * G, H)).astype(np.float32)
-    got = np.asarray(attn.attend(jnp.asarray(q), kv, chain, window=0, scale=0.3))
     for r, start in ((0, 13), (1, 6)):
         for j in range(n - (r == 1)):  # the second row lacks the last node
             at = [*range(start), *(start + int(x) for x in path[r, : j + 1])]

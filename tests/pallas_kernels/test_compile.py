@@ -17,7 +17,10 @@ from jserve.model.view import Bucket
 from jserve.sizing.compiled import compile_step
 from pallas_kernels import aot
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.api import tile_of
 from pallas_kernels.ragged_prefill import ragged_prefill
+from pallas_kernels.ragged_prefill.hopper import TEAM
+from tests.pallas_kernels import tma
 from tests.pallas_kernels.shapes import ARCHS, step_model
 from tests.pallas_kernels.variants import CHAINS, F8, VARIANTS, Variant
 
@@ -32,11 +35,59 @@ def ints(*shape: int) -> Any:
     return struct(*shape, dtype=jnp.int32)
 
 
-def check(report: aot.Report, n_kernels: int) -> None:
+def check(report: aot.Report, n_kernels: int, computing: int, loading: int) -> None:
+    """The first kernel has ``computing`` and ``loading`` warpgroups, the others have one."""
     assert len(report.kernels) == n_kernels
+    check_registers(report.kernels[0], computing, loading)
+    assert not any(k.budgets for k in report.kernels[1:])
     assert report.spills == 0, report.kernels
     assert 0 < report.smem_bytes <= aot.SMEM_LIMIT
     assert not report.ignored, "ptxas did not honour the registers that were asked for"
+
+
+def check_registers(kernel: aot.Kernel, computing: int, loading: int) -> None:
+    """``setmaxnreg.inc`` waits until the block's registers suffice: for ever, if the budgets sum to more."""
+    warpgroups = computing + loading
+    assert kernel.threads == 128 * warpgroups
+    assert len(kernel.budgets) in (0, 2)
+    if kernel.budgets:
+        budget = dict(kernel.budgets)
+        assert computing * budget["inc"] + loading * budget["dec"] <= kernel.registers * warpgroups
+        assert budget["dec"] <= kernel.registers <= budget["inc"]
+
+
+def check_descriptors(found: list[tma.Descriptor]) -> None:
+    """Queries, keys, values and at least one output."""
+    assert len(found) >= 4
+    assert not [fault for descriptor in found for fault in descriptor.faults()]
+
+
+def test_the_check_sees_descriptors_that_a_driver_refuses() -> None:
+    good = tma.Descriptor(
+        sizes=(64, 8, 64), strides=(512, 64, 1), box=(8, 8, 64), bits=16, swizzle=128
+    )
+    assert not good.faults()
+    bad = {
+        "rank 6": {"sizes": (1,) * 6, "strides": (8,) * 5 + (1,), "box": (1,) * 5 + (8,)},
+        "another rank": {"box": (8, 64)},
+        "size": {"sizes": (0, 8, 64)},
+        "side of the box": {"box": (257, 8, 64)},
+        "innermost stride": {"strides": (512, 64, 2)},
+        "multiples of 16": {"strides": (500, 60, 1)},
+        "below 2": {"strides": (1 << 40, 64, 1)},
+        "not a multiple of 16": {"box": (8, 8, 60)},
+        "the swizzle 64": {"swizzle": 64},
+    }
+    for rule, change in bad.items():
+        faults = dataclasses.replace(good, **change).faults()
+        assert any(rule in fault for fault in faults), (rule, faults)
+
+
+def test_the_check_sees_budgets_that_are_larger_than_the_block() -> None:
+    of = {"name": "k", "registers": 168, "spill_bytes": 0, "stack_bytes": 0, "threads": 384}
+    check_registers(aot.Kernel(**of, budgets=(("inc", 224), ("dec", 56))), 2, 1)
+    with pytest.raises(AssertionError):
+        check_registers(aot.Kernel(**of, budgets=(("inc", 224), ("dec", 64))), 2, 1)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -49,8 +100,12 @@ def test_paged_attention(name: str) -> None:
         return paged_attention(q, k, v_, *rows, scale=0.1, tree=v.tree, **v.static, **more)
 
     pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
-    args = (struct(D, v.tokens, N, v.H), pool, pool, ints(D, 64), ints(D), ints(D), arrays(v))
-    check(aot.compile_for(call, *args), 2)
+    q = struct(D, v.tokens, N, v.H)
+    tile = tile_of(q, pool, 0.1, tree=v.tree, **v.static)
+    with tma.recorded() as descriptors:
+        report = aot.compile_for(call, q, pool, pool, ints(D, 64), ints(D), ints(D), arrays(v))
+    check_descriptors(descriptors)
+    check(report, 2, tile.teams * tile.warpgroups, tile.teams)
 
 
 def arrays(v: Variant) -> dict[str, Any]:
@@ -73,7 +128,10 @@ def test_ragged_prefill(name: str) -> None:
 
     pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
     args = (struct(P, N, v.H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F), arrays(v))
-    check(aot.compile_for(call, *args), 1)
+    with tma.recorded() as descriptors:
+        report = aot.compile_for(call, *args)
+    check_descriptors(descriptors)
+    check(report, 1, TEAM, 1)
 
 
 def layer_bytes(model: Any) -> int:

@@ -60,6 +60,7 @@ VARIANTS: dict[str, Variant] = {
         H=64, G=16, Z=128, K=2, J=16, window=70, soft_cap=3.0, sinks=True
     ),
     "one head, float16": Variant(H=64, G=1, Z=8, dtype=F16, window=9, sinks=True),
+    "8b, small pages": Variant(H=128, G=4, Z=8, window=9, sinks=True),
     "8b, float16": Variant(H=128, G=4, Z=128, J=2, dtype=F16, soft_cap=3.0),
     "wide": Variant(H=256, G=2, Z=64, K=4),
     "wide, everything": Variant(H=256, G=8, Z=32, K=2, J=4, window=70, soft_cap=3.0, sinks=True),

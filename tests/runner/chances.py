@@ -28,7 +28,7 @@ from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.hand import Row, pack
 from jserve.model.medusa import medusa
 from jserve.model.prompt_lookup import ngram
-from jserve.model.shard import make_mesh
+from jserve.model.shard import Axes, make_mesh
 from jserve.model.step import DeviceState, StepModel, make_step
 from jserve.model.tree import Shape
 from jserve.model.view import Bucket, StepDims, numpy_views, unpack
@@ -261,7 +261,7 @@ class Dice:
             v[f"{name}_R"][:] = getattr(params, f"{name}_penalty")
         v["uses_R"][:] = v["flags"][...] = uses(params)
         v["seed_R2"][:] = seeds
-        v["mask_RJW"][:] = -1
+        v["mask_RJW"][:] = v["redraw_RJ"][:] = -1
         if drafts is not None:
             self._put(v, drafts)
         if setting.allowed is not None:
@@ -316,8 +316,8 @@ def _raw() -> dict[tuple[int, ...], np.ndarray]:
     rows = [Row([1 + i], 0, end, slot=i) for i, end in enumerate(ends)]
     state, buf = new_state(model), jnp.asarray(pack(bucket, dims, attn, [], rows))
     view = unpack(buf, model.fields(bucket), bucket, dims, state.slots)
-    x_TD, _ = LLAMA.forward(ARCH7, target_params(), view, state.kv, attn, None)
-    logits = np.asarray(LLAMA.logits(ARCH7, target_params(), x_TD, None), np.float64)
+    x_TD, _ = LLAMA.forward(ARCH7, target_params(), view, state.kv, attn, Axes())
+    logits = np.asarray(LLAMA.logits(ARCH7, target_params(), x_TD, Axes()), np.float64)
     by_row = logits.reshape(len(ends), WINDOW, V)
     return {
         end[: i + 1]: row[i] for end, row in zip(ends, by_row, strict=True) for i in range(WINDOW)

@@ -19,6 +19,7 @@ from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.layers import rms_norm
 from jserve.model.rope import rope_tables, rotate
+from jserve.model.shard import Axes
 from jserve.model.slots import empty
 from jserve.model.view import buffer_size, layout, numpy_views, unpack
 from jserve.types import Grown
@@ -140,7 +141,7 @@ def _tapped() -> Any:
         shape = attn.kv_shape(ARCH.K, ARCH.H, 17, DIMS.Z)
         kv = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(ARCH.L)]
         assert LLAMA.tapped is not None
-        x_TD, _, taps = LLAMA.tapped(ARCH, params, view, kv, attn, None, TAPS)
+        x_TD, _, taps = LLAMA.tapped(ARCH, params, view, kv, attn, Axes(), TAPS)
         return x_TD, taps
 
     return jax.jit(run), fields

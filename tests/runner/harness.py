@@ -224,7 +224,7 @@ class Rig:
                 if not live.loaded:
                     live.loaded = True
                     params = live.job.params
-                    if params.penalised or params.biased:
+                    if params.loaded:
                         loads.append(
                             SlotLoad(
                                 slot=seq.slot,

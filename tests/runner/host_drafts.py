@@ -52,7 +52,7 @@ class Forced:
     grammar = r"(ab|dff|b|c|e|f){200}"
 
     def __init__(self) -> None:
-        self.guides = [_guides().guide(_guided()) for _ in range(ROWS)]
+        self.guides = [_guides().guide(_guided(), 1000) for _ in range(ROWS)]
         self.n_read = [1] * ROWS
 
     def propose(self, texts: list[list[int]], most: int) -> list[Seq[int]]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jserve.model import slots as slot_rows, view as v
+from jserve.model.draws import draws_of
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, unpack
 from jserve.runner.batch import Packer, uses
 from jserve.runner.buckets import Ladder, Needs
@@ -173,6 +174,45 @@ def test_masks_reach_their_rows_and_others_are_free():
     mask = np.asarray(view_of(batch).mask_RJW)
     np.testing.assert_array_equal(mask[0, :2], words)
     assert (mask[1] == -1).all()
+
+
+def test_masks_of_prefill_rows_reach_theirs():
+    """Prefill rows begin after all decode rows of the bucket, however few of them are in use."""
+    first, last = (np.full((1, 32), word, np.int32) for word in (5, 9))
+    rows = (
+        decode(seq(0), 9),
+        prefill(seq(1), 0, 9, emits=True, mask=first),
+        prefill(seq(2), 0, 9, emits=True),
+        prefill(seq(3), 0, 9, emits=True, mask=last),
+    )
+    batch = packer().pack(plan(*rows))
+    D = batch.bucket.D
+    assert D > 1
+    mask = np.asarray(view_of(batch).mask_RJW)
+    np.testing.assert_array_equal(mask[D, 0], first[0])
+    np.testing.assert_array_equal(mask[D + 2, 0], last[0])
+    others = [r for r in range(len(mask)) if r not in (D, D + 2)]
+    assert (mask[others] == -1).all()
+
+
+def test_redraws_reach_their_rows_and_others_have_none():
+    words = np.zeros((1, 32), np.int32)
+    first = msgspec.structs.replace(prefill(seq(2), 0, 5), mask=words, redraw=(7,))
+    verify = decode(seq(0), 9, (5,), mask=np.zeros((2, 32), np.int32))
+    verify = msgspec.structs.replace(verify, redraw=(-1, 3))
+    batch = packer().pack(plan(verify, decode(seq(1), 9), first))
+    view, D = view_of(batch), batch.bucket.D
+    redraw = np.asarray(view.redraw_RJ)
+    assert redraw[0, :2].tolist() == [-1, 3]
+    assert redraw[D, 0] == 7
+    assert (redraw[1] == -1).all()
+    drawn = np.asarray(draws_of(view).redraw_E)
+    J = batch.bucket.J
+    assert drawn[:2].tolist() == [-1, 3]
+    assert drawn[D * J] == 7
+    assert (np.delete(drawn, [1, D * J]) == -1).all()
+    free = packer().pack(plan(decode(seq(1), 9)))
+    assert view_of(free).redraw_RJ is None
 
 
 def _bad_plans():

@@ -201,11 +201,16 @@ ASLEEP = Bucket(D=6, P=48, F=4)
 AWAKE = Bucket(D=6, P=96, F=6, J=4, n_draft=3)
 
 
+@lru_cache
+def waking(kind: str) -> ModelRunner:
+    made = partial(MAKERS[kind], n=3)
+    return make_runner((ASLEEP, AWAKE), speculation=made, max_num_batched_tokens=96)
+
+
 @pytest.mark.parametrize("kind", ["same", "eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_what_a_drafter_missed_can_be_shown_to_it(kind):
     """Its drafts are then those of one that never slept, and the target's KV keeps every bit."""
-    made = partial(MAKERS[kind], n=3)
-    runner = make_runner((ASLEEP, AWAKE), speculation=made, max_num_batched_tokens=96)
+    runner = waking(kind)
     rig = Late(runner, device="all", seed=2)
     asked = [replace(job, prompt=job.prompt[:20], n=14) for job in jobs(3, seed=9, temperature=0.0)]
     assert rig.run(asked) == Rig(shared()).run(asked)
@@ -222,9 +227,7 @@ def test_what_a_drafter_missed_can_be_shown_to_it(kind):
 
 def test_showing_writes_nothing_of_the_target():
     """Whatever is shown: here other tokens than were computed, so drafts are bad and nothing else is."""
-    runner = make_runner(
-        (ASLEEP, AWAKE), speculation=drafters.same_model, max_num_batched_tokens=96
-    )
+    runner = waking("same")
     rig = Late(runner, device="all", seed=2)
     rig.lie = 1
     asked = [replace(job, prompt=job.prompt[:20], n=14) for job in jobs(3, seed=9, temperature=0.0)]
@@ -236,7 +239,7 @@ def test_showing_writes_nothing_of_the_target():
 
 def test_a_drafter_that_sleeps_is_not_in_the_program():
     """Neither its weights nor its KV are read; the step takes no more memory than one without it."""
-    runner = drafting("eagle3", ())
+    runner = drafting("eagle3", TREE)
     model, plain = runner.model, Bucket(D=6, P=48, F=4)
     assert "next_F" not in {f.name for f in model.fields(plain)}
     params, state = model.abstract_params(), model.abstract_state()
@@ -369,7 +372,7 @@ def test_a_drafter_that_cannot_be_split_is_held_whole_or_refused():
     table = eagle3(
         replace(drafters.HEAD, V=100), replace(ARCH, V=102), taps=drafters.TAPS, own_embed=True
     )
-    assert split_over(table, 4).replicated
+    assert not split_over(table, 4).replicated  # its vocabulary is padded
 
 
 @pytest.mark.slow
@@ -511,6 +514,19 @@ def test_params_of_the_target_are_swapped_alone():
     other = Rig(runner, device="all").run([job])
     runner.update_params(tiny_params(make_mesh(1), seed=0))
     assert other != Rig(runner, device="all").run([job]) == Rig(shared()).run([job])
+
+
+def test_a_head_that_shares_the_targets_embedding_sees_other_weights():
+    runner = drafting("eagle3", TREE)
+    first = jax.tree.map(np.asarray, runner.params)
+    runner.update_params(tiny_params(make_mesh(1), seed=1))
+    rig = Watched(runner, device="some", chunk=-1, seed=3)
+    rig.run([replace(job, n=6) for job in jobs(3, seed=9, temperature=0.0)])
+    guess = guess_of("eagle3", runner)
+    right = [left == expected(guess, tokens, TREE) for tokens, *left in rig.left]
+    runner.update_params(first)
+    assert len(right) > 4
+    assert all(right)
 
 
 class Shelf:

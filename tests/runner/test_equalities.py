@@ -170,6 +170,54 @@ def test_prompt_logprobs_are_those_of_the_whole_text():
         np.testing.assert_array_equal(best[:, 0], np.argmax(x[:-1], axis=1))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_named_ids_and_ranks_of_drawn_tokens(tp):
+    """Beside rows that name other ids, none, or no log-probabilities; the vocabulary whole or sharded."""
+    one = runner() if tp == 1 else make_runner(SMALL, tp=tp)
+    hot = {"temperature": 2.0, "max_tokens": 64}
+    asked = [
+        {"logprob_token_ids": (7, 100, 7, 0)},
+        {"logprobs": 0, "logit_bias": {9: 3.0}},
+        {"logprob_token_ids": tuple(range(128))},
+        {},
+    ]
+    some = [
+        Job(prompt=p, n=6, params=SamplingParams(**hot, **fields), seed=i)
+        for i, (p, fields) in enumerate(zip(prompts(4, seed=8, low=2), asked, strict=True))
+    ]
+    rig = Rig(one, seed=2)
+    found = rig.run(some)
+    seen = 0
+    for job, live, tokens in zip(some, rig.lives, found, strict=True):
+        x = whole.all_logits(one.params, [*job.prompt, *tokens]).astype(np.float64)
+        logprobs = x - np.log(np.exp(x).sum(1, keepdims=True))
+        drawn = [(result, r) for result, r in live.rows if result.n_ok_R[r]]
+        for k, (result, r) in enumerate(drawn if job.params.shows_logprobs else []):
+            at = len(job.prompt) - 1 + k
+            assert result.rank_RJ is not None
+            assert result.picked_RJK is not None
+            # The reference has other rounding: a near tie may count or not.
+            margin = np.sort(x[at] - x[at, tokens[k]])
+            n_greater, n_close = int((margin > 1e-4).sum()), int((np.abs(margin) <= 1e-4).sum())
+            assert 1 + n_greater <= result.rank_RJ[r, 0] <= n_greater + n_close
+            seen += result.rank_RJ[r, 0] > 20
+            ids = list(job.params.logprob_token_ids or ())
+            got = result.picked_RJK[r, 0, : len(ids)]
+            np.testing.assert_allclose(got, logprobs[at, ids], atol=1e-4)
+    assert seen > 2, "no token was drawn outside the top 20"
+
+
+def test_without_picks_programs_are_those_of_an_engine_that_has_none():
+    """The step of a server that refuses logprob_token_ids counts no ranks and gathers nothing."""
+    off = make_runner(SMALL, max_logprob_token_ids=0)
+    assert off.state.slots.pick_CK is None
+    flight = Rig(off)
+    flight.run([Job(prompt=[5, 6], n=2, params=SamplingParams(logprobs=2), seed=1)])
+    result, _ = flight.lives[0].rows[-1]
+    assert (result.rank_RJ, result.picked_RJK) == (None, None)
+    assert result.top_ids_RJL is not None
+
+
 def test_logprobs_of_drawn_tokens():
     params = SamplingParams(temperature=1.0, top_k=5, logprobs=4)
     rig = Rig(runner())

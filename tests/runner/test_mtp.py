@@ -24,7 +24,7 @@ from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.families import _FAMILIES, register_family
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.layers import rms_norm
-from jserve.model.shard import make_mesh
+from jserve.model.shard import Axes, make_mesh
 from jserve.model.view import Bucket, StepView
 from jserve.runner.drafts import Speculation, load_speculation
 from jserve.spec.methods import check, shape
@@ -57,16 +57,16 @@ def mtp(config: Mapping[str, Any], arch: Arch) -> Drafter:
         return dot(jnp.concatenate(normed, axis=1), params["proj"])
 
     def observe(
-        of: Target, params: Any, seen: Seen, kv: list[LayerKV], axis: str | None
+        of: Target, params: Any, seen: Seen, kv: list[LayerKV], axes: Axes
     ) -> tuple[jax.Array, list[LayerKV]]:
         return pass_(of, params, seen.x_TD, seen.next_T)[seen.last_R], kv
 
     def advance(
-        of: Target, params: Any, carry_ED: Any, view: StepView, kv: list[LayerKV], axis: str | None
+        of: Target, params: Any, carry_ED: Any, view: StepView, kv: list[LayerKV], axes: Axes
     ) -> tuple[jax.Array, list[LayerKV]]:
         return pass_(of, params, carry_ED, view.tok_T), kv
 
-    def logits(of: Target, params: Any, h_ED: jax.Array, depth: Any, axis: str | None) -> jax.Array:
+    def logits(of: Target, params: Any, h_ED: jax.Array, depth: Any, axes: Axes) -> jax.Array:
         return of.logits(h_ED)
 
     return Drafter(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jserve.config import CacheOptions
-from jserve.errors import ConfigError
+from jserve.errors import ConfigError, WeightsError
 from jserve.model.attention import backend
 from jserve.model.shard import make_mesh
 from jserve.model.step import make_step
@@ -67,9 +67,11 @@ def test_nothing_compiles_over_a_random_trace():
         some[0] = jobs(1, seed, repetition_penalty=1.1, logit_bias={4: 1.0}, logprobs=2)[0]
         if seed == 3:
             some[-1] = jobs(1, seed, prompt_logprobs=1)[0]
+        if seed == 4:
+            some[-1] = jobs(1, seed, logprob_token_ids=(3, 99))[0]
         Rig(r, seed=seed, chunk=-1, depth=seed % 3, pick=0.7).run(some)
     assert r.programs.late_compiles == 0
-    assert len(r.programs) == len(r.ladder.buckets) + 1
+    assert len(r.programs) == len(r.ladder.buckets) + 2  # slots are filled by two
 
 
 def test_a_late_compile_is_an_error_when_strict_and_counted_when_not(caplog, monkeypatch):
@@ -113,10 +115,11 @@ def test_other_weights_take_effect_without_a_compile():
     assert Rig(r).run([job]) == first
     wrong = tiny_params(make_mesh(1))
     wrong["embed"] = wrong["embed"][:, :-1]
-    with pytest.raises(ConfigError, match="embed"):
+    with pytest.raises(WeightsError, match="embed"):
         r.update_params(wrong)
-    with pytest.raises(ConfigError, match="trees"):
+    with pytest.raises(WeightsError, match="missing"):
         r.update_params({"embed": wrong["embed"]})
+    assert Rig(r).run([job]) == first
 
 
 def test_reset_gives_a_working_state_after_a_lost_one():

@@ -13,6 +13,7 @@ import numpy as np
 
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
+from jserve.model.shard import Axes
 from jserve.model.slots import empty
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, numpy_views, unpack
 from tests.runner.harness import ARCH
@@ -30,8 +31,8 @@ def _whole() -> Any:
         view = unpack(buf, fields, BUCKET, DIMS, empty(1, ARCH.V))
         shape = attn.kv_shape(ARCH.K, ARCH.H, 17, DIMS.Z)
         kv = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(ARCH.L)]
-        x_TD, _ = LLAMA.forward(ARCH, params, view, kv, attn, None)
-        return LLAMA.logits(ARCH, params, x_TD, None)
+        x_TD, _ = LLAMA.forward(ARCH, params, view, kv, attn, Axes())
+        return LLAMA.logits(ARCH, params, x_TD, Axes())
 
     return jax.jit(logits), fields
 

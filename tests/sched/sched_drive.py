@@ -33,6 +33,7 @@ def limits(**changes) -> RunnerLimits:
         "page_size": 4,
         "max_model_len": 64,
         "vocab_size": VOCAB,
+        "picks": 4,
     }
     return RunnerLimits(**(base | changes))
 
@@ -74,6 +75,26 @@ def step_times() -> tuple[StepTime, ...]:
         for p in PREFILL_RUNGS
         for w in (1, 4, 8)
     )
+
+
+def folded(req: Request, vocab: int) -> Request:
+    """``req`` over the first ``vocab`` ids. Over two of them prefixes collide and branch at every page."""
+
+    def fold(ids):
+        return tuple(i % vocab for i in ids)
+
+    params = req.params
+    stops = fold(params.stop_token_ids)
+    eos = fold(req.eos_ids) if not stops or vocab > 2 else ()  # both ids would leave none to draw
+    allowed = params.allowed_token_ids
+    params = dataclasses.replace(
+        params,
+        stop_token_ids=stops,
+        logit_bias={i % vocab: bias for i, bias in params.logit_bias.items()},
+        logprob_token_ids=params.logprob_token_ids and fold(params.logprob_token_ids),
+        allowed_token_ids=None if allowed is None else tuple(sorted({*fold(allowed)})),
+    )
+    return dataclasses.replace(req, prompt_ids=fold(req.prompt_ids), eos_ids=eos, params=params)
 
 
 SERVICE = (
@@ -350,10 +371,16 @@ class Drive:
         told = self.told[req.id, index]
         n_before = len(told.tokens) - len(out.token_ids)
         params, prompt = req.params, list(req.prompt_ids)
-        if params.logprobs is not None and out.token_ids:
+        if params.shows_logprobs and out.token_ids:
             assert out.logprobs is not None
             assert [p.token for p in out.logprobs] == list(out.token_ids)
-            assert all(len(p.top_ids) == params.logprobs for p in out.logprobs)
+            picks = params.logprob_token_ids
+            if picks is None:
+                assert all(len(p.top_ids) == params.logprobs for p in out.logprobs)
+            else:
+                assert all(p.named and p.top_ids == picks for p in out.logprobs)
+            if not (params.penalised or params.biased):
+                self._check_drawn(prompt, [*told.tokens[:n_before], *out.token_ids], out, picks)
         else:
             assert out.logprobs is None
         first = n_before == 0 and (out.token_ids or out.finish is Finish.LENGTH)
@@ -367,10 +394,25 @@ class Drive:
         for i, entry in enumerate(out.prompt_logprobs[1:]):
             visible.add(prompt[i])
             now = fake_model.mix(visible.seen)
-            assert entry.logprob == fake_model.logprob_of(now ^ fake_model.mix(prompt[i + 1]))
+            assert entry.logprob == fake_model.logprob_at(now, prompt[i + 1])
+            assert entry.rank == fake_model.rank_of(now, prompt[i + 1], self.limits.vocab_size)
             assert entry.top_ids == tuple(
-                fake_model.top_of(now, VOCAB)[0][: params.prompt_logprobs]
+                fake_model.top_of(now, self.limits.vocab_size)[0][: params.prompt_logprobs]
             )
+
+    def _check_drawn(
+        self, prompt: list[int], tokens: list[int], out: Output, picks: tuple[int, ...] | None
+    ) -> None:
+        """Ranks and the log-probabilities of named ids are those of the definition."""
+        visible = fake_model.Visible(self.limits.window, self.limits.sinks)
+        for token in [*prompt, *tokens[: len(tokens) - len(out.token_ids)]]:
+            visible.add(token)
+        for entry in out.logprobs or ():
+            now = fake_model.mix(visible.seen)
+            assert entry.rank == fake_model.rank_of(now, entry.token, self.limits.vocab_size)
+            if picks is not None:
+                assert entry.top_logprobs == tuple(fake_model.logprob_at(now, t) for t in picks)
+            visible.add(entry.token)
 
     def _check_plan(self, plan: StepPlan) -> None:
         """I11: budgets; everyone past its prefill gets a row; decode rows come first."""
@@ -518,7 +560,7 @@ class MixedDrafts(RightDrafts):
     def propose(self, seq, most):
         h = fake_model.mix(len(seq.tokens) * 31 + seq.in_flight)
         right = self.truth(seq)[: h % (most + 1)]
-        wrong = [(h >> i) % VOCAB for i in range(3)]
+        wrong = [(h >> i) % self.drive.limits.vocab_size for i in range(3)]
         return [*right, *wrong][:most] if h % 5 else []
 
 

@@ -21,7 +21,16 @@ from jserve.spec.lookup import Lookup
 from jserve.spec.ngram import NgramIndex
 from jserve.spec.suffix import SuffixIndex
 from jserve.types import Lane
-from tests.sched.sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits, request, step_times
+from tests.sched.sched_drive import (
+    VOCAB,
+    Drive,
+    MixedDrafts,
+    drafting,
+    folded,
+    limits,
+    request,
+    step_times,
+)
 
 LOOKUPS = {
     "ngram": lambda: Lookup("ngram", lambda: (NgramIndex(1, 3, 24),)),
@@ -66,6 +75,7 @@ requests = st.fixed_dictionaries(
                 {"allowed_token_ids": (1, 2, 3, 5)},
                 {"allowed_token_ids": (1, 2)},
                 {"logprobs": 2},
+                {"logprob_token_ids": (3, 0, 3)},
                 {"prompt_logprobs": 3},
                 {"stop_token_ids": (4,), "min_tokens": 1},
                 {"seed": 7, "repetition_penalty": 1.3},
@@ -76,13 +86,13 @@ requests = st.fixed_dictionaries(
 )
 
 
-def make(id: str, spec: dict):
+def make(id: str, spec: dict, vocab: int = VOCAB):
     spec = dict(spec)
     extras = spec.pop("extras") | spec.pop("deadlines")
     prompt = (*spec.pop("prefix"), *spec.pop("tail"))
     if extras.get("min_tokens", 0) > spec["max_tokens"]:
         del extras["min_tokens"]
-    return request(id, prompt, **spec, **extras)
+    return folded(request(id, prompt, **spec, **extras), vocab)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -106,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.sampled_from([(0, 0), (0, 0), (3, 0), (9, 0), (14, 5), (6, 1)]),
         n_host=st.sampled_from([0, 0, 2, 30]),
         preemption=st.sampled_from(["auto", "recompute", "swap", "swap"]),
+        vocab=st.sampled_from([VOCAB, 2]),
     )
     def start(
         self,
@@ -126,13 +137,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         window,
         n_host,
         preemption,
+        vocab,
     ):
         n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)  # as many tokens at any page size
         times = step_times() if measured else ()
         seen = {"window": window[0], "sinks": window[1]}
         tier = {"n_host_pages": n_host, "page_move_s": 1e-4 if measured else 0.0}
         pool = {"n_pages": n_pages, "page_size": page_size}
-        lim = limits(max_drafts=drafts, step_times=times, **pool, **tier, **seen)
+        few = {"vocab_size": vocab}
+        lim = limits(max_drafts=drafts, step_times=times, **pool, **tier, **seen, **few)
         if drafts and drafter in ("device", "copying"):
             lim = dataclasses.replace(
                 lim,
@@ -170,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, spec):
         """Taken, or refused for a reason that holds."""
         self.n += 1
-        req = make(f"r{self.n}", spec)
+        req = make(f"r{self.n}", spec, self.drive.limits.vocab_size)
         before = self.shape()
         try:
             self.drive.add(req)
@@ -292,6 +305,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if done:
             of = data.draw(st.sampled_from(sorted(set(done))))
             self.n += 1
+            tail %= self.drive.limits.vocab_size
             turn = self.drive.next_turn(f"r{self.n}", of, [tail], max_tokens=2)
             if len(turn.prompt_ids) < 40:
                 with contextlib.suppress(Overloaded, ContextTooLong):

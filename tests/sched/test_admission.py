@@ -27,6 +27,7 @@ def test_a_good_request_gets_its_length():
         ("stop_token_ids", lambda i: {"stop_token_ids": (i,)}),
         ("logit_bias", lambda i: {"logit_bias": {i: 1.0}}),
         ("allowed_token_ids", lambda i: {"allowed_token_ids": (0, i)}),
+        ("logprob_token_ids", lambda i: {"logprob_token_ids": (0, i)}),
         ("bad_words", lambda i: {"bad_token_ids": ((0, i),)}),
     ],
 )
@@ -119,6 +120,16 @@ def test_features_that_are_not_there_are_refused():
     with pytest.raises(BadRequest, match="switched off") as caught:
         check(request("a", [1], prompt_logprobs=1), without)
     assert caught.value.field == "prompt_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("picks", "ids", "word"),
+    [(0, (1,), "switched off"), (2, (1, 2, 3), "holds 3 ids, at most 2"), (4, (1, 11), "11")],
+)
+def test_logprob_token_ids_are_held_to_what_programs_can(picks, ids, word):
+    with pytest.raises(BadRequest, match=word) as caught:
+        check(request("a", [1], logprob_token_ids=ids), limits(picks=picks))
+    assert caught.value.field == "logprob_token_ids"
     with pytest.raises(BadRequest, match="tokenizer") as caught:
         check(request("a", [1], bad_words=("no",)), LIM)
     assert caught.value.field == "bad_words"

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from sched_drive import Drive, limits, request, step_times
 
+from jserve.api.front import Limits
 from jserve.errors import BadRequest, JserveError, Overloaded, RateLimited
 from jserve.sched.forecast import Lengths, peak_tokens
 from jserve.sched.gate import DOWN, FULL, UP, next_level
@@ -80,6 +81,50 @@ def test_overload_makes_prefills_shorter():
     assert drive.flight[-1].plan.n_tokens == 4, "a quarter of 16"
     drive.commit()
     drive.run()
+
+
+def refusal(drive: Drive, lane: Lane = Lane.STANDARD) -> str:
+    with pytest.raises(Overloaded) as caught:
+        drive.add(request("refused", [2], lane=lane))
+    return caught.value.message
+
+
+def test_a_refusal_names_the_option_and_when_the_lane_is_taken_again():
+    drive = blocked(max_waiting=20)
+    for i in range(20):
+        drive.add(request(f"r{i}", [2]))
+    assert refusal(drive).startswith(
+        "overloaded: 20 sequences are waiting; lane standard is taken again below 17"
+        " (max_waiting is 20); try again in"
+    )
+    assert "lane bulk is taken again below 7 (max_waiting is 20)" in refusal(drive, Lane.BULK)
+    drive.cancel("r0")
+    assert "19 sequences are waiting; lane standard is taken again below 17" in refusal(drive)
+    drive = blocked(max_waiting_tokens=100)
+    for i in range(3):
+        drive.add(request(f"r{i}", [2] * 40))
+    said = refusal(drive)
+    assert "120 prompt tokens are waiting" in said
+    assert "below 85 (max_waiting_tokens is 100)" in said
+
+
+def test_a_refusal_for_seconds_of_work_names_that_option():
+    slow = tuple(replace(t, seconds=10.0) for t in step_times())
+    drive = Drive(limits(n_slots=2, step_times=slow), depth=0, max_queue_s=1.0)
+    codes = [try_add(drive, request(f"r{i}", [2] * 9)) for i in range(20)]
+    assert "overloaded" in codes
+    said = refusal(drive)
+    assert "s of work are waiting; lane standard is taken again below 0.85" in said
+    assert "(max_queue_s is 1)" in said
+
+
+def test_a_burst_at_an_idle_server_is_queued_whatever_its_work_takes():
+    """As many as connections may be open, with the default bounds; 10 s for a step are hours of work."""
+    slow = tuple(replace(t, seconds=10.0) for t in step_times())
+    drive = Drive(limits(n_slots=2, step_times=slow), depth=0)
+    for i in range(Limits().max_connections):
+        drive.scheduler.submit(request(f"r{i}", [2] * 40), 0.0)  # one refusal would raise
+    assert len(drive.scheduler.floor.waiting) == Limits().max_connections
 
 
 def test_retry_after_grows_with_the_queue():

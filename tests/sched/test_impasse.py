@@ -104,7 +104,7 @@ class NoMask:
 class NoMasks:
     """``ports.Guides`` of such guides."""
 
-    def guide(self, req):
+    def guide(self, req, most):
         return NoMask() if req.params.guided else None
 
     def kick(self): ...

@@ -23,7 +23,15 @@ def record(path, seed: int, *, drafts: bool = False) -> tuple[Drive, list]:
         drive = drafting(MixedDrafts(), lim, **options) if drafts else Drive(lim, **options)
         for i in range(14):
             prompt = [1, 2, 3, 4, *(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 7)))]
-            extras = rng.choice([{}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 2}])
+            extras = rng.choice(
+                [
+                    {},
+                    {"logprobs": 2},
+                    {"logprob_token_ids": (1, 2)},
+                    {"prompt_logprobs": 1},
+                    {"n": 2},
+                ]
+            )
             extras |= {"temperature": 1.0, "logit_bias": {2: -3.0}, "max_tokens": 20}
             extras |= {"lane": rng.choice(list(Lane)), "tenant": rng.choice(["", "ann", "bob"])}
             if rng.random() < 0.4:

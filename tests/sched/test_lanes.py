@@ -344,3 +344,19 @@ def test_a_need_for_pages_never_takes_from_a_higher_lane():
     drive.run()
     assert victims
     assert set(victims) == {"bulk"}
+
+
+def test_cached_tokens_are_counted_in_the_lane_that_found_them():
+    """Whole pages of 4 tokens, of the second request of each lane only."""
+    drive = Drive(limits())
+    hits = {Lane.INTERACTIVE: [1] * 13, Lane.BULK: [2] * 6}
+    for lane, prompt in hits.items():
+        for turn in range(2):
+            drive.add(request(f"{lane}-{turn}", prompt, lane=lane))
+            drive.run()
+    found = drive.scheduler.stats().lanes
+    told = {lane: drive.told[f"{lane}-1", 0].outputs[0].n_cached for lane in hits}
+    assert told == {Lane.INTERACTIVE: 12, Lane.BULK: 4}
+    for lane in Lane:
+        assert found[f"{lane}_cached_tokens"] == told.get(lane, 0)
+        assert found[f"{lane}_prompt_tokens"] == 2 * len(hits.get(lane, ()))

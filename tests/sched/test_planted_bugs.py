@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits, request
+from sched_drive import VOCAB, Drive, MixedDrafts, drafting, folded, limits, request
 
 from jserve.errors import Overloaded
 from jserve.kv.cache import PageCache
@@ -20,10 +20,10 @@ SEEDS = [*range(20), 165]
 """In 165 the queue fills: nine wait, and at the pace of the last ends the ninth would wait too long."""
 
 
-def torture(seed: int) -> None:
+def torture(seed: int, vocab: int = VOCAB) -> None:
     """A random workload with every feature, under all oracles."""
     rng = random.Random(seed)
-    lim = limits(n_pages=rng.choice([13, 18, 30]), max_drafts=rng.choice([0, 3]))
+    lim = limits(n_pages=rng.choice([13, 18, 30]), max_drafts=rng.choice([0, 3]), vocab_size=vocab)
     options = {
         "depth": rng.choice([0, 1, 2]),
         "eos_rate": 8,
@@ -31,7 +31,7 @@ def torture(seed: int) -> None:
     }
     drive = drafting(MixedDrafts(), lim, **options) if lim.max_drafts else Drive(lim, **options)
     for i in range(16):
-        taken = _add(drive, _random_request(rng, f"r{i}", drive))
+        taken = _add(drive, folded(_random_request(rng, f"r{i}", drive), vocab))
         for _ in range(rng.randrange(6)):
             drive.step()
             if rng.random() < 0.15:
@@ -72,6 +72,8 @@ def _random_request(rng: random.Random, id: str, drive: Drive):
 def torture_all() -> None:
     for seed in SEEDS:
         torture(seed)
+    for seed in range(4):
+        torture(seed, vocab=2)
 
 
 def test_without_a_bug_all_is_well():
@@ -82,7 +84,7 @@ def test_without_a_bug_all_is_well():
 @pytest.mark.timeout(600)
 def test_without_a_bug_all_is_well_nightly():
     for seed in range(100, 1600):
-        torture(seed)
+        torture(seed, vocab=VOCAB if seed % 2 else 2)
 
 
 def tail_page_freed_one_step_early(patch):

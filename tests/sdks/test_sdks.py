@@ -112,26 +112,38 @@ def test_a_client_library_finds_what_it_expects(
     assert said.strip().splitlines()[-1].startswith("ok")
 
 
+@pytest.mark.parametrize(
+    ("profile", "n"),
+    [("kind=concurrent,streams=4", 12), ("kind=throughput,max_concurrency=256", 256)],
+    ids=["4 streams", "all at once"],
+)
 def test_guidellm_drives_it_without_an_error(
-    python: Callable[[str], Path], served: Server, tmp_path: Path
+    python: Callable[[str], Path], served: Server, tmp_path: Path, profile: str, n: int
 ) -> None:
     report = tmp_path / "report.json"
     told(
         python("guidellm").parent / "guidellm",
-        *("run", "--disable-progress", "--profile", "kind=concurrent,streams=4"),
+        *("run", "--disable-progress", "--profile", profile),
         *("--backend", f"kind=openai_http,target={served.url},model=jserve-mini"),
-        *("--constraint", "kind=max_requests,count=12"),
+        *("--constraint", f"kind=max_requests,count={n}"),
         *("--tokenizer", f"kind=hf_auto,model={build.shipped()}"),
         *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
         *("--output", f"kind=json,path={report}"),
     )
     (done,) = json.loads(report.read_text())["benchmarks"]
     requests = done["metrics"]["request_totals"]
-    assert requests["successful"] >= 12
+    assert requests["successful"] >= n
     assert requests["errored"] == 0
 
 
-def test_vllms_load_generator_drives_it_without_an_error(served: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("n", "rate"),
+    [(12, ["--max-concurrency", "4"]), (512, ["--request-rate", "inf"])],
+    ids=["4 streams", "all at once"],
+)
+def test_vllms_load_generator_drives_it_without_an_error(
+    served: Server, tmp_path: Path, n: int, rate: list[str]
+) -> None:
     found = shutil.which("vllm")
     if found is None:
         pytest.skip("there is no vllm on the PATH: it is too large to install for a test")
@@ -147,12 +159,12 @@ def test_vllms_load_generator_drives_it_without_an_error(served: Server, tmp_pat
         *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
         *("--base-url", served.url, "--model", "jserve-mini", "--tokenizer", build.shipped()),
         *("--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "16"),
-        *("--num-prompts", "12", "--max-concurrency", "4", "--ignore-eos"),
+        *("--num-prompts", str(n), *rate, "--ignore-eos"),
         *("--save-result", "--result-filename", report),
     )
     done = json.loads(report.read_text())
-    assert (done["completed"], done["failed"]) == (12, 0)
-    assert done["total_output_tokens"] == 12 * 16
+    assert (done["completed"], done["failed"]) == (n, 0)
+    assert done["total_output_tokens"] == n * 16
 
 
 def test_every_script_is_run() -> None:

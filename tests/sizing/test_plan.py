@@ -22,7 +22,7 @@ from jserve.runner.memory import DeviceMemory
 from jserve.runner.programs import step_name
 from jserve.runner.runner import ModelRunner
 from jserve.runner.sizes import ladder_of
-from jserve.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from jserve.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import CHIPS
 from jserve.sizing import plan as sizing, show
@@ -65,6 +65,7 @@ def test_memory_of_8b_on_an_h200() -> None:
     assert found.memory.page_bytes == 32 * 131_072
     assert found.memory.n_pages == 24_576
     few = 2 + (MAX_BAD_WORD_TOKENS - 1) + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
+    few += MAX_LOGPROB_TOKEN_IDS
     assert found.memory.slot_bytes == 32 * (128_256 * 8 + 4 * few)
     by_length = {r.length: (r.pages, r.sequences, r.admitted) for r in found.residents}
     assert by_length == {512: (16, 1535, 32), 2048: (64, 383, 32), 8192: (256, 95, 32)}

@@ -13,8 +13,9 @@ from flax import nnx
 from weights_kit import BF16, LLAMA, Model, same
 
 from jserve.errors import ConfigError, WeightsError
-from jserve.model.shard import ShardRules, make_mesh, shardings
+from jserve.model.shard import ShardRules, make_mesh, padded, shardings
 from jserve.weights.adopt import adopt
+from jserve.weights.place import aligned
 from tests.model.assembly import assemble_all
 
 RULES = ShardRules()
@@ -92,16 +93,49 @@ def test_repeats_kv_heads_of_the_canonical_layout(model: Model, tp: int) -> None
         adopted(model, params_of(model), tp)
 
 
-def test_fitting_arrays_are_not_copied(model: Model) -> None:
-    first = adopted(model, params_of(model))
-    again = adopted(model, first)
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
-        pointers = [[s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (a, b)]
-        assert pointers[0] == pointers[1]
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_adopted_shares_no_buffer(model: Model, tp: int) -> None:
+    """Neither with arrays that fit as they are, nor with numpy arrays that a device could alias."""
+    first = adopted(model, params_of(model), tp)
+    again = adopted(model, first, tp)
+    want = jax.tree.map(np.asarray, again)
+    want = jax.tree.map(np.copy, want)
+    for leaf in jax.tree.leaves(first):
+        leaf.delete()
+    jax.tree.map(np.testing.assert_array_equal, again, want)
+    mine = jax.tree.map(aligned_copy, want)
+    taken = adopted(model, mine, tp)
+    for leaf in jax.tree.leaves(mine):
+        leaf[...] = 0
+    jax.tree.map(np.testing.assert_array_equal, taken, want)
+
+
+def aligned_copy(x: np.ndarray) -> np.ndarray:
+    copy = aligned(x.shape, x.dtype)
+    copy[...] = x
+    return copy
+
+
+def test_odd_vocabularies_are_padded(model: Model) -> None:
+    rules, mesh = ShardRules(kv_heads=None, ffn=None), make_mesh(3)
+    canonical = model.family.specs(model.arch, 1)
+    specs = padded(canonical, rules, mesh.shape)
+    given = params_of(model)
+    got = adopt(given, specs, mesh, rules, BF16, canonical=canonical)
+    assert got["embed"].shape == (66, 32)
+    assert same(np.asarray(got["embed"])[:64], given["embed"])
+    assert not np.asarray(got["unembed"])[64:].any()
+    again = adopt(got, specs, mesh, rules, BF16, canonical=canonical)
+    assert same(again["embed"], got["embed"])
 
 
 def without(params: Any) -> Any:
     del params["layers"][1]["qkv"]
+    return params
+
+
+def deleted(params: Any) -> Any:
+    params["layers"][1]["qkv"].delete()
     return params
 
 
@@ -124,6 +158,8 @@ def with_value(value: Any) -> Any:
         (with_value(np.zeros((32, 64), np.int8)), "layers.0.down", "dtype int8"),
         (with_value(np.zeros((32, 64), np.complex64)), "layers.0.down", "dtype complex64"),
         (with_value(1.0), "layers.0.down", "not an array but float"),
+        (with_value(np.zeros((32, 64), bool)), "layers.0.down", "dtype bool"),
+        (lambda p: deleted(p), "layers.1.qkv", "was deleted"),
         (with_value(None), "layers.0.down", "not an array but NoneType"),
         (with_value({"w": np.zeros((32, 64))}), "layers.0.down", "missing"),
     ],

@@ -21,6 +21,7 @@ from jserve.model.shard import (
     ShardRules,
     is_spec,
     make_mesh,
+    padded,
     partitions,
 )
 from jserve.weights.layout import check, pieces, relayout, split, whole
@@ -77,6 +78,22 @@ def test_every_shard_holds_its_slice_only(tmp_path: Path) -> None:
     assert params["embed"].addressable_shards[0].data.shape == (8, 32)
 
 
+@pytest.mark.parametrize(("tp", "rows"), [(1, 61), (2, 62), (4, 64), (8, 64)])
+def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros(
+    tmp_path: Path, tp: int, rows: int
+) -> None:
+    model = Model(tmp_path / "m", LLAMA | {"vocab_size": 61}).single()
+    params = loaded(model, tp)
+    for name, tensor in (("embed", "model.embed_tokens.weight"), ("unembed", "lm_head.weight")):
+        got = np.asarray(params[name])
+        assert same(got[:61], model.tensors[tensor])
+        assert got.shape == (rows, 32)
+        assert not got[61:].any()
+        assert {s.data.shape for s in params[name].addressable_shards} == {(rows // tp, 32)}
+    want = expected(Model(tmp_path / "n", LLAMA | {"vocab_size": 61}), tp)
+    assert_equal(params["layers"], want["layers"])
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_sharded_files_load_the_same(tmp_path: Path, n: int) -> None:
     model = Model(tmp_path / "m", LLAMA).sharded(n)
@@ -123,11 +140,14 @@ def test_mesh_must_fit_the_rules(tmp_path: Path) -> None:
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     with pytest.raises(ConfigError, match="no axis 'tp'") as caught:
         load(model.family, model.arch, source, mesh, RULES, BF16)
-    assert caught.value.field == "mesh"
+    assert caught.value.field == "sharding.rules.kv_heads"
     rules = ShardRules(extra={"embed": "x"})
     mesh = jax.make_mesh((1, 3), ("tp", "x"), devices=jax.devices()[:3])
-    with pytest.raises(ConfigError, match=r"embed: .* does not split over 3 of axis 'x'"):
+    with pytest.raises(
+        ConfigError, match="does not split over the 3 devices of mesh axis 'x'"
+    ) as e:
         load(model.family, model.arch, source, mesh, rules, BF16)
+    assert e.value.field == "sharding.rules.embed"
     with pytest.raises(ConfigError, match="scan_nan"):
         load(model.family, model.arch, source, make_mesh(1), RULES, BF16, scan_nan="maybe")
 
@@ -153,6 +173,24 @@ def test_full_scan_names_the_tensor(tmp_path: Path, bad: float, tp: int) -> None
         loaded(model, tp, scan_nan="full")
     assert caught.value.field == f"{model.path / 'model.safetensors'}:{name}"
     loaded(model, tp, scan_nan="off")
+
+
+@pytest.mark.parametrize("scan", ["sample", "full"])
+@pytest.mark.parametrize("shard", range(4))
+@pytest.mark.parametrize(
+    ("name", "rows"), [("lm_head.weight", True), ("model.layers.0.mlp.down_proj.weight", False)]
+)
+def test_the_scan_looks_at_every_shard(
+    tmp_path: Path, name: str, rows: bool, shard: int, scan: str
+) -> None:
+    """64 rows of lm_head, or 64 columns of down, over four devices."""
+    model = Model(tmp_path / "m", LLAMA)
+    at = 16 * shard + 3
+    model.tensors[name][(at, 0) if rows else (0, at)] = np.nan
+    model.single()
+    with pytest.raises(WeightsError, match="NaN") as caught:
+        loaded(model, 4, scan_nan=scan)
+    assert caught.value.field == f"{model.path / 'model.safetensors'}:{name}"
 
 
 def test_overflow_of_the_cast_is_found(tmp_path: Path) -> None:
@@ -207,6 +245,19 @@ def test_any_box_of_a_parameter_is_cut_right(repeat: int) -> None:
             assert piece.shape == out[piece.out].shape
         assert same(out, full[index])
         assert same(cut, full[index])
+
+
+def test_padding_is_added_and_dropped() -> None:
+    part = Part(name="head", shape=(5, 3), view=(5, 3))
+    plain = ParamSpec(shape=(5, 3), axes=("vocab", None), parts=(part,))
+    wide = padded({"x": plain}, RULES, {"tp": 4})["x"]
+    check(wide, "wide")
+    x = np.arange(15, dtype=np.float32).reshape(5, 3)
+    for array, concatenate in ((x, np.concatenate), (jnp.asarray(x), jnp.concatenate)):
+        got = relayout(array, plain, wide, concatenate)
+        assert same(got, np.pad(x, ((0, 3), (0, 0))))
+        assert same(relayout(got, wide, plain, concatenate), x)
+    assert not list(pieces(wide, (slice(6, 8), slice(0, 3))))
 
 
 def test_layouts_convert_into_each_other() -> None:

@@ -69,6 +69,30 @@ def test_restores_onto_another_mesh(model: Model, converted: Path, tp: int, dtyp
     assert len(seen) == len(jax.tree.leaves(want))
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_an_odd_vocabulary_is_stored_whole_and_padded_on_the_way_back(
+    tmp_path: Path, tp: int
+) -> None:
+    model = Model(tmp_path / "m", LLAMA | {"vocab_size": 61}).single()
+    convert(str(model.path), tmp_path / "out")
+    stored = orbax._stored_tree(tmp_path / "out/params")
+    assert tuple(stored["embed"].shape) == tuple(stored["unembed"].shape) == (61, 32)
+    want, got = from_dir(model.path, tp), from_dir(tmp_path / "out", tp)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert same(a, b)
+        assert a.sharding == b.sharding
+
+
+@pytest.mark.parametrize("shard", range(4))
+def test_the_scan_looks_at_every_shard(model: Model, tmp_path: Path, shard: int) -> None:
+    params = from_dir(model.path, 1)
+    params["unembed"] = params["unembed"].at[16 * shard + 3, 0].set(jnp.nan)
+    orbax.save(tmp_path / "out", params, model.path)
+    with pytest.raises(WeightsError, match="NaN") as caught:
+        from_dir(tmp_path / "out", 4)
+    assert caught.value.field == f"{tmp_path / 'out/params'}:unembed"
+
+
 def test_copies_text_files_and_no_code(converted: Path) -> None:
     names = {p.name for p in converted.iterdir()}
     assert names == {

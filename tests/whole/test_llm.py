@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jserve import LLM, AsyncLLM, RequestOptions, SamplingParams
+from jserve import LLM, AsyncLLM, EngineConfig, RequestOptions, SamplingParams, build
 from jserve.errors import BadRequest, CacheNotFound, ConfigError, ContextTooLong, WeightsError
 from jserve.sched.replay import replay
 from tests.whole.conftest import SMALL_OPTIONS
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tiny_dir: Path):
-    with LLM(str(tiny_dir), **SMALL_OPTIONS) as made:
+    with LLM(str(tiny_dir), **SMALL_OPTIONS, max_waiting=1024) as made:
         yield made
 
 
@@ -149,7 +149,39 @@ def test_n_choices_with_a_seed_repeat(llm: LLM) -> None:
         assert llm.generate("the quick", alone)[0].outputs[0].token_ids == choice.token_ids
         assert choice.logprobs is not None
         assert len(choice.logprobs) == len(choice.token_ids)
-        assert all(len(t.top_ids) == 2 for t in choice.logprobs)
+        for token, found in zip(choice.token_ids, choice.logprobs, strict=True):
+            assert next(iter(found)) == token
+            assert len(found) == 2 + (found[token].rank > 2)
+            others = [at.rank for t, at in found.items() if t != token]
+            assert others == [rank for rank in (1, 2) if rank != found[token].rank]
+            assert found[token].decoded_token == llm.tokenizer.token_text(token)
+        drawn = zip(choice.token_ids, choice.logprobs, strict=True)
+        total = sum(found[token].logprob for token, found in drawn)
+        assert choice.cumulative_logprob == pytest.approx(total)
+
+
+def test_log_probabilities_of_named_ids(llm: LLM) -> None:
+    every = tuple(range(320))
+    params = SamplingParams(temperature=1.5, seed=3, max_tokens=6, logprob_token_ids=every[::3])
+    (choice,) = llm.generate("the quick", params)[0].outputs
+    assert choice.logprobs is not None
+    for token, found in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert list(found) == [token, *(i for i in every[::3] if i != token)]
+        assert found[token].rank is not None
+        assert {at.rank for t, at in found.items() if t != token} == {None}
+    with pytest.raises(BadRequest) as caught:
+        SamplingParams(logprobs=2, logprob_token_ids=(1,))
+    assert caught.value.field == "logprob_token_ids"
+
+
+def test_served_names(tiny_dir: Path) -> None:
+    given = EngineConfig.of(
+        model=str(tiny_dir), load_format="dummy", served_model_name=["a", "b", "a"]
+    )
+    text = build.text_side(given)
+    assert (text.name, text.aliases) == ("a", ("b",))
+    text = build.text_side(EngineConfig.of(model=str(tiny_dir), load_format="dummy"))
+    assert (text.name, text.aliases) == ("tiny-llama", ())
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:

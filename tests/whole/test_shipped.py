@@ -42,7 +42,13 @@ def test_kv_of_8_bits_moves_the_shipped_model_little() -> None:
             said.append([out.outputs[0].token_ids for out in answers])
             texts = texts or [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in answers]
             scored = llm.generate(texts, replace(score, prompt_logprobs=0))
-            found = [t.logprob for out in scored for t in out.prompt_logprobs[1:]]
+            found = [
+                entry[token].logprob
+                for out in scored
+                for token, entry in zip(
+                    out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True
+                )
+            ]
             likely.append(np.array(found))
     assert sum(a == b for a, b in zip(*said, strict=True)) >= 2
     assert 1e-4 < np.abs(likely[0] - likely[1]).mean() < 0.05

@@ -12,11 +12,13 @@ from checkpoints.recipe.lexicon import Rng, Split
 from checkpoints.recipe.skills import (
     arithmetic,
     dialogue,
+    everyday,
     extract,
     facts,
     lists,
     passage,
     story,
+    structured,
     tools,
     units,
 )
@@ -36,10 +38,14 @@ SKILLS: dict[str, Generator] = {
     "notes": lists.generate_notes,
     "facts": facts.generate,
     "story": story.generate,
+    "everyday": everyday.generate,
+    "owners": everyday.generate_owners,
+    "json_request": structured.generate,
+    "json_forced": structured.generate_forced,
 }
 # Skills with one right answer; the others are judged by bits per byte.
-CLOSED = tuple(name for name in SKILLS if name != "story")
-MIXTURE = {
+CLOSED = tuple(name for name in SKILLS if name not in ("story", "json_forced"))
+FIRST = {
     "passage": 0.22,
     "arithmetic": 0.09,
     "arithmetic_thinking": 0.11,
@@ -53,18 +59,38 @@ MIXTURE = {
     "facts": 0.03,
     "story": 0.03,
 }
+# The second stage practises everything: the new skills most, then what was weakest.
+SECOND = {
+    "passage": 0.11,
+    "arithmetic": 0.06,
+    "arithmetic_thinking": 0.07,
+    "units": 0.06,
+    "extract": 0.03,
+    "tools": 0.06,
+    "tool_unneeded": 0.04,
+    "dialogue": 0.04,
+    "lists": 0.07,
+    "notes": 0.03,
+    "facts": 0.02,
+    "story": 0.02,
+    "everyday": 0.12,
+    "owners": 0.08,
+    "json_request": 0.09,
+    "json_forced": 0.10,
+}
+MIXTURES = {"first": FIRST, "second": SECOND}
 _PLAIN = 0.02
-_NAMES, _WEIGHTS = tuple(MIXTURE), tuple(MIXTURE.values())
 
 
-def draw(rng: Rng, split: Split, dense_copying: bool = False) -> Chat:
+def draw(rng: Rng, split: Split, dense_copying: bool = False, mixture: str = "first") -> Chat:
     """One chat from the mixture. `dense_copying` is the curriculum for the first steps."""
     if dense_copying and lx.chance(rng, 0.5):
         return lx.pick(rng, (lists.generate_notes, lists.generate))(rng, split)
     if lx.chance(rng, _PLAIN):
         teller = passage.plain if lx.chance(rng, 0.5) else _tell_story
         return Chat("plain", plain=teller(rng, split))
-    name = _NAMES[int(rng.choice(len(_NAMES), p=_WEIGHTS))]
+    names, weights = tuple(MIXTURES[mixture]), tuple(MIXTURES[mixture].values())
+    name = names[int(rng.choice(len(names), p=weights))]
     return SKILLS[name](rng, split)
 
 
@@ -72,13 +98,13 @@ def _tell_story(rng: Rng, split: Split) -> str:
     return story.story(rng, split)[1]
 
 
-def draw_long(rng: Rng, split: Split, sentences: int) -> Chat:
+def draw_long(rng: Rng, split: Split, sentences: int, mixture: str = "first") -> Chat:
     """A chat that fills a long row: one long passage, or many unrelated exchanges in one chat."""
     if lx.chance(rng, 0.5):
         return passage.generate_long(rng, split, sentences)
     turns = []
     for _ in range(sentences // 3):
-        chat = draw(rng, split)
+        chat = draw(rng, split, mixture=mixture)
         if chat.turns and not chat.tools and chat.turns[0].role == "user":
             turns += chat.turns
-    return Chat("chat_long", tuple(turns)) if turns else draw_long(rng, split, sentences)
+    return Chat("chat_long", tuple(turns)) if turns else draw_long(rng, split, sentences, mixture)

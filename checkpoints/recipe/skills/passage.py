@@ -259,7 +259,7 @@ def _unanswerable(rng: Rng, split: Split, facts: list[Fact], fact: Fact) -> tupl
     return lx.pick(rng, kind.ask).format(s=name), NOT_SAID
 
 
-def _frame(rng: Rng, passage: str, asked: str) -> str:
+def frame(rng: Rng, passage: str, asked: str) -> str:
     style = lx.between(rng, 0, 4)
     if style == 0:
         return f"{lx.pick(rng, _PUT_FIRST)}\n\n{passage}\n\nQuestion: {asked}"
@@ -273,7 +273,7 @@ def _frame(rng: Rng, passage: str, asked: str) -> str:
 def _turns(rng: Rng, split: Split, facts: list[Fact], count: int) -> tuple[Turn, ...]:
     passage = tell(rng, facts)
     asked, said = question(rng, split, facts)
-    turns = [user(_frame(rng, passage, lx.casual(rng, asked))), reply(said)]
+    turns = [user(frame(rng, passage, lx.casual(rng, asked))), reply(said)]
     for _ in range(count - 1):
         asked, said = question(rng, split, facts)
         turns += [user(lx.casual(rng, asked)), reply(said)]
