@@ -1,30 +1,38 @@
-"""One call that checks and times everything on an H200: stages in order of worth, each in a process of its own.
+"""One call that checks and times everything on an H200: stages in order of worth.
 
     python -m bench.gpu                          nine minutes at most, results under $OUT
-    python -m bench.gpu --resume FILE            skips the stages that FILE has whole
+    python -m bench.gpu --resume FILE            measures only what FILE lacks or has wrong
     python -m bench.gpu --only facts,decode_numerics --budget 120
     python -m bench.gpu --tiny                   every stage on a CPU with tiny shapes: proves the script
 
-Owns the order, the time budget and the record. Must not know what a stage measures: those are
-functions of the other ``bench.gpu_*`` modules. Each figure is
-printed and written to ``gpu.jsonl`` the moment it is known, so a call that is cut loses nothing; a
-kernel that hangs costs its own stage only.
+Each figure is printed and written to ``gpu.jsonl`` the moment it is known, so a call that is cut
+loses nothing. Each stage runs in a process of its own; a case that hangs, aborts or leaves the device
+unusable ends that process, is recorded as an error, and another process goes on with the next case.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import gpu_wheels
-from bench.gpu_record import Record, read
+from bench.gpu_record import STICKY, Record, open_case, read, wrong
+
+PROGRAMS = Path(tempfile.gettempdir()) / "jserve-gpu-programs"
+"""Compiled programs, kept for the next process and the next call while the machine is held."""
+
+KILLED_S = 20
+"""How long a killed process may take to be gone."""
+ATTENTION = ("hopper", "xla", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +47,10 @@ class Stage:
 
 STAGES: dict[str, Stage] = {
     "facts": Stage("bench.gpu_facts", "facts", 60, "the ceilings that all shares refer to"),
+    "graphs": Stage("bench.gpu_steps", "graphs", 60, "how later stages record CUDA graphs"),
     "decode_numerics": Stage("bench.gpu_kernels", "decode_numerics", 75, "rel < 1e-2, stable"),
     "prefill_numerics": Stage("bench.gpu_kernels", "prefill_numerics", 75, "rel < 1e-2, stable"),
     "step_numerics": Stage("bench.gpu_steps", "step_numerics", 75, "same tokens as ref"),
-    "graphs": Stage("bench.gpu_steps", "graphs", 75, "a step is one CUDA graph that runs"),
     "decode_times": Stage("bench.gpu_kernels", "decode_times", 60, "92 % of read bandwidth"),
     "steps_1b": Stage("bench.gpu_steps", "steps_1b", 100, "batch 1: 1300 tok/s"),
     "steps_8b": Stage("bench.gpu_steps", "steps_8b", 150, "batch 1: 245 tok/s, batch 32 up: 85 %"),
@@ -62,59 +70,112 @@ STAGES: dict[str, Stage] = {
 
 
 def whole(lines: list[dict[str, Any]]) -> set[str]:
-    """Stages that a record has from beginning to end."""
-    return {x["stage"] for x in lines if x["name"] == "end" and x.get("rc") == 0}
+    """Stages that a record has from beginning to end, with no line wrong and none skipped for time."""
+    ended = {x["stage"] for x in lines if x["name"] == "end" and x.get("rc") == 0}
+    return ended - {x["stage"] for x in lines if not _good(x)}
 
 
-def run_stage(name: str, folder: Path, *, tiny: bool, seconds: float) -> None:
+def _good(line: dict[str, Any]) -> bool:
+    return not wrong(line) and line.get("skipped") != "out of time"
+
+
+def run_stage(name: str, args: argparse.Namespace) -> None:
     """The child's side."""
+    from jserve.runner.programs import (
+        use_compile_cache,  # imports jax, which the parent does without
+    )
+
+    use_compile_cache(PROGRAMS)
     stage = STAGES[name]
-    record = Record(folder, name, tiny=tiny, seconds=seconds)
+    record = Record(Path(args.out), name, tiny=args.tiny, seconds=args.budget, attn=args.attn)
     getattr(importlib.import_module(stage.module), stage.function)(record)
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """The parent's side: every wanted stage in turn, as long as there is time."""
+    """The parent's side: every wanted stage in turn, as long as there is time.
+
+    Returns:
+        0 if every wanted stage is whole, else 1.
+    """
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.budget
-    done = whole(read(Path(args.resume))) if args.resume else set()
+    done = _carry_over(Path(args.resume), folder) if args.resume else set()
     names = [n for n in args.only or STAGES if n not in done]
     for name in names:
         left = end - time.monotonic()
-        record = Record(folder, name, tiny=args.tiny, seconds=0)
+        record = Record(folder, name, tiny=args.tiny, seconds=0, attn=args.attn)
         if left < 15:
             record.add("end", rc=-1, skipped="out of time")
             continue
         limit = min(STAGES[name].seconds * (10 if args.tiny else 1), left - 3)
         start = time.monotonic()
-        rc = _child(name, folder, tiny=args.tiny, seconds=limit)
+        rc = _stage(record, seconds=limit)
         record.add("end", rc=rc, seconds=round(time.monotonic() - start, 1), goal=STAGES[name].goal)
-    print(summary(read(folder / "gpu.jsonl")))
-    return 0
+    lines = read(folder / "gpu.jsonl")
+    print(summary(lines))
+    return 0 if whole(lines) >= set(names) else 1
 
 
-def _child(name: str, folder: Path, *, tiny: bool, seconds: float) -> int:
-    command = [sys.executable, "-m", "bench.gpu", "--stage", name, "--out", str(folder)]
-    command += ["--budget", str(seconds), *(["--tiny"] if tiny else [])]
-    with (folder / "errors.log").open("a") as errors:
-        child = subprocess.Popen(command, stderr=errors, env=_environment(tiny=tiny))
-        try:
-            return child.wait(seconds + 2)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-            return 124
+def _carry_over(before: Path, folder: Path) -> set[str]:
+    """Copy the good lines of an earlier record; returns the stages that are whole in it.
+
+    Raises:
+        SystemExit: there is no such record.
+    """
+    if not before.exists():
+        raise SystemExit(f"--resume {before}: there is no such file")
+    lines = read(before)
+    done = whole(lines)
+    kept = [x for x in lines if _good(x) and (x["stage"] in done or x["name"] != "end")]
+    if before.resolve() != (folder / "gpu.jsonl").resolve():
+        text = "".join(json.dumps(x) + "\n" for x in kept)
+        (folder / "gpu.jsonl").write_text(text)
+    return done
 
 
-def _environment(*, tiny: bool) -> dict[str, str]:
-    """What is carried can be imported. On a CPU Mosaic's interpreter needs threads to call back on,
-    and XLA has as many as devices or cores, whichever are more."""
+def _stage(record: Record, *, seconds: float) -> int:
+    """Run a stage until it ends by itself; a case that ends its process is an error, and a new
+    process goes on after it. Returns the last exit code."""
+    end = time.monotonic() + seconds
+    while True:
+        left = end - time.monotonic()
+        rc = _child(record, left)
+        case = open_case(record.folder, rc)
+        if case is not None:
+            record.add(case[0], error=case[1])
+        if (case is None and rc != STICKY) or end - time.monotonic() < 5:
+            return rc
+
+
+def _child(record: Record, seconds: float) -> int:
+    command = [sys.executable, "-m", "bench.gpu", "--stage", record.stage]
+    command += ["--out", str(record.folder), "--budget", str(seconds), "--attn", record.attn]
+    command += ["--tiny"] if record.tiny else []
+    environment = _environment(record.stage, tiny=record.tiny)
+    with (record.folder / "errors.log").open("a") as errors:
+        child = subprocess.Popen(command, stderr=errors, env=environment)
+    try:
+        return child.wait(seconds + 2)
+    except subprocess.TimeoutExpired:
+        child.kill()
+    try:
+        child.wait(KILLED_S)
+    except subprocess.TimeoutExpired:
+        return 125  # it hangs in the driver; the next stage may still find the device
+    return 124
+
+
+def _environment(name: str, *, tiny: bool) -> dict[str, str]:
+    """What is carried can be imported; XLA's flags for the stage. On a CPU Mosaic's interpreter needs
+    threads to call back on, and XLA has as many as devices or cores, whichever are more."""
     environment = gpu_wheels.environment()
+    flags = [environment.get("XLA_FLAGS", "")]
     if tiny:
-        flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-        environment["XLA_FLAGS"] = flags.strip()
-    return environment
+        flags.append("--xla_force_host_platform_device_count=8")
+    elif name.endswith("_numerics"):
+        flags.append("--xla_gpu_autotune_level=0")  # right or wrong needs no fastest product
+    return environment | {"XLA_FLAGS": " ".join(flags).strip()}
 
 
 def summary(lines: list[dict[str, Any]]) -> str:
@@ -125,11 +186,11 @@ def summary(lines: list[dict[str, Any]]) -> str:
         if not mine:
             continue
         end = next((x for x in reversed(mine) if x["name"] == "end"), {})
-        wrong = [x for x in mine if "error" in x or x.get("ok") is False]
+        bad = [x for x in mine if wrong(x)]
         figures = len([x for x in mine if x["name"] != "end"])
         rows.append(
             f"{name:16s} rc {end.get('rc', '?'):>4}  {end.get('seconds', 0):6.1f} s  "
-            f"{figures:3d} figures  {len(wrong):2d} wrong  {end.get('goal', '')}"
+            f"{figures:3d} figures  {len(bad):2d} wrong  {end.get('goal', '')}"
         )
     return "\n".join(["", "stage            result", *rows])
 
@@ -141,10 +202,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", type=_stages, help="stages, comma-separated, in this order")
     parser.add_argument("--resume", help="a gpu.jsonl whose whole stages are not run again")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on a CPU")
+    parser.add_argument(
+        "--attn",
+        choices=ATTENTION,
+        default="hopper",
+        help="attention of whole steps and of serving",
+    )
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.stage:
-        run_stage(args.stage, Path(args.out), tiny=args.tiny, seconds=args.budget)
+        run_stage(args.stage, args)
         return 0
     return run_all(args)
 

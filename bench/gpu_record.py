@@ -1,16 +1,25 @@
 """Where the figures of ``bench.gpu`` go: a line on the terminal and a line of JSON, at once.
 
-Owns the record of a call and what becomes of a measurement that fails. Must not know stages.
+A case is one named measurement of a stage. While it runs its name lies in ``case.json``, so that
+whoever started the process can tell which case ended it.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+STICKY = 3
+"""Exit code of a process whose device answers every further call with an error."""
+GRAPHS = ("step", "xla", "off")
+"""Values of the engine's option ``cuda_graphs``, which stage ``graphs`` decides among."""
 
 
 class NotHere(Exception):
@@ -18,13 +27,24 @@ class NotHere(Exception):
 
 
 class Record:
-    """Where figures go: a line on the terminal and a line of JSON, at once."""
+    """The figures of one stage; what the folder's record holds of it already is not measured again.
 
-    def __init__(self, folder: Path, stage: str, *, tiny: bool, seconds: float) -> None:
-        self.stage, self.tiny = stage, tiny
+    ``seconds`` is the time that the stage may take, ``attn`` the attention that its steps run.
+    """
+
+    def __init__(
+        self, folder: Path, stage: str, *, tiny: bool, seconds: float, attn: str = "hopper"
+    ) -> None:
+        self.stage, self.tiny, self.attn = stage, tiny, attn
         self.folder = folder
         self._file = folder / "gpu.jsonl"
         self._end = time.monotonic() + seconds
+        self._known = {x["name"] for x in read(self._file) if x["stage"] == stage}
+
+    @property
+    def cuda_graphs(self) -> str:
+        """What stage ``graphs`` found to run, and fastest."""
+        return self.figure("graphs", "verdict", "cuda_graphs", GRAPHS[0])
 
     def left(self) -> float:
         """Seconds this stage may still run."""
@@ -34,29 +54,89 @@ class Record:
         shown = "  ".join(f"{k} {_short(v)}" for k, v in figures.items())
         print(f"{self.stage:16s} {name:44s} {shown}", flush=True)
         line = json.dumps({"stage": self.stage, "name": name, "tiny": self.tiny, **figures})
-        with self._file.open("a") as f:
-            f.write(line + "\n")
+        with self._file.open("a+") as f:
+            f.write(line + "\n" if _ends_whole(self._file) else f"\n{line}\n")
             f.flush()
             os.fsync(f.fileno())
 
-    def attempt(self, name: str, measure: Any) -> None:
+    def attempt(
+        self, name: str, measure: Callable[[], dict[str, Any]], *, share: float = 0.5
+    ) -> None:
         """Add ``measure()``'s figures; an error is a figure too. Skipped when time is up or what it
-        needs is not there."""
+        needs is not there.
+
+        It may take ``share`` of the time that is left to the stage: then the process ends, its
+        stacks in ``errors.log``. After an error that the device does not recover from the process
+        ends with ``STICKY``.
+        """
+        if name in self._known:
+            return
         if self.left() < 2:
             self.add(name, skipped="out of time")
             return
-        try:
-            self.add(name, **measure())
-        except NotHere as reason:
-            self.add(name, skipped=str(reason))
-        except Exception as error:
-            with self._file.with_name("errors.log").open("a") as f:
-                f.write(f"--- {self.stage} / {name}\n{traceback.format_exc()}\n")
-            self.add(name, error=f"{type(error).__name__}: {error}"[:300])
+        limit = max(share * self.left(), 1.0)
+        _case(self.folder).write_text(json.dumps({"name": name, "limit": limit, "at": time.time()}))
+        with (self.folder / "errors.log").open("a") as errors:
+            faulthandler.dump_traceback_later(limit, exit=True, file=errors)
+            try:
+                self.add(name, **measure())
+            except NotHere as reason:
+                self.add(name, skipped=str(reason))
+            except Exception as error:
+                errors.write(f"--- {self.stage} / {name}\n{traceback.format_exc()}\n")
+                errors.flush()
+                self.add(name, error=f"{type(error).__name__}: {error}"[:300])
+                _end_if_lost(self.folder)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        _case(self.folder).unlink(missing_ok=True)
 
-    def figure(self, stage: str, name: str, key: str, default: float) -> float:
+    def figure(self, stage: str, name: str, key: str, default: Any) -> Any:
         """A figure that an earlier stage recorded in this folder, else ``default``."""
         return next((x[key] for x in read(self._file) if _is(x, stage, name) and key in x), default)
+
+    def cases(self) -> list[dict[str, Any]]:
+        """This stage's lines so far, those of earlier processes too."""
+        return [x for x in read(self._file) if x["stage"] == self.stage]
+
+
+def _ends_whole(path: Path) -> bool:
+    """Whether the last line of the file is whole: a process may have been killed while it wrote."""
+    with path.open("rb") as f:
+        n = f.seek(0, os.SEEK_END)
+        return n == 0 or (f.seek(n - 1) >= 0 and f.read(1) == b"\n")
+
+
+def _end_if_lost(folder: Path) -> None:
+    """End this process if the device no longer computes one and one. Without the exit handlers:
+    those of a lost device hang."""
+    if "jax" not in sys.modules:
+        return
+    import jax.numpy as jnp
+
+    try:
+        jnp.add(jnp.ones(2), 1).block_until_ready()
+    except Exception:
+        _case(folder).unlink(missing_ok=True)
+        sys.stdout.flush()
+        os._exit(STICKY)
+
+
+def _case(folder: Path) -> Path:
+    return folder / "case.json"
+
+
+def open_case(folder: Path, rc: int) -> tuple[str, str] | None:
+    """The case that a process with exit code ``rc`` did not come back from, and what became of it;
+    None if it ended between cases. Asked once."""
+    try:
+        found = json.loads(_case(folder).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    _case(folder).unlink()
+    if time.time() - found["at"] >= found["limit"]:
+        return found["name"], f"no result within {found['limit']:.0f} s (stacks in errors.log)"
+    return found["name"], f"the process ended with exit code {rc}"
 
 
 def _is(line: dict[str, Any], stage: str, name: str) -> bool:
@@ -67,6 +147,18 @@ def _short(x: Any) -> str:
     return f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
+def wrong(line: dict[str, Any]) -> bool:
+    """Whether a line is a failure: of the measurement, or of what was measured."""
+    return "error" in line or line.get("ok") is False
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a record; none if there is no such file."""
-    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+    """The whole lines of a record; none if there is no such file. A line cut in the middle of its
+    writing is left out."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines

@@ -1,15 +1,12 @@
-"""A whole model on the GPU for ``bench.gpu``: random weights, KV full of random values, compiled steps.
-
-Owns drawing and filling on the device, compiling as the engine does, and the least time a step can
-take (``sim.roofline``). Must not know what is measured.
-"""
+"""A whole model on the GPU for ``bench.gpu``: random weights, KV full of random values, steps compiled
+as the engine does, and the least time a step can take (``sim.roofline``)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +15,7 @@ import numpy as np
 
 from bench.gpu_record import Record
 from jserve.model.arch import Arch
-from jserve.model.attention import backend
+from jserve.model.attention import AttentionBackend, backend
 from jserve.model.families import family_for
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import stored
@@ -60,9 +57,10 @@ class Rig:
         M: int,
         Z: int = 64,
         kv_dtype: Any = jnp.bfloat16,
+        cuda_graphs: str = "step",
     ) -> None:
         device = jax.devices()[0]
-        attention = backend(attn, device.platform)
+        attention = _none() if attn == "none" else backend(attn, device.platform)
         self.arch, mesh, rules = arch, make_mesh(1, [device]), ShardRules()
         kept = attention.kv_dtype(kv_dtype)
         self.model = StepModel(
@@ -79,6 +77,7 @@ class Rig:
         self.params = draw_all(FAMILY.specs(arch, 1), 0, mesh, rules, jnp.bfloat16)
         self.pages = np.random.default_rng(0).permutation(n_pages - 1) + 1
         self.state = new_state(self.model)
+        self._options = compile_options(device.platform, cuda_graphs)
         self._programs: dict[Bucket, Any] = {}
 
     def fill(self, poison: np.ndarray | None = None) -> None:
@@ -101,23 +100,15 @@ class Rig:
         ]
         self.state = DeviceState(kv=kv, slots=self.state.slots)
 
-    def compile(self, buckets: Iterable[Bucket], options: dict[str, Any] | None = None) -> None:
-        """Compile steps in parallel, as the engine does; ``options`` instead of the engine's."""
-        chosen = compile_options(self.platform) if options is None else options
-
-        def one(bucket: Bucket) -> Any:
+    def compile(self, bucket: Bucket) -> float:
+        """Compile a step as the engine does, if it is new. Returns the seconds."""
+        begin = time.perf_counter()
+        if bucket not in self._programs:
             step = jax.jit(make_step(self.model, bucket), donate_argnums=(1,))
             buf = jax.ShapeDtypeStruct((buffer_size(self.model.fields(bucket)),), jnp.int32)
             args = (self.model.abstract_params(), self.model.abstract_state(), buf)
-            return step.lower(*args).compile(chosen)
-
-        wanted = [b for b in buckets if b not in self._programs]
-        with ThreadPoolExecutor(8) as pool:
-            self._programs |= zip(wanted, pool.map(one, wanted), strict=True)
-
-    @property
-    def platform(self) -> str:
-        return self.model.mesh.devices.flat[0].platform
+            self._programs[bucket] = step.lower(*args).compile(self._options)
+        return time.perf_counter() - begin
 
     def buffer(self, bucket: Bucket, decode: list[tuple[int, int]], prefill: Any = ()) -> Any:
         """(start, count) of the rows, each on pages of its own."""
@@ -133,7 +124,7 @@ class Rig:
 
     def run(self, bucket: Bucket, buf: Any) -> Any:
         """One step; compiles the bucket if it is new."""
-        self.compile([bucket])
+        self.compile(bucket)
         self.state, out = self._programs[bucket](self.params, self.state, buf)
         return out
 
@@ -141,6 +132,11 @@ class Rig:
         """Whether the pool and a row's page table hold ``batch`` rows of that many tokens."""
         pages, dims = -(-context // self.model.dims.Z), self.model.dims
         return pages <= dims.M and batch * pages < self.model.n_pages
+
+
+def _none() -> AttentionBackend:
+    """Writes KV and reads none: what a step costs apart from attention."""
+    return dataclasses.replace(backend("xla"), name="none", attend=lambda q_TNH, *_, **__: q_TNH)
 
 
 def least_seconds(record: Record, rig: Rig, rows: Sequence[Span], drawn: int) -> float:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import models
+from bench.gpu import PROGRAMS
 from bench.gpu_record import Record
-from bench.gpu_steps import PROGRAMS
 
 SHAPES = ("S1", "1000/1000@128", "128/128@256", "128/2048@128", "2048/128@64", "5000/500@32")
 TINY_SHAPES = ("16/4@2", "40/6@3")
 OPTIONS = (
-    "--load-format dummy --attention-backend hopper --page-size 64 --max-num-seqs 256"
+    "--load-format dummy --page-size 64 --max-num-seqs 256"
     " --max-num-batched-tokens 2048 --kv-memory-gb 80 --no-prompt-logprobs --no-structured-outputs"
 )
 TINY_OPTIONS = (
@@ -43,9 +43,15 @@ def serving(record: Record) -> None:
     name, shapes, options = "llama-8b", SHAPES, OPTIONS
     if record.tiny:
         name, shapes, options = "llama-tiny", TINY_SHAPES, TINY_OPTIONS
+    if record.attn == "none":
+        record.add(name, skipped="a server without attention")
+        return
     with tempfile.TemporaryDirectory() as folder:
         model = models.write(Path(folder) / name, models.SHAPES[name], weights=False)
-        record.attempt(name, functools.partial(_serve, record, model, shapes, options))
+        options += f" --cuda-graphs {record.cuda_graphs}"
+        if not record.tiny:
+            options += f" --attention-backend {record.attn}"
+        record.attempt(name, functools.partial(_serve, record, model, shapes, options), share=1.0)
 
 
 def _serve(record: Record, model: Path, shapes: tuple[str, ...], options: str) -> dict[str, Any]:

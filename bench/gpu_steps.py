@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 import tempfile
 import time
@@ -19,16 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.gpu_record import Record
+from bench.gpu_record import GRAPHS, Record
 from bench.gpu_rig import ARCHS, Rig, Span, least_seconds
 from jserve.model.arch import Arch
 from jserve.model.kv_quant import E4M3
 from jserve.model.tree import Parents
 from jserve.model.view import Bucket
-from jserve.runner.programs import use_compile_cache
 
-PROGRAMS = Path(tempfile.gettempdir()) / "jserve-gpu-programs"
-"""Compiled programs, kept for the next call while the machine is held."""
 BF16 = np.dtype(jnp.bfloat16)
 TREE_OF_4 = (0, 0, 1)
 TREE_OF_16 = tuple((j - 1) // 2 for j in range(1, 16))
@@ -38,7 +36,7 @@ CONTEXTS = (2048, 512, 8192)
 
 
 def step_numerics(record: Record) -> None:
-    """The same mixed step by ``hopper`` and by ``ref``, from the same weights and poisoned KV."""
+    """The same mixed step by the attention of this call and by ``ref``, from the same weights and poisoned KV."""
     if record.tiny:
         rows, chunk = [(70, 1), (3, 1)], [(10, 5)]
         tree = Bucket(D=2, P=8, F=1, J=4, tree=TREE_OF_4)
@@ -60,16 +58,16 @@ def step_numerics(record: Record) -> None:
             "8b, 2 layers, tree beside chunks": ("8b", 2, few, chunks, tree, BF16),
         }
     for name, (arch, L, decode, prefill, bucket, dtype) in cases.items():
-        check = functools.partial(_step_check, arch, L, decode, prefill, bucket, dtype)
+        check = functools.partial(_step_check, record, arch, L, decode, prefill, bucket, dtype)
         record.attempt(name, check)
 
 
 def _step_check(
-    name: str, L: int, decode: Any, prefill: Any, bucket: Bucket, dtype: Any
+    record: Record, name: str, L: int, decode: Any, prefill: Any, bucket: Bucket, dtype: Any
 ) -> dict[str, Any]:
     arch = _with_layers(ARCHS[name], L)
     outs, pools = [], []
-    for attn in ("ref", "hopper"):
+    for attn in ("ref", record.attn):
         rig = Rig(arch, attn, n_pages=64 if name == "tiny" else 1024, M=32, kv_dtype=dtype)
         rig.fill(_unseen(rig, (*decode, *prefill)))
         out = rig.run(bucket, rig.buffer(bucket, decode, prefill))
@@ -115,14 +113,20 @@ def _compare_steps(outs: Any, pools: Any, bucket: Bucket, D: int, F: int) -> dic
 
 
 def graphs(record: Record) -> None:
-    """Whether a step as one CUDA graph (``programs.compile_options``) runs, and what it saves."""
-    name, n_pages, M = ("tiny", 16, 8) if record.tiny else ("1b", 512, 34)
-    for title, options in (("one graph", None), ("XLA's own choice", {})):
-        rig = _filled(record, name, n_pages=n_pages, M=M)
-        rig.compile([Bucket(D=2, P=0, F=0)], options)
-        measure = functools.partial(_step_time, record, rig, 1, 70 if record.tiny else 2048)
-        record.attempt(f"{name}, batch 1, {title}", measure)
-        del rig
+    """A step of one layer as one CUDA graph, as graphs of XLA's own choice, and without: which of them
+    run, and the fastest, which later stages take."""
+    name, n_pages, M, context = ("tiny", 16, 8, 70) if record.tiny else ("1b", 512, 34, 2048)
+    arch = _with_layers(ARCHS[name], 1)
+
+    def measure(mode: str) -> dict[str, Any]:
+        rig = Rig(arch, record.attn, n_pages=n_pages, M=M, cuda_graphs=mode)
+        rig.fill()
+        return {"cuda_graphs": mode, **_step_time(record, rig, 1, context)}
+
+    for mode in GRAPHS:
+        record.attempt(f"{name}, one layer, {mode}", functools.partial(measure, mode), share=0.4)
+    ran = {x["ms"]: x["cuda_graphs"] for x in record.cases() if "ms" in x}
+    record.add("verdict", cuda_graphs=ran[min(ran)] if ran else GRAPHS[-1], ok=bool(ran))
 
 
 def steps_1b(record: Record) -> None:
@@ -142,8 +146,8 @@ def steps_8b_kv8(record: Record) -> None:
 
 def _filled(record: Record, name: str, *, n_pages: int, M: int, kv_dtype: Any = BF16) -> Rig:
     begin = time.perf_counter()
-    use_compile_cache(PROGRAMS)
-    rig = Rig(ARCHS[name], "hopper", n_pages=n_pages, M=M, kv_dtype=kv_dtype)
+    graphs = record.cuda_graphs
+    rig = Rig(ARCHS[name], record.attn, n_pages=n_pages, M=M, kv_dtype=kv_dtype, cuda_graphs=graphs)
     rig.fill()
     jax.block_until_ready(rig.state.kv)
     record.add(f"{name}, weights and KV drawn", seconds=time.perf_counter() - begin)
@@ -156,7 +160,6 @@ def _steps(record: Record, name: str, n_pages: int, kv_dtype: Any = BF16) -> Non
         name, batches, contexts, n_pages, M = "tiny", (2, 1), (70, 600), 16, 8
     rig = _filled(record, name, n_pages=n_pages, M=M, kv_dtype=kv_dtype)
     mixed = Bucket(D=2, P=16, F=1) if record.tiny else Bucket(D=32, P=2048, F=8)
-    _compiled(record, rig, [*map(_decode_bucket, batches), mixed])
     for context in contexts:
         for batch in batches:
             title = f"{name}, batch {batch}, context {context}"
@@ -172,13 +175,6 @@ def _decode_bucket(batch: int, J: int = 1, tree: Parents = ()) -> Bucket:
     return Bucket(D=max(batch, 2), P=0, F=0, J=J, tree=tree)
 
 
-def _compiled(record: Record, rig: Rig, buckets: list[Bucket]) -> None:
-    begin = time.perf_counter()
-    rig.compile(dict.fromkeys(buckets))
-    seconds = time.perf_counter() - begin
-    record.add("programs compiled", programs=len(set(buckets)), seconds=seconds)
-
-
 def _step_time(record: Record, rig: Rig, batch: int, context: int) -> dict[str, Any]:
     return _timed(record, rig, _decode_bucket(batch), [(context - 1, 1)] * batch, [])
 
@@ -187,6 +183,7 @@ def _timed(
     record: Record, rig: Rig, bucket: Bucket, decode: list[Span], prefill: list[Span]
 ) -> dict[str, Any]:
     buf = rig.buffer(bucket, decode, prefill)
+    compiled = rig.compile(bucket)
     for _ in range(3):  # the second run captures the graph
         jax.block_until_ready(rig.run(bucket, buf))
     begin = time.perf_counter()
@@ -207,6 +204,7 @@ def _timed(
         "tok_per_s": len(decode) / spent,
         "share": least_seconds(record, rig, [*decode, *prefill], drawn) / spent,
         "launch_us": statistics.median(launches) * 1e6,
+        "compile_s": compiled,
     }
 
 
@@ -219,13 +217,11 @@ def verify(record: Record) -> None:
         name, widths, batches, context, n_pages, M = "tiny", (4,), (2,), 70, 16, 8
     rig = _filled(record, name, n_pages=n_pages, M=M)
     trees = (TREE_OF_4,) if record.tiny else (TREE_OF_4, TREE_OF_16)
-    buckets = [_decode_bucket(b, J) for b in batches for J in (1, *widths)]
-    buckets += [_decode_bucket(b, 1 + len(tree), tree) for b in batches for tree in trees]
-    _compiled(record, rig, buckets)
     for batch in batches:
-        alone = _timed(record, rig, _decode_bucket(batch), [(context - 1, 1)] * batch, [])
-        record.add(f"{name}, batch {batch}, decode", **alone)
-        one = functools.partial(_verify_time, record, rig, batch, context, alone["ms"])
+        decode = functools.partial(_step_time, record, rig, batch, context)
+        record.attempt(f"{name}, batch {batch}, decode", decode)
+        alone = record.figure("verify", f"{name}, batch {batch}, decode", "ms", math.nan)
+        one = functools.partial(_verify_time, record, rig, batch, context, alone)
         for J in widths:
             measure = functools.partial(one, _decode_bucket(batch, J))
             record.attempt(f"{name}, batch {batch}, verify of {J}", measure)

@@ -162,6 +162,11 @@ class DeviceOptions:
     attention_backend: str = opt(
         "auto", "attention implementation", choices=("auto", "ref", "xla", "hopper")
     )
+    cuda_graphs: str = opt(
+        "step",
+        "what runs as CUDA graphs on a GPU: the whole step, the parts XLA picks, or nothing",
+        choices=("step", "xla", "off"),
+    )
     attention_sinks: int = opt(
         0,
         "first tokens that stay visible beside the window of a windowed model (StreamingLLM)",

@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
@@ -37,6 +37,7 @@ Progress = Callable[[str, int, int], None]
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
+_GRAPH_FLAG = "xla_gpu_enable_command_buffer"
 GRAPH_PARTS = (
     "FUSION",
     "CUBLAS",
@@ -53,10 +54,16 @@ sampler's conditional and loop, and every collective, stay outside: the host the
 of a step one by one and waits for the conditional's value between them."""
 
 
-def compile_options(platform: str) -> dict[str, str | bool]:
-    """XLA's options for every program of an engine on ``platform``: on a GPU a step is one CUDA
-    graph."""
-    return {} if platform == "cpu" else {"xla_gpu_enable_command_buffer": ",".join(GRAPH_PARTS)}
+def compile_options(platform: str, cuda_graphs: str = "step") -> dict[str, str | bool]:
+    """XLA's options for every program of an engine on ``platform``.
+
+    Args:
+        cuda_graphs: ``step`` makes a step one CUDA graph, ``xla`` leaves it to XLA, ``off`` makes none.
+            What ``XLA_FLAGS`` says of command buffers counts for more than any of them.
+    """
+    if platform == "cpu" or cuda_graphs == "xla" or _GRAPH_FLAG in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {_GRAPH_FLAG: ",".join(GRAPH_PARTS) if cuda_graphs == "step" else ""}
 
 
 _STARTING = ContextVar("starting", default=False)
@@ -133,6 +140,7 @@ class Programs:
     Args:
         threads: programs compiled at once; 0 is one per core.
         strict: after ``seal``, ``check`` raises on a late compile instead of warning.
+        options: for XLA's compiler, as of ``compile_options``.
     """
 
     def __init__(
@@ -143,8 +151,10 @@ class Programs:
         threads: int = 0,
         strict: bool = False,
         progress: Progress | None = None,
+        options: Mapping[str, str | bool] | None = None,
     ) -> None:
         self.model = model
+        self._options = dict(options or {})
         self.buckets = tuple(buckets)
         self.strict = strict
         self._steps: dict[Bucket, Any] = {}
@@ -223,11 +233,10 @@ class Programs:
                 progress("compile", done, len(jobs))
 
     def _compile(self, job: Bucket | str, params: Any, state: DeviceState) -> None:
-        options = compile_options(self.model.mesh.devices.flat[0].platform)
         if isinstance(job, str):
-            self._loads[job] = self._lower_load(job, state).compile(options)
+            self._loads[job] = self._lower_load(job, state).compile(self._options)
         else:
-            self._steps[job] = self._lower_step(job, params, state).compile(options)
+            self._steps[job] = self._lower_step(job, params, state).compile(self._options)
 
     def _lower_step(self, bucket: Bucket, params: Any, state: DeviceState) -> Any:
         step = make_step(self.model, bucket)

@@ -114,14 +114,16 @@ class ModelRunner:
         self.memory, self.limits = self.sizes.memory, self.sizes.limits
         self.ladder = ladder or self.sizes.ladder
         self.model = step_model(self.sizes, family, mesh, rules, speculation)
+        options = compile_options(device.platform, config.device.cuda_graphs)
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
             threads=config.device.compile_threads,
             strict=strict,
             progress=progress,
+            options=options,
         )
-        self._overwrite = WeightUpdate(self.model, compile_options(device.platform))
+        self._overwrite = WeightUpdate(self.model, options)
         self._packer = Packer(
             dims=self.sizes.dims,
             n_pages=self.limits.n_pages,

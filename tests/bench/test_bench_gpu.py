@@ -4,13 +4,14 @@ the kernels."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
 
 import pytest
 
-from bench import gpu, gpu_wheels
+from bench import gpu, gpu_steps, gpu_wheels
 from bench.gpu_record import NotHere, Record
 
 
@@ -29,7 +30,123 @@ def test_facts_on_a_cpu(tmp_path, capsys):
 
 
 def test_a_stage_that_hangs_is_ended(tmp_path):
-    assert gpu._child("facts", tmp_path, tiny=True, seconds=-1.9) == 124
+    assert gpu._child(Record(tmp_path, "facts", tiny=True, seconds=0), -1.9) == 124
+
+
+FAULTS = """
+import os, time
+import jax.numpy
+import bench.gpu_facts as facts
+
+measured = facts._skinny, facts._dispatch
+
+def poisoned(*_):
+    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+def lost(*_):
+    jax.numpy.add = poisoned
+    poisoned()
+
+def aborts(*_):
+    os.abort()
+
+def half(*a):
+    if a[0] > 1:
+        return measured[0](*a)
+    with open(os.environ["RECORD"], "a") as f:
+        f.write('{"stage": "facts", "na')
+    os._exit(9)
+
+def hangs(*a):
+    time.sleep(1000) if a[0] == 2 else None
+    return measured[1](*a)
+
+facts._read, facts._copy, facts._skinny, facts._dispatch = lost, aborts, half, hangs
+"""
+
+
+@pytest.mark.slow
+def test_each_fault_costs_one_case(tmp_path, monkeypatch, capsys):
+    """A lost device, an abort, half a line and a hang: recorded as errors, and all other cases run."""
+    (tmp_path / "sitecustomize.py").write_text(FAULTS)
+    monkeypatch.setenv("RECORD", str(tmp_path / "gpu.jsonl"))
+    with monkeypatch.context() as faulty:
+        faulty.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
+        out = ["--tiny", "--only", "facts", "--out", str(tmp_path)]
+        assert gpu.main([*out, "--budget", "100"]) == 1
+    found = {x["name"]: x for x in lines(tmp_path)}
+    errors = {name: x["error"] for name, x in found.items() if "error" in x}
+    assert errors["read bandwidth"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert errors["copy bandwidth"] == "the process ended with exit code -6"
+    assert errors["skinny matmul 1"] == "the process ended with exit code 9"
+    assert errors["dispatch of 2 + 1 arrays"].startswith("no result within")
+    assert len(errors) == 4
+    assert "hangs" in (tmp_path / "errors.log").read_text(), "the stacks of the hang"
+    right = [name for name, x in found.items() if name not in errors and name != "end"]
+    assert len(right) == 9
+    assert found["end"]["rc"] == 0
+    assert gpu.whole(lines(tmp_path)) == set()
+    assert " 4 wrong" in capsys.readouterr().out
+
+    (tmp_path / "sitecustomize.py").unlink()
+    before = found["matmul bfloat16"]
+    again = tmp_path / "again"
+    resumed = ["--resume", str(tmp_path / "gpu.jsonl"), "--out", str(again), "--budget", "250"]
+    assert gpu.main(["--tiny", "--only", "facts", *resumed]) == 0
+    found = {x["name"]: x for x in lines(again)}
+    assert found["matmul bfloat16"] == before, "a good case is kept"
+    assert found["read bandwidth"]["bytes_per_s"] > 0
+    assert gpu.whole(lines(again)) == {"facts"}
+
+
+def test_a_process_that_cannot_be_killed_is_left(tmp_path, monkeypatch):
+    class Stuck:
+        def __init__(self, *_, **__):
+            pass
+
+        def wait(self, seconds):
+            raise subprocess.TimeoutExpired("stuck", seconds)
+
+        def kill(self):
+            pass
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", Stuck)
+    assert gpu._child(Record(tmp_path, "facts", tiny=True, seconds=0), 1) == 125
+
+
+def test_the_fastest_graphs_that_run_are_taken(tmp_path, monkeypatch):
+    record = Record(tmp_path, "graphs", tiny=True, seconds=60)
+    assert record.cuda_graphs == "step"
+    ms = {"step": None, "xla": 2.0, "off": 3.0}
+
+    def time_of(record, rig, batch, context):
+        if ms[rig] is None:
+            raise RuntimeError("capture failed")
+        return {"ms": ms[rig]}
+
+    class Rig(str):
+        def __new__(cls, *_, cuda_graphs, **__):
+            return str.__new__(cls, cuda_graphs)
+
+        def fill(self):
+            pass
+
+    monkeypatch.setattr(gpu_steps, "Rig", Rig)
+    monkeypatch.setattr(gpu_steps, "_step_time", time_of)
+    gpu_steps.graphs(record)
+    assert lines(tmp_path)[-1] == {
+        "stage": "graphs",
+        "name": "verdict",
+        "tiny": True,
+        "cuda_graphs": "xla",
+        "ok": True,
+    }
+    assert Record(tmp_path, "steps_1b", tiny=True, seconds=60).cuda_graphs == "xla"
+
+
+def test_a_record_that_is_not_there_cannot_be_resumed(tmp_path):
+    with pytest.raises(SystemExit, match="there is no such file"):
+        gpu.main(["--resume", str(tmp_path / "none"), "--out", str(tmp_path / "out")])
 
 
 def test_whole_stages_are_not_run_again(tmp_path):

@@ -204,18 +204,29 @@ def test_a_context_beyond_the_model_is_refused():
         make_runner(max_model_len=129)
 
 
-def test_programs_are_compiled_with_the_platforms_options(monkeypatch):
+def test_programs_are_compiled_with_the_options_of_the_platform(monkeypatch):
     """On a GPU these make a step one CUDA graph (proved in tests/pallas_kernels)."""
+    monkeypatch.delenv("XLA_FLAGS")
+    flag = "xla_gpu_enable_command_buffer"
+    assert compile_options("cpu") == {} == compile_options("gpu", "xla")
+    parts = str(compile_options("gpu")[flag]).split(",")
+    assert {"CONDITIONAL", "WHILE", "COLLECTIVES", "CUSTOM_CALL"} <= set(parts)
+    assert compile_options("gpu", "off") == {flag: ""}
+    monkeypatch.setenv("XLA_FLAGS", f"--{flag}=FUSION")
+    assert compile_options("gpu") == {}
+    options = {"xla_no_such_option": "1"}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        programs.Programs(runner("xla").model, [Bucket(D=2, P=0, F=0)], options=options)
+
+
+def test_a_runner_compiles_with_the_options_it_was_asked_for(monkeypatch):
     asked = []
 
-    def options(platform):
-        asked.append(platform)
+    def options(platform, cuda_graphs):
+        asked.append((platform, cuda_graphs))
         return {"xla_no_such_option": "1"}
 
-    assert compile_options("cpu") == {}
-    parts = str(compile_options("gpu")["xla_gpu_enable_command_buffer"]).split(",")
-    assert {"CONDITIONAL", "WHILE", "COLLECTIVES", "CUSTOM_CALL"} <= set(parts)
-    monkeypatch.setattr(programs, "compile_options", options)
+    monkeypatch.setattr("jserve.runner.runner.compile_options", options)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        programs.Programs(runner("xla").model, [Bucket(D=2, P=0, F=0)])
-    assert asked[0] == "cpu"
+        make_runner(cuda_graphs="off")
+    assert asked == [("cpu", "off")]
