@@ -62,7 +62,7 @@ def train(args) -> None:
     options = _COPIES_ALREADY if args.start or args.size in HEADS else {}
     if args.start:
         task = continued.task_from(args.start, task, config)
-        options = options | {"mixture": "second", "before": continued.stages(args.start)}
+        options = options | {"mixture": args.mixture, "before": continued.stages(args.start)}
     plan = loop.Plan(
         config, args.minutes, args.steps, args.seed, args.decay, rate=args.rate, **options
     )
