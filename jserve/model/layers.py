@@ -21,6 +21,7 @@ from jax import lax
 
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.collectives import gather, reduce, shard_index
 from jserve.model.dot import dot
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.rope import rotate
@@ -111,7 +112,7 @@ def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
     if axes.vocab is None:
         return _rows(table_VD, tok_T)
     V = table_VD.shape[0]
-    local_T = tok_T - lax.axis_index(axes.vocab) * V
+    local_T = tok_T - shard_index(axes.vocab) * V
     mine_T = (local_T >= 0) & (local_T < V)
     x_TD = _rows(table_VD, jnp.where(mine_T, local_T, 0))
     return reduce(jnp.where(mine_T[:, None], x_TD, 0.0), axes.vocab)
@@ -131,11 +132,4 @@ def unembed(table_VD: jax.Array, x_ED: jax.Array, axes: Axes, V: int) -> jax.Arr
     logits knows V tokens.
     """
     y_EV = dot(x_ED, table_VD)
-    if axes.vocab is None:
-        return y_EV
-    return lax.all_gather(y_EV, axes.vocab, axis=1, tiled=True)[:, :V]
-
-
-def reduce(y: jax.Array, axis: str | None) -> jax.Array:
-    """Sum of the shards' partial results."""
-    return y if axis is None else lax.psum(y, axis)
+    return y_EV if axes.vocab is None else gather(y_EV, axes.vocab, 1)[:, :V]
