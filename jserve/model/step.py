@@ -29,6 +29,7 @@ from jserve.errors import ConfigError
 from jserve.model import slots as slot_rows
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.ctx import Ctx
 from jserve.model.drafter import REPLICATED, Drafter, Target
 from jserve.model.drafting import Hands, Told, leave_drafts
 from jserve.model.draws import by_row, drawn_places, draws_of
@@ -323,12 +324,12 @@ def _forward(
     model: StepModel, params: Any, view: StepView, kv: list[LayerKV], *, taps: bool
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
     family, drafter = model.family, model.drafter
-    given = (model.arch, params, view, kv, model.backend, model.axes)
+    ctx = Ctx.of(model.arch, view, model.backend, model.axes)
     if drafter is None or not taps or not drafter.taps:
-        x_TD, kv = family.forward(*given)
+        x_TD, kv = family.forward(ctx, params, kv)
         return x_TD, kv, []
     assert family.tapped is not None, f"{family.name} has no taps"
-    return family.tapped(*given, drafter.taps)
+    return family.tapped(ctx, params, kv, drafter.taps)
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:
