@@ -1,9 +1,6 @@
 """The values that cross the borders of the engine: what a user asks, what a step does, what comes back.
 
-Owns the data types shared by the HTTP side, the scheduler and the runner; ``sampling`` says how a request
-wants its tokens drawn. Must not know jax, tokenizers or HTTP.
-
-A step, from plan to result (R rows, J drafts per row)::
+A step, from plan to result (R rows, J drafts per row); no part of a plan changes once it is made::
 
     StepPlan(rows=(RowPlan, ...), loads=(SlotLoad, ...))  --runner-->  StepResult(tokens_RJ, n_ok_R, ...)
 
@@ -148,13 +145,28 @@ class SeqState(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Sequence:
-    """One generation of ours: choice ``index`` of ``request``. Mutable, owned by the scheduler."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Choice:
+    """Choice ``index`` of ``request``: what never changes of one sequence. Compared by identity."""
 
     request: Request
     index: int
     seed: int
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One generation of ours. Mutable, owned by the scheduler."""
+
+    request: Request
+    index: int
+    seed: int
+    choice: Choice = field(init=False)
+    """The three above as one value, which rows carry."""
     tokens: list[int]
     """Prompt then committed output: the ids the host knows."""
     n_prompt: int
@@ -192,6 +204,9 @@ class Sequence:
     finish: Finish | None = None
     stop_reason: int | str | None = None
 
+    def __post_init__(self) -> None:
+        self.choice = Choice(request=self.request, index=self.index, seed=self.seed)
+
     @property
     def n_output(self) -> int:
         return len(self.tokens) - self.n_prompt
@@ -207,7 +222,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     A struct and not a dataclass: hundreds are made per step, at 0.05 us each instead of 1 us.
     """
 
-    seq: Sequence
+    choice: Choice
     slot: int
     start: int
     count: int
@@ -216,8 +231,10 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """``count`` ids for a prefill row, empty for a decode row."""
     emits: bool = True
     """True when the row's last token is the last known one, so a new token is drawn."""
-    score: bool = False
-    """True when the log-probabilities of the row's own prompt tokens are wanted."""
+    next_token: int = -1
+    """The one after ``tokens`` for the device drafter, where the row does not emit it; else -1."""
+    targets: Seq[int] = ()
+    """The prompt tokens that follow each of ``tokens``, where their log-probabilities are wanted."""
     shown: bool = False
     """True: the target's KV of these tokens stands already, and only the device drafter, which did not
     run when they were computed, writes its own. Such a row emits nothing, and its sequence may have
@@ -237,8 +254,7 @@ class SlotLoad:
     """Fill the per-slot rows that sampling needs, before the step's rows run.
 
     Only for sequences whose parameters are ``loaded``, or for all where the device copies drafts from
-    their text. ``tokens`` is every token known at admission (the scheduler admits only
-    sequences with nothing in flight).
+    their text. ``tokens`` is every token known at admission, when nothing of it is in flight.
     """
 
     slot: int

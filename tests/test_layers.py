@@ -137,6 +137,13 @@ def test_rooms_import_only_what_the_rules_allow() -> None:
     assert not wrong, f"edges against the import rules: {wrong}"
 
 
+def test_what_runs_a_plan_never_sees_a_sequence() -> None:
+    """A plan is self-contained: runners, real and made up, know nothing that the scheduler changes."""
+    others = ("testing/runner.py", "testing/plans.py", "sim/device.py", "sim/measure.py")
+    for path in (*(PACKAGE / "runner").glob("*.py"), *(PACKAGE / name for name in others)):
+        assert "jserve.types.Sequence" not in _imports(path, typing_only=True), path
+
+
 def test_no_cycles_between_rooms() -> None:
     edges = _edges()
     done: set[str] = set()

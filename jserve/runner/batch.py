@@ -40,7 +40,7 @@ from jserve.model.view import (
 )
 from jserve.runner.buckets import Ladder, Needs
 from jserve.sampling import GREEDY_TEMPERATURE, SamplingParams
-from jserve.types import RowPlan, Sequence, StepPlan
+from jserve.types import Choice, RowPlan, StepPlan
 
 FieldsOf = Callable[[Bucket], tuple[Field, ...]]
 PlanAttention = Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None]
@@ -86,7 +86,7 @@ class Packer:
         self._fields_of = fields_of
         self._plan_attention = plan_attention
         self._slates: dict[Bucket, _Slate] = {}
-        self._owner: list[Sequence | None] = [None] * dims.C
+        self._owner: list[Choice | None] = [None] * dims.C
         # One row per slot, in the columns of ``rows_RX``, and one for rows that are not in use.
         self._known_CX = np.zeros((dims.C, ROW_WIDTH), np.int32)
         self._known = row_columns(self._known_CX)
@@ -120,7 +120,7 @@ class Packer:
         _decode_tokens(views, rows[:n], counts[:n], bucket, self.dims)
         _prefill_tokens(views, rows[n:], bucket, self.dims.V)
         if "next_F" in views:
-            _next_tokens(views, rows[n:])
+            _next_tokens(views, rows[n:], self.dims.V)
         elif any([row.shown for row in rows[n:]]):
             raise ValueError(f"{bucket} has no drafter to show tokens to")
         if bucket.mask:
@@ -182,9 +182,9 @@ class Packer:
     def _learn(self, rows: tuple[RowPlan, ...]) -> None:
         owner = self._owner
         for row in rows:
-            if owner[row.slot] is not row.seq:
-                owner[row.slot] = row.seq
-                _fill(self._known, row.slot, row.seq)
+            if owner[row.slot] is not row.choice:
+                owner[row.slot] = row.choice
+                _fill(self._known, row.slot, row.choice)
 
     def _pages(self, slate: _Slate, plan: StepPlan, bucket: Bucket, needs: Needs) -> None:
         table, out = plan.page_table_RM, slate.views["page_table_RM"]
@@ -200,8 +200,8 @@ def _prefill(bucket: Bucket, needs: Needs) -> slice:
     return slice(bucket.D, bucket.D + needs.F)
 
 
-def _fill(known: dict[str, np.ndarray], slot: int, seq: Sequence) -> None:
-    params = seq.request.params
+def _fill(known: dict[str, np.ndarray], slot: int, choice: Choice) -> None:
+    params = choice.request.params
     known["uses_R"][slot] = uses(params)
     known["temperature_R"][slot] = 0.0 if params.greedy else params.temperature
     known["top_p_R"][slot] = params.top_p
@@ -210,9 +210,9 @@ def _fill(known: dict[str, np.ndarray], slot: int, seq: Sequence) -> None:
     known["presence_R"][slot] = params.presence_penalty
     known["frequency_R"][slot] = params.frequency_penalty
     known["top_k_R"][slot] = max(params.top_k, 0)
-    known["min_pos_R"][slot] = min(seq.n_prompt + params.min_tokens, 2**31 - 1)
-    known["seed_R2"][slot] = np.array([seq.seed], np.int64).view(np.int32)
-    stops = [*seq.request.eos_ids, *params.stop_token_ids]
+    known["min_pos_R"][slot] = min(choice.n_prompt + params.min_tokens, 2**31 - 1)
+    known["seed_R2"][slot] = np.array([choice.seed], np.int64).view(np.int32)
+    stops = [*choice.request.eos_ids, *params.stop_token_ids]
     if len(stops) > N_STOP_IDS:
         raise ValueError(f"stop ids and eos ids together exceed {N_STOP_IDS}: {len(stops)}")
     known["stop_RS"][slot] = -1
@@ -285,26 +285,21 @@ def _prefill_tokens(
         views["row_T"][part] = r
         views["first_R"][r] = at
         views["emit_R"][r] = row.emits
-        if row.score:
-            targets = score_targets(row)
-            views["target_T"][at : at + len(targets)] = targets
+        if row.targets:
+            _in_range("target", row.targets, 0, V - 1)
+            views["target_T"][at : at + len(row.targets)] = row.targets
         at += row.count
 
 
-def _next_tokens(views: dict[str, np.ndarray], rows: tuple[RowPlan, ...]) -> None:
+def _next_tokens(views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], V: int) -> None:
     """The token after each prefill row that draws none: the drafter waits for it. And which rows are
     for the drafter alone."""
     views["next_F"][...] = views["shown_F"][...] = 0
     for i, row in enumerate(rows):
         views["shown_F"][i] = row.shown
         if not row.emits:
-            views["next_F"][i] = row.seq.tokens[row.start + row.count]
-
-
-def score_targets(row: RowPlan) -> list[int]:
-    """The prompt tokens that follow the row's tokens; fewer than ``count`` at the prompt's end."""
-    seq = row.seq
-    return seq.tokens[row.start + 1 : min(row.start + row.count + 1, seq.n_prompt)]
+            _in_range("next token", (row.next_token,), 0, V - 1)
+            views["next_F"][i] = row.next_token
 
 
 def _masks(

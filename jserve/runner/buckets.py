@@ -29,7 +29,7 @@ from jserve.model.view import Bucket
 from jserve.spec.choice import widths
 from jserve.types import StepPlan
 
-_SCORE = attrgetter("score")
+_TARGETS = attrgetter("targets")
 FEW_ROWS = 2
 WITH_FEW = (32, 128)
 """Prefill rungs beside which idle decode rows cost enough to have a program without them."""
@@ -68,7 +68,7 @@ class Needs:
             F=len(rows) - n_decode,
             J=max(counts[:n_decode], default=1),
             mask=any(row.mask is not None for row in rows),
-            score=any(map(_SCORE, rows)),
+            score=any(map(_TARGETS, rows)),
             n_draft=plan.n_draft,
             chains=any([row.drafts and row.drafts[0] >= 0 for row in rows[:n_decode]]),
         )

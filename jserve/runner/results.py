@@ -13,7 +13,7 @@ import numpy as np
 
 from jserve.model.step import StepOut
 from jserve.model.view import LOGPROBS
-from jserve.runner.batch import StepBatch, score_targets
+from jserve.runner.batch import StepBatch
 from jserve.types import PromptLogprobs, StepPlan, StepResult
 
 
@@ -58,9 +58,9 @@ def _prompt_logprobs(plan: StepPlan, n_decode: int, scores: Any) -> dict[int, Pr
     scores = jax.tree.map(np.asarray, scores)
     found, at = {}, 0
     for i, row in enumerate(plan.rows[n_decode:], n_decode):
-        part = slice(at, at + len(score_targets(row)) if row.score else at)
+        part = slice(at, at + len(row.targets))
         at += row.count
-        if row.score:
+        if row.targets:
             found[i] = PromptLogprobs(
                 start=row.start,
                 logprob_n=scores.logprob_P[part],

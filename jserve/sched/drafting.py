@@ -154,19 +154,21 @@ class Drafting:
             return None
         return self.proposer.mask(seq, drafts.ids)
 
-    def planned(self, plan: StepPlan, sources: dict[int, str], *, behind: bool) -> None:
-        """``plan`` will run. ``sources``: row -> who made its drafts. ``behind``: no step is in
-        flight before it."""
+    def planned(
+        self, plan: StepPlan, seqs: Seq[Sequence], sources: dict[int, str], *, behind: bool
+    ) -> None:
+        """``plan`` will run. ``seqs``: the sequence of each row. ``sources``: row -> who made its
+        drafts. ``behind``: no step is in flight before it."""
         if not self.on:
             return
         self.gaps.planned(plan.id, behind)
         self._sources[plan.id] = sources
         if self.device:
-            self.showing.planned(plan)
-            for row in plan.rows:
-                if not row.shown and row.seq.request.speculative:
+            self.showing.planned(plan, seqs)
+            for row, seq in zip(plan.rows, seqs, strict=True):
+                if not row.shown and seq.request.speculative:
                     # After a chunk that emits nothing this is wrong, but none of these is read then.
-                    self.watches.of(row.seq).left = plan.n_draft
+                    self.watches.of(seq).left = plan.n_draft
 
     def observe(self, plan: StepPlan, now: float, device_s: float, plain_s: float) -> None:
         """``plan`` took ``device_s``; ``plain_s`` is predicted of one of as many tokens that drafts
@@ -179,15 +181,15 @@ class Drafting:
             self.ahead.purse.earn(device_s)
         self._purse.earn(device_s)
 
-    def drawn(self, row: RowPlan, source: str, n_ok: int) -> None:
-        """``row``, whose drafts came from ``source``, drew ``n_ok`` tokens."""
+    def drawn(self, row: RowPlan, seq: Sequence, source: str, n_ok: int) -> None:
+        """``row`` of ``seq``, whose drafts came from ``source``, drew ``n_ok`` tokens."""
         if not row.from_slot:
             return
         n, stood = self.watches.deep(len(row.drafts)), max(0, n_ok - 1)
-        self.tally.row(source, row.seq.request.lane, len(row.drafts), n, stood, n_ok)
+        self.tally.row(source, seq.request.lane, len(row.drafts), n, stood, n_ok)
         blind = self.proposer is None or self.proposer.blind
-        if n and blind and source == self._name and row.seq.finish is None:
-            self.watches.add(row.seq, n, stood)
+        if n and blind and source == self._name and seq.finish is None:
+            self.watches.add(seq, n, stood)
 
     def took(self, seq: Sequence, tokens: Seq[int]) -> None:
         """``seq`` got ``tokens`` (none after a chunk of its prompt): look what drafts they prove."""

@@ -272,16 +272,15 @@ class JournalFile:
 
 
 def _row(row: RowPlan) -> tuple:
-    seq = row.seq
     return (
-        seq.request.id,
-        seq.index,
+        row.choice.request.id,
+        row.choice.index,
         row.slot,
         row.start,
         row.count,
         row.from_slot,
         row.emits,
-        row.score,
+        bool(row.targets),
         tuple(row.drafts),
         row.shown,
     )

@@ -102,7 +102,9 @@ class Scheduler:
             vocab_size=limits.vocab_size,
             journal=journal,
         )
-        self._n_submitted = self.n_steps = self._n_uncommitted = 0
+        self._n_submitted = self.n_steps = 0
+        self._in_flight: dict[int, list[Sequence]] = {}
+        """Plan id -> the sequence of each of its rows, until the plan is committed or lost."""
         self.n_prefilled = 0
         """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
 
@@ -190,9 +192,9 @@ class Scheduler:
         """The rows of the next step, or None when nothing can or should run before a result comes
         back."""
         self.floor.keeping.advance(now)
-        waits = self.decoding.waits(self._n_uncommitted, self.gate.n_context)
+        waits = self.decoding.waits(len(self._in_flight), self.gate.n_context)
         plan = None if waits else self._plan(now)
-        self.impasse.planned(now, moves=self._n_uncommitted > 0 or not self.has_work)
+        self.impasse.planned(now, moves=bool(self._in_flight) or not self.has_work)
         if self.journal is not None:
             self.journal.plan(now, plan, waited=waits)
         return plan
@@ -210,20 +212,20 @@ class Scheduler:
         if self.guides is not None:
             self.guides.settle(MASK_PATIENCE_S)
         self._fill(draft, now)
-        if self.guides is not None and not draft.rows and not self._n_uncommitted:
+        if self.guides is not None and not draft.rows and not self._in_flight:
             self.guides.settle(None)  # nobody else has anything to do
             self._fill(draft, now)
         if not draft.rows:
             return None
         plan = draft.freeze(self.n_steps, self.floor.cache)
-        self.drafting.planned(plan, draft.sources, behind=not self._n_uncommitted)
+        self.drafting.planned(plan, draft.seqs, draft.sources, behind=not self._in_flight)
         self.n_prefilled += draft.n_prefill
         self.n_steps += 1
-        self._n_uncommitted += 1
+        self._in_flight[plan.id] = draft.seqs
         return plan
 
     def _fill(self, draft: PlanDraft, now: float) -> None:
-        self.decoding.fill(draft, self._n_uncommitted, self.gate.n_context)
+        self.decoding.fill(draft, len(self._in_flight), self.gate.n_context)
         self.prefilling.fill(draft, self.n_steps, now)
         self.drafting.showing.fill(draft, self.floor.running, self.cap)
 
@@ -233,16 +235,16 @@ class Scheduler:
         self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.commit(now, plan, result)
-        self._n_uncommitted -= 1
+        seqs = self._in_flight.pop(plan.id)
         self.trials.succeeded()
         self.floor.cache.landed(plan.id)
         self._observe(plan, result, now)
         sources = self.drafting.begin_commit(plan)
         outputs: list[Output] = []
-        n_rows, undrafted = len(plan.rows), not self.drafting.on
+        undrafted = not self.drafting.on
         columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
-        for r, row, drawn, n_ok, finite in zip(range(n_rows), plan.rows, *columns, strict=True):
-            seq = row.seq
+        rows = zip(range(len(seqs)), plan.rows, seqs, *columns, strict=True)
+        for r, row, seq, drawn, n_ok, finite in rows:
             seq.pending -= 1
             if undrafted and finite and row.from_slot:
                 said = telling.plain(seq, drawn[0])
@@ -253,13 +255,13 @@ class Scheduler:
             if row.emits:
                 _settle(seq, 1 + len(row.drafts), n_ok)
                 if self.drafting.on:
-                    self.drafting.drawn(row, sources.get(r, ""), n_ok)
+                    self.drafting.drawn(row, seq, sources.get(r, ""), n_ok)
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
             if not finite:
                 outputs.append(self.telling.end_unsound(seq, drawn[:n_ok], now))
                 continue
-            if row.score:
+            if row.targets:
                 self.scores.add(seq, result.prompt[r])
             if row.emits:
                 drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
@@ -302,13 +304,12 @@ class Scheduler:
         self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.recover(now, error)
-        guilty = self.trials.accuse(plans, now) if plans else None
-        for plan in plans:
-            self._n_uncommitted -= 1
-            for row in plan.rows:
-                row.seq.pending = row.seq.in_flight = 0
+        lost = [seq for plan in plans for seq in self._in_flight.pop(plan.id)]
+        guilty = self.trials.accuse(lost, now) if plans else None
+        for seq in lost:
+            seq.pending = seq.in_flight = 0
         self.drafting.lost()
-        assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
+        assert not self._in_flight, f"{len(self._in_flight)} more steps are in flight"
         blamed = [s for s in self.groups.get(guilty or "", ()) if s.finish is None]
         outputs = [self.telling.end(seq, Finish.ERROR, now, error) for seq in blamed]
         self.floor.evacuate(same_weights=bool(error))
@@ -337,7 +338,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while anything waits, runs or is in flight."""
-        return bool(len(self.floor.waiting) or len(self.floor.running) or self._n_uncommitted)
+        return bool(len(self.floor.waiting) or len(self.floor.running) or self._in_flight)
 
     def stats(self) -> SchedStats:
         return stats_of(self.floor, self.gate, self.counts)

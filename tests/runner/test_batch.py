@@ -55,13 +55,19 @@ def seq(slot: int, n_prompt: int = 9, **params) -> Sequence:
 def prefill(s: Sequence, start: int, count: int, **kw) -> RowPlan:
     tokens = s.tokens[start : start + count]
     return RowPlan(
-        seq=s, slot=s.slot, start=start, count=count, from_slot=False, tokens=tokens, **kw
+        choice=s.choice, slot=s.slot, start=start, count=count, from_slot=False, tokens=tokens, **kw
     )
 
 
 def decode(s: Sequence, start: int, drafts=(), **kw) -> RowPlan:
     return RowPlan(
-        seq=s, slot=s.slot, start=start, count=1 + len(drafts), from_slot=True, drafts=drafts, **kw
+        choice=s.choice,
+        slot=s.slot,
+        start=start,
+        count=1 + len(drafts),
+        from_slot=True,
+        drafts=drafts,
+        **kw,
     )
 
 
@@ -157,10 +163,10 @@ def test_a_narrower_page_table_leaves_nothing_of_a_wider_one():
     assert not np.asarray(view.page_table_RM)[:, 3:].any()
 
 
-def test_score_targets_stop_at_the_end_of_the_prompt():
+def test_score_targets_stand_beside_their_rows_tokens():
     s = seq(1, prompt_logprobs=1)
     s.tokens.extend([901, 902])
-    batch = packer().pack(plan(prefill(s, 4, 6, score=True)))
+    batch = packer().pack(plan(prefill(s, 4, 6, targets=s.tokens[5:9])))
     assert batch.bucket.score
     at = batch.bucket.D * batch.bucket.J
     target = np.asarray(view_of(batch).target_T)[at : at + 6]
@@ -235,14 +241,16 @@ def _bad_plans():
     yield "page table", plan(ok, width=9)
     yield "no bucket", plan(*[decode(seq(i % 6), 9) for i in range(7)])
     yield "no bucket", plan(decode(s, 9, (1, 2, 3)))
-    yield "stop ids", plan(decode(seq(1, stop_token_ids=tuple(range(16))), 9))
+    many = seq(1, stop_token_ids=tuple(range(16))).choice
+    many = dataclasses.replace(
+        many, request=dataclasses.replace(many.request, eos_ids=tuple(range(20)))
+    )
+    yield "stop ids", plan(change(decode(s, 9), choice=many))
+    yield "target", plan(prefill(s, 0, 4, targets=(1, 2, 3, 1000)))
 
 
 @pytest.mark.parametrize(("what", "bad"), list(_bad_plans()))
 def test_a_plan_out_of_range_is_refused(what, bad):
-    if what == "stop ids":
-        seq_ = bad.rows[0].seq
-        seq_.request = dataclasses.replace(seq_.request, eos_ids=tuple(range(20)))
     with pytest.raises(ValueError, match=what):
         packer().pack(bad)
 

@@ -164,7 +164,7 @@ class Late(Watched):
             return plan, of_row
         rows, tables = list(plan.rows), [plan.page_table_RM]
         for r, live in enumerate(lives):
-            assert plan.rows[r].seq is live.seq
+            assert plan.rows[r].choice is live.seq.choice
             n = plan.rows[r].start
             for part in (range(n // 2), range(n // 2, n)):
                 rows.append(shown_row(live, part, self.lie))
@@ -176,13 +176,14 @@ class Late(Watched):
 
 def shown_row(live: Live, part: range, lie: int = 0) -> RowPlan:
     return RowPlan(
-        seq=live.seq,
+        choice=live.seq.choice,
         slot=live.seq.slot,
         start=part.start,
         count=len(part),
         from_slot=False,
         tokens=[(t + lie) % ARCH.V for t in live.seq.tokens[part.start : part.stop]],
         emits=False,
+        next_token=live.seq.tokens[part.stop],
         shown=True,
     )
 

@@ -94,7 +94,7 @@ def tail_page_freed_one_step_early(patch):
 
     def freeze_and_free(self, step, cache):
         plan = freeze(self, step, cache)
-        for seq in (row.seq for row in plan.rows):
+        for seq in self.seqs:
             lease, last_but_one = seq.lease, len(seq.tokens) + seq.in_flight == seq.max_len - 1
             if last_but_one and lease not in early and lease.n_published < len(lease.pages):
                 early[lease] = lease.pages[-1]
@@ -200,9 +200,9 @@ def bad_pages_are_published(patch):
     commit = Scheduler.commit
 
     def early(self, plan, result, now):
-        for row in plan.rows:
-            if not row.from_slot and row.seq.lease is not None:
-                self.floor.cache.publish(row.seq.lease, row.seq.tokens, row.start + row.count)
+        for row, seq in zip(plan.rows, self._in_flight[plan.id], strict=True):
+            if not row.from_slot and seq.lease is not None:
+                self.floor.cache.publish(seq.lease, seq.tokens, row.start + row.count)
         return commit(self, plan, result, now)
 
     patch.setattr(Scheduler, "commit", early)

@@ -20,7 +20,7 @@ from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.drafts import Speculation
 from jserve.runner.runner import ModelRunner
-from jserve.types import Grown, StepPlan
+from jserve.types import Choice, Grown, StepPlan
 from jserve.weights.dummy import draw_all
 from tests.whole import equal
 
@@ -83,6 +83,7 @@ class Watching:
         self.drafted = self.stood = 0
         self.chunks = self.cached = self.anew = self.ahead = 0
         self._flying = 0
+        self._begun: set[Choice] = set()
 
     def launch(self, plan: StepPlan) -> InFlight:
         self._flying += 1
@@ -90,8 +91,9 @@ class Watching:
         for row in plan.rows:
             if not row.from_slot:
                 self.chunks += not row.emits
-                self.cached += row.start == row.seq.n_cached > 0 and not row.seq.n_preempted
-                self.anew += row.start + row.count > row.seq.n_prompt
+                self.cached += row.start > 0 and row.choice not in self._begun
+                self._begun.add(row.choice)
+                self.anew += row.start + row.count > row.choice.n_prompt
         return self.runner.launch(plan)
 
     def collect(self, flight: InFlight) -> Any:
