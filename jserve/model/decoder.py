@@ -33,12 +33,13 @@ def tapped(
     arch = ctx.arch
     x_TD = embed(params["embed"], ctx.view.tok_T, ctx.axes)
     ctx = ctx.with_tables()
+    layer = _traced_layer()
     entering, first, new_kv = {}, {}, []
     for i, p in enumerate(params["layers"]):
         entering[i] = x_TD
         like = first.setdefault(arch.window(i), i)
         with jax.named_scope(f"layer{i}"):
-            x_TD, layer_kv = _LAYER(p, x_TD, ctx.at(like), kv[i])
+            x_TD, layer_kv = layer(p, x_TD, ctx.at(like), kv[i])
             new_kv.append(layer_kv)
     entering[arch.L] = x_TD
     y_TD = rms_norm(x_TD, params["final_norm"], arch.norm_eps)
@@ -50,15 +51,16 @@ def embedded(params: Any, tok_T: jax.Array, axes: Axes) -> jax.Array:
     return embed(params["embed"], tok_T, axes)
 
 
-def _layer(p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
-    y_TD, kv = attention_block(ctx, p, x_TD, kv)
-    x_TD = x_TD + y_TD
-    return x_TD + mlp_block(ctx, p, x_TD), kv
+def _traced_layer() -> Any:
+    """Layers alike in their window are one traced function, called again: tracing and lowering of a step
+    take a third of the time, and XLA inlines the calls, so the program is the same."""
 
+    def layer(p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
+        y_TD, kv = attention_block(ctx, p, x_TD, kv)
+        x_TD = x_TD + y_TD
+        return x_TD + mlp_block(ctx, p, x_TD), kv
 
-# Layers alike in their window are one traced function, called again: tracing and lowering of a step take a
-# third of the time, and XLA inlines the calls, so the program is the same.
-_LAYER = jax.jit(_layer)
+    return jax.jit(layer)
 
 
 def logits(arch: Arch, params: Any, x_ED: jax.Array, axes: Axes) -> jax.Array:

@@ -51,13 +51,13 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
     q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(ctx.arch, p, x_TD))
     kv = ctx.attn.write_kv(kv, rotate(k_TKH, *ctx.tables), v_TKH, ctx.view)
     sinks = sinks_of(ctx, q_TNH)
-    asked = AttendArgs(
+    args = AttendArgs(
         q_TNH=rotate(q_TNH, *ctx.tables),
         window=ctx.window,
         scale=ctx.arch.H**-0.5,
         sinks=sinks,
     )
-    o_TNH = unfold(scale_K2, ctx.attn.attend(asked, kv, ctx.view))
+    o_TNH = unfold(scale_K2, ctx.attn.attend(args, kv, ctx.view))
     y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), ctx.axes.heads)
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
