@@ -26,6 +26,7 @@ from jserve.model.draft_model import draft_model
 from jserve.model.drafter import Drafter
 from jserve.model.eagle3 import eagle3
 from jserve.model.families.llama import FAMILY as LLAMA
+from jserve.model.features import MASK
 from jserve.model.hand import Row, pack
 from jserve.model.medusa import medusa
 from jserve.model.prompt_lookup import ngram
@@ -179,7 +180,7 @@ class Dice:
         self.kind = kind
         held = kind.n if kind.drafter is not None else 0
         self.bucket = Bucket(
-            D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, tree=kind.parents, mask=True
+            D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, tree=kind.parents, features=(MASK,)
         )
         grown = isinstance(kind.parents, Grown)
         text = 0 if kind.drafter is None else kind.drafter.text
