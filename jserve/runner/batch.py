@@ -15,11 +15,12 @@ a bucket is reused and copied out, for a transfer may alias the copy::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from jserve.model.feature import in_range
 from jserve.model.view import (
     BAD_WORDS,
     BIAS,
@@ -123,8 +124,9 @@ class Packer:
             _next_tokens(views, rows[n:], self.dims.V)
         elif any([row.shown for row in rows[n:]]):
             raise ValueError(f"{bucket} has no drafter to show tokens to")
-        if bucket.mask:
-            _masks(views, rows, n, bucket)
+        for feature in bucket.features:
+            at = [*range(n), *range(bucket.D, bucket.D + needs.F)]
+            feature.pack(views, rows, at, self.dims)
         flags = int(np.bitwise_or.reduce(views["uses_R"]))
         views["flags"][...], views["n_decode"][...], views["n_prefill"][...] = flags, n, needs.F
         self._plan_attention(views, bucket, self.dims)
@@ -170,12 +172,12 @@ class Packer:
             return
         starts = [row.start for row in plan.rows]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        _in_range("slot", slots, 0, dims.C - 1)
-        _in_range("start", starts, 0, dims.M * dims.Z - 1)
-        _in_range("count", counts, 1, dims.M * dims.Z)
+        in_range("slot", slots, 0, dims.C - 1)
+        in_range("start", starts, 0, dims.M * dims.Z - 1)
+        in_range("count", counts, 1, dims.M * dims.Z)
         if table.shape[0] != len(slots) or table.shape[1] > dims.M:
             raise ValueError(f"page table {table.shape} for {len(slots)} rows of {dims.M} pages")
-        _in_range("start + count", ends, 1, table.shape[1] * dims.Z)
+        in_range("start + count", ends, 1, table.shape[1] * dims.Z)
         if int(table.min()) < 0 or int(table.max()) >= self.n_pages:
             raise ValueError(f"page out of range [0, {self.n_pages - 1}]")
 
@@ -236,11 +238,6 @@ def uses(params: SamplingParams) -> int:
     )
 
 
-def _in_range(name: str, values: Seq[int], low: int, high: int) -> None:
-    if min(values) < low or max(values) > high:
-        raise ValueError(f"{name} out of range [{low}, {high}]: {min(values)} .. {max(values)}")
-
-
 def _decode_tokens(
     views: dict[str, np.ndarray],
     rows: tuple[RowPlan, ...],
@@ -264,30 +261,25 @@ def _decode_tokens(
             raise ValueError(f"row {r} has count {row.count} and {len(row.drafts)} drafts")
         tok_DJ[r, 1 : row.count] = row.drafts
         if row.drafts and row.drafts[0] >= 0:
-            _in_range("draft", row.drafts, 0, dims.V - 1)
+            in_range("draft", row.drafts, 0, dims.V - 1)
         elif row.drafts:
-            _in_range("draft of the device", row.drafts, -1, -1)
-            _in_range("drafts of the device", [len(row.drafts)], 1, dims.drafts)
+            in_range("draft of the device", row.drafts, -1, -1)
+            in_range("drafts of the device", [len(row.drafts)], 1, dims.drafts)
 
 
 def _prefill_tokens(
     views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], bucket: Bucket, V: int
 ) -> None:
     at = bucket.D * bucket.J
-    if bucket.score:
-        views["target_T"][...] = -1
     for i, row in enumerate(rows):
         r, part = bucket.D + i, slice(at, at + row.count)
         if row.from_slot or len(row.tokens) != row.count:
             raise ValueError(f"row {i} of prefill: {len(row.tokens)} tokens, count {row.count}")
-        _in_range("token id", row.tokens, 0, V - 1)
+        in_range("token id", row.tokens, 0, V - 1)
         views["tok_T"][part] = row.tokens
         views["row_T"][part] = r
         views["first_R"][r] = at
         views["emit_R"][r] = row.emits
-        if row.targets:
-            _in_range("target", row.targets, 0, V - 1)
-            views["target_T"][at : at + len(row.targets)] = row.targets
         at += row.count
 
 
@@ -298,16 +290,5 @@ def _next_tokens(views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], V: int
     for i, row in enumerate(rows):
         views["shown_F"][i] = row.shown
         if not row.emits:
-            _in_range("next token", (row.next_token,), 0, V - 1)
+            in_range("next token", (row.next_token,), 0, V - 1)
             views["next_F"][i] = row.next_token
-
-
-def _masks(
-    views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], n_decode: int, bucket: Bucket
-) -> None:
-    views["mask_RJW"][...] = views["redraw_RJ"][...] = -1
-    for i, row in enumerate(rows):
-        if row.mask is not None:
-            r = i if i < n_decode else bucket.D + i - n_decode
-            views["mask_RJW"][r, : len(row.mask)] = row.mask
-            views["redraw_RJ"][r, : len(row.redraw)] = row.redraw

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jserve.model.features import SCORE
 from jserve.model.view import Bucket, StepDims
 from jserve.sampling import SamplingParams
 from jserve.types import Choice, Request, RowPlan, StepPlan
@@ -39,7 +40,7 @@ def rehearsal(bucket: Bucket, dims: StepDims, params: SamplingParams) -> StepPla
     for _ in range(bucket.F):
         count = min(left, most - 1)
         if count:
-            rows.append(_prefill(choice, count, score=bucket.score))
+            rows.append(_prefill(choice, count, score=SCORE in bucket.features))
         left -= count
     table_RM = np.zeros((len(rows), dims.M), np.int32)
     return StepPlan(id=-1, rows=tuple(rows), page_table_RM=table_RM, n_draft=bucket.n_draft)

@@ -142,7 +142,7 @@ class ModelRunner:
     @property
     def plain_buckets(self) -> list[Bucket]:
         """Those whose times say how long a step takes: no drafts, scores or masks."""
-        return [b for b in self.ladder.buckets if b.J == 1 and not (b.score or b.mask)]
+        return [b for b in self.ladder.buckets if b.J == 1 and not b.features]
 
     @point("runner.launch")
     def launch(self, plan: StepPlan, bucket: Bucket | None = None) -> InFlight:

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from jserve.model.features import MASK, SCORE
 from jserve.model.view import Bucket
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
@@ -19,7 +20,7 @@ BUCKETS = (
     Bucket(D=2, P=48, F=2),
     Bucket(D=6, P=48, F=6),
     Bucket(D=6, P=48, F=4, J=4),
-    Bucket(D=3, P=50, F=3, mask=True, score=True),
+    Bucket(D=3, P=50, F=3, features=(MASK, SCORE)),
 )
 
 MIXED = [

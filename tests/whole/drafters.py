@@ -12,6 +12,7 @@ import numpy as np
 from jserve.model.draft_model import draft_model
 from jserve.model.eagle3 import eagle3
 from jserve.model.families import family_for
+from jserve.model.features import SCORE
 from jserve.model.medusa import medusa
 from jserve.model.prompt_lookup import ngram
 from jserve.model.shard import ShardRules
@@ -71,7 +72,7 @@ MAKERS: dict[str, Callable[..., Speculation]] = {
 @lru_cache
 def drafting(kind: str, tree: Shape = (), tp: int = 1) -> ModelRunner:
     """A runner with a drafter of ``KINDS``, whose one program takes every plan."""
-    wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, score=True)
+    wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, features=(SCORE,))
     return equal.make_runner(tp, partial(MAKERS[kind], tree=tree), (wide,))
 
 

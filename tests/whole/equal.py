@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.model.families import family_for
+from jserve.model.features import SCORE
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
 from jserve.ports import InFlight, Proposer, StepTime
@@ -63,7 +64,7 @@ BUCKETS = (
     Bucket(D=8, P=0, F=0, J=4),
     Bucket(D=2, P=16, F=4, J=1),
     Bucket(D=8, P=64, F=8, J=4),
-    Bucket(D=8, P=64, F=8, J=4, score=True),
+    Bucket(D=8, P=64, F=8, J=4, features=(SCORE,)),
 )
 
 
