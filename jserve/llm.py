@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from jserve import build
-from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
@@ -26,6 +25,7 @@ from jserve.outputs import RequestOutput, Running, failure_of
 from jserve.progress import progress_bar
 from jserve.prompts import Message, Prompt, Prompts, RequestOptions, listed
 from jserve.sampling import SamplingParams
+from jserve.text.chat.speech import speech_of
 from jserve.types import Finish, HandleInfo, Output
 
 NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jserve.api.chat import ChatTemplate
-from jserve.api.openai_chat import chat_of
-from jserve.api.speech import Speech
 from jserve.errors import BadRequest
 from jserve.outputs import Running
 from jserve.sampling import SamplingParams, Thinking
 from jserve.text.bad_words import bad_token_ids
+from jserve.text.chat.fields import chat_of
+from jserve.text.chat.speech import Speech
+from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Lane, Request, Retention
 

@@ -23,7 +23,6 @@ from jserve.api.anthropic_messages import BLOCKS, SYSTEM, messages_of
 from jserve.api.anthropic_thinking import THINKING, budget_of, thinking_of
 from jserve.api.anthropic_tools import CHOICE, TOOLS, choice_of, tools_of
 from jserve.api.ask import Ask, Served, Wish
-from jserve.api.chat import ChatTemplate
 from jserve.api.declared import LABEL, refused_member
 from jserve.api.fields import (
     Fields,
@@ -40,6 +39,7 @@ from jserve.api.shared import Sampling, check_model, params_of, service_of
 from jserve.api.values import STOP
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
+from jserve.text.chat.template import ChatTemplate
 
 OUTPUT = {
     "type": ["object", "null"],

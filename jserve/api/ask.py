@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jserve.api.chat import Chat, ChatTemplate
 from jserve.api.formats import FREE, Shape
 from jserve.api.naming import E, renamed
-from jserve.api.speech import PLAIN, Speech
 from jserve.errors import JserveError
 from jserve.sampling import SamplingParams
+from jserve.text.chat.speech import PLAIN, Speech
+from jserve.text.chat.template import Chat, ChatTemplate
 from jserve.types import Lane, Retention
 
 

@@ -26,7 +26,7 @@ from jserve.api.fields import Fields, ignored_fields, shaped, validate
 from jserve.api.front import TRACE, Front, ignored_header, json_response
 from jserve.api.generate import failure
 from jserve.api.openai import ChatBody
-from jserve.api.openai_chat import KWARGS, chat_of
+from jserve.api.openai_chat import KWARGS
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
 from jserve.api.shared import check_model
@@ -34,6 +34,7 @@ from jserve.api.values import PROMPT, prompts_of, salt_of
 from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, CacheNotFound
 from jserve.sampling import SamplingParams
+from jserve.text.chat.fields import chat_of
 from jserve.types import Finish, HandleInfo, Request
 
 TTL_S = 3600.0

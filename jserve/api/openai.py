@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from jserve.api.ask import Ask, ModelCard, Served, Wish
-from jserve.api.errors import Unsupported
 from jserve.api.fields import (
     Fields,
     ignored,
@@ -28,7 +27,7 @@ from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE, shape_of
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
 from jserve.api.values import MAX_CHOICES, MAX_PICKS, PICKS, PROMPT, ids_of, prompts_of
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported
 
 
 class StreamOptions(Fields):

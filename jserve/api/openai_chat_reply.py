@@ -22,7 +22,7 @@ from jserve.api.openai_usage import head, usage_of, with_usage
 from jserve.api.reply import Whole, gathered
 from jserve.api.voice import Voice, voices
 from jserve.errors import JserveError
-from jserve.text.parsers.said import CallPiece, Said
+from jserve.text.chat.parsers.said import CallPiece, Said
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request, TokenLogprob
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from jserve.api.ask import Ask, ModelCard
-from jserve.api.chat import Chat, ChatTemplate, Part
 from jserve.api.formats import Shape, structure_names
 from jserve.api.naming import renamed
 from jserve.errors import BadRequest, ContextTooLong, Overloaded
@@ -24,6 +23,7 @@ from jserve.grammar.checker import GrammarChecker
 from jserve.grammar.vocab import vocabulary
 from jserve.sampling import SamplingParams
 from jserve.text.bad_words import bad_token_ids
+from jserve.text.chat.template import Chat, ChatTemplate, Part
 from jserve.text.pool import TokenizerPool
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request

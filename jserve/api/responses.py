@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from jserve.api.ask import Ask, Served, Wish
-from jserve.api.errors import Unsupported, shown
 from jserve.api.fields import (
     Fields,
     ignored,
@@ -28,7 +27,7 @@ from jserve.api.openai_chat import EFFORT, KWARGS, limited, shaped_chat
 from jserve.api.responses_input import INPUT, messages_of
 from jserve.api.responses_tools import CHOICE, TOOLS, choice_of, tools_of
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported, shown
 
 FORMAT = {
     "anyOf": [

@@ -19,7 +19,6 @@ from typing import Any
 from aiohttp import web
 
 from jserve.api.ask import Ask, Served, Wish
-from jserve.api.errors import Unsupported
 from jserve.api.fields import ignored_fields, refused, shaped, validate
 from jserve.api.front import TRACE, Front, ignored_header, json_response, request_id
 from jserve.api.generate import Generation, Json
@@ -28,7 +27,7 @@ from jserve.api.metrics import RequestTimer
 from jserve.api.openai_usage import head, usage_of
 from jserve.api.shared import Ids, Service, check_model, service_of
 from jserve.api.values import MAX_CHOICES, PROMPT, ids_of, prompts_of
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported
 from jserve.sampling import SamplingParams
 from jserve.types import Request, TokenLogprob
 

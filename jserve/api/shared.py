@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jserve.api.ask import ModelCard
-from jserve.api.errors import shown
 from jserve.api.fields import Fields, label, refused, sampled, shaped
 from jserve.api.naming import renamed
 from jserve.api.values import (
@@ -29,7 +28,7 @@ from jserve.api.values import (
     stop_of,
     top_of,
 )
-from jserve.errors import BadRequest, NotFound
+from jserve.errors import BadRequest, NotFound, shown
 from jserve.sampling import SamplingParams
 from jserve.types import Lane
 

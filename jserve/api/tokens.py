@@ -11,17 +11,17 @@ from typing import Any
 from aiohttp import web
 
 from jserve.api.ask import Ask, ModelCard, Served, Wish
-from jserve.api.errors import Unsupported
 from jserve.api.fields import Fields, ignored_fields, shaped, validate
 from jserve.api.front import Front, ignored_header, json_response
-from jserve.api.openai_chat import EFFORT, KWARGS, chat_of, with_effort
+from jserve.api.openai_chat import EFFORT, KWARGS, with_effort
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE, chosen
 from jserve.api.shared import Ids, check_model
 from jserve.api.values import ids_of
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported
 from jserve.sampling import SamplingParams
+from jserve.text.chat.fields import chat_of
 from jserve.text.tokenizer import TextTokenizer
 
 

@@ -11,9 +11,9 @@ import string
 from collections.abc import Sequence
 
 from jserve.api.ask import Served, Wish
-from jserve.api.speech import Speech
-from jserve.text.parsers.reasoning import State
-from jserve.text.parsers.said import Said
+from jserve.text.chat.parsers.reasoning import State
+from jserve.text.chat.parsers.said import Said
+from jserve.text.chat.speech import Speech
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request
 

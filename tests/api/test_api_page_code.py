@@ -17,7 +17,7 @@ import pytest
 import jserve.api
 from jserve.api import openai
 from jserve.api.ask import Served
-from jserve.api.chat import ChatTemplate
+from jserve.text.chat.template import ChatTemplate
 from tests.api.fake import CHATML, SPECIAL, FakeEngine, card, chat_body, live
 
 FOLDER = Path(jserve.api.__file__).parent / "web"
