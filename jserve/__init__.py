@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from jserve.llm import LLM, AsyncLLM
     from jserve.model.families import register_family
     from jserve.outputs import CompletionOutput, Logprob, RequestOutput
-    from jserve.prompts import RequestOptions
     from jserve.sampling import SamplingParams, StructuredOutputs
-    from jserve.types import Lane, Retention
+    from jserve.types import Lane, RequestOptions, Retention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,7 +35,7 @@ __all__ = [
 _HOMES = {
     "LLM": "jserve.llm",
     "AsyncLLM": "jserve.llm",
-    "RequestOptions": "jserve.prompts",
+    "RequestOptions": "jserve.types",
     "RequestOutput": "jserve.outputs",
     "CompletionOutput": "jserve.outputs",
     "EngineConfig": "jserve.config",

@@ -23,10 +23,10 @@ from jserve.errors import BadRequest, error_of
 from jserve.feed import Feed
 from jserve.outputs import RequestOutput, Running, failure_of
 from jserve.progress import progress_bar
-from jserve.prompts import Message, Prompt, Prompts, RequestOptions, listed
+from jserve.prompts import Message, Prompt, Prompts, listed
 from jserve.sampling import SamplingParams
 from jserve.text.chat.speech import speech_of
-from jserve.types import Finish, HandleInfo, Output
+from jserve.types import Finish, HandleInfo, Output, RequestOptions
 
 NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)
 

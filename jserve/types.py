@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -80,21 +80,12 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What a client asked, tokenised. Frozen; checked against the model by ``sched.admission.check``."""
+class RequestOptions:
+    """How a request is served, beside how it is sampled. Names are those of the HTTP fields."""
 
-    id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    eos_ids: tuple[int, ...] = ()
-    """Ids that end generation unless ``params.ignore_eos``; from generation_config.json."""
-    arrival: float = 0.0
-    """Monotonic seconds."""
-    batch: str = ""
-    """Requests of one name were asked for together: the queue takes all of them or none. "": alone."""
     priority: int = 0
     """Lower runs first among what its tenant has waiting in its lane."""
-    lane: Lane = Lane.STANDARD
+    lane: Lane | str = Lane.STANDARD
     tenant: str = ""
     """Who pays: tenants share a lane fairly by tokens, and never each other's cached prefixes."""
     ttft_deadline_ms: float | None = None
@@ -107,18 +98,39 @@ class Request:
     """Sequences share cached prefixes only within one salt."""
     retain: tuple[Retention, ...] = ()
     cache: str | None = None
-    """Name of the tenant's cache handle whose tokens the prompt starts with. A prompt that does not
-    begin with them gets them put in front: it is the rest."""
+    """Name of the tenant's cache handle (``LLM.create_cache``) whose tokens the prompt starts with. A prompt
+    that does not begin with them gets them put in front: it is the rest."""
     session: str | None = None
     """Name of a conversation: this request's KV is kept for its next turn, evicted only when nothing
     else is left to evict."""
-    adapter: str | None = None
-    """None: no server has any, so a name is refused."""
     skip_prefix_cache: bool = False
     speculative: bool = True
     """False: no drafts for this request, whatever the server does for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(RequestOptions):
+    """What a client asked, tokenised. Frozen; checked against the model by ``sched.admission.check``."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
+    """Ids that end generation unless ``params.ignore_eos``; from generation_config.json."""
+    arrival: float = 0.0
+    """Monotonic seconds."""
+    batch: str = ""
+    """Requests of one name were asked for together: the queue takes all of them or none. "": alone."""
+    lane: Lane = Lane.STANDARD
+    adapter: str | None = None
+    """None: no server has any, so a name is refused."""
     thinking: Thinking | None = None
     """None where the model writes no thoughts, or the prompt closed the thought already."""
+
+    @classmethod
+    def of(cls, options: RequestOptions, **own: Any) -> Request:
+        """A request with these options; ``own`` are its other fields."""
+        return cls(**{f.name: getattr(options, f.name) for f in fields(RequestOptions)}, **own)
 
 
 class HandleInfo(msgspec.Struct, frozen=True, kw_only=True):

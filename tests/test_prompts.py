@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from jserve.errors import BadRequest
-from jserve.prompts import Prompts, RequestOptions
+from jserve.prompts import Prompts
 from jserve.sampling import SamplingParams
 from jserve.text.chat.speech import PLAIN
+from jserve.types import RequestOptions
 from tests.api.fake import EOS, byte_tokenizer, live
 
 

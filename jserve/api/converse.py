@@ -3,7 +3,7 @@
 Owns the order: read, check, prepare, run, answer; and that a status is sent only when the engine
 has taken the request. Must not know a dialect's fields. ::
 
-    body -> wish (fields) -> requests (tokens) -> first piece --+-- JSON            (whole)
+    body -> ask (fields) --> requests (tokens) -> first piece --+-- JSON            (whole)
             400, 404         400, 503             4xx, 5xx      +-- 200, events     (stream)
 """
 
@@ -13,12 +13,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from jserve.api.ask import Served, Wish
+from jserve.api.ask import Ask, Served
 from jserve.api.front import TRACE, Front, ignored_header, json_response, reported, request_id
 from jserve.api.generate import Generation, Piece
 from jserve.api.metrics import RequestTimer
@@ -32,8 +32,8 @@ from jserve.types import Request
 class Dialect:
     """One way to ask for an answer, and to be told it."""
 
-    read: Callable[[Mapping[str, Any], Served], Wish]
-    reply: Callable[[Wish, Served, TextTokenizer, Sequence[Request]], Reply]
+    read: Callable[[Mapping[str, Any], Served], Ask]
+    reply: Callable[[Ask, Served, TextTokenizer, Sequence[Request]], Reply]
 
 
 async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.StreamResponse:
@@ -45,26 +45,26 @@ async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.
     served, trace = front.served, request[TRACE]
     tenant = trace.tenant.name
 
-    def read(raw: Mapping[str, Any]) -> Wish:
+    def read(raw: Mapping[str, Any]) -> Ask:
         front.refusals.check(raw.get("lane"), tenant)  # before the work of reading it closely
         return dialect.read(raw, served)
 
-    wish: Wish = await front.read(request, read)
-    if wish.label is not None:
-        trace.id = request_id(wish.label)
-    ask = replace(wish.ask, tenant=tenant)
+    ask: Ask = await front.read(request, read)
+    if ask.label is not None:
+        trace.id = request_id(ask.label)
+    ask = ask.of(tenant)
     requests = await front.prepare.requests(ask)
-    reply = dialect.reply(wish, served, front.prepare.tokenizer, requests)
+    reply = dialect.reply(ask, served, front.prepare.tokenizer, requests)
     timer = RequestTimer(front.metrics, requests, trace.arrival)
     run = Generation(front.engine, front.prepare.tokenizer, requests, timer, ask.named)
-    headers = ignored_header(wish.ignored)
+    headers = ignored_header(ask.ignored)
     try:
         with (
             trace.account.answer(run.usage.prompt, lambda: run.usage.completion),
             front.running.entered(trace.id, run),
-            front.refusals.noted(ask.lane, tenant),
+            front.refusals.noted(ask.options.lane, tenant),
         ):
-            if wish.stream:
+            if ask.stream:
                 return await _stream(request, front, run, reply, headers)
             return await _whole(run, reply, headers)
     finally:

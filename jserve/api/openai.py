@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jserve.api.ask import Ask, ModelCard, Served, Wish
+from jserve.api.ask import Ask, ModelCard, Served
 from jserve.api.fields import (
     Fields,
     ignored,
-    ignored_fields,
     label,
     refused,
     sampled,
@@ -115,7 +114,7 @@ class CompletionBody(Completion):
     thinking_token_budget: Any = refused()
 
 
-def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+def chat_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     """A chat request, checked.
 
     Raises:
@@ -143,7 +142,7 @@ def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         logprob_token_ids=picks,
         prompt_logprobs=_prompt_logprobs(body, card),
     )
-    ask = Ask(
+    return Ask(
         chat=chat,
         holder="messages",
         length_field=length_field,
@@ -156,7 +155,6 @@ def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         shape=shape,
         **_common(body),
     )
-    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
 
 
 def _chat_length(body: ChatBody) -> tuple[int | None, str]:
@@ -174,7 +172,7 @@ def _chat_length(body: ChatBody) -> tuple[int | None, str]:
     return value, name
 
 
-def completion_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+def completion_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     """A text completion request, checked.
 
     Raises:
@@ -201,14 +199,13 @@ def completion_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     )
     if params.n * len(prompts) > MAX_CHOICES:
         raise BadRequest(f"n times the prompts may be at most {MAX_CHOICES}", field="n")
-    ask = Ask(
+    return Ask(
         prompts=prompts,
         params=params,
         add_special_tokens=body.add_special_tokens is not False,
         shape=shape,
         **_common(body),
     )
-    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
 
 
 def _common(body: Completion) -> dict[str, Any]:
