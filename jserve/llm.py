@@ -348,7 +348,7 @@ class AsyncLLM(_Door):
                 if job.output.finished:
                     break
         finally:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)

@@ -6,6 +6,8 @@ are handed the public one to make documents of, so a field or a path cannot be m
 
 from __future__ import annotations
 
+from functools import partial
+
 from aiohttp import web
 
 from jserve.api import admin, caches, models, openapi, score, service, support, tokens
@@ -30,10 +32,7 @@ MESSAGE = Dialect(message_ask, MessageReply)
 
 
 def _in(dialect: Dialect) -> Answer:
-    async def answer(request: web.Request, front: Front) -> web.StreamResponse:
-        return await converse(request, front, dialect)
-
-    return answer
+    return partial(converse, dialect=dialect)
 
 
 _OPEN, _USER, _ADMIN = Access.OPEN, Access.USER, Access.ADMIN

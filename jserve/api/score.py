@@ -19,11 +19,11 @@ from typing import Any
 from aiohttp import web
 
 from jserve.api.ask import Ask, Served
+from jserve.api.converse import generation, read_ask
 from jserve.api.fields import refused, shaped, validate
-from jserve.api.front import TRACE, Front, ignored_header, json_response, request_id
+from jserve.api.front import Front, ignored_header, json_response
 from jserve.api.generate import Generation, Json
 from jserve.api.logprobs import finite
-from jserve.api.metrics import RequestTimer
 from jserve.api.openai_usage import head, usage_of
 from jserve.api.shared import Ids, Service, check_model, service_of
 from jserve.api.values import MAX_CHOICES, PROMPT, ids_of, prompts_of
@@ -95,30 +95,12 @@ def _prompts(value: Any, field: str, vocab_size: int) -> tuple[str | tuple[int, 
 
 
 async def score(request: web.Request, front: Front) -> web.StreamResponse:
-    served, trace = front.served, request[TRACE]
-    tenant = trace.tenant.name
-
-    def read(raw: Mapping[str, Any]) -> Ask:
-        front.refusals.check(raw.get("lane"), tenant)
-        return score_ask(raw, served)
-
-    ask: Ask = await front.read(request, read)
-    if ask.label is not None:
-        trace.id = request_id(ask.label)
+    ask = await read_ask(request, front, score_ask)
     scored = await _scored(front, ask)
-    ask = replace(ask.of(tenant), prompts=scored.prompts)
+    ask = replace(ask, prompts=scored.prompts)
     requests = await front.prepare.requests(ask)
-    timer = RequestTimer(front.metrics, requests, trace.arrival)
-    run = Generation(front.engine, front.prepare.tokenizer, requests, timer, ask.named)
-    try:
-        with (
-            trace.account.answer(run.usage.prompt, lambda: 0),
-            front.running.entered(trace.id, run),
-            front.refusals.noted(ask.options.lane, tenant),
-        ):
-            entries = await _entries(run, requests, scored)
-    finally:
-        timer.end(run.usage.cached)
+    with generation(request, front, ask, requests, charge_output=False) as run:
+        entries = await _entries(run, requests, scored)
     body = answer(ask.body, entries)
     usage = usage_of(replace(run.usage, completion=0))
     found = head("score-", front.card) | {"object": "scoring"} | body | {"usage": usage}
