@@ -24,9 +24,10 @@ from jserve.feed import Feed
 from jserve.outputs import RequestOutput, Running, failure_of
 from jserve.progress import progress_bar
 from jserve.prompts import Message, Prompt, Prompts, listed
+from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams
 from jserve.text.chat.speech import speech_of
-from jserve.types import Finish, HandleInfo, Output, RequestOptions
+from jserve.types import Finish, HandleInfo, Output
 
 NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)
 

@@ -12,13 +12,14 @@ from typing import Any
 
 from jserve.errors import BadRequest
 from jserve.outputs import Running
+from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams, Thinking
 from jserve.text.bad_words import bad_token_ids
 from jserve.text.chat.fields import chat_of
 from jserve.text.chat.speech import Speech
 from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import Request, RequestOptions
+from jserve.types import Request
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": str}`` / ``{"prompt_token_ids": [int]}``."""

@@ -13,10 +13,22 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jserve"
 
-LEAVES = {"types", "sampling", "ports", "config", "options", "errors", "faults", "window", "cores"}
+LEAVES = {
+    "types",
+    "request_options",
+    "sampling",
+    "ports",
+    "config",
+    "options",
+    "errors",
+    "faults",
+    "window",
+    "cores",
+}
 # Room -> rooms it may import, besides the leaves and itself. `build` wires everything together.
 ALLOWED: dict[str, set[str]] = {
     "sampling": set(),
+    "request_options": set(),
     "types": {"kv"},
     "ports": set(),
     "config": set(),
@@ -65,6 +77,7 @@ HOST = [
     "spec",
     "grammar",
     "sampling",
+    "request_options",
     "types",
     "ports",
     "config",

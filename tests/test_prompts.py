@@ -6,9 +6,9 @@ import pytest
 
 from jserve.errors import BadRequest
 from jserve.prompts import Prompts
+from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams
 from jserve.text.chat.speech import PLAIN
-from jserve.types import RequestOptions
 from tests.api.fake import EOS, byte_tokenizer, live
 
 

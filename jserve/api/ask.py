@@ -15,10 +15,10 @@ from typing import Any
 from jserve.api.formats import FREE, Shape
 from jserve.api.naming import E, renamed
 from jserve.errors import JserveError
+from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams
 from jserve.text.chat.speech import PLAIN, Speech
 from jserve.text.chat.template import Chat, ChatTemplate
-from jserve.types import RequestOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

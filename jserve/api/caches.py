@@ -33,9 +33,10 @@ from jserve.api.shared import check_model
 from jserve.api.values import PROMPT, prompts_of, salt_of
 from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, CacheNotFound
+from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams
 from jserve.text.chat.fields import chat_of
-from jserve.types import Finish, HandleInfo, Request, RequestOptions
+from jserve.types import Finish, HandleInfo, Request
 
 TTL_S = 3600.0
 NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)

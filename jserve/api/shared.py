@@ -29,8 +29,8 @@ from jserve.api.values import (
     top_of,
 )
 from jserve.errors import BadRequest, NotFound, shown
+from jserve.request_options import Lane, RequestOptions
 from jserve.sampling import SamplingParams
-from jserve.types import Lane, RequestOptions
 
 Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]

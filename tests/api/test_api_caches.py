@@ -8,7 +8,7 @@ import pytest
 
 from jserve.api.ask import Ask
 from jserve.api.caches import NOTHING_DRAWN, HandleBook
-from jserve.types import RequestOptions
+from jserve.request_options import RequestOptions
 from tests.api.fake import chat_body
 from tests.api.test_api_engine import CHAT, COMP, host
 

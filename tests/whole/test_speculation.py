@@ -10,10 +10,10 @@ import pytest
 from jserve import LLM, SamplingParams
 from jserve.config import SpeculativeOptions
 from jserve.errors import ConfigError
+from jserve.request_options import RequestOptions
 from jserve.sampling import StructuredOutputs
 from jserve.sched.costs import MeasuredCosts
 from jserve.spec.methods import proposer_of
-from jserve.types import RequestOptions
 from tests.whole import equal
 from tests.whole.conftest import SMALL_OPTIONS
 from tests.whole.test_equalities import compare
