@@ -76,6 +76,7 @@ class FakeScheduler:
         self.n_resets = 0
         self.live: dict[str, list[Sequence]] = {}
         self.trials = Trials(self.live)
+        self.hopeless = self.trials.hopeless
 
     def submit(self, request: Request, now: float) -> None:
         if len(request.prompt_ids) > LIMITS.max_model_len:
