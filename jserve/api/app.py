@@ -13,7 +13,6 @@ from aiohttp import web
 from jserve.api import caches
 from jserve.api.ask import ModelCard
 from jserve.api.auth import Access, Keys, load_tenants
-from jserve.api.chat import ChatTemplate
 from jserve.api.cors import allow_origins
 from jserve.api.front import Front, Limits, ServedEngine
 from jserve.api.manners import Manner
@@ -24,8 +23,9 @@ from jserve.api.prepare import Preparer
 from jserve.api.refusals import Refusals
 from jserve.api.route import Answer, Route, hidden
 from jserve.api.routes import OPERATOR, PUBLIC
-from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
+from jserve.text.chat.speech import speech_of
+from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
 
 FRONT = web.AppKey("front", Front)

@@ -181,18 +181,18 @@ class Front:
         )
 
     @point("api.read")
-    async def read(self, request: web.Request, wish: Callable[[dict[str, Any]], Any]) -> Any:
-        """``wish`` of the JSON object in the body; big ones are worked on in a thread.
+    async def read(self, request: web.Request, make: Callable[[dict[str, Any]], Any]) -> Any:
+        """``make`` of the JSON object in the body; big ones are worked on in a thread.
 
         Raises:
-            JserveError: as ``read_body``, ``parse_object`` and ``wish`` do.
+            JserveError: as ``read_body``, ``parse_object`` and ``make`` do.
         """
         raw = await read_body(
             request, max_bytes=self.max_bytes, timeout_s=self.limits.body_timeout_s
         )
         if len(raw) < BIG_BODY:
-            return wish(parse_object(raw))
-        return await self.prepare.run(lambda: wish(parse_object(raw)))
+            return make(parse_object(raw))
+        return await self.prepare.run(lambda: make(parse_object(raw)))
 
 
 def reported(request: web.Request, exc: BaseException) -> Any:

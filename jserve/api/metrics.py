@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
@@ -100,7 +101,7 @@ class Metrics:
 class RequestTimer:
     """Watches the pieces of one HTTP request; times run from ``arrival`` (monotonic seconds)."""
 
-    def __init__(self, metrics: Metrics, requests: list[Request], arrival: float) -> None:
+    def __init__(self, metrics: Metrics, requests: Sequence[Request], arrival: float) -> None:
         self._metrics = metrics
         self._arrival = arrival
         self._last: dict[int, float] = {}

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from jserve.api.ask import Ask, ModelCard
-from jserve.api.chat import Chat, ChatTemplate, Part
 from jserve.api.formats import Shape, structure_names
 from jserve.api.naming import renamed
 from jserve.errors import BadRequest, ContextTooLong, Overloaded
@@ -24,6 +23,7 @@ from jserve.grammar.checker import GrammarChecker
 from jserve.grammar.vocab import vocabulary
 from jserve.sampling import SamplingParams
 from jserve.text.bad_words import bad_token_ids
+from jserve.text.chat.template import Chat, ChatTemplate, Part
 from jserve.text.pool import TokenizerPool
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request
@@ -76,7 +76,7 @@ class Preparer:
             structure that cannot be enforced.
             Overloaded: too many requests wait for a thread.
         """
-        await self._check_shape(ask.shape, ask.tenant)
+        await self._check_shape(ask.shape, ask.options.tenant)
         prompts = [tuple(ids) for ids in await self.prompt_ids(ask)]
         head = self.book.head(ask) if self.book is not None else None
         if head is not None:
@@ -210,24 +210,13 @@ class Preparer:
         thinking = None
         if ask.chat is not None and params.guided:
             thinking = self.card.speech.thinking_after(ids, self.tokenizer)
-        return Request(
-            thinking=thinking,
+        return Request.of(
+            ask.options,
             id=uuid.uuid4().hex,
             prompt_ids=ids,
             params=params,
             eos_ids=self.card.eos_ids,
             arrival=time.monotonic(),
             batch=batch,
-            priority=ask.priority,
-            lane=ask.lane,
-            tenant=ask.tenant,
-            ttft_deadline_ms=ask.ttft_deadline_ms,
-            tpot_deadline_ms=ask.tpot_deadline_ms,
-            deadline_ms=ask.deadline_ms,
-            cache_salt=ask.cache_salt,
-            cache=ask.cache,
-            session=ask.session,
-            retain=ask.retain,
-            skip_prefix_cache=ask.skip_prefix_cache,
-            speculative=ask.speculative,
+            thinking=thinking,
         )

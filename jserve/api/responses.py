@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jserve.api.ask import Ask, Served, Wish
-from jserve.api.errors import Unsupported, shown
+from jserve.api.ask import Ask, Served
 from jserve.api.fields import (
     Fields,
     ignored,
-    ignored_fields,
     label,
     refused,
     sampled,
@@ -28,7 +26,7 @@ from jserve.api.openai_chat import EFFORT, KWARGS, limited, shaped_chat
 from jserve.api.responses_input import INPUT, messages_of
 from jserve.api.responses_tools import CHOICE, TOOLS, choice_of, tools_of
 from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported, shown
 
 FORMAT = {
     "anyOf": [
@@ -123,7 +121,7 @@ class ResponseBody(Sampling):
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
 
-def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+def response_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     """A request for a response, checked.
 
     Raises:
@@ -158,8 +156,7 @@ def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         shape=shape,
         **service_of(body),
     )
-    ignored = ignored_fields(body) + needless
-    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored)
+    return replace(ask, ignored=ask.ignored + needless)
 
 
 def _effort(body: ResponseBody) -> Any:

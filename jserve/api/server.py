@@ -24,11 +24,11 @@ from aiohttp import web
 from jserve.api.app import FRONT, make_admin_app, make_app
 from jserve.api.ask import ModelCard
 from jserve.api.auth import Keys
-from jserve.api.chat import ChatTemplate
 from jserve.api.connection import Connection
 from jserve.api.front import Front, Limits, ServedEngine
 from jserve.config import EngineConfig, ServerOptions
 from jserve.errors import ConfigError
+from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("jserve.api")

@@ -20,7 +20,7 @@ Three kinds of drafts, one row each:
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from jserve.sched.gaps import Gaps
 from jserve.sched.showing import Showing
 from jserve.sched.spectally import SpecTally
 from jserve.spec.choice import Purse, best_width, widths
-from jserve.types import RowPlan, Sequence, StepPlan
+from jserve.types import PageFetch, RowPlan, Sequence, StepPlan
 
 READ_PER_STEP = 256
 """Tokens that proposers take in per commit; a long prompt is read while it is prefilled."""
@@ -210,6 +210,10 @@ class Drafting:
         """The results of ``plan`` follow; who made the drafts of which row."""
         self._read_left = READ_PER_STEP
         return self._sources.pop(plan.id, {})
+
+    def fetching(self, fetches: Iterable[PageFetch]) -> None:
+        """These pages will be read from disk into host memory."""
+        self.showing.read(fetches)
 
     def idle(self) -> None:
         """Nobody runs any more: time that passes now says nothing of steps."""

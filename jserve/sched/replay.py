@@ -10,7 +10,9 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -72,10 +74,8 @@ def replay(
         Diverged: a plan differs from the recorded one.
     """
     guides = _RecordedGuides(Path(path))
-    scheduler = Scheduler(limits, config, proposer=proposer, guides=guides)
-    recorded = _RecordedDrafting(limits, scheduler.costs, config.speculative)
-    if not anew:
-        scheduler.drafting = scheduler.decoding.drafting = recorded
+    drafting = None if anew else partial(_RecordedDrafting, guides)
+    scheduler = Scheduler(limits, config, proposer=proposer, guides=guides, drafting=drafting)
     plans: dict[int, StepPlan] = {}
     outputs: list[Output] = []
     n_events = 0
@@ -84,8 +84,7 @@ def replay(
         if isinstance(event, Guided):
             continue
         if isinstance(event, Planned):
-            recorded.waited = event.waited
-            recorded.decision = guides.decision = event.decision
+            guides.waited, guides.decision = event.waited, event.decision
             plan = scheduler.plan(event.now)
             _compare(n_events, event.decision, Decision.of(plan))
             if plan is not None:
@@ -98,15 +97,17 @@ def replay(
 class _RecordedDrafting(Drafting):
     """A policy that waits when the recorded one did, and drafts what that one drafted."""
 
-    decision: Decision | None = None
-    waited = False
+    def __init__(self, recorded: _RecordedGuides, *args: Any) -> None:
+        super().__init__(*args)
+        self._recorded = recorded
 
     def waits(self, ready: Seq[Sequence], n_flights: int, load: Load) -> bool:
-        return self.waited
+        return self._recorded.waited
 
     def choose(self, ready: Seq[Sequence], load: Load) -> list[Drafts]:
-        rows = self.decision.rows if self.decision is not None else ()
-        self.n_draft = self.decision.n_draft if self.decision is not None else 0
+        decision = self._recorded.decision
+        rows = decision.rows if decision is not None else ()
+        self.n_draft = decision.n_draft if decision is not None else 0
         said = {(row[0], row[1]): row[8] for row in rows if row[5]}
         ids = [said.get((seq.request.id, seq.index), ()) for seq in ready]
         return [Drafts(drafts, "recorded") for drafts in ids]
@@ -117,6 +118,9 @@ class _RecordedGuides:
 
     def __init__(self, path: Path) -> None:
         self.decision: Decision | None = None
+        """What the journal says of the step being planned."""
+        self.waited = False
+        """Whether it was not planned yet, for the sake of drafts."""
         self.said: dict[tuple[str, int], deque[Verdict]] = defaultdict(deque)
         for event in _events(path):
             if isinstance(event, Guided):

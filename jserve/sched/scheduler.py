@@ -20,9 +20,10 @@ tokens, which the next row carries like a prompt's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
-from jserve.config import EngineConfig
+from jserve.config import EngineConfig, SpeculativeOptions
 from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.faults import point
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
@@ -68,7 +69,10 @@ class Scheduler:
         proposer: Proposer | None = None,
         journal: Journal | None = None,
         guides: Guides | None = None,
+        drafting: Callable[[RunnerLimits, MeasuredCosts, SpeculativeOptions], Drafting]
+        | None = None,
     ) -> None:
+        """``drafting`` makes another policy than the usual one, which asks ``proposer``."""
         self.limits = limits
         self.options = config.scheduler
         self.seed = config.model.seed
@@ -80,9 +84,8 @@ class Scheduler:
         self.groups: dict[str, list[Sequence]] = {}
         self.trials = Trials(self.groups)
         self.leaders, self.fetching = Leaders(self.floor), Fetching(self.floor)
-        self.drafting = Drafting(
-            limits, self.costs, config.speculative, proposer, self.floor.lengths.still
-        )
+        make = drafting or partial(Drafting, proposer=proposer, expects=self.floor.lengths.still)
+        self.drafting = make(limits, self.costs, config.speculative)
         self.decoding = Decoding(self.floor, limits, self.drafting, guided=guides is not None)
         self.gate = Gate(self.options, self.cap, self.floor)
         self.prefilling = Prefilling(
@@ -339,6 +342,20 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while anything waits, runs or is in flight."""
         return bool(len(self.floor.waiting) or len(self.floor.running) or self._in_flight)
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences in the queue, preempted ones included."""
+        return len(self.floor.waiting)
+
+    @property
+    def n_evicted(self) -> int:
+        """Counter: pages evicted from the prefix cache."""
+        return self.floor.cache.tree.n_evicted
+
+    def hopeless(self, now: float) -> str | None:
+        """Why the device itself must be at fault for the steps that raised; None while it need not be."""
+        return self.trials.hopeless(now)
 
     def stats(self) -> SchedStats:
         return stats_of(self.floor, self.gate, self.counts)

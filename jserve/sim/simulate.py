@@ -215,7 +215,7 @@ class Simulation:
         return Run(
             records=self.records,
             stats=self.scheduler.stats(),
-            n_evicted=self.scheduler.floor.cache.tree.n_evicted,
+            n_evicted=self.scheduler.n_evicted,
             n_steps=self.engine.n_steps,
             n_tokens=self.runner.n_tokens,
             busy_s=self.runner.busy_s,

@@ -77,6 +77,7 @@ class FakeScheduler:
         self.live: dict[str, list[Sequence]] = {}
         self.in_flight: dict[int, list[Sequence]] = {}
         self.trials = Trials(self.live)
+        self.hopeless = self.trials.hopeless
 
     def submit(self, request: Request, now: float) -> None:
         if len(request.prompt_ids) > LIMITS.max_model_len:

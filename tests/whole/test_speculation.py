@@ -10,7 +10,7 @@ import pytest
 from jserve import LLM, SamplingParams
 from jserve.config import SpeculativeOptions
 from jserve.errors import ConfigError
-from jserve.prompts import RequestOptions
+from jserve.request_options import RequestOptions
 from jserve.sampling import StructuredOutputs
 from jserve.sched.costs import MeasuredCosts
 from jserve.spec.methods import proposer_of
