@@ -214,7 +214,7 @@ def small_model(directory: Path) -> Path:
 
 
 def scraped(url: str) -> str:
-    """What ``/metrics`` of the server at ``url`` says behind a request that gave it drafts to count."""
+    """What ``/metrics`` of the server at ``url`` says behind requests that gave it drafts to count."""
     body = {
         "model": "tiny",
         "prompt": "a b a b a b a b a b a b",
@@ -223,8 +223,11 @@ def scraped(url: str) -> str:
     }
     head = {"content-type": "application/json"}
     asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), head)
-    urllib.request.urlopen(asked, timeout=120).read()
-    return urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
+    text = ""
+    while "accepted_tokens_per_pos" not in text:  # the engine drafts when it thinks that this pays
+        urllib.request.urlopen(asked, timeout=120).read()
+        text = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
+    return text
 
 
 def main() -> None:
