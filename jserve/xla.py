@@ -7,7 +7,7 @@ import jax, which reads them once: they have no effect in a process whose device
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from jserve.config import DEVICE_SHARE
 
@@ -20,3 +20,8 @@ def claim_memory(environ: MutableMapping[str, str] = os.environ) -> None:
     user says otherwise under either name (XLA refuses both at once)."""
     if not environ.get(OLD_FRACTION):
         environ.setdefault(FRACTION, str(DEVICE_SHARE))
+
+
+def user_sets(flag: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``XLA_FLAGS`` has a word on ``flag``: options given to the compiler would overrule it."""
+    return f"--{flag}" in environ.get("XLA_FLAGS", "")

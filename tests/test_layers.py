@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": {"text", "engine", "grammar"},
     "model": {"pallas_kernels"},
     "weights": {"model"},
-    "runner": {"model", "weights", "spec"},
+    "runner": {"model", "weights", "spec", "xla"},
     "progress": set(),
     "commands": {"build", "progress", "api", "engine", "weights", "sim", "sizing"},
     "outputs": {"text"},

@@ -29,6 +29,7 @@ from jserve.errors import ConfigError
 from jserve.model import slots as slot_rows
 from jserve.model.step import DeviceState, StepModel, make_step
 from jserve.model.view import Bucket, StepDims, buffer_size
+from jserve.xla import user_sets
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def compile_options(platform: str, cuda_graphs: str = "step") -> dict[str, str |
         cuda_graphs: ``step`` makes a step one CUDA graph, ``xla`` leaves it to XLA, ``off`` makes none.
             What ``XLA_FLAGS`` says of command buffers counts for more than any of them.
     """
-    if platform == "cpu" or cuda_graphs == "xla" or _GRAPH_FLAG in os.environ.get("XLA_FLAGS", ""):
+    if platform == "cpu" or cuda_graphs == "xla" or user_sets(_GRAPH_FLAG):
         return {}
     return {_GRAPH_FLAG: ",".join(GRAPH_PARTS) if cuda_graphs == "step" else ""}
 
