@@ -73,6 +73,8 @@ class Drafting:
     ) -> None:
         self.limits, self.costs, self.proposer = limits, costs, proposer
         self.most = limits.max_drafts
+        self.on = self.most > 0
+        """False when no row will ever have drafts."""
         self.min_speed = options.min_speed
         self.widths = widths(self.most)
         self.n_draft = 0
@@ -92,14 +94,12 @@ class Drafting:
             shadowed=proposer is not None,
         )
         self._sources: dict[int, dict[int, str]] = {}
+        """Plan id -> row -> who made its drafts."""
+        self._landed: dict[int, str] = {}
+        """That of the plan being committed."""
         self._purse = Purse(LOOK_SHARE)
         self._read_left = 0
         self._fixed: int | None = None
-
-    @property
-    def on(self) -> bool:
-        """False when no row will ever have drafts."""
-        return self.most > 0
 
     @property
     def device(self) -> bool:
@@ -181,10 +181,11 @@ class Drafting:
             self.ahead.purse.earn(device_s)
         self._purse.earn(device_s)
 
-    def drawn(self, row: RowPlan, seq: Sequence, source: str, n_ok: int) -> None:
-        """``row`` of ``seq``, whose drafts came from ``source``, drew ``n_ok`` tokens."""
+    def drawn(self, row: RowPlan, r: int, seq: Sequence, n_ok: int) -> None:
+        """``row``, number ``r`` of the plan being committed and of ``seq``, drew ``n_ok`` tokens."""
         if not row.from_slot:
             return
+        source = self._landed.get(r, "")
         n, stood = self.watches.deep(len(row.drafts)), max(0, n_ok - 1)
         self.tally.row(source, seq.request.lane, len(row.drafts), n, stood, n_ok)
         blind = self.proposer is None or self.proposer.blind
@@ -206,10 +207,10 @@ class Drafting:
             ids = self.proposer.propose(seq, self.most)
             shadow.open(tuple(ids if seq.guide is None or not ids else seq.guide.trim(ids)))
 
-    def begin_commit(self, plan: StepPlan) -> dict[int, str]:
-        """The results of ``plan`` follow; who made the drafts of which row."""
+    def begin_commit(self, plan: StepPlan) -> None:
+        """The results of ``plan`` follow."""
         self._read_left = READ_PER_STEP
-        return self._sources.pop(plan.id, {})
+        self._landed = self._sources.pop(plan.id, {})
 
     def fetching(self, fetches: Iterable[PageFetch]) -> None:
         """These pages will be read from disk into host memory."""

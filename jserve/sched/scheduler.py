@@ -27,7 +27,7 @@ from jserve.config import EngineConfig, SpeculativeOptions
 from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.faults import point
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
-from jserve.sched import admission, estimate, outcome, policy, telling
+from jserve.sched import admission, estimate, outcome, policy
 from jserve.sched.budget import cap_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
@@ -43,6 +43,7 @@ from jserve.sched.prefilling import Prefilling
 from jserve.sched.scores import PromptScores
 from jserve.sched.slowness import Slowness
 from jserve.sched.stats import LaneCounts, SchedStats, stats_of
+from jserve.sched.telling import Telling
 from jserve.sched.trials import Trials
 from jserve.types import (
     Finish,
@@ -94,7 +95,7 @@ class Scheduler:
         self.impasse = Impasse(self.prefilling)
         self.deadlines, self.scores = Deadlines(), PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
-        self.telling = telling.Telling(
+        self.telling = Telling(
             floor=self.floor,
             drafting=self.drafting,
             scores=self.scores,
@@ -242,36 +243,8 @@ class Scheduler:
         self.trials.succeeded()
         self.floor.cache.landed(plan.id)
         self._observe(plan, result, now)
-        sources = self.drafting.begin_commit(plan)
-        outputs: list[Output] = []
-        undrafted = not self.drafting.on
-        columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
-        rows = zip(range(len(seqs)), plan.rows, seqs, *columns, strict=True)
-        for r, row, seq, drawn, n_ok, finite in rows:
-            seq.pending -= 1
-            if undrafted and finite and row.from_slot:
-                said = telling.plain(seq, drawn[0])
-                if said is not None:
-                    seq.in_flight -= 1
-                    outputs.append(said)
-                    continue
-            if row.emits:
-                _settle(seq, 1 + len(row.drafts), n_ok)
-                if self.drafting.on:
-                    self.drafting.drawn(row, seq, sources.get(r, ""), n_ok)
-            if seq.finish is not None:
-                continue  # over-run: it ended while this row was in flight
-            if not finite:
-                outputs.append(self.telling.end_unsound(seq, drawn[:n_ok], now))
-                continue
-            if row.targets:
-                self.scores.add(seq, result.prompt[r])
-            if row.emits:
-                drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
-                outputs.append(self.telling.advance(seq, drawn, result, r, len(row.drafts), now))
-            else:
-                self.telling.publish(seq, row.start + row.count)
-                self.drafting.took(seq, ())
+        self.drafting.begin_commit(plan)
+        outputs = self.telling.advance(plan, seqs, result, now)
         if self.guides is not None:
             self.guides.kick()
         if not len(self.floor.running):
@@ -333,6 +306,7 @@ class Scheduler:
             guide=None
             if self.guides is None
             else self.guides.guide(request, max_len - len(request.prompt_ids)),
+            plain=request.cache is None and not params.shows_logprobs,
             order=policy.order_of(request.lane, request.priority, self._n_submitted),
             arrived=now,
             due=estimate.due(request, now),
@@ -373,11 +347,3 @@ class Scheduler:
             "step_slowness": self.slowness.value,
             "prefill_tokens_total": float(self.n_prefilled),
         }
-
-
-def _settle(seq: Sequence, most: int, n_ok: int) -> None:
-    """Take a row's upper bound of ``most`` tokens back, down to the ``n_ok`` that were drawn."""
-    seq.in_flight -= most
-    # Nobody is readmitted with rows in flight, so the row of one who runs is of this residence.
-    if n_ok != most and seq.lease is not None:
-        seq.scheduled -= most - n_ok

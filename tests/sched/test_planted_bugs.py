@@ -9,7 +9,7 @@ from jserve.errors import Overloaded
 from jserve.kv.cache import PageCache
 from jserve.kv.pages import PagePool
 from jserve.kv.radix import RadixTree
-from jserve.sched import outcome, policy, residency, scheduler
+from jserve.sched import outcome, policy, residency, telling
 from jserve.sched.draft import PlanDraft
 from jserve.sched.prefilling import Prefilling
 from jserve.sched.residency import Residency
@@ -209,10 +209,7 @@ def bad_pages_are_published(patch):
 
 
 def rejected_drafts_count(patch):
-    def settle(seq, most, n_ok):
-        seq.in_flight -= most
-
-    patch.setattr(scheduler, "_settle", settle)
+    patch.setattr(telling, "roll_back", lambda seq, n: None)
 
 
 def preempted_too_often(patch):
