@@ -12,6 +12,7 @@ from jserve.model.feature import StepFeature
 from jserve.model.features import FEATURES, MASK, SCORE
 from jserve.model.features.score import Scores
 from jserve.model.view import Bucket, StepDims, layout
+from jserve.runner.programs import step_name
 from jserve.sampling import SamplingParams
 from jserve.types import Choice, Request, RowPlan
 
@@ -38,6 +39,7 @@ def test_features_are_known_by_their_names() -> None:
     assert list(FEATURES) == sorted(FEATURES)
     assert PLAIN.with_also(SCORE).with_also(MASK, SCORE).features == (MASK, SCORE)
     assert repr(PLAIN.with_also(MASK).features) == "(mask,)"
+    assert step_name(PLAIN.with_also(SCORE, MASK)) == "step_D2_P12_F3_J2_mask_score"
 
 
 def row(*, tokens: int = 0, **rest: Any) -> RowPlan:
