@@ -177,6 +177,12 @@ def padded(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> Any:
     return jax.tree.map(one, specs, is_leaf=is_spec)
 
 
+def dtype_of(params: Any, specs: Any) -> Any:
+    """The model's dtype: that of the parameters whose spec names none."""
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    return next(x.dtype for x, spec in leaves if spec.dtype is None)
+
+
 def partitions(specs: Any, rules: ShardRules) -> Any:
     """The tree of PartitionSpecs of a tree of ParamSpecs."""
     return jax.tree.map(lambda s: rules.partition(s.axes), specs, is_leaf=is_spec)
