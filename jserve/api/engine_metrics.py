@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from jserve.engine.wire import Stats
+from jserve.engine.async_engine import AsyncEngine
 from jserve.types import Lane
 
 # Names of the scheduler's counters -> (metric, help). Anything else is exported under its own name.
@@ -122,37 +122,22 @@ _HELP = {
 }
 
 
-class StatsSource(Protocol):
-    """The engine, as the scrape sees it."""
-
-    @property
-    def counters(self) -> Mapping[Any, int]: ...
-
-    @property
-    def n_active(self) -> int: ...
-
-    @property
-    def n_buffered_bytes(self) -> int: ...
-
-    def stats(self) -> Stats: ...
-
-
 class EngineCollector(Collector):
     """Reads the engine's latest counters when scraped."""
 
-    def __init__(self, model: str, source: StatsSource) -> None:
+    def __init__(self, model: str, engine: AsyncEngine) -> None:
         self._model = model
-        self._source = source
+        self._engine = engine
 
     def describe(self) -> list[Any]:
         return []
 
     def collect(self) -> Iterator[Any]:
-        stats = self._source.stats()
+        stats = self._engine.stats()
         yield self._gauge("num_requests_running", "Sequences running.", stats.running)
         yield self._gauge("num_requests_waiting", "Sequences waiting.", stats.waiting)
-        yield self._gauge("num_requests_active", "Requests not yet ended.", self._source.n_active)
-        waiting = self._source.n_buffered_bytes
+        yield self._gauge("num_requests_active", "Requests not yet ended.", self._engine.n_active)
+        waiting = self._engine.n_buffered_bytes
         yield self._gauge("buffered_output_bytes", "Outputs that wait for slow readers.", waiting)
         yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
@@ -165,7 +150,7 @@ class EngineCollector(Collector):
         yield from self._labelled(values)
         for name, value in sorted(values.items()):
             yield self._value(name, value)
-        for name, value in sorted(self._source.counters.items()):
+        for name, value in sorted(self._engine.counters.items()):
             event = f"engine_{_clean(name).removeprefix('engine_')}"
             yield self._counter(event, _HELP.get(event, f"Counter {event}."), value)
 

@@ -16,34 +16,24 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jserve.api.ask import Usage
 from jserve.api.errors import Aborted
 from jserve.api.merge import merged
+from jserve.engine.async_engine import AsyncEngine
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
 from jserve.faults import point
 from jserve.text.stream import TextStream
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, Output, Request, TokenLogprob
 
+if TYPE_CHECKING:
+    from jserve.api.metrics import RequestTimer
+
 Json = dict[str, Any]
 Counts = Callable[[], Usage]
 Named = Callable[[JserveError], JserveError]
-
-
-class Engine(Protocol):
-    """What the front needs of ``AsyncEngine`` to run a request; ``generate`` is a generator."""
-
-    def generate(self, request: Request) -> AsyncGenerator[Output, None]: ...
-
-    def abort(self, request_id: str, index: int | None = None) -> None: ...
-
-
-class Observer(Protocol):
-    """Is told of every piece, for the metrics."""
-
-    def piece(self, piece: Piece) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,22 +66,22 @@ class Generation:
         engine: runs the requests.
         tokenizer: turns ids into text.
         requests: one per prompt, all with the same parameters.
-        observer: told of every piece.
+        timer: watches every piece, for the metrics.
         named: puts the engine's errors into the client's words.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AsyncEngine,
         tokenizer: TextTokenizer,
         requests: Sequence[Request],
-        observer: Observer | None = None,
+        timer: RequestTimer | None = None,
         named: Named = lambda error: error,
     ) -> None:
         self.requests = list(requests)
         self.params = self.requests[0].params
         self._engine = engine
-        self._observer = observer
+        self._timer = timer
         self._named = named
         self._aborted = False
         self._prompts = {request.id: i for i, request in enumerate(self.requests)}
@@ -137,8 +127,8 @@ class Generation:
                     piece = self._piece(output)
                     if piece is None:
                         continue
-                    if self._observer is not None:
-                        self._observer.piece(piece)
+                    if self._timer is not None:
+                        self._timer.piece(piece)
                     left -= piece.finish is not None
                     yield piece
                     if not left:

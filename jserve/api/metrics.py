@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from jserve.api.engine_metrics import EngineCollector, StatsSource
+from jserve.api.engine_metrics import EngineCollector
 from jserve.api.generate import Piece
 from jserve.api.recent import Recent
+from jserve.engine.async_engine import AsyncEngine
 from jserve.types import Request
 
 _OPENMETRICS = "application/openmetrics-text"
@@ -29,10 +30,10 @@ class Metrics:
 
     Args:
         model: the served model's name, the label of the request metrics.
-        source: asked for the engine's counters at every scrape.
+        engine: asked for the engine's counters at every scrape.
     """
 
-    def __init__(self, model: str, source: StatsSource) -> None:
+    def __init__(self, model: str, engine: AsyncEngine) -> None:
         self.registry = CollectorRegistry()
         labels = {"labelnames": ("model_name",), "registry": self.registry}
 
@@ -73,7 +74,7 @@ class Metrics:
             registry=self.registry,
         )
         self._model = model
-        self.registry.register(EngineCollector(model, source))
+        self.registry.register(EngineCollector(model, engine))
 
     def answered(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()

@@ -12,7 +12,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from jserve.api.ask import Ask, ModelCard
 from jserve.api.formats import Shape, structure_names
@@ -28,17 +28,14 @@ from jserve.text.pool import TokenizerPool
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request
 
+if TYPE_CHECKING:
+    from jserve.api.caches import HandleBook
+
 CHARS_PER_TOKEN = 8
 """A prompt of more characters than this times the context is refused before tokenising."""
 MAX_QUEUED = 4096
 """Work that may wait for a thread: a piece for each of the connections that may be open, which bound the
 memory of what waits."""
-
-
-class Heads(Protocol):
-    """Knows the tokens of named caches."""
-
-    def head(self, ask: Ask) -> tuple[int, ...] | None: ...
 
 
 class Preparer:
@@ -49,11 +46,11 @@ class Preparer:
         tokenizer: TextTokenizer,
         chat: ChatTemplate | None,
         card: ModelCard,
-        book: Heads | None = None,
+        book: HandleBook,
     ) -> None:
         self._checker = GrammarChecker(lambda: vocabulary(tokenizer, card.vocab_size, card.eos_ids))
         self.tokenizer = tokenizer
-        self.book: Any = book
+        self.book = book
         self.chat = chat
         self.card = card
         self.max_chars = CHARS_PER_TOKEN * card.max_model_len
@@ -78,7 +75,7 @@ class Preparer:
         """
         await self._check_shape(ask.shape, ask.options.tenant)
         prompts = [tuple(ids) for ids in await self.prompt_ids(ask)]
-        head = self.book.head(ask) if self.book is not None else None
+        head = self.book.head(ask)
         if head is not None:
             prompts = await self._behind(ask, head, prompts)
         params = await self._with_bad_words(ask.params)
