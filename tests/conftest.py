@@ -62,11 +62,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """The first process names the directory; workers and engines inherit its environment."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or not hasattr(config, "cache"):
         return
+    directory = str(programs_directory(config.cache.mkdir(PROGRAMS)))
     os.environ |= {
-        "JAX_COMPILATION_CACHE_DIR": str(programs_directory(config.cache.mkdir(PROGRAMS))),
+        "JAX_COMPILATION_CACHE_DIR": directory,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+    if "jax" in sys.modules:  # a conftest.py below, of a path on the command line, came first
+        options = sys.modules["jax"].config
+        options.update("jax_compilation_cache_dir", directory)
+        options.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        options.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
