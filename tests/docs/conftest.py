@@ -13,17 +13,21 @@ import jserve
 from jserve.build import shipped
 from jserve.llm import LLM
 from tests.docs.pages import ROOT
-from tests.whole.conftest import SMALL_OPTIONS, tiny_dir
+from tests.whole.conftest import SMALL_OPTIONS, TEMPLATE, tiny_dir
 from tests.whole.test_serve import Server
 
 __all__ = ["tiny_dir"]
 NAME = "jserve-mini"
 """The model that the pages name."""
+TOOLS = "{% if tools %}{# <tool_call> #}{% endif %}"
+"""What makes a chat template one that has tools."""
 
 
 @pytest.fixture(scope="session")
 def url(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    options = {**SMALL_OPTIONS, "served_model_name": NAME, "tool_call_parser": "hermes"}
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(TEMPLATE + TOOLS)
+    options = {**SMALL_OPTIONS, "served_model_name": NAME, "chat_template": template}
     yield from serving(tiny_dir, tmp_path_factory, **options)
 
 

@@ -46,6 +46,7 @@ def test_offline_batch(tiny_dir: Path, in_root: Callable, capsys) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_sharded(capsys) -> None:
     start("sharded")
     lines = capsys.readouterr().out.splitlines()

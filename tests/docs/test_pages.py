@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from docs import generate
 from jserve.api.auth import load_tenants
@@ -95,6 +97,18 @@ def test_the_version_is_said_once() -> None:
 
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
     assert f"## {jserve.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_dependency_has_a_pin_for_ci() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(r) for r in (*project["dependencies"], *extras["dev"], *extras["docs"])]
+    lines = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+    pins = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
+    for r in wanted:
+        pin = pins.get(r.name.replace("_", "-")) or pins.get(r.name.replace("-", "_"))
+        assert pin, f"{r.name} is not in constraints.txt"
+        assert r.specifier.contains(pin), f"{r} is pinned to {pin}"
 
 
 def test_the_site_builds() -> None:
