@@ -69,6 +69,7 @@ class Scheduler:
         proposer: Proposer | None = None,
         journal: Journal | None = None,
         guides: Guides | None = None,
+        drafting: type[Drafting] = Drafting,
     ) -> None:
         self.limits = limits
         self.options = config.scheduler
@@ -81,7 +82,7 @@ class Scheduler:
         self.groups: dict[str, list[Sequence]] = {}
         self.trials = Trials(self.groups)
         self.leaders, self.fetching = Leaders(self.floor), Fetching(self.floor)
-        self.drafting = Drafting(
+        self.drafting = drafting(
             limits, self.costs, config.speculative, proposer, self.floor.lengths.still
         )
         self.decoding = Decoding(self.floor, limits, self.drafting, guided=guides is not None)
