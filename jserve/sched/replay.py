@@ -10,9 +10,7 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -74,8 +72,10 @@ def replay(
         Diverged: a plan differs from the recorded one.
     """
     guides = _RecordedGuides(Path(path))
-    drafting = None if anew else partial(_RecordedDrafting, guides)
-    scheduler = Scheduler(limits, config, proposer=proposer, guides=guides, drafting=drafting)
+    if anew:
+        scheduler = Scheduler(limits, config, proposer=proposer, guides=guides)
+    else:
+        scheduler = Scheduler(limits, config, guides=guides, drafting=_RecordedDrafting)
     plans: dict[int, StepPlan] = {}
     outputs: list[Output] = []
     n_events = 0
@@ -84,7 +84,9 @@ def replay(
         if isinstance(event, Guided):
             continue
         if isinstance(event, Planned):
-            guides.waited, guides.decision = event.waited, event.decision
+            guides.decision = event.decision
+            if isinstance(scheduler.drafting, _RecordedDrafting):
+                scheduler.drafting.recorded = event
             plan = scheduler.plan(event.now)
             _compare(n_events, event.decision, Decision.of(plan))
             if plan is not None:
@@ -97,18 +99,17 @@ def replay(
 class _RecordedDrafting(Drafting):
     """A policy that waits when the recorded one did, and drafts what that one drafted."""
 
-    def __init__(self, recorded: _RecordedGuides, *args: Any) -> None:
-        super().__init__(*args)
-        self._recorded = recorded
+    recorded: Planned
+    """What is to be planned next."""
 
     def waits(self, ready: Seq[Sequence], n_flights: int, load: Load) -> bool:
-        return self._recorded.waited
+        return self.recorded.waited
 
     def choose(self, ready: Seq[Sequence], load: Load) -> list[Drafts]:
-        decision = self._recorded.decision
+        decision = self.recorded.decision
         rows = decision.rows if decision is not None else ()
         self.n_draft = decision.n_draft if decision is not None else 0
-        said = {(row[0], row[1]): row[8] for row in rows if row[5]}
+        said = {(row.request_id, row.index): row.drafts for row in rows if row.from_slot}
         ids = [said.get((seq.request.id, seq.index), ()) for seq in ready]
         return [Drafts(drafts, "recorded") for drafts in ids]
 
@@ -159,7 +160,7 @@ class _RecordedGuide:
 
     def room(self, in_flight: int) -> int:
         rows = self._guides.decision.rows if self._guides.decision is not None else ()
-        return 2**30 if any((row[0], row[1]) == self._key for row in rows) else 0
+        return 2**30 if any((row.request_id, row.index) == self._key for row in rows) else 0
 
     def trim(self, drafts: Seq[int]) -> Seq[int]:
         return drafts

@@ -20,10 +20,9 @@ tokens, which the next row carries like a prompt's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
-from jserve.config import EngineConfig, SpeculativeOptions
+from jserve.config import EngineConfig
 from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.faults import point
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
@@ -70,10 +69,9 @@ class Scheduler:
         proposer: Proposer | None = None,
         journal: Journal | None = None,
         guides: Guides | None = None,
-        drafting: Callable[[RunnerLimits, MeasuredCosts, SpeculativeOptions], Drafting]
-        | None = None,
+        drafting: type[Drafting] = Drafting,
     ) -> None:
-        """``drafting`` makes another policy than the usual one, which asks ``proposer``."""
+        """``drafting`` is the policy that says what is drafted; the usual one asks ``proposer``."""
         self.limits = limits
         self.options = config.scheduler
         self.seed = config.model.seed
@@ -85,8 +83,9 @@ class Scheduler:
         self.groups: dict[str, list[Sequence]] = {}
         self.trials = Trials(self.groups)
         self.leaders, self.fetching = Leaders(self.floor), Fetching(self.floor)
-        make = drafting or partial(Drafting, proposer=proposer, expects=self.floor.lengths.still)
-        self.drafting = make(limits, self.costs, config.speculative)
+        self.drafting = drafting(
+            limits, self.costs, config.speculative, proposer, self.floor.lengths.still
+        )
         self.decoding = Decoding(self.floor, limits, self.drafting, guided=guides is not None)
         self.gate = Gate(self.options, self.cap, self.floor)
         self.prefilling = Prefilling(
