@@ -38,8 +38,6 @@ from tests.runner.test_equalities import alone, as_tuples, mixed_jobs
 
 TREE = (0, 0, 1, 1, 2)
 GROWN, FOR_HEADS = Grown(7, 4, 2), Grown(5, 3, 2)
-MANY_PAGES = 4001
-"""So that a copy of the KV would be most of a step's memory."""
 MAKERS: dict[str, Callable[..., Speculation]] = {
     "same": drafters.same_model,
     "other": drafters.other_model,
@@ -80,7 +78,7 @@ def bucket(parents: tree.Shape) -> Bucket:
 def drafting(kind: str, parents: tree.Shape, wished: int = 0, **options: Any) -> ModelRunner:
     """One program for all steps; a step may leave no drafts and use none."""
     made = partial(MAKERS[kind], n=n_of(parents), tree=parents, wished=wished)
-    return make_runner((bucket(parents),), speculation=made, n_pages=MANY_PAGES, **options)
+    return make_runner((bucket(parents),), speculation=made, **options)
 
 
 @pytest.mark.parametrize(("kind", "parents"), CASES)
@@ -576,7 +574,7 @@ def test_a_budget_of_host_memory_is_filled_by_pages_of_both(wished):
     """A page in host memory holds a drafter that every device has whole only once."""
     n_bytes = 1 << 20
     made = make_runner(
-        (Bucket(D=6, P=48, F=4),),
+        (Bucket(D=2, P=0, F=0),),
         tp=2,
         speculation=lambda mesh: drafters.same_model(mesh, wished=wished),
         host_memory_gb=n_bytes / 2**30,
