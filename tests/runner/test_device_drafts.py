@@ -574,7 +574,7 @@ def test_a_budget_of_host_memory_is_filled_by_pages_of_both(wished):
     """A page in host memory holds a drafter that every device has whole only once."""
     n_bytes = 1 << 20
     made = make_runner(
-        (Bucket(D=2, P=0, F=0),),
+        (Bucket(D=6, P=48, F=4),),
         tp=2,
         speculation=lambda mesh: drafters.same_model(mesh, wished=wished),
         host_memory_gb=n_bytes / 2**30,
