@@ -45,7 +45,7 @@ def alone() -> tuple[np.ndarray, list[int]]:
     return Driver(FAMILY, ARCH, tensors, attn="xla").greedy(list(range(3, 40)), 16)
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_shards_give_what_one_device_gives(tp: int, alone: tuple[np.ndarray, list[int]]) -> None:
     driver = Driver(FAMILY, ARCH, tensors, attn="xla", tp=tp)
     logits, tokens = driver.greedy(list(range(3, 40)), 16)

@@ -45,12 +45,14 @@ CONFIG = {
 }
 ARCH = LLAMA.arch(CONFIG)
 RULES = ShardRules()
+MANY_PAGES = 4001
+"""So that a copy of the KV would be most of a step's memory; of all runners, so that tests share programs."""
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 6,
     "max_num_batched_tokens": 48,
     "page_size": 8,
     "attention_backend": "xla",
-    "n_pages": 6 * 16 + 1,
+    "n_pages": MANY_PAGES,
     "compile_cache": "",
 }
 SMALL = (Bucket(D=2, P=0, F=0), Bucket(D=6, P=48, F=4))

@@ -11,6 +11,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -212,6 +213,21 @@ def run(
 ) -> dict[tuple[str, int], Answer]:
     """Run all requests, arriving at random steps, and gather what each choice got; as ``outputs_of``."""
     return gathered(outputs_of(runner, requests, way, rng, truth, proposer, preempts))
+
+
+@lru_cache
+def _known(runner: ModelRunner) -> dict[str, dict[tuple[str, int], Answer]]:
+    """What each request got on its own, by its id."""
+    return {}
+
+
+def alone(runner: ModelRunner, requests: Seq[Request]) -> dict[tuple[str, int], Answer]:
+    """Every request on its own, with nothing clever on; as ``outputs_of``. Ids tell requests apart."""
+    known = _known(runner)
+    for request in requests:
+        if request.id not in known:
+            known[request.id] = run(runner, [request], PLAIN, random.Random(0))
+    return {key: answer for request in requests for key, answer in known[request.id].items()}
 
 
 def outputs_of(

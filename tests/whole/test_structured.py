@@ -46,7 +46,7 @@ def structured(schema: dict[str, Any], seed: int, **params: Any) -> SamplingPara
 
 @pytest.fixture(scope="module")
 def llm(tiny_dir: Path):
-    with LLM(str(tiny_dir), **SMALL_OPTIONS | {"max_num_seqs": 8}) as made:
+    with LLM(str(tiny_dir), **SMALL_OPTIONS) as made:
         yield made
 
 
