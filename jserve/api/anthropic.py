@@ -32,10 +32,9 @@ from jserve.api.fields import (
     refused,
     sampled,
     shaped,
-    validate,
 )
 from jserve.api.openai_chat import shaped_chat, talk
-from jserve.api.shared import Sampling, check_model, params_of, service_of
+from jserve.api.shared import Sampling, body_of, params_of, service_of
 from jserve.api.values import STOP
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
@@ -130,9 +129,7 @@ def message_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body = validate(MessagesBody, raw, strict=served.strict)
-    card = served.card
-    check_model(body.model, card)
+    body, card = body_of(MessagesBody, raw, served), served.card
     if body.max_tokens is None or body.max_tokens < 1:
         raise BadRequest("max_tokens must be given, and at least 1", field="max_tokens")
     if body.temperature is not None and body.temperature > 1:
@@ -161,8 +158,7 @@ def count_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body = validate(CountBody, raw, strict=served.strict)
-    check_model(body.model, served.card)
+    body = body_of(CountBody, raw, served)
     chat, _ = shaped_chat(_as_openai(body, served.template), served, _RENAMED)
     return Ask(
         body=body,

@@ -29,7 +29,7 @@ from jserve.api.openai import ChatBody
 from jserve.api.openai_chat import KWARGS
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
-from jserve.api.shared import check_model
+from jserve.api.shared import body_of
 from jserve.api.values import PROMPT, prompts_of, salt_of
 from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, CacheNotFound
@@ -112,8 +112,7 @@ def create_ask(raw: Mapping[str, Any], served: Served) -> Ask:
         BadRequest: neither or both of ``prompt`` and ``messages``, several prompts.
         NotFound: an unknown model.
     """
-    body, card = validate(CreateBody, raw, strict=served.strict), served.card
-    check_model(body.model, card)
+    body, card = body_of(CreateBody, raw, served), served.card
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("give either prompt or messages", field="prompt")
     ask = Ask(

@@ -17,14 +17,13 @@ from jserve.api.fields import (
     refused,
     sampled,
     shaped,
-    validate,
 )
 from jserve.api.formats import FORMAT, STRUCTURED
 from jserve.api.openai_chat import EFFORT, KWARGS, checked_shape, limited, shaped_chat
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE, shape_of
-from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
+from jserve.api.shared import Sampling, body_of, check_top, params_of, service_of
 from jserve.api.values import MAX_CHOICES, MAX_PICKS, PICKS, PROMPT, ids_of, prompts_of
 from jserve.errors import BadRequest, Unsupported
 
@@ -120,9 +119,7 @@ def chat_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body = validate(ChatBody, raw, strict=served.strict)
-    card = served.card
-    check_model(body.model, card)
+    body, card = body_of(ChatBody, raw, served), served.card
     length, length_field = _chat_length(body)
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
@@ -178,9 +175,7 @@ def completion_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body = validate(CompletionBody, raw, strict=served.strict)
-    card = served.card
-    check_model(body.model, card)
+    body, card = body_of(CompletionBody, raw, served), served.card
     prompts = prompts_of(body.prompt, card.vocab_size)
     length = 16 if body.max_tokens is None else body.max_tokens
     if length < 0 or (length == 0 and not body.echo):

@@ -19,13 +19,12 @@ from jserve.api.fields import (
     refused,
     sampled,
     shaped,
-    validate,
 )
 from jserve.api.formats import SCHEMALESS, STRUCTURED, TITLES
 from jserve.api.openai_chat import EFFORT, KWARGS, limited, shaped_chat
 from jserve.api.responses_input import INPUT, messages_of
 from jserve.api.responses_tools import CHOICE, TOOLS, choice_of, tools_of
-from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
+from jserve.api.shared import Sampling, body_of, check_top, params_of, service_of
 from jserve.errors import BadRequest, Unsupported, shown
 
 FORMAT = {
@@ -127,9 +126,7 @@ def response_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body = validate(ResponseBody, raw, strict=served.strict)
-    card = served.card
-    check_model(body.model, card)
+    body, card = body_of(ResponseBody, raw, served), served.card
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true", field="stream_options")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:

@@ -20,12 +20,12 @@ from aiohttp import web
 
 from jserve.api.ask import Ask, Served
 from jserve.api.converse import generation, read_ask
-from jserve.api.fields import refused, shaped, validate
+from jserve.api.fields import refused, shaped
 from jserve.api.front import Front, ignored_header, json_response
 from jserve.api.generate import Generation, Json
 from jserve.api.logprobs import finite
 from jserve.api.openai_usage import head, usage_of
-from jserve.api.shared import Ids, Service, check_model, service_of
+from jserve.api.shared import Ids, Service, body_of, service_of
 from jserve.api.values import MAX_CHOICES, PROMPT, ids_of, prompts_of
 from jserve.errors import BadRequest, Unsupported
 from jserve.sampling import SamplingParams
@@ -62,8 +62,7 @@ def score_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body, card = validate(ScoreBody, raw, strict=served.strict), served.card
-    check_model(body.model, card)
+    body, card = body_of(ScoreBody, raw, served), served.card
     if not card.scores_prompts:
         raise Unsupported("this server does not score prompt tokens", field="query")
     query = _prompts(body.query, "query", card.vocab_size)

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jserve.api.ask import ModelCard
-from jserve.api.fields import Fields, ignored_fields, label, refused, sampled, shaped
+from jserve.api.ask import ModelCard, Served
+from jserve.api.fields import B, Fields, ignored_fields, label, refused, sampled, shaped, validate
 from jserve.api.naming import renamed
 from jserve.api.values import (
     BIAS,
@@ -106,12 +106,18 @@ class Sampling(Service):
     vllm_xargs: Any = refused({})
 
 
-def check_model(name: str | None, card: ModelCard) -> None:
-    """Raises:
-    NotFound: ``name`` is not a name of the served model.
+def body_of(kind: type[B], raw: Mapping[str, Any], served: Served) -> B:
+    """``raw`` as a ``kind`` of body; its ``model``, where it names one, is the served one.
+
+    Raises:
+        BadRequest, Unsupported: as ``validate``.
+        NotFound: ``model`` is not a name of the served model.
     """
-    if name is not None and not card.knows(name):
+    body = validate(kind, raw, strict=served.strict)
+    name = getattr(body, "model", None)
+    if name is not None and not served.card.knows(name):
         raise NotFound(f"the model {shown(name)} does not exist", field="model")
+    return body
 
 
 def service_of(body: Service) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from typing import Any
 from aiohttp import web
 
 from jserve.api.ask import Ask, ModelCard, Served
-from jserve.api.fields import Fields, ignored_fields, shaped, validate
+from jserve.api.fields import Fields, ignored_fields, shaped
 from jserve.api.front import Front, ignored_header, json_response
 from jserve.api.openai_chat import EFFORT, KWARGS, with_effort
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE, chosen
-from jserve.api.shared import Ids, check_model
+from jserve.api.shared import Ids, body_of
 from jserve.api.values import ids_of
 from jserve.errors import BadRequest, Unsupported
 from jserve.sampling import SamplingParams
@@ -57,8 +57,7 @@ def tokenize_ask(raw: Mapping[str, Any], served: Served) -> Ask:
         BadRequest: neither or both of ``prompt`` and ``messages``.
         NotFound: an unknown model.
     """
-    body = validate(TokenizeBody, raw, strict=served.strict)
-    check_model(body.model, served.card)
+    body = body_of(TokenizeBody, raw, served)
     if (body.prompt is None) == (body.messages is None):
         said = (
             "; prompt is the name of content here" if "content" in (body.model_extra or {}) else ""
@@ -92,8 +91,7 @@ def detokenize_ids(raw: Mapping[str, Any], served: Served) -> tuple[list[int], t
         BadRequest: missing, or an id outside the vocabulary.
         NotFound: an unknown model.
     """
-    body = validate(DetokenizeBody, raw, strict=served.strict)
-    check_model(body.model, served.card)
+    body = body_of(DetokenizeBody, raw, served)
     ids = ids_of(body.tokens, "tokens", served.card.vocab_size)
     return list(ids), ignored_fields(body)
 
