@@ -1,8 +1,8 @@
-"""The records of ``bench.gpu`` as one result file, and as the README's table.
+"""The records of ``bench.gpu`` as one result file, and as the table of docs/performance.md.
 
 Owns which figures the table shows and what they are held against. Must not measure.
 
-    python -m bench.gpu_report gpu.jsonl... [--json bench/results/DATE-h200-gpu.json] [--readme README.md]
+    python -m bench.gpu_report gpu.jsonl... [--json bench/results/DATE-h200-gpu.json] [--page docs/performance.md]
 
 Records of several calls are one: of a figure measured twice the later file's counts. Figures of
 ``--tiny`` are refused, since they mean nothing.
@@ -115,7 +115,7 @@ def merged(files: Sequence[Path]) -> list[Line]:
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """The README's table; a figure that failed or was skipped is not in it, but counted below."""
+    """The table of a page; a figure that failed or was skipped is not in it, but counted below."""
     table = ["| | measured | of the limit |", "|---|---|---|"]
     for row in ROWS:
         for x in lines:
@@ -144,31 +144,31 @@ def _below(lines: Sequence[Line]) -> Iterator[str]:
         yield f"Failed: {'; '.join(failed)}."
 
 
-def into_readme(readme: Path, table: str) -> None:
-    """Put ``table`` between the marks of ``readme``.
+def into_page(page: Path, table: str) -> None:
+    """Put ``table`` between the marks of ``page``.
 
     Raises:
         ValueError: it has no marks.
     """
-    text = readme.read_text()
+    text = page.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{readme}: no {BEGIN} ... {END}")
-    readme.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+        raise ValueError(f"{page}: no {BEGIN} ... {END}")
+    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m bench.gpu_report", description=ABOUT)
     p.add_argument("files", nargs="+", type=Path, help="gpu.jsonl of each call, oldest first")
     p.add_argument("--json", type=Path, help="result file to write")
-    p.add_argument("--readme", type=Path, help="file whose table is replaced")
+    p.add_argument("--page", type=Path, help="file whose table is replaced")
     args = p.parse_args(argv)
     try:
         lines = merged(args.files)
         table = markdown(lines)
-        if args.readme:
-            into_readme(args.readme, table)
+        if args.page:
+            into_page(args.page, table)
     except (OSError, ValueError) as e:
         p.error(str(e))
     if args.json:

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "wheels"
 NEEDED = (
     # jserve's own needs beyond jax, flax, orbax, transformers, torch and aiohttp with theirs.
     *("msgspec", "llguidance", "prometheus-client", "orjson", "uvloop", "psutil"),
-    *("jaxtyping", "wadler-lindig", "pydantic", "pydantic-core", "annotated-types"),
+    *("pydantic", "pydantic-core", "annotated-types"),
     *("typing-inspection", "typer", "shellingham", "click", "rich", "pygments"),
     *("markdown-it-py", "mdurl", "jinja2", "markupsafe"),
 )

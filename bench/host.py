@@ -70,7 +70,7 @@ def scheduler_for(rows: int, *, logprobs: int | None = None, waiting: int = 0) -
         prompt = tuple(rng.integers(0, VOCAB, PROMPT + int(rng.integers(PAGE_SIZE))).tolist())
         scheduler.submit(Request(id=str(i), prompt_ids=prompt, params=params), 0.0)
     if waiting:
-        while len(scheduler.floor.running) < rows:  # those who run are in before the others come
+        while scheduler.stats().running < rows:  # those who run are in before the others come
             plan = scheduler.plan(0.0)
             assert plan is not None
             scheduler.commit(plan, next(results())(plan), 0.0)

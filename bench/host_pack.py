@@ -17,7 +17,7 @@ from jserve.model.view import StepDims, layout
 from jserve.runner.batch import Packer
 from jserve.runner.buckets import Ladder
 from jserve.sampling import SamplingParams
-from jserve.types import Request, RowPlan, Sequence, StepPlan
+from jserve.types import Choice, Request, RowPlan, StepPlan
 
 
 def decode_plan(n_rows: int, dims: StepDims, context: int = 1000) -> StepPlan:
@@ -31,10 +31,8 @@ def decode_plan(n_rows: int, dims: StepDims, context: int = 1000) -> StepPlan:
 def _row(slot: int, context: int) -> RowPlan:
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=None)
     request = Request(id=str(slot), prompt_ids=(1,), params=params, eos_ids=(2,))
-    seq = Sequence(
-        request=request, index=0, seed=slot, tokens=[1], n_prompt=1, max_len=2048, slot=slot
-    )
-    return RowPlan(seq=seq, slot=slot, start=context, count=1, from_slot=True)
+    choice = Choice(request=request, index=0, seed=slot)
+    return RowPlan(choice=choice, slot=slot, start=context, count=1, from_slot=True)
 
 
 def pack_us(n_rows: int, repeats: int = 200) -> float:

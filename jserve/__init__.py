@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from jserve.llm import LLM, AsyncLLM
     from jserve.model.families import register_family
     from jserve.outputs import CompletionOutput, Logprob, RequestOutput
-    from jserve.prompts import RequestOptions
+    from jserve.request_options import Lane, RequestOptions, Retention
     from jserve.sampling import SamplingParams, StructuredOutputs
-    from jserve.types import Lane, Retention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,13 +35,13 @@ __all__ = [
 _HOMES = {
     "LLM": "jserve.llm",
     "AsyncLLM": "jserve.llm",
-    "RequestOptions": "jserve.prompts",
+    "RequestOptions": "jserve.request_options",
     "RequestOutput": "jserve.outputs",
     "CompletionOutput": "jserve.outputs",
     "EngineConfig": "jserve.config",
-    "Lane": "jserve.types",
+    "Lane": "jserve.request_options",
     "Logprob": "jserve.outputs",
-    "Retention": "jserve.types",
+    "Retention": "jserve.request_options",
     "SamplingParams": "jserve.sampling",
     "StructuredOutputs": "jserve.sampling",
     "register_family": "jserve.model.families",

@@ -17,8 +17,8 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jserve.api.chat import ChatTemplate
     from jserve.engine.engine import Engine
+    from jserve.text.chat.template import ChatTemplate
     from jserve.text.tokenizer import TextTokenizer
 
 SHIPPED = "jserve-mini"
@@ -73,7 +73,7 @@ def text_side(config: EngineConfig) -> TextSide:
     Raises:
         ConfigError: the model, its tokenizer or its chat template is missing or broken.
     """
-    from jserve.api.template_files import load_chat_template
+    from jserve.text.chat.files import load_chat_template
     from jserve.text.tokenizer import check_vocab, load_tokenizer
 
     source = located(config)

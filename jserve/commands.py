@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jserve.api.ask import ModelCard
     from jserve.api.batch import Outcome
     from jserve.api.batch_answers import AnswerFile
-    from jserve.api.chat import ChatTemplate
+    from jserve.text.chat.template import ChatTemplate
 
 
 def serve(config: EngineConfig, console: Any) -> int:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import traceback
 
+MAX_CLIENT_TEXT = 64
+"""Most characters of a client's text in a message."""
+
 
 class JserveError(Exception):
     """Base of all errors raised on purpose.
@@ -46,6 +49,12 @@ class BadRequest(JserveError, ValueError):
     status = 400
     kind = "invalid_request_error"
     code = "invalid_value"
+
+
+class Unsupported(BadRequest):
+    """A known field or value that this server or model cannot honour; ``field`` names it."""
+
+    code = "unsupported_parameter"
 
 
 class ContextTooLong(BadRequest):
@@ -194,6 +203,12 @@ def error_of(
     if kind is not None:
         return kind(message, field=field, retry_after=retry_after)
     return RequestFailed(message, field=field, code=code)
+
+
+def shown(text: object) -> str:
+    """A client's text for a message: escaped and cut to 64 characters."""
+    cut = str(text)[: MAX_CLIENT_TEXT + 1]
+    return repr(cut[:MAX_CLIENT_TEXT]) + ("..." if len(cut) > MAX_CLIENT_TEXT else "")
 
 
 def where(exc: BaseException) -> str:

@@ -36,7 +36,7 @@ class Feed:
             engine.check(request)
         self._inside: dict[str, Request] = {}
         """Handed in, and nothing was heard of them yet."""
-        self._most = max(1, engine.scheduler.options.max_waiting // PART)
+        self._most = max(1, engine.max_waiting // PART)
         self._until = self._most
         """Nobody is handed in while this many sequences wait."""
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from jserve import build
-from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
@@ -24,8 +23,10 @@ from jserve.errors import BadRequest, error_of
 from jserve.feed import Feed
 from jserve.outputs import RequestOutput, Running, failure_of
 from jserve.progress import progress_bar
-from jserve.prompts import Message, Prompt, Prompts, RequestOptions, listed
+from jserve.prompts import Message, Prompt, Prompts, listed
+from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams
+from jserve.text.chat.speech import speech_of
 from jserve.types import Finish, HandleInfo, Output
 
 NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)
@@ -348,7 +349,7 @@ class AsyncLLM(_Door):
                 if job.output.finished:
                     break
         finally:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence as Seq
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
-from jserve.api.chat import ChatTemplate
-from jserve.api.openai_chat import chat_of
-from jserve.api.speech import Speech
 from jserve.errors import BadRequest
 from jserve.outputs import Running
+from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams, Thinking
 from jserve.text.bad_words import bad_token_ids
+from jserve.text.chat.fields import chat_of
+from jserve.text.chat.speech import Speech
+from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import Lane, Request, Retention
+from jserve.types import Request
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": str}`` / ``{"prompt_token_ids": [int]}``."""
@@ -33,27 +34,6 @@ DIALOGUE = (
     "continue_final_message",
 )
 """What may be said beside the messages of a dialogue, by the names of a chat completion."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
-    """How a request is served, beside how it is sampled: the fields of ``Request``, by their HTTP names."""
-
-    lane: Lane | str = Lane.STANDARD
-    priority: int = 0
-    """Lower runs first within its lane."""
-    ttft_deadline_ms: float | None = None
-    tpot_deadline_ms: float | None = None
-    deadline_ms: float | None = None
-    tenant: str = ""
-    cache_salt: str = ""
-    cache: str | None = None
-    """Name of a cache handle (``LLM.create_cache``) that the prompt starts with, or is put behind."""
-    session: str | None = None
-    retain: tuple[Retention, ...] = ()
-    skip_prefix_cache: bool = False
-    speculative: bool = True
-    """False: no drafts for these requests."""
 
 
 class Prompts:
@@ -103,13 +83,13 @@ class Prompts:
         if params.bad_words:
             words = bad_token_ids(self._tokenizer, params.bad_words)
             params = replace(params, bad_token_ids=(*params.bad_token_ids, *words))
-        request = Request(
+        request = Request.of(
+            options or RequestOptions(),
             id=id or self.new_id(),
             prompt_ids=tuple(ids),
             params=params,
             eos_ids=self._eos_ids,
             thinking=self._thinking(prompt, params, ids),
-            **{f.name: getattr(options, f.name) for f in fields(RequestOptions) if options},
         )
         return Running(request, text, self._tokenizer)
 

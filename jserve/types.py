@@ -1,9 +1,8 @@
 """The values that cross the borders of the engine: what a user asks, what a step does, what comes back.
 
-Owns the data types shared by the HTTP side, the scheduler and the runner; ``sampling`` says how a request
-wants its tokens drawn. Must not know jax, tokenizers or HTTP.
+``sampling`` says how a request wants its tokens drawn, ``request_options`` how it wants to be served.
 
-A step, from plan to result (R rows, J drafts per row)::
+A step, from plan to result (R rows, J drafts per row); no part of a plan changes once it is made::
 
     StepPlan(rows=(RowPlan, ...), loads=(SlotLoad, ...))  --runner-->  StepResult(tokens_RJ, n_ok_R, ...)
 
@@ -19,29 +18,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from jserve.sampling import SamplingParams, Thinking, integer, number
+from jserve.request_options import Lane, RequestOptions
+from jserve.sampling import SamplingParams, Thinking
 
 if TYPE_CHECKING:
     from jserve.kv.pages import PageLease
     from jserve.kv.swap import Swapped
     from jserve.ports import Guide
-
-MAX_RETENTIONS = 16
-
-
-class Lane(StrEnum):
-    """What a request is worth waiting for: a person, a program, or nobody in particular."""
-
-    INTERACTIVE = "interactive"
-    STANDARD = "standard"
-    BULK = "bulk"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,31 +46,7 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """How long the KV of the prompt tokens ``start .. end`` (None: to the end) is worth keeping.
-
-    Pages of higher ``priority`` (0 to 100; 50 is everyone else's) are evicted later, for ``seconds`` after
-    their last use.
-
-    Raises:
-        BadRequest: a field is out of its range.
-    """
-
-    start: int = 0
-    end: int | None = None
-    priority: int = 75
-    seconds: float = 60.0
-
-    def __post_init__(self) -> None:
-        integer(self.start, "retain.start", 0, 2**31 - 1)
-        if self.end is not None:
-            integer(self.end, "retain.end", self.start + 1, 2**31 - 1)
-        integer(self.priority, "retain.priority", 0, 100)
-        number(self.seconds, "retain.seconds", 0.0, 86400.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(RequestOptions):
     """What a client asked, tokenised. Frozen; checked against the model by ``sched.admission.check``."""
 
     id: str
@@ -92,33 +58,16 @@ class Request:
     """Monotonic seconds."""
     batch: str = ""
     """Requests of one name were asked for together: the queue takes all of them or none. "": alone."""
-    priority: int = 0
-    """Lower runs first among what its tenant has waiting in its lane."""
     lane: Lane = Lane.STANDARD
-    tenant: str = ""
-    """Who pays: tenants share a lane fairly by tokens, and never each other's cached prefixes."""
-    ttft_deadline_ms: float | None = None
-    """From arrival to the first token."""
-    tpot_deadline_ms: float | None = None
-    """Mean time between tokens after the first."""
-    deadline_ms: float | None = None
-    """From arrival to the last token."""
-    cache_salt: str = ""
-    """Sequences share cached prefixes only within one salt."""
-    retain: tuple[Retention, ...] = ()
-    cache: str | None = None
-    """Name of the tenant's cache handle whose tokens the prompt starts with. A prompt that does not
-    begin with them gets them put in front: it is the rest."""
-    session: str | None = None
-    """Name of a conversation: this request's KV is kept for its next turn, evicted only when nothing
-    else is left to evict."""
     adapter: str | None = None
     """None: no server has any, so a name is refused."""
-    skip_prefix_cache: bool = False
-    speculative: bool = True
-    """False: no drafts for this request, whatever the server does for others."""
     thinking: Thinking | None = None
     """None where the model writes no thoughts, or the prompt closed the thought already."""
+
+    @classmethod
+    def of(cls, options: RequestOptions, **own: Any) -> Request:
+        """A request with these options; ``own`` are its other fields."""
+        return cls(**{f.name: getattr(options, f.name) for f in fields(RequestOptions)}, **own)
 
 
 class HandleInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,13 +97,28 @@ class SeqState(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Sequence:
-    """One generation of ours: choice ``index`` of ``request``. Mutable, owned by the scheduler."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Choice:
+    """Choice ``index`` of ``request``: what never changes of one sequence. Compared by identity."""
 
     request: Request
     index: int
     seed: int
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One generation of ours. Mutable, owned by the scheduler."""
+
+    request: Request
+    index: int
+    seed: int
+    choice: Choice = field(init=False)
+    """The three above as one value, which rows carry."""
     tokens: list[int]
     """Prompt then committed output: the ids the host knows."""
     n_prompt: int
@@ -186,11 +150,16 @@ class Sequence:
     """What it left in host memory when it gave way."""
     guide: Guide | None = None
     """What its tokens must obey; None for most."""
+    plain: bool = False
+    """True: its request wants of a token no more than the id, and keeps no cache handle."""
     n_cached: int = 0
     """Prompt tokens that came from the prefix cache at first admission."""
     n_preempted: int = 0
     finish: Finish | None = None
     stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.choice = Choice(request=self.request, index=self.index, seed=self.seed)
 
     @property
     def n_output(self) -> int:
@@ -202,12 +171,10 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     A decode or verify row has ``count == 1 + len(drafts)`` and ``from_slot`` True: its first token and its
     true start are read from the slot on the device, ``start`` is the host's upper bound. Any other row
-    carries its token ids in ``tokens`` and an exact ``start``.
-
-    A struct and not a dataclass: hundreds are made per step, at 0.05 us each instead of 1 us.
+    carries its token ids in ``tokens`` and an exact ``start``. A struct, for hundreds are made per step.
     """
 
-    seq: Sequence
+    choice: Choice
     slot: int
     start: int
     count: int
@@ -216,8 +183,10 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """``count`` ids for a prefill row, empty for a decode row."""
     emits: bool = True
     """True when the row's last token is the last known one, so a new token is drawn."""
-    score: bool = False
-    """True when the log-probabilities of the row's own prompt tokens are wanted."""
+    next_token: int = -1
+    """The one after ``tokens`` for the device drafter, where the row does not emit it; else -1."""
+    targets: Seq[int] = ()
+    """The prompt tokens that follow each of ``tokens``, where their log-probabilities are wanted."""
     shown: bool = False
     """True: the target's KV of these tokens stands already, and only the device drafter, which did not
     run when they were computed, writes its own. Such a row emits nothing, and its sequence may have
@@ -237,8 +206,7 @@ class SlotLoad:
     """Fill the per-slot rows that sampling needs, before the step's rows run.
 
     Only for sequences whose parameters are ``loaded``, or for all where the device copies drafts from
-    their text. ``tokens`` is every token known at admission (the scheduler admits only
-    sequences with nothing in flight).
+    their text. ``tokens`` is every token known at admission, when nothing of it is in flight.
     """
 
     slot: int

@@ -24,13 +24,22 @@ from typing import Any
 
 import pytest
 
-XLA_FLAGS = {"xla_force_host_platform_device_count": "8", "xla_backend_optimization_level": "0"}
-"""What a test process says to XLA, where its environment says nothing else. Level 0 is LLVM's, after
-all of XLA's own passes: the programs are those of a server, in half the time of its compiler.
-``.ci/run`` has the tests of the model and the runner once more at the level of a server."""
+XLA_FLAGS = {
+    "xla_force_host_platform_device_count": "8",
+    "xla_backend_optimization_level": "0",
+    "xla_cpu_parallel_codegen_split_count": "1",
+}
+"""What a test process says to XLA, where its environment says nothing else. All of XLA's own passes
+run, so the programs are those of a server. Only the machine code differs, made in a third of the time: at
+LLVM's level 0, in one piece since a worker has one core, and without MLIR (below). ``.ci/run`` has the
+tests of the model and the runner once more with the code of a server."""
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # others abort: they do not know it
+    XLA_FLAGS["xla_cpu_use_fusion_emitters"] = "false"
 PROGRAMS = "jserve-programs"
 """The directory under pytest's cache where processes leave compiled programs for one another."""
 MOST_PROGRAMS_MIB = 1024
+HEAVY = ("whole", "runner", "model", "kv")
+"""Directories of tests that compile step programs."""
 
 MOST_MAPS, MOST_MAPS_WITHIN = 20_000, 35_000
 """Between modules, and between two tests of one. The largest test adds 17,000."""
@@ -53,11 +62,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """The first process names the directory; workers and engines inherit its environment."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or not hasattr(config, "cache"):
         return
+    directory = str(programs_directory(config.cache.mkdir(PROGRAMS)))
     os.environ |= {
-        "JAX_COMPILATION_CACHE_DIR": str(programs_directory(config.cache.mkdir(PROGRAMS))),
+        "JAX_COMPILATION_CACHE_DIR": directory,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+    if "jax" in sys.modules:  # a conftest.py below, of a path on the command line, came first
+        options = sys.modules["jax"].config
+        options.update("jax_compilation_cache_dir", directory)
+        options.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        options.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What compiles most begins, so that no worker is left with it at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in HEAVY)
 
 
 def programs_directory(root: Path) -> Path:

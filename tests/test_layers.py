@@ -13,10 +13,22 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jserve"
 
-LEAVES = {"types", "sampling", "ports", "config", "options", "errors", "faults", "window", "cores"}
+LEAVES = {
+    "types",
+    "request_options",
+    "sampling",
+    "ports",
+    "config",
+    "options",
+    "errors",
+    "faults",
+    "window",
+    "cores",
+}
 # Room -> rooms it may import, besides the leaves and itself. `build` wires everything together.
 ALLOWED: dict[str, set[str]] = {
     "sampling": set(),
+    "request_options": set(),
     "types": {"kv"},
     "ports": set(),
     "config": set(),
@@ -34,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "sizing": {"model", "weights", "runner", "sim", "spec", "shapes", "pallas_kernels"},
     "spec": set(),
     "grammar": set(),
-    "text": set(),
+    "text": {"grammar"},
     "engine": {"sched", "kv"},
     "api": {"text", "engine", "grammar"},
     "model": {"pallas_kernels"},
@@ -44,8 +56,8 @@ ALLOWED: dict[str, set[str]] = {
     "commands": {"build", "progress", "api", "engine", "weights", "sim", "sizing"},
     "outputs": {"text"},
     "feed": {"engine"},
-    "prompts": {"outputs", "text", "api"},
-    "llm": {"build", "prompts", "outputs", "progress", "feed", "engine", "api"},
+    "prompts": {"outputs", "text"},
+    "llm": {"build", "prompts", "outputs", "progress", "feed", "engine", "text"},
     "foreign": set(),
     "cli_options": {"foreign"},
     "cli": {"cli_options", "build", "commands", "llm", "engine"},
@@ -65,6 +77,7 @@ HOST = [
     "spec",
     "grammar",
     "sampling",
+    "request_options",
     "types",
     "ports",
     "config",
@@ -109,10 +122,10 @@ def _imports(path: Path, *, typing_only: bool) -> set[str]:
     return names
 
 
-def _edges() -> dict[str, set[str]]:
+def _edges(*, typing_only: bool = False) -> dict[str, set[str]]:
     edges: dict[str, set[str]] = defaultdict(set)
     for path in _modules():
-        for name in _imports(path, typing_only=False):
+        for name in _imports(path, typing_only=typing_only):
             parts = name.split(".")
             if parts[0] == "jserve" and len(parts) > 1:
                 edges[_room(path)].add(parts[1])
@@ -137,6 +150,13 @@ def test_rooms_import_only_what_the_rules_allow() -> None:
     assert not wrong, f"edges against the import rules: {wrong}"
 
 
+def test_what_runs_a_plan_never_sees_a_sequence() -> None:
+    """A plan is self-contained: runners, real and made up, know nothing that the scheduler changes."""
+    others = ("testing/runner.py", "testing/plans.py", "sim/device.py", "sim/measure.py")
+    for path in (*(PACKAGE / "runner").glob("*.py"), *(PACKAGE / name for name in others)):
+        assert "jserve.types.Sequence" not in _imports(path, typing_only=True), path
+
+
 def test_no_cycles_between_rooms() -> None:
     edges = _edges()
     done: set[str] = set()
@@ -150,6 +170,24 @@ def test_no_cycles_between_rooms() -> None:
 
     for room in sorted(edges):
         visit(room, ())
+
+
+def test_only_the_commands_that_serve_import_the_http_room() -> None:
+    """Rooms that may import anything, and imports for types alone, included."""
+    users = {room for room, targets in _edges(typing_only=True).items() if "api" in targets}
+    assert users == {"commands"}
+
+
+def test_the_offline_door_never_loads_the_http_room() -> None:
+    code = (
+        "import sys, jserve.llm, jserve.build as b; b.text_side(b.EngineConfig())\n"
+        "print([m for m in sys.modules if m == 'aiohttp' or m.startswith('jserve.api')])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("tree", ["pallas_kernels", "checkpoints"])
@@ -184,13 +222,8 @@ def test_host_packages_never_load_jax() -> None:
     for room in HOST:
         if (PACKAGE / room).is_dir():
             names += [
-                f"jserve.{room}.{p.stem}"
-                for p in (PACKAGE / room).glob("*.py")
-                if p.stem != "__init__"
-            ]
-            names += [
-                f"jserve.{room}.{p.parent.name}.{p.stem}"
-                for p in (PACKAGE / room).glob("*/*.py")
+                ".".join(p.relative_to(ROOT).with_suffix("").parts)
+                for p in (PACKAGE / room).rglob("*.py")
                 if p.stem != "__init__"
             ]
     code = (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from jserve.api.speech import PLAIN
 from jserve.errors import BadRequest
-from jserve.prompts import Prompts, RequestOptions
+from jserve.prompts import Prompts
+from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams
+from jserve.text.chat.speech import PLAIN
 from tests.api.fake import EOS, byte_tokenizer, live
 
 

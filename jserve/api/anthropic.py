@@ -22,8 +22,7 @@ from typing import Any
 from jserve.api.anthropic_messages import BLOCKS, SYSTEM, messages_of
 from jserve.api.anthropic_thinking import THINKING, budget_of, thinking_of
 from jserve.api.anthropic_tools import CHOICE, TOOLS, choice_of, tools_of
-from jserve.api.ask import Ask, Served, Wish
-from jserve.api.chat import ChatTemplate
+from jserve.api.ask import Ask, Served
 from jserve.api.declared import LABEL, refused_member
 from jserve.api.fields import (
     Fields,
@@ -33,13 +32,13 @@ from jserve.api.fields import (
     refused,
     sampled,
     shaped,
-    validate,
 )
 from jserve.api.openai_chat import shaped_chat, talk
-from jserve.api.shared import Sampling, check_model, params_of, service_of
+from jserve.api.shared import Sampling, body_of, params_of, service_of
 from jserve.api.values import STOP
 from jserve.errors import BadRequest
 from jserve.sampling import SamplingParams
+from jserve.text.chat.template import ChatTemplate
 
 OUTPUT = {
     "type": ["object", "null"],
@@ -124,15 +123,13 @@ class CountBody(Prompt):
     """POST /v1/messages/count_tokens."""
 
 
-def messages_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+def message_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     """A request for a message, checked.
 
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body = validate(MessagesBody, raw, strict=served.strict)
-    card = served.card
-    check_model(body.model, card)
+    body, card = body_of(MessagesBody, raw, served), served.card
     if body.max_tokens is None or body.max_tokens < 1:
         raise BadRequest("max_tokens must be given, and at least 1", field="max_tokens")
     if body.temperature is not None and body.temperature > 1:
@@ -145,7 +142,7 @@ def messages_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         max_tokens=body.max_tokens,
     )
     budget = budget_of(body.thinking, body.max_tokens, served)
-    ask = Ask(
+    return Ask(
         chat=chat,
         holder="messages",
         names=_LATER,
@@ -153,20 +150,24 @@ def messages_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         shape=shape,
         **service_of(body),
     )
-    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
 
 
-def count_wish(raw: Mapping[str, Any], served: Served) -> Wish:
-    """What to count the tokens of; the prompt is that of the same fields of ``messages_wish``.
+def count_ask(raw: Mapping[str, Any], served: Served) -> Ask:
+    """What to count the tokens of; the prompt is that of the same fields of ``message_ask``.
 
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body = validate(CountBody, raw, strict=served.strict)
-    check_model(body.model, served.card)
+    body = body_of(CountBody, raw, served)
     chat, _ = shaped_chat(_as_openai(body, served.template), served, _RENAMED)
-    ask = Ask(chat=chat, holder="messages", names=_LATER, params=SamplingParams())
-    return Wish(body=body, ask=ask, ignored=ignored_fields(body))
+    return Ask(
+        body=body,
+        ignored=ignored_fields(body),
+        chat=chat,
+        holder="messages",
+        names=_LATER,
+        params=SamplingParams(),
+    )
 
 
 def _as_openai(body: Prompt, template: ChatTemplate | None) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from jserve.api.declared import LABEL, Schema, ignored_member
-from jserve.api.errors import Unsupported, shown
-from jserve.api.openai_messages import MAX_MESSAGES, MAX_PARTS
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported, shown
+from jserve.text.chat.messages import MAX_MESSAGES, MAX_PARTS
 
 
 # What the fields look like, and what members they have; the functions below judge the values.

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from jserve.api.ask import Served, Usage, Wish
+from jserve.api.ask import Ask, Served, Usage
 from jserve.api.blocks import Begin, Block, Blocks, End, Kind, Step
 from jserve.api.generate import Counts, Json, Piece
 from jserve.api.manners import anthropic_error
@@ -35,9 +35,9 @@ class MessageReply:
     named = True
 
     def __init__(
-        self, wish: Wish, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
+        self, ask: Ask, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
     ) -> None:
-        (self._voice,) = voices(wish, served, tokenizer, requests)
+        (self._voice,) = voices(ask, served, tokenizer, requests)
         self._blocks = Blocks(self._voice)
         self._thinks = served.card.speech.tags is not None
         self._id, self._model = new_id("msg_"), served.card.name

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from jserve.api.ask import Served
-from jserve.api.chat import ChatTemplate
 from jserve.api.declared import ignored_member
-from jserve.api.errors import Unsupported
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported
+from jserve.text.chat.template import ChatTemplate
 
 THINKING = {
     "type": ["object", "null"],

@@ -13,9 +13,8 @@ from aiohttp import web
 from jserve.api import caches
 from jserve.api.ask import ModelCard
 from jserve.api.auth import Access, Keys, load_tenants
-from jserve.api.chat import ChatTemplate
 from jserve.api.cors import allow_origins
-from jserve.api.front import Front, Limits, ServedEngine
+from jserve.api.front import Front, Limits
 from jserve.api.manners import Manner
 from jserve.api.metrics import Metrics
 from jserve.api.middleware import Handler, expect, make_middlewares, stamp
@@ -24,8 +23,10 @@ from jserve.api.prepare import Preparer
 from jserve.api.refusals import Refusals
 from jserve.api.route import Answer, Route, hidden
 from jserve.api.routes import OPERATOR, PUBLIC
-from jserve.api.speech import speech_of
 from jserve.config import EngineConfig
+from jserve.engine.async_engine import AsyncEngine
+from jserve.text.chat.speech import speech_of
+from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
 
 FRONT = web.AppKey("front", Front)
@@ -34,7 +35,7 @@ ACCESS = web.AppKey("access", dict)
 
 def make_app(
     config: EngineConfig,
-    engine: ServedEngine,
+    engine: AsyncEngine,
     tokenizer: TextTokenizer,
     chat: ChatTemplate | None,
     card: ModelCard,

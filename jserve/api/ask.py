@@ -1,4 +1,4 @@
-"""A client's wish, its fields read and not yet tokens: the same for every API dialect.
+"""A request as its dialect read it, not yet tokens: the same value for every API dialect.
 
 Owns the hand-over from a dialect (``openai``, ``responses``, ``anthropic``) to ``prepare``, and the
 facts about the served model both need. Must not know field names of any dialect, HTTP or the engine.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jserve.api.chat import Chat, ChatTemplate
 from jserve.api.formats import FREE, Shape
 from jserve.api.naming import E, renamed
-from jserve.api.speech import PLAIN, Speech
 from jserve.errors import JserveError
+from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams
-from jserve.types import Lane, Retention
+from jserve.text.chat.speech import PLAIN, Speech
+from jserve.text.chat.template import Chat, ChatTemplate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +68,17 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Either ``chat`` or ``prompts`` (each text or token ids), and how to answer.
+    """A request as its dialect read it: ``chat`` or ``prompts`` (each text or token ids), and how to answer.
 
     ``holder`` names the request field that held them, for errors found later.
     """
 
+    body: Any
+    """The dialect's own fields, for its answer."""
     params: SamplingParams
+    stream: bool = False
+    ignored: tuple[str, ...] = ()
+    """Names of the fields that had no effect."""
     chat: Chat | None = None
     prompts: tuple[str | tuple[int, ...], ...] = ()
     holder: str = "prompt"
@@ -82,24 +87,21 @@ class Ask:
     truncate: int | None = None
     """Keep this many prompt tokens; -1 keeps what fits the context."""
     truncate_left: bool = True
-    priority: int = 0
-    lane: Lane = Lane.STANDARD
-    tenant: str = ""
-    """Who asks, by the digest of the key; filled in by the route."""
-    ttft_deadline_ms: float | None = None
-    tpot_deadline_ms: float | None = None
-    deadline_ms: float | None = None
-    cache_salt: str = ""
-    cache: str | None = None
-    """Name of a cache handle that every prompt starts with, or is put behind."""
-    session: str | None = None
-    retain: tuple[Retention, ...] = ()
-    skip_prefix_cache: bool = False
-    speculative: bool = True
+    options: RequestOptions = field(default_factory=RequestOptions)
+    """The tenant is filled in by the route."""
     shape: Shape = FREE
     """Where ``params.structured_outputs`` came from."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The client's names of other fields, where it has its own."""
+
+    @property
+    def label(self) -> str | None:
+        """The client's own name for the request."""
+        return self.body.request_id
+
+    def of(self, tenant: str) -> Ask:
+        """The same, asked by ``tenant`` (the digest of its key)."""
+        return replace(self, options=replace(self.options, tenant=tenant))
 
     def named(self, error: E) -> E:
         """``error`` of whoever works on this ask further down, in the client's words."""
@@ -113,23 +115,6 @@ class Ask:
             yield
         except JserveError as e:
             raise self.named(e) from None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """A request as its dialect read it."""
-
-    body: Any
-    """The dialect's own fields, for its answer."""
-    ask: Ask
-    stream: bool = False
-    ignored: tuple[str, ...] = ()
-    """Names of the fields that had no effect."""
-
-    @property
-    def label(self) -> str | None:
-        """The client's own name for the request."""
-        return self.body.request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from typing import Any
 
 import orjson
 
-from jserve.api.errors import shown
-from jserve.errors import BadRequest, ConfigError
+from jserve.errors import BadRequest, ConfigError, shown
 
 Json = dict[str, Any]
 Name = str | int

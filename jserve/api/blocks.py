@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from jserve.api.voice import Voice
-from jserve.text.parsers.said import CallPiece, Said
+from jserve.text.chat.parsers.said import CallPiece, Said
 
 
 class Kind(StrEnum):

@@ -21,19 +21,21 @@ from typing import Any
 
 from aiohttp import web
 
-from jserve.api.ask import Ask, Served, Wish
+from jserve.api.ask import Ask, Served
 from jserve.api.fields import Fields, ignored_fields, shaped, validate
 from jserve.api.front import TRACE, Front, ignored_header, json_response
 from jserve.api.generate import failure
 from jserve.api.openai import ChatBody
-from jserve.api.openai_chat import KWARGS, chat_of
+from jserve.api.openai_chat import KWARGS
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
-from jserve.api.shared import check_model
+from jserve.api.shared import body_of
 from jserve.api.values import PROMPT, prompts_of, salt_of
 from jserve.engine.wire import Handle
 from jserve.errors import BadRequest, CacheNotFound
+from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams
+from jserve.text.chat.fields import chat_of
 from jserve.types import Finish, HandleInfo, Request
 
 TTL_S = 3600.0
@@ -78,7 +80,8 @@ class HandleBook:
 
     def head(self, ask: Ask) -> tuple[int, ...] | None:
         """Tokens that the prompt of ``ask`` starts with; None when it names no handle known here."""
-        tokens, until = self._known.get((ask.tenant, ask.cache or ""), ((), 0.0))
+        options = ask.options
+        tokens, until = self._known.get((options.tenant, options.cache or ""), ((), 0.0))
         return tokens if until > self._clock() else None
 
     def made(self, tenant: str, name: str, tokens: tuple[int, ...], ttl_s: float) -> None:
@@ -102,41 +105,43 @@ class HandleBook:
             del self._known[key]
 
 
-def create_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+def create_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     """What to make a cache of.
 
     Raises:
         BadRequest: neither or both of ``prompt`` and ``messages``, several prompts.
         NotFound: an unknown model.
     """
-    body, card = validate(CreateBody, raw, strict=served.strict), served.card
-    check_model(body.model, card)
+    body, card = body_of(CreateBody, raw, served), served.card
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("give either prompt or messages", field="prompt")
-    ask = Ask(params=NOTHING_DRAWN, cache_salt=salt_of(body.cache_salt))
+    ask = Ask(
+        body=body,
+        ignored=ignored_fields(body),
+        params=NOTHING_DRAWN,
+        options=RequestOptions(cache_salt=salt_of(body.cache_salt)),
+    )
     if body.prompt is not None:
         prompts = prompts_of(body.prompt, card.vocab_size)
         if len(prompts) > 1:
             raise BadRequest("a cache is made of one prompt", field="prompt")
         special = body.add_special_tokens is not False
-        ask = replace(ask, prompts=prompts, add_special_tokens=special)
-    else:
-        fields: dict[str, Any] = dict.fromkeys(ChatBody.model_fields)
-        fields |= {name: getattr(body, name) for name in CreateBody.model_fields}
-        chat = chat_of(fields | {"add_generation_prompt": False}, served.template)
-        ask = replace(ask, chat=chat, holder="messages")
-    return Wish(body=body, ask=ask, ignored=ignored_fields(body))
+        return replace(ask, prompts=prompts, add_special_tokens=special)
+    fields: dict[str, Any] = dict.fromkeys(ChatBody.model_fields)
+    fields |= {name: getattr(body, name) for name in CreateBody.model_fields}
+    chat = chat_of(fields | {"add_generation_prompt": False}, served.template)
+    return replace(ask, chat=chat, holder="messages")
 
 
 async def create(request: web.Request, front: Front) -> web.StreamResponse:
     """Compute a prefix and pin it; answered when it is pinned."""
     served = front.served
-    wish = await front.read(request, lambda raw: create_wish(raw, served))
-    tenant, name = _tenant(request), wish.body.name
-    (made,) = await front.prepare.requests(replace(wish.ask, tenant=tenant))
+    ask = await front.read(request, lambda raw: create_ask(raw, served))
+    tenant, name = _tenant(request), ask.body.name
+    (made,) = await front.prepare.requests(ask.of(tenant))
     made = replace(made, cache=name)
-    ttl_s = TTL_S if wish.body.ttl_s is None else float(wish.body.ttl_s)
-    with wish.ask.words():
+    ttl_s = TTL_S if ask.body.ttl_s is None else float(ask.body.ttl_s)
+    with ask.words():
         n_cached = await _compute(front, made, ttl_s)
     found = await front.engine.handles(_ask("find", tenant))
     front.prepare.book.keep_only(tenant, [info.name for info in found])
@@ -145,7 +150,7 @@ async def create(request: web.Request, front: Front) -> web.StreamResponse:
         raise CacheNotFound(f"cache {name!r} has expired already", field="ttl_s")
     front.prepare.book.made(tenant, name, made.prompt_ids, info.expires_in_s)
     usage = {"prompt_tokens": len(made.prompt_ids), "cached_tokens": n_cached}
-    return json_response(shown(info) | {"usage": usage}, headers=ignored_header(wish.ignored))
+    return json_response(shown(info) | {"usage": usage}, headers=ignored_header(ask.ignored))
 
 
 async def _compute(front: Front, made: Request, ttl_s: float) -> int:

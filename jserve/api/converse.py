@@ -3,7 +3,7 @@
 Owns the order: read, check, prepare, run, answer; and that a status is sent only when the engine
 has taken the request. Must not know a dialect's fields. ::
 
-    body -> wish (fields) -> requests (tokens) -> first piece --+-- JSON            (whole)
+    body -> ask (fields) --> requests (tokens) -> first piece --+-- JSON            (whole)
             400, 404         400, 503             4xx, 5xx      +-- 200, events     (stream)
 """
 
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from jserve.api.ask import Served, Wish
+from jserve.api.ask import Ask, Served
 from jserve.api.front import TRACE, Front, ignored_header, json_response, reported, request_id
 from jserve.api.generate import Generation, Piece
 from jserve.api.metrics import RequestTimer
@@ -27,13 +27,16 @@ from jserve.api.sse import EventStream
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request
 
+Reader = Callable[[Mapping[str, Any], Served], Ask]
+"""From a JSON object. Raises BadRequest, NotFound."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """One way to ask for an answer, and to be told it."""
 
-    read: Callable[[Mapping[str, Any], Served], Wish]
-    reply: Callable[[Wish, Served, TextTokenizer, Sequence[Request]], Reply]
+    read: Reader
+    reply: Callable[[Ask, Served, TextTokenizer, Sequence[Request]], Reply]
 
 
 async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.StreamResponse:
@@ -42,31 +45,59 @@ async def converse(request: web.Request, front: Front, dialect: Dialect) -> web.
     Raises:
         JserveError: something went wrong before a status was sent.
     """
+    ask = await read_ask(request, front, dialect.read)
+    requests = await front.prepare.requests(ask)
+    reply = dialect.reply(ask, front.served, front.prepare.tokenizer, requests)
+    headers = ignored_header(ask.ignored)
+    with generation(request, front, ask, requests) as run:
+        if ask.stream:
+            return await _stream(request, front, run, reply, headers)
+        return await _whole(run, reply, headers)
+
+
+async def read_ask(request: web.Request, front: Front, read: Reader) -> Ask:
+    """The body of ``request``, read by ``read``; a name that it gives the request is taken over.
+
+    Raises:
+        JserveError: as ``Front.read`` does; Overloaded, RateLimited as the engine said a moment ago.
+    """
     served, trace = front.served, request[TRACE]
     tenant = trace.tenant.name
 
-    def read(raw: Mapping[str, Any]) -> Wish:
+    def checked(raw: Mapping[str, Any]) -> Ask:
         front.refusals.check(raw.get("lane"), tenant)  # before the work of reading it closely
-        return dialect.read(raw, served)
+        return read(raw, served)
 
-    wish: Wish = await front.read(request, read)
-    if wish.label is not None:
-        trace.id = request_id(wish.label)
-    ask = replace(wish.ask, tenant=tenant)
-    requests = await front.prepare.requests(ask)
-    reply = dialect.reply(wish, served, front.prepare.tokenizer, requests)
+    ask: Ask = await front.read(request, checked)
+    if ask.label is not None:
+        trace.id = request_id(ask.label)
+    return ask.of(tenant)
+
+
+@contextlib.contextmanager
+def generation(
+    request: web.Request,
+    front: Front,
+    ask: Ask,
+    requests: Sequence[Request],
+    *,
+    charge_output: bool = True,
+) -> Iterator[Generation]:
+    """``requests`` ready to run; inside, they are timed, charged to their tenant and can be aborted.
+
+    Args:
+        charge_output: False where the tokens drawn are not what was asked for.
+    """
+    trace = request[TRACE]
     timer = RequestTimer(front.metrics, requests, trace.arrival)
     run = Generation(front.engine, front.prepare.tokenizer, requests, timer, ask.named)
-    headers = ignored_header(wish.ignored)
     try:
         with (
-            trace.account.answer(run.usage.prompt, lambda: run.usage.completion),
+            trace.account.answer(run.usage.prompt, lambda: charge_output * run.usage.completion),
             front.running.entered(trace.id, run),
-            front.refusals.noted(ask.lane, tenant),
+            front.refusals.noted(ask.options.lane, ask.options.tenant),
         ):
-            if wish.stream:
-                return await _stream(request, front, run, reply, headers)
-            return await _whole(run, reply, headers)
+            yield run
     finally:
         timer.end(run.usage.cached)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from jserve.engine.wire import Stats
+from jserve.engine.async_engine import AsyncEngine
 from jserve.types import Lane
 
 # Names of the scheduler's counters -> (metric, help). Anything else is exported under its own name.
@@ -72,46 +72,72 @@ _LANE_COUNTERS = {
 }
 
 
+# Help of what is exported under its own name.
 _HELP = {
     "spec_decode_num_drafts": "Rows that tried drafts, by proposer.",
     "spec_decode_num_draft_tokens": "Drafts tried, by proposer and lane.",
-    "spec_decode_num_accepted_tokens": "Drafts that stood, by proposer and lane.",
+    "spec_decode_num_accepted_tokens": "Drafts accepted, by proposer and lane.",
     "spec_decode_num_draft_tokens_per_pos": "Drafts tried, by proposer, lane and place in the row.",
-    "spec_decode_num_accepted_tokens_per_pos": "Drafts that stood, by proposer, lane and place.",
+    "spec_decode_num_accepted_tokens_per_pos": "Drafts accepted, by proposer, lane and place.",
+    "cache_handles": "Named caches.",
+    "cache_handle_pages": "KV pages that named caches pin.",
+    "cache_handle_quota_pages": "KV pages that they may pin.",
+    "cache_handle_uses_total": "Requests that named a cache.",
+    "cache_sessions": "Sessions whose KV is kept for the next turn.",
+    "compiles_after_ready_total": "Programs compiled after the server was ready: 0, or a fault.",
+    "disk_pages": "KV pages on disk.",
+    "disk_pages_known": "KV pages on disk that a prefix can be found in.",
+    "disk_pages_read_total": "KV pages read from disk into host memory.",
+    "disk_pages_missed_total": "KV pages asked of the disk that it could not give.",
+    "disk_pages_written_total": "KV pages written to disk.",
+    "disk_pages_broken_total": "Files of KV pages that were broken, and removed.",
+    "disk_read_only": "1 while a failed write keeps the disk read-only.",
+    "disk_writes_dropped_total": "KV pages not written because too many writes waited.",
+    "disk_writes_failed_total": "Writes of KV pages that failed.",
+    "host_pages": "KV pages that host memory holds at most.",
+    "host_pages_used": "KV pages in host memory.",
+    "host_pages_private": "Of these, pages of swapped sequences.",
+    "host_pages_saved_total": "Evicted KV pages copied to host memory.",
+    "host_pages_stowed_total": "KV pages of swapped sequences copied to host memory.",
+    "host_pages_loaded_total": "KV pages copied back to the device.",
+    "host_pages_dropped_total": "KV pages evicted from host memory.",
+    "prefill_tokens_total": "Tokens planned to be computed before their sequence decodes, recomputed ones too.",
+    "prefix_waits_total": "Sequences that waited for a prefix that another one was computing.",
+    "requests_guilty_total": "Requests ended because their steps raise.",
+    "requests_unschedulable_total": "Requests ended because they could not be run.",
+    "sequences_nonfinite_total": "Sequences ended by logits that are not finite.",
+    "step_faults_total": "Steps that raised.",
+    "steps_failed_in_row": "Steps that raised since one came back.",
+    "step_slowness": "How many times their usual time steps take of late.",
+    "swaps_out_total": "Sequences swapped to host memory when they were preempted.",
+    "swaps_back_total": "Swapped sequences that came back.",
+    "swaps_lost_total": "Swapped sequences that were computed again.",
+    "engine_aborted": "Requests aborted, by their client or an operator.",
+    "engine_deaths": "Ends of the engine's process that nobody asked for.",
+    "engine_dropped_outputs": "Outputs of choices that had ended.",
+    "engine_faults": "Faults that the engine reported.",
+    "engine_restarts": "Starts of the engine's process after a death.",
+    "engine_slow_readers": "Requests ended because their client read too slowly.",
+    "engine_unfit": "Times that the engine became unfit for new requests.",
 }
-
-
-class StatsSource(Protocol):
-    """The engine, as the scrape sees it."""
-
-    @property
-    def counters(self) -> Mapping[Any, int]: ...
-
-    @property
-    def n_active(self) -> int: ...
-
-    @property
-    def n_buffered_bytes(self) -> int: ...
-
-    def stats(self) -> Stats: ...
 
 
 class EngineCollector(Collector):
     """Reads the engine's latest counters when scraped."""
 
-    def __init__(self, model: str, source: StatsSource) -> None:
+    def __init__(self, model: str, engine: AsyncEngine) -> None:
         self._model = model
-        self._source = source
+        self._engine = engine
 
     def describe(self) -> list[Any]:
         return []
 
     def collect(self) -> Iterator[Any]:
-        stats = self._source.stats()
+        stats = self._engine.stats()
         yield self._gauge("num_requests_running", "Sequences running.", stats.running)
         yield self._gauge("num_requests_waiting", "Sequences waiting.", stats.waiting)
-        yield self._gauge("num_requests_active", "Requests not yet ended.", self._source.n_active)
-        waiting = self._source.n_buffered_bytes
+        yield self._gauge("num_requests_active", "Requests not yet ended.", self._engine.n_active)
+        waiting = self._engine.n_buffered_bytes
         yield self._gauge("buffered_output_bytes", "Outputs that wait for slow readers.", waiting)
         yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
@@ -124,9 +150,9 @@ class EngineCollector(Collector):
         yield from self._labelled(values)
         for name, value in sorted(values.items()):
             yield self._value(name, value)
-        for name, value in sorted(self._source.counters.items()):
-            event = _clean(name).removeprefix("engine_")
-            yield self._counter(f"engine_{event}", f"Engine events: {event}.", value)
+        for name, value in sorted(self._engine.counters.items()):
+            event = f"engine_{_clean(name).removeprefix('engine_')}"
+            yield self._counter(event, _HELP.get(event, f"Counter {event}."), value)
 
     def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:
         """One family per name with a label for the lane; takes what it tells out of ``values``."""
@@ -164,9 +190,10 @@ class EngineCollector(Collector):
         if name in _COUNTERS:
             return self._counter(*_COUNTERS[name], value)
         clean = _clean(name)
+        help = _HELP.get(clean, f"Value {clean}.")
         if clean.endswith("_total"):
-            return self._counter(clean.removesuffix("_total"), f"Engine counter {clean}.", value)
-        return self._gauge(clean, f"Engine value {clean}.", value)
+            return self._counter(clean.removesuffix("_total"), help, value)
+        return self._gauge(clean, help, value)
 
     def _gauge(self, name: str, help: str, value: float) -> Any:
         family = GaugeMetricFamily(f"jserve:{name}", help, labels=["model_name"])

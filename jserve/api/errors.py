@@ -13,10 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
-from jserve.errors import BadRequest, EngineDead, JserveError, RequestFailed
+from jserve.errors import MAX_CLIENT_TEXT, BadRequest, EngineDead, JserveError, RequestFailed
 
 MAX_MESSAGE = 300
-MAX_CLIENT_TEXT = 64
 
 _HTTP = {
     404: ("not_found", "there is nothing at this path"),
@@ -55,18 +54,6 @@ class Aborted(JserveError):
     status = 409
     kind = "conflict_error"
     code = "request_aborted"
-
-
-class Unsupported(BadRequest):
-    """A known field or value that this server cannot honour; ``field`` names it."""
-
-    code = "unsupported_parameter"
-
-
-def shown(text: object) -> str:
-    """Client text for a message: escaped and cut to 64 characters."""
-    cut = str(text)[: MAX_CLIENT_TEXT + 1]
-    return repr(cut[:MAX_CLIENT_TEXT]) + ("..." if len(cut) > MAX_CLIENT_TEXT else "")
 
 
 def as_error(exc: BaseException) -> JserveError:

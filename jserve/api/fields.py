@@ -33,8 +33,7 @@ from jserve.api.declared import (
     refused_member,
     unapplied,
 )
-from jserve.api.errors import Unsupported
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported
 from jserve.sampling import RANGES
 
 MAX_LISTED = 20

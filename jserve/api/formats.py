@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jserve.api.declared import LABEL, Schema, ignored_member
-from jserve.api.errors import Unsupported
 from jserve.api.naming import renamed
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported
 from jserve.sampling import STRUCTURES, StructuredOutputs
 
 TITLES: Schema = {"name": LABEL, "description": ignored_member(), "strict": LABEL}

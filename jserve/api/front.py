@@ -6,15 +6,13 @@ functions.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import re
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -23,64 +21,22 @@ from jserve.api.ask import THOUGHT_NAMES, ModelCard, Served
 from jserve.api.auth import Keys, Tenant
 from jserve.api.body import parse_object, read_body
 from jserve.api.errors import as_error
-from jserve.api.generate import Engine, Generation
+from jserve.api.generate import Generation
 from jserve.api.manners import OPENAI, Manner
 from jserve.api.metrics import Metrics
 from jserve.api.prepare import Preparer
 from jserve.api.quota import Account, Accounts
 from jserve.api.refusals import HOLD_S, Refusals
 from jserve.config import ServerOptions
-from jserve.engine.wire import Control, Handle, Stats, StepRecord
+from jserve.engine.async_engine import AsyncEngine
 from jserve.errors import where
 from jserve.faults import point
-from jserve.types import HandleInfo, Output, Request
 
 log = logging.getLogger("jserve.api")
 
 _ID = re.compile(r"[A-Za-z0-9._\-]{1,64}")
 BIG_BODY = 64 << 10
 """Bodies above this are parsed in a thread."""
-
-
-class ServedEngine(Engine, Protocol):
-    """What the front needs of ``AsyncEngine``."""
-
-    steps: deque[tuple[int, StepRecord]]
-
-    @property
-    def gave_up(self) -> asyncio.Event: ...
-
-    @property
-    def gave_up_reason(self) -> str: ...
-
-    @property
-    def counters(self) -> Mapping[Any, int]: ...
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def draining(self) -> bool: ...
-
-    @property
-    def n_active(self) -> int: ...
-
-    @property
-    def n_buffered_bytes(self) -> int: ...
-
-    def healthy(self) -> bool: ...
-
-    def unfit(self) -> list[str]: ...
-
-    def stats(self) -> Stats: ...
-
-    async def drain(self, timeout_s: float) -> int: ...
-
-    async def create(self, request: Request, ttl_s: float) -> list[Output]: ...
-
-    async def handles(self, message: Handle) -> list[HandleInfo]: ...
-
-    async def control(self, message: Control) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +107,7 @@ class Running:
 class Front:
     """One server's parts. ``close`` ends its threads."""
 
-    engine: ServedEngine
+    engine: AsyncEngine
     prepare: Preparer
     card: ModelCard
     options: ServerOptions
@@ -181,18 +137,18 @@ class Front:
         )
 
     @point("api.read")
-    async def read(self, request: web.Request, wish: Callable[[dict[str, Any]], Any]) -> Any:
-        """``wish`` of the JSON object in the body; big ones are worked on in a thread.
+    async def read(self, request: web.Request, make: Callable[[dict[str, Any]], Any]) -> Any:
+        """``make`` of the JSON object in the body; big ones are worked on in a thread.
 
         Raises:
-            JserveError: as ``read_body``, ``parse_object`` and ``wish`` do.
+            JserveError: as ``read_body``, ``parse_object`` and ``make`` do.
         """
         raw = await read_body(
             request, max_bytes=self.max_bytes, timeout_s=self.limits.body_timeout_s
         )
         if len(raw) < BIG_BODY:
-            return wish(parse_object(raw))
-        return await self.prepare.run(lambda: wish(parse_object(raw)))
+            return make(parse_object(raw))
+        return await self.prepare.run(lambda: make(parse_object(raw)))
 
 
 def reported(request: web.Request, exc: BaseException) -> Any:

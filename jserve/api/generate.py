@@ -13,37 +13,27 @@ Choices are numbered as OpenAI does::
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from jserve.api.ask import Usage
 from jserve.api.errors import Aborted
 from jserve.api.merge import merged
+from jserve.engine.async_engine import AsyncEngine
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
 from jserve.faults import point
 from jserve.text.stream import TextStream
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, Output, Request, TokenLogprob
 
+if TYPE_CHECKING:
+    from jserve.api.metrics import RequestTimer
+
 Json = dict[str, Any]
 Counts = Callable[[], Usage]
 Named = Callable[[JserveError], JserveError]
-
-
-class Engine(Protocol):
-    """What the front needs of ``AsyncEngine`` to run a request; ``generate`` is a generator."""
-
-    def generate(self, request: Request) -> AsyncIterator[Output]: ...
-
-    def abort(self, request_id: str, index: int | None = None) -> None: ...
-
-
-class Observer(Protocol):
-    """Is told of every piece, for the metrics."""
-
-    def piece(self, piece: Piece) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,24 +66,25 @@ class Generation:
         engine: runs the requests.
         tokenizer: turns ids into text.
         requests: one per prompt, all with the same parameters.
-        observer: told of every piece.
+        timer: watches every piece, for the metrics.
         named: puts the engine's errors into the client's words.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AsyncEngine,
         tokenizer: TextTokenizer,
         requests: Sequence[Request],
-        observer: Observer | None = None,
+        timer: RequestTimer | None = None,
         named: Named = lambda error: error,
     ) -> None:
         self.requests = list(requests)
         self.params = self.requests[0].params
         self._engine = engine
-        self._observer = observer
+        self._timer = timer
         self._named = named
         self._aborted = False
+        self._prompts = {request.id: i for i, request in enumerate(self.requests)}
         self._cached = [0] * len(self.requests)
         self._drafted = self._accepted = 0
         self._choices = [
@@ -132,12 +123,12 @@ class Generation:
         left = self.n_choices
         try:
             async with aclosing(self._outputs()) as outputs:
-                async for prompt, output in outputs:
-                    piece = self._piece(prompt, output)
+                async for output in outputs:
+                    piece = self._piece(output)
                     if piece is None:
                         continue
-                    if self._observer is not None:
-                        self._observer.piece(piece)
+                    if self._timer is not None:
+                        self._timer.piece(piece)
                     left -= piece.finish is not None
                     yield piece
                     if not left:
@@ -149,21 +140,14 @@ class Generation:
             for request in self.requests:
                 self._engine.abort(request.id)
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        if len(self.requests) > 1:
-            async with aclosing(merged([self._run(r) for r in self.requests])) as all_:
-                async for item in all_:
-                    yield item
-            return
-        async with aclosing(self._run(self.requests[0])) as outputs:
-            async for output in outputs:
-                yield 0, output
-
-    def _run(self, request: Request) -> AsyncGenerator[Output, None]:
-        return cast("AsyncGenerator[Output, None]", self._engine.generate(request))
+    def _outputs(self) -> AsyncGenerator[Output, None]:
+        """The engine's own generator where there is one request: nothing re-yields its outputs."""
+        streams = [self._engine.generate(request) for request in self.requests]
+        return streams[0] if len(streams) == 1 else merged(streams)
 
     @point("api.piece")
-    def _piece(self, prompt: int, output: Output) -> Piece | None:
+    def _piece(self, output: Output) -> Piece | None:
+        prompt = self._prompts[output.request_id]
         number = prompt * self.params.n + output.index
         choice = self._choices[number]
         if choice.done:

@@ -16,33 +16,31 @@ BUFFER = 64
 _END: Any = object()
 
 
-async def merged(
-    sources: Sequence[AsyncGenerator[T, None]],
-) -> AsyncGenerator[tuple[int, T], None]:
-    """(source number, item) of all sources in order of arrival; the first error ends it."""
-    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(BUFFER)
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of all sources in order of arrival; the first error ends it."""
+    queue: asyncio.Queue[Any] = asyncio.Queue(BUFFER)
 
-    async def pump(number: int, source: AsyncGenerator[T, None]) -> None:
+    async def pump(source: AsyncGenerator[T, None]) -> None:
         last: Any = _END
         try:
             async with aclosing(source):
                 async for item in source:
-                    await queue.put((number, item))
+                    await queue.put(item)
         except Exception as e:
             last = e
-        await queue.put((number, last))
+        await queue.put(last)
 
-    tasks = [asyncio.create_task(pump(i, source)) for i, source in enumerate(sources)]
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
     try:
         left = len(tasks)
         while left:
-            number, item = await queue.get()
+            item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is _END:
                 left -= 1
             else:
-                yield number, item
+                yield item
     finally:
         for task in tasks:
             task.cancel()

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from jserve.api.engine_metrics import EngineCollector, StatsSource
+from jserve.api.engine_metrics import EngineCollector
 from jserve.api.generate import Piece
 from jserve.api.recent import Recent
+from jserve.engine.async_engine import AsyncEngine
 from jserve.types import Request
 
 _OPENMETRICS = "application/openmetrics-text"
@@ -28,10 +30,10 @@ class Metrics:
 
     Args:
         model: the served model's name, the label of the request metrics.
-        source: asked for the engine's counters at every scrape.
+        engine: asked for the engine's counters at every scrape.
     """
 
-    def __init__(self, model: str, source: StatsSource) -> None:
+    def __init__(self, model: str, engine: AsyncEngine) -> None:
         self.registry = CollectorRegistry()
         labels = {"labelnames": ("model_name",), "registry": self.registry}
 
@@ -72,7 +74,7 @@ class Metrics:
             registry=self.registry,
         )
         self._model = model
-        self.registry.register(EngineCollector(model, source))
+        self.registry.register(EngineCollector(model, engine))
 
     def answered(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
@@ -100,7 +102,7 @@ class Metrics:
 class RequestTimer:
     """Watches the pieces of one HTTP request; times run from ``arrival`` (monotonic seconds)."""
 
-    def __init__(self, metrics: Metrics, requests: list[Request], arrival: float) -> None:
+    def __init__(self, metrics: Metrics, requests: Sequence[Request], arrival: float) -> None:
         self._metrics = metrics
         self._arrival = arrival
         self._last: dict[int, float] = {}

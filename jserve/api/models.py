@@ -8,10 +8,9 @@ from __future__ import annotations
 from aiohttp import web
 
 from jserve.api.ask import ModelCard
-from jserve.api.errors import shown
 from jserve.api.front import Front, json_response
 from jserve.api.generate import Json
-from jserve.errors import NotFound
+from jserve.errors import NotFound, shown
 
 
 async def listed(request: web.Request, front: Front) -> web.Response:

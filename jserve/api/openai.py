@@ -9,26 +9,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jserve.api.ask import Ask, ModelCard, Served, Wish
-from jserve.api.errors import Unsupported
+from jserve.api.ask import Ask, ModelCard, Served
 from jserve.api.fields import (
     Fields,
     ignored,
-    ignored_fields,
     label,
     refused,
     sampled,
     shaped,
-    validate,
 )
 from jserve.api.formats import FORMAT, STRUCTURED
 from jserve.api.openai_chat import EFFORT, KWARGS, checked_shape, limited, shaped_chat
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE, shape_of
-from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
+from jserve.api.shared import Sampling, body_of, check_top, params_of, service_of
 from jserve.api.values import MAX_CHOICES, MAX_PICKS, PICKS, PROMPT, ids_of, prompts_of
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported
 
 
 class StreamOptions(Fields):
@@ -116,15 +113,13 @@ class CompletionBody(Completion):
     thinking_token_budget: Any = refused()
 
 
-def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+def chat_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     """A chat request, checked.
 
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body = validate(ChatBody, raw, strict=served.strict)
-    card = served.card
-    check_model(body.model, card)
+    body, card = body_of(ChatBody, raw, served), served.card
     length, length_field = _chat_length(body)
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
@@ -144,7 +139,7 @@ def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         logprob_token_ids=picks,
         prompt_logprobs=_prompt_logprobs(body, card),
     )
-    ask = Ask(
+    return Ask(
         chat=chat,
         holder="messages",
         length_field=length_field,
@@ -157,7 +152,6 @@ def chat_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         shape=shape,
         **_common(body),
     )
-    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
 
 
 def _chat_length(body: ChatBody) -> tuple[int | None, str]:
@@ -175,15 +169,13 @@ def _chat_length(body: ChatBody) -> tuple[int | None, str]:
     return value, name
 
 
-def completion_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+def completion_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     """A text completion request, checked.
 
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body = validate(CompletionBody, raw, strict=served.strict)
-    card = served.card
-    check_model(body.model, card)
+    body, card = body_of(CompletionBody, raw, served), served.card
     prompts = prompts_of(body.prompt, card.vocab_size)
     length = 16 if body.max_tokens is None else body.max_tokens
     if length < 0 or (length == 0 and not body.echo):
@@ -202,14 +194,13 @@ def completion_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     )
     if params.n * len(prompts) > MAX_CHOICES:
         raise BadRequest(f"n times the prompts may be at most {MAX_CHOICES}", field="n")
-    ask = Ask(
+    return Ask(
         prompts=prompts,
         params=params,
         add_special_tokens=body.add_special_tokens is not False,
         shape=shape,
         **_common(body),
     )
-    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored_fields(body))
 
 
 def _common(body: Completion) -> dict[str, Any]:

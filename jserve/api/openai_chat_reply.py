@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from jserve.api.ask import Served, Usage, Wish
+from jserve.api.ask import Ask, Served, Usage
 from jserve.api.errors import error_body
 from jserve.api.generate import Counts, Json, Piece
 from jserve.api.logprobs import TokenWriter
@@ -22,7 +22,7 @@ from jserve.api.openai_usage import head, usage_of, with_usage
 from jserve.api.reply import Whole, gathered
 from jserve.api.voice import Voice, voices
 from jserve.errors import JserveError
-from jserve.text.parsers.said import CallPiece, Said
+from jserve.text.chat.parsers.said import CallPiece, Said
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request, TokenLogprob
 
@@ -34,16 +34,16 @@ class ChatReply:
     named = False
 
     def __init__(
-        self, wish: Wish, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
+        self, ask: Ask, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
     ) -> None:
-        self._body: ChatBody = wish.body
+        self._body: ChatBody = ask.body
         self._requests = requests
         self._thinks = served.card.speech.tags is not None
         shows = self._body.include_reasoning is not False
         self._null_names = served.thought_names
         self._thought_names = served.thought_names if shows and self._thinks else ()
         self._shows_tokens = bool(self._body.logprobs or self._body.return_token_ids)
-        self._voices = voices(wish, served, tokenizer, requests)
+        self._voices = voices(ask, served, tokenizer, requests)
         self._writer = TokenWriter(tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
         self._head = head("chatcmpl-", served.card)
 

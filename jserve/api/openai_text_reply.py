@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jserve.api.ask import Served, Usage, Wish
+from jserve.api.ask import Ask, Served, Usage
 from jserve.api.errors import error_body
 from jserve.api.generate import Counts, Json, Piece
 from jserve.api.logprobs import TokenWriter
@@ -30,12 +30,12 @@ class CompletionReply:
     named = False
 
     def __init__(
-        self, wish: Wish, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
+        self, ask: Ask, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
     ) -> None:
-        self._body: CompletionBody = wish.body
+        self._body: CompletionBody = ask.body
         self._requests = requests
         self._tokenizer = tokenizer
-        self._prompts = wish.ask.prompts
+        self._prompts = ask.prompts
         self._writer = TokenWriter(tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
         self._head = head("cmpl-", served.card) | {"object": "text_completion"}
         self._offsets: dict[int, int] = {}

@@ -12,10 +12,9 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from jserve.api.ask import Ask, ModelCard
-from jserve.api.chat import Chat, ChatTemplate, Part
 from jserve.api.formats import Shape, structure_names
 from jserve.api.naming import renamed
 from jserve.errors import BadRequest, ContextTooLong, Overloaded
@@ -24,21 +23,19 @@ from jserve.grammar.checker import GrammarChecker
 from jserve.grammar.vocab import vocabulary
 from jserve.sampling import SamplingParams
 from jserve.text.bad_words import bad_token_ids
+from jserve.text.chat.template import Chat, ChatTemplate, Part
 from jserve.text.pool import TokenizerPool
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request
+
+if TYPE_CHECKING:
+    from jserve.api.caches import HandleBook
 
 CHARS_PER_TOKEN = 8
 """A prompt of more characters than this times the context is refused before tokenising."""
 MAX_QUEUED = 4096
 """Work that may wait for a thread: a piece for each of the connections that may be open, which bound the
 memory of what waits."""
-
-
-class Heads(Protocol):
-    """Knows the tokens of named caches."""
-
-    def head(self, ask: Ask) -> tuple[int, ...] | None: ...
 
 
 class Preparer:
@@ -49,11 +46,11 @@ class Preparer:
         tokenizer: TextTokenizer,
         chat: ChatTemplate | None,
         card: ModelCard,
-        book: Heads | None = None,
+        book: HandleBook,
     ) -> None:
         self._checker = GrammarChecker(lambda: vocabulary(tokenizer, card.vocab_size, card.eos_ids))
         self.tokenizer = tokenizer
-        self.book: Any = book
+        self.book = book
         self.chat = chat
         self.card = card
         self.max_chars = CHARS_PER_TOKEN * card.max_model_len
@@ -76,9 +73,9 @@ class Preparer:
             structure that cannot be enforced.
             Overloaded: too many requests wait for a thread.
         """
-        await self._check_shape(ask.shape, ask.tenant)
+        await self._check_shape(ask.shape, ask.options.tenant)
         prompts = [tuple(ids) for ids in await self.prompt_ids(ask)]
-        head = self.book.head(ask) if self.book is not None else None
+        head = self.book.head(ask)
         if head is not None:
             prompts = await self._behind(ask, head, prompts)
         params = await self._with_bad_words(ask.params)
@@ -210,24 +207,13 @@ class Preparer:
         thinking = None
         if ask.chat is not None and params.guided:
             thinking = self.card.speech.thinking_after(ids, self.tokenizer)
-        return Request(
-            thinking=thinking,
+        return Request.of(
+            ask.options,
             id=uuid.uuid4().hex,
             prompt_ids=ids,
             params=params,
             eos_ids=self.card.eos_ids,
             arrival=time.monotonic(),
             batch=batch,
-            priority=ask.priority,
-            lane=ask.lane,
-            tenant=ask.tenant,
-            ttft_deadline_ms=ask.ttft_deadline_ms,
-            tpot_deadline_ms=ask.tpot_deadline_ms,
-            deadline_ms=ask.deadline_ms,
-            cache_salt=ask.cache_salt,
-            cache=ask.cache,
-            session=ask.session,
-            retain=ask.retain,
-            skip_prefix_cache=ask.skip_prefix_cache,
-            speculative=ask.speculative,
+            thinking=thinking,
         )

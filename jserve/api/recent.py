@@ -10,16 +10,11 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+
+from prometheus_client import Histogram
 
 KEPT = 8192
 WINDOW_S = 60.0
-
-
-class Observer(Protocol):
-    """A Prometheus histogram, as far as it matters here."""
-
-    def observe(self, amount: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +30,7 @@ class Percentiles:
 class Recent:
     """Passes samples on to ``histogram`` and keeps the latest ``kept`` with their times."""
 
-    def __init__(self, histogram: Observer, kept: int = KEPT) -> None:
+    def __init__(self, histogram: Histogram, kept: int = KEPT) -> None:
         self._histogram = histogram
         self._samples: deque[tuple[float, float]] = deque(maxlen=kept)
 

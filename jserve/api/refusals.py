@@ -57,7 +57,7 @@ class Refusals:
             self._standing.pop(who, None)  # a thread that reads a large body may have been quicker
 
     @contextmanager
-    def noted(self, lane: Lane, tenant: str) -> Iterator[None]:
+    def noted(self, lane: str, tenant: str) -> Iterator[None]:
         """A refusal that leaves this block, in which the engine is asked, will stand."""
         try:
             yield

@@ -11,24 +11,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jserve.api.ask import Ask, Served, Wish
-from jserve.api.errors import Unsupported, shown
+from jserve.api.ask import Ask, Served
 from jserve.api.fields import (
     Fields,
     ignored,
-    ignored_fields,
     label,
     refused,
     sampled,
     shaped,
-    validate,
 )
 from jserve.api.formats import SCHEMALESS, STRUCTURED, TITLES
 from jserve.api.openai_chat import EFFORT, KWARGS, limited, shaped_chat
 from jserve.api.responses_input import INPUT, messages_of
 from jserve.api.responses_tools import CHOICE, TOOLS, choice_of, tools_of
-from jserve.api.shared import Sampling, check_model, check_top, params_of, service_of
-from jserve.errors import BadRequest
+from jserve.api.shared import Sampling, body_of, check_top, params_of, service_of
+from jserve.errors import BadRequest, Unsupported, shown
 
 FORMAT = {
     "anyOf": [
@@ -123,15 +120,13 @@ class ResponseBody(Sampling):
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
 
-def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+def response_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     """A request for a response, checked.
 
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body = validate(ResponseBody, raw, strict=served.strict)
-    card = served.card
-    check_model(body.model, card)
+    body, card = body_of(ResponseBody, raw, served), served.card
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream to be true", field="stream_options")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
@@ -158,8 +153,7 @@ def response_wish(raw: Mapping[str, Any], served: Served) -> Wish:
         shape=shape,
         **service_of(body),
     )
-    ignored = ignored_fields(body) + needless
-    return Wish(body=body, ask=ask, stream=bool(body.stream), ignored=ignored)
+    return replace(ask, ignored=ask.ignored + needless)
 
 
 def _effort(body: ResponseBody) -> Any:

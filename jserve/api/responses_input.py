@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from jserve.api.declared import LABEL, Schema, ignored_member
-from jserve.api.errors import Unsupported, shown
-from jserve.api.openai_messages import MAX_MESSAGES
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported, shown
+from jserve.text.chat.messages import MAX_MESSAGES
 
 _ROLES = ("user", "assistant", "system", "developer")
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jserve.api.ask import Served, Usage, Wish
+from jserve.api.ask import Ask, Served, Usage
 from jserve.api.blocks import Begin, Block, Blocks, Grow, Kind, Step
 from jserve.api.errors import error_body
 from jserve.api.generate import Counts, Json, Piece
@@ -40,11 +40,11 @@ class ResponseReply:
     named = True
 
     def __init__(
-        self, wish: Wish, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
+        self, ask: Ask, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
     ) -> None:
-        self._body: ResponseBody = wish.body
-        self._params = wish.ask.params
-        (self._voice,) = voices(wish, served, tokenizer, requests)
+        self._body: ResponseBody = ask.body
+        self._params = ask.params
+        (self._voice,) = voices(ask, served, tokenizer, requests)
         self._blocks = Blocks(self._voice)
         self._writer = TokenWriter(tokenizer, as_ids=False)
         self._logprobs: list[Json] = []

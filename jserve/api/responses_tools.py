@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jserve.api.errors import Unsupported, shown
-from jserve.api.openai_tools import MAX_TOOLS, each_tool, nested
-from jserve.errors import BadRequest
+from jserve.api.openai_tools import each_tool, nested
+from jserve.errors import BadRequest, Unsupported, shown
+from jserve.text.chat.tools import MAX_TOOLS
 
 TOOLS = {
     "type": ["array", "null"],

@@ -6,34 +6,33 @@ are handed the public one to make documents of, so a field or a path cannot be m
 
 from __future__ import annotations
 
+from functools import partial
+
 from aiohttp import web
 
 from jserve.api import admin, caches, models, openapi, score, service, support, tokens
-from jserve.api.anthropic import CountBody, MessagesBody, messages_wish
+from jserve.api.anthropic import CountBody, MessagesBody, message_ask
 from jserve.api.anthropic_reply import MessageReply
 from jserve.api.auth import Access
 from jserve.api.converse import Dialect, converse
 from jserve.api.dashboard import dashboard
 from jserve.api.front import Front
 from jserve.api.manners import ANTHROPIC
-from jserve.api.openai import ChatBody, CompletionBody, chat_wish, completion_wish
+from jserve.api.openai import ChatBody, CompletionBody, chat_ask, completion_ask
 from jserve.api.openai_chat_reply import ChatReply
 from jserve.api.openai_text_reply import CompletionReply
-from jserve.api.responses import ResponseBody, response_wish
+from jserve.api.responses import ResponseBody, response_ask
 from jserve.api.responses_reply import ResponseReply
 from jserve.api.route import METRICS, Answer, Route, Table
 
-CHAT = Dialect(chat_wish, ChatReply)
-COMPLETION = Dialect(completion_wish, CompletionReply)
-RESPONSE = Dialect(response_wish, ResponseReply)
-MESSAGE = Dialect(messages_wish, MessageReply)
+CHAT = Dialect(chat_ask, ChatReply)
+COMPLETION = Dialect(completion_ask, CompletionReply)
+RESPONSE = Dialect(response_ask, ResponseReply)
+MESSAGE = Dialect(message_ask, MessageReply)
 
 
 def _in(dialect: Dialect) -> Answer:
-    async def answer(request: web.Request, front: Front) -> web.StreamResponse:
-        return await converse(request, front, dialect)
-
-    return answer
+    return partial(converse, dialect=dialect)
 
 
 _OPEN, _USER, _ADMIN = Access.OPEN, Access.USER, Access.ADMIN

@@ -18,17 +18,16 @@ from typing import Any
 
 from aiohttp import web
 
-from jserve.api.ask import Ask, Served, Wish
-from jserve.api.errors import Unsupported
-from jserve.api.fields import ignored_fields, refused, shaped, validate
-from jserve.api.front import TRACE, Front, ignored_header, json_response, request_id
+from jserve.api.ask import Ask, Served
+from jserve.api.converse import generation, read_ask
+from jserve.api.fields import refused, shaped
+from jserve.api.front import Front, ignored_header, json_response
 from jserve.api.generate import Generation, Json
 from jserve.api.logprobs import finite
-from jserve.api.metrics import RequestTimer
 from jserve.api.openai_usage import head, usage_of
-from jserve.api.shared import Ids, Service, check_model, service_of
+from jserve.api.shared import Ids, Service, body_of, service_of
 from jserve.api.values import MAX_CHOICES, PROMPT, ids_of, prompts_of
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported
 from jserve.sampling import SamplingParams
 from jserve.types import Request, TokenLogprob
 
@@ -57,14 +56,13 @@ class Scored:
     starts: tuple[int, ...]
 
 
-def score_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+def score_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     """What to score; its prompts are the query and then the items.
 
     Raises:
         BadRequest, NotFound: as the field at fault asks for.
     """
-    body, card = validate(ScoreBody, raw, strict=served.strict), served.card
-    check_model(body.model, card)
+    body, card = body_of(ScoreBody, raw, served), served.card
     if not card.scores_prompts:
         raise Unsupported("this server does not score prompt tokens", field="query")
     query = _prompts(body.query, "query", card.vocab_size)
@@ -79,14 +77,13 @@ def score_wish(raw: Mapping[str, Any], served: Served) -> Wish:
     if len(items) * len(labels or (0,)) > MAX_CHOICES:
         raise BadRequest(f"items times labels may be at most {MAX_CHOICES}", field="items")
     special = body.add_special_tokens is not False
-    ask = Ask(
+    return Ask(
         params=SCORED,
         prompts=(*query, *items),
         add_special_tokens=special,
         holder="items",
         **service_of(body),
     )
-    return Wish(body=body, ask=ask, ignored=ignored_fields(body))
 
 
 def _prompts(value: Any, field: str, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
@@ -97,42 +94,24 @@ def _prompts(value: Any, field: str, vocab_size: int) -> tuple[str | tuple[int, 
 
 
 async def score(request: web.Request, front: Front) -> web.StreamResponse:
-    served, trace = front.served, request[TRACE]
-    tenant = trace.tenant.name
-
-    def read(raw: Mapping[str, Any]) -> Wish:
-        front.refusals.check(raw.get("lane"), tenant)
-        return score_wish(raw, served)
-
-    wish: Wish = await front.read(request, read)
-    if wish.label is not None:
-        trace.id = request_id(wish.label)
-    scored = await _scored(front, wish)
-    ask = replace(wish.ask, prompts=scored.prompts, tenant=tenant)
+    ask = await read_ask(request, front, score_ask)
+    scored = await _scored(front, ask)
+    ask = replace(ask, prompts=scored.prompts)
     requests = await front.prepare.requests(ask)
-    timer = RequestTimer(front.metrics, requests, trace.arrival)
-    run = Generation(front.engine, front.prepare.tokenizer, requests, timer, ask.named)
-    try:
-        with (
-            trace.account.answer(run.usage.prompt, lambda: 0),
-            front.running.entered(trace.id, run),
-            front.refusals.noted(ask.lane, tenant),
-        ):
-            entries = await _entries(run, requests, scored)
-    finally:
-        timer.end(run.usage.cached)
-    body = answer(wish.body, entries)
+    with generation(request, front, ask, requests, charge_output=False) as run:
+        entries = await _entries(run, requests, scored)
+    body = answer(ask.body, entries)
     usage = usage_of(replace(run.usage, completion=0))
     found = head("score-", front.card) | {"object": "scoring"} | body | {"usage": usage}
-    return json_response(found, headers=ignored_header(wish.ignored))
+    return json_response(found, headers=ignored_header(ask.ignored))
 
 
-async def _scored(front: Front, wish: Wish) -> Scored:
+async def _scored(front: Front, ask: Ask) -> Scored:
     """Tokens of all prompts; the query's special tokens come first, an item has none."""
-    body: ScoreBody = wish.body
-    first, *rest = wish.ask.prompts
-    heads = await front.prepare.prompt_ids(replace(wish.ask, prompts=(first,), holder="query"))
-    plain = replace(wish.ask, prompts=tuple(rest), add_special_tokens=False)
+    body: ScoreBody = ask.body
+    first, *rest = ask.prompts
+    heads = await front.prepare.prompt_ids(replace(ask, prompts=(first,), holder="query"))
+    plain = replace(ask, prompts=tuple(rest), add_special_tokens=False)
     query, items = tuple(heads[0]), [tuple(ids) for ids in await front.prepare.prompt_ids(plain)]
     if not query:
         raise BadRequest("query must hold at least one token", field="query")

@@ -24,11 +24,12 @@ from aiohttp import web
 from jserve.api.app import FRONT, make_admin_app, make_app
 from jserve.api.ask import ModelCard
 from jserve.api.auth import Keys
-from jserve.api.chat import ChatTemplate
 from jserve.api.connection import Connection
-from jserve.api.front import Front, Limits, ServedEngine
+from jserve.api.front import Front, Limits
 from jserve.config import EngineConfig, ServerOptions
+from jserve.engine.async_engine import AsyncEngine
 from jserve.errors import ConfigError
+from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("jserve.api")
@@ -104,7 +105,7 @@ class HttpServer:
 
 async def serve(
     config: EngineConfig,
-    engine: ServedEngine,
+    engine: AsyncEngine,
     tokenizer: TextTokenizer,
     chat: ChatTemplate | None,
     card: ModelCard,
@@ -169,7 +170,7 @@ def _is_loopback(host: str) -> bool:
 
 
 async def _until_end(
-    engine: ServedEngine, signals: asyncio.Queue[int], options: ServerOptions, server: HttpServer
+    engine: AsyncEngine, signals: asyncio.Queue[int], options: ServerOptions, server: HttpServer
 ) -> int:
     signalled = asyncio.ensure_future(signals.get())
     gave_up = asyncio.ensure_future(engine.gave_up.wait())
@@ -193,7 +194,7 @@ async def _until_end(
             task.cancel()
 
 
-async def _drain(engine: ServedEngine, server: HttpServer, options: ServerOptions) -> None:
+async def _drain(engine: AsyncEngine, server: HttpServer, options: ServerOptions) -> None:
     drained = engine.drain(options.drain_timeout_s)
     n_aborted, _ = await asyncio.gather(drained, asyncio.sleep(options.drain_delay_s))
     if n_aborted:

@@ -42,6 +42,6 @@ async def metrics(request: web.Request, front: Front) -> web.Response:
 async def count_tokens(request: web.Request, front: Front) -> web.Response:
     """/v1/messages/count_tokens: as many as /v1/messages would count for the same fields."""
     served = front.served
-    wish = await front.read(request, lambda raw: anthropic.count_wish(raw, served))
-    (ids,) = await front.prepare.prompt_ids(wish.ask)
-    return json_response({"input_tokens": len(ids)}, headers=ignored_header(wish.ignored))
+    ask = await front.read(request, lambda raw: anthropic.count_ask(raw, served))
+    (ids,) = await front.prepare.prompt_ids(ask)
+    return json_response({"input_tokens": len(ids)}, headers=ignored_header(ask.ignored))

@@ -17,13 +17,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jserve.api.errors import Unsupported, shown
 from jserve.api.formats import Shape, format_of
-from jserve.api.speech import Speech
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported, shown
 from jserve.grammar.spec import parsed
 from jserve.grammar.tools import calls_grammar
 from jserve.sampling import StructuredOutputs
+from jserve.text.chat.speech import Speech
 
 CHOICE = {
     "anyOf": [

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jserve.api.ask import ModelCard
-from jserve.api.errors import shown
-from jserve.api.fields import Fields, label, refused, sampled, shaped
+from jserve.api.ask import ModelCard, Served
+from jserve.api.fields import B, Fields, ignored_fields, label, refused, sampled, shaped, validate
 from jserve.api.naming import renamed
 from jserve.api.values import (
     BIAS,
@@ -29,9 +28,9 @@ from jserve.api.values import (
     stop_of,
     top_of,
 )
-from jserve.errors import BadRequest, NotFound
+from jserve.errors import BadRequest, NotFound, shown
+from jserve.request_options import Lane, RequestOptions
 from jserve.sampling import SamplingParams
-from jserve.types import Lane
 
 Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -107,16 +106,22 @@ class Sampling(Service):
     vllm_xargs: Any = refused({})
 
 
-def check_model(name: str | None, card: ModelCard) -> None:
-    """Raises:
-    NotFound: ``name`` is not a name of the served model.
+def body_of(kind: type[B], raw: Mapping[str, Any], served: Served) -> B:
+    """``raw`` as a ``kind`` of body; its ``model``, where it names one, is the served one.
+
+    Raises:
+        BadRequest, Unsupported: as ``validate``.
+        NotFound: ``model`` is not a name of the served model.
     """
-    if name is not None and not card.knows(name):
+    body = validate(kind, raw, strict=served.strict)
+    name = getattr(body, "model", None)
+    if name is not None and not served.card.knows(name):
         raise NotFound(f"the model {shown(name)} does not exist", field="model")
+    return body
 
 
 def service_of(body: Service) -> dict[str, Any]:
-    """The service fields, as arguments of an ``Ask``.
+    """The arguments of an ``Ask`` that every dialect has: its body and what the service fields ask for.
 
     Raises:
         BadRequest: a value out of its range, or two that exclude each other.
@@ -136,19 +141,24 @@ def service_of(body: Service) -> dict[str, Any]:
     if not -(2**63) <= (body.priority or 0) < 2**63:
         raise BadRequest("priority must be a 64-bit integer", field="priority")
     return {
+        "body": body,
+        "stream": bool(body.stream),
+        "ignored": ignored_fields(body),
         "truncate": keep,
         "truncate_left": body.truncation_side != "right",
-        "priority": body.priority or 0,
-        "lane": Lane(body.lane or Lane.STANDARD),
-        "ttft_deadline_ms": body.ttft_deadline_ms,
-        "tpot_deadline_ms": body.tpot_deadline_ms,
-        "deadline_ms": body.deadline_ms,
-        "cache_salt": salt_of(body.cache_salt),
-        "cache": name_of(body.cache, "cache"),
-        "session": name_of(body.session, "session"),
-        "retain": retain_of(body.retain),
-        "skip_prefix_cache": bool(body.skip_prefix_cache),
-        "speculative": body.speculative is not False,
+        "options": RequestOptions(
+            priority=body.priority or 0,
+            lane=Lane(body.lane or Lane.STANDARD),
+            ttft_deadline_ms=body.ttft_deadline_ms,
+            tpot_deadline_ms=body.tpot_deadline_ms,
+            deadline_ms=body.deadline_ms,
+            cache_salt=salt_of(body.cache_salt),
+            cache=name_of(body.cache, "cache"),
+            session=name_of(body.session, "session"),
+            retain=retain_of(body.retain),
+            skip_prefix_cache=bool(body.skip_prefix_cache),
+            speculative=body.speculative is not False,
+        ),
     }
 
 

@@ -1,6 +1,6 @@
 """/v1/support: what every field and member of every endpoint does here, and what features do together.
 
-Owns their form as JSON and as the README's markdown. Must not know how a field is applied. Fields come
+Owns their form as JSON and as markdown (docs/http-fields.md). Must not know how a field is applied. Fields come
 from the bodies of the routes, the pairs of features from ``features``.
 """
 
@@ -68,7 +68,7 @@ def answer(routes: Table) -> web.Response:
 
 
 def markdown(routes: Table) -> str:
-    """The README's tables: fields endpoint by endpoint, then the members of the objects in them."""
+    """Tables: fields endpoint by endpoint, then the members of the objects in them."""
     lines = ["| endpoint | applied | no effect | refused |", "|---|---|---|---|"]
     lines += [f"| `{path}` | {_cells(fields)} |" for path, fields in endpoints(routes).items()]
     lines += ["", "| inside | at | applied | no effect | refused |", "|---|---|---|---|---|"]

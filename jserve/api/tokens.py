@@ -6,22 +6,23 @@ Owns their fields and their answers. Must not know the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
-from jserve.api.ask import Ask, ModelCard, Served, Wish
-from jserve.api.errors import Unsupported
-from jserve.api.fields import Fields, ignored_fields, shaped, validate
+from jserve.api.ask import Ask, ModelCard, Served
+from jserve.api.fields import Fields, ignored_fields, shaped
 from jserve.api.front import Front, ignored_header, json_response
-from jserve.api.openai_chat import EFFORT, KWARGS, chat_of, with_effort
+from jserve.api.openai_chat import EFFORT, KWARGS, with_effort
 from jserve.api.openai_messages import MESSAGES
 from jserve.api.openai_tools import TOOLS
 from jserve.api.shape import CHOICE, chosen
-from jserve.api.shared import Ids, check_model
+from jserve.api.shared import Ids, body_of
 from jserve.api.values import ids_of
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, Unsupported
 from jserve.sampling import SamplingParams
+from jserve.text.chat.fields import chat_of
 from jserve.text.tokenizer import TextTokenizer
 
 
@@ -49,31 +50,28 @@ class DetokenizeBody(Fields):
     tokens: Ids | None = shaped({}, required=True)
 
 
-def tokenize_wish(raw: Mapping[str, Any], served: Served) -> Wish:
+def tokenize_ask(raw: Mapping[str, Any], served: Served) -> Ask:
     """What to tokenise.
 
     Raises:
         BadRequest: neither or both of ``prompt`` and ``messages``.
         NotFound: an unknown model.
     """
-    body = validate(TokenizeBody, raw, strict=served.strict)
-    check_model(body.model, served.card)
+    body = body_of(TokenizeBody, raw, served)
     if (body.prompt is None) == (body.messages is None):
         said = (
             "; prompt is the name of content here" if "content" in (body.model_extra or {}) else ""
         )
         raise BadRequest(f"give either prompt or messages{said}", field="prompt")
-    params = SamplingParams()
+    ask = Ask(body=body, ignored=ignored_fields(body), params=SamplingParams())
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        ask = Ask(params=params, prompts=(body.prompt,), add_special_tokens=special)
-        return Wish(body=body, ask=ask, ignored=ignored_fields(body))
+        return replace(ask, prompts=(body.prompt,), add_special_tokens=special)
     if body.add_special_tokens:
         raise Unsupported("add_special_tokens has no meaning for chat", field="add_special_tokens")
     chat = chat_of(with_effort(dict(body), served), served.template)
     chosen(chat.tools or [], body.tool_choice if chat.tools else None)
-    ask = Ask(params=params, chat=chat, holder="messages")
-    return Wish(body=body, ask=ask, ignored=ignored_fields(body))
+    return replace(ask, chat=chat, holder="messages")
 
 
 def tokenized(
@@ -86,30 +84,29 @@ def tokenized(
     return found
 
 
-def detokenize_wish(raw: Mapping[str, Any], served: Served) -> tuple[list[int], tuple[str, ...]]:
+def detokenize_ids(raw: Mapping[str, Any], served: Served) -> tuple[list[int], tuple[str, ...]]:
     """The ids to decode, and the names of fields without effect.
 
     Raises:
         BadRequest: missing, or an id outside the vocabulary.
         NotFound: an unknown model.
     """
-    body = validate(DetokenizeBody, raw, strict=served.strict)
-    check_model(body.model, served.card)
+    body = body_of(DetokenizeBody, raw, served)
     ids = ids_of(body.tokens, "tokens", served.card.vocab_size)
     return list(ids), ignored_fields(body)
 
 
 async def tokenize(request: web.Request, front: Front) -> web.Response:
     served = front.served
-    wish = await front.read(request, lambda raw: tokenize_wish(raw, served))
-    (ids,) = await front.prepare.prompt_ids(wish.ask)
-    body = tokenized(wish.body, ids, front.card, front.prepare.tokenizer)
-    return json_response(body, headers=ignored_header(wish.ignored))
+    ask = await front.read(request, lambda raw: tokenize_ask(raw, served))
+    (ids,) = await front.prepare.prompt_ids(ask)
+    body = tokenized(ask.body, ids, front.card, front.prepare.tokenizer)
+    return json_response(body, headers=ignored_header(ask.ignored))
 
 
 async def detokenize(request: web.Request, front: Front) -> web.Response:
     served = front.served
-    ids, ignored = await front.read(request, lambda raw: detokenize_wish(raw, served))
+    ids, ignored = await front.read(request, lambda raw: detokenize_ids(raw, served))
     text = await front.prepare.run(
         lambda: front.prepare.tokenizer.decode(ids, skip_special_tokens=False)
     )

@@ -9,11 +9,10 @@ import re
 from typing import Any
 
 from jserve.api.ask import ModelCard
-from jserve.api.errors import shown
 from jserve.api.naming import renamed
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, shown
+from jserve.request_options import MAX_RETENTIONS, Retention
 from jserve.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
-from jserve.types import MAX_RETENTIONS, Retention
 
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 1024

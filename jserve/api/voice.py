@@ -10,10 +10,10 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from jserve.api.ask import Served, Wish
-from jserve.api.speech import Speech
-from jserve.text.parsers.reasoning import State
-from jserve.text.parsers.said import Said
+from jserve.api.ask import Ask, Served
+from jserve.text.chat.parsers.reasoning import State
+from jserve.text.chat.parsers.said import Said
+from jserve.text.chat.speech import Speech
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Request
 
@@ -89,10 +89,10 @@ class Voice:
 
 
 def voices(
-    wish: Wish, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
+    ask: Ask, served: Served, tokenizer: TextTokenizer, requests: Sequence[Request]
 ) -> list[Voice]:
     """One for every choice of every request."""
-    speech, calls = served.card.speech, wish.ask.shape.calls
+    speech, calls = served.card.speech, ask.shape.calls
     return [
         Voice(speech, tokenizer, speech.state(request.prompt_ids, tokenizer), calls=calls)
         for request in requests

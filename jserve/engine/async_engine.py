@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -163,7 +163,7 @@ class AsyncEngine:
         self._fail_all("the engine was closed", EngineDead.code, cancel=False)
         await self._supervisor.close()
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Run a request: its outputs as they come, one terminal one per choice; then it ends.
 
         Leaving early (``aclose``, cancellation) cancels the request in the engine. Refusals by the
@@ -173,9 +173,7 @@ class AsyncEngine:
             NotReady: starting or draining. EngineDead: restarting, or given up.
             BadRequest: the id is in use, or the request is too large to be sent.
         """
-        async with aclosing(self._outputs(request, None)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._outputs(request, None)
 
     async def create(self, request: Request, ttl_s: float) -> list[Output]:
         """Compute the prompt of ``request`` and pin it as the handle ``request.cache``: its

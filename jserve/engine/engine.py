@@ -110,7 +110,12 @@ class Engine:
     @property
     def n_waiting(self) -> int:
         """Sequences and messages that have not been admitted."""
-        return len(self.scheduler.floor.waiting) + len(self._inbox) + len(self._anteroom)
+        return self.scheduler.n_waiting + len(self._inbox) + len(self._anteroom)
+
+    @property
+    def max_waiting(self) -> int:
+        """Sequences that may wait before new ones are refused."""
+        return self.scheduler.options.max_waiting
 
     @property
     def n_in_flight(self) -> int:
@@ -185,7 +190,7 @@ class Engine:
     def close(self) -> None:
         """Write what is worth it to disk. The engine is not stepped again."""
         if self._disk is not None:
-            self._disk.farewell(self.scheduler.floor.cache.farewell())
+            self._disk.farewell(tiering.pages_to_store(self.scheduler))
 
     def _read_inbox(self) -> list[Output]:
         outputs, self._landed = self._landed, []
@@ -282,7 +287,7 @@ class Engine:
         self._flights.clear()
         now = self.clock()
         outputs = self.scheduler.recover(lost, f"the step failed with {name}", now)
-        reason = self.scheduler.trials.hopeless(now)
+        reason = self.scheduler.hopeless(now)
         if reason is not None:
             raise EngineDead(f"a step failed with {name}, {reason}") from error
         self._reset(name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
 
-from jserve.types import Retention
+from jserve.request_options import Retention
 
 EVERYONE = 50
 """The priority of a page that nobody spoke for."""

@@ -35,6 +35,20 @@ class Sinks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttendArgs:
+    """The queries of a step's tokens, and what each sees of its row's KV."""
+
+    q_TNH: jax.Array
+    """Turned to the tokens' positions."""
+    window: int
+    """Newest positions that a token sees, its own among them; 0: all."""
+    scale: float
+    """Of the scores."""
+    sinks: Sinks | None = None
+    """None: nothing behind the window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
     """One way to keep and read KV.
 
@@ -50,13 +64,13 @@ class AttentionBackend:
                read the slot). By default nothing is planned: work lists can come from the true
                lengths, on the device.
     write_kv:  (kv, k_TKH, v_TKH, view) -> kv. Padding tokens go to page 0.
-    attend:    (q_TNH, kv, view, *, window, scale, sinks) -> o_TNH, causal, ``window`` 0 = full.
-               Padding rows are finite. Decode rows obey ``view.tree`` where it is given (never with
-               sinks). Behind the window the page table may say anything in range (0 once a page was
-               given back) and the pages may hold anything, also NaN.
+    attend:    (args, kv, view) -> o_TNH, causal. Padding rows are finite. Decode rows see what
+               ``view.tree`` says where it is given (never with sinks). Behind the window the page table
+               may say anything in range (0 once a page was given back) and the pages may hold anything,
+               also NaN.
     move:      (kv, (page_A, off_A), (page_A, off_A)) -> kv with the entries of the first places
                copied to the second ones; page 0 may hold anything after it.
-    has_sinks: False where ``attend`` takes no ``sinks`` but None.
+    has_sinks: False where ``attend`` takes no sinks.
     check:     (H, dtype as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
                what this backend cannot serve, naming the option.
     """
@@ -65,7 +79,7 @@ class AttentionBackend:
     kv_axis: int
     kv_shape: Callable[[int, int, int, int], tuple[int, ...]]
     write_kv: Callable[[LayerKV, jax.Array, jax.Array, StepView], LayerKV]
-    attend: Callable[..., jax.Array]
+    attend: Callable[[AttendArgs, LayerKV, StepView], jax.Array]
     move: Callable[[LayerKV, Places, Places], LayerKV]
     plan_shapes: Callable[[Bucket, StepDims], Mapping[str, tuple[int, ...]]] = lambda *_: {}
     plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None] = lambda *_: None

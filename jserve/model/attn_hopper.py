@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
-from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
+from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.tree import DraftMask, Shape
 from jserve.model.view import StepView
@@ -83,23 +83,19 @@ def _put(pool: jax.Array, row_AK: jax.Array, x_AKH: jax.Array) -> jax.Array:
     return new.reshape(pool.shape)
 
 
-def attend(
-    q_TNH: jax.Array,
-    kv: LayerKV,
-    view: StepView,
-    *,
-    window: int,
-    scale: float,
-    sinks: Sinks | None = None,
-    interpret: Any = None,
-) -> jax.Array:
+def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = None) -> jax.Array:
     """float32[T, N, H]; zero for unused rows and prefill padding. The kernels begin at the first block
     that a window reaches into, and blank what lies before it."""
-    assert sinks is None, "refused at start: the kernels know one query per token"
+    assert args.sinks is None, "refused at start: the kernels know one query per token"
     assert view.tree is None or isinstance(view.tree, DraftMask), "refused at start"
+    q_TNH = args.q_TNH
     _, N, H = q_TNH.shape
     D, J = view.D, view.J
-    options: dict[str, Any] = {"window": window, "scale": scale, "interpret": interpret}
+    options: dict[str, Any] = {
+        "window": args.window,
+        "scale": args.scale,
+        "interpret": interpret,
+    }
     parts = []
     if D:
         o_DJNH = paged_attention(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
+from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places, Sinks
 from jserve.model.kv_quant import stored
 from jserve.model.tree import seen_in_tree
 from jserve.model.view import StepView
@@ -32,17 +32,10 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
     )
 
 
-def attend(
-    q_TNH: jax.Array,
-    kv: LayerKV,
-    view: StepView,
-    *,
-    window: int,
-    scale: float,
-    sinks: Sinks | None = None,
-) -> jax.Array:
+def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     """float32[T, N, H]; zero for padding tokens."""
-    T, N, H = q_TNH.shape
+    window, scale, sinks = args.window, args.scale, args.sinks
+    T, N, H = args.q_TNH.shape
     row_T = jnp.minimum(view.row_T, view.page_table_RM.shape[0] - 1)
     k_TSKH, v_TSKH = (_gather(x, view.page_table_RM)[row_T] for x in kv)
     K = k_TSKH.shape[2]
@@ -54,7 +47,7 @@ def attend(
     # Pages beyond the context may hold anything, also NaN, which 0 * v would not stop.
     k_TSKH = jnp.where(seen_TS[:, :, None, None], k_TSKH, 0.0)
     v_TSKH = jnp.where(seen_TS[:, :, None, None], v_TSKH, 0.0)
-    q_TKGH = q_TNH.astype(jnp.float32).reshape(T, K, N // K, H) * scale
+    q_TKGH = args.q_TNH.astype(jnp.float32).reshape(T, K, N // K, H) * scale
     score_TKGS = jnp.einsum("tkgh,tskh->tkgs", q_TKGH, k_TSKH)
     if sinks is not None:
         far_TKGH = sinks.q_TNH.astype(jnp.float32).reshape(q_TKGH.shape) * scale

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jserve.model.attention import AttentionBackend, LayerKV, Places, Sinks
+from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.tree import Mask, seen_in_tree
 from jserve.model.view import StepView
@@ -63,24 +63,16 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
     return keys, values
 
 
-def attend(
-    q_TNH: jax.Array,
-    kv: LayerKV,
-    view: StepView,
-    *,
-    window: int,
-    scale: float,
-    sinks: Sinks | None = None,
-) -> jax.Array:
+def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     """float32[T, N, H]; zero for padding tokens."""
-    T, N, H = q_TNH.shape
+    (T, N, H), sinks = args.q_TNH.shape, args.sinks
     K = kv[0].shape[1]
 
     def scaled(x_TNH: jax.Array) -> jax.Array:
-        return (x_TNH.astype(jnp.float32) * scale).reshape(T, K, N // K, H)
+        return (x_TNH.astype(jnp.float32) * args.scale).reshape(T, K, N // K, H)
 
-    queries = Queries(scaled(q_TNH), None if sinks is None else scaled(sinks.q_TNH))
-    reach = Reach(window, 0 if sinks is None else sinks.n)
+    queries = Queries(scaled(args.q_TNH), None if sinks is None else scaled(sinks.q_TNH))
+    reach = Reach(args.window, 0 if sinks is None else sinks.n)
     n_decode = view.D * view.J
     parts = []
     if view.D:

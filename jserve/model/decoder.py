@@ -15,48 +15,31 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.attention import LayerKV
+from jserve.model.ctx import Ctx
 from jserve.model.layers import attention_block, embed, mlp_block, rms_norm, unembed
-from jserve.model.rope import rope_tables
 from jserve.model.shard import Axes, ParamSpec, Part
-from jserve.model.view import StepView
 
 
-def forward(
-    arch: Arch,
-    params: Any,
-    view: StepView,
-    kv: list[LayerKV],
-    attn: AttentionBackend,
-    axes: Axes,
-) -> tuple[jax.Array, list[LayerKV]]:
+def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
     """(float32[T, D] after the final norm, the new KV of every layer)."""
-    return tapped(arch, params, view, kv, attn, axes, ())[:2]
+    return tapped(ctx, params, kv, ())[:2]
 
 
 def tapped(
-    arch: Arch,
-    params: Any,
-    view: StepView,
-    kv: list[LayerKV],
-    attn: AttentionBackend,
-    axes: Axes,
-    layers: Sequence[int],
+    ctx: Ctx, params: Any, kv: list[LayerKV], layers: Sequence[int]
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
     """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
-    x_TD = embed(params["embed"], view.tok_T, axes)
-    entering = {}
-    tables = rope_tables(arch, view.pos_T)
-    # Layers alike in their window are one traced function, called again: tracing and lowering of a
-    # step take a third of the time, and XLA inlines the calls, so the program is the same.
-    layer_of = {
-        w: _traced_layer(arch, w, attn, axes) for w in {arch.window(i) for i in range(arch.L)}
-    }
-    new_kv = []
+    arch = ctx.arch
+    x_TD = embed(params["embed"], ctx.view.tok_T, ctx.axes)
+    ctx = ctx.with_tables()
+    layer = _traced_layer()
+    entering, first, new_kv = {}, {}, []
     for i, p in enumerate(params["layers"]):
         entering[i] = x_TD
+        like = first.setdefault(arch.window(i), i)
         with jax.named_scope(f"layer{i}"):
-            x_TD, layer_kv = layer_of[arch.window(i)](p, x_TD, tables, view, kv[i])
+            x_TD, layer_kv = layer(p, x_TD, ctx.at(like), kv[i])
             new_kv.append(layer_kv)
     entering[arch.L] = x_TD
     y_TD = rms_norm(x_TD, params["final_norm"], arch.norm_eps)
@@ -68,13 +51,14 @@ def embedded(params: Any, tok_T: jax.Array, axes: Axes) -> jax.Array:
     return embed(params["embed"], tok_T, axes)
 
 
-def _traced_layer(arch: Arch, window: int, attn: AttentionBackend, axes: Axes) -> Any:
-    index = next(i for i in range(arch.L) if arch.window(i) == window)
+def _traced_layer() -> Any:
+    """Layers alike in their window are one traced function, called again: tracing and lowering of a step
+    take a third of the time, and XLA inlines the calls, so the program is the same."""
 
-    def layer(p: Any, x_TD: jax.Array, tables: Any, view: StepView, kv: LayerKV) -> Any:
-        y_TD, kv = attention_block(arch, index, p, x_TD, tables, view, kv, attn, axes)
+    def layer(p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
+        y_TD, kv = attention_block(ctx, p, x_TD, kv)
         x_TD = x_TD + y_TD
-        return x_TD + mlp_block(arch, p, x_TD, axes), kv
+        return x_TD + mlp_block(ctx, p, x_TD), kv
 
     return jax.jit(layer)
 
@@ -94,7 +78,7 @@ def specs(arch: Arch, tp: int) -> dict[str, Any]:
     V, D = arch.V, arch.D
     tree: dict[str, Any] = {
         "embed": matrix("model.embed_tokens", (V, D), ("vocab", "embed")),
-        "layers": [_layer(arch, i, max(arch.K, tp)) for i in range(arch.L)],
+        "layers": [_layer_specs(arch, i, max(arch.K, tp)) for i in range(arch.L)],
         "final_norm": norm("model.norm", D),
     }
     if not arch.tied:
@@ -121,7 +105,7 @@ def check_tp(arch: Arch, tp: int) -> None:
         )
 
 
-def _layer(arch: Arch, i: int, K: int) -> dict[str, ParamSpec]:
+def _layer_specs(arch: Arch, i: int, K: int) -> dict[str, ParamSpec]:
     """``K`` is the number of kv heads kept: the model's, or one per shard where there are more
     shards."""
     D, F, H, N = arch.D, arch.F, arch.H, arch.N

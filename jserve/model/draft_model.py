@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
+from jserve.model.ctx import Ctx
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.family import Family
 from jserve.model.shard import Axes
@@ -35,7 +36,7 @@ def draft_model(family: Family, arch: Arch, target: Arch) -> Drafter:
     def observe(
         of: Target, params: Any, seen: Seen, kv: list[LayerKV], axes: Axes
     ) -> tuple[jax.Array, list[LayerKV]]:
-        _, kv = family.forward(arch, params, seen.view, kv, of.attn, axes)
+        _, kv = family.forward(Ctx.of(arch, seen.view, of.attn, axes), params, kv)
         # Nothing is carried: the next pass reads all it needs from the KV.
         return jnp.zeros((seen.last_R.shape[0], arch.D)), kv
 
@@ -47,7 +48,7 @@ def draft_model(family: Family, arch: Arch, target: Arch) -> Drafter:
         kv: list[LayerKV],
         axes: Axes,
     ) -> tuple[jax.Array, list[LayerKV]]:
-        return family.forward(arch, params, view, kv, of.attn, axes)
+        return family.forward(Ctx.of(arch, view, of.attn, axes), params, kv)
 
     def logits(of: Target, params: Any, x_ED: jax.Array, depth: int, axes: Axes) -> jax.Array:
         return family.logits(arch, params, x_ED, axes)

@@ -44,8 +44,8 @@ def draws_of(view: StepView) -> Draws:
     rows = {c.name.replace("_R", "_E"): _per_draw(view, getattr(view, c.name)) for c in SAMPLING}
     slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
     mask_EW = redraw_E = None
-    if view.mask_RJW is not None and view.redraw_RJ is not None:
-        mask_EW, redraw_E = _drawn(view, view.mask_RJW), _drawn(view, view.redraw_RJ)
+    if "mask_RJW" in view.extra:
+        mask_EW, redraw_E = (_drawn(view, view.extra[f]) for f in ("mask_RJW", "redraw_RJ"))
     return Draws(
         slot_E=_per_draw(view, slot_R),
         pos_E=_per_draw(view, view.start_R + last_R) + place_E + 1,

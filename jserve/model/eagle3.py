@@ -23,10 +23,10 @@ from jserve.errors import ConfigError
 from jserve.model import decoder
 from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
+from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.layers import attend_normed, embed, mlp_block, rms_norm, unembed
-from jserve.model.rope import rope_tables
 from jserve.model.shard import Axes, ParamSpec, Part
 from jserve.model.view import StepView
 
@@ -112,7 +112,8 @@ class _Head:
         self, of: Target, params: Any, seen: Seen, kv: list[LayerKV], axes: Axes
     ) -> tuple[jax.Array, list[LayerKV]]:
         f_TD = dot(jnp.concatenate(seen.taps, axis=1), params["fc"])
-        h_TD, kv = self._layer(of, params, f_TD, seen.next_T, seen.view, kv, axes)
+        ctx = Ctx.of(self.arch, seen.view, of.attn, axes)
+        h_TD, kv = self._layer(ctx, of, params, f_TD, seen.next_T, kv)
         return h_TD[seen.last_R], kv
 
     def advance(
@@ -124,7 +125,8 @@ class _Head:
         kv: list[LayerKV],
         axes: Axes,
     ) -> tuple[jax.Array, list[LayerKV]]:
-        return self._layer(of, params, carry_ED, view.tok_T, view, kv, axes)
+        ctx = Ctx.of(self.arch, view, of.attn, axes)
+        return self._layer(ctx, of, params, carry_ED, view.tok_T, kv)
 
     def logits(self, of: Target, params: Any, h_ED: jax.Array, depth: int, axes: Axes) -> jax.Array:
         y_ED = rms_norm(h_ED, params["norm"], self.arch.norm_eps)
@@ -139,22 +141,21 @@ class _Head:
 
     def _layer(
         self,
+        ctx: Ctx,
         of: Target,
         params: Any,
         f_TD: jax.Array,
         tok_T: jax.Array,
-        view: StepView,
         kv: list[LayerKV],
-        axes: Axes,
     ) -> tuple[jax.Array, list[LayerKV]]:
         arch, p = self.arch, params["layer"]
-        e_TD = embed(params["embed"], tok_T, axes) if self.own_embed else of.embed(tok_T)
+        e_TD = embed(params["embed"], tok_T, ctx.axes) if self.own_embed else of.embed(tok_T)
         normed_TD = rms_norm(f_TD, p["hidden_norm"], arch.norm_eps)
         x_TX = jnp.concatenate([rms_norm(e_TD, p["embed_norm"], arch.norm_eps), normed_TD], axis=1)
-        tables = rope_tables(arch, view.pos_T)
-        y_TD, layer_kv = attend_normed(arch, 0, p, x_TX, tables, view, kv[0], of.attn, axes)
+        ctx = ctx.with_tables()
+        y_TD, layer_kv = attend_normed(ctx, p, x_TX, kv[0])
         h_TD = (normed_TD if self.norm_before_residual else f_TD) + y_TD
-        return h_TD + mlp_block(arch, p, h_TD, axes), [layer_kv]
+        return h_TD + mlp_block(ctx, p, h_TD), [layer_kv]
 
     def specs(self, tp: int) -> dict[str, Any]:
         """The parameter tree.

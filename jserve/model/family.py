@@ -6,17 +6,17 @@ Owns the ``Family`` type. Must not know any particular family;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.attention import LayerKV
+from jserve.model.ctx import Ctx
 from jserve.model.drafter import Drafter
 from jserve.model.shard import Axes
-from jserve.model.view import StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class Family:
 
     arch:    config.json as a mapping -> Arch. Raises ConfigError naming the key it cannot honour.
     specs:   (arch, tp) -> tree of ParamSpec (global shapes; kv heads repeated when tp > K).
-    forward: (arch, params, view, kv, attn, axes) -> (x_TD after the final norm, new kv).
-             ``params`` and ``kv`` are this shard's.
+    forward: (ctx, params, kv) -> (x_TD after the final norm, new kv). ``params`` and ``kv`` are this
+             shard's.
     logits:  (arch, params, x_ED, axes) -> float32[E, V], the whole vocabulary on every shard.
     tapped:  forward with a last argument more, layer numbers, that also gives the residual stream
              float32[T, D] entering each of them (L: entering the final norm). None: heads that read
@@ -42,11 +42,14 @@ class Family:
     architectures: tuple[str, ...]
     arch: Callable[[Mapping[str, Any]], Arch]
     specs: Callable[[Arch, int], Any]
-    forward: Callable[
-        [Arch, Any, StepView, list[LayerKV], AttentionBackend, Axes],
-        tuple[jax.Array, list[LayerKV]],
-    ]
+    forward: Callable[[Ctx, Any, list[LayerKV]], tuple[jax.Array, list[LayerKV]]]
     logits: Callable[[Arch, Any, jax.Array, Axes], jax.Array]
-    tapped: Callable[..., tuple[jax.Array, list[LayerKV], list[jax.Array]]] | None = None
+    tapped: (
+        Callable[
+            [Ctx, Any, list[LayerKV], Sequence[int]],
+            tuple[jax.Array, list[LayerKV], list[jax.Array]],
+        ]
+        | None
+    ) = None
     embed: Callable[[Any, jax.Array, Axes], jax.Array] | None = None
     mtp: Callable[[Mapping[str, Any], Arch], Drafter] | None = None

@@ -1,17 +1,23 @@
-"""A step's packed buffer made by hand: for research scripts, sharding experiments and tests of the model side.
+"""A step by hand, its model and its packed buffer: for research scripts, sharding experiments and tests.
 
-Owns nothing but a plain way to fill ``view.layout``. The runner has its own, faster packer; a step cannot tell
-them apart. Every row here decodes greedily; set other fields through ``view.numpy_views``.
+The runner has its own, faster packer; a step cannot tell them apart. Every row here decodes greedily; set other fields
+through ``view.numpy_views``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jserve.model.attention import AttentionBackend
+from jserve.model.attention import AttentionBackend, backend
+from jserve.model.families import family_for
+from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.step import StepModel
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, numpy_views
 
 
@@ -27,6 +33,43 @@ class Row:
     tokens: Sequence[int]
     slot: int | None = None
     """Row of the slot state; by default the row's own number."""
+
+
+def step_model(
+    config: Mapping[str, Any],
+    *,
+    slots: int = 2,
+    row_pages: int = 4,
+    page_size: int = 16,
+    mesh: Mesh | None = None,
+    rules: ShardRules | None = None,
+    attention: str = "xla",
+    dtype: Any = jnp.float32,
+) -> StepModel:
+    """What the steps of a model share, for a pool where all slots have ``row_pages`` pages of
+    ``page_size`` tokens (page 0 is scratch).
+
+    Args:
+        config: a config.json as a mapping.
+        mesh: by default the first device.
+        dtype: of weights, activations and KV.
+
+    Raises:
+        ConfigError: the model, the rules or the attention backend is not supported.
+    """
+    family, attn = family_for(config), backend(attention)
+    arch = family.arch(config)
+    return StepModel(
+        family=family,
+        arch=arch,
+        backend=attn,
+        dims=StepDims(C=slots, M=row_pages, Z=page_size, V=arch.V),
+        mesh=mesh or make_mesh(1),
+        rules=rules or ShardRules(),
+        n_pages=1 + slots * row_pages,
+        kv_dtype=attn.kv_dtype(dtype),
+        dtype=jnp.dtype(dtype),
+    )
 
 
 def pack(

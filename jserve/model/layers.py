@@ -20,16 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.attention import AttendArgs, LayerKV
+from jserve.model.collectives import gather, reduce, shard_index
+from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.rope import rotate
 from jserve.model.shard import Axes
 from jserve.model.sinks import sinks_of
-from jserve.model.view import StepView
 
 Params = Mapping[str, jax.Array]
-Tables = tuple[jax.Array, jax.Array]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -39,44 +39,26 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
 
 
-def attention_block(
-    arch: Arch,
-    layer: int,
-    p: Params,
-    x_TD: jax.Array,
-    tables: Tables,
-    view: StepView,
-    kv: LayerKV,
-    attn: AttentionBackend,
-    axes: Axes,
-) -> tuple[jax.Array, LayerKV]:
+def attention_block(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
     """(what the layer's attention adds to the residual stream, this layer's new KV)."""
-    x_TD = rms_norm(x_TD, p["attn_norm"], arch.norm_eps)
-    return attend_normed(arch, layer, p, x_TD, tables, view, kv, attn, axes)
+    return attend_normed(ctx, p, rms_norm(x_TD, p["attn_norm"], ctx.arch.norm_eps), kv)
 
 
-def attend_normed(
-    arch: Arch,
-    layer: int,
-    p: Params,
-    x_TD: jax.Array,
-    tables: Tables,
-    view: StepView,
-    kv: LayerKV,
-    attn: AttentionBackend,
-    axes: Axes,
-) -> tuple[jax.Array, LayerKV]:
+def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
     """``attention_block`` of what is normed already."""
+    assert ctx.tables is not None, "a layer needs Ctx.with_tables"
     scale_K2 = scales_of(p, kv[0])
-    q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(arch, p, x_TD))
-    kv = attn.write_kv(kv, rotate(k_TKH, *tables), v_TKH, view)
-    window = arch.window(layer)
-    sinks = sinks_of(arch, window, q_TNH, view)
-    o_TNH = attn.attend(
-        rotate(q_TNH, *tables), kv, view, window=window, scale=arch.H**-0.5, sinks=sinks
+    q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(ctx.arch, p, x_TD))
+    kv = ctx.attn.write_kv(kv, rotate(k_TKH, *ctx.tables), v_TKH, ctx.view)
+    sinks = sinks_of(ctx, q_TNH)
+    args = AttendArgs(
+        q_TNH=rotate(q_TNH, *ctx.tables),
+        window=ctx.window,
+        scale=ctx.arch.H**-0.5,
+        sinks=sinks,
     )
-    o_TNH = unfold(scale_K2, o_TNH)
-    y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), axes.heads)
+    o_TNH = unfold(scale_K2, ctx.attn.attend(args, kv, ctx.view))
+    y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), ctx.axes.heads)
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 
@@ -94,14 +76,14 @@ def _qkv(arch: Arch, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, 
     return q_TNH, k_TKH, v_TKH
 
 
-def mlp_block(arch: Arch, p: Params, x_TD: jax.Array, axes: Axes) -> jax.Array:
+def mlp_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
     """What the layer's SiLU-gated MLP adds to the residual stream."""
-    x_TD = rms_norm(x_TD, p["mlp_norm"], arch.norm_eps)
+    x_TD = rms_norm(x_TD, p["mlp_norm"], ctx.arch.norm_eps)
     y_T2F = dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
     if "gate_up_bias" in p:
         y_T2F = y_T2F + p["gate_up_bias"]
     h_TF = jax.nn.silu(y_T2F[:, 0]) * y_T2F[:, 1]
-    y_TD = reduce(dot(h_TF, p["down"]), axes.ffn)
+    y_TD = reduce(dot(h_TF, p["down"]), ctx.axes.ffn)
     return y_TD + p["down_bias"] if "down_bias" in p else y_TD
 
 
@@ -111,7 +93,7 @@ def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
     if axes.vocab is None:
         return _rows(table_VD, tok_T)
     V = table_VD.shape[0]
-    local_T = tok_T - lax.axis_index(axes.vocab) * V
+    local_T = tok_T - shard_index(axes.vocab) * V
     mine_T = (local_T >= 0) & (local_T < V)
     x_TD = _rows(table_VD, jnp.where(mine_T, local_T, 0))
     return reduce(jnp.where(mine_T[:, None], x_TD, 0.0), axes.vocab)
@@ -131,11 +113,4 @@ def unembed(table_VD: jax.Array, x_ED: jax.Array, axes: Axes, V: int) -> jax.Arr
     logits knows V tokens.
     """
     y_EV = dot(x_ED, table_VD)
-    if axes.vocab is None:
-        return y_EV
-    return lax.all_gather(y_EV, axes.vocab, axis=1, tiled=True)[:, :V]
-
-
-def reduce(y: jax.Array, axis: str | None) -> jax.Array:
-    """Sum of the shards' partial results."""
-    return y if axis is None else lax.psum(y, axis)
+    return y_EV if axes.vocab is None else gather(y_EV, axes.vocab, 1)[:, :V]

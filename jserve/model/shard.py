@@ -2,9 +2,9 @@
 draw it.
 
 Owns ``ParamSpec``, the rules that map logical axes to mesh axes, and ``Axes``, which the collectives
-of a step read. Everything else (abstract trees, shardings, loading, dummy weights) is a ``tree.map``
-over specs. Idea: jax-llm-examples' ArrayInfo. Must not know file formats; ``jserve.weights`` reads
-``Part``s.
+of a step (``jserve.model.collectives``) read. Everything else (abstract trees, shardings, loading,
+dummy weights) is a ``tree.map`` over specs; ``jserve.weights`` reads ``Part``s. Idea:
+jax-llm-examples' ArrayInfo.
 """
 
 from __future__ import annotations
@@ -100,8 +100,18 @@ class ShardRules:
     def sharding(self, mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
         return NamedSharding(mesh, self.partition(axes))
 
+    def names(self) -> tuple[str, ...]:
+        """The logical axes that have a rule."""
+        return (*_RULES, *(name for name in self.extra if name not in _RULES))
+
 
 _RULES = ("vocab", "kv_heads", "ffn", "embed")
+_WHOLE = {
+    "embed": "the residual stream is whole on every device",
+    "layers": "every device computes every layer",
+    "experts": "no family has experts",
+}
+"""Why a dimension cannot be split."""
 
 
 def rule(name: str) -> str:
@@ -112,7 +122,8 @@ def rule(name: str) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """The mesh axis that each logical dimension of a decoder is split over inside shard_map. None:
-    whole on every device, so that a block over it needs no collective."""
+    whole on every device, so that a block over it needs no collective. Layers, experts and the
+    residual stream have no field here: a rule that splits them is refused."""
 
     heads: str | None = None
     """Query heads and kv heads; those of one kv head lie together."""
@@ -127,17 +138,13 @@ class Axes:
             ConfigError: the mesh lacks an axis, or no collective serves the rule; ``field`` is the
             rule.
         """
-        if rules.split("embed", sizes) is not None:
-            raise ConfigError(
-                f"{rule('embed')}: the residual stream is whole on every device; only null is"
-                " supported",
-                field=rule("embed"),
-            )
-        return cls(
-            heads=rules.split("kv_heads", sizes),
-            ffn=rules.split("ffn", sizes),
-            vocab=rules.split("vocab", sizes),
-        )
+        found = {name: rules.split(name, sizes) for name in rules.names()}
+        axes = cls(heads=found.pop("kv_heads"), ffn=found.pop("ffn"), vocab=found.pop("vocab"))
+        for name, axis in found.items():
+            if axis is not None:
+                why = _WHOLE.get(name, "no collective of a step serves it")
+                raise ConfigError(f"{rule(name)}: {why}; only null is supported", field=rule(name))
+        return axes
 
 
 def is_spec(x: Any) -> bool:
@@ -168,6 +175,12 @@ def padded(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> Any:
         return replace(spec, shape=shape, concat=d, pad=pad)
 
     return jax.tree.map(one, specs, is_leaf=is_spec)
+
+
+def dtype_of(params: Any, specs: Any) -> Any:
+    """The model's dtype: that of the parameters whose spec names none."""
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    return next(x.dtype for x, spec in leaves if spec.dtype is None)
 
 
 def partitions(specs: Any, rules: ShardRules) -> Any:

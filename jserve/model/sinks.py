@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, Sinks
+from jserve.model.ctx import Ctx
 from jserve.model.rope import rope_tables, rotate
-from jserve.model.view import StepView
 
 
 def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
@@ -44,9 +44,10 @@ def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
     return dataclasses.replace(arch, sinks=n)
 
 
-def sinks_of(arch: Arch, window: int, q_TNH: jax.Array, view: StepView) -> Sinks | None:
-    """The sinks of a layer with this window, with queries ``q_TNH`` that are not yet turned."""
-    if not arch.sinks or not window:
+def sinks_of(ctx: Ctx, q_TNH: jax.Array) -> Sinks | None:
+    """The sinks of the layer, with queries ``q_TNH`` that are not yet turned."""
+    arch = ctx.arch
+    if not arch.sinks or not ctx.window:
         return None
-    place_T = jnp.minimum(view.pos_T, arch.sinks + window - 1)
+    place_T = jnp.minimum(ctx.view.pos_T, arch.sinks + ctx.window - 1)
     return Sinks(n=arch.sinks, q_TNH=rotate(q_TNH, *rope_tables(arch, place_T)))

@@ -29,17 +29,17 @@ from jserve.errors import ConfigError
 from jserve.model import slots as slot_rows
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.ctx import Ctx
 from jserve.model.drafter import REPLICATED, Drafter, Target
 from jserve.model.drafting import Hands, Told, leave_drafts
 from jserve.model.draws import by_row, drawn_places, draws_of
 from jserve.model.family import Family
 from jserve.model.path import accepted, along, as_chain, straightened
-from jserve.model.sample import Chosen, logprobs, ranks, sample
+from jserve.model.sample import Chosen, logprobs, sample
 from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
 from jserve.model.slots import NONE, SlotState
 from jserve.model.verify import accept
 from jserve.model.view import (
-    LOGPROBS,
     PENALTY,
     Bucket,
     Field,
@@ -48,9 +48,6 @@ from jserve.model.view import (
     layout,
     unpack,
 )
-
-SCORE_BLOCK = 32
-"""Prefill tokens whose logits exist at once while scoring."""
 
 
 @flax.struct.dataclass
@@ -64,18 +61,6 @@ class DeviceState:
 
 
 @flax.struct.dataclass
-class Scores:
-    """Log-probabilities of the prefill tokens' successors, P of them (garbage where ``target_T`` is
-    -1)."""
-
-    logprob_P: jax.Array
-    rank_P: jax.Array
-    """int32: 1 for the most likely token."""
-    top_ids_PL: jax.Array
-    top_logprobs_PL: jax.Array
-
-
-@flax.struct.dataclass
 class StepOut:
     """What a step says to the host."""
 
@@ -83,7 +68,8 @@ class StepOut:
     """int32[R, 2 + 2 J]."""
     top_ids_RJL: jax.Array
     top_logprobs_RJL: jax.Array
-    scores: Scores | None = None
+    extra: dict[str, Any]
+    """What the bucket's features give, by name."""
     rank_RJ: jax.Array | None = None
     """int32: ranks of the drawn tokens; None without ``StepDims.picks``, as ``picked_RJK``."""
     picked_RJK: jax.Array | None = None
@@ -275,17 +261,15 @@ def run(
         len_R = _new_len(view, n_ok_R)
         counts = (view.flags & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, counts)
-    drafted = state.kv[arch.L :]
+    drafted, target = state.kv[arch.L :], _target(model, params)
+    told = Told(view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps)
     if drafts:
-        told = Told(view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps)
         with jax.named_scope("draft"):
-            hands = _hands(model, params, own)
+            hands = _hands(model, target, own)
             drafted, slots = leave_drafts(hands, drafted, told, slots, bucket)
-    kv = [*kv, *drafted]
-    scores = None
-    if view.target_T is not None:
-        scores = _score(model, params, x_TD[-view.P :], view.target_T[-view.P :])
-    return DeviceState(kv=kv, slots=slots), _pack(view, token_RJ, n_ok_R, ok_E, chosen, scores)
+    extra = {feature.name: feature.after(target, told) for feature in bucket.features}
+    state = DeviceState(kv=[*kv, *drafted], slots=slots)
+    return state, _pack(told, ok_E, chosen, extra)
 
 
 def _picks(slots: SlotState, slot_E: jax.Array) -> jax.Array | None:
@@ -293,9 +277,8 @@ def _picks(slots: SlotState, slot_E: jax.Array) -> jax.Array | None:
     return None if slots.pick_CK is None else slots.pick_CK[slot_E]
 
 
-def _hands(model: StepModel, params: Any, own: Any) -> Hands:
-    assert model.drafter is not None, "there is no drafter"
-    target = Target(
+def _target(model: StepModel, params: Any) -> Target:
+    return Target(
         arch=model.arch,
         params=params,
         embedding=model.family.embed,
@@ -303,6 +286,10 @@ def _hands(model: StepModel, params: Any, own: Any) -> Hands:
         attn=model.backend,
         axes=model.axes,
     )
+
+
+def _hands(model: StepModel, target: Target, own: Any) -> Hands:
+    assert model.drafter is not None, "there is no drafter"
     loops = model.mesh.devices.flat[0].platform == "cpu"
     return Hands(model.drafter, target, own, model.dims, model.draft_axes, loops)
 
@@ -323,12 +310,12 @@ def _forward(
     model: StepModel, params: Any, view: StepView, kv: list[LayerKV], *, taps: bool
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
     family, drafter = model.family, model.drafter
-    given = (model.arch, params, view, kv, model.backend, model.axes)
+    ctx = Ctx.of(model.arch, view, model.backend, model.axes)
     if drafter is None or not taps or not drafter.taps:
-        x_TD, kv = family.forward(*given)
+        x_TD, kv = family.forward(ctx, params, kv)
         return x_TD, kv, []
     assert family.tapped is not None, f"{family.name} has no taps"
-    return family.tapped(*given, drafter.taps)
+    return family.tapped(ctx, params, kv, drafter.taps)
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:
@@ -349,14 +336,8 @@ def _new_len(view: StepView, n_ok_R: jax.Array) -> jax.Array:
     return view.start_R + jnp.where(decode, n_ok_R, view.count_R)
 
 
-def _pack(
-    view: StepView,
-    token_RJ: jax.Array,
-    n_ok_R: jax.Array,
-    ok_E: jax.Array,
-    chosen: Chosen,
-    scores: Scores | None,
-) -> StepOut:
+def _pack(told: Told, ok_E: jax.Array, chosen: Chosen, extra: dict[str, Any]) -> StepOut:
+    view, n_ok_R = told.view, told.n_ok_R
     ok_RJ = by_row(view, ok_E, True)
     valid_RJ = jnp.arange(view.J) < jnp.maximum(n_ok_R, 1)[:, None]
     # Also of a row that draws nothing: its pages are shared as soon as they are known to be sound.
@@ -364,33 +345,10 @@ def _pack(
     bits_RJ = jax.lax.bitcast_convert_type(by_row(view, chosen.logprob_E, 0.0), jnp.int32)
     head_R2 = jnp.stack([n_ok_R, finite_R.astype(jnp.int32)], axis=1)
     return StepOut(
-        packed_RX=jnp.concatenate([head_R2, token_RJ, bits_RJ], axis=1),
+        packed_RX=jnp.concatenate([head_R2, told.token_RJ, bits_RJ], axis=1),
         top_ids_RJL=by_row(view, chosen.top_ids_EL, NONE),
         top_logprobs_RJL=by_row(view, chosen.top_logprobs_EL, 0.0),
-        scores=scores,
+        extra=extra,
         rank_RJ=None if chosen.rank_E is None else by_row(view, chosen.rank_E, 0),
         picked_RJK=None if chosen.picked_EK is None else by_row(view, chosen.picked_EK, 0.0),
     )
-
-
-def _score(model: StepModel, params: Any, x_PD: jax.Array, target_P: jax.Array) -> Scores:
-    """Score the prefill tokens in blocks, so that only SCORE_BLOCK rows of logits exist at once."""
-    P, D = x_PD.shape
-    pad = -P % SCORE_BLOCK
-    x_XBD = jnp.pad(x_PD, ((0, pad), (0, 0))).reshape(-1, SCORE_BLOCK, D)
-    target_XB = jnp.pad(jnp.maximum(target_P, 0), (0, pad)).reshape(-1, SCORE_BLOCK)
-
-    def block(item: tuple[jax.Array, jax.Array]) -> Scores:
-        x_BD, target_B = item
-        raw_BV = model.family.logits(model.arch, params, x_BD, model.axes)
-        scored = logprobs(raw_BV, target_B, jnp.int32(LOGPROBS))
-        chosen_B = jnp.take_along_axis(raw_BV, target_B[:, None], axis=1)[:, 0]
-        return Scores(
-            logprob_P=scored.logprob_E,
-            rank_P=ranks(raw_BV, chosen_B),
-            top_ids_PL=scored.top_ids_EL,
-            top_logprobs_PL=scored.top_logprobs_EL,
-        )
-
-    out = jax.lax.map(block, (x_XBD, target_XB))
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:P], out)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.struct
@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.model.feature import StepFeature
 from jserve.model.tree import Mask, Shape, mask_of, masks_of
 from jserve.sampling import MAX_STOP_IDS
 from jserve.types import Grown
@@ -50,9 +51,8 @@ class Bucket:
     """Prefill rows."""
     J: int = 1
     """Tokens of a decode row: one plus its drafts."""
-    mask: bool = False
-    score: bool = False
-    """Also give the log-probabilities of the prefill tokens themselves."""
+    features: tuple[StepFeature, ...] = ()
+    """What rows can ask for beside tokens, in order."""
     n_draft: int = 0
     """Drafts that the device drafter leaves in the slot of each emitting row; 0: it is not in the
     program."""
@@ -67,6 +67,9 @@ class Bucket:
     @property
     def R(self) -> int:
         return self.D + self.F
+
+    def with_also(self, *features: StepFeature) -> Bucket:
+        return replace(self, features=tuple(sorted({*self.features, *features})))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +155,7 @@ def layout(
 ) -> tuple[Field, ...]:
     """The fields of the packed buffer in order. ``attn`` are the ints that the attention backend
     plans."""
-    T, R, J = bucket.T, bucket.R, bucket.J
+    T, R = bucket.T, bucket.R
     fields = [
         Field("flags", ()),
         Field("n_decode", ()),
@@ -162,10 +165,7 @@ def layout(
         Field("row_T", (T,)),
         Field("page_table_RM", (R, dims.M)),
     ]
-    if bucket.mask:
-        fields += [Field("mask_RJW", (R, J, -(-dims.V // 32))), Field("redraw_RJ", (R, J))]
-    if bucket.score:
-        fields.append(Field("target_T", (T,)))
+    fields += [f for feature in bucket.features for f in feature.fields(bucket, dims)]
     if bucket.n_draft and bucket.F:
         fields += [Field("next_F", (bucket.F,)), Field("shown_F", (bucket.F,))]
     fields += [Field(f"attn.{name}", shape) for name, shape in sorted(attn.items())]
@@ -253,11 +253,8 @@ class StepView:
     """int32: stop ids are banned for tokens drawn at positions below this one."""
     stop_RS: jax.Array
     """int32: EOS and stop ids, padded with -1."""
-    mask_RJW: jax.Array | None
-    redraw_RJ: jax.Array | None
-    """int32: as ``RowPlan.redraw``, -1 for none."""
-    target_T: jax.Array | None
-    """int32: the token that follows each prefill token in its prompt (-1: none)."""
+    extra: dict[str, jax.Array]
+    """The fields of the bucket's features."""
     next_F: jax.Array | None
     """int32: the known token after each prefill row that does not emit (only where there are drafts to
     be made)."""
@@ -301,9 +298,9 @@ def unpack(
     plain = {k: raw[k] for k in _PASSED if k in raw}
     return StepView(
         **plain,
-        mask_RJW=raw.get("mask_RJW"),
-        redraw_RJ=raw.get("redraw_RJ"),
-        target_T=raw.get("target_T"),
+        extra={
+            f.name: raw[f.name] for feature in bucket.features for f in feature.fields(bucket, dims)
+        },
         next_F=raw.get("next_F"),
         shown_F=raw["shown_F"] > 0 if "shown_F" in raw else None,
         tok_T=jnp.where(real_T, tok_T, 0),

@@ -15,11 +15,12 @@ a bucket is reused and copied out, for a transfer may alias the copy::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from jserve.model.feature import in_range
 from jserve.model.view import (
     BAD_WORDS,
     BIAS,
@@ -40,7 +41,7 @@ from jserve.model.view import (
 )
 from jserve.runner.buckets import Ladder, Needs
 from jserve.sampling import GREEDY_TEMPERATURE, SamplingParams
-from jserve.types import RowPlan, Sequence, StepPlan
+from jserve.types import Choice, RowPlan, StepPlan
 
 FieldsOf = Callable[[Bucket], tuple[Field, ...]]
 PlanAttention = Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None]
@@ -86,7 +87,7 @@ class Packer:
         self._fields_of = fields_of
         self._plan_attention = plan_attention
         self._slates: dict[Bucket, _Slate] = {}
-        self._owner: list[Sequence | None] = [None] * dims.C
+        self._owner: list[Choice | None] = [None] * dims.C
         # One row per slot, in the columns of ``rows_RX``, and one for rows that are not in use.
         self._known_CX = np.zeros((dims.C, ROW_WIDTH), np.int32)
         self._known = row_columns(self._known_CX)
@@ -120,11 +121,12 @@ class Packer:
         _decode_tokens(views, rows[:n], counts[:n], bucket, self.dims)
         _prefill_tokens(views, rows[n:], bucket, self.dims.V)
         if "next_F" in views:
-            _next_tokens(views, rows[n:])
+            _next_tokens(views, rows[n:], self.dims.V)
         elif any([row.shown for row in rows[n:]]):
             raise ValueError(f"{bucket} has no drafter to show tokens to")
-        if bucket.mask:
-            _masks(views, rows, n, bucket)
+        for feature in bucket.features:
+            at = [*range(n), *range(bucket.D, bucket.D + needs.F)]
+            feature.pack(views, rows, at, self.dims)
         flags = int(np.bitwise_or.reduce(views["uses_R"]))
         views["flags"][...], views["n_decode"][...], views["n_prefill"][...] = flags, n, needs.F
         self._plan_attention(views, bucket, self.dims)
@@ -170,21 +172,21 @@ class Packer:
             return
         starts = [row.start for row in plan.rows]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        _in_range("slot", slots, 0, dims.C - 1)
-        _in_range("start", starts, 0, dims.M * dims.Z - 1)
-        _in_range("count", counts, 1, dims.M * dims.Z)
+        in_range("slot", slots, 0, dims.C - 1)
+        in_range("start", starts, 0, dims.M * dims.Z - 1)
+        in_range("count", counts, 1, dims.M * dims.Z)
         if table.shape[0] != len(slots) or table.shape[1] > dims.M:
             raise ValueError(f"page table {table.shape} for {len(slots)} rows of {dims.M} pages")
-        _in_range("start + count", ends, 1, table.shape[1] * dims.Z)
+        in_range("start + count", ends, 1, table.shape[1] * dims.Z)
         if int(table.min()) < 0 or int(table.max()) >= self.n_pages:
             raise ValueError(f"page out of range [0, {self.n_pages - 1}]")
 
     def _learn(self, rows: tuple[RowPlan, ...]) -> None:
         owner = self._owner
         for row in rows:
-            if owner[row.slot] is not row.seq:
-                owner[row.slot] = row.seq
-                _fill(self._known, row.slot, row.seq)
+            if owner[row.slot] is not row.choice:
+                owner[row.slot] = row.choice
+                _fill(self._known, row.slot, row.choice)
 
     def _pages(self, slate: _Slate, plan: StepPlan, bucket: Bucket, needs: Needs) -> None:
         table, out = plan.page_table_RM, slate.views["page_table_RM"]
@@ -200,8 +202,8 @@ def _prefill(bucket: Bucket, needs: Needs) -> slice:
     return slice(bucket.D, bucket.D + needs.F)
 
 
-def _fill(known: dict[str, np.ndarray], slot: int, seq: Sequence) -> None:
-    params = seq.request.params
+def _fill(known: dict[str, np.ndarray], slot: int, choice: Choice) -> None:
+    params = choice.request.params
     known["uses_R"][slot] = uses(params)
     known["temperature_R"][slot] = 0.0 if params.greedy else params.temperature
     known["top_p_R"][slot] = params.top_p
@@ -210,9 +212,9 @@ def _fill(known: dict[str, np.ndarray], slot: int, seq: Sequence) -> None:
     known["presence_R"][slot] = params.presence_penalty
     known["frequency_R"][slot] = params.frequency_penalty
     known["top_k_R"][slot] = max(params.top_k, 0)
-    known["min_pos_R"][slot] = min(seq.n_prompt + params.min_tokens, 2**31 - 1)
-    known["seed_R2"][slot] = np.array([seq.seed], np.int64).view(np.int32)
-    stops = [*seq.request.eos_ids, *params.stop_token_ids]
+    known["min_pos_R"][slot] = min(choice.n_prompt + params.min_tokens, 2**31 - 1)
+    known["seed_R2"][slot] = np.array([choice.seed], np.int64).view(np.int32)
+    stops = [*choice.request.eos_ids, *params.stop_token_ids]
     if len(stops) > N_STOP_IDS:
         raise ValueError(f"stop ids and eos ids together exceed {N_STOP_IDS}: {len(stops)}")
     known["stop_RS"][slot] = -1
@@ -234,11 +236,6 @@ def uses(params: SamplingParams) -> int:
         | LOGPROBS * params.shows_logprobs
         | MIN_TOKENS * (params.min_tokens > 0)
     )
-
-
-def _in_range(name: str, values: Seq[int], low: int, high: int) -> None:
-    if min(values) < low or max(values) > high:
-        raise ValueError(f"{name} out of range [{low}, {high}]: {min(values)} .. {max(values)}")
 
 
 def _decode_tokens(
@@ -264,55 +261,34 @@ def _decode_tokens(
             raise ValueError(f"row {r} has count {row.count} and {len(row.drafts)} drafts")
         tok_DJ[r, 1 : row.count] = row.drafts
         if row.drafts and row.drafts[0] >= 0:
-            _in_range("draft", row.drafts, 0, dims.V - 1)
+            in_range("draft", row.drafts, 0, dims.V - 1)
         elif row.drafts:
-            _in_range("draft of the device", row.drafts, -1, -1)
-            _in_range("drafts of the device", [len(row.drafts)], 1, dims.drafts)
+            in_range("draft of the device", row.drafts, -1, -1)
+            in_range("drafts of the device", [len(row.drafts)], 1, dims.drafts)
 
 
 def _prefill_tokens(
     views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], bucket: Bucket, V: int
 ) -> None:
     at = bucket.D * bucket.J
-    if bucket.score:
-        views["target_T"][...] = -1
     for i, row in enumerate(rows):
         r, part = bucket.D + i, slice(at, at + row.count)
         if row.from_slot or len(row.tokens) != row.count:
             raise ValueError(f"row {i} of prefill: {len(row.tokens)} tokens, count {row.count}")
-        _in_range("token id", row.tokens, 0, V - 1)
+        in_range("token id", row.tokens, 0, V - 1)
         views["tok_T"][part] = row.tokens
         views["row_T"][part] = r
         views["first_R"][r] = at
         views["emit_R"][r] = row.emits
-        if row.score:
-            targets = score_targets(row)
-            views["target_T"][at : at + len(targets)] = targets
         at += row.count
 
 
-def _next_tokens(views: dict[str, np.ndarray], rows: tuple[RowPlan, ...]) -> None:
+def _next_tokens(views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], V: int) -> None:
     """The token after each prefill row that draws none: the drafter waits for it. And which rows are
     for the drafter alone."""
     views["next_F"][...] = views["shown_F"][...] = 0
     for i, row in enumerate(rows):
         views["shown_F"][i] = row.shown
         if not row.emits:
-            views["next_F"][i] = row.seq.tokens[row.start + row.count]
-
-
-def score_targets(row: RowPlan) -> list[int]:
-    """The prompt tokens that follow the row's tokens; fewer than ``count`` at the prompt's end."""
-    seq = row.seq
-    return seq.tokens[row.start + 1 : min(row.start + row.count + 1, seq.n_prompt)]
-
-
-def _masks(
-    views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], n_decode: int, bucket: Bucket
-) -> None:
-    views["mask_RJW"][...] = views["redraw_RJ"][...] = -1
-    for i, row in enumerate(rows):
-        if row.mask is not None:
-            r = i if i < n_decode else bucket.D + i - n_decode
-            views["mask_RJW"][r, : len(row.mask)] = row.mask
-            views["redraw_RJ"][r, : len(row.redraw)] = row.redraw
+            in_range("next token", (row.next_token,), 0, V - 1)
+            views["next_F"][i] = row.next_token

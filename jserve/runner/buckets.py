@@ -22,14 +22,14 @@ run in the very programs of an engine without one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
+from jserve.model.feature import StepFeature
+from jserve.model.features import FEATURES, MASK, SCORE
 from jserve.model.tree import Shape
 from jserve.model.view import Bucket
 from jserve.spec.choice import widths
 from jserve.types import StepPlan
 
-_SCORE = attrgetter("score")
 FEW_ROWS = 2
 WITH_FEW = (32, 128)
 """Prefill rungs beside which idle decode rows cost enough to have a program without them."""
@@ -51,8 +51,7 @@ class Needs:
     P: int
     F: int
     J: int = 1
-    mask: bool = False
-    score: bool = False
+    features: tuple[StepFeature, ...] = ()
     n_draft: int = 0
     chains: bool = False
     """Some row has drafts of the host, which are chains."""
@@ -67,8 +66,7 @@ class Needs:
             P=sum(counts[n_decode:]),
             F=len(rows) - n_decode,
             J=max(counts[:n_decode], default=1),
-            mask=any(row.mask is not None for row in rows),
-            score=any(map(_SCORE, rows)),
+            features=tuple(feature for feature in FEATURES if feature.wanted(rows)),
             n_draft=plan.n_draft,
             chains=any([row.drafts and row.drafts[0] >= 0 for row in rows[:n_decode]]),
         )
@@ -79,8 +77,7 @@ class Needs:
             and bucket.P >= self.P
             and bucket.F >= self.F
             and bucket.J >= self.J
-            and bucket.mask >= self.mask
-            and bucket.score >= self.score
+            and (not self.features or {*self.features} <= {*bucket.features})
             and bucket.n_draft >= self.n_draft
             and not (self.chains and bucket.tree)
         )
@@ -123,10 +120,10 @@ class Ladder:
         J = 1 if device_drafts else 1 + max_drafts
         found = _plain(D, P, F) | (_verifying(D, P, F, J) if J > 1 else set())
         if scores:
-            found.add(Bucket(D=D, P=P, F=F, J=J, score=True))
+            found.add(Bucket(D=D, P=P, F=F, J=J, features=(SCORE,)))
         if masks:
             found |= {
-                replace(b, mask=True)
+                b.with_also(MASK)
                 for b in found
                 if _worth_a_mask(b, D, P, J) or (masks_drafts and b.J > 1)
             }
@@ -150,7 +147,7 @@ class Ladder:
 
 def _cost(b: Bucket) -> tuple:
     """A step that drafts nothing takes no program that does while there is another."""
-    return (b.score, b.mask, b.n_draft > 0, b.T, b.R, b)
+    return (SCORE in b.features, MASK in b.features, b.n_draft > 0, b.T, b.R, b)
 
 
 def beside_prefill(max_drafts: int) -> int:
@@ -196,9 +193,9 @@ def _drafting(
         Bucket(D=rows, P=p, F=min(rows, _rows(p, F)), J=narrow) for p, rows in beside if p < P
     }
     if masks:
-        found |= {replace(whole, mask=True), Bucket(D=D, P=0, F=0, J=wide[-1], mask=True)}
+        found |= {whole.with_also(MASK), Bucket(D=D, P=0, F=0, J=wide[-1], features=(MASK,))}
     if scores:
-        found.add(replace(whole, mask=masks, score=True))
+        found.add(whole.with_also(SCORE, *([MASK] if masks else [])))
     return {replace(b, n_draft=b.J - 1, tree=tree) for b in found}
 
 

@@ -9,11 +9,12 @@ what all slots can fill (the second half keeps prefixes).
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
-import psutil
 
 from jserve.config import SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
@@ -24,6 +25,7 @@ from jserve.model.view import StepDims
 
 GIB = 2**30
 CPU_SHARE = 0.25
+MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +91,8 @@ class DeviceMemory:
 
     @classmethod
     def of_host(cls) -> DeviceMemory:
-        memory = psutil.virtual_memory()
-        return cls(total=memory.total, taken=memory.total - memory.available, is_host=True)
+        total, available = _host_memory()
+        return cls(total=total, taken=total - available, is_host=True)
 
     def room(self, utilization: float, weights: int) -> int:
         """Bytes that slots and KV may take beside ``weights`` bytes of weights (on a CPU they are
@@ -99,6 +101,20 @@ class DeviceMemory:
             share = int(self.total * min(utilization, CPU_SHARE))
             return min(share, int((self.total - self.taken) * utilization))
         return int(self.total * (utilization - SCRATCH_SHARE)) - max(self.taken, weights)
+
+
+def _host_memory() -> tuple[int, int]:
+    """Bytes of the host's memory, and those that can still be taken without swapping.
+
+    Linux counts the latter. Elsewhere they are taken to be all: on a CPU the pool is bounded by
+    ``CPU_SHARE`` of the whole too.
+    """
+    if not MEMINFO.exists():
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total, total
+    fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+    total, available = (int(fields[k].split()[0]) * 1024 for k in ("MemTotal", "MemAvailable"))
+    return total, available
 
 
 def plan_memory(

@@ -264,7 +264,7 @@ _LOADS: dict[str, tuple[Callable[..., Any], Callable[[StepDims], int]]] = {
 
 def step_name(bucket: Bucket) -> str:
     """e.g. ``step_D8_P128_F4_J1_score``."""
-    marks = "".join(f"_{m}" for m in ("mask", "score") if getattr(bucket, m))
+    marks = "".join(f"_{feature.name}" for feature in bucket.features)
     drafts = f"_n{bucket.n_draft}" if bucket.n_draft else ""
     tree = "_tree" if bucket.tree else ""
     return f"step_D{bucket.D}_P{bucket.P}_F{bucket.F}_J{bucket.J}{drafts}{tree}{marks}"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from jserve.model.features import SCORE
 from jserve.model.view import Bucket, StepDims
 from jserve.sampling import SamplingParams
-from jserve.types import Request, RowPlan, Sequence, StepPlan
+from jserve.types import Choice, Request, RowPlan, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 EVERYTHING = SamplingParams(
@@ -33,33 +34,36 @@ def rehearsal(bucket: Bucket, dims: StepDims, params: SamplingParams) -> StepPla
     """All decode rows of ``bucket`` at position 0 with as many drafts as fit, and its prefill tokens in as
     few rows as the context allows. Whoever packs it points all rows at no slot."""
     most = dims.M * dims.Z
-    seq = _sequence(params, min(most, bucket.P + 1))
-    rows = [_verify(seq, bucket)] * bucket.D
+    choice = _choice(params, min(most, bucket.P + 1))
+    rows = [_verify(choice, bucket)] * bucket.D
     left = bucket.P
     for _ in range(bucket.F):
         count = min(left, most - 1)
         if count:
-            rows.append(_prefill(seq, count, score=bucket.score))
+            rows.append(_prefill(choice, count, score=SCORE in bucket.features))
         left -= count
     table_RM = np.zeros((len(rows), dims.M), np.int32)
     return StepPlan(id=-1, rows=tuple(rows), page_table_RM=table_RM, n_draft=bucket.n_draft)
 
 
-def _sequence(params: SamplingParams, length: int) -> Sequence:
+def _choice(params: SamplingParams, length: int) -> Choice:
     request = Request(id="rehearsal", prompt_ids=(0,) * length, params=params)
-    tokens = list(request.prompt_ids)
-    return Sequence(
-        request=request, index=0, seed=0, tokens=tokens, n_prompt=length, max_len=length + 1
-    )
+    return Choice(request=request, index=0, seed=0)
 
 
-def _verify(seq: Sequence, bucket: Bucket) -> RowPlan:
+def _verify(choice: Choice, bucket: Bucket) -> RowPlan:
     drafts = (-1 if bucket.n_draft else 0,) * (bucket.J - 1)
-    return RowPlan(seq=seq, slot=0, start=0, count=bucket.J, from_slot=True, drafts=drafts)
+    return RowPlan(choice=choice, slot=0, start=0, count=bucket.J, from_slot=True, drafts=drafts)
 
 
-def _prefill(seq: Sequence, count: int, *, score: bool) -> RowPlan:
-    tokens = seq.tokens[:count]
+def _prefill(choice: Choice, count: int, *, score: bool) -> RowPlan:
+    prompt = choice.request.prompt_ids
     return RowPlan(
-        seq=seq, slot=0, start=0, count=count, from_slot=False, tokens=tokens, score=score
+        choice=choice,
+        slot=0,
+        start=0,
+        count=count,
+        from_slot=False,
+        tokens=prompt[:count],
+        targets=prompt[1 : count + 1] if score else (),
     )

@@ -6,22 +6,21 @@ Owns which arrays go to the host, and where the rows of a plan stand in those of
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 
+from jserve.model.features import SCORE
 from jserve.model.step import StepOut
 from jserve.model.view import LOGPROBS
-from jserve.runner.batch import StepBatch, score_targets
-from jserve.types import PromptLogprobs, StepPlan, StepResult
+from jserve.runner.batch import StepBatch
+from jserve.types import StepPlan, StepResult
 
 
 def wanted(batch: StepBatch, out: StepOut) -> list[jax.Array]:
     """The arrays that ``result_of`` will read."""
     asked = (out.top_ids_RJL, out.top_logprobs_RJL, out.rank_RJ, out.picked_RJK)
     chosen = jax.tree.leaves(asked) if batch.flags & LOGPROBS else []
-    return [out.packed_RX, *chosen, *jax.tree.leaves(out.scores)]
+    return [out.packed_RX, *chosen, *jax.tree.leaves(out.extra)]
 
 
 def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) -> StepResult:
@@ -29,6 +28,11 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
     rows = _plan_rows(batch, len(plan.rows))
     picked_RX, J = np.asarray(out.packed_RX)[rows], batch.bucket.J
     has_top = bool(batch.flags & LOGPROBS)
+
+    given = {
+        feature.name: feature.unpack(jax.tree.map(np.asarray, out.extra[feature.name]), plan.rows)
+        for feature in batch.bucket.features
+    }
 
     def asked(x: jax.Array | None) -> np.ndarray | None:
         return np.asarray(x)[rows] if has_top and x is not None else None
@@ -42,7 +46,7 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
         top_logprobs_RJL=asked(out.top_logprobs_RJL),
         rank_RJ=asked(out.rank_RJ),
         picked_RJK=asked(out.picked_RJK),
-        prompt={} if out.scores is None else _prompt_logprobs(plan, batch.n_decode, out.scores),
+        prompt=given.get(SCORE.name, {}),
         device_us=device_us,
     )
 
@@ -52,20 +56,3 @@ def _plan_rows(batch: StepBatch, n: int) -> np.ndarray:
     rows = np.arange(n)
     rows[batch.n_decode :] += batch.bucket.D - batch.n_decode
     return rows
-
-
-def _prompt_logprobs(plan: StepPlan, n_decode: int, scores: Any) -> dict[int, PromptLogprobs]:
-    scores = jax.tree.map(np.asarray, scores)
-    found, at = {}, 0
-    for i, row in enumerate(plan.rows[n_decode:], n_decode):
-        part = slice(at, at + len(score_targets(row)) if row.score else at)
-        at += row.count
-        if row.score:
-            found[i] = PromptLogprobs(
-                start=row.start,
-                logprob_n=scores.logprob_P[part],
-                rank_n=scores.rank_P[part],
-                top_ids_nL=scores.top_ids_PL[part],
-                top_logprobs_nL=scores.top_logprobs_PL[part],
-            )
-    return found

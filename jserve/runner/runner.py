@@ -26,7 +26,7 @@ from jserve.errors import ConfigError
 from jserve.faults import point
 from jserve.model.arch import Arch
 from jserve.model.family import Family
-from jserve.model.shard import ShardRules
+from jserve.model.shard import ShardRules, dtype_of
 from jserve.model.slots import load_buffers, picks_buffer, text_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
 from jserve.model.view import Bucket, numpy_views
@@ -100,13 +100,13 @@ class ModelRunner:
         rules = rules or ShardRules()
         self.params, self.speculation = params, speculation
         self._clock = clock
-        device = mesh.devices.flat[0]
+        device, tp = mesh.devices.flat[0], tp_size(mesh, rules)
         self.sizes = sizes_of(
             arch,
             config,
-            dtype=jax.tree.leaves(params)[0].dtype,
+            dtype=dtype_of(params, family.specs(arch, tp)),
             platform=device.platform,
-            tp=tp_size(mesh, rules),
+            tp=tp,
             weight_bytes=_bytes_of_one_device(self._all_params()),
             memory=DeviceMemory.of(device),
             speculation=speculation,
@@ -142,7 +142,7 @@ class ModelRunner:
     @property
     def plain_buckets(self) -> list[Bucket]:
         """Those whose times say how long a step takes: no drafts, scores or masks."""
-        return [b for b in self.ladder.buckets if b.J == 1 and not (b.score or b.mask)]
+        return [b for b in self.ladder.buckets if b.J == 1 and not b.features]
 
     @point("runner.launch")
     def launch(self, plan: StepPlan, bucket: Bucket | None = None) -> InFlight:

@@ -43,7 +43,7 @@ class WarmUp:
         run of each is its known time. With ``drafts``, all programs that drafts are weighed by run whatever
         it takes, and are then timed with care: guessed times choose wrong widths.
         """
-        weighed = [b for b in buckets if drafts and not (b.mask or b.score)]
+        weighed = [b for b in buckets if drafts and not b.features]
         runs = [*weighed, *(b for b in buckets if b not in weighed)]
         began, found = self.clock(), {}
         for done, bucket in enumerate(runs):
@@ -53,7 +53,7 @@ class WarmUp:
                 break
         found |= self._weigh({b: found[b] for b in weighed})
         self.progress("warm up", len(runs), len(runs))
-        return tuple(_step_time(b, t) for b, t in found.items() if not (b.score or b.mask))
+        return tuple(_step_time(b, t) for b, t in found.items() if not b.features)
 
     def _first(self, bucket: Bucket, *, cpu: bool) -> float:
         took = self._timed(bucket)

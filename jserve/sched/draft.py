@@ -1,5 +1,8 @@
 """A plan in the making: rows are added within one step's limits, then frozen.
 
+A row takes over what a runner needs of its sequence as values; ``seqs`` keeps which sequence that is, for
+the commit.
+
 Owns the budgets of one step and the counters that a row moves on its sequence. Must not know
 queues, policy or who deserves a row.
 
@@ -44,6 +47,8 @@ class PlanDraft:
         self.sources: dict[int, str] = {}
         """Row -> who made its drafts."""
         self.rows: list[RowPlan] = []
+        self.seqs: list[Sequence] = []
+        """Whose row each is."""
         self.loads: list[SlotLoad] = []
 
     def limit(self, prefill_tokens: int) -> None:
@@ -64,9 +69,10 @@ class PlanDraft:
     def decode(self, seqs: list[Sequence]) -> None:
         """Rows of one token that read it from their slots; the pages are held already."""
         self.rows += [
-            RowPlan(seq=seq, slot=seq.slot, start=seq.scheduled, count=1, from_slot=True)
+            RowPlan(choice=seq.choice, slot=seq.slot, start=seq.scheduled, count=1, from_slot=True)
             for seq in seqs
         ]
+        self.seqs += seqs
         for seq in seqs:
             seq.scheduled += 1
             seq.in_flight += 1
@@ -88,9 +94,10 @@ class PlanDraft:
         count = 1 + len(drafts)
         if count > 1:
             self.sources[len(self.rows)] = source
+        self.seqs.append(seq)
         self.rows.append(
             RowPlan(
-                seq=seq,
+                choice=seq.choice,
                 slot=seq.slot,
                 start=seq.scheduled,
                 count=count,
@@ -109,18 +116,20 @@ class PlanDraft:
         """A row with the next known tokens of ``seq``, as many as there is room for."""
         start = seq.scheduled
         count = min(seq.given - start, self.prefill_room)
-        emits = start + count == seq.given
+        end = start + count
+        emits = end == seq.given
         guide = seq.guide if emits else None
         self.rows.append(
             RowPlan(
-                seq=seq,
+                choice=seq.choice,
                 slot=seq.slot,
                 start=start,
                 count=count,
                 from_slot=False,
-                tokens=seq.tokens[start : start + count],
+                tokens=tuple(seq.tokens[start:end]),
                 emits=emits,
-                score=score and start + 1 < seq.n_prompt,
+                next_token=-1 if emits else seq.tokens[end],
+                targets=tuple(seq.tokens[start + 1 : min(end + 1, seq.n_prompt)]) if score else (),
                 mask=None if guide is None else guide.mask(()),
                 redraw=() if guide is None else guide.redraw(()),
             )
@@ -134,15 +143,17 @@ class PlanDraft:
         """A row that shows the device drafter tokens ``start`` to ``end`` - 1 of ``seq``, which the
         target has computed already; as many as there is room for."""
         count = min(end - start, self.prefill_room)
+        end = start + count
         self.rows.append(
             RowPlan(
-                seq=seq,
+                choice=seq.choice,
                 slot=seq.slot,
                 start=start,
                 count=count,
                 from_slot=False,
-                tokens=seq.tokens[start : start + count],
+                tokens=tuple(seq.tokens[start:end]),
                 emits=False,
+                next_token=seq.tokens[end],
                 shown=True,
             )
         )
@@ -150,6 +161,7 @@ class PlanDraft:
 
     def _took(self, seq: Sequence, count: int) -> None:
         """A row of ``count`` known tokens has its part of the step."""
+        self.seqs.append(seq)
         seq.pending += 1
         self.tokens_left -= count
         self.prefill_left -= count

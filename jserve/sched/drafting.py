@@ -20,7 +20,7 @@ Three kinds of drafts, one row each:
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from jserve.sched.gaps import Gaps
 from jserve.sched.showing import Showing
 from jserve.sched.spectally import SpecTally
 from jserve.spec.choice import Purse, best_width, widths
-from jserve.types import RowPlan, Sequence, StepPlan
+from jserve.types import PageFetch, RowPlan, Sequence, StepPlan
 
 READ_PER_STEP = 256
 """Tokens that proposers take in per commit; a long prompt is read while it is prefilled."""
@@ -73,6 +73,8 @@ class Drafting:
     ) -> None:
         self.limits, self.costs, self.proposer = limits, costs, proposer
         self.most = limits.max_drafts
+        self.on = self.most > 0
+        """False when no row will ever have drafts."""
         self.min_speed = options.min_speed
         self.widths = widths(self.most)
         self.n_draft = 0
@@ -92,14 +94,12 @@ class Drafting:
             shadowed=proposer is not None,
         )
         self._sources: dict[int, dict[int, str]] = {}
+        """Plan id -> row -> who made its drafts."""
+        self._landed: dict[int, str] = {}
+        """That of the plan being committed."""
         self._purse = Purse(LOOK_SHARE)
         self._read_left = 0
         self._fixed: int | None = None
-
-    @property
-    def on(self) -> bool:
-        """False when no row will ever have drafts."""
-        return self.most > 0
 
     @property
     def device(self) -> bool:
@@ -154,19 +154,21 @@ class Drafting:
             return None
         return self.proposer.mask(seq, drafts.ids)
 
-    def planned(self, plan: StepPlan, sources: dict[int, str], *, behind: bool) -> None:
-        """``plan`` will run. ``sources``: row -> who made its drafts. ``behind``: no step is in
-        flight before it."""
+    def planned(
+        self, plan: StepPlan, seqs: Seq[Sequence], sources: dict[int, str], *, behind: bool
+    ) -> None:
+        """``plan`` will run. ``seqs``: the sequence of each row. ``sources``: row -> who made its
+        drafts. ``behind``: no step is in flight before it."""
         if not self.on:
             return
         self.gaps.planned(plan.id, behind)
         self._sources[plan.id] = sources
         if self.device:
-            self.showing.planned(plan)
-            for row in plan.rows:
-                if not row.shown and row.seq.request.speculative:
+            self.showing.planned(plan, seqs)
+            for row, seq in zip(plan.rows, seqs, strict=True):
+                if not row.shown and seq.request.speculative:
                     # After a chunk that emits nothing this is wrong, but none of these is read then.
-                    self.watches.of(row.seq).left = plan.n_draft
+                    self.watches.of(seq).left = plan.n_draft
 
     def observe(self, plan: StepPlan, now: float, device_s: float, plain_s: float) -> None:
         """``plan`` took ``device_s``; ``plain_s`` is predicted of one of as many tokens that drafts
@@ -179,15 +181,16 @@ class Drafting:
             self.ahead.purse.earn(device_s)
         self._purse.earn(device_s)
 
-    def drawn(self, row: RowPlan, source: str, n_ok: int) -> None:
-        """``row``, whose drafts came from ``source``, drew ``n_ok`` tokens."""
+    def drawn(self, row: RowPlan, r: int, seq: Sequence, n_ok: int) -> None:
+        """``row``, number ``r`` of the plan being committed and of ``seq``, drew ``n_ok`` tokens."""
         if not row.from_slot:
             return
+        source = self._landed.get(r, "")
         n, stood = self.watches.deep(len(row.drafts)), max(0, n_ok - 1)
-        self.tally.row(source, row.seq.request.lane, len(row.drafts), n, stood, n_ok)
+        self.tally.row(source, seq.request.lane, len(row.drafts), n, stood, n_ok)
         blind = self.proposer is None or self.proposer.blind
-        if n and blind and source == self._name and row.seq.finish is None:
-            self.watches.add(row.seq, n, stood)
+        if n and blind and source == self._name and seq.finish is None:
+            self.watches.add(seq, n, stood)
 
     def took(self, seq: Sequence, tokens: Seq[int]) -> None:
         """``seq`` got ``tokens`` (none after a chunk of its prompt): look what drafts they prove."""
@@ -204,10 +207,14 @@ class Drafting:
             ids = self.proposer.propose(seq, self.most)
             shadow.open(tuple(ids if seq.guide is None or not ids else seq.guide.trim(ids)))
 
-    def begin_commit(self, plan: StepPlan) -> dict[int, str]:
-        """The results of ``plan`` follow; who made the drafts of which row."""
+    def begin_commit(self, plan: StepPlan) -> None:
+        """The results of ``plan`` follow."""
         self._read_left = READ_PER_STEP
-        return self._sources.pop(plan.id, {})
+        self._landed = self._sources.pop(plan.id, {})
+
+    def fetching(self, fetches: Iterable[PageFetch]) -> None:
+        """These pages will be read from disk into host memory."""
+        self.showing.read(fetches)
 
     def idle(self) -> None:
         """Nobody runs any more: time that passes now says nothing of steps."""

@@ -55,12 +55,41 @@ class Array(msgspec.Struct, frozen=True):
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
+class DecidedRow(msgspec.Struct, frozen=True, array_like=True):
+    """A row of a plan; in the file a list of its fields in this order."""
+
+    request_id: str
+    index: int
+    slot: int
+    start: int
+    count: int
+    from_slot: bool
+    emits: bool
+    scored: bool
+    drafts: tuple[int, ...]
+    shown: bool
+
+    @classmethod
+    def of(cls, row: RowPlan) -> DecidedRow:
+        return cls(
+            request_id=row.choice.request.id,
+            index=row.choice.index,
+            slot=row.slot,
+            start=row.start,
+            count=row.count,
+            from_slot=row.from_slot,
+            emits=row.emits,
+            scored=bool(row.targets),
+            drafts=tuple(row.drafts),
+            shown=row.shown,
+        )
+
+
 class Decision(msgspec.Struct, frozen=True):
     """What a plan decided."""
 
     id: int
-    rows: tuple[tuple[str, int, int, int, int, bool, bool, bool, tuple[int, ...], bool], ...]
-    """(request id, index, slot, start, count, from_slot, emits, score, drafts, shown) each."""
+    rows: tuple[DecidedRow, ...]
     loads: tuple[int, ...]
     pages: int
     """Checksum of the page table."""
@@ -74,7 +103,7 @@ class Decision(msgspec.Struct, frozen=True):
             return None
         return cls(
             id=plan.id,
-            rows=tuple(_row(row) for row in plan.rows),
+            rows=tuple(DecidedRow.of(row) for row in plan.rows),
             loads=tuple(load.slot for load in plan.loads),
             pages=zlib.crc32(np.ascontiguousarray(plan.page_table_RM).tobytes()),
             moves=tuple((move.page, move.host, move.out) for move in plan.moves),
@@ -269,22 +298,6 @@ class JournalFile:
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")
-
-
-def _row(row: RowPlan) -> tuple:
-    seq = row.seq
-    return (
-        seq.request.id,
-        seq.index,
-        row.slot,
-        row.start,
-        row.count,
-        row.from_slot,
-        row.emits,
-        row.score,
-        tuple(row.drafts),
-        row.shown,
-    )
 
 
 def _array(array: np.ndarray) -> Array:

@@ -72,10 +72,10 @@ def replay(
         Diverged: a plan differs from the recorded one.
     """
     guides = _RecordedGuides(Path(path))
-    scheduler = Scheduler(limits, config, proposer=proposer, guides=guides)
-    recorded = _RecordedDrafting(limits, scheduler.costs, config.speculative)
-    if not anew:
-        scheduler.drafting = scheduler.decoding.drafting = recorded
+    if anew:
+        scheduler = Scheduler(limits, config, proposer=proposer, guides=guides)
+    else:
+        scheduler = Scheduler(limits, config, guides=guides, drafting=_RecordedDrafting)
     plans: dict[int, StepPlan] = {}
     outputs: list[Output] = []
     n_events = 0
@@ -84,8 +84,9 @@ def replay(
         if isinstance(event, Guided):
             continue
         if isinstance(event, Planned):
-            recorded.waited = event.waited
-            recorded.decision = guides.decision = event.decision
+            guides.decision = event.decision
+            if isinstance(scheduler.drafting, _RecordedDrafting):
+                scheduler.drafting.recorded = event
             plan = scheduler.plan(event.now)
             _compare(n_events, event.decision, Decision.of(plan))
             if plan is not None:
@@ -98,16 +99,17 @@ def replay(
 class _RecordedDrafting(Drafting):
     """A policy that waits when the recorded one did, and drafts what that one drafted."""
 
-    decision: Decision | None = None
-    waited = False
+    recorded: Planned
+    """What is to be planned next."""
 
     def waits(self, ready: Seq[Sequence], n_flights: int, load: Load) -> bool:
-        return self.waited
+        return self.recorded.waited
 
     def choose(self, ready: Seq[Sequence], load: Load) -> list[Drafts]:
-        rows = self.decision.rows if self.decision is not None else ()
-        self.n_draft = self.decision.n_draft if self.decision is not None else 0
-        said = {(row[0], row[1]): row[8] for row in rows if row[5]}
+        decision = self.recorded.decision
+        rows = decision.rows if decision is not None else ()
+        self.n_draft = decision.n_draft if decision is not None else 0
+        said = {(row.request_id, row.index): row.drafts for row in rows if row.from_slot}
         ids = [said.get((seq.request.id, seq.index), ()) for seq in ready]
         return [Drafts(drafts, "recorded") for drafts in ids]
 
@@ -117,6 +119,9 @@ class _RecordedGuides:
 
     def __init__(self, path: Path) -> None:
         self.decision: Decision | None = None
+        """What the journal says of the step being planned."""
+        self.waited = False
+        """Whether it was not planned yet, for the sake of drafts."""
         self.said: dict[tuple[str, int], deque[Verdict]] = defaultdict(deque)
         for event in _events(path):
             if isinstance(event, Guided):
@@ -155,7 +160,7 @@ class _RecordedGuide:
 
     def room(self, in_flight: int) -> int:
         rows = self._guides.decision.rows if self._guides.decision is not None else ()
-        return 2**30 if any((row[0], row[1]) == self._key for row in rows) else 0
+        return 2**30 if any((row.request_id, row.index) == self._key for row in rows) else 0
 
     def trim(self, drafts: Seq[int]) -> Seq[int]:
         return drafts

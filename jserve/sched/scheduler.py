@@ -26,7 +26,7 @@ from jserve.config import EngineConfig
 from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.faults import point
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
-from jserve.sched import admission, estimate, outcome, policy, telling
+from jserve.sched import admission, estimate, outcome, policy
 from jserve.sched.budget import cap_of
 from jserve.sched.costs import MeasuredCosts
 from jserve.sched.deadlines import Deadlines
@@ -42,6 +42,7 @@ from jserve.sched.prefilling import Prefilling
 from jserve.sched.scores import PromptScores
 from jserve.sched.slowness import Slowness
 from jserve.sched.stats import LaneCounts, SchedStats, stats_of
+from jserve.sched.telling import Telling
 from jserve.sched.trials import Trials
 from jserve.types import (
     Finish,
@@ -68,7 +69,9 @@ class Scheduler:
         proposer: Proposer | None = None,
         journal: Journal | None = None,
         guides: Guides | None = None,
+        drafting: type[Drafting] = Drafting,
     ) -> None:
+        """``drafting`` is the policy that says what is drafted; the usual one asks ``proposer``."""
         self.limits = limits
         self.options = config.scheduler
         self.seed = config.model.seed
@@ -80,7 +83,7 @@ class Scheduler:
         self.groups: dict[str, list[Sequence]] = {}
         self.trials = Trials(self.groups)
         self.leaders, self.fetching = Leaders(self.floor), Fetching(self.floor)
-        self.drafting = Drafting(
+        self.drafting = drafting(
             limits, self.costs, config.speculative, proposer, self.floor.lengths.still
         )
         self.decoding = Decoding(self.floor, limits, self.drafting, guided=guides is not None)
@@ -91,7 +94,7 @@ class Scheduler:
         self.impasse = Impasse(self.prefilling)
         self.deadlines, self.scores = Deadlines(), PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
-        self.telling = telling.Telling(
+        self.telling = Telling(
             floor=self.floor,
             drafting=self.drafting,
             scores=self.scores,
@@ -102,7 +105,9 @@ class Scheduler:
             vocab_size=limits.vocab_size,
             journal=journal,
         )
-        self._n_submitted = self.n_steps = self._n_uncommitted = 0
+        self._n_submitted = self.n_steps = 0
+        self._in_flight: dict[int, list[Sequence]] = {}
+        """Plan id -> the sequence of each of its rows, until the plan is committed or lost."""
         self.n_prefilled = 0
         """Counter: prompt tokens (and, after a preemption, output tokens) planned to be computed."""
 
@@ -190,9 +195,9 @@ class Scheduler:
         """The rows of the next step, or None when nothing can or should run before a result comes
         back."""
         self.floor.keeping.advance(now)
-        waits = self.decoding.waits(self._n_uncommitted, self.gate.n_context)
+        waits = self.decoding.waits(len(self._in_flight), self.gate.n_context)
         plan = None if waits else self._plan(now)
-        self.impasse.planned(now, moves=self._n_uncommitted > 0 or not self.has_work)
+        self.impasse.planned(now, moves=bool(self._in_flight) or not self.has_work)
         if self.journal is not None:
             self.journal.plan(now, plan, waited=waits)
         return plan
@@ -210,20 +215,20 @@ class Scheduler:
         if self.guides is not None:
             self.guides.settle(MASK_PATIENCE_S)
         self._fill(draft, now)
-        if self.guides is not None and not draft.rows and not self._n_uncommitted:
+        if self.guides is not None and not draft.rows and not self._in_flight:
             self.guides.settle(None)  # nobody else has anything to do
             self._fill(draft, now)
         if not draft.rows:
             return None
         plan = draft.freeze(self.n_steps, self.floor.cache)
-        self.drafting.planned(plan, draft.sources, behind=not self._n_uncommitted)
+        self.drafting.planned(plan, draft.seqs, draft.sources, behind=not self._in_flight)
         self.n_prefilled += draft.n_prefill
         self.n_steps += 1
-        self._n_uncommitted += 1
+        self._in_flight[plan.id] = draft.seqs
         return plan
 
     def _fill(self, draft: PlanDraft, now: float) -> None:
-        self.decoding.fill(draft, self._n_uncommitted, self.gate.n_context)
+        self.decoding.fill(draft, len(self._in_flight), self.gate.n_context)
         self.prefilling.fill(draft, self.n_steps, now)
         self.drafting.showing.fill(draft, self.floor.running, self.cap)
 
@@ -233,40 +238,12 @@ class Scheduler:
         self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.commit(now, plan, result)
-        self._n_uncommitted -= 1
+        seqs = self._in_flight.pop(plan.id)
         self.trials.succeeded()
         self.floor.cache.landed(plan.id)
         self._observe(plan, result, now)
-        sources = self.drafting.begin_commit(plan)
-        outputs: list[Output] = []
-        n_rows, undrafted = len(plan.rows), not self.drafting.on
-        columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
-        for r, row, drawn, n_ok, finite in zip(range(n_rows), plan.rows, *columns, strict=True):
-            seq = row.seq
-            seq.pending -= 1
-            if undrafted and finite and row.from_slot:
-                said = telling.plain(seq, drawn[0])
-                if said is not None:
-                    seq.in_flight -= 1
-                    outputs.append(said)
-                    continue
-            if row.emits:
-                _settle(seq, 1 + len(row.drafts), n_ok)
-                if self.drafting.on:
-                    self.drafting.drawn(row, sources.get(r, ""), n_ok)
-            if seq.finish is not None:
-                continue  # over-run: it ended while this row was in flight
-            if not finite:
-                outputs.append(self.telling.end_unsound(seq, drawn[:n_ok], now))
-                continue
-            if row.score:
-                self.scores.add(seq, result.prompt[r])
-            if row.emits:
-                drawn = drawn if n_ok == len(drawn) else drawn[:n_ok]
-                outputs.append(self.telling.advance(seq, drawn, result, r, len(row.drafts), now))
-            else:
-                self.telling.publish(seq, row.start + row.count)
-                self.drafting.took(seq, ())
+        self.drafting.begin_commit(plan)
+        outputs = self.telling.advance(plan, seqs, result, now)
         if self.guides is not None:
             self.guides.kick()
         if not len(self.floor.running):
@@ -302,13 +279,12 @@ class Scheduler:
         self.floor.keeping.advance(now)
         if self.journal is not None:
             self.journal.recover(now, error)
-        guilty = self.trials.accuse(plans, now) if plans else None
-        for plan in plans:
-            self._n_uncommitted -= 1
-            for row in plan.rows:
-                row.seq.pending = row.seq.in_flight = 0
+        lost = [seq for plan in plans for seq in self._in_flight.pop(plan.id)]
+        guilty = self.trials.accuse(lost, now) if plans else None
+        for seq in lost:
+            seq.pending = seq.in_flight = 0
         self.drafting.lost()
-        assert self._n_uncommitted == 0, f"{self._n_uncommitted} more steps are in flight"
+        assert not self._in_flight, f"{len(self._in_flight)} more steps are in flight"
         blamed = [s for s in self.groups.get(guilty or "", ()) if s.finish is None]
         outputs = [self.telling.end(seq, Finish.ERROR, now, error) for seq in blamed]
         self.floor.evacuate(same_weights=bool(error))
@@ -329,6 +305,7 @@ class Scheduler:
             guide=None
             if self.guides is None
             else self.guides.guide(request, max_len - len(request.prompt_ids)),
+            plain=request.cache is None and not params.shows_logprobs,
             order=policy.order_of(request.lane, request.priority, self._n_submitted),
             arrived=now,
             due=estimate.due(request, now),
@@ -337,7 +314,21 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while anything waits, runs or is in flight."""
-        return bool(len(self.floor.waiting) or len(self.floor.running) or self._n_uncommitted)
+        return bool(len(self.floor.waiting) or len(self.floor.running) or self._in_flight)
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences in the queue, preempted ones included."""
+        return len(self.floor.waiting)
+
+    @property
+    def n_evicted(self) -> int:
+        """Counter: pages evicted from the prefix cache."""
+        return self.floor.cache.tree.n_evicted
+
+    def hopeless(self, now: float) -> str | None:
+        """Why the device itself must be at fault for the steps that raised; None while it need not be."""
+        return self.trials.hopeless(now)
 
     def stats(self) -> SchedStats:
         return stats_of(self.floor, self.gate, self.counts)
@@ -355,11 +346,3 @@ class Scheduler:
             "step_slowness": self.slowness.value,
             "prefill_tokens_total": float(self.n_prefilled),
         }
-
-
-def _settle(seq: Sequence, most: int, n_ok: int) -> None:
-    """Take a row's upper bound of ``most`` tokens back, down to the ``n_ok`` that were drawn."""
-    seq.in_flight -= most
-    # Nobody is readmitted with rows in flight, so the row of one who runs is of this residence.
-    if n_ok != most and seq.lease is not None:
-        seq.scheduled -= most - n_ok

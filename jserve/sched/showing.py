@@ -20,7 +20,7 @@ shown, as does everything where layers have windows, which forget it anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence as Seq
 
 import numpy as np
 
@@ -97,16 +97,16 @@ class Showing:
             if draft.prefill_room:
                 draft.show(seq, *due)
 
-    def planned(self, plan: StepPlan) -> None:
-        """``plan`` will run."""
+    def planned(self, plan: StepPlan, seqs: Seq[Sequence]) -> None:
+        """``plan`` will run; ``seqs``: the sequence of each of its rows."""
         if not self.on:
             return
         self._move(plan.moves)
-        for row, page_M in zip(plan.rows, plan.page_table_RM, strict=True):
-            gap = self._gap(row.seq)
+        for row, seq, page_M in zip(plan.rows, seqs, plan.page_table_RM, strict=True):
+            gap = self._gap(seq)
             if gap is None:
-                gap = self._of[row.seq] = self._found(row, page_M)
-            self._count(gap, row, page_M, awake=plan.n_draft > 0)
+                gap = self._of[seq] = self._found(row, seq, page_M)
+            self._count(gap, row, seq, page_M, awake=plan.n_draft > 0)
 
     def read(self, fetches: Iterable[PageFetch]) -> None:
         """These pages will be read from disk into host memory."""
@@ -129,15 +129,17 @@ class Showing:
         gap = self._of.get(seq)
         return gap if gap is not None and seq.lease is gap.lease is not None else None
 
-    def _found(self, row: RowPlan, page_M: np.ndarray) -> _Stretch:
-        """What is missing of a sequence that begins at ``row``: of what the cache held for it."""
+    def _found(self, row: RowPlan, seq: Sequence, page_M: np.ndarray) -> _Stretch:
+        """What is missing of ``seq``, which begins at ``row``: of what the cache held for it."""
         unseen_N = self._unseen_P[page_M[: -(-row.start // self._page)]]
         low = int(unseen_N.argmax()) * self._page if unseen_N.any() else row.start
-        return _Stretch(low, row.start, row.seq.lease)
+        return _Stretch(low, row.start, seq.lease)
 
-    def _count(self, gap: _Stretch, row: RowPlan, page_M: np.ndarray, *, awake: bool) -> None:
+    def _count(
+        self, gap: _Stretch, row: RowPlan, seq: Sequence, page_M: np.ndarray, *, awake: bool
+    ) -> None:
         # A row that reads its slot starts at its bound or before: the tokens known say how much.
-        first = min(row.start, len(row.seq.tokens) - 1) if row.from_slot else row.start
+        first = min(row.start, len(seq.tokens) - 1) if row.from_slot else row.start
         end, Z = row.start + row.count, self._page
         if row.shown:
             gap.low = end

@@ -1,7 +1,7 @@
-"""What a commit says: one output for every row that moved its sequence, one end for every sequence.
+"""What a row that came back does to its sequence, and what the end of a sequence does.
 
-Owns what happens to a live sequence when its tokens come or when it is over. Must not know plans, budgets or
-queues; counters that a row moves were settled before (``Scheduler.commit``).
+``Telling.advance`` is the one transition of a row: it takes back the bounds that planning moved, appends what
+was drawn, publishes the pages that this proved sound and ends what is over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jserve.sched.guided import obey
 from jserve.sched.residency import Residency
 from jserve.sched.scores import PromptScores
 from jserve.sched.stats import LaneCounts
-from jserve.types import Finish, Lane, Output, Sequence, StepResult
+from jserve.types import Finish, Lane, Output, RowPlan, Sequence, StepPlan, StepResult
 
 NON_FINITE = "the model gave logits that are not finite"
 NON_FINITE_CODE, GRAMMAR_FAILED = "nonfinite_logits", "grammar_failed"
@@ -66,6 +66,72 @@ class Telling:
         """Counter: sequences that ended because their logits were not finite."""
 
     def advance(
+        self, plan: StepPlan, seqs: Seq[Sequence], result: StepResult, now: float
+    ) -> list[Output]:
+        """Move the sequence of every row of ``plan``; one output for each row that moved a live one."""
+        outputs: list[Output] = []
+        drafts = self.drafting.on
+        columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
+        rows = zip(seqs, plan.rows, range(len(seqs)), *columns, strict=True)
+        for seq, row, r, drawn, n_ok, finite in rows:
+            most = row.count if row.from_slot else int(row.emits)
+            seq.pending -= 1
+            seq.in_flight -= most
+            if n_ok != most:
+                roll_back(seq, most - n_ok)
+            if drafts:
+                self.drafting.drawn(row, r, seq, n_ok)
+            if seq.finish is not None:
+                continue  # over-run: it ended while this row was in flight
+            n, lease = len(seq.tokens), seq.lease
+            if (
+                row.from_slot
+                and not drafts
+                and finite
+                and seq.plain
+                and seq.guide is None
+                and lease is not None
+                and n < lease.next_full
+                and n < seq.max_len - 1
+                and drawn[0] not in seq.stop_ids
+            ):  # most rows of most steps: nothing but an append follows
+                seq.tokens.append(drawn[0])
+                outputs.append(
+                    Output(
+                        request_id=seq.request.id,
+                        index=seq.index,
+                        token_ids=(drawn[0],),
+                        n_cached=seq.n_cached,
+                    )
+                )
+                continue
+            output = self._settle(seq, row, r, drawn[:n_ok], finite, result, now)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _settle(
+        self,
+        seq: Sequence,
+        row: RowPlan,
+        r: int,
+        drawn: list[int],
+        finite: bool,
+        result: StepResult,
+        now: float,
+    ) -> Output | None:
+        """What follows from row ``r`` for a live sequence, whatever it is."""
+        if not finite:
+            return self._end_unsound(seq, drawn, now)
+        if row.targets:
+            self.scores.add(seq, result.prompt[r])
+        if row.emits:
+            return self._take(seq, drawn, result, r, len(row.drafts), now)
+        self._publish(seq, row.start + row.count)
+        self.drafting.took(seq, ())
+        return None
+
+    def _take(
         self,
         seq: Sequence,
         drawn: list[int],
@@ -86,7 +152,7 @@ class Telling:
         n_behind = 1 + max(0, len(taken) - len(drawn)) if taken else 0
         n_sound, lease = len(seq.tokens) - n_behind, seq.lease
         if lease is not None and (n_sound >= lease.next_full or seq.request.cache is not None):
-            self.publish(seq, n_sound)
+            self._publish(seq, n_sound)
         self.drafting.took(seq, taken)
         scores = self.scores.take(seq) if first else None
         logprobs = outcome.logprobs_of(seq, result, row, len(taken))
@@ -106,7 +172,7 @@ class Telling:
             seed=seq.seed if first else None,
         )
 
-    def publish(self, seq: Sequence, n_sound: int) -> None:
+    def _publish(self, seq: Sequence, n_sound: int) -> None:
         """Let others find the full pages of the first ``n_sound`` tokens, whose logits were finite."""
         lease = seq.lease
         if lease is not None and n_sound // self.floor.cache.page_size > lease.n_published:
@@ -138,7 +204,7 @@ class Telling:
             seed=seq.seed if seq.n_output == 0 else None,
         )
 
-    def end_unsound(self, seq: Sequence, drawn: list[int], now: float) -> Output:
+    def _end_unsound(self, seq: Sequence, drawn: list[int], now: float) -> Output:
         """End a sequence from which nothing could be drawn at, or behind, some of ``drawn``."""
         verdict = None if seq.guide is None else seq.guide.fault
         if verdict is None:
@@ -187,16 +253,8 @@ class Telling:
         return self.end(seq, Finish.ERROR, now, verdict.error, code, verdict.field)
 
 
-def plain(seq: Sequence, token: int) -> Output | None:
-    """What ``advance`` does with the one token of a row that read its slot, in the middle of a sequence:
-    most rows are that, in every step. None, with nothing changed, where there is more to it."""
-    tokens, request, lease = seq.tokens, seq.request, seq.lease
-    n_sound = len(tokens)
-    middle = n_sound < seq.max_len - 1 and token not in seq.stop_ids
-    # Without a lease it is over or gave way.
-    if not middle or lease is None or n_sound >= lease.next_full:
-        return None
-    if seq.guide is not None or request.cache is not None or request.params.shows_logprobs:
-        return None
-    tokens.append(token)
-    return Output(request_id=request.id, index=seq.index, token_ids=(token,), n_cached=seq.n_cached)
+def roll_back(seq: Sequence, n: int) -> None:
+    """``n`` tokens of a row's bound were not drawn."""
+    # Nobody is readmitted with rows in flight, so the row of one who runs is of this residence.
+    if seq.lease is not None:
+        seq.scheduled -= n

@@ -26,8 +26,13 @@ def take_fetches(scheduler: Scheduler) -> list[PageFetch]:
     """The reads to start, each given once."""
     tier = scheduler.floor.cache.tier
     fetches = [] if tier is None else tier.take_fetches()
-    scheduler.drafting.showing.read(fetches)
+    scheduler.drafting.fetching(fetches)
     return fetches
+
+
+def pages_to_store(scheduler: Scheduler) -> list[tuple[int, bytes]]:
+    """(device page, digest) of what the prefix cache knows and the disk does not, for a last write."""
+    return scheduler.floor.cache.farewell()
 
 
 def fetched(scheduler: Scheduler, answers: Seq[tuple[int, bool]], now: float) -> None:

@@ -20,9 +20,9 @@ that does not come back when its suspects run again was nobody's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 
-from jserve.types import Sequence, StepPlan
+from jserve.types import Sequence
 
 WINDOW_S = 60.0
 MAX_UNEXPLAINED = 3
@@ -69,16 +69,15 @@ class Trials:
         self._guilty_in_row.clear()
         self.n_in_row = 0
 
-    def accuse(self, lost: Seq[StepPlan], now: float) -> str | None:
-        """A step raised and took ``lost`` (itself, and all launched with it) along.
+    def accuse(self, lost: Iterable[Sequence], now: float) -> str | None:
+        """A step raised and took the rows of ``lost`` (its own, and of all launched with it) along.
 
         To be called before anything is taken back. Returns the request that is guilty, if that is
         now known; all others are to start over.
         """
         self.n_faults += 1
         self.n_in_row += 1
-        rows = [row for plan in lost for row in plan.rows if row.seq.finish is None]
-        present = list(dict.fromkeys(row.seq.request.id for row in rows))
+        present = list(dict.fromkeys(seq.request.id for seq in lost if seq.finish is None))
         self.settle(now)
         if not self._groups:
             self._open(present, now)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jserve.ports import InFlight, RunnerLimits, StepCosts
-from jserve.types import PromptLogprobs, RowPlan, Sequence, StepPlan, StepResult
+from jserve.types import Choice, PromptLogprobs, RowPlan, StepPlan, StepResult
 
-Answers = Callable[[Sequence], list[int]]
-"""What a sequence will draw, first token first; the end token repeated behind it."""
+Answers = Callable[[Choice], list[int]]
+"""What a choice will draw, first token first; the end token repeated behind it."""
 
 
 class SimClock:
@@ -123,16 +123,16 @@ class SimRunner:
         """What rows draw that follow their own last token: the answer's next one."""
         answers = self._answers_C
         return [
-            answers[row.slot][end - row.seq.n_prompt]
+            answers[row.slot][end - row.choice.n_prompt]
             for row, end in zip(decode, ends, strict=False)
         ]
 
     def _begun(self, row: RowPlan) -> int:
         """What a prefill row draws, if anything. Every residence of a slot begins with one."""
-        at = row.start + row.count - row.seq.n_prompt
+        at = row.start + row.count - row.choice.n_prompt
         if not row.emits:
             return 0
-        answer = self._answers_C[row.slot] = self.answers(row.seq)
+        answer = self._answers_C[row.slot] = self.answers(row.choice)
         return answer[at]
 
     def _result(
@@ -148,7 +148,7 @@ class SimRunner:
             n_ok_R=ok_R,
             finite_R=blank.finite_R,
             logprob_RJ=blank.logprob_R1,
-            prompt={n_decode + i: _scores(row) for i, row in enumerate(prefill) if row.score},
+            prompt={n_decode + i: _scores(row) for i, row in enumerate(prefill) if row.targets},
             device_us=device_us,
         )
 
@@ -170,7 +170,7 @@ def _count_decode(rows: tuple[RowPlan, ...]) -> int:
 
 def _scores(row: RowPlan) -> PromptLogprobs:
     """Log-probabilities of the row's prompt tokens: zeros, since nobody reads them."""
-    n = min(row.start + row.count, row.seq.n_prompt - 1) - row.start
+    n = len(row.targets)
     zeros, none = np.zeros(n, np.float32), np.zeros((n, 0), np.int32)
     ranks = np.ones(n, np.int32)
     return PromptLogprobs(

@@ -30,7 +30,7 @@ from jserve.errors import ConfigError
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.sampling import SamplingParams
 from jserve.sim.costs import FORMAT, TableFile
-from jserve.types import Request, RowPlan, Sequence, StepPlan, StepResult
+from jserve.types import Choice, Request, RowPlan, StepPlan, StepResult
 
 Clock = Callable[[], float]
 
@@ -139,7 +139,7 @@ class _Plans:
         n_decode = min(bucket.D, limits.n_slots - (bucket.P > 0), limits.max_rows - (bucket.P > 0))
         if bucket.P and n_decode < 1 and limits.n_slots == 1:
             n_decode = 0
-        self.seqs = [_sequence(i) for i in range(n_decode + (bucket.P > 0))]
+        self.choices = [_choice(i) for i in range(n_decode + (bucket.P > 0))]
         self.n_decode = n_decode
 
     @property
@@ -158,7 +158,7 @@ class _Plans:
         """The next step: each decode row is one token further, the chunk where it was."""
         rows = [
             RowPlan(
-                seq=self.seqs[slot],
+                choice=self.choices[slot],
                 slot=slot,
                 start=self.context + self.n_steps,
                 count=1,
@@ -173,7 +173,7 @@ class _Plans:
 
     def _chunk(self, slot: int, start: int, count: int) -> RowPlan:
         return RowPlan(
-            seq=self.seqs[slot],
+            choice=self.choices[slot],
             slot=slot,
             start=start,
             count=count,
@@ -190,12 +190,10 @@ class _Plans:
         return StepPlan(id=self.n_steps, rows=tuple(rows), page_table_RM=table_RM)
 
 
-def _sequence(slot: int) -> Sequence:
+def _choice(slot: int) -> Choice:
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     request = Request(id=f"steps-{slot}", prompt_ids=(1,), params=params)
-    return Sequence(
-        request=request, index=0, seed=0, tokens=[1], n_prompt=1, max_len=1 << 30, slot=slot
-    )
+    return Choice(request=request, index=0, seed=0)
 
 
 def write(table: TableFile, path: Path) -> None:

@@ -128,13 +128,14 @@ def _listen(path: Path) -> list[_Heard]:
 
 def _draw(heard: dict[str, _Heard], decision: Decision, event: Committed, path: Path) -> None:
     tokens_RJ, n_ok_R = event.tokens.numpy(), event.n_ok.numpy()
-    for r, (id, index, _, start, count, _, emits, _, drafts, _) in enumerate(decision.rows):
-        if drafts:
+    for r, row in enumerate(decision.rows):
+        if row.drafts:
             raise ConfigError(
                 f"journal {path}: it holds speculation, which is not simulated", field="trace"
             )
-        if emits and n_ok_R[r]:
-            heard[id].drawn[index][start + count] = int(tokens_RJ[r, 0])
+        if row.emits and n_ok_R[r]:
+            drawn = heard[row.request_id].drawn[row.index]
+            drawn[row.start + row.count] = int(tokens_RJ[r, 0])
 
 
 def _item(h: _Heard, weaver: _Weaver) -> TraceItem:

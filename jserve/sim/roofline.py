@@ -81,7 +81,7 @@ CHIPS = {
         link_bytes_per_s=900e9,
         link_s=8e-6,
     ),
-    # Two EPYC cores as the README's round found them: XLA's products, which pack the weights anew in
+    # Two EPYC cores as a round of bench.serving found them: XLA's products, which pack the weights anew in
     # every call, read 16 GB/s of them at few rows and make 790 GFLOP/s at 500. More cores give more;
     # `jserve bench steps` measures.
     "cpu": Chip(

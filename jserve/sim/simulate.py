@@ -35,7 +35,7 @@ from jserve.sim.costs import MAX_PREFILL_ROWS, Device, ladder
 from jserve.sim.device import SimClock, SimRunner
 from jserve.sim.records import Record, Records
 from jserve.sim.trace import VOCAB, Streams, TraceItem, request_of
-from jserve.types import Output, Request, Sequence
+from jserve.types import Choice, Output, Request
 
 IDLE_S = 0.01
 """How far the clock moves when work waits for nothing but time."""
@@ -215,7 +215,7 @@ class Simulation:
         return Run(
             records=self.records,
             stats=self.scheduler.stats(),
-            n_evicted=self.scheduler.floor.cache.tree.n_evicted,
+            n_evicted=self.scheduler.n_evicted,
             n_steps=self.engine.n_steps,
             n_tokens=self.runner.n_tokens,
             busy_s=self.runner.busy_s,
@@ -294,10 +294,10 @@ class Simulation:
                 self.records.n_unsent += 1
                 self._follow(follower, False, now)
 
-    def _answer(self, seq: Sequence) -> list[int]:
-        record = self.records.open[seq.request.id]
-        record.seq = seq
-        return self.streams.answer(record.item, seq.index)
+    def _answer(self, choice: Choice) -> list[int]:
+        record = self.records.open[choice.request.id]
+        record.seq = self.scheduler.groups[choice.request.id][choice.index]
+        return self.streams.answer(record.item, choice.index)
 
     def _wait(self, idle: int) -> int:
         if idle > MAX_IDLE:

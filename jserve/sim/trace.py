@@ -24,8 +24,9 @@ import msgspec
 import numpy as np
 
 from jserve.errors import ConfigError
+from jserve.request_options import Lane, Retention
 from jserve.sampling import SamplingParams
-from jserve.types import Lane, Request, Retention
+from jserve.types import Request
 
 FORMAT = "jserve-trace-1"
 VOCAB = 1 << 17

@@ -46,7 +46,7 @@ def with_compiled(
         raise ConfigError(f"compile: {reason} (docs/kernels.md lists the wheels)", field="compile")
     mesh, programs = make_mesh(laid.tp, aot.h200(laid.tp)), list(found.programs)
     model = step_model(laid.sizes, laid.model.family, mesh, ShardRules(), laid.speculation)
-    plain = [i for i, b in enumerate(laid.buckets) if not (b.mask or b.score)]
+    plain = [i for i, b in enumerate(laid.buckets) if not b.features]
     for done, i in enumerate(plain):
         progress("compile", done, len(plain))
         figures = _figures(compile_step(model, laid.buckets[i]), programs[i].weight_bytes)

@@ -13,6 +13,7 @@ from typing import Any
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.features import SCORE
 from jserve.model.tree import chain
 from jserve.model.view import Bucket
 from jserve.runner.memory import MemoryPlan
@@ -284,7 +285,7 @@ def _rate(laid: Layout, line: Roofline, batch: int, context: int) -> Rate:
 
 
 def _program(line: Roofline, drafting: Drafting | None, bucket: Bucket, context: int) -> Program:
-    drawn = bucket.D * bucket.J + (bucket.P if bucket.score else bucket.F)
+    drawn = bucket.D * bucket.J + (bucket.P if SCORE in bucket.features else bucket.F)
     work = line.work(rows=bucket.R, tokens=bucket.T, drawn=drawn, n_context=context)
     works, at_once = [], bucket.D * bucket.J + bucket.F
     if drafting is not None and bucket.n_draft:

@@ -191,7 +191,7 @@ class FakeRunner:
         slot.text = list(load.tokens)
 
     def _run(self, plan: StepPlan) -> StepResult:
-        wants_top = any(row.seq.request.params.shows_logprobs for row in plan.rows)
+        wants_top = any(row.choice.request.params.shows_logprobs for row in plan.rows)
         J = 1 + max(len(row.drafts) for row in plan.rows)
         out = _blank(len(plan.rows), J, top=wants_top, picks=self._limits.picks)
         scores: dict[int, PromptLogprobs] = {}
@@ -209,7 +209,7 @@ class FakeRunner:
             self.shown_PZ[self._cells(pages, np.arange(start, start + row.count))] = (
                 plan.n_draft > 0
             )
-            if row.score:
+            if row.targets:
                 scores[r] = self._score(row, pages, start)
             if row.emits:
                 self._draw(row, pages, start, drafts, out, r)
@@ -227,7 +227,7 @@ class FakeRunner:
         assert self.token_PZ[cells].tolist() == list(row.tokens), (
             "other tokens are shown than were computed"
         )
-        assert row.start + row.count < len(row.seq.tokens), "the token after them is not known"
+        assert row.next_token >= 0, "the token after them is not known"
         assert not row.emits, "a row that shows tokens draws one"
         self.shown_PZ[cells] = True
 
@@ -291,7 +291,7 @@ class FakeRunner:
         assert token_S.min() >= 0, "a position is read that was never written"
         self.ctx_PZ[new] = mix_N(self._sums(token_S, at_S, start))
         self.step_P[new[0]] = step
-        key = (row.seq.request.id, row.seq.index)
+        key = (row.choice.request.id, row.choice.index)
         old = (page_S[:n_old], off_S[:n_old])
         self.poison_PZ[new] = key in self.nan or self.poison_PZ[old].any()
         self.nan.discard(key)
@@ -311,17 +311,17 @@ class FakeRunner:
         r: int,
     ) -> None:
         """Draw at the row's last token, or at each draft while drafts are what would be drawn."""
-        seq, slot = row.seq, self._slots[row.slot]
-        params, stops = seq.request.params, stops_of(seq.request)
+        choice, slot = row.choice, self._slots[row.slot]
+        params, stops = choice.request.params, stops_of(choice.request)
         seen_N = self._seen_N(pages, start, start + row.count)
         first = start + row.count - len(drafts) - 1
-        lock = seq.n_prompt + params.min_tokens
+        lock = choice.n_prompt + params.min_tokens
         for j in range(1 + len(drafts)):
             salt = sampling_hash(params, slot.history, slot.bias)
             seen = int(seen_N[first - start + j]) ^ salt
             mask_W = None if row.mask is None else row.mask[j]
             redraw = row.redraw[j] if row.redraw else -1
-            asked = (seen, first + j + 1, seq.seed, params, stops, lock)
+            asked = (seen, first + j + 1, choice.seed, params, stops, lock)
             token = self.model.draw(*asked, mask_W, redraw)
             if token < 0:
                 out.finite_R[r], out.n_ok_R[r] = False, j + 1
@@ -340,8 +340,8 @@ class FakeRunner:
         """``n`` drafts of what the row's sequence will draw next, some of them wrong. No mask holds."""
         if self._limits.drafts_from_text:
             return self._copied(row, n)
-        seq, slot, vocab = row.seq, self._slots[row.slot], self._limits.vocab_size
-        params, stops = seq.request.params, stops_of(seq.request)
+        choice, slot, vocab = row.choice, self._slots[row.slot], self._limits.vocab_size
+        params, stops = choice.request.params, stops_of(choice.request)
         first, history = slot.length, slot.history
         sees = self.shown_PZ[self._cells(pages, np.arange(first))].all()
         sure = self.acceptance if sees or not self._limits.drafts_from_kv else 0.0
@@ -353,8 +353,8 @@ class FakeRunner:
             ctxs.append(mix(_sum_of(token_S, at_S)))
             ctx_S = [*self.ctx_PZ[cells].tolist(), *(ctxs[i] for i in new)]
             seen = mix(_sum_of(ctx_S, at_S)) ^ sampling_hash(params, history, slot.bias)
-            lock = seq.n_prompt + params.min_tokens
-            tokens.append(self.model.draw(seen, at + 1, seq.seed, params, stops, lock))
+            lock = choice.n_prompt + params.min_tokens
+            tokens.append(self.model.draw(seen, at + 1, choice.seed, params, stops, lock))
             history = (history + counted(tokens[-1], True)) & MASK
             right = mix(seen ^ 2) % 1024 < sure * 1024
             drafts.append(tokens[-1] if right else (tokens[-1] + 1) % vocab)
@@ -362,17 +362,19 @@ class FakeRunner:
 
     def _copied(self, row: RowPlan, n: int) -> tuple[int, ...]:
         """``n`` tokens that followed where the last two stood before."""
-        slot, known = self._slots[row.slot], row.seq.tokens
-        assert slot.text[: len(known)] == known, "the slot holds another text than its sequence"
+        slot, prompt = self._slots[row.slot], row.choice.request.prompt_ids
+        own, held = list(row.tokens), slot.text[row.start : row.start + len(row.tokens)]
+        same = slot.text[: len(prompt)] == list(prompt) and held == own
+        assert same, "the slot holds another text than its sequence"
         assert len(slot.text) == slot.length + 1, "the slot's text has gaps"
         ends = [e for e in range(2, len(slot.text)) if slot.text[e - 2 : e] == slot.text[-2:]]
         period = len(slot.text) - ends[-1] if ends else 1
         return tuple(slot.text[i % period - period] for i in range(n))
 
     def _score(self, row: RowPlan, pages: np.ndarray, start: int) -> PromptLogprobs:
-        n = min(start + row.count, row.seq.n_prompt - 1) - start
+        tokens, n = row.targets, len(row.targets)
+        assert n == min(row.count, row.choice.n_prompt - 1 - start), "targets of another row"
         seen = [int(s) for s in self._seen_N(pages, start, start + n)]
-        tokens = row.seq.tokens[start + 1 : start + n + 1]
         top = [top_of(s, self._limits.vocab_size) for s in seen]
         return PromptLogprobs(
             start=start,

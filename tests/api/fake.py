@@ -18,12 +18,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jserve.api.app import make_app
 from jserve.api.ask import ModelCard
-from jserve.api.chat import ChatTemplate
 from jserve.api.front import Limits
 from jserve.api.server import HttpServer
 from jserve.config import EngineConfig
 from jserve.engine.wire import StepRecord
 from jserve.errors import NotReady
+from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
 from jserve.types import Finish, HandleInfo, Output, Request, TokenLogprob
 

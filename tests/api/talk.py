@@ -10,9 +10,9 @@ import aiohttp
 
 from jserve.api.app import make_app
 from jserve.api.ask import ModelCard
-from jserve.api.chat import ChatTemplate
 from jserve.api.server import HttpServer
 from jserve.config import EngineConfig
+from jserve.text.chat.template import ChatTemplate
 from jserve.types import Finish, Output, Request
 from tests.api.fake import CHATML, FakeEngine, Live
 from tests.grammar.kit import EOS, VOCAB, tokenizer

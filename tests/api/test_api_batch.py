@@ -16,9 +16,9 @@ from jserve.api.app import make_app
 from jserve.api.batch import TRIES, Outcome, run_batch, tally
 from jserve.api.batch_answers import AnswerFile, name_of
 from jserve.api.batch_lines import survey
-from jserve.api.chat import ChatTemplate
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError, Overloaded
+from jserve.text.chat.template import ChatTemplate
 from jserve.types import Lane
 from tests.api.fake import CHATML, SPECIAL, FakeEngine, byte_tokenizer, card, chat_body
 

@@ -8,6 +8,7 @@ import pytest
 
 from jserve.api.ask import Ask
 from jserve.api.caches import NOTHING_DRAWN, HandleBook
+from jserve.request_options import RequestOptions
 from tests.api.fake import chat_body
 from tests.api.test_api_engine import CHAT, COMP, host
 
@@ -168,7 +169,8 @@ async def test_the_book_follows_creation_and_renewal():
 
 
 def ask(tenant: str, name: str | None = "doc") -> Ask:
-    return Ask(params=NOTHING_DRAWN, tenant=tenant, cache=name)
+    options = RequestOptions(tenant=tenant, cache=name)
+    return Ask(body=None, params=NOTHING_DRAWN, options=options)
 
 
 async def test_keys_are_tenants_and_see_nothing_of_each_other():

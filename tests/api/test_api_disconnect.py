@@ -11,7 +11,10 @@ import aiohttp
 import pytest
 
 from jserve.api.front import Limits
-from tests.api.fake import FakeEngine, chat_body, live, until
+from jserve.api.generate import Generation
+from jserve.sampling import SamplingParams
+from jserve.types import Request
+from tests.api.fake import FakeEngine, byte_tokenizer, chat_body, live, until
 
 CHAT, COMP = "/v1/chat/completions", "/v1/completions"
 
@@ -223,3 +226,18 @@ async def test_finished_requests_are_not_counted_as_left(srv):
     await srv.events(COMP, {"prompt": "x"})
     assert 'status="499"' not in srv.app_metrics()
     assert 'status="200"' in srv.app_metrics()
+
+
+@pytest.mark.parametrize("n_prompts", [1, 2])
+async def test_closing_the_pieces_closes_the_engines_streams_before_it_returns(n_prompts):
+    """Without help of the garbage collector, which would close them some time later."""
+    engine = FakeEngine()
+    engine.delay = 0.01
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    requests = [Request(id=f"r{i}", prompt_ids=(1, 2), params=params) for i in range(n_prompts)]
+    pieces = Generation(engine, byte_tokenizer(), requests).pieces()
+    await anext(pieces)
+    assert not all_cancelled(engine)
+    await pieces.aclose()
+    assert len(engine.records) == n_prompts
+    assert all_cancelled(engine)

@@ -202,7 +202,7 @@ async def test_a_request_whose_steps_raise_fails_alone_and_is_not_to_be_sent_aga
         collect = found.runner.collect
 
         def faulty(flight):
-            if any(99 in row.seq.request.prompt_ids for row in flight.plan.rows):
+            if any(99 in row.choice.request.prompt_ids for row in flight.plan.rows):
                 raise RuntimeError("device words")
             return collect(flight)
 

@@ -17,7 +17,7 @@ import pytest
 import jserve.api
 from jserve.api import openai
 from jserve.api.ask import Served
-from jserve.api.chat import ChatTemplate
+from jserve.text.chat.template import ChatTemplate
 from tests.api.fake import CHATML, SPECIAL, FakeEngine, card, chat_body, live
 
 FOLDER = Path(jserve.api.__file__).parent / "web"
@@ -140,9 +140,9 @@ def test_bodies_are_taken_whole_by_the_server(js) -> None:
     template = ChatTemplate({"default": CHATML}, control=SPECIAL)
     served = Served(card=card(), template=template, strict=True)
     for controls, body in zip(CONTROLS, js(BODY, CONTROLS), strict=True):
-        wish = openai.chat_wish(body, served)
-        assert wish.ignored == (), controls
-        assert wish.stream is True
+        ask = openai.chat_ask(body, served)
+        assert ask.ignored == (), controls
+        assert ask.stream is True
     found = js(BODY, CONTROLS)
     assert found[0] == found[1]
     assert "temperature" not in found[0]

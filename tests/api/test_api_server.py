@@ -10,10 +10,10 @@ import time
 import aiohttp
 import pytest
 
-from jserve.api.chat import ChatTemplate
 from jserve.api.server import serve
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.text.chat.template import ChatTemplate
 from tests.api.fake import CHATML, FakeEngine, byte_tokenizer, card, chat_body, parse_events, until
 
 CHAT = "/v1/chat/completions"

@@ -123,7 +123,7 @@ def test_drafts_behind_a_stop_string_are_not_accepted():
     assert running.take(out) == "c"
     assert running.output.metrics == RequestMetrics(num_draft_tokens=3, num_accepted_tokens=2)
     generation = Generation(Deaf(), byte_tokenizer(), [asked])
-    generation._piece(0, out)
+    generation._piece(out)
     assert (generation.usage.drafted, generation.usage.accepted) == (3, 2)
 
 

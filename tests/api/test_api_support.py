@@ -1,19 +1,16 @@
-"""/v1/support says what holds: every cell of it is asked of the server, and the README says the same."""
+"""/v1/support says what holds: every cell of it is asked of the server."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from jserve.api.features import FEATURES, GENERATING, Feature, pair
 from jserve.api.routes import PUBLIC
-from jserve.api.support import endpoints, markdown
+from jserve.api.support import endpoints
 from jserve.types import Lane, Request
 from tests.api.talk import Script, talking
 
-ROOT = Path(__file__).parent.parent.parent
 CHAT = {"messages": [{"role": "user", "content": "hi there, how are you"}], "max_tokens": 40}
 BASE = {
     "/v1/chat/completions": CHAT,
@@ -108,8 +105,3 @@ async def test_it_is_served(srv):
     assert found["endpoints"]["POST /v1/completions"]["suffix"] == {"holds": "refused", "but": [""]}
     assert found["together"]["/v1/responses"]["logprobs"]["tools"] == "top_logprobs"
     assert set(found["words"]) == {"applied", "label", "ignored", "refused"}
-
-
-def test_the_readme_says_the_same():
-    text = (ROOT / "README.md").read_text()
-    assert text.split("<!-- fields -->\n")[1].split("<!-- /fields -->")[0] == markdown(PUBLIC)

@@ -102,18 +102,18 @@ def test_tiny_and_empty_records_are_refused(tmp_path: Path, capsys) -> None:
     assert "mean nothing" in capsys.readouterr().err
 
 
-def test_the_readme_and_the_result_file(tmp_path: Path, capsys) -> None:
-    readme, out = tmp_path / "README.md", tmp_path / "x" / "gpu.json"
-    readme.write_text("a\n<!-- gpu -->\nold\n<!-- /gpu -->\nb\n")
+def test_the_page_and_the_result_file(tmp_path: Path, capsys) -> None:
+    page, out = tmp_path / "performance.md", tmp_path / "x" / "gpu.json"
+    page.write_text("a\n<!-- gpu -->\nold\n<!-- /gpu -->\nb\n")
     file = record(tmp_path / "a", DEVICE, step("8b, batch 1, context 512", 4.0))
-    assert gpu_report.main([str(file), "--json", str(out), "--readme", str(readme)]) == 0
-    text = readme.read_text()
+    assert gpu_report.main([str(file), "--json", str(out), "--page", str(page)]) == 0
+    text = page.read_text()
     assert text.startswith("a\n<!-- gpu -->\nNVIDIA H200")
     assert text.endswith("<!-- /gpu -->\nb\n")
     assert "old" not in text
     assert json.loads(out.read_text())["figures"][1]["ms"] == 4.0
-    readme.write_text("no marks")
+    page.write_text("no marks")
     with pytest.raises(SystemExit):
-        gpu_report.main([str(file), "--readme", str(readme)])
-    assert readme.read_text() == "no marks"
+        gpu_report.main([str(file), "--page", str(page)])
+    assert page.read_text() == "no marks"
     capsys.readouterr()

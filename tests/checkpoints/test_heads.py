@@ -23,6 +23,7 @@ from checkpoints.recipe.head_export import export_head, hf_config, import_head
 from checkpoints.recipe.medusa import MedusaConfig
 from checkpoints.recipe.model import SIZES, init_params, packed_features
 from jserve.model.attention import backend
+from jserve.model.ctx import Ctx
 from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.families import family_for
 from jserve.model.family import Family
@@ -319,7 +320,7 @@ def _pass(served: Served, view: Any) -> tuple[jax.Array, list[jax.Array]]:
     of, drafter, tapped = served.target, served.drafter, served.family.tapped
     assert tapped is not None
     kv = [_pages(of, of.arch) for _ in range(of.arch.L)]
-    x_TD, _, taps = tapped(of.arch, of.params, view, kv, of.attn, Axes(), drafter.taps)
+    x_TD, _, taps = tapped(Ctx.of(of.arch, view, of.attn, Axes()), of.params, kv, drafter.taps)
     return x_TD, taps
 
 

@@ -75,7 +75,9 @@ class FakeScheduler:
         self.cancelled: list[tuple[str, int | None]] = []
         self.n_resets = 0
         self.live: dict[str, list[Sequence]] = {}
+        self.in_flight: dict[int, list[Sequence]] = {}
         self.trials = Trials(self.live)
+        self.hopeless = self.trials.hopeless
 
     def submit(self, request: Request, now: float) -> None:
         if len(request.prompt_ids) > LIMITS.max_model_len:
@@ -113,7 +115,13 @@ class FakeScheduler:
             and (s.state is SeqState.RUNNING or not self.trials.holds(s))
         ]
         rows = [
-            RowPlan(seq=s, slot=0, start=0, count=1, from_slot=s.state is SeqState.RUNNING)
+            RowPlan(
+                choice=s.choice,
+                slot=0,
+                start=s.n_output + s.in_flight,
+                count=1,
+                from_slot=s.state is SeqState.RUNNING,
+            )
             for s in live
         ]
         if not rows:
@@ -127,14 +135,14 @@ class FakeScheduler:
             page_table_RM=np.zeros((len(rows), 1), np.int32),
         )
         self.planned.append(plan.id)
+        self.in_flight[plan.id] = live
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         self.committed.append(plan.id)
         self.trials.succeeded()
         outputs = []
-        for r, row in enumerate(plan.rows):
-            seq = row.seq
+        for r, seq in enumerate(self.in_flight.pop(plan.id)):
             seq.in_flight -= 1
             if seq.finish is not None:
                 continue
@@ -156,7 +164,8 @@ class FakeScheduler:
     def recover(self, plans, error: str, now: float) -> list[Output]:
         self.lost += [plan.id for plan in plans]
         self.n_resets += 1
-        blame = self.trials.accuse(plans, now) or ""
+        lost = [seq for plan in plans for seq in self.in_flight.pop(plan.id)]
+        blame = self.trials.accuse(lost, now) or ""
         for seq in self.seqs.values():
             seq.in_flight = 0
             seq.state = SeqState.WAITING
@@ -174,7 +183,8 @@ class FakeScheduler:
 
 
 class FakeRunner:
-    """Draws ``token`` after ``step_s`` seconds; ``before(call, plan id)`` may raise."""
+    """Draws ``token`` after ``step_s`` seconds, a row's ``start`` saying which; ``before(call, plan id)``
+    may raise."""
 
     limits = LIMITS
 
@@ -185,11 +195,7 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         self._note("launch", plan)
-        drawn = []
-        for row in plan.rows:
-            seq = row.seq
-            at = seq.n_output + seq.in_flight - 1
-            drawn.append([token(seq.request, seq.index, at)])
+        drawn = [[token(row.choice.request, row.choice.index, row.start)] for row in plan.rows]
         return InFlight(plan=plan, launched=0.0, handle=np.array(drawn, np.int32))
 
     def collect(self, flight: InFlight) -> StepResult:

@@ -39,7 +39,7 @@ class Poisoned(FakeRunner):
 
     def _look(self, where, plan):
         for row in plan.rows:
-            poisoned = self.where == where and row.seq.request.id in self.poison
+            poisoned = self.where == where and row.choice.request.id in self.poison
             if poisoned and row.start + row.count > self.at:
                 raise RuntimeError("device words")
 
@@ -166,7 +166,7 @@ def test_faults_without_a_culprit_end_the_engine_when_they_come_close(gap_s, die
         due = 0
 
         def _look(self, where, plan):
-            if where == "collect" and self.due == plan.rows[0].seq.request.id:
+            if where == "collect" and self.due == plan.rows[0].choice.request.id:
                 self.due = 0
                 raise RuntimeError("device words")
 

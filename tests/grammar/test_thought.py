@@ -13,7 +13,7 @@ from jserve.grammar.vocab import Vocabulary, blanks, vocabulary
 from jserve.sampling import StructuredOutputs
 from jserve.sched import policy
 from jserve.testing import FakeProposer
-from jserve.text.parsers.reasoning import State, ThoughtParser
+from jserve.text.chat.parsers.reasoning import State, ThoughtParser
 from jserve.types import Request
 from tests.grammar.kit import (
     CITY,

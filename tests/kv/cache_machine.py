@@ -14,8 +14,8 @@ from jserve.errors import (
     Overloaded,
     RateLimited,
 )
+from jserve.request_options import Retention
 from jserve.sched import caching
-from jserve.types import Retention
 from tests.kv.counting import Told, with_fields
 from tests.kv.disk_drive import DiskDrive
 from tests.sched.sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits

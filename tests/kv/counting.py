@@ -20,7 +20,7 @@ class CountingDrive(Drive):
     def _check_plan(self, plan) -> None:
         super()._check_plan(plan)
         for row in plan.rows:
-            self.computed[row.seq.request.id] += 0 if row.from_slot else row.count
+            self.computed[row.choice.request.id] += 0 if row.from_slot else row.count
 
     def done(self, id: str) -> bool:
         return self.told[id, 0].end is not None

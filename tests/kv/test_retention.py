@@ -7,7 +7,7 @@ from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
 from jserve.kv.retention import EVERYONE, SESSION, Keep, keeps_of, strongest
 from jserve.kv.sessions import Sessions
-from jserve.types import Retention
+from jserve.request_options import Retention
 
 KEY: RootKey = ("", "", None)
 Z = 4

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jserve.model.arch import Arch
 from jserve.model.attention import backend
+from jserve.model.ctx import Ctx
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import stored
@@ -109,7 +110,7 @@ class Driver:
         fields = layout(bucket, self.dims, self.attn.plan_shapes(bucket, self.dims))
         zeros = jnp.zeros(self.dims.C, jnp.int32)
         view = unpack(buf, fields, bucket, self.dims, NoSlots(zeros, zeros))
-        x_TD, kv = self.family.forward(self.arch, params, view, kv, self.attn, self.axes)
+        x_TD, kv = self.family.forward(Ctx.of(self.arch, view, self.attn, self.axes), params, kv)
         return self.family.logits(self.arch, params, x_TD, self.axes), kv
 
     def greedy(self, prompt: Sequence[int], n: int) -> tuple[np.ndarray, list[int]]:

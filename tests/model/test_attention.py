@@ -14,7 +14,7 @@ import pytest
 
 from jserve.errors import ConfigError
 from jserve.model import kv_quant
-from jserve.model.attention import AttentionBackend, backend
+from jserve.model.attention import AttendArgs, AttentionBackend, backend
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.window import Window
 from tests.model.driver import NoSlots, Row, pack
@@ -144,7 +144,7 @@ def _step(attn: Any, bucket: Bucket, window: int, buf: Any, q: Any, k: Any, v: A
     fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
     view = unpack(buf, fields, bucket, DIMS, NoSlots(zeros, zeros))
     kv = attn.write_kv(kv, k[:, :K], v[:, :K], view)
-    return attn.attend(q, kv, view, window=window, scale=0.4)
+    return attn.attend(AttendArgs(q_TNH=q, window=window, scale=0.4), kv, view)
 
 
 def dense(case: Case, r: int, window: int) -> np.ndarray:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jserve.model.families import family_for
-from tests.model import hf
 from tests.model.driver import Driver
 
 LLAMA3 = {
@@ -82,10 +81,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ON_REF = ("llama-gqa4", "qwen3-bias-window")
-RUNS = [(case, "xla") for case in CASES] + [(case, "ref") for case in ON_REF]
+NIGHTLY = ("llama-linear", "qwen2-gqa4", "qwen3-gqa8")
+"""Of parts that other cases, or ``test_rope``, have too."""
+RUNS = [
+    *(pytest.param(c, "xla", marks=pytest.mark.slow if c in NIGHTLY else ()) for c in CASES),
+    *((case, "ref") for case in ON_REF),
+]
 
 
 def check(case: str, attn: str, n: int) -> None:
+    from tests.model import hf  # every worker collects this file, one runs it
+
     model, config = hf.tiny(CASES[case][0], **CASES[case][1])
     family = family_for(config)
     arch = family.arch(config)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jserve.model.attention import backend
+from jserve.model.ctx import Ctx
 from jserve.model.families import family_for
 from jserve.model.shard import Axes, is_spec
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, unpack
@@ -31,7 +32,7 @@ def compiled(bucket: Bucket, dtype: Any) -> Any:
     def step(params: Any, kv: Any, buf: Any) -> Any:
         zeros = jnp.zeros(DIMS.C, jnp.int32)
         view = unpack(buf, fields, bucket, DIMS, NoSlots(zeros, zeros))
-        x_TD, kv = FAMILY.forward(ARCH, params, view, kv, attn, Axes())
+        x_TD, kv = FAMILY.forward(Ctx.of(ARCH, view, attn, Axes()), params, kv)
         return FAMILY.logits(ARCH, params, x_TD[:2], Axes()), kv
 
     shape = jax.ShapeDtypeStruct

@@ -12,10 +12,6 @@ import pytest
 from jserve.model.families import family_for
 from jserve.model.rope import inverse_frequencies, rope_tables
 
-torch = pytest.importorskip("torch", reason="the oracle is transformers on CPU torch")
-LlamaConfig = pytest.importorskip("transformers").LlamaConfig
-ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
-
 BASE = {
     "hidden_size": 4096,
     "intermediate_size": 8192,
@@ -60,10 +56,18 @@ def arch(rope: dict[str, Any], **changes: Any) -> Any:
     return family_for(config).arch(config)
 
 
+def theirs(rope: dict[str, Any], changes: dict[str, Any], **where: int) -> Any:
+    """(frequencies, factor) of transformers. Imported here: every worker collects this file, one runs it."""
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on CPU torch")
+    config = pytest.importorskip("transformers").LlamaConfig
+    made = config(**{**BASE, **changes}, rope_parameters=dict(rope))
+    functions = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    return functions[rope["rope_type"]](made, torch.device("cpu"), **where)
+
+
 @pytest.mark.parametrize("name", ROPES)
 def test_frequencies_are_those_of_transformers(name: str) -> None:
-    config = LlamaConfig(**BASE, rope_parameters=dict(ROPES[name]))
-    want, factor = ROPE_INIT_FUNCTIONS[ROPES[name]["rope_type"]](config, torch.device("cpu"))
+    want, factor = theirs(ROPES[name], {})
     a = arch(ROPES[name])
     got, scale = inverse_frequencies(a.H, a.rope_theta, a.rope_scaling)
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
@@ -73,8 +77,7 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("pos", [0, 100, 2047, 2048, 5000])
 def test_dynamic_rotates_by_position(pos: int) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    config = LlamaConfig(**{**BASE, "max_position_embeddings": 2048}, rope_parameters=dict(rope))
-    freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=pos + 1)
+    freq, _ = theirs(rope, {"max_position_embeddings": 2048}, seq_len=pos + 1)
     cos_T2H, sin_T2H = rope_tables(arch(rope, max_position_embeddings=2048), jnp.array([pos]))
     for half, sign in ((0, -1), (1, 1)):
         np.testing.assert_allclose(cos_T2H[0, half], np.cos(pos * freq.numpy()), atol=2e-3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+import jserve
 from jserve.errors import ConfigError
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY
@@ -183,6 +186,32 @@ def test_steps_of_every_combination_draw_what_one_device_draws(
     assert run(make_mesh(2), rules_of(*("tp" if on else None for on in split))) == stepped
 
 
+PLACES = list(itertools.product((None, "x", "y"), repeat=3))
+"""Where heads, ffn and vocabulary may lie on a mesh of 2 by 4 devices."""
+PAIRWISE = [(None, None, None), (None, "x", "y"), ("y", None, "x"), ("x", "y", None)]
+"""Every pair of two dimensions split or whole, each split dimension once over 2 and once over 4 devices."""
+
+
+@pytest.mark.parametrize(
+    "places",
+    [pytest.param(p, marks=() if p in PAIRWISE else pytest.mark.slow) for p in PLACES],
+)
+def test_steps_on_eight_devices_draw_what_one_device_draws(
+    places: tuple[str | None, ...], stepped: list[list[int]]
+) -> None:
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    assert run(mesh, rules_of(*places)) == stepped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", COMBINATIONS)
+def test_steps_on_one_axis_of_eight_draw_what_one_device_draws(
+    split: tuple[bool, bool, bool], stepped: list[list[int]]
+) -> None:
+    """More devices than kv heads, and a vocabulary with three rows of padding."""
+    assert run(make_mesh(8), rules_of(*("tp" if on else None for on in split))) == stepped
+
+
 @pytest.mark.parametrize("split", [(True, False, True), (False, True, False)])
 def test_a_step_has_the_collectives_of_what_is_split(split: tuple[bool, bool, bool]) -> None:
     """One sum for each dimension (both layers are one traced function), and one gather."""
@@ -191,6 +220,31 @@ def test_a_step_has_the_collectives_of_what_is_split(split: tuple[bool, bool, bo
     text = program.as_text()
     assert text.count("stablehlo.all_reduce") == heads + ffn + vocab
     assert text.count("stablehlo.all_gather") == vocab
+
+
+COLLECTIVES = {
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "pshuffle",
+} | {"psum", "psum_scatter", "pswapaxes", "ragged_all_to_all"}
+
+
+def test_every_collective_of_a_step_is_in_one_file() -> None:
+    """``pallas_kernels`` has none: its ``axis_index`` is of a kernel's grid."""
+    assert set(dir(jax.lax)) >= COLLECTIVES, "jax renamed one"
+    root = Path(jserve.__file__).parent
+    users = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if COLLECTIVES & {getattr(node, kind, None) for kind in ("attr", "id", "name")}
+    }
+    assert users == {"model/collectives.py"}
 
 
 def test_a_rule_given_as_extra_counts_like_its_own() -> None:
@@ -207,6 +261,10 @@ def test_a_rule_given_as_extra_counts_like_its_own() -> None:
         (ShardRules(vocab="y"), "sharding.rules.vocab"),
         (ShardRules(embed="y"), "sharding.rules.embed"),
         (ShardRules(embed="tp"), "sharding.rules.embed"),
+        (ShardRules(extra={"layers": "tp"}), "sharding.rules.layers"),
+        (ShardRules(extra={"experts": "tp"}), "sharding.rules.experts"),
+        (ShardRules(extra={"heads": "tp"}), "sharding.rules.heads"),
+        (ShardRules(extra={"heads": "y"}), "sharding.rules.heads"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_the_rule(rules: ShardRules, field: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from jserve.errors import ConfigError
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, is_spec, make_mesh
+from jserve.model.shard import ParamSpec, ShardRules, dtype_of, is_spec, make_mesh
 from jserve.weights.dummy import draw_all
 from tests.model.assembly import assemble
 from tests.model.driver import Driver
@@ -45,7 +45,7 @@ def alone() -> tuple[np.ndarray, list[int]]:
     return Driver(FAMILY, ARCH, tensors, attn="xla").greedy(list(range(3, 40)), 16)
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_shards_give_what_one_device_gives(tp: int, alone: tuple[np.ndarray, list[int]]) -> None:
     driver = Driver(FAMILY, ARCH, tensors, attn="xla", tp=tp)
     logits, tokens = driver.greedy(list(range(3, 40)), 16)
@@ -103,3 +103,10 @@ def test_dummy_weights_depend_on_the_seed_alone() -> None:
     assert a.std() == pytest.approx(0.02, rel=0.03)
     assert abs(a.mean()) < 1e-3
     np.testing.assert_array_equal(one["final_norm"], np.ones(64))
+
+
+def test_a_leaf_with_a_dtype_of_its_own_is_not_the_models() -> None:
+    own = ParamSpec(shape=(2,), axes=(None,), parts=(), dtype=jnp.int8)
+    specs = {"a": own, "b": ParamSpec(shape=(2,), axes=(None,), parts=())}
+    params = {"a": jnp.zeros(2, jnp.int8), "b": jnp.zeros(2, jnp.bfloat16)}
+    assert dtype_of(params, specs) == jnp.bfloat16

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jserve.model.attention import Sinks, backend
+from jserve.model.attention import AttendArgs, Sinks, backend
 from jserve.model.rope import rope_tables, rotate
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from tests.model.driver import NoSlots, Row, pack
@@ -56,10 +56,10 @@ def _attend(name: str, bucket: Bucket, window: int, sinks: int, buf, q, k, v, kv
     capped = rope_tables(ARCH, jnp.minimum(view.pos_T, window + sinks - 1))
     kv = attn.write_kv(kv, rotate(k, *tables), v, view)
     far = Sinks(n=sinks, q_TNH=rotate(q, *capped))
-    out = attn.attend(
-        rotate(q, *tables), kv, view, window=window, scale=H**-0.5, sinks=far if sinks else None
+    args = AttendArgs(
+        q_TNH=rotate(q, *tables), window=window, scale=H**-0.5, sinks=far if sinks else None
     )
-    return out, kv
+    return attn.attend(args, kv, view), kv
 
 
 @lru_cache

@@ -13,7 +13,7 @@ import pytest
 
 from jserve.errors import ConfigError
 from jserve.model import tree
-from jserve.model.attention import backend
+from jserve.model.attention import AttendArgs, backend
 from jserve.model.hand import Row, pack
 from jserve.model.path import as_chain, straightened
 from jserve.model.slots import empty
@@ -145,10 +145,10 @@ def _attend(name: str, bucket: Bucket, window: int) -> Any:
 
     def attend(buf: Any, q: Any, kv: Any, q_chain: Any, path: Any) -> Any:
         view = view_of(buf)
-        seen = attn.attend(q, kv, view, window=window, scale=0.3)
+        seen = attn.attend(AttendArgs(q_TNH=q, window=window, scale=0.3), kv, view)
         moved = straightened(attn, view, [kv], path)[0]
         chain = as_chain(view, path)
-        return seen, attn.attend(q_chain, moved, chain, window=window, scale=0.3)
+        return seen, attn.attend(AttendArgs(q_TNH=q_chain, window=window, scale=0.3), moved, chain)
 
     return jax.jit(attend)
 
@@ -230,7 +230,9 @@ def test_rows_attend_by_the_trees_of_their_slots() -> None:
         fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
         view = unpack(jnp.asarray(pack(bucket, DIMS, attn, rows, [])), fields, bucket, DIMS, held)
         kv = tuple(jnp.asarray(x if name == "ref" else x.swapaxes(1, 2)) for x in (k, v))
-        found.append(np.asarray(attn.attend(jnp.asarray(q), kv, view, window=0, scale=0.3)))
+        found.append(
+            np.asarray(attn.attend(AttendArgs(q_TNH=jnp.asarray(q), window=0, scale=0.3), kv, view))
+        )
         for r, (start, slot) in enumerate(zip(starts, slots, strict=True)):
             depth = np.array(tree.depths(tuple(parent_CJ[slot].tolist())))
             np.testing.assert_array_equal(view.pos_T[r * J : (r + 1) * J], start + depth)

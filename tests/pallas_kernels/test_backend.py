@@ -12,7 +12,7 @@ import pytest
 
 from jserve.errors import ConfigError
 from jserve.model import attn_hopper
-from jserve.model.attention import backend
+from jserve.model.attention import AttendArgs, backend
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.tree import DraftMask, Shape
@@ -74,7 +74,9 @@ def step(
     fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
     view = unpack(jnp.asarray(buf), fields, bucket, DIMS, NoSlots(zeros, zeros))
     kv = attn.write_kv(kv, jnp.asarray(k), jnp.asarray(v), view)
-    out = np.asarray(attn.attend(jnp.asarray(q), kv, view, window=window, scale=0.2))
+    out = np.asarray(
+        attn.attend(AttendArgs(q_TNH=jnp.asarray(q), window=window, scale=0.2), kv, view)
+    )
     assert out.dtype == np.float32
     assert np.isfinite(out).all()
     return out[np.asarray(view.pos_T) >= 0]
@@ -146,7 +148,7 @@ def test_a_level_of_a_tree_agrees_with_ref() -> None:
         )
         view = view.replace(tree=mask)
         q = jnp.asarray(rng.standard_normal((4, K * G, H)), jnp.bfloat16)
-        outs.append(attn.attend(q, tuple(pool), view, window=20, scale=0.2))
+        outs.append(attn.attend(AttendArgs(q_TNH=q, window=20, scale=0.2), tuple(pool), view))
     np.testing.assert_allclose(outs[1], outs[0], atol=2e-2)
 
 

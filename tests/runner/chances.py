@@ -21,10 +21,12 @@ from scipy import stats
 
 from jserve.model import slots as slot_rows, tree
 from jserve.model.attention import backend
+from jserve.model.ctx import Ctx
 from jserve.model.draft_model import draft_model
 from jserve.model.drafter import Drafter
 from jserve.model.eagle3 import eagle3
 from jserve.model.families.llama import FAMILY as LLAMA
+from jserve.model.features import MASK
 from jserve.model.hand import Row, pack
 from jserve.model.medusa import medusa
 from jserve.model.prompt_lookup import ngram
@@ -178,7 +180,7 @@ class Dice:
         self.kind = kind
         held = kind.n if kind.drafter is not None else 0
         self.bucket = Bucket(
-            D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, tree=kind.parents, mask=True
+            D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, tree=kind.parents, features=(MASK,)
         )
         grown = isinstance(kind.parents, Grown)
         text = 0 if kind.drafter is None else kind.drafter.text
@@ -316,7 +318,7 @@ def _raw() -> dict[tuple[int, ...], np.ndarray]:
     rows = [Row([1 + i], 0, end, slot=i) for i, end in enumerate(ends)]
     state, buf = new_state(model), jnp.asarray(pack(bucket, dims, attn, [], rows))
     view = unpack(buf, model.fields(bucket), bucket, dims, state.slots)
-    x_TD, _ = LLAMA.forward(ARCH7, target_params(), view, state.kv, attn, Axes())
+    x_TD, _ = LLAMA.forward(Ctx.of(ARCH7, view, attn, Axes()), target_params(), state.kv)
     logits = np.asarray(LLAMA.logits(ARCH7, target_params(), x_TD, Axes()), np.float64)
     by_row = logits.reshape(len(ends), WINDOW, V)
     return {

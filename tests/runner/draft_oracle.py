@@ -16,6 +16,7 @@ import numpy as np
 
 from jserve.model import tree
 from jserve.model.attention import backend
+from jserve.model.ctx import Ctx
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.layers import rms_norm
 from jserve.model.rope import rope_tables, rotate
@@ -141,7 +142,7 @@ def _tapped() -> Any:
         shape = attn.kv_shape(ARCH.K, ARCH.H, 17, DIMS.Z)
         kv = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(ARCH.L)]
         assert LLAMA.tapped is not None
-        x_TD, _, taps = LLAMA.tapped(ARCH, params, view, kv, attn, Axes(), TAPS)
+        x_TD, _, taps = LLAMA.tapped(Ctx.of(ARCH, view, attn, Axes()), params, kv, TAPS)
         return x_TD, taps
 
     return jax.jit(run), fields

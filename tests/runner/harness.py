@@ -45,12 +45,14 @@ CONFIG = {
 }
 ARCH = LLAMA.arch(CONFIG)
 RULES = ShardRules()
+MANY_PAGES = 4001
+"""So that a copy of the KV would be most of a step's memory; of all runners, so that tests share programs."""
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 6,
     "max_num_batched_tokens": 48,
     "page_size": 8,
     "attention_backend": "xla",
-    "n_pages": 6 * 16 + 1,
+    "n_pages": MANY_PAGES,
     "compile_cache": "",
 }
 SMALL = (Bucket(D=2, P=0, F=0), Bucket(D=6, P=48, F=4))
@@ -260,15 +262,17 @@ class Rig:
     def _prefill_row(self, live: Live, n: int) -> RowPlan:
         seq = live.seq
         at = seq.scheduled
+        emits, scores = at + n == live.given, live.job.params.prompt_logprobs is not None
         return RowPlan(
-            seq=seq,
+            choice=seq.choice,
             slot=seq.slot,
             start=at,
             count=n,
             from_slot=False,
             tokens=seq.tokens[at : at + n],
-            emits=at + n == live.given,
-            score=live.job.params.prompt_logprobs is not None,
+            emits=emits,
+            next_token=-1 if emits else seq.tokens[at + n],
+            targets=seq.tokens[at + 1 : min(at + n + 1, seq.n_prompt)] if scores else (),
         )
 
     def _decode_row(self, live: Live) -> RowPlan:
@@ -280,7 +284,7 @@ class Rig:
             n = live.held if self.device == "all" else int(self.rng.integers(0, live.held + 1))
             drafts = (-1,) * n
         return RowPlan(
-            seq=seq,
+            choice=seq.choice,
             slot=seq.slot,
             start=seq.scheduled,
             count=1 + len(drafts),

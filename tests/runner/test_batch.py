@@ -11,6 +11,7 @@ import pytest
 
 from jserve.model import slots as slot_rows, view as v
 from jserve.model.draws import draws_of
+from jserve.model.features import FEATURES, MASK, SCORE
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, unpack
 from jserve.runner.batch import Packer, uses
 from jserve.runner.buckets import Ladder, Needs
@@ -55,13 +56,19 @@ def seq(slot: int, n_prompt: int = 9, **params) -> Sequence:
 def prefill(s: Sequence, start: int, count: int, **kw) -> RowPlan:
     tokens = s.tokens[start : start + count]
     return RowPlan(
-        seq=s, slot=s.slot, start=start, count=count, from_slot=False, tokens=tokens, **kw
+        choice=s.choice, slot=s.slot, start=start, count=count, from_slot=False, tokens=tokens, **kw
     )
 
 
 def decode(s: Sequence, start: int, drafts=(), **kw) -> RowPlan:
     return RowPlan(
-        seq=s, slot=s.slot, start=start, count=1 + len(drafts), from_slot=True, drafts=drafts, **kw
+        choice=s.choice,
+        slot=s.slot,
+        start=start,
+        count=1 + len(drafts),
+        from_slot=True,
+        drafts=drafts,
+        **kw,
     )
 
 
@@ -157,21 +164,21 @@ def test_a_narrower_page_table_leaves_nothing_of_a_wider_one():
     assert not np.asarray(view.page_table_RM)[:, 3:].any()
 
 
-def test_score_targets_stop_at_the_end_of_the_prompt():
+def test_score_targets_stand_beside_their_rows_tokens():
     s = seq(1, prompt_logprobs=1)
     s.tokens.extend([901, 902])
-    batch = packer().pack(plan(prefill(s, 4, 6, score=True)))
-    assert batch.bucket.score
+    batch = packer().pack(plan(prefill(s, 4, 6, targets=s.tokens[5:9])))
+    assert SCORE in batch.bucket.features
     at = batch.bucket.D * batch.bucket.J
-    target = np.asarray(view_of(batch).target_T)[at : at + 6]
+    target = np.asarray(view_of(batch).extra["target_T"])[at : at + 6]
     assert target.tolist() == [*s.tokens[5:9], -1, -1]
 
 
 def test_masks_reach_their_rows_and_others_are_free():
     words = np.arange(2 * 32, dtype=np.int32).reshape(2, 32)
     batch = packer().pack(plan(decode(seq(0), 9, (5,), mask=words), decode(seq(1), 9)))
-    assert batch.bucket.mask
-    mask = np.asarray(view_of(batch).mask_RJW)
+    assert MASK in batch.bucket.features
+    mask = np.asarray(view_of(batch).extra["mask_RJW"])
     np.testing.assert_array_equal(mask[0, :2], words)
     assert (mask[1] == -1).all()
 
@@ -188,7 +195,7 @@ def test_masks_of_prefill_rows_reach_theirs():
     batch = packer().pack(plan(*rows))
     D = batch.bucket.D
     assert D > 1
-    mask = np.asarray(view_of(batch).mask_RJW)
+    mask = np.asarray(view_of(batch).extra["mask_RJW"])
     np.testing.assert_array_equal(mask[D, 0], first[0])
     np.testing.assert_array_equal(mask[D + 2, 0], last[0])
     others = [r for r in range(len(mask)) if r not in (D, D + 2)]
@@ -202,7 +209,7 @@ def test_redraws_reach_their_rows_and_others_have_none():
     verify = msgspec.structs.replace(verify, redraw=(-1, 3))
     batch = packer().pack(plan(verify, decode(seq(1), 9), first))
     view, D = view_of(batch), batch.bucket.D
-    redraw = np.asarray(view.redraw_RJ)
+    redraw = np.asarray(view.extra["redraw_RJ"])
     assert redraw[0, :2].tolist() == [-1, 3]
     assert redraw[D, 0] == 7
     assert (redraw[1] == -1).all()
@@ -212,7 +219,7 @@ def test_redraws_reach_their_rows_and_others_have_none():
     assert drawn[D * J] == 7
     assert (np.delete(drawn, [1, D * J]) == -1).all()
     free = packer().pack(plan(decode(seq(1), 9)))
-    assert view_of(free).redraw_RJ is None
+    assert "redraw_RJ" not in view_of(free).extra
 
 
 def _bad_plans():
@@ -235,14 +242,16 @@ def _bad_plans():
     yield "page table", plan(ok, width=9)
     yield "no bucket", plan(*[decode(seq(i % 6), 9) for i in range(7)])
     yield "no bucket", plan(decode(s, 9, (1, 2, 3)))
-    yield "stop ids", plan(decode(seq(1, stop_token_ids=tuple(range(16))), 9))
+    many = seq(1, stop_token_ids=tuple(range(16))).choice
+    many = dataclasses.replace(
+        many, request=dataclasses.replace(many.request, eos_ids=tuple(range(20)))
+    )
+    yield "stop ids", plan(change(decode(s, 9), choice=many))
+    yield "target", plan(prefill(s, 0, 4, targets=(1, 2, 3, 1000)))
 
 
 @pytest.mark.parametrize(("what", "bad"), list(_bad_plans()))
 def test_a_plan_out_of_range_is_refused(what, bad):
-    if what == "stop ids":
-        seq_ = bad.rows[0].seq
-        seq_.request = dataclasses.replace(seq_.request, eos_ids=tuple(range(20)))
     with pytest.raises(ValueError, match=what):
         packer().pack(bad)
 
@@ -273,13 +282,16 @@ def test_every_plan_inside_the_limits_has_a_bucket():
             P=int(rng.integers(0, 65)),
             F=int(rng.integers(0, 5)),
             J=int(rng.integers(1, 4)),
-            mask=bool(rng.integers(2)),
-            score=bool(rng.integers(2)),
+            features=tuple(feature for feature in FEATURES if rng.integers(2)),
         )
         bucket = LADDER.choose(needs)
         assert needs.fit(bucket)
         cheaper = [b for b in LADDER.buckets if needs.fit(b) and b.T < bucket.T]
-        assert all((b.score, b.mask) > (bucket.score, bucket.mask) for b in cheaper)
+        assert all(asked(b) > asked(bucket) for b in cheaper)
+
+
+def asked(bucket: v.Bucket) -> tuple[bool, bool]:
+    return SCORE in bucket.features, MASK in bucket.features
 
 
 @pytest.mark.parametrize("limits", [(1, 1, 1), (32, 512, 8), (256, 8192, 8), (5, 40, 3)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jserve.config import EngineConfig
+from jserve.model.features import MASK, SCORE
 from jserve.runner.buckets import MOST_VERIFIED, Ladder, Needs, beside_prefill
 from jserve.runner.sizes import draft_rows
 from jserve.spec.choice import widths
@@ -46,18 +47,18 @@ def test_whatever_a_drafting_step_may_hold_has_a_program(n_drafts, rows, draft_r
     most, narrow = min(rows, draft_rows or rows), beside_prefill(n_drafts)
     for d in range(most + 1):
         for j in range(1, n_drafts + 2):
-            for mask in (False, True):
-                alone = Needs(D=d, P=0, F=0, J=j, n_draft=j - 1, mask=mask)
+            for masks in ((), (MASK,)):
+                alone = Needs(D=d, P=0, F=0, J=j, n_draft=j - 1, features=masks)
                 assert made.choose(alone).P == 0
                 for p, f in ((1, 1), (64, 8), (70, 8), (512, 8)):
                     if j <= narrow:
-                        for score in (False, True):
+                        for scores in ((), (SCORE,)):
                             made.choose(
-                                Needs(D=d, P=p, F=f, J=j, n_draft=j - 1, mask=mask, score=score)
+                                Needs(D=d, P=p, F=f, J=j, n_draft=j - 1, features=(*masks, *scores))
                             )
     for d in range(rows + 1):
         for p in (0, 1, 64, 512):
-            asleep = Needs(D=d, P=p, F=min(p, 8), mask=p == 1, score=p == 64)
+            asleep = Needs(D=d, P=p, F=min(p, 8), features={1: (MASK,), 64: (SCORE,)}.get(p, ()))
             assert made.choose(asleep).n_draft == 0
 
 
@@ -80,8 +81,8 @@ def test_drafts_beside_prefill_and_masks_have_one_too():
         Needs(D=2, P=32, F=1, J=8),
         Needs(D=1, P=100, F=4, J=3),
         Needs(D=32, P=512, F=8, J=8),
-        Needs(D=5, P=0, F=0, J=2, mask=True),
-        Needs(D=32, P=512, F=8, J=8, mask=True, score=True),
+        Needs(D=5, P=0, F=0, J=2, features=(MASK,)),
+        Needs(D=32, P=512, F=8, J=8, features=(MASK, SCORE)),
     ):
         assert needs.fit(made.choose(needs))
 
@@ -97,7 +98,7 @@ def test_the_number_of_programs_is_what_the_docs_say():
 def test_synthetic_runs_have_masks_at_every_width():
     made = ladder(7, masks=True, masks_drafts=True)
     for n, width in ((1, 4), (1, 8), (4, 4), (4, 8), (16, 8), (32, 4)):
-        bucket = made.choose(Needs(D=n, P=0, F=0, J=width, mask=True))
+        bucket = made.choose(Needs(D=n, P=0, F=0, J=width, features=(MASK,)))
         assert (n, width) == (bucket.D, bucket.J)
 
 

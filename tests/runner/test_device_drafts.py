@@ -38,8 +38,6 @@ from tests.runner.test_equalities import alone, as_tuples, mixed_jobs
 
 TREE = (0, 0, 1, 1, 2)
 GROWN, FOR_HEADS = Grown(7, 4, 2), Grown(5, 3, 2)
-MANY_PAGES = 4001
-"""So that a copy of the KV would be most of a step's memory."""
 MAKERS: dict[str, Callable[..., Speculation]] = {
     "same": drafters.same_model,
     "other": drafters.other_model,
@@ -80,7 +78,7 @@ def bucket(parents: tree.Shape) -> Bucket:
 def drafting(kind: str, parents: tree.Shape, wished: int = 0, **options: Any) -> ModelRunner:
     """One program for all steps; a step may leave no drafts and use none."""
     made = partial(MAKERS[kind], n=n_of(parents), tree=parents, wished=wished)
-    return make_runner((bucket(parents),), speculation=made, n_pages=MANY_PAGES, **options)
+    return make_runner((bucket(parents),), speculation=made, **options)
 
 
 @pytest.mark.parametrize(("kind", "parents"), CASES)
@@ -164,7 +162,7 @@ class Late(Watched):
             return plan, of_row
         rows, tables = list(plan.rows), [plan.page_table_RM]
         for r, live in enumerate(lives):
-            assert plan.rows[r].seq is live.seq
+            assert plan.rows[r].choice is live.seq.choice
             n = plan.rows[r].start
             for part in (range(n // 2), range(n // 2, n)):
                 rows.append(shown_row(live, part, self.lie))
@@ -176,13 +174,14 @@ class Late(Watched):
 
 def shown_row(live: Live, part: range, lie: int = 0) -> RowPlan:
     return RowPlan(
-        seq=live.seq,
+        choice=live.seq.choice,
         slot=live.seq.slot,
         start=part.start,
         count=len(part),
         from_slot=False,
         tokens=[(t + lie) % ARCH.V for t in live.seq.tokens[part.start : part.stop]],
         emits=False,
+        next_token=live.seq.tokens[part.stop],
         shown=True,
     )
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from jserve.model.features import MASK, SCORE
 from jserve.model.view import Bucket
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
@@ -19,7 +20,7 @@ BUCKETS = (
     Bucket(D=2, P=48, F=2),
     Bucket(D=6, P=48, F=6),
     Bucket(D=6, P=48, F=4, J=4),
-    Bucket(D=3, P=50, F=3, mask=True, score=True),
+    Bucket(D=3, P=50, F=3, features=(MASK, SCORE)),
 )
 
 MIXED = [
@@ -165,7 +166,7 @@ def test_prompt_logprobs_are_those_of_the_whole_text():
         np.testing.assert_allclose(got, want, atol=1e-4)
         ranks = [1 + int((x[i] > x[i, t]).sum()) for i, t in enumerate(tokens[1:])]
         assert np.concatenate([s.rank_n for s in live.prompt_scores]).tolist() == ranks
-        assert [s.start for s in live.prompt_scores] == list(range(0, len(tokens), 9))
+        assert [s.start for s in live.prompt_scores] == list(range(0, len(tokens) - 1, 9))
         best = np.concatenate([s.top_ids_nL for s in live.prompt_scores])
         np.testing.assert_array_equal(best[:, 0], np.argmax(x[:-1], axis=1))
 

@@ -22,12 +22,11 @@ from jserve.runner.programs import compile_options
 from jserve.runner.runner import ModelRunner
 from tests.runner.harness import ARCH, SMALL, Rig, jobs, make_runner, shared, tiny_params
 
-MANY_PAGES = 4001
 BACKENDS = ["xla", pytest.param("ref", marks=pytest.mark.slow)]
 
 
 def runner(attention: str) -> ModelRunner:
-    return shared(n_pages=MANY_PAGES, attention_backend=attention)
+    return shared(attention_backend=attention)
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
@@ -60,10 +59,12 @@ def test_the_check_for_copies_sees_one():
 
 
 def test_nothing_compiles_over_a_random_trace():
-    r = make_runner(None, max_num_batched_tokens=32, max_drafts=0, strict=True)
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "structured_outputs": False}
+    r = make_runner(None, **options, max_drafts=0, strict=True)
+    assert len(r.ladder.buckets) == 4
     rng = np.random.default_rng(0)
     for seed in range(6):
-        some = jobs(int(rng.integers(1, 7)), seed, temperature=float(seed % 2), top_p=0.9)
+        some = jobs(int(rng.integers(1, 4)), seed, temperature=float(seed % 2), top_p=0.9)
         some[0] = jobs(1, seed, repetition_penalty=1.1, logit_bias={4: 1.0}, logprobs=2)[0]
         if seed == 3:
             some[-1] = jobs(1, seed, prompt_logprobs=1)[0]
@@ -91,7 +92,7 @@ def test_a_late_compile_is_an_error_when_strict_and_counted_when_not(caplog, mon
 def test_the_start_of_another_engine_is_not_held_against_one_that_is_ready():
     ready = make_runner(strict=True)
     before = programs.n_compiles()
-    other = make_runner(n_pages=77)  # programs of its own, compiled in threads and in this one
+    other = make_runner(SMALL[:1], n_pages=77)  # a program of its own, compiled here and in threads
     assert programs.n_compiles() == before
     assert ready.programs.late_compiles == other.programs.late_compiles == 0
     Rig(ready).run(jobs(1))

@@ -21,6 +21,7 @@ from jserve.model.draft_model import draft_model
 from jserve.model.drafter import Drafter, split_over
 from jserve.model.eagle3 import eagle3
 from jserve.model.families.llama import FAMILY as LLAMA
+from jserve.model.features import MASK, SCORE
 from jserve.model.medusa import medusa
 from jserve.model.shard import is_spec, make_mesh, padded
 from jserve.model.view import Bucket
@@ -40,7 +41,7 @@ ARCH = LLAMA.arch(
     | {"intermediate_size": 48, "max_position_embeddings": 64}
 )
 HEAD = replace(ARCH, L=1, V=75)
-STEP = Bucket(D=6, P=48, F=4, mask=True, score=True)
+STEP = Bucket(D=6, P=48, F=4, features=(MASK, SCORE))
 SHARED = {"max_tokens": 64, "logprobs": 8, "prompt_logprobs": 4}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jserve.model.features import SCORE
 from jserve.model.view import Bucket, StepDims
 from jserve.runner.buckets import Needs
 from jserve.runner.rehearsal import EVERYTHING, GREEDY, rehearsal
@@ -18,7 +19,7 @@ BUCKETS = [
     Bucket(D=2, P=16, F=2),
     Bucket(D=4, P=48, F=3, J=4),
     Bucket(D=4, P=0, F=0, J=8, n_draft=7),
-    Bucket(D=6, P=31, F=1, score=True),
+    Bucket(D=6, P=31, F=1, features=(SCORE,)),
 ]
 
 
@@ -27,7 +28,7 @@ def test_a_rehearsal_fills_its_bucket(bucket):
     plan = rehearsal(bucket, DIMS, GREEDY)
     needs = Needs.of(plan)
     assert (needs.D, needs.P, needs.J) == (bucket.D, bucket.P, bucket.J)
-    assert (needs.n_draft, needs.score) == (bucket.n_draft, bucket.score)
+    assert (needs.n_draft, needs.features) == (bucket.n_draft, bucket.features)
     assert needs.fit(bucket)
     assert not plan.page_table_RM.any(), "on the scratch page"
     assert max(row.start + row.count for row in plan.rows) <= DIMS.M * DIMS.Z

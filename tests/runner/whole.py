@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.model.attention import backend
+from jserve.model.ctx import Ctx
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.shard import Axes
 from jserve.model.slots import empty
@@ -31,7 +32,7 @@ def _whole() -> Any:
         view = unpack(buf, fields, BUCKET, DIMS, empty(1, ARCH.V))
         shape = attn.kv_shape(ARCH.K, ARCH.H, 17, DIMS.Z)
         kv = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(ARCH.L)]
-        x_TD, _ = LLAMA.forward(ARCH, params, view, kv, attn, Axes())
+        x_TD, _ = LLAMA.forward(Ctx.of(ARCH, view, attn, Axes()), params, kv)
         return LLAMA.logits(ARCH, params, x_TD, Axes())
 
     return jax.jit(logits), fields

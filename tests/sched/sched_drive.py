@@ -284,7 +284,9 @@ class Drive:
         """As the engine does after a step that raised: everything in flight is lost."""
         lost = [culprit, *(flight.plan for flight in self.flight)]
         rows = [row for plan in lost for row in plan.rows]
-        present = {row.seq.request.id for row in rows if row.seq.finish is None}
+        groups = self.scheduler.groups.values()
+        live = {seq.choice for group in groups for seq in group if seq.finish is None}
+        present = {row.choice.request.id for row in rows if row.choice in live}
         self.n_faults += 1
         self.flight.clear()
         self.runner.reset()
@@ -418,10 +420,10 @@ class Drive:
         """I11: budgets; everyone past its prefill gets a row; decode rows come first."""
         options, running = self.config.scheduler, self.scheduler.floor.running
         assert plan.n_tokens <= options.max_num_batched_tokens, "I11: over the token budget"
-        rows = {id(row.seq) for row in plan.rows}
+        rows = {row.choice for row in plan.rows}
         for seq in running:
             done = len(seq.tokens) + seq.in_flight >= seq.max_len
-            assert id(seq) in rows or seq.scheduled < seq.given or done, (
+            assert seq.choice in rows or seq.scheduled < seq.given or done, (
                 "I11: a decoder was skipped"
             )
         chunk = options.max_prefill_chunk
@@ -461,7 +463,7 @@ class Drive:
             assert told.tokens == seq.tokens[seq.n_prompt :], "I12: told and known differ"
             assert len(seq.tokens) <= seq.max_len <= self.limits.max_model_len, "I13"
             assert seq.n_preempted <= 3, "I15: preempted too often"
-            mine = [row for row in rows if row.seq is seq]
+            mine = [row for row in rows if row.choice is seq.choice]
             assert seq.pending == len(mine)
             assert seq.in_flight == sum(1 + len(row.drafts) for row in mine if row.emits)
             assert len(seq.tokens) + seq.in_flight <= seq.max_len + (seq.max_len == seq.n_prompt)

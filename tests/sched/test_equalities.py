@@ -5,7 +5,8 @@ import random
 import pytest
 from sched_drive import VOCAB, Drive, MixedDrafts, RightDrafts, drafting, limits, request, tokens_of
 
-from jserve.sched import telling
+from jserve.sched.scheduler import Scheduler
+from jserve.sched.telling import Telling
 
 PAGE = 4
 
@@ -167,17 +168,22 @@ def run_step_by_step() -> list:
 
 
 def test_the_short_way_of_a_token_is_the_long_one(monkeypatch):
-    """``telling.plain`` says and publishes what ``telling.advance`` does, at the same step."""
-    short, plain, n_plain = run_step_by_step(), telling.plain, 0
+    """What ``Telling.advance`` does at once for a plain token is what it does for any other, at the same
+    step."""
+    settle, sequence, n_long = Telling._settle, Scheduler._sequence, 0
 
-    def counted(seq, token):
-        nonlocal n_plain
-        said = plain(seq, token)
-        n_plain += said is not None
-        return said
+    def counted(self, *row):
+        nonlocal n_long
+        n_long += 1
+        return settle(self, *row)
 
-    monkeypatch.setattr(telling, "plain", counted)
-    assert run_step_by_step() == short
-    assert n_plain > 20
-    monkeypatch.setattr(telling, "plain", lambda seq, token: None)
-    assert run_step_by_step() == short
+    def never_plain(self, *request):
+        seq = sequence(self, *request)
+        seq.plain = False
+        return seq
+
+    monkeypatch.setattr(Telling, "_settle", counted)
+    some, n_some = run_step_by_step(), n_long
+    monkeypatch.setattr(Scheduler, "_sequence", never_plain)
+    assert run_step_by_step() == some
+    assert n_long - n_some > n_some + 20, "the test means nothing without plain tokens"

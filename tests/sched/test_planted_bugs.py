@@ -9,7 +9,7 @@ from jserve.errors import Overloaded
 from jserve.kv.cache import PageCache
 from jserve.kv.pages import PagePool
 from jserve.kv.radix import RadixTree
-from jserve.sched import outcome, policy, residency, scheduler
+from jserve.sched import outcome, policy, residency, telling
 from jserve.sched.draft import PlanDraft
 from jserve.sched.prefilling import Prefilling
 from jserve.sched.residency import Residency
@@ -94,7 +94,7 @@ def tail_page_freed_one_step_early(patch):
 
     def freeze_and_free(self, step, cache):
         plan = freeze(self, step, cache)
-        for seq in (row.seq for row in plan.rows):
+        for seq in self.seqs:
             lease, last_but_one = seq.lease, len(seq.tokens) + seq.in_flight == seq.max_len - 1
             if last_but_one and lease not in early and lease.n_published < len(lease.pages):
                 early[lease] = lease.pages[-1]
@@ -200,19 +200,16 @@ def bad_pages_are_published(patch):
     commit = Scheduler.commit
 
     def early(self, plan, result, now):
-        for row in plan.rows:
-            if not row.from_slot and row.seq.lease is not None:
-                self.floor.cache.publish(row.seq.lease, row.seq.tokens, row.start + row.count)
+        for row, seq in zip(plan.rows, self._in_flight[plan.id], strict=True):
+            if not row.from_slot and seq.lease is not None:
+                self.floor.cache.publish(seq.lease, seq.tokens, row.start + row.count)
         return commit(self, plan, result, now)
 
     patch.setattr(Scheduler, "commit", early)
 
 
 def rejected_drafts_count(patch):
-    def settle(seq, most, n_ok):
-        seq.in_flight -= most
-
-    patch.setattr(scheduler, "_settle", settle)
+    patch.setattr(telling, "roll_back", lambda seq, n: None)
 
 
 def preempted_too_often(patch):

@@ -11,7 +11,7 @@ from jserve.types import Finish, SeqState, Sequence
 
 
 def shapes(plan) -> list[tuple]:
-    return [(r.seq.request.id, r.start, r.count, r.from_slot, r.emits) for r in plan.rows]
+    return [(r.choice.request.id, r.start, r.count, r.from_slot, r.emits) for r in plan.rows]
 
 
 # -- plans
@@ -24,7 +24,7 @@ def test_decode_rows_come_first_and_prefill_gets_what_is_left():
     drive.add(request("b", [2] * 9))
     plan = drive.scheduler.plan(9.0)
     assert shapes(plan) == [("a", 3, 1, True, True), ("b", 0, 5, False, False)]
-    assert plan.rows[1].tokens == [2] * 5
+    assert plan.rows[1].tokens == (2,) * 5
     assert plan.page_table_RM.shape == (2, 2)
 
 
@@ -36,7 +36,7 @@ def test_a_decoder_gets_a_row_in_every_step_while_prompts_arrive():
         drive.add(request(f"long{i}", [i] * 30, max_tokens=1))
     for _ in range(20):
         plan = drive.scheduler.plan(0.0)
-        assert plan.rows[0].seq.request.id == "talk"
+        assert plan.rows[0].choice.request.id == "talk"
         assert plan.n_tokens == 5, "the whole budget is used"
         drive.flight.append(drive.runner.launch(plan))
         drive.commit()
@@ -52,6 +52,29 @@ def test_the_last_row_of_a_prefill_emits():
         (8, 2, False, True),
         (10, 1, True, True),
     ]
+
+
+def test_a_chunk_carries_the_token_after_it_and_the_targets_of_its_prompt():
+    drive = Drive(max_prefill_chunk=4, depth=0)
+    drive.add(request("a", range(9), prompt_logprobs=0))
+    rows = [drive.scheduler.plan(0.0).rows[0] for _ in range(4)]
+    assert [row.next_token for row in rows] == [4, 8, -1, -1]
+    assert [row.targets for row in rows] == [(1, 2, 3, 4), (5, 6, 7, 8), (), ()]
+
+
+def test_a_plan_does_not_change_while_it_runs():
+    """Its sequences draw, give way, start over and end in the meantime."""
+    drive = Drive(limits(n_pages=9), depth=2)
+    for id in "abc":
+        drive.add(request(id, [ord(id) % 11] * 6, max_tokens=22, prompt_logprobs=0))
+    flying, n_preempted = {}, 0
+    while drive.step():
+        n_preempted += sum(seq.n_preempted for seq in drive.scheduler.floor.waiting)
+        for flight in drive.flight:
+            plan = flight.plan
+            seen = f"{plan.rows} {plan.page_table_RM.tolist()} {plan.loads} {plan.moves}"
+            assert flying.setdefault(plan.id, seen) == seen
+    assert n_preempted, "the test means nothing unless somebody starts over"
 
 
 def test_limits_of_the_runner_hold():
@@ -241,7 +264,7 @@ def test_a_new_sequence_in_a_slot_is_not_touched_by_the_over_run_row():
     drive.add(request("follows", [5, 6, 7], max_tokens=12, presence_penalty=1.0))
     over_run = 0
     while drive.step():
-        seqs = [row.seq for flight in drive.flight for row in flight.plan.rows]
+        seqs = [seq for row_seqs in drive.scheduler._in_flight.values() for seq in row_seqs]
         over_run += sum(seq.state is SeqState.FINISHED for seq in seqs)
     drive.run()
     assert over_run >= 2, "the test means nothing without over-run rows"
@@ -311,7 +334,7 @@ def test_slot_loads_come_with_every_admission_of_those_who_need_them():
     drive.add(request("counts", [3] * 5, frequency_penalty=1.0))
     drive.add(request("bias", [2] * 5, logit_bias={1: 2.0}))
     plan = drive.scheduler.plan(0.0)
-    slots = {row.seq.request.id: row.slot for row in plan.rows}
+    slots = {row.choice.request.id: row.slot for row in plan.rows}
     assert [load.slot for load in plan.loads] == [slots["counts"], slots["bias"]]
     drive.flight.append(drive.runner.launch(plan))
     drive.commit()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.request_options import Lane, Retention
 from jserve.sim import trace, traffic
 from jserve.sim.trace import EOS, Streams, TraceItem, request_of
-from jserve.types import Lane, Retention
 
 
 def made(text: str, seed: int = 0) -> list[TraceItem]:

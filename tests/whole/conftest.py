@@ -16,10 +16,10 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SMALL_OPTIONS = {
+SMALL_OPTIONS = {  # of all doors, so that engines share programs, and there are few of them
     "load_format": "dummy",
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
     "max_model_len": 160,
     "compile_cache": "",
     "prompt_logprobs": False,

@@ -12,6 +12,7 @@ import numpy as np
 from jserve.model.draft_model import draft_model
 from jserve.model.eagle3 import eagle3
 from jserve.model.families import family_for
+from jserve.model.features import SCORE
 from jserve.model.medusa import medusa
 from jserve.model.prompt_lookup import ngram
 from jserve.model.shard import ShardRules
@@ -20,7 +21,7 @@ from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.drafts import Speculation
 from jserve.runner.runner import ModelRunner
-from jserve.types import Grown, StepPlan
+from jserve.types import Choice, Grown, StepPlan
 from jserve.weights.dummy import draw_all
 from tests.whole import equal
 
@@ -71,7 +72,7 @@ MAKERS: dict[str, Callable[..., Speculation]] = {
 @lru_cache
 def drafting(kind: str, tree: Shape = (), tp: int = 1) -> ModelRunner:
     """A runner with a drafter of ``KINDS``, whose one program takes every plan."""
-    wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, score=True)
+    wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, features=(SCORE,))
     return equal.make_runner(tp, partial(MAKERS[kind], tree=tree), (wide,))
 
 
@@ -83,6 +84,7 @@ class Watching:
         self.drafted = self.stood = 0
         self.chunks = self.cached = self.anew = self.ahead = 0
         self._flying = 0
+        self._begun: set[Choice] = set()
 
     def launch(self, plan: StepPlan) -> InFlight:
         self._flying += 1
@@ -90,8 +92,9 @@ class Watching:
         for row in plan.rows:
             if not row.from_slot:
                 self.chunks += not row.emits
-                self.cached += row.start == row.seq.n_cached > 0 and not row.seq.n_preempted
-                self.anew += row.start + row.count > row.seq.n_prompt
+                self.cached += row.start > 0 and row.choice not in self._begun
+                self._begun.add(row.choice)
+                self.anew += row.start + row.count > row.choice.n_prompt
         return self.runner.launch(plan)
 
     def collect(self, flight: InFlight) -> Any:

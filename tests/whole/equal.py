@@ -11,6 +11,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.model.families import family_for
+from jserve.model.features import SCORE
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
 from jserve.ports import InFlight, Proposer, StepTime
@@ -63,7 +65,7 @@ BUCKETS = (
     Bucket(D=8, P=0, F=0, J=4),
     Bucket(D=2, P=16, F=4, J=1),
     Bucket(D=8, P=64, F=8, J=4),
-    Bucket(D=8, P=64, F=8, J=4, score=True),
+    Bucket(D=8, P=64, F=8, J=4, features=(SCORE,)),
 )
 
 
@@ -211,6 +213,21 @@ def run(
 ) -> dict[tuple[str, int], Answer]:
     """Run all requests, arriving at random steps, and gather what each choice got; as ``outputs_of``."""
     return gathered(outputs_of(runner, requests, way, rng, truth, proposer, preempts))
+
+
+@lru_cache
+def _known(runner: ModelRunner) -> dict[str, dict[tuple[str, int], Answer]]:
+    """What each request got on its own, by its id."""
+    return {}
+
+
+def alone(runner: ModelRunner, requests: Seq[Request]) -> dict[tuple[str, int], Answer]:
+    """Every request on its own, with nothing clever on; as ``outputs_of``. Ids tell requests apart."""
+    known = _known(runner)
+    for request in requests:
+        if request.id not in known:
+            known[request.id] = run(runner, [request], PLAIN, random.Random(0))
+    return {key: answer for request in requests for key, answer in known[request.id].items()}
 
 
 def outputs_of(

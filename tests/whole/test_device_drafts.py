@@ -30,9 +30,7 @@ def check_workload(
 ) -> Watching:
     rng = random.Random(seed)
     requests = equal.draw_requests(rng, f"d{seed}")
-    alone: dict = {}
-    for request in requests:
-        alone |= equal.run(plain, [request], equal.PLAIN, random.Random(0))
+    alone = equal.alone(plain, requests)
     way = dataclasses.replace(equal.Way.draw(rng), drafts=False, random_buckets=False)
     device: Any = Watching(drafting("eagle3" if kind == "grown" else kind, SHAPES[kind], tp))
     compare(equal.run(device, requests, way, rng, preempts=preempts), alone)

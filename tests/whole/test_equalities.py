@@ -31,9 +31,7 @@ def compare(got, wanted) -> None:
 def check_workload(runner, seed: int, other=None) -> None:
     rng = random.Random(seed)
     requests = equal.draw_requests(rng, f"w{seed}")
-    alone: dict = {}
-    for request in requests:
-        alone |= equal.run(runner, [request], equal.PLAIN, random.Random(0))
+    alone = equal.alone(runner, requests)
     truth = {key: answer[0] for key, answer in alone.items()}
     way = equal.Way.draw(rng)
     compare(equal.run(other or runner, requests, way, rng, truth), alone)

@@ -90,9 +90,7 @@ BUGS = {
 def differs(runner: Any, broken: Erring, seed: int) -> bool:
     rng = random.Random(seed)
     requests = equal.draw_requests(rng, f"p{seed}")
-    alone: dict = {}
-    for request in requests:
-        alone |= equal.run(runner, [request], equal.PLAIN, random.Random(0))
+    alone = equal.alone(runner, requests)
     truth = {key: answer[0] for key, answer in alone.items()}
     way = dataclasses.replace(
         equal.PLAIN, overlap=1, chunk=9, drafts=True, prefix_caching=True, n_pages=60

@@ -70,7 +70,9 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("serve")
-    options = {**SMALL_OPTIONS, "compile_cache": str(root / "cache"), "max_restarts": 2}
+    # The session's cache, where there is one: what tests of the other doors compiled is there.
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(root / "cache"))
+    options = {**SMALL_OPTIONS, "compile_cache": cache, "max_restarts": 2}
     made = Server(tiny_dir, root / "log", **options)
     yield made
     if made.process.poll() is None:

@@ -10,7 +10,7 @@ import pytest
 from jserve import LLM, SamplingParams
 from jserve.config import SpeculativeOptions
 from jserve.errors import ConfigError
-from jserve.prompts import RequestOptions
+from jserve.request_options import RequestOptions
 from jserve.sampling import StructuredOutputs
 from jserve.sched.costs import MeasuredCosts
 from jserve.spec.methods import proposer_of
@@ -35,9 +35,7 @@ def check(runner, kind: str, seed: int) -> None:
     few = tuple(rng.sample(range(equal.V), 2))
     params = dataclasses.replace(requests[0].params, allowed_token_ids=few, logprobs=2)
     requests.append(dataclasses.replace(requests[0], id=f"s{seed}-few", params=params))
-    alone: dict = {}
-    for request in requests:
-        alone |= equal.run(runner, [request], equal.PLAIN, random.Random(0))
+    alone = equal.alone(runner, requests)
     way = dataclasses.replace(equal.Way.draw(rng), drafts=False)
     drafts = proposer(kind, rng)
     preempts = seed % 3 == 0
@@ -59,7 +57,6 @@ def test_drafts_of_the_host_change_nothing_many(runner, kind: str, block: int) -
         check(runner, kind, seed)
 
 
-OPTIONS = {**SMALL_OPTIONS, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 PROMPTS = ["the quick brown fox the quick brown fox the", "aaaa bbbb aaaa bbbb aaaa", "dog"]
 ASKED = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
@@ -79,7 +76,7 @@ ASKED = [
 def llm(tiny_dir):
     """One engine; a request that wants no drafts is its own control. Its drafts always pay: what
     this machine takes for a wide step, loaded as it may be, is no matter here."""
-    with LLM(str(tiny_dir), **OPTIONS, speculative=SUFFIX) as made:
+    with LLM(str(tiny_dir), **SMALL_OPTIONS, speculative=SUFFIX) as made:
         made._engine.scheduler.drafting.costs = AnyWidthAlike()
         yield made
 
@@ -155,4 +152,4 @@ def test_a_request_without_drafts_has_none(llm) -> None:
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tiny_dir, speculative, word) -> None:
     with pytest.raises(ConfigError, match=word):
-        LLM(str(tiny_dir), **OPTIONS, speculative=speculative)
+        LLM(str(tiny_dir), **SMALL_OPTIONS, speculative=speculative)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jserve.model.features import SCORE
 from jserve.model.view import Bucket
 from jserve.sim import measure
 from jserve.sim.costs import Table
@@ -9,7 +10,7 @@ from tests.whole import equal
 
 
 def test_every_program_is_timed(runner) -> None:
-    buckets = [b for b in equal.BUCKETS if not b.score]
+    buckets = [b for b in equal.BUCKETS if SCORE not in b.features]
     before = runner.programs.late_compiles
     table = measure.measure(runner, buckets, repeats=1, about={})
     assert runner.programs.late_compiles == before

@@ -22,6 +22,7 @@ from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
 from jserve.errors import BadRequest
+from jserve.model.features import MASK
 from jserve.sampling import StructuredOutputs
 from tests.whole.conftest import SMALL_OPTIONS
 from tests.whole.schemas import FORMATS, SCHEMAS
@@ -45,7 +46,7 @@ def structured(schema: dict[str, Any], seed: int, **params: Any) -> SamplingPara
 
 @pytest.fixture(scope="module")
 def llm(tiny_dir: Path):
-    with LLM(str(tiny_dir), **SMALL_OPTIONS | {"max_num_seqs": 8}) as made:
+    with LLM(str(tiny_dir), **SMALL_OPTIONS) as made:
         yield made
 
 
@@ -101,8 +102,8 @@ def test_a_schema_that_cannot_be_enforced_is_refused(llm: LLM) -> None:
 
 def test_masks_run_in_buckets_of_their_own(llm: LLM) -> None:
     programs = llm._engine.runner.ladder.buckets  # type: ignore[attr-defined]
-    assert any(bucket.mask for bucket in programs)
-    assert any(not bucket.mask for bucket in programs)
+    assert any(MASK in bucket.features for bucket in programs)
+    assert any(MASK not in bucket.features for bucket in programs)
 
 
 def valid_share(llm: LLM, n_each: int, max_tokens: int) -> tuple[int, int]:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jserve.api.chat import ChatTemplate
 from jserve.errors import ConfigError
+from jserve.text.chat.template import ChatTemplate
 
 
 def load_chat_template(

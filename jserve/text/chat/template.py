@@ -24,9 +24,9 @@ from typing import Any
 import jinja2
 import jinja2.meta
 
-from jserve.api.template_sandbox import TemplateRaised, environment
 from jserve.errors import BadRequest, ConfigError, JserveError
 from jserve.faults import point
+from jserve.text.chat.sandbox import TemplateRaised, environment
 
 MAX_SECONDS = 1.0
 MAX_OUTPUT = 4 << 20

@@ -10,10 +10,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from jserve import build
-from jserve.api import chat as chat_module
-from jserve.api.chat import Chat, ChatTemplate
-from jserve.api.template_files import load_chat_template
 from jserve.errors import BadRequest, ConfigError
+from jserve.text.chat import template as chat_module
+from jserve.text.chat.files import load_chat_template
+from jserve.text.chat.template import Chat, ChatTemplate
 from tests.api.fake import SPECIAL, byte_tokenizer
 
 FOLDER = Path(__file__).parent / "templates"

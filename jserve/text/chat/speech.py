@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jserve.api.chat import ChatTemplate
 from jserve.config import ModelOptions
 from jserve.errors import ConfigError
 from jserve.grammar.tools import NAME, CallForm, Piece
 from jserve.sampling import Thinking
-from jserve.text.parsers.answer import AnswerParser
-from jserve.text.parsers.calls import CALL_PARSERS
-from jserve.text.parsers.reasoning import State, ThoughtParser
+from jserve.text.chat.parsers.answer import AnswerParser
+from jserve.text.chat.parsers.calls import CALL_PARSERS
+from jserve.text.chat.parsers.reasoning import State, ThoughtParser
+from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
 
 TAIL = 24

@@ -5,9 +5,9 @@ Owns the order of the two parsers. Must not know their formats.
 
 from __future__ import annotations
 
-from jserve.text.parsers.calls import CallParser
-from jserve.text.parsers.reasoning import State, ThoughtParser
-from jserve.text.parsers.said import Said
+from jserve.text.chat.parsers.calls import CallParser
+from jserve.text.chat.parsers.reasoning import State, ThoughtParser
+from jserve.text.chat.parsers.said import Said
 
 
 class AnswerParser:

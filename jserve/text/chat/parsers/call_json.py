@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from jserve.text.parsers.said import Said
+from jserve.text.chat.parsers.said import Said
 
 NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")

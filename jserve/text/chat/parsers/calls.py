@@ -16,8 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
-from jserve.text.parsers.call_json import ObjectCall, ValueEnd
-from jserve.text.parsers.said import Said, Until
+from jserve.text.chat.parsers.call_json import ObjectCall, ValueEnd
+from jserve.text.chat.parsers.said import Said, Until
 
 
 class CallParser(Protocol):

@@ -1,0 +1,29 @@
+"""Every collective of a step: what crosses devices, over the mesh axis that one dimension is split on.
+
+An axis of None means that the dimension is whole on every device, and then no collective is in the
+program. ``Axes`` (``jserve.model.shard``) says which axis that is for each logical dimension::
+
+    heads   sum of the output projection's partial sums
+    ffn     sum of the down projection's partial sums
+    vocab   sum of embedding rows (other shards give zero), gather of logits
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+
+def reduce(y: jax.Array, axis: str | None) -> jax.Array:
+    """Sum of the shards' partial results."""
+    return y if axis is None else lax.psum(y, axis)
+
+
+def gather(y: jax.Array, axis: str | None, dimension: int) -> jax.Array:
+    """The shards' parts one after another along ``dimension``."""
+    return y if axis is None else lax.all_gather(y, axis, axis=dimension, tiled=True)
+
+
+def shard_index(axis: str) -> jax.Array:
+    """int32: which part of a dimension split over ``axis`` this shard holds."""
+    return lax.axis_index(axis)

@@ -1,0 +1,51 @@
+"""What the parts of one pass through a decoder share.
+
+Owns ``Ctx``, which blocks and families take beside weights, activations and KV. Hooks of step features
+read it too.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+
+from jserve.model.arch import Arch
+from jserve.model.attention import AttentionBackend
+from jserve.model.rope import rope_tables
+from jserve.model.shard import Axes
+from jserve.model.view import StepView
+
+Tables = tuple[jax.Array, jax.Array]
+"""Cosines and sines of the tokens' positions, as ``rope.rope_tables`` gives them."""
+
+
+@flax.struct.dataclass
+class Ctx:
+    """The context of a pass, frozen. A pytree whose leaves are the tables and the view; the rest is static,
+    so layers that differ in weights alone are one traced function."""
+
+    tables: Tables | None
+    """None outside the layers."""
+    view: StepView
+    arch: Arch = flax.struct.field(pytree_node=False)
+    attn: AttentionBackend = flax.struct.field(pytree_node=False)
+    axes: Axes = flax.struct.field(pytree_node=False)
+    layer: int = flax.struct.field(pytree_node=False, default=0)
+    """Number of the layer, or of the first one that is like it."""
+
+    @classmethod
+    def of(cls, arch: Arch, view: StepView, attn: AttentionBackend, axes: Axes) -> Ctx:
+        """Of a pass over the tokens of ``view``, before its first layer."""
+        return cls(tables=None, view=view, arch=arch, attn=attn, axes=axes)
+
+    def with_tables(self) -> Ctx:
+        """The same for layers: with the tables of the view's positions."""
+        return self.replace(tables=rope_tables(self.arch, self.view.pos_T))  # type: ignore[attr-defined]
+
+    def at(self, layer: int) -> Ctx:
+        return self.replace(layer=layer)  # type: ignore[attr-defined]
+
+    @property
+    def window(self) -> int:
+        """Of the layer, 0 for full attention."""
+        return self.arch.window(self.layer)

@@ -1,0 +1,65 @@
+"""What a request can ask of a step beside a token, as a value of plain functions.
+
+Owns the ``StepFeature`` type. ``jserve.model.features`` has one file for each feature. A bucket lists those
+that its program has; a program without a feature has nothing of it: no field, no operation, no output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jserve.types import RowPlan
+
+if TYPE_CHECKING:
+    from jserve.model.drafter import Target
+    from jserve.model.view import Bucket, Field, StepDims
+    from jserve.model.walk import Told
+
+
+def _nothing(target: Target, told: Told) -> None:
+    return None
+
+
+def _no_values(found: Any, rows: Sequence[RowPlan]) -> dict[int, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True, repr=False)
+class StepFeature:
+    """A feature; two are equal if their names are, and names are its order.
+
+    On the device, inside the step's shard_map:
+    fields: (bucket, dims) -> its fields of the packed buffer, which ``StepView.extra`` holds by name.
+    after:  (target, what came of the step) -> its output, a pytree; None: it has none.
+
+    On the host, in numpy:
+    wanted: (rows) -> whether a row of a plan needs it.
+    pack:   (views, rows, at, dims) -> None: fill its fields, once places and tokens of the rows are in
+            the other views; ``at`` holds the number of each row in the bucket. Raises ValueError for an
+            index out of range, which JAX would clamp to a wrong answer.
+    unpack: (output as numpy, rows) -> what each row gets, by its number in the plan.
+    """
+
+    name: str
+    fields: Callable[[Bucket, StepDims], tuple[Field, ...]] = field(compare=False)
+    wanted: Callable[[Sequence[RowPlan]], bool] = field(compare=False)
+    pack: Callable[[Mapping[str, np.ndarray], Sequence[RowPlan], Sequence[int], StepDims], None] = (
+        field(compare=False)
+    )
+    after: Callable[[Target, Told], Any] = field(compare=False, default=_nothing)
+    unpack: Callable[[Any, Sequence[RowPlan]], dict[int, Any]] = field(
+        compare=False, default=_no_values
+    )
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def in_range(name: str, values: Sequence[int], low: int, high: int) -> None:
+    """Raises ValueError for a value outside ``low`` .. ``high``."""
+    if min(values) < low or max(values) > high:
+        raise ValueError(f"{name} out of range [{low}, {high}]: {min(values)} .. {max(values)}")

@@ -1,0 +1,82 @@
+"""Every example runs, says what it is for and how it is started, and does what it says."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+CLIENTS = ("streaming_client", "structured_output", "tools")
+
+
+def start(name: str, *args: str) -> None:
+    """``python examples/NAME.py ARGS`` in this process."""
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="example")["main"](*args)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_it_is_short_and_says_how_it_is_started(path: Path) -> None:
+    text = path.read_text()
+    assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
+    assert len(text.splitlines()) <= 110
+    assert path.stem in Path(__file__).read_text(), "no test runs it"
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_clients(name: str, url: str, capsys) -> None:
+    start(name, url)
+    said = capsys.readouterr().out
+    signs = {"streaming_client": "first text", "structured_output": "days in", "tools": "add("}
+    assert signs[name] in said
+
+
+def test_offline_batch(tiny_dir: Path, in_root: Callable, capsys) -> None:
+    in_root(tiny_dir)
+    start("offline_batch")
+    assert [line[:12] for line in capsys.readouterr().out.splitlines()] == [
+        "What is 2 + ",
+        "What is 12 +",
+        "What is 7 + ",
+    ]
+
+
+@pytest.mark.slow
+def test_sharded(capsys) -> None:
+    start("sharded")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert len({line.split(": ")[1] for line in lines}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_step_by_hand(in_root: Callable, capsys) -> None:
+    in_root(None)
+    start("step_by_hand")
+    *layers, text = capsys.readouterr().out.splitlines()
+    assert len(layers) == 5
+    assert text.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_live_weights(in_root: Callable, capsys) -> None:
+    in_root(None)
+    start("live_weights")
+    before, _, after = capsys.readouterr().out.splitlines()
+    assert "in training" not in before
+    assert after == "after: ' A model in training.'"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CLIENTS)
+def test_clients_of_the_shipped_model(name: str, shipped_url: str, capsys) -> None:
+    start(name, shipped_url)
+    assert capsys.readouterr().out
