@@ -165,7 +165,7 @@ def test_prompt_logprobs_are_those_of_the_whole_text():
         np.testing.assert_allclose(got, want, atol=1e-4)
         ranks = [1 + int((x[i] > x[i, t]).sum()) for i, t in enumerate(tokens[1:])]
         assert np.concatenate([s.rank_n for s in live.prompt_scores]).tolist() == ranks
-        assert [s.start for s in live.prompt_scores] == list(range(0, len(tokens), 9))
+        assert [s.start for s in live.prompt_scores] == list(range(0, len(tokens) - 1, 9))
         best = np.concatenate([s.top_ids_nL for s in live.prompt_scores])
         np.testing.assert_array_equal(best[:, 0], np.argmax(x[:-1], axis=1))
 
