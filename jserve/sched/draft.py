@@ -113,7 +113,8 @@ class PlanDraft:
         self.tokens_left -= count
 
     def prefill(self, seq: Sequence, *, score: bool) -> None:
-        """A row with the next known tokens of ``seq``, as many as there is room for."""
+        """A row with the next known tokens of ``seq``, as many as there is room for; ``score``: they are
+        its prompt's and are scored."""
         start = seq.scheduled
         count = min(seq.given - start, self.prefill_room)
         end = start + count
@@ -129,7 +130,7 @@ class PlanDraft:
                 tokens=tuple(seq.tokens[start:end]),
                 emits=emits,
                 next_token=-1 if emits else seq.tokens[end],
-                targets=tuple(seq.tokens[start + 1 : min(end + 1, seq.n_prompt)]) if score else (),
+                targets=tuple(seq.tokens[start + 1 : end + 1]) if score else (),
                 mask=None if guide is None else guide.mask(()),
                 redraw=() if guide is None else guide.redraw(()),
             )

@@ -227,7 +227,11 @@ class FakeRunner:
         assert self.token_PZ[cells].tolist() == list(row.tokens), (
             "other tokens are shown than were computed"
         )
-        assert row.next_token >= 0, "the token after them is not known"
+        end, slot = row.start + row.count, self._slots[row.slot]
+        after = (
+            slot.last if end == slot.length else self.token_PZ[self._cells(pages, np.array(end))]
+        )
+        assert row.next_token == after, "the token after them is another"
         assert not row.emits, "a row that shows tokens draws one"
         self.shown_PZ[cells] = True
 
