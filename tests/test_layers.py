@@ -66,6 +66,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 ANYTHING = {"build", "__init__"}
 HOST = [
+    *sorted(LEAVES),
     "api",
     "text",
     "engine",
@@ -76,16 +77,6 @@ HOST = [
     "xla",
     "spec",
     "grammar",
-    "sampling",
-    "request_options",
-    "types",
-    "ports",
-    "config",
-    "options",
-    "errors",
-    "faults",
-    "window",
-    "cores",
     "testing",
     "outputs",
     "prompts",

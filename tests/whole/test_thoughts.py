@@ -19,15 +19,8 @@ from jserve import LLM, SamplingParams, build
 from jserve.outputs import RequestOutput
 from jserve.sampling import StructuredOutputs
 from tests.whole.test_serve import Server
+from tests.whole.test_structured import SHIPPED
 
-OPTIONS = {
-    "dtype": "float32",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 128,
-    "max_model_len": 512,
-    "prompt_logprobs": False,
-    "compile_cache": "",
-}
 SHORT = "You are a helpful AI assistant that gives a short answer."
 PROMPTS = [
     [
@@ -66,7 +59,7 @@ DRAWS = [(0.0, None), *((1.0, seed) for seed in range(6))]
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(str(build.shipped()), **OPTIONS) as made:
+    with LLM(str(build.shipped()), **SHIPPED) as made:
         yield made
 
 
@@ -199,7 +192,7 @@ def structures_of(answer: dict[str, Any]) -> list[Any]:
 @pytest.mark.timeout(900)
 def test_every_dialect_gives_the_structure(tmp_path) -> None:
     """Also where the model is not asked for a sum and would not have thought."""
-    server = Server(build.shipped(), tmp_path / "log", **OPTIONS)
+    server = Server(build.shipped(), tmp_path / "log", **SHIPPED)
     try:
         with httpx.Client(base_url=server.url, timeout=120) as http:
             n_at_once = 0
