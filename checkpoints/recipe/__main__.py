@@ -34,7 +34,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1.0, help="peak, as a share of the full rate")
     parser.add_argument("--decay", type=float, default=0.5, help="annealed share of the budget")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--mixture", choices=tuple(skills.MIXTURES), default="second")
+    parser.add_argument(
+        "--mixture",
+        choices=tuple(skills.MIXTURES),
+        help="what is practised: by default first, and second with --from (data: second)",
+    )
     parser.add_argument("--count", type=int, default=100, help="chats to print, items per skill")
     parser.add_argument("--fast-matmul", action="store_true", help="bf16 products while training")
     parser.add_argument("--work", type=Path, default=WORK, help="scratch folder with checkpoints")
@@ -45,7 +49,7 @@ def _arguments() -> argparse.Namespace:
 def data(args) -> None:
     rng = np.random.default_rng(args.seed)
     for _ in range(args.count):
-        text = "".join(text for text, _ in segments(skills.draw(rng, "test", mixture=args.mixture)))
+        text = "".join(text for text, _ in segments(skills.draw(rng, "test", mixture=args.mixture or "second")))
         Console().print(text, markup=False, highlight=False)
 
 
@@ -62,7 +66,8 @@ def train(args) -> None:
     options = _COPIES_ALREADY if args.start or args.size in HEADS else {}
     if args.start:
         task = continued.task_from(args.start, task, config)
-        options = options | {"mixture": args.mixture, "before": continued.stages(args.start)}
+        options = options | {"before": continued.stages(args.start)}
+    options = options | {"mixture": args.mixture or ("second" if args.start else "first")}
     plan = loop.Plan(
         config, args.minutes, args.steps, args.seed, args.decay, rate=args.rate, **options
     )

@@ -12,7 +12,7 @@ import pytest
 from checkpoints.recipe import continued, export, packing, skills, storage, tokenizer, train
 from checkpoints.recipe.chat import SEAM, Turn, prompt_and_answer, segments
 from checkpoints.recipe.model import SIZES, init_params
-from checkpoints.recipe.skills import everyday, structured
+from checkpoints.recipe.skills import everyday, scenes, structured
 from checkpoints.recipe.skills.passage import NOT_SAID
 
 TINY = SIZES["tiny"]
@@ -170,12 +170,12 @@ def test_an_everyday_question_has_one_answer():
             assert said.endswith(".")
 
 
-@pytest.mark.parametrize("make", everyday.SCENES)
+@pytest.mark.parametrize("make", scenes.SCENES)
 def test_untold_questions_are_about_something_else(make):
     rng = np.random.default_rng(3)
     n_untold = 0
     for _ in range(50):
-        scene = make(everyday.Cast(rng, "train"))
+        scene = make(scenes.Cast(rng, "train"))
         told = {asked for asked, _ in scene.asks}
         n_untold += len(scene.untold)
         assert not told & set(scene.untold)
@@ -259,8 +259,8 @@ FIRST_TEXT = 4174337322
 
 def test_all_pairs_of_scenes_can_be_told_together():
     rng = np.random.default_rng(6)
-    for one, other in itertools.product([*dict.fromkeys(everyday.SCENES)] * 10, repeat=2):
-        cast = everyday.Cast(rng, "train")
+    for one, other in itertools.product([*dict.fromkeys(scenes.SCENES)] * 10, repeat=2):
+        cast = scenes.Cast(rng, "train")
         assert one(cast).sentences
         assert other(cast).sentences
 

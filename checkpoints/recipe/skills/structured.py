@@ -24,6 +24,7 @@ from checkpoints.recipe.skills import (
     units,
 )
 from checkpoints.recipe.skills.records import Told
+from checkpoints.recipe.skills.values import phrase
 
 _REQUESTS = (
     "{text} {ask}",
@@ -187,7 +188,7 @@ def _begun(rng: Rng, split: Split) -> tuple[tuple[Turn, ...], list[Told]]:
     if lx.chance(rng, 0.3):
         return (user(lx.casual(rng, lx.pick(rng, _WISHES).format(kind=kind))),), told
     if lx.chance(rng, 0.2):
-        return (user(lx.pick(rng, (records.phrase, everyday.told))(rng, split)),), told
+        return (user(lx.pick(rng, (phrase, everyday.told))(rng, split)),), told
     turns = lx.pick(rng, _OTHERS)(rng, split).turns
     last = max(i for i, turn in enumerate(turns) if turn.role == "user")
     return turns[: last + 1], told
