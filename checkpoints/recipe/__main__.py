@@ -49,7 +49,9 @@ def _arguments() -> argparse.Namespace:
 def data(args) -> None:
     rng = np.random.default_rng(args.seed)
     for _ in range(args.count):
-        text = "".join(text for text, _ in segments(skills.draw(rng, "test", mixture=args.mixture or "second")))
+        text = "".join(
+            text for text, _ in segments(skills.draw(rng, "test", mixture=args.mixture or "second"))
+        )
         Console().print(text, markup=False, highlight=False)
 
 
@@ -63,11 +65,12 @@ def train(args) -> None:
     else:
         config = dataclasses.replace(SIZES[args.size], fast_matmul=args.fast_matmul)
         task, tokenizer = loop.language_model(config), load_or_train(args.work / "tokenizer.json")
-    options = _COPIES_ALREADY if args.start or args.size in HEADS else {}
+    options: dict[str, Any] = {"mixture": args.mixture or ("second" if args.start else "first")}
+    if args.start or args.size in HEADS:
+        options |= _COPIES_ALREADY
     if args.start:
         task = continued.task_from(args.start, task, config)
-        options = options | {"before": continued.stages(args.start)}
-    options = options | {"mixture": args.mixture or ("second" if args.start else "first")}
+        options["before"] = continued.stages(args.start)
     plan = loop.Plan(
         config, args.minutes, args.steps, args.seed, args.decay, rate=args.rate, **options
     )
