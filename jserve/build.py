@@ -55,8 +55,8 @@ def shipped(name: str = SHIPPED) -> Path:
     raise ConfigError(f"this installation has no shipped model {name}; name a model", field="model")
 
 
-def located(config: EngineConfig) -> Any:
-    """The ``Source`` of the model that ``config`` names.
+def located(config: EngineConfig, *, weights: bool = True) -> Any:
+    """The ``Source`` of the model that ``config`` names; without ``weights`` it may lack theirs.
 
     Raises:
         ConfigError: nothing usable is there.
@@ -64,11 +64,15 @@ def located(config: EngineConfig) -> Any:
     from jserve.weights.source import resolve
 
     options = config.model
-    return resolve(options.model or str(shipped()), options.revision, options.load_format)
+    load_format = options.load_format if weights else "dummy"
+    return resolve(options.model or str(shipped()), options.revision, load_format)
 
 
-def text_side(config: EngineConfig) -> TextSide:
+def text_side(config: EngineConfig, *, weights: bool = True) -> TextSide:
     """Tokenizer, chat template and generation defaults; loads no jax.
+
+    Args:
+        weights: whether the model's directory must hold weights, so that their lack is found here.
 
     Raises:
         ConfigError: the model, its tokenizer or its chat template is missing or broken.
@@ -76,7 +80,7 @@ def text_side(config: EngineConfig) -> TextSide:
     from jserve.text.chat.files import load_chat_template
     from jserve.text.tokenizer import check_vocab, load_tokenizer
 
-    source = located(config)
+    source = located(config, weights=weights)
     tokenizer = load_tokenizer(config.model.tokenizer or source.directory)
     if isinstance(source.config.get("vocab_size"), int):
         check_vocab(tokenizer, source.config["vocab_size"])
@@ -194,7 +198,9 @@ def _proposer(config: EngineConfig, n_vocab: int) -> Any:
             raise ConfigError(
                 f"speculative.corpus {options.corpus}: {reason}", field="speculative.corpus"
             ) from None
-        tokenizer = load_tokenizer(config.model.tokenizer or located(config).directory)
+        tokenizer = load_tokenizer(
+            config.model.tokenizer or located(config, weights=False).directory
+        )
         ids = tokenizer.encode(text, add_special_tokens=False)
     return proposer_of(options, n_vocab, ids)
 
@@ -224,7 +230,7 @@ def _guides(config: EngineConfig, n_vocab: int) -> Any:
         return None
 
     def table() -> Any:
-        source = located(config)
+        source = located(config, weights=False)
         tokenizer = load_tokenizer(config.model.tokenizer or source.directory)
         return vocabulary(tokenizer, n_vocab, _eos_ids(source, tokenizer))
 
@@ -257,7 +263,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     from jserve.weights.loader import load
     from jserve.weights.place import tp_size
 
-    source = located(config)
+    source = located(config, weights=params is None)
     family = family_for(source.config)
     arch = family.arch(source.config)
     mesh = mesh if mesh is not None else _mesh(config)

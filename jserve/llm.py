@@ -35,12 +35,19 @@ NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)
 class _Door:
     """What ``LLM`` and ``AsyncLLM`` share: options, tokenizer, the way from prompts to requests."""
 
-    def __init__(self, model: str, config: EngineConfig | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig | None,
+        options: dict[str, Any],
+        *,
+        weights: bool = True,
+    ) -> None:
         flat = {**(config.flat() if config else {}), **options}
         if model:
             flat["model"] = str(model)
         self.config = EngineConfig.of(**flat)
-        text = build.text_side(self.config)
+        text = build.text_side(self.config, weights=weights)
         self.model_name, self.tokenizer, self._defaults = text.name, text.tokenizer, text.defaults
         speech = speech_of(self.config.model, text.chat, text.tokenizer)
         self._prompts = Prompts(text.tokenizer, text.chat, text.eos_ids, speech)
@@ -77,7 +84,7 @@ class LLM(_Door):
         mesh: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, config, options)
+        super().__init__(model, config, options, weights=params is None)
         self._lock = threading.Lock()
         self._closed = False
         self._streams_in: int | None = None

@@ -20,7 +20,6 @@ from jserve.model.shard import ParamSpec, is_spec
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
-    "load_format": "dummy",
     "max_num_seqs": 2,
     "max_num_batched_tokens": 32,
     "max_model_len": 96,
