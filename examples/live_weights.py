@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve import LLM, SamplingParams
+from jserve.model.ctx import Ctx
 from jserve.model.hand import Row, pack, step_model
 from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket, unpack
@@ -47,10 +48,9 @@ def trained(model, params, prompt: list[int], answer: list[int]):
     state, targets = new_state(model), jnp.array(answer)
 
     def loss(params):
-        view = unpack(buf, model.fields(bucket), bucket, model.dims, state.slots)
-        x_TD, _ = model.family.forward(
-            model.arch, params, view, state.kv, model.backend, model.axes
-        )
+        view = unpack(jnp.asarray(buf), model.fields(bucket), bucket, model.dims, state.slots)
+        ctx = Ctx.of(model.arch, view, model.backend, model.axes)
+        x_TD, _ = model.family.forward(ctx, params, state.kv)
         x_ED = x_TD[-len(answer) :]
         logprobs = jax.nn.log_softmax(model.family.logits(model.arch, params, x_ED, model.axes))
         return -logprobs[jnp.arange(len(answer)), targets].mean()

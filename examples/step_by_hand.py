@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jserve.model.ctx import Ctx
 from jserve.model.hand import Row, pack, step_model
 from jserve.model.shard import ShardRules
 from jserve.model.step import StepModel, make_step
@@ -52,14 +53,14 @@ def main(model_dir: str = str(SHIPPED), load_format: str = "auto") -> None:
 def sizes(model: StepModel, bucket: Bucket, params: object, buf: object) -> jax.Array:
     """float32[L]: the mean size of the residual stream as it enters each layer."""
     state = new_state(model)
-    layers = tuple(range(model.arch.L))
+    layers, forward = tuple(range(model.arch.L)), model.family.tapped
+    assert forward is not None, "this family has no taps"
 
     @jax.jit
     def tapped(params, buf):
         view = unpack(buf, model.fields(bucket), bucket, model.dims, state.slots)
-        _, _, entering = model.family.tapped(
-            model.arch, params, view, state.kv, model.backend, model.axes, layers
-        )
+        ctx = Ctx.of(model.arch, view, model.backend, model.axes)
+        _, _, entering = forward(ctx, params, state.kv, layers)
         return jnp.stack([jnp.abs(x_TD[-1]).mean() for x_TD in entering])
 
     return tapped(params, buf)

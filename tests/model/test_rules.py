@@ -101,7 +101,8 @@ def test_every_combination_gives_what_one_device_gives(
 ) -> None:
     logits, tokens = greedy(make_mesh(n), rules_of(*("tp" if on else None for on in split)))
     assert tokens == alone[1]
-    assert np.abs(logits - alone[0]).max() < 2e-6 * np.abs(alone[0]).max()
+    # A sum over n devices rounds n times.
+    assert np.abs(logits - alone[0]).max() < 1e-6 * n * np.abs(alone[0]).max()
 
 
 def test_dimensions_may_lie_on_different_mesh_axes(alone: tuple[np.ndarray, list[int]]) -> None:
