@@ -2,9 +2,8 @@
 
 Owns the order: the drafter sees the step's tokens, then draws draft after draft for the rows that
 emitted, level by level of the tree (a chain is the tree with one node a level). Must not know any
-particular drafter, how drafts are verified, nor how trees grow (``grow``). The first child of a node is
-drawn as the target would draw it, so that it stands as often as can be; the other children are the
-likeliest tokens beside it.
+particular drafter, how drafts are verified, nor how trees grow (``grow``). The children of a node are the
+likeliest tokens there, given the noise with which the target draws (``Walk.likeliest``).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jserve.model import tree as trees
 from jserve.model.attention import LayerKV
 from jserve.model.drafter import Seen
 from jserve.model.grow import grown
-from jserve.model.slots import NONE, SlotState, keep_drafts, text_of
+from jserve.model.slots import SlotState, keep_drafts, text_of
 from jserve.model.tree import DraftMask, Parents
 from jserve.model.view import SAMPLING, Bucket
 from jserve.model.walk import Hands, Told, Walk
@@ -133,10 +132,8 @@ def _chain(walk: Walk, n: int, carry_RX: jax.Array, kv: list[LayerKV]) -> _Made:
     token_RN = jnp.zeros((walk.R, n + 1), jnp.int32).at[:, 0].set(walk.told.newest_R)
 
     def draw(i: Any, token_RN: jax.Array, carry_RX: jax.Array) -> jax.Array:
-        before_J = jnp.arange(1, n, dtype=jnp.int32) <= i
-        prefix_RJ = jnp.where(before_J, token_RN[:, 1:n], NONE)
-        drawn_R = walk.drawn(walk.hands.logits(carry_RX, i), i, prefix_RJ)
-        return jax.lax.dynamic_update_index_in_dim(token_RN, drawn_R, i + 1, 1)
+        best_R1 = walk.likeliest(walk.hands.logits(carry_RX, i), i, 1)
+        return jax.lax.dynamic_update_slice_in_dim(token_RN, best_R1, i + 1, 1)
 
     def one(i: Any, held: Any) -> Any:
         token_RN, carry_RX, kv = held
@@ -179,7 +176,7 @@ def _tree(walk: Walk, fixed: _Fixed, carry_RX: jax.Array, kv: list[LayerKV]) -> 
     """Level by level, all nodes of a depth in one pass."""
     drafter, levels = walk.hands.drafter, fixed.levels
     token_RN = jnp.zeros((walk.R, len(fixed.depth)), jnp.int32).at[:, 0].set(walk.told.newest_R)
-    carry_EX, path = carry_RX, fixed.paths
+    carry_EX = carry_RX
     for d, level in enumerate(levels):
         inner = np.array(level.inner)
         if d:
@@ -188,9 +185,7 @@ def _tree(walk: Walk, fixed: _Fixed, carry_RX: jax.Array, kv: list[LayerKV]) -> 
             first = fixed.rank[level.inner[0]]
             view = walk.view(first, d, token_RN[:, inner], fixed.mask(level.inner))
             carry_EX, kv = walk.hands.advance(carry_EX, view, kv)
-        at_WJ = np.array([path[n] for n in level.inner], np.int32).reshape(len(inner), d)
-        prefix_EJ = token_RN[:, at_WJ].reshape(-1, d) if d else jnp.zeros((walk.R, 0), jnp.int32)
-        token_RN = _grow(token_RN, walk.hands.logits(carry_EX, d), d, prefix_EJ, level, walk)
+        token_RN = _grow(token_RN, walk.hands.logits(carry_EX, d), d, level, walk)
     return _Made(token_RN[:, 1:], kv)
 
 
@@ -205,14 +200,12 @@ def _grow(
     token_RN: jax.Array,
     raw_EV: jax.Array,
     depth: int,
-    prefix_EJ: jax.Array,
     level: _Level,
     walk: Walk,
 ) -> jax.Array:
     """The tokens with those of the level's children."""
     W, most = len(level.inner), max(map(len, level.children))
-    found_EM, _ = walk.children(raw_EV, depth, prefix_EJ, most)
-    found_RWM = found_EM.reshape(walk.R, W, most)
+    found_RWM = walk.likeliest(raw_EV, depth, most).reshape(walk.R, W, most)
     for w, nodes in enumerate(level.children):
         token_RN = token_RN.at[:, np.array(nodes)].set(found_RWM[:, w, : len(nodes)])
     return token_RN

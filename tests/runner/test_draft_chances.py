@@ -3,8 +3,8 @@ target's exact chances: 50,000 tokens each, judged given the two before them. An
 each of which this must see.
 
 Acceptance here compares a draft with the target's own draw, so two of the bugs that rejection samplers have
-look different: a residual that is not renormalised is a second draw where a draft fell, and drafts filtered
-otherwise than the target's draws change nothing, which a test says; what does is a target that filters
+look different: a residual that is not renormalised is a second draw where a draft fell, and drafts drawn
+otherwise than the target's tokens change nothing, which a test says; what does is a target that filters
 otherwise where there are drafts. ``tests/model/test_rejection_reference.py`` judges the textbook forms."""
 
 from __future__ import annotations
@@ -287,18 +287,14 @@ def test_a_planted_bug_changes_the_chances(monkeypatch, bug, parents, setting):
 
 
 @pytest.mark.slow
-def test_how_a_drafter_filters_cannot_be_seen(monkeypatch):
-    """Its drafts stand less often and that is all: the tokens are the very same."""
-    how: Setting = SETTINGS["top_k"]
+def test_which_noise_a_drafter_adds_cannot_be_seen(monkeypatch):
+    """With noise of its own its drafts are accepted less often and that is all: the tokens are the very same."""
+    how: Setting = SETTINGS["plain"]
     right = Dice(device_kind("draft")).throw(how, 10_000)
-    real = walk._SAMPLE
-
-    def loose(raw_EV, what, slots, flags):
-        return real(raw_EV, what.replace(top_k_E=jnp.zeros_like(what.top_k_E)), slots, flags)
-
-    monkeypatch.setattr(walk, "_SAMPLE", loose)
+    real = walk.gumbel
+    monkeypatch.setattr(walk, "gumbel", lambda seed, pos, V: real(seed, pos + 5000, V))
     other = Dice(device_kind("draft")).throw(how, 10_000)
-    assert other.n_stood / other.n < right.n_stood / right.n
+    assert other.n_stood / other.n < 0.8 * right.n_stood / right.n
     for a, b in zip(right.texts, other.texts, strict=True):
         n = min(len(a), len(b))
         np.testing.assert_array_equal(a[:n], b[:n])
