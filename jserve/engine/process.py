@@ -27,7 +27,7 @@ from jserve.engine.wire import (
     Control,
     Create,
     Fault,
-    Handle,
+    HandleCommand,
     LinkClosed,
     Message,
     Outputs,
@@ -121,7 +121,7 @@ def serve(engine: Engine, link: Link, early: Seq[Any] = ()) -> None:
             before = engine.n_steps
             outputs = engine.step()
             if outputs:
-                _tell(engine, link, outputs)
+                _send_outputs(engine, link, outputs)
             for answer in engine.take_answers():
                 link.send(answer)
             if not engine.busy or time.monotonic() - told > STATS_EVERY_S:
@@ -132,7 +132,7 @@ def serve(engine: Engine, link: Link, early: Seq[Any] = ()) -> None:
         messages = link.receive(wait_s)
 
 
-def _tell(engine: Engine, link: Link, outputs: list[Output]) -> None:
+def _send_outputs(engine: Engine, link: Link, outputs: list[Output]) -> None:
     """Send what one step brought: in parts where it is too much for one message (log-probabilities
     of long prompts are). A choice whose output is too much alone ends in error."""
     try:
@@ -140,8 +140,8 @@ def _tell(engine: Engine, link: Link, outputs: list[Output]) -> None:
     except TooLarge as error:
         if len(outputs) > 1:
             half = len(outputs) // 2
-            _tell(engine, link, outputs[:half])
-            _tell(engine, link, outputs[half:])
+            _send_outputs(engine, link, outputs[:half])
+            _send_outputs(engine, link, outputs[half:])
             return
         (lost,) = outputs
         engine.cancel(lost.request_id, lost.index)
@@ -178,7 +178,7 @@ def _take(engine: Engine, message: Any, link: Link) -> None:
             engine.cancel(message.request_id, message.index)
         case Create():
             engine.create(message.request, message.ttl_s)
-        case Handle() | Control():
+        case HandleCommand() | Control():
             engine.ask(message)
         case Fault():
             log.error("%s", message.message)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from jserve.config import SpeculativeOptions
-from jserve.model.tree import Shape
+from jserve.model.draft_tree import TreeShape
 from jserve.outputs import Running
 from jserve.ports import Proposer
 from jserve.sampling import SamplingParams
-from jserve.spec.methods import proposer_of
+from jserve.speculation.host.methods import proposer_of
 from jserve.types import Output, Request
 from tests.api.fake import byte_tokenizer
 from tests.whole import equal
@@ -23,7 +23,7 @@ from tests.whole.drafters import GROWN, KINDS, TREE, TREES, Watching, drafting
 from tests.whole.test_equalities import compare
 
 DEVICE = [(kind, ()) for kind in KINDS] + [(kind, TREE) for kind in TREES] + [("eagle3", GROWN)]
-NAMES: dict[Shape, str] = {(): "chain", TREE: "tree", GROWN: "grown"}
+NAMES: dict[TreeShape, str] = {(): "chain", TREE: "tree", GROWN: "grown"}
 HOST = [(kind, ()) for kind in ("ngram", "suffix", "corpus")]
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, ""),
@@ -93,7 +93,7 @@ def cells() -> list[Any]:
     ]  # fmt: skip
 
 
-def outputs(plain: Any, kind: str, tree: Shape, way: str, tp: int = 1) -> list[Output]:
+def outputs(plain: Any, kind: str, tree: TreeShape, way: str, tp: int = 1) -> list[Output]:
     options, shows = WAYS[way]
     device: Any = Watching(drafting(kind, tree, tp) if kind in KINDS else plain)
     how = dataclasses.replace(equal.PLAIN, **options)
