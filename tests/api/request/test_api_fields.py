@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+import jserve.api
 from jserve.api.http.routes import PUBLIC
 from jserve.api.ops import support
 from jserve.api.ops.openapi import document
