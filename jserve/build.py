@@ -1,7 +1,7 @@
-"""The composition root: an ``EngineConfig`` becomes a wired engine and its text side.
+"""The composition root: builds a wired engine and its text side from an ``EngineConfig``.
 
-The only file that may import everything. It imports rooms inside its functions, so that the HTTP process
-never loads jax. Owns no policy: what is chosen here is named in ``jserve.config``.
+The only file that may import everything. It imports rooms inside its functions, so that the HTTP process never
+loads jax. It owns no policy: what is chosen here is named in ``jserve.config``.
 """
 
 from __future__ import annotations

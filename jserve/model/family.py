@@ -1,8 +1,4 @@
-"""What a model family is: a value of plain functions over one architecture description.
-
-Owns the ``Family`` type. Must not know any particular family;
-``jserve.model.families`` has the registry, and each family file composes ``jserve.model.layers``.
-"""
+"""The ``Family`` type: a model family as a value of plain functions over one ``Arch``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A drafter ready to run: its functions, its weights on the mesh, how much it drafts.
+"""Loads a drafter: its functions, its weights on the mesh and its draft shape.
 
-Owns the way from the name of a method and a directory to a ``LoadedDrafter``, and what cannot be
-honoured of them. What a drafter is can be asked without its weights, for ``jserve plan``. Must not know
-plans, nor how drafts are made.
+It owns the way from the name of a method and a directory to a ``LoadedDrafter``, and what cannot be honoured of
+them. What a drafter is can be asked without its weights, for ``jserve plan``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From options to a proposer, and what is refused on the way.
+"""Builds a proposer from the speculative options and refuses combinations that do not work.
 
-Owns which methods there are, who drafts (the host or the device), which options each reads and how many drafts in
-what shape they ask for. Must not know tokenizers, files or the engine.
+It owns which methods there are, who drafts (the host or the device), which options each reads and how many drafts
+in what shape they ask for.
 """
 
 from __future__ import annotations
