@@ -1,7 +1,6 @@
 """A measurement of one live jserve: start it, do the work, judge what was found, say so.
 
-Owns the options that name a server, its start and end, the printing and the exit code. Must not know
-what is measured or when it is good.
+It owns the options that name a server, its start and end, the printing and the exit code.
 """
 
 from __future__ import annotations

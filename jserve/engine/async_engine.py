@@ -69,7 +69,7 @@ class AsyncEngine:
         clock: monotonic seconds.
 
     Attributes:
-        counters: engine_deaths, restarts, unfit, faults, aborted (requests given up before their end),
+        counters: engine_deaths, restarts, degraded, faults, aborted (requests given up before their end),
             slow_readers, dropped_outputs.
         gave_up: set when the engine is dead for good; ``gave_up_reason`` says why.
         draining: True once ``drain`` was called.
