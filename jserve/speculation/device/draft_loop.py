@@ -97,7 +97,7 @@ def _drafts(
 
 
 def _seen(outcome: StepOutcome) -> Seen:
-    """What the drafter is shown: the tokens of the step and what followed each."""
+    """The drafter's input: the tokens of the step and what followed each."""
     view, token_RJ = outcome.view, outcome.token_RJ
     D, n = view.D, view.D * view.J
     next_T = jnp.concatenate([token_RJ[:D].reshape(-1), jnp.roll(view.tok_T[n:], -1)])

@@ -1,7 +1,7 @@
-"""Estimates acceptance rates: per proposer, lane and position, and per request.
+"""How often drafts stand: decayed counts per lane and position for a proposer, per request for its text.
 
-A *round* is one proposal of m drafts of which the first a were accepted; it tries ``min(a + 1, m)`` drafts, each
-given that those before it were accepted::
+Owns the estimates. Must not know steps, times or who drafts. A *round* is one proposal of m drafts of which
+the first a stood; it tries ``min(a + 1, m)`` drafts, each given that those before it stood::
 
     drafts   d1 d2 d3 d4 d5       stood: 2        tried: d1 d2 (stood), d3 (fell); d4 d5 say nothing
 
@@ -19,7 +19,7 @@ FADE_REQUEST = 0.95
 FADE_PROPOSER = 0.99
 PULL = 2.0
 """Tries of its own after which a request's rate counts as much as its proposer's. Few, since texts differ: what
-no draft was accepted for in two rounds is rarely one where most are."""
+nobody's draft stood for in two rounds is rarely one where most do."""
 _GUESS, _GUESS_WEIGHT = 0.5, 4.0
 
 
@@ -65,7 +65,7 @@ class ProposerRates:
         return self.offers.towards(_GUESS, _GUESS_WEIGHT)
 
     def rate(self, position: int, lane: Lane) -> float:
-        """The chance that a new request's draft at ``position`` is accepted, given those before it."""
+        """The chance that a draft at ``position`` stands, given those before it, of a new request."""
         j = min(position, len(self.positions) - 1)
         own, overall = self.lanes[lane][j], self.positions[j]
         others = DecayedRate(overall.good - own.good, overall.tried - own.tried)
@@ -91,7 +91,7 @@ class RequestRates:
         return self.offers.towards(proposer.offer(), PULL)
 
     def gains(self, most: int, proposer: ProposerRates, lane: Lane) -> list[float]:
-        """Expected accepted drafts of 0, 1 ... ``most``."""
+        """Expected drafts that stand of 0, 1 ... ``most``."""
         found, standing = [0.0], 1.0
         for j in range(most):
             standing *= self.drafts.towards(proposer.rate(j, lane), PULL)
@@ -117,7 +117,7 @@ class Shadow:
         self.expected, self.n_stood = drafts, 0
 
     def see(self, token: int) -> tuple[int, int] | None:
-        """The text goes on with ``token``; (drafts, accepted) when that ends the round."""
+        """The text goes on with ``token``; (drafts, stood) when that ends the round."""
         if self.expected is None:
             return None
         n = self.n_stood

@@ -1,10 +1,12 @@
-"""Decides which rows draft, how many tokens, and when planning waits for drafts.
+"""Who drafts, how much, and when that is worth waiting for: the policy of speculation.
 
-A pure function of plans, results and the times they carry; ``sched.decode`` plans the rows.
+Owns the choice of k per row and step, the looks at what drafts brought, and the counters. Must not know pages,
+budgets or queues (``sched.decode`` makes rows of what is chosen here). A pure function of plans, results and
+the times they carry.
 
 Three kinds of drafts, one row each:
 
-* *forced*: jump-forward tokens of a guide, which are always accepted.
+* *forced*: a guide leaves one way; they stand for sure.
 * *host*: a proposer looks at the text. It needs the last token, so its sequence is planned when nothing of it is
   in flight. While the step before runs nobody knows what it will find, so waiting is decided by expectation: all
   wait, or nobody (who drafts would get every second step only). What drafts would have brought is seen in every
@@ -244,7 +246,7 @@ class SpeculationController:
         return self.proposer is not None and not self.proposer.blind and seq.request.speculative
 
     def _held(self, seq: Sequence) -> RowDrafts:
-        """Drafts stored in the slot of ``seq``; none while the drafter's KV lacks tokens of it."""
+        """Drafts of ``seq`` where the device drafts: what it left, unless it drafted half blind."""
         if not may_hold(seq):
             return self._drafts(seq)
         if self.backfill.missing(seq):

@@ -1,12 +1,12 @@
-"""Decides per step how many tokens the device drafts.
+"""When the device drafts, and how much: the policy of drafters that run inside the step.
 
-It owns one choice per step: how many drafts it leaves for the next, 0 being a program without the drafter. All
-times are those of whole programs (``timing.step_costs``): a step of width W verifies W - 1 drafts and leaves as
-many, at one measured price.
+Owns one choice per step: how many drafts it leaves for the next, 0 being a program without the drafter. Must
+not know pages, budgets or how drafts are made. All times are those of whole programs (``timing.step_costs``): a
+step of width W verifies W - 1 drafts and leaves as many, at one measured price.
 
 ::
 
-    rate(W) = sum over rows of (1 + expected accepted drafts of W - 1) / (seconds(W) + the host's gap)
+    rate(W) = sum over rows of (1 + drafts expected to stand of W - 1) / (seconds(W) + the host's gap)
 
 Rows are those that decode and those about to. Three things make waking differ from staying awake:
 

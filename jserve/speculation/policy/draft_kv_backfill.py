@@ -1,7 +1,8 @@
-"""Tracks which positions lack drafter KV and plans the rows that backfill it.
+"""What the device drafter has seen of each sequence, and the rows that show it the rest.
 
-It owns the account of a drafter that sleeps: a step in which nobody drafts runs a program without it, so its KV
-lacks those tokens. None of this can change a token: a drafter that misses some only guesses badly.
+Owns the account of a drafter that sleeps: a step in which nobody drafts runs a program without it, so its KV
+lacks those tokens. Must not know why it sleeps or wakes (``policy.device_drafts``). None of this can change a token: a
+drafter that misses some only guesses badly.
 
 Of a sequence one stretch may be missing, from the first token it was not shown to where it woke::
 
@@ -126,8 +127,8 @@ class DraftKVBackfill:
                 self._unseen_P[move.page] = self._unseen_H[move.host]
 
     def _gap(self, seq: Sequence) -> _MissingRange | None:
-        """After a preemption or a fault a sequence has another lease, or none, and earlier ranges do
-        not count."""
+        """Of one that starts over, after giving way or a fault, nothing of before counts: it has another
+        lease, or none."""
         gap = self._of.get(seq)
         return gap if gap is not None and seq.lease is gap.lease is not None else None
 

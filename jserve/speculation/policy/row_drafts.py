@@ -1,4 +1,8 @@
-"""Values shared by the speculation policy: a row's drafts, a step's load, acceptance statistics."""
+"""What a row may try, and what is known of how often that stands.
+
+Owns the values that the parts of speculation hand one another: a row's drafts, the load of a step, the
+estimates per sequence and per proposer. Must not know times, steps or who decides.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class RowDrafts:
     ids: Seq[int] = ()
     source: str = ""
     gains: Gains = NOTHING
-    """Expected accepted drafts of 0, 1 ... len(ids)."""
+    """Drafts expected to stand of 0, 1 ... len(ids)."""
 
     def cut(self, most: int) -> RowDrafts:
         """At most ``most`` of them."""
@@ -66,12 +70,12 @@ class AcceptanceStats:
         return watch
 
     def gains(self, seq: Sequence, most: int) -> list[float]:
-        """Expected accepted drafts of ``seq`` of 0, 1 ... ``most``."""
+        """Drafts of ``seq`` expected to stand of 0, 1 ... ``most``."""
         gains = self.of(seq).rates.gains(self.deep(most), self.rates, seq.request.lane)
         return [gains[self.deep(n)] for n in range(most + 1)] if self.depths else gains
 
     def deep(self, n: int) -> int:
-        """Most of ``n`` drafts that can be accepted: in a tree, its depth."""
+        """Most of ``n`` drafts that can stand: of a tree, as many as it is deep."""
         return max(self.depths[:n], default=0) if self.depths else n
 
     def add(self, seq: Sequence, n_drafts: int, n_stood: int) -> None:

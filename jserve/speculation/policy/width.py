@@ -1,11 +1,12 @@
-"""Chooses how many drafts a step verifies: the width with the highest expected token rate.
+"""How many drafts a step verifies: the width with the most expected tokens per second.
 
-It owns the choice, as pure functions over expectations and predicted times. All rows of a step share one width W
-(its program's), so within W every row tries as many of its drafts as fit: what a width costs is paid once::
+Owns the choice, as pure functions over expectations and predicted times. Must not know sequences, requests or
+where either comes from. All rows of a step share one width W (its program's), so within W every row tries as
+many of its drafts as fit: what a width costs is paid once::
 
-    rate(W) = sum over rows of (1 + expected accepted drafts of W - 1)  /  seconds(W)
+    rate(W) = sum over rows of (1 + drafts expected to stand of W - 1)  /  seconds(W)
 
-No row is slowed for others: a width is rejected when some row would get fewer than ``min_speed`` of the tokens
+Nobody may pay for others: a width is passed over when some row would get fewer than ``min_speed`` of the tokens
 per second that it gets without drafts.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 
 Gains = Seq[float]
-"""Of one row: expected accepted drafts of 0, 1, 2 ... tried; one longer than its drafts."""
+"""Of one row: drafts expected to stand of 0, 1, 2 ... tried; as long as it has drafts, and one more."""
 
 
 def widths(max_drafts: int) -> tuple[int, ...]:
@@ -24,7 +25,7 @@ def widths(max_drafts: int) -> tuple[int, ...]:
 
 
 def gain(gains: Gains, width: int) -> float:
-    """Expected accepted drafts in a row of ``width`` tokens."""
+    """Drafts expected to stand in a row of ``width`` tokens."""
     return gains[min(width, len(gains)) - 1]
 
 
