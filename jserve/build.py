@@ -311,7 +311,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
 def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
     """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
     from jserve.speculation.drafters.load import copying, load_speculation
-    from jserve.speculation.host.methods import DEVICE, OWN, shape
+    from jserve.speculation.host.methods import DEVICE, shape
     from jserve.weights.source import resolve
 
     options = config.speculative
@@ -319,10 +319,9 @@ def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progres
         return copying(options, config.n_drafts, given[0])
     if options.method not in DEVICE:
         return None
-    own = options.method in OWN
     return load_speculation(
         options.method,
-        located(config) if own else resolve(options.model, "", config.model.load_format),
+        resolve(options.model, "", config.model.load_format),
         *given,
         shape=lambda deepest: shape(options, deepest),
         progress=lambda _, done, total: progress("load drafter", done, total),

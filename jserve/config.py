@@ -203,7 +203,7 @@ class SpeculativeOptions:
     method: str = opt(
         "off",
         "who drafts",
-        choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "mtp", "synthetic"),
+        choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "synthetic"),
     )
     model: str = opt("", "directory of the draft model or head")
     tensor_parallel_size: int = opt(

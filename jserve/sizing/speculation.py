@@ -31,7 +31,7 @@ from jserve.sizing.models import Model, device_bytes, source_of
 from jserve.speculation.drafters.drafter import Drafter
 from jserve.speculation.drafters.load import LoadedDrafter, copying, find_drafter
 from jserve.speculation.host import trees as written
-from jserve.speculation.host.methods import DEVICE, OWN, check, shape
+from jserve.speculation.host.methods import DEVICE, check, shape
 from jserve.speculation.policy.width import widths
 from jserve.types import Grown
 
@@ -90,9 +90,8 @@ def drafter_of(model: Model, config: EngineConfig) -> LoadedDrafter | None:
         return copying(options, config.n_drafts, model.arch)
     if options.method not in DEVICE:
         return None
-    name = model.asked if options.method in OWN else options.model
     try:
-        source = source_of(name, load_format=config.model.load_format)
+        source = source_of(options.model, load_format=config.model.load_format)
     except ConfigError as error:
         field = "speculative.model" if error.field == "model" else error.field
         raise ConfigError(error.message, field=field) from None

@@ -11,9 +11,6 @@ the one at p + 1 and on the target's hidden state at p::
 
 The last entry of a shared page depends, where ``reads_next``, on the token that followed when it
 was written; another continuation reads it as it is. That can cost a draft, never a token.
-
-Multi-token-prediction weights are such a value too (``reads_next``, no taps, ``x_TD`` as the hidden
-state, KV of their own), which the family that ships them makes: ``Family.mtp``.
 """
 
 from __future__ import annotations
