@@ -1,5 +1,6 @@
 """A whole model on the GPU for ``bench.gpu``: random weights, KV full of random values, steps compiled
-as the engine does, and the least time a step can take (``sim.roofline``)."""
+as the engine does, and the least time a step can take (``sim.roofline``).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The dimensions and switches of one decoder, as values.
 
-Owns ``Arch``, which everything that computes or sizes a model reads. Must not know config.json
-(``hf_config`` reads it), families or arrays.
+It owns ``Arch``, which everything that computes or sizes a model reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The table of attention backends: how KV is laid out, written and attended to.
 
-Owns the ``AttentionBackend`` type and the registry of backends. Must not know families or the
-runner.
+It owns the ``AttentionBackend`` type and the registry of backends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The pre-norm decoder that Llama, Qwen2, Qwen3 and Mistral share: its weights, forward pass and
 logits.
 
-Owns the order of the layers and the parameter tree. Must not know config.json or which family it
-serves: the switches of ``Arch`` decide. A family file is a config reader plus this.
+It owns the order of the layers and the parameter tree. A family file is a config reader plus this.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Attention sinks (StreamingLLM): which models can have them, and the queries that meet them.
+"""Attention sinks (StreamingLLM): supported models and the queries that attend to them.
 
-Owns the places of tokens in a cache of sinks and window. Must not know backends' layouts or pages.
-A token that looks back at a sink does so as if the cache held the sinks and the window alone, so no
-distance exceeds what a model whose layers all have windows was trained on. Keys are stored turned to
-their true positions; only the query is turned once more::
+A token that looks back at a sink does so as if the cache held the sinks and the window alone, so no distance
+exceeds what a model whose layers all have windows was trained on. Keys are stored turned to their true positions;
+only the query is turned once more::
 
     position   0 1 2 ...                       n-W+1 ... n
     cache      sinks |          nothing        | window   |

@@ -1,9 +1,9 @@
 """One trip to the device: ``step(params, state, buf) -> (state, out)``.
 
-Owns the order of a step (unpack, forward, logits where tokens are drawn, sample, accept, advance
-the slots), the state that survives it and the packing of what comes back. It composes a family and
-an attention backend and knows neither. A pure function, run under ``shard_map`` on every mesh, one
-device included; state is donated by the caller.
+It owns the order of a step (unpack, forward, logits where tokens are drawn, sample, accept, advance the slots), the
+state that survives it and the packing of what comes back. It composes a family and an attention backend and knows
+neither. A pure function, run under ``shard_map`` on every mesh, one device included; state is donated by the
+caller.
 
 Logits are computed where tokens are drawn (E places, ``jserve.model.draws``).
 ``out.packed_RX`` holds n_ok, finite, J tokens and the bits of J log-probabilities per row.
@@ -63,7 +63,7 @@ class DeviceState:
 
 @flax.struct.dataclass
 class StepOut:
-    """What a step says to the host."""
+    """What a step returns to the host."""
 
     packed_RX: jax.Array
     """int32[R, 2 + 2 J]."""
@@ -329,7 +329,7 @@ def _forward(
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:
-    """int32[D] tokens that stand, of chains."""
+    """int32[D] accepted tokens, of chains."""
     D, J = view.D, view.J
     return accept(view.tok_T[: D * J].reshape(D, J), token_RJ[:D], view.count_R[:D])
 
@@ -341,7 +341,7 @@ def _n_ok(view: StepView, n_ok_D: jax.Array) -> jax.Array:
 
 
 def _new_len(view: StepView, n_ok_R: jax.Array) -> jax.Array:
-    """Tokens of KV that stand: all of a prefill row, as many as were accepted of a decode row."""
+    """Valid KV tokens: all of a prefill row, the accepted ones of a decode row."""
     decode = jnp.arange(view.D + view.F) < view.D
     return view.start_R + jnp.where(decode, n_ok_R, view.count_R)
 

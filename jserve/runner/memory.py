@@ -1,9 +1,8 @@
-"""How many KV pages fit, and the memory budget as the start banner prints it.
+"""Plans device memory: how many KV pages fit beside weights, slots and scratch.
 
-Owns the sizing of the KV pool. Must not know plans. On an accelerator the pool takes what
-``memory_utilization`` leaves after weights and scratch. On a CPU the device is the host's memory,
-which others use too: the pool takes at most a quarter of what is free, and never more than twice
-what all slots can fill (the second half keeps prefixes).
+On an accelerator the pool takes what ``memory_utilization`` leaves after weights and scratch. On a CPU the device
+is the host's memory, which others use too: the pool takes at most a quarter of what is free, and never more than
+twice what all slots can fill (the second half keeps prefixes).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Pages between the device and host memory: two programs in the queue of the steps.
+"""Copies pages between device and host memory with two compiled programs.
 
-Owns the host pool (numpy), the programs that gather and scatter pages, and when bytes have arrived.
-Must not know who decides. A gather runs before the steps that rewrite its pages, a scatter before
-those that read them, because all programs run in the order of their launch; the copy to the host
-goes on beside the steps and is awaited with the result of its own step::
+It owns the host pool (numpy), the programs that gather and scatter pages, and when bytes have arrived. A gather
+runs before the steps that rewrite its pages, a scatter before those that read them, because all programs run in the
+order of their launch; the copy to the host goes on beside the steps and is awaited with the result of its own
+step::
 
     launch k     gather pages -> [arrays, WIDTH pages] -- copy to host begins
                  scatter <- rows of the host pool (copied first: a later landing may rewrite them)

@@ -1,7 +1,7 @@
-"""How large everything is: from a model and the options to a step's dimensions, limits and ladder.
+"""Derives step dimensions, runner limits and the bucket ladder from a model and the options.
 
-Owns the arithmetic that an engine and ``jserve plan`` share, so that a plan cannot differ from what is
-allocated. Must not hold arrays or touch a device.
+It owns the arithmetic that an engine and ``jserve plan`` share, so that a plan cannot differ from what is
+allocated.
 """
 
 from __future__ import annotations

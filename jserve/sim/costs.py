@@ -1,7 +1,6 @@
-"""What a step costs: from a table that ``jserve bench steps`` measured, or from a device's roofline.
+"""Step costs for simulation: from a measured table or from a device's roofline.
 
-Owns the prices. Must not know plans, schedulers or clocks. ``n_context`` is the mean number of KV
-tokens that the rows of a step read.
+``n_context`` is the mean number of KV tokens that the rows of a step read.
 
 A table has one measured step per bucket and context. A step takes the cheapest bucket that holds
 it, as the runner does, and a straight line between the contexts; the bucket is priced as if full.

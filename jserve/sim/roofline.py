@@ -1,7 +1,6 @@
-"""What a step must cost on a known device: bytes over bandwidth, flops over the matrix rate, sums over links.
+"""Roofline model of a step: bytes over bandwidth, flops over peak rate, collectives over links.
 
-Owns the table of devices and the arithmetic. Must not know buckets, pages or programs. ``limit`` is
-what physics leaves; ``seconds`` is what an engine is expected to make of it.
+``limit`` is what physics leaves; ``seconds`` is what an engine is expected to make of it.
 
     bytes of one device   weights / tp + KV of the rows / tp + KV of the new tokens / tp
     flops of one device   (2 * body * tokens + 2 * unembed * drawn + 4 * N * H * tokens * seen) / tp

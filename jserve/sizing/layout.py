@@ -1,7 +1,6 @@
-"""A model laid out on devices: its memory, its pool and its programs, as an engine of the same options has them.
+"""Lays a model out on devices as an engine would: memory, page pool, programs.
 
-Owns the way from options to sizes, by the engine's own functions, and the advice where a model does not
-fit. Must not know times.
+It owns the way from options to sizes, by the engine's own functions, and the advice where a model does not fit.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""What speculation adds to a plan: the drafter's weights and KV, the time of its passes, the tokens it gains.
+"""Adds speculation to a plan: drafter weights and KV, pass times, expected tokens.
 
-Owns the figures of drafting. The drafter is read as the engine reads it, without its weights; times are
-``sim.roofline``'s. Must not know pages, how figures are shown, nor which width an engine really takes: that
-is chosen from measured times. Of one step at width W, whose rows verify W - 1 drafts and leave as many::
+The drafter is read as the engine reads it, without its weights; times are ``sim.roofline``'s. Of one step at width
+W, whose rows verify W - 1 drafts and leave as many::
 
     target     weights once, KV of the rows, W tokens a row
     sees       the drafter's weights once over the same tokens        (draft model, EAGLE-3)
     passes     its layers once for each level of drafts, over those with children
     draws      its unembedding (a Medusa head) once for each level, over the same
 
-    tokens of a row   1 + sum over drafts of the chance that all drafts down to it stand
+    tokens of a row   1 + sum over drafts of the chance that all drafts down to it are accepted
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from jserve.sizing.models import Model, device_bytes, source_of
 from jserve.speculation.drafters.drafter import Drafter
 from jserve.speculation.drafters.load import LoadedDrafter, copying, find_drafter
 from jserve.speculation.host import trees as written
-from jserve.speculation.host.methods import DEVICE, OWN, check, shape
+from jserve.speculation.host.methods import DEVICE, check, shape
 from jserve.speculation.policy.width import widths
 from jserve.types import Grown
 
@@ -91,9 +90,8 @@ def drafter_of(model: Model, config: EngineConfig) -> LoadedDrafter | None:
         return copying(options, config.n_drafts, model.arch)
     if options.method not in DEVICE:
         return None
-    name = model.asked if options.method in OWN else options.model
     try:
-        source = source_of(name, load_format=config.model.load_format)
+        source = source_of(options.model, load_format=config.model.load_format)
     except ConfigError as error:
         field = "speculative.model" if error.field == "model" else error.field
         raise ConfigError(error.message, field=field) from None
@@ -135,7 +133,7 @@ def chances_of(acceptance: float, config: EngineConfig) -> tuple[float, ...]:
 
 
 def tokens_per_step(parents: TreeShape, by_rank: Seq[float]) -> float:
-    """Expected of a row that verifies a tree: 1 and the chance of each draft to stand. Of one that is
+    """Expected of a row that verifies a tree: 1 and each draft's chance of acceptance. Of one that is
     grown, what the best of one shape would give, which is less than it does."""
     if isinstance(parents, Grown):
         ranks = [c for c in by_rank if c > 0] or [1.0]

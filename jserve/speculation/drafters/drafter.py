@@ -1,8 +1,4 @@
-"""What drafts on the device: a value of plain functions, as a family is.
-
-Owns the ``Drafter`` type and what its functions are handed. Must not know any particular drafter
-(``draft_model``, ``eagle3``, ``medusa``, ``prompt_lookup`` make values of it), nor the runner; ``drafting`` is the loop
-that calls it inside the step.
+"""The ``Drafter`` type: what drafts on the device, as a value of plain functions.
 
 A drafter keeps KV of its own, if any, under the page ids of the target: entry p of a sequence lies
 in the page and at the offset where the target's position p lies, so what is cached, preempted,
@@ -15,9 +11,6 @@ the one at p + 1 and on the target's hidden state at p::
 
 The last entry of a shared page depends, where ``reads_next``, on the token that followed when it
 was written; another continuation reads it as it is. That can cost a draft, never a token.
-
-Multi-token-prediction weights are such a value too (``reads_next``, no taps, ``x_TD`` as the hidden
-state, KV of their own), which the family that ships them makes: ``Family.mtp``.
 """
 
 from __future__ import annotations
@@ -65,7 +58,7 @@ class Target:
 
 @flax.struct.dataclass
 class Seen:
-    """What a step made of its tokens. Tokens of a decode row are those that stand, then others that
+    """What a step made of its tokens. Tokens of a decode row are the accepted ones, then others that
     may hold anything: no later pass reads what is written for them before writing it anew."""
 
     view: StepView
@@ -76,7 +69,7 @@ class Seen:
     taps: list[jax.Array]
     """float32[T, D] each: its residual stream entering the layers in ``Drafter.taps``."""
     last_R: jax.Array
-    """int32: index in T of the last token of each row that stands."""
+    """int32: index in T of the last accepted token of each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

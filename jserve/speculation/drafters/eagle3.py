@@ -1,8 +1,8 @@
 """EAGLE-3 heads: one decoder layer over the target's hidden states and the tokens that followed.
 
-Owns the arithmetic of the head and its parameter tree, named as published checkpoints name it. Must
-not know files or config.json. Entry p of its KV is made of ``f_p`` and token p + 1; ``f`` is the
-target's tapped hidden states through ``fc``, and for the head's own drafts its own last output::
+It owns the arithmetic of the head and its parameter tree, named as published checkpoints name it. Entry p of its KV
+is made of ``f_p`` and token p + 1; ``f`` is the target's tapped hidden states through ``fc``, and for the head's
+own drafts its own last output::
 
     f_p          = fc [tap_0; tap_1; tap_2] at p          or the output h of the entry before
     x            = [norm(embed(token p + 1)); norm(f_p)]
