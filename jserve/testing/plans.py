@@ -43,7 +43,7 @@ def _check_drafting(
     """There are fewer programs with a drafter than without."""
     assert 0 <= plan.n_draft <= limits.device_drafts, f"{plan.n_draft} drafts of the device"
     if not plan.n_draft:
-        assert not any(row.backfill for row in plan.rows), "a drafter that sleeps is shown tokens"
+        assert not any(row.backfill for row in plan.rows), "an idle drafter is backfilled"
         return
     width = max([1 + plan.n_draft, *(row.count for row in decode)])
     assert len(decode) <= (limits.draft_rows or len(decode)), f"{len(decode)} rows draft"
