@@ -29,7 +29,7 @@ def check_plan(plan: StepPlan, limits: RunnerLimits) -> None:
 
 
 def _check_slots(plan: StepPlan, limits: RunnerLimits) -> None:
-    """One row a slot, but for those that only show the drafter what was computed."""
+    """One row a slot, except for rows that only backfill drafter KV."""
     own = [row for row in plan.rows if not row.backfill]
     assert len(own) <= limits.max_rows, f"{len(own)} rows"
     assert len({row.slot for row in own}) == len(own), "two rows share a slot"
