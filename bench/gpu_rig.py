@@ -83,7 +83,7 @@ class Rig:
 
     def fill(self, poison: np.ndarray | None = None) -> None:
         """Random keys and values; NaN where ``poison`` bool[P, Z] says."""
-        shape, kept = self.model.layer_shape, self.model.kv_dtype
+        shape, kept = self.state.kv[0][0].shape, self.model.kv_dtype
         heads_second = self.model.backend.kv_axis == 1
 
         @functools.partial(jax.jit, donate_argnums=0)

@@ -342,7 +342,7 @@ def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> 
     runner: Any = made.runner
     buckets = runner.plain_buckets
     with progress_bar("steps", 0, shown=True) as bar:
-        page = runner.memory.page_bytes * config.device.tensor_parallel_size
+        page = runner.sizes.kv.host_page_bytes
         table = measure(
             runner, buckets, repeats=repeats, about=about, page_bytes=page, progress=bar
         )

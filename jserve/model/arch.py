@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jserve.kv_layout import KVLayer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
@@ -62,6 +64,7 @@ class Arch:
         return self.windows[layer] if self.windows else 0
 
     @property
-    def widest(self) -> int:
-        """Tokens that any layer sees beside the sinks; 0 where some layer sees all."""
-        return max(self.windows) if self.windows and all(self.windows) else 0
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """What each layer keeps of a token."""
+        windows = map(self.window, range(self.L))
+        return tuple(KVLayer.attention(self.K, self.H, window=window) for window in windows)

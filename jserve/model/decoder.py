@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import heads_over
 from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.ctx import Ctx
@@ -77,7 +78,7 @@ def specs(arch: Arch, tp: int) -> dict[str, Any]:
     V, D = arch.V, arch.D
     tree: dict[str, Any] = {
         "embed": matrix("model.embed_tokens", (V, D), ("vocab", "embed")),
-        "layers": [_layer_specs(arch, i, max(arch.K, tp)) for i in range(arch.L)],
+        "layers": [_layer_specs(arch, i, heads_over(arch.K, tp)) for i in range(arch.L)],
         "final_norm": norm("model.norm", D),
     }
     if not arch.tied:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import widest
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, Sinks
 from jserve.model.ctx import Ctx
@@ -32,7 +33,7 @@ def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
         ConfigError: they cannot hold for this model or backend; ``field`` is the option.
     """
     fault = ""
-    if n and not arch.widest:
+    if n and not widest(arch.kv_layers):
         fault = "needs a model in which every layer has a sliding window"
     elif n and not attention.has_sinks:
         fault = f"is not served by attention_backend {attention.name!r}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model import slots as slot_rows
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
@@ -47,7 +48,7 @@ from jserve.model.view import (
 from jserve.speculation.device.accepted_path import accepted, along, as_chain, straightened
 from jserve.speculation.device.draft_loop import DraftContext, StepOutcome, leave_drafts
 from jserve.speculation.device.verify import accept
-from jserve.speculation.drafters.drafter import REPLICATED, Drafter, Target
+from jserve.speculation.drafters.drafter import REPLICATED, Drafter, Target, kv_layout
 
 
 @flax.struct.dataclass
@@ -82,6 +83,14 @@ def slot_shapes(dims: StepDims) -> Any:
     )
 
 
+class PoolArray(NamedTuple):
+    """One array of the KV pool on the whole mesh."""
+
+    shape: tuple[int, ...]
+    axis: str | None
+    """Mesh axis that its heads are split over; None: every device holds all of it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
     """What all steps of an engine share; with a ``Bucket`` it determines a program."""
@@ -109,13 +118,9 @@ class StepModel:
         return self.mesh.shape[self.axes.heads] if self.axes.heads else 1
 
     @property
-    def kv_heads(self) -> int:
-        """kv heads kept on the whole mesh: repeated when there are fewer than devices."""
-        return max(self.arch.K, self.tp)
-
-    @property
-    def layer_shape(self) -> tuple[int, ...]:
-        return self.backend.kv_shape(self.kv_heads, self.arch.H, self.n_pages, self.dims.Z)
+    def kv(self) -> KVLayout:
+        Z, tp = self.dims.Z, self.tp
+        return kv_layout(self.arch, self.drafter, page_size=Z, dtype=self.kv_dtype, tp=tp)
 
     @property
     def draft_rules(self) -> ShardRules:
@@ -131,16 +136,17 @@ class StepModel:
         specs = self.drafter.specs(self.tp if self.draft_axes.heads else 1)
         return padded(specs, self.draft_rules, self.mesh.shape)
 
-    def kv_layers(self) -> list[tuple[tuple[int, ...], str | None]]:
-        """(shape, mesh axis) of the keys of every layer, values alike: the target's, the
-        drafter's."""
-        layers = [(self.layer_shape, self.axes.heads)] * self.arch.L
-        if self.drafter is not None:
-            own, axis = self.drafter.arch, self.draft_axes.heads
-            heads = max(own.K, self.tp) if axis else own.K
-            shape = self.backend.kv_shape(heads, own.H, self.n_pages, self.dims.Z)
-            layers += [(shape, axis)] * self.drafter.n_kv_layers
-        return layers
+    def kv_arrays(self) -> list[tuple[PoolArray, ...]]:
+        """The arrays of every layer of ``kv``, as the pool has them on the whole mesh."""
+        kv, Z = self.kv, self.dims.Z
+
+        def of(layer: KVLayer) -> tuple[PoolArray, ...]:
+            axis = None if layer.replicated else self.axes.heads
+            sizes = [(kv.heads(layer, array), array.width) for array in layer.arrays]
+            shapes = [self.backend.kv_shape(*size, self.n_pages, Z) for size in sizes]
+            return tuple(PoolArray(shape, axis) for shape in shapes)
+
+        return [of(layer) for layer in kv.layers]
 
     def fields(self, bucket: Bucket) -> tuple[Field, ...]:
         return layout(bucket, self.dims, self.backend.plan_shapes(bucket, self.dims))
@@ -155,11 +161,13 @@ class StepModel:
         return {"target": target, "drafter": partitions(self.draft_specs(), self.draft_rules)}
 
     def state_partitions(self) -> Any:
-        ones: Any = [
-            PartitionSpec(*(None,) * self.backend.kv_axis, axis) for _, axis in self.kv_layers()
+        before = (None,) * self.backend.kv_axis
+        kv: Any = [
+            tuple(PartitionSpec(*before, array.axis) for array in layer)
+            for layer in self.kv_arrays()
         ]
         return DeviceState(
-            kv=[(one, one) for one in ones],
+            kv=kv,
             slots=jax.tree.map(lambda _: PartitionSpec(), slot_shapes(self.dims)),
         )
 
@@ -178,11 +186,11 @@ class StepModel:
         return {"target": target, "drafter": drafter}
 
     def abstract_state(self) -> Any:
-        ones: Any = [jax.ShapeDtypeStruct(shape, self.kv_dtype) for shape, _ in self.kv_layers()]
-        state = DeviceState(
-            kv=[(one, one) for one in ones],
-            slots=slot_shapes(self.dims),
-        )
+        kv: Any = [
+            tuple(jax.ShapeDtypeStruct(array.shape, self.kv_dtype) for array in layer)
+            for layer in self.kv_arrays()
+        ]
+        state = DeviceState(kv=kv, slots=slot_shapes(self.dims))
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             state,

@@ -339,7 +339,7 @@ def step_model(
         mesh=mesh,
         rules=rules,
         n_pages=sizes.memory.n_pages,
-        kv_dtype=sizes.stored,
+        kv_dtype=sizes.kv.dtype,
         dtype=sizes.dtype,
         drafter=None if speculation is None else speculation.drafter,
     )

@@ -198,7 +198,7 @@ def from_roofline(model: str, gpu: str, options: CacheOptions) -> Device:
         costs=costs,
         n_pages=costs.n_pages(options),
         max_model_len=shape.context,
-        window=shape.window,
+        window=costs.kv.window,
         page_bytes=costs.page_bytes(options),
         move_s=costs.page_bytes(options) / CHIPS[gpu].copy_bytes_per_s,
         host_s=GPU_HOST_S,

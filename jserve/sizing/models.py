@@ -76,7 +76,7 @@ def shape_of(arch: Arch, itemsize: int) -> ModelShape:
         context=arch.max_position,
         tied=arch.tied,
         itemsize=itemsize,
-        window=arch.widest,
+        kv=arch.kv_layers,
     )
 
 

@@ -257,7 +257,7 @@ def _context(laid: Layout) -> int:
 
 def _roofline(laid: Layout, chip: Chip) -> Roofline:
     shape = shape_of(laid.model.arch, laid.model.dtype.itemsize)
-    return Roofline(shape=shape, chip=chip, kv_itemsize=laid.sizes.stored.itemsize, tp=laid.tp)
+    return Roofline(shape=shape, chip=chip, kv_itemsize=laid.sizes.kv.dtype.itemsize, tp=laid.tp)
 
 
 def _residents(laid: Layout, length: int) -> Residents:

@@ -191,23 +191,22 @@ class DraftCosts:
         """Expected. Beside reading and multiplying, each costs the share of a step's other costs that its
         layers and its one draw have of the target's."""
         layers = 1 + self.line.shape.layers
-        other = self.line.chip.step_s * (1 + self.drafter.n_kv_layers) / layers
+        other = self.line.chip.step_s * (1 + len(self.drafter.kv_layers)) / layers
         line = self.line
         return sum(line.limit(w) / line.chip.reached + line.links(w) + other for w in works)
 
     def _work(self, read: int, rows: int, tokens: int, drawn: int, context: float) -> Work:
         """A pass over ``tokens`` that reads so many weights, ``n_drawn`` of them for ``drawn`` logits."""
-        line, arch, L = self.line, self.drafter.arch, self.drafter.n_kv_layers
+        line, arch = self.line, self.drafter.arch
+        kv = dataclasses.replace(line.kv, layers=self.drafter.kv_layers)
         tp = 1 if self.drafter.replicated else line.tp
         body = read - (self.n_drawn if drawn else 0)
-        context = min(context, arch.widest or context)
-        kv = 2 * L * arch.K * arch.H * line.kv_itemsize * (rows * context + tokens) * (tokens > 0)
-        attention = 4 * L * arch.N * arch.H * tokens * context
-        n_sums = (2 * L + 1) * (tokens > 0) if tp > 1 else 0
+        attention = 4 * arch.N * arch.H * tokens * kv.seen(context)
+        n_sums = (2 * len(kv.layers) + 1) * (tokens > 0) if tp > 1 else 0
         sent = 2 * n_sums * 4.0 * tokens * arch.D + 4.0 * drawn * arch.V
         return Work(
             weight_bytes=line.shape.itemsize * read / tp,
-            kv_bytes=kv * max(1.0, tp / arch.K) / tp,
+            kv_bytes=kv.step_bytes(rows, tokens, context) if tokens else 0.0,
             flops=(2 * body * tokens + 2 * self.n_drawn * drawn + attention) / tp,
             n_collectives=n_sums + (drawn > 0) if tp > 1 else 0,
             link_bytes=sent * (tp - 1) / tp,

@@ -21,8 +21,10 @@ from typing import Any
 
 import flax.struct
 import jax
+import numpy as np
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.shard import Axes, ShardRules
@@ -118,8 +120,24 @@ class Drafter:
     copy: Callable[[jax.Array, jax.Array, int], jax.Array] | None = None
 
     @property
-    def n_kv_layers(self) -> int:
-        return self.arch.L if self.advance is not None else 0
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """What each of its own layers keeps of a token; none where it has no layers."""
+        layers = self.arch.kv_layers if self.advance is not None else ()
+        return tuple(replace(layer, replicated=self.replicated) for layer in layers)
+
+
+def kv_layout(
+    arch: Arch, drafter: Drafter | None, *, page_size: int, dtype: Any, tp: int
+) -> KVLayout:
+    """The KV of a target and what drafts for it.
+
+    Args:
+        dtype: as the attention backend stores it.
+        tp: devices that the kv heads are split over.
+    """
+    own = () if drafter is None else drafter.kv_layers
+    layers = (*arch.kv_layers, *own)
+    return KVLayout(layers=layers, page_size=page_size, dtype=np.dtype(dtype), tp=tp)
 
 
 def split_over(drafter: Drafter, tp: int, wished: int = 0) -> Drafter:

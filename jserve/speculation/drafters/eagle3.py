@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import heads_over
 from jserve.model import decoder
 from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
@@ -171,7 +172,7 @@ class _Head:
             "layer": {
                 "embed_norm": decoder.norm(f"{LAYER}.input_layernorm", arch.D),
                 "hidden_norm": decoder.norm(f"{LAYER}.hidden_norm", arch.D),
-                "qkv": decoder.qkv(arch, attn, max(arch.K, tp), "weight", width=2 * arch.D),
+                "qkv": decoder.qkv(arch, attn, heads_over(arch.K, tp), "weight", width=2 * arch.D),
                 "o": decoder.matrix(
                     f"{attn}.o_proj", (arch.D, arch.N * arch.H), ("embed", "kv_heads")
                 ),
