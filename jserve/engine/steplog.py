@@ -41,7 +41,7 @@ class StepLog:
         )
 
     def take(self) -> list[StepRecord]:
-        """What came since the last call, oldest first."""
+        """Records since the last call, oldest first."""
         records = list(self._records)
         self._records.clear()
         return records

@@ -156,7 +156,7 @@ class Handles:
         return [handle.node for handle in self._handles.values() if handle.node is not None]
 
     def info(self, handle: Handle, now: float = 0.0) -> HandleInfo:
-        """What is said of it; ``now`` counts where it is later than the cache's time."""
+        """Its info; ``now`` counts where it is later than the cache's time."""
         return HandleInfo(
             name=handle.name,
             n_tokens=len(handle.tokens),

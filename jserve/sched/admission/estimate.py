@@ -20,7 +20,7 @@ from jserve.types import Request, Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast the engine goes at the moment."""
+    """The engine's current pace."""
 
     step_s: float
     """Seconds of a step that decodes for all who run and carries ``chunk`` prefill tokens."""

@@ -36,7 +36,7 @@ class Wait:
     leader: Sequence
     n_pages: int
     seen: tuple[int, int, int]
-    """How far the leader was when it last moved: scheduled, published, rows in flight."""
+    """The leader's progress when it last moved: scheduled, published, rows in flight."""
     step: int
 
 

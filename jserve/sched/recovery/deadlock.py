@@ -19,7 +19,7 @@ from jserve.types import Sequence
 LIMIT_S = 20.0
 """Seconds without progress until a sequence is ended. Longer than any wait that ends by itself."""
 AGAIN_S = 1.0
-"""How long after that the next one is, if still nothing moves."""
+"""Seconds until the next one ends, if there is still no progress."""
 STRIDE_S = 1.0
 """Most that the time between two plans counts."""
 
@@ -84,7 +84,7 @@ class DeadlockGuard:
         return min(self.resources.waiting, key=_age, default=None)
 
     def _lacks(self, seq: Sequence, step: int) -> str:
-        """What ``seq`` waits for, in words that are ours."""
+        """The reason that ``seq`` waits, for the error message."""
         if lacks_mask(seq):
             return "what its structure allows next is not known"
         if seq.lease is not None:
