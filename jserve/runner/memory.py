@@ -64,7 +64,7 @@ def slot_bytes(dims: StepDims) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """What a device has and what is taken of it, in bytes; of a CPU, the host's memory."""
+    """Total and used memory of a device, in bytes; of a CPU, the host's memory."""
 
     total: int
     taken: int
