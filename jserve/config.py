@@ -160,7 +160,7 @@ class SchedulerOptions:
 class DeviceOptions:
     tensor_parallel_size: int = opt(1, "devices the model is sharded over", min=1, max=256)
     attention_backend: str = opt(
-        "auto", "attention implementation", choices=("auto", "ref", "xla", "hopper")
+        "auto", "attention implementation", choices=("auto", "ref", "xla", "dense", "hopper")
     )
     cuda_graphs: str = opt(
         "step",
@@ -194,6 +194,11 @@ class DeviceOptions:
         "", "directory for profiles started on the admin port; empty allows none"
     )
     compile_threads: int = opt(0, "programs compiled at once; 0 is one per core", min=0)
+    watchdog_s: float = opt(
+        900.0,
+        "seconds without progress of a start or a step before the engine process ends; 0 is never",
+        min=0.0,
+    )
 
 
 DEFAULT_DRAFTS = 7

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, backend as find_backend
+from jserve.model.attention import AttentionBackend, backend as find_backend, candidates
 from jserve.model.kv_quant import E4M3
 from jserve.model.sinks import with_sinks
 from jserve.model.tree import Shape
@@ -104,6 +104,31 @@ def stored_kv(
     if speculation is not None and speculation.drafter.n_kv_layers:
         attention.check(speculation.drafter.arch.H, stored, tree)
     return stored
+
+
+def attention_name(
+    arch: Arch,
+    config: EngineConfig,
+    dtype: Any,
+    platform: str,
+    capability: str = "",
+    speculation: Speculation | None = None,
+) -> str:
+    """The attention backend that serves this model with these options: the first candidate that can.
+
+    Raises:
+        ConfigError: the option asks for one that this device or jax cannot run.
+    """
+    *better, last = candidates(config.device.attention_backend, platform, capability)
+    for name in better:
+        try:
+            attention = find_backend(name, platform)
+            with_sinks(arch, attention, config.device.attention_sinks)
+            stored_kv(config, attention, dtype, arch, speculation)
+        except ConfigError:
+            continue
+        return name
+    return last
 
 
 def window_of(arch: Arch, speculation: Speculation | None) -> int:
@@ -225,11 +250,13 @@ def sizes_of(
     weight_bytes: int,
     memory: DeviceMemory,
     speculation: Speculation | None = None,
+    capability: str = "",
 ) -> Sizes:
     """
     Args:
         dtype: of the activations.
         platform: of the devices, as jax calls it.
+        capability: their compute capability where they are CUDA's.
         tp: devices that the kv heads are split over.
         weight_bytes: on one device, a drafter's too.
         memory: of one device.
@@ -237,7 +264,8 @@ def sizes_of(
     Raises:
         ConfigError: an option cannot be honoured, or there is no room; ``field`` is its name.
     """
-    attention = find_backend(config.device.attention_backend, platform)
+    name = attention_name(arch, config, dtype, platform, capability, speculation)
+    attention = find_backend(name, platform)
     arch = with_sinks(arch, attention, config.device.attention_sinks)
     stored = stored_kv(config, attention, dtype, arch, speculation)
     dims = step_dims(arch, config, speculation)

@@ -60,6 +60,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         config,
         dtype=model.dtype,
         platform="cuda" if chip.memory else "cpu",
+        capability=chip.capability,
         tp=tp,
         weight_bytes=weights,
         memory=_memory(chip, weights),

@@ -48,8 +48,8 @@ OF_ENGINE = {
     "wire.receive",
     "wire.send",
 }
-ELSEWHERE = {"disk.read", "disk.write", "runner.reset"}
-"""Exercised in the tests below, or in tests/kv/test_disk.py with real files."""
+ELSEWHERE = {"disk.read", "disk.write", "runner.reset", "runner.wait"}
+"""Exercised in the tests below, in tests/kv/test_disk.py with real files, or in engine/test_watchdog.py."""
 HERE = sorted(HARMLESS | OF_ONE | OF_ENGINE)
 CODES = {
     *("internal_error", "engine_step_failed", "engine_dead", "grammar_failed"),
