@@ -168,6 +168,7 @@ def engine(
     with starting():
         runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     facts |= runner.report()
+    config = runner.sizes.config
     scheduler = Scheduler(
         _limits(config, runner, facts),
         config,
@@ -184,6 +185,7 @@ def engine(
     info = {**facts, "startup_s": round(time.monotonic() - began, 2)}
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
+    info["max_num_seqs"] = runner.limits.n_slots
     return made, info
 
 
@@ -325,13 +327,14 @@ def _with_attention(
 
     if config.device.attention_backend != "auto" or device.platform == "cpu":
         return config
+    page_size = config.cache.on(device.platform).page_size
     capability = getattr(device, "compute_capability", "")
     name = attention_name(arch, config, dtype, device.platform, capability, speculation)
     reason = unserved(capability) or "it does not serve this model with these options"
     if name == "hopper":
         kept = kv_dtype(config, dtype)
         reason = selftest.fault(
-            selftest.command(name, arch.H, arch.N // arch.K, config.cache.page_size, str(kept))
+            selftest.command(name, arch.H, arch.N // arch.K, page_size, str(kept))
         )
         name = "dense" if reason else name
     if name == "dense":

@@ -224,6 +224,8 @@ def ladder_of(limits: RunnerLimits, tree: Shape = (), *, masks_drafts: bool) -> 
 class Sizes:
     """What follows from a model, its devices and the options, before anything is allocated."""
 
+    config: EngineConfig
+    """With numbers where the options leave them to the device."""
     arch: Arch
     """With the attention sinks that the options ask for."""
     attention: AttentionBackend
@@ -264,6 +266,7 @@ def sizes_of(
     Raises:
         ConfigError: an option cannot be honoured, or there is no room; ``field`` is its name.
     """
+    config = config.on(platform)
     name = attention_name(arch, config, dtype, platform, capability, speculation)
     attention = find_backend(name, platform)
     arch = with_sinks(arch, attention, config.device.attention_sinks)
@@ -289,6 +292,7 @@ def sizes_of(
     limits = drafting_limits(limits, config, speculation, platform)
     tree = () if speculation is None else speculation.tree
     return Sizes(
+        config=config,
         arch=arch,
         attention=attention,
         dims=dims,

@@ -71,7 +71,9 @@ class Scheduler:
         guides: Guides | None = None,
         drafting: type[Drafting] = Drafting,
     ) -> None:
-        """``drafting`` is the policy that says what is drafted; the usual one asks ``proposer``."""
+        """``drafting`` is the policy that says what is drafted; the usual one asks ``proposer``. What
+        ``config`` leaves to the device is as on a CPU."""
+        config = config.on("cpu")
         self.limits = limits
         self.options = config.scheduler
         self.seed = config.model.seed

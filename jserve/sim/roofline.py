@@ -236,8 +236,8 @@ class Roofline:
         return self.expected(self.work(rows=rows, tokens=tokens, drawn=rows, n_context=n_context))
 
     def page_bytes(self, options: CacheOptions) -> int:
-        """Bytes of a KV page."""
-        return self.kv_itemsize * self.shape.kv_numbers * options.page_size
+        """Bytes of a KV page, of a CPU's size where the options leave it to the device."""
+        return self.kv_itemsize * self.shape.kv_numbers * options.on("cpu").page_size
 
     def n_pages(self, options: CacheOptions) -> int:
         """Pages that fit on one chip, as the cache options say.

@@ -68,7 +68,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     )
     return Layout(
         model=dataclasses.replace(model, arch=sizes.arch),
-        config=config,
+        config=sizes.config,
         sizes=sizes,
         buckets=sizes.ladder.buckets,
         speculation=speculation,
