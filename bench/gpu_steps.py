@@ -23,8 +23,8 @@ import numpy as np
 from bench.gpu_record import GRAPHS, Record
 from bench.gpu_rig import ARCHS, Rig, Span, least_seconds
 from jserve.model.arch import Arch
+from jserve.model.draft_tree import Parents
 from jserve.model.kv_quant import E4M3
-from jserve.model.tree import Parents
 from jserve.model.view import Bucket
 
 BF16 = np.dtype(jnp.bfloat16)

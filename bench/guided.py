@@ -18,8 +18,8 @@ from typing import Any
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
+from jserve.grammar.compiler import GrammarCompiler
 from jserve.grammar.guides import TokenGuides
-from jserve.grammar.matcher import Compiler
 from jserve.grammar.vocab import ll_tokenizer, vocabulary
 from jserve.ports import RunnerLimits
 from jserve.sampling import SamplingParams, StructuredOutputs
@@ -88,7 +88,7 @@ def primitives(tokenizer: TextTokenizer, eos: int) -> Any:
     """Microseconds of the parts: compile, mask, take."""
     table = vocabulary(tokenizer, tokenizer.vocab_size, (eos,))
     began = time.perf_counter()
-    compiler = Compiler(ll_tokenizer(table))
+    compiler = GrammarCompiler(ll_tokenizer(table))
     ready = time.perf_counter()
     compiled = compiler.compile(StructuredOutputs(json=RECORD))
     done = time.perf_counter()

@@ -47,7 +47,7 @@ err = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """One request. ``prompt`` is complete; ``head`` of it is what the cache ``cache`` holds."""
 
     prompt: tuple[int, ...]
@@ -58,7 +58,7 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What came back for an ``Ask``."""
+    """What came back for a ``ParsedRequest``."""
 
     ttft_s: float = 0.0
     n_prompt: int = 0
@@ -101,7 +101,7 @@ class Client:
         self.http, self.url, self.reuse = http, url, reuse
         self.oracle = Oracle(PAGE)
 
-    async def ask(self, ask: Ask) -> Seen:
+    async def ask(self, ask: ParsedRequest) -> Seen:
         """Raises StreamError: the server refused or broke off."""
         by_name = self.reuse and ask.cache is not None
         body = {
@@ -160,7 +160,7 @@ def _take(seen: Seen, at: float, event: dict[str, Any]) -> None:
 async def system(client: Client, draw: Draw, n: int) -> list[Seen]:
     """(a) the same 1500 tokens in front of turns of 60; the first request is cold."""
     head = draw.prompt(SYSTEM)
-    return [await client.ask(Ask(prompt=(*head, *draw.prompt(TURN)))) for _ in range(n)]
+    return [await client.ask(ParsedRequest(prompt=(*head, *draw.prompt(TURN)))) for _ in range(n)]
 
 
 async def chat(client: Client, draw: Draw, n: int) -> list[Seen]:
@@ -170,7 +170,7 @@ async def chat(client: Client, draw: Draw, n: int) -> list[Seen]:
         said: tuple[int, ...] = draw.prompt(200)
         for _ in range(4):
             said = (*said, *draw.prompt(TURN))
-            seen.append(await client.ask(Ask(prompt=said, max_tokens=2 * ANSWER)))
+            seen.append(await client.ask(ParsedRequest(prompt=said, max_tokens=2 * ANSWER)))
             said = (*said, *seen[-1].tokens)
     return seen
 
@@ -185,7 +185,7 @@ async def retrieval(client: Client, draw: Draw, n: int) -> list[Seen]:
     for i in range(n):
         name = f"doc-{i * 7 % N_DOCUMENTS}"
         prompt = (*documents[name], *draw.prompt(QUESTION))
-        seen.append(await client.ask(Ask(prompt=prompt, cache=name, head=DOCUMENT)))
+        seen.append(await client.ask(ParsedRequest(prompt=prompt, cache=name, head=DOCUMENT)))
     return seen
 
 
@@ -221,7 +221,7 @@ async def run_all(url: str, *, reuse: bool, args: argparse.Namespace) -> dict[st
             before = await client.computed()
             if name == "warmup":
                 for n in (SYSTEM + TURN, DOCUMENT + QUESTION, 300, QUESTION, 8):
-                    await client.ask(Ask(prompt=draw.prompt(n)))
+                    await client.ask(ParsedRequest(prompt=draw.prompt(n)))
                 continue
             seen = await SCENARIOS[name](client, draw, args.requests)
             made = N_DOCUMENTS * DOCUMENT if name == "retrieval" and reuse else 0

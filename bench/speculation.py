@@ -13,7 +13,7 @@ when that is over: nobody answers within a millisecond.
 
 * ``k``: drafts per step fixed, 0 to 8 (Medusa: to its 4 heads), batch 1, and beside them k chosen by the
   engine (``auto``) with its share of the best fixed k's speed. k = 0 is the price of being able to. A step of k
-  drafts runs in the program of the next width (``spec.choice.widths``).
+  drafts runs in the program of the next width (``policy.width.widths``).
 * ``auto``: k chosen by the engine, at concurrency 1, 4, 16 and 64, over all texts in one queue; also the
   slowest request's share of its speed without (of each request the median of all pairs).
 
@@ -53,7 +53,7 @@ from checkpoints.recipe.skills import dialogue, extract, passage, story, tools
 from jserve import build
 from jserve.config import EngineConfig
 from jserve.sampling import SamplingParams
-from jserve.spec.methods import DEVICE
+from jserve.speculation.host.methods import DEVICE
 from jserve.types import Finish, Request
 
 FORMAT = 3
@@ -173,7 +173,7 @@ class Side:
 
     def fix(self, k: int | None) -> None:
         """From now on up to ``k`` drafts in every step; None: the engine's own choice."""
-        self.engine.scheduler.drafting.fix(k)
+        self.engine.scheduler.speculation.fix(k)
 
     def run(self, asked: Seq[Conversation], concurrency: int, max_tokens: int) -> Ran:
         """All of ``asked``, ``concurrency`` at once, greedy."""

@@ -24,8 +24,8 @@ import typer
 from prometheus_client.parser import text_string_to_metric_families
 
 from jserve import cli_options
-from jserve.api.routes import PUBLIC
-from jserve.api.support import markdown
+from jserve.api.http.routes import PUBLIC
+from jserve.api.ops.support import markdown
 from jserve.cli import app
 from jserve.config import flat_name, sections
 

@@ -156,7 +156,7 @@ def engine(
     """
     from jserve.engine.engine import Engine
     from jserve.sched.scheduler import Scheduler
-    from jserve.spec.methods import check
+    from jserve.speculation.host.methods import check
     from jserve.xla import claim_memory
 
     claim_memory()
@@ -191,7 +191,7 @@ def engine(
 
 def _proposer(config: EngineConfig, n_vocab: int) -> Any:
     """Who drafts on the host, with the corpus it may copy from as ids."""
-    from jserve.spec.methods import proposer_of
+    from jserve.speculation.host.methods import proposer_of
     from jserve.text.tokenizer import load_tokenizer
 
     options, ids = config.speculative, []
@@ -249,7 +249,7 @@ def _profiler(directory: str) -> Any:
 
 
 def _journal(path: str) -> Any:
-    from jserve.sched.journal import JournalFile
+    from jserve.sched.record.journal import JournalFile
 
     if not path:
         return None
@@ -345,8 +345,8 @@ def _with_attention(
 
 def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
     """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
-    from jserve.runner.drafts import copying, load_speculation
-    from jserve.spec.methods import DEVICE, OWN, shape
+    from jserve.speculation.drafters.load import copying, load_speculation
+    from jserve.speculation.host.methods import DEVICE, OWN, shape
     from jserve.weights.source import resolve
 
     options = config.speculative

@@ -63,7 +63,7 @@ def serve(config: EngineConfig, model: Model = None) -> None:
 
     for name, value in HUGE_PAGES.items():
         os.environ.setdefault(name, value)
-    _arm_faults("jserve.api.server")
+    _arm_faults("jserve.api.http.server")
     raise typer.Exit(commands.serve(config, err))
 
 

@@ -15,9 +15,9 @@ from jserve.config import EngineConfig
 from jserve.progress import batch_progress, progress_bar, start_progress
 
 if TYPE_CHECKING:
-    from jserve.api.ask import ModelCard
-    from jserve.api.batch import Outcome
-    from jserve.api.batch_answers import AnswerFile
+    from jserve.api.batch.answers import AnswerFile
+    from jserve.api.batch.run import Outcome
+    from jserve.api.request.parsed import ModelCard
     from jserve.text.chat.template import ChatTemplate
 
 
@@ -50,10 +50,10 @@ def _loop_factory() -> Any:
 
 
 async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
-    from jserve.api.server import serve as listen
+    from jserve.api.http.server import serve as listen
     from jserve.engine.async_engine import AsyncEngine
     from jserve.engine.client import InprocClient, ProcClient
-    from jserve.engine.fitness import FitnessLimits
+    from jserve.engine.health import HealthLimits
     from jserve.errors import EngineDead
 
     def client() -> Any:
@@ -65,7 +65,7 @@ async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
         client,
         max_restarts=options.max_restarts,
         stall_timeout_s=options.stall_timeout_s,
-        fitness=FitnessLimits(
+        health=HealthLimits(
             failed_steps=options.ready_failed_steps,
             nonfinite_share=options.ready_nonfinite_share,
             slowness=options.ready_slowness,
@@ -107,7 +107,7 @@ def fingerprint(name: str, version: str, info: dict[str, Any]) -> str:
 def _card(config: EngineConfig, text: TextSide, info: dict[str, Any]) -> ModelCard:
     """What the HTTP side is told of a model whose engine started with ``info``."""
     from jserve import __version__
-    from jserve.api.ask import ModelCard
+    from jserve.api.request.parsed import ModelCard
 
     return ModelCard(
         name=text.name,
@@ -133,9 +133,9 @@ def run_batch(
     """
     import asyncio
 
-    from jserve.api.batch import tally
-    from jserve.api.batch_answers import AnswerFile
-    from jserve.api.batch_lines import survey
+    from jserve.api.batch.answers import AnswerFile
+    from jserve.api.batch.lines import survey
+    from jserve.api.batch.run import tally
 
     total = survey(source)
     answers = AnswerFile(target)
@@ -167,8 +167,8 @@ async def _run_batch(
     concurrency: int,
     console: Any,
 ) -> None:
-    from jserve.api.app import make_app
-    from jserve.api.batch import run_batch as run
+    from jserve.api.batch.run import run_batch as run
+    from jserve.api.http.app import make_app
     from jserve.engine.async_engine import AsyncEngine
     from jserve.engine.client import InprocClient
 
@@ -264,9 +264,11 @@ def simulate(config: EngineConfig, wish: dict[str, Any], as_json: bool, console:
     import json
 
     from jserve.sim import report
-    from jserve.sim.study import Wish, study
+    from jserve.sim.study import SimulateOptions, study
 
-    found = study(Wish(**wish), config, lambda line: console.print(line, highlight=False))
+    found = study(
+        SimulateOptions(**wish), config, lambda line: console.print(line, highlight=False)
+    )
     if as_json:
         return json.dumps([one for _, one in found], indent=1) + "\n"
     return report.tables(found, found[0][1]["device"])
@@ -282,9 +284,9 @@ def verify(config: EngineConfig, wish: dict[str, Any], as_json: bool, console: A
     import dataclasses
     import json
 
-    from jserve.sim.study import Wish, verify
+    from jserve.sim.study import SimulateOptions, verify
 
-    done = verify(Wish(**wish), config)
+    done = verify(SimulateOptions(**wish), config)
     if as_json:
         return json.dumps(dataclasses.asdict(done)) + "\n"
     return f"{done.n_requests} requests, {done.n_steps} steps: every decision as recorded\n"

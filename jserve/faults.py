@@ -26,7 +26,7 @@ Raises = Callable[[str], Exception]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FaultPoint:
     """One method that is marked."""
 
     module: str
@@ -35,7 +35,7 @@ class Place:
     raises: Raises
 
 
-POINTS: dict[str, list[Place]] = {}
+POINTS: dict[str, list[FaultPoint]] = {}
 """All points of the modules that are loaded; several methods may share a name."""
 
 
@@ -44,7 +44,9 @@ def point(name: str, raises: Raises = RuntimeError) -> Callable[[Method], Method
 
     def mark(method: Method) -> Method:
         assert "." in method.__qualname__, f"{name}: only methods can be points"
-        POINTS.setdefault(name, []).append(Place(method.__module__, method.__qualname__, raises))
+        POINTS.setdefault(name, []).append(
+            FaultPoint(method.__module__, method.__qualname__, raises)
+        )
         return method
 
     return mark

@@ -18,10 +18,10 @@ from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
-from jserve.engine.wire import Handle
+from jserve.engine.wire import HandleCommand
 from jserve.errors import BadRequest, error_of
 from jserve.feed import Feed
-from jserve.outputs import RequestOutput, Running, failure_of
+from jserve.outputs import PartialOutput, RequestOutput, failure_of
 from jserve.progress import progress_bar
 from jserve.prompts import Message, Prompt, Prompts, listed
 from jserve.request_options import RequestOptions
@@ -224,7 +224,7 @@ class LLM(_Door):
     def _handle(
         self, action: Any, tenant: str, name: str | None, ttl_s: float = 0.0
     ) -> list[HandleInfo]:
-        asked = Handle(
+        asked = HandleCommand(
             id=self._prompts.new_id(), action=action, tenant=tenant, name=name, ttl_s=ttl_s
         )
         with self._turn():
@@ -279,7 +279,7 @@ class LLM(_Door):
             )
         return list(given)
 
-    def _run(self, jobs: list[Running], progress: bool) -> None:
+    def _run(self, jobs: list[PartialOutput], progress: bool) -> None:
         left = {job.request.id: job for job in jobs}
         feed = Feed(self._engine, [job.request for job in jobs])
         try:
@@ -292,7 +292,9 @@ class LLM(_Door):
         finally:
             self._cancel(jobs)
 
-    def _take(self, outputs: Iterable[Output], jobs: Mapping[str, Running]) -> list[Running]:
+    def _take(
+        self, outputs: Iterable[Output], jobs: Mapping[str, PartialOutput]
+    ) -> list[PartialOutput]:
         """Collect ``outputs``; the jobs that they finished."""
         done = []
         for out in outputs:
@@ -305,7 +307,7 @@ class LLM(_Door):
                 done.append(job)
         return done
 
-    def _cancel(self, jobs: Iterable[Running]) -> None:
+    def _cancel(self, jobs: Iterable[PartialOutput]) -> None:
         """End what is unfinished (an error, ctrl-c, a closed iterator) and run the engine dry."""
         for job in jobs:
             if not job.output.finished:

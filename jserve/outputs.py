@@ -70,7 +70,7 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
-class Running:
+class PartialOutput:
     """Collects the engine's outputs of one request into a ``RequestOutput``."""
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Any) -> None:

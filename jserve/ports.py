@@ -66,7 +66,7 @@ class RunnerLimits:
     draft_rows: int = 0
     """Most decode rows of a step in which the device drafts; 0: as many as decode."""
     prefill_width: int = 0
-    """Most tokens of a row beside prefill in a step that drafts, one of ``spec.choice.widths``; 0: any."""
+    """Most tokens of a row beside prefill in a step that drafts, one of ``policy.width.widths``; 0: any."""
     drafts_from_kv: bool = False
     """True when the drafter reads KV of its own, which holds only what it was shown."""
     drafts_from_text: bool = False
@@ -121,7 +121,7 @@ class DiskTier(Protocol):
         """(ticket, found) of reads that are over; what was found is in its host page."""
         ...
 
-    def farewell(self, pages: list[tuple[int, bytes]]) -> None:
+    def flush(self, pages: list[tuple[int, bytes]]) -> None:
         """Write (device page, digest) and everything that waits, then stop."""
         ...
 
@@ -252,11 +252,11 @@ class Guides(Protocol):
         when it needs none."""
         ...
 
-    def kick(self) -> None:
+    def start_masks(self) -> None:
         """Begin the masks of the guides that moved, elsewhere; called after each commit."""
         ...
 
-    def settle(self, timeout_s: float | None) -> None:
+    def wait_masks(self, timeout_s: float | None) -> None:
         """Wait until all masks begun are there, for ``timeout_s`` at most."""
         ...
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from jserve.errors import BadRequest
-from jserve.outputs import Running
+from jserve.outputs import PartialOutput
 from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams, Thinking
 from jserve.text.bad_words import bad_token_ids
@@ -68,7 +68,7 @@ class Prompts:
         id: str | None = None,
         options: RequestOptions | None = None,
         drawn: bool = True,
-    ) -> Running:
+    ) -> PartialOutput:
         """A request for ``prompt``, ready to collect what comes of it.
 
         Args:
@@ -91,7 +91,7 @@ class Prompts:
             eos_ids=self._eos_ids,
             thinking=self._thinking(prompt, params, ids),
         )
-        return Running(request, text, self._tokenizer)
+        return PartialOutput(request, text, self._tokenizer)
 
     def dialogue(self, messages: Seq[Message], template: Mapping[str, Any]) -> Prompt:
         """The prompt of a dialogue's next answer. Messages and the members of ``template`` (``DIALOGUE``

@@ -47,7 +47,7 @@ class Grown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(RequestOptions):
-    """What a client asked, tokenised. Frozen; checked against the model by ``sched.admission.check``."""
+    """What a client asked, tokenised. Frozen; checked against the model by ``admission.check.check``."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -187,7 +187,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The one after ``tokens`` for the device drafter, where the row does not emit it; else -1."""
     targets: Seq[int] = ()
     """The prompt tokens that follow each of ``tokens``, where their log-probabilities are wanted."""
-    shown: bool = False
+    backfill: bool = False
     """True: the target's KV of these tokens stands already, and only the device drafter, which did not
     run when they were computed, writes its own. Such a row emits nothing, and its sequence may have
     another row in the step."""

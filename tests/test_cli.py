@@ -299,6 +299,6 @@ def test_the_options_of_health_and_readiness_reach_the_engine(monkeypatch) -> No
     config = EngineConfig.of(**given, max_restarts=1, stall_timeout_s=50.0)
     with pytest.raises(ConfigError, match="seen"):
         asyncio.run(commands._serve(config, None, None))  # type: ignore[arg-type]
-    limits = dataclasses.asdict(seen.pop("fitness"))
+    limits = dataclasses.asdict(seen.pop("health"))
     assert {f"ready_{name}": value for name, value in limits.items()} == given
     assert seen == {"max_restarts": 1, "stall_timeout_s": 50.0}

@@ -50,7 +50,7 @@ def serve(requests, **options) -> tuple[dict[tuple[str, int], list[int]], list[s
                 order.append(out.request_id)
             tokens.setdefault((out.request_id, out.index), []).extend(out.token_ids)
             left[out.request_id] -= out.finish is not None
-        longest = max(longest, len(engine.scheduler.floor.waiting))
+        longest = max(longest, len(engine.scheduler.resources.waiting))
     for r in requests:
         for i in range(r.params.n):
             assert tokens[r.id, i] == runner.expected(r, i)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jserve import Logprob, SamplingParams
-from jserve.outputs import Running
+from jserve.outputs import PartialOutput
 from jserve.types import Finish, Output, Request, TokenLogprob
 from tests.api.fake import byte_tokenizer
 
@@ -25,9 +25,11 @@ def entry(
     )
 
 
-def running(**fields: Any) -> Running:
+def running(**fields: Any) -> PartialOutput:
     params = SamplingParams(max_tokens=4, **fields)
-    return Running(Request(id="a", prompt_ids=(65, 66, 67), params=params), "ABC", byte_tokenizer())
+    return PartialOutput(
+        Request(id="a", prompt_ids=(65, 66, 67), params=params), "ABC", byte_tokenizer()
+    )
 
 
 def test_a_prompts_log_probabilities_are_by_id_the_first_none() -> None:

@@ -22,15 +22,15 @@ from typing import Any
 import msgspec
 
 from jserve.engine.client import EngineClient
-from jserve.engine.fitness import Fitness, FitnessLimits
+from jserve.engine.health import EngineHealth, HealthLimits
 from jserve.engine.process import OnProgress
 from jserve.engine.streams import Stream
 from jserve.engine.supervisor import Supervisor
 from jserve.engine.wire import (
     Control,
     Fault,
-    Handle,
-    Handles,
+    HandleCommand,
+    HandleReply,
     Message,
     Outputs,
     Ready,
@@ -62,7 +62,7 @@ class AsyncEngine:
         make_client: makes a fresh, unstarted client, also for every restart.
         max_restarts: restarts before giving up.
         stall_timeout_s: seconds without a step, with work waiting, until ``healthy`` is False.
-        fitness: limits of what ``unfit`` says.
+        health: limits of ``degraded_reasons``.
         max_buffered_bytes: outputs of one request that may wait for its consumer; more end it in
             error. Until then a sequence runs on at its own pace, however slow its reader is.
         slow_reader_s: a consumer that takes nothing for so long ends the same way.
@@ -84,7 +84,7 @@ class AsyncEngine:
         *,
         max_restarts: int = 3,
         stall_timeout_s: float = 120.0,
-        fitness: FitnessLimits | None = None,
+        health: HealthLimits | None = None,
         max_buffered_bytes: int = 4 << 20,
         slow_reader_s: float = 30.0,
         backoff_s: float = 0.5,
@@ -94,7 +94,7 @@ class AsyncEngine:
         self._stall_timeout_s = stall_timeout_s
         self._max_buffered, self._slow_reader_s = max_buffered_bytes, slow_reader_s
         self._clock = clock
-        self._fitness = Fitness(fitness)
+        self._health = EngineHealth(health)
         self._supervisor = Supervisor(
             self._new_client,
             self._on_message,
@@ -136,8 +136,8 @@ class AsyncEngine:
     @property
     def counters(self) -> dict[str, int]:
         deaths, restarts = self._supervisor.n_deaths, self._supervisor.n_restarts
-        unfit = self._fitness.n_unfit
-        return {"engine_deaths": deaths, "restarts": restarts, "unfit": unfit, **self._counts}
+        degraded = self._health.n_degraded
+        return {"engine_deaths": deaths, "restarts": restarts, "degraded": degraded, **self._counts}
 
     async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
         """Start the engine and wait until it takes requests; returns the info of its Ready message.
@@ -194,7 +194,7 @@ class AsyncEngine:
         """
         await self.handles(message)
 
-    async def handles(self, message: Handle | Control) -> list[HandleInfo]:
+    async def handles(self, message: HandleCommand | Control) -> list[HandleInfo]:
         """Renew, drop or look at cache handles; ``message.id`` must be new.
 
         Raises:
@@ -247,9 +247,9 @@ class AsyncEngine:
         """The engine is up, and makes steps whenever work is waiting."""
         return self.ready and self._without_step_s() <= self._stall_timeout_s
 
-    def unfit(self) -> list[str]:
+    def degraded_reasons(self) -> list[str]:
         """Why an engine that is up should get no new requests, in words; empty: it should."""
-        return self._fitness.ails(self._clock(), self._without_step_s())
+        return self._health.degraded_reasons(self._clock(), self._without_step_s())
 
     def _without_step_s(self) -> float:
         """Seconds since the last step while work waits; 0 when none does."""
@@ -321,7 +321,7 @@ class AsyncEngine:
 
     def _new_client(self) -> EngineClient:
         self._stats = Stats()  # what the last engine said of itself is over
-        self._fitness.forget()
+        self._health.forget()
         return self._make_client()
 
     def _on_message(self, message: Message) -> None:
@@ -330,12 +330,12 @@ class AsyncEngine:
                 self._progress_to(message.step)
                 for output in message.outputs:
                     self._hand_over(output)
-            case Handles():
+            case HandleReply():
                 self._on_handles(message)
             case Stats():
                 self._progress_to(message.step)
                 self._stats = message
-                self._fitness.hear(message.step, message.values, self._clock())
+                self._health.observe(message.step, message.values, self._clock())
                 self.steps.extend(enumerate(message.steps, self._n_watched))
                 self._n_watched += len(message.steps)
             case Ready():
@@ -343,7 +343,7 @@ class AsyncEngine:
             case Fault():
                 self._on_fault(message)
 
-    def _on_handles(self, message: Handles) -> None:
+    def _on_handles(self, message: HandleReply) -> None:
         answer = self._asked.get(message.id)
         if answer is None or answer.done():
             return

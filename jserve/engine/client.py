@@ -27,7 +27,7 @@ from jserve.engine.wire import (
     Create,
     FromEngine,
     Gone,
-    Handle,
+    HandleCommand,
     LinkClosed,
     Message,
     Ready,
@@ -79,8 +79,8 @@ class EngineClient(Protocol):
         """Send a request whose prompt becomes a cache handle; as ``submit``."""
         ...
 
-    def ask(self, message: Handle | Control) -> None:
-        """Renew, drop or look at cache handles, or command; answered by a ``Handles`` message."""
+    def ask(self, message: HandleCommand | Control) -> None:
+        """Renew, drop or look at cache handles, or command; answered by a ``HandleReply`` message."""
         ...
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -127,7 +127,7 @@ class InprocClient:
     def create(self, request: Request, ttl_s: float) -> None:
         self._inbox.put(Create(request=request, ttl_s=ttl_s))
 
-    def ask(self, message: Handle | Control) -> None:
+    def ask(self, message: HandleCommand | Control) -> None:
         self._inbox.put(message)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -227,7 +227,7 @@ class ProcClient:
     def create(self, request: Request, ttl_s: float) -> None:
         self._post(Create(request=request, ttl_s=ttl_s))
 
-    def ask(self, message: Handle | Control) -> None:
+    def ask(self, message: HandleCommand | Control) -> None:
         self._outbox.put(pack(message))
 
     def _post(self, message: Submit | Create) -> None:

@@ -22,12 +22,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from jserve.engine.anteroom import Anteroom
+from jserve.engine.pending_compile import PendingCompile
 from jserve.engine.steplog import StepLog
-from jserve.engine.wire import Cancel, Control, Create, Handle, Handles, Stats, Submit
+from jserve.engine.wire import Cancel, Control, Create, HandleCommand, HandleReply, Stats, Submit
 from jserve.errors import BadRequest, EngineDead, JserveError, RequestFailed, where
 from jserve.ports import Clock, DiskTier, InFlight, Profiler, Runner
-from jserve.sched import caching, tiering
+from jserve.sched.cache import handles as caching, tiers as tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Finish, Output, Request, StepPlan, StepResult
 
@@ -65,9 +65,9 @@ class Engine:
         self.log = StepLog()
         self._overlap = overlap
         self._profiler = profiler
-        self._inbox: deque[Submit | Cancel | Create | Handle | Control] = deque()
-        self._answers: list[Handles] = []
-        self._anteroom = Anteroom(scheduler.guides)
+        self._inbox: deque[Submit | Cancel | Create | HandleCommand | Control] = deque()
+        self._answers: list[HandleReply] = []
+        self._anteroom = PendingCompile(scheduler.guides)
         self._flights: deque[InFlight] = deque()
         self._landed: list[Output] = []
         stored = runner.stored() if isinstance(runner, DiskTier) else None
@@ -92,11 +92,11 @@ class Engine:
         step on. It has outputs like any request."""
         self._inbox.append(Create(request=request, ttl_s=ttl_s))
 
-    def ask(self, message: Handle | Control) -> None:
+    def ask(self, message: HandleCommand | Control) -> None:
         """Renew, drop or look at handles, or command; the next step's ``take_answers`` has the answer."""
         self._inbox.append(message)
 
-    def take_answers(self) -> list[Handles]:
+    def take_answers(self) -> list[HandleReply]:
         """The answers to what was asked, each given once."""
         answers, self._answers = self._answers, []
         return answers
@@ -190,7 +190,7 @@ class Engine:
     def close(self) -> None:
         """Write what is worth it to disk. The engine is not stepped again."""
         if self._disk is not None:
-            self._disk.farewell(tiering.pages_to_store(self.scheduler))
+            self._disk.flush(tiering.unstored_pages(self.scheduler))
 
     def _read_inbox(self) -> list[Output]:
         outputs, self._landed = self._landed, []
@@ -205,10 +205,10 @@ class Engine:
                     now = self.clock()
                     outputs += self._anteroom.cancel(message.request_id, message.index)
                     outputs += self.scheduler.cancel(message.request_id, now, message.index)
-                case Handle():
+                case HandleCommand():
                     self._answers.append(self._answer(message))
                 case Control():
-                    self._answers.append(self._obey(message))
+                    self._answers.append(self._run_command(message))
                 case Create():
                     outputs += self._create(message)
                 case Submit():
@@ -228,7 +228,7 @@ class Engine:
             return refusal(message.request, error)
         return []
 
-    def _answer(self, asked: Handle) -> Handles:
+    def _answer(self, asked: HandleCommand) -> HandleReply:
         tenant, name, now = asked.tenant, asked.name, self.clock()
         try:
             if asked.action == "find":
@@ -238,12 +238,12 @@ class Engine:
             else:
                 found = [caching.renew(self.scheduler, tenant, name or "", asked.ttl_s, now)]
         except JserveError as error:
-            return Handles(
+            return HandleReply(
                 id=asked.id, error=error.message, error_code=error.code, error_field=error.field
             )
-        return Handles(id=asked.id, handles=found)
+        return HandleReply(id=asked.id, handles=found)
 
-    def _obey(self, command: Control) -> Handles:
+    def _run_command(self, command: Control) -> HandleReply:
         try:
             if command.action == "reset_prefix_cache":
                 self._forget()
@@ -254,10 +254,10 @@ class Engine:
             else:
                 self._profiler.stop()
         except JserveError as error:
-            return Handles(
+            return HandleReply(
                 id=command.id, error=error.message, error_code=error.code, error_field=error.field
             )
-        return Handles(id=command.id)
+        return HandleReply(id=command.id)
 
     def _forget(self) -> None:
         """Drop every cached prefix; those who run are recomputed."""
@@ -287,7 +287,7 @@ class Engine:
         self._flights.clear()
         now = self.clock()
         outputs = self.scheduler.recover(lost, f"the step failed with {name}", now)
-        reason = self.scheduler.hopeless(now)
+        reason = self.scheduler.device_fault(now)
         if reason is not None:
             raise EngineDead(f"a step failed with {name}, {reason}") from error
         self._reset(name)

@@ -28,7 +28,7 @@ from jserve.engine.wire import (
     Control,
     Create,
     Fault,
-    Handle,
+    HandleCommand,
     LinkClosed,
     Message,
     Outputs,
@@ -129,7 +129,7 @@ def serve(
             outputs = engine.step()
             watchdog.idle()
             if outputs:
-                _tell(engine, link, outputs)
+                _send_outputs(engine, link, outputs)
             for answer in engine.take_answers():
                 link.send(answer)
             if not engine.busy or time.monotonic() - told > STATS_EVERY_S:
@@ -140,7 +140,7 @@ def serve(
         messages = link.receive(wait_s)
 
 
-def _tell(engine: Engine, link: Link, outputs: list[Output]) -> None:
+def _send_outputs(engine: Engine, link: Link, outputs: list[Output]) -> None:
     """Send what one step brought: in parts where it is too much for one message (log-probabilities
     of long prompts are). A choice whose output is too much alone ends in error."""
     try:
@@ -148,8 +148,8 @@ def _tell(engine: Engine, link: Link, outputs: list[Output]) -> None:
     except TooLarge as error:
         if len(outputs) > 1:
             half = len(outputs) // 2
-            _tell(engine, link, outputs[:half])
-            _tell(engine, link, outputs[half:])
+            _send_outputs(engine, link, outputs[:half])
+            _send_outputs(engine, link, outputs[half:])
             return
         (lost,) = outputs
         engine.cancel(lost.request_id, lost.index)
@@ -195,7 +195,7 @@ def _take(engine: Engine, message: Any, link: Link) -> None:
             engine.cancel(message.request_id, message.index)
         case Create():
             engine.create(message.request, message.ttl_s)
-        case Handle() | Control():
+        case HandleCommand() | Control():
             engine.ask(message)
         case Fault():
             log.error("%s", message.message)

@@ -50,14 +50,14 @@ class Supervisor:
     def __init__(
         self,
         make_client: Callable[[], EngineClient],
-        hear: Callable[[Message], None],
+        on_message: Callable[[Message], None],
         lost: Callable[[str], None],
         *,
         max_restarts: int,
         backoff_s: float,
         clock: Clock,
     ) -> None:
-        self._make_client, self._hear, self._lost = make_client, hear, lost
+        self._make_client, self._on_engine_message, self._lost = make_client, on_message, lost
         self._max_restarts, self._backoff_s, self._clock = max_restarts, backoff_s, clock
         self.client: EngineClient | None = None
         self.ready = self.closing = False
@@ -141,7 +141,7 @@ class Supervisor:
             case Gone():
                 self._on_gone(message)
                 return
-        self._hear(message)
+        self._on_engine_message(message)
 
     def _on_ready(self, message: Ready) -> None:
         self.info, self.ready = message.info, True

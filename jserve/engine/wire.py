@@ -60,8 +60,8 @@ class Create(Message, frozen=True):
     ttl_s: float
 
 
-class Handle(Message, frozen=True):
-    """Renew, drop or look at cache handles; answered by one ``Handles`` of the same id."""
+class HandleCommand(Message, frozen=True):
+    """Renew, drop or look at cache handles; answered by one ``HandleReply`` of the same id."""
 
     id: str
     action: Literal["renew", "drop", "find"]
@@ -72,7 +72,7 @@ class Handle(Message, frozen=True):
 
 
 class Control(Message, frozen=True):
-    """An operator's command; answered by one ``Handles`` of the same id, without handles."""
+    """An operator's command; answered by one ``HandleReply`` of the same id, without handles."""
 
     id: str
     action: Literal["reset_prefix_cache", "start_profile", "stop_profile"]
@@ -103,8 +103,8 @@ class Outputs(Message, frozen=True):
     outputs: list[Output]
 
 
-class Handles(Message, frozen=True):
-    """The answer to ``Handle`` or ``Control`` ``id``: what is known of the handles, or why there is none."""
+class HandleReply(Message, frozen=True):
+    """The answer to ``HandleCommand`` or ``Control`` ``id``: what is known of the handles, or why there is none."""
 
     id: str
     handles: list[HandleInfo] = []
@@ -158,8 +158,8 @@ class Gone(Message, frozen=True):
     exit_code: int
 
 
-ToEngine = Start | Submit | Cancel | Create | Handle | Control | Shutdown
-FromEngine = Progress | Ready | Outputs | Handles | Stats | Fault
+ToEngine = Start | Submit | Cancel | Create | HandleCommand | Control | Shutdown
+FromEngine = Progress | Ready | Outputs | HandleReply | Stats | Fault
 
 
 class LinkClosed(Exception):

@@ -25,7 +25,7 @@ from jserve.errors import BadRequest, Overloaded, RateLimited, RequestFailed
 from jserve.faults import point
 from jserve.grammar.spec import FIELD, bounded
 from jserve.grammar.vocab import Vocabulary
-from jserve.grammar.worker import Answer, Table, read_frame, write_frame
+from jserve.grammar.worker import Answer, VocabularyTable, read_frame, write_frame
 from jserve.sampling import StructuredOutputs
 
 TIME_LIMIT_S = 5.0
@@ -163,7 +163,7 @@ class GrammarChecker:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
-            table = Table(vocab.tokens, vocab.special_ids, vocab.eos_ids)
+            table = VocabularyTable(vocab.tokens, vocab.special_ids, vocab.eos_ids)
             assert self._process.stdin is not None
             write_frame(self._process.stdin, msgspec.msgpack.encode(table))  # type: ignore[arg-type]
             self._answer(self._process, START_LIMIT_S)

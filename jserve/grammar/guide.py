@@ -22,9 +22,9 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from jserve.errors import InvalidSchema, where
 from jserve.faults import point
-from jserve.grammar.matcher import Compiled
+from jserve.grammar.compiler import CompiledGrammar
+from jserve.grammar.rollback import MAX_FORCED, Checkpoint, LimitReached, RollbackMatcher
 from jserve.grammar.thought import Phase, Thought
-from jserve.grammar.trail import MOST_CERTAIN, LimitReached, Place, Trail
 from jserve.ports import Verdict
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class _Mark(NamedTuple):
     phase: Phase
     n_thought: int
     thought_must: tuple[int, ...]
-    place: Place | None
+    place: Checkpoint | None
     mask_W: np.ndarray | None
     fault: Verdict | None
     ended: bool
@@ -91,7 +91,7 @@ class TokenGuide:
     """
 
     def __init__(
-        self, kit: MaskKit, compiled: Compiled | None, thought: Thought, *, fast: bool
+        self, kit: MaskKit, compiled: CompiledGrammar | None, thought: Thought, *, fast: bool
     ) -> None:
         self.kit = kit
         self.thought = thought
@@ -99,25 +99,25 @@ class TokenGuide:
         self.fault: Verdict | None = None
         self.mask_W: np.ndarray | None = None
         """The matcher's mask for the next token; None while it has to be computed."""
-        self.trail: Trail | None = None
+        self.grammar: RollbackMatcher | None = None
         self._fast = fast
         if compiled is not None:
-            self.trail = Trail(compiled, kit.eos_ids[:1], canonical=kit.canonical)
+            self.grammar = RollbackMatcher(compiled, kit.eos_ids[:1], canonical=kit.canonical)
             self.mask_W = compiled.mask_W
             if thought.phase is Phase.BEFORE and not self._answer_words().any():
                 thought.phase = Phase.ANSWER  # the tag is the grammar's own
 
     @property
     def matcher(self) -> LLMatcher | None:
-        return None if self.trail is None else self.trail.matcher
+        return None if self.grammar is None else self.grammar.matcher
 
     @property
     def needs_mask(self) -> bool:
         """True when the matcher has to be asked before the next row."""
-        return self.trail is not None and self.mask_W is None and not self.ended
+        return self.grammar is not None and self.mask_W is None and not self.ended
 
     def room(self, in_flight: int) -> int:
-        if self.trail is not None:
+        if self.grammar is not None:
             return UNLIMITED if not in_flight and not self.needs_mask else 0
         if self.thought.must:
             return 0 if in_flight else UNLIMITED
@@ -140,7 +140,7 @@ class TokenGuide:
 
     def redraw(self, drafts: Seq[int]) -> Seq[int]:
         thought = self.thought
-        if self.trail is None or self.fault is not None or not thought.may_grow:
+        if self.grammar is None or self.fault is not None or not thought.may_grow:
             return ()
         mark = self._mark()
         found = [self._redraw]
@@ -168,7 +168,7 @@ class TokenGuide:
         try:
             for token in drawn:
                 self._take(token)
-            while self._fast and self.pending and not self.ended and len(forced) < MOST_CERTAIN:
+            while self._fast and self.pending and not self.ended and len(forced) < MAX_FORCED:
                 ids = self.pending
                 forced += ids
                 for token in ids:
@@ -179,7 +179,7 @@ class TokenGuide:
         except ValueError as error:
             self.fault = Verdict(error=str(error))
             return self.fault
-        free = self.trail is None and self.thought.phase is Phase.ANSWER
+        free = self.grammar is None and self.thought.phase is Phase.ANSWER
         return Verdict(forced=tuple(forced), ended=self.ended, free=free)
 
     @property
@@ -194,7 +194,7 @@ class TokenGuide:
 
     @property
     def _certain(self) -> tuple[int, ...]:
-        return () if self.trail is None else self.trail.certain
+        return () if self.grammar is None else self.grammar.forced
 
     @property
     def _answers(self) -> bool:
@@ -203,15 +203,15 @@ class TokenGuide:
     def _take(self, token: int) -> None:
         if self.ended:
             raise ValueError("the output goes on after its end")
-        if not self.thought.take(token) or self.trail is None:
+        if not self.thought.take(token) or self.grammar is None:
             return
         if token in self.kit.eos_ids:
             self.ended = True
-            if not self.trail.complete:
+            if not self.grammar.complete:
                 raise ValueError("the output ended before its structure was complete")
             return
         self.mask_W = None
-        self.trail.take(token)
+        self.grammar.accept(token)
 
     def _words(self) -> np.ndarray | None:
         """int32[W]: what may come next; None: anything."""
@@ -220,7 +220,7 @@ class TokenGuide:
         must = self.pending
         if must and self.thought.phase is not Phase.BEFORE:
             return self.kit.only(must[0])
-        if self.trail is None:
+        if self.grammar is None:
             return None
         match self.thought.phase:
             case Phase.INSIDE:
@@ -293,9 +293,9 @@ class TokenGuide:
         words_W = self._words_cheap()
         if words_W is not None:
             return bool(words_W[token >> 5] & _bit(token)) and token not in self.kit.eos_ids
-        if self.trail is None:
+        if self.grammar is None:
             return True
-        ok = self.trail.allows(token)
+        ok = self.grammar.allows(token)
         opens = self.thought.phase is Phase.BEFORE and self._opens(token)
         return (ok or opens) and token not in self.kit.eos_ids
 
@@ -304,16 +304,16 @@ class TokenGuide:
 
     def _words_cheap(self) -> np.ndarray | None:
         """The mask, where it takes no asking of the matcher."""
-        asks = self.trail is not None and self.thought.phase is not Phase.INSIDE
+        asks = self.grammar is not None and self.thought.phase is not Phase.INSIDE
         return None if asks and not self.pending and self.mask_W is None else self._words()
 
     def _mark(self) -> _Mark:
-        thought, trail = self.thought, self.trail
+        thought, grammar = self.thought, self.grammar
         return _Mark(
             thought.phase,
             thought.n_tokens,
             thought.must,
-            None if trail is None else trail.place,
+            None if grammar is None else grammar.checkpoint,
             self.mask_W,
             self.fault,
             self.ended,
@@ -322,6 +322,6 @@ class TokenGuide:
     def _undo(self, mark: _Mark) -> None:
         thought = self.thought
         thought.phase, thought.n_tokens, thought.must = mark[:3]
-        if self.trail is not None and mark.place is not None:
-            self.trail.back(mark.place)
+        if self.grammar is not None and mark.place is not None:
+            self.grammar.rollback(mark.place)
         self.mask_W, self.fault, self.ended = mark[4:]

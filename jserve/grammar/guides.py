@@ -24,8 +24,8 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from jserve.cores import n_cores
 from jserve.errors import where
 from jserve.faults import point
+from jserve.grammar.compiler import CompiledGrammar, GrammarCompiler
 from jserve.grammar.guide import MaskKit, TokenGuide
-from jserve.grammar.matcher import Compiled, Compiler
 from jserve.grammar.thought import Thought, default_budget
 from jserve.grammar.vocab import Vocabulary, blanks, ll_tokenizer
 from jserve.types import Request
@@ -59,7 +59,7 @@ class TokenGuides:
         self._compiling = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="jserve-grammar")
         self._masking = _one_thread()
         self._setup = threading.Lock()
-        self._parts: tuple[Compiler, MaskKit, LLExecutor] | None = None
+        self._parts: tuple[GrammarCompiler, MaskKit, LLExecutor] | None = None
         self._alive: WeakSet[TokenGuide] = WeakSet()
         self._batch: Future[None] | None = None
         self._moved: list[TokenGuide] = []
@@ -94,18 +94,18 @@ class TokenGuides:
         self._alive.add(made)
         return made
 
-    def kick(self) -> None:
+    def start_masks(self) -> None:
         if self._batch is not None and not self._batch.done():
-            return  # those who move meanwhile are caught by the next settle
+            return  # those who move meanwhile are caught by the next ``wait_masks``
         self._moved = moved = [guide for guide in self._alive if guide.needs_mask]
         self._batch = self._masking.submit(self._compute, moved) if moved else None
         self._since = time.monotonic()
 
-    def settle(self, timeout_s: float | None) -> None:
+    def wait_masks(self, timeout_s: float | None) -> None:
         if timeout_s is None and self._batch is None:
-            self.kick()
+            self.start_masks()
         if self._landed(timeout_s):
-            self.kick()  # those who moved while it was computed
+            self.start_masks()  # those who moved while it was computed
             if timeout_s is None:
                 self._landed(None)
 
@@ -142,15 +142,15 @@ class TokenGuides:
         compiler, _, _ = self._ready()
         self._compiled(compiler, request)
 
-    def _compiled(self, compiler: Compiler, request: Request) -> Compiled | None:
+    def _compiled(self, compiler: GrammarCompiler, request: Request) -> CompiledGrammar | None:
         spec = request.params.structured_outputs
         return None if spec is None else compiler.compile(spec)
 
-    def _ready(self) -> tuple[Compiler, MaskKit, LLExecutor]:
+    def _ready(self) -> tuple[GrammarCompiler, MaskKit, LLExecutor]:
         with self._setup:
             if self._parts is None:
                 vocab = self._make_vocabulary()
-                compiler = Compiler(ll_tokenizer(vocab))
+                compiler = GrammarCompiler(ll_tokenizer(vocab))
                 kit = MaskKit(
                     compiler.n_words,
                     vocab.eos_ids,

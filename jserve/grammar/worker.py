@@ -17,7 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from jserve.errors import JserveError
-from jserve.grammar.matcher import Compiler
+from jserve.grammar.compiler import GrammarCompiler
 from jserve.grammar.vocab import Vocabulary, ll_tokenizer
 from jserve.sampling import StructuredOutputs
 
@@ -25,7 +25,7 @@ HEADER = struct.Struct("<I")
 MEMORY_BYTES = 4 << 30
 
 
-class Table(msgspec.Struct, frozen=True):
+class VocabularyTable(msgspec.Struct, frozen=True):
     """A vocabulary without its tokenizer."""
 
     tokens: tuple[bytes, ...]
@@ -52,7 +52,7 @@ def read_frame(file: BinaryIO) -> bytes:
     return file.read(HEADER.unpack(head)[0]) if len(head) == HEADER.size else b""
 
 
-def answer(compiler: Compiler, spec: bytes) -> Answer:
+def answer(compiler: GrammarCompiler, spec: bytes) -> Answer:
     """What to say of one encoded spec."""
     try:
         compiler.compile(msgspec.msgpack.decode(spec, type=StructuredOutputs))
@@ -68,9 +68,9 @@ def answer(compiler: Compiler, spec: bytes) -> Answer:
 
 def main(source: BinaryIO, sink: BinaryIO) -> None:
     """Serve until ``source`` ends."""
-    table = msgspec.msgpack.decode(read_frame(source), type=Table)
+    table = msgspec.msgpack.decode(read_frame(source), type=VocabularyTable)
     vocab = Vocabulary(tokens=table.tokens, special_ids=table.special_ids, eos_ids=table.eos_ids)
-    compiler = Compiler(ll_tokenizer(vocab), cache_bytes=1)
+    compiler = GrammarCompiler(ll_tokenizer(vocab), cache_bytes=1)
     write_frame(sink, msgspec.msgpack.encode(Answer()))
     while spec := read_frame(source):
         write_frame(sink, msgspec.msgpack.encode(answer(compiler, spec)))

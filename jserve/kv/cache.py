@@ -152,7 +152,7 @@ class PageCache:
 
     def below(self, lease: PageLease, tokens: Seq[int]) -> list[HostPage]:
         """The host pages that follow the shared ones of ``lease``, as far as the host tier knows
-        ``tokens``. They are held until ``load`` or ``let_be``."""
+        ``tokens``. They are held until ``load`` or ``release_hold``."""
         found: list[HostPage] = []
         if self.tier is None or not self.reuse:
             return found
@@ -176,13 +176,13 @@ class PageCache:
             if page:
                 self.tier.load(kept, page)
             else:
-                self.tier.let_be(kept)
+                self.tier.release_hold(kept)
 
-    def let_be(self, below: Seq[HostPage]) -> None:
+    def release_hold(self, below: Seq[HostPage]) -> None:
         """What ``below`` found is not loaded."""
         for kept in below:
             assert self.tier is not None
-            self.tier.let_be(kept)
+            self.tier.release_hold(kept)
 
     def fetch(self, key: RootKey, tokens: Seq[int]) -> list[int]:
         """Begin to read what the disk knows of ``tokens`` beyond the faster tiers; the tickets."""
@@ -204,7 +204,7 @@ class PageCache:
             tickets.append(ticket)
         return tickets
 
-    def farewell(self) -> list[tuple[int, bytes]]:
+    def unstored_pages(self) -> list[tuple[int, bytes]]:
         """(page, digest) of what the tree knows and the disk does not, for a last write."""
         tier = self.tier
         if tier is None or not tier.disk:

@@ -226,19 +226,19 @@ class RadixTree:
         self._offer(node)
 
     def evict(
-        self, n: int, now: float = 0.0, farewell: Callable[[Node], None] | None = None
+        self, n: int, now: float = 0.0, on_evict: Callable[[Node], None] | None = None
     ) -> list[int]:
         """Forget up to ``n`` unlocked pages, least worth keeping first; gives their ids.
 
-        ``farewell`` is called with each node while it is still whole.
+        ``on_evict`` is called with each node while it is still whole.
         """
         self._lapse(now)
         pages: list[int] = []
         while len(pages) < n and self._leaves:
             priority, used, _, node = heapq.heappop(self._leaves)
             if self._may_go(node) and (node.priority, node.used) == (priority, used):
-                if farewell is not None:
-                    farewell(node)
+                if on_evict is not None:
+                    on_evict(node)
                 pages.append(self._remove(node))
         return pages
 

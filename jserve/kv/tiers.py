@@ -130,7 +130,7 @@ class HostTier:
         self._loads.append((kept, page))
         self.n_loaded += 1
 
-    def let_be(self, kept: HostPage) -> None:
+    def release_hold(self, kept: HostPage) -> None:
         """A page that is held is not loaded after all."""
         kept.n_loads -= 1
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
-from jserve.model.tree import Shape
+from jserve.model.draft_tree import TreeShape
 from jserve.model.view import Bucket, StepDims, StepView
 
 LayerKV = tuple[jax.Array, jax.Array]
@@ -85,7 +85,7 @@ class AttentionBackend:
     plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None] = lambda *_: None
     kv_dtype: Callable[[Any], Any] = jnp.dtype
     has_sinks: bool = True
-    check: Callable[[int, Any, Shape], None] = lambda *_: None
+    check: Callable[[int, Any, TreeShape], None] = lambda *_: None
 
 
 _BACKENDS: dict[str, str] = {

@@ -27,8 +27,8 @@ import numpy as np
 from jax import lax
 
 from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV
+from jserve.model.draft_tree import Mask, seen_in_tree
 from jserve.model.kv_pool import kv_shape, move, write_kv
-from jserve.model.tree import Mask, seen_in_tree
 from jserve.model.view import StepView
 
 SHORTEST = 1024

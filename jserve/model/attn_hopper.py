@@ -22,9 +22,9 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV
+from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.kv_pool import kv_shape, move, write_kv
 from jserve.model.kv_quant import E4M3
-from jserve.model.tree import DraftMask, Shape
 from jserve.model.view import StepView
 from jserve.types import Grown
 from pallas_kernels.launch import interpreter
@@ -81,7 +81,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     return jnp.concatenate(parts)
 
 
-def check(H: int, stored_as: Any, tree: Shape) -> None:
+def check(H: int, stored_as: Any, tree: TreeShape) -> None:
     """Refuse what the kernels do not do, by the name of the option that asks for it."""
     if isinstance(tree, Grown):
         raise ConfigError(

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places, Sinks
+from jserve.model.draft_tree import seen_in_tree
 from jserve.model.kv_quant import stored
-from jserve.model.tree import seen_in_tree
 from jserve.model.view import StepView
 
 

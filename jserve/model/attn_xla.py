@@ -35,8 +35,8 @@ import numpy as np
 from jax import lax
 
 from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places
+from jserve.model.draft_tree import Mask, seen_in_tree
 from jserve.model.kv_quant import E4M3, stored
-from jserve.model.tree import Mask, seen_in_tree
 from jserve.model.view import StepView
 
 S_DECODE, W_DECODE = 128, 8
@@ -99,14 +99,14 @@ class Reach(NamedTuple):
     sinks: int
 
 
-class Blocks(NamedTuple):
+class KVBlocks(NamedTuple):
     """Keys and values of some blocks, masked to zero where nothing may be read."""
 
     k_WKSH: jax.Array
     v_WKSH: jax.Array
 
 
-def _read(kv: LayerKV, pages_WB: jax.Array) -> Blocks:
+def _read(kv: LayerKV, pages_WB: jax.Array) -> KVBlocks:
     """The blocks in pages [W, B]. What is not finite reads as NaN among keys, so that it stays
     visible in the scores of its own row, and as zero among values, so that it cannot leave it
     with a weight of zero."""
@@ -118,7 +118,7 @@ def _read(kv: LayerKV, pages_WB: jax.Array) -> Blocks:
         x_AY = pool.reshape(P * K, Z * H).at[at_A].get(mode="promise_in_bounds")
         return _finite(x_AY, instead).reshape(W, K, B * Z, H)
 
-    return Blocks(read(kv[0], np.nan), read(kv[1], 0.0))
+    return KVBlocks(read(kv[0], np.nan), read(kv[1], 0.0))
 
 
 def _finite(x: jax.Array, instead: float) -> jax.Array:

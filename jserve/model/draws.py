@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jserve.model.draft_tree import path_to
 from jserve.model.sample import Draws
 from jserve.model.slots import NONE
-from jserve.model.tree import path_to
 from jserve.model.view import SAMPLING, StepView
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.ctx import Ctx
-from jserve.model.drafter import Drafter
 from jserve.model.shard import Axes
+
+if TYPE_CHECKING:
+    from jserve.speculation.drafters.drafter import Drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ import numpy as np
 from jserve.types import RowPlan
 
 if TYPE_CHECKING:
-    from jserve.model.drafter import Target
     from jserve.model.view import Bucket, Field, StepDims
-    from jserve.model.walk import Told
+    from jserve.speculation.device.draft_passes import StepOutcome
+    from jserve.speculation.drafters.drafter import Target
 
 
-def _nothing(target: Target, told: Told) -> None:
+def _nothing(target: Target, outcome: StepOutcome) -> None:
     return None
 
 
@@ -50,7 +50,7 @@ class StepFeature:
     pack: Callable[[Mapping[str, np.ndarray], Sequence[RowPlan], Sequence[int], StepDims], None] = (
         field(compare=False)
     )
-    after: Callable[[Target, Told], Any] = field(compare=False, default=_nothing)
+    after: Callable[[Target, StepOutcome], Any] = field(compare=False, default=_nothing)
     unpack: Callable[[Any, Sequence[RowPlan]], dict[int, Any]] = field(
         compare=False, default=_no_values
     )

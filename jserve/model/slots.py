@@ -50,7 +50,7 @@ class SlotState:
     draft_CJ: jax.Array | None = None
     """int32: what the device drafter left for the next row; None: there is no drafter."""
     parent_CJ: jax.Array | None = None
-    """int32: parents of these drafts as ``jserve.model.tree`` numbers nodes; None: all slots have one
+    """int32: parents of these drafts as ``jserve.model.draft_tree`` numbers nodes; None: all slots have one
     shape."""
     text_CS: jax.Array | None = None
     """int32: the newest S tokens, that of position p in place p % S; None: nobody reads them."""

@@ -8,7 +8,7 @@ device included; state is donated by the caller.
 Logits are computed where tokens are drawn (E places, ``jserve.model.draws``).
 ``out.packed_RX`` holds n_ok, finite, J tokens and the bits of J log-probabilities per row.
 
-With a drafter (``jserve.model.drafter``) ``params`` is {"target", "drafter"}, ``state.kv`` has its
+With a drafter (``jserve.speculation.drafters.drafter``) ``params`` is {"target", "drafter"}, ``state.kv`` has its
 layers after the target's, and a step of a bucket with ``n_draft`` shows it all tokens and leaves so
 many drafts in the slots at the end. In other buckets, and without a drafter, nothing of this is in the
 program.
@@ -30,15 +30,11 @@ from jserve.model import slots as slot_rows
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.ctx import Ctx
-from jserve.model.drafter import REPLICATED, Drafter, Target
-from jserve.model.drafting import Hands, Told, leave_drafts
 from jserve.model.draws import by_row, drawn_places, draws_of
 from jserve.model.family import Family
-from jserve.model.path import accepted, along, as_chain, straightened
 from jserve.model.sample import Chosen, logprobs, sample
 from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
 from jserve.model.slots import NONE, SlotState
-from jserve.model.verify import accept
 from jserve.model.view import (
     PENALTY,
     Bucket,
@@ -48,6 +44,10 @@ from jserve.model.view import (
     layout,
     unpack,
 )
+from jserve.speculation.device.accepted_path import accepted, along, as_chain, straightened
+from jserve.speculation.device.draft_loop import DraftContext, StepOutcome, leave_drafts
+from jserve.speculation.device.verify import accept
+from jserve.speculation.drafters.drafter import REPLICATED, Drafter, Target
 
 
 @flax.struct.dataclass
@@ -262,14 +262,16 @@ def run(
         counts = (view.flags & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, counts)
     drafted, target = state.kv[arch.L :], _target(model, params)
-    told = Told(view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps)
+    outcome = StepOutcome(
+        view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps
+    )
     if drafts:
         with jax.named_scope("draft"):
-            hands = _hands(model, target, own)
-            drafted, slots = leave_drafts(hands, drafted, told, slots, bucket)
-    extra = {feature.name: feature.after(target, told) for feature in bucket.features}
+            draft_ctx = _draft_ctx(model, target, own)
+            drafted, slots = leave_drafts(draft_ctx, drafted, outcome, slots, bucket)
+    extra = {feature.name: feature.after(target, outcome) for feature in bucket.features}
     state = DeviceState(kv=[*kv, *drafted], slots=slots)
-    return state, _pack(told, ok_E, chosen, extra)
+    return state, _pack(outcome, ok_E, chosen, extra)
 
 
 def _picks(slots: SlotState, slot_E: jax.Array) -> jax.Array | None:
@@ -288,18 +290,18 @@ def _target(model: StepModel, params: Any) -> Target:
     )
 
 
-def _hands(model: StepModel, target: Target, own: Any) -> Hands:
+def _draft_ctx(model: StepModel, target: Target, own: Any) -> DraftContext:
     assert model.drafter is not None, "there is no drafter"
     loops = model.mesh.devices.flat[0].platform == "cpu"
-    return Hands(model.drafter, target, own, model.dims, model.draft_axes, loops)
+    return DraftContext(model.drafter, target, own, model.dims, model.draft_axes, loops)
 
 
 def _kept(view: StepView, n_pages: int) -> StepView:
     """The view for the target: what it computes only to show it to the drafter is written nowhere
     (to a page that does not exist), so that KV which others share keeps its bits."""
-    if view.shown_F is None:
+    if view.backfill_F is None:
         return view
-    shown_R = jnp.concatenate([jnp.zeros(view.D, bool), view.shown_F])
+    shown_R = jnp.concatenate([jnp.zeros(view.D, bool), view.backfill_F])
     shown_T = shown_R[jnp.minimum(view.row_T, view.D + view.F - 1)]
     return view.replace(  # type: ignore[attr-defined]
         write_page_T=jnp.where(shown_T, n_pages, view.write_page_T)
@@ -336,8 +338,8 @@ def _new_len(view: StepView, n_ok_R: jax.Array) -> jax.Array:
     return view.start_R + jnp.where(decode, n_ok_R, view.count_R)
 
 
-def _pack(told: Told, ok_E: jax.Array, chosen: Chosen, extra: dict[str, Any]) -> StepOut:
-    view, n_ok_R = told.view, told.n_ok_R
+def _pack(outcome: StepOutcome, ok_E: jax.Array, chosen: Chosen, extra: dict[str, Any]) -> StepOut:
+    view, n_ok_R = outcome.view, outcome.n_ok_R
     ok_RJ = by_row(view, ok_E, True)
     valid_RJ = jnp.arange(view.J) < jnp.maximum(n_ok_R, 1)[:, None]
     # Also of a row that draws nothing: its pages are shared as soon as they are known to be sound.
@@ -345,7 +347,7 @@ def _pack(told: Told, ok_E: jax.Array, chosen: Chosen, extra: dict[str, Any]) ->
     bits_RJ = jax.lax.bitcast_convert_type(by_row(view, chosen.logprob_E, 0.0), jnp.int32)
     head_R2 = jnp.stack([n_ok_R, finite_R.astype(jnp.int32)], axis=1)
     return StepOut(
-        packed_RX=jnp.concatenate([head_R2, told.token_RJ, bits_RJ], axis=1),
+        packed_RX=jnp.concatenate([head_R2, outcome.token_RJ, bits_RJ], axis=1),
         top_ids_RJL=by_row(view, chosen.top_ids_EL, NONE),
         top_logprobs_RJL=by_row(view, chosen.top_logprobs_EL, 0.0),
         extra=extra,

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.model.draft_tree import Mask, TreeShape, mask_of, masks_of
 from jserve.model.feature import StepFeature
-from jserve.model.tree import Mask, Shape, mask_of, masks_of
 from jserve.sampling import MAX_STOP_IDS
 from jserve.types import Grown
 
@@ -56,8 +56,8 @@ class Bucket:
     n_draft: int = 0
     """Drafts that the device drafter leaves in the slot of each emitting row; 0: it is not in the
     program."""
-    tree: Shape = ()
-    """Parents of drafts 1, 2 ... as ``jserve.model.tree`` has them, of those verified and of those
+    tree: TreeShape = ()
+    """Parents of drafts 1, 2 ... as ``jserve.model.draft_tree`` has them, of those verified and of those
     left, or that they are grown; empty: chains."""
 
     @property
@@ -167,7 +167,7 @@ def layout(
     ]
     fields += [f for feature in bucket.features for f in feature.fields(bucket, dims)]
     if bucket.n_draft and bucket.F:
-        fields += [Field("next_F", (bucket.F,)), Field("shown_F", (bucket.F,))]
+        fields += [Field("next_F", (bucket.F,)), Field("backfill_F", (bucket.F,))]
     fields += [Field(f"attn.{name}", shape) for name, shape in sorted(attn.items())]
     return tuple(fields)
 
@@ -258,7 +258,7 @@ class StepView:
     next_F: jax.Array | None
     """int32: the known token after each prefill row that does not emit (only where there are drafts to
     be made)."""
-    shown_F: jax.Array | None
+    backfill_F: jax.Array | None
     """bool: the target's KV of this prefill row stands already, only the drafter writes its own."""
     attn: dict[str, jax.Array]
     D: int = flax.struct.field(pytree_node=False)
@@ -302,7 +302,7 @@ def unpack(
             f.name: raw[f.name] for feature in bucket.features for f in feature.fields(bucket, dims)
         },
         next_F=raw.get("next_F"),
-        shown_F=raw["shown_F"] > 0 if "shown_F" in raw else None,
+        backfill_F=raw["backfill_F"] > 0 if "backfill_F" in raw else None,
         tok_T=jnp.where(real_T, tok_T, 0),
         row_T=row_T,
         pos_T=pos_T,

@@ -122,7 +122,7 @@ class Packer:
         _prefill_tokens(views, rows[n:], bucket, self.dims.V)
         if "next_F" in views:
             _next_tokens(views, rows[n:], self.dims.V)
-        elif any([row.shown for row in rows[n:]]):
+        elif any([row.backfill for row in rows[n:]]):
             raise ValueError(f"{bucket} has no drafter to show tokens to")
         for feature in bucket.features:
             at = [*range(n), *range(bucket.D, bucket.D + needs.F)]
@@ -286,9 +286,9 @@ def _prefill_tokens(
 def _next_tokens(views: dict[str, np.ndarray], rows: tuple[RowPlan, ...], V: int) -> None:
     """The token after each prefill row that draws none: the drafter waits for it. And which rows are
     for the drafter alone."""
-    views["next_F"][...] = views["shown_F"][...] = 0
+    views["next_F"][...] = views["backfill_F"][...] = 0
     for i, row in enumerate(rows):
-        views["shown_F"][i] = row.shown
+        views["backfill_F"][i] = row.backfill
         if not row.emits:
             in_range("next token", (row.next_token,), 0, V - 1)
             views["next_F"][i] = row.next_token

@@ -8,7 +8,7 @@ Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doub
 the largest, where padding costs most. No rung has fewer than two tokens, since XLA:CPU multiplies
 one row many times slower than two.
 
-Rows that verify drafts of the host are 4, 8 or 16 tokens wide (``spec.choice.widths``), in steps
+Rows that verify drafts of the host are 4, 8 or 16 tokens wide (``policy.width.widths``), in steps
 without prefill 1, 4, 16, 64 ... of them, as far as there is arithmetic to spare: one row alone has the
 most to gain, and is no single row to multiply; beside prefill only at full width, beside few rows or the
 largest chunk. Any of these takes fewer rows and
@@ -23,11 +23,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jserve.model.draft_tree import TreeShape
 from jserve.model.feature import StepFeature
 from jserve.model.features import FEATURES, MASK, SCORE
-from jserve.model.tree import Shape
 from jserve.model.view import Bucket
-from jserve.spec.choice import widths
+from jserve.speculation.policy.width import widths
 from jserve.types import StepPlan
 
 FEW_ROWS = 2
@@ -107,7 +107,7 @@ class Ladder:
         masks_drafts: bool = False,
         device_drafts: int = 0,
         draft_rows: int = 0,
-        tree: Shape = (),
+        tree: TreeShape = (),
     ) -> Ladder:
         """The rungs for these limits (those of ``RunnerLimits``). ``masks_drafts``: every verify
         program also takes masks, not only the widest.
@@ -180,7 +180,7 @@ def _verifying(D: int, P: int, F: int, J: int) -> set[Bucket]:
 
 
 def _drafting(
-    D: int, P: int, F: int, J: int, tree: Shape, *, masks: bool, scores: bool
+    D: int, P: int, F: int, J: int, tree: TreeShape, *, masks: bool, scores: bool
 ) -> set[Bucket]:
     """Programs that draft, beside at most ``D`` rows; the last ones take masks and scores."""
     wide = (J,) if tree else widths(J - 1)[1:]

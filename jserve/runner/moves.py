@@ -134,7 +134,7 @@ class PageMover:
             answers.append((fetch.ticket, data is not None))
         return answers
 
-    def farewell(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> None:
+    def flush(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> None:
         """Write device pages (page, digest) to disk and wait until all that waits is written."""
         if self.spill is None:
             return

@@ -35,7 +35,6 @@ from jserve.runner import results
 from jserve.runner.batch import Packer, StepBatch
 from jserve.runner.buckets import Ladder
 from jserve.runner.disk import DiskStore
-from jserve.runner.drafts import Speculation
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
 from jserve.runner.programs import Programs, Progress, compile_options, starting, step_name
@@ -46,6 +45,7 @@ from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
 from jserve.runner.weights import WeightUpdate
 from jserve.sampling import SamplingParams
+from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
 from jserve.weights.place import tp_size
 from jserve.working import working_on
@@ -93,7 +93,7 @@ class ModelRunner:
         *,
         rules: ShardRules | None = None,
         ladder: Ladder | None = None,
-        speculation: Speculation | None = None,
+        speculation: LoadedDrafter | None = None,
         strict: bool = False,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -252,10 +252,10 @@ class ModelRunner:
         """(ticket, found) of the reads that are over."""
         return [] if self._mover is None else self._mover.take_fetched()
 
-    def farewell(self, pages: list[tuple[int, bytes]]) -> None:
+    def flush(self, pages: list[tuple[int, bytes]]) -> None:
         """The last call: write device pages (page, digest) to disk."""
         if self._mover is not None:
-            self._mover.farewell(self.state.kv, pages)
+            self._mover.flush(self.state.kv, pages)
 
     def _open_disk(self, options: CacheOptions) -> Spill | None:
         if not options.disk_dir:
@@ -337,7 +337,7 @@ class ModelRunner:
 
 
 def step_model(
-    sizes: Sizes, family: Family, mesh: Mesh, rules: ShardRules, speculation: Speculation | None
+    sizes: Sizes, family: Family, mesh: Mesh, rules: ShardRules, speculation: LoadedDrafter | None
 ) -> StepModel:
     """What the steps of an engine of these sizes share; no weights are looked at."""
     return StepModel(

@@ -16,21 +16,23 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, backend as find_backend, candidates
+from jserve.model.draft_tree import TreeShape
 from jserve.model.kv_quant import E4M3
 from jserve.model.sinks import with_sinks
-from jserve.model.tree import Shape
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
 from jserve.runner.buckets import Ladder, beside_prefill
-from jserve.runner.drafts import Speculation
 from jserve.runner.memory import DeviceMemory, MemoryPlan, host_pages, page_bytes, plan_memory
+from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import Grown
 from jserve.window import Window, tokens_ahead
 
 MAX_PREFILL_ROWS = 8
 
 
-def step_dims(arch: Arch, config: EngineConfig, speculation: Speculation | None = None) -> StepDims:
+def step_dims(
+    arch: Arch, config: EngineConfig, speculation: LoadedDrafter | None = None
+) -> StepDims:
     """What all buckets share. Raises ConfigError where ``max_model_len`` exceeds the model's."""
     length = config.model.max_model_len or arch.max_position
     if length > arch.max_position:
@@ -55,7 +57,7 @@ def step_dims(arch: Arch, config: EngineConfig, speculation: Speculation | None 
 
 
 def draft_page_bytes(
-    speculation: Speculation | None,
+    speculation: LoadedDrafter | None,
     attention: AttentionBackend,
     dims: StepDims,
     itemsize: int,
@@ -71,7 +73,7 @@ def draft_page_bytes(
 
 
 def host_page_bytes(
-    page_bytes: int, draft_page_bytes: int, speculation: Speculation | None, tp: int
+    page_bytes: int, draft_page_bytes: int, speculation: LoadedDrafter | None, tp: int
 ) -> int:
     """Bytes of a page in host memory, of ``page_bytes`` on each of ``tp`` devices: what every device
     holds whole lies there once."""
@@ -91,7 +93,7 @@ def stored_kv(
     attention: AttentionBackend,
     dtype: Any,
     arch: Arch,
-    speculation: Speculation | None = None,
+    speculation: LoadedDrafter | None = None,
 ) -> Any:
     """The dtype of the KV pool, for activations of ``dtype``.
 
@@ -112,7 +114,7 @@ def attention_name(
     dtype: Any,
     platform: str,
     capability: str = "",
-    speculation: Speculation | None = None,
+    speculation: LoadedDrafter | None = None,
 ) -> str:
     """The attention backend that serves this model with these options: the first candidate that can.
 
@@ -131,7 +133,7 @@ def attention_name(
     return last
 
 
-def window_of(arch: Arch, speculation: Speculation | None) -> int:
+def window_of(arch: Arch, speculation: LoadedDrafter | None) -> int:
     """Tokens that any layer of target or drafter reads at most; 0: some read all."""
     if speculation is None or not speculation.drafter.n_kv_layers:
         return arch.widest
@@ -191,7 +193,7 @@ def runner_limits(
 
 
 def drafting_limits(
-    limits: RunnerLimits, config: EngineConfig, speculation: Speculation | None, platform: str
+    limits: RunnerLimits, config: EngineConfig, speculation: LoadedDrafter | None, platform: str
 ) -> RunnerLimits:
     """``limits`` with what ``speculation`` adds to them."""
     if speculation is None:
@@ -205,7 +207,7 @@ def drafting_limits(
     )
 
 
-def ladder_of(limits: RunnerLimits, tree: Shape = (), *, masks_drafts: bool) -> Ladder:
+def ladder_of(limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,
@@ -251,7 +253,7 @@ def sizes_of(
     tp: int,
     weight_bytes: int,
     memory: DeviceMemory,
-    speculation: Speculation | None = None,
+    speculation: LoadedDrafter | None = None,
     capability: str = "",
 ) -> Sizes:
     """

@@ -19,7 +19,7 @@ def lacks_mask(seq: Sequence) -> bool:
     return seq.guide is not None and seq.guide.room(0) <= 0
 
 
-def obey(seq: Sequence, verdict: Verdict) -> None:
+def apply_verdict(seq: Sequence, verdict: Verdict) -> None:
     """What a verdict means for a sequence that has just taken its tokens."""
     if verdict.ended and seq.finish is None:
         seq.finish = Finish.STOP

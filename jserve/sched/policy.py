@@ -93,7 +93,7 @@ def _regret(seq: Sequence) -> tuple[int, int, int, int]:
     return -rank(seq), waste(seq), seq.n_output, -seq.order[2]
 
 
-def yielding(running: Iterable[Sequence]) -> list[Sequence]:
+def preemptible_bulk(running: Iterable[Sequence]) -> list[Sequence]:
     """Those who give way to lane interactive when it finds no room: bulk, least waste first."""
     bulk = [s for s in running if s.request.lane == Lane.BULK and not protected(s)]
     return sorted(bulk, key=_regret)

@@ -10,7 +10,7 @@ A sequence has no phase; a step hands out ``todo = known + in_flight + drafts - 
        ^                  |                                        ^
        '---- PREEMPTED <--' (pages and slot gone, tokens stay) ----'
 
-A prefix that is being computed is waited for, not computed twice: see ``sched.leaders``.
+A prefix that is being computed is waited for, not computed twice: see ``cache.prefix_wait``.
 
 A guided sequence (structured output, a thought with a budget) is the exception to "counts only":
 which token comes next decides what may follow. It is planned when nothing of it is in flight and
@@ -26,24 +26,25 @@ from jserve.config import EngineConfig
 from jserve.errors import BadRequest, DeadlineExceeded
 from jserve.faults import point
 from jserve.ports import Guides, Journal, Proposer, RunnerLimits
-from jserve.sched import admission, estimate, outcome, policy
-from jserve.sched.budget import cap_of
-from jserve.sched.costs import MeasuredCosts
-from jserve.sched.deadlines import Deadlines
-from jserve.sched.decoding import Decoding
-from jserve.sched.draft import PlanDraft
-from jserve.sched.drafting import Drafting
-from jserve.sched.fetching import Fetching
-from jserve.sched.floor import floor_of
-from jserve.sched.gate import Gate
-from jserve.sched.impasse import Impasse
-from jserve.sched.leaders import Leaders
-from jserve.sched.prefilling import Prefilling
-from jserve.sched.scores import PromptScores
-from jserve.sched.slowness import Slowness
+from jserve.sched import policy, sampled
+from jserve.sched.admission import check as admission, estimate
+from jserve.sched.admission.deadlines import Deadlines
+from jserve.sched.admission.gate import AdmissionGate
+from jserve.sched.cache.disk_wait import DiskWaits
+from jserve.sched.cache.prefix_wait import PrefixWaits
+from jserve.sched.decode import DecodePlanner
+from jserve.sched.finalize import Finalizer
+from jserve.sched.plan_builder import PlanBuilder
+from jserve.sched.prefill import PrefillPlanner
+from jserve.sched.prompt_scores import PromptScores
+from jserve.sched.recovery.bisection import FaultBisection
+from jserve.sched.recovery.deadlock import DeadlockGuard
+from jserve.sched.resources import resources_of
 from jserve.sched.stats import LaneCounts, SchedStats, stats_of
-from jserve.sched.telling import Telling
-from jserve.sched.trials import Trials
+from jserve.speculation.policy.controller import SpeculationController
+from jserve.timing.prefill_cap import cap_of
+from jserve.timing.slowness import Slowness
+from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import (
     Finish,
     Lane,
@@ -69,9 +70,9 @@ class Scheduler:
         proposer: Proposer | None = None,
         journal: Journal | None = None,
         guides: Guides | None = None,
-        drafting: type[Drafting] = Drafting,
+        speculation: type[SpeculationController] = SpeculationController,
     ) -> None:
-        """``drafting`` is the policy that says what is drafted; the usual one asks ``proposer``. What
+        """``speculation`` is the policy that says what is drafted; the usual one asks ``proposer``. What
         ``config`` leaves to the device is as on a CPU."""
         config = config.on("cpu")
         self.limits = limits
@@ -81,29 +82,37 @@ class Scheduler:
         self.guides = guides
         self.costs, self.slowness = MeasuredCosts(limits.step_times), Slowness()
         self.cap = cap_of(self.costs, limits, self.options)
-        self.floor = floor_of(limits, config, self.cap)
+        self.resources = resources_of(limits, config, self.cap)
         self.groups: dict[str, list[Sequence]] = {}
-        self.trials = Trials(self.groups)
-        self.leaders, self.fetching = Leaders(self.floor), Fetching(self.floor)
-        self.drafting = drafting(
-            limits, self.costs, config.speculative, proposer, self.floor.lengths.still
+        self.bisection = FaultBisection(self.groups)
+        self.prefix_waits, self.disk_waits = PrefixWaits(self.resources), DiskWaits(self.resources)
+        self.speculation = speculation(
+            limits, self.costs, config.speculative, proposer, self.resources.lengths.still
         )
-        self.decoding = Decoding(self.floor, limits, self.drafting, guided=guides is not None)
-        self.gate = Gate(self.options, self.cap, self.floor)
-        self.prefilling = Prefilling(
-            self.floor, self.gate, self.leaders, self.fetching, self.trials
+        self.decode_planner = DecodePlanner(
+            self.resources, limits, self.speculation, guided=guides is not None
         )
-        self.impasse = Impasse(self.prefilling)
+        self.gate = AdmissionGate(self.options, self.cap, self.resources)
+        self.prefill_planner = PrefillPlanner(
+            self.resources, self.gate, self.prefix_waits, self.disk_waits, self.bisection
+        )
+        self.deadlock = DeadlockGuard(self.prefill_planner)
         self.deadlines, self.scores = Deadlines(), PromptScores()
         self.counts = {lane: LaneCounts() for lane in Lane}
-        self.telling = Telling(
-            floor=self.floor,
-            drafting=self.drafting,
+        self.finalizer = Finalizer(
+            resources=self.resources,
+            speculation=self.speculation,
             scores=self.scores,
-            gaps=self.gate.gaps,
+            finish_intervals=self.gate.finish_intervals,
             groups=self.groups,
             counts=self.counts,
-            remember=(self.leaders, self.fetching, self.drafting, self.scores, self.deadlines),
+            remember=(
+                self.prefix_waits,
+                self.disk_waits,
+                self.speculation,
+                self.scores,
+                self.deadlines,
+            ),
             vocab_size=limits.vocab_size,
             journal=journal,
         )
@@ -120,22 +129,22 @@ class Scheduler:
         Raises:
             BadRequest: see ``admission.check`` (ContextTooLong, NotFound too); or the id is live.
             CacheNotFound: ``request.cache`` names no handle.
-            Overloaded, RateLimited, DeadlineInfeasible, DeadlineUnreachable: see ``Gate.check``.
+            Overloaded, RateLimited, DeadlineInfeasible, DeadlineUnreachable: see ``AdmissionGate.check``.
         """
-        self.floor.keeping.advance(now)
+        self.resources.retention.advance(now)
         if self.journal is not None:
             self.journal.arrival(request, now)
-        self.enqueue(self.floor.keeping.with_prefix(request), now)
+        self.enqueue(self.resources.retention.with_prefix(request), now)
 
     def check(self, request: Request) -> int:
         """The most tokens that ``request`` may reach. Raises what ``submit`` would raise at any time."""
-        return admission.check(request, self.limits, window_pages=self.floor.window_pages)
+        return admission.check(request, self.limits, window_pages=self.resources.window_pages)
 
     def enqueue(self, request: Request, now: float) -> None:
         """``submit`` without the journal, of a prompt that is complete."""
         max_len = self.check(request)
-        if self.drafting.proposer is not None:
-            self.drafting.proposer.check(request)
+        if self.speculation.proposer is not None:
+            self.speculation.proposer.check(request)
         if request.params.guided and self.guides is None:
             raise BadRequest("structured output is off on this server", field="structured_outputs")
         if request.id in self.groups:
@@ -143,11 +152,11 @@ class Scheduler:
         max_len = self.gate.capped(request, max_len)
         self.gate.check(request, max_len, now)
         if not self.has_work:
-            self.gate.gaps.busy_from(now)
+            self.gate.finish_intervals.busy_from(now)
         group = [self._sequence(request, i, max_len, now) for i in range(request.params.n)]
         self.groups[request.id] = group
         for seq in group:
-            self.floor.waiting.add(seq)
+            self.resources.waiting.add(seq)
             self._watch(seq, now)
         self.gate.update()
 
@@ -156,100 +165,104 @@ class Scheduler:
         first_by, end_by = estimate.due_times(seq.request, now)
         if first_by is not None and self.costs.known:
             alone = estimate.alone(
-                self.cap, seq.n_prompt - self.floor.tokens_known(seq.request), 1, 0
+                self.cap, seq.n_prompt - self.resources.tokens_known(seq.request), 1, 0
             )
             first_by -= alone.ttft_s / 2  # half, since a wrong guess must not end who could make it
         self.deadlines.add(seq, first_by, end_by)
 
     def expire(self, now: float) -> list[Output]:
         """End those whose deadline passed, or became hopeless in the queue, and who keeps everything
-        from moving (``Impasse``); to be called before ``plan``.
+        from moving (``DeadlockGuard``); to be called before ``plan``.
 
         They end in error with code ``deadline_exceeded`` and the field, or ``unschedulable``; what was
         drawn stays said.
         """
-        passed, given_up = self.deadlines.passed(now), self.impasse.find(self.n_steps, now)
+        passed, given_up = self.deadlines.passed(now), self.deadlock.find(self.n_steps, now)
         if passed or given_up is not None:
-            self.floor.keeping.advance(now)
+            self.resources.retention.advance(now)
             if self.journal is not None:
                 self.journal.expire(now)
         outputs = []
         for seq, field in passed:
             self.counts[seq.request.lane].expired += 1
             late = DeadlineExceeded(f"{field} of {getattr(seq.request, field):g} ms has passed")
-            outputs.append(self.telling.end(seq, Finish.ERROR, now, late.message, late.code, field))
+            outputs.append(
+                self.finalizer.end(seq, Finish.ERROR, now, late.message, late.code, field)
+            )
         if given_up is not None and given_up.seq.finish is None:
             seq, error = given_up
-            outputs.append(self.telling.end(seq, Finish.ERROR, now, error.message, error.code))
+            outputs.append(self.finalizer.end(seq, Finish.ERROR, now, error.message, error.code))
         return outputs
 
     def cancel(self, request_id: str, now: float = 0.0, index: int | None = None) -> list[Output]:
         """End a request (or one choice): its terminal outputs, none if it is unknown or over."""
-        self.floor.keeping.advance(now)
+        self.resources.retention.advance(now)
         if self.journal is not None:
             self.journal.cancel(request_id, now, index)
         group = self.groups.get(request_id, ())
         chosen = [s for s in group if s.finish is None and index in (None, s.index)]
-        return [self.telling.end(seq, Finish.ABORT, now) for seq in chosen]
+        return [self.finalizer.end(seq, Finish.ABORT, now) for seq in chosen]
 
     @point("sched.plan")
     def plan(self, now: float) -> StepPlan | None:
         """The rows of the next step, or None when nothing can or should run before a result comes
         back."""
-        self.floor.keeping.advance(now)
-        waits = self.decoding.waits(len(self._in_flight), self.gate.n_context)
+        self.resources.retention.advance(now)
+        waits = self.decode_planner.waits(len(self._in_flight), self.gate.n_context)
         plan = None if waits else self._plan(now)
-        self.impasse.planned(now, moves=bool(self._in_flight) or not self.has_work)
+        self.deadlock.planned(now, moves=bool(self._in_flight) or not self.has_work)
         if self.journal is not None:
             self.journal.plan(now, plan, waited=waits)
         return plan
 
     def _plan(self, now: float) -> StepPlan | None:
-        self.trials.settle(now)
-        draft = PlanDraft(
+        self.bisection.clear_passed(now)
+        builder = PlanBuilder(
             tokens=self.options.max_num_batched_tokens,
             prefill_tokens=self.cap.most,
             prefill_rows=self.limits.max_prefill_rows,
-            chunk=self.floor.chunk,
+            chunk=self.resources.chunk,
             loads_text=self.limits.drafts_from_text,
         )
-        self.floor.make_way(now, lambda seq: self.prefilling.held_back(seq, self.n_steps))
+        self.resources.preempt_for_interactive(
+            now, lambda seq: self.prefill_planner.held_back(seq, self.n_steps)
+        )
         if self.guides is not None:
-            self.guides.settle(MASK_PATIENCE_S)
-        self._fill(draft, now)
-        if self.guides is not None and not draft.rows and not self._in_flight:
-            self.guides.settle(None)  # nobody else has anything to do
-            self._fill(draft, now)
-        if not draft.rows:
+            self.guides.wait_masks(MASK_PATIENCE_S)
+        self._fill(builder, now)
+        if self.guides is not None and not builder.rows and not self._in_flight:
+            self.guides.wait_masks(None)  # nobody else has anything to do
+            self._fill(builder, now)
+        if not builder.rows:
             return None
-        plan = draft.freeze(self.n_steps, self.floor.cache)
-        self.drafting.planned(plan, draft.seqs, draft.sources, behind=not self._in_flight)
-        self.n_prefilled += draft.n_prefill
+        plan = builder.freeze(self.n_steps, self.resources.cache)
+        self.speculation.planned(plan, builder.seqs, builder.sources, behind=not self._in_flight)
+        self.n_prefilled += builder.n_prefill
         self.n_steps += 1
-        self._in_flight[plan.id] = draft.seqs
+        self._in_flight[plan.id] = builder.seqs
         return plan
 
-    def _fill(self, draft: PlanDraft, now: float) -> None:
-        self.decoding.fill(draft, len(self._in_flight), self.gate.n_context)
-        self.prefilling.fill(draft, self.n_steps, now)
-        self.drafting.showing.fill(draft, self.floor.running, self.cap)
+    def _fill(self, builder: PlanBuilder, now: float) -> None:
+        self.decode_planner.fill(builder, len(self._in_flight), self.gate.n_context)
+        self.prefill_planner.fill(builder, self.n_steps, now)
+        self.speculation.backfill.fill(builder, self.resources.running, self.cap)
 
     @point("sched.commit")
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take over the results of ``plan``: one output per row that moved a live sequence."""
-        self.floor.keeping.advance(now)
+        self.resources.retention.advance(now)
         if self.journal is not None:
             self.journal.commit(now, plan, result)
         seqs = self._in_flight.pop(plan.id)
-        self.trials.succeeded()
-        self.floor.cache.landed(plan.id)
+        self.bisection.succeeded()
+        self.resources.cache.landed(plan.id)
         self._observe(plan, result, now)
-        self.drafting.begin_commit(plan)
-        outputs = self.telling.advance(plan, seqs, result, now)
+        self.speculation.begin_commit(plan)
+        outputs = self.finalizer.advance(plan, seqs, result, now)
         if self.guides is not None:
-            self.guides.kick()
-        if not len(self.floor.running):
-            self.drafting.idle()
+            self.guides.start_masks()
+        if not len(self.resources.running):
+            self.speculation.idle()
         return outputs
 
     def _observe(self, plan: StepPlan, result: StepResult, now: float) -> None:
@@ -261,10 +274,10 @@ class Scheduler:
             n_prefill += plan.rows[n_decode].count
         self.gate.n_context = plan.page_table_RM.shape[1] * self.limits.page_size
         took, width = result.device_us * 1e-6, 1
-        if self.drafting.on:
+        if self.speculation.on:
             width = max([row.count for row in plan.rows[:n_decode]], default=1)
             plain = self.costs.seconds(n_decode * width, n_prefill, self.gate.n_context)
-            self.drafting.observe(plan, now, took, plain)
+            self.speculation.observe(plan, now, took, plain)
         n_context = self.gate.n_context
         self.costs.observe(n_decode, n_prefill, n_context, took, width, plan.n_draft)
         program = self.costs.program(n_decode, n_prefill, n_context, width, plan.n_draft)
@@ -275,21 +288,21 @@ class Scheduler:
         flight. Or the weights are others now: then there is neither.
 
         Everyone starts over from their tokens, and nothing is cached any more. Who was in those
-        plans is tried again, see ``Trials``; a request that is found guilty ends with ``error``.
+        plans is tried again, see ``FaultBisection``; a request that is found guilty ends with ``error``.
         """
         plans = list(plans)
-        self.floor.keeping.advance(now)
+        self.resources.retention.advance(now)
         if self.journal is not None:
             self.journal.recover(now, error)
         lost = [seq for plan in plans for seq in self._in_flight.pop(plan.id)]
-        guilty = self.trials.accuse(lost, now) if plans else None
+        faulty = self.bisection.step_failed(lost, now) if plans else None
         for seq in lost:
             seq.pending = seq.in_flight = 0
-        self.drafting.lost()
+        self.speculation.lost()
         assert not self._in_flight, f"{len(self._in_flight)} more steps are in flight"
-        blamed = [s for s in self.groups.get(guilty or "", ()) if s.finish is None]
-        outputs = [self.telling.end(seq, Finish.ERROR, now, error) for seq in blamed]
-        self.floor.evacuate(same_weights=bool(error))
+        blamed = [s for s in self.groups.get(faulty or "", ()) if s.finish is None]
+        outputs = [self.finalizer.end(seq, Finish.ERROR, now, error) for seq in blamed]
+        self.resources.requeue_all(same_weights=bool(error))
         return outputs
 
     def _sequence(self, request: Request, index: int, max_len: int, now: float) -> Sequence:
@@ -302,7 +315,7 @@ class Scheduler:
             tokens=list(request.prompt_ids),
             n_prompt=len(request.prompt_ids),
             max_len=max_len,
-            stop_ids=outcome.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
+            stop_ids=sampled.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
             min_len=len(request.prompt_ids) + params.min_tokens,
             guide=None
             if self.guides is None
@@ -316,35 +329,35 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while anything waits, runs or is in flight."""
-        return bool(len(self.floor.waiting) or len(self.floor.running) or self._in_flight)
+        return bool(len(self.resources.waiting) or len(self.resources.running) or self._in_flight)
 
     @property
     def n_waiting(self) -> int:
         """Sequences in the queue, preempted ones included."""
-        return len(self.floor.waiting)
+        return len(self.resources.waiting)
 
     @property
     def n_evicted(self) -> int:
         """Counter: pages evicted from the prefix cache."""
-        return self.floor.cache.tree.n_evicted
+        return self.resources.cache.tree.n_evicted
 
-    def hopeless(self, now: float) -> str | None:
+    def device_fault(self, now: float) -> str | None:
         """Why the device itself must be at fault for the steps that raised; None while it need not be."""
-        return self.trials.hopeless(now)
+        return self.bisection.device_fault(now)
 
     def stats(self) -> SchedStats:
-        return stats_of(self.floor, self.gate, self.counts)
+        return stats_of(self.resources, self.gate, self.counts)
 
     def counters(self) -> dict[str, float]:
         """More for /metrics: the tiers, handles, sessions, waits for a prefix under way."""
         return {
-            **self.floor.keeping.counters(),
-            **(self.drafting.counters() if self.drafting.on else {}),
-            **self.floor.tier_counters(),
-            **self.trials.counters(),
-            **self.leaders.counters(),
-            **self.impasse.counters(),
-            **self.telling.counters(),
+            **self.resources.retention.counters(),
+            **(self.speculation.counters() if self.speculation.on else {}),
+            **self.resources.tier_counters(),
+            **self.bisection.counters(),
+            **self.prefix_waits.counters(),
+            **self.deadlock.counters(),
+            **self.finalizer.counters(),
             "step_slowness": self.slowness.value,
             "prefill_tokens_total": float(self.n_prefilled),
         }

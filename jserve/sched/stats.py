@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jserve.sched.gate import Gate, next_level
-from jserve.sched.residency import Residency
+from jserve.sched.admission.gate import AdmissionGate, next_level
+from jserve.sched.resources import Resources
 from jserve.types import Lane, SeqState, Sequence
 
 
@@ -57,33 +57,37 @@ class LaneCounts:
             self.cached_tokens += seq.n_cached
 
 
-def stats_of(floor: Residency, gate: Gate, counts: Mapping[Lane, LaneCounts]) -> SchedStats:
+def stats_of(
+    resources: Resources, gate: AdmissionGate, counts: Mapping[Lane, LaneCounts]
+) -> SchedStats:
     """All of them, as of now."""
     load = gate.load()
-    preempted = sum(1 for seq in floor.waiting if seq.state is SeqState.PREEMPTED)
+    preempted = sum(1 for seq in resources.waiting if seq.state is SeqState.PREEMPTED)
     return SchedStats(
-        waiting=len(floor.waiting) - preempted,
+        waiting=len(resources.waiting) - preempted,
         preempted=preempted,
-        running=len(floor.running),
-        pages_total=floor.cache.pool.n_usable,
-        pages_free=floor.cache.pool.n_free,
-        pages_cached=floor.cache.tree.n_evictable,
-        cache_query_tokens=floor.n_looked_up,
-        cache_hit_tokens=floor.n_hit,
-        preemptions=floor.n_preemptions,
+        running=len(resources.running),
+        pages_total=resources.cache.pool.n_usable,
+        pages_free=resources.cache.pool.n_free,
+        pages_cached=resources.cache.tree.n_evictable,
+        cache_query_tokens=resources.n_looked_up,
+        cache_hit_tokens=resources.n_hit,
+        preemptions=resources.n_preemptions,
         finished=sum(lane.finished for lane in counts.values()),
-        waiting_tokens=floor.waiting.n_tokens,
+        waiting_tokens=resources.waiting.n_tokens,
         overload_level=next_level(gate.level, load),
         overload_load=load,
-        lanes=_lanes(floor, gate, counts),
+        lanes=_lanes(resources, gate, counts),
     )
 
 
-def _lanes(floor: Residency, gate: Gate, counts: Mapping[Lane, LaneCounts]) -> dict[str, int]:
+def _lanes(
+    resources: Resources, gate: AdmissionGate, counts: Mapping[Lane, LaneCounts]
+) -> dict[str, int]:
     values = {}
     for lane in Lane:
-        values[f"{lane}_waiting"] = floor.waiting.lanes[lane].n
-        values[f"{lane}_running"] = floor.n_running[lane]
+        values[f"{lane}_waiting"] = resources.waiting.lanes[lane].n
+        values[f"{lane}_running"] = resources.n_running[lane]
         values[f"{lane}_refused"] = gate.n_refused[lane]
         values |= {f"{lane}_{name}": getattr(counts[lane], name) for name in LaneCounts.__slots__}
     return values

@@ -23,7 +23,7 @@ from jserve.config import CacheOptions
 from jserve.errors import ConfigError
 from jserve.ports import StepCosts, StepTime
 from jserve.shapes import SHAPES
-from jserve.sim.roofline import CHIPS, GIB, Roofline, Shape
+from jserve.sim.roofline import CHIPS, GIB, ModelShape, Roofline
 
 FORMAT = "jserve-steps-1"
 MAX_PREFILL_ROWS = 8
@@ -90,7 +90,7 @@ class Device:
         return int(gib * GIB) // self.page_bytes if gib else 0
 
 
-class Table:
+class StepTimeTable:
     """``ports.StepCosts`` over measured steps.
 
     Raises:
@@ -158,7 +158,7 @@ def from_table(path: Path, options: CacheOptions) -> Device:
     in_tokens, pages = (file.n_pages - 1) * file.page_size, page_size / file.page_size
     return Device(
         name=str(file.about.get("model", path.name)),
-        costs=Table(file.steps, str(path)),
+        costs=StepTimeTable(file.steps, str(path)),
         n_pages=options.n_pages or 1 + in_tokens // page_size,
         max_model_len=file.max_model_len,
         window=file.window,
@@ -207,16 +207,16 @@ def from_roofline(model: str, gpu: str, options: CacheOptions) -> Device:
     )
 
 
-def _shape(model: str) -> Shape:
+def _shape(model: str) -> ModelShape:
     if model in SHAPES:
-        return Shape.of(SHAPES[model], model)
+        return ModelShape.of(SHAPES[model], model)
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as e:
         raise ConfigError(f"roofline {path}: {e}", field="roofline") from None
-    return Shape.of(config, str(path))
+    return ModelShape.of(config, str(path))
 
 
 def ladder(costs: StepCosts, *, rows: int, tokens: int, context: int) -> tuple[StepTime, ...]:

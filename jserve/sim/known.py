@@ -1,7 +1,7 @@
 """Step times that a live engine knows before its first step, from a file of ``jserve bench steps``.
 
 Owns the question whether a table was measured on this engine. Must not know how times are used
-(``sched.costs``) nor import jax: the engine's facts come as a mapping.
+(``timing.step_costs``) nor import jax: the engine's facts come as a mapping.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from jserve.types import Choice, Request, RowPlan, StepPlan, StepResult
 Clock = Callable[[], float]
 
 
-class Shape(Protocol):
+class StepShape(Protocol):
     """A bucket: decode rows and prefill tokens."""
 
     @property
@@ -58,7 +58,7 @@ class Timed(Protocol):
 
 def measure(
     runner: Timed,
-    buckets: Iterable[Shape],
+    buckets: Iterable[StepShape],
     *,
     repeats: int,
     about: dict[str, Any],
@@ -104,7 +104,7 @@ def measure(
     )
 
 
-def _contexts(limits: RunnerLimits, bucket: Shape, repeats: int) -> list[int]:
+def _contexts(limits: RunnerLimits, bucket: StepShape, repeats: int) -> list[int]:
     """Starts that leave room for the chunk and for the steps that are timed."""
     room = limits.max_model_len - max(1, bucket.P) - 2 * repeats - 4
     longest = max(1, room)
@@ -112,7 +112,7 @@ def _contexts(limits: RunnerLimits, bucket: Shape, repeats: int) -> list[int]:
 
 
 def _time(
-    runner: Timed, plans: _Plans, bucket: Shape, repeats: int, clock: Clock
+    runner: Timed, plans: _Plans, bucket: StepShape, repeats: int, clock: Clock
 ) -> tuple[float, float]:
     """Median seconds of a step with one ahead of it, and of a step alone."""
     flights = [runner.launch(plans.step(), bucket)]
@@ -133,7 +133,7 @@ def _time(
 class _Plans:
     """Plans of one bucket: as many decode rows as slots allow beside one prompt chunk."""
 
-    def __init__(self, limits: RunnerLimits, bucket: Shape, context: int) -> None:
+    def __init__(self, limits: RunnerLimits, bucket: StepShape, context: int) -> None:
         self.limits, self.context, self.n_steps = limits, context, 0
         self.chunk = min(bucket.P, limits.max_model_len - context)
         n_decode = min(bucket.D, limits.n_slots - (bucket.P > 0), limits.max_rows - (bucket.P > 0))

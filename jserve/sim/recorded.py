@@ -23,12 +23,13 @@ import msgspec
 
 from jserve.errors import ConfigError
 from jserve.ports import RunnerLimits
-from jserve.sched import journal, outcome
-from jserve.sched.journal import Arrival, Cancelled, Committed, Decision, Event, Planned
-from jserve.sched.replay import Diverged
+from jserve.sched import sampled
+from jserve.sched.record import journal
+from jserve.sched.record.journal import Arrival, Cancelled, Committed, Decision, Event, Planned
+from jserve.sched.record.replay import Diverged
 from jserve.sim.device import SimClock
 from jserve.sim.simulate import Setup, Simulation
-from jserve.sim.trace import Piece, TraceItem
+from jserve.sim.trace import PromptPiece, TraceItem
 from jserve.types import Finish, Request, Sequence, StepPlan, StepResult
 
 CHUNK = 8
@@ -67,7 +68,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 
 @dataclass(slots=True)
-class _Heard:
+class _LoggedRequest:
     """A recorded request and what was drawn for it."""
 
     request: Request
@@ -88,18 +89,18 @@ def convert(path: Path) -> list[TraceItem]:
     Raises:
         ConfigError: no journal, or one with requests that a trace cannot hold.
     """
-    heard = _listen(path)
+    logged = _logged_requests(path)
     weaver = _Weaver()
-    return [_item(h, weaver) for h in heard]
+    return [_item(h, weaver) for h in logged]
 
 
-def _listen(path: Path) -> list[_Heard]:
-    heard: dict[str, _Heard] = {}
+def _logged_requests(path: Path) -> list[_LoggedRequest]:
+    logged: dict[str, _LoggedRequest] = {}
     rows: dict[int, Decision] = {}
     for event in events(path):
         if isinstance(event, Arrival):
             request = event.request
-            if request.id in heard:
+            if request.id in logged:
                 raise ConfigError(
                     f"journal {path}: id {request.id[:64]!r} is reused", field="trace"
                 )
@@ -115,18 +116,22 @@ def _listen(path: Path) -> list[_Heard]:
                     " which is not simulated",
                     field="trace",
                 )
-            heard[request.id] = _Heard(request, event.now, [{} for _ in range(request.params.n)])
-        elif isinstance(event, Cancelled) and event.id in heard:
-            h = heard[event.id]
+            logged[request.id] = _LoggedRequest(
+                request, event.now, [{} for _ in range(request.params.n)]
+            )
+        elif isinstance(event, Cancelled) and event.id in logged:
+            h = logged[event.id]
             h.cancels.append((max(0.0, event.now - h.at), event.index))
         elif isinstance(event, Planned) and event.decision is not None:
             rows[event.decision.id] = event.decision
         elif isinstance(event, Committed):
-            _draw(heard, rows.pop(event.step), event, path)
-    return list(heard.values())
+            _draw(logged, rows.pop(event.step), event, path)
+    return list(logged.values())
 
 
-def _draw(heard: dict[str, _Heard], decision: Decision, event: Committed, path: Path) -> None:
+def _draw(
+    logged: dict[str, _LoggedRequest], decision: Decision, event: Committed, path: Path
+) -> None:
     tokens_RJ, n_ok_R = event.tokens.numpy(), event.n_ok.numpy()
     for r, row in enumerate(decision.rows):
         if row.drafts:
@@ -134,11 +139,11 @@ def _draw(heard: dict[str, _Heard], decision: Decision, event: Committed, path: 
                 f"journal {path}: it holds speculation, which is not simulated", field="trace"
             )
         if row.emits and n_ok_R[r]:
-            drawn = heard[row.request_id].drawn[row.index]
+            drawn = logged[row.request_id].drawn[row.index]
             drawn[row.start + row.count] = int(tokens_RJ[r, 0])
 
 
-def _item(h: _Heard, weaver: _Weaver) -> TraceItem:
+def _item(h: _LoggedRequest, weaver: _Weaver) -> TraceItem:
     request, params = h.request, h.request.params
     answers = [_answer(h, index) for index in range(params.n)]
     prompt, outputs = weaver.weave(list(request.prompt_ids), answers)
@@ -164,7 +169,7 @@ def _item(h: _Heard, weaver: _Weaver) -> TraceItem:
     )
 
 
-def _answer(h: _Heard, index: int) -> tuple[list[int], int]:
+def _answer(h: _LoggedRequest, index: int) -> tuple[list[int], int]:
     """The tokens of a choice and how many it has in all, beyond those seen where it did not end."""
     request, params = h.request, h.request.params
     n_prompt, drawn = len(request.prompt_ids), h.drawn[index]
@@ -177,11 +182,11 @@ def _answer(h: _Heard, index: int) -> tuple[list[int], int]:
         tokens=list(request.prompt_ids),
         n_prompt=n_prompt,
         max_len=n_prompt + most,
-        stop_ids=outcome.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
+        stop_ids=sampled.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
         min_len=n_prompt + params.min_tokens,
     )
     for at in known:
-        if outcome.accept(seq, [drawn[at]]) and seq.finish is not None:
+        if sampled.accept(seq, [drawn[at]]) and seq.finish is not None:
             break
     answer = seq.tokens[n_prompt:]
     ended = seq.finish is Finish.STOP or len(answer) >= most
@@ -195,14 +200,14 @@ class _Weaver:
         self._streams = itertools.count(1)
         self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}
         """(node before, chunk) -> node; 0 is the beginning of everything."""
-        self._texts: list[tuple[Piece, ...]] = [()]
+        self._texts: list[tuple[PromptPiece, ...]] = [()]
         """Per node, the pieces of a text that runs through it."""
 
     def weave(
         self, prompt: list[int], answers: list[tuple[list[int], int]]
-    ) -> tuple[tuple[Piece, ...], tuple[tuple[Piece, ...], ...]]:
+    ) -> tuple[tuple[PromptPiece, ...], tuple[tuple[PromptPiece, ...], ...]]:
         n = len(prompt)
-        head: tuple[Piece, ...] | None = None
+        head: tuple[PromptPiece, ...] | None = None
         outputs = []
         for answer, total in answers:
             text = prompt + answer
@@ -213,7 +218,7 @@ class _Weaver:
             self._learn(text, (*head, *tail))
         return head or (), tuple(outputs)
 
-    def _match(self, text: list[int], total: int) -> tuple[Piece, ...]:
+    def _match(self, text: list[int], total: int) -> tuple[PromptPiece, ...]:
         """Pieces of ``total`` tokens: those of the longest known beginning, then a new stream."""
         node, at = 0, 0
         while at + CHUNK <= len(text):
@@ -224,7 +229,7 @@ class _Weaver:
         known = cut(self._texts[node], 0, at)
         return (*known, (next(self._streams), 0, total - at)) if total > at else known
 
-    def _learn(self, text: list[int], pieces: tuple[Piece, ...]) -> None:
+    def _learn(self, text: list[int], pieces: tuple[PromptPiece, ...]) -> None:
         node = 0
         for at in range(0, len(text) - CHUNK + 1, CHUNK):
             key = (node, tuple(text[at : at + CHUNK]))
@@ -234,7 +239,7 @@ class _Weaver:
             node = self._nodes[key]
 
 
-def cut(pieces: tuple[Piece, ...], start: int, end: int) -> tuple[Piece, ...]:
+def cut(pieces: tuple[PromptPiece, ...], start: int, end: int) -> tuple[PromptPiece, ...]:
     """The pieces of tokens ``start .. end``."""
     found, at = [], 0
     for stream, first, count in pieces:
@@ -274,7 +279,7 @@ def verify(path: Path, setup: Setup, limits: RunnerLimits) -> Verified:
                 simulation.send(trace[event.request.id], event.request.arrival)
             else:
                 simulation.engine.cancel(event.id, event.index)
-        simulation.hear(simulation.engine.step())
+        simulation.receive(simulation.engine.step())
         if tape.at == before:
             raise Diverged(f"event {before + 1}: the engine stands still")
     return Verified(n_requests=len(trace), n_steps=simulation.scheduler.n_steps)

@@ -102,7 +102,7 @@ CHIPS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ModelShape:
     """The sizes of a decoder, from its config.json."""
 
     layers: int
@@ -119,7 +119,7 @@ class Shape:
     """Tokens that every layer sees; 0: all."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], name: str) -> Shape:
+    def of(cls, config: Mapping[str, Any], name: str) -> ModelShape:
         """Raises ConfigError naming the key that is missing or no positive integer."""
         heads = _key(config, "num_attention_heads", name)
         hidden = _key(config, "hidden_size", name)
@@ -186,7 +186,7 @@ class Roofline:
     """``ports.StepCosts`` of a decoder sharded over ``tp`` chips: the slower of memory and
     arithmetic, then the collectives."""
 
-    shape: Shape
+    shape: ModelShape
     chip: Chip
     kv_itemsize: int
     tp: int = 1

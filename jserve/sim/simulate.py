@@ -203,7 +203,7 @@ class Simulation:
             if engine.busy:
                 before = (engine.n_steps, engine.n_in_flight)
                 outputs = engine.step()
-                self.hear(outputs)
+                self.receive(outputs)
                 moved = outputs or before != (engine.n_steps, engine.n_in_flight)
                 idle = 0 if moved else self._wait(idle)
             elif self._heap:
@@ -260,7 +260,7 @@ class Simulation:
     ) -> None:
         heapq.heappush(self._heap, (at, next(self._serial), item, index, hangs_up))
 
-    def hear(self, outputs: Seq[Output]) -> None:
+    def receive(self, outputs: Seq[Output]) -> None:
         """Write down what each output says, and send what follows from it."""
         now, records = self.clock.now, self.records.open
         for output in outputs:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jserve.config import CacheOptions, EngineConfig, SchedulerOptions
 from jserve.errors import ConfigError
-from jserve.sched.journal import JournalFile
+from jserve.sched.record.journal import JournalFile
 from jserve.sim import costs, plot, recorded, traffic
 from jserve.sim.report import Report, Slo, summarise
 from jserve.sim.simulate import Run, Setup, limits_of, simulate
@@ -40,7 +40,7 @@ NOT_SIMULATED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class SimulateOptions:
     """The arguments of ``jserve simulate``, as given."""
 
     trace: str
@@ -70,11 +70,13 @@ class Wish:
         return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms)
 
 
-Said = Callable[[str], None]
+ParsedDelta = Callable[[str], None]
 """Takes a line of progress."""
 
 
-def study(wish: Wish, config: EngineConfig, said: Said) -> list[tuple[str, Report]]:
+def study(
+    wish: SimulateOptions, config: EngineConfig, said: ParsedDelta
+) -> list[tuple[str, Report]]:
     """(setting, report) of every run, in order.
 
     Raises:
@@ -111,7 +113,7 @@ def _run(trace: list[TraceItem], setup: Setup) -> Run:
         raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
 
 
-def verify(wish: Wish, config: EngineConfig) -> recorded.Verified:
+def verify(wish: SimulateOptions, config: EngineConfig) -> recorded.Verified:
     """Replay the journal ``wish.trace`` through the simulator; see ``recorded.verify``.
 
     Raises:
@@ -147,7 +149,7 @@ def load_trace(text: str, seed: int) -> list[TraceItem]:
     return trace
 
 
-def settings(wish: Wish, config: EngineConfig) -> list[tuple[str, Setup]]:
+def settings(wish: SimulateOptions, config: EngineConfig) -> list[tuple[str, Setup]]:
     """The runs that are wanted: one, or one per value of the sweep.
 
     Raises:
@@ -179,7 +181,7 @@ def _axis(text: str) -> list[tuple[str, str]]:
     return [(name, value.strip()) for value in values.split(",")]
 
 
-def _setup(wish: Wish, config: EngineConfig, changes: dict[str, Any]) -> Setup:
+def _setup(wish: SimulateOptions, config: EngineConfig, changes: dict[str, Any]) -> Setup:
     own = {name: _own(name, changes[name]) for name in changes if name in SETUP}
     flat = config.flat() | {"max_model_len": wish.max_model_len or config.model.max_model_len}
     config = EngineConfig.of(**flat | {k: v for k, v in changes.items() if k not in SETUP})
@@ -209,7 +211,7 @@ def _own(name: str, value: str) -> Any:
         raise ConfigError(f"{name} must be {wanted}, not {value!r}", field=name) from None
 
 
-def _device(wish: Wish, config: EngineConfig, copy_gb_s: float) -> costs.Device:
+def _device(wish: SimulateOptions, config: EngineConfig, copy_gb_s: float) -> costs.Device:
     if wish.costs is not None and wish.roofline:
         raise ConfigError("give a measured table or a roofline, not both", field="costs")
     if wish.costs is not None:

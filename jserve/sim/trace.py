@@ -38,7 +38,7 @@ OVERRUN = 4
 _OFFSETS = 1 << 16
 _ODD = 0x9E3779B1
 
-Piece = tuple[int, int, int]
+PromptPiece = tuple[int, int, int]
 """(stream, first token, tokens)."""
 
 
@@ -55,8 +55,8 @@ class TraceItem(
     id: str
     at: float
     """Seconds on the trace's own clock; with ``after``, since that request's end."""
-    prompt: tuple[Piece, ...]
-    outputs: tuple[tuple[Piece, ...], ...]
+    prompt: tuple[PromptPiece, ...]
+    outputs: tuple[tuple[PromptPiece, ...], ...]
     """Pieces of each choice: what the model will say, unless ``max_tokens`` cuts it."""
     max_tokens: int | None = None
     """What the client states; None states nothing. Below a choice's tokens it cuts the choice."""
@@ -100,7 +100,7 @@ class Streams:
                 found[i - start] = digit
         return found
 
-    def text(self, pieces: tuple[Piece, ...]) -> list[int]:
+    def text(self, pieces: tuple[PromptPiece, ...]) -> list[int]:
         ids: list[int] = []
         for piece in pieces:
             ids += self.tokens(*piece)

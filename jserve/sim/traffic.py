@@ -25,14 +25,14 @@ import numpy as np
 
 from jserve.errors import ConfigError
 from jserve.options import checked, opt
-from jserve.sim.trace import Piece, TraceItem
+from jserve.sim.trace import PromptPiece, TraceItem
 from jserve.types import Lane
 
 LANES = tuple(lane.value for lane in Lane)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class TrafficSource:
     """One kind of client. Every field is a key of the text form."""
 
     rate: float = opt(1.0, "requests (first turns of sessions) per second", min=1e-6)
@@ -73,7 +73,7 @@ class Source:
             raise ConfigError("prefix and limit must fit into context", field="context")
 
 
-def parse(text: str) -> tuple[Source, ...]:
+def parse(text: str) -> tuple[TrafficSource, ...]:
     """Sources from their text form.
 
     Raises:
@@ -82,7 +82,7 @@ def parse(text: str) -> tuple[Source, ...]:
     return tuple(_source(part) for part in text.split(";") if part.strip())
 
 
-def parse_file(path: Path) -> tuple[Source, ...]:
+def parse_file(path: Path) -> tuple[TrafficSource, ...]:
     """Sources from a file.
 
     Raises:
@@ -95,8 +95,8 @@ def parse_file(path: Path) -> tuple[Source, ...]:
     return parse(";".join(line.partition("#")[0] for line in lines))
 
 
-def _source(text: str) -> Source:
-    known = {f.name: f for f in dataclasses.fields(Source)}
+def _source(text: str) -> TrafficSource:
+    known = {f.name: f for f in dataclasses.fields(TrafficSource)}
     given = {}
     for pair in text.split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
@@ -107,10 +107,10 @@ def _source(text: str) -> Source:
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ConfigError(f"traffic: unknown key {name!r}{hint}", field=name)
         given[name] = checked(known[name], value)
-    return Source(**given)
+    return TrafficSource(**given)
 
 
-def generate(sources: tuple[Source, ...], seed: int) -> list[TraceItem]:
+def generate(sources: tuple[TrafficSource, ...], seed: int) -> list[TraceItem]:
     """The requests of all sources in order of arrival; sessions' later turns behind their first."""
     streams = itertools.count(1)
     sessions = [
@@ -125,7 +125,9 @@ def generate(sources: tuple[Source, ...], seed: int) -> list[TraceItem]:
 class _Draw:
     """The draws of one source; each quantity has a generator of its own."""
 
-    def __init__(self, source: Source, number: int, seed: int, streams: Iterator[int]) -> None:
+    def __init__(
+        self, source: TrafficSource, number: int, seed: int, streams: Iterator[int]
+    ) -> None:
         self.source, self.number, self.streams = source, number, streams
         self.times, self.sizes, self.picks = (
             np.random.default_rng((seed, number, what)) for what in range(3)
@@ -193,7 +195,7 @@ class _Draw:
         id: str,
         at: float,
         after: str,
-        pieces: tuple[Piece, ...],
+        pieces: tuple[PromptPiece, ...],
         answer: int,
         n_out: int,
         tenant: str,
@@ -214,7 +216,7 @@ class _Draw:
             deadline_ms=source.deadline_ms or None,
         )
 
-    def prefix(self) -> tuple[Piece, ...]:
+    def prefix(self) -> tuple[PromptPiece, ...]:
         if not self.prefixes:
             return ()
         return ((self.prefixes[self.pick(self.prefix_p)], 0, self.source.prefix),)

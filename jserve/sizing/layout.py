@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.view import Bucket
-from jserve.runner.drafts import Speculation
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.sizes import Sizes, draft_page_bytes, sizes_of
 from jserve.sim.roofline import Chip
 from jserve.sizing import speculation as drafts
 from jserve.sizing.models import Model
+from jserve.speculation.drafters.load import LoadedDrafter
 
 MOST_DEVICES = 64
 """Up to here a model that does not fit is tried on more."""
@@ -33,7 +33,7 @@ class Layout:
     sizes: Sizes
     buckets: tuple[Bucket, ...]
     """Of its programs, in the order of the ladder."""
-    speculation: Speculation | None
+    speculation: LoadedDrafter | None
     """Without its weights."""
     draft_weight_bytes: int
 

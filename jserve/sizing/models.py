@@ -21,7 +21,7 @@ from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.shard import AXIS, ParamSpec, ShardRules, is_spec, padded
 from jserve.shapes import SHAPES
-from jserve.sim.roofline import Shape
+from jserve.sim.roofline import ModelShape
 from jserve.weights import hf
 from jserve.weights.source import Source, resolve
 
@@ -63,9 +63,9 @@ def device_bytes(specs: Any, dtype: Any, tp: int) -> int:
     return total
 
 
-def shape_of(arch: Arch, itemsize: int) -> Shape:
+def shape_of(arch: Arch, itemsize: int) -> ModelShape:
     """What a roofline asks of an architecture; ``itemsize``: bytes of a weight."""
-    return Shape(
+    return ModelShape(
         layers=arch.L,
         hidden=arch.D,
         ffn=arch.F,

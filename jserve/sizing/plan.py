@@ -13,8 +13,8 @@ from typing import Any
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.draft_tree import chain
 from jserve.model.features import SCORE
-from jserve.model.tree import chain
 from jserve.model.view import Bucket
 from jserve.runner.memory import MemoryPlan
 from jserve.runner.programs import step_name
@@ -23,7 +23,7 @@ from jserve.sim.roofline import CHIPS, Chip, Roofline
 from jserve.sizing import speculation as drafts
 from jserve.sizing.layout import Layout, lay_out, with_advice
 from jserve.sizing.models import find, shape_of
-from jserve.sizing.speculation import Drafting, Gain, Speculated
+from jserve.sizing.speculation import DraftCosts, Gain, Speculated
 
 LENGTHS = (512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -42,7 +42,7 @@ class Residents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
+class DecodeRate:
     """Decoding at one batch and context."""
 
     batch: int
@@ -118,7 +118,7 @@ class Plan:
     max_num_seqs: int
     memory: MemoryPlan
     residents: tuple[Residents, ...]
-    rates: tuple[Rate, ...]
+    rates: tuple[DecodeRate, ...]
     context: int
     """Tokens that each row of ``programs`` reads."""
     programs: tuple[Program, ...]
@@ -184,7 +184,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
     line, context = _roofline(laid, chip), lengths[len(lengths) // 2]
     per_token = memory.page_bytes // sizes.dims.Z
     rates = tuple(_rate(laid, line, b, n) for n in lengths for b in BATCHES)
-    drafting = None if laid.speculation is None else Drafting.of(laid.speculation.drafter, line)
+    drafting = None if laid.speculation is None else DraftCosts.of(laid.speculation.drafter, line)
     return Plan(
         model=model.name,
         family=model.family.name,
@@ -222,8 +222,8 @@ def _drafter_name(laid: Layout) -> str:
 def _speculated(
     laid: Layout,
     line: Roofline,
-    drafting: Drafting | None,
-    rates: tuple[Rate, ...],
+    drafting: DraftCosts | None,
+    rates: tuple[DecodeRate, ...],
     acceptance: float,
 ) -> Speculated | None:
     config, made, dims = laid.config, laid.speculation, laid.sizes.dims
@@ -270,10 +270,10 @@ def _residents(laid: Layout, length: int) -> Residents:
     return Residents(length=length, pages=pages, sequences=held, admitted=min(held, dims.C))
 
 
-def _rate(laid: Layout, line: Roofline, batch: int, context: int) -> Rate:
+def _rate(laid: Layout, line: Roofline, batch: int, context: int) -> DecodeRate:
     work = line.work(rows=batch, tokens=batch, drawn=batch, n_context=context)
     limit, expected = line.limit(work) + line.links(work), line.expected(work)
-    return Rate(
+    return DecodeRate(
         batch=batch,
         context=context,
         limit_ms=limit * 1e3,
@@ -284,7 +284,7 @@ def _rate(laid: Layout, line: Roofline, batch: int, context: int) -> Rate:
     )
 
 
-def _program(line: Roofline, drafting: Drafting | None, bucket: Bucket, context: int) -> Program:
+def _program(line: Roofline, drafting: DraftCosts | None, bucket: Bucket, context: int) -> Program:
     drawn = bucket.D * bucket.J + (bucket.P if SCORE in bucket.features else bucket.F)
     work = line.work(rows=bucket.R, tokens=bucket.T, drawn=drawn, n_context=context)
     works, at_once = [], bucket.D * bucket.J + bucket.F

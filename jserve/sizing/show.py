@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from jserve.sizing.plan import Plan, Rate
+from jserve.sizing.plan import DecodeRate, Plan
 from jserve.sizing.speculation import DraftRate, Speculated
 from jserve.types import Grown
 
@@ -91,7 +91,7 @@ def _rates(plan: Plan) -> Table:
     return table
 
 
-def _rate(r: Rate) -> str:
+def _rate(r: DecodeRate) -> str:
     return f"{r.expected_tok_s:,.0f} ({r.limit_tok_s:,.0f})" if r.fits else "no room"
 
 

@@ -24,16 +24,16 @@ import jax
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model import tree as trees
-from jserve.model.drafter import Drafter
+from jserve.model import draft_tree as trees
+from jserve.model.draft_tree import TreeShape
 from jserve.model.shard import is_spec
-from jserve.model.tree import Shape
-from jserve.runner.drafts import Speculation, copying, find_drafter
 from jserve.sim.roofline import Roofline, Work
 from jserve.sizing.models import Model, device_bytes, source_of
-from jserve.spec import trees as written
-from jserve.spec.choice import widths
-from jserve.spec.methods import DEVICE, OWN, check, shape
+from jserve.speculation.drafters.drafter import Drafter
+from jserve.speculation.drafters.load import LoadedDrafter, copying, find_drafter
+from jserve.speculation.host import trees as written
+from jserve.speculation.host.methods import DEVICE, OWN, check, shape
+from jserve.speculation.policy.width import widths
 from jserve.types import Grown
 
 
@@ -64,7 +64,7 @@ class Speculated:
     drafter: str
     """Where it comes from; empty: it has no files."""
     n_drafts: int
-    tree: Shape
+    tree: TreeShape
     devices: int
     """That share the drafter; 1: each holds all of it."""
     weight_bytes: int
@@ -79,7 +79,7 @@ class Speculated:
     rates: tuple[DraftRate, ...]
 
 
-def drafter_of(model: Model, config: EngineConfig) -> Speculation | None:
+def drafter_of(model: Model, config: EngineConfig) -> LoadedDrafter | None:
     """The drafter that the options name, without its weights; None: the device drafts nothing.
 
     Raises:
@@ -100,10 +100,10 @@ def drafter_of(model: Model, config: EngineConfig) -> Speculation | None:
     found = find_drafter(options.method, source, model.arch)
     drafter = found.over(tp, options.tensor_parallel_size).drafter
     n_draft, tree = shape(options, drafter.n_max)
-    return Speculation(drafter=drafter, params=None, n_draft=n_draft, tree=tree)
+    return LoadedDrafter(drafter=drafter, params=None, n_draft=n_draft, tree=tree)
 
 
-def weight_bytes(speculation: Speculation | None, model: Model, tp: int) -> int:
+def weight_bytes(speculation: LoadedDrafter | None, model: Model, tp: int) -> int:
     """Of the drafter on one device of ``tp``."""
     if speculation is None:
         return 0
@@ -134,7 +134,7 @@ def chances_of(acceptance: float, config: EngineConfig) -> tuple[float, ...]:
     return (acceptance, *(rest * r for r in ranks[1:]))
 
 
-def tokens_per_step(parents: Shape, by_rank: Seq[float]) -> float:
+def tokens_per_step(parents: TreeShape, by_rank: Seq[float]) -> float:
     """Expected of a row that verifies a tree: 1 and the chance of each draft to stand. Of one that is
     grown, what the best of one shape would give, which is less than it does."""
     if isinstance(parents, Grown):
@@ -150,7 +150,7 @@ def tokens_per_step(parents: Shape, by_rank: Seq[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DraftCosts:
     """The work of a drafter beside one target."""
 
     drafter: Drafter
@@ -164,7 +164,7 @@ class Drafting:
     """Weights of the logits of one level."""
 
     @classmethod
-    def of(cls, drafter: Drafter, line: Roofline) -> Drafting:
+    def of(cls, drafter: Drafter, line: Roofline) -> DraftCosts:
         specs = drafter.specs(1)
         unembed = line.shape.unembed
         if drafter.copy is not None:
@@ -177,7 +177,7 @@ class Drafting:
         tied = drafter.arch.tied and table  # its embedding is its unembedding
         return cls(drafter, line, body, body - _count(specs.get("fc")), own or tied or unembed)
 
-    def works(self, rows: int, tokens: int, context: float, tree: Shape) -> list[Work]:
+    def works(self, rows: int, tokens: int, context: float, tree: TreeShape) -> list[Work]:
         """Of a step of ``rows`` and ``tokens`` that leaves drafts of that shape, one after the other."""
         if self.drafter.copy is not None:
             return []  # a search in the text: nothing beside a step
@@ -216,7 +216,7 @@ class Drafting:
         )
 
 
-def inner_of(parents: Shape) -> list[int]:
+def inner_of(parents: TreeShape) -> list[int]:
     """Nodes that get children, of each depth that has any."""
     if isinstance(parents, Grown):
         return [1, *[parents.width] * (parents.depth - 1)]
@@ -235,9 +235,9 @@ class Gain:
     """Decoding rates of an engine that speculates."""
 
     line: Roofline
-    drafting: Drafting | None
+    drafting: DraftCosts | None
     """None: the host drafts, and its time is not counted."""
-    tree: Shape
+    tree: TreeShape
     n_drafts: int
     draft_rows: int
     by_rank: tuple[float, ...]

@@ -197,11 +197,11 @@ class FakeRunner:
         scores: dict[int, PromptLogprobs] = {}
         written: set[tuple[int, int]] = set()
         for row, pages in zip(plan.rows, plan.page_table_RM, strict=True):
-            if row.shown:  # before anybody drafts
+            if row.backfill:  # before anybody drafts
                 self._show(row, pages)
         for r, row in enumerate(plan.rows):
             pages = plan.page_table_RM[r]
-            if row.shown:
+            if row.backfill:
                 continue
             tokens, start = self._inputs(row)
             drafts = tokens[1:] if row.from_slot else ()

@@ -32,7 +32,7 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ShardPiece:
     """A region of one part, and the region of the shard it fills."""
 
     part: Part
@@ -80,7 +80,7 @@ def check(spec: ParamSpec, name: str) -> None:
     assert total == spec.shape[c], f"{name}: parts give {total}, not {spec.shape}"
 
 
-def pieces(spec: ParamSpec, index: Index) -> Iterator[Piece]:
+def pieces(spec: ParamSpec, index: Index) -> Iterator[ShardPiece]:
     """The pieces, in order, that fill the shard ``index`` (steps of 1) of ``spec``, but for its
     padding."""
     want = [range(*s.indices(n)) for s, n in zip(index, spec.shape, strict=True)]
@@ -95,7 +95,7 @@ def pieces(spec: ParamSpec, index: Index) -> Iterator[Piece]:
             rows[spec.concat] = slice(low - start, high - start)
             begin = want[spec.concat].start
             out[spec.concat] = slice(low - begin, high - begin)
-            yield Piece(part=part, rows=tuple(rows), out=tuple(out))
+            yield ShardPiece(part=part, rows=tuple(rows), out=tuple(out))
         start += extent
 
 

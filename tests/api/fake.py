@@ -16,10 +16,10 @@ import aiohttp
 from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jserve.api.app import make_app
-from jserve.api.ask import ModelCard
-from jserve.api.front import Limits
-from jserve.api.server import HttpServer
+from jserve.api.http.app import make_app
+from jserve.api.http.front import Limits
+from jserve.api.http.server import HttpServer
+from jserve.api.request.parsed import ModelCard
 from jserve.config import EngineConfig
 from jserve.engine.wire import StepRecord
 from jserve.errors import NotReady
@@ -91,7 +91,7 @@ class FakeEngine:
         self.raise_at: tuple[int, Exception] | None = None
         self.records: list[Record] = []
         self.is_healthy = self.is_ready = True
-        self.ails: list[str] = []
+        self.reasons: list[str] = []
         self.draining = False
         self.gave_up = asyncio.Event()
         self.gave_up_reason = ""
@@ -122,8 +122,8 @@ class FakeEngine:
     def healthy(self) -> bool:
         return self.is_healthy
 
-    def unfit(self) -> list[str]:
-        return self.ails
+    def degraded_reasons(self) -> list[str]:
+        return self.reasons
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(

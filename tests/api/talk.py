@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from jserve.api.app import make_app
-from jserve.api.ask import ModelCard
-from jserve.api.server import HttpServer
+from jserve.api.http.app import make_app
+from jserve.api.http.server import HttpServer
+from jserve.api.request.parsed import ModelCard
 from jserve.config import EngineConfig
 from jserve.text.chat.template import ChatTemplate
 from jserve.types import Finish, Output, Request
@@ -52,8 +52,8 @@ class Script(FakeEngine):
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         self.records.append(request)  # type: ignore[arg-type]
-        said = self.texts[(len(self.records) - 1) % len(self.texts)]
-        ids = tokenizer().encode(said, add_special_tokens=False)
+        parsed = self.texts[(len(self.records) - 1) % len(self.texts)]
+        ids = tokenizer().encode(parsed, add_special_tokens=False)
         ids = [*ids, EOS] if self.end is Finish.STOP or not ids else [*ids]
         sizes, at = itertools.cycle(self.cuts or (self.chunk,)), 0
         while at < len(ids):

@@ -224,10 +224,10 @@ def from_response(response: dict) -> dict:
     n_cached=st.integers(0, 3),
 )
 def test_all_dialects_tell_one_answer(kind, thought, words, cuts, end, calls, n_cached):
-    said = thought + "".join(CALLS[kind] if word == "CALL" else word for word in words)
+    parsed = thought + "".join(CALLS[kind] if word == "CALL" else word for word in words)
 
     async def run():
-        script = Script((said,))
+        script = Script((parsed,))
         script.end, script.n_cached = end, n_cached
         async with talking(script, FORMATS[kind]) as srv:
 

@@ -10,9 +10,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from jserve.api.anthropic import CountBody, MessagesBody
-from jserve.api.openai import ChatBody, CompletionBody
-from jserve.api.responses import ResponseBody
+from jserve.api.anthropic.fields import CountBody, MessagesBody
+from jserve.api.openai.fields import ChatBody, CompletionBody
+from jserve.api.responses.fields import ResponseBody
 from tests.api.fake import FakeEngine, live
 
 TEXT = "Hello, wörld! 🙂"

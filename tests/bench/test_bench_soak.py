@@ -11,8 +11,8 @@ import pytest
 
 from bench import soak
 from bench.soak_traffic import KINDS, SHAPES, Soak, _fits
-from jserve.api.app import make_admin_app
-from jserve.api.server import HttpServer
+from jserve.api.http.app import make_admin_app
+from jserve.api.http.server import HttpServer
 from tests.hardening.world import world
 
 NEEDS_A_MODEL = {"shaped", "called"}

@@ -24,13 +24,13 @@ from checkpoints.recipe.medusa import MedusaConfig
 from checkpoints.recipe.model import SIZES, init_params, packed_features
 from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
-from jserve.model.drafter import Drafter, Seen, Target
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
 from jserve.model.shard import Axes, ShardRules, make_mesh
 from jserve.model.view import Bucket, StepDims, layout, unpack
-from jserve.weights.heads import read_head
+from jserve.speculation.drafters.drafter import Drafter, Seen, Target
+from jserve.speculation.drafters.heads import read_head
 from jserve.weights.loader import load
 from jserve.weights.source import resolve
 

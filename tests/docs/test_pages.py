@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from docs import generate
-from jserve.api.auth import load_tenants
+from jserve.api.http.auth import load_tenants
 from tests.docs.pages import PAGES, ROOT, WRITTEN, blocks
 
 README_BYTES = 8000

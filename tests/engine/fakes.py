@@ -19,8 +19,8 @@ from jserve.engine.engine import Engine
 from jserve.errors import BadRequest, ConfigError, Overloaded
 from jserve.ports import InFlight, RunnerLimits
 from jserve.sampling import SamplingParams
+from jserve.sched.recovery.bisection import FaultBisection
 from jserve.sched.scheduler import Scheduler
-from jserve.sched.trials import Trials
 from jserve.types import Finish, Output, Request, RowPlan, SeqState, Sequence, StepPlan, StepResult
 
 LIMITS = RunnerLimits(
@@ -76,8 +76,8 @@ class FakeScheduler:
         self.n_resets = 0
         self.live: dict[str, list[Sequence]] = {}
         self.in_flight: dict[int, list[Sequence]] = {}
-        self.trials = Trials(self.live)
-        self.hopeless = self.trials.hopeless
+        self.bisection = FaultBisection(self.live)
+        self.device_fault = self.bisection.device_fault
 
     def submit(self, request: Request, now: float) -> None:
         if len(request.prompt_ids) > LIMITS.max_model_len:
@@ -107,12 +107,12 @@ class FakeScheduler:
         return []
 
     def plan(self, now: float) -> StepPlan | None:
-        self.trials.settle(now)
+        self.bisection.clear_passed(now)
         live = [
             s
             for s in self.seqs.values()
             if s.n_output + s.in_flight < s.max_len - s.n_prompt
-            and (s.state is SeqState.RUNNING or not self.trials.holds(s))
+            and (s.state is SeqState.RUNNING or not self.bisection.holds(s))
         ]
         rows = [
             RowPlan(
@@ -140,7 +140,7 @@ class FakeScheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         self.committed.append(plan.id)
-        self.trials.succeeded()
+        self.bisection.succeeded()
         outputs = []
         for r, seq in enumerate(self.in_flight.pop(plan.id)):
             seq.in_flight -= 1
@@ -165,7 +165,7 @@ class FakeScheduler:
         self.lost += [plan.id for plan in plans]
         self.n_resets += 1
         lost = [seq for plan in plans for seq in self.in_flight.pop(plan.id)]
-        blame = self.trials.accuse(lost, now) or ""
+        blame = self.bisection.step_failed(lost, now) or ""
         for seq in self.seqs.values():
             seq.in_flight = 0
             seq.state = SeqState.WAITING

@@ -438,23 +438,23 @@ async def test_health_is_steps_while_work_waits(scripted):
 async def test_an_engine_is_unfit_by_what_it_says_and_the_next_one_begins_anew(scripted):
     engine, clients, now = scripted
     said = {"step_faults_total": 7.0, "steps_failed_in_row": 7.0}
-    assert engine.unfit() == []
+    assert engine.degraded_reasons() == []
     clients[0].say(Stats(step=1, values=said))
     await asyncio.sleep(0.01)
-    assert engine.unfit() == ["7 steps failed in a row"]
+    assert engine.degraded_reasons() == ["7 steps failed in a row"]
     assert engine.healthy()
-    assert engine.counters["unfit"] == 1
+    assert engine.counters["degraded"] == 1
     clients[0].say(Gone(exit_code=1))
     while len(clients) < 2 or not engine.ready:
         await asyncio.sleep(0.01)
-    assert engine.unfit() == []
+    assert engine.degraded_reasons() == []
     now[0] += 100.0
-    assert engine.unfit() == [], "idle is fit, however long"
+    assert engine.degraded_reasons() == [], "idle is fit, however long"
     stream = engine.generate(request("a"))
     first = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
     now[0] += 31.0
-    assert engine.unfit() == ["no step for 31 s while there is work"]
+    assert engine.degraded_reasons() == ["no step for 31 s while there is work"]
     say(clients[1], "a", 1, finish=Finish.LENGTH)
     await first
 

@@ -12,7 +12,7 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import ProcClient
-from jserve.engine.wire import Handle
+from jserve.engine.wire import HandleCommand
 from jserve.errors import BadRequest, CacheNotFound, EngineDead
 from jserve.sampling import SamplingParams
 from jserve.testing import FakeRunner
@@ -37,8 +37,8 @@ async def engine():
     await made.close()
 
 
-def ask(id: str, action, name: str | None = "doc", **fields) -> Handle:
-    return Handle(id=id, action=action, name=name, **fields)
+def ask(id: str, action, name: str | None = "doc", **fields) -> HandleCommand:
+    return HandleCommand(id=id, action=action, name=name, **fields)
 
 
 async def test_a_handle_over_the_wire(engine):

@@ -14,8 +14,8 @@ from jserve.engine.client import ProcClient
 from jserve.engine.engine import Engine
 from jserve.ports import RunnerLimits
 from jserve.sampling import SamplingParams
-from jserve.sched.journal import JournalFile
-from jserve.sched.replay import replay
+from jserve.sched.record.journal import JournalFile
+from jserve.sched.record.replay import replay
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
 from jserve.types import Finish, Request
@@ -127,7 +127,7 @@ def test_faults_that_do_not_come_back_change_no_token(overlap, n_faults, seed, t
         requests = workload(rng, n=16)
         outputs = run(engine, requests, rng)
     found = by_choice(outputs)
-    scheduler.floor.check()
+    scheduler.resources.check()
     for r in requests:
         for i in range(r.params.n):
             tokens, ends = found[r.id, i]

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
+from jserve.grammar.compiler import GrammarCompiler
 from jserve.grammar.guides import TokenGuides
-from jserve.grammar.matcher import Compiler
 from jserve.grammar.spec import lowered
 from jserve.grammar.vocab import ll_tokenizer, vocabulary
 from jserve.ports import RunnerLimits
@@ -64,8 +64,8 @@ def thinking(**changes: Any) -> Thinking:
 
 
 @functools.cache
-def compiler() -> Compiler:
-    return Compiler(ll_tokenizer(vocabulary(tokenizer(), VOCAB, (EOS,))))
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(ll_tokenizer(vocabulary(tokenizer(), VOCAB, (EOS,))))
 
 
 def guides(**options: Any) -> TokenGuides:
@@ -159,7 +159,7 @@ def run(*requests: Request, **options: Any) -> list[Output]:
     for item in requests:
         made.submit(item)
     outputs = made.drain()
-    made.scheduler.floor.check()
+    made.scheduler.resources.check()
     return outputs
 
 

@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 
 from jserve.config import EngineConfig
-from jserve.engine import anteroom
+from jserve.engine import pending_compile
 from jserve.sampling import StructuredOutputs
-from jserve.sched.journal import JournalFile
-from jserve.sched.replay import replay
+from jserve.sched.record.journal import JournalFile
+from jserve.sched.record.replay import replay
 from tests.grammar.kit import (
     CITY,
     EOS,
@@ -166,8 +166,8 @@ def test_a_structure_that_becomes_too_complex_is_the_clients():
     outputs = made.step()
     while not outputs:
         outputs = made.step()
-    (seq,) = made.scheduler.floor.running
-    made.scheduler.guides.settle(None)
+    (seq,) = made.scheduler.resources.running
+    made.scheduler.guides.wait_masks(None)
     seq.guide.matcher.consume_token(1)  # the matcher is in error, as behind a limit of its own
     seq.guide.compute()
     last = made.drain()[-1]
@@ -186,9 +186,9 @@ def test_a_matcher_error_in_mid_generation_ends_that_row_only(at):
     guided = None
     while guided is None or guided.n_output < at:
         outputs += made.step()
-        running = made.scheduler.floor.running
+        running = made.scheduler.resources.running
         guided = next((s for s in running if s.guide is not None), guided)
-    made.scheduler.guides.settle(None)  # no thread looks at the matcher now
+    made.scheduler.guides.wait_masks(None)  # no thread looks at the matcher now
     guided.guide.matcher.consume_token(1)  # type: ignore[union-attr]
     outputs += made.drain()
     last = gather(outputs)["a", 0][-1]
@@ -247,7 +247,7 @@ def test_a_grammar_that_never_compiles_ends_its_request_and_no_other():
         made.step()
         now[0] += 1.0
     made.submit(request("free", max_tokens=3))
-    now[0] = anteroom.LIMIT_S
+    now[0] = pending_compile.LIMIT_S
     outputs = made.step()
     assert [(o.request_id, o.finish, o.error_code) for o in outputs] == [
         ("a", "error", "engine_step_failed")

@@ -8,7 +8,7 @@ import pytest
 
 from jserve import faults
 from jserve.grammar import guide as guide_module, guides as guides_module
-from jserve.grammar.trail import MOST_CERTAIN
+from jserve.grammar.rollback import MAX_FORCED
 from jserve.sampling import StructuredOutputs
 from jserve.testing import FakeProposer
 from tests.grammar.kit import CITY, engine, finish, gather, guides, ids, request, run, text, tokens
@@ -129,9 +129,9 @@ def test_a_mask_that_fails_ends_that_row_only():
     outputs, sick = [], None
     while sick is None or not sick.n_output:
         outputs += made.step()
-        sick = next((s for s in made.scheduler.floor.running if s.request.id == "r1"), sick)
-    made.scheduler.guides.settle(None)
-    sick.guide.trail.matcher = Sick(sick.guide.trail.matcher)
+        sick = next((s for s in made.scheduler.resources.running if s.request.id == "r1"), sick)
+    made.scheduler.guides.wait_masks(None)
+    sick.guide.grammar.matcher = Sick(sick.guide.grammar.matcher)
     outputs += made.drain()
     last = gather(outputs)["r1", 0][-1]
     assert (last.finish, last.error_code) == ("error", "grammar_failed")
@@ -148,7 +148,7 @@ def test_a_long_certain_text_comes_in_pieces(fast_forward):
     outputs = run(asked, FREE, fast_forward=fast_forward)
     assert text(tokens(outputs, "a")) == text(list(ids("the red car " * 90))[:330])
     assert finish(outputs, "a") == "length"
-    assert max(len(o.token_ids) for o in gather(outputs)["a", 0]) <= MOST_CERTAIN + 1
+    assert max(len(o.token_ids) for o in gather(outputs)["a", 0]) <= MAX_FORCED + 1
     assert tokens(outputs, "free") == tokens(run(FREE), "free")
 
 

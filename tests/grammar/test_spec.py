@@ -12,7 +12,7 @@ import pytest
 
 from jserve.engine.wire import Submit, ToEngine, pack, take_frames
 from jserve.errors import BadRequest
-from jserve.grammar.matcher import Compiler
+from jserve.grammar.compiler import GrammarCompiler
 from jserve.grammar.spec import MAX_BYTES, MAX_DEPTH, lowered
 from jserve.sampling import StructuredOutputs
 from tests.grammar.kit import CITY, compiler, ids, request, thinking
@@ -208,7 +208,7 @@ def test_exactly_one_structure_of_the_right_type(values):
 
 
 def test_the_cache_is_bounded_in_bytes_and_keeps_what_is_used():
-    small = Compiler(compiler().tokenizer, cache_bytes=300_000)
+    small = GrammarCompiler(compiler().tokenizer, cache_bytes=300_000)
     specs = [StructuredOutputs(regex=f"[a-{c}]x") for c in "bcdefghij"]
     small.compile(specs[0])
     for spec in specs[1:]:

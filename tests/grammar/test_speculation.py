@@ -179,10 +179,10 @@ def test_masks_with_drafts_are_the_masks_one_step_at_a_time(drafts, n_steps, dat
 
 def _copy(walked: TokenGuide) -> TokenGuide:
     made = TokenGuide(walked.kit, compiler().compile(CITY), Thought(tags=None), fast=False)
-    assert made.trail is not None
-    assert walked.trail is not None
-    for token in walked.trail._taken:
-        made.trail.take(token)
+    assert made.grammar is not None
+    assert walked.grammar is not None
+    for token in walked.grammar._taken:
+        made.grammar.accept(token)
     made.mask_W = None
     return made
 

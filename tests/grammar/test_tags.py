@@ -7,7 +7,7 @@ import json
 import pytest
 
 from jserve.errors import BadRequest
-from jserve.grammar.matcher import Compiler
+from jserve.grammar.compiler import GrammarCompiler
 from jserve.sampling import StructuredOutputs
 from tests.grammar.kit import compiler
 from tests.grammar.test_spec import accepts
@@ -176,5 +176,5 @@ def test_a_deep_format_is_refused_before_it_is_read():
     for _ in range(80):
         format = {"type": "optional", "content": format}
     with pytest.raises(BadRequest) as caught:
-        Compiler.compile(compiler(), spec(format))
+        GrammarCompiler.compile(compiler(), spec(format))
     assert caught.value.code == "grammar_too_large"

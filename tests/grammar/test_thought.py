@@ -266,12 +266,12 @@ def test_drafts_choices_and_preemption_change_no_thought(drafts, extra):
     made = engine(proposer=Tags() if drafts else None, max_drafts=drafts)
     for item in asked:
         made.submit(item)
-    outputs, floor = [], made.scheduler.floor
+    outputs, resources = [], made.scheduler.resources
     for i in range(400):
         outputs += made.step()
-        able = [seq for seq in floor.running if not policy.protected(seq)]
+        able = [seq for seq in resources.running if not policy.protected(seq)]
         if able and i % 7 == 3:
-            floor.preempt(able[i % len(able)])
+            resources.preempt(able[i % len(able)])
     assert not made.busy
     for key in gather(plain):
         assert tokens(outputs, *key) == tokens(plain, *key), key

@@ -12,7 +12,7 @@ import struct
 import aiohttp
 import pytest
 
-from jserve.api.front import Limits
+from jserve.api.http.front import Limits
 from tests.api.fake import until
 from tests.hardening.world import CHAT, COMP, GOOD, JOBS, play, probe, tasks, world
 
@@ -47,7 +47,7 @@ def leave(sock: socket.socket, how: str) -> None:
 
 LONG = {"prompt": "a" * 200, "max_tokens": 250, "seed": 5, "ignore_eos": True}
 STAGES = {
-    "queued": lambda made: len(made.engine.scheduler.floor.waiting) > 0,
+    "queued": lambda made: len(made.engine.scheduler.resources.waiting) > 0,
     "prefill": lambda made: made.engine.scheduler.n_prefilled > 40,
     "first token": lambda made: made.face.n_active and made.engine.n_steps > 12,
     "decode": lambda made: made.face.n_active and made.engine.n_steps > 60,
@@ -70,7 +70,7 @@ async def test_leaving_at_every_stage_gives_everything_back(stage):
                     others = []
                     if stage == "queued":
                         others.append(await connect(made.srv.url, raw(COMP, LONG)))
-                        await until(lambda: len(made.engine.scheduler.floor.running) > 0)
+                        await until(lambda: len(made.engine.scheduler.resources.running) > 0)
                     sock = await connect(made.srv.url, raw(COMP, body))
                     await until(lambda: STAGES[stage](made))
                     leave(sock, how)

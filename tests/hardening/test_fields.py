@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from jserve import faults
-from jserve.api.openai import ChatBody, CompletionBody
+from jserve.api.openai.fields import ChatBody, CompletionBody
 from tests.hardening.world import CHAT, COMP, probe, world
 
 HUGE = [2**31 - 1, 2**31, -(2**31), 2**53, 2**63 - 1, 2**63, -(2**63), 2**64, 10**300]

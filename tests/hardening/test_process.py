@@ -16,11 +16,11 @@ import aiohttp
 import pytest
 
 from jserve import faults
-from jserve.api.server import SPARE_FILES, _allow_files
+from jserve.api.http.server import SPARE_FILES, _allow_files
 from jserve.errors import ConfigError
 from jserve.runner.disk import READ_ONLY_S, DiskStore
 from tests.api.fake import FakeEngine, chat_body, until
-from tests.api.test_api_server import CHAT, started, stream
+from tests.api.http.test_api_server import CHAT, started, stream
 from tests.whole.conftest import SMALL_OPTIONS
 
 

@@ -9,7 +9,7 @@ import logging
 import numpy as np
 import pytest
 
-from jserve.engine import fitness
+from jserve.engine import health
 from tests.api.fake import until
 from tests.hardening.world import COMP, World, world
 
@@ -19,7 +19,7 @@ BODY = {"prompt": "Hello", "max_tokens": 3, "temperature": 0}
 @pytest.fixture(autouse=True)
 def quiet(caplog, monkeypatch):
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr(fitness, "REST_S", 0.3)
+    monkeypatch.setattr(health, "REST_S", 0.3)
 
 
 async def heard(made: World) -> None:
@@ -42,12 +42,12 @@ async def answer(made: World) -> tuple[int, str]:
     status, body, headers = await made.srv.get("/ready")
     if status == 200:
         return status, body["status"]
-    assert body["error"]["code"] == "unfit"
+    assert body["error"]["code"] == "degraded"
     assert int(headers["Retry-After"]) >= 1
     return status, body["error"]["message"]
 
 
-def unsound(made: World) -> None:
+def nonfinite(made: World) -> None:
     """From now on the model gives logits that are not finite."""
     collect = made.runners[-1].collect
 
@@ -63,7 +63,7 @@ async def test_a_model_that_gives_no_finite_logits():
         assert (await made.srv.post(COMP, BODY))[0] == 200
         assert await ready(made) == (200, "ready")
         whole = made.runners[-1].collect
-        unsound(made)
+        nonfinite(made)
         for _ in range(4):
             status, body, _ = await made.srv.post(COMP, BODY)
             assert (status, body["error"]["code"]) == (500, "nonfinite_logits")
@@ -73,10 +73,10 @@ async def test_a_model_that_gives_no_finite_logits():
         )
         made.runners[-1].collect = whole
         assert (await made.srv.post(COMP, BODY))[0] == 200, "who asks all the same is served"
-        assert made.face.counters["unfit"] == 1
+        assert made.face.counters["degraded"] == 1
         told = made.srv.app_metrics()
         assert "jserve:sequences_nonfinite_total" in told
-        assert "jserve:engine_unfit_total" in told
+        assert "jserve:engine_degraded_total" in told
 
 
 async def test_few_bad_requests_among_many_are_theirs():
@@ -86,7 +86,7 @@ async def test_few_bad_requests_among_many_are_theirs():
             for _ in range(9):
                 assert (await made.srv.post(COMP, BODY))[0] == 200
             whole = made.runners[-1].collect
-            unsound(made)
+            nonfinite(made)
             assert (await made.srv.post(COMP, BODY))[0] == 500
             made.runners[-1].collect = whole
             assert await ready(made) == (200, "ready")
@@ -116,7 +116,7 @@ async def test_steps_that_all_fail_and_then_do_not():
 
 async def test_a_step_that_runs_for_long(monkeypatch):
     async with world() as made:
-        made.face._fitness = fitness.Fitness(fitness.FitnessLimits(step_s=0.2))
+        made.face._health = health.EngineHealth(health.HealthLimits(step_s=0.2))
         gate = asyncio.Event()
         collect, loop = made.runners[-1].collect, asyncio.get_running_loop()
 
@@ -126,7 +126,7 @@ async def test_a_step_that_runs_for_long(monkeypatch):
 
         made.runners[-1].collect = slow
         asked = asyncio.create_task(made.srv.post(COMP, BODY))
-        await until(lambda: made.face.unfit() != [], 5.0)
+        await until(lambda: made.face.degraded_reasons() != [], 5.0)
         status, words = await answer(made)
         assert status == 503
         assert "while there is work" in words

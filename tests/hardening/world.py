@@ -20,13 +20,13 @@ from typing import Any
 
 import aiohttp
 
-from jserve.api.front import Limits
+from jserve.api.http.front import Limits
 from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import ProcClient
 from jserve.engine.engine import Engine
 from jserve.engine.process import run
-from jserve.engine.wire import Handle, SocketLink, ToEngine
+from jserve.engine.wire import HandleCommand, SocketLink, ToEngine
 from jserve.errors import EngineDead, NotReady
 from jserve.grammar.checker import GrammarChecker
 from jserve.grammar.guides import TokenGuides
@@ -98,13 +98,13 @@ class World:
         await until(lambda: self.face.n_active == 0, 10.0)
         await asyncio.wait_for(self._answered(), 10.0)
         await until(lambda: not self.engine.busy, 5.0)
-        floor = self.engine.scheduler.floor
-        floor.check()
-        cache = floor.cache
+        resources = self.engine.scheduler.resources
+        resources.check()
+        cache = resources.cache
         assert cache.pool.n_free + cache.tree.n_nodes == cache.pool.n_usable, "pages are lost"
         assert cache.tree.n_evictable == cache.tree.n_nodes, "a lock is left"
-        assert len(floor.running) == len(floor.waiting) == 0
-        assert len(floor._slots) == LIMITS.n_slots, "a slot is lost"
+        assert len(resources.running) == len(resources.waiting) == 0
+        assert len(resources._slots) == LIMITS.n_slots, "a slot is lost"
         assert not self.engine.scheduler.groups
 
     async def _answered(self) -> None:
@@ -112,7 +112,7 @@ class World:
         is ready until its end is heard of."""
         while True:
             try:
-                await self.face.handles(Handle(id=uuid.uuid4().hex, action="find"))
+                await self.face.handles(HandleCommand(id=uuid.uuid4().hex, action="find"))
                 return
             except (NotReady, EngineDead):
                 assert not self.face.gave_up.is_set(), self.face.gave_up_reason

@@ -15,7 +15,7 @@ from jserve.errors import (
     RateLimited,
 )
 from jserve.request_options import Retention
-from jserve.sched import caching
+from jserve.sched.cache import handles as caching
 from tests.kv.counting import Told, with_fields
 from tests.kv.disk_drive import DiskDrive
 from tests.sched.sched_drive import VOCAB, Drive, MixedDrafts, drafting, limits
@@ -99,7 +99,7 @@ class CacheMachine(SchedulerMachine):
         self.n = 0
 
     def _queue_has_room(self) -> bool:
-        return len(self.drive.scheduler.floor.waiting) < 8
+        return len(self.drive.scheduler.resources.waiting) < 8
 
     def _make(self, spec: dict):
         return make(f"r{self.n}", spec, self.drive.limits.vocab_size)
@@ -138,7 +138,7 @@ class CacheMachine(SchedulerMachine):
             return
         self.n += 1
         spec = with_fields(self._make(_plain(prefix)), tenant=tenant, cache=name)
-        handles = self.drive.scheduler.floor.keeping.handles
+        handles = self.drive.scheduler.resources.retention.handles
         before = (len(handles), handles.n_pages)
         try:
             caching.create(self.drive.scheduler, spec, ttl_s, self.drive.now)
@@ -156,11 +156,11 @@ class CacheMachine(SchedulerMachine):
         spec = _plain(rest) | {"max_tokens": 3}
         request = with_fields(self._make(spec), tenant=tenant, cache=name)
         rest = request.prompt_ids
-        handle = self.drive.scheduler.floor.keeping.handles.get(tenant, name)
+        handle = self.drive.scheduler.resources.retention.handles.get(tenant, name)
         try:
             self.drive.scheduler.submit(request, self.drive.now)
         except CacheNotFound:
-            handles = self.drive.scheduler.floor.keeping.handles
+            handles = self.drive.scheduler.resources.retention.handles
             assert handles.get(tenant, name) is None
             return
         except (Overloaded, RateLimited) as error:
@@ -180,7 +180,7 @@ class CacheMachine(SchedulerMachine):
             else:
                 assert caching.renew(scheduler, tenant, name, ttl_s, now).expires_in_s == ttl_s
         except CacheNotFound:
-            assert scheduler.floor.keeping.handles.get(tenant, name) is None
+            assert scheduler.resources.retention.handles.get(tenant, name) is None
         self.drive.check()
 
     @rule(number=st.integers(0, 5), fail=st.booleans())
@@ -223,12 +223,12 @@ class CacheMachine(SchedulerMachine):
 
     def _nothing_is_pinned_for_ever(self) -> None:
         drive = self.drive
-        handles = drive.scheduler.floor.keeping.handles
+        handles = drive.scheduler.resources.retention.handles
         assert handles.n_pages == sum(h.n_pages for h in handles.of("") + handles.of("b"))
         assert handles.n_pages <= handles.quota
         drive.now += 1e6
         drive.scheduler.plan(drive.now)
-        cache = drive.scheduler.floor.cache
+        cache = drive.scheduler.resources.cache
         assert (len(handles), handles.n_pages, cache.tree.n_pinned) == (0, 0, 0)
         cache.clear()
         assert cache.pool.n_free == cache.pool.n_usable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jserve.sched import tiering
+from jserve.sched.cache import tiers as tiering
 from jserve.testing import FakeRunner, HostCopy
 from jserve.types import PageFetch
 from tests.kv.counting import CountingDrive

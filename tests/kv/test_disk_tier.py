@@ -2,10 +2,10 @@
 
 import pytest
 
-from jserve.sched import caching
-from jserve.sched.fetching import PATIENCE_S
-from jserve.sched.journal import JournalFile
-from jserve.sched.replay import replay
+from jserve.sched.cache import handles as caching
+from jserve.sched.cache.disk_wait import PATIENCE_S
+from jserve.sched.record.journal import JournalFile
+from jserve.sched.record.replay import replay
 from tests.kv.counting import Told, limits, request, with_fields
 from tests.kv.disk_drive import DiskDrive
 
@@ -56,8 +56,8 @@ def test_a_read_that_fails_is_a_miss_and_is_not_tried_again():
     drive.lag = 0
     drive.run()
     assert drive.computed["x"] == 11
-    drive.scheduler.floor.cache.evict(99)
-    assert len(drive.scheduler.floor.cache.tier.on_disk) >= 1
+    drive.scheduler.resources.cache.evict(99)
+    assert len(drive.scheduler.resources.cache.tier.on_disk) >= 1
 
 
 def test_who_waits_for_the_disk_blocks_nobody():
@@ -111,7 +111,7 @@ def test_a_fault_of_the_device_leaves_the_disk_as_it_was():
     drive.add(request("again", [*A, 1, 2, 3], max_tokens=2))
     drive.run()
     assert drive.computed["again"] == 3
-    assert drive.scheduler.floor.cache.farewell(), "what comes later is written too"
+    assert drive.scheduler.resources.cache.unstored_pages(), "what comes later is written too"
 
 
 def test_what_other_weights_left_on_disk_is_not_read():
@@ -120,7 +120,7 @@ def test_what_other_weights_left_on_disk_is_not_read():
     drive.add(request("again", [*A, 1, 2, 3], max_tokens=2))
     drive.run()
     assert drive.computed["again"] == 11
-    assert drive.scheduler.floor.cache.farewell() == []
+    assert drive.scheduler.resources.cache.unstored_pages() == []
 
 
 def test_a_handle_comes_back_from_disk():
@@ -151,7 +151,7 @@ def test_farewell_names_what_the_disk_lacks():
     drive = DiskDrive(tiered(), disk=disk)
     drive.add(request("a", [*A, 1], max_tokens=1))
     drive.run()
-    cache = drive.scheduler.floor.cache
-    assert len(cache.farewell()) == 2
-    cache.tier.on_disk.update(digest for _, digest in cache.farewell())
-    assert cache.farewell() == []
+    cache = drive.scheduler.resources.cache
+    assert len(cache.unstored_pages()) == 2
+    cache.tier.on_disk.update(digest for _, digest in cache.unstored_pages())
+    assert cache.unstored_pages() == []

@@ -7,9 +7,9 @@ from hypothesis import given, settings, strategies as st
 
 from jserve.errors import BadRequest, CacheFull, CacheNotFound, ContextTooLong, Overloaded
 from jserve.kv.handles import quota_of
-from jserve.sched import caching
-from jserve.sched.journal import JournalFile
-from jserve.sched.replay import replay
+from jserve.sched.cache import handles as caching
+from jserve.sched.record.journal import JournalFile
+from jserve.sched.record.replay import replay
 from jserve.types import Finish
 from tests.kv.counting import CountingDrive, Told, limits, request, with_fields
 from tests.sched.sched_drive import Drive
@@ -35,7 +35,7 @@ def use(drive, id, rest, name="doc", **fields):
     """A request that sends only what comes after the handle's tokens."""
     short = with_fields(request(id, rest, max_tokens=3), cache=name, **fields)
     drive.scheduler.submit(short, drive.now)
-    handle = drive.scheduler.floor.keeping.handles.find(short.tenant, name)
+    handle = drive.scheduler.resources.retention.handles.find(short.tenant, name)
     drive.requests[id] = with_fields(short, prompt_ids=(*handle.tokens, *rest))
     drive.told[id, 0] = Told()
     drive.check()
@@ -55,7 +55,7 @@ def test_a_handle_is_computed_once_and_survives_any_eviction():
     assert info(drive).pinned
     assert info(drive).n_tokens == 14
     assert info(drive).n_pages == 3
-    drive.scheduler.floor.cache.clear()
+    drive.scheduler.resources.cache.clear()
     drive.check()
     for i in range(3):
         use(drive, f"r{i}", [i, 0, 1])
@@ -96,7 +96,7 @@ def test_time_ends_a_handle_and_renewal_prolongs_it():
     with pytest.raises(CacheNotFound):
         info(drive)
     drive.check()
-    assert drive.scheduler.floor.cache.clear() == 3, "nothing is pinned any more"
+    assert drive.scheduler.resources.cache.clear() == 3, "nothing is pinned any more"
     with pytest.raises(CacheNotFound, match="no cache named 'doc'"):
         use(drive, "late", [1])
 
@@ -111,7 +111,7 @@ def test_dropping_gives_quota_and_pages_back():
     caching.drop(drive.scheduler, "", "doc", drive.now)
     create(drive, "other", [9] * 16)
     drive.until_done("make-other")
-    assert drive.scheduler.floor.keeping.handles.n_pages == 4
+    assert drive.scheduler.resources.retention.handles.n_pages == 4
     with pytest.raises(CacheNotFound):
         caching.drop(drive.scheduler, "", "doc", drive.now)
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_a_handle_leaves_no_trace(fields, error, field):
     with pytest.raises(error) as e:
         create(drive, **fields)
     assert e.value.field == field
-    handles = drive.scheduler.floor.keeping.handles
+    handles = drive.scheduler.resources.retention.handles
     assert (len(handles), handles.n_pages) == (0, 0)
     assert not drive.scheduler.has_work
 
@@ -145,18 +145,18 @@ def test_a_refused_or_failed_creation_leaves_no_handle():
     drive.add(request("waits", [1, 2]))
     with pytest.raises(Overloaded):
         create(drive)
-    assert len(drive.scheduler.floor.keeping.handles) == 0
+    assert len(drive.scheduler.resources.retention.handles) == 0
     drive.run()
     create(drive)
     with pytest.raises(BadRequest, match="exists already"):
         create(drive, id="again")
     drive.cancel("make-doc")
-    assert len(drive.scheduler.floor.keeping.handles) == 0
+    assert len(drive.scheduler.resources.retention.handles) == 0
     create(drive, id="second")
     drive.poison("second")
     drive.until_done("second")
     assert drive.told["second", 0].end.finish is Finish.ERROR
-    assert len(drive.scheduler.floor.keeping.handles) == 0
+    assert len(drive.scheduler.resources.retention.handles) == 0
 
 
 def test_handles_belong_to_their_tenant_and_salt():
@@ -187,8 +187,10 @@ def test_after_a_fault_a_handle_is_computed_again_by_its_next_use():
     drive.until_done("r1")
     assert drive.computed["r1"] == 16
     assert info(drive).pinned
-    assert drive.scheduler.floor.cache.tree.n_pinned == 3, "its own pages, not those of its user"
-    drive.scheduler.floor.cache.clear()
+    assert drive.scheduler.resources.cache.tree.n_pinned == 3, (
+        "its own pages, not those of its user"
+    )
+    drive.scheduler.resources.cache.clear()
     use(drive, "r2", [1, 2])
     drive.until_done("r2")
     assert drive.computed["r2"] == 4
@@ -258,7 +260,7 @@ def test_what_admission_takes_runs_beside_all_pins(
             break
     else:
         return
-    for seq in drive.scheduler.floor.waiting:
+    for seq in drive.scheduler.resources.waiting:
         seq.n_preempted = n_preempted
     drive.run()
     assert drive.told["long", 0].end.finish in (Finish.STOP, Finish.LENGTH)

@@ -15,7 +15,7 @@ from jserve.model.view import Bucket
 from jserve.runner.moves import identity
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
-from jserve.sched.journal import JournalFile
+from jserve.sched.record.journal import JournalFile
 from jserve.sched.scheduler import Scheduler
 from jserve.sim.costs import Device
 from jserve.sim.recorded import verify
@@ -151,7 +151,7 @@ def check_the_way_through_host_memory(device, overlap):
     assert counters["host_pages_saved_total"] >= 10
     assert counters["host_pages_loaded_total"] >= 30
     assert device.programs.late_compiles == 0
-    engine.scheduler.floor.check()
+    engine.scheduler.resources.check()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -176,20 +176,20 @@ def test_who_was_swapped_draws_what_he_draws_alone(tp, overlap, prefix_caching):
     for request in requests:
         engine.submit(request)
     together: list[list[int]] = [[] for _ in requests]
-    floor, n_steps = engine.scheduler.floor, 0
+    resources, n_steps = engine.scheduler.resources, 0
     while engine.busy:
         for out in engine.step():
             together[int(out.request_id)] += out.token_ids
         n_steps += 1
         if n_steps in (6, 13, 22, 30):  # as if pages had run out
-            floor.preempt(floor.running.snapshot()[n_steps % 2])
+            resources.preempt(resources.running.snapshot()[n_steps % 2])
     assert together == alone
-    assert floor.swapping.n_out >= (0 if prefix_caching else 4)
+    assert resources.swap_policy.n_out >= (0 if prefix_caching else 4)
     if overlap and not prefix_caching:
-        assert floor.swapping.n_back >= 1
+        assert resources.swap_policy.n_back >= 1
     assert device.limits.page_move_s > 0
     assert device.programs.late_compiles == 0
-    floor.check()
+    resources.check()
 
 
 def with_disk(folder, *, seed: int = 0, **options) -> tuple[ModelRunner, Engine]:
@@ -257,8 +257,8 @@ def test_the_simulator_decides_as_the_real_engine_did(tmp_path, overlap):
             for _ in range(int(rng.integers(9))):
                 engine.step()
         engine.drain()
-    assert scheduler.floor.n_preemptions > 0
-    assert scheduler.floor.n_hit > 0
+    assert scheduler.resources.n_preemptions > 0
+    assert scheduler.resources.n_hit > 0
     setup = Setup(
         config=config, device=Device(name="real", costs=_Price(), n_pages=22, max_model_len=128)
     )

@@ -94,9 +94,9 @@ def test_the_limits_say_what_the_layers_see():
 def test_release_changes_no_token(options, sinks):
     engine = engine_of(runner(sinks), **options)
     assert tuple(map(tuple, all_of(engine, PROMPTS, 50))) == kept(sinks)
-    engine.scheduler.floor.check()
+    engine.scheduler.resources.check()
     if options.get("n_pages", 97) < 20:
-        assert engine.scheduler.floor.n_preemptions > 0
+        assert engine.scheduler.resources.n_preemptions > 0
 
 
 SMALL = {"n_pages": 11, "max_prefill_chunk": 4}
@@ -121,7 +121,7 @@ def test_contexts_longer_than_the_pool_are_served(overlap):
     assert pool < min(map(len, prompts)) + 28
     engine = engine_of(device, **SMALL, overlap=overlap)
     assert all_of(engine, prompts, 28) == expected
-    engine.scheduler.floor.check()
+    engine.scheduler.resources.check()
 
 
 def test_a_pool_below_a_window_of_pages_is_refused():
@@ -139,12 +139,12 @@ def test_hits_change_no_token_also_when_the_front_is_gone(n, sinks):
     cold, _ = tokens_of(engine_of(runner(sinks), keep=True), whole, "cold", n=10)
     engine = engine_of(runner(sinks), n_pages=23)
     tokens_of(engine, [*whole[:n], 1], "first", n=2)
-    engine.scheduler.floor.cache.evict(max(0, (n - W) // 8))
+    engine.scheduler.resources.cache.evict(max(0, (n - W) // 8))
     warm, n_new = tokens_of(engine, whole, "warm", n=10)
     assert warm == cold
     if sinks == 0:
         assert n_new <= 90 - (n // 8 - 1) * 8
-    engine.scheduler.floor.cache.evict(6)
+    engine.scheduler.resources.cache.evict(6)
     again, n_new = tokens_of(engine, whole, "again", n=10)
     assert again == cold
 

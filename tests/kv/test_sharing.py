@@ -3,7 +3,7 @@
 import pytest
 
 from jserve.kv.cache import PageCache
-from jserve.sched.leaders import PATIENCE, Leaders, common_pages
+from jserve.sched.cache.prefix_wait import PATIENCE, PrefixWaits, common_pages
 from tests.kv.counting import CountingDrive, limits, request, with_fields
 
 Z = 4
@@ -24,8 +24,8 @@ def test_a_prefix_asked_for_at_once_is_computed_once(depth, n):
     assert drive.computed["r0"] == 27
     assert [drive.computed[f"r{i}"] for i in range(1, n)] == [3] * (n - 1)
     assert [drive.told[f"r{i}", 0].outputs[0].n_cached for i in range(n)] == [0] + [24] * (n - 1)
-    assert drive.scheduler.leaders.n_waits == n - 1
-    assert len(drive.scheduler.leaders) == 0
+    assert drive.scheduler.prefix_waits.n_waits == n - 1
+    assert len(drive.scheduler.prefix_waits) == 0
 
 
 def test_choices_of_one_request_share_their_prompt():
@@ -56,7 +56,7 @@ def test_a_leader_that_is_gone_is_not_waited_for(how):
     drive.step()
     drive.add(request("next", [*PREFIX, 1, 2], max_tokens=2))
     drive.step()
-    assert len(drive.scheduler.leaders) == 1
+    assert len(drive.scheduler.prefix_waits) == 1
     if how == "cancel":
         drive.cancel("long")
     elif how == "preempt":
@@ -74,12 +74,12 @@ def test_a_leader_without_progress_is_given_up():
     drive.add(request("long", PREFIX, max_tokens=1))
     drive.step()
     drive.add(request("next", [*PREFIX, 1, 2], max_tokens=2))
-    (follower,) = list(drive.scheduler.floor.waiting)
-    leaders = Leaders(drive.scheduler.floor)
-    assert [leaders.wait(follower, step) for step in range(PATIENCE)] == [True] * PATIENCE
-    assert not leaders.wait(follower, PATIENCE)
-    assert not leaders.wait(follower, PATIENCE), "whoever asks in that step hears the same"
-    assert len(leaders) == 0
+    (follower,) = list(drive.scheduler.resources.waiting)
+    prefix_waits = PrefixWaits(drive.scheduler.resources)
+    assert [prefix_waits.wait(follower, step) for step in range(PATIENCE)] == [True] * PATIENCE
+    assert not prefix_waits.wait(follower, PATIENCE)
+    assert not prefix_waits.wait(follower, PATIENCE), "whoever asks in that step hears the same"
+    assert len(prefix_waits) == 0
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_who_cannot_share_does_not_wait(fields):
     drive.step()
     assert drive.computed == {"a": 25, "b": 25}
     drive.run()
-    assert drive.scheduler.leaders.n_waits == 0
+    assert drive.scheduler.prefix_waits.n_waits == 0
 
 
 @pytest.mark.parametrize("first", [{"skip": True}, {"prompt_logprobs": 1}])

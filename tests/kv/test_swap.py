@@ -8,10 +8,10 @@ import pytest
 
 from jserve.kv.tiers import HostTier
 from jserve.ports import StepTime
-from jserve.sched import caching
-from jserve.sched.journal import JournalFile
-from jserve.sched.replay import replay
-from jserve.sched.swapping import Swapping
+from jserve.sched.cache import handles as caching
+from jserve.sched.cache.swap import SwapPolicy
+from jserve.sched.record.journal import JournalFile
+from jserve.sched.record.replay import replay
 from tests.kv.counting import CountingDrive, Told, limits, request
 from tests.sched.sched_drive import MixedDrafts, drafting
 
@@ -19,7 +19,7 @@ Z = 4
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
 
 
-def swapping(
+def swap_policy(
     *, depth: int = 1, n_host_pages: int = 60, mode: str = "swap", drive=CountingDrive, **changes
 ):
     options = {k: changes.pop(k) for k in ("prefix_caching", "journal") if k in changes}
@@ -31,15 +31,15 @@ def until_preempted(drive, id: str = "a", n_out: int = 6) -> None:
     """``id`` gives way once it has said ``n_out`` tokens."""
     while len(drive.told[id, 0].tokens) < n_out:
         drive.step()
-    (seq,) = [s for s in drive.scheduler.floor.running if s.request.id == id]
-    drive.scheduler.floor.preempt(seq)
+    (seq,) = [s for s in drive.scheduler.resources.running if s.request.id == id]
+    drive.scheduler.resources.preempt(seq)
     away(drive)
     drive.check()
 
 
 def away(drive) -> None:
     """Pages are short for a moment, so nobody comes back in the very plan that he gave way in."""
-    pool = drive.scheduler.floor.cache.pool
+    pool = drive.scheduler.resources.cache.pool
     drive.hold(pool.n_free - 1)
     drive.step()
     drive.let_go()
@@ -48,7 +48,7 @@ def away(drive) -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_who_comes_back_computes_one_token(depth: int, prefix_caching: bool):
-    drive = swapping(depth=depth, prefix_caching=prefix_caching)
+    drive = swap_policy(depth=depth, prefix_caching=prefix_caching)
     drive.add(request("other", [9, 9, 9], max_tokens=40))
     drive.add(request("a", PROMPT, max_tokens=20))
     until_preempted(drive, n_out=8)
@@ -57,7 +57,7 @@ def test_who_comes_back_computes_one_token(depth: int, prefix_caching: bool):
     assert drive.computed["a"] <= 11 + 1 + depth
     counters = drive.scheduler.counters()
     assert (counters["swaps_out_total"], counters["swaps_back_total"]) == (1, 1)
-    tier = drive.scheduler.floor.cache.tier
+    tier = drive.scheduler.resources.cache.tier
     assert counters["host_pages_private"] == 0
     assert len(tier._free) + len(tier) == 60
     tier.check()
@@ -67,8 +67,8 @@ def test_who_comes_back_computes_one_token(depth: int, prefix_caching: bool):
 def test_nothing_that_other_weights_made_is_found(depth: int):
     """Weights are in no key: on the device, in a handle, a session and the host tier nothing of theirs
     stays, nor comes anything back with those who were running, or had given way with their KV."""
-    drive = swapping(depth=depth, max_prefill_tokens=64)
-    floor = drive.scheduler.floor
+    drive = swap_policy(depth=depth, max_prefill_tokens=64)
+    resources = drive.scheduler.resources
     made = dataclasses.replace(request("make", [1] * 9, max_tokens=0), cache="doc")
     caching.create(drive.scheduler, made, 500.0, drive.now)
     drive.requests["make"] = made
@@ -78,18 +78,18 @@ def test_nothing_that_other_weights_made_is_found(depth: int):
     for each in told:
         drive.add(each)
         drive.until_done(each.id)
-    floor.cache.evict(5)
+    resources.cache.evict(5)
     for id, prompt in (("away", PROMPT), ("runs", PROMPT[::-1])):
         drive.add(request(id, prompt, max_tokens=20))
     until_preempted(drive, "away", n_out=8)
     while drive.flight:
         drive.commit()
-    tree, tier = floor.cache.tree, floor.cache.tier
+    tree, tier = resources.cache.tree, resources.cache.tier
     assert tree.n_nodes
     assert tree.n_pinned
     assert len(tier)
-    assert [seq.swapped is not None for seq in floor.waiting] == [True]
-    assert len(floor.running) == 1
+    assert [seq.swapped is not None for seq in resources.waiting] == [True]
+    assert len(resources.running) == 1
     drive._hear(drive.scheduler.recover((), "", drive.now))
     drive.runner.reset()
     assert (tree.n_nodes, tree.n_hollow, tree.n_pinned, tree.roots) == (0, 0, 0, {})
@@ -101,7 +101,7 @@ def test_nothing_that_other_weights_made_is_found(depth: int):
 
 
 def test_without_a_swap_all_is_computed_again():
-    drive = swapping(mode="recompute", prefix_caching=False)
+    drive = swap_policy(mode="recompute", prefix_caching=False)
     drive.add(request("other", [9, 9, 9], max_tokens=40))
     drive.add(request("a", PROMPT, max_tokens=20))
     until_preempted(drive)
@@ -111,19 +111,19 @@ def test_without_a_swap_all_is_computed_again():
 
 
 def test_in_the_middle_of_a_prompt_too():
-    drive = swapping(prefix_caching=False, max_prefill_tokens=5, max_model_len=128, n_pages=60)
+    drive = swap_policy(prefix_caching=False, max_prefill_tokens=5, max_model_len=128, n_pages=60)
     drive.add(request("other", [9, 9, 9], max_tokens=60))
     drive.add(request("a", [i % 7 for i in range(40)], max_tokens=3))
     while not drive.computed["a"] >= 18:
         drive.step()
-    (seq,) = [s for s in drive.scheduler.floor.running if s.request.id == "a"]
-    drive.scheduler.floor.preempt(seq)
+    (seq,) = [s for s in drive.scheduler.resources.running if s.request.id == "a"]
+    drive.scheduler.resources.preempt(seq)
     drive.run()
     assert drive.computed["a"] == 40
 
 
 def test_a_host_without_room_means_computing_again():
-    drive = swapping(n_host_pages=2, prefix_caching=False)
+    drive = swap_policy(n_host_pages=2, prefix_caching=False)
     drive.add(request("other", [9, 9, 9], max_tokens=40))
     drive.add(request("a", PROMPT, max_tokens=20))
     until_preempted(drive)
@@ -133,7 +133,7 @@ def test_a_host_without_room_means_computing_again():
 
 
 def test_private_pages_are_never_dropped_for_cached_ones():
-    drive = swapping(n_host_pages=6, n_pages=18, prefix_caching=True)
+    drive = swap_policy(n_host_pages=6, n_pages=18, prefix_caching=True)
     drive.add(request("other", [9, 9, 9], max_tokens=20))
     drive.add(request("a", PROMPT, max_tokens=20, skip=True))
     until_preempted(drive)
@@ -144,7 +144,7 @@ def test_private_pages_are_never_dropped_for_cached_ones():
 
 
 def test_scored_prompts_and_lost_devices_compute_again():
-    drive = swapping(prefix_caching=False)
+    drive = swap_policy(prefix_caching=False)
     drive.add(request("other", [9, 9, 9], max_tokens=50))
     drive.add(request("a", PROMPT, max_tokens=20))
     until_preempted(drive)
@@ -154,7 +154,7 @@ def test_scored_prompts_and_lost_devices_compute_again():
     drive.runner.reset()
     drive.run()
     assert drive.computed["a"] > 20
-    drive = swapping(prefix_caching=False, max_prefill_tokens=4)
+    drive = swap_policy(prefix_caching=False, max_prefill_tokens=4)
     drive.add(request("a", PROMPT * 3, max_tokens=2, prompt_logprobs=1))
     for _ in range(3):
         drive.step()
@@ -165,7 +165,7 @@ def test_scored_prompts_and_lost_devices_compute_again():
 
 @pytest.mark.parametrize("when", range(4))
 def test_cancelled_at_any_moment_nothing_is_lost(when: int):
-    drive = swapping(prefix_caching=False)
+    drive = swap_policy(prefix_caching=False)
     drive.add(request("other", [9, 9, 9], max_tokens=40))
     drive.add(request("a", PROMPT, max_tokens=20))
     until_preempted(drive)
@@ -175,7 +175,7 @@ def test_cancelled_at_any_moment_nothing_is_lost(when: int):
             drive.commit()
     drive.cancel("a")
     drive.run()
-    tier = drive.scheduler.floor.cache.tier
+    tier = drive.scheduler.resources.cache.tier
     tier.check()
     assert sorted(tier._free) == list(range(60))
 
@@ -194,19 +194,19 @@ def test_a_place_given_up_on_its_way_is_not_given_away():
 
 
 def test_back_in_the_very_plan_it_gave_way_in_it_computes_again():
-    drive = swapping(depth=0, prefix_caching=False)
+    drive = swap_policy(depth=0, prefix_caching=False)
     drive.add(request("a", PROMPT, max_tokens=20))
     for _ in range(5):
         drive.step()
     drive.preempt(0)
     drive.run()
-    swaps = drive.scheduler.floor.swapping
+    swaps = drive.scheduler.resources.swap_policy
     assert (swaps.n_out, swaps.n_back, swaps.n_lost) == (1, 0, 1)
-    assert len(drive.scheduler.floor.cache.tier._free) == 60
+    assert len(drive.scheduler.resources.cache.tier._free) == 60
 
 
 def test_a_windowed_one_comes_back_with_its_window():
-    drive = swapping(
+    drive = swap_policy(
         prefix_caching=False, window=9, max_model_len=200, n_pages=40, max_prefill_tokens=8
     )
     drive.add(request("other", [9, 9, 9], max_tokens=90))
@@ -226,11 +226,11 @@ def test_with_drafts_in_flight_it_goes_on_at_the_true_length(depth: int, k: int)
     drive.add(request("a", PROMPT, max_tokens=30))
     for _ in range(k):
         drive.step()
-    for seq in [s for s in drive.scheduler.floor.running if s.request.id == "a"]:
-        drive.scheduler.floor.preempt(seq)
+    for seq in [s for s in drive.scheduler.resources.running if s.request.id == "a"]:
+        drive.scheduler.resources.preempt(seq)
         away(drive)
     drive.run()
-    assert drive.scheduler.floor.swapping.n_out == 1
+    assert drive.scheduler.resources.swap_policy.n_out == 1
 
 
 # -- the choice
@@ -257,7 +257,7 @@ def cost_of_a_token(seconds: float) -> tuple[StepTime, ...]:
     [(1e-3, 1e-4, 1), (1e-3, 1e-1, 0), (1e-6, 1e-2, 0), (1e-3, 0, 0)],
 )
 def test_auto_takes_what_is_faster(token_s: float, page_s: float, swaps: int):
-    drive = swapping(
+    drive = swap_policy(
         mode="auto",
         drive=Untaught,
         prefix_caching=False,
@@ -268,26 +268,26 @@ def test_auto_takes_what_is_faster(token_s: float, page_s: float, swaps: int):
     drive.add(request("a", PROMPT, max_tokens=20))
     for _ in range(3):
         drive.step()
-    (seq,) = [s for s in drive.scheduler.floor.running if s.request.id == "a"]
-    drive.scheduler.floor.preempt(seq)
-    assert drive.scheduler.floor.swapping.n_out == swaps
+    (seq,) = [s for s in drive.scheduler.resources.running if s.request.id == "a"]
+    drive.scheduler.resources.preempt(seq)
+    assert drive.scheduler.resources.swap_policy.n_out == swaps
     drive.run()
 
 
 def test_what_the_tree_knows_is_not_worth_a_swap():
-    drive = swapping(mode="auto", page_move_s=1e-2, step_times=cost_of_a_token(1e-4))
+    drive = swap_policy(mode="auto", page_move_s=1e-2, step_times=cost_of_a_token(1e-4))
     drive.add(request("other", [9, 9, 9], max_tokens=40))
     drive.add(request("a", PROMPT, max_tokens=20))
     until_preempted(drive)
-    assert drive.scheduler.floor.swapping.n_out == 0
+    assert drive.scheduler.resources.swap_policy.n_out == 0
     drive.run()
     assert drive.computed["a"] < 11 + 2 * Z
 
 
 def test_unknown_costs_mean_computing_again():
-    drive = swapping(mode="auto")
-    choice = drive.scheduler.floor.swapping
-    assert isinstance(choice, Swapping)
+    drive = swap_policy(mode="auto")
+    choice = drive.scheduler.resources.swap_policy
+    assert isinstance(choice, SwapPolicy)
     assert not choice._pays(None, 1)
 
 
@@ -295,7 +295,9 @@ def test_unknown_costs_mean_computing_again():
 def test_crowded_small_pools_with_swaps_draw_the_same_and_replay(depth: int, tmp_path):
     path = tmp_path / "journal"
     with path.open("wb") as file:
-        drive = swapping(depth=depth, n_pages=14, prefix_caching=False, journal=JournalFile(file))
+        drive = swap_policy(
+            depth=depth, n_pages=14, prefix_caching=False, journal=JournalFile(file)
+        )
         for i in range(9):
             drive.add(request(f"r{i}", [(i + k) % 9 for k in range(3 + i)], max_tokens=25))
             drive.step()

@@ -5,9 +5,9 @@ import pytest
 from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
 from jserve.kv.tiers import HostTier, digest_of, next_digest
-from jserve.sched.journal import JournalFile
-from jserve.sched.keeping import root_of
-from jserve.sched.replay import replay
+from jserve.sched.cache.retention import root_of
+from jserve.sched.record.journal import JournalFile
+from jserve.sched.record.replay import replay
 from tests.kv.counting import CountingDrive, limits, request, with_fields
 
 KEY: RootKey = ("", "", None)
@@ -89,9 +89,9 @@ def test_what_was_evicted_comes_back_instead_of_being_computed(depth):
     drive.run()
     drive.add(request("b", [*B, *B, *B, 1], max_tokens=7))
     drive.run()
-    floor = drive.scheduler.floor
+    resources = drive.scheduler.resources
     key = root_of(request("x", A))
-    assert floor.cache.n_known(key, [*A, 0]) == 0, "its pages are gone from the device"
+    assert resources.cache.n_known(key, [*A, 0]) == 0, "its pages are gone from the device"
     drive.add(request("again", [*A, 2], max_tokens=2))
     drive.run()
     assert drive.computed["again"] == 1
@@ -127,10 +127,10 @@ def test_a_lost_device_loses_the_host_pages_too():
     for id, tokens in (("a", A), ("b", [*B, *B, *B])):
         drive.add(request(id, [*tokens, 1], max_tokens=4))
         drive.run()
-    assert len(drive.scheduler.floor.cache.tier)
+    assert len(drive.scheduler.resources.cache.tier)
     drive.scheduler.recover((), "", drive.now)
     drive.runner.reset()
-    assert len(drive.scheduler.floor.cache.tier) == 0
+    assert len(drive.scheduler.resources.cache.tier) == 0
     drive.add(request("c", [*A, 1], max_tokens=4))
     drive.run()
     assert drive.computed["c"] == 9
@@ -149,7 +149,7 @@ def test_a_journal_with_moves_replays(tmp_path):
 
 def test_without_a_tier_a_plan_moves_nothing():
     drive = CountingDrive(limits(n_pages=9, max_model_len=32), depth=0)
-    assert drive.scheduler.floor.cache.tier is None
+    assert drive.scheduler.resources.cache.tier is None
     assert "host_pages" not in drive.scheduler.counters()
     drive.add(request("a", A))
     plan = drive.scheduler.plan(1.0)

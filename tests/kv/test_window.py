@@ -11,8 +11,8 @@ from jserve.errors import ContextTooLong
 from jserve.kv.cache import PageCache
 from jserve.kv.radix import RootKey
 from jserve.kv.retention import Keep
-from jserve.sched.journal import JournalFile
-from jserve.sched.replay import replay
+from jserve.sched.record.journal import JournalFile
+from jserve.sched.record.replay import replay
 from jserve.window import Window
 from tests.kv.counting import CountingDrive, limits, request
 
@@ -42,7 +42,7 @@ def windowed(n_pages: int = 65, **changes):
 
 
 def held(drive, id: str) -> int:
-    (seq,) = [s for s in drive.scheduler.floor.running if s.request.id == id]
+    (seq,) = [s for s in drive.scheduler.resources.running if s.request.id == id]
     return sum(1 for page in seq.lease.pages if page)
 
 
@@ -53,7 +53,7 @@ def test_a_long_generation_holds_a_window_of_pages(depth: int, sinks: int):
     drive.add(request("long", range(3), max_tokens=200))
     most = 0
     while drive.step():
-        if drive.scheduler.floor.running.snapshot():
+        if drive.scheduler.resources.running.snapshot():
             most = max(most, held(drive, "long"))
     assert drive.told["long", 0].end.finish == "length"
     assert most <= -(-W // Z) + 2 + -(-sinks // Z)
@@ -65,9 +65,9 @@ def test_a_long_prompt_never_holds_more_than_window_and_chunks(depth: int):
     drive.add(request("p", [i % 7 for i in range(180)], max_tokens=4))
     most = 0
     while drive.step():
-        if drive.scheduler.floor.running.snapshot():
+        if drive.scheduler.resources.running.snapshot():
             most = max(most, held(drive, "p"))
-    assert most <= drive.scheduler.floor.window_pages < 180 // Z // 3
+    assert most <= drive.scheduler.resources.window_pages < 180 // Z // 3
     assert drive.computed["p"] == 180
 
 
@@ -76,7 +76,7 @@ def test_many_long_ones_share_a_small_pool_without_giving_way():
     for i in range(4):
         drive.add(request(f"r{i}", [(i + k) % 7 for k in range(60)], max_tokens=150))
     drive.run()
-    assert drive.scheduler.floor.n_preemptions == 0, (
+    assert drive.scheduler.resources.n_preemptions == 0, (
         "4 * 210 tokens went through 256 tokens of pages"
     )
 
@@ -86,12 +86,12 @@ ROLLING = {"max_prefill_tokens": 4, "n_slots": 4}
 
 
 def give_way_thrice(drive, id: str) -> None:
-    floor = drive.scheduler.floor
+    resources = drive.scheduler.resources
     for _ in range(3):
-        while all(s.request.id != id for s in floor.running):
+        while all(s.request.id != id for s in resources.running):
             assert drive.step()
-        (seq,) = [s for s in floor.running if s.request.id == id]
-        floor.preempt(seq)
+        (seq,) = [s for s in resources.running if s.request.id == id]
+        resources.preempt(seq)
         drive.check()
 
 
@@ -99,7 +99,7 @@ def give_way_thrice(drive, id: str) -> None:
 @pytest.mark.parametrize("sinks", [0, 6])
 def test_contexts_longer_than_the_pool_are_served(depth: int, sinks: int):
     drive = CountingDrive(windowed(n_pages=13, sinks=sinks, **ROLLING), depth=depth)
-    assert drive.scheduler.floor.window_pages <= 12
+    assert drive.scheduler.resources.window_pages <= 12
     for i in range(3):
         drive.add(request(f"r{i}", [(i + k) % 7 for k in range(90)], max_tokens=100))
     drive.run()
@@ -108,19 +108,19 @@ def test_contexts_longer_than_the_pool_are_served(depth: int, sinks: int):
 
 def test_who_gave_way_thrice_rolls_through_a_pool_that_is_full_beside_it():
     drive = CountingDrive(windowed(n_pages=10, **ROLLING), depth=1)
-    floor = drive.scheduler.floor
+    resources = drive.scheduler.resources
     drive.add(request("a", [k % 7 for k in range(90)], max_tokens=60))
     give_way_thrice(drive, "a")
     drive.add(request("b", [k % 5 for k in range(60)], max_tokens=40))
     most = 0
     while drive.step():
-        for seq in floor.running:
+        for seq in resources.running:
             if seq.request.id == "a":
-                assert seq.lease.n_own == floor.window_pages or seq.lease.capacity >= 149
+                assert seq.lease.n_own == resources.window_pages or seq.lease.capacity >= 149
                 most = max(most, held(drive, "a"))
     drive.run()
-    assert most == floor.window_pages == 8
-    assert floor.n_preemptions == 3, "nobody was asked for a page again"
+    assert most == resources.window_pages == 8
+    assert resources.n_preemptions == 3, "nobody was asked for a page again"
 
 
 def test_who_rolls_shares_pages_where_there_is_room():
@@ -137,17 +137,17 @@ def test_who_rolls_shares_pages_where_there_is_room():
 def test_who_rolls_owes_nothing_to_those_who_begin_alike():
     """Another with the same beginning holds no page of it, so it can give each of them back."""
     drive = CountingDrive(windowed(n_pages=14, n_slots=4), depth=0, max_prefill_chunk=4)
-    floor, text = drive.scheduler.floor, [k % 7 for k in range(90)]
+    resources, text = drive.scheduler.resources, [k % 7 for k in range(90)]
     drive.add(request("a", text, max_tokens=20))
     give_way_thrice(drive, "a")
-    floor.cache.evict(99)
-    while not floor.running.snapshot() or floor.running.snapshot()[0].scheduled < 12:
+    resources.cache.evict(99)
+    while not resources.running.snapshot() or resources.running.snapshot()[0].scheduled < 12:
         drive.step()
     drive.add(request("b", [*text[:12], 5], max_tokens=20))
-    while len(floor.running) < 2:
+    while len(resources.running) < 2:
         drive.step()
-    floor.cache.evict(99)
-    drive.hold(floor.cache.n_available)
+    resources.cache.evict(99)
+    drive.hold(resources.cache.n_available)
     for _ in range(30):
         drive.step()
     drive.run()
@@ -155,8 +155,10 @@ def test_who_rolls_owes_nothing_to_those_who_begin_alike():
 
 def test_handles_leave_room_for_a_window_of_pages():
     drive = CountingDrive(windowed(n_pages=41, **ROLLING), depth=0)
-    floor = drive.scheduler.floor
-    assert floor.keeping.handles.quota == 20 < 64, "half, not nothing: a full context has 64 pages"
+    resources = drive.scheduler.resources
+    assert resources.retention.handles.quota == 20 < 64, (
+        "half, not nothing: a full context has 64 pages"
+    )
 
 
 def test_many_more_are_admitted_than_their_lengths_would_let_in():
@@ -166,10 +168,10 @@ def test_many_more_are_admitted_than_their_lengths_would_let_in():
     for i in range(12):
         drive.add(request(f"r{i}", [(i + k) % 7 for k in range(20)], max_tokens=180))
     while drive.step():
-        most = max(most, len(drive.scheduler.floor.running))
+        most = max(most, len(drive.scheduler.resources.running))
     assert most == 12
     drive.run()
-    assert drive.scheduler.floor.n_preemptions == 0
+    assert drive.scheduler.resources.n_preemptions == 0
 
 
 @pytest.mark.parametrize(("n_pages", "fits"), [(8, False), (9, True)])
@@ -338,7 +340,7 @@ def test_turns_of_a_long_conversation_are_hits_although_the_front_is_gone(depth:
         assert drive.computed[f"t{turn}"] <= 2 + Z
         drive.add(request(f"x{turn}", [turn] * 100, max_tokens=40))  # pushes the front out
         drive.run()
-    assert drive.scheduler.floor.cache.tree.n_evicted > 30
+    assert drive.scheduler.resources.cache.tree.n_evicted > 30
 
 
 def test_pages_of_a_windowed_model_come_back_from_the_host():

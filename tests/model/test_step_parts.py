@@ -11,8 +11,8 @@ from jserve.model import slots as slot_rows
 from jserve.model.layers import embed
 from jserve.model.shard import Axes
 from jserve.model.slots import IN_PROMPT, LOAD_PAIRS, NONE
-from jserve.model.verify import accept
 from jserve.sampling import SamplingParams
+from jserve.speculation.device.verify import accept
 from jserve.types import SlotLoad
 
 C, V, J = 5, 700, 4

@@ -13,9 +13,9 @@ import pytest
 from jserve.errors import ConfigError
 from jserve.model import attn_hopper
 from jserve.model.attention import AttendArgs, backend
+from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import E4M3, stored
-from jserve.model.tree import DraftMask, Shape
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.types import Grown
 from jserve.window import Window
@@ -162,7 +162,7 @@ def test_a_level_of_a_tree_agrees_with_ref() -> None:
     ],
 )
 def test_what_is_not_served_is_refused_by_option(
-    H: int, dtype: Any, shape: Shape, field: str
+    H: int, dtype: Any, shape: TreeShape, field: str
 ) -> None:
     attn = backend("hopper", "cuda")
     with pytest.raises(ConfigError, match=field) as e:

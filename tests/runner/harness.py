@@ -17,15 +17,15 @@ import jax
 import numpy as np
 
 from jserve.config import EngineConfig
-from jserve.model.drafter import REPLICATED
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.shard import ShardRules, is_spec, make_mesh, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.buckets import Ladder
-from jserve.runner.drafts import Speculation
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
+from jserve.speculation.drafters.drafter import REPLICATED
+from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import Request, RowPlan, Sequence, SlotLoad, StepPlan, StepResult
 
 CONFIG = {
@@ -89,7 +89,7 @@ def make_runner(
     tp: int = 1,
     seed: int = 0,
     strict: bool = False,
-    speculation: Callable[[Any], Speculation] | None = None,
+    speculation: Callable[[Any], LoadedDrafter] | None = None,
     **options: Any,
 ) -> ModelRunner:
     """A runner of the tiny model; ``buckets`` None takes the default ladder; ``speculation`` is made

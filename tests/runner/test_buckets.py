@@ -8,7 +8,7 @@ from jserve.config import EngineConfig
 from jserve.model.features import MASK, SCORE
 from jserve.runner.buckets import MOST_VERIFIED, Ladder, Needs, beside_prefill
 from jserve.runner.sizes import draft_rows
-from jserve.spec.choice import widths
+from jserve.speculation.policy.width import widths
 
 
 def ladder(n_drafts: int, rows: int = 32, **options) -> Ladder:

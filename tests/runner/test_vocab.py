@@ -17,22 +17,22 @@ import numpy as np
 import pytest
 
 from jserve.config import EngineConfig
-from jserve.model.draft_model import draft_model
-from jserve.model.drafter import Drafter, split_over
-from jserve.model.eagle3 import eagle3
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.features import MASK, SCORE
-from jserve.model.medusa import medusa
 from jserve.model.shard import is_spec, make_mesh, padded
 from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder
-from jserve.runner.drafts import Speculation
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
 from jserve.sizing.models import device_bytes
+from jserve.speculation.drafters.draft_model import draft_model
+from jserve.speculation.drafters.drafter import Drafter, split_over
+from jserve.speculation.drafters.eagle3 import eagle3
+from jserve.speculation.drafters.load import LoadedDrafter
+from jserve.speculation.drafters.medusa import medusa
 from jserve.weights.adopt import adopt
 from tests.runner.harness import CONFIG, OPTIONS, RULES, Job, Live, Rig, _draw
-from tests.runner.test_device_drafts import Watched
+from tests.speculation.device.test_draft_loop import Watched
 
 V = 101
 ARCH = LLAMA.arch(
@@ -81,7 +81,7 @@ def adopted(tree: Any, specs_at: Any, tp: int) -> Any:
     return adopt(tree, specs, mesh, RULES, jnp.float32, canonical=specs_at(1))
 
 
-def make(tp: int, bucket: Bucket, speculation: Speculation | None = None) -> ModelRunner:
+def make(tp: int, bucket: Bucket, speculation: LoadedDrafter | None = None) -> ModelRunner:
     return ModelRunner(
         LLAMA,
         ARCH,
@@ -108,7 +108,7 @@ class Masked(Rig):
 def answers(runner: ModelRunner) -> list[dict[str, np.ndarray]]:
     """Everything that each job is told."""
     rig = Masked(runner, chunk=6, seed=2)
-    told = []
+    outcome = []
     for tokens, live in zip(rig.run(jobs()), rig.lives, strict=True):
         found: dict[str, Any] = {"tokens": tokens}
         for name in ("logprob_RJ", "top_ids_RJL", "top_logprobs_RJL"):
@@ -116,8 +116,8 @@ def answers(runner: ModelRunner) -> list[dict[str, np.ndarray]]:
             found[name] = np.stack(rows)
         for name in ("logprob_n", "rank_n", "top_ids_nL", "top_logprobs_nL"):
             found[name] = np.concatenate([getattr(s, name) for s in live.prompt_scores])
-        told.append(found)
-    return told
+        outcome.append(found)
+    return outcome
 
 
 @lru_cache(maxsize=1)
@@ -196,7 +196,7 @@ def drafts_of(kind: str, tp: int) -> tuple[list[Any], list[int], list[int]]:
     drafter, tree = drafter_of(kind)
     drafter = split_over(drafter, tp, tp)
     assert not drafter.replicated
-    made = Speculation(drafter=drafter, params=placed(drafter, dict(tree), tp), n_draft=3)
+    made = LoadedDrafter(drafter=drafter, params=placed(drafter, dict(tree), tp), n_draft=3)
     runner = make(tp, Bucket(D=6, P=48, F=4, J=4, n_draft=3), made)
     rig = Watched(runner, device="all", seed=2)
     plain = SamplingParams(max_tokens=64, temperature=0.0)

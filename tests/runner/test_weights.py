@@ -23,8 +23,8 @@ from jserve.runner.runner import ModelRunner
 from jserve.runner.weights import WeightUpdate
 from jserve.weights.adopt import Match, adopt, in_host_memory
 from tests.runner import whole
-from tests.runner.drafters import drawn
 from tests.runner.harness import ARCH, RULES, Job, Rig, jobs, make_runner, tiny_params
+from tests.speculation.device.drafters import drawn
 
 ONE = (Bucket(D=6, P=48, F=4),)
 JOB: Job = jobs(1, temperature=0.0)[0]

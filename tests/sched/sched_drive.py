@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from jserve.config import EngineConfig, flat_name, sections
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.sampling import SamplingParams
-from jserve.sched import budget, impasse, policy
+from jserve.sched import policy
+from jserve.sched.recovery import deadlock
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeProposer, FakeRunner, model as fake_model
+from jserve.timing import prefill_cap
 from jserve.types import Finish, Output, Request, SeqState, StepPlan
 
 VOCAB = 11
@@ -187,8 +189,8 @@ class Drive:
     def jam(self, id: str) -> None:
         """A bug: nobody of this request gets in any more."""
         if not self.jammed:
-            enter = self.scheduler.floor.enter
-            self.scheduler.floor.enter = lambda seq: (
+            enter = self.scheduler.resources.enter
+            self.scheduler.resources.enter = lambda seq: (
                 seq.request.id not in self.jammed and enter(seq)
             )
         self.jammed.add(id)
@@ -199,10 +201,10 @@ class Drive:
 
     def preempt(self, pick: int) -> None:
         """One of the running gives way, as if pages had run out."""
-        floor = self.scheduler.floor
-        able = [seq for seq in floor.running if not policy.protected(seq)]
+        resources = self.scheduler.resources
+        able = [seq for seq in resources.running if not policy.protected(seq)]
         if able:
-            floor.preempt(able[pick % len(able)])
+            resources.preempt(able[pick % len(able)])
         self.check()
 
     def next_turn(self, id: str, of: str, tail: list[int], **params) -> Request:
@@ -213,11 +215,11 @@ class Drive:
 
     def hold(self, n: int) -> None:
         """Someone outside takes free pages."""
-        pool = self.scheduler.floor.cache.pool
+        pool = self.scheduler.resources.cache.pool
         self.held += pool.take(min(n, pool.n_free))
 
     def let_go(self) -> None:
-        self.scheduler.floor.cache.pool.drop(self.held)
+        self.scheduler.resources.cache.pool.drop(self.held)
         self.held = []
 
     # -- steps
@@ -311,7 +313,7 @@ class Drive:
         chunk = self.config.scheduler.max_prefill_chunk or self.limits.max_prefill_tokens
         options = self.config.scheduler
         chunk = min(chunk, options.max_num_batched_tokens, options.max_prefill_tokens or chunk)
-        chunk = max(1, chunk // budget.SHORTENED)
+        chunk = max(1, chunk // prefill_cap.SHORTENED)
         total = 0
         for req in self.requests.values():
             n_out = (
@@ -322,10 +324,10 @@ class Drive:
             longest = len(req.prompt_ids) + n_out
             again = 1 + 3 + self.n_faults
             if self.config.scheduler.itl_bound_ms:
-                chunk, again = min(chunk, self.limits.page_size), again * budget.PATIENCE
+                chunk, again = min(chunk, self.limits.page_size), again * prefill_cap.PATIENCE
             total += req.params.n * (again * (longest // chunk + 1) + n_out + 2 * self.depth + 4)
         n_jammed = sum(self.requests[id].params.n for id in self.jammed)
-        return total + 10 + n_jammed * round(impasse.LIMIT_S / self.tick + 1 if self.tick else 0)
+        return total + 10 + n_jammed * round(deadlock.LIMIT_S / self.tick + 1 if self.tick else 0)
 
     # -- oracles
 
@@ -418,7 +420,7 @@ class Drive:
 
     def _check_plan(self, plan: StepPlan) -> None:
         """I11: budgets; everyone past its prefill gets a row; decode rows come first."""
-        options, running = self.config.scheduler, self.scheduler.floor.running
+        options, running = self.config.scheduler, self.scheduler.resources.running
         assert plan.n_tokens <= options.max_num_batched_tokens, "I11: over the token budget"
         rows = {row.choice for row in plan.rows}
         for seq in running:
@@ -435,10 +437,10 @@ class Drive:
     def check(self) -> None:
         if not self.checks:
             return
-        floor = self.scheduler.floor
-        floor.check(tuple(self.held))  # I1 - I8
+        resources = self.scheduler.resources
+        resources.check(tuple(self.held))  # I1 - I8
         self._check_states()
-        for key, node in floor.cache.tree.nodes():
+        for key, node in resources.cache.tree.nodes():
             if not node.page:
                 continue  # it went from the middle of a path; the audit judges that
             assert int(self.runner.step_P[node.page]) in self.committed, (
@@ -453,7 +455,7 @@ class Drive:
     def _check_states(self) -> None:
         """I10, I12, I13: counters and states of every live sequence."""
         sched = self.scheduler
-        waiting, running = list(sched.floor.waiting), list(sched.floor.running)
+        waiting, running = list(sched.resources.waiting), list(sched.resources.running)
         rows = [row for flight in self.flight for row in flight.plan.rows]
         live = [seq for group in sched.groups.values() for seq in group if seq.finish is None]
         assert {id(s) for s in waiting} | {id(s) for s in running} == {id(s) for s in live}
@@ -478,16 +480,16 @@ class Drive:
 
     def _check_accounts(self, waiting: list, running: list) -> None:
         """I2 for the queue: every count is that of its members."""
-        floor = self.scheduler.floor
-        assert len(floor.waiting) == len(waiting)
+        resources = self.scheduler.resources
+        assert len(resources.waiting) == len(waiting)
         fresh = [s for s in waiting if s.state is SeqState.WAITING]
-        assert floor.waiting.n_tokens == sum(s.n_prompt for s in fresh)
-        assert floor.waiting.held_by == Counter(s.request.tenant for s in waiting)
+        assert resources.waiting.n_tokens == sum(s.n_prompt for s in fresh)
+        assert resources.waiting.held_by == Counter(s.request.tenant for s in waiting)
         assert all(s.charged is None for s in fresh if s.n_preempted == 0)
-        for lane, queue in floor.waiting.lanes.items():
+        for lane, queue in resources.waiting.lanes.items():
             mine = [s for s in fresh if s.request.lane == lane]
             assert queue.n == sum(s.request.lane == lane for s in waiting)
-            assert floor.n_running[lane] == sum(s.request.lane == lane for s in running)
+            assert resources.n_running[lane] == sum(s.request.lane == lane for s in running)
             tokens = Counter()
             for seq in mine:
                 tokens[seq.request.tenant] += seq.n_prompt
@@ -495,26 +497,28 @@ class Drive:
             assert queue.tenants.keys() == tokens.keys()
         for seq in running:
             n_held = sum(1 for page in seq.lease.pages if page)
-            assert n_held <= floor._most(seq) + self.limits.max_drafts, "more pages than foreseen"
+            assert n_held <= resources._most(seq) + self.limits.max_drafts, (
+                "more pages than foreseen"
+            )
         Z = self.limits.page_size
-        assert floor._most_pages == sum(floor._most(s) for s in running)
-        assert self.limits.window or floor._most_pages == sum(
+        assert resources._most_pages == sum(resources._most(s) for s in running)
+        assert self.limits.window or resources._most_pages == sum(
             -(-policy.kv_tokens(s) // Z) for s in running
         )
-        assert set(floor.waiting._passed) <= set(waiting), "someone holds the door from outside"
+        assert set(resources.waiting._passed) <= set(waiting), "someone holds the door from outside"
 
     def check_idle(self) -> None:
         """I10 and I17: one end each; clearing the cache brings every page back."""
         self.let_go()
-        sched, cache = self.scheduler, self.scheduler.floor.cache
+        sched, cache = self.scheduler, self.scheduler.resources.cache
         for key, told in self.told.items():
             assert told.end is not None, f"I10: {key} has no end"
         assert not sched.groups, "I17: a request is left"
         assert not len(sched.scores), "I17: scores are left"
         assert not len(sched.deadlines), "I17: a deadline is left"
-        assert not sched.floor.waiting.held_by
-        assert not sched.floor.waiting._arrivals
-        assert not len(sched.drafting), "I17: a watched text is left"
+        assert not sched.resources.waiting.held_by
+        assert not sched.resources.waiting._arrivals
+        assert not len(sched.speculation), "I17: a watched text is left"
         assert sched.stats().running == sched.stats().waiting == sched.stats().preempted == 0
         cached = cache.tree.n_nodes
         assert cache.pool.n_free + cached == cache.pool.n_usable, "I17: pages are lost"
@@ -522,7 +526,7 @@ class Drive:
         assert cache.tree.n_hollow == 0 or self.limits.window, "I17: a node without a page is left"
         assert not cache.table.rows.any(), "I17: a table row is left"
         if self.checks:
-            sched.floor.check()
+            sched.resources.check()
 
 
 def tokens_of(reqs: list[Request], lim: RunnerLimits | None = None, **kw) -> dict:

@@ -17,9 +17,9 @@ from jserve.errors import (
     Overloaded,
     RateLimited,
 )
-from jserve.spec.lookup import Lookup
-from jserve.spec.ngram import NgramIndex
-from jserve.spec.suffix import SuffixIndex
+from jserve.speculation.host.lookup import Lookup
+from jserve.speculation.host.ngram import NgramIndex
+from jserve.speculation.host.suffix import SuffixIndex
 from jserve.types import Lane
 from tests.sched.sched_drive import (
     VOCAB,
@@ -192,8 +192,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_refusal(req, error)
 
     def shape(self) -> tuple:
-        floor = self.drive.scheduler.floor
-        return len(floor.waiting), len(floor.running), floor.waiting.n_tokens
+        resources = self.drive.scheduler.resources
+        return len(resources.waiting), len(resources.running), resources.waiting.n_tokens
 
     def check_refusal(self, req, error) -> None:
         sched = self.drive.scheduler
@@ -203,7 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert full or req.lane is not Lane.INTERACTIVE, "the last to be refused"
         elif isinstance(error, RateLimited):
             assert req.tenant
-            assert sched.floor.waiting.held_by[req.tenant] >= 4
+            assert sched.resources.waiting.held_by[req.tenant] >= 4
         elif isinstance(error, ContextTooLong):
             n_out = self.longest_out(req)
             assert not self.fits_alone(len(req.prompt_ids), n_out), "one that fits was refused"
@@ -270,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 8))
     def evict(self, n):
-        self.drive.scheduler.floor.cache.evict(n)
+        self.drive.scheduler.resources.cache.evict(n)
         self.drive.check()
 
     @precondition(lambda self: self.n)
@@ -291,11 +291,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def preempt(self, pick):
         self.drive.preempt(pick)
 
-    @precondition(lambda self: len(self.drive.scheduler.floor.waiting))
+    @precondition(lambda self: len(self.drive.scheduler.resources.waiting))
     @rule(pick=st.integers(0, 7))
     def jam(self, pick):
         """One that waits can never run, by a bug: it ends in error, and the others as ever."""
-        waiting = [seq.request.id for seq in self.drive.scheduler.floor.waiting]
+        waiting = [seq.request.id for seq in self.drive.scheduler.resources.waiting]
         self.drive.jam(waiting[pick % len(waiting)])
 
     @rule(data=st.data(), tail=st.integers(0, VOCAB - 1))

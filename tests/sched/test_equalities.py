@@ -3,10 +3,19 @@
 import random
 
 import pytest
-from sched_drive import VOCAB, Drive, MixedDrafts, RightDrafts, drafting, limits, request, tokens_of
 
+from jserve.sched.finalize import Finalizer
 from jserve.sched.scheduler import Scheduler
-from jserve.sched.telling import Telling
+from tests.sched.sched_drive import (
+    VOCAB,
+    Drive,
+    MixedDrafts,
+    RightDrafts,
+    drafting,
+    limits,
+    request,
+    tokens_of,
+)
 
 PAGE = 4
 
@@ -84,13 +93,13 @@ def test_i20_preempted_at_any_step_equals_not(steps, depth):
         drive.add(req)
     for _ in range(steps):
         drive.step()
-    floor = drive.scheduler.floor
-    for seq in list(floor.running):
-        floor.preempt(seq)
+    resources = drive.scheduler.resources
+    for seq in list(resources.running):
+        resources.preempt(seq)
         drive.check()
     told = drive.run()
     assert {key: told[key] for key in ALONE} == ALONE
-    assert steps < 3 or floor.n_preemptions > 0
+    assert steps < 3 or resources.n_preemptions > 0
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 7, 9, 10, 0])
@@ -161,16 +170,16 @@ def run_step_by_step() -> list:
     seen = []
     while drive.step():
         told = [list(t.outputs) for t in drive.told.values()]
-        running = drive.scheduler.floor.running
+        running = drive.scheduler.resources.running
         seen.append((told, [(s.request.id, s.lease.n_published) for s in running]))
     drive.run()
     return seen
 
 
 def test_the_short_way_of_a_token_is_the_long_one(monkeypatch):
-    """What ``Telling.advance`` does at once for a plain token is what it does for any other, at the same
+    """What ``Finalizer.advance`` does at once for a plain token is what it does for any other, at the same
     step."""
-    settle, sequence, n_long = Telling._settle, Scheduler._sequence, 0
+    settle, sequence, n_long = Finalizer._settle, Scheduler._sequence, 0
 
     def counted(self, *row):
         nonlocal n_long
@@ -182,7 +191,7 @@ def test_the_short_way_of_a_token_is_the_long_one(monkeypatch):
         seq.plain = False
         return seq
 
-    monkeypatch.setattr(Telling, "_settle", counted)
+    monkeypatch.setattr(Finalizer, "_settle", counted)
     some, n_some = run_step_by_step(), n_long
     monkeypatch.setattr(Scheduler, "_sequence", never_plain)
     assert run_step_by_step() == some

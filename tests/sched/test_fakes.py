@@ -5,12 +5,12 @@ import dataclasses
 import msgspec
 import numpy as np
 import pytest
-from sched_drive import Drive, limits, request
 
 from jserve.errors import BadRequest
 from jserve.ports import Runner, Tokenizer
 from jserve.testing import ByteTokenizer, FakeRunner
 from jserve.types import StepPlan
+from tests.sched.sched_drive import Drive, limits, request
 
 
 def planned(**kw) -> tuple[Drive, StepPlan]:
@@ -114,7 +114,7 @@ def test_host_modules_do_not_import_jax():
     import sys
 
     code = (
-        "import sys, jserve.testing, jserve.sched.scheduler, jserve.sched.journal, jserve.kv.cache;"
+        "import sys, jserve.testing, jserve.sched.scheduler, jserve.sched.record.journal, jserve.kv.cache;"
         "sys.exit(any(m == 'jax' or m.startswith('jax.') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from sched_machine import SchedulerMachine
+
+from tests.sched.sched_machine import SchedulerMachine
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 

@@ -3,18 +3,18 @@
 import random
 
 import pytest
-from sched_drive import VOCAB, Drive, MixedDrafts, drafting, folded, limits, request
 
 from jserve.errors import Overloaded
 from jserve.kv.cache import PageCache
 from jserve.kv.pages import PagePool
 from jserve.kv.radix import RadixTree
-from jserve.sched import outcome, policy, residency, telling
-from jserve.sched.draft import PlanDraft
-from jserve.sched.prefilling import Prefilling
-from jserve.sched.residency import Residency
+from jserve.sched import finalize, policy, resources, sampled
+from jserve.sched.plan_builder import PlanBuilder
+from jserve.sched.prefill import PrefillPlanner
+from jserve.sched.resources import Resources
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Request
+from tests.sched.sched_drive import VOCAB, Drive, MixedDrafts, drafting, folded, limits, request
 
 SEEDS = [*range(20), 165]
 """In 165 the queue fills: nine wait, and at the pace of the last ends the ninth would wait too long."""
@@ -45,13 +45,17 @@ def torture(seed: int, vocab: int = VOCAB) -> None:
 
 def _add(drive: Drive, req: Request) -> bool:
     """False if the queue is full, which must be true and leave no trace."""
-    floor = drive.scheduler.floor
-    before = len(floor.waiting), len(floor.running), floor.waiting.n_tokens
+    resources = drive.scheduler.resources
+    before = len(resources.waiting), len(resources.running), resources.waiting.n_tokens
     try:
         drive.add(req)
     except Overloaded:
         assert drive.scheduler.gate.level == 3, "refused, and the queue is not full"
-        assert before == (len(floor.waiting), len(floor.running), floor.waiting.n_tokens)
+        assert before == (
+            len(resources.waiting),
+            len(resources.running),
+            resources.waiting.n_tokens,
+        )
         drive.check()
         return False
     return True
@@ -89,7 +93,7 @@ def test_without_a_bug_all_is_well_nightly():
 
 def tail_page_freed_one_step_early(patch):
     """The tail page goes back to the pool when the row before the last is planned."""
-    freeze, release = PlanDraft.freeze, PageCache.release
+    freeze, release = PlanBuilder.freeze, PageCache.release
     early = {}
 
     def freeze_and_free(self, step, cache):
@@ -107,12 +111,12 @@ def tail_page_freed_one_step_early(patch):
             self.table.rows[lease.slot, len(lease.pages)] = 0
         release(self, lease)
 
-    patch.setattr(PlanDraft, "freeze", freeze_and_free)
+    patch.setattr(PlanBuilder, "freeze", freeze_and_free)
     patch.setattr(PageCache, "release", release_the_rest)
 
 
 def published_before_commit(patch):
-    enter = Residency.enter
+    enter = Resources.enter
 
     def eager(self, seq):
         entered = enter(self, seq)
@@ -120,7 +124,7 @@ def published_before_commit(patch):
             self.cache.publish(seq.lease, seq.tokens, len(seq.tokens))
         return entered
 
-    patch.setattr(Residency, "enter", eager)
+    patch.setattr(Resources, "enter", eager)
 
 
 def published_one_token_too_far(patch):
@@ -159,7 +163,7 @@ def match_ignores_the_prefix(patch):
 
 
 def slot_reused_without_a_load(patch):
-    patch.setattr(PlanDraft, "load", lambda self, seq: None)
+    patch.setattr(PlanBuilder, "load", lambda self, seq: None)
 
 
 def reference_leaks(patch):
@@ -176,7 +180,7 @@ def cancel_leaves_pages(patch):
         else:
             self.waiting.remove(seq)
 
-    patch.setattr(Residency, "leave", leave)
+    patch.setattr(Resources, "leave", leave)
 
 
 def lock_is_not_taken(patch):
@@ -187,12 +191,12 @@ def readmitted_with_rows_in_flight(patch):
     """The queue does not wait for the rows of the last residence."""
 
     def admit(self, draft, step, now):
-        for seq in list(self.floor.waiting):
-            if self._may_admit(draft) and self.floor.enter(seq):
+        for seq in list(self.resources.waiting):
+            if self._may_admit(draft) and self.resources.enter(seq):
                 draft.load(seq)
-                draft.prefill(seq, score=residency.owes_scores(seq))
+                draft.prefill(seq, score=resources.owes_scores(seq))
 
-    patch.setattr(Prefilling, "_admit", admit)
+    patch.setattr(PrefillPlanner, "_admit", admit)
 
 
 def bad_pages_are_published(patch):
@@ -202,14 +206,14 @@ def bad_pages_are_published(patch):
     def early(self, plan, result, now):
         for row, seq in zip(plan.rows, self._in_flight[plan.id], strict=True):
             if not row.from_slot and seq.lease is not None:
-                self.floor.cache.publish(seq.lease, seq.tokens, row.start + row.count)
+                self.resources.cache.publish(seq.lease, seq.tokens, row.start + row.count)
         return commit(self, plan, result, now)
 
     patch.setattr(Scheduler, "commit", early)
 
 
 def rejected_drafts_count(patch):
-    patch.setattr(telling, "roll_back", lambda seq, n: None)
+    patch.setattr(finalize, "roll_back", lambda seq, n: None)
 
 
 def preempted_too_often(patch):
@@ -218,12 +222,12 @@ def preempted_too_often(patch):
 
 
 def stop_is_overlooked(patch):
-    patch.setattr(outcome, "_cut_at_stop", lambda seq, drawn: drawn)
+    patch.setattr(sampled, "_cut_at_stop", lambda seq, drawn: drawn)
 
 
 def a_decoder_starves(patch):
-    decode = PlanDraft.decode
-    patch.setattr(PlanDraft, "decode", lambda self, seqs: decode(self, seqs[:2]))
+    decode = PlanBuilder.decode
+    patch.setattr(PlanBuilder, "decode", lambda self, seqs: decode(self, seqs[:2]))
 
 
 BUGS = [

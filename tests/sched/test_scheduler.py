@@ -3,11 +3,11 @@
 import gc
 
 import pytest
-from sched_drive import Drive, limits, request, tokens_of
 
 from jserve.errors import BadRequest, Overloaded
 from jserve.sched import policy
 from jserve.types import Finish, SeqState, Sequence
+from tests.sched.sched_drive import Drive, limits, request, tokens_of
 
 
 def shapes(plan) -> list[tuple]:
@@ -69,7 +69,7 @@ def test_a_plan_does_not_change_while_it_runs():
         drive.add(request(id, [ord(id) % 11] * 6, max_tokens=22, prompt_logprobs=0))
     flying, n_preempted = {}, 0
     while drive.step():
-        n_preempted += sum(seq.n_preempted for seq in drive.scheduler.floor.waiting)
+        n_preempted += sum(seq.n_preempted for seq in drive.scheduler.resources.waiting)
         for flight in drive.flight:
             plan = flight.plan
             seen = f"{plan.rows} {plan.page_table_RM.tolist()} {plan.loads} {plan.moves}"
@@ -86,7 +86,7 @@ def test_limits_of_the_runner_hold():
     assert [row.count for row in plan.rows] == [3, 3]
     drive.runner.launch(plan)
     drive.scheduler.plan(0.0)
-    assert len(drive.scheduler.floor.running) == 3, "all who run fit one step's decode rows"
+    assert len(drive.scheduler.resources.running) == 3, "all who run fit one step's decode rows"
 
 
 def test_nothing_to_do_is_no_plan():
@@ -277,9 +277,9 @@ def test_preemption_takes_the_newest_and_loses_nothing():
         drive.add(request(id, [ord(id) % 11] * 6, max_tokens=22))
     first = []
     while drive.step():
-        first += [s.request.id for s in drive.scheduler.floor.waiting if s.n_preempted]
+        first += [s.request.id for s in drive.scheduler.resources.waiting if s.n_preempted]
     assert first[0] == "c"
-    assert drive.scheduler.floor.n_preemptions > 0
+    assert drive.scheduler.resources.n_preemptions > 0
     drive.run()
 
 
@@ -288,8 +288,8 @@ def test_the_victim_is_the_newest_that_is_not_protected():
     for id in "abcd":
         drive.add(request(id, [1, 2]))
     drive.step()
-    a, b, c, d = drive.scheduler.floor.running
-    assert drive.scheduler.floor.running.after(a) == [b, c, d]
+    a, b, c, d = drive.scheduler.resources.running
+    assert drive.scheduler.resources.running.after(a) == [b, c, d]
     assert policy.victim([b, c, d]) is d
     d.n_preempted = policy.MAX_PREEMPTIONS
     assert policy.victim([b, c, d]) is c
@@ -302,7 +302,7 @@ def test_all_start_over_when_the_device_lost_its_pages():
         drive.add(request(id, [1, 2, 3, 4, ord(id) % 11], max_tokens=12, temperature=1.0))
     for _ in range(6):
         drive.step()
-    drive.scheduler.floor.evacuate()
+    drive.scheduler.resources.requeue_all()
     drive.runner.reset()
     drive.check()
     assert drive.scheduler.stats().pages_free == 16
@@ -314,14 +314,14 @@ def test_a_protected_sequence_takes_all_its_pages_and_is_left_alone():
     drive = Drive(limits(n_pages=17))
     drive.add(request("often", [1] * 5, max_tokens=30))
     drive.step()
-    floor = drive.scheduler.floor
+    resources = drive.scheduler.resources
     for _ in range(3):
-        while not len(floor.running):
+        while not len(resources.running):
             drive.step()
-        floor.preempt(next(iter(floor.running)))
-    while not len(floor.running):
+        resources.preempt(next(iter(resources.running)))
+    while not len(resources.running):
         drive.step()
-    seq = next(iter(floor.running))
+    seq = next(iter(resources.running))
     assert policy.protected(seq)
     assert len(seq.lease.pages) == -(-34 // 4)
     assert policy.victim([seq]) is None
@@ -338,8 +338,8 @@ def test_slot_loads_come_with_every_admission_of_those_who_need_them():
     assert [load.slot for load in plan.loads] == [slots["counts"], slots["bias"]]
     drive.flight.append(drive.runner.launch(plan))
     drive.commit()
-    floor = drive.scheduler.floor
-    floor.preempt(next(s for s in floor.running if s.request.id == "counts"))
+    resources = drive.scheduler.resources
+    resources.preempt(next(s for s in resources.running if s.request.id == "counts"))
     again = drive.scheduler.plan(0.0)
     assert len(again.loads[0].tokens) == 6, "prompt and the token drawn before"
     assert again.loads[0].n_prompt == 5
@@ -349,7 +349,7 @@ def test_skip_prefix_cache_neither_reads_nor_leaves_anything():
     drive = Drive()
     drive.add(request("a", [1] * 9, skip=True))
     drive.run()
-    assert drive.scheduler.floor.cache.tree.n_nodes == 0
+    assert drive.scheduler.resources.cache.tree.n_nodes == 0
     drive.add(request("b", [1] * 9))
     drive.run()
     drive.add(request("c", [1] * 9, skip=True))
@@ -373,8 +373,8 @@ def test_prompt_logprobs_compute_every_position_and_survive_preemption():
     drive.add(request("scored", prompt, prompt_logprobs=2))
     drive.step()
     drive.step()
-    floor = drive.scheduler.floor
-    floor.preempt(next(iter(floor.running)))
+    resources = drive.scheduler.resources
+    resources.preempt(next(iter(resources.running)))
     drive.run()  # the drive compares every value
     told = drive.told["scored", 0]
     assert told.outputs[0].n_cached == 0

@@ -10,8 +10,8 @@ from jserve.config import CacheOptions
 from jserve.errors import ConfigError
 from jserve.ports import StepTime
 from jserve.sim import costs
-from jserve.sim.costs import Table, TableFile
-from jserve.sim.roofline import Shape
+from jserve.sim.costs import StepTimeTable, TableFile
+from jserve.sim.roofline import ModelShape
 
 
 def step(d: int, p: int, c: int, s: float) -> StepTime:
@@ -41,16 +41,16 @@ STEPS = (
     ],
 )
 def test_a_step_takes_the_cheapest_bucket_that_holds_it(d, p, c, seconds) -> None:
-    assert Table(STEPS).seconds(d, p, c) == pytest.approx(seconds)
+    assert StepTimeTable(STEPS).seconds(d, p, c) == pytest.approx(seconds)
 
 
 def test_a_step_outside_the_table_is_refused() -> None:
     with pytest.raises(ConfigError, match="9 decode rows"):
-        Table(STEPS).seconds(9, 0, 0)
+        StepTimeTable(STEPS).seconds(9, 0, 0)
     with pytest.raises(ConfigError, match="makes no sense"):
-        Table([step(1, 0, 0, 0.0)])
+        StepTimeTable([step(1, 0, 0, 0.0)])
     with pytest.raises(ConfigError, match="no steps"):
-        Table([])
+        StepTimeTable([])
 
 
 def test_the_choice_of_a_bucket_is_the_runners() -> None:
@@ -58,7 +58,7 @@ def test_the_choice_of_a_bucket_is_the_runners() -> None:
     from jserve.runner.buckets import Ladder, Needs
 
     ladder = Ladder.of(max_decode_rows=16, max_prefill_tokens=256, max_prefill_rows=8, scores=False)
-    table = Table([step(b.D, b.P, 0, 1.0 + i) for i, b in enumerate(ladder.buckets)])
+    table = StepTimeTable([step(b.D, b.P, 0, 1.0 + i) for i, b in enumerate(ladder.buckets)])
     for d in range(17):
         for p in (0, 1, 31, 33, 100, 129, 256):
             if d + p:
@@ -130,7 +130,7 @@ def test_a_config_json_is_read_or_refused_by_key(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     device = costs.from_roofline(str(tmp_path), "h200", CacheOptions(n_pages=9))
     assert (device.n_pages, device.max_model_len) == (9, 128)
-    assert Shape.of(config, "x").kv_numbers == 2 * 2 * 2 * 16
+    assert ModelShape.of(config, "x").kv_numbers == 2 * 2 * 2 * 16
     path.write_text(json.dumps(config | {"num_hidden_layers": "2"}))
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         costs.from_roofline(str(path), "h200", CacheOptions())
@@ -141,6 +141,8 @@ def test_a_config_json_is_read_or_refused_by_key(tmp_path: Path) -> None:
 
 
 def test_the_ladder_covers_every_step() -> None:
-    table = Table(costs.ladder(Table([step(64, 512, 0, 1.0)]), rows=48, tokens=500, context=99))
+    table = StepTimeTable(
+        costs.ladder(StepTimeTable([step(64, 512, 0, 1.0)]), rows=48, tokens=500, context=99)
+    )
     assert table.seconds(48, 500, 99) == 1.0
     assert table.seconds(1, 0, 0) == 1.0

@@ -14,7 +14,7 @@ from jserve.types import StepPlan
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     D: int
     P: int
 
@@ -38,7 +38,7 @@ class Timed:
 
     def __init__(self) -> None:
         self.limits, self.now, self.free_at = LIMITS, 0.0, 0.0
-        self.plans: list[tuple[StepPlan, Shape | None]] = []
+        self.plans: list[tuple[StepPlan, StepShape | None]] = []
 
     def launch(self, plan: StepPlan, bucket) -> InFlight:
         self.plans.append((plan, bucket))
@@ -51,14 +51,14 @@ class Timed:
         self.now = max(self.now, flight.handle)
 
 
-def table(runner: Timed, shapes: list[Shape]) -> costs.TableFile:
+def table(runner: Timed, shapes: list[StepShape]) -> costs.TableFile:
     return measure.measure(
         runner, shapes, repeats=5, about={"model": "m"}, page_bytes=4096, clock=lambda: runner.now
     )
 
 
 def test_a_step_is_its_period_and_the_host_what_waiting_costs_more() -> None:
-    found = table(Timed(), [Shape(4, 0), Shape(6, 32)])
+    found = table(Timed(), [StepShape(4, 0), StepShape(6, 32)])
     assert {round(s.seconds, 9) for s in found.steps if not s.n_prefill} == {0.004}
     assert {round(s.seconds, 9) for s in found.steps if s.n_prefill} == {0.038}
     assert found.host_seconds == pytest.approx(0.002)
@@ -68,7 +68,7 @@ def test_a_step_is_its_period_and_the_host_what_waiting_costs_more() -> None:
 
 def test_plans_stay_inside_the_limits_and_prime_the_slots() -> None:
     runner = Timed()
-    table(runner, [Shape(4, 0), Shape(6, 32), Shape(2, 16)])
+    table(runner, [StepShape(4, 0), StepShape(6, 32), StepShape(2, 16)])
     length = dict.fromkeys(range(6), 0)
     for plan, bucket in runner.plans:
         rows = plan.rows
@@ -89,7 +89,7 @@ def test_plans_stay_inside_the_limits_and_prime_the_slots() -> None:
 
 def test_the_file_is_read_as_a_device(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
-    found = table(Timed(), [Shape(4, 0), Shape(6, 32)])
+    found = table(Timed(), [StepShape(4, 0), StepShape(6, 32)])
     measure.write(found, path)
     device = costs.from_table(path, CacheOptions(page_size=8))
     assert device.costs.seconds(3, 0, 5) == pytest.approx(0.004)

@@ -12,8 +12,8 @@ from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
 from jserve.ports import InFlight, RunnerLimits
 from jserve.sampling import SamplingParams
-from jserve.sched.journal import Event, JournalFile
-from jserve.sched.replay import Diverged
+from jserve.sched.record.journal import Event, JournalFile
+from jserve.sched.record.replay import Diverged
 from jserve.sched.scheduler import Scheduler
 from jserve.sim import recorded
 from jserve.sim.costs import Device

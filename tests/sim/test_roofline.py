@@ -9,12 +9,12 @@ import pytest
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError
 from jserve.shapes import SHAPES
-from jserve.sim.roofline import CHIPS, Roofline, Shape
+from jserve.sim.roofline import CHIPS, ModelShape, Roofline
 
-EIGHT_B = Shape.of(SHAPES["llama-3.1-8b"], "8b")
+EIGHT_B = ModelShape.of(SHAPES["llama-3.1-8b"], "8b")
 
 
-def line(tp: int = 1, shape: Shape = EIGHT_B) -> Roofline:
+def line(tp: int = 1, shape: ModelShape = EIGHT_B) -> Roofline:
     return Roofline(shape=shape, chip=CHIPS["h200"], kv_itemsize=2, tp=tp)
 
 
@@ -79,7 +79,7 @@ def test_a_tied_embedding_is_stored_once_and_read_once() -> None:
 
 def test_a_window_bounds_what_a_row_reads() -> None:
     config = SHAPES["mistral-7b"]
-    whole, windowed = (Shape.of(config | more, "m") for more in ({}, {"sliding_window": 4096}))
+    whole, windowed = (ModelShape.of(config | more, "m") for more in ({}, {"sliding_window": 4096}))
     assert (whole.window, windowed.window) == (0, 4096)
     long, short = ({"rows": 4, "tokens": 4, "drawn": 4, "n_context": n} for n in (8192, 4096))
     assert line(shape=windowed).work(**long) == line(shape=whole).work(**short)

@@ -11,7 +11,7 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.ports import StepTime
 from jserve.sim import report, traffic
-from jserve.sim.costs import Device, Table
+from jserve.sim.costs import Device, StepTimeTable
 from jserve.sim.report import Slo, summarise
 from jserve.sim.simulate import Run, Setup, simulate
 from jserve.sim.trace import TraceItem
@@ -227,7 +227,7 @@ def test_the_tables_show_every_lane() -> None:
 
 
 def test_a_step_without_a_price_ends_the_simulation_by_name() -> None:
-    table = Table([StepTime(n_decode=2, n_prefill=8, n_context=1, seconds=0.1)])
+    table = StepTimeTable([StepTime(n_decode=2, n_prefill=8, n_context=1, seconds=0.1)])
     small = dataclasses.replace(
         setup(), device=Device(name="t", costs=table, n_pages=50, max_model_len=64)
     )

@@ -12,7 +12,7 @@ from jserve import cli
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.sim import plot, study
-from jserve.sim.study import Wish
+from jserve.sim.study import SimulateOptions
 
 TRAFFIC = "rate=40,n=30,prompt=60,output=8;lane=bulk,rate=10,n=6,prompt=90,output=9"
 run = CliRunner()
@@ -45,7 +45,7 @@ def test_a_sweep_gives_one_report_per_value() -> None:
 
 
 def test_a_second_axis_gives_every_pair() -> None:
-    wish = Wish(trace="", sweep="load=1,2", against="batching=static,continuous")
+    wish = SimulateOptions(trace="", sweep="load=1,2", against="batching=static,continuous")
     points = study.settings(wish, EngineConfig())
     assert [(s.load, s.batching) for _, s in points] == [
         (1.0, "static"),
@@ -66,16 +66,22 @@ def test_traffic_may_stand_in_a_file(tmp_path: Path) -> None:
 
 def test_cache_and_length_options_reach_the_device() -> None:
     config = EngineConfig.of(n_pages=77, page_size=16)
-    [(_, setup)] = study.settings(Wish(trace="", max_model_len=640), config)
+    [(_, setup)] = study.settings(SimulateOptions(trace="", max_model_len=640), config)
     assert setup.device.n_pages == 77
     assert setup.config.model.max_model_len == 640
-    points = study.settings(Wish(trace="", sweep="n_pages=5,9"), EngineConfig())
+    points = study.settings(SimulateOptions(trace="", sweep="n_pages=5,9"), EngineConfig())
     assert [s.device.n_pages for _, s in points] == [5, 9]
-    points = study.settings(Wish(trace="", sweep="kv_cache_dtype=auto,float32"), EngineConfig())
+    points = study.settings(
+        SimulateOptions(trace="", sweep="kv_cache_dtype=auto,float32"), EngineConfig()
+    )
     assert points[0][1].device.n_pages == pytest.approx(2 * points[1][1].device.n_pages, abs=2)
-    points = study.settings(Wish(trace="", sweep="kv_cache_dtype=bf16,fp8"), EngineConfig())
+    points = study.settings(
+        SimulateOptions(trace="", sweep="kv_cache_dtype=bf16,fp8"), EngineConfig()
+    )
     assert points[1][1].device.n_pages == pytest.approx(2 * points[0][1].device.n_pages, abs=2)
-    points = study.settings(Wish(trace="", sweep="deadlines=kept,hidden"), EngineConfig())
+    points = study.settings(
+        SimulateOptions(trace="", sweep="deadlines=kept,hidden"), EngineConfig()
+    )
     assert [s.deadlines for _, s in points] == [True, False]
 
 
@@ -99,7 +105,7 @@ def test_cache_and_length_options_reach_the_device() -> None:
     ],
 )
 def test_a_senseless_wish_is_refused_by_name(changes, word) -> None:
-    wish = dataclasses.replace(Wish(trace="n=1"), **changes)
+    wish = dataclasses.replace(SimulateOptions(trace="n=1"), **changes)
     with pytest.raises(ConfigError, match=word):
         study.study(wish, EngineConfig(), lambda _: None)
 

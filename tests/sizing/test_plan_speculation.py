@@ -18,15 +18,11 @@ from typer.testing import CliRunner
 from jserve.cli import app
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.draft_model import draft_model
-from jserve.model.eagle3 import eagle3
+from jserve.model.draft_tree import chain, paths
 from jserve.model.families import family_for
-from jserve.model.medusa import medusa
 from jserve.model.shard import ShardRules, make_mesh
-from jserve.model.tree import chain, paths
 from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder
-from jserve.runner.drafts import load_speculation
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.programs import step_name
 from jserve.runner.runner import ModelRunner
@@ -35,8 +31,12 @@ from jserve.shapes import SHAPES
 from jserve.sim.roofline import CHIPS, Roofline
 from jserve.sizing import plan as sizing, show
 from jserve.sizing.models import find, shape_of
-from jserve.sizing.speculation import Drafting, DraftRate, Speculated, inner_of, tokens_per_step
-from jserve.spec.methods import shape
+from jserve.sizing.speculation import DraftCosts, DraftRate, Speculated, inner_of, tokens_per_step
+from jserve.speculation.drafters.draft_model import draft_model
+from jserve.speculation.drafters.eagle3 import eagle3
+from jserve.speculation.drafters.load import load_speculation
+from jserve.speculation.drafters.medusa import medusa
+from jserve.speculation.host.methods import shape
 from jserve.types import Grown
 from jserve.weights.dummy import draw_all
 from jserve.weights.source import resolve
@@ -194,7 +194,7 @@ D, V, F = 4096, 128_256, 14_336
 def test_an_eagle_head_reads_its_layer_for_each_level() -> None:
     """The first level follows from what it saw; a level of two nodes is one pass over both."""
     head = dataclasses.replace(ARCH, L=1, V=32_000)
-    made = Drafting.of(eagle3(head, ARCH, taps=(2, 16, 29), own_embed=False), LINE)
+    made = DraftCosts.of(eagle3(head, ARCH, taps=(2, 16, 29), own_embed=False), LINE)
     layer = (2 * D) * 6144 + D * D + 3 * D * F + 4 * D
     assert made.n_passed == layer
     assert made.n_seen == layer + 3 * D * D
@@ -215,12 +215,12 @@ def test_an_eagle_head_reads_its_layer_for_each_level() -> None:
 
 
 def test_medusa_reads_a_head_for_each_draft() -> None:
-    made = Drafting.of(medusa(ARCH, n_heads=4), LINE)
+    made = DraftCosts.of(medusa(ARCH, n_heads=4), LINE)
     assert (made.n_seen, made.n_passed, made.n_drawn) == (0, 0, D * D + D + V * D)
     works = made.works(1, 4, 1000, chain(3))
     assert [w.weight_bytes for w in works] == [2 * made.n_drawn] * 3
     assert {w.kv_bytes for w in works} == {0}
-    shared = Drafting.of(medusa(ARCH, n_heads=4, own_unembed=False), LINE)
+    shared = DraftCosts.of(medusa(ARCH, n_heads=4, own_unembed=False), LINE)
     assert shared.n_drawn == made.n_drawn
 
 
@@ -228,7 +228,7 @@ def test_a_drafter_held_whole_reads_all_of_itself_and_sends_nothing() -> None:
     line = dataclasses.replace(LINE, tp=4)
     split = draft_model(family_for(SHAPES["llama-3.2-1b"]), ARCH, ARCH)
     whole = dataclasses.replace(split, replicated=True)
-    parts, alone = (Drafting.of(d, line).works(1, 4, 0, chain(1)) for d in (split, whole))
+    parts, alone = (DraftCosts.of(d, line).works(1, 4, 0, chain(1)) for d in (split, whole))
     for part, one in zip(parts, alone, strict=True):
         assert 4 * part.weight_bytes == one.weight_bytes
         assert part.n_collectives > 0 == one.n_collectives

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from weights_kit import BF16, LLAMA, Model, same
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.shard import ShardRules, make_mesh, padded, shardings
 from jserve.weights.adopt import adopt
 from jserve.weights.place import aligned
 from tests.model.assembly import assemble_all
+from tests.weights.weights_kit import BF16, LLAMA, Model, same
 
 RULES = ShardRules()
 

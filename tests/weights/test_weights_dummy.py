@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from weights_kit import LLAMA, same
 
 from jserve.model.families import family_for
 from jserve.model.shard import ParamSpec, Part, ShardRules, make_mesh
@@ -19,6 +18,7 @@ from jserve.weights.layout import relayout
 from jserve.weights.loader import load
 from jserve.weights.place import named
 from jserve.weights.source import resolve
+from tests.weights.weights_kit import LLAMA, same
 
 CONFIG = LLAMA | {"attention_bias": True}
 

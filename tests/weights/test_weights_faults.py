@@ -12,7 +12,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from weights_kit import BF16, LLAMA, Model
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.families import family_for
@@ -20,6 +19,7 @@ from jserve.model.shard import ShardRules, make_mesh
 from jserve.weights.hf import dtype_name, read_generation_config
 from jserve.weights.loader import load
 from jserve.weights.source import resolve
+from tests.weights.weights_kit import BF16, LLAMA, Model
 
 INDEX = "model.safetensors.index.json"
 Q = "model.layers.0.self_attn.q_proj.weight"

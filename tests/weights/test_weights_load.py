@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from weights_kit import BF16, LLAMA, Model, same
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.shard import (
@@ -29,6 +28,7 @@ from jserve.weights.loader import load
 from jserve.weights.place import bad_values, bad_values_on_device, tp_size
 from jserve.weights.source import resolve
 from tests.model.assembly import assemble_all
+from tests.weights.weights_kit import BF16, LLAMA, Model, same
 
 RULES = ShardRules()
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from weights_kit import BF16, LLAMA, Model, same
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.families import family_for
@@ -22,6 +21,7 @@ from jserve.weights import orbax
 from jserve.weights.convert import convert
 from jserve.weights.loader import load
 from jserve.weights.source import resolve
+from tests.weights.weights_kit import BF16, LLAMA, Model, same
 
 RULES = ShardRules()
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import safetensors
 from safetensors.numpy import save_file
-from weights_kit import BF16, NAMES, pack, raw, same
 
 from jserve.errors import WeightsError
 from jserve.weights.safetensors import MAX_HEADER_BYTES, SafetensorsFile
+from tests.weights.weights_kit import BF16, NAMES, pack, raw, same
 
 TENSORS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),

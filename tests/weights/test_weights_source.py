@@ -21,10 +21,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from weights_kit import LLAMA, Model
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.weights.source import resolve
+from tests.weights.weights_kit import LLAMA, Model
 
 ROOT = Path(__file__).parents[2]
 # The HTTP library that huggingface_hub stands on: httpx for 1.x, httpx2 for 2.x.

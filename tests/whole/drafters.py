@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from jserve.model.draft_model import draft_model
-from jserve.model.eagle3 import eagle3
+from jserve.model.draft_tree import TreeShape
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
-from jserve.model.medusa import medusa
-from jserve.model.prompt_lookup import ngram
 from jserve.model.shard import ShardRules
-from jserve.model.tree import Shape
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
-from jserve.runner.drafts import Speculation
 from jserve.runner.runner import ModelRunner
+from jserve.speculation.drafters.draft_model import draft_model
+from jserve.speculation.drafters.eagle3 import eagle3
+from jserve.speculation.drafters.load import LoadedDrafter
+from jserve.speculation.drafters.medusa import medusa
+from jserve.speculation.drafters.prompt_lookup import ngram
 from jserve.types import Choice, Grown, StepPlan
 from jserve.weights.dummy import draw_all
 from tests.whole import equal
@@ -32,36 +32,36 @@ TREES = KINDS[:-1]
 """Those that can draft a tree."""
 
 
-def itself(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
+def itself(arch: Any, params: Any, mesh: Any, tree: TreeShape) -> LoadedDrafter:
     """The target as its own draft model: every draft is right, of a tree one branch."""
     drafter = draft_model(family_for(equal.TINY), arch, arch)
-    return Speculation(drafter=drafter, params=params, n_draft=3, tree=tree)
+    return LoadedDrafter(drafter=drafter, params=params, n_draft=3, tree=tree)
 
 
-def head(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
+def head(arch: Any, params: Any, mesh: Any, tree: TreeShape) -> LoadedDrafter:
     """An EAGLE-3 head of random weights: its drafts are wrong but for one now and then."""
     own = dataclasses.replace(arch, L=1, V=arch.V)
     drafter = eagle3(own, arch, taps=(0, 1, 2), own_embed=False, mapped=False)
     return _random(drafter, mesh, tree)
 
 
-def heads(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
+def heads(arch: Any, params: Any, mesh: Any, tree: TreeShape) -> LoadedDrafter:
     """Medusa heads, as good."""
     return _random(medusa(arch, n_heads=3), mesh, tree)
 
 
-def copies(arch: Any, params: Any, mesh: Any, tree: Shape) -> Speculation:
+def copies(arch: Any, params: Any, mesh: Any, tree: TreeShape) -> LoadedDrafter:
     """Prompt lookup over less than the longest text."""
     assert not tree
-    return Speculation(drafter=ngram(arch, least=1, most=3, window=64), params={}, n_draft=3)
+    return LoadedDrafter(drafter=ngram(arch, least=1, most=3, window=64), params={}, n_draft=3)
 
 
-def _random(drafter: Any, mesh: Any, tree: Shape) -> Speculation:
+def _random(drafter: Any, mesh: Any, tree: TreeShape) -> LoadedDrafter:
     weights = draw_all(drafter.specs(mesh.shape["tp"]), 5, mesh, ShardRules(), np.float32)
-    return Speculation(drafter=drafter, params=weights, n_draft=3, tree=tree)
+    return LoadedDrafter(drafter=drafter, params=weights, n_draft=3, tree=tree)
 
 
-MAKERS: dict[str, Callable[..., Speculation]] = {
+MAKERS: dict[str, Callable[..., LoadedDrafter]] = {
     "draft": itself,
     "eagle3": head,
     "medusa": heads,
@@ -70,7 +70,7 @@ MAKERS: dict[str, Callable[..., Speculation]] = {
 
 
 @lru_cache
-def drafting(kind: str, tree: Shape = (), tp: int = 1) -> ModelRunner:
+def drafting(kind: str, tree: TreeShape = (), tp: int = 1) -> ModelRunner:
     """A runner with a drafter of ``KINDS``, whose one program takes every plan."""
     wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, features=(SCORE,))
     return equal.make_runner(tp, partial(MAKERS[kind], tree=tree), (wide,))
@@ -82,13 +82,13 @@ class Watching:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.limits = runner, runner.limits
         self.drafted = self.stood = 0
-        self.chunks = self.cached = self.anew = self.ahead = 0
+        self.chunks = self.cached = self.anew = self.device_policy = 0
         self._flying = 0
         self._begun: set[Choice] = set()
 
     def launch(self, plan: StepPlan) -> InFlight:
         self._flying += 1
-        self.ahead = max(self.ahead, self._flying - 1)
+        self.device_policy = max(self.device_policy, self._flying - 1)
         for row in plan.rows:
             if not row.from_slot:
                 self.chunks += not row.emits

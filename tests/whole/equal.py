@@ -27,9 +27,9 @@ from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
 from jserve.sched import policy
-from jserve.sched.costs import MeasuredCosts
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeProposer
+from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import Output, Request, Sequence, StepPlan
 from jserve.weights.loader import load
 from jserve.weights.source import Source
@@ -257,8 +257,8 @@ def outputs_of(
     if proposer is None and way.drafts:
         proposer = Guesses(truth or {}, rng)
     scheduler = Scheduler(limits, config, proposer=proposer)
-    drafting = scheduler.drafting
-    drafting.costs, drafting.ahead.costs, drafting.min_speed = FREE, FREE, 0.0
+    drafting = scheduler.speculation
+    drafting.costs, drafting.device_policy.costs, drafting.min_speed = FREE, FREE, 0.0
     device: Any = RandomBuckets(runner, rng) if way.random_buckets else runner
     engine = Engine(scheduler, device, overlap=way.overlap)
     waiting, outputs = list(requests), []
@@ -279,9 +279,9 @@ FREE = MeasuredCosts([StepTime(n_decode=8, n_prefill=64, n_context=0, seconds=1e
 
 
 def _preempt(scheduler: Scheduler, rng: random.Random) -> None:
-    able = [seq for seq in scheduler.floor.running if not policy.protected(seq)]
+    able = [seq for seq in scheduler.resources.running if not policy.protected(seq)]
     if able:
-        scheduler.floor.preempt(rng.choice(able))
+        scheduler.resources.preempt(rng.choice(able))
 
 
 def gathered(outputs: Seq[Output]) -> dict[tuple[str, int], Answer]:

@@ -160,7 +160,7 @@ def test_the_shipped_pair_says_what_the_target_says_alone() -> None:
     for extra in ({}, {"speculative": drafter}):
         with LLM(**options, **extra) as llm:
             # Not by times: the machine may be busy.
-            llm._engine.scheduler.drafting.fix(3 if extra else None)
+            llm._engine.scheduler.speculation.fix(3 if extra else None)
             said.append([out.outputs[0].token_ids for out in llm.chat(messages, params)])
             counters = llm._engine.stats().values if extra else {}
     assert said[0] == said[1]
@@ -189,7 +189,7 @@ def test_a_tree_of_the_shipped_head_is_an_option() -> None:
     for shape in ("", "auto", "dynamic"):
         extra = {"speculative": drafter | {"tree": shape}} if shape else {}
         with LLM(**options, **extra) as llm:
-            drafting = llm._engine.scheduler.drafting
+            drafting = llm._engine.scheduler.speculation
             drafting.fix(drafting.most or None)  # not by times: the machine may be busy
             found = llm.chat(messages, params, use_tqdm=False)
             said.append([out.outputs[0].token_ids for out in found])

@@ -16,7 +16,7 @@ import pytest
 
 from jserve import LLM, AsyncLLM, EngineConfig, RequestOptions, SamplingParams, build
 from jserve.errors import BadRequest, CacheNotFound, ConfigError, ContextTooLong, WeightsError
-from jserve.sched.replay import replay
+from jserve.sched.record.replay import replay
 from tests.whole.conftest import SMALL_OPTIONS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -12,8 +12,8 @@ from jserve.config import SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.request_options import RequestOptions
 from jserve.sampling import StructuredOutputs
-from jserve.sched.costs import MeasuredCosts
-from jserve.spec.methods import proposer_of
+from jserve.speculation.host.methods import proposer_of
+from jserve.timing.step_costs import MeasuredCosts
 from tests.whole import equal
 from tests.whole.conftest import SMALL_OPTIONS
 from tests.whole.test_equalities import compare
@@ -77,7 +77,7 @@ def llm(tiny_dir):
     """One engine; a request that wants no drafts is its own control. Its drafts always pay: what
     this machine takes for a wide step, loaded as it may be, is no matter here."""
     with LLM(str(tiny_dir), **SMALL_OPTIONS, speculative=SUFFIX) as made:
-        made._engine.scheduler.drafting.costs = AnyWidthAlike()
+        made._engine.scheduler.speculation.costs = AnyWidthAlike()
         yield made
 
 

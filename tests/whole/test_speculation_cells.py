@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from jserve.config import SpeculativeOptions
-from jserve.model.tree import Shape
-from jserve.outputs import Running
+from jserve.model.draft_tree import TreeShape
+from jserve.outputs import PartialOutput
 from jserve.ports import Proposer
 from jserve.sampling import SamplingParams
-from jserve.spec.methods import proposer_of
+from jserve.speculation.host.methods import proposer_of
 from jserve.types import Output, Request
 from tests.api.fake import byte_tokenizer
 from tests.whole import equal
@@ -23,7 +23,7 @@ from tests.whole.drafters import GROWN, KINDS, TREE, TREES, Watching, drafting
 from tests.whole.test_equalities import compare
 
 DEVICE = [(kind, ()) for kind in KINDS] + [(kind, TREE) for kind in TREES] + [("eagle3", GROWN)]
-NAMES: dict[Shape, str] = {(): "chain", TREE: "tree", GROWN: "grown"}
+NAMES: dict[TreeShape, str] = {(): "chain", TREE: "tree", GROWN: "grown"}
 HOST = [(kind, ()) for kind in ("ngram", "suffix", "corpus")]
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, ""),
@@ -93,7 +93,7 @@ def cells() -> list[Any]:
     ]  # fmt: skip
 
 
-def outputs(plain: Any, kind: str, tree: Shape, way: str, tp: int = 1) -> list[Output]:
+def outputs(plain: Any, kind: str, tree: TreeShape, way: str, tp: int = 1) -> list[Output]:
     options, shows = WAYS[way]
     device: Any = Watching(drafting(kind, tree, tp) if kind in KINDS else plain)
     how = dataclasses.replace(equal.PLAIN, **options)
@@ -146,7 +146,7 @@ def test_every_text_is_the_one_without_drafts_on_two_devices(runner, kind, tree)
 def told(found: list[Output], request: Request, **changes: Any) -> list[Any]:
     """What a user sees of the first choice, with other sampling fields: text, ids, reason, usage."""
     params = dataclasses.replace(request.params, n=1, **changes)
-    running = Running(dataclasses.replace(request, params=params), None, TEXT)
+    running = PartialOutput(dataclasses.replace(request, params=params), None, TEXT)
     for out in found:
         if out.request_id == request.id and out.index == 0 and not running.output.finished:
             running.take(out)

@@ -15,9 +15,9 @@ import openai
 import pytest
 
 from jserve import LLM, SamplingParams, build
-from jserve.api.app import make_app
-from jserve.api.ask import ModelCard
-from jserve.api.server import HttpServer
+from jserve.api.http.app import make_app
+from jserve.api.http.server import HttpServer
+from jserve.api.request.parsed import ModelCard
 from jserve.config import EngineConfig
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient

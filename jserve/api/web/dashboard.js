@@ -98,12 +98,12 @@ async function poll() {
   if (document.hidden) return;
   try {
     const now = await get(`v1/dashboard?after=${lastStep}`);
-    const { model, version, healthy, ails, draining, restarts } = now.server;
+    const { model, version, healthy, degraded_reasons, draining, restarts } = now.server;
     byId("model").textContent = model;
     const tail = restarts ? `, engine restarted ${restarts} times` : "";
     if (draining) showState("Shutting down", { bad: true });
     else if (!healthy) showState(`The engine makes no progress${tail}`, { bad: true });
-    else if (ails.length) showState(`Not ready: ${ails.join("; ")}${tail}`, { bad: true });
+    else if (degraded_reasons.length) showState(`Not ready: ${degraded_reasons.join("; ")}${tail}`, { bad: true });
     else showState(`Live, jserve ${version}, context ${now.server.max_model_len}${tail}`, { live: true });
     show(now);
   } catch (error) {

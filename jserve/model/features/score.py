@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.drafter import Target
 from jserve.model.feature import StepFeature, in_range
 from jserve.model.sample import logprobs, ranks
 from jserve.model.view import LOGPROBS, Bucket, Field, StepDims
-from jserve.model.walk import Told
+from jserve.speculation.device.draft_passes import StepOutcome
+from jserve.speculation.drafters.drafter import Target
 from jserve.types import PromptLogprobs, RowPlan
 
 _TARGETS = attrgetter("targets")
@@ -46,9 +46,9 @@ def fields(bucket: Bucket, dims: StepDims) -> tuple[Field, ...]:
     return (Field("target_T", (bucket.T,)),)
 
 
-def after(target: Target, told: Told) -> Scores:
-    view = told.view
-    x_PD, target_P = told.x_TD[-view.P :], view.extra["target_T"][-view.P :]
+def after(target: Target, outcome: StepOutcome) -> Scores:
+    view = outcome.view
+    x_PD, target_P = outcome.x_TD[-view.P :], view.extra["target_T"][-view.P :]
     P, D = x_PD.shape
     pad = -P % BLOCK
     x_XBD = jnp.pad(x_PD, ((0, pad), (0, 0))).reshape(-1, BLOCK, D)

@@ -6,12 +6,12 @@ Owns the order of the two parsers. Must not know their formats.
 from __future__ import annotations
 
 from jserve.text.chat.parsers.calls import CallParser
+from jserve.text.chat.parsers.delta import ParsedDelta
 from jserve.text.chat.parsers.reasoning import State, ThoughtParser
-from jserve.text.chat.parsers.said import Said
 
 
 class AnswerParser:
-    """Text in, ``Said`` out; any cut of a text gives the same pieces, concatenated.
+    """Text in, ``ParsedDelta`` out; any cut of a text gives the same pieces, concatenated.
 
     Args:
         thought: None where all text is the answer.
@@ -26,18 +26,18 @@ class AnswerParser:
         """True while the text so far ends inside a thought."""
         return self._thought is not None and self._thought.state is State.THOUGHT
 
-    def feed(self, text: str) -> Said:
+    def feed(self, text: str) -> ParsedDelta:
         if self._thought is None:
             return self._calls.feed(text)
         return self._both(*self._thought.feed(text))
 
-    def close(self) -> Said:
+    def close(self) -> ParsedDelta:
         """What was held back, at the end of the text."""
-        said = self._both(*self._thought.close()) if self._thought is not None else Said()
-        said.add(self._calls.close())
-        return said
+        parsed = self._both(*self._thought.close()) if self._thought is not None else ParsedDelta()
+        parsed.add(self._calls.close())
+        return parsed
 
-    def _both(self, reasoning: str, answer: str) -> Said:
-        said = self._calls.feed(answer) if answer else Said()
-        said.reasoning = reasoning
-        return said
+    def _both(self, reasoning: str, answer: str) -> ParsedDelta:
+        parsed = self._calls.feed(answer) if answer else ParsedDelta()
+        parsed.reasoning = reasoning
+        return parsed

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from jserve.text.chat.parsers.said import Said
+from jserve.text.chat.parsers.delta import ParsedDelta
 
 NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -56,7 +56,7 @@ class ValueEnd:
 
 
 class ObjectCall:
-    """Reads one object and tells ``said`` of call ``index``.
+    """Reads one object and tells ``parsed`` of call ``index``.
 
     Attributes:
         begun: the name is known and was told.
@@ -75,21 +75,21 @@ class ObjectCall:
         self._argued = False
         self._value: ValueEnd | None = None
 
-    def push(self, char: str, said: Said) -> None:
+    def push(self, char: str, parsed: ParsedDelta) -> None:
         """One more character. Not to be called once ``done`` or ``bad``."""
         self.raw += char
         if self._value is not None:
-            self._in_value(char, said)
+            self._in_value(char, parsed)
         elif not char.isspace():
-            self._between(char, said)
+            self._between(char, parsed)
 
-    def _between(self, char: str, said: Said) -> None:
+    def _between(self, char: str, parsed: ParsedDelta) -> None:
         """A character outside of keys and values."""
         if char == "}" and self._wants in ("key", "key?", ","):
             if self._wants == "key":
                 self.bad = True
             else:
-                self._end(said)
+                self._end(parsed)
         elif self._wants == "{" and char == "{":
             self._wants = "key?"
         elif self._wants in ("key", "key?") and char == '"':
@@ -100,7 +100,7 @@ class ObjectCall:
             self._wants = "key"
         elif self._wants == "value" and char not in ",:}]":
             self._start(char, self._key)
-            self._pass_on(char, said)
+            self._pass_on(char, parsed)
         else:
             self.bad = True
 
@@ -109,51 +109,51 @@ class ObjectCall:
         self._value.push(char)
         self._key = key
 
-    def _in_value(self, char: str, said: Said) -> None:
+    def _in_value(self, char: str, parsed: ParsedDelta) -> None:
         assert self._value is not None
         ends, bare = self._value.push(char), self._value.bare
         if not (ends and bare):
             self._text += char
-            self._pass_on(char, said)
+            self._pass_on(char, parsed)
         if not ends:
             return
         self._value = None
-        self._finish_value(said)
+        self._finish_value(parsed)
         if bare and not self.bad and not char.isspace():
-            self._between(char, said)
+            self._between(char, parsed)
 
-    def _pass_on(self, char: str, said: Said) -> None:
+    def _pass_on(self, char: str, parsed: ParsedDelta) -> None:
         """Arguments that are an object go on at once; any other value waits for its end."""
         if self._wants == "value" and self._key in ARGUMENT_KEYS and self._text[0] == "{":
-            self._argue(char, said)
+            self._argue(char, parsed)
 
-    def _argue(self, text: str, said: Said) -> None:
+    def _argue(self, text: str, parsed: ParsedDelta) -> None:
         self._argued = True
         if self.begun:
-            said.argue(self.index, text)
+            parsed.add_arguments(self.index, text)
         else:
             self._arguments += text
 
-    def _finish_value(self, said: Said) -> None:
+    def _finish_value(self, parsed: ParsedDelta) -> None:
         if self._wants in ("key", "key?"):
             self._key, self._wants = self._loaded(), ":"
             return
         self._wants = ","
         if self._key in NAME_KEYS and not self.begun:
-            self._name(said)
+            self._name(parsed)
         elif self._key in ARGUMENT_KEYS and self._text[0] != "{":
             value = self._loaded() if self._text[0] == '"' else self._text
-            self._argue("{}" if value == "null" else value, said)
+            self._argue("{}" if value == "null" else value, parsed)
 
-    def _name(self, said: Said) -> None:
+    def _name(self, parsed: ParsedDelta) -> None:
         name = self._loaded() if self._text[0] == '"' else ""
         if not name:
             self.bad = True
             return
         self.begun = True
-        said.begin(self.index, name)
+        parsed.begin(self.index, name)
         if self._arguments:
-            said.argue(self.index, self._arguments)
+            parsed.add_arguments(self.index, self._arguments)
 
     def _loaded(self) -> str:
         """The string that was read; "" for a broken one."""
@@ -162,7 +162,7 @@ class ObjectCall:
         except ValueError:
             return ""
 
-    def _end(self, said: Said) -> None:
+    def _end(self, parsed: ParsedDelta) -> None:
         self.done, self.bad = True, not self.begun
         if self.begun and not self._argued:
-            said.argue(self.index, "{}")
+            parsed.add_arguments(self.index, "{}")

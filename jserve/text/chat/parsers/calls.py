@@ -17,19 +17,19 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jserve.text.chat.parsers.call_json import ObjectCall, ValueEnd
-from jserve.text.chat.parsers.said import Said, Until
+from jserve.text.chat.parsers.delta import ParsedDelta, Until
 
 
 class CallParser(Protocol):
     """``feed`` text, then ``close`` once."""
 
-    def feed(self, text: str) -> Said: ...
+    def feed(self, text: str) -> ParsedDelta: ...
 
-    def close(self) -> Said: ...
+    def close(self) -> ParsedDelta: ...
 
 
-State = Callable[[str, Said], str]
-"""Takes text, tells ``said``, gives back the text it leaves for the next state."""
+State = Callable[[str, ParsedDelta], str]
+"""Takes text, tells ``parsed``, gives back the text it leaves for the next state."""
 
 
 class _Machine(ABC):
@@ -46,22 +46,22 @@ class _Machine(ABC):
         self._call: ObjectCall | None = None
         self._lead = ""
 
-    def feed(self, text: str) -> Said:
-        said = Said()
+    def feed(self, text: str) -> ParsedDelta:
+        parsed = ParsedDelta()
         while text:
-            text = self._state(text, said)
-        return said
+            text = self._state(text, parsed)
+        return parsed
 
-    def close(self) -> Said:
-        said = Said()
+    def close(self) -> ParsedDelta:
+        parsed = ParsedDelta()
         if self._call is not None and not self._call.begun:
-            self._tell(self._lead + self._call.raw, said)
-        self._tell(self._until.flush(), said)
+            self._emit_text(self._lead + self._call.raw, parsed)
+        self._emit_text(self._until.flush(), parsed)
         if not self.n_calls:
-            said.tell(self._space)
-        return said
+            parsed.add_text(self._space)
+        return parsed
 
-    def _tell(self, text: str, said: Said) -> None:
+    def _emit_text(self, text: str, parsed: ParsedDelta) -> None:
         """Content; white space waits, for around calls it is none."""
         text = self._space + text
         bare = text.rstrip()
@@ -69,11 +69,11 @@ class _Machine(ABC):
         if self.n_calls and bare and not self._told:
             bare = bare.lstrip()
         self._told = self._told or bool(bare)
-        said.tell(bare)
+        parsed.add_text(bare)
 
-    def _text(self, text: str, said: Said) -> str:
+    def _text(self, text: str, parsed: ParsedDelta) -> str:
         shown, rest = self._until.feed(text)
-        self._tell(shown, said)
+        self._emit_text(shown, parsed)
         if rest is None:
             return ""
         self._after_marker()
@@ -87,17 +87,17 @@ class _Machine(ABC):
         self._call, self._lead = ObjectCall(self.n_calls), lead
         self._state = self._object
 
-    def _object(self, text: str, said: Said) -> str:
+    def _object(self, text: str, parsed: ParsedDelta) -> str:
         call = self._call
         assert call is not None
         for at, char in enumerate(text, 1):
-            call.push(char, said)
+            call.push(char, parsed)
             if call.begun and self.n_calls == call.index:
                 self.n_calls, self._space, self._told = call.index + 1, "", False
             if call.bad or call.done:
                 self._call = None
                 if call.bad and not call.begun:
-                    self._tell(self._lead + call.raw, said)
+                    self._emit_text(self._lead + call.raw, parsed)
                     self._state = self._text
                 else:
                     self._state = self._after_object
@@ -105,7 +105,7 @@ class _Machine(ABC):
         return ""
 
     @abstractmethod
-    def _after_object(self, text: str, said: Said) -> str:
+    def _after_object(self, text: str, parsed: ParsedDelta) -> str:
         """The state behind an object that was a call."""
 
 
@@ -116,7 +116,7 @@ class HermesCalls(_Machine):
         super().__init__("<tool_call>")
         self._closing = Until("</tool_call>")
 
-    def _after_object(self, text: str, said: Said) -> str:
+    def _after_object(self, text: str, parsed: ParsedDelta) -> str:
         _, rest = self._closing.feed(text)
         if rest is None:
             return ""
@@ -131,7 +131,7 @@ class LlamaCalls(_Machine):
         super().__init__("<|python_tag|>")
         self._state = self._start
 
-    def _start(self, text: str, said: Said) -> str:
+    def _start(self, text: str, parsed: ParsedDelta) -> str:
         bare = text.lstrip()
         self._space += text[: len(text) - len(bare)]
         if not bare:
@@ -142,7 +142,7 @@ class LlamaCalls(_Machine):
             self._expect(lead)
         return bare
 
-    def _after_object(self, text: str, said: Said) -> str:
+    def _after_object(self, text: str, parsed: ParsedDelta) -> str:
         bare = text.lstrip()
         if not bare:
             return ""
@@ -161,17 +161,17 @@ class MistralCalls(_Machine):
         self._name = ""
         self._value: ValueEnd | None = None
 
-    def close(self) -> Said:
-        said = Said()
+    def close(self) -> ParsedDelta:
+        parsed = ParsedDelta()
         if self._state in (self._head, self._named):
-            self._tell(self._lead + self._name, said)
-        said.add(super().close())
-        return said
+            self._emit_text(self._lead + self._name, parsed)
+        parsed.add(super().close())
+        return parsed
 
     def _after_marker(self) -> None:
         self._lead, self._name, self._state = self._marker, "", self._head
 
-    def _head(self, text: str, said: Said) -> str:
+    def _head(self, text: str, parsed: ParsedDelta) -> str:
         bare = text.lstrip()
         self._lead += text[: len(text) - len(bare)]
         if not bare:
@@ -182,30 +182,30 @@ class MistralCalls(_Machine):
         self._expect(self._lead + "[")
         return bare[1:]
 
-    def _named(self, text: str, said: Said) -> str:
+    def _named(self, text: str, parsed: ParsedDelta) -> str:
         for at, char in enumerate(text, 1):
             if char == "{" and _plain_name(self._name):
-                said.begin(self.n_calls, _plain_name(self._name))
+                parsed.begin(self.n_calls, _plain_name(self._name))
                 self.n_calls, self._space, self._told = self.n_calls + 1, "", False
                 self._value, self._state = ValueEnd(), self._arguments
                 return text[at - 1 :]
             self._name += char
             if char in '{}"\n' or len(self._name) > 256:
-                self._tell(self._lead + self._name, said)
+                self._emit_text(self._lead + self._name, parsed)
                 self._state = self._text
                 return text[at:]
         return ""
 
-    def _arguments(self, text: str, said: Said) -> str:
+    def _arguments(self, text: str, parsed: ParsedDelta) -> str:
         assert self._value is not None
         for at, char in enumerate(text, 1):
-            said.argue(self.n_calls - 1, char)
+            parsed.add_arguments(self.n_calls - 1, char)
             if self._value.push(char):
                 self._state = self._text
                 return text[at:]
         return ""
 
-    def _after_object(self, text: str, said: Said) -> str:
+    def _after_object(self, text: str, parsed: ParsedDelta) -> str:
         bare = text.lstrip()
         if not bare:
             return ""
@@ -224,13 +224,13 @@ def _plain_name(head: str) -> str:
 class NoCalls:
     """A model that writes none, or a request without tools: all is content."""
 
-    def feed(self, text: str) -> Said:
-        said = Said()
-        said.tell(text)
-        return said
+    def feed(self, text: str) -> ParsedDelta:
+        parsed = ParsedDelta()
+        parsed.add_text(text)
+        return parsed
 
-    def close(self) -> Said:
-        return Said()
+    def close(self) -> ParsedDelta:
+        return ParsedDelta()
 
 
 CALL_PARSERS: dict[str, Callable[[], CallParser]] = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from jserve.text.chat.parsers.said import Until
+from jserve.text.chat.parsers.delta import Until
 
 
 class State(Enum):

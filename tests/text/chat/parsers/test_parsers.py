@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from jserve.text.chat.parsers.answer import AnswerParser
 from jserve.text.chat.parsers.calls import CALL_PARSERS
+from jserve.text.chat.parsers.delta import ParsedDelta
 from jserve.text.chat.parsers.reasoning import State, ThoughtParser
-from jserve.text.chat.parsers.said import Said
 
 C1 = '{"name": "get_weather", "arguments": {"city": "Paris", "deep": {"x": "}\\"{"}}}'
 C2 = '{"name": "time", "arguments": {}}'
@@ -86,30 +86,30 @@ THOUGHTS = [
 CASES = [(kind, text) for kind, rows in CORPUS.items() for text, *_ in rows]
 
 
-def parse(kind: str, pieces: list[str], state: State = State.ANSWER) -> Said:
+def parse(kind: str, pieces: list[str], state: State = State.ANSWER) -> ParsedDelta:
     parser = AnswerParser(ThoughtParser("<think>", "</think>", state), CALL_PARSERS[kind]())
-    said = Said()
+    parsed = ParsedDelta()
     for piece in pieces:
-        said.add(parser.feed(piece))
-    said.add(parser.close())
-    return said
+        parsed.add(parser.feed(piece))
+    parsed.add(parser.close())
+    return parsed
 
 
-def flat(said: Said) -> tuple[str, str, list[tuple[str, str]]]:
+def flat(parsed: ParsedDelta) -> tuple[str, str, list[tuple[str, str]]]:
     calls: dict[int, list[str]] = {}
-    for piece in said.calls:
+    for piece in parsed.calls:
         if piece.name is not None:
             assert piece.index not in calls, "a name came twice"
             assert piece.index == len(calls)
             calls[piece.index] = [piece.name, ""]
         calls[piece.index][1] += piece.arguments
-    return said.reasoning, said.content, [(n, a) for n, a in calls.values()]
+    return parsed.reasoning, parsed.content, [(n, a) for n, a in calls.values()]
 
 
-def in_order(said: Said) -> list[tuple[str, str]]:
+def in_order(parsed: ParsedDelta) -> list[tuple[str, str]]:
     """Content and calls as a reader meets them."""
     found: list[tuple[str, str]] = []
-    for part in said.parts:
+    for part in parsed.parts:
         if isinstance(part, str):
             found.append(("text", part))
         elif part.name is not None:
@@ -211,6 +211,6 @@ def test_no_text_depends_on_its_cuts(kind, state, text, data):
 
 def test_arguments_are_passed_on_while_they_are_written():
     parser = CALL_PARSERS["hermes"]()
-    said = parser.feed('<tool_call>\n{"name": "f", "arguments": {"city": "Par')
-    assert flat(said) == ("", "", [("f", '{"city": "Par')])
+    parsed = parser.feed('<tool_call>\n{"name": "f", "arguments": {"city": "Par')
+    assert flat(parsed) == ("", "", [("f", '{"city": "Par')])
     assert json.loads(C1)["arguments"]["city"] == "Paris"

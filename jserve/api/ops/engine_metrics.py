@@ -1,0 +1,223 @@
+"""The engine's own counters as Prometheus metrics, read when they are scraped.
+
+Owns their names, help and labels. Must not know HTTP or requests: what those tell is in ``metrics``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from jserve.engine.async_engine import AsyncEngine
+from jserve.types import Lane
+
+# Names of the scheduler's counters -> (metric, help). Anything else is exported under its own name.
+_COUNTERS = {
+    "cache_query_tokens": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "cache_hit_tokens": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "preemptions": ("num_preemptions", "Sequences that lost their pages and start over."),
+    "finished": ("sequences_finished", "Sequences ended, for whatever reason."),
+    "decode_rows_total": ("decode_rows", "Rows of steps that decoded or verified."),
+    "decode_tokens_total": ("decode_tokens", "Tokens these rows drew; per row: tokens per step."),
+    "step_seconds_total": ("step_seconds", "Device time of all steps."),
+    "decode_step_seconds_total": ("decode_step_seconds", "Device time of steps without prefill."),
+    "decode_step_gap_seconds_total": (
+        "decode_step_gap_seconds",
+        "Time the device waited for the host before such steps.",
+    ),
+    "decode_steps_total": ("decode_steps", "Steps without prefill."),
+    "spec_decode_drafting_seconds_total": (
+        "spec_decode_drafting_seconds",
+        "Of this, drafting on the device (what steps that draft take longer).",
+    ),
+    "spec_decode_host_seconds_total": (
+        "spec_decode_host_seconds",
+        "Host time that proposers took.",
+    ),
+}
+_GAUGES = {
+    "waiting_tokens": (
+        "waiting_prompt_tokens",
+        "Prompt tokens that wait for their first admission.",
+    ),
+    "overload_level": (
+        "overload_level",
+        "0 calm, 1 bulk is shed, 2 and prefills are short, 3 and standard is shed.",
+    ),
+    "overload_load": ("overload_load", "How full the queue is; 1 is full."),
+    "preempted": ("num_requests_preempted", "Sequences that wait after losing their pages."),
+    "pages_total": ("kv_pages", "KV pages in the pool."),
+    "pages_free": ("kv_pages_free", "KV pages that hold nothing."),
+    "pages_cached": ("kv_pages_cached", "KV pages kept for reuse only."),
+}
+
+
+# Values by lane come as "<lane>_<name>"; name -> (metric, help).
+_LANE_GAUGES = {
+    "waiting": ("lane_requests_waiting", "Sequences waiting, by lane."),
+    "running": ("lane_requests_running", "Sequences running, by lane."),
+}
+_LANE_COUNTERS = {
+    "refused": ("lane_refused", "Requests refused for want of room or of time, by lane."),
+    "expired": ("lane_deadline_exceeded", "Sequences ended by their deadline, by lane."),
+    "finished": ("lane_sequences_finished", "Sequences ended, for whatever reason, by lane."),
+    "prompt_tokens": ("lane_prompt_tokens", "Prompt tokens of ended sequences, by lane."),
+    "cached_tokens": ("lane_prompt_tokens_cached", "Of these, tokens found in the cache, by lane."),
+    "output_tokens": ("lane_generation_tokens", "Tokens drawn by ended sequences, by lane."),
+}
+
+
+# Help of what is exported under its own name.
+_HELP = {
+    "spec_decode_num_drafts": "Rows that tried drafts, by proposer.",
+    "spec_decode_num_draft_tokens": "Drafts tried, by proposer and lane.",
+    "spec_decode_num_accepted_tokens": "Drafts accepted, by proposer and lane.",
+    "spec_decode_num_draft_tokens_per_pos": "Drafts tried, by proposer, lane and place in the row.",
+    "spec_decode_num_accepted_tokens_per_pos": "Drafts accepted, by proposer, lane and place.",
+    "cache_handles": "Named caches.",
+    "cache_handle_pages": "KV pages that named caches pin.",
+    "cache_handle_quota_pages": "KV pages that they may pin.",
+    "cache_handle_uses_total": "Requests that named a cache.",
+    "cache_sessions": "Sessions whose KV is kept for the next turn.",
+    "compiles_after_ready_total": "Programs compiled after the server was ready: 0, or a fault.",
+    "disk_pages": "KV pages on disk.",
+    "disk_pages_known": "KV pages on disk that a prefix can be found in.",
+    "disk_pages_read_total": "KV pages read from disk into host memory.",
+    "disk_pages_missed_total": "KV pages asked of the disk that it could not give.",
+    "disk_pages_written_total": "KV pages written to disk.",
+    "disk_pages_broken_total": "Files of KV pages that were broken, and removed.",
+    "disk_read_only": "1 while a failed write keeps the disk read-only.",
+    "disk_writes_dropped_total": "KV pages not written because too many writes waited.",
+    "disk_writes_failed_total": "Writes of KV pages that failed.",
+    "host_pages": "KV pages that host memory holds at most.",
+    "host_pages_used": "KV pages in host memory.",
+    "host_pages_private": "Of these, pages of swapped sequences.",
+    "host_pages_saved_total": "Evicted KV pages copied to host memory.",
+    "host_pages_stowed_total": "KV pages of swapped sequences copied to host memory.",
+    "host_pages_loaded_total": "KV pages copied back to the device.",
+    "host_pages_dropped_total": "KV pages evicted from host memory.",
+    "prefill_tokens_total": "Tokens planned to be computed before their sequence decodes, recomputed ones too.",
+    "prefix_waits_total": "Sequences that waited for a prefix that another one was computing.",
+    "requests_faulty_total": "Requests ended because their steps raise.",
+    "requests_unschedulable_total": "Requests ended because they could not be run.",
+    "sequences_nonfinite_total": "Sequences ended by logits that are not finite.",
+    "step_faults_total": "Steps that raised.",
+    "steps_failed_in_row": "Steps that raised since one came back.",
+    "step_slowness": "How many times their usual time steps take of late.",
+    "swaps_out_total": "Sequences swapped to host memory when they were preempted.",
+    "swaps_back_total": "Swapped sequences that came back.",
+    "swaps_lost_total": "Swapped sequences that were computed again.",
+    "engine_aborted": "Requests aborted, by their client or an operator.",
+    "engine_deaths": "Ends of the engine's process that nobody asked for.",
+    "engine_dropped_outputs": "Outputs of choices that had ended.",
+    "engine_faults": "Faults that the engine reported.",
+    "engine_restarts": "Starts of the engine's process after a death.",
+    "engine_slow_readers": "Requests ended because their client read too slowly.",
+    "engine_degraded": "Times that the engine became unfit for new requests.",
+}
+
+
+class EngineCollector(Collector):
+    """Reads the engine's latest counters when scraped."""
+
+    def __init__(self, model: str, engine: AsyncEngine) -> None:
+        self._model = model
+        self._engine = engine
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        stats = self._engine.stats()
+        yield self._gauge("num_requests_running", "Sequences running.", stats.running)
+        yield self._gauge("num_requests_waiting", "Sequences waiting.", stats.waiting)
+        yield self._gauge("num_requests_active", "Requests not yet ended.", self._engine.n_active)
+        waiting = self._engine.n_buffered_bytes
+        yield self._gauge("buffered_output_bytes", "Outputs that wait for slow readers.", waiting)
+        yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
+        yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
+        yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
+        values = dict(stats.values)
+        yield self._gauge(
+            "kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", _usage(values)
+        )
+        yield from self._by_lane(values)
+        yield from self._labelled(values)
+        for name, value in sorted(values.items()):
+            yield self._value(name, value)
+        for name, value in sorted(self._engine.counters.items()):
+            event = f"engine_{_clean(name).removeprefix('engine_')}"
+            yield self._counter(event, _HELP.get(event, f"Counter {event}."), value)
+
+    def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:
+        """One family per name with a label for the lane; takes what it tells out of ``values``."""
+        kinds = ((_LANE_GAUGES, GaugeMetricFamily), (_LANE_COUNTERS, CounterMetricFamily))
+        for names, kind in kinds:
+            for name, (metric, help) in names.items():
+                family = kind(f"jserve:{metric}", help, labels=["model_name", "lane"])
+                for lane in Lane:
+                    value = values.pop(f"{lane}_{name}", None)
+                    if value is not None:
+                        family.add_metric([self._model, lane.value], float(value))
+                if family.samples:
+                    yield family
+
+    def _labelled(self, values: dict[str, float]) -> Iterator[Any]:
+        """Counters called ``name_total{label=value,...}``, one family per name; takes them out of
+        ``values``."""
+        families: dict[str, list[tuple[list[str], list[str], float]]] = {}
+        for key in sorted(k for k in values if "{" in k):
+            name, _, inside = key.rstrip("}").partition("{")
+            pairs = [pair.partition("=") for pair in inside.split(",")]
+            labels, parsed = [p[0] for p in pairs], [p[2] for p in pairs]
+            families.setdefault(name, []).append((labels, parsed, values.pop(key)))
+        for name, samples in families.items():
+            clean = _clean(name).removesuffix("_total")
+            labels = ["model_name", *samples[0][0]]
+            family = CounterMetricFamily(f"jserve:{clean}", _HELP.get(clean, clean), labels=labels)
+            for _, parsed, value in samples:
+                family.add_metric([self._model, *parsed], float(value))
+            yield family
+
+    def _value(self, name: str, value: float) -> Any:
+        if name in _GAUGES:
+            return self._gauge(*_GAUGES[name], value)
+        if name in _COUNTERS:
+            return self._counter(*_COUNTERS[name], value)
+        clean = _clean(name)
+        help = _HELP.get(clean, f"Value {clean}.")
+        if clean.endswith("_total"):
+            return self._counter(clean.removesuffix("_total"), help, value)
+        return self._gauge(clean, help, value)
+
+    def _gauge(self, name: str, help: str, value: float) -> Any:
+        family = GaugeMetricFamily(f"jserve:{name}", help, labels=["model_name"])
+        family.add_metric([self._model], float(value))
+        return family
+
+    def _counter(self, name: str, help: str, value: float) -> Any:
+        family = CounterMetricFamily(f"jserve:{name}", help, labels=["model_name"])
+        family.add_metric([self._model], float(value))
+        return family
+
+
+def _n_tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # scraped outside of the server's loop
+        return 0
+
+
+def _usage(values: Mapping[str, float]) -> float:
+    total = values.get("pages_total", 0)
+    idle = values.get("pages_free", 0) + values.get("pages_cached", 0)
+    return min(1.0, max(0.0, 1.0 - idle / total)) if total else 0.0
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name)[:64]

@@ -1,0 +1,73 @@
+"""How an answer is told: what every dialect's reply can do, and the pieces of a choice put together.
+
+Owns the protocol between ``front`` and the dialects' replies. Must not know any dialect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jserve.api.reply.generate import Counts, Json, TextPiece
+from jserve.api.request.parsed import Usage
+from jserve.errors import JserveError
+from jserve.types import TokenLogprob
+
+
+class Reply(Protocol):
+    """A dialect's way to answer one HTTP request. ``usage`` counts so far; it costs a walk over
+    the choices."""
+
+    done: str | None
+    """What a stream that ended well sends last."""
+    named: bool
+    """Whether its events have names: their ``type``."""
+
+    def chunks(self, piece: TextPiece, usage: Counts) -> Iterator[Json]:
+        """The events of one piece."""
+        ...
+
+    def last(self, usage: Usage) -> Iterator[Json]:
+        """The events after all pieces."""
+        ...
+
+    def whole(self, pieces: Sequence[TextPiece], usage: Usage) -> Json:
+        """The answer without a stream."""
+        ...
+
+    def failed(self, error: JserveError) -> Iterator[Json]:
+        """The events of a stream that ends in error."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Whole:
+    """The pieces of one choice, put together."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    seed: int | None = None
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    prompt: int = 0
+
+    def add(self, piece: TextPiece) -> None:
+        self.text.append(piece.text)
+        self.token_ids.extend(piece.token_ids)
+        self.logprobs.extend(piece.logprobs or ())
+        self.prompt = piece.prompt
+        if piece.first:
+            self.seed, self.prompt_logprobs = piece.seed, piece.prompt_logprobs
+        if piece.finish is not None:
+            self.finish, self.stop_reason = piece.finish.value, piece.stop_reason
+
+
+def gathered(pieces: Sequence[TextPiece]) -> list[tuple[int, Whole]]:
+    """(choice number, everything it got), in order of number."""
+    found: dict[int, Whole] = {}
+    for piece in pieces:
+        found.setdefault(piece.choice, Whole()).add(piece)
+    return sorted(found.items())

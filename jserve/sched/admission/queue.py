@@ -1,0 +1,284 @@
+"""Who waits, and who of them is next.
+
+Owns the order of waiting. Must not know pages, slots or steps: it offers candidates, the scheduler
+says who got in. ::
+
+    lanes         interactive (weight 16)   standard (4)   bulk (1)     by tokens served / weight
+      came back     [ s3 ]                    [ ]            [ s1 s9 ]    preempted ones, first in their lane
+      tenants       A: [ s7 s8 ]  B: [ s12 ]  ...                         by tokens served
+                       '-- priority, then the earlier deadline, then first come
+
+Nobody starves. Every ``AGED_EVERY``-th entry is offered first to the oldest arrival of all lanes,
+once that one has waited ``ageing_s``. Who is offered and finds no room holds the door: nobody of its
+own or a lower lane goes before it in that step, and after ``PASSES`` more entries nobody at all. So
+once a sequence with k earlier ones waiting has aged, at most ``(AGED_EVERY + PASSES) * (k + 1)`` others
+enter before it, whatever lanes, weights, tenants, priorities and deadlines say.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jserve.config import SchedulerOptions
+from jserve.sched import policy
+from jserve.sched.admission.fair import Shares
+from jserve.types import Lane, SeqState, Sequence
+
+AGED_EVERY = 8
+PASSES = 16
+LANES = tuple(Lane)
+
+
+class OrderedSeqs:
+    """Sequences sorted by a key that no member changes; adding and removing keep the order."""
+
+    def __init__(self, key: Callable[[Sequence], Any] = policy.order) -> None:
+        self._seqs: list[Sequence] = []
+        self._key = key
+
+    def add(self, seq: Sequence) -> None:
+        bisect.insort(self._seqs, seq, key=self._key)
+
+    def remove(self, seq: Sequence) -> None:
+        at = bisect.bisect_left(self._seqs, self._key(seq), key=self._key)
+        assert self._seqs[at] is seq, f"{seq.request.id}/{seq.index} is not where its order says"
+        del self._seqs[at]
+
+    def after(self, seq: Sequence) -> list[Sequence]:
+        """Those that come after ``seq``."""
+        return self.beyond(self._key(seq))
+
+    def below(self, key: Any) -> list[Sequence]:
+        """Those whose key is below ``key``."""
+        return self._seqs[: bisect.bisect_left(self._seqs, key, key=self._key)]
+
+    def beyond(self, key: Any) -> list[Sequence]:
+        """Those whose key is above ``key``."""
+        return self._seqs[bisect.bisect_right(self._seqs, key, key=self._key) :]
+
+    def first(self, beyond: Any = None) -> Sequence | None:
+        """The first one, or the first whose key is above ``beyond``."""
+        if beyond is None:
+            return self._seqs[0] if self._seqs else None
+        at = bisect.bisect_right(self._seqs, beyond, key=self._key)
+        return self._seqs[at] if at < len(self._seqs) else None
+
+    def snapshot(self) -> list[Sequence]:
+        """A copy to walk over while members come and go."""
+        return self._seqs[:]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._seqs)
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+
+class LaneQueue:
+    """The waiting of one lane: those that came back, and the others by tenant."""
+
+    def __init__(self) -> None:
+        self.back = OrderedSeqs()
+        self.tenants: dict[str, OrderedSeqs] = {}
+        self.tokens: dict[str, int] = {}
+        """Prompt tokens of the fresh ones by tenant."""
+        self.shares = Shares()
+        self.n = self.n_tokens = 0
+        """All who wait; prompt tokens of the fresh ones."""
+
+    def add(self, seq: Sequence) -> None:
+        self.n += 1
+        if seq.state is SeqState.PREEMPTED:
+            self.back.add(seq)
+            return
+        self.n_tokens += seq.n_prompt
+        tenant = seq.request.tenant
+        if tenant not in self.tenants:
+            self.tenants[tenant] = OrderedSeqs(policy.turn)
+            self.tokens[tenant] = 0
+            self.shares.join(tenant)
+        self.tenants[tenant].add(seq)
+        self.tokens[tenant] += seq.n_prompt
+
+    def remove(self, seq: Sequence) -> None:
+        self.n -= 1
+        if seq.state is SeqState.PREEMPTED:
+            self.back.remove(seq)
+            return
+        self.n_tokens -= seq.n_prompt
+        tenant = seq.request.tenant
+        self.tenants[tenant].remove(seq)
+        self.tokens[tenant] -= seq.n_prompt
+        if not len(self.tenants[tenant]):
+            del self.tenants[tenant], self.tokens[tenant]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.back
+        for seqs in self.tenants.values():
+            yield from seqs
+
+
+class WaitQueue:
+    """All that wait. ``candidates`` offers candidates; ``entered`` and ``settle`` keep the accounts."""
+
+    def __init__(self, weights: dict[Lane, int], ageing_s: float) -> None:
+        self.lanes = {lane: LaneQueue() for lane in LANES}
+        self.shares = Shares({lane: float(n) for lane, n in weights.items()})
+        self.weights = weights
+        self.held_by: dict[str, int] = {}
+        """Sequences waiting per tenant."""
+        self._ageing_s = ageing_s
+        self._n = self._n_entered = 0
+        self._arrivals: deque[Sequence] = deque()
+        """Fresh ones by arrival; those that are no longer waiting are dropped lazily."""
+        self._passed: dict[Sequence, int] = {}
+        """Door holders in the order they were refused, and how many have entered since."""
+
+    def add(self, seq: Sequence) -> None:
+        lane = self.lanes[seq.request.lane]
+        if not lane.n:
+            self.shares.join(seq.request.lane)
+        lane.add(seq)
+        self._n += 1
+        tenant = seq.request.tenant
+        self.held_by[tenant] = self.held_by.get(tenant, 0) + 1
+        if seq.state is SeqState.WAITING:
+            self._arrivals.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """``seq`` waits no more; its state is still that of its waiting."""
+        self.lanes[seq.request.lane].remove(seq)
+        self._passed.pop(seq, None)
+        self._n -= 1
+        tenant = seq.request.tenant
+        self.held_by[tenant] -= 1
+        if not self.held_by[tenant]:
+            del self.held_by[tenant]
+
+    def entered(self, seq: Sequence, n_new: int, n_out: int) -> None:
+        """``seq`` got in, with ``n_new`` tokens to compute and ``n_out`` expected to be drawn."""
+        self._n_entered += 1
+        for holder in self._passed:
+            self._passed[holder] += 1
+        lane = seq.request.lane
+        if seq.charged is None:
+            seq.charged = n_out
+            tokens = policy.charge(n_new, n_out)
+            self.shares.serve(lane, tokens)
+            self.lanes[lane].shares.serve(seq.request.tenant, tokens)
+
+    def settle(self, seq: Sequence) -> None:
+        """``seq`` is over: charge what it drew beyond what was expected, or give back."""
+        self._drop_stale()
+        if seq.charged is not None:
+            tokens, lane = policy.charge(0, seq.n_output - seq.charged), seq.request.lane
+            self.shares.charge(lane, tokens)
+            self.lanes[lane].shares.charge(seq.request.tenant, tokens)
+
+    def candidates(self, now: float) -> Candidates:
+        """The candidates of one step, best first."""
+        return Candidates(self, now)
+
+    def foremost(self, now: float) -> Sequence | None:
+        """Who goes before all order: a holder that was passed often enough, or an aged arrival."""
+        for holder, n in self._passed.items():
+            if n >= PASSES:
+                return holder
+        if self._n_entered % AGED_EVERY != AGED_EVERY - 1:
+            return None
+        self._drop_stale()
+        seq = self._arrivals[0] if self._arrivals else None
+        return seq if seq is not None and now - seq.arrived >= self._ageing_s else None
+
+    def may_pass(self, holder: Sequence) -> bool:
+        """True while higher lanes may still go before ``holder``, who cannot get in now."""
+        return self._passed.setdefault(holder, 0) < PASSES
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt tokens of all that wait for the first time."""
+        return sum(lane.n_tokens for lane in self.lanes.values())
+
+    def _drop_stale(self) -> None:
+        """Forget who does not wait any more: at the head always, elsewhere when they pile up."""
+        arrivals = self._arrivals
+        while arrivals and arrivals[0].state is not SeqState.WAITING:
+            arrivals.popleft()
+        if len(arrivals) > 2 * len(self) + 64:
+            self._arrivals = deque(seq for seq in arrivals if seq.state is SeqState.WAITING)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for lane in self.lanes.values():
+            yield from lane
+
+    def __len__(self) -> int:
+        return self._n
+
+
+def weights_of(options: SchedulerOptions) -> dict[Lane, int]:
+    """Each lane's share of the tokens while all of them wait."""
+    return {
+        Lane.INTERACTIVE: options.weight_interactive,
+        Lane.STANDARD: options.weight_standard,
+        Lane.BULK: options.weight_bulk,
+    }
+
+
+class Candidates:
+    """One walk over the candidates: each is offered once, and may get in or not."""
+
+    def __init__(self, queue: WaitQueue, now: float) -> None:
+        self._queue = queue
+        self._lanes = LANES
+        self._seen: dict[int, Any] = {}
+        """id of a list -> key of the last of it that was offered and did not get in."""
+        self._foremost: set[int] = set()
+        self._last: Sequence | None = None
+        self._now = now
+
+    def next(self) -> Sequence | None:
+        """The best candidate not offered before; None at the end."""
+        last = self._last
+        if last is None or last.lease is not None:  # the start, or an entry: whose turn is it?
+            seq = self._queue.foremost(self._now)
+            if seq is not None and id(seq) not in self._foremost:
+                self._foremost.add(id(seq))
+                self._last = seq
+                return seq
+        self._last = self._fair()
+        return self._last
+
+    def skip_blocked(self, holder: Sequence) -> bool:
+        """``holder`` cannot get in: go on with higher lanes only; False if nobody may."""
+        self._lanes = self._lanes[: min(len(self._lanes), policy.rank(holder))]
+        return bool(self._lanes) and self._queue.may_pass(holder)
+
+    def _fair(self) -> Sequence | None:
+        queue = self._queue
+        lanes = [lane for lane in self._lanes if queue.lanes[lane].n]
+        while lanes:
+            lane = Lane(queue.shares.least(lanes))
+            seq = self._of_lane(queue.lanes[lane])
+            if seq is not None:
+                return seq
+            lanes.remove(lane)
+        return None
+
+    def _of_lane(self, lane: LaneQueue) -> Sequence | None:
+        seq = self._of_list(lane.back, policy.order)
+        tenants = list(lane.tenants)
+        while seq is None and tenants:
+            tenant = lane.shares.least(tenants)
+            seq = self._of_list(lane.tenants[tenant], policy.turn)
+            tenants.remove(tenant)
+        return seq
+
+    def _of_list(self, seqs: OrderedSeqs, key: Callable[[Sequence], Any]) -> Sequence | None:
+        """The next of a list; what is offered counts as seen, which only matters if it stays."""
+        seq = seqs.first(self._seen.get(id(seqs)))
+        if seq is not None:
+            self._seen[id(seqs)] = key(seq)
+        return seq

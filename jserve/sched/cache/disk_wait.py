@@ -1,0 +1,47 @@
+"""Who waits for the disk: a sequence whose prefix is being read stays in the queue, others go on.
+
+Owns the waits. Must not know files, plans or budgets. A sequence asks once, before its first
+admission; each read is answered, and one that is not within ``PATIENCE_S`` is waited for no longer:
+the prefix is computed then, which gives the same tokens.
+"""
+
+from __future__ import annotations
+
+from jserve.sched.cache.retention import root_of
+from jserve.sched.resources import Resources, reuses_cache
+from jserve.types import Sequence
+
+PATIENCE_S = 5.0
+
+
+class DiskWaits:
+    """The reads that sequences in the queue of ``resources`` wait for."""
+
+    def __init__(self, resources: Resources) -> None:
+        self._floor = resources
+        self._waits: dict[Sequence, tuple[list[int], float]] = {}
+        """Tickets and when they were asked for; no tickets once there is nothing to wait for."""
+
+    def wait(self, seq: Sequence) -> bool:
+        """True while pages of ``seq`` (in the queue) are being read."""
+        cache = self._floor.cache
+        tier = cache.tier
+        if tier is None or (not tier.on_disk and seq not in self._waits):
+            return False
+        if seq not in self._waits:
+            key = root_of(seq.request)
+            tickets = cache.fetch(key, seq.tokens) if reuses_cache(seq) else []
+            self._waits[seq] = tickets, cache.now
+        tickets, since = self._waits[seq]
+        left = [ticket for ticket in tickets if tier.fetching(ticket)]
+        if cache.now - since >= PATIENCE_S:
+            left = []
+        self._waits[seq] = left, since
+        return bool(left)
+
+    def forget(self, seq: Sequence) -> None:
+        """``seq`` is over."""
+        self._waits.pop(seq, None)
+
+    def __len__(self) -> int:
+        return len(self._waits)

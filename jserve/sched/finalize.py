@@ -1,0 +1,262 @@
+"""What a row that came back does to its sequence, and what the end of a sequence does.
+
+``Finalizer.advance`` is the one transition of a row: it takes back the bounds that planning moved, appends what
+was drawn, publishes the pages that this proved sound and ends what is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence as Seq
+from typing import Protocol
+
+from jserve.ports import Journal, Verdict
+from jserve.sched import sampled
+from jserve.sched.admission import constraints
+from jserve.sched.admission.estimate import FinishIntervals
+from jserve.sched.guided import apply_verdict
+from jserve.sched.prompt_scores import PromptScores
+from jserve.sched.resources import Resources
+from jserve.sched.stats import LaneCounts
+from jserve.speculation.policy.controller import SpeculationController
+from jserve.types import Finish, Lane, Output, RowPlan, Sequence, StepPlan, StepResult
+
+NON_FINITE = "the model gave logits that are not finite"
+NON_FINITE_CODE, GRAMMAR_FAILED = "nonfinite_logits", "grammar_failed"
+
+
+class PerSequenceState(Protocol):
+    """Whoever keeps something of sequences."""
+
+    def forget(self, seq: Sequence) -> None:
+        """``seq`` is over."""
+        ...
+
+
+class Finalizer:
+    """Moves sequences by what was drawn, ends them, and says so.
+
+    Args:
+        floor: where sequences are, and the cache that their pages are published in.
+        speculation: sees every token.
+        scores: the log-probabilities of prompts, until they are sent.
+        finish_intervals: hears when one that had got in is over.
+        groups: the sequences of every live request; a request goes with the last of them.
+        counts: what ended, by lane.
+        remember: all who keep something of a sequence until it is over.
+        vocab_size: token ids below it can be drawn.
+        journal: hears what guides say.
+    """
+
+    def __init__(
+        self,
+        *,
+        resources: Resources,
+        speculation: SpeculationController,
+        scores: PromptScores,
+        finish_intervals: FinishIntervals,
+        groups: MutableMapping[str, list[Sequence]],
+        counts: Mapping[Lane, LaneCounts],
+        remember: Seq[PerSequenceState],
+        vocab_size: int,
+        journal: Journal | None,
+    ) -> None:
+        self.resources, self.speculation, self.scores = resources, speculation, scores
+        self.finish_intervals = finish_intervals
+        self.groups, self.counts, self.remember = groups, counts, remember
+        self.vocab_size, self.journal = vocab_size, journal
+        self.n_nonfinite = 0
+        """Counter: sequences that ended because their logits were not finite."""
+
+    def advance(
+        self, plan: StepPlan, seqs: Seq[Sequence], result: StepResult, now: float
+    ) -> list[Output]:
+        """Move the sequence of every row of ``plan``; one output for each row that moved a live one."""
+        outputs: list[Output] = []
+        drafts = self.speculation.on
+        columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
+        rows = zip(seqs, plan.rows, range(len(seqs)), *columns, strict=True)
+        for seq, row, r, drawn, n_ok, finite in rows:
+            most = row.count if row.from_slot else int(row.emits)
+            seq.pending -= 1
+            seq.in_flight -= most
+            if n_ok != most:
+                roll_back(seq, most - n_ok)
+            if drafts:
+                self.speculation.drawn(row, r, seq, n_ok)
+            if seq.finish is not None:
+                continue  # over-run: it ended while this row was in flight
+            n, lease = len(seq.tokens), seq.lease
+            if (
+                row.from_slot
+                and not drafts
+                and finite
+                and seq.plain
+                and seq.guide is None
+                and lease is not None
+                and n < lease.next_full
+                and n < seq.max_len - 1
+                and drawn[0] not in seq.stop_ids
+            ):  # most rows of most steps: nothing but an append follows
+                seq.tokens.append(drawn[0])
+                outputs.append(
+                    Output(
+                        request_id=seq.request.id,
+                        index=seq.index,
+                        token_ids=(drawn[0],),
+                        n_cached=seq.n_cached,
+                    )
+                )
+                continue
+            output = self._settle(seq, row, r, drawn[:n_ok], finite, result, now)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _settle(
+        self,
+        seq: Sequence,
+        row: RowPlan,
+        r: int,
+        drawn: list[int],
+        finite: bool,
+        result: StepResult,
+        now: float,
+    ) -> Output | None:
+        """What follows from row ``r`` for a live sequence, whatever it is."""
+        if not finite:
+            return self._end_nonfinite(seq, drawn, now)
+        if row.targets:
+            self.scores.add(seq, result.prompt[r])
+        if row.emits:
+            return self._take(seq, drawn, result, r, len(row.drafts), now)
+        self._publish(seq, row.start + row.count)
+        self.speculation.took(seq, ())
+        return None
+
+    def _take(
+        self,
+        seq: Sequence,
+        drawn: list[int],
+        result: StepResult,
+        row: int,
+        n_drafts: int,
+        now: float,
+    ) -> Output:
+        """Append what was drawn, publish the pages it proved sound, end what is over."""
+        first = len(seq.tokens) == seq.n_prompt
+        verdict = None if seq.guide is None else self._ask(seq, drawn)
+        if verdict is not None and verdict.error is not None:
+            return self._end_failed(seq, verdict, now)
+        taken = sampled.accept(seq, drawn if verdict is None else [*drawn, *verdict.forced])
+        if verdict is not None:
+            apply_verdict(seq, verdict)
+        # The logits were finite, so the KV of everything before the last drawn token is sound.
+        n_behind = 1 + max(0, len(taken) - len(drawn)) if taken else 0
+        n_sound, lease = len(seq.tokens) - n_behind, seq.lease
+        if lease is not None and (n_sound >= lease.next_full or seq.request.cache is not None):
+            self._publish(seq, n_sound)
+        self.speculation.took(seq, taken)
+        scores = self.scores.take(seq) if first else None
+        logprobs = sampled.logprobs_of(seq, result, row, len(taken))
+        if seq.finish is not None:
+            self._retire(seq, now)
+        return Output(
+            request_id=seq.request.id,
+            index=seq.index,
+            n_drafted=n_drafts,
+            n_accepted=min(len(drawn) - 1, len(taken)) if n_drafts else 0,
+            token_ids=tuple(taken),
+            logprobs=logprobs,
+            prompt_logprobs=scores,
+            finish=seq.finish,
+            stop_reason=seq.stop_reason,
+            n_cached=seq.n_cached,
+            seed=seq.seed if first else None,
+        )
+
+    def _publish(self, seq: Sequence, n_sound: int) -> None:
+        """Let others find the full pages of the first ``n_sound`` tokens, whose logits were finite."""
+        lease = seq.lease
+        if lease is not None and n_sound // self.resources.cache.page_size > lease.n_published:
+            self.resources.cache.publish(lease, seq.tokens, n_sound)
+            self.resources.slide(seq, n_sound)
+        if seq.request.cache is not None:
+            self.resources.retention.settle(seq.request, lease)
+
+    def end(
+        self,
+        seq: Sequence,
+        finish: Finish,
+        now: float,
+        error: str | None = None,
+        code: str | None = None,
+        field: str | None = None,
+    ) -> Output:
+        """End ``seq`` from outside; its unpublished pages are forgotten."""
+        seq.finish = finish
+        self._retire(seq, now)
+        return Output(
+            request_id=seq.request.id,
+            index=seq.index,
+            finish=finish,
+            error=error,
+            error_code=code,
+            error_field=field,
+            n_cached=seq.n_cached,
+            seed=seq.seed if seq.n_output == 0 else None,
+        )
+
+    def _end_nonfinite(self, seq: Sequence, drawn: list[int], now: float) -> Output:
+        """End a sequence from which nothing could be drawn at, or behind, some of ``drawn``."""
+        verdict = None if seq.guide is None else seq.guide.fault
+        if verdict is None:
+            own = constraints.excluded(seq, drawn[:-1], self.vocab_size)
+            if own is None:
+                self.n_nonfinite += 1
+                return self.end(seq, Finish.ERROR, now, NON_FINITE, NON_FINITE_CODE)
+            verdict = Verdict(error=own.message, code=own.code, field=own.field)
+        if seq.guide is not None:
+            self._note(seq, verdict)
+        return self._end_failed(seq, verdict, now)
+
+    def counters(self) -> dict[str, float]:
+        """For /metrics."""
+        return {"sequences_nonfinite_total": float(self.n_nonfinite)}
+
+    def _retire(self, seq: Sequence, now: float) -> None:
+        """``seq`` is over: nobody keeps anything of it."""
+        if seq.charged is not None:
+            self.finish_intervals.ended(now)
+        if seq.finish in (Finish.STOP, Finish.LENGTH):
+            self.resources.lengths.ended(seq)
+        self.resources.leave(seq)
+        self.resources.retention.abandon(seq.request)
+        for part in self.remember:
+            part.forget(seq)
+        self.counts[seq.request.lane].ended(seq)
+        if all(s.finish is not None for s in self.groups[seq.request.id]):
+            del self.groups[seq.request.id]
+
+    def _ask(self, seq: Sequence, drawn: list[int]) -> Verdict:
+        assert seq.guide is not None
+        try:
+            verdict = seq.guide.take(drawn)
+        except Exception as error:  # a fault of its guide ends this sequence, not the engine
+            verdict = Verdict(error=f"the guide failed with {type(error).__name__}")
+        self._note(seq, verdict)
+        return verdict
+
+    def _note(self, seq: Sequence, verdict: Verdict) -> None:
+        if self.journal is not None:
+            self.journal.guided(seq.request.id, seq.index, verdict)
+
+    def _end_failed(self, seq: Sequence, verdict: Verdict, now: float) -> Output:
+        code = verdict.code or GRAMMAR_FAILED
+        return self.end(seq, Finish.ERROR, now, verdict.error, code, verdict.field)
+
+
+def roll_back(seq: Sequence, n: int) -> None:
+    """``n`` tokens of a row's bound were not drawn."""
+    # Nobody is readmitted with rows in flight, so the row of one who runs is of this residence.
+    if seq.lease is not None:
+        seq.scheduled -= n

@@ -1,0 +1,192 @@
+"""A plan in the making: rows are added within one step's limits, then frozen.
+
+A row takes over what a runner needs of its sequence as values; ``seqs`` keeps which sequence that is, for
+the commit.
+
+Owns the budgets of one step and the counters that a row moves on its sequence. Must not know
+queues, policy or who deserves a row.
+
+A row of ``count`` tokens moves ``scheduled`` by ``count``; an emitting row moves ``in_flight`` by
+the most tokens it can draw. Commit takes back what was not drawn::
+
+    before   len(tokens) + in_flight == scheduled + 1        (every sequence past its prefill)
+    row      scheduled += 1 + drafts    in_flight += 1 + drafts
+    commit   len(tokens) += n_ok        in_flight -= 1 + drafts      scheduled -= 1 + drafts - n_ok
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from jserve.kv.cache import PageCache
+from jserve.types import RowPlan, Sequence, SlotLoad, StepPlan
+
+
+class PlanBuilder:
+    """Rows and budgets of the step being planned."""
+
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        prefill_tokens: int,
+        prefill_rows: int,
+        chunk: int,
+        loads_text: bool = False,
+    ) -> None:
+        self.tokens_left = tokens
+        self.prefill_left = prefill_tokens
+        self.prefill_rows_left = prefill_rows
+        self.chunk, self.loads_text = chunk, loads_text
+        self.n_prefill = 0
+        """Tokens of prefill rows so far."""
+        self.n_draft = 0
+        """Drafts that the device shall leave in the slots of emitting rows."""
+        self.sources: dict[int, str] = {}
+        """Row -> who made its drafts."""
+        self.rows: list[RowPlan] = []
+        self.seqs: list[Sequence] = []
+        """Whose row each is."""
+        self.loads: list[SlotLoad] = []
+
+    def limit(self, prefill_tokens: int) -> None:
+        """From now on at most ``prefill_tokens`` more prefill tokens."""
+        self.prefill_left = min(self.prefill_left, prefill_tokens)
+
+    def longest(self) -> int:
+        """Tokens of the longest row so far."""
+        return max([row.start + row.count for row in self.rows], default=0)
+
+    @property
+    def prefill_room(self) -> int:
+        """Tokens that one more prefill row may have; 0 when there can be none."""
+        if self.prefill_rows_left <= 0:
+            return 0
+        return min(self.tokens_left, self.prefill_left, self.chunk)
+
+    def decode(self, seqs: list[Sequence]) -> None:
+        """Rows of one token that read it from their slots; the pages are held already."""
+        self.rows += [
+            RowPlan(choice=seq.choice, slot=seq.slot, start=seq.scheduled, count=1, from_slot=True)
+            for seq in seqs
+        ]
+        self.seqs += seqs
+        for seq in seqs:
+            seq.scheduled += 1
+            seq.in_flight += 1
+            seq.pending += 1
+        self.tokens_left -= len(seqs)
+
+    def verify(
+        self,
+        seq: Sequence,
+        drafts: Seq[int],
+        source: str = "",
+        mask: np.ndarray | None = None,
+    ) -> None:
+        """A row that reads its first token from the slot and tries ``drafts`` after it.
+
+        The drafts of a guided sequence were trimmed to what its guide lets follow. ``mask`` goes with
+        drafts of a sequence without a guide.
+        """
+        count = 1 + len(drafts)
+        if count > 1:
+            self.sources[len(self.rows)] = source
+        self.seqs.append(seq)
+        self.rows.append(
+            RowPlan(
+                choice=seq.choice,
+                slot=seq.slot,
+                start=seq.scheduled,
+                count=count,
+                from_slot=True,
+                drafts=drafts,
+                mask=mask if seq.guide is None else seq.guide.mask(drafts),
+                redraw=() if seq.guide is None else seq.guide.redraw(drafts),
+            )
+        )
+        seq.scheduled += count
+        seq.in_flight += count
+        seq.pending += 1
+        self.tokens_left -= count
+
+    def prefill(self, seq: Sequence, *, score: bool) -> None:
+        """A row with the next known tokens of ``seq``, as many as there is room for; ``score``: they are
+        its prompt's and are scored."""
+        start = seq.scheduled
+        count = min(seq.given - start, self.prefill_room)
+        end = start + count
+        emits = end == seq.given
+        guide = seq.guide if emits else None
+        self.rows.append(
+            RowPlan(
+                choice=seq.choice,
+                slot=seq.slot,
+                start=start,
+                count=count,
+                from_slot=False,
+                tokens=tuple(seq.tokens[start:end]),
+                emits=emits,
+                next_token=-1 if emits else seq.tokens[end],
+                targets=tuple(seq.tokens[start + 1 : end + 1]) if score else (),
+                mask=None if guide is None else guide.mask(()),
+                redraw=() if guide is None else guide.redraw(()),
+            )
+        )
+        seq.scheduled += count
+        seq.in_flight += emits
+        self.n_prefill += count
+        self._took(seq, count)
+
+    def backfill(self, seq: Sequence, start: int, end: int) -> None:
+        """A row that shows the device drafter tokens ``start`` to ``end`` - 1 of ``seq``, which the
+        target has computed already; as many as there is room for."""
+        count = min(end - start, self.prefill_room)
+        end = start + count
+        self.rows.append(
+            RowPlan(
+                choice=seq.choice,
+                slot=seq.slot,
+                start=start,
+                count=count,
+                from_slot=False,
+                tokens=tuple(seq.tokens[start:end]),
+                emits=False,
+                next_token=seq.tokens[end],
+                backfill=True,
+            )
+        )
+        self._took(seq, count)
+
+    def _took(self, seq: Sequence, count: int) -> None:
+        """A row of ``count`` known tokens has its part of the step."""
+        self.seqs.append(seq)
+        seq.pending += 1
+        self.tokens_left -= count
+        self.prefill_left -= count
+        self.prefill_rows_left -= 1
+
+    def load(self, seq: Sequence) -> None:
+        """Have what the slot holds of ``seq`` filled before the step's rows run, if anything reads it."""
+        params = seq.request.params
+        if self.loads_text or params.loaded:
+            self.loads.append(
+                SlotLoad(
+                    slot=seq.slot, tokens=tuple(seq.tokens), n_prompt=seq.n_prompt, params=params
+                )
+            )
+
+    def freeze(self, step: int, cache: PageCache) -> StepPlan:
+        """The plan, with the page table as it stands now."""
+        rows = self.rows
+        slots = [row.slot for row in rows]
+        return StepPlan(
+            id=step,
+            rows=tuple(rows),
+            loads=tuple(self.loads),
+            moves=cache.moves(step),
+            page_table_RM=cache.snapshot(slots, self.longest() + self.n_draft),
+            n_draft=self.n_draft,
+        )

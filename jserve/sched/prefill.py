@@ -1,0 +1,92 @@
+"""Rows of known tokens: the next chunk of every sequence that runs and has some left, then who gets in.
+
+Owns who may have such a row in this step and who has to wait for something else first. Must not know rows
+that read their slots (``sched.decode``), nor what results mean.
+"""
+
+from __future__ import annotations
+
+from jserve.sched.admission.gate import AdmissionGate
+from jserve.sched.cache.disk_wait import DiskWaits
+from jserve.sched.cache.prefix_wait import PrefixWaits
+from jserve.sched.guided import lacks_mask
+from jserve.sched.plan_builder import PlanBuilder
+from jserve.sched.recovery.bisection import FaultBisection
+from jserve.sched.resources import Resources, owes_scores
+from jserve.types import Sequence
+
+
+class PrefillPlanner:
+    """Makes the prefill rows of a step.
+
+    Args:
+        floor: who waits and who runs.
+        gate: whether overload asks for shorter prefills; its cap bounds them.
+        leaders, fetching, trials: what a sequence in the queue may have to wait for.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        gate: AdmissionGate,
+        prefix_waits: PrefixWaits,
+        disk_waits: DiskWaits,
+        bisection: FaultBisection,
+    ) -> None:
+        self.resources, self.gate = resources, gate
+        self.prefix_waits, self.disk_waits, self.bisection = prefix_waits, disk_waits, bisection
+
+    def fill(self, builder: PlanBuilder, step: int, now: float) -> None:
+        """Add the rows: first of those who run, then of those who get in. ``step`` counts plans."""
+        begun = [seq for seq in self.resources.running if seq.scheduled < seq.given]
+        waiting = len(self.resources.waiting) > 0
+        if begun or (waiting and not self.resources.full):
+            self._go_on(builder, begun)
+        if waiting:
+            self._admit(builder, step, now)
+
+    def held_back(self, seq: Sequence, step: int) -> bool:
+        """True while ``seq`` (in the queue) has to wait for something else first."""
+        return bool(self.waits_for(seq, step))
+
+    def waits_for(self, seq: Sequence, step: int) -> str:
+        """What that is, in words; empty: nothing."""
+        if self.bisection.holds(seq):
+            return "others are tried first after a step that failed"
+        if self.prefix_waits.wait(seq, step):
+            return "another request computes its prefix"
+        if self.disk_waits.wait(seq):
+            return "its prefix is read from disk"
+        return "its KV is on the way to the host" if self.resources.swap_policy.waits(seq) else ""
+
+    def _go_on(self, builder: PlanBuilder, begun: list[Sequence]) -> None:
+        """The next chunk of each of ``begun``, within what all of this step may have."""
+        if self.gate.level:
+            self.gate.update()
+        cap = self.gate.cap
+        n_context = builder.longest() if cap.bound_s else 0
+        builder.limit(cap.tokens(len(builder.rows), n_context, short=self.gate.short))
+        for seq in begun:
+            if not builder.prefill_room or lacks_mask(seq):
+                continue
+            if seq.n_output and seq.scheduled >= seq.n_prompt:
+                builder.load(seq)  # the device counts what it draws, and forced tokens it did not
+            builder.prefill(seq, score=owes_scores(seq))
+
+    def _admit(self, builder: PlanBuilder, step: int, now: float) -> None:
+        """Candidates from the queue, while slots, rows, budget and pages last."""
+        candidates = self.resources.waiting.candidates(now)
+        while self._may_admit(builder):
+            seq = candidates.next()
+            if seq is None or seq.pending:
+                return  # rows of its last residence must come back before it may start again
+            if self.held_back(seq, step) or lacks_mask(seq):
+                continue
+            if self.resources.enter(seq):
+                builder.load(seq)
+                builder.prefill(seq, score=owes_scores(seq))
+            elif not candidates.skip_blocked(seq):
+                return
+
+    def _may_admit(self, builder: PlanBuilder) -> bool:
+        return builder.prefill_room > 0 and not self.resources.full

@@ -1,0 +1,223 @@
+"""A replay of a journal, which must reach the same decisions.
+
+Owns the comparison, and stand-ins for what is no pure function of the inputs: proposers and guides
+say again what they said. Must not know devices or wall time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from jserve.config import EngineConfig
+from jserve.errors import JserveError
+from jserve.ports import Proposer, RunnerLimits, Verdict
+from jserve.sched.cache import handles as caching, tiers as tiering
+from jserve.sched.record.journal import (
+    Arrival,
+    Cancelled,
+    Committed,
+    Created,
+    Decision,
+    Dropped,
+    Event,
+    Expired,
+    Fetched,
+    Guided,
+    Planned,
+    Recovered,
+    Renewed,
+    Stored,
+)
+from jserve.sched.scheduler import Scheduler
+from jserve.speculation.policy.controller import SpeculationController
+from jserve.speculation.policy.row_drafts import RowDrafts, StepLoad
+from jserve.types import Output, Request, Sequence, StepPlan
+
+
+class Diverged(JserveError):
+    """A replay decided otherwise than the journal says; the message names the line."""
+
+    code = "replay_diverged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A replay that agreed with its journal."""
+
+    n_events: int
+    n_steps: int
+    outputs: list[Output]
+
+
+def replay(
+    path: str | Path,
+    limits: RunnerLimits,
+    config: EngineConfig,
+    *,
+    proposer: Proposer | None = None,
+    anew: bool = False,
+) -> Replayed:
+    """Drive a fresh scheduler with the inputs in ``path``.
+
+    Drafts are taken from the journal; or decided ``anew`` and compared, with a ``proposer`` as it was when the
+    run started. A last line that was cut off (the process died) is left out.
+
+    Raises:
+        Diverged: a plan differs from the recorded one.
+    """
+    guides = _RecordedGuides(Path(path))
+    if anew:
+        scheduler = Scheduler(limits, config, proposer=proposer, guides=guides)
+    else:
+        scheduler = Scheduler(limits, config, guides=guides, drafting=_RecordedDrafting)
+    plans: dict[int, StepPlan] = {}
+    outputs: list[Output] = []
+    n_events = 0
+    for event in _events(Path(path)):
+        n_events += 1
+        if isinstance(event, Guided):
+            continue
+        if isinstance(event, Planned):
+            guides.decision = event.decision
+            if isinstance(scheduler.speculation, _RecordedDrafting):
+                scheduler.speculation.recorded = event
+            plan = scheduler.plan(event.now)
+            _compare(n_events, event.decision, Decision.of(plan))
+            if plan is not None:
+                plans[plan.id] = plan
+        else:
+            outputs += _feed(scheduler, event, plans)
+    return Replayed(n_events=n_events, n_steps=scheduler.n_steps, outputs=outputs)
+
+
+class _RecordedDrafting(SpeculationController):
+    """A policy that waits when the recorded one did, and drafts what that one drafted."""
+
+    recorded: Planned
+    """What is to be planned next."""
+
+    def waits(self, ready: Seq[Sequence], n_flights: int, load: StepLoad) -> bool:
+        return self.recorded.waited
+
+    def choose(self, ready: Seq[Sequence], load: StepLoad) -> list[RowDrafts]:
+        decision = self.recorded.decision
+        rows = decision.rows if decision is not None else ()
+        self.n_draft = decision.n_draft if decision is not None else 0
+        said = {(row.request_id, row.index): row.drafts for row in rows if row.from_slot}
+        ids = [said.get((seq.request.id, seq.index), ()) for seq in ready]
+        return [RowDrafts(drafts, "recorded") for drafts in ids]
+
+
+class _RecordedGuides:
+    """Guides that say what the recorded ones said, and hold back who was held back."""
+
+    def __init__(self, path: Path) -> None:
+        self.decision: Decision | None = None
+        """What the journal says of the step being planned."""
+        self.waited = False
+        """Whether it was not planned yet, for the sake of drafts."""
+        self.said: dict[tuple[str, int], deque[Verdict]] = defaultdict(deque)
+        for event in _events(path):
+            if isinstance(event, Guided):
+                self.said[event.id, event.index].append(event.verdict())
+        self._n_choices: dict[str, int] = {}
+
+    def compile(self, request: Request) -> None:
+        return None
+
+    def guide(self, request: Request, most: int) -> _RecordedGuide | None:
+        if not request.params.guided:
+            return None
+        index = self._n_choices.get(request.id, 0)
+        self._n_choices[request.id] = (index + 1) % request.params.n
+        return _RecordedGuide(self, (request.id, index))
+
+    def start_masks(self) -> None: ...
+
+    def wait_masks(self, timeout_s: float | None) -> None: ...
+
+
+class _RecordedGuide:
+    """``ports.Guide`` of one recorded sequence."""
+
+    def __init__(self, guides: _RecordedGuides, key: tuple[str, int]) -> None:
+        self._guides, self._key = guides, key
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def fault(self) -> Verdict | None:
+        said = self._guides.said[self._key]
+        return said[0] if said and said[0].error is not None else None
+
+    def room(self, in_flight: int) -> int:
+        rows = self._guides.decision.rows if self._guides.decision is not None else ()
+        return 2**30 if any((row.request_id, row.index) == self._key for row in rows) else 0
+
+    def trim(self, drafts: Seq[int]) -> Seq[int]:
+        return drafts
+
+    def mask(self, drafts: Seq[int]) -> None:
+        return None
+
+    def redraw(self, drafts: Seq[int]) -> tuple[int, ...]:
+        return ()
+
+    def take(self, drawn: Seq[int]) -> Verdict:
+        said = self._guides.said[self._key]
+        return said.popleft() if said else Verdict()
+
+
+def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> list[Output]:
+    if isinstance(event, Committed):
+        return scheduler.commit(plans.pop(event.step), event.result(), event.now)
+    if isinstance(event, Cancelled):
+        return scheduler.cancel(event.id, event.now, event.index)
+    if isinstance(event, Expired):
+        return scheduler.expire(event.now)
+    if isinstance(event, Recovered):
+        lost = [plans.pop(step) for step in sorted(plans)]
+        return scheduler.recover(lost, event.error, event.now)
+    with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
+        _ask(scheduler, event)
+    return []
+
+
+def _ask(scheduler: Scheduler, event: Event) -> None:
+    """An input that may be refused."""
+    match event:
+        case Arrival():
+            scheduler.submit(event.request, event.now)
+        case Created():
+            caching.create(scheduler, event.request, event.ttl_s, event.now)
+        case Renewed():
+            caching.renew(scheduler, event.tenant, event.name, event.ttl_s, event.now)
+        case Stored():
+            tiering.learn(scheduler, event.digests, event.now)
+        case Fetched():
+            tiering.fetched(scheduler, event.answers, event.now)
+        case Dropped():
+            caching.drop(scheduler, event.tenant, event.name, event.now)
+        case _:
+            raise AssertionError(f"{event} is no request")
+
+
+def _compare(line: int, recorded: Decision | None, made: Decision | None) -> None:
+    if recorded != made:
+        raise Diverged(f"line {line}: the journal has {recorded}, the replay {made}")
+
+
+def _events(path: Path) -> Iterator[Event]:
+    decoder = msgspec.json.Decoder(Event)
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield decoder.decode(line)

@@ -1,0 +1,345 @@
+"""Who waits, who runs, and what the running ones hold: a slot and a lease on pages.
+
+Owns the queue, the running sequences, the free slots and the page cache, and moves sequences
+between them. Must not know rows, budgets, results or outputs.
+
+Why slots and pages of a sequence that ended or gave way may be handed out at once, although a step
+in flight may hold one more row of it: programs run in launch order. Whoever gets the slot or the
+pages next is planned later, so its ``SlotLoad``, its first row (which carries ids and an exact
+start) and its KV writes come after the over-run row. What that row leaves behind (last token,
+length, counts, KV behind the published pages) is overwritten before it is read.
+
+With a window a sequence takes pages a row ahead and gives others back. One that is protected and longer
+than ``window_pages`` rolls: it enters with that many pages of its own, which nobody else can find, so
+each that slides out of the window is free at once and becomes its next page ahead::
+
+    own   [ 4 ][ 5 ][ 6 ][ 7 ][ 8 ]      slid: 4      [ 5 ][ 6 ][ 7 ][ 8 ][ 9 ]     never asks again
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from jserve.config import EngineConfig, SchedulerOptions
+from jserve.kv.cache import PageCache
+from jserve.kv.handles import quota_of
+from jserve.kv.pages import PageLease
+from jserve.ports import RunnerLimits
+from jserve.sched import policy
+from jserve.sched.admission.forecast import Lengths, reserve
+from jserve.sched.admission.queue import OrderedSeqs, WaitQueue, weights_of
+from jserve.sched.cache.retention import CacheRetention, root_of
+from jserve.sched.cache.swap import SwapPolicy
+from jserve.timing.prefill_cap import PrefillCap
+from jserve.types import Lane, Request, SeqState, Sequence
+from jserve.window import chunk_of, tokens_ahead
+
+
+class Resources:
+    """The waiting and the running, and the ways between: enter, grow, make way, preempt, leave."""
+
+    def __init__(
+        self,
+        *,
+        n_slots: int,
+        max_running: int,
+        cache: PageCache,
+        waiting: WaitQueue,
+        retention: CacheRetention | None = None,
+        chunk: int = 0,
+        window_pages: int = 0,
+        swap_policy: SwapPolicy | None = None,
+    ) -> None:
+        self.cache = cache
+        self.swap_policy = swap_policy or SwapPolicy(cache, None, mode="recompute", page_move_s=0.0)
+        self.chunk = chunk
+        """Most tokens of a prefill row: with a window, pages are taken a row ahead."""
+        self.window_pages = window_pages
+        """Most pages that a sequence holds where a window gives pages back; 0 where none does."""
+        self.retention = retention or CacheRetention(cache)
+        self.max_running = max_running
+        self.waiting = waiting
+        self.running = OrderedSeqs()
+        self.n_running = dict.fromkeys(Lane, 0)
+        self.lengths = Lengths()
+        self._most_pages = 0
+        """Pages of all who run at their full lengths, shared ones counted for each."""
+        self.n_preemptions = 0
+        self.n_looked_up = 0
+        self.n_hit = 0
+        self._slots = deque(range(n_slots))
+        self._refused: tuple[Sequence, int, int] | None = None
+
+    @property
+    def full(self) -> bool:
+        return len(self.running) >= self.max_running
+
+    def n_known(self, seq: Sequence) -> int:
+        """Pages of ``seq`` that could be shared now."""
+        return self.cache.n_known(root_of(seq.request), seq.tokens)
+
+    def enter(self, seq: Sequence) -> bool:
+        """A slot and pages for all known tokens of ``seq``; False, with no trace, if they lack."""
+        state = (seq, self.cache.n_available, len(self.running))
+        if self._refused == state:
+            return False  # nothing came back since it was refused, so do not search the tree again
+        reuse, cache = self._reuses(seq), self.cache
+        lease = cache.match(
+            root_of(seq.request),
+            seq.tokens,
+            slot=self._slots[0],
+            reuse=reuse,
+            cacheable=not seq.request.skip_prefix_cache and not self._rolls(seq),
+            keeps=self.retention.keeps(seq.request),
+        )
+        below = cache.below(lease, seq.tokens) if reuse else []
+        n_found = lease.capacity + len(below) * cache.page_size
+        n_cached = self.swap_policy.reach(seq, n_found)
+        cache.slide(lease, n_cached)
+        first, later = self._at_entry(seq, n_cached, lease)
+        if not cache.extend(lease, first, keep=self._keep(seq) + later):
+            cache.release_hold(below)
+            cache.release(lease)
+            self._refused = state
+            return False
+        cache.load(lease, below)
+        self.n_looked_up += len(seq.tokens) if reuse else 0
+        self.n_hit += n_found
+        if seq.n_preempted == 0:
+            seq.n_cached = n_cached
+        self.waiting.remove(seq)
+        seq.slot, seq.lease, seq.state = self._slots.popleft(), lease, SeqState.RUNNING
+        seq.scheduled, seq.given = n_cached, len(seq.tokens)
+        self.swap_policy.enter(seq, n_found, n_cached)
+        self._join(seq)
+        n_out = self.lengths.expected(seq.request.lane, seq.max_len - seq.n_prompt)
+        self.waiting.entered(seq, len(seq.tokens) - n_cached, n_out)
+        return True
+
+    def _keep(self, seq: Sequence) -> int:
+        """Pages that must stay available when ``seq`` gets in, for everyone's growth to come."""
+        least = policy.headroom(len(self.running))
+        if not len(self.running) or self._most_pages + self._most(seq) <= self.cache.pool.n_usable:
+            return least  # alone, or all can grow to their end side by side
+        most = self.window_pages
+        return max(least, reserve(self.running, seq, self.lengths, self.cache.page_size, most))
+
+    def _most(self, seq: Sequence) -> int:
+        """Pages that ``seq`` ever holds at once."""
+        n = -(-policy.kv_tokens(seq) // self.cache.page_size)
+        return min(n, self.window_pages * (2 if self._rolls(seq) else 1) or n)
+
+    def _rolls(self, seq: Sequence) -> bool:
+        """True for one that is protected and longer than its window of pages."""
+        bound = self.window_pages * self.cache.page_size
+        return bool(bound) and policy.protected(seq) and policy.kv_tokens(seq) > bound
+
+    def _reuses(self, seq: Sequence) -> bool:
+        """One that rolls shares pages only where there is room for them beside its own."""
+        roomy = self.cache.n_available >= 2 * self.window_pages
+        return reuses_cache(seq) and (roomy or not self._rolls(seq))
+
+    def _rolled(self, lease: PageLease) -> int:
+        """Tokens whose pages ``lease`` has when ``window_pages`` of them are its own."""
+        return (len(lease.pages) + self.window_pages - lease.n_own) * self.cache.page_size
+
+    def _at_entry(
+        self, seq: Sequence, n_cached: int, lease: PageLease | None = None
+    ) -> tuple[int, int]:
+        """(tokens whose pages ``seq`` takes at admission, pages that its prompt needs later beside
+        those): with a window it takes them a row ahead, since it gives others back meanwhile."""
+        wanted = policy.tokens_wanted(seq)
+        if self._rolls(seq):
+            own = self.window_pages * self.cache.page_size
+            return min(wanted, own if lease is None else self._rolled(lease)), 0
+        if not self.window_pages or policy.protected(seq):
+            return wanted, 0
+        first, Z = min(wanted, n_cached + self.chunk), self.cache.page_size
+        n_gone = len(self.cache.window.gone(n_cached))
+        held, whole = -(-first // Z) - n_gone, -(-wanted // Z) - n_gone
+        return first, max(0, min(whole, self.window_pages) - held)
+
+    def slide(self, seq: Sequence, n_tokens: int) -> None:
+        """Give back the pages of ``seq`` that no token from position ``n_tokens`` on reads; one that rolls
+        takes as many for what comes next."""
+        lease = seq.lease
+        assert lease is not None
+        self.cache.slide(lease, n_tokens)
+        if self._rolls(seq):
+            rolled = self.cache.extend(lease, min(policy.kv_tokens(seq), self._rolled(lease)))
+            assert rolled, f"{seq.request.id} gave pages back and finds none"
+
+    def tokens_ahead(self, seq: Sequence) -> int:
+        """Tokens whose pages ``seq`` must hold before its next row of known tokens is planned."""
+        if not self.window_pages:
+            return seq.given
+        return min(seq.given, seq.scheduled + self.chunk)
+
+    def preempt_for_interactive(self, now: float, held_back: Callable[[Sequence], bool]) -> None:
+        """Bulk gives way to the first of lane interactive that finds no slot or no pages.
+
+        To be called before the step's rows are made, since a row needs its sequence's pages. Nobody
+        gives way unless that makes room enough. ``held_back`` are waiting for something else.
+        """
+        seq = self._urgent(now, held_back)
+        if seq is None:
+            return
+        first, later = self._at_entry(seq, 0)
+        wanted = -(-first // self.cache.page_size) + later + self._keep(seq)
+        short, chosen = wanted - self.cache.n_available, []
+        for victim in policy.preemptible_bulk(self.running):
+            if short <= 0 and (chosen or not self.full):
+                break
+            assert victim.lease is not None
+            short -= victim.lease.n_own
+            chosen.append(victim)
+        if short <= 0:
+            for victim in chosen:
+                self.preempt(victim)
+
+    def _urgent(self, now: float, held_back: Callable[[Sequence], bool]) -> Sequence | None:
+        """The first of lane interactive whose turn it could be, if any bulk runs."""
+        lane = Lane.INTERACTIVE
+        if not self.waiting.lanes[lane].n or not self.n_running[Lane.BULK]:
+            return None
+        candidates = self.waiting.candidates(now)
+        while (seq := candidates.next()) is not None and not seq.pending:
+            if seq.request.lane != lane:
+                if not candidates.skip_blocked(seq):
+                    return None
+            elif not held_back(seq):
+                return seq
+        return None
+
+    def tokens_known(self, request: Request) -> int:
+        """Prompt tokens of ``request`` that the cache holds now; nothing is reserved."""
+        if request.skip_prefix_cache:
+            return 0
+        return self.cache.page_size * self.cache.n_known(root_of(request), request.prompt_ids)
+
+    def grow(self, seq: Sequence, n_tokens: int) -> bool:
+        """Pages for ``n_tokens``, taken from later sequences if need be; False: it gave way."""
+        assert seq.lease is not None
+        while not self.cache.extend(seq.lease, n_tokens):
+            victim = policy.victim(self.running.after(seq)) or seq
+            self.preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def preempt(self, seq: Sequence) -> None:
+        """Back to the queue; tokens, seed and results in flight stay, so nothing said is lost."""
+        if not owes_scores(seq):
+            self.swap_policy.leave(seq)
+        self._requeue(seq)
+        seq.n_preempted += 1
+        self.n_preemptions += 1
+
+    def requeue_all(self, *, same_weights: bool = True) -> None:
+        """The device lost its pages: all who run start over, and nothing is cached any more, except on
+        disk while the weights are the ``same_weights`` that made it.
+
+        No step may be in flight. It counts as nobody's preemption, so protection keeps its meaning.
+        """
+        for seq in self.running.snapshot():
+            assert seq.pending == 0, f"{seq.request.id} has rows in flight"
+            self._requeue(seq)
+        self.retention.lose()
+        self.cache.clear(same_weights=same_weights)
+
+    def _requeue(self, seq: Sequence) -> None:
+        self._vacate(seq)
+        seq.state = SeqState.PREEMPTED
+        seq.scheduled = seq.given = 0
+        self.waiting.add(seq)
+
+    def leave(self, seq: Sequence) -> None:
+        """``seq`` is over, wherever it was."""
+        lease = seq.lease
+        self.swap_policy.forget(seq)
+        if lease is not None:
+            self._vacate(seq)
+            self.retention.ended(seq.request, lease)
+        else:
+            self.waiting.remove(seq)
+        seq.state = SeqState.FINISHED
+        self.waiting.settle(seq)
+        self._refused = None
+
+    def tier_counters(self) -> dict[str, float]:
+        """For /metrics, where there is a tier below the device."""
+        tier = self.cache.tier
+        return {} if tier is None else tier.counters() | self.swap_policy.counters()
+
+    def check(self, held: tuple[int, ...] = ()) -> None:
+        """Audit pages and slots against their owners; see ``PageCache.check``."""
+        leases = [seq.lease for seq in self.running if seq.lease is not None]
+        slots = sorted([*self._slots, *(seq.slot for seq in self.running)])
+        assert slots == list(range(len(slots))), f"slots are lost or held twice: {slots}"
+        assert len(leases) == len(self.running), "a running sequence holds no lease"
+        assert all(seq.lease is None for seq in self.waiting), "a waiting sequence holds pages"
+        self.cache.check(leases, held, self.retention.handles.pinned())
+
+    def _join(self, seq: Sequence) -> None:
+        self.running.add(seq)
+        self.n_running[seq.request.lane] += 1
+        self._most_pages += self._most(seq)
+
+    def _vacate(self, seq: Sequence) -> None:
+        assert seq.lease is not None
+        self.running.remove(seq)
+        self.n_running[seq.request.lane] -= 1
+        self._most_pages -= self._most(seq)
+        self.cache.release(seq.lease)
+        self._slots.append(seq.slot)
+        seq.lease, seq.slot = None, -1
+
+
+def owes_scores(seq: Sequence) -> bool:
+    """True while the log-probabilities of the prompt are still to be sent."""
+    return seq.request.params.prompt_logprobs is not None and seq.n_output == 0
+
+
+def reuses_cache(seq: Sequence) -> bool:
+    """A prompt that is scored must be computed in full, so it takes nothing from the cache."""
+    return not seq.request.skip_prefix_cache and not owes_scores(seq)
+
+
+def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) -> Resources:
+    """Nobody yet, over an empty page cache of these limits."""
+    options = config.scheduler
+    per_slot = -(-limits.max_model_len // limits.page_size)
+    cache = PageCache(
+        n_pages=limits.n_pages,
+        page_size=limits.page_size,
+        n_slots=limits.n_slots,
+        pages_per_slot=per_slot,
+        reuse=config.cache.prefix_caching,
+        n_host_pages=limits.n_host_pages,
+        window=limits.window,
+        sinks=limits.sinks,
+    )
+    ahead = tokens_ahead(options, limits.max_prefill_tokens, limits.max_drafts)
+    window_pages = cache.window.most_pages(ahead)
+    longest = min(per_slot, window_pages or per_slot)
+    return Resources(
+        n_slots=limits.n_slots,
+        max_running=_most_running(limits, options),
+        cache=cache,
+        waiting=WaitQueue(weights_of(options), options.ageing_s),
+        retention=CacheRetention(
+            cache,
+            handle_pages=quota_of(limits.n_pages, longest, config.cache.handle_pages),
+            session_ttl_s=config.cache.session_ttl_s,
+        ),
+        chunk=chunk_of(options, limits.max_prefill_tokens),
+        window_pages=window_pages,
+        swap_policy=SwapPolicy(cache, cap, mode=options.preemption, page_move_s=limits.page_move_s),
+    )
+
+
+def _most_running(limits: RunnerLimits, options: SchedulerOptions) -> int:
+    """All who run must fit the decode rows of one step, so that nobody who decodes skips a step."""
+    room = min(limits.n_slots, limits.max_rows, limits.max_decode_rows)
+    return min(room, options.max_num_seqs, options.max_num_batched_tokens)

@@ -1,0 +1,99 @@
+"""What a parser makes of text: content, reasoning and tool calls, in pieces that only add up.
+
+Owns the value and the finder of a marker. Must not know formats. One rule holds for every parser:
+its state is a function of the characters so far, never of how they were cut, so the pieces of any
+two cuts of one text concatenate to the same answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class CallPiece:
+    """A piece of tool call ``index``: its name comes first and once, its arguments add up."""
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ParsedDelta:
+    """What some text added to the answer: a thought, and behind it content and calls in order."""
+
+    reasoning: str = ""
+    parts: list[str | CallPiece] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.parts or self.reasoning)
+
+    @property
+    def content(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        return [part for part in self.parts if isinstance(part, CallPiece)]
+
+    def add_text(self, text: str) -> None:
+        """More content."""
+        if not text:
+            return
+        if self.parts and isinstance(self.parts[-1], str):
+            self.parts[-1] += text
+        else:
+            self.parts.append(text)
+
+    def begin(self, index: int, name: str) -> None:
+        self.parts.append(CallPiece(index, name))
+
+    def add_arguments(self, index: int, text: str) -> None:
+        """More arguments of call ``index``."""
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, CallPiece) and last.index == index:
+            last.arguments += text
+        else:
+            self.parts.append(CallPiece(index, None, text))
+
+    def add(self, other: ParsedDelta) -> None:
+        self.reasoning += other.reasoning
+        for piece in other.parts:
+            if isinstance(piece, str):
+                self.add_text(piece)
+                continue
+            if piece.name is not None:
+                self.begin(piece.index, piece.name)
+            if piece.arguments:
+                self.add_arguments(piece.index, piece.arguments)
+
+
+class Until:
+    """Text up to a marker. What may be the marker's beginning waits."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """(text before the marker, text behind it or None while there is no marker)."""
+        text, self._held = self._held + text, ""
+        at = text.find(self.marker)
+        if at >= 0:
+            return text[:at], text[at + len(self.marker) :]
+        keep = _overlap(text, self.marker)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Length of the longest end of ``text`` that is a proper beginning of ``marker``."""
+    for n in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:n]):
+            return n
+    return 0
