@@ -18,6 +18,8 @@ from typing import Any
 
 import jsonschema
 
+from bench import report
+from bench.probe import record
 from jserve import LLM, SamplingParams
 from jserve.sampling import StructuredOutputs
 
@@ -27,20 +29,20 @@ TEXT, WHOLE, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"
 FLAG, WORDS = {"type": "boolean"}, {"type": "array", "items": {"type": "string"}}
 
 
-def record(_required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+def fields(_required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
     """An object with these properties; all are required unless some are named."""
     needed = list(_required or properties)
     return {"type": "object", "properties": properties, "required": needed}
 
 
 def closed(**properties: Any) -> dict[str, Any]:
-    return {**record(**properties), "additionalProperties": False}
+    return {**fields(**properties), "additionalProperties": False}
 
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "person": closed(name=TEXT, age=WHOLE, city=TEXT),
     "address": closed(street=TEXT, city=TEXT, zip=TEXT, country=TEXT),
-    "product": record(name=TEXT, price=NUMBER, in_stock=FLAG),
+    "product": fields(name=TEXT, price=NUMBER, in_stock=FLAG),
     "calendar event": closed(
         title=TEXT, date={"type": "string", "format": "date"}, start=TEXT, location=TEXT
     ),
@@ -52,14 +54,14 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "movie review": closed(
         movie=TEXT, rating={"enum": ["bad", "fair", "good", "great"]}, summary=TEXT, spoilers=FLAG
     ),
-    "settings": record(
+    "settings": fields(
         ("dark_mode", "volume"), dark_mode=FLAG, volume=WHOLE, notifications=FLAG, language=TEXT
     ),
     "user profile": closed(
         id=WHOLE, profile=closed(first_name=TEXT, last_name=TEXT, verified=FLAG), tags=WORDS
     ),
     "contact": closed(name=TEXT, email={"type": "string", "format": "email"}, phone=TEXT),
-    "weather report": record(city=TEXT, temperature=NUMBER, conditions=WORDS, rain=FLAG),
+    "weather report": fields(city=TEXT, temperature=NUMBER, conditions=WORDS, rain=FLAG),
 }
 TOLD: dict[str, tuple[str, ...]] = {
     "person": (
@@ -203,11 +205,12 @@ def main() -> int:
     parser.add_argument(
         "--thinking", action="store_true", help="let the model think if it wants to"
     )
-    parser.add_argument("--json", type=Path, help="write the result with every fault here")
+    parser.add_argument("--json", type=Path, help="result file to write, with every fault")
     args = parser.parse_args()
     found = run(args.model, args.requests, args.thinking)
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        options = {"model": args.model or "jserve-mini", "thinking": args.thinking}
+        report.write(record("json_answers", options, [found]), args.json)
     for name, share in found["by_schema"].items():
         print(f"{name:16} {share}")
     print(f"{found['good']:.1%} of {found['requests']} end by themselves and validate")

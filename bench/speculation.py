@@ -169,6 +169,8 @@ class Side:
         )
         self.engine, self.info = build.engine(self.config)
         self.exact = self.info["dtype"] == "float32"
+        self.params = SamplingParams(temperature=0.0)
+        """Of all requests, but for ``max_tokens``."""
         self._eos_ids, self._n, self._rests = eos_ids, 0, rest
 
     def fix(self, k: int | None) -> None:
@@ -176,7 +178,7 @@ class Side:
         self.engine.scheduler.speculation.fix(k)
 
     def run(self, asked: Seq[Conversation], concurrency: int, max_tokens: int) -> Ran:
-        """All of ``asked``, ``concurrency`` at once, greedy."""
+        """All of ``asked``, ``concurrency`` at once, as ``params`` say."""
         ran, before = Ran(), dict(self.engine.scheduler.counters())
         waiting, began, rested = list(range(len(asked))), {}, 0.0
         rests = self._rests and concurrency == 1
@@ -219,7 +221,7 @@ class Side:
         return Request(
             id=f"{self._n}:{name}",
             prompt_ids=ids,
-            params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            params=replace(self.params, max_tokens=max_tokens),
             eos_ids=self._eos_ids,
             cache_salt=str(self._n),  # no run finds what another left
         )

@@ -1,4 +1,4 @@
-"""The import rules of the house: who may import whom, and which rooms never see jax."""
+"""The import rules: which package may import which, and which never load jax."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LEAVES = {
     "cores",
     "working",
 }
-# Room -> rooms it may import, besides the leaves and itself. `build` wires everything together.
+# Package -> packages it may import, besides the leaves and itself. `build` wires everything together.
+# The packages of `speculation` count one by one: two are policy of the host, two run on the device.
 ALLOWED: dict[str, set[str]] = {
     "sampling": set(),
     "request_options": set(),
@@ -41,19 +42,43 @@ ALLOWED: dict[str, set[str]] = {
     "working": set(),
     "testing": {"kv", "sched"},
     "kv": set(),
-    "sched": {"kv", "spec"},
-    "sim": {"engine", "sched", "kv", "spec", "shapes"},
+    "timing": set(),
+    "speculation": set(),
+    "speculation.host": set(),
+    "speculation.policy": {"kv", "timing"},
+    "sched": {"kv", "timing", "speculation.policy"},
+    "sim": {"engine", "sched", "kv", "speculation.policy", "shapes"},
     "shapes": set(),
     "xla": set(),
-    "sizing": {"model", "weights", "runner", "sim", "spec", "shapes", "pallas_kernels"},
-    "spec": set(),
     "grammar": set(),
     "text": {"grammar"},
     "engine": {"sched", "kv"},
     "api": {"text", "engine", "grammar"},
     "model": {"pallas_kernels"},
     "weights": {"model"},
-    "runner": {"model", "weights", "spec", "xla"},
+    "speculation.drafters": {"model", "weights"},
+    "speculation.device": {"model", "speculation.drafters"},
+    "model.step": {"model", "speculation.device", "speculation.drafters"},
+    "runner": {
+        "model",
+        "model.step",
+        "weights",
+        "speculation.drafters",
+        "speculation.policy",
+        "xla",
+    },
+    "sizing": {
+        "model",
+        "model.step",
+        "weights",
+        "runner",
+        "sim",
+        "speculation.host",
+        "speculation.policy",
+        "speculation.drafters",
+        "shapes",
+        "pallas_kernels",
+    },
     "progress": set(),
     "commands": {"build", "progress", "api", "engine", "weights", "sim", "sizing"},
     "outputs": {"text"},
@@ -67,6 +92,8 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
 }
 ANYTHING = {"build", "__init__"}
+STEP = ("model/step.py", "model/hand.py", "model/features/")
+"""Files of `model` above the rest: a step calls drafters, which call layers."""
 HOST = [
     *sorted(LEAVES),
     "api",
@@ -74,10 +101,12 @@ HOST = [
     "engine",
     "sched",
     "kv",
+    "timing",
     "sim",
     "shapes",
     "xla",
-    "spec",
+    "speculation.host",
+    "speculation.policy",
     "grammar",
     "testing",
     "outputs",
@@ -91,8 +120,28 @@ def _modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def _room(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def _package(path: Path) -> str:
+    """The name that ``ALLOWED`` has for the package of a file."""
+    relative = path.relative_to(PACKAGE)
+    if relative.as_posix().startswith(STEP):
+        return "model.step"
+    parts = relative.with_suffix("").parts
+    return ".".join(parts[:2]) if parts[0] == "speculation" and len(parts) > 2 else parts[0]
+
+
+def _target(name: str) -> str | None:
+    """The package of an imported module, or of a name in one; None where it is not ours."""
+    parts = name.split(".")
+    if parts[0] in {"pallas_kernels", "checkpoints"}:
+        return parts[0]
+    if parts[0] != "jserve" or len(parts) == 1:
+        return None
+    for end in range(len(parts), 1, -1):
+        path = PACKAGE.joinpath(*parts[1:end])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.exists():
+                return _package(file)
+    return None
 
 
 def _imports(path: Path, *, typing_only: bool) -> set[str]:
@@ -118,29 +167,32 @@ def _imports(path: Path, *, typing_only: bool) -> set[str]:
 def _edges(*, typing_only: bool = False) -> dict[str, set[str]]:
     edges: dict[str, set[str]] = defaultdict(set)
     for path in _modules():
-        for name in _imports(path, typing_only=typing_only):
-            parts = name.split(".")
-            if parts[0] == "jserve" and len(parts) > 1:
-                edges[_room(path)].add(parts[1])
-            elif parts[0] in {"pallas_kernels", "checkpoints"}:
-                edges[_room(path)].add(parts[0])
-    rooms = {_room(p) for p in _modules()} | {"pallas_kernels", "checkpoints"}
-    return {
-        room: {t for t in targets if t in rooms and t != room} for room, targets in edges.items()
-    }
+        names = _imports(path, typing_only=typing_only)
+        edges[_package(path)] |= {found for name in names if (found := _target(name)) is not None}
+    return {package: targets - {package} for package, targets in edges.items()}
 
 
-def test_every_room_has_a_rule() -> None:
-    assert {_room(p) for p in _modules()} <= set(ALLOWED)
+def test_every_package_has_a_rule() -> None:
+    assert {_package(p) for p in _modules()} <= set(ALLOWED)
 
 
-def test_rooms_import_only_what_the_rules_allow() -> None:
+def test_packages_import_only_what_the_rules_allow() -> None:
     wrong = {
-        room: targets - LEAVES - ALLOWED[room]
-        for room, targets in _edges().items()
-        if room not in ANYTHING and targets - LEAVES - ALLOWED[room]
+        package: targets - LEAVES - ALLOWED[package]
+        for package, targets in _edges().items()
+        if package not in ANYTHING and targets - LEAVES - ALLOWED[package]
     }
     assert not wrong, f"edges against the import rules: {wrong}"
+
+
+def test_no_class_name_exists_twice() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in _modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(path.relative_to(PACKAGE).as_posix())
+    twice = {name: files for name, files in homes.items() if len(files) > 1}
+    assert not twice, f"one name for several classes: {twice}"
 
 
 def test_what_runs_a_plan_never_sees_a_sequence() -> None:
@@ -150,28 +202,28 @@ def test_what_runs_a_plan_never_sees_a_sequence() -> None:
         assert "jserve.types.Sequence" not in _imports(path, typing_only=True), path
 
 
-def test_no_cycles_between_rooms() -> None:
+def test_no_cycles_between_packages() -> None:
     edges = _edges()
     done: set[str] = set()
 
-    def visit(room: str, path: tuple[str, ...]) -> None:
-        assert room not in path, f"import cycle: {' -> '.join((*path, room))}"
-        if room not in done:
-            for target in sorted(edges.get(room, ())):
-                visit(target, (*path, room))
-            done.add(room)
+    def visit(package: str, path: tuple[str, ...]) -> None:
+        assert package not in path, f"import cycle: {' -> '.join((*path, package))}"
+        if package not in done:
+            for target in sorted(edges.get(package, ())):
+                visit(target, (*path, package))
+            done.add(package)
 
-    for room in sorted(edges):
-        visit(room, ())
+    for package in sorted(edges):
+        visit(package, ())
 
 
-def test_only_the_commands_that_serve_import_the_http_room() -> None:
-    """Rooms that may import anything, and imports for types alone, included."""
-    users = {room for room, targets in _edges(typing_only=True).items() if "api" in targets}
+def test_only_the_commands_that_serve_import_the_http_packages() -> None:
+    """Packages that may import anything, and imports for types alone, included."""
+    users = {package for package, targets in _edges(typing_only=True).items() if "api" in targets}
     assert users == {"commands"}
 
 
-def test_the_offline_door_never_loads_the_http_room() -> None:
+def test_the_offline_door_never_loads_the_http_packages() -> None:
     code = (
         "import sys, jserve.llm, jserve.build as b; b.text_side(b.EngineConfig())\n"
         "print([m for m in sys.modules if m == 'aiohttp' or m.startswith('jserve.api')])"
@@ -208,17 +260,11 @@ def test_only_the_cli_reads_the_environment() -> None:
 
 def test_host_packages_never_load_jax() -> None:
     names = [
-        f"jserve.{room}"
-        for room in HOST
-        if (PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists()
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in _modules()
+        if _package(path) in HOST and path.stem != "__init__"
     ]
-    for room in HOST:
-        if (PACKAGE / room).is_dir():
-            names += [
-                ".".join(p.relative_to(ROOT).with_suffix("").parts)
-                for p in (PACKAGE / room).rglob("*.py")
-                if p.stem != "__init__"
-            ]
+    assert {_package(PACKAGE.parent / (n.replace(".", "/") + ".py")) for n in names} == set(HOST)
     code = (
         f"import importlib, sys\nfor n in {names!r}: importlib.import_module(n)\n"
         "print([m for m in ('jax', 'jaxlib', 'flax', 'torch', 'transformers') if m in sys.modules])"

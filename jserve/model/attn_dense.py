@@ -33,7 +33,7 @@ from jserve.model.view import StepView
 
 SHORTEST = 1024
 """Tokens of the first rung."""
-GATHERED = 1 << 29
+GATHERED = 5 << 27
 """Bytes that keys, values and scores of tiles computed together may take on one device."""
 TILE, SMALLEST_TILE = 128, 16
 """Tokens of a chunk that are computed together, and as few as they become where a rung is long."""
@@ -150,7 +150,9 @@ class _Step(NamedTuple):
         while Q > SMALLEST_TILE and self._tile_bytes(Q, B) > GATHERED:
             Q //= 2
         tiles = tiles_of(self.view, Q)
-        n, W = tiles.row_I.shape[0], max(1, GATHERED // self._tile_bytes(Q, B))
+        n = tiles.row_I.shape[0]
+        W = max(1, GATHERED // self._tile_bytes(Q, B))
+        W = -(-n // -(-n // W))  # as many groups, of one size
         if n <= W:
             return out_TKGH.at[tiles.at_IQ].set(self._tiles(tiles, B, tree), mode="drop")
         nobody = _Tiles(out_TKGH.shape[0], -1, 0, 0, 0)

@@ -10,15 +10,14 @@ threshold per row and the vocabulary is never sorted: the 64 largest logits deci
 and otherwise a bisection over the bits of the floats finds the same number exactly. Equal logits at
 the threshold are kept together.
 
-A draw inverts the cumulative distribution in two stages, first a block of tokens, then a token of
-it, with one 24-bit uniform number each, hashed from (seed, position of the token drawn, purpose)
-and nothing else::
-
-    e_V   |......|......|......|......|    block sums -> cumulative -> block -> cumulative -> token
+A draw is the argmax of logits over temperature plus Gumbel noise (``noise``) over the tokens that are
+left: one pass over the vocabulary. The noise depends on (seed, position of the token drawn, purpose,
+token) and nothing else, so a drafter that adds the same noise to its own logits mostly finds the same
+token.
 
 Where a thought may begin or goes on before a structure, a mask applies to a draw only if the mask
-forbids it: the token is drawn without the mask first, and only a forbidden one is drawn again, from
-uniform numbers of their own. So the thought has the tokens that it has without a structure, and its
+forbids it: the token is drawn without the mask first, and only a forbidden one is drawn again, with
+noise of its own. So the thought has the tokens that it has without a structure, and its
 first token the probability.
 
 ``flags`` says what any row of the step needs; the rest is skipped by ``lax.cond``. E below counts
@@ -30,8 +29,8 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.extend.random import threefry2x32_p
 
+from jserve.model.noise import Purpose, gumbel
 from jserve.model.slots import IN_PROMPT, NONE, SlotState
 from jserve.model.view import (
     BAD_WORDS,
@@ -49,8 +48,6 @@ PURPOSE_REDRAW = 1
 PREFILTER = 64
 """Largest logits looked at before falling back to bisection."""
 _NEG = -jnp.inf
-_Purpose = int | jax.Array
-"""One for all draws, or int32[E]."""
 
 
 @flax.struct.dataclass
@@ -126,16 +123,15 @@ def _chosen(
     draws: Draws,
     slots: SlotState,
     flags: jax.Array,
-    purpose: _Purpose = PURPOSE_TOKEN,
+    purpose: Purpose = PURPOSE_TOKEN,
 ) -> tuple[jax.Array, jax.Array]:
     """int32[E] tokens and bool[E], False where everything was forbidden."""
     logits_EV = adjust(raw_EV, draws, slots, flags)
     allowed_E = jnp.max(logits_EV, axis=-1) > _NEG
-    best_E = argmax(logits_EV)
-    drawn_E = jax.lax.cond(
-        flags & RANDOM, lambda x: draw(x, draws, flags, purpose), lambda x: best_E, logits_EV
+    token_E = jax.lax.cond(
+        flags & RANDOM, lambda x: draw(x, draws, flags, purpose), argmax, logits_EV
     )
-    return jnp.where(_is_greedy(draws), best_E, drawn_E), allowed_E
+    return token_E, allowed_E
 
 
 def _guided(
@@ -222,17 +218,18 @@ def adjust(raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array) 
 
 
 def draw(
-    logits_EV: jax.Array, draws: Draws, flags: jax.Array, purpose: _Purpose = PURPOSE_TOKEN
+    logits_EV: jax.Array, draws: Draws, flags: jax.Array, purpose: Purpose = PURPOSE_TOKEN
 ) -> jax.Array:
-    """int32[E]: a token of each row's truncated distribution (any token for a greedy row)."""
-    uniform = uniforms(draws.seed_E2, draws.pos_E, purpose)
-    return _invert(weights(logits_EV, draws, flags), uniform)
+    """int32[E]: a token of each row's truncated distribution; of a greedy row the likeliest."""
+    noise_EV = gumbel(draws.seed_E2, draws.pos_E, logits_EV.shape[1], purpose)
+    noisy_EV = truncated(logits_EV, draws, flags) + noise_EV
+    return argmax(jnp.where(is_greedy(draws.temperature_E)[:, None], logits_EV, noisy_EV))
 
 
-def weights(logits_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
-    """float32[E, V]: what the draw is proportional to; 0 for a token that was cut, 1 for the
-    likeliest."""
-    temperature_E = jnp.where(_is_greedy(draws), 1.0, draws.temperature_E)
+def truncated(logits_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
+    """float32[E, V]: logits over temperature, of which the draw is the softmax; -inf for a token that was
+    cut, 0 for the likeliest."""
+    temperature_E = jnp.where(is_greedy(draws.temperature_E), 1.0, draws.temperature_E)
     top_E1 = jnp.max(logits_EV, axis=-1, keepdims=True)
     top_E1 = jnp.maximum(top_E1, jnp.finfo(jnp.float32).min)
     scaled_EV = (logits_EV - top_E1) / temperature_E[:, None]
@@ -242,17 +239,7 @@ def weights(logits_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
         lambda x: jnp.full(x.shape[:1], _NEG),
         scaled_EV,
     )
-    return jnp.where(scaled_EV >= floor_E[:, None], jnp.exp(scaled_EV), 0.0)
-
-
-def uniforms(
-    seed_E2: jax.Array, pos_E: jax.Array, purpose: _Purpose
-) -> tuple[jax.Array, jax.Array]:
-    """Two independent float32[E] in [0, 1), multiples of 2**-24: one threefry block per row."""
-    pos_E = pos_E.astype(jnp.uint32)
-    words = threefry2x32_p.bind(seed_E2[:, 0], seed_E2[:, 1], pos_E, jnp.full_like(pos_E, purpose))
-    u, v = ((w >> 8).astype(jnp.float32) * 2.0**-24 for w in words)
-    return u, v
+    return jnp.where(scaled_EV >= floor_E[:, None], scaled_EV, _NEG)
 
 
 def threshold(scaled_EV: jax.Array, draws: Draws) -> jax.Array:
@@ -278,7 +265,7 @@ def threshold(scaled_EV: jax.Array, draws: Draws) -> jax.Array:
     mass_En = _cumulative(jnp.where(best_En >= floor_E[:, None], jnp.exp(best_En), 0.0))
     at_E = jnp.sum((mass_En < want_E[:, None]).astype(jnp.int32), axis=1)
     edge_E = jnp.take_along_axis(best_En, jnp.minimum(at_E, n - 1)[:, None], axis=1)[:, 0]
-    cuts_E = (draws.top_p_E < 1.0) & ~_is_greedy(draws)
+    cuts_E = (draws.top_p_E < 1.0) & ~is_greedy(draws.temperature_E)
     # Not best_En[:, -1]: a second slice of the sort that top_k lowers to keeps it a full sort.
     wide_E = cuts_E & (at_E >= n) & (jnp.min(best_En, axis=1) > floor_E)
     edge_E = _search(scaled_EV, weight_EV, want_E, edge_E, wide_E)
@@ -315,25 +302,6 @@ def _search(
     return jax.lax.cond(jnp.any(wide_E), search, lambda _: known_E, x_EV)
 
 
-def _invert(weight_EV: jax.Array, uniform: tuple[jax.Array, jax.Array]) -> jax.Array:
-    weight_ENB = _blocks(weight_EV, 0.0)
-    block_E = _inverse_cdf(jnp.sum(weight_ENB, axis=2), uniform[0])
-    token_E = _inverse_cdf(_pick(weight_ENB, block_E), uniform[1])
-    return block_E * weight_ENB.shape[2] + token_E
-
-
-def _inverse_cdf(weight_EN: jax.Array, u_E: jax.Array) -> jax.Array:
-    """The first index whose cumulative weight exceeds ``u`` of the total; never one of weight
-    zero."""
-    mass_EN = _cumulative(weight_EN)
-    some_EN = weight_EN > 0
-    past_EN = (mass_EN > (u_E * mass_EN[:, -1])[:, None]) & some_EN
-    index = jnp.arange(weight_EN.shape[1], dtype=jnp.int32)
-    first_E = jnp.min(jnp.where(past_EN, index, weight_EN.shape[1]), axis=1)
-    last_E = jnp.max(jnp.where(some_EN, index, 0), axis=1)
-    return jnp.minimum(first_E, last_E)
-
-
 def _cumulative(x_EN: jax.Array) -> jax.Array:
     """Running sums along N, as one small product (a scan costs a dozen device operations)."""
     n = x_EN.shape[1]
@@ -361,8 +329,9 @@ def _pick(x_ENB: jax.Array, block_E: jax.Array) -> jax.Array:
     return x_ENB[jnp.arange(x_ENB.shape[0]), block_E]
 
 
-def _is_greedy(draws: Draws) -> jax.Array:
-    return draws.temperature_E < GREEDY_TEMPERATURE
+def is_greedy(temperature_E: jax.Array) -> jax.Array:
+    """bool[E]: rows that take the likeliest token."""
+    return temperature_E < GREEDY_TEMPERATURE
 
 
 def _masked(x_EV: jax.Array, mask_EW: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Rows that read their slots: one for every sequence whose known tokens are all scheduled, with drafts or without.
 
 Owns what a decode or verify row needs before it is made: pages for the most tokens it can draw, its share of the
-step's tokens. Must not know who drafts or why so many (``sched.speculation``), nor prefill.
+step's tokens. Must not know who drafts or why so many (``policy.controller``), nor prefill.
 """
 
 from __future__ import annotations

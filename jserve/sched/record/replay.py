@@ -75,7 +75,7 @@ def replay(
     if anew:
         scheduler = Scheduler(limits, config, proposer=proposer, guides=guides)
     else:
-        scheduler = Scheduler(limits, config, guides=guides, drafting=_RecordedDrafting)
+        scheduler = Scheduler(limits, config, guides=guides, speculation=_RecordedDrafting)
     plans: dict[int, StepPlan] = {}
     outputs: list[Output] = []
     n_events = 0

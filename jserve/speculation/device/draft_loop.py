@@ -2,9 +2,8 @@
 
 Owns the order: the drafter sees the step's tokens, then draws draft after draft for the rows that
 emitted, level by level of the tree (a chain is the tree with one node a level). Must not know any
-particular drafter, how drafts are verified, nor how trees grow (``grow``). The first child of a node is
-drawn as the target would draw it, so that it stands as often as can be; the other children are the
-likeliest tokens beside it.
+particular drafter, how drafts are verified, nor how trees grow (``grow``). The children of a node are the
+likeliest tokens there, given the noise with which the target draws (``DraftPasses.likeliest``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from jserve.model import draft_tree as trees
 from jserve.model.attention import LayerKV
 from jserve.model.draft_tree import DraftMask, Parents
-from jserve.model.slots import NONE, SlotState, keep_drafts, text_of
+from jserve.model.slots import SlotState, keep_drafts, text_of
 from jserve.model.view import SAMPLING, Bucket
 from jserve.speculation.device.draft_passes import DraftContext, DraftPasses, StepOutcome
 from jserve.speculation.device.dynamic_tree import grown
@@ -139,10 +138,8 @@ def _chain(passes: DraftPasses, n: int, carry_RX: jax.Array, kv: list[LayerKV]) 
     token_RN = jnp.zeros((passes.R, n + 1), jnp.int32).at[:, 0].set(passes.outcome.newest_R)
 
     def draw(i: Any, token_RN: jax.Array, carry_RX: jax.Array) -> jax.Array:
-        before_J = jnp.arange(1, n, dtype=jnp.int32) <= i
-        prefix_RJ = jnp.where(before_J, token_RN[:, 1:n], NONE)
-        drawn_R = passes.drawn(passes.draft_ctx.logits(carry_RX, i), i, prefix_RJ)
-        return jax.lax.dynamic_update_index_in_dim(token_RN, drawn_R, i + 1, 1)
+        best_R1 = passes.likeliest(passes.draft_ctx.logits(carry_RX, i), i, 1)
+        return jax.lax.dynamic_update_slice_in_dim(token_RN, best_R1, i + 1, 1)
 
     def one(i: Any, held: Any) -> Any:
         token_RN, carry_RX, kv = held
@@ -187,7 +184,7 @@ def _tree(passes: DraftPasses, fixed: _Fixed, carry_RX: jax.Array, kv: list[Laye
     token_RN = (
         jnp.zeros((passes.R, len(fixed.depth)), jnp.int32).at[:, 0].set(passes.outcome.newest_R)
     )
-    carry_EX, path = carry_RX, fixed.paths
+    carry_EX = carry_RX
     for d, level in enumerate(levels):
         inner = np.array(level.inner)
         if d:
@@ -196,11 +193,7 @@ def _tree(passes: DraftPasses, fixed: _Fixed, carry_RX: jax.Array, kv: list[Laye
             first = fixed.rank[level.inner[0]]
             view = passes.view(first, d, token_RN[:, inner], fixed.mask(level.inner))
             carry_EX, kv = passes.draft_ctx.advance(carry_EX, view, kv)
-        at_WJ = np.array([path[n] for n in level.inner], np.int32).reshape(len(inner), d)
-        prefix_EJ = token_RN[:, at_WJ].reshape(-1, d) if d else jnp.zeros((passes.R, 0), jnp.int32)
-        token_RN = _grow(
-            token_RN, passes.draft_ctx.logits(carry_EX, d), d, prefix_EJ, level, passes
-        )
+        token_RN = _grow(token_RN, passes.draft_ctx.logits(carry_EX, d), d, level, passes)
     return _Made(token_RN[:, 1:], kv)
 
 
@@ -215,14 +208,12 @@ def _grow(
     token_RN: jax.Array,
     raw_EV: jax.Array,
     depth: int,
-    prefix_EJ: jax.Array,
     level: _Level,
     passes: DraftPasses,
 ) -> jax.Array:
     """The tokens with those of the level's children."""
     W, most = len(level.inner), max(map(len, level.children))
-    found_EM, _ = passes.children(raw_EV, depth, prefix_EJ, most)
-    found_RWM = found_EM.reshape(passes.R, W, most)
+    found_RWM = passes.likeliest(raw_EV, depth, most).reshape(passes.R, W, most)
     for w, nodes in enumerate(level.children):
         token_RN = token_RN.at[:, np.array(nodes)].set(found_RWM[:, w, : len(nodes)])
     return token_RN

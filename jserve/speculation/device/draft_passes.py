@@ -1,8 +1,9 @@
-"""Passes of the drafter over rows that were just decoded, and draws from what it says of them.
+"""Passes of the drafter over rows that were just decoded, and the drafts that follow from its logits.
 
 Owns where the drafter's own entries lie while it drafts, and the views of its passes. Must not know
-any particular drafter, nor which drafts are made. A draft is drawn as the target would draw it: the
-same sampling fields, counts and noise of its position.
+any particular drafter, nor which drafts are made. A draft is the argmax of the drafter's logits, over the row's
+temperature and with the noise that the target adds at that position (``noise``). Filters, penalties and
+biases are the target's alone: a draft that they rule out is rejected.
 
 Places while it drafts (``base`` = what it has seen)::
 
@@ -24,13 +25,12 @@ import jax.numpy as jnp
 
 from jserve.model.attention import LayerKV
 from jserve.model.draft_tree import Mask
-from jserve.model.sample import Draws, sample
+from jserve.model.noise import gumbel
+from jserve.model.sample import argmax, is_greedy
 from jserve.model.shard import Axes
 from jserve.model.slots import SlotState
-from jserve.model.view import LOGPROBS, SAMPLING, StepDims, StepView
+from jserve.model.view import RANDOM, StepDims, StepView
 from jserve.speculation.drafters.drafter import Drafter, Seen, Target
-
-_SAMPLE = jax.jit(sample)
 
 
 class DraftContext(NamedTuple):
@@ -129,33 +129,22 @@ class DraftPasses:
             tree=tree,
         )
 
-    def drawn(self, raw_EV: jax.Array, depth: Any, prefix_EJ: jax.Array) -> jax.Array:
-        """int32[E]: what follows nodes of one depth, drawn as the target would draw it there."""
-        view, E = self.outcome.view, raw_EV.shape[0]
-        W = E // self.R
-        rows = {
-            c.name.replace("_R", "_E"): jnp.repeat(getattr(view, c.name), W, axis=0)
-            for c in SAMPLING
-        }
-        draws = Draws(
-            slot_E=jnp.repeat(jnp.where(view.count_R > 0, view.slot_R, 0), W),
-            pos_E=jnp.repeat(self.outcome.len_R + 1 + depth, W),
-            prefix_EJ=prefix_EJ,
-            n_prefix_E=jnp.full(E, depth, jnp.int32),
-            **rows,
-        )
-        return _SAMPLE(raw_EV, draws, self.slots, view.flags & ~LOGPROBS)[0]
+    def likeliest(self, raw_EV: jax.Array, depth: Any, n: int) -> jax.Array:
+        """int32[E, n]: what follows nodes of one depth most likely, given the noise of its position."""
+        W = raw_EV.shape[0] // self.R
 
-    def children(
-        self, raw_EV: jax.Array, depth: Any, prefix_EJ: jax.Array, n: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """(int32[E, n] tokens, float32[E, n] their logits): of each node first what is ``drawn``, with the
-        logit of the likeliest, then the likeliest others."""
-        drawn_E = self.drawn(raw_EV, depth, prefix_EJ)
-        token_EK, logit_EK = drawn_E[:, None], jnp.max(raw_EV, axis=1, keepdims=True)
-        if n == 1:
-            return token_EK, logit_EK
-        without_EV = raw_EV.at[jnp.arange(raw_EV.shape[0]), drawn_E].set(-jnp.inf)
-        others_EK, ids_EK = jax.lax.top_k(without_EV, n - 1)
-        token_EK = jnp.concatenate([token_EK, ids_EK.astype(jnp.int32)], axis=1)
-        return token_EK, jnp.concatenate([logit_EK, others_EK], axis=1)
+        def best(scores_EV: jax.Array) -> jax.Array:
+            if n == 1:
+                return argmax(scores_EV)[:, None]
+            return jax.lax.top_k(scores_EV, n)[1].astype(jnp.int32)
+
+        def noisy(raw_EV: jax.Array) -> jax.Array:
+            view, V = self.outcome.view, raw_EV.shape[1]
+            heat_R, pos_R = view.temperature_R, self.outcome.len_R + 1 + depth
+            greedy_E1 = jnp.repeat(is_greedy(heat_R), W)[:, None]
+            seed_E2 = jnp.repeat(view.seed_R2, W, axis=0)
+            noise_EV = gumbel(seed_E2, jnp.repeat(pos_R, W), V)
+            heat_E1 = jnp.repeat(heat_R, W)[:, None]
+            return best(jnp.where(greedy_E1, raw_EV, raw_EV / heat_E1 + noise_EV))
+
+        return jax.lax.cond(self.outcome.view.flags & RANDOM, noisy, best, raw_EV)

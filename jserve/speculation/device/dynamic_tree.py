@@ -1,8 +1,8 @@
 """Trees of drafts that every row grows anew: which nodes there are is decided by what the drafter says.
 
 Owns the choice. Must not know any particular drafter, nor how trees are verified. A node's score is the
-sum of the drafter's log-probabilities down to it, where a first child, which is drawn as the target would
-draw it, counts as the likeliest token would. Each level's ``width`` best nodes get ``width`` children
+sum of the drafter's log-probabilities down to it, where a first child, which the noise chooses, counts as
+the likeliest token would. Each level's ``width`` best nodes get ``width`` children
 each; in the end the ``n`` best of all candidates are kept, level by level, with their parents as data::
 
     level 1        a  b  c          scores of all candidates, those with children in brackets:
@@ -38,8 +38,6 @@ class _Front:
     """int32: among all candidates; 0 is the root."""
     carry_RWX: jax.Array
     """Of each node's parent; after a pass, its own."""
-    path_RWD: jax.Array
-    """int32: drafts down to each node."""
     sees_RWX: jax.Array
     """bool: places from the base that each node sees, its own the last W."""
 
@@ -83,7 +81,6 @@ def _root(passes: DraftPasses, carry_RX: jax.Array) -> _Front:
         score_RW=jnp.zeros((R, 1)),
         number_RW=jnp.zeros((R, 1), jnp.int32),
         carry_RWX=carry_RX[:, None],
-        path_RWD=jnp.zeros((R, 1, 0), jnp.int32),
         sees_RWX=jnp.zeros((R, 1, 0), bool),
     )
 
@@ -104,11 +101,12 @@ def _passed(
 def _children(
     passes: DraftPasses, front: _Front, carry_EX: jax.Array, depth: int, width: int
 ) -> _Candidates:
-    """``width`` of each node, first what is drawn, then the likeliest others."""
-    R, W, D = front.path_RWD.shape
+    """``width`` of each node."""
+    R, W = front.token_RW.shape
     raw_EV = passes.draft_ctx.logits(carry_EX, depth)
-    path_ED = front.path_RWD.reshape(R * W, D)
-    token_EK, logit_EK = passes.children(raw_EV, depth, path_ED, width)
+    token_EK = passes.likeliest(raw_EV, depth, width)
+    logit_EK = jnp.take_along_axis(raw_EV, token_EK, axis=1)
+    logit_EK = logit_EK.at[:, 0].set(jnp.max(raw_EV, axis=1))
     chance_EK = logit_EK - jax.nn.logsumexp(raw_EV, axis=1, keepdims=True)
     score_RWK = front.score_RW[:, :, None] + chance_EK.reshape(R, W, width)
     score_RC = score_RWK.reshape(R, W * width)
@@ -135,7 +133,6 @@ def _best(front: _Front, found: _Candidates, carry_EX: jax.Array, first: int, wi
         score_RW=score_RW,
         number_RW=first + at_RW,
         carry_RWX=of_parent(carry_EX.reshape(R, W, -1)),
-        path_RWD=jnp.concatenate([of_parent(front.path_RWD), token_RW[:, :, None]], axis=2),
         sees_RWX=jnp.concatenate([of_parent(front.sees_RWX), own_RWW], axis=2),
     )
 

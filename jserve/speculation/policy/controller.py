@@ -11,9 +11,9 @@ Three kinds of drafts, one row each:
   in flight. While the step before runs nobody knows what it will find, so waiting is decided by expectation: all
   wait, or nobody (who drafts would get every second step only). What drafts would have brought is seen in every
   text, drafted or not (``policy.acceptance.Shadow``), so not waiting costs no knowledge. Blind proposers
-  (synthetic ones) know nothing of the text: they are tried now and then, see ``policy.width.ProbeBudget``.
+  (synthetic ones) know nothing of the text: they are tried now and then (``policy.width.ProbeBudget``).
 * *device*: a drafter leaves ``StepPlan.n_draft`` drafts in the slots. Nothing waits; whether it runs at all is
-  decided by ``policy.device_drafts``, and what it misses while it does not is made up for by ``policy.draft_kv_backfill``. Where it
+  decided by ``policy.device_drafts``, and ``policy.draft_kv_backfill`` makes up for what it misses. Where it
   copies from the text (n-grams), a proposer of the host is its *shadow*: it finds the same a step later, which tells
   what drafts are worth without trying any, and it drafts for rows under a guide.
 """

@@ -10,7 +10,7 @@ step of width W verifies W - 1 drafts and leaves as many, at one measured price.
 
 Rows are those that decode and those about to. Three things make waking differ from staying awake:
 
-* *price*: programs that draft beside a prompt, what was missed while it slept (``policy.draft_kv_backfill``), and a first
+* *price*: programs that draft beside a prompt, what was missed while it slept (``draft_kv_backfill``), and a first
   step that has nothing to verify. Waking pays where the rows save more than that in the time they have left, or
   in as many steps as it was awake of late, less what the prompts cost that come meanwhile. Staying awake beside
   a prompt pays where that is less than what the rows save until one of them ends, or than waking again.
@@ -20,7 +20,7 @@ Rows are those that decode and those about to. Three things make waking differ f
 * *the first choice* of a request rests on what stood for others of its lane; that of an engine on a guess, so
   its first ``FIRST_STEPS`` are not asked what they cost to begin.
 
-A drafter with a *shadow* (``sched.speculation``) needs no looks: what it would have brought is seen all the time.
+A drafter with a *shadow* (``policy.controller``) needs no looks: what it would have brought is seen all the time.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from jserve.model import draft_tree as tree, slots as slot_rows
+from jserve.model import draft_tree, slots as slot_rows
 from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
 from jserve.model.draft_tree import TreeShape
@@ -180,7 +180,7 @@ class Dice:
         self.kind = kind
         held = kind.n if kind.drafter is not None else 0
         self.bucket = Bucket(
-            D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, tree=kind.parents, features=(MASK,)
+            D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, draft_tree=kind.parents, features=(MASK,)
         )
         grown = isinstance(kind.parents, Grown)
         text = 0 if kind.drafter is None else kind.drafter.text
@@ -295,7 +295,7 @@ class Dice:
         """Of the nodes of the trees to be verified: [J], or [ROWS, J] where they grew."""
         shape, held = self.kind.parents, self.state.slots.parent_CJ
         if not isinstance(shape, Grown):
-            return np.array(tree.depths(shape or tree.chain(self.kind.n)))
+            return np.array(draft_tree.depths(shape or draft_tree.chain(self.kind.n)))
         parents, depth_RJ = np.asarray(held), np.zeros((ROWS, 1 + shape.n), int)
         for j in range(shape.n):
             depth_RJ[:, 1 + j] = 1 + depth_RJ[np.arange(ROWS), parents[:, j]]

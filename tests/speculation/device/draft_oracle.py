@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model import draft_tree as tree
+from jserve.model import draft_tree
 from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
 from jserve.model.families.llama import FAMILY as LLAMA
@@ -36,9 +36,9 @@ def expected(guess: Guess, tokens: Seq[int], parents: tuple[int, ...]) -> list[i
     """The drafts of a greedy row after ``tokens``, in the order of the tree's nodes."""
     found = [0] * (1 + len(parents))
     for node in range(len(found)):
-        children = tree.children(parents, node)
+        children = draft_tree.children(parents, node)
         if children:
-            drafts = [found[n] for n in tree.paths(parents)[node]]
+            drafts = [found[n] for n in draft_tree.paths(parents)[node]]
             best = np.argsort(-guess(tokens, drafts), kind="stable")
             for child, token in zip(children, best, strict=False):
                 found[child] = int(token)

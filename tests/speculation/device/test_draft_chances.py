@@ -3,8 +3,8 @@ target's exact chances: 50,000 tokens each, judged given the two before them. An
 each of which this must see.
 
 Acceptance here compares a draft with the target's own draw, so two of the bugs that rejection samplers have
-look different: a residual that is not renormalised is a second draw where a draft fell, and drafts filtered
-otherwise than the target's draws change nothing, which a test says; what does is a target that filters
+look different: a residual that is not renormalised is a second draw where a draft fell, and drafts drawn
+otherwise than the target's tokens change nothing, which a test says; what does is a target that filters
 otherwise where there are drafts. ``tests/speculation/device/test_rejection_reference.py`` judges the textbook forms."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jserve.errors import BadRequest
-from jserve.model import attn_xla, draft_tree as tree, draws, step as step_module
+from jserve.model import attn_xla, draft_tree, draws, step as step_module
 from jserve.speculation.device import accepted_path, draft_passes, verify
 from tests.speculation.device import host_drafts
 from tests.speculation.device.chances import (
@@ -55,7 +55,7 @@ QUICK = {
 
 
 @lru_cache(maxsize=1)
-def dice(name: str, parents: tree.TreeShape = CHAIN) -> Dice:
+def dice(name: str, parents: draft_tree.TreeShape = CHAIN) -> Dice:
     """Of a drafter on the device, or of the host ("host"); one at a time, in the order of the cases."""
     return Dice(Kind() if name == "host" else device_kind(name, parents))
 
@@ -188,7 +188,7 @@ def sees_all(mask):
     """A node sees all nodes before it, of other branches too."""
     J = len(mask.depth)
     sees = tuple(tuple(x <= j for x in range(J)) for j in range(J))
-    return tree.DraftMask(sees, mask.depth)
+    return draft_tree.DraftMask(sees, mask.depth)
 
 
 def of_the_first_row(masks):
@@ -200,7 +200,7 @@ def _attended(change: Callable) -> Callable:
     """``seen_in_tree`` of verified trees whose mask is changed on its way to attention."""
 
     def seen_in_tree(mask, *where):
-        return tree.seen_in_tree(mask if mask.n_before else change(mask), *where)
+        return draft_tree.seen_in_tree(mask if mask.n_before else change(mask), *where)
 
     return seen_in_tree
 
@@ -235,10 +235,10 @@ def plant(monkeypatch: Any, bug: str) -> None:
         case "attention mask forgotten":
             set_(attn_xla, "seen_in_tree", _attended(sees_all))
         case "branch with a wrong parent, accepted":
-            wrong = tree.mask_of(WRONG_WALK)
+            wrong = draft_tree.mask_of(WRONG_WALK)
             set_(accepted_path, "accept_tree", lambda *args: verify.accept_tree(*args[:3], wrong))
         case "branch with a wrong parent, attended":
-            wrong = tree.mask_of(WRONG_VIEW)
+            wrong = draft_tree.mask_of(WRONG_VIEW)
             set_(
                 attn_xla,
                 "seen_in_tree",
@@ -284,18 +284,14 @@ def test_a_planted_bug_changes_the_chances(monkeypatch, bug, parents, setting):
 
 
 @pytest.mark.slow
-def test_how_a_drafter_filters_cannot_be_seen(monkeypatch):
-    """Its drafts stand less often and that is all: the tokens are the very same."""
-    how: Setting = SETTINGS["top_k"]
+def test_which_noise_a_drafter_adds_cannot_be_seen(monkeypatch):
+    """With noise of its own its drafts are accepted less often and that is all: the tokens are the very same."""
+    how: Setting = SETTINGS["plain"]
     right = Dice(device_kind("draft")).throw(how, 10_000)
-    real = draft_passes._SAMPLE
-
-    def loose(raw_EV, what, slots, flags):
-        return real(raw_EV, what.replace(top_k_E=jnp.zeros_like(what.top_k_E)), slots, flags)
-
-    monkeypatch.setattr(draft_passes, "_SAMPLE", loose)
+    real = draft_passes.gumbel
+    monkeypatch.setattr(draft_passes, "gumbel", lambda seed, pos, V: real(seed, pos + 5000, V))
     other = Dice(device_kind("draft")).throw(how, 10_000)
-    assert other.n_stood / other.n < right.n_stood / right.n
+    assert other.n_stood / other.n < 0.8 * right.n_stood / right.n
     for a, b in zip(right.texts, other.texts, strict=True):
         n = min(len(a), len(b))
         np.testing.assert_array_equal(a[:n], b[:n])

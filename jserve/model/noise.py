@@ -1,0 +1,58 @@
+"""Gumbel noise of every token at every draw, counter-based.
+
+Owns the hash. Must not know logits or who draws. The noise of a token is a function of the request's seed, the
+position that is drawn, the purpose and the token's id in the whole vocabulary, so it is the same in every batch,
+bucket and sharding, and for whoever drafts for that position. argmax(log p + noise) is distributed as p (Gumbel,
+1954), and two distributions that share the noise choose the same token with probability (1 - TV) / (1 + TV) or
+more, TV being their total variation distance.
+
+One threefry block per draw makes a key of 64 bits; a token's bits are its id mixed with one half of the key,
+then with the other, by the finaliser of MurmurHash3: some twenty integer operations, which XLA fuses with the
+pass over the logits that reads the noise.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
+
+Purpose = int | jax.Array
+"""One for all draws, or int32[E]."""
+_SPREAD = 0x9E3779B9
+"""2 ** 32 over the golden ratio: ids that follow one another differ in many bits."""
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def gumbel(seed_E2: jax.Array, pos_E: jax.Array, V: int, purpose: Purpose = 0) -> jax.Array:
+    """float32[E, V], between -2.9 and 22.9, of tokens 0 to V - 1.
+
+    Args:
+        seed_E2: uint32, the seeds of the requests.
+        pos_E: int32, positions of the tokens to be drawn.
+    """
+    key_E, other_E = _keys(seed_E2, pos_E, purpose)
+    token_V = jnp.arange(V, dtype=jnp.uint32) * jnp.uint32(_SPREAD)
+    bits_EV = _mixed(_mixed(token_V + key_E[:, None]) ^ other_E[:, None])
+    return -jnp.log(-jnp.log1p(-_unit(bits_EV)))
+
+
+def _keys(seed_E2: jax.Array, pos_E: jax.Array, purpose: Purpose) -> tuple[jax.Array, jax.Array]:
+    pos_E = pos_E.astype(jnp.uint32)
+    key_E, other_E = threefry2x32_p.bind(
+        seed_E2[:, 0], seed_E2[:, 1], pos_E, jnp.full_like(pos_E, purpose)
+    )
+    return key_E, other_E
+
+
+def _unit(bits: jax.Array) -> jax.Array:
+    """float32 strictly between 0 and 1. Steps of 2 ** -32 next to 0, which decides the largest noise; there
+    float32 is fine enough, and what rounds to 1 is kept below it."""
+    return jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, _BELOW_ONE)
+
+
+def _mixed(h: jax.Array) -> jax.Array:
+    """uint32: every bit depends on every bit; one to one."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
