@@ -47,9 +47,6 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     q_TNH = args.q_TNH
     _, N, H = q_TNH.shape
     D, J = view.D, view.J
-    # A table that is computed, not a part of the step's buffer as it came, has a place of its own: XLA would
-    # otherwise wrap each call in a dynamic-slice fusion, and update all of these nodes of the graph every step.
-    table_RM = jnp.maximum(view.page_table_RM, 0)
     options: dict[str, Any] = {
         "window": args.window,
         "scale": args.scale,
@@ -60,7 +57,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
         o_DJNH = paged_attention(
             q_TNH[: D * J].reshape(D, J, N, H),
             *kv,
-            table_RM[:D],
+            _computed(view.page_table_RM[:D]),
             view.start_R[:D],
             view.kv_len_R[:D],
             tree=None if view.tree is None else Tree(view.tree.sees, view.tree.depth),
@@ -71,7 +68,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
         o_PNH = ragged_prefill(
             q_TNH[D * J :],
             *kv,
-            table_RM[D:],
+            _computed(view.page_table_RM[D:]),
             view.first_R[D:] - D * J,
             view.start_R[D:],
             view.count_R[D:],
@@ -79,6 +76,12 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
         )
         parts.append(o_PNH.astype(jnp.float32))
     return jnp.concatenate(parts)
+
+
+def _computed(table_RM: jax.Array) -> jax.Array:
+    """The same page ids with a place of their own. A part of the step's buffer as it came would have XLA wrap
+    each call in a dynamic-slice fusion, and update all of these nodes of the graph every step."""
+    return jnp.maximum(table_RM, 0)
 
 
 def check(H: int, stored_as: Any, tree: TreeShape) -> None:
