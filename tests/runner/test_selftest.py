@@ -155,6 +155,7 @@ def test_a_compiler_that_miscompiles_is_not_used(monkeypatch, cuda: int, broken:
 
 
 @pytest.mark.usefixtures("new_jax")
-def test_an_old_jax_has_no_kernels(monkeypatch) -> None:
-    monkeypatch.setattr(attention.jax, "__version_info__", (0, 10, 2))
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 12, 0)])
+def test_another_jax_has_no_kernels(monkeypatch, version: tuple[int, ...]) -> None:
+    monkeypatch.setattr(attention.jax, "__version_info__", version)
     assert attention.candidates("auto", "gpu", "9.0") == ("dense",)
