@@ -196,7 +196,7 @@ def test_8_bits_hold_twice_the_tokens_of_16(backend: str) -> None:
     sixteen, eight = (plan(kv_cache_dtype=name, **options) for name in ("bf16", "fp8"))
     assert (sixteen.kv_dtype, eight.kv_dtype) == ("bfloat16", "float8_e4m3fn")
     assert 2 * eight.memory.page_bytes == sixteen.memory.page_bytes
-    assert eight.memory.n_pages == 2 * sixteen.memory.n_pages == 2 * (20 << 30) // (32 * 131072)
+    assert eight.memory.n_pages == 2 * sixteen.memory.n_pages == 2 * (20 << 30) // (64 * 131072)
     assert eight.memory.kv_bytes == sixteen.memory.kv_bytes
     assert eight.residents[0].sequences in (
         2 * sixteen.residents[0].sequences,
@@ -272,7 +272,7 @@ def test_tables_and_json_say_the_same() -> None:
     text = console.export_text()
     data = json.loads(show.as_json(found))
     assert data["memory"]["n_pages"] == found.memory.n_pages
-    assert f"{found.memory.n_pages} pages of 32" in text
+    assert f"{found.memory.n_pages} pages of 64" in text
     assert "no room" in text
     assert "65 all-reduces and 1 all-gather" in text
     assert len(data["programs"]) == len(found.programs)
