@@ -183,7 +183,7 @@ async def _run_batch(
                 source,
                 answers,
                 outcome,
-                concurrency=concurrency or 2 * config.scheduler.max_num_seqs,
+                concurrency=concurrency or 2 * info["max_num_seqs"],
                 grace_s=config.server.drain_timeout_s,
                 on_progress=told,
             )

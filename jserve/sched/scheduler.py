@@ -70,7 +70,9 @@ class Scheduler:
         guides: Guides | None = None,
         speculation: type[SpeculationController] = SpeculationController,
     ) -> None:
-        """``speculation`` decides what is drafted; the default asks ``proposer``."""
+        """``speculation`` decides what is drafted; the default asks ``proposer``. What ``config`` leaves to the
+        device is as on a CPU."""
+        config = config.on("cpu")
         self.limits = limits
         self.options = config.scheduler
         self.seed = config.model.seed
