@@ -1,7 +1,7 @@
 """How often drafts of the shipped drafters are accepted, by temperature: no times, no engine without drafts.
 
-Owns the runs and their sums. Must not know how drafts are made or verified. The texts are those of
-``bench.speculation``, mixed; every step that may draft makes three drafts.
+It owns the runs and their sums. The texts are those of ``bench.speculation``, mixed; every step that may draft
+makes three drafts.
 
     python -m bench.acceptance [--methods draft,eagle3,medusa] [--temperatures 0,0.7,1] [--top-p 1,0.9]
                                [--requests 12] [--json F]

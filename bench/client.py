@@ -1,8 +1,7 @@
 """The load generator: one workload against one OpenAI-style server, every chunk timed.
 
-Owns the wire (``POST /v1/completions``, streaming, one connection per request) and the pacing. Must
-not know which engine answers. Never believes a stream that ended without ``[DONE]``, an error event
-or a bad status.
+It owns the wire (``POST /v1/completions``, streaming, one connection per request) and the pacing. Never believes a
+stream that ended without ``[DONE]``, an error event or a bad status.
 """
 
 from __future__ import annotations

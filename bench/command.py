@@ -1,6 +1,6 @@
 """The command line of a benchmark of one jserve: what it asks about the server, how it ends.
 
-Owns the options and the ending that such benchmarks share. Must not know what is measured.
+It owns the options and the ending that such benchmarks share.
 """
 
 from __future__ import annotations

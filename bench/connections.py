@@ -1,7 +1,7 @@
 """Thousands of open connections beside active streams: health latency, gaps between chunks, what is left.
 
-Owns one measurement of a running server in three phases, and its gates. Must not know how a server is
-built. The machine's noise is in both timed phases, so they are compared with each other::
+It owns one measurement of a running server in three phases, and its gates. The machine's noise is in both timed
+phases, so they are compared with each other::
 
     alone     64 streams                               gaps between chunks, health latency
     crowded   64 streams beside 4,000 idle connections the same

@@ -1,7 +1,7 @@
 """The servers under comparison: how each is started, known to be ready, and ended.
 
-Owns command lines and processes. Must not know workloads. Every server runs in its own session on a
-free loopback port with its output in a file; ending it ends its process group and nothing else.
+It owns command lines and processes. Every server runs in its own session on a free loopback port with its output in
+a file; ending it ends its process group and nothing else.
 """
 
 from __future__ import annotations

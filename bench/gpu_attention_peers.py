@@ -1,8 +1,8 @@
 """Stage of ``bench.gpu``: the attention of others at the shapes of ``decode_times`` and ``prefill_times``.
 
-Owns torch's backends of scaled_dot_product_attention, flex attention, jax's cuDNN attention, and
-FlashAttention-3 and FlashInfer where their wheels were carried. Must not know our kernels. Those
-without pages read dense keys, which is easier. Whoever is not on the machine is skipped by name.
+It owns torch's backends of scaled_dot_product_attention, flex attention, jax's cuDNN attention, and
+FlashAttention-3 and FlashInfer where their wheels were carried. Those without pages read dense keys, which is
+easier. Whoever is not on the machine is skipped by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stages of ``bench.gpu``: kernels that are not served, right or wrong, and beside XLA at the shapes of 1B, 8B and 70B.
 
-Owns their inputs, what XLA does in their place, and the verdict: a kernel stays if it takes less than
-1 / 1.05 of XLA's time at every shape listed here (``pallas_kernels.routes`` is then changed by hand).
-Must not know steps. Of XLA's ways to the same result the fastest counts.
+It owns their inputs, what XLA does in their place, and the verdict: a kernel stays if it takes less than 1 / 1.05
+of XLA's time at every shape listed here (it then moves to ``pallas_kernels`` by hand). Of XLA's ways to the same
+result the fastest counts.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.candidates.kv_write import kv_write, ref as kv_ref
+from bench.candidates.quant_matmul import quant_matmul, ref as quant_ref
+from bench.candidates.sample_threshold import ref as threshold_ref, sample_threshold
 from bench.gpu_kernels import L2_BYTES, compare, relative, seconds
 from bench.gpu_record import Record
 from jserve.model import attn_hopper
 from jserve.model.layers import rms_norm
 from jserve.model.rope import rotate
 from jserve.model.sample import threshold
-from pallas_kernels.kv_write import kv_write, ref as kv_ref
 from pallas_kernels.launch import interpreter
-from pallas_kernels.quant_matmul import quant_matmul, ref as quant_ref
-from pallas_kernels.sample_threshold import ref as threshold_ref, sample_threshold
 
 Call = Callable[..., Any]
 NEEDED = 1.05

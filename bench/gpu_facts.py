@@ -1,7 +1,7 @@
 """Stage of ``bench.gpu``: what the machine is and what it can do at most.
 
-Owns the device's ceilings: bandwidth, matrix rate, the cost of a dispatch. Must not know kernels or
-models. All shares of other stages refer to the bandwidth measured here.
+It owns the device's ceilings: bandwidth, matrix rate, the cost of a dispatch. All shares of other stages refer to
+the bandwidth measured here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Stages of ``bench.gpu``: the attention kernels, right or wrong and fast or slow.
 
-Owns random inputs over poisoned pools, the comparison with the float32 references, timing by chains
-of dependent calls in one program, and the bytes and flops that times are held against. Must not
-know steps or models. Numerics come as ``rel`` = |out - ref| / |ref| over all rows, and as
-``stable``: twenty runs on the same inputs agree bit for bit (a moving error is a race).
+It owns random inputs over poisoned pools, the comparison with the float32 references, timing by chains of dependent
+calls in one program, and the bytes and flops that times are held against. Numerics come as ``rel`` = |out - ref| /
+|ref| over all rows, and as ``stable``: twenty runs on the same inputs agree bit for bit (a moving error is a race).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stage of ``bench.gpu``: what other engines make of the same shapes on the same machine.
 
-Owns a decode loop of torch kernels in a CUDA graph with random weights of the model's shape (static
-KV, fused projections, no page table: what a hand-written loop reaches), the same compiled by
-inductor, and transformers' continuous batching. Must not know jserve's steps.
+It owns a decode loop of torch kernels in a CUDA graph with random weights of the model's shape (static KV, fused
+projections, no page table: what a hand-written loop reaches), the same compiled by inductor, and transformers'
+continuous batching.
 """
 
 from __future__ import annotations

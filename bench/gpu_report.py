@@ -1,6 +1,6 @@
 """The records of ``bench.gpu`` as one result file, and as the table of docs/performance.md.
 
-Owns which figures the table shows and what they are held against. Must not measure.
+It owns which figures the table shows and what they are held against.
 
     python -m bench.gpu_report gpu.jsonl... [--json bench/results/DATE-h200-gpu.json] [--page docs/performance.md]
 

@@ -1,5 +1,6 @@
 """A whole model on the GPU for ``bench.gpu``: random weights, KV full of random values, steps compiled
-as the engine does, and the least time a step can take (``sim.roofline``)."""
+as the engine does, and the least time a step can take (``sim.roofline``).
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ class Rig:
 
     def fill(self, poison: np.ndarray | None = None) -> None:
         """Random keys and values; NaN where ``poison`` bool[P, Z] says."""
-        shape, kept = self.model.layer_shape, self.model.kv_dtype
+        shape, kept = self.state.kv[0][0].shape, self.model.kv_dtype
         heads_second = self.model.backend.kv_axis == 1
 
         @functools.partial(jax.jit, donate_argnums=0)

@@ -1,8 +1,8 @@
 """Stage of ``bench.gpu``: tokens a second over HTTP at the token shapes of TensorRT-LLM's published H200 table.
 
-Owns which shapes are asked for and with how many users. ``bench.serving`` starts the server and
-measures; its own report goes to ``serving.json`` beside the record. Weights are drawn on the
-device, so no file of them is needed.
+It owns which shapes are asked for and with how many users. ``bench.serving`` starts the server and measures; its
+own report goes to ``serving.json`` beside the record. Weights are drawn on the device, so no file of them is
+needed.
 """
 
 from __future__ import annotations

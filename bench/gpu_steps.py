@@ -1,7 +1,6 @@
 """Stages of ``bench.gpu``: whole steps right or wrong, and their times: decode, mixed and verification.
 
-Owns which steps are measured. Must not know kernels, nor how a model gets onto the device
-(``gpu_rig``). ``share`` is the least time a step can take over the measured one.
+It owns which steps are measured. ``share`` is the least time a step can take over the measured one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Packages that travel with ``bench.gpu`` as wheels, for a machine that has no network.
 
-Owns the list of what is carried, and unpacking what the machine lacks. A wheel is a zip file; none
-of these has scripts that are needed. ``bench/gpu_wheels.sh`` collects them into ``bench/wheels/``,
-which git ignores.
+It owns the list of what is carried, and unpacking what the machine lacks. A wheel is a zip file; none of these has
+scripts that are needed. ``bench/gpu_wheels.sh`` collects them into ``bench/wheels/``, which git ignores.
 
     python -m bench.gpu_wheels          names of all packages, one per line
 """

@@ -1,8 +1,8 @@
 """What structured output costs, and whom: steps of unguided rows beside guided ones, masks, compiles.
 
-Owns the timing. No device is involved: the fake runner sleeps for the time of a step, so what is
-measured is who waits for whom. Guided rows are planned every second step under overlap 1; unguided
-ones must keep one token per step whatever stands beside them.
+It owns the timing. No device is involved: the fake runner sleeps for the time of a step, so what is measured is who
+waits for whom. Guided rows are planned every second step under overlap 1; unguided ones must keep one token per
+step whatever stands beside them.
 
     python -m bench.guided MODEL_DIR [--rows 16] [--guided 0,4,16] [--step-ms 5] [--json FILE]
 """

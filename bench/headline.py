@@ -1,6 +1,6 @@
 """The few figures a release is judged by, as a markdown table over serving results.
 
-Owns which figures these are and what is aimed at. Must not measure.
+It owns which figures these are and what is aimed at.
 
     python -m bench.headline RESULT.json...
 """

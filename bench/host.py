@@ -1,7 +1,7 @@
 """Microseconds that the host spends per step: plan and commit at 1, 64, 256 and 1024 decode rows.
 
-Owns the timing of the host loop. No device is involved: results are made up, so the figures are the
-pure cost of ``Scheduler.plan`` and ``Scheduler.commit`` in steady decoding with overlap depth 1.
+It owns the timing of the host loop. No device is involved: results are made up, so the figures are the pure cost of
+``Scheduler.plan`` and ``Scheduler.commit`` in steady decoding with overlap depth 1.
 
     python -m bench.host [--rows 1,64,256,1024] [--waiting 0] [--steps 200] [--logprobs N] [--json FILE]
 

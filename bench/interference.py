@@ -1,7 +1,6 @@
 """What long prompts do to those who decode: inter-token latency with chunking and a bound, and without.
 
-Owns the three settings and the figures they are judged by. Must not know how a server is started
-(``engines``), sent to (``client``) or what a percentile is (``stats``).
+It owns the three settings and the figures they are judged by.
 
 Eight requests decode; one after another, prompts of 4096 tokens arrive among them. A gap between two
 chunks of a decoder counts as disturbed when it overlaps the time from a long prompt's sending to its

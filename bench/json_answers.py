@@ -1,7 +1,7 @@
 """How well the shipped model finishes JSON: ten everyday schemas, three hundred requests.
 
-Owns the schemas and the prompts. A request is good if it ends by itself and its text validates; the
-requests go through the real engine with a grammar, at temperature 1, each with a seed of its own.
+It owns the schemas and the prompts. A request is good if it ends by itself and its text validates; the requests go
+through the real engine with a grammar, at temperature 1, each with a seed of its own.
 
     python -m bench.json_answers [MODEL_DIR] [--requests 300] [--thinking] [--json FILE]
 

@@ -1,7 +1,6 @@
 """A measurement of one live jserve: start it, do the work, judge what was found, say so.
 
-Owns the options that name a server, its start and end, the printing and the exit code. Must not know
-what is measured or when it is good.
+It owns the options that name a server, its start and end, the printing and the exit code.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from bench.engines import EngineError, Paths, Running, build
 from bench.serving import ending_unwinds
 from jserve.build import shipped
 
-FoundDrafter = dict[str, Any]
-Work = Callable[[Running, argparse.Namespace], Awaitable[FoundDrafter]]
-Gates = Callable[[FoundDrafter], list[tuple[str, bool]]]
+Found = dict[str, Any]
+Work = Callable[[Running, argparse.Namespace], Awaitable[Found]]
+Gates = Callable[[Found], list[tuple[str, bool]]]
 """What must hold of what was found, and whether it does."""
 err = Console(stderr=True, highlight=False)
 
@@ -58,11 +57,11 @@ def against_server(args: argparse.Namespace, ready_s: float, work: Work, gates: 
     return told(found, gates(found), args.out)
 
 
-async def _whole(work: Awaitable[FoundDrafter]) -> FoundDrafter:
+async def _whole(work: Awaitable[Found]) -> Found:
     return await work
 
 
-def told(found: FoundDrafter, checked: list[tuple[str, bool]], out: Path | None) -> int:
+def told(found: Found, checked: list[tuple[str, bool]], out: Path | None) -> int:
     """Print the figures and the gates; the exit code."""
     print(json.dumps(found, indent=1))
     if out is not None:

@@ -1,8 +1,7 @@
 """Offline benchmark: the workloads through ``jserve.LLM`` in process, against transformers.
 
-Owns the order of turns and the result file. Must not know how an engine is asked
-(``offline_engines``). Turns alternate direction as in ``bench.serving``; each is a process of its
-own.
+It owns the order of turns and the result file. Turns alternate direction as in ``bench.serving``; each is a process
+of its own.
 """
 
 from __future__ import annotations

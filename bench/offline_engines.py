@@ -1,7 +1,7 @@
 """One engine in one process, without HTTP: loads a model, runs workloads, writes what it measured.
 
-Owns how each engine is asked for tokens of token ids. Started by ``bench.offline``, one process per
-turn, so that no engine inherits another's threads or memory:
+It owns how each engine is asked for tokens of token ids. Started by ``bench.offline``, one process per turn, so
+that no engine inherits another's threads or memory:
 
     python -m bench.offline_engines '{"engine": "hf", "model": "DIR", ...}' OUT.json
 

@@ -1,8 +1,7 @@
 """Ten times what the server can do, over HTTP: what lane interactive keeps, and how refusals are answered.
 
-Owns the traffic (open loop, three phases, clients that send again) and what it is judged by. Must not
-know how a server is started (``engines``). Capacity is measured first, with as many requests open as
-keep the server full; then::
+It owns the traffic (open loop, three phases, clients that send again) and what it is judged by. Capacity is
+measured first, with as many requests open as keep the server full; then::
 
     calm    0.9 of capacity         flood   10 times capacity        after   0.9 again
     |-------------------------------|--------------------------------|--------------------------|

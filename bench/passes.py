@@ -1,7 +1,6 @@
 """What XLA makes of a decode step between its matrix products: kernels, those that wait in a row, bytes.
 
-Needs the compiler's wheels (docs/kernels.md) and no GPU; nothing runs. Owns the names of a layer's passes.
-Must not know how programs are compiled (``jserve.sizing``) or their text read (``pallas_kernels.hlo``).
+Needs the compiler's wheels (docs/kernels.md) and no GPU; nothing runs. It owns the names of a layer's passes.
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m bench.passes --models llama-3.2-1b,qwen3-8b --batches 1,32,256
 
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.candidates.sample_threshold import sample_threshold
 from jserve.errors import ConfigError
 from jserve.model.attention import backend
 from jserve.model.sample import threshold
@@ -31,7 +31,6 @@ from jserve.sizing import models
 from jserve.sizing.compiled import compile_step
 from pallas_kernels import aot
 from pallas_kernels.hlo import Pass
-from pallas_kernels.sample_threshold import sample_threshold
 
 MATRICES = ("qkv", "o", "gate_up", "down")
 NODE_US = 1.5

@@ -1,8 +1,7 @@
 """What prefix reuse is worth: time to first token and prompt tokens computed, reuse off and on.
 
-Owns three kinds of traffic, an oracle that says how many tokens each request must find in the
-cache, and the account. Must not know how a server finds them. One request at a time, so that the
-time to the first token is the work for it::
+It owns three kinds of traffic, an oracle that says how many tokens each request must find in the cache, and the
+account. One request at a time, so that the time to the first token is the work for it::
 
     system      [ 1500 tokens, always the same ][ 60 of the turn ]
     chat        [ turn 1 ][ answer 1 ][ turn 2 ][ answer 2 ][ turn 3 ] ...

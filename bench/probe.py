@@ -1,8 +1,7 @@
 """What the machine can do right now: memory bandwidth, foreign load, and what it is.
 
-Owns the physical limits printed beside the results. Must not know engines or requests. A guest's
-bandwidth can double from one minute to the next, so the probe runs before every turn and each
-figure keeps its own.
+It owns the physical limits printed beside the results. A guest's bandwidth can double from one minute to the next,
+so the probe runs before every turn and each figure keeps its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Result files: written, read back, and shown as tables.
 
-Owns the layout of tables and the list of figures that are compared. Must not know how they were
-measured.
+It owns the layout of tables and the list of figures that are compared.
 
     python -m bench.report FILE...      shows result files again
 """

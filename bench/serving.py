@@ -1,7 +1,6 @@
 """Serving benchmark over HTTP: jserve and its peers under the same traffic, in alternating turns.
 
-Owns the order of turns and the result file. Must not know how an engine is started (``engines``),
-what is sent (``workloads``) or what a number means (``stats``).
+It owns the order of turns and the result file.
 
 A turn is one engine alone on the machine: probe, start, first token, warm-up, every workload, stop.
 Rounds alternate direction, so that a machine that drifts favours nobody::

@@ -1,7 +1,6 @@
 """A long mixed load with clients that leave, stall and lie, and a look for anything that grows.
 
-Owns the samples and the gates. Must not know what the clients do (``bench.soak_traffic``) or how a server
-is built. ::
+It owns the samples and the gates. ::
 
     warm (up to 20 s)   quiet   | the soak: clients, a control request, memory every 5 s |   quiet
                           before                                                              after

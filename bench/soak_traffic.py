@@ -1,7 +1,6 @@
 """What the clients of a soak do: every kind of request there is, well meant or not, and what each must get.
 
-Owns the kinds and the judgement of their answers. Must not know what is looked at on the server's side.
-Each client takes the next kind from a seeded draw::
+It owns the kinds and the judgement of their answers. Each client takes the next kind from a seeded draw::
 
     whole, streamed     chat, completions, messages, responses; n, logprobs, stops, many prompts
     shaped, called      schema, regex, grammar, choice; tools; thoughts with a budget

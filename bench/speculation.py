@@ -1,10 +1,9 @@
 """What speculation is worth: acceptance, tokens per step and speed-up, by text, proposer and drafts per step.
 
-Owns five kinds of text for the shipped model, the paired runs and the arithmetic. Must not know how drafts are
-made or verified. Two engines in this process, one without speculation; every figure is a ratio of runs in
-alternating turns, so that a machine that slows down slows both. Outputs of a pair are compared: in float32 they
-must be equal; in bfloat16 programs of other widths may round near ties differently, and requests that differ are
-counted (such a pair compares texts of other lengths).
+It owns five kinds of text for the shipped model, the paired runs and the arithmetic. Two engines in this process,
+one without speculation; every figure is a ratio of runs in alternating turns, so that a machine that slows down
+slows both. Outputs of a pair are compared: in float32 they must be equal; in bfloat16 programs of other widths may
+round near ties differently, and requests that differ are counted (such a pair compares texts of other lengths).
 
 A dialogue is asked turn by turn, as a chat client does, each turn behind what was said before; both sides keep
 prefixes, for the length of a run. The other texts are one request each. A request is sent as soon as the one

@@ -1,6 +1,6 @@
 """What a list of timed requests amounts to: percentiles, summaries, ratios of pairs.
 
-Owns the definition of every number in the reports. Must not know HTTP, engines or tables.
+It owns the definition of every number in the reports.
 
 One request, seen from the client (times are seconds on one monotonic clock)::
 

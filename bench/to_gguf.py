@@ -1,9 +1,8 @@
 """Turn a dummy model directory into a bf16 GGUF file for llama.cpp's server.
 
-Owns one patch: llama.cpp's converter knows tokenizers by a hash of what they make of a test text
-and refuses ours; it is told to take it as a byte-level BPE of Llama 3's kind, which changes no
-token id. Run it with a Python that has torch, transformers and sentencepiece, e.g. the one of
-vLLM's environment.
+It owns one patch: llama.cpp's converter knows tokenizers by a hash of what they make of a test text and refuses
+ours; it is told to take it as a byte-level BPE of Llama 3's kind, which changes no token id. Run it with a Python
+that has torch, transformers and sentencepiece, e.g. the one of vLLM's environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The traffic of the benchmarks: seeded lists of token-id requests, the same for every engine.
 
-Owns what is sent and when. Must not know engines, HTTP or models beyond a range of token ids. Token
-ids rather than text, so that no tokenizer stands between two engines that are compared.
+It owns what is sent and when. Token ids rather than text, so that no tokenizer stands between two engines that are
+compared.
 
 ============  ==============================================================  =============
 name          what                                                            how sent

@@ -1,7 +1,7 @@
-"""The composition root: an ``EngineConfig`` becomes a wired engine and its text side.
+"""The composition root: builds a wired engine and its text side from an ``EngineConfig``.
 
-The only file that may import everything. It imports rooms inside its functions, so that the HTTP process
-never loads jax. Owns no policy: what is chosen here is named in ``jserve.config``.
+The only file that may import everything. It imports rooms inside its functions, so that the HTTP process never
+loads jax. It owns no policy: what is chosen here is named in ``jserve.config``.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
 def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
     """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
     from jserve.speculation.drafters.load import copying, load_speculation
-    from jserve.speculation.host.methods import DEVICE, OWN, shape
+    from jserve.speculation.host.methods import DEVICE, shape
     from jserve.weights.source import resolve
 
     options = config.speculative
@@ -321,10 +321,9 @@ def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progres
         return copying(options, config.n_drafts, given[0])
     if options.method not in DEVICE:
         return None
-    own = options.method in OWN
     return load_speculation(
         options.method,
-        located(config) if own else resolve(options.model, "", config.model.load_format),
+        resolve(options.model, "", config.model.load_format),
         *given,
         shape=lambda deepest: shape(options, deepest),
         progress=lambda _, done, total: progress("load drafter", done, total),

@@ -1,8 +1,8 @@
 """The command line: ``jserve serve | generate | chat | run-batch | convert | plan | simulate | bench | env``.
 
-Owns the commands and exit codes; the only file that reads ``os.environ`` and ``sys.argv`` (``xla`` has what is
-told to XLA). Imports neither jax nor transformers at module level: ``--help`` must be quick. Results go to
-stdout, everything else to stderr.
+It owns the commands and exit codes; the only file that reads ``os.environ`` and ``sys.argv`` (``xla`` has what is
+told to XLA). Imports neither jax nor transformers at module level: ``--help`` must be quick. Results go to stdout,
+everything else to stderr.
 
 Exit codes: 0 done, 1 failed while running, 2 bad usage, config or weights, 130 interrupted.
 """
@@ -263,7 +263,7 @@ def plan(
     acceptance: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
-            help="speculation: chance that the likeliest draft of a place stands"
+            help="speculation: chance that the likeliest draft of a position is accepted"
             " (default 0.6, or the first of tree_chances)",
             show_default=False,
         ),

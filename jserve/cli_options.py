@@ -1,6 +1,6 @@
-"""How options become flags, ``JSERVE_*`` variables and YAML keys, and which of them wins.
+"""Defines flags, ``JSERVE_*`` variables and YAML keys for all options, and their precedence.
 
-Owns the flags made from ``jserve.config``, so that they cannot drift from it, and the one line that an expected
+It owns the flags made from ``jserve.config``, so that they cannot drift from it, and the one line that an expected
 error becomes. Imports neither jax nor transformers; must not know a command, nor read the environment itself.
 """
 

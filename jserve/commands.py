@@ -1,7 +1,6 @@
-"""What the commands do once their options are known: all but ``generate`` and ``chat``.
+"""Implements the CLI commands except ``generate`` and ``chat``.
 
-Owns the start banner, the order of a server's life and what is shown meanwhile. Must not know flags (``cli``)
-or how an engine is wired (``build``).
+It owns the start banner, the order of a server's life and what is shown meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def serve(config: EngineConfig, console: Any) -> int:
-    """Load, compile, listen, serve until told to stop. Returns the exit code.
+    """Load, compile, listen, serve until stopped. Returns the exit code.
 
     The port opens only when the engine is ready.
 
@@ -105,7 +104,7 @@ def fingerprint(name: str, version: str, info: dict[str, Any]) -> str:
 
 
 def _card(config: EngineConfig, text: TextSide, info: dict[str, Any]) -> ModelCard:
-    """What the HTTP side is told of a model whose engine started with ``info``."""
+    """The HTTP side's card of a model whose engine started with ``info``."""
     from jserve import __version__
     from jserve.api.request.parsed import ModelCard
 
@@ -345,7 +344,7 @@ def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> 
     runner: Any = made.runner
     buckets = runner.plain_buckets
     with progress_bar("steps", 0, shown=True) as bar:
-        page = runner.memory.page_bytes * config.device.tensor_parallel_size
+        page = runner.sizes.kv.host_page_bytes
         table = measure(
             runner, buckets, repeats=repeats, about=about, page_bytes=page, progress=bar
         )

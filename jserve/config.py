@@ -1,7 +1,4 @@
-"""Every option of jserve, once: CLI flags, YAML keys, ``JSERVE_*`` variables and Python arguments come from here.
-
-Owns names, defaults, units and ranges. Must not know how an option is used, nor how a value is checked
-(``options``).
+"""All options of jserve: CLI flags, YAML keys, ``JSERVE_*`` variables and Python arguments derive from here.
 
 Options have flat names. Those of section ``speculative`` are dotted (``speculative.method``) and may also
 come together, as a mapping or as JSON text under ``speculative``.
@@ -126,7 +123,7 @@ class SchedulerOptions:
     )
     preemption: str = opt(
         "auto",
-        "KV of who gives way: computed again, swapped (host_memory_gb), or what is faster",
+        "KV of preempted sequences: recomputed, swapped (host_memory_gb), or whichever is faster",
         choices=("auto", "recompute", "swap"),
     )
     step_times: str = opt(
@@ -209,7 +206,7 @@ class SpeculativeOptions:
     method: str = opt(
         "off",
         "who drafts",
-        choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "mtp", "synthetic"),
+        choices=("off", "ngram", "suffix", "draft", "eagle3", "medusa", "synthetic"),
     )
     model: str = opt("", "directory of the draft model or head")
     tensor_parallel_size: int = opt(
@@ -234,7 +231,7 @@ class SpeculativeOptions:
     )
     tree_chances: str = opt(
         "",
-        "tree auto: chances that drafts of rank 1, 2 ... stand, as measured: [0.6, 0.15, 0.07]",
+        "tree auto: chances that drafts of rank 1, 2 ... are accepted, as measured: [0.6, 0.15, 0.07]",
         json=True,
     )
     prompt_lookup_min: int = opt(2, "ngram: tokens that must match at least", min=1, max=16)
@@ -245,7 +242,10 @@ class SpeculativeOptions:
         16384, "newest tokens of a request that ngram and suffix search", min=64, max=1 << 20
     )
     synthetic_acceptance_rate: float = opt(
-        0.7, "synthetic: chance that a draft stands; outputs are not the model's", min=0.0, max=1.0
+        0.7,
+        "synthetic: chance that a draft is accepted; outputs are not the model's",
+        min=0.0,
+        max=1.0,
     )
     min_speed: float = opt(
         0.98, "least share of its speed that a row keeps when others draft", min=0.0, max=1.0

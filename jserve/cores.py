@@ -1,7 +1,6 @@
-"""How many processor cores this process may use.
+"""Counts the processor cores available to this process.
 
-Owns that one number, which is not the machine's where the process is pinned or in a container. Must not
-know what the cores are for.
+It owns that one number, which is not the machine's where the process is pinned or in a container.
 """
 
 from __future__ import annotations

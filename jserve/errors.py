@@ -1,7 +1,7 @@
-"""Every error jserve raises on purpose: one tree, each with a kind, an HTTP status and the field at fault.
+"""The error tree of jserve: each error has a kind, an HTTP status and the field at fault.
 
-Owns the mapping from "what went wrong" to "who must act": the client (4xx), the operator (exit code 2)
-or us (5xx). Knows nothing of HTTP bodies; ``jserve.api`` turns these into them.
+It owns the mapping from "what went wrong" to "who must act": the client (4xx), the operator (exit code 2) or us
+(5xx). Knows nothing of HTTP bodies; ``jserve.api`` turns these into them.
 """
 
 from __future__ import annotations

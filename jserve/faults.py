@@ -1,8 +1,7 @@
-"""Fault points: places in host code where a test may have something go wrong, at a call of its choice.
+"""Fault injection points: places in host code where a test can make a call fail.
 
-Owns the list of points and their arming. Must not know what a point does. A point costs nothing
-unless it is armed: it marks a method, which stays as it is; arming puts a counting method in its
-place, and disarming puts the old one back::
+A point costs nothing unless it is armed: it marks a method, which stays as it is; arming puts a counting method in
+its place, and disarming puts the old one back::
 
     @point("disk.write", OSError)        arm("disk.write", 3)
     def _write(self, path, data): ...    the third call from now on raises OSError, the others work

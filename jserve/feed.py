@@ -1,8 +1,7 @@
-"""Many offline requests into a bounded queue: they go in, in order, as there is room.
+"""Feeds many offline requests into a bounded queue, in order.
 
-Owns which requests still wait outside. Must not know prompts, texts or how outputs are collected.
-Offline work is not overload: what the engine's gate refuses for want of room goes back to the front
-and is handed in again once the queue is shorter. An empty queue refuses nobody, so all get in.
+Offline work is not overload: what the engine's gate refuses for want of room goes back to the front and is handed
+in again once the queue is shorter. An empty queue refuses nobody, so all get in.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Feed:
         for request in self._outside:
             engine.check(request)
         self._inside: dict[str, Request] = {}
-        """Handed in, and nothing was heard of them yet."""
+        """Submitted requests without an output so far."""
         self._most = max(1, engine.max_waiting // PART)
         self._until = self._most
         """Nobody is handed in while this many sequences wait."""

@@ -1,6 +1,6 @@
-"""Launch flags of vLLM, SGLang, llama.cpp and TGI that are no flags here, and what to write instead.
+"""Explains launch flags of vLLM, SGLang, llama.cpp and TGI and names the jserve option.
 
-Owns the table and the one message about all such flags of a command line. Must not know how flags are parsed.
+It owns the table and the one message about all such flags of a command line.
 """
 
 from __future__ import annotations

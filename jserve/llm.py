@@ -1,8 +1,7 @@
-"""The Python door: ``LLM`` (blocking, in process) and ``AsyncLLM``. Field names are vLLM's.
+"""The Python interface: ``LLM`` (blocking, in process) and ``AsyncLLM``. Field names are vLLM's.
 
-Owns the ways to run an engine from Python: in one go, piece by piece, on an event loop; cache handles; the
-progress bar. Must not know HTTP, scheduling or jax; ``build`` makes the engine, ``prompts`` the requests,
-``outputs`` what is given back.
+It owns the ways to run an engine from Python: in one go, piece by piece, on an event loop; cache handles; the
+progress bar.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One option: a dataclass field with its help and range, and the value that somebody gives it.
-
-Owns the check of a value, and its conversion from text. Must not know which options there are.
-"""
+"""Declares an option as a dataclass field with help and range, and converts its value."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What came of a request, as the Python door gives it. Field names are vLLM's.
+"""``RequestOutput`` and its parts, returned by the Python interface. Field names are vLLM's.
 
-Owns the way from the engine's ``Output``s to one ``RequestOutput``: text, stop strings, log-probabilities
-gathered. Must not know prompts, engines or jax.
+It owns the way from the engine's ``Output``s to one ``RequestOutput``: text, stop strings, log-probabilities
+gathered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Protocols at the borders of the engine. Nothing concrete lives here."""
+"""The Protocols between the engine and its parts. Nothing concrete is defined here. Nothing concrete lives here."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Verdict:
     ended: bool = False
     """Nothing may follow the tokens drawn and forced."""
     free: bool = False
-    """The guide has nothing more to say: the sequence goes on without it."""
+    """The guide is done: the sequence continues without it."""
     error: str | None = None
     """The sequence ends with this error."""
     code: str | None = None
@@ -207,7 +207,7 @@ class Verdict:
 
 
 class Guide(Protocol):
-    """What one sequence's tokens must obey. Its state is that of the committed tokens."""
+    """One sequence's constraint. Its state is that of the committed tokens."""
 
     @property
     def fault(self) -> Verdict | None:
@@ -216,7 +216,7 @@ class Guide(Protocol):
 
     @property
     def forced(self) -> Seq[int]:
-        """Ids that must come next and were not put in by ``take``: drafts that stand for sure."""
+        """Ids that must come next and were not put in by ``take``: drafts that are always accepted."""
         ...
 
     def room(self, in_flight: int) -> int:
@@ -246,7 +246,7 @@ class Guides(Protocol):
     """Makes guides, and computes their masks beside the device step."""
 
     def compile(self, request: Request) -> Future[None] | None:
-        """Have what ``request`` must obey compiled; None when it is at hand. The future raises
+        """Compile the constraint of ``request``; None when it is compiled already. The future raises
         BadRequest for a structure that cannot be enforced."""
         ...
 
@@ -256,11 +256,11 @@ class Guides(Protocol):
         ...
 
     def start_masks(self) -> None:
-        """Begin the masks of the guides that moved, elsewhere; called after each commit."""
+        """Start computing bitmasks of advanced guides in another thread; called after each commit."""
         ...
 
     def wait_masks(self, timeout_s: float | None) -> None:
-        """Wait until all masks begun are there, for ``timeout_s`` at most."""
+        """Wait for all started bitmasks, for ``timeout_s`` at most."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Progress on stderr: bars on a terminal, a line now and then elsewhere. Owns looks only."""
+"""Progress bars on a terminal, progress lines elsewhere, on stderr."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Prompts as the Python door takes them, made into requests: text, token ids, dialogues. Names are vLLM's.
-
-Owns ids of requests and how a prompt becomes tokens. Must not know engines, sampling defaults or jax.
-"""
+"""Converts prompts of the Python interface (text, token ids, dialogues) to requests. Names are vLLM's."""
 
 from __future__ import annotations
 

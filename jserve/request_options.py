@@ -1,6 +1,6 @@
-"""How a request is served, beside how it is sampled: its lane, deadlines, and what it keeps in the cache.
+"""Service options of a request beside sampling: lane, deadlines, cache retention.
 
-Owns ``RequestOptions``, which the HTTP dialects and the Python door hand on whole into a ``Request``.
+It owns ``RequestOptions``, which the HTTP dialects and the Python door hand on whole into a ``Request``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How a request wants its tokens drawn, and what they must look like: the fields, and the checks that need no model.
-
-Owns ``SamplingParams`` and what it is made of. Must not know sequences, steps, tokenizers or HTTP.
-"""
+"""``SamplingParams``: sampling and structure fields, with the checks that need no model."""
 
 from __future__ import annotations
 
@@ -151,7 +148,7 @@ def _wrong(name: str, kind: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """The token ids by which a thought is told from the answer; from the model's chat format."""
+    """The token ids that separate reasoning from the answer; from the model's chat format."""
 
     open_id: int
     close_id: int

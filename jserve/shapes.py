@@ -1,7 +1,6 @@
-"""The config.json of well-known models, cut to the keys that set their shape: for planning and compiling without them.
+"""The config.json keys that set the dimensions of well-known models, for planning without files.
 
-Owns the figures, which are those the models' publishers state. Must not know what is done with
-them: a family reads these as it reads any config.json. No weights are looked for.
+No weights are looked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The values that cross the borders of the engine: what a user asks, what a step does, what comes back.
+"""Value types shared by the engine's parts: requests, sequences, plans, results, outputs.
 
 ``sampling`` says how a request wants its tokens drawn, ``request_options`` how it wants to be served.
 
@@ -128,7 +128,7 @@ class Sequence:
     """EOS and stop ids: one of them ends the sequence at any position from ``min_len`` on."""
     min_len: int = 0
     order: tuple[int, int, int] = (0, 0, 0)
-    """(rank of the lane, priority, number of submission): lower runs first and gives way last."""
+    """(rank of the lane, priority, number of submission): lower runs first and is preempted last."""
     arrived: float = 0.0
     """Scheduler seconds; deadlines and ageing count from here."""
     due: float = math.inf
@@ -147,9 +147,9 @@ class Sequence:
     slot: int = -1
     lease: PageLease | None = None
     swapped: Swapped | None = None
-    """What it left in host memory when it gave way."""
+    """Pages it has in host memory since it was preempted."""
     guide: Guide | None = None
-    """What its tokens must obey; None for most."""
+    """Its constraint; None for most."""
     plain: bool = False
     """True: its request wants of a token no more than the id, and keeps no cache handle."""
     n_cached: int = 0
@@ -188,7 +188,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     targets: Seq[int] = ()
     """The prompt tokens that follow each of ``tokens``, where their log-probabilities are wanted."""
     backfill: bool = False
-    """True: the target's KV of these tokens stands already, and only the device drafter, which did not
+    """True: the target's KV of these tokens exists already, and only the device drafter, which did not
     run when they were computed, writes its own. Such a row emits nothing, and its sequence may have
     another row in the step."""
     drafts: Seq[int] = ()

@@ -1,9 +1,8 @@
-"""Which pages of a sequence no later token reads: those that slid out of the model's window.
+"""Computes which pages of a sequence slid out of the attention window.
 
-Owns the arithmetic, for the ledger of pages and for whoever sizes the pool. Must not know pages' ids,
-leases or the tree. It holds for models in which every layer has a window; ``tokens`` is the largest of
-them. The token at position n reads positions n - tokens + 1 .. n, and the first ``sinks`` ones for ever
-(StreamingLLM)::
+It owns the arithmetic, for the ledger of pages and for whoever sizes the pool. It holds for models in which every
+layer has a window; ``tokens`` is the largest of them. The token at position n reads positions n - tokens + 1 .. n,
+and the first ``sinks`` ones for ever (StreamingLLM)::
 
     pages     [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ][ 6 ]
     read by   sink                 |<- window ->|n

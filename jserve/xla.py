@@ -1,7 +1,7 @@
-"""What this process tells XLA before jax makes its first device: how much of an accelerator's memory to take.
+"""Sets the accelerator memory share of XLA before jax creates its first device.
 
-Owns the environment variables of XLA that jserve sets, for the command line and for ``LLM`` alike. Must not
-import jax, which reads them once: they have no effect in a process whose devices exist already.
+It owns the environment variables of XLA that jserve sets, for the command line and for ``LLM`` alike. jax reads
+them once, so they have no effect in a process whose devices exist already.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compile for an H200 on a machine without one, and read what the compiler says of the result.
 
-Owns the description of the device and the report. Needs jax 0.11's CUDA plugin wheels (no GPU, no
-driver); ``available()`` says whether they are there. Nothing here runs a kernel: a report proves
-that code becomes machine code of sm_90a without spills, not that it is right or fast::
+It owns the description of the device and the report. Needs jax 0.11's CUDA plugin wheels (no GPU, no driver);
+``available()`` says whether they are there. Nothing here runs a kernel: a report proves that code becomes machine
+code of sm_90a without spills, not that it is right or fast::
 
     report = compile_for(f, jax.ShapeDtypeStruct((64, 128), jnp.bfloat16), donate=(0,))
     report.spills, report.smem_bytes, report.temp_bytes, report.copies(min_bytes=1 << 20)

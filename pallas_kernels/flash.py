@@ -1,8 +1,8 @@
 """The parts that both attention kernels are made of: one block of keys against 64 queries.
 
-Owns the arithmetic of the running softmax in wgmma's register layout, and the copies of pages into
-shared memory. Must not know grids or work lists. Scores are kept in units of log2:
-p = 2 ** (x - m). Nothing finite is ever taken for granted of a key that a query may not see.
+It owns the arithmetic of the running softmax in wgmma's register layout, and the copies of pages into shared
+memory. Scores are kept in units of log2: p = 2 ** (x - m). Nothing finite is ever taken for granted of a key that a
+query may not see.
 
 Idea of the running softmax: FlashAttention (arXiv 2205.14135).
 """

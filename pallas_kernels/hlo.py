@@ -1,8 +1,7 @@
 """Reads the optimised HLO of a compiled program: who reads a parameter, and how many bytes a run moves.
 
-Owns the little of the text format that needs. Must not know how programs are compiled (``aot``) or
-what they compute. Only the entry computation is looked at: an instruction there is a kernel, a copy
-or a call, and what happens inside a fusion stays on the chip. Branches and loops count as not taken.
+It owns the little of the text format that needs. Only the entry computation is looked at: an instruction there is a
+kernel, a copy or a call, and what happens inside a fusion stays on the chip. Branches and loops count as not taken.
 """
 
 from __future__ import annotations

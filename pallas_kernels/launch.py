@@ -1,6 +1,6 @@
 """How a kernel is launched where there is no GPU.
 
-Owns the parameters of the Mosaic interpreter. Must not know kernels.
+It owns the parameters of the Mosaic interpreter.
 """
 
 from __future__ import annotations

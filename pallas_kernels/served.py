@@ -1,6 +1,6 @@
 """What the attention kernels serve and what they refuse; the tables that tune them.
 
-Owns the checks that both share and the reading of ``tune.json``. Must not know a kernel.
+It owns the checks that both share and the reading of ``tune.json``.
 """
 
 from __future__ import annotations

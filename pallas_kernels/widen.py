@@ -1,7 +1,6 @@
 """KV of 8 bits on its way to the matrix unit: copied as it is, made wider by the warpgroup that loads.
 
-Owns the ring of raw blocks: which is copied when, and who waits for it. Must not know grids, work lists
-or what else a kernel waits for; ``put`` does the kernel's part::
+It owns the ring of raw blocks: which is copied when, and who waits for it::
 
     copies    | 0  1  2 |  3  4  5 ...          ``ahead`` blocks before any is needed
     puts                |  0  1  2 ...          raw block -> wide block, announced

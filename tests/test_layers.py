@@ -23,6 +23,7 @@ LEAVES = {
     "errors",
     "faults",
     "window",
+    "kv_layout",
     "cores",
 }
 # Package -> packages it may import, besides the leaves and itself. `build` wires everything together.
@@ -37,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "faults": set(),
     "window": set(),
+    "kv_layout": set(),
     "cores": set(),
     "testing": {"kv", "sched"},
     "kv": set(),

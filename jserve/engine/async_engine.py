@@ -1,8 +1,7 @@
-"""The asyncio face of an engine.
+"""Asyncio interface of the engine: one output stream per request.
 
-Owns the requests that run, each with its queue of outputs and exactly one terminal output per
-choice. Must not know HTTP or text, nor how an engine that died is replaced (``engine.supervisor``).
-All state is touched on one event loop::
+It owns the requests that run, each with its queue of outputs and exactly one terminal output per choice. All state
+is touched on one event loop::
 
     generate(request) --Submit--> client --> engine
         ^                            |
@@ -70,7 +69,7 @@ class AsyncEngine:
         clock: monotonic seconds.
 
     Attributes:
-        counters: engine_deaths, restarts, unfit, faults, aborted (requests given up before their end),
+        counters: engine_deaths, restarts, degraded, faults, aborted (requests given up before their end),
             slow_readers, dropped_outputs.
         gave_up: set when the engine is dead for good; ``gave_up_reason`` says why.
         draining: True once ``drain`` was called.
@@ -186,7 +185,7 @@ class AsyncEngine:
             return [output async for output in outputs]
 
     async def control(self, message: Control) -> None:
-        """Have the engine obey an operator; ``message.id`` must be new.
+        """Send an operator's command to the engine; ``message.id`` must be new.
 
         Raises:
             BadRequest: as the engine says.
@@ -222,7 +221,7 @@ class AsyncEngine:
                 self._cancel(request.id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one choice of it that has said enough (a stop string): its consumer gets a
+        """End a request, or one choice of it that reached a stop string: its consumer gets a
         terminal output with ABORT. Idempotent."""
         stream = self._streams.get(request_id)
         if stream is not None and stream.end(Finish.ABORT, index=index):
@@ -240,7 +239,7 @@ class AsyncEngine:
         return sum(stream.n_bytes for stream in self._streams.values())
 
     def stats(self) -> Stats:
-        """What the engine last said of itself."""
+        """The engine's latest statistics."""
         return self._stats
 
     def healthy(self) -> bool:
@@ -320,7 +319,7 @@ class AsyncEngine:
         return n
 
     def _new_client(self) -> EngineClient:
-        self._stats = Stats()  # what the last engine said of itself is over
+        self._stats = Stats()  # statistics of the last engine
         self._health.forget()
         return self._make_client()
 

@@ -1,8 +1,7 @@
-"""Doors to an engine that runs elsewhere: in a thread, or in a process of its own.
+"""Clients of an engine that runs in a thread or in its own process.
 
-Owns starting and ending the engine, and the threads that carry messages. Must not know asyncio or
-what messages mean. Both clients report everything through one callback, called from a thread of
-theirs, and always end with exactly one ``Gone``::
+It owns starting and ending the engine, and the threads that carry messages. Both clients report everything through
+one callback, called from a thread of theirs, and always end with exactly one ``Gone``::
 
     front thread --submit/cancel--> outbox --writer thread--> socket --> engine
                  <---- on_message ---------- reader thread <-- socket <--

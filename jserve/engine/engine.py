@@ -1,8 +1,6 @@
-"""The loop: requests in, steps through the runner, outputs back. One thread calls ``step``.
+"""The engine loop: reads requests, launches steps, commits results, emits outputs. One thread calls ``step``.
 
-Owns the steps in flight and what happens when one raises. Must not know jax, sockets or how the
-scheduler decides. With overlap 1 the next step is planned and launched before the last one's
-result is awaited::
+With overlap 1 the next step is planned and launched before the last one's result is awaited::
 
     step()    1st          2nd                             3rd
     host      plan launch  plan launch  collect 1  commit  plan launch  collect 2  commit

@@ -1,15 +1,14 @@
-"""Whether an engine should be sent new requests: a judgement on what its steps did lately.
+"""Judges engine health from recent steps: failing, non-finite, slow or stuck.
 
-Owns the symptoms, when one shows and when it is over. Must not know processes, HTTP or clocks (times are
-given, in monotonic seconds). An engine that makes steps is healthy, and may still do more harm than good::
+An engine that completes steps is alive, and may still be degraded::
 
     failing   the last steps all raised, one after the other
     unsound   of the sequences that ended, many had logits that are not finite: bad weights or memory
     slow      steps take several times what such steps usually take, for a minute without a break
-    stuck     a step has been running for long; health waits longer, for its verdict is a restart
+    stuck     a step has been running for long; liveness waits longer, since it triggers a restart
 
 A symptom shows at its limit, and is over below half of it, ``REST_S`` later at the earliest. What is older than
-``WINDOW_S`` counts for nothing, so an engine that nobody sends anything to any more is given another try.
+``WINDOW_S`` does not count, so an engine without traffic becomes ready again.
 """
 
 from __future__ import annotations
@@ -68,29 +67,29 @@ class Symptom:
 
 
 class EngineHealth:
-    """Hears what the engine says of itself, and says what is wrong with it."""
+    """Observes the engine's statistics and reports what is degraded."""
 
     def __init__(self, limits: HealthLimits | None = None) -> None:
         self.limits = limits or HealthLimits()
         self.n_degraded = 0
-        """Counter: how often an engine that was fit was so no more."""
+        """Counter: times that a healthy engine became degraded."""
         self._fit = True
         self.forget()
 
     def forget(self) -> None:
-        """Another engine follows."""
+        """Forget the history: another engine starts."""
         limits = self.limits
         self._failing = Symptom(limits.failed_steps)
         self._nonfinite = Symptom(limits.nonfinite_share)
         self._slow = Symptom(limits.slowness, lasts_s=WINDOW_S)
         self._stuck = Symptom(limits.step_s)
         self._ends: deque[tuple[float, float, float]] = deque([(float("-inf"), 0.0, 0.0)])
-        """(time, sequences ended, of these unsound): totals as they were told, the first one before the window."""
+        """(time, sequences ended, of these non-finite): reported totals, the first one before the window."""
         self._step, self._stepped_at = 0, float("-inf")
         self._n_faults, self._failed_at, self._in_row = 0.0, float("-inf"), 0.0
 
     def observe(self, step: int, values: Mapping[str, float], now: float) -> None:
-        """The engine said ``values`` of itself after ``step`` steps."""
+        """Take the statistics ``values`` that the engine reported after ``step`` steps."""
         ended = values.get("finished", 0.0), values.get("sequences_nonfinite_total", 0.0)
         if ended != self._ends[-1][1:]:
             self._ends.append((now, *ended))
@@ -107,8 +106,8 @@ class EngineHealth:
             self._slow.look(now, times, f"steps take {times:.1f} times as long as usual")
 
     def degraded_reasons(self, now: float, without_step_s: float) -> list[str]:
-        """What is wrong, in words for an operator; empty: nothing. There has been work, and no step, for
-        ``without_step_s``."""
+        """What is degraded, for an operator; empty: nothing. There has been work, and no step, for
+        ``without_step_s`` seconds."""
         n_nonfinite, n_ended = self._nonfinite_of(now)
         share = n_nonfinite / max(1.0, n_ended) if n_nonfinite > FEW else 0.0
         self._nonfinite.look(

@@ -1,7 +1,6 @@
-"""Requests whose grammar is being compiled: they wait here, not in the scheduler's queue.
+"""Holds requests whose grammar is being compiled, before they enter the scheduler's queue.
 
-Owns the wait. Must not know grammars: it sees futures. What reaches the scheduler can be planned at
-once, so its decisions stay a function of its inputs.
+What reaches the scheduler can be planned at once, so its decisions stay a function of its inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Opened = tuple[Request, JserveError | None]
 
 
 class PendingCompile:
-    """``put`` requests, ``take`` those that may go on."""
+    """Requests waiting for grammar compilation: ``put`` adds one, ``take`` yields those that are ready."""
 
     def __init__(self, guides: Guides | None) -> None:
         self._guides = guides

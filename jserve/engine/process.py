@@ -1,8 +1,7 @@
-"""The engine's side of the boundary: start from a config, serve messages until told to end.
+"""Runs the engine process: starts from a config, serves messages, shuts down on request.
 
-Owns the life of the engine process: its start, its loop over the link, its exit code, its end
-when the parent dies. Must not know how an engine is built: ``build`` is injected, so that this
-file imports no runner::
+It owns the life of the engine process: its start, its loop over the link, its exit code, its end when the parent
+dies::
 
     Start -> build (Progress ...) -> Ready -> [ receive -> step -> Outputs ] ... -> Shutdown
 """
@@ -67,7 +66,7 @@ class Link(Protocol):
 def main(fd: int, build: Build) -> int:
     """Be the engine process on the socket ``fd``; returns the exit code.
 
-    0: told to end, or the parent is gone. 2: the config or a model file is at fault. 1: anything
+    0: shut down, or the parent is gone. 2: the config or a model file is at fault. 1: anything
     else.
     """
     # Ctrl-C reaches the whole process group; what it means is for the parent to say.
@@ -188,7 +187,7 @@ def _take(engine: Engine, message: Any, link: Link) -> None:
 
 
 def _report(link: Link, error: Exception, *, starting: bool) -> int:
-    """Tell the other end why this one ends. At the start no client has said anything yet, so the
+    """Send the client why the engine ends. At the start no client has sent anything yet, so the
     log gets the traceback unless the user can mend it; later on only the place."""
     known = isinstance(error, JserveError)
     mendable = isinstance(error, ConfigError)
@@ -204,7 +203,7 @@ def _report(link: Link, error: Exception, *, starting: bool) -> int:
     try:
         link.send(fault)
     except LinkClosed:
-        log.error("nobody is left to be told: %s", fault.message)
+        log.error("the client is gone, so this is not sent: %s", fault.message)
     return EXIT_CONFIG if mendable else EXIT_CRASH
 
 

@@ -1,7 +1,7 @@
-"""What the latest steps were: one short record per committed step, until the next Stats carries them off.
+"""Records one short entry per committed step until the next Stats message takes them.
 
-Owns the counting of a step's rows and tokens. Must not know who reads it. It costs a step one small
-struct and a walk over its prefill rows, whether anybody looks or not; what nobody takes is forgotten.
+It costs a step one small struct and a walk over its prefill rows, whether anybody looks or not; what nobody takes
+is forgotten.
 """
 
 from __future__ import annotations

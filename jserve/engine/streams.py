@@ -1,7 +1,7 @@
-"""Outputs on their way from the engine to one consumer: one ``Stream`` per running request.
+"""Buffers a request's outputs for one consumer: one ``Stream`` per running request.
 
-Owns the rule that every choice of a request gets exactly one terminal output, and what becomes of
-outputs whose consumer is slow. Must not know who fills a stream. Used on one event loop only.
+It owns the rule that every choice of a request gets exactly one terminal output, and what becomes of outputs whose
+consumer is slow. Used on one event loop only.
 
 A sequence never waits for its reader: that would keep its pages from others. It runs on, and what its
 reader has not taken is merged, so that a slow reader gets larger pieces and not more of them. What

@@ -1,7 +1,7 @@
-"""Keeps one engine running: starts it, starts another when it dies, gives up after too many.
+"""Supervises the engine: starts it, restarts it with back-off when it dies, gives up after too many deaths.
 
-Owns the client of the engine that runs now, whether it is ready, and the waits between two starts. Must not
-know requests: it hands messages on, and says when an engine is gone. All on one event loop::
+It owns the client of the engine that runs now, whether it is ready, and the waits between two starts. It forwards
+messages and reports when an engine is gone. All on one event loop::
 
     start --> client --Ready--> ready --Gone--> 0.5 s, 1 s, 2 s ... --> another client --Ready--> ...
                  '--Gone: the start failed              '-- after ``max_restarts``: gave up
@@ -32,7 +32,7 @@ class Supervisor:
 
     Args:
         make_client: makes a fresh, unstarted client, also for every restart.
-        hear: called with every message of the engine of now but its last.
+        on_message: called with every message of the current engine but its last.
         lost: called with the reason when that engine is gone.
         max_restarts: restarts before giving up.
         backoff_s: wait before the first restart; doubles each time.
@@ -114,7 +114,7 @@ class Supervisor:
         def on_message(message: Message) -> None:
             try:
                 loop.call_soon_threadsafe(self._on_message, client, message)
-            except RuntimeError:  # the loop is closed: nobody is left to hear it
+            except RuntimeError:  # the loop is closed: there is no receiver
                 log.debug("dropped %s", type(message).__name__)
 
         self._start_client(client, on_message)

@@ -1,8 +1,6 @@
-"""The one process boundary: messages between the HTTP side and the engine, as bytes on a socket.
+"""Messages between the HTTP process and the engine, encoded as msgpack frames on a socket.
 
-Owns the message types, the framing and its limits. Must not know what a message causes. Nothing
-is ever unpickled; a frame that does not decode into one of the expected types is reported, never
-raised::
+Nothing is ever unpickled; a frame that does not decode into one of the expected types is reported, never raised::
 
     socket   [ n: uint32, little endian ][ n bytes of msgpack ][ n ][ ... ]
     front -> engine   Start  Submit  Cancel  Create  Handle  Control  Shutdown

@@ -1,9 +1,8 @@
-"""Asks a worker process whether a grammar can be enforced, and kills it when it takes too long.
+"""Checks in a worker process whether a grammar can be compiled, with a time limit.
 
-Owns the process, its time limit, the verdicts so far and who is checked next. Must not know HTTP or
-request fields. One check at a time, in a thread of its own: nobody's tokens or templates wait for it.
-Tenants take turns, so that what one sends delays another by one check at most, and none may fill the
-queue.
+It owns the process, its time limit, the results so far and the order of checks. One check at a time, in a thread of
+its own: nobody's tokens or templates wait for it. Tenants take turns, so that what one sends delays another by one
+check at most, and none may fill the queue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compiled grammars: a cache of them with a bound in bytes, and a first look at each.
+"""Compiles grammars with llguidance and caches them within a byte bound.
 
-Owns compilation within llguidance's limits, and the words for what it refuses. Must not know
-sequences or steps. A grammar is compiled once per text and copied per sequence (1 us).
+It owns compilation within llguidance's limits, and the words for what it refuses. A grammar is compiled once per
+text and copied per sequence (1 us).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One sequence's guide: what may come next, what must, and when it is over.
+"""Per-sequence FSM state: token bitmask, forced (jump-forward) tokens, termination.
 
-Owns the walk over a sequence's tokens (``ports.Guide``). Must not know plans, pages or threads.
+It owns the walk over a sequence's tokens (``ports.Guide``).
 
 One rule makes drafts, fast-forward and plain steps give the same tokens: **where the text to come
 is certain, its token is too** (the tokenizer's own), and the mask allows only that. So a forced

@@ -1,6 +1,6 @@
-"""All guides of an engine: compiled in threads, their masks computed in one batch beside the step.
+"""Compiles grammars in threads and computes all token bitmasks in one batch beside the device step.
 
-Owns the threads and what is being computed (``ports.Guides``). Must not know plans or rows. ::
+It owns the threads and what is being computed (``ports.Guides``). ::
 
     commit k    take -> guides that moved -> kick --.
     plan k+2    settle (0.5 ms at most)             '--> mask thread: one llguidance call for all
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
 HUNG_S = 5.0
-"""Masks that take longer are given up, with those that wait for them: the others need the thread."""
+"""Bitmasks that take longer are abandoned, and their sequences end: the others need the thread."""
 
 
 class TokenGuides:
@@ -124,7 +124,7 @@ class TokenGuides:
         return True
 
     def _give_up(self) -> None:
-        """End those who wait for masks that do not come, and leave their thread alone."""
+        """Fail the guides whose bitmasks do not arrive, and abandon their thread."""
         log.error("masks of %d sequences took longer than %.0f s", len(self._moved), HUNG_S)
         for guide in self._moved:
             guide.give_up(f"what it allows next was not known within {HUNG_S:.0f} s")

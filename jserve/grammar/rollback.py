@@ -1,7 +1,7 @@
-"""One sequence's way through a compiled grammar: the tokens taken, what comes next for certain, the way back.
+"""Matcher wrapper with accept, forced tokens and rollback.
 
-Owns a copy of the matcher and what it may do to others: a guess leaves no trace, a limit that is reached
-is told apart from a token that is wrong. Must not know masks, thoughts or steps.
+It works on a copy of the compiled matcher, rolls back guesses without a trace and distinguishes a reached limit
+from a wrong token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jserve.faults import point
 from jserve.grammar.compiler import CompiledGrammar
 
 MAX_FORCED = 128
-"""Tokens told to be certain at a time. A grammar may be one long text: all of it at once would hold up
+"""Most forced tokens at a time. A grammar may be one long text: all of it at once would hold up
 every other sequence."""
 
 
@@ -35,8 +35,8 @@ class RollbackMatcher:
 
     Args:
         compiled: the grammar; its matcher is copied.
-        end: ids that must come where the grammar is over, () or one.
-        canonical: whether certain text has certain tokens.
+        end: ids that must follow a complete grammar, () or one.
+        canonical: whether forced text has one tokenisation.
     """
 
     def __init__(self, compiled: CompiledGrammar, end: tuple[int, ...], *, canonical: bool) -> None:
@@ -50,7 +50,7 @@ class RollbackMatcher:
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """The ids that must come next, ``MAX_FORCED`` at most; () where there is a choice."""
+        """The forced (jump-forward) ids, ``MAX_FORCED`` at most; () where there is a choice."""
         return self._forced[self._at : self._at + MAX_FORCED]
 
     @property
@@ -81,7 +81,7 @@ class RollbackMatcher:
         return Checkpoint(len(self._taken), self._forced, self._at)
 
     def rollback(self, place: Checkpoint) -> None:
-        """Return to ``place``, also with a matcher that guessing has broken."""
+        """Roll back to ``place``, also with a matcher that a guess has broken."""
         n = len(self._taken) - place.n_taken
         del self._taken[place.n_taken :]
         if self.matcher.is_error():  # and stays so

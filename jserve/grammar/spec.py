@@ -1,8 +1,6 @@
-"""From what a client wrote (schema, regex, choice, grammar, tags) to one llguidance grammar text.
+"""Translates a client's structure (schema, regex, choice, grammar, tags) into one llguidance grammar.
 
-Owns the bounds on what is looked at at all and the style in which JSON is written. Must not know a
-tokenizer, a request or whether the grammar compiles; the same spec gives the same text in every
-process, so it crosses the wire as the client's words.
+It owns the bounds on what is looked at at all and the style in which JSON is written.
 
 JSON is written as ``json.dumps`` writes it, with one blank after commas and colons and none
 elsewhere: the style models saw, and no white space without end.

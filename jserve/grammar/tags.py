@@ -1,8 +1,7 @@
-"""Structural tags: a tree of formats, as xgrammar, vLLM and SGLang name them, to one Lark grammar.
+"""Translates structural tags, as xgrammar, vLLM and SGLang name them, into one Lark grammar.
 
-Owns the formats and what stands for each. Must not know requests or tokenizers. A format is written
-together with its ``tail``, the texts of which one ends it, because text that may be anything ends where
-its tail is found first::
+A format is written together with its ``tail``, the texts of which one ends it, because text that may be anything
+ends where its tail is found first::
 
     tag "<a>" any_text "</a>"         "<a>" until          until[lazy]: TEXT "</a>"
     triggered_tags "<f" ...           (lead rest)* TEXT    lead[lazy]: TEXT "<f"

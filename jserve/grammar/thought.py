@@ -1,6 +1,6 @@
-"""Where a sequence is between thought and answer, told by token ids alone.
+"""Tracks by token ids whether a sequence is inside its reasoning or its answer.
 
-Owns the phases and the budget. Must not know grammars or a tokenizer. ::
+::
 
     BEFORE --open_id--> INSIDE --close_id or budget--> GAP --gap_ids--> ANSWER
      |  ^ |                                                               ^

@@ -1,7 +1,6 @@
-"""Tool calls as a grammar: what a model has to write when it must call, or must call correctly.
+"""Builds the grammar of tool calls that a model must or may write.
 
-Owns the grammar's shape. Must not know requests or parsers; how a model frames a call comes in as a
-``CallForm`` of texts and control tokens. ::
+::
 
     required   begin call (between call)* end
     auto       text | text, then calls as soon as the trigger stands there

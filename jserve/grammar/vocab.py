@@ -1,9 +1,8 @@
-"""The model's vocabulary as llguidance reads it: the bytes of every token, and which ones end.
+"""Presents the model's vocabulary to llguidance: token bytes and end-of-sequence ids.
 
-Owns the conversion. Must not know a tokenizer library: it asks for bytes by id. Added tokens that a
-model writes as text (``<tool_call>``, ``<think>``) are text here, whatever their brackets look
-like, so a grammar spells them out and either tokenisation of them is allowed; control tokens are no
-text and are named by id, ``<[5]>``.
+Added tokens that a model writes as text (``<tool_call>``, ``<think>``) are text here, whatever their brackets look
+like, so a grammar spells them out and either tokenisation of them is allowed; control tokens are no text and are
+named by id, ``<[5]>``.
 """
 
 from __future__ import annotations

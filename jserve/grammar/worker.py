@@ -1,7 +1,7 @@
-"""The process in which clients' grammars are compiled for the first time; it may be killed.
+"""The worker process that compiles clients' grammars for the first time; the checker may kill it.
 
-Owns its loop and its own limits (memory, CPU seconds). Must not know the server. Frames on stdin and
-stdout, as ``engine.wire`` frames them: a vocabulary first, then specs; one ``Answer`` for each::
+Frames on stdin and stdout, as ``engine.wire`` frames them: a vocabulary first, then specs; one ``Answer`` for
+each::
 
     [ n: uint32 ][ msgpack ]    Table   StructuredOutputs   StructuredOutputs ...
 """

@@ -1,8 +1,8 @@
-"""The audit of the page ledger: every count recomputed from the owners, never from the counters.
+"""Audits the page ledger: recomputes every count from the owners.
 
-Owns the invariants of pages (conservation, reference sums, exclusive writers, tables, free list,
-tree shape, pinned paths, one root per node; I-numbers as in the tests). Must not repair anything.
-Linear in the pages held: it can run after every step in tests and when idle in production.
+It owns the invariants of pages (conservation, reference sums, exclusive writers, tables, free list, tree shape,
+pinned paths, one root per node; I-numbers as in the tests). It repairs nothing. Linear in the pages held: it can
+run after every step in tests and when idle in production.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The one door to pages: find a known prefix, hold pages, make them known, give them back.
+"""The page cache: matches prefixes, extends leases, publishes and releases pages.
 
-Owns the pool, the page table and the tree, and keeps the three consistent. Must not know sequences,
-steps or devices: it is told token ids and counts, and when they may be trusted.
+It owns the pool, the page table and the tree, and keeps the three consistent.
 
 ::
 

@@ -1,7 +1,7 @@
-"""Named prefixes: computed once, pinned for a time, used by name in many requests.
+"""Named prefixes: computed once, pinned until their TTL expires, shared by many requests.
 
-Owns the handles of all tenants, their pins in the tree and the quota of pages they may pin. Must
-not know requests, steps or a clock (time is the cache's). A handle is three things in a row::
+It owns the handles of all tenants, their pins in the tree and the quota of pages they may pin. A handle is three
+things in a row::
 
     open     name, tokens and quota are taken; somebody computes the tokens
     settled  the path of its full pages is pinned: no eviction reaches it

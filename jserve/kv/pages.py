@@ -1,7 +1,5 @@
-"""Pages as integers: who holds which, which is handed out next, where each slot finds its own.
+"""Page pool, page table and page leases: KV pages as integers with reference counts.
 
-Owns the ids of KV pages, never their bytes. Must not know tokens or sequences, nor how the tree works: a
-lease only names its node.
 Page 0 is scratch: padding is written there, nobody owns it, it is never handed out.
 
     pool   free: [ 5  9  2 ]    taken on the left, given back on the right: freed first, used first

@@ -1,7 +1,6 @@
-"""A tree of token prefixes over KV pages: which pages already hold the KV of these tokens.
+"""Radix tree of token prefixes over KV pages, with locks, pins and LRU eviction.
 
-Owns the shape of the tree, its locks, its pins and the order of eviction. Must not know sequences
-or slots, nor read a clock: whoever evicts or unlocks says what time it is.
+It owns the shape of the tree, its locks, its pins and the order of eviction.
 
     (tenant, salt, adapter)             one root per key: nothing is shared across keys
         |- (t0 .. tZ-1) -> page 7       one node per full page; its key is the page's own tokens,

@@ -1,7 +1,6 @@
-"""How long pages are worth keeping: hints over token ranges become keeps over pages.
+"""Turns retention hints over token ranges into eviction priorities of pages.
 
-Owns the translation and the rule which of several hints a page follows. Must not know the tree,
-clocks or requests::
+It owns the translation and the rule which of several hints a page follows::
 
     tokens   |------ start .. end ------|          Retention
     pages    [  0  ][  1  ][  2  ][  3  ][  4  ]   Keep(first=0, end=4): every page it touches

@@ -1,9 +1,8 @@
-"""Conversations that are expected to go on: their newest turn is evicted last.
+"""Keeps the pages of a session's newest turn longer, for its next turn.
 
-Owns which branch of the tree each session stands on. Must not know requests or a clock (time is
-the cache's). A session's pages carry a priority above any hint, so they outlive all other cached
-pages for ``ttl_s`` after a turn; under pressure they go too, and the next turn computes them again.
-A session holds one branch: when a turn leaves an older one, that is a prefix like any other::
+A session's pages carry a priority above any hint, so they outlive all other cached pages for ``ttl_s`` after a
+turn; under pressure they go too, and the next turn computes them again. A session holds one branch: when a turn
+leaves an older one, that is a prefix like any other::
 
     turn 1   [ system ][ q1 ][ a1 ]                    after turn 2:
     turn 2   [ system ][ q1'][ a1'][ q2 ][ a2 ]        q1, a1 are free to go

@@ -1,8 +1,7 @@
-"""Sequences that gave way with their KV in host memory: what only they had, and the way back.
+"""Moves the private KV of preempted sequences to host memory and back.
 
-Owns which pages go and whether they suffice to go on. Must not know who gives way, or whether
-computing again were cheaper (``cache.swap``). What the tree knows stays findable there and in the
-tiers, so only the rest goes, to host pages of its own that nobody else can find::
+What the tree knows stays findable there and in the tiers, so only the rest goes, to host pages of its own that
+nobody else can find::
 
     sequence   [ in the tree     ][ private, full ][ private, part ]
     leaves       forgotten or not   save -> host     save -> host

@@ -1,8 +1,6 @@
-"""The lower tiers: evicted pages in host memory and on disk, and which of them come back.
+"""Host-memory and disk tiers: saves evicted pages and loads them back.
 
-Owns the ids of host pages, what each holds and the moves between the tiers. Must not know bytes,
-sequences or devices: a move is a pair of numbers that travels in a plan, and the runner's programs
-do the work in the order of the queue::
+It owns the ids of host pages, what each holds and the moves between the tiers::
 
     device pages  [ 7 ][ 12 ][ 3 ]...      evicted: save 12 -> host 5     before anyone rewrites 12
                         |  ^                wanted:  load host 5 -> 30    before the rows that read 30

@@ -1,12 +1,13 @@
 """The dimensions and switches of one decoder, as values.
 
-Owns ``Arch``, which everything that computes or sizes a model reads. Must not know config.json
-(``hf_config`` reads it), families or arrays.
+It owns ``Arch``, which everything that computes or sizes a model reads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from jserve.kv_layout import KVLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class Arch:
         return self.windows[layer] if self.windows else 0
 
     @property
-    def widest(self) -> int:
-        """Tokens that any layer sees beside the sinks; 0 where some layer sees all."""
-        return max(self.windows) if self.windows and all(self.windows) else 0
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """What each layer keeps of a token."""
+        windows = map(self.window, range(self.L))
+        return tuple(KVLayer.attention(self.K, self.H, window=window) for window in windows)

@@ -1,7 +1,6 @@
 """The table of attention backends: how KV is laid out, written and attended to.
 
-Owns the ``AttentionBackend`` type and the registry of backends. Must not know families or the
-runner.
+It owns the ``AttentionBackend`` type and the registry of backends.
 """
 
 from __future__ import annotations
@@ -52,11 +51,12 @@ class AttendArgs:
 class AttentionBackend:
     """One way to keep and read KV.
 
-    kv_shape:  (K, H, n_pages, page_size) -> shape of one layer's keys (values alike), K global kv
-               heads.
+    kv_shape:  (heads, width, n_pages, page_size) -> shape in the pool of a ``KVArray`` of so many heads
+               on the whole mesh.
     kv_dtype:  dtype of the values -> dtype they are stored in (a backend may keep their bits as
                integers).
     kv_axis:   dimension of that shape that holds kv heads (sharded over the tensor-parallel axis).
+    page_axis: the one that counts pages.
     plan_shapes: (bucket, dims) -> names and shapes of the int32 fields it adds to the packed
                buffer.
     plan:      (views, bucket, dims) -> None; numpy, fills its own ``attn.*`` views from the
@@ -84,6 +84,7 @@ class AttentionBackend:
     plan_shapes: Callable[[Bucket, StepDims], Mapping[str, tuple[int, ...]]] = lambda *_: {}
     plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None] = lambda *_: None
     kv_dtype: Callable[[Any], Any] = jnp.dtype
+    page_axis: int = 0
     has_sinks: bool = True
     check: Callable[[int, Any, TreeShape], None] = lambda *_: None
 

@@ -1,9 +1,8 @@
-"""Paged attention by the Pallas kernels for Hopper: decode rows and prefill rows, one kernel each.
+"""Paged attention with the Pallas kernels for Hopper: one kernel for decode rows, one for prefill rows.
 
-Owns the KV layout the kernels read and the way from a step to their arguments. Must not know
-families, the runner or how the kernels work. A layer's keys are [P, K, Z, H] in bfloat16,
-float16 or e4m3, so a kv head's share of a page is one contiguous run, which is
-what a bulk copy wants. The step picks kernels by what the bucket holds::
+It owns the KV layout the kernels read and the way from a step to their arguments. A layer's keys are [P, K, Z, H]
+in bfloat16, float16 or e4m3, so a kv head's share of a page is one contiguous run, which is what a bulk copy wants.
+The step picks kernels by what the bucket holds::
 
     T   |d0 d0 d1 d1 ...           |f0 f0 f0 f0 f1 f1 pad|
           paged_attention [D, J]     ragged_prefill [P]         a part of no tokens has no kernel

@@ -1,8 +1,8 @@
 """The oracle: attention over the whole page table in plain jnp, any shape, any platform, for
 reading and tests.
 
-Owns nothing but clarity; every other backend is tested against it. Keys and values are [P, Z, K,
-H]; each token sees all pages of its row, masked to the positions at or before its own::
+It owns nothing but clarity; every other backend is tested against it. Keys and values are [P, Z, K, H]; each token
+sees all pages of its row, masked to the positions at or before its own::
 
     page_table_RM[row]  ->  [M, Z, K, H]  ->  [S, K, H]      S = M * Z, entry s holds position s
 """

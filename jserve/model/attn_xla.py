@@ -1,9 +1,8 @@
-"""Paged attention in plain XLA: what serves on CPU, and the fallback wherever no kernel exists.
+"""Paged attention in plain XLA: the CPU backend, and the fallback where no kernel exists.
 
-Owns a KV layout and two loops whose length is data, so a step costs what its rows hold and not
-what its bucket could. Must not know families or the runner. A layer's keys are [P, K, Z, H], so
-that a kv head's share of a page is one contiguous run. A block is S positions (S / Z pages) that
-begin at a multiple of S.
+It owns a KV layout and two loops whose length is data, so a step costs what its rows hold and not what its bucket
+could. A layer's keys are [P, K, Z, H], so that a kv head's share of a page is one contiguous run. A block is S
+positions (S / Z pages) that begin at a multiple of S.
 
 Decode rows are sorted by length and taken W at a time, block by block, up to the longest of the W::
 

@@ -1,4 +1,4 @@
-"""Every collective of a step: what crosses devices, over the mesh axis that one dimension is split on.
+"""All collectives of a step, each over the mesh axis of one logical dimension.
 
 An axis of None means that the dimension is whole on every device, and then no collective is in the
 program. ``Axes`` (``jserve.model.shard``) says which axis that is for each logical dimension::

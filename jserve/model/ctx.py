@@ -1,7 +1,7 @@
-"""What the parts of one pass through a decoder share.
+"""``Ctx``: the values that all parts of one decoder pass share.
 
-Owns ``Ctx``, which blocks and families take beside weights, activations and KV. Hooks of step features
-read it too.
+It owns ``Ctx``, which blocks and families take beside weights, activations and KV. Hooks of step features read it
+too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The pre-norm decoder that Llama, Qwen2, Qwen3 and Mistral share: its weights, forward pass and
 logits.
 
-Owns the order of the layers and the parameter tree. Must not know config.json or which family it
-serves: the switches of ``Arch`` decide. A family file is a config reader plus this.
+It owns the order of the layers and the parameter tree. A family file is a config reader plus this.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import heads_over
 from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.ctx import Ctx
@@ -78,7 +78,7 @@ def specs(arch: Arch, tp: int) -> dict[str, Any]:
     V, D = arch.V, arch.D
     tree: dict[str, Any] = {
         "embed": matrix("model.embed_tokens", (V, D), ("vocab", "embed")),
-        "layers": [_layer_specs(arch, i, max(arch.K, tp)) for i in range(arch.L)],
+        "layers": [_layer_specs(arch, i, heads_over(arch.K, tp)) for i in range(arch.L)],
         "final_norm": norm("model.norm", D),
     }
     if not arch.tied:

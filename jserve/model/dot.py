@@ -1,8 +1,7 @@
-"""The projection that every layer uses, and the facts about XLA:CPU that shape it.
+"""The projection of every layer, and the XLA:CPU behaviour that determines its form.
 
-Owns how a weight matrix is stored and multiplied. Must not know layers or families. XLA:CPU
-multiplies bfloat16 at full speed only if all of these hold (GPUs do not care), so no other file
-has to think of them:
+XLA:CPU multiplies bfloat16 at full speed only if all of these hold (GPUs do not care), so no other file has to
+think of them:
 
 * weights are stored ``[out, in]`` and contracted over the last dimension of both operands;
 * the result is float32 (``preferred_element_type``), as all activations here are;

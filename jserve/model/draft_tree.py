@@ -1,9 +1,8 @@
-"""Trees of drafts: shapes, static or data, and what follows from them.
+"""Draft trees: their shapes, static or data, and the masks that follow from them.
 
-Owns the arithmetic over parents. Must not know attention, drafters or the slots. Node 0 is the
-row's last known token, nodes 1, 2 ... are drafts; ``parents[c - 1]`` is the parent of node c and
-smaller than c, so the first n nodes of a tree are a tree. The KV of node c lies at place
-``base + c`` until the step knows which path stands; its position counts depth::
+Node 0 is the row's last known token, nodes 1, 2 ... are drafts; ``parents[c - 1]`` is the parent of node c and
+smaller than c, so the first n nodes of a tree are a tree. The KV of node c lies at place ``base + c`` until the
+step knows which path is accepted; its position counts depth::
 
     parents (0, 0, 1, 1, 2)      place     0  1  2  3  4  5
                                  depth     0  1  1  2  2  2

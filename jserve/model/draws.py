@@ -1,7 +1,6 @@
-"""Which places of a step draw a token, and what each draw needs.
+"""Lists the positions of a step that sample a token, and the sampling inputs of each.
 
-Owns the way between tokens, draws and rows. Must not know families or what is drawn. A token is drawn
-after every token of a decode row and after the last one of a prefill row (E = D * J + F)::
+A token is drawn after every token of a decode row and after the last one of a prefill row (E = D * J + F)::
 
     T      |d0 d0 d1 d1 |f0 f0 f0 f0 f1 f1 f1 pad|
     drawn    ^  ^  ^  ^            ^        ^
@@ -69,7 +68,7 @@ def _drawn(view: StepView, x_RJ: jax.Array) -> jax.Array:
 
 
 def _prefixes(view: StepView, place_E: jax.Array) -> jax.Array:
-    """int32[E, J - 1]: the drafts that stand before each draw."""
+    """int32[E, J - 1]: the drafts before each draw."""
     D, J = view.D, view.J
     draft_DJ = view.tok_T[: D * J].reshape(D, J)[:, 1:]
     draft_EJ = jnp.concatenate(
@@ -80,7 +79,7 @@ def _prefixes(view: StepView, place_E: jax.Array) -> jax.Array:
 
 
 def _prefixes_in_tree(view: StepView) -> jax.Array:
-    """int32[E, J - 1]: the drafts that stand before each draw, NONE beyond them."""
+    """int32[E, J - 1]: the drafts before each draw, NONE beyond them."""
     assert view.tree is not None
     D, J = view.D, view.J
     at_DJJ = jnp.broadcast_to(path_to(view.tree), (D, J, J - 1))

@@ -1,14 +1,10 @@
-"""What a model family is: a value of plain functions over one architecture description.
-
-Owns the ``Family`` type. Must not know any particular family;
-``jserve.model.families`` has the registry, and each family file composes ``jserve.model.layers``.
-"""
+"""The ``Family`` type: a model family as a value of plain functions over one ``Arch``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -16,9 +12,6 @@ from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.ctx import Ctx
 from jserve.model.shard import Axes
-
-if TYPE_CHECKING:
-    from jserve.speculation.drafters.drafter import Drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +28,6 @@ class Family:
              float32[T, D] entering each of them (L: entering the final norm). None: heads that read
              hidden states cannot draft for this family.
     embed:   (params, tok_T, axes) -> float32[T, D]. None: nor can those without a table of their own.
-    mtp:     (config.json, arch) -> the ``Drafter`` made of the multi-token-prediction weights that
-             lie in the model's own checkpoint, whose specs name their tensors. Raises ConfigError
-             where this checkpoint has none. None: no checkpoint of the family has any.
     """
 
     name: str
@@ -54,4 +44,3 @@ class Family:
         | None
     ) = None
     embed: Callable[[Any, jax.Array, Axes], jax.Array] | None = None
-    mtp: Callable[[Mapping[str, Any], Arch], Drafter] | None = None

@@ -1,7 +1,7 @@
-"""What a request can ask of a step beside a token, as a value of plain functions.
+"""The ``StepFeature`` type: what a request can ask of a step beside a token, as plain functions.
 
-Owns the ``StepFeature`` type. ``jserve.model.features`` has one file for each feature. A bucket lists those
-that its program has; a program without a feature has nothing of it: no field, no operation, no output.
+``jserve.model.features`` has one file for each feature. A bucket lists those that its program has; a program
+without a feature has nothing of it: no field, no operation, no output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A step by hand, its model and its packed buffer: for research scripts, sharding experiments and tests.
+"""Runs a step by hand, from model to packed buffer: for research scripts and tests.
 
-The runner has its own, faster packer; a step cannot tell them apart. Every row here decodes greedily; set other fields
-through ``view.numpy_views``.
+The runner has its own, faster packer; a step cannot tell them apart. Every row here decodes greedily; set other
+fields through ``view.numpy_views``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Reading a Hugging Face config.json into an ``Arch``: every key is honoured or refused by name.
+"""Reads a Hugging Face config.json into an ``Arch``; unknown keys are refused by name.
 
-Owns the checks and the spellings (old ``rope_theta`` + ``rope_scaling``, new
-``rope_parameters``). Must not know weights or layers. A family file calls ``decoder_arch`` and
-adds its own switches.
+It owns the checks and the spellings (old ``rope_theta`` + ``rope_scaling``, new ``rope_parameters``). A family file
+calls ``decoder_arch`` and adds its own switches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """KV of 8 bits (e4m3): how numbers become it, and where the scales of a checkpoint go.
 
-Owns rounding, saturation and the folding of scales. Must not know how backends lay pages out. A scale
-per kv head, for keys and for values, is folded into what meets the stored numbers, so that no backend
-or kernel knows of it::
+It owns rounding, saturation and the folding of scales. A scale per kv head, for keys and for values, is folded into
+what meets the stored numbers, so that no backend or kernel knows of it::
 
     stored     k / s_k        v / s_v            e4m3: 3 bits of mantissa, at most 448
     attention  (q * s_k) . (k / s_k) = q . k     s_v * (p . (v / s_v)) = p . v

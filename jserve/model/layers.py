@@ -1,9 +1,8 @@
 """The parts that decoders are made of: norms, attention and MLP blocks, embedding and unembedding.
 
-Owns the arithmetic between the attention backend and the residual stream. Must not know families,
-config.json or the runner. Activations are float32; every matrix product goes through ``dot``,
-which computes in the type of the weight. ``axes`` says over which mesh axis each dimension is
-split; each collective reads the axis of its own dimension and is left out where that is None::
+It owns the arithmetic between the attention backend and the residual stream. Activations are float32; every matrix
+product goes through ``dot``, which computes in the type of the weight. ``axes`` says over which mesh axis each
+dimension is split; each collective reads the axis of its own dimension and is left out where that is None::
 
     qkv [K, G+2, H, D]   heads of kv group k: its G queries, its key, its value     sharded over K
     o   [D, N*H]         row-parallel: partial sums, psum over ``axes.heads``       sharded over N*H

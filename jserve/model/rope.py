@@ -1,7 +1,6 @@
 """Rotary position embedding: plain, linear, dynamic NTK, llama3 and yarn frequencies.
 
-Owns the frequencies and the rotation. Must not know config.json (``hf_config`` reads it) or
-families. The half-split form: dimension i turns together with dimension i + H/2.
+It owns the frequencies and the rotation. The half-split form: dimension i turns together with dimension i + H/2.
 
 Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), Llama 3.1. Numbers follow
 transformers, with one difference forced by caching: dynamic NTK is a function of the token's own

@@ -1,9 +1,8 @@
-"""Drawing tokens from logits, wholly on the device.
+"""Samples tokens from logits on the device.
 
-Owns every sampling field of ``SamplingParams`` and the order in which they act, which is vLLM's:
-grammar mask, bias (logit_bias, allowed and bad ids), bad words, min_tokens, penalties; then the
-greedy choice, or temperature, min_p, top_k, top_p and a draw. Log-probabilities are of the raw
-logits, before all of that. Must not know families, attention or which rows are prefill.
+It owns every sampling field of ``SamplingParams`` and the order in which they act, which is vLLM's: grammar mask,
+bias (logit_bias, allowed and bad ids), bad words, min_tokens, penalties; then the greedy choice, or temperature,
+min_p, top_k, top_p and a draw. Log-probabilities are of the raw logits, before all of that.
 
 Each of min_p, top_k and top_p keeps a set of the form "logit >= threshold", so truncation is one
 threshold per row and the vocabulary is never sorted: the 64 largest logits decide it nearly always,

@@ -1,10 +1,9 @@
 """A weight is declared once: its shape, its logical axes, where it lies in a checkpoint, how to
 draw it.
 
-Owns ``ParamSpec``, the rules that map logical axes to mesh axes, and ``Axes``, which the collectives
-of a step (``jserve.model.collectives``) read. Everything else (abstract trees, shardings, loading,
-dummy weights) is a ``tree.map`` over specs; ``jserve.weights`` reads ``Part``s. Idea:
-jax-llm-examples' ArrayInfo.
+It owns ``ParamSpec``, the rules that map logical axes to mesh axes, and ``Axes``, which the collectives of a step
+(``jserve.model.collectives``) read. Everything else (abstract trees, shardings, loading, dummy weights) is a
+``tree.map`` over specs; ``jserve.weights`` reads ``Part``s. Idea: jax-llm-examples' ArrayInfo.
 """
 
 from __future__ import annotations

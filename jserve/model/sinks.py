@@ -1,9 +1,8 @@
-"""Attention sinks (StreamingLLM): which models can have them, and the queries that meet them.
+"""Attention sinks (StreamingLLM): supported models and the queries that attend to them.
 
-Owns the places of tokens in a cache of sinks and window. Must not know backends' layouts or pages.
-A token that looks back at a sink does so as if the cache held the sinks and the window alone, so no
-distance exceeds what a model whose layers all have windows was trained on. Keys are stored turned to
-their true positions; only the query is turned once more::
+A token that looks back at a sink does so as if the cache held the sinks and the window alone, so no distance
+exceeds what a model whose layers all have windows was trained on. Keys are stored turned to their true positions;
+only the query is turned once more::
 
     position   0 1 2 ...                       n-W+1 ... n
     cache      sinks |          nothing        | window   |
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import widest
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, Sinks
 from jserve.model.ctx import Ctx
@@ -33,7 +33,7 @@ def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
         ConfigError: they cannot hold for this model or backend; ``field`` is the option.
     """
     fault = ""
-    if n and not arch.widest:
+    if n and not widest(arch.kv_layers):
         fault = "needs a model in which every layer has a sliding window"
     elif n and not attention.has_sinks:
         fault = f"is not served by attention_backend {attention.name!r}"

@@ -1,8 +1,8 @@
-"""SlotState: what a sequence leaves on the device between steps, one row per slot.
+"""``SlotState``: per-slot device state that persists between steps.
 
-Owns the truth that the host only bounds from above (length, last token) and the per-slot rows that
-sampling reads (token counts, biases, bad words) and drafters that copy (text), how a step advances them
-and how the host fills them. Must not know families or attention.
+It owns the truth that the host only bounds from above (length, last token) and the per-slot rows that sampling
+reads (token counts, biases, bad words) and drafters that copy (text), how a step advances them and how the host
+fills them.
 
 ``counts_CV`` holds the number of times a token was put out, plus ``IN_PROMPT`` where the prompt
 holds it.

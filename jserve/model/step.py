@@ -1,9 +1,9 @@
 """One trip to the device: ``step(params, state, buf) -> (state, out)``.
 
-Owns the order of a step (unpack, forward, logits where tokens are drawn, sample, accept, advance
-the slots), the state that survives it and the packing of what comes back. It composes a family and
-an attention backend and knows neither. A pure function, run under ``shard_map`` on every mesh, one
-device included; state is donated by the caller.
+It owns the order of a step (unpack, forward, logits where tokens are drawn, sample, accept, advance the slots), the
+state that survives it and the packing of what comes back. It composes a family and an attention backend and knows
+neither. A pure function, run under ``shard_map`` on every mesh, one device included; state is donated by the
+caller.
 
 Logits are computed where tokens are drawn (E places, ``jserve.model.draws``).
 ``out.packed_RX`` holds n_ok, finite, J tokens and the bits of J log-probabilities per row.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model import slots as slot_rows
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
@@ -47,7 +48,7 @@ from jserve.model.view import (
 from jserve.speculation.device.accepted_path import accepted, along, as_chain, straightened
 from jserve.speculation.device.draft_loop import DraftContext, StepOutcome, leave_drafts
 from jserve.speculation.device.verify import accept
-from jserve.speculation.drafters.drafter import REPLICATED, Drafter, Target
+from jserve.speculation.drafters.drafter import REPLICATED, Drafter, Target, kv_layout
 
 
 @flax.struct.dataclass
@@ -62,7 +63,7 @@ class DeviceState:
 
 @flax.struct.dataclass
 class StepOut:
-    """What a step says to the host."""
+    """What a step returns to the host."""
 
     packed_RX: jax.Array
     """int32[R, 2 + 2 J]."""
@@ -80,6 +81,14 @@ def slot_shapes(dims: StepDims) -> Any:
     return slot_rows.shapes(
         dims.C, dims.V, dims.drafts, grown=dims.grown, text=dims.text, picks=dims.picks
     )
+
+
+class PoolArray(NamedTuple):
+    """One array of the KV pool on the whole mesh."""
+
+    shape: tuple[int, ...]
+    axis: str | None
+    """Mesh axis that its heads are split over; None: every device holds all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +118,9 @@ class StepModel:
         return self.mesh.shape[self.axes.heads] if self.axes.heads else 1
 
     @property
-    def kv_heads(self) -> int:
-        """kv heads kept on the whole mesh: repeated when there are fewer than devices."""
-        return max(self.arch.K, self.tp)
-
-    @property
-    def layer_shape(self) -> tuple[int, ...]:
-        return self.backend.kv_shape(self.kv_heads, self.arch.H, self.n_pages, self.dims.Z)
+    def kv(self) -> KVLayout:
+        Z, tp = self.dims.Z, self.tp
+        return kv_layout(self.arch, self.drafter, page_size=Z, dtype=self.kv_dtype, tp=tp)
 
     @property
     def draft_rules(self) -> ShardRules:
@@ -131,16 +136,17 @@ class StepModel:
         specs = self.drafter.specs(self.tp if self.draft_axes.heads else 1)
         return padded(specs, self.draft_rules, self.mesh.shape)
 
-    def kv_layers(self) -> list[tuple[tuple[int, ...], str | None]]:
-        """(shape, mesh axis) of the keys of every layer, values alike: the target's, the
-        drafter's."""
-        layers = [(self.layer_shape, self.axes.heads)] * self.arch.L
-        if self.drafter is not None:
-            own, axis = self.drafter.arch, self.draft_axes.heads
-            heads = max(own.K, self.tp) if axis else own.K
-            shape = self.backend.kv_shape(heads, own.H, self.n_pages, self.dims.Z)
-            layers += [(shape, axis)] * self.drafter.n_kv_layers
-        return layers
+    def kv_arrays(self) -> list[tuple[PoolArray, ...]]:
+        """The arrays of every layer of ``kv``, as the pool has them on the whole mesh."""
+        kv, Z = self.kv, self.dims.Z
+
+        def of(layer: KVLayer) -> tuple[PoolArray, ...]:
+            axis = None if layer.replicated else self.axes.heads
+            sizes = [(kv.heads(layer, array), array.width) for array in layer.arrays]
+            shapes = [self.backend.kv_shape(*size, self.n_pages, Z) for size in sizes]
+            return tuple(PoolArray(shape, axis) for shape in shapes)
+
+        return [of(layer) for layer in kv.layers]
 
     def fields(self, bucket: Bucket) -> tuple[Field, ...]:
         return layout(bucket, self.dims, self.backend.plan_shapes(bucket, self.dims))
@@ -155,11 +161,13 @@ class StepModel:
         return {"target": target, "drafter": partitions(self.draft_specs(), self.draft_rules)}
 
     def state_partitions(self) -> Any:
-        ones: Any = [
-            PartitionSpec(*(None,) * self.backend.kv_axis, axis) for _, axis in self.kv_layers()
+        before = (None,) * self.backend.kv_axis
+        kv: Any = [
+            tuple(PartitionSpec(*before, array.axis) for array in layer)
+            for layer in self.kv_arrays()
         ]
         return DeviceState(
-            kv=[(one, one) for one in ones],
+            kv=kv,
             slots=jax.tree.map(lambda _: PartitionSpec(), slot_shapes(self.dims)),
         )
 
@@ -178,11 +186,11 @@ class StepModel:
         return {"target": target, "drafter": drafter}
 
     def abstract_state(self) -> Any:
-        ones: Any = [jax.ShapeDtypeStruct(shape, self.kv_dtype) for shape, _ in self.kv_layers()]
-        state = DeviceState(
-            kv=[(one, one) for one in ones],
-            slots=slot_shapes(self.dims),
-        )
+        kv: Any = [
+            tuple(jax.ShapeDtypeStruct(array.shape, self.kv_dtype) for array in layer)
+            for layer in self.kv_arrays()
+        ]
+        state = DeviceState(kv=kv, slots=slot_shapes(self.dims))
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             state,
@@ -321,7 +329,7 @@ def _forward(
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:
-    """int32[D] tokens that stand, of chains."""
+    """int32[D] accepted tokens, of chains."""
     D, J = view.D, view.J
     return accept(view.tok_T[: D * J].reshape(D, J), token_RJ[:D], view.count_R[:D])
 
@@ -333,7 +341,7 @@ def _n_ok(view: StepView, n_ok_D: jax.Array) -> jax.Array:
 
 
 def _new_len(view: StepView, n_ok_R: jax.Array) -> jax.Array:
-    """Tokens of KV that stand: all of a prefill row, as many as were accepted of a decode row."""
+    """Valid KV tokens: all of a prefill row, the accepted ones of a decode row."""
     decode = jnp.arange(view.D + view.F) < view.D
     return view.start_R + jnp.where(decode, n_ok_R, view.count_R)
 

@@ -1,9 +1,8 @@
-"""One packed int32 buffer per step: its layout, and what it becomes inside jit.
+"""The packed int32 buffer of a step: its layout, and the ``StepView`` unpacked from it inside jit.
 
-Owns the order, shapes and dtypes of everything a step is told (``layout``) and the device side of
-reading it (``unpack``). The runner fills the same layout through numpy views; nothing else knows an
-offset. Floats travel as their bits. A field whose bucket feature is off has no bytes and is None in
-the view.
+It owns the order, shapes and dtypes of everything a step is told (``layout``) and the device side of reading it
+(``unpack``). The runner fills the same layout through numpy views; nothing else knows an offset. Floats travel as
+their bits. A field whose bucket feature is off has no bytes and is None in the view.
 
 Token axis of a bucket with D decode rows of J = 1 + drafts tokens, and P prefill tokens of F rows::
 
@@ -259,7 +258,7 @@ class StepView:
     """int32: the known token after each prefill row that does not emit (only where there are drafts to
     be made)."""
     backfill_F: jax.Array | None
-    """bool: the target's KV of this prefill row stands already, only the drafter writes its own."""
+    """bool: the target's KV of this prefill row exists already; only the drafter writes its own."""
     attn: dict[str, jax.Array]
     D: int = flax.struct.field(pytree_node=False)
     P: int = flax.struct.field(pytree_node=False)

@@ -1,8 +1,7 @@
-"""StepPlan -> StepBatch: one packed int32 buffer, filled through named numpy views.
+"""Packs a ``StepPlan`` into a ``StepBatch``: one int32 buffer, filled through named numpy views.
 
-Owns the host side of ``jserve.model.view.layout``: which number goes where, and the range check of
-every index, because JAX clamps a bad index to a wrong answer. Must not know a scheduler, nor run
-anything on a device.
+It owns the host side of ``jserve.model.view.layout``: which number goes where, and the range check of every index,
+because JAX clamps a bad index to a wrong answer.
 
 What a sequence never changes (temperature, seed, stop ids ...) is kept per slot and gathered by
 slot; only starts, counts, pages and the tokens of prefill rows are written per step. The buffer of

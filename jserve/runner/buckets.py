@@ -1,7 +1,4 @@
-"""The finite list of step shapes, and which one a plan runs in.
-
-Owns the ladder of buckets. Must not know jax: a bucket is chosen from counts alone, so the choice
-replays.
+"""Lists the step shapes that are compiled, and chooses the one for a plan.
 
 Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doubling; prefill tokens
 64, 128 and doubling beside all decode rows, 32 and 128 beside few of them, and three quarters of
@@ -15,7 +12,7 @@ largest chunk. Any of these takes fewer rows and
 narrower ones, so nothing is missing, only padded.
 
 A drafter on the device is in some programs and not in others: those that draft verify as many drafts
-as they leave, and beside prefill only the narrowest width has one. While the drafter sleeps, steps
+as they leave, and beside prefill only the narrowest width has one. While the drafter is idle, steps
 run in the very programs of an engine without one.
 """
 

@@ -1,8 +1,7 @@
-"""The third tier: pages as files in one directory, bounded, checksummed, reused after a restart.
+"""The disk tier: pages as checksummed files in one bounded directory, reused after a restart.
 
-Owns the files: their names, their header, how many bytes they may take, and what happens when the
-disk is full or a file is broken. Must not know what a page means, the tree, or who decides to read
-or write. Called from one thread, which may block; ``now`` comes from a clock that is given.
+It owns the files: their names, their header, how many bytes they may take, and what happens when the disk is full
+or a file is broken. Called from one thread, which may block; ``now`` comes from a clock that is given.
 
 A file is named by the digest of its prefix and lies under the identity of what made it, so a cache
 of another model, type, page size or layer count is never read::

@@ -1,9 +1,8 @@
-"""How many KV pages fit, and the memory budget as the start banner prints it.
+"""Plans device memory: how many KV pages fit beside weights, slots and scratch.
 
-Owns the sizing of the KV pool. Must not know plans. On an accelerator the pool takes what
-``memory_utilization`` leaves after weights and scratch. On a CPU the device is the host's memory,
-which others use too: the pool takes at most a quarter of what is free, and never more than twice
-what all slots can fill (the second half keeps prefixes).
+On an accelerator the pool takes what ``memory_utilization`` leaves after weights and scratch. On a CPU the device
+is the host's memory, which others use too: the pool takes at most a quarter of what is free, and never more than
+twice what all slots can fill (the second half keeps prefixes).
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import jax
 
 from jserve.config import SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
-from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend
+from jserve.kv_layout import KVLayout
 from jserve.model.step import slot_shapes
 from jserve.model.view import StepDims
 
@@ -56,14 +54,6 @@ class MemoryPlan:
             "slots_gib": gib(self.slot_bytes),
             "device_gib": gib(self.total_bytes),
         }
-
-
-def page_bytes(
-    arch: Arch, backend: AttentionBackend, *, page_size: int, itemsize: int, tp: int
-) -> int:
-    """Bytes of one page, keys and values of all layers, on one device of ``tp``."""
-    shape = backend.kv_shape(max(arch.K, tp), arch.H, 1, page_size)
-    return 2 * arch.L * math.prod(shape) * itemsize // tp
 
 
 def slot_bytes(dims: StepDims) -> int:
@@ -119,23 +109,18 @@ def _host_memory() -> tuple[int, int]:
 
 def plan_memory(
     *,
-    arch: Arch,
-    backend: AttentionBackend,
+    kv: KVLayout,
     dims: StepDims,
-    itemsize: int,
-    tp: int,
     weight_bytes: int,
     options: CacheOptions,
     memory: DeviceMemory,
-    draft_page_bytes: int = 0,
     longest: int = 0,
 ) -> MemoryPlan:
     """Size the KV pool; ``n_pages`` or ``kv_memory_gb`` of the options decide if they are given.
 
     Args:
-        itemsize: bytes of a number in the pool.
+        kv: what a page holds.
         weight_bytes: of one device, a drafter's too.
-        draft_page_bytes: what a page holds besides, for the drafter.
         longest: pages that a sequence of the full context holds at once; 0: those of all its tokens.
 
     Raises:
@@ -143,9 +128,7 @@ def plan_memory(
         limits it.
     """
     longest = longest or dims.M
-    one = page_bytes(arch, backend, page_size=dims.Z, itemsize=itemsize, tp=tp)
-    one += draft_page_bytes
-    slots = slot_bytes(dims)
+    one, slots = kv.page_bytes, slot_bytes(dims)
     free = memory.room(options.memory_utilization, weight_bytes)
     name, n_pages = "memory_utilization", _steady((free - slots) // one)
     useful = 2 * dims.C * dims.M + 1

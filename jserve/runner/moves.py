@@ -1,16 +1,16 @@
-"""Pages between the device and host memory: two programs in the queue of the steps.
+"""Copies pages between device and host memory with two compiled programs.
 
-Owns the host pool (numpy), the programs that gather and scatter pages, and when bytes have arrived.
-Must not know who decides. A gather runs before the steps that rewrite its pages, a scatter before
-those that read them, because all programs run in the order of their launch; the copy to the host
-goes on beside the steps and is awaited with the result of its own step::
+It owns the host pool (numpy), the programs that gather and scatter pages, and when bytes have arrived. A gather
+runs before the steps that rewrite its pages, a scatter before those that read them, because all programs run in the
+order of their launch; the copy to the host goes on beside the steps and is awaited with the result of its own
+step::
 
     launch k     gather pages -> [arrays, WIDTH pages] -- copy to host begins
                  scatter <- rows of the host pool (copied first: a later landing may rewrite them)
                  step k
     collect k    the gathered pages are written to the host pool
 
-``WIDTH`` pages go in one program; the rest of a last one is scratch page 0. Layers of one shape are
+``WIDTH`` pages go in one program; the rest of a last one is scratch page 0. Arrays of one shape are
 stacked: the target's, and apart from them a drafter's. What a page is in host memory and on disk is
 the bytes of its stacks, one after the other.
 """
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jserve.model.step import StepModel
+from jserve.model.step import PoolArray, StepModel
 from jserve.runner.spill import Spill
 from jserve.types import PageFetch, PageMove
 
@@ -49,18 +49,15 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """Layers of one shape, and the pages of theirs in host memory."""
+    """Arrays of one shape, and the pages of theirs in host memory."""
 
-    layers: list[int]
+    arrays: list[tuple[int, int]]
+    """(layer, number among the arrays of that layer)."""
     shape: tuple[int, ...]
     """Of one page of one array."""
     sharding: NamedSharding
     pool_H: np.ndarray
     """[host pages, arrays, ...]"""
-
-    @property
-    def n_arrays(self) -> int:
-        return 2 * len(self.layers)
 
 
 class PageMover:
@@ -73,16 +70,12 @@ class PageMover:
 
     def __init__(self, model: StepModel, n_host_pages: int) -> None:
         self.n_host_pages = n_host_pages
-        self._axis = page_axis(model)
-        self._stacks = _stacks(model, n_host_pages, self._axis)
+        self._axis = model.backend.page_axis
+        self._stacks = _stacks(model, n_host_pages)
+        self.page_nbytes = model.kv.host_page_bytes
         self._gather, self._scatter = self._compile(model)
         self.spill: Spill | None = None
         """Where pages that go out are also written; set once, before the first launch."""
-
-    @property
-    def page_nbytes(self) -> int:
-        """Bytes of one page, keys and values of all layers on all devices."""
-        return sum(stack.pool_H[0].nbytes for stack in self._stacks)
 
     def launch(self, kv: KV, moves: Seq[PageMove]) -> tuple[KV, list[Leaving]]:
         """The KV after ``moves`` (those that go out first), and what is on its way to the host.
@@ -188,7 +181,7 @@ class PageMover:
         pages_W = jax.ShapeDtypeStruct((WIDTH,), jnp.int32, sharding=whole)
         data = [
             jax.ShapeDtypeStruct(
-                (s.n_arrays, *s.shape[:axis], WIDTH, *s.shape[axis:]),
+                (len(s.arrays), *s.shape[:axis], WIDTH, *s.shape[axis:]),
                 model.kv_dtype,
                 sharding=s.sharding,
             )
@@ -196,20 +189,18 @@ class PageMover:
         ]
 
         def gather(kv: KV, pages_W: jax.Array) -> list[jax.Array]:
-            def taken(layers: list[int]) -> jax.Array:
-                arrays = [array for i in layers for array in kv[i]]
-                return jnp.stack([jnp.take(array, pages_W, axis=axis) for array in arrays])
+            def taken(arrays: list[tuple[int, int]]) -> jax.Array:
+                return jnp.stack([jnp.take(kv[i][j], pages_W, axis=axis) for i, j in arrays])
 
-            return [taken(s.layers) for s in stacks]
+            return [taken(s.arrays) for s in stacks]
 
         def scatter(kv: KV, pages_W: jax.Array, data: list[jax.Array]) -> KV:
-            at, moved = (*(slice(None),) * axis, pages_W), list(kv)
+            at = (*(slice(None),) * axis, pages_W)
+            moved: list[Any] = [list(layer) for layer in kv]
             for stack, pages in zip(stacks, data, strict=True):
-                for i, layer in enumerate(stack.layers):
-                    keys, values = kv[layer]
-                    new = keys.at[at].set(pages[2 * i]), values.at[at].set(pages[2 * i + 1])
-                    moved[layer] = new
-            return moved
+                for n, (i, j) in enumerate(stack.arrays):
+                    moved[i][j] = kv[i][j].at[at].set(pages[n])
+            return [tuple(layer) for layer in moved]
 
         shardings = [s.sharding for s in stacks]
         out = jax.jit(gather, out_shardings=shardings).lower(kv, pages_W).compile()
@@ -217,17 +208,9 @@ class PageMover:
         return out, into.lower(kv, pages_W, data).compile()
 
 
-def page_axis(model: StepModel) -> int:
-    """Which dimension of a layer's keys counts pages."""
-    shape_of = model.backend.kv_shape
-    one, two = (shape_of(model.kv_heads, model.arch.H, n, model.dims.Z) for n in (1, 2))
-    (axis,) = [i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
-    return axis
-
-
 def identity(model: StepModel, params: Any) -> str:
     """16 hex digits of everything that the bytes of a page depend on: the weights' bits, the
-    architecture, the backend's layout, types, page size and layers."""
+    architecture, what each layer keeps, the backend's layout, types and page size."""
 
     @jax.jit
     def sums(x: jax.Array) -> jax.Array:
@@ -238,8 +221,9 @@ def identity(model: StepModel, params: Any) -> str:
         return jnp.stack([flat.sum(dtype=jnp.uint32), (flat * place).sum(dtype=jnp.uint32)])
 
     digest = hashlib.blake2b(digest_size=8)
-    about = (FORMAT, model.family.name, repr(model.arch), model.backend.name, model.layer_shape[1:])
-    digest.update(repr((*about, model.dims.Z, model.arch.L, str(model.kv_dtype))).encode())
+    pages = [stack.shape for stack in _stacks(model, 0) for _ in stack.arrays]
+    about = (FORMAT, model.family.name, repr(model.arch), model.backend.name, pages)
+    digest.update(repr((*about, model.dims.Z, str(model.kv_dtype))).encode())
     if model.drafter is not None:
         digest.update(repr((model.drafter.name, model.drafter.arch, model.drafter.taps)).encode())
     for path, leaf in jax.tree.leaves_with_path(params):
@@ -248,22 +232,24 @@ def identity(model: StepModel, params: Any) -> str:
     return digest.hexdigest()
 
 
-def _stacks(model: StepModel, n_host_pages: int, page_axis: int) -> list[_Stack]:
-    """The layers by shape and mesh axis, in order of first appearance."""
-    layers = model.kv_layers()
+def _stacks(model: StepModel, n_host_pages: int) -> list[_Stack]:
+    """The arrays of all layers by shape and mesh axis, in order of first appearance."""
+    dtype, axis = model.kv.dtype, model.backend.page_axis
+    places: dict[PoolArray, list[tuple[int, int]]] = {}
+    for i, layer in enumerate(model.kv_arrays()):
+        for j, array in enumerate(layer):
+            places.setdefault(array, []).append((i, j))
     found = []
-    for shape, axis in dict.fromkeys(layers):
+    for array, own in places.items():
         # Split over kv heads as the KV is, behind one more leading dimension.
-        spec = PartitionSpec(None, *(None,) * model.backend.kv_axis, axis)
-        page = shape[:page_axis] + shape[page_axis + 1 :]
-        own = [i for i, layer in enumerate(layers) if layer == (shape, axis)]
-        dtype = np.dtype(model.kv_dtype)
+        spec = PartitionSpec(None, *(None,) * model.backend.kv_axis, array.axis)
+        page = array.shape[:axis] + array.shape[axis + 1 :]
         found.append(
             _Stack(
-                layers=own,
+                arrays=own,
                 shape=page,
                 sharding=NamedSharding(model.mesh, spec),
-                pool_H=np.zeros((n_host_pages, 2 * len(own), *page), dtype),
+                pool_H=np.zeros((n_host_pages, len(own), *page), dtype),
             )
         )
     return found

@@ -1,7 +1,4 @@
-"""Profiles of the device's work, started and stopped while the engine serves.
-
-Owns the directory and whether a profile is being taken. Must not know who asks for one.
-"""
+"""Starts and stops profiles of the device while the engine serves."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Every compiled program of an engine: listed, compiled before ready, counted after.
+"""Compiles every program before the engine is ready, and counts compilations after that.
 
-Owns ahead-of-time compilation (``lower().compile()`` of each bucket in parallel threads), the
-persistent compile cache and the seal. Must not know plans. After ``seal()`` nothing may compile: on
-a GPU a new executable evicts every captured graph, and anywhere it stalls all requests. Compiles
-are counted through ``jax.monitoring``, so one by any code of this process is seen; those of an
-engine that is ``starting`` are no fault of the engines that are ready.
+It owns ahead-of-time compilation (``lower().compile()`` of each bucket in parallel threads), the persistent compile
+cache and the seal. After ``seal()`` nothing may compile: on a GPU a new executable evicts every captured graph, and
+anywhere it stalls all requests. Compiles are counted through ``jax.monitoring``, so one by any code of this process
+is seen; those of an engine that is ``starting`` are no fault of the engines that are ready.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A step of made-up rows that fills a bucket: what a program is warmed up and timed with.
+"""Makes the warm-up plan of a bucket: rows that fill it.
 
-Owns what such rows are. Must not know programs or when they run. Padding would not do: loops over a row's context
-would not be entered, so that what XLA builds at its first run is built under the first request, and times would
-leave out attention. The rows stand in no slot and on the scratch page, so that nothing they leave is ever read.
+Padding would not do: loops over a row's context would not be entered, so that what XLA builds at its first run is
+built under the first request, and times would leave out attention. The rows stand in no slot and on the scratch
+page, so that nothing they leave is ever read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""StepOut -> StepResult: what came up from the device, in the order of the plan's rows.
+"""Converts ``StepOut`` to ``StepResult``: numpy results in the order of the plan's rows.
 
-Owns which arrays go to the host, and where the rows of a plan stand in those of its bucket: the way back of
-``runner.batch``. Must not know programs, state or time.
+It owns which arrays go to the host, and where the rows of a plan stand in those of its bucket: the way back of
+``runner.batch``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""ModelRunner: takes plans, runs them on the device in order, gives numpy back.
+"""The model runner: launches plans on the device in order and collects numpy results.
 
-Owns the parameters, the device state and the programs, and is the only caller of a compiled step.
-Must not know a scheduler. One packed buffer goes down per step and one comes up; ``launch`` returns
-while the device works and ``collect`` waits for that step alone::
+It owns the parameters, the device state and the programs, and is the only caller of a compiled step. One packed
+buffer goes down per step and one comes up; ``launch`` returns while the device works and ``collect`` waits for that
+step alone::
 
     launch k+1:  pack | slot loads | step(params, state, buf)      device: step k | step k+1
     collect k:   wait for out k, slice its rows                            ^ still running
@@ -339,7 +339,7 @@ def step_model(
         mesh=mesh,
         rules=rules,
         n_pages=sizes.memory.n_pages,
-        kv_dtype=sizes.stored,
+        kv_dtype=sizes.kv.dtype,
         dtype=sizes.dtype,
         drafter=None if speculation is None else speculation.drafter,
     )

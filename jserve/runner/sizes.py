@@ -1,7 +1,7 @@
-"""How large everything is: from a model and the options to a step's dimensions, limits and ladder.
+"""Derives step dimensions, runner limits and the bucket ladder from a model and the options.
 
-Owns the arithmetic that an engine and ``jserve plan`` share, so that a plan cannot differ from what is
-allocated. Must not hold arrays or touch a device.
+It owns the arithmetic that an engine and ``jserve plan`` share, so that a plan cannot differ from what is
+allocated.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.kv_layout import KVLayout
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, backend as find_backend
 from jserve.model.draft_tree import TreeShape
@@ -23,7 +24,8 @@ from jserve.model.sinks import with_sinks
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
 from jserve.runner.buckets import Ladder, beside_prefill
-from jserve.runner.memory import DeviceMemory, MemoryPlan, host_pages, page_bytes, plan_memory
+from jserve.runner.memory import DeviceMemory, MemoryPlan, host_pages, plan_memory
+from jserve.speculation.drafters.drafter import kv_layout
 from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import Grown
 from jserve.window import Window, tokens_ahead
@@ -57,31 +59,6 @@ def step_dims(
     )
 
 
-def draft_page_bytes(
-    speculation: LoadedDrafter | None,
-    attention: AttentionBackend,
-    dims: StepDims,
-    itemsize: int,
-    tp: int,
-) -> int:
-    """Bytes that a page takes on each device for the drafter."""
-    if speculation is None:
-        return 0
-    drafter = speculation.drafter
-    own = dataclasses.replace(drafter.arch, L=drafter.n_kv_layers)
-    tp = 1 if drafter.replicated else tp
-    return page_bytes(own, attention, page_size=dims.Z, itemsize=itemsize, tp=tp)
-
-
-def host_page_bytes(
-    page_bytes: int, draft_page_bytes: int, speculation: LoadedDrafter | None, tp: int
-) -> int:
-    """Bytes of a page in host memory, of ``page_bytes`` on each of ``tp`` devices: what every device
-    holds whole lies there once."""
-    whole = speculation is not None and speculation.drafter.replicated
-    return tp * page_bytes - ((tp - 1) * draft_page_bytes if whole else 0)
-
-
 def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
     """What KV is rounded to, for activations of ``dtype``."""
     name = config.cache.kv_cache_dtype
@@ -104,17 +81,9 @@ def stored_kv(
     stored = attention.kv_dtype(kv_dtype(config, dtype))
     tree = () if speculation is None else speculation.tree
     attention.check(arch.H, stored, tree)
-    if speculation is not None and speculation.drafter.n_kv_layers:
+    if speculation is not None and speculation.drafter.kv_layers:
         attention.check(speculation.drafter.arch.H, stored, tree)
     return stored
-
-
-def window_of(arch: Arch, speculation: LoadedDrafter | None) -> int:
-    """Tokens that any layer of target or drafter reads at most; 0: some read all."""
-    if speculation is None or not speculation.drafter.n_kv_layers:
-        return arch.widest
-    own = speculation.drafter.arch.widest
-    return max(arch.widest, own) if arch.widest and own else 0
 
 
 def longest_pages(arch: Arch, config: EngineConfig, dims: StepDims, window: int) -> int:
@@ -180,7 +149,7 @@ def drafting_limits(
         draft_depths=speculation.depths,
         draft_rows=draft_rows(config, platform),
         prefill_width=0 if speculation.tree else beside_prefill(limits.max_drafts),
-        drafts_from_kv=speculation.drafter.n_kv_layers > 0,
+        drafts_from_kv=bool(speculation.drafter.kv_layers),
     )
 
 
@@ -212,8 +181,8 @@ class Sizes:
     """Of the activations."""
     kv_dtype: Any
     """What KV is rounded to."""
-    stored: Any
-    """The dtype of the KV pool."""
+    kv: KVLayout
+    """What a page of the pool holds."""
     memory: MemoryPlan
     limits: RunnerLimits
     """Without measured times."""
@@ -246,23 +215,18 @@ def sizes_of(
     arch = with_sinks(arch, attention, config.device.attention_sinks)
     stored = stored_kv(config, attention, dtype, arch, speculation)
     dims = step_dims(arch, config, speculation)
-    window = window_of(arch, speculation)
-    of_draft = draft_page_bytes(speculation, attention, dims, stored.itemsize, tp)
+    drafter = None if speculation is None else speculation.drafter
+    kv = kv_layout(arch, drafter, page_size=dims.Z, dtype=stored, tp=tp)
     pool = plan_memory(
-        arch=arch,
-        backend=attention,
+        kv=kv,
         dims=dims,
-        itemsize=stored.itemsize,
-        tp=tp,
         weight_bytes=weight_bytes,
         options=config.cache,
         memory=memory,
-        draft_page_bytes=of_draft,
-        longest=longest_pages(arch, config, dims, window),
+        longest=longest_pages(arch, config, dims, kv.window),
     )
-    of_host = host_page_bytes(pool.page_bytes, of_draft, speculation, tp)
-    n_host = host_pages(config.cache.host_memory_gb, of_host)
-    limits = runner_limits(arch, config, dims, pool.n_pages, n_host, window)
+    n_host = host_pages(config.cache.host_memory_gb, kv.host_page_bytes)
+    limits = runner_limits(arch, config, dims, pool.n_pages, n_host, kv.window)
     limits = drafting_limits(limits, config, speculation, platform)
     tree = () if speculation is None else speculation.tree
     return Sizes(
@@ -271,7 +235,7 @@ def sizes_of(
         dims=dims,
         dtype=dtype,
         kv_dtype=kv_dtype(config, dtype),
-        stored=stored,
+        kv=kv,
         memory=pool,
         limits=limits,
         ladder=ladder_of(limits, tree, masks_drafts=config.speculative.method == "synthetic"),

@@ -1,7 +1,7 @@
-"""Page files in a thread of their own, so that no step ever waits for a disk.
+"""Reads and writes page files in a thread, so that no step waits for the disk.
 
-Owns the thread and its two queues. Must not know plans or who decides. Writes are dropped while too
-many wait: a page that is not written is a miss later, nothing worse. Every read is answered::
+Writes are dropped while too many wait: a page that is not written is a miss later, nothing worse. Every read is
+answered::
 
     loop    write(digest, bytes)   read(ticket, digest, host)        answers()  [(fetch, bytes | None)]
               |                      |                                  ^

@@ -1,7 +1,6 @@
-"""Allocating what lives on the device across steps.
+"""Allocates the device state that persists across steps.
 
-Owns the creation of ``DeviceState``: the KV of each layer and the slot rows, zeroed in place on
-their shards. Must not know plans or programs.
+It owns the creation of ``DeviceState``: the KV of each layer and the slot rows, zeroed in place on their shards.
 
 One layer's keys and values are two arrays of the backend's shape, split over the kv heads::
 

@@ -1,8 +1,4 @@
-"""Runs every program before the engine is ready, and tells how long each takes.
-
-Owns the order, the number and the weighing of these runs. Must not know the runner: it gets a function
-that runs one program to its end and says how long the device had it.
-"""
+"""Runs and times every program before the engine is ready."""
 
 from __future__ import annotations
 

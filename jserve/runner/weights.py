@@ -1,7 +1,6 @@
-"""Overwriting the weights of an engine with those of a caller, by programs compiled before ready.
+"""Replaces an engine's weights with a caller's, by programs compiled before ready.
 
-Owns the programs and how a caller's leaves get to them. The caller's arrays are only read, so a trainer
-may donate or delete its own right after. Must not know plans or files::
+The caller's arrays are only read, so a trainer may donate or delete its own right after::
 
     the caller's leaf   in a layout that is compiled    as it is
                         any other                       through host memory: cast, laid out, on the mesh

@@ -1,7 +1,7 @@
-"""Rows that read their slots: one for every sequence whose known tokens are all scheduled, with drafts or without.
+"""Plans decode and verify rows: one per running sequence whose known tokens are all scheduled.
 
-Owns what a decode or verify row needs before it is made: pages for the most tokens it can draw, its share of the
-step's tokens. Must not know who drafts or why so many (``policy.controller``), nor prefill.
+It owns what a decode or verify row needs before it is made: pages for the most tokens it can draw, its share of the
+step's tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DecodePlanner:
         self._decode(builder, ready)
 
     def ready(self) -> list[Sequence]:
-        """Those who may have such a row now."""
+        """Sequences that can have such a row now."""
         return [
             seq
             for seq in self.resources.running
@@ -77,14 +77,14 @@ class DecodePlanner:
 
     def _grow_given(self) -> None:
         """Pages for known tokens: those that guides forced, and with a window the next row's of a
-        prompt. Before any row, since growing may push others out."""
+        prompt. It runs before any row is planned, since growing may preempt."""
         for seq in self.resources.running.snapshot():
             if seq.lease is not None and seq.given > seq.lease.capacity:
                 self.resources.grow(seq, self.resources.tokens_ahead(seq))
 
     def _decode(self, builder: PlanBuilder, ready: list[Sequence]) -> None:
         for seq in ready:
-            # One that gave way to an earlier one in this very loop holds no lease any more.
+            # A sequence preempted earlier in this loop holds no lease any more.
             if seq.lease is not None and seq.scheduled >= seq.lease.capacity:
                 self.resources.grow(seq, seq.scheduled + 1)
         builder.decode([seq for seq in ready if seq.lease is not None and seq.guide is None])
@@ -101,7 +101,7 @@ class DecodePlanner:
             drafts = drafts.cut(min(spare, self._room(seq)))
             n = len(drafts.ids)
             if n and not self.resources.cache.extend(seq.lease, seq.scheduled + 1 + n):
-                drafts, n = RowDrafts(), 0  # nobody gives way to a guess
+                drafts, n = RowDrafts(), 0  # drafts never preempt
             if self.resources.grow(seq, seq.scheduled + 1 + n):
                 mask = self.speculation.mask(seq, drafts) if n else None
                 builder.verify(seq, drafts.ids, drafts.source, mask)

@@ -1,7 +1,7 @@
-"""What a row that came back does to its sequence, and what the end of a sequence does.
+"""Applies sampled tokens to sequences, emits outputs and finishes sequences.
 
-``Finalizer.advance`` is the one transition of a row: it takes back the bounds that planning moved, appends what
-was drawn, publishes the pages that this proved sound and ends what is over.
+``Finalizer.advance`` is the one transition of a row: it rolls back unused bounds of the plan, appends sampled
+tokens, publishes full pages whose logits were finite, and finishes sequences that ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NON_FINITE_CODE, GRAMMAR_FAILED = "nonfinite_logits", "grammar_failed"
 
 
 class PerSequenceState(Protocol):
-    """Whoever keeps something of sequences."""
+    """A part that keeps state per sequence."""
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` is over."""
@@ -33,18 +33,18 @@ class PerSequenceState(Protocol):
 
 
 class Finalizer:
-    """Moves sequences by what was drawn, ends them, and says so.
+    """Applies results to sequences, emits outputs, finishes sequences.
 
     Args:
-        floor: where sequences are, and the cache that their pages are published in.
+        resources: queue, running sequences, and the cache that pages are published to.
         speculation: sees every token.
         scores: the log-probabilities of prompts, until they are sent.
-        finish_intervals: hears when one that had got in is over.
+        finish_intervals: records when an admitted sequence finishes.
         groups: the sequences of every live request; a request goes with the last of them.
-        counts: what ended, by lane.
-        remember: all who keep something of a sequence until it is over.
+        counts: finished sequences by lane.
+        remember: parts with state per sequence, cleared when it finishes.
         vocab_size: token ids below it can be drawn.
-        journal: hears what guides say.
+        journal: records guides' verdicts.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Finalizer:
     def advance(
         self, plan: StepPlan, seqs: Seq[Sequence], result: StepResult, now: float
     ) -> list[Output]:
-        """Move the sequence of every row of ``plan``; one output for each row that moved a live one."""
+        """Advance the sequence of every row of ``plan``; returns one output per row that advanced a live one."""
         outputs: list[Output] = []
         drafts = self.speculation.on
         columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
@@ -122,7 +122,7 @@ class Finalizer:
         result: StepResult,
         now: float,
     ) -> Output | None:
-        """What follows from row ``r`` for a live sequence, whatever it is."""
+        """Apply row ``r`` to a live sequence: the general case."""
         if not finite:
             return self._end_nonfinite(seq, drawn, now)
         if row.targets:
@@ -142,7 +142,7 @@ class Finalizer:
         n_drafts: int,
         now: float,
     ) -> Output:
-        """Append what was drawn, publish the pages it proved sound, end what is over."""
+        """Append sampled tokens, publish verified pages, finish if stopped."""
         first = len(seq.tokens) == seq.n_prompt
         verdict = None if seq.guide is None else self._ask(seq, drawn)
         if verdict is not None and verdict.error is not None:
@@ -226,7 +226,7 @@ class Finalizer:
         return {"sequences_nonfinite_total": float(self.n_nonfinite)}
 
     def _retire(self, seq: Sequence, now: float) -> None:
-        """``seq`` is over: nobody keeps anything of it."""
+        """Free everything that is kept for the finished ``seq``."""
         if seq.charged is not None:
             self.finish_intervals.ended(now)
         if seq.finish in (Finish.STOP, Finish.LENGTH):

@@ -1,7 +1,6 @@
-"""What a guide's word means for its sequence: when it may be planned, and what it gets for granted.
+"""Applies a guide's verdict to its sequence, and says when a guided sequence can be planned.
 
-Owns the two places where a guide touches a sequence's counters. Must not know grammars. Forced
-tokens become known ones: the next row carries them like a prompt's, and draws after the last::
+Forced tokens become known ones: the next row carries them like a prompt's, and draws after the last::
 
     tokens      ... drawn  f0  f1  f2
     scheduled          |               KV is written below it

@@ -1,10 +1,9 @@
-"""A plan in the making: rows are added within one step's limits, then frozen.
+"""Builds a step's plan: adds rows within the step's budgets, then freezes them.
 
 A row takes over what a runner needs of its sequence as values; ``seqs`` keeps which sequence that is, for
 the commit.
 
-Owns the budgets of one step and the counters that a row moves on its sequence. Must not know
-queues, policy or who deserves a row.
+It owns the budgets of one step and the counters that a row moves on its sequence.
 
 A row of ``count`` tokens moves ``scheduled`` by ``count``; an emitting row moves ``in_flight`` by
 the most tokens it can draw. Commit takes back what was not drawn::

@@ -1,20 +1,18 @@
-"""Who runs first, who gives way, and how much room admission leaves: functions over explicit state.
+"""Orders running sequences, picks preemption victims and sizes admission headroom, as pure functions.
 
-Owns no state. Must not know pages' ids, plans or devices.
-
-Progress (why preemption ends). Those who run have one fixed order: lane, priority, arrival. Three
+Why preemption terminates. Running sequences have one fixed order: lane, priority, arrival. Three
 facts, each by itself enough to end it, hold for any choice of victims made here:
 
-* a victim is later in that order than who needs the page, or is that one itself; so the first in
-  order never gives way to a page's need;
-* nobody gives way more than ``MAX_PREEMPTIONS`` times, for whatever reason (pages, or a higher lane
-  that finds no room), so a finite set of sequences gives way finitely often;
-* who has given way that often is admitted only with every page it can ever need: it is no victim
-  and asks for nothing again. Where a window gives pages back that is a window of them, from which it
-  takes the later ones (see ``residency``).
+* a victim is later in that order than the sequence that needs the page, or is that sequence;
+  so the first in order is never preempted for a page;
+* a sequence is preempted at most ``MAX_PREEMPTIONS`` times, for pages or for a higher lane, so a
+  finite set of sequences is preempted finitely often;
+* a sequence preempted that often is admitted only with every page it can ever need: it is no
+  victim and needs no page again. With an attention window that is one window of pages, which it
+  reuses (see ``sched.resources``).
 
-Between two preemptions every step gives each one who runs a row, or its turn in the prefill budget.
-When nobody runs all pages are free, and admission has checked that any one sequence fits alone.
+Between two preemptions every step gives each running sequence a row, or its turn in the prefill
+budget. When none runs, all pages are free, and admission has checked that any one sequence fits alone.
 """
 
 from __future__ import annotations
@@ -62,12 +60,12 @@ def charge(n_new: int, n_out: int) -> float:
 
 
 def protected(seq: Sequence) -> bool:
-    """True when the sequence has given way often enough."""
+    """True for a sequence that may not be preempted again."""
     return seq.n_preempted >= MAX_PREEMPTIONS
 
 
 def waste(seq: Sequence) -> int:
-    """Tokens to be computed again if ``seq`` gives way now: those whose pages nobody could find."""
+    """Tokens recomputed if ``seq`` is preempted now: those in unpublished pages."""
     lease = seq.lease
     if lease is None:
         return 0
@@ -81,7 +79,7 @@ def _page_size(seq: Sequence) -> int:
 
 
 def victim(later: Seq[Sequence]) -> Sequence | None:
-    """Who of ``later`` (in order) is preempted: of the lowest lane, the one that wastes least.
+    """The sequence of ``later`` (in order) to preempt: of the lowest lane, the one that wastes least.
 
     Among equals the one with the fewest tokens drawn, then the newest. Protected ones never.
     """
@@ -94,13 +92,13 @@ def _regret(seq: Sequence) -> tuple[int, int, int, int]:
 
 
 def preemptible_bulk(running: Iterable[Sequence]) -> list[Sequence]:
-    """Those who give way to lane interactive when it finds no room: bulk, least waste first."""
+    """Bulk sequences that may be preempted for lane interactive, least waste first."""
     bulk = [s for s in running if s.request.lane == Lane.BULK and not protected(s)]
     return sorted(bulk, key=_regret)
 
 
 def headroom(n_running: int) -> int:
-    """Pages that admission leaves for those who run: one each, for their next page border."""
+    """Pages that admission reserves for running sequences: one each, for their next page."""
     return n_running
 
 

@@ -1,8 +1,4 @@
-"""Rows of known tokens: the next chunk of every sequence that runs and has some left, then who gets in.
-
-Owns who may have such a row in this step and who has to wait for something else first. Must not know rows
-that read their slots (``sched.decode``), nor what results mean.
-"""
+"""Plans prefill rows: the next chunk of running sequences, then admission from the wait queue."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ class PrefillPlanner:
         self.prefix_waits, self.disk_waits, self.bisection = prefix_waits, disk_waits, bisection
 
     def fill(self, builder: PlanBuilder, step: int, now: float) -> None:
-        """Add the rows: first of those who run, then of those who get in. ``step`` counts plans."""
+        """Add the rows: running sequences first, then admitted ones. ``step`` counts plans."""
         begun = [seq for seq in self.resources.running if seq.scheduled < seq.given]
         waiting = len(self.resources.waiting) > 0
         if begun or (waiting and not self.resources.full):
@@ -52,7 +48,7 @@ class PrefillPlanner:
     def waits_for(self, seq: Sequence, step: int) -> str:
         """What that is, in words; empty: nothing."""
         if self.bisection.holds(seq):
-            return "others are tried first after a step that failed"
+            return "requests of a failed step are retried one group at a time"
         if self.prefix_waits.wait(seq, step):
             return "another request computes its prefix"
         if self.disk_waits.wait(seq):
@@ -60,7 +56,7 @@ class PrefillPlanner:
         return "its KV is on the way to the host" if self.resources.swap_policy.waits(seq) else ""
 
     def _go_on(self, builder: PlanBuilder, begun: list[Sequence]) -> None:
-        """The next chunk of each of ``begun``, within what all of this step may have."""
+        """Add the next chunk of each of ``begun``, within the step's prefill cap."""
         if self.gate.level:
             self.gate.update()
         cap = self.gate.cap
@@ -74,7 +70,7 @@ class PrefillPlanner:
             builder.prefill(seq, score=owes_scores(seq))
 
     def _admit(self, builder: PlanBuilder, step: int, now: float) -> None:
-        """Candidates from the queue, while slots, rows, budget and pages last."""
+        """Admit candidates from the queue while slots, rows, budget and pages last."""
         candidates = self.resources.waiting.candidates(now)
         while self._may_admit(builder):
             seq = candidates.next()

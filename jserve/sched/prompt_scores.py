@@ -1,7 +1,6 @@
-"""Collects the log-probabilities of prompt tokens, which arrive in chunks, into one list.
+"""Collects prompt log-probabilities, which arrive in chunks, into one list per sequence.
 
-Owns the partial lists. Must not know plans or stopping. A chunk that is computed again after a
-preemption overwrites itself, so every position ends up filled exactly once.
+A chunk that is computed again after a preemption overwrites itself, so every position ends up filled exactly once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Who waits, who runs, and what the running ones hold: a slot and a lease on pages.
+"""Holds the wait queue, the running sequences, their slots and page leases; admits and preempts.
 
-Owns the queue, the running sequences, the free slots and the page cache, and moves sequences
-between them. Must not know rows, budgets, results or outputs.
+It owns the queue, the running sequences, the free slots and the page cache, and moves sequences between them.
 
-Why slots and pages of a sequence that ended or gave way may be handed out at once, although a step
+Why slots and pages of a finished or preempted sequence may be reused at once, although a step
 in flight may hold one more row of it: programs run in launch order. Whoever gets the slot or the
 pages next is planned later, so its ``SlotLoad``, its first row (which carries ids and an exact
 start) and its KV writes come after the over-run row. What that row leaves behind (last token,
@@ -37,7 +36,7 @@ from jserve.window import chunk_of, tokens_ahead
 
 
 class Resources:
-    """The waiting and the running, and the ways between: enter, grow, make way, preempt, leave."""
+    """Moves sequences between waiting and running: admit, grow, preempt, finish."""
 
     def __init__(
         self,
@@ -177,10 +176,10 @@ class Resources:
         return min(seq.given, seq.scheduled + self.chunk)
 
     def preempt_for_interactive(self, now: float, held_back: Callable[[Sequence], bool]) -> None:
-        """Bulk gives way to the first of lane interactive that finds no slot or no pages.
+        """Preempt bulk sequences for the first interactive one that lacks a slot or pages.
 
-        To be called before the step's rows are made, since a row needs its sequence's pages. Nobody
-        gives way unless that makes room enough. ``held_back`` are waiting for something else.
+        Call it before the step's rows are planned, since a row needs its sequence's pages. It preempts
+        only where that frees enough. ``held_back``: sequences that wait for something else.
         """
         seq = self._urgent(now, held_back)
         if seq is None:
@@ -219,7 +218,7 @@ class Resources:
         return self.cache.page_size * self.cache.n_known(root_of(request), request.prompt_ids)
 
     def grow(self, seq: Sequence, n_tokens: int) -> bool:
-        """Pages for ``n_tokens``, taken from later sequences if need be; False: it gave way."""
+        """Pages for ``n_tokens``, taken from later sequences if need be; False: ``seq`` itself was preempted."""
         assert seq.lease is not None
         while not self.cache.extend(seq.lease, n_tokens):
             victim = policy.victim(self.running.after(seq)) or seq
@@ -229,7 +228,7 @@ class Resources:
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Back to the queue; tokens, seed and results in flight stay, so nothing said is lost."""
+        """Preempt ``seq``: it requeues with its tokens and seed; results in flight still apply."""
         if not owes_scores(seq):
             self.swap_policy.leave(seq)
         self._requeue(seq)
@@ -307,7 +306,7 @@ def reuses_cache(seq: Sequence) -> bool:
 
 
 def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) -> Resources:
-    """Nobody yet, over an empty page cache of these limits."""
+    """Builds the page cache, wait queue and slot allocator from limits and options."""
     options = config.scheduler
     per_slot = -(-limits.max_model_len // limits.page_size)
     cache = PageCache(
@@ -340,6 +339,6 @@ def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) ->
 
 
 def _most_running(limits: RunnerLimits, options: SchedulerOptions) -> int:
-    """All who run must fit the decode rows of one step, so that nobody who decodes skips a step."""
+    """All running sequences fit the decode rows of one step, so none skips a step."""
     room = min(limits.n_slots, limits.max_rows, limits.max_decode_rows)
     return min(room, options.max_num_seqs, options.max_num_batched_tokens)

@@ -1,7 +1,7 @@
-"""What drawn tokens mean for their sequence: appended, cut at a stop or at the length, scored.
+"""Appends sampled tokens to a sequence, checks stop conditions and collects log-probabilities.
 
-Owns the stopping rules. Must not know pages, queues or steps. The device bans stop ids before
-``min_len``; the rule here is the same, so host and device agree on where a sequence may end.
+The device bans stop ids before ``min_len``; the rule here is the same, so host and device agree on where a sequence
+may end.
 """
 
 from __future__ import annotations

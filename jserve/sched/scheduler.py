@@ -1,21 +1,19 @@
-"""Which rows run next, and what their results mean: a pure state machine over its inputs.
+"""The scheduler: plans each step and commits its results, as a pure state machine over its inputs.
 
-Owns the life of a request from arrival to its one end. Must not know jax, threads, wall time or
-what a token says. The rule: the plan for the next step is made from counts and upper bounds while
-earlier steps run; values (last token, true length) live on the device; commit reconciles.
+The plan of the next step is made from counts and upper bounds while earlier steps run; values (last
+token, true length) live on the device; commit reconciles.
 
-A sequence has no phase; a step hands out ``todo = known + in_flight + drafts - scheduled`` tokens::
+A sequence has no phase; a step schedules ``todo = known + in_flight + drafts - scheduled`` tokens::
 
     WAITING --admit--> RUNNING --stop, length, cancel, fault--> FINISHED
        ^                  |                                        ^
        '---- PREEMPTED <--' (pages and slot gone, tokens stay) ----'
 
-A prefix that is being computed is waited for, not computed twice: see ``cache.prefix_wait``.
+A prefix that another sequence is computing is waited for (``cache.prefix_wait``).
 
-A guided sequence (structured output, a thought with a budget) is the exception to "counts only":
-which token comes next decides what may follow. It is planned when nothing of it is in flight and
-its mask is at hand; until then the others go on without it. What its guide forces becomes known
-tokens, which the next row carries like a prompt's.
+A guided sequence (structured output, a reasoning budget) is the exception: its next bitmask depends on
+the last token. It is planned when nothing of it is in flight and its bitmask is ready; other sequences
+continue meanwhile. Jump-forward tokens become known tokens, which its next row carries like a prompt's.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ from jserve.types import (
 )
 
 MASK_PATIENCE_S = 0.0005
-"""How long planning waits for masks beside a step in flight; guided rows that lack theirs wait on."""
+"""How long planning waits for bitmasks while a step is in flight; rows without one wait for the next plan."""
 
 
 class Scheduler:
@@ -72,7 +70,7 @@ class Scheduler:
         guides: Guides | None = None,
         speculation: type[SpeculationController] = SpeculationController,
     ) -> None:
-        """``speculation`` is the policy that says what is drafted; the usual one asks ``proposer``."""
+        """``speculation`` decides what is drafted; the default asks ``proposer``."""
         self.limits = limits
         self.options = config.scheduler
         self.seed = config.model.seed
@@ -169,11 +167,11 @@ class Scheduler:
         self.deadlines.add(seq, first_by, end_by)
 
     def expire(self, now: float) -> list[Output]:
-        """End those whose deadline passed, or became hopeless in the queue, and who keeps everything
-        from moving (``DeadlockGuard``); to be called before ``plan``.
+        """End sequences whose deadline passed or cannot be met from the queue, and one that deadlocks the
+        engine (``DeadlockGuard``). Call it before ``plan``.
 
-        They end in error with code ``deadline_exceeded`` and the field, or ``unschedulable``; what was
-        drawn stays said.
+        They end in error with code ``deadline_exceeded`` and the field, or ``unschedulable``; tokens
+        already emitted remain.
         """
         passed, given_up = self.deadlines.passed(now), self.deadlock.find(self.n_steps, now)
         if passed or given_up is not None:
@@ -203,8 +201,7 @@ class Scheduler:
 
     @point("sched.plan")
     def plan(self, now: float) -> StepPlan | None:
-        """The rows of the next step, or None when nothing can or should run before a result comes
-        back."""
+        """The plan of the next step; None when nothing can or should run before a result returns."""
         self.resources.retention.advance(now)
         waits = self.decode_planner.waits(len(self._in_flight), self.gate.n_context)
         plan = None if waits else self._plan(now)
@@ -229,7 +226,7 @@ class Scheduler:
             self.guides.wait_masks(MASK_PATIENCE_S)
         self._fill(builder, now)
         if self.guides is not None and not builder.rows and not self._in_flight:
-            self.guides.wait_masks(None)  # nobody else has anything to do
+            self.guides.wait_masks(None)  # no other sequence has work
             self._fill(builder, now)
         if not builder.rows:
             return None
@@ -247,7 +244,7 @@ class Scheduler:
 
     @point("sched.commit")
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
-        """Take over the results of ``plan``: one output per row that moved a live sequence."""
+        """Apply the results of ``plan``; returns one output per row that advanced a live sequence."""
         self.resources.retention.advance(now)
         if self.journal is not None:
             self.journal.commit(now, plan, result)
@@ -264,7 +261,7 @@ class Scheduler:
         return outputs
 
     def _observe(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Learn from the time the step took; the rows of prefill stand last."""
+        """Learn from the step's time; prefill rows come last."""
         n_rows = len(plan.rows)
         n_decode, n_prefill = n_rows, 0
         while n_decode and not plan.rows[n_decode - 1].from_slot:
@@ -285,8 +282,8 @@ class Scheduler:
         """A step raised with ``error`` and the device lost its state; ``plans`` are all that were in
         flight. Or the weights are others now: then there is neither.
 
-        Everyone starts over from their tokens, and nothing is cached any more. Who was in those
-        plans is tried again, see ``FaultBisection``; a request that is found guilty ends with ``error``.
+        All running sequences requeue with their tokens, and the prefix cache is empty. The requests of
+        those plans are retried by ``FaultBisection``; one found faulty ends with ``error``.
         """
         plans = list(plans)
         self.resources.retention.advance(now)

@@ -1,7 +1,4 @@
-"""The scheduler's gauges and counters, for metrics and admission.
-
-Owns their names. Must not change anything it counts.
-"""
+"""The scheduler's gauges and counters, for metrics and admission."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What a step costs: from a table that ``jserve bench steps`` measured, or from a device's roofline.
+"""Step costs for simulation: from a measured table or from a device's roofline.
 
-Owns the prices. Must not know plans, schedulers or clocks. ``n_context`` is the mean number of KV
-tokens that the rows of a step read.
+``n_context`` is the mean number of KV tokens that the rows of a step read.
 
 A table has one measured step per bucket and context. A step takes the cheapest bucket that holds
 it, as the runner does, and a straight line between the contexts; the bucket is priced as if full.
@@ -199,7 +198,7 @@ def from_roofline(model: str, gpu: str, options: CacheOptions) -> Device:
         costs=costs,
         n_pages=costs.n_pages(options),
         max_model_len=shape.context,
-        window=shape.window,
+        window=costs.kv.window,
         page_bytes=costs.page_bytes(options),
         move_s=costs.page_bytes(options) / CHIPS[gpu].copy_bytes_per_s,
         host_s=GPU_HOST_S,

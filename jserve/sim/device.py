@@ -1,7 +1,6 @@
-"""A device that only takes time: steps end when their price says so, tokens come from the trace.
+"""A simulated device: steps take their predicted time, tokens come from the trace.
 
-Owns simulated time and the step queue of one device. Must not decide anything. It is a
-``ports.Runner``, so that the engine's own loop drives it::
+It is a ``ports.Runner``, so that the engine's own loop drives it::
 
     host     launch 1   launch 2              collect 1   launch 3
     device     [======== step 1 ========][======== step 2 ========][== step 3 ...

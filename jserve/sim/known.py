@@ -1,8 +1,4 @@
-"""Step times that a live engine knows before its first step, from a file of ``jserve bench steps``.
-
-Owns the question whether a table was measured on this engine. Must not know how times are used
-(``timing.step_costs``) nor import jax: the engine's facts come as a mapping.
-"""
+"""Loads step times for a live engine from a file of ``jserve bench steps``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Times every step program of a live runner with synthetic plans: the table behind ``sim.costs``.
-
-Owns the plans that are timed and what is written down. Must not import jax: a runner takes plans
-and gives numpy, whatever is behind it.
+"""Measures every step program of a live runner with synthetic plans (``jserve bench steps``).
 
 Per bucket and context: decode rows at that context in all decode slots, and one prompt chunk that
 fills the prefill tokens. Steps are kept one ahead, as the engine does, and the time of a step is

@@ -1,6 +1,6 @@
-"""Plots of simulations as small SVG files: a run over time and by percentile, or a sweep.
+"""Plots simulations as SVG: a run over time and by percentile, or a sweep.
 
-Owns looks only; ``bench`` draws panels of its own with ``figure``. Needs matplotlib (the extra ``plot``), which
+It owns looks only; ``bench`` draws panels of its own with ``figure``. Needs matplotlib (the extra ``plot``), which
 is imported when a plot is drawn.
 """
 

@@ -1,7 +1,6 @@
-"""Live runs: a scheduler's journal as a trace, and a replay of it through the simulator.
+"""Converts a live engine's journal to a trace, and replays it through the simulator.
 
-Owns the way from recorded token ids to streams, and the comparison of decisions. Must not know
-prices: a replay takes its time from the journal.
+It owns the way from recorded token ids to streams, and the comparison of decisions.
 
 A trace made from a journal holds no text. Prompts and answers are cut into chunks of 8 tokens (the
 smallest page); a chunk that stands behind the same tokens as before becomes a piece of the same
@@ -281,7 +280,7 @@ def verify(path: Path, setup: Setup, limits: RunnerLimits) -> Verified:
                 simulation.engine.cancel(event.id, event.index)
         simulation.receive(simulation.engine.step())
         if tape.at == before:
-            raise Diverged(f"event {before + 1}: the engine stands still")
+            raise Diverged(f"event {before + 1}: the engine makes no progress")
     return Verified(n_requests=len(trace), n_steps=simulation.scheduler.n_steps)
 
 

@@ -1,7 +1,4 @@
-"""What the clients of a simulation saw: one record per request, closed into columns.
-
-Owns the times and ends of requests. Must not know percentiles or schedulers.
-"""
+"""Records what simulated clients observe: one record per request."""
 
 from __future__ import annotations
 

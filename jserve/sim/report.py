@@ -1,6 +1,4 @@
-"""What a simulation amounts to: percentiles per lane, goodput under an SLO, cache and queue figures.
-
-Owns the definition of every number and the looks of the tables. Must not know how a run was made.
+"""Summarises a simulation: percentiles per lane, goodput under an SLO, cache and queue figures.
 
 Percentiles are linear between ranks. A request is good when it ended by itself and kept every
 target it has: its own deadlines where it states them, else those of the SLO. Shares are of all

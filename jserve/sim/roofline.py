@@ -1,21 +1,24 @@
-"""What a step must cost on a known device: bytes over bandwidth, flops over the matrix rate, sums over links.
+"""Roofline model of a step: bytes over bandwidth, flops over peak rate, collectives over links.
 
-Owns the table of devices and the arithmetic. Must not know buckets, pages or programs. ``limit`` is
-what physics leaves; ``seconds`` is what an engine is expected to make of it.
+``limit`` is what physics leaves; ``seconds`` is what an engine is expected to make of it.
 
     bytes of one device   weights / tp + KV of the rows / tp + KV of the new tokens / tp
-    flops of one device   (2 * body * tokens + 2 * unembed * drawn + 4 * N * H * L * tokens * context) / tp
+    flops of one device   (2 * body * tokens + 2 * unembed * drawn + 4 * N * H * tokens * seen) / tp
+    seen                  tokens that one token reads, in all layers together
     links                 2 L + 1 sums of float32[tokens, hidden], one gather of float32[drawn, vocab]
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from jserve.config import DEVICE_SHARE, SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
+from jserve.kv_layout import KVLayer, KVLayout
 
 GIB = 2**30
 
@@ -110,27 +113,30 @@ class ModelShape:
     context: int
     tied: bool
     itemsize: int
-    window: int = 0
-    """Tokens that every layer sees; 0: all."""
+    """Bytes of a weight."""
+    kv: tuple[KVLayer, ...]
+    """What each layer keeps of a token."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str) -> ModelShape:
         """Raises ConfigError naming the key that is missing or no positive integer."""
         heads = _key(config, "num_attention_heads", name)
-        hidden = _key(config, "hidden_size", name)
+        layers, hidden = _key(config, "num_hidden_layers", name), _key(config, "hidden_size", name)
+        kv_heads = _key(config, "num_key_value_heads", name, heads)
+        head = _key(config, "head_dim", name, hidden // heads)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         return cls(
-            layers=_key(config, "num_hidden_layers", name),
+            layers=layers,
             hidden=hidden,
             ffn=_key(config, "intermediate_size", name),
             heads=heads,
-            kv_heads=_key(config, "num_key_value_heads", name, heads),
-            head=_key(config, "head_dim", name, hidden // heads),
+            kv_heads=kv_heads,
+            head=head,
             vocab=_key(config, "vocab_size", name),
             context=_key(config, "max_position_embeddings", name),
             tied=bool(config.get("tie_word_embeddings", False)),
             itemsize=4 if dtype == "float32" else 2,
-            window=_window(config, name),
+            kv=(KVLayer.attention(kv_heads, head, window=_window(config, name)),) * layers,
         )
 
     @property
@@ -142,11 +148,6 @@ class ModelShape:
     @property
     def unembed(self) -> int:
         return self.hidden * self.vocab
-
-    @property
-    def kv_numbers(self) -> int:
-        """Numbers that one token leaves in the KV pool."""
-        return 2 * self.layers * self.kv_heads * self.head
 
 
 def _window(config: Mapping[str, Any], name: str) -> int:
@@ -185,21 +186,25 @@ class Roofline:
     chip: Chip
     kv_itemsize: int
     tp: int = 1
+    kv: KVLayout = field(init=False)
+    """In pages of one token."""
+
+    def __post_init__(self) -> None:
+        layers, dtype = self.shape.kv, np.dtype(f"V{self.kv_itemsize}")
+        kv = KVLayout(layers=layers, page_size=1, dtype=dtype, tp=self.tp)
+        object.__setattr__(self, "kv", kv)
 
     def work(self, *, rows: int, tokens: int, drawn: int, n_context: float) -> Work:
         """Of a step whose ``rows`` read ``n_context`` tokens each, ``tokens`` of which are new and
         ``drawn`` of which give logits. Every weight is read once, the unembedding included."""
         shape, tp = self.shape, self.tp
-        n_context = min(n_context, shape.window or n_context)
-        kv = self.kv_itemsize * shape.kv_numbers * (rows * n_context + tokens)
-        attention = 4 * shape.layers * shape.heads * shape.head * tokens * n_context
+        attention = 4 * shape.heads * shape.head * tokens * self.kv.seen(n_context)
         flops = 2 * shape.body * tokens + 2 * shape.unembed * drawn + attention
         n_sums = 2 * shape.layers + 1 if tp > 1 else 0
         summed, gathered = 4.0 * tokens * shape.hidden, 4.0 * drawn * shape.vocab
         return Work(
             weight_bytes=shape.itemsize * (shape.body + shape.unembed) / tp,
-            # With more devices than kv heads, each keeps a copy of the head it needs.
-            kv_bytes=kv * max(1.0, tp / shape.kv_heads) / tp,
+            kv_bytes=self.kv.step_bytes(rows, tokens, n_context),
             flops=flops / tp,
             n_collectives=n_sums + 1 if tp > 1 else 0,
             link_bytes=(2 * n_sums * summed + gathered) * (tp - 1) / tp if tp > 1 else 0.0,
@@ -231,8 +236,8 @@ class Roofline:
         return self.expected(self.work(rows=rows, tokens=tokens, drawn=rows, n_context=n_context))
 
     def page_bytes(self, options: CacheOptions) -> int:
-        """Bytes of a KV page."""
-        return self.kv_itemsize * self.shape.kv_numbers * options.page_size
+        """Bytes of a KV page on one device."""
+        return self.kv.page_bytes * options.page_size
 
     def n_pages(self, options: CacheOptions) -> int:
         """Pages that fit on one chip, as the cache options say.

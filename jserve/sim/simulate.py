@@ -1,8 +1,6 @@
-"""The simulation: the engine's own loop, scheduler and page cache against a trace and a device that
-only takes time.
+"""Simulates the engine: its real loop, scheduler and page cache on a trace and a simulated device.
 
-Owns the clients: when each request is sent, sent again or given up, and what is written down of it.
-Must not decide what runs: that is ``Engine.step`` with the ``Scheduler`` that serves.
+It owns the clients: when each request is sent, sent again or given up, and what is written down of it.
 
 The clock jumps to the next arrival while the engine is idle; otherwise launches and collects move
 it (``sim.device``), and arrivals are read at the start of a step, as they are live::

@@ -1,7 +1,4 @@
-"""What ``jserve simulate`` does: a trace and a device become one report, or one per value of a sweep.
-
-Owns the meaning of the command's arguments. Must not know flags, tables or consoles.
-"""
+"""Runs ``jserve simulate``: one report, or one per value of a sweep."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Traffic as JSON lines: who asks for what and when, with prompts as pieces of numbered token streams.
-
-Owns the file format and the tokens that a stream stands for. Must not know schedulers or costs.
+"""Traces as JSON lines: requests with prompts as pieces of numbered token streams.
 
 A stream is an endless text that nobody else says: token 0 and 1 spell its number, the rest is noise.
 Two prompts share a prefix exactly as far as their pieces are the same, and a next turn contains the

@@ -1,7 +1,7 @@
-"""Generated traffic: seeded sources of requests, each with its arrivals, lengths, prefixes and sessions.
+"""Generates traces from seeded sources: arrivals, lengths, prefixes and sessions.
 
-Owns the distributions. Must not know schedulers, costs or files. One source is a line of options,
-several are joined by ``;``, or stand one per line in a ``.traffic`` file (# begins a comment)::
+One source is a line of options, several are joined by ``;``, or stand one per line in a ``.traffic`` file (# begins
+a comment)::
 
     rate=8,n=2000,prompt=512,output=128 ; lane=bulk,rate=2,output=400,start=60,seconds=30
 

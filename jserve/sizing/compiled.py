@@ -1,8 +1,7 @@
-"""What XLA makes of the plan's steps on a device that is not there: bytes, flops, scratch and launches per bucket.
+"""Compiles a plan's steps for an absent device and reports bytes, flops, scratch and launches.
 
-Owns the call of the deviceless compiler (``pallas_kernels.aot``, which needs the CUDA plugin's
-wheels and no GPU). Must not know how figures are shown. The programs are the engine's: same
-model, pool, buckets and options.
+It owns the call of the deviceless compiler (``pallas_kernels.aot``, which needs the CUDA plugin's wheels and no
+GPU). The programs are the engine's: same model, pool, buckets and options.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A model laid out on devices: its memory, its pool and its programs, as an engine of the same options has them.
+"""Lays a model out on devices as an engine would: memory, page pool, programs.
 
-Owns the way from options to sizes, by the engine's own functions, and the advice where a model does not
-fit. Must not know times.
+It owns the way from options to sizes, by the engine's own functions, and the advice where a model does not fit.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.view import Bucket
 from jserve.runner.memory import DeviceMemory
-from jserve.runner.sizes import Sizes, draft_page_bytes, sizes_of
+from jserve.runner.sizes import Sizes, sizes_of
 from jserve.sim.roofline import Chip
 from jserve.sizing import speculation as drafts
 from jserve.sizing.models import Model
@@ -44,9 +43,8 @@ class Layout:
     @property
     def draft_page_bytes(self) -> int:
         """Bytes that a page takes on each device for the drafter."""
-        sizes = self.sizes
-        itemsize = sizes.stored.itemsize
-        return draft_page_bytes(self.speculation, sizes.attention, sizes.dims, itemsize, self.tp)
+        own = () if self.speculation is None else self.speculation.drafter.kv_layers
+        return dataclasses.replace(self.sizes.kv, layers=own).page_bytes
 
 
 def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:

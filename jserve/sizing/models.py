@@ -1,7 +1,7 @@
-"""The model that ``jserve plan`` is asked about: its family, dimensions and dtype, and no weights.
+"""Finds the model of ``jserve plan``: family, dimensions and dtype, without weights.
 
-Owns the three ways to name it: a shape of ``jserve.shapes``, a config.json, a directory or hub name
-that has one. Must not know devices.
+It owns the three ways to name it: a shape of ``jserve.shapes``, a config.json, a directory or hub name that has
+one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def shape_of(arch: Arch, itemsize: int) -> ModelShape:
         context=arch.max_position,
         tied=arch.tied,
         itemsize=itemsize,
-        window=arch.widest,
+        kv=arch.kv_layers,
     )
 
 

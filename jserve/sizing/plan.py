@@ -1,8 +1,6 @@
-"""The plan: what fits on the devices, what a step of each bucket must cost, what that makes in tokens a second.
+"""Plans a deployment: what fits, the roofline time of each bucket, tokens per second.
 
-Owns the figures. Sizes are those of the engine (``layout``), so a plan promises what it will do; times
-are ``sim.roofline``'s. Must not know how figures are shown, what drafting costs (``speculation`` does),
-nor compile anything (``compiled`` does).
+Sizes are those of the engine (``layout``), so a plan promises what it will do; times are ``sim.roofline``'s.
 """
 
 from __future__ import annotations
@@ -153,7 +151,7 @@ def plan(
 ) -> tuple[Plan, Layout]:
     """Plan ``name`` on ``tensor_parallel_size`` devices of that kind. No lengths: those of
     ``LENGTHS`` that are shorter than the context. ``acceptance``: the assumed chance that a likeliest
-    draft stands, None for what tree ``auto`` goes by.
+    draft is accepted, None for what tree ``auto`` assumes.
 
     Raises:
         ConfigError: an unknown device, a length beyond the context, a model that cannot be read,
@@ -259,7 +257,7 @@ def _context(laid: Layout) -> int:
 
 def _roofline(laid: Layout, chip: Chip) -> Roofline:
     shape = shape_of(laid.model.arch, laid.model.dtype.itemsize)
-    return Roofline(shape=shape, chip=chip, kv_itemsize=laid.sizes.stored.itemsize, tp=laid.tp)
+    return Roofline(shape=shape, chip=chip, kv_itemsize=laid.sizes.kv.dtype.itemsize, tp=laid.tp)
 
 
 def _residents(laid: Layout, length: int) -> Residents:

@@ -1,4 +1,4 @@
-"""A plan as tables for people, and as JSON for programs. Owns looks only."""
+"""Formats a plan as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _drafting_notes(s: Speculated) -> str:
         )
     return text + (
         "a step reads the drafter's weights once to see its tokens and its layers and unembedding once"
-        f" for each level of drafts; above {s.draft_rows} rows it sleeps\n"
+        f" for each level of drafts; above {s.draft_rows} rows it does not draft\n"
     )
 
 

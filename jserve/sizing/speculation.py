@@ -1,15 +1,14 @@
-"""What speculation adds to a plan: the drafter's weights and KV, the time of its passes, the tokens it gains.
+"""Adds speculation to a plan: drafter weights and KV, pass times, expected tokens.
 
-Owns the figures of drafting. The drafter is read as the engine reads it, without its weights; times are
-``sim.roofline``'s. Must not know pages, how figures are shown, nor which width an engine really takes: that
-is chosen from measured times. Of one step at width W, whose rows verify W - 1 drafts and leave as many::
+The drafter is read as the engine reads it, without its weights; times are ``sim.roofline``'s. Of one step at width
+W, whose rows verify W - 1 drafts and leave as many::
 
     target     weights once, KV of the rows, W tokens a row
     sees       the drafter's weights once over the same tokens        (draft model, EAGLE-3)
     passes     its layers once for each level of drafts, over those with children
     draws      its unembedding (a Medusa head) once for each level, over the same
 
-    tokens of a row   1 + sum over drafts of the chance that all drafts down to it stand
+    tokens of a row   1 + sum over drafts of the chance that all drafts down to it are accepted
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from jserve.sizing.models import Model, device_bytes, source_of
 from jserve.speculation.drafters.drafter import Drafter
 from jserve.speculation.drafters.load import LoadedDrafter, copying, find_drafter
 from jserve.speculation.host import trees as written
-from jserve.speculation.host.methods import DEVICE, OWN, check, shape
+from jserve.speculation.host.methods import DEVICE, check, shape
 from jserve.speculation.policy.width import widths
 from jserve.types import Grown
 
@@ -91,9 +90,8 @@ def drafter_of(model: Model, config: EngineConfig) -> LoadedDrafter | None:
         return copying(options, config.n_drafts, model.arch)
     if options.method not in DEVICE:
         return None
-    name = model.asked if options.method in OWN else options.model
     try:
-        source = source_of(name, load_format=config.model.load_format)
+        source = source_of(options.model, load_format=config.model.load_format)
     except ConfigError as error:
         field = "speculative.model" if error.field == "model" else error.field
         raise ConfigError(error.message, field=field) from None
@@ -135,7 +133,7 @@ def chances_of(acceptance: float, config: EngineConfig) -> tuple[float, ...]:
 
 
 def tokens_per_step(parents: TreeShape, by_rank: Seq[float]) -> float:
-    """Expected of a row that verifies a tree: 1 and the chance of each draft to stand. Of one that is
+    """Expected of a row that verifies a tree: 1 and each draft's chance of acceptance. Of one that is
     grown, what the best of one shape would give, which is less than it does."""
     if isinstance(parents, Grown):
         ranks = [c for c in by_rank if c > 0] or [1.0]
@@ -193,23 +191,22 @@ class DraftCosts:
         """Expected. Beside reading and multiplying, each costs the share of a step's other costs that its
         layers and its one draw have of the target's."""
         layers = 1 + self.line.shape.layers
-        other = self.line.chip.step_s * (1 + self.drafter.n_kv_layers) / layers
+        other = self.line.chip.step_s * (1 + len(self.drafter.kv_layers)) / layers
         line = self.line
         return sum(line.limit(w) / line.chip.reached + line.links(w) + other for w in works)
 
     def _work(self, read: int, rows: int, tokens: int, drawn: int, context: float) -> Work:
         """A pass over ``tokens`` that reads so many weights, ``n_drawn`` of them for ``drawn`` logits."""
-        line, arch, L = self.line, self.drafter.arch, self.drafter.n_kv_layers
+        line, arch = self.line, self.drafter.arch
+        kv = dataclasses.replace(line.kv, layers=self.drafter.kv_layers)
         tp = 1 if self.drafter.replicated else line.tp
         body = read - (self.n_drawn if drawn else 0)
-        context = min(context, arch.widest or context)
-        kv = 2 * L * arch.K * arch.H * line.kv_itemsize * (rows * context + tokens) * (tokens > 0)
-        attention = 4 * L * arch.N * arch.H * tokens * context
-        n_sums = (2 * L + 1) * (tokens > 0) if tp > 1 else 0
+        attention = 4 * arch.N * arch.H * tokens * kv.seen(context)
+        n_sums = (2 * len(kv.layers) + 1) * (tokens > 0) if tp > 1 else 0
         sent = 2 * n_sums * 4.0 * tokens * arch.D + 4.0 * drawn * arch.V
         return Work(
             weight_bytes=line.shape.itemsize * read / tp,
-            kv_bytes=kv * max(1.0, tp / arch.K) / tp,
+            kv_bytes=kv.step_bytes(rows, tokens, context) if tokens else 0.0,
             flops=(2 * body * tokens + 2 * self.n_drawn * drawn + attention) / tp,
             n_collectives=n_sums + (drawn > 0) if tp > 1 else 0,
             link_bytes=sent * (tp - 1) / tp,

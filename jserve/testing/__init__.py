@@ -1,6 +1,6 @@
 """Fakes that keep the contract, for our tests and for users who test without a model.
 
-Owns which fakes there are. Must not import jax.
+It owns which fakes there are.
 """
 
 from jserve.testing.proposer import FakeProposer

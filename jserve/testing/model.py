@@ -1,8 +1,4 @@
-"""The function that ``FakeRunner`` computes instead of a model, and its plain definition.
-
-Owns the hashes and the drawing rule. Must not know pages, rows, slots or steps: ``expected``
-computes the tokens of a request from a plain list, so it can judge what came through all of those.
-"""
+"""The toy model that ``FakeRunner`` computes, and its reference definition."""
 
 from __future__ import annotations
 

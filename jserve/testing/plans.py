@@ -1,7 +1,6 @@
-"""What a device has to take for granted of any plan, as assertions.
+"""Asserts what a device may assume of any plan.
 
-Owns the promises of a ``StepPlan`` that can be checked from the plan and the limits alone. Must not know what
-a step computes, nor what pages hold.
+It owns the promises of a ``StepPlan`` that can be checked from the plan and the limits alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A proposer that proposes nothing, for tests to derive from.
-
-Owns ``FakeProposer``. Must not import jax.
-"""
+"""A proposer that proposes nothing, for tests to subclass."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A runner without a model, whose tokens betray every wrong page.
+"""A runner without a model whose tokens reveal every wrong page.
 
-Owns ``FakeRunner``: ``ports.Runner`` in numpy. Must not import jax.
+It owns ``FakeRunner``: ``ports.Runner`` in numpy.
 
 It keeps its own memory of what each page holds and knows a row's past only through the
 plan's page table, as a device would. Per position it stores the token and a hash of all that was

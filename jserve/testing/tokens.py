@@ -1,6 +1,6 @@
 """A tokenizer whose tokens are bytes.
 
-Owns ``ByteTokenizer``. Must not import jax.
+It owns ``ByteTokenizer``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``bad_words`` as token ids: every way a tokenizer spells a word that must not be said.
-
-Owns the spellings and their bounds. Must not know requests or how a token is kept from being drawn.
-"""
+"""Converts ``bad_words`` to token ids: every tokenisation of a banned word."""
 
 from __future__ import annotations
 

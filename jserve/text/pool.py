@@ -1,7 +1,7 @@
-"""Tokenising beside the event loop: a few threads, a cap on characters, a cap on the queue.
+"""Tokenises in a bounded thread pool beside the event loop.
 
-Owns the promise that no prompt, however large, holds up the streams of others. ``tokenizers``
-lets go of the interpreter lock while it works, at about one second per 3 to 4 million characters.
+It owns the promise that no prompt, however large, holds up the streams of others. ``tokenizers`` lets go of the
+interpreter lock while it works, at about one second per 3 to 4 million characters.
 """
 
 from __future__ import annotations

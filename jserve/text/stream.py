@@ -1,8 +1,6 @@
-"""Ids to text while they are drawn: one ``TextStream`` per choice, stop strings included.
+"""Incremental detokenisation with stop strings: one ``TextStream`` per choice.
 
-Owns what may be shown now and what must wait. Must not know HTTP, requests or the engine. Text
-waits for two reasons only: its last character is incomplete, or it may be the beginning of a stop
-string::
+Text waits for two reasons only: its last character is incomplete, or it may be the beginning of a stop string::
 
     ids    ->  decoder  ->  text  ->  StopFinder  ->  delta
                holds bytes            holds a proper prefix of a stop string

@@ -1,8 +1,7 @@
-"""Text to ids and ids to text, for one model directory.
+"""Loads a model's tokenizer and converts text to ids and back.
 
-Owns reading tokenizer.json (through ``tokenizers``), the special tokens, the bytes of every
-token, and the faults of these files. Must not know chat templates, HTTP or the engine. A
-directory without tokenizer.json is read by ``transformers``, which is imported only then.
+It owns reading tokenizer.json (through ``tokenizers``), the special tokens, the bytes of every token, and the
+faults of these files. A directory without tokenizer.json is read by ``transformers``, which is imported only then.
 
 Byte-level BPE writes each byte as one printable character; ``token_bytes`` undoes that::
 

@@ -1,7 +1,7 @@
-"""How long the device waits for the host between two steps.
+"""Measures how long the device idles between steps, waiting for the host.
 
-Owns the two means: after a step that nothing followed in the queue (*behind*), and otherwise. They come from
-the times that plans and results carry. Must not know drafts.
+It owns the two means: after a step with no other step queued behind it (*behind*), and otherwise. They come from
+the times that plans and results carry.
 """
 
 from __future__ import annotations

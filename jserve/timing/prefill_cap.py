@@ -1,7 +1,6 @@
-"""How many prefill tokens a step may carry, so that those who decode are not kept waiting.
+"""Caps prefill tokens per step so that the step keeps the inter-token latency bound.
 
-Owns the step's prefill cap and the one counter that keeps a long prefill from starving. Must not
-know sequences or queues.
+It owns the step's prefill cap and the one counter that keeps a long prefill from starving.
 
 While sequences decode, a step may carry as many prefill tokens as keep its predicted time within
 the bound on inter-token latency. If not even the smallest chunk fits, every ``PATIENCE``-th step

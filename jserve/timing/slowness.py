@@ -1,6 +1,6 @@
-"""How many times their usual time steps take of late: the sign of a device that still works, and badly.
+"""Measures step times relative to their usual time, to detect a degraded device.
 
-Owns what is usual. Must not know plans, clocks or what is done about it. Like is compared with like: steps of
+It compares like with like: steps of
 one program that read about as many tokens of KV (within a factor of two), for long contexts take long on a
 device that is well.
 """

@@ -1,8 +1,4 @@
-"""How long a step will take: measured times of the programs, corrected by every step that comes back.
-
-Owns the table of step times and its corrections. Must not know queues, policy or wall time: what it
-says depends only on the times given at the start and on the results observed since, in order, so a
-replay of the journal predicts the same.
+"""Predicts step times from measured program times, corrected by every step that completes.
 
 A step runs in the cheapest program that covers it, so its time is that of the smallest measured
 size that is nowhere below it; above the table the time grows with the tokens::
@@ -13,7 +9,7 @@ size that is nowhere below it; above the table the time grows with the tokens::
                      2       8      32   n_decode
 
 The making of drafts on the device is part of a program, hence of its time: a step that leaves some
-is another entry than one that leaves none, and never stands in for it.
+has its own entry, separate from one that leaves none.
 
 A correction has two factors: one that all programs share, since a machine that is slower today is
 so for all, and a program's own. So a program that has not run for a while is not judged by the speed

@@ -1,7 +1,4 @@
-"""Parameters that a user hands over (say, from training) put where the engine wants them.
-
-Owns matching a tree of arrays against the specs. Must not know families or files.
-"""
+"""Places parameters that a user passes in (say, from training) where the engine wants them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``jserve convert``: any model we can load, written as an Orbax directory.
+"""``jserve convert``: writes any supported model as an Orbax directory.
 
-Owns the order of the conversion: load on the host's CPU device, write, copy the text files. Needs
-host memory for the whole model in the target dtype.
+It owns the order of the conversion: load on the host's CPU device, write, copy the text files. Needs host memory
+for the whole model in the target dtype.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Dummy weights: random values close to normal, drawn on the device, equal on every mesh.
+"""Dummy weights: random values drawn on the device, equal on every mesh.
 
-Owns the generator. An element is a function of (seed, checkpoint tensor name, flat index in that
-tensor), so tensor parallelism, kv-head repeat and fused layouts do not change a value. Must not
-know files.
+An element is a function of (seed, checkpoint tensor name, flat index in that tensor), so tensor parallelism,
+kv-head repeat and fused layouts do not change a value.
 
     h = hash32(index, key(seed, name))    multiply-xorshift rounds on uint32: exact everywhere
     x = (sum of h's 4 bytes - 510) / sigma    Irwin-Hall of 4: up to 3.4 sigma, kurtosis 2.7

@@ -1,9 +1,8 @@
-"""A Hugging Face model directory: its JSON files and the tensors of one or many safetensors shards.
+"""Reads a Hugging Face model directory: JSON files and safetensors shards.
 
-Owns which file holds which tensor (single file, sharded index, or shards without an index) and
-reading config.json and generation_config.json. Nothing in the directory is ever imported or
-unpickled: ``auto_map`` and ``*.py`` files are ignored, ``*.bin`` and the like are refused with
-advice. Must not know parameters or jax.
+It owns which file holds which tensor (single file, sharded index, or shards without an index) and reading
+config.json and generation_config.json. Nothing in the directory is ever imported or unpickled: ``auto_map`` and
+``*.py`` files are ignored, ``*.bin`` and the like are refused with advice.
 """
 
 from __future__ import annotations

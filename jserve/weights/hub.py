@@ -1,7 +1,6 @@
-"""Models by hub name: the local cache first, then a download; failures are one quick line.
+"""Finds models by hub name: in the local cache, else by download.
 
-Owns the contact with huggingface_hub. Fetches JSON, safetensors and tokenizer files only: no code,
-no pickles.
+Fetches JSON, safetensors and tokenizer files only: no code, no pickles.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where each element of a parameter lies in the checkpoint: index arithmetic over ``Part``s.
+"""Maps each element of a parameter to its place in the checkpoint (``Part`` arithmetic).
 
-Owns: cutting a shard of a parameter into regions of checkpoint tensors (``pieces``), and the way
-from one layout of a parameter to another (``split``, ``join``, ``relayout``). Pure Python and
-array methods: works on numpy and on jax arrays. Must not know files, devices or dtypes.
+Owns: cutting a shard of a parameter into regions of checkpoint tensors (``pieces``), and the way from one layout of
+a parameter to another (``split``, ``join``, ``relayout``). Pure Python and array methods: works on numpy and on jax
+arrays.
 
 A parameter is its parts laid along ``concat``; a part is a tensor seen as ``view``, axis 0
 repeated::

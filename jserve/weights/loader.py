@@ -1,8 +1,7 @@
-"""Parameters straight into their shards: from safetensors, Orbax or the dummy generator.
+"""Loads parameters into their shards, from safetensors, Orbax or the dummy generator.
 
-Owns the choice of the source and the way of a file's bytes to a device: one shard of one parameter
-at a time is put together in host memory, cast, scanned and sent off, so the peak above the
-parameters themselves is one shard. Must not know a family or a file format.
+It owns the choice of the source and the way of a file's bytes to a device: one shard of one parameter at a time is
+put together in host memory, cast, scanned and sent off, so the peak above the parameters themselves is one shard.
 
     spec tree --pieces--> views of mapped tensors --copy, cast--> host block --device_put--> device
                                                                   one shard, freed before the next

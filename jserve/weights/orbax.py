@@ -1,8 +1,8 @@
-"""Orbax checkpoints of jserve's own parameters: written by ``convert``, restored onto any mesh.
+"""Saves and restores Orbax checkpoints of jserve's parameters on any mesh.
 
-Owns the directory layout below and the contact with orbax-checkpoint. What is stored is the tree of
-``family.specs(arch, 1)``, so a checkpoint fits every number of devices; kv heads are repeated
-after the restore, and the vocabulary is padded by it.
+It owns the directory layout below and the contact with orbax-checkpoint. What is stored is the tree of
+``family.specs(arch, 1)``, so a checkpoint fits every number of devices; kv heads are repeated after the restore,
+and the vocabulary is padded by it.
 
     DST/params/            the Orbax checkpoint, in chunks: a shard reads only its part
     DST/*.json, ...        tokenizer and generation_config.json, copied

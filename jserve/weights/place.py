@@ -1,8 +1,6 @@
-"""Putting parameters on a mesh: one shard of one parameter at a time.
+"""Places parameters on a mesh, one shard at a time.
 
-Owns names of parameters, their shardings, the walk over the spec tree and the check of values.
-Must not know where
-values come from: callers give a ``Make``.
+It owns names of parameters, their shardings, the walk over the spec tree and the check of values.
 """
 
 from __future__ import annotations

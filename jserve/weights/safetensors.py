@@ -1,9 +1,8 @@
-"""One safetensors file, read lazily and with distrust.
+"""Reads one safetensors file lazily and validates its header.
 
-Owns the file format: an 8-byte little-endian header length, a JSON header, the tensors end to end.
-Every property of the header is checked before any tensor can be asked for; tensors are read-only
-numpy views of the mapped file, so nothing is copied until a slice is. Must not know parameters,
-models, jax or directories.
+It owns the file format: an 8-byte little-endian header length, a JSON header, the tensors end to end. Every
+property of the header is checked before any tensor can be asked for; tensors are read-only numpy views of the
+mapped file, so nothing is copied until a slice is.
 
     0        8              8+n                                            file size
     |  n u64 | JSON header  |  tensor  |  tensor  | ...                   |

@@ -1,7 +1,7 @@
-"""From what the user wrote (``--model``, ``--load-format``) to a directory and its kind.
+"""Resolves ``--model`` and ``--load-format`` to a directory and its format.
 
-Owns telling local directories, Orbax directories and hub names apart, and reading the JSON files
-beside the weights. Opens no weights, imports neither jax nor anything out of a model directory.
+It owns telling local directories, Orbax directories and hub names apart, and reading the JSON files beside the
+weights. Opens no weights, imports neither jax nor anything out of a model directory.
 """
 
 from __future__ import annotations

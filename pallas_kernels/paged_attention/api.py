@@ -1,6 +1,6 @@
 """``paged_attention``: what it takes, what it refuses, and the packing around the Hopper kernels.
 
-Owns shapes and tuning. Must not know how the kernels work (``hopper``) or who calls.
+It owns shapes and tuning.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The second kernel of paged attention: add up the partial sums of each row's splits.
 
-Owns the reading of slots. Must not know how they were made beyond ``Work``: a row that lies in
-splits a..b has its sums in slots row+a .. row+b. A block of the grid takes 64 partial rows (kv heads
-and query rows alike) of one row of the batch and a chunk of columns, straight from device memory.
+It owns the reading of slots. A row that lies in splits a..b has
+its sums in slots row+a .. row+b. A block of the grid takes 64 partial rows (kv heads and query rows alike) of one
+row of the batch and a chunk of columns, straight from device memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Paged decode attention for Hopper in Mosaic GPU: TMA, wgmma, a warpgroup that loads and one that
 computes, split-KV over a work list made of true lengths.
 
-Owns the first kernel and the work list. Must not know dtypes of callers or where tuning comes
-from: ``Tile`` says it all. All visible key blocks of all rows lie on one line; a kv head's S blocks
+It owns the first kernel and the work list. All visible key blocks of all rows lie on one line; a kv head's S blocks
 of the grid ("splits") each take an equal run of it, whatever row it belongs to::
 
     rows        |r0        |r1 |r2                        |r3  |      cum_D1 marks the borders

@@ -1,8 +1,8 @@
 """Trees of drafts as paged attention sees them: which of a row's newest keys each of its tokens sees.
 
-Owns a static shape and what follows from it. Must not know kernels. The J tokens of a row are the last
-of X places that begin at ``base``; all keys before it are seen as ever (a window counts positions, and a
-place's position is ``base`` plus its depth)::
+It owns a static shape and what follows from it. The J tokens of a row are the last of X places that begin at
+``base``; all keys before it are seen as ever (a window counts positions, and a place's position is ``base`` plus
+its depth)::
 
     keys    | ...  all of them | 0  1  2 | 3  4 |        X 5, J 2: tokens 3 and 4 see 0 and one
               before base        places    tokens        of 1 and 2 each, and themselves

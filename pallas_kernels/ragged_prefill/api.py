@@ -1,6 +1,6 @@
 """``ragged_prefill``: what it takes, what it refuses, and the packing around the Hopper kernel.
 
-Owns shapes and tuning. Must not know how the kernel works (``hopper``) or who calls.
+It owns shapes and tuning.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Prefill attention over pages for Hopper in Mosaic GPU: chunks of several sequences in one call.
 
-Owns the kernel and its list of tiles. Must not know dtypes of callers or where tuning comes from:
-``Tile`` says it all. A tile is 128 rows of one sequence and one kv head; a row is a (token, query
-head of the group) pair, token-major, so that all heads of a group share the keys they load::
+It owns the kernel and its list of tiles. A tile is 128 rows of one sequence and one kv head; a row is a (token,
+query head of the group) pair, token-major, so that all heads of a group share the keys they load::
 
     tokens      |f0 f0 f0 f0 f0 f0 f0|f1 f1 f1|   G = 4 rows each
     tiles       |--- 128 ---|--- 128 -|- 128 --|   a tile never crosses a sequence

@@ -281,7 +281,7 @@ def served_logits(served: Served, tokens: list[int], steps: int) -> tuple[np.nda
         x_TD, taps = _pass(served, view)
         last_R = jnp.arange(2, n + 2)
         seen = Seen(view=view, next_T=next_T, x_TD=x_TD, taps=taps, last_R=last_R)
-        kv = [_pages(of, drafter.arch) for _ in range(drafter.n_kv_layers)]
+        kv = [_pages(of, drafter.arch) for _ in drafter.kv_layers]
         carry, kv = drafter.observe(of, params, seen, kv, Axes())
         return drafter.logits(of, params, carry, 0, Axes()), carry, kv
 

@@ -435,7 +435,7 @@ async def test_health_is_steps_while_work_waits(scripted):
     assert engine.healthy()
 
 
-async def test_an_engine_is_unfit_by_what_it_says_and_the_next_one_begins_anew(scripted):
+async def test_an_engine_is_degraded_by_its_statistics_and_the_next_one_starts_healthy(scripted):
     engine, clients, now = scripted
     said = {"step_faults_total": 7.0, "steps_failed_in_row": 7.0}
     assert engine.degraded_reasons() == []

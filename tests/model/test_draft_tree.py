@@ -158,7 +158,7 @@ def attended(name: str, parents: tuple[int, ...], window: int) -> tuple[Any, Any
     """((queries, attention) of two rows with a tree each, the same with the KV moved along 0 -> its last
     node, keys and values of all places)."""
     J, attn = 1 + len(parents), backend(name)
-    bucket = Bucket(D=2, P=0, F=0, J=J, draft_tree=parents)
+    bucket = Bucket(D=2, P=0, F=0, J=J, tree=parents)
     rows = [Row([3, 7, 2, 9, 5, 1], 13, [4] * J), Row([11, 4, 8, 6, 12, 10], 6, [4] * (J - 1))]
     shape = attn.kv_shape(K, H, PAGES, DIMS.Z)
     rng = np.random.default_rng(2)
@@ -216,7 +216,7 @@ def test_rows_attend_by_the_trees_of_their_slots() -> None:
     """Rows of falling and rising lengths, each with the tree that its slot holds: positions follow its
     depths, and both backends see the same."""
     J, starts, slots = 7, (13, 30, 6, 21), (2, 0, 3, 1)
-    bucket, parent_CJ = Bucket(D=4, P=0, F=0, J=J, draft_tree=Grown(6, 4, 2)), random_parents(4, 6)
+    bucket, parent_CJ = Bucket(D=4, P=0, F=0, J=J, tree=Grown(6, 4, 2)), random_parents(4, 6)
     rows = [
         Row(list(range(1 + 5 * r, 6 + 5 * r)), start, [4] * J, slot=slot)
         for r, (start, slot) in enumerate(zip(starts, slots, strict=True))

@@ -4,7 +4,6 @@ copies, command buffers. Skipped without the CUDA plugin (see conftest)."""
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from typing import Any
@@ -136,7 +135,7 @@ def test_ragged_prefill(name: str) -> None:
 
 def layer_bytes(model: Any) -> int:
     """Bytes of one layer's keys and values on one device."""
-    return 2 * math.prod(model.layer_shape) * model.kv_dtype.itemsize // model.tp
+    return model.n_pages * model.kv.page_bytes // model.arch.L
 
 
 def smallest_matrix(model: Any) -> int:

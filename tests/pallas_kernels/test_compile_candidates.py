@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from bench import passes
+from bench.candidates.kv_write import kv_write
+from bench.candidates.quant_matmul import quant_matmul
 from bench.gpu_candidates import CONTESTS, Contest, tunings
 from pallas_kernels import aot
-from pallas_kernels.kv_write import kv_write
-from pallas_kernels.quant_matmul import quant_matmul
 
 pytestmark = pytest.mark.usefixtures("h200")
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.candidates.kv_write import hopper, kv_write, ref
 from jserve.model.layers import rms_norm
 from jserve.model.rope import rotate
-from pallas_kernels.kv_write import hopper, kv_write, ref
 from pallas_kernels.launch import interpreter
 from pallas_kernels.served import multiplied
 from tests.pallas_kernels.rows import F8, HEADS, PLACES

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.candidates.quant_matmul import quant_matmul, ref
+from bench.candidates.quant_matmul.api import tile_of
+from bench.candidates.quant_matmul.hopper import Tile
 from pallas_kernels.launch import interpreter
-from pallas_kernels.quant_matmul import quant_matmul, ref
-from pallas_kernels.quant_matmul.api import tile_of
-from pallas_kernels.quant_matmul.hopper import Tile
 from tests.pallas_kernels.rows import PRODUCTS
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.candidates.sample_threshold import ref, sample_threshold
+from bench.candidates.sample_threshold.hopper import CANDIDATES, FIRST, LINE
 from pallas_kernels.launch import interpreter
-from pallas_kernels.sample_threshold import ref, sample_threshold
-from pallas_kernels.sample_threshold.hopper import CANDIDATES, FIRST, LINE
 from tests.pallas_kernels.rows import LIMITS, LOGITS, logits
 
 V = 3300  # neither whole tiles nor whole lines

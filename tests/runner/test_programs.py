@@ -12,14 +12,14 @@ import pytest
 
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError, WeightsError
-from jserve.model.attention import backend
 from jserve.model.shard import make_mesh
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, StepDims
 from jserve.runner import programs
-from jserve.runner.memory import DeviceMemory, page_bytes, plan_memory
+from jserve.runner.memory import DeviceMemory, plan_memory
 from jserve.runner.programs import compile_options
 from jserve.runner.runner import ModelRunner
+from jserve.speculation.drafters.drafter import kv_layout
 from tests.runner.harness import ARCH, SMALL, Rig, jobs, make_runner, shared, tiny_params
 
 BACKENDS = ["xla", pytest.param("ref", marks=pytest.mark.slow)]
@@ -169,14 +169,15 @@ def test_a_bucket_of_one_row_is_refused():
 DIMS = StepDims(C=4, M=8, Z=8, V=128)
 
 
+def _kv(tp=1):
+    return kv_layout(ARCH, None, page_size=DIMS.Z, dtype="float32", tp=tp)
+
+
 def _plan(**options):
     params = tiny_params(make_mesh(1))
     return plan_memory(
-        arch=ARCH,
-        backend=backend("ref"),
+        kv=_kv(),
         dims=DIMS,
-        itemsize=4,
-        tp=1,
         weight_bytes=sum(x.nbytes for x in jax.tree.leaves(params)),
         options=CacheOptions(**options),
         memory=DeviceMemory.of(jax.devices()[0]),
@@ -184,9 +185,9 @@ def _plan(**options):
 
 
 def test_the_pool_is_sized_by_option_or_by_use():
-    one = page_bytes(ARCH, backend("ref"), page_size=8, itemsize=4, tp=1)
+    one = _kv().page_bytes
     assert one == 2 * ARCH.L * ARCH.K * ARCH.H * 8 * 4
-    assert page_bytes(ARCH, backend("ref"), page_size=8, itemsize=4, tp=8) == one // 4
+    assert _kv(tp=8).page_bytes == one // 4
     assert _plan(n_pages=33).n_pages == 33
     assert _plan(kv_memory_gb=40 * one / 2**30).n_pages == 40
     assert _plan().n_pages == 2 * 4 * 8 + 1

@@ -518,7 +518,7 @@ class Drive:
         assert not len(sched.deadlines), "I17: a deadline is left"
         assert not sched.resources.waiting.held_by
         assert not sched.resources.waiting._arrivals
-        assert not len(sched.drafting), "I17: a watched text is left"
+        assert not len(sched.speculation), "I17: a watched text is left"
         assert sched.stats().running == sched.stats().waiting == sched.stats().preempted == 0
         cached = cache.tree.n_nodes
         assert cache.pool.n_free + cached == cache.pool.n_usable, "I17: pages are lost"

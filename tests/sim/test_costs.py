@@ -8,6 +8,7 @@ import pytest
 
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError
+from jserve.kv_layout import KVLayer
 from jserve.ports import StepTime
 from jserve.sim import costs
 from jserve.sim.costs import StepTimeTable, TableFile
@@ -130,7 +131,7 @@ def test_a_config_json_is_read_or_refused_by_key(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     device = costs.from_roofline(str(tmp_path), "h200", CacheOptions(n_pages=9))
     assert (device.n_pages, device.max_model_len) == (9, 128)
-    assert ModelShape.of(config, "x").kv_numbers == 2 * 2 * 2 * 16
+    assert ModelShape.of(config, "x").kv == (KVLayer.attention(2, 16),) * 2
     path.write_text(json.dumps(config | {"num_hidden_layers": "2"}))
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         costs.from_roofline(str(path), "h200", CacheOptions())

@@ -80,6 +80,6 @@ def test_a_tied_embedding_is_stored_once_and_read_once() -> None:
 def test_a_window_bounds_what_a_row_reads() -> None:
     config = SHAPES["mistral-7b"]
     whole, windowed = (ModelShape.of(config | more, "m") for more in ({}, {"sliding_window": 4096}))
-    assert (whole.window, windowed.window) == (0, 4096)
+    assert [{layer.window for layer in shape.kv} for shape in (whole, windowed)] == [{0}, {4096}]
     long, short = ({"rows": 4, "tokens": 4, "drawn": 4, "n_context": n} for n in (8192, 4096))
     assert line(shape=windowed).work(**long) == line(shape=whole).work(**short)

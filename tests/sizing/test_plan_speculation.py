@@ -314,7 +314,6 @@ def test_prompt_lookup_keeps_the_text_in_the_slots_and_costs_no_time() -> None:
             "speculative.tensor_parallel_size",
             "on its 4 devices",
         ),
-        ({"speculative": {"method": "mtp"}}, None, "speculative.method", "no multi-token"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(

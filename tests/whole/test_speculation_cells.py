@@ -12,7 +12,7 @@ import pytest
 
 from jserve.config import SpeculativeOptions
 from jserve.model.draft_tree import TreeShape
-from jserve.outputs import Running
+from jserve.outputs import PartialOutput
 from jserve.ports import Proposer
 from jserve.sampling import SamplingParams
 from jserve.speculation.host.methods import proposer_of
@@ -146,7 +146,7 @@ def test_every_text_is_the_one_without_drafts_on_two_devices(runner, kind, tree)
 def told(found: list[Output], request: Request, **changes: Any) -> list[Any]:
     """What a user sees of the first choice, with other sampling fields: text, ids, reason, usage."""
     params = dataclasses.replace(request.params, n=1, **changes)
-    running = Running(dataclasses.replace(request, params=params), None, TEXT)
+    running = PartialOutput(dataclasses.replace(request, params=params), None, TEXT)
     for out in found:
         if out.request_id == request.id and out.index == 0 and not running.output.finished:
             running.take(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jserve.model.features import SCORE
 from jserve.model.view import Bucket
 from jserve.sim import measure
-from jserve.sim.costs import Table
+from jserve.sim.costs import StepTimeTable
 from tests.whole import equal
 
 
@@ -17,4 +17,4 @@ def test_every_program_is_timed(runner) -> None:
     runner.reset()  # what the plans left behind is nobody's KV
     assert {(s.n_decode, s.n_prefill) for s in table.steps} == {(b.D, b.P) for b in buckets}
     assert Bucket(D=2, P=16, F=4) in buckets
-    assert 0 < Table(table.steps).seconds(2, 10, 50) < 60
+    assert 0 < StepTimeTable(table.steps).seconds(2, 10, 50) < 60

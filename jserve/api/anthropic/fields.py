@@ -1,7 +1,7 @@
-"""Anthropic's Messages: the fields of /v1/messages and /v1/messages/count_tokens, mapped to a ``ParsedRequest``.
+"""Anthropic Messages: request fields, parsed into a ``ParsedRequest``.
 
-Owns their names and how they become OpenAI's messages, tools and parameters, which all dialects
-share from there on. Must not know HTTP, the engine or the tokenizer.
+It owns their names and how they become OpenAI's messages, tools and parameters, which all dialects share from there
+on.
 
 | Anthropic            | here                                                     |
 |----------------------|----------------------------------------------------------|

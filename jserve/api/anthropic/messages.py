@@ -1,8 +1,4 @@
-"""Anthropic's messages and content blocks, as OpenAI's messages.
-
-Owns what a message may hold. Must not know requests, templates or answers: ``openai_messages``
-reads what this gives, under OpenAI's names, after it was checked here under Anthropic's.
-"""
+"""Converts Anthropic's messages and content blocks to OpenAI's messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Anthropic's answers: a message, its event stream.
+"""Anthropic message replies: one object, or an event stream.
 
-Owns the shapes that its clients parse. Must not know HTTP or the engine. The order of a stream::
+The order of a stream::
 
     message_start . content_block_start . content_block_delta ... content_block_stop ...
     (a thought's last delta is its signature)

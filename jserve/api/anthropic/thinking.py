@@ -1,6 +1,6 @@
-"""Anthropic's ``thinking``: whether the model thinks, and how much.
+"""Parses Anthropic's ``thinking``: whether the model reasons, and its token budget.
 
-Owns what the field may hold and what of it the served model can do. Must not know the rest of a request.
+It owns what the field may hold and what of it the served model can do.
 """
 
 from __future__ import annotations

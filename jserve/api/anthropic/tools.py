@@ -1,8 +1,4 @@
-"""Anthropic's ``tools`` and ``tool_choice``, as OpenAI's.
-
-Owns what they may hold. Must not know requests or templates: ``openai_tools`` reads what this gives,
-after it was checked here under Anthropic's names.
-"""
+"""Converts Anthropic's ``tools`` and ``tool_choice`` to OpenAI's."""
 
 from __future__ import annotations
 

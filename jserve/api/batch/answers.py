@@ -1,7 +1,6 @@
-"""The output of a batch in OpenAI's JSONL: how an answer is written, what was answered already.
+"""Writes batch answers in OpenAI's JSONL and reads what an earlier run answered.
 
-Owns the format of the file and the repair of a torn end. Must not know the engine, HTTP or how lines
-are run. ::
+::
 
     {"id": ..., "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
     {"id": ..., "custom_id": null, "response": null, "error": {"code", "message", "param", "line": 7}}

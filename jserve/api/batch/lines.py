@@ -1,7 +1,6 @@
-"""The input of a batch in OpenAI's JSONL: what a line asks, or why it cannot be asked.
+"""Reads batch requests in OpenAI's JSONL and reports lines that cannot run.
 
-Owns the format of a line and the rule that a ``custom_id`` is unique. Must not know the engine, HTTP,
-how lines are run or how answers are written. ::
+It owns the format of a line and the rule that a ``custom_id`` is unique. ::
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 

@@ -1,8 +1,6 @@
-"""A batch of requests from a file, answered into a file, by the application that HTTP clients meet.
+"""Runs a batch file of requests through the HTTP application and writes the answers to a file.
 
-Owns how many lines run at once, what is tried again and how a run ends. Must not know fields of a request:
-every line is posted to the application over a socket of this process alone, so that it takes the same path
-as any other request and is checked by nothing else. ::
+It owns how many lines run at once, what is tried again and how a run ends. ::
 
     lines -> workers (at most ``concurrency``) -> POST over a unix socket -> app -> engine
                  '-> one record per line, appended as soon as it is known

@@ -1,7 +1,4 @@
-"""The applications: a table of routes over one engine, for the public port and the operator's.
-
-Owns their making and their end. Must not know fields of a dialect or how a request runs.
-"""
+"""Builds the aiohttp applications of the public port and the operator's port from a route table."""
 
 from __future__ import annotations
 

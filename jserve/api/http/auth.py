@@ -1,8 +1,7 @@
-"""API keys: whose they are, and who may use which route.
+"""API keys: authenticates tenants and authorises routes.
 
-Owns the check of ``Authorization: Bearer`` and ``x-api-key`` and the file of tenants. Only SHA-256
-digests stay in memory; every digest is compared, in constant time and on bytes, so that timing
-tells nothing. Must not know endpoints: each route declares its access level where it is added.
+It owns the check of ``Authorization: Bearer`` and ``x-api-key`` and the file of tenants. Only SHA-256 digests stay
+in memory; every digest is compared, in constant time and on bytes, so that timing leaks nothing.
 
 The file is YAML (or JSON), a list of tenants; keys are given by digest, never in the clear::
 

@@ -1,8 +1,7 @@
-"""Reads a request body: bounded in size, time and depth, strict JSON, an object at the top.
+"""Reads a request body, bounded in size, time and depth, as strict JSON.
 
-Owns the way from bytes to a plain dict. Must not know any field. orjson already refuses NaN,
-infinities, numbers beyond a double, lone surrogates, bytes that are not UTF-8 and a byte order
-mark.
+orjson already refuses NaN, infinities, numbers beyond a double, lone surrogates, bytes that are not UTF-8 and a
+byte order mark.
 """
 
 from __future__ import annotations

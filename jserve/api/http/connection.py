@@ -1,7 +1,7 @@
-"""One client's connection: what aiohttp's lacks for the open internet.
+"""Client connections with the limits that aiohttp lacks: header, idle and write timeouts.
 
-Owns how long a request's head may take and a reader of answers, the size of the send buffer, the cap on
-connections and the JSON of errors that no handler sees. Must not know routes or what a request asks.
+It owns how long a request's head may take and a reader of answers, the size of the send buffer, the cap on
+connections and the JSON of errors that no handler sees.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Pages of other origins: which may call the API from a browser, and what the browser is told.
+"""CORS: allows browser requests from configured origins.
 
-Owns the preflight's answer and the headers. Must not know routes or keys: a page that may call still
-needs its key. Without allowed origins nothing of this is there, and a browser lets no page but ours read
-an answer.
+Without allowed origins nothing of this is there, and a browser lets no page but ours read an answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A request's path from JSON to an answer, the same for every dialect.
+"""Handles a request from JSON to reply, the same for every API dialect.
 
-Owns the order: read, check, prepare, run, answer; and that a status is sent only when the engine
-has taken the request. Must not know a dialect's fields. ::
+It owns the order: read, check, prepare, run, answer; and that a status is sent only when the engine has taken the
+request. ::
 
     body -> ask (fields) --> requests (tokens) -> first piece --+-- JSON            (whole)
             400, 404         400, 503             4xx, 5xx      +-- 200, events     (stream)
@@ -33,7 +33,7 @@ Reader = Callable[[Mapping[str, Any], Served], ParsedRequest]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One way to ask for an answer, and to be told it."""
+    """One API dialect: how a request is parsed and a reply written."""
 
     read: Reader
     reply: Callable[[ParsedRequest, Served, TextTokenizer, Sequence[Request]], Reply]
@@ -59,7 +59,7 @@ async def read_request(request: web.Request, front: Front, read: Reader) -> Pars
     """The body of ``request``, read by ``read``; a name that it gives the request is taken over.
 
     Raises:
-        JserveError: as ``Front.read`` does; Overloaded, RateLimited as the engine said a moment ago.
+        JserveError: as ``Front.read`` does; Overloaded, RateLimited as the engine answered a moment ago.
     """
     served, trace = front.served, request[TRACE]
     tenant = trace.tenant.name

@@ -1,8 +1,4 @@
-"""How clients of one family are told what went wrong and how their limits stand: OpenAI's, Anthropic's.
-
-Owns the bodies of errors and the names of limits in headers. Must not know routes, or where a limit
-comes from.
-"""
+"""Error bodies and rate-limit headers per API dialect: OpenAI's and Anthropic's."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ class ErrorFormat:
     error: Callable[[JserveError], dict[str, Any]]
     """An error's body."""
     limits: Callable[[Standings], dict[str, str]]
-    """Headers that say how a tenant's limits stand."""
+    """Rate-limit headers of a tenant."""
 
 
 _ANTHROPIC_KINDS = {

@@ -1,8 +1,7 @@
-"""One shape for everything that goes wrong: any exception becomes a ``JserveError``, any of those a
-JSON body.
+"""Converts any exception into a ``JserveError`` and that into an HTTP error body.
 
-Owns the words and bounds of error answers (OpenAI's ``{"error": {message, type, param, code}}``).
-Must not know endpoints or fields. Nothing here ever holds a traceback, a path, a prompt or a key.
+It owns the words and bounds of error answers (OpenAI's ``{"error": {message, type, param, code}}``). Nothing here
+ever holds a traceback, a path, a prompt or a key.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Aborted(JserveError):
 
 
 def as_error(exc: BaseException) -> JserveError:
-    """The error a client is told for ``exc``; an unknown one becomes a 500 without details."""
+    """The error a client gets for ``exc``; an unknown one becomes a 500 without details."""
     if isinstance(exc, EngineDead):
         return EngineDead("the engine is not running; try again later", retry_after=5)
     if isinstance(exc, JserveError):

@@ -1,8 +1,4 @@
-"""Everything a handler needs, in one value: the server's parts, its limits, what is known of a request.
-
-Owns these values and the reading of a body. Must not know a dialect's fields: those come in as
-functions.
-"""
+"""Everything a handler needs in one value: the server's parts, its limits, a request's trace."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What every request goes through: an id, the key, one shape of error, one line of log, one count.
+"""Request middleware: id, authentication, error responses, access log, metrics.
 
-Owns these for all routes, those that do not exist included. Must not know what a handler does. The
-log line holds our own words only: method, route (not the path), status, milliseconds and the
-request id.
+The log line holds our own words only: method, route (not the path), status, milliseconds and the request id.
 """
 
 from __future__ import annotations

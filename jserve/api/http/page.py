@@ -1,8 +1,8 @@
-"""The page at ``/`` and ``/dashboard`` and its parts under ``/web``: files of the package, sent as they are.
+"""Serves the chat page and the dashboard as static files of the package.
 
-Owns their content types, caching and the policy that keeps a browser from running or fetching anything
-else. Must not know what the page does. The files hold nothing secret, so they need no key: the page asks
-for one and sends it with every call of the API. All of them are read once, at the start.
+It owns their content types, caching and the policy that keeps a browser from running or fetching anything else. The
+files hold nothing secret, so they need no key: the page asks for one and sends it with every call of the API. All
+of them are read once, at the start.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Quotas of tenants: requests and tokens a minute, and requests at once.
+"""Tenant quotas: requests and tokens per minute, concurrent requests.
 
-Owns the counting and the words of a refusal. Must not know keys, HTTP or where tokens come from.
-Rates are buckets that fill evenly and hold one minute's worth. A request is let in while there is
-anything left, and its tokens are taken when they are known, so a bucket may go below zero: the next
-request waits until it is above again. Nobody is refused for what a request might come to.
+Rates are buckets that fill evenly and hold one minute's worth. A request is let in while there is anything left,
+and its tokens are taken when they are known, so a bucket may go below zero: the next request waits until it is
+above again. Nobody is refused for what a request might come to.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from jserve.errors import JserveError, RateLimited
 from jserve.ports import Clock
 
 BUSY_S = 1.0
-"""What a tenant is told to wait whose requests run; when one ends is not known."""
+"""Retry-after of a tenant whose requests run; when one ends is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a bucket stands: what it holds when full, what is in it, seconds until it is full."""
+    """The state of a bucket: capacity, tokens left, seconds until it is full."""
 
     limit: int
     remaining: int

@@ -1,9 +1,8 @@
-"""Refusals that stand for a moment, so that a flood is answered before it is worked on.
+"""Repeats a recent refusal for a moment, so that a flood is refused before its bodies are parsed.
 
-Owns who was refused last and for how long that holds. Must not know queues: it repeats what the engine
-said. A queue without room has none a moment later either, and to ask it again costs the tokens of a
-prompt, a message to the engine and one back: most of what a refused request costs. A refusal of the
-whole server stands for its lane, one of a tenant's share for that tenant.
+A queue without room has none a moment later either, and to ask it again costs the tokens of a prompt, a message to
+the engine and one back: most of what a refused request costs. A refusal of the whole server stands for its lane,
+one of a tenant's share for that tenant.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Refusals:
         """``lane`` as a body has it: unchecked, None where it names none.
 
         Raises:
-            Overloaded, RateLimited: what the engine said to this lane, or this tenant, a moment ago.
+            Overloaded, RateLimited: the engine's recent refusal of this lane or tenant.
         """
         name = Lane.STANDARD if lane is None else lane if isinstance(lane, str) else ""
         for who in (("lane", name), ("tenant", tenant)):

@@ -1,8 +1,4 @@
-"""One route: which path takes which fields, who may call it, who answers.
-
-Owns what a row of the table in ``routes`` says. Must not know any path but that of the metrics, which
-not every server has.
-"""
+"""The ``Route`` type: path, body fields, access level and handler."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The tables of routes: the public port's and the operator's.
+"""The route tables of the public port and the operator's port.
 
-Owns the tables and nothing of the work. ``app`` makes applications of them; ``openapi`` and ``support``
-are handed the public one to make documents of, so a field or a path cannot be missing in one of them.
+``app`` makes applications of them; ``openapi`` and ``support`` are handed the public one to make documents of, so a
+field or a path cannot be missing in one of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Runs the application on a port: who may connect, signals, an orderly end.
+"""Runs the HTTP server: listens, handles signals, drains and stops.
 
-Owns the listening socket, the life of the process on the HTTP side and its exit code. Must not know
-routes, or what happens on a connection.
-::
+It owns the listening socket, the life of the process on the HTTP side and its exit code. ::
 
     SIGTERM or SIGINT   /ready 503, new requests 503, running ones finish  -> 0
     a second signal     everything ends now                                -> 128 + signal
@@ -118,7 +116,7 @@ async def serve(
     Args:
         engine: started.
         chat: the model's template, or None for a model without one.
-        on_listening: told the URL once the port is open.
+        on_listening: called with the URL once the port is open.
 
     Raises:
         ConfigError: a port cannot be opened, or would be open to everyone.

@@ -1,8 +1,6 @@
-"""Server-sent events on one response: framing, headers, keep-alive comments, errors.
+"""Writes server-sent events: framing, headers, keep-alive comments, errors.
 
-Owns what every dialect's stream has in common. Must not know what the events mean, or how long a
-reader may take (``connection``). A stream that
-goes wrong ends with an error event and without the closing mark, so that no client takes it for a
+A stream that goes wrong ends with an error event and without the closing mark, so that no client takes it for a
 whole answer.
 """
 

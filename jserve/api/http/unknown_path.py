@@ -1,7 +1,6 @@
-"""Where a client finds what it looks for at a path, or with a method, that this server does not have.
+"""Explains unknown paths and methods, with the route that this server has instead.
 
-Owns the paths of other servers and the words about them. Must not know handlers. A client's text is compared and
-never repeated.
+A client's text is compared and never repeated.
 """
 
 from __future__ import annotations

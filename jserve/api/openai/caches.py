@@ -1,8 +1,7 @@
-"""Named caches over HTTP: create a prefix once, renew, look at it, drop it.
+"""Named caches over HTTP: creates, renews, lists and drops cache handles.
 
-Owns the fields and answers of ``/v1/caches`` and the tokens of the handles made here, so that a
-request that names one counts and checks its whole prompt. Must not know pages or pins: the engine
-says what a handle is worth. ::
+It owns the fields and answers of ``/v1/caches`` and the tokens of the handles made here, so that a request that
+names one counts and checks its whole prompt. ::
 
     POST   /v1/caches          {"name", "prompt" | "messages", "ttl_s"}   computes it, answers when done
     GET    /v1/caches          all of the caller's

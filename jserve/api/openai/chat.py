@@ -1,7 +1,6 @@
-"""From fields under OpenAI's names to a chat, the shape of its answer and the parameters that follow.
+"""Builds a chat, its answer format and its sampling parameters from OpenAI's fields.
 
-Owns what the chats of all dialects share once their fields have these names. Must not know bodies,
-HTTP, the engine or the tokenizer.
+It owns what the chats of all dialects share once their fields have these names.
 """
 
 from __future__ import annotations

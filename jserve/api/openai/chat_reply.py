@@ -1,8 +1,7 @@
-"""OpenAI's chat completions: one object for a whole answer, chunks for a stream.
+"""OpenAI chat completion replies: one object, or chunks of a stream.
 
-Owns the shapes that clients parse, and vLLM's extensions (token ids, stop reasons, prompt
-log-probabilities; our own is ``seed``). Must not know HTTP or the engine. The order of a stream,
-per choice and then for all::
+It owns the shapes that clients parse, and vLLM's extensions (token ids, stop reasons, prompt log-probabilities; our
+own is ``seed``). The order of a stream, per choice and then for all::
 
     role chunk . content, reasoning and tool call chunks ... the last with its finish
     usage chunk if asked  [DONE]

@@ -1,7 +1,4 @@
-"""OpenAI's completions: the fields of /v1/chat/completions and /v1/completions, mapped to a ``ParsedRequest``.
-
-Owns their names, vLLM's extensions of them included. Must not know HTTP, the engine or the tokenizer.
-"""
+"""OpenAI chat and text completions: request fields, parsed into a ``ParsedRequest``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The schema of OpenAI's chat messages: which members they have, and what each does.
+"""The schema of OpenAI's chat messages: their members and the effect of each.
 
-Owns the declaration only; ``text.chat.messages`` checks the values.
+It owns the declaration only; ``text.chat.messages`` checks the values.
 """
 
 from __future__ import annotations

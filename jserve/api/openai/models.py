@@ -1,7 +1,4 @@
-"""The list of models: the served one under each of its names.
-
-Owns the answers of /v1/models and /v1/models/{model}. Must not know dialects.
-"""
+"""``/v1/models``: lists the served model under each of its names."""
 
 from __future__ import annotations
 

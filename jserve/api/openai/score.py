@@ -1,8 +1,7 @@
-"""/v1/score: how likely texts are behind a query, by log-probabilities of their tokens.
+"""``/v1/score``: scores texts behind a query by the log-probabilities of their tokens.
 
-Owns its fields and answer. Must not know HTTP beyond its handler, or the engine. Names are
-SGLang's. Every score is read off a prompt that is computed, so none is limited to the likeliest
-tokens, and the shared query is computed once::
+Names are SGLang's. Every score is read off a prompt that is computed, so none is limited to the likeliest tokens,
+and the shared query is computed once::
 
     items               query + item                 sum of the item's log-probabilities
     label_token_ids     query + item + label         the label's probability, by item and label

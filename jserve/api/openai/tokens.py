@@ -1,7 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's shape.
-
-Owns their fields and their answers. Must not know the engine.
-"""
+"""``/tokenize`` and ``/detokenize``, in vLLM's format."""
 
 from __future__ import annotations
 

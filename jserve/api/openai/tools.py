@@ -1,6 +1,6 @@
-"""The schema of OpenAI's ``tools``; other dialects' tools as OpenAI's.
+"""The schema of OpenAI's ``tools``, and other dialects' tools converted to it.
 
-Owns the declaration and the conversion; ``text.chat.tools`` checks the values.
+It owns the declaration and the conversion; ``text.chat.tools`` checks the values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What all of OpenAI's answers begin and end with: id, model, usage.
-
-Owns these parts of its objects. Must not know what stands between them.
-"""
+"""The head and usage that all of OpenAI's replies share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What an operator may do on the admin port: end requests, drop cached prefixes, take profiles.
+"""Operator commands of the admin port: abort requests, reset the prefix cache, take profiles.
 
-Owns the fields and answers of these paths. Must not know how the engine does it. The port is off
-unless asked for, and never that of the public API. ::
+The port is off unless asked for, and never that of the public API. ::
 
     POST /abort                {"request_id": "..."} or {"all": true}
     POST /reset_prefix_cache   running requests are recomputed, named caches at their next use

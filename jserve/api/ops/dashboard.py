@@ -1,7 +1,6 @@
-"""``GET /v1/dashboard``: what the server does right now, as one JSON object for the page that draws it.
+"""``GET /v1/dashboard``: a snapshot of the server as one JSON object for the dashboard page.
 
-Owns the names of that object. Must not count anything itself: the figures are those of ``/metrics``,
-the latest latencies (``recent``) and the engine's latest steps. Nothing is computed unless asked. ::
+Nothing is computed unless asked. ::
 
     ?after=N   only steps with a number above N: what a page that polls has not seen yet
     totals     grow since the start; rates are differences of two answers by their "now"

@@ -1,7 +1,4 @@
-"""The engine's own counters as Prometheus metrics, read when they are scraped.
-
-Owns their names, help and labels. Must not know HTTP or requests: what those tell is in ``metrics``.
-"""
+"""Exports the engine's counters as Prometheus metrics at scrape time."""
 
 from __future__ import annotations
 
@@ -103,7 +100,7 @@ _HELP = {
     "host_pages_dropped_total": "KV pages evicted from host memory.",
     "prefill_tokens_total": "Tokens planned to be computed before their sequence decodes, recomputed ones too.",
     "prefix_waits_total": "Sequences that waited for a prefix that another one was computing.",
-    "requests_faulty_total": "Requests ended because their steps raise.",
+    "requests_faulty_total": "Requests ended because their steps raise, found by bisection.",
     "requests_unschedulable_total": "Requests ended because they could not be run.",
     "sequences_nonfinite_total": "Sequences ended by logits that are not finite.",
     "step_faults_total": "Steps that raised.",
@@ -118,7 +115,7 @@ _HELP = {
     "engine_faults": "Faults that the engine reported.",
     "engine_restarts": "Starts of the engine's process after a death.",
     "engine_slow_readers": "Requests ended because their client read too slowly.",
-    "engine_degraded": "Times that the engine became unfit for new requests.",
+    "engine_degraded": "Times that the engine became degraded and refused new requests.",
 }
 
 

@@ -1,7 +1,7 @@
-"""What features a request may ask for, and which of them go together.
+"""The matrix of request features and which of them combine.
 
-Owns the features, their fields by endpoint, and the pairs that exclude each other; a test asks the server
-for each pair. Must not know how a field is applied.
+It owns the features, their fields by endpoint, and the pairs that exclude each other; a test asks the server for
+each pair.
 """
 
 from __future__ import annotations

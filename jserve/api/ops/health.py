@@ -1,7 +1,4 @@
-"""The small answers about the server itself: alive, ready, version, metrics, counted tokens.
-
-Owns these handlers. Must not know dialects.
-"""
+"""Liveness, readiness, version, metrics and token counting endpoints."""
 
 from __future__ import annotations
 

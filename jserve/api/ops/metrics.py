@@ -1,8 +1,7 @@
-"""Prometheus metrics: what the HTTP side sees of requests, in a registry with the engine's counters.
+"""HTTP-side Prometheus metrics: request counts, latencies, tokens.
 
-Owns names, buckets and labels of requests. Every label comes from us, never from a client, so that
-their number is bounded. Must not know dialects. Names follow vLLM's suffixes under the prefix
-``jserve:``.
+Every label comes from us, never from a client, so that their number is bounded. Names follow vLLM's suffixes under
+the prefix ``jserve:``.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class RequestTimer:
         self._arrival = arrival
         self._last: dict[int, float] = {}
         self._uncounted = {i: len(r.prompt_ids) for i, r in enumerate(requests)}
-        """Prompt -> its tokens, while nothing was heard of it: it may yet be refused."""
+        """Prompt -> its tokens, until its first output: it may yet be refused."""
 
     def piece(self, piece: TextPiece) -> None:
         now = time.monotonic()

@@ -1,7 +1,4 @@
-"""/openapi.json: the interface as OpenAPI 3.1, made from the declarations that validate.
-
-Owns the document's frame. Must not know any field: those come from the bodies of the routes.
-"""
+"""Generates ``/openapi.json`` (OpenAPI 3.1) from the declarations that validate requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A histogram that also remembers its latest samples, so that percentiles of right now can be told.
+"""A histogram that also keeps its latest samples, for current percentiles.
 
-Owns the memory of samples and its bounds. Must not know what is measured. A sample costs one append
-to a ring, whether anybody looks or not; sorting is paid for by the one who asks.
+A sample costs one append to a ring, whether anybody looks or not; sorting is paid for by the one who asks.
 """
 
 from __future__ import annotations

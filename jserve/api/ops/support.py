@@ -1,7 +1,7 @@
-"""/v1/support: what every field and member of every endpoint does here, and what features do together.
+"""``/v1/support``: lists the effect of every field of every endpoint.
 
-Owns their form as JSON and as markdown (docs/http-fields.md). Must not know how a field is applied. Fields come
-from the bodies of the routes, the pairs of features from ``features``.
+It owns their form as JSON and as markdown (docs/http-fields.md). Fields come from the bodies of the routes, the
+pairs of features from ``features``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An answer as a row of blocks: thought, text and calls in the order they were said.
+"""Builds an answer as a sequence of blocks: reasoning, text and tool calls.
 
-Owns the row and when a block begins and ends; a whole answer is the row at its end, a stream is the
-steps that led there. Must not know how a dialect writes either. ::
+It owns the row and when a block begins and ends; a whole answer is the row at its end, a stream is the steps that
+led there. ::
 
     said   thought "so"   text "He" "llo"   call f {"a" ":1}"   text "!"
     row    [ THOUGHT    ][ TEXT          ][ CALL              ][ TEXT ]   one open at a time

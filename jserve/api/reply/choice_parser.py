@@ -1,7 +1,6 @@
-"""One choice's answer as it is heard: thought, content and calls, told apart; what is counted of it.
+"""Parses one choice's text into reasoning, content and tool calls, and counts its tokens.
 
-Owns the parser of each choice, ids of calls, the count of reasoning tokens and what calls make of
-the end. Must not know formats (``speech``), dialects or HTTP.
+It owns the parser of each choice, ids of calls, the count of reasoning tokens and what calls make of the end.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class ChoiceParser:
-    """What one choice says. Any cut of its text into pieces says the same.
+    """Parses one choice incrementally. Any split of its text into pieces gives the same result.
 
     Args:
         speech: the model's formats.
@@ -44,7 +43,7 @@ class ChoiceParser:
         self._counting, self._n_lead = state, 0
 
     def feed(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
-        """What the next piece adds; after the ``last`` one there is none."""
+        """Parse the next piece; after the ``last`` one there is none."""
         parsed = self._parser.feed(text)
         if last:
             parsed.add(self._parser.close())
@@ -53,7 +52,7 @@ class ChoiceParser:
         return parsed
 
     def finish(self, reason: str | None) -> str | None:
-        """OpenAI's word for the end: calls that were complete are named."""
+        """OpenAI's finish reason: ``tool_calls`` where complete calls were parsed."""
         return "tool_calls" if self.n_calls and reason == "stop" else reason
 
     def call_id(self) -> str:

@@ -1,9 +1,8 @@
-"""Runs prepared requests on the engine and tells the story in pieces of text.
+"""Runs prepared requests on the engine and yields pieces of text.
 
-Owns one HTTP request's generations: which choice an output belongs to, ids to text, stop strings,
-when a choice is over, what is counted. Several prompts run side by side and their pieces are merged
-in order of arrival. Leaving the iterator, in whatever way, cancels everything still running. Must
-not know HTTP or any dialect.
+It owns one HTTP request's generations: which choice an output belongs to, ids to text, stop strings, when a choice
+is over, what is counted. Several prompts run side by side and their pieces are merged in order of arrival. Leaving
+the iterator, in whatever way, cancels everything still running.
 
 Choices are numbered as OpenAI does::
 

@@ -1,7 +1,4 @@
-"""Tokens and their log-probabilities as JSON, in the shapes of chats, completions and vLLM's prompts.
-
-Owns these shapes. Must not know whole answers.
-"""
+"""Formats tokens and log-probabilities as JSON for chats, completions and vLLM prompts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Several streams as one, in order of arrival.
-
-Owns the tasks that read them, and their end. Must not know what is streamed.
-"""
+"""Merges several async streams into one, in order of arrival."""
 
 from __future__ import annotations
 

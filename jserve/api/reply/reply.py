@@ -1,7 +1,4 @@
-"""How an answer is told: what every dialect's reply can do, and the pieces of a choice put together.
-
-Owns the protocol between ``front`` and the dialects' replies. Must not know any dialect.
-"""
+"""The reply interface of all dialects, and ``gathered``: the pieces of a choice put together."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a declaration says of a value: the members of the objects inside a field, and what each does.
+"""Declarations of nested request values: their members and the effect of each.
 
-Owns the marks of a schema and the walk over a value beside its schema. Must not know any field. A
-field that is checked by hand is described by a schema (``fields.shaped``); where that names the
-members of an object, a member it does not name has no effect, and the marks say what else has none::
+It owns the marks of a schema and the walk over a value beside its schema. A field that is checked by hand is
+described by a schema (``fields.shaped``); where that names the members of an object, a member it does not name has
+no effect, and the marks say what else has none::
 
     {"properties": {"role": {...}, "id": LABEL, "audio": refused_member()}}
 

@@ -1,9 +1,8 @@
-"""How request fields are declared, and ``validate``: the one way from a JSON object to a body.
+"""Declares request fields and validates a JSON object against them.
 
-Owns the kinds of fields and the promise that each, and each member of an object inside one
-(``declared``), is applied, refused by name, or listed as ignored. Must not know any field. The
-declarations also make ``/openapi.json`` and the table of ``/v1/support``; a body says all there is
-to say of its endpoint's fields::
+It owns the kinds of fields and the promise that each, and each member of an object inside one (``declared``), is
+applied, refused by name, or listed as ignored. The declarations also make ``/openapi.json`` and the table of
+``/v1/support``; a body says all there is to say of its endpoint's fields::
 
     temperature: float | None = sampled("temperature")   applied; its range is SamplingParams'
     stop: Any = shaped(STOP)                              applied; checked by hand, STOP describes it

@@ -1,8 +1,4 @@
-"""What an answer must look like: ``response_format``, ``structured_outputs``, names of other engines.
-
-Owns their members and how one becomes an ``AnswerFormat``. Must not know tools, parsers, masks or whether a
-grammar compiles.
-"""
+"""Parses the answer format: ``response_format``, ``structured_outputs`` and other engines' names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Errors in the client's words: a field has one name inside, and each dialect may have another.
+"""Renames error fields from internal names to the client's dialect.
 
-Owns the renaming. Must not know any field: who names them passes a mapping. Names are exact, or begin
-with a dot and stand for a part of a path::
+Names are exact, or begin with a dot and stand for a part of a path::
 
     {"stop": "stop_sequences", ".function.": "."}
 """

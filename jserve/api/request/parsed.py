@@ -1,7 +1,7 @@
-"""A request as its dialect read it, not yet tokens: the same value for every API dialect.
+"""``ParsedRequest``: a validated request of any dialect, before tokenisation.
 
-Owns the hand-over from a dialect (``openai``, ``responses``, ``anthropic``) to ``prepare``, and the
-facts about the served model both need. Must not know field names of any dialect, HTTP or the engine.
+It owns the hand-over from a dialect (``openai``, ``responses``, ``anthropic``) to ``prepare``, and the facts about
+the served model both need.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""From a ``ParsedRequest`` to ``Request``s: renders, tokenises and checks what needs the model's limits.
+"""Renders, tokenises and checks a ``ParsedRequest`` and builds the engine's ``Request``s.
 
-Owns the work that grows with the size of a request: it runs in threads, bounded in characters
-before a tokenizer sees them, never on the event loop. Must not know HTTP, field names of a dialect
-or the engine.
+It owns the work that grows with the size of a request: it runs in threads, bounded in characters before a tokenizer
+sees them, never on the event loop.
 """
 
 from __future__ import annotations

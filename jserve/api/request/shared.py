@@ -1,8 +1,8 @@
-"""Fields that every dialect has beside its own: how to draw, and what to serve them with.
+"""Request fields common to all dialects: sampling and service options.
 
-Owns vLLM's sampling extensions and our service fields (lanes, deadlines, caches), and how both
-become values of a ``ParsedRequest``. Must not know any dialect's messages or answers. Numbers are
-range-checked by ``SamplingParams``; lists are bounded here before they are looked at.
+It owns vLLM's sampling extensions and our service fields (lanes, deadlines, caches), and how both become values of
+a ``ParsedRequest``. Numbers are range-checked by ``SamplingParams``; lists are bounded here before they are looked
+at.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The shape of an answer with tools: how ``tools`` and ``tool_choice`` go with a format.
-
-Owns how they combine into one ``StructuredOutputs``. Must not know parsers, masks or whether a grammar
-compiles.
+"""Combines ``tools`` and ``tool_choice`` with the answer format.
 
 | tools   | tool_choice      | constrained to                                                |
 |---------|------------------|---------------------------------------------------------------|

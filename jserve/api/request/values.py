@@ -1,6 +1,6 @@
-"""Request values that are lists, maps or either-or: checked by hand, bounded before a walk.
+"""Parses list, map and union fields with explicit bounds.
 
-Owns the shapes of ``prompt``, ``stop``, ``logit_bias`` and id lists. Must not know whole requests.
+It owns the shapes of ``prompt``, ``stop``, ``logit_bias`` and id lists.
 """
 
 from __future__ import annotations

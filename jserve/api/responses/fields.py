@@ -1,8 +1,7 @@
-"""OpenAI's Responses: the fields of /v1/responses, mapped to a ``ParsedRequest``. Nothing is stored.
+"""OpenAI Responses: request fields, parsed into a ``ParsedRequest``. The server stores nothing. Nothing is stored.
 
-Owns their names and how they become chat messages, tools and parameters, which all dialects share
-from there on. Must not know HTTP, the engine or the tokenizer. What needs a store
-(``previous_response_id``, ``conversation``, ``background``) or tools that run here is refused.
+It owns their names and how they become chat messages, tools and parameters, which all dialects share from there on.
+What needs a store (``previous_response_id``, ``conversation``, ``background``) or tools that run here is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The input items of OpenAI's Responses, as chat messages.
+"""Converts the input items of OpenAI's Responses to chat messages.
 
-Owns what an item may be. Must not know requests, templates or answers: ``openai_messages`` reads
-what this gives. What a model said in one turn comes as several items and becomes one message::
+What a model said in one turn comes as several items and becomes one message::
 
     reasoning . message . function_call . function_call   ->   one assistant message
 """

@@ -1,7 +1,6 @@
-"""OpenAI's Responses: a response object, and its event stream with sequence numbers.
+"""OpenAI Responses replies: one object, or an event stream with sequence numbers.
 
-Owns the shapes that clients parse. Must not know HTTP or the engine. The order of a stream, items
-one after the other::
+The order of a stream, items one after the other::
 
     response.created . response.in_progress
         response.output_item.added

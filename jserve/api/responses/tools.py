@@ -1,8 +1,4 @@
-"""``tools`` and ``tool_choice`` of OpenAI's Responses, as those of its chats.
-
-Owns what they may hold. Must not know requests or templates: ``openai_tools`` reads what this gives,
-after it was checked here under this dialect's names.
-"""
+"""Converts ``tools`` and ``tool_choice`` of OpenAI's Responses to those of its chats."""
 
 from __future__ import annotations
 

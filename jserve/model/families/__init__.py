@@ -1,5 +1,6 @@
 """The registry of model families: architecture name in config.json -> a ``Family``, imported when
-asked for."""
+asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5: the plain decoder with a bias on q, k and v, and a window on the upper
-layers if asked."""
+layers if asked.
+"""
 
 from __future__ import annotations
 

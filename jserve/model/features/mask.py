@@ -1,6 +1,6 @@
 """The mask feature: which tokens a row may draw, as a bitmask over the vocabulary for each of its draws.
 
-Owns the fields and their packing; ``jserve.model.sample`` applies them.
+It owns the fields and their packing; ``jserve.model.sample`` applies them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The score feature: log-probabilities of the prefill tokens themselves.
 
-Owns the scoring, in blocks so that logits of few tokens exist at once, and the way of the targets down and
-of the scores up::
+It owns the scoring, in blocks so that logits of few tokens exist at once, and the way of the targets down and of
+the scores up::
 
     tokens    | decode rows |f0 f0 f0 f0 f1 f1 pad|
     target_T  | -1 ...      |f0 f0 f0 -1 f1 -1 -1 |      the prompt's next token, -1: none

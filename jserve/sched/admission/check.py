@@ -1,9 +1,7 @@
-"""What a request must satisfy before it may wait in the queue, as far as only the model can tell.
+"""Validates a request against the model's limits before it enters the wait queue.
 
-Owns the checks that need limits (vocabulary, context, pool). ``SamplingParams`` has checked itself.
-Must not know the state of the scheduler: the same request passes or fails at any time. Every
-integer that will be used as an index on the device is range-checked here, since JAX clamps a bad
-index to a wrong answer.
+``SamplingParams`` has checked itself. Every integer that will be used as an index on the device is range-checked
+here, since JAX clamps a bad index to a wrong answer.
 """
 
 from __future__ import annotations

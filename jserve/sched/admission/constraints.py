@@ -1,8 +1,7 @@
-"""What a request's own constraints leave to be drawn, and which fields leave nothing.
+"""Computes which tokens a request's own constraints exclude, and which field leaves none.
 
-Owns the host's account of what the device forbids (``model.sample``): a row from which nothing can
-be drawn is either the fault of its request's constraints, told from here, or of the logits. Must
-not know plans or grammars beyond the bits of a mask.
+It owns the host's account of what the device forbids (``model.sample``): a row from which nothing can be drawn is
+either the fault of its request's constraints, which this module decides, or of the logits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Promises with a time: which sequences have run out of it.
-
-Owns the times at which accepted sequences become hopeless. Must not know estimates or errors.
+"""Tracks deadlines and finds the sequences that missed theirs.
 
 * ``ttft_deadline_ms``: a sequence that still waits for its first admission when its prefill alone
   would miss the deadline is given up; one that has got in goes on, late or not.
-* ``deadline_ms``: when it passes the sequence is over, wherever it is; what it said stays said.
+* ``deadline_ms``: when it passes the sequence ends in any state; tokens already emitted remain.
 * ``tpot_deadline_ms`` is a promise checked at arrival only.
 """
 

@@ -1,10 +1,8 @@
-"""When a request that arrives now would get its first token, and its last.
+"""Estimates time to first token and to last token of an arriving request.
 
-Owns the arithmetic of waiting. Must not know pages or results; reads the queue, changes nothing.
-
-The queue is taken as a fluid: while a request and what stands before it in its own tenant's line
+The queue is taken as a fluid: while a request and the work before it in its own tenant's queue
 (``mine`` tokens) is served, every other tenant of the lane gets as much, and every other lane gets
-its weight's part, each no more than it has waiting. What stands before it, over the pace at which
+its weight's part, each no more than it has waiting. The work before it, over the pace at which
 prompts are computed beside those who run, is the wait; if slots lack, it is at least the wait for
 so many sequences to end.
 """

@@ -1,12 +1,10 @@
-"""Who of several parties is served next, so that each gets its share: one counter per party.
+"""Fair queueing: one virtual token counter per party; the lowest counter is served next.
 
-Owns the counters. Must not know what a party is (a tenant, a lane) or what it waits for.
-
-Every party has a counter of the tokens it was served, divided by its weight; the one with the
-least is served next. Who comes back after a pause starts no lower than where service stands, so
-nobody saves up. Between two parties that both always wait, served tokens over weight differ by at
-most one request each. Sources: start-time fair queueing (Goyal et al., 1996) and the virtual token
-counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024).
+Every party has a counter of the tokens it was served, divided by its weight; the one with the least is served next.
+A party that returns after a pause starts at the current service level, so none accumulates credit. Between two
+parties that both always wait, served tokens over weight differ by at most one request each. Sources: start-time
+fair queueing (Goyal et al., 1996) and the virtual token counter of "Fairness in Serving Large Language Models"
+(Sheng et al., OSDI 2024).
 """
 
 from __future__ import annotations

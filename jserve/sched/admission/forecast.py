@@ -1,7 +1,4 @@
-"""How many pages those who run will still need: what admission must leave for them.
-
-Owns the arithmetic and the running mean of output lengths. Must not know the tree, plans or
-devices.
+"""Predicts how many pages running sequences will still need, so that admission leaves room for them.
 
 Everyone who runs grows by one token a step until it ends and gives its pages back, so what is
 needed beyond today's pages peaks just before one of them ends. With the expected remaining lengths

@@ -1,6 +1,4 @@
-"""Who may join the queue: bounds, shares, overload, deadlines.
-
-Owns the overload level and the counts of refusals. Must not know rows, results or HTTP.
+"""Admission control: refuses requests by queue bounds, tenant shares, overload and deadlines.
 
 ``load`` is the fuller of the queue's bounds (sequences, prompt tokens, seconds of work). The level
 rises and falls with a gap between, so that it does not flutter; lane interactive has an eighth of
@@ -13,8 +11,8 @@ the queue on top, which is its own::
                                    prefills   standard
 
 A refused request changes nothing, however often it comes again: retries do not raise the load. Prompts
-that were asked for together are one decision: the first of them is asked about, the others follow it, so
-that no request is refused for its own sake by a server that has nothing else to do.
+of one client request are one decision: the first one decides for all, so that an idle server refuses no
+request because of its own size.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ def next_level(level: int, load: float) -> int:
 
 
 class AdmissionGate:
-    """Says at arrival whether a request is taken.
+    """Admits or refuses a request at arrival.
 
     Args:
         options: bounds of the queue, caps of the lanes.

@@ -1,18 +1,17 @@
-"""Who waits, and who of them is next.
+"""The wait queue: orders waiting sequences by lane, tenant share, priority and deadline.
 
-Owns the order of waiting. Must not know pages, slots or steps: it offers candidates, the scheduler
-says who got in. ::
+It offers candidates; the scheduler admits them or not::
 
     lanes         interactive (weight 16)   standard (4)   bulk (1)     by tokens served / weight
       came back     [ s3 ]                    [ ]            [ s1 s9 ]    preempted ones, first in their lane
       tenants       A: [ s7 s8 ]  B: [ s12 ]  ...                         by tokens served
                        '-- priority, then the earlier deadline, then first come
 
-Nobody starves. Every ``AGED_EVERY``-th entry is offered first to the oldest arrival of all lanes,
-once that one has waited ``ageing_s``. Who is offered and finds no room holds the door: nobody of its
-own or a lower lane goes before it in that step, and after ``PASSES`` more entries nobody at all. So
-once a sequence with k earlier ones waiting has aged, at most ``(AGED_EVERY + PASSES) * (k + 1)`` others
-enter before it, whatever lanes, weights, tenants, priorities and deadlines say.
+No sequence starves. Every ``AGED_EVERY``-th admission is offered first to the oldest arrival of all lanes,
+once that has waited ``ageing_s``. A request that does not fit blocks its own and lower lanes for this step
+(head-of-line reservation), and all lanes after ``PASSES`` more admissions. So once a sequence with k earlier
+ones waiting has aged, at most ``(AGED_EVERY + PASSES) * (k + 1)`` others are admitted before it, whatever
+lanes, weights, tenants, priorities and deadlines are.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class OrderedSeqs:
 
 
 class LaneQueue:
-    """The waiting of one lane: those that came back, and the others by tenant."""
+    """One lane's queue: preempted sequences first, then new ones by tenant."""
 
     def __init__(self) -> None:
         self.back = OrderedSeqs()
@@ -135,7 +134,7 @@ class WaitQueue:
         self._arrivals: deque[Sequence] = deque()
         """Fresh ones by arrival; those that are no longer waiting are dropped lazily."""
         self._passed: dict[Sequence, int] = {}
-        """Door holders in the order they were refused, and how many have entered since."""
+        """Blocked sequences in the order they did not fit, and admissions since."""
 
     def add(self, seq: Sequence) -> None:
         lane = self.lanes[seq.request.lane]
@@ -183,7 +182,7 @@ class WaitQueue:
         return Candidates(self, now)
 
     def foremost(self, now: float) -> Sequence | None:
-        """Who goes before all order: a holder that was passed often enough, or an aged arrival."""
+        """The sequence that precedes all order: one passed ``PASSES`` times, or an aged arrival."""
         for holder, n in self._passed.items():
             if n >= PASSES:
                 return holder
@@ -194,7 +193,7 @@ class WaitQueue:
         return seq if seq is not None and now - seq.arrived >= self._ageing_s else None
 
     def may_pass(self, holder: Sequence) -> bool:
-        """True while higher lanes may still go before ``holder``, who cannot get in now."""
+        """True while higher lanes may still be admitted before ``holder``, which does not fit now."""
         return self._passed.setdefault(holder, 0) < PASSES
 
     @property
@@ -252,7 +251,7 @@ class Candidates:
         return self._last
 
     def skip_blocked(self, holder: Sequence) -> bool:
-        """``holder`` cannot get in: go on with higher lanes only; False if nobody may."""
+        """``holder`` does not fit: continue with higher lanes only; False if none may."""
         self._lanes = self._lanes[: min(len(self._lanes), policy.rank(holder))]
         return bool(self._lanes) and self._queue.may_pass(holder)
 

@@ -1,8 +1,7 @@
-"""Who waits for the disk: a sequence whose prefix is being read stays in the queue, others go on.
+"""Holds back sequences whose prefix is being read from disk.
 
-Owns the waits. Must not know files, plans or budgets. A sequence asks once, before its first
-admission; each read is answered, and one that is not within ``PATIENCE_S`` is waited for no longer:
-the prefix is computed then, which gives the same tokens.
+A sequence requests its pages once, before its first admission; a read that takes longer than ``PATIENCE_S`` is
+abandoned, and the prefix is computed instead, with the same tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The commands on cache handles, as inputs of the scheduler: create, renew, drop, find.
+"""Creates, renews, drops and lists cache handles as journalled scheduler inputs.
 
-Owns their order: the clock first, then the journal, then the change, so that a replay does alike.
-Must not know pages: ``cache.retention`` turns requests into pins.
+It owns their order: the clock first, then the journal, then the change, so that a replay does alike.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Who waits for whom: a prefix that a running sequence is computing is not computed twice.
+"""Holds back sequences whose prefix a running sequence is computing, so that it is computed once.
 
-Owns the waits: which sequence leads, until which page, and when a wait is given up. Must not know
-queues, budgets or plans. The leader's pages appear in the tree chunk by chunk, as its steps are
-committed; a follower stays in the queue until the last page they share is there, then finds them
-all::
+It owns the waits: which sequence leads, until which page, and when a wait is given up. The leader's pages appear in
+the tree chunk by chunk, as its steps are committed; a follower stays in the queue until the last page they share is
+there, then finds them all::
 
     leader     [ published ][ in flight ][ to be computed ]...
     follower   [ known ....][ shared, unpublished: saved   ][ its own ]
@@ -11,7 +10,7 @@ all::
 
 What is saved is what the leader has yet to publish, so a wait never costs more tokens of work than
 it saves; it costs the latency of the steps in flight, which a lone page of a long prompt is not
-worth. A leader that ended, gave way, or made no progress for ``PATIENCE`` steps is waited for no
+worth. A leader that finished, was preempted, or made no progress for ``PATIENCE`` steps is waited for no
 longer. Choices of one request (``n`` > 1) need no rule of their own: the first one leads.
 """
 

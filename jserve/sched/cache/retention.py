@@ -1,8 +1,7 @@
-"""What outlives a request: handles, sessions and hints, seen from requests.
+"""Turns the cache fields of requests (handles, sessions, hints) into pins and retention of pages.
 
-Owns how a request's fields (``retain``, ``session``, ``cache``) become keeps, pins and tokens of its
-prompt. Must not know queues, steps or plans. The rules themselves are in ``kv.handles``,
-``kv.sessions`` and ``kv.retention``, which know pages and no requests.
+It owns how a request's fields (``retain``, ``session``, ``cache``) become keeps, pins and tokens of its prompt. The
+rules themselves are in ``kv.handles``, ``kv.sessions`` and ``kv.retention``, which know pages and no requests.
 """
 
 from __future__ import annotations

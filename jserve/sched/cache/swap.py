@@ -1,7 +1,7 @@
-"""Who gives way with its KV to host memory, and who computes it again: by measured cost.
+"""Chooses between swapping and recomputing the KV of a preempted sequence, by measured cost.
 
-Owns the choice and the counts. Must not know plans or who gives way. Going and coming back moves
-the pages that nobody else could find twice; computing again takes the prefill of their tokens::
+Going and coming back moves the pages that nobody else could find twice; computing again takes the prefill of their
+tokens::
 
     swap       2 * pages * (bytes of a page / measured copy bandwidth)
     recompute  tokens / max_prefill_tokens steps, at their measured times
@@ -35,7 +35,7 @@ class SwapPolicy:
         self.n_out = self.n_back = self.n_lost = 0
 
     def leave(self, seq: Sequence) -> None:
-        """``seq`` gives way: have its pages saved if that is the cheaper way back."""
+        """``seq`` is preempted: saves its pages if swapping is cheaper than recomputing."""
         lease = seq.lease
         if self.cache.tier is None or self.mode == "recompute" or lease is None:
             return

@@ -1,7 +1,6 @@
-"""What the disk says, as inputs of the scheduler: what it held at the start, what reads brought.
+"""Feeds disk contents and completed reads to the scheduler as journalled inputs.
 
-Owns their order: the clock first, then the journal, then the change, so that a replay does alike.
-Must not know files.
+It owns their order: the clock first, then the journal, then the change, so that a replay does alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The scheduler's inputs as JSON lines.
-
-Owns the format of the journal. Must not know devices, wall time or what a reader does with it
-(``record.replay``): the scheduler is a pure state machine, so its inputs (arrivals, cancels, results,
-clock readings) determine every plan, on any machine.
+"""Writes and reads the scheduler's inputs as JSON lines.
 
 One line per event, in order; ``plan`` lines hold the decision, which a replay compares::
 
@@ -211,7 +207,7 @@ _SAID = tuple(f.name for f in dataclasses.fields(Verdict))
 
 
 class Guided(msgspec.Struct, frozen=True, tag="guided"):
-    """What the guide of a sequence said of the tokens it got; it follows the commit they came in."""
+    """A guide's verdict on the tokens of the preceding commit."""
 
     id: str
     index: int

@@ -1,7 +1,6 @@
-"""A replay of a journal, which must reach the same decisions.
+"""Replays a journal and compares every decision with the recorded one.
 
-Owns the comparison, and stand-ins for what is no pure function of the inputs: proposers and guides
-say again what they said. Must not know devices or wall time.
+Recorded proposers and guides replace those that are no pure function of the inputs.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class _RecordedDrafting(SpeculationController):
 
 
 class _RecordedGuides:
-    """Guides that say what the recorded ones said, and hold back who was held back."""
+    """Guides that return the recorded verdicts and hold back the same sequences."""
 
     def __init__(self, path: Path) -> None:
         self.decision: Decision | None = None

@@ -1,9 +1,8 @@
-"""Who is to blame when a step raises: the suspects are tried in halves until one fails alone.
+"""Finds the request that makes a step raise: retries the step's requests in halves until one fails alone.
 
-Owns the suspects and the verdicts. Must not know devices, queues or what a step computes. A step
-that raised took the device's state with it, so everyone starts over from their tokens, which changes
-nothing that anybody is told. Who was in it is tried again in groups; the first group runs alone, the
-next ones join as those before them are cleared::
+A step that raised loses the device's state, so all sequences restart from their tokens; outputs do not
+change. The step's requests are retried in groups: the first group runs alone, the next joins when it has
+passed::
 
     a b c d e f g h   raised
     a b c d           runs past the place where it was: cleared, goes on
@@ -11,10 +10,10 @@ next ones join as those before them are cleared::
              e f      raised
              e        runs past: cleared
              e  f     raised
-                f     raised alone: guilty. Everyone else goes on
+                f     raised alone: faulty. All others continue
 
-Nobody is found guilty unless it was the only one in a step that raised, for the second time. A fault
-that does not come back when its suspects run again was nobody's.
+A request is faulty only if it raised for the second time, as the only request of a step. A fault that does
+not recur when its suspects run again is attributed to no request.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from jserve.types import Sequence
 
 WINDOW_S = 60.0
 MAX_UNEXPLAINED = 3
-"""Faults within ``WINDOW_S`` that are nobody's, after which the device is not trusted."""
+"""Faults within ``WINDOW_S`` that no request explains, after which the device is not trusted."""
 MAX_FAULTY = 8
-"""Requests found guilty one after the other, with no step between them that succeeded, after which
+"""Requests found faulty one after the other, with no step between them that succeeded, after which
 the device is not trusted either."""
 
 
@@ -72,8 +71,8 @@ class FaultBisection:
     def step_failed(self, lost: Iterable[Sequence], now: float) -> str | None:
         """A step raised and took the rows of ``lost`` (its own, and of all launched with it) along.
 
-        To be called before anything is taken back. Returns the request that is guilty, if that is
-        now known; all others are to start over.
+        Call it before any rollback. Returns the faulty request, if it is known now; all others are to
+        restart.
         """
         self.n_faults += 1
         self.n_in_row += 1

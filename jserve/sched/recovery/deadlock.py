@@ -1,11 +1,10 @@
-"""Who is given up when nothing moves: work is left, nothing is in flight, and no step can be planned.
+"""Deadlock guard: ends one sequence when work is left, nothing is in flight and no step can be planned.
 
-Owns how long that may last and whose end it is. Must not know clocks, plans or results. It is a guard against
-faults of ours: what admission takes can run (alone it fits beside all pins, see ``kv.handles``), and every wait
-(for a prefix, a disk, a mask, a trial) has an end. Should one of that not hold, one sequence ends with words that
-say what it lacks, and the others go on.
+It guards against bugs of the scheduler: what admission takes can run (alone it fits beside all pins, see
+``kv.handles``), and every wait (for a prefix, a disk, a mask, a trial) has an end. Should that not hold, one
+sequence ends with an error that names what it lacks, and the others continue.
 
-Time counts only while plans are asked for, so a process that was stopped gives nobody up when it wakes.
+Time counts only while plans are asked for, so a process that was suspended ends no sequence when it resumes.
 """
 
 from __future__ import annotations

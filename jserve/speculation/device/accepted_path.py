@@ -1,10 +1,10 @@
-"""The path of a tree of drafts that stands, and what has to move so that the row looks like a chain.
+"""Selects the accepted path of a draft tree and compacts its KV, so that the row becomes a chain.
 
-Owns the step between drawing at every node and everything after it, which knows chains only: the
-KV of the path's nodes is copied to the row's first places, and what is indexed by token or by draw
-is put in the order of the path. Must not know families or who drafted::
+It owns the step between drawing at every node and everything after it, which knows chains only: the KV of the
+path's nodes is copied to the row's first places, and what is indexed by token or by draw is put in the order of the
+path::
 
-    nodes    0  1  2  3  4  5        path 0 2 5, three tokens stand
+    nodes    0  1  2  3  4  5        path 0 2 5, three tokens accepted
     KV       k0 k2 k5 .  .  .        k2 and k5 moved to places 1 and 2; the rest is never read
 """
 
@@ -21,7 +21,7 @@ from jserve.speculation.device.verify import accept_tree
 
 
 def accepted(view: StepView, drawn_E: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(int32[D] tokens that stand, int32[D, J] the nodes they are drawn after)."""
+    """(int32[D] accepted tokens, int32[D, J] the nodes they are drawn after)."""
     assert view.tree is not None
     D, J = view.D, view.J
     token_DJ, drawn_DJ = (x[: D * J].reshape(D, J) for x in (view.tok_T, drawn_E))

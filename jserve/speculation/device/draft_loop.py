@@ -1,9 +1,8 @@
-"""The drafts of the next step, made at the end of this one, in the same program.
+"""Drafts the next step's tokens at the end of this step, in the same program.
 
-Owns the order: the drafter sees the step's tokens, then draws draft after draft for the rows that
-emitted, level by level of the tree (a chain is the tree with one node a level). Must not know any
-particular drafter, how drafts are verified, nor how trees grow (``grow``). The children of a node are the
-likeliest tokens there, given the noise with which the target draws (``DraftPasses.likeliest``).
+It owns the order: the drafter sees the step's tokens, then draws draft after draft for the rows that emitted, level
+by level of the tree (a chain is the tree with one node a level). The children of a node are the likeliest tokens
+there, given the noise with which the target draws (``DraftPasses.likeliest``).
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def _drafts(
 
 
 def _seen(outcome: StepOutcome) -> Seen:
-    """What the drafter is shown: the tokens of the step and what followed each."""
+    """The drafter's input: the tokens of the step and what followed each."""
     view, token_RJ = outcome.view, outcome.token_RJ
     D, n = view.D, view.D * view.J
     next_T = jnp.concatenate([token_RJ[:D].reshape(-1), jnp.roll(view.tok_T[n:], -1)])

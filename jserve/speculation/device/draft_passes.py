@@ -1,9 +1,8 @@
-"""Passes of the drafter over rows that were just decoded, and the drafts that follow from its logits.
+"""Runs the drafter's passes over decoded rows and draws drafts from its logits.
 
-Owns where the drafter's own entries lie while it drafts, and the views of its passes. Must not know
-any particular drafter, nor which drafts are made. A draft is the argmax of the drafter's logits, over the row's
-temperature and with the noise that the target adds at that position (``noise``). Filters, penalties and
-biases are the target's alone: a draft that they rule out is rejected.
+It owns where the drafter's own entries lie while it drafts, and the views of its passes. A draft is the argmax of
+the drafter's logits, over the row's temperature and with the noise that the target adds at that position
+(``noise``). Filters, penalties and biases are the target's alone: a draft that they rule out is rejected.
 
 Places while it drafts (``base`` = what it has seen)::
 

@@ -1,9 +1,8 @@
-"""Trees of drafts that every row grows anew: which nodes there are is decided by what the drafter says.
+"""Grows a draft tree per row from the drafter's probabilities (EAGLE-2).
 
-Owns the choice. Must not know any particular drafter, nor how trees are verified. A node's score is the
-sum of the drafter's log-probabilities down to it, where a first child, which the noise chooses, counts as
-the likeliest token would. Each level's ``width`` best nodes get ``width`` children
-each; in the end the ``n`` best of all candidates are kept, level by level, with their parents as data::
+A node's score is the sum of the drafter's log-probabilities down to it, where a first child, which the noise
+chooses, counts as the likeliest token would. Each level's ``width`` best nodes get ``width`` children each; in the
+end the ``n`` best of all candidates are kept, level by level, with their parents as data::
 
     level 1        a  b  c          scores of all candidates, those with children in brackets:
                   /|\\                [a -0.1] [b -2.5] c -4.0 | [aa -0.4] ab -1.9  ba -2.8 ...

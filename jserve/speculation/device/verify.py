@@ -1,14 +1,13 @@
-"""How many tokens of a row stand: drafts against what the target draws at their places.
+"""Verifies drafts against the tokens that the target draws at their positions.
 
-Owns acceptance. Every position draws its own token with its own counter-based key, exactly as it
-would one step at a time, and drafts stand while they equal what was drawn. So the output with
-drafts is the output without them, greedy and seeded alike, and a bad draft costs time only. Must
-not know who drafted.
+Every position draws its own token with its own counter-based key, exactly as it would one step at a time, and
+drafts are accepted while they equal what was drawn. So the output with drafts is the output without them, greedy
+and seeded alike, and a bad draft costs time only.
 
 Row of J = 4 with three drafts; ``drawn[j]`` follows ``token[j]``::
 
     token   last   d1    d2    d3
-    drawn    d1    d2    x     y        two drafts stand, and x after them: n_ok = 3
+    drawn    d1    d2    x     y        two drafts accepted, and x after them: n_ok = 3
 
 In a tree the walk goes from the root to the child that equals the draw, as far as there is one.
 """
@@ -22,7 +21,7 @@ from jserve.model.draft_tree import Mask, parent_of
 
 
 def accept(token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array) -> jax.Array:
-    """int32[R]: tokens of ``drawn_RJ`` that stand, 1 to ``count_R``.
+    """int32[R]: accepted tokens of ``drawn_RJ``, 1 to ``count_R``.
 
     Args:
         token_RJ: int32, what each row ran on: its last known token, then ``count_R - 1`` drafts.
@@ -38,7 +37,7 @@ def accept(token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array) -> jax.
 def accept_tree(
     token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array, mask: Mask
 ) -> tuple[jax.Array, jax.Array]:
-    """(int32[R] tokens drawn along the path that stands, int32[R, J] the path's nodes).
+    """(int32[R] tokens drawn along the accepted path, int32[R, J] the path's nodes).
 
     Arguments as of ``accept``, with the nodes of the trees of ``mask`` for columns. Beyond its end a
     path holds column numbers. Of equal children the first one counts.

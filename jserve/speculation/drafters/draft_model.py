@@ -1,7 +1,6 @@
-"""A small model of the target's own vocabulary as its drafter.
+"""Wraps a small model with the target's vocabulary as a drafter.
 
-Owns how a ``Family`` becomes a ``Drafter``. Must not know files or options. Entry p of its KV is
-that of token p, and a pass over the newest token comes before the first draft.
+Entry p of its KV is that of token p, and a pass over the newest token comes before the first draft.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What drafts on the device: a value of plain functions, as a family is.
-
-Owns the ``Drafter`` type and what its functions are handed. Must not know any particular drafter
-(``draft_model``, ``eagle3``, ``medusa``, ``prompt_lookup`` make values of it), nor the runner; ``drafting`` is the loop
-that calls it inside the step.
+"""The ``Drafter`` type: what drafts on the device, as a value of plain functions.
 
 A drafter keeps KV of its own, if any, under the page ids of the target: entry p of a sequence lies
 in the page and at the offset where the target's position p lies, so what is cached, preempted,
@@ -15,9 +11,6 @@ the one at p + 1 and on the target's hidden state at p::
 
 The last entry of a shared page depends, where ``reads_next``, on the token that followed when it
 was written; another continuation reads it as it is. That can cost a draft, never a token.
-
-Multi-token-prediction weights are such a value too (``reads_next``, no taps, ``x_TD`` as the hidden
-state, KV of their own), which the family that ships them makes: ``Family.mtp``.
 """
 
 from __future__ import annotations
@@ -28,8 +21,10 @@ from typing import Any
 
 import flax.struct
 import jax
+import numpy as np
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.shard import Axes, ShardRules
@@ -63,7 +58,7 @@ class Target:
 
 @flax.struct.dataclass
 class Seen:
-    """What a step made of its tokens. Tokens of a decode row are those that stand, then others that
+    """What a step made of its tokens. Tokens of a decode row are the accepted ones, then others that
     may hold anything: no later pass reads what is written for them before writing it anew."""
 
     view: StepView
@@ -74,7 +69,7 @@ class Seen:
     taps: list[jax.Array]
     """float32[T, D] each: its residual stream entering the layers in ``Drafter.taps``."""
     last_R: jax.Array
-    """int32: index in T of the last token of each row that stands."""
+    """int32: index in T of the last accepted token of each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +120,24 @@ class Drafter:
     copy: Callable[[jax.Array, jax.Array, int], jax.Array] | None = None
 
     @property
-    def n_kv_layers(self) -> int:
-        return self.arch.L if self.advance is not None else 0
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """What each of its own layers keeps of a token; none where it has no layers."""
+        layers = self.arch.kv_layers if self.advance is not None else ()
+        return tuple(replace(layer, replicated=self.replicated) for layer in layers)
+
+
+def kv_layout(
+    arch: Arch, drafter: Drafter | None, *, page_size: int, dtype: Any, tp: int
+) -> KVLayout:
+    """The KV of a target and what drafts for it.
+
+    Args:
+        dtype: as the attention backend stores it.
+        tp: devices that the kv heads are split over.
+    """
+    own = () if drafter is None else drafter.kv_layers
+    layers = (*arch.kv_layers, *own)
+    return KVLayout(layers=layers, page_size=page_size, dtype=np.dtype(dtype), tp=tp)
 
 
 def split_over(drafter: Drafter, tp: int, wished: int = 0) -> Drafter:

@@ -1,8 +1,8 @@
 """EAGLE-3 heads: one decoder layer over the target's hidden states and the tokens that followed.
 
-Owns the arithmetic of the head and its parameter tree, named as published checkpoints name it. Must
-not know files or config.json. Entry p of its KV is made of ``f_p`` and token p + 1; ``f`` is the
-target's tapped hidden states through ``fc``, and for the head's own drafts its own last output::
+It owns the arithmetic of the head and its parameter tree, named as published checkpoints name it. Entry p of its KV
+is made of ``f_p`` and token p + 1; ``f`` is the target's tapped hidden states through ``fc``, and for the head's
+own drafts its own last output::
 
     f_p          = fc [tap_0; tap_1; tap_2] at p          or the output h of the entry before
     x            = [norm(embed(token p + 1)); norm(f_p)]
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import heads_over
 from jserve.model import decoder
 from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
@@ -171,7 +172,7 @@ class _Head:
             "layer": {
                 "embed_norm": decoder.norm(f"{LAYER}.input_layernorm", arch.D),
                 "hidden_norm": decoder.norm(f"{LAYER}.hidden_norm", arch.D),
-                "qkv": decoder.qkv(arch, attn, max(arch.K, tp), "weight", width=2 * arch.D),
+                "qkv": decoder.qkv(arch, attn, heads_over(arch.K, tp), "weight", width=2 * arch.D),
                 "o": decoder.matrix(
                     f"{attn}.o_proj", (arch.D, arch.N * arch.H), ("embed", "kv_heads")
                 ),

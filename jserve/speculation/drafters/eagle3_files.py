@@ -1,6 +1,6 @@
 """EAGLE-3 checkpoints as their trainers publish them, read into the drafter they describe.
 
-Owns the layouts and what their config.json keys mean. Must not know the head's arithmetic::
+It owns the layouts and what their config.json keys mean::
 
     SafeAILab/EAGLE, SpecForge             midlayer.*  fc  norm  lm_head  d2t  t2d
     speculators (config nested)            layers.0.*  the same, and embed_tokens

@@ -1,7 +1,6 @@
-"""The directory of a speculative head, as the readers of its formats look at it.
+"""Reads the directory of a speculative head: its tensors, sizes and renamed specs.
 
-Owns which tensors are there, sizes that must be the target's, and specs whose tensors stand under
-other names. Must not know any format.
+It owns which tensors are there, sizes that must be the target's, and specs whose tensors stand under other names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Speculative heads out of a directory: the drafter, and the way to its weights.
+"""Loads speculative heads from a directory: the drafter and its weights.
 
-Owns the table of methods, and that a tensor which a format does not have is an error: it would
-change what the head computes. Must not know plans, nor how drafts are made.
+It owns the table of methods, and that a tensor which a format does not have is an error: it would change what the
+head computes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A drafter ready to run: its functions, its weights on the mesh, how much it drafts.
+"""Loads a drafter: its functions, its weights on the mesh and its draft shape.
 
-Owns the way from the name of a method and a directory to a ``LoadedDrafter``, and what cannot be
-honoured of them. What a drafter is can be asked without its weights, for ``jserve plan``. Must not know
-plans, nor how drafts are made.
+It owns the way from the name of a method and a directory to a ``LoadedDrafter``, and what cannot be honoured of
+them. What a drafter is can be asked without its weights, for ``jserve plan``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jserve.speculation.drafters.draft_model import draft_model
 from jserve.speculation.drafters.drafter import REPLICATED, Drafter, split_over
 from jserve.speculation.drafters.prompt_lookup import ngram
 from jserve.types import Grown
-from jserve.weights.loader import load, load_tree
+from jserve.weights.loader import load
 from jserve.weights.place import tp_size
 from jserve.weights.source import Source
 
@@ -161,31 +160,11 @@ def _draft_model(source: Source, target: Arch) -> FoundDrafter:
     return FoundDrafter(draft_model(family, arch, target), partial(load, family, arch, source))
 
 
-def _own(source: Source, target: Arch) -> FoundDrafter:
-    """Multi-token-prediction weights of the target's own checkpoint, which is ``source``."""
-    family, field = family_for(source.config), "speculative.method"
-    if family.mtp is None:
-        raise ConfigError(
-            f"{field} 'mtp': family {family.name} has no multi-token-prediction weights",
-            field=field,
-        )
-    if source.format == "orbax":
-        raise ConfigError(
-            f"{field} 'mtp': {source.directory} was converted, which leaves these weights out",
-            field=field,
-        )
-    drafter = family.mtp(source.config, target)
-    return FoundDrafter(
-        drafter, partial(load_tree, drafter.specs, source, finish=lambda tensors: None)
-    )
-
-
 def _head(method: str, source: Source, target: Arch) -> FoundDrafter:
     return FoundDrafter(*heads.read_head(method, source, target))
 
 
 FINDERS: dict[str, Callable[[Source, Arch], FoundDrafter]] = {
     "draft": _draft_model,
-    "mtp": _own,
     **{method: partial(_head, method) for method in heads.READERS},
 }

@@ -1,8 +1,7 @@
-"""Medusa heads: every head guesses one token further ahead, all from the same hidden state.
+"""Medusa heads: each head predicts one token further ahead from the same hidden state.
 
-Owns the arithmetic of the heads and their parameter tree. Must not know files. No KV: the heads
-read the target's hidden state after its final norm at the last token p, and head d drafts token
-p + 2 + d (the target itself draws p + 1)::
+No KV: the heads read the target's hidden state after its final norm at the last token p, and head d drafts token p
++ 2 + d (the target itself draws p + 1)::
 
     x = hidden state at p;  x = x + silu(linear(x)) for each block;  draft p + 2 + d ~ unembed(x)
 

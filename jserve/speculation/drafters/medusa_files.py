@@ -1,6 +1,6 @@
 """Medusa checkpoints as their trainers publish them, read into the drafter they describe.
 
-Owns the layouts. Must not know the heads' arithmetic. Head i, residual block b of n::
+It owns the layouts. Head i, residual block b of n::
 
     FasterDecoding/Medusa   medusa_lm_head.safetensors    {i}.{b}.linear.weight  .bias   {i}.{n}.weight
     the same, in a model    medusa_head. or medusa_heads. before each name

@@ -1,9 +1,8 @@
-"""Prompt lookup on the device: drafts copied from where the end of a text stood before.
+"""Prompt lookup on the device: copies drafts from the latest earlier occurrence of the text's end.
 
-Owns the search. Must not know steps, slots or who keeps the text. The text of a row is a ring of its newest
-tokens, the one at position p in place ``p % S``. The longest n-gram that ends it is looked for further back, the
-latest place of equals is taken, and what followed there is the guess; a place so near the end that the copy runs
-into it goes on with its own period::
+The text of a row is a ring of its newest tokens, the one at position p in place ``p % S``. The longest n-gram that
+ends it is looked for further back, the latest place of equals is taken, and what followed there is the guess; a
+place so near the end that the copy runs into it goes on with its own period::
 
     age      8 7 6 5 4 3 2 1 0
     tokens   a b c d e x b c d        "b c d" stood before, at age 5: e x b ...

@@ -1,7 +1,7 @@
-"""Drafts copied from a text: ``ports.Proposer`` over an index per sequence.
+"""Proposes drafts copied from a text, with one index per sequence (``ports.Proposer``).
 
-Owns which text of a sequence was read. Must not know steps or acceptance. Reading is apart from proposing,
-so that a long prompt is read a little at a time, beside the device's work; who is behind proposes nothing.
+Reading is apart from proposing, so that a long prompt is read a little at a time, beside the device's work; who is
+behind proposes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From options to a proposer, and what is refused on the way.
+"""Builds a proposer from the speculative options and refuses combinations that do not work.
 
-Owns which methods there are, who drafts (the host or the device), which options each reads and how many drafts in
-what shape they ask for. Must not know tokenizers, files or the engine.
+It owns which methods there are, who drafts (the host or the device), which options each reads and how many drafts
+in what shape they ask for.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from jserve.speculation.host.suffix import CorpusCursor, SuffixAutomaton, Suffix
 from jserve.speculation.host.synthetic import Synthetic
 from jserve.types import Grown
 
-DEVICE = ("draft", "eagle3", "medusa", "mtp")
+DEVICE = ("draft", "eagle3", "medusa")
 """Methods whose drafts are made on the device."""
-OWN = ("mtp",)
-"""Of these, those whose weights lie in the target's own checkpoint."""
 MAX_CORPUS_TOKENS = 1 << 20
 _DRAFTERS = ("tree", "tree_chances", "max_rows", "tensor_parallel_size")
 _READS = {
@@ -32,7 +30,6 @@ _READS = {
     "draft": ("model", *_DRAFTERS),
     "eagle3": ("model", *_DRAFTERS),
     "medusa": ("model", *_DRAFTERS),
-    "mtp": _DRAFTERS,
     "off": ("num_tokens", "min_speed"),
 }
 _ALL = ("method", "num_tokens", "min_speed")
@@ -45,7 +42,7 @@ def check(options: SpeculativeOptions, tp: int = 1) -> None:
         ConfigError: a method without its drafter, or an option that the method does not read.
     """
     method = options.method
-    if method in DEVICE and method not in OWN and not options.model:
+    if method in DEVICE and not options.model:
         raise ConfigError(f"{DOTTED}.method {method!r} needs a model", field=f"{DOTTED}.model")
     for f in dataclasses.fields(options):
         read = f.name in (*_ALL, *_READS[method])

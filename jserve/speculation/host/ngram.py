@@ -1,8 +1,7 @@
-"""Prompt lookup: what followed the last few tokens when they came before.
+"""Prompt lookup: indexes n-grams and proposes what followed their latest occurrence.
 
-Owns the index of one text's n-grams. Must not know sequences or steps. Appending a token costs one look-up
-per n, whatever the length of the text; memory is bounded by a window of newest tokens, which is indexed
-anew from its newer half whenever it is full (one more insertion per token).
+Appending a token costs one look-up per n, whatever the length of the text; memory is bounded by a window of newest
+tokens, which is indexed anew from its newer half whenever it is full (one more insertion per token).
 
 The latest place where the longest n-gram stood before is copied from; a place so near the end that the copy
 runs into it goes on with its own period::

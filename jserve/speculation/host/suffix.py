@@ -1,7 +1,7 @@
-"""A suffix automaton: the longest end of a text that stood in it before, kept up token by token.
+"""Suffix automaton: finds the longest earlier occurrence of a text's end, updated token by token.
 
-Owns the automaton (Blumer et al., 1985) and the cursor by which another text is matched against it. Must not
-know sequences or steps. Appending costs amortised O(1); n tokens make at most 2n states and 3n edges.
+It owns the automaton (Blumer et al., 1985) and the cursor by which another text is matched against it. Appending
+costs amortised O(1); n tokens make at most 2n states and 3n edges.
 
 Each state is a set of substrings that end at the same places. The suffix link of the state of the whole text
 is its longest end that occurs elsewhere, which is just what may be copied from::

@@ -1,12 +1,12 @@
-"""Drafts that stand as often as one wishes: for benchmarks with random weights.
+"""Synthetic drafts with a chosen acceptance rate, for benchmarks with random weights.
 
-Owns the made-up drafts and the masks that decide their fate: a draft that shall stand is the only token its
-place allows, one that shall fall is the only token forbidden there. **What comes out is not the model's
-text**; what it costs is (a verify step, with masks). Must not know steps, buckets or acceptance.
+Masks decide acceptance: a draft to be accepted is the only token its position allows, one to be rejected is the
+only token forbidden there. **What comes out is not the model's text**; what it costs is (a verify step, with
+masks).
 
 ::
 
-    drafts     d1      d2      d3             n = 2 shall stand
+    drafts     d1      d2      d3             n = 2 to be accepted
     mask       {d1}    {d2}    all but d3     -
 """
 
@@ -23,7 +23,7 @@ _MASK64 = 2**64 - 1
 
 
 class Synthetic:
-    """``ports.Proposer`` whose drafts each stand with chance ``rate``, given those before stand.
+    """``ports.Proposer`` whose drafts are each accepted with chance ``rate``, given those before.
 
     Chances are a function of the sequence's seed and the number of its drafts so far: a run repeats.
     """
@@ -37,7 +37,7 @@ class Synthetic:
         self._n_rows: dict[Sequence, int] = {}
 
     def check(self, request: Request) -> None:
-        """Drafts that must stand need every id to be allowed."""
+        """Drafts to be accepted need every id to be allowed."""
         params = request.params
         wishes = {
             "structured_outputs": params.structured_outputs is not None,

@@ -1,10 +1,9 @@
-"""Trees of drafts as users write them: by name, by branches per depth, or path by path.
+"""Parses draft trees as users write them: by name, by branches per depth, or path by path.
 
-Owns the notation and the choice of a shape. Must not know jax, drafters or attention. What comes out are
-parents, level by level, as ``jserve.model.draft_tree`` numbers nodes::
+What comes out are parents, level by level, as ``jserve.model.draft_tree`` numbers nodes::
 
-    "auto"                         the ``num_tokens`` places where a draft stands most likely
-    "dynamic"                      as many, chosen anew in every step by what the drafter says
+    "auto"                         the ``num_tokens`` nodes most likely to be accepted
+    "dynamic"                      as many, chosen anew in every step by the drafter's probabilities
     [3, 2, 1]                      3 tokens for the next place, 2 after each of them, 1 after each of these
     [[0], [1], [0, 0], [0, 1]]     path by path: each number is a rank among its siblings, likeliest first
 
@@ -32,7 +31,7 @@ AUTO, DYNAMIC = "auto", "dynamic"
 MAX_NODES = 15
 
 RANKS = (0.60, 0.15, 0.07, 0.04, 0.03)
-"""Chance that the draft of each rank stands, given that its parent does: what ``auto`` assumes where
+"""Chance that the draft of each rank is accepted, given that its parent is: what ``auto`` assumes where
 nobody measured it."""
 
 
@@ -79,7 +78,7 @@ def grown(n: int, deepest: int) -> Grown:
 
 def likeliest(n: int, deepest: int, ranks: Seq[float]) -> list[Path]:
     """The ``n`` paths of at most ``deepest`` drafts with the largest products of ``ranks``, which is
-    the tree with the most drafts expected to stand."""
+    the tree with the most expected accepted drafts."""
     found: list[Path] = []
     heap: list[tuple[float, Path]] = [(-ranks[0], (0,))]
     while heap and len(found) < n:

@@ -1,7 +1,6 @@
-"""What speculation did since the start: counters, for metrics.
+"""Counts what speculation does, for metrics.
 
-Owns their names. Must not change anything it counts. A key with braces carries labels, which the HTTP side
-turns into Prometheus labels.
+A key with braces carries labels, which the HTTP side turns into Prometheus labels.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class SpeculationCounters:
     def row(
         self, source: str, lane: Lane, n_drafts: int, n_deep: int, n_stood: int, n_drawn: int
     ) -> None:
-        """A row that read its slot came back; of its drafts, ``n_deep`` could stand at most."""
+        """A row that read its slot came back; of its drafts, ``n_deep`` could be accepted at most."""
         self.rows += 1
         self.tokens += n_drawn
         if not n_drafts:

@@ -1,7 +1,6 @@
-"""A chat from fields under OpenAI's names: messages, tools, documents and the template's variables.
+"""Builds a chat from OpenAI's fields: messages, tools, documents, template variables.
 
-Owns how these fields go together and what a template must read for them to be taken. Must not know bodies
-of requests or the tokenizer.
+It owns how these fields go together and what a template must read for them to be taken.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a model keeps its chat templates, and how they are read.
+"""Finds and reads a model's chat templates.
 
-Owns the files: ``chat_template.jinja``, ``tokenizer_config.json`` with one template or several named
-ones, ``chat_template.json``, ``additional_chat_templates``. Must not know how a template is rendered.
+It owns the files: ``chat_template.jinja``, ``tokenizer_config.json`` with one template or several named ones,
+``chat_template.json``, ``additional_chat_templates``.
 """
 
 from __future__ import annotations

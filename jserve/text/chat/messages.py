@@ -1,7 +1,7 @@
-"""OpenAI's chat messages, as the plain values that chat templates read.
+"""Converts OpenAI's chat messages to the plain values that chat templates read.
 
-Owns how a message is checked and normalised: parts become text, null becomes "", arguments of tool calls
-become objects. Must not know templates beyond asking what one reads.
+It owns how a message is checked and normalised: parts become text, null becomes "", arguments of tool calls become
+objects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The environment that chat templates of Hugging Face expect, as an immutable sandbox with a clock.
+"""The sandboxed jinja2 environment of Hugging Face chat templates, with a time limit.
 
-Owns the extensions, filters and functions a template may use, and what stops one that does not end.
-Must not know chats, files or requests.
+It owns the extensions, filters and functions a template may use, and what stops one that does not end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""How the served model talks: what marks its thoughts and its tool calls.
+"""The model's output formats: reasoning tags and tool call syntax.
 
-Owns the table of formats and how one is recognised, by the chat template and the vocabulary. Must
-not know HTTP or request fields.
+It owns the table of formats and how one is recognised, by the chat template and the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
 
 TAIL = 24
-"""Prompt tokens that tell whether it ends inside a thought."""
+"""Prompt tokens that decide whether it ends inside a thought."""
 _TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speech:
-    """The formats of one model. The default is a model that only says words."""
+    """The formats of one model. The default is a model with plain text only."""
 
     calls: str = "none"
     """Name in ``CALL_PARSERS``."""

@@ -1,7 +1,7 @@
 """Chat templates: messages in, prompt out, by jinja2 in an immutable sandbox.
 
-Owns what a template is given, the bounds on a rendering, and the line between trusted template text
-and untrusted request text. Must not know files, HTTP, request fields or the tokenizer.
+It owns what a template is given, the bounds on a rendering, and the line between trusted template text and
+untrusted request text.
 
 A control token such as ``<|im_end|>`` that a client writes into a message must stay plain text.
 Before rendering, each one is put between two marks nobody can guess; afterwards the marks cut the

@@ -1,8 +1,4 @@
-"""OpenAI's ``tools``, as the plain values that chat templates read.
-
-Owns how a tool is checked. Must not know templates beyond asking whether one has tools, nor what calls
-an answer may make.
-"""
+"""Converts OpenAI's ``tools`` to the plain values that chat templates read."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from jserve.config import EngineConfig, SpeculativeOptions
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
-from jserve.outputs import RequestMetrics, Running
+from jserve.outputs import PartialOutput, RequestMetrics
 from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
 from jserve.speculation.host.methods import proposer_of
@@ -119,7 +119,7 @@ def test_drafts_behind_a_stop_string_are_not_accepted():
     params = SamplingParams(stop=("c",), max_tokens=9)
     asked = Request(id="a", prompt_ids=(97,), params=params)
     out = Output(request_id="a", index=0, token_ids=(97, 99, 100, 101), n_drafted=3, n_accepted=3)
-    running = Running(asked, None, byte_tokenizer())
+    running = PartialOutput(asked, None, byte_tokenizer())
     assert running.take(out) == "c"
     assert running.output.metrics == RequestMetrics(num_draft_tokens=3, num_accepted_tokens=2)
     generation = Generation(Deaf(), byte_tokenizer(), [asked])

@@ -180,7 +180,7 @@ class Dice:
         self.kind = kind
         held = kind.n if kind.drafter is not None else 0
         self.bucket = Bucket(
-            D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, draft_tree=kind.parents, features=(MASK,)
+            D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, tree=kind.parents, features=(MASK,)
         )
         grown = isinstance(kind.parents, Grown)
         text = 0 if kind.drafter is None else kind.drafter.text

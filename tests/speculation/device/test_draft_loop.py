@@ -76,7 +76,7 @@ def n_of(parents: draft_tree.TreeShape) -> int:
 
 def bucket(parents: draft_tree.TreeShape) -> Bucket:
     n = n_of(parents)
-    return Bucket(D=6, P=48, F=4, J=1 + n, n_draft=n, draft_tree=parents)
+    return Bucket(D=6, P=48, F=4, J=1 + n, n_draft=n, tree=parents)
 
 
 @lru_cache
@@ -84,7 +84,7 @@ def drafting(
     kind: str, parents: draft_tree.TreeShape, wished: int = 0, **options: Any
 ) -> ModelRunner:
     """One program for all steps; a step may leave no drafts and use none."""
-    made = partial(MAKERS[kind], n=n_of(parents), draft_tree=parents, wished=wished)
+    made = partial(MAKERS[kind], n=n_of(parents), tree=parents, wished=wished)
     return make_runner((bucket(parents),), speculation=made, **options)
 
 
@@ -466,7 +466,7 @@ def test_more_drafts_than_can_be_are_refused(how, field):
 def test_more_depth_than_medusa_has_heads_is_refused():
     with pytest.raises(ConfigError, match="at most 3 tokens ahead"):
         drafters.heads(make_mesh(1), n=4)
-    drafters.heads(make_mesh(1), n=5, draft_tree=TREE)
+    drafters.heads(make_mesh(1), n=5, tree=TREE)
 
 
 def test_by_default_there_are_as_many_drafts_as_the_drafter_makes(monkeypatch):

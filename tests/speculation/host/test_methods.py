@@ -10,7 +10,7 @@ import pytest
 from jserve.config import DeviceOptions, EngineConfig, SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.sampling import SamplingParams
-from jserve.speculation.host.methods import DEVICE, MAX_CORPUS_TOKENS, OWN, check, proposer_of
+from jserve.speculation.host.methods import DEVICE, MAX_CORPUS_TOKENS, check, proposer_of
 from jserve.speculation.host.synthetic import Synthetic
 from jserve.types import Request, Sequence
 from tests.sched.sched_drive import Drive, limits, request
@@ -25,7 +25,7 @@ def sequence(tokens: list[int], seed: int = 0) -> Sequence:
     )
 
 
-@pytest.mark.parametrize("method", [method for method in DEVICE if method not in OWN])
+@pytest.mark.parametrize("method", DEVICE)
 def test_methods_of_the_device_need_a_model_and_leave_the_host_without_a_proposer(method):
     with pytest.raises(ConfigError) as error:
         check(SpeculativeOptions(method=method))

@@ -1,7 +1,4 @@
-"""A whole answer: thought first, then content and tool calls.
-
-Owns the order of the two parsers. Must not know their formats.
-"""
+"""Parses a whole answer: reasoning first, then content and tool calls."""
 
 from __future__ import annotations
 

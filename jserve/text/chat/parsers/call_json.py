@@ -1,7 +1,6 @@
-"""One tool call written as a JSON object, read character by character.
+"""Parses one tool call written as a JSON object, character by character.
 
-Owns where JSON values begin and end. Must not know what stands around the object. The arguments are
-passed on as they are written, while they are written, once the name is known::
+The arguments are passed on as they are written, while they are written, once the name is known::
 
     {"name": "get_weather", "arguments": {"city": "Paris"}}
               ^ begin                     ^^^^^^^^^^^^^^^^^ argue
@@ -56,12 +55,12 @@ class ValueEnd:
 
 
 class ObjectCall:
-    """Reads one object and tells ``parsed`` of call ``index``.
+    """Reads one object and adds call ``index`` to ``parsed``.
 
     Attributes:
-        begun: the name is known and was told.
+        begun: the name is known and was added.
         done: the object is complete. A complete object without a name is no call: ``bad``.
-        bad: this is no call; nothing was told unless ``begun``.
+        bad: this is no call; nothing was added unless ``begun``.
         raw: all characters read.
     """
 

@@ -1,6 +1,6 @@
-"""Tool calls in a model's text: Hermes (also Qwen and jserve-mini), Llama 3, Mistral.
+"""Parses tool calls in a model's text: Hermes (also Qwen and jserve-mini), Llama 3, Mistral.
 
-Owns the markers of each format. Must not know HTTP or how calls are prompted. ::
+::
 
     hermes   text <tool_call> {"name": ..., "arguments": {...}} </tool_call> <tool_call> ...
     llama3   {"name": ..., "parameters": {...}}; {...}       or   text <|python_tag|> {...}
@@ -29,7 +29,7 @@ class CallParser(Protocol):
 
 
 State = Callable[[str, ParsedDelta], str]
-"""Takes text, tells ``parsed``, gives back the text it leaves for the next state."""
+"""Takes text, adds to ``parsed``, returns the text it leaves for the next state."""
 
 
 class _Machine(ABC):

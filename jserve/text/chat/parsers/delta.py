@@ -1,8 +1,7 @@
-"""What a parser makes of text: content, reasoning and tool calls, in pieces that only add up.
+"""The parsers' result: content, reasoning and tool calls that a piece of text adds.
 
-Owns the value and the finder of a marker. Must not know formats. One rule holds for every parser:
-its state is a function of the characters so far, never of how they were cut, so the pieces of any
-two cuts of one text concatenate to the same answer.
+One rule holds for every parser: its state is a function of the characters so far, never of how they were cut, so
+the pieces of any two cuts of one text concatenate to the same answer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class CallPiece:
 
 @dataclass(slots=True)
 class ParsedDelta:
-    """What some text added to the answer: a thought, and behind it content and calls in order."""
+    """What some text adds to an answer: reasoning, then content and calls in order."""
 
     reasoning: str = ""
     parts: list[str | CallPiece] = field(default_factory=list)

@@ -1,7 +1,6 @@
-"""Tells a thought from the answer by its tags.
+"""Separates reasoning from the answer by its tags.
 
-Owns the tags and the white space around them, which belongs to neither. Must not know tool calls or
-tokens. ::
+It owns the tags and the white space around them, which belongs to neither. ::
 
     LEAD    white space, then the opening tag (else it was the ANSWER all along)
     THOUGHT until the closing tag; white space at its ends is dropped

@@ -1,6 +1,6 @@
 """``kv_write``: what it takes and what it refuses.
 
-Owns shapes. Must not know how the kernel works (``hopper``) or what attends afterwards.
+It owns shapes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_write import hopper
-from pallas_kernels.kv_write.hopper import ROWS, Tile
+from bench.candidates.kv_write import hopper
+from bench.candidates.kv_write.hopper import ROWS, Tile
 from pallas_kernels.served import check_heads, multiplied
 
 Array = jax.Array

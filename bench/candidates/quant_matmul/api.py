@@ -1,6 +1,6 @@
 """``quant_matmul``: what it takes, what it refuses, and the padding around the Hopper kernel.
 
-Owns shapes and tuning. Must not know how the kernel works (``hopper``) or who calls.
+It owns shapes and tuning.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quant_matmul import hopper
-from pallas_kernels.quant_matmul.hopper import M, Tile
+from bench.candidates.quant_matmul import hopper
+from bench.candidates.quant_matmul.hopper import M, Tile
 from pallas_kernels.served import tuning
 
 Array = jax.Array
@@ -98,5 +98,5 @@ def _check(rows: int, D: int, w_ND: Any, scales_BN: Any) -> None:
 
 def tuned(rows: int) -> dict[str, Any]:
     """The tuning for so many rows of x: ``warpgroups``, ``blocks``, ``stages`` and ``sms``."""
-    table = tuning("pallas_kernels.quant_matmul")
+    table = tuning("bench.candidates.quant_matmul")
     return {"sms": table["sms"], **table["16" if rows <= 16 else str(M)]}

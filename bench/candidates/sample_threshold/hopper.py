@@ -1,8 +1,7 @@
 """The search for a row's bound on Hopper in Mosaic GPU: few passes over the row, fewer tiles in each.
 
-Owns the kernel. Must not know what limits mean to a caller. One warpgroup searches one row. A pass
-takes four candidates t and sums, over the logits x >= t, their count and their mass
-2 ** ((x - top) * slope); the answer is the largest t whose sum is still enough::
+It owns the kernel. One warpgroup searches one row. A pass takes four candidates t and sums, over the logits x >= t,
+their count and their mass 2 ** ((x - top) * slope); the answer is the largest t whose sum is still enough::
 
     lo                                            hi        enough at lo, not at hi
     |--------t0--------t1--------t2--------t3-----|         a pass leaves a fifth of the interval

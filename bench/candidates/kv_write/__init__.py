@@ -1,3 +1,3 @@
 """Norm, rotation and page write of what the attention projection gives, in one pass."""
 
-from pallas_kernels.kv_write.api import kv_write as kv_write
+from bench.candidates.kv_write.api import kv_write as kv_write

@@ -1,7 +1,7 @@
 """Norm, rotation and page write on Hopper in Mosaic GPU: each projection is read once, each result written once.
 
-Owns the kernel. Must not know page tables or models. The heads of a token, its queries, keys and
-values alike, are K * (G + 2) rows of H. A block of the grid takes four of them, a warp each::
+It owns the kernel. The heads of a token, its queries, keys and values alike, are K * (G + 2) rows of H. A block of
+the grid takes four of them, a warp each::
 
     row of token t   | k0: q0 q1 .. | k | v | k1: q0 q1 .. | k | v | ...     y[t], float32
                       '---- 4 ----'                                          one block

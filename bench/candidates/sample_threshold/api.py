@@ -1,6 +1,6 @@
 """``sample_threshold``: what it takes, what it refuses, and the padding around the Hopper kernel.
 
-Owns shapes and tuning. Must not know how the kernel searches (``hopper``) or what draws the token.
+It owns shapes and tuning.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.sample_threshold import hopper
-from pallas_kernels.sample_threshold.hopper import LINE, Tile
+from bench.candidates.sample_threshold import hopper
+from bench.candidates.sample_threshold.hopper import LINE, Tile
 from pallas_kernels.served import tuning
 
 Array = jax.Array
@@ -51,7 +51,7 @@ def sample_threshold(
     """
     limits = (temperature_R, top_k_R, top_p_R, min_p_R)
     _check(logits_RV, limits)
-    chosen = {**tuning("pallas_kernels.sample_threshold"), **(tune or {})}
+    chosen = {**tuning("bench.candidates.sample_threshold"), **(tune or {})}
     R, V = logits_RV.shape
     lines = max(-(-V // LINE), chosen["lines"])
     top_R = logits_RV.max(1)

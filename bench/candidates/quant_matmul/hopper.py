@@ -1,8 +1,7 @@
 """Few rows times 4-bit weights on Hopper in Mosaic GPU: weights are the wide operand of the matrix unit.
 
-Owns the kernel. Must not know how weights were quantised. The matrix unit has 64 rows or nothing,
-and x has few, so the roles are swapped: y.T = w x.T, 64 weight rows a warpgroup, the rows of x as the
-narrow side (8 to 64)::
+It owns the kernel. The matrix unit has 64 rows or nothing, and x has few, so the roles are swapped: y.T = w x.T, 64
+weight rows a warpgroup, the rows of x as the narrow side (8 to 64)::
 
     w [64, block] int4, shared memory -> registers, bfloat16, exact -> A of wgmma
     x [M, block] bfloat16, shared memory, seen transposed           -> B of wgmma

@@ -1,3 +1,0 @@
-"""The lower bound on logits that min_p, top_k and top_p leave, without a sort."""
-
-from pallas_kernels.sample_threshold.api import sample_threshold as sample_threshold
