@@ -155,6 +155,7 @@ def engine(
         ConfigError: an option, config.json key, file or tensor cannot be honoured.
     """
     from jserve.engine.engine import Engine
+    from jserve.plugins import load_plugins
     from jserve.sched.scheduler import Scheduler
     from jserve.speculation.host.methods import check
     from jserve.xla import claim_memory
@@ -163,6 +164,7 @@ def engine(
     began = time.monotonic()
     tp = config.device.tensor_parallel_size if mesh is None else mesh.shape.get("tp", 1)
     check(config.speculative, tp)
+    load_plugins(config.model.plugins)
     from jserve.runner.programs import starting  # imports jax
 
     with starting():

@@ -311,8 +311,10 @@ def plan(
     from rich.console import Console
 
     from jserve.build import shipped
+    from jserve.plugins import load_plugins
     from jserve.sizing import plan as sizing, show
 
+    load_plugins(config.model.plugins)
     name = config.model.model or str(shipped())
     found, laid = sizing.plan(name, device, sizing.lengths_of(lengths), config, acceptance)
     if compiled:

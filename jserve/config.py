@@ -62,6 +62,9 @@ class ModelOptions:
     )
     tokenizer: str = opt("", "directory with tokenizer.json; empty takes the model's")
     revision: str = opt("", "hub revision")
+    plugins: tuple[str, ...] = opt(
+        (), "Python files or modules to run first, which register families and step features"
+    )
     load_format: str = opt(
         "auto", "where weights come from", choices=("auto", "safetensors", "orbax", "dummy")
     )

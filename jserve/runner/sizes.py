@@ -18,6 +18,7 @@ from jserve.kv_layout import KVLayout
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, backend as find_backend, candidates
 from jserve.model.draft_tree import TreeShape
+from jserve.model.features import registered
 from jserve.model.kv_quant import E4M3
 from jserve.model.sinks import with_sinks
 from jserve.model.view import StepDims
@@ -154,6 +155,7 @@ def runner_limits(
         vocab_size=arch.V,
         masks=config.device.structured_outputs,
         scores_prompts=config.device.prompt_logprobs,
+        features={feature.name: feature.check for feature in registered()},
         picks=dims.picks,
         n_host_pages=n_host_pages,
         window=window,
@@ -188,6 +190,7 @@ def ladder_of(limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool)
         device_drafts=limits.device_drafts,
         draft_rows=limits.draft_rows,
         tree=tree,
+        registered=registered(),
     )
 
 

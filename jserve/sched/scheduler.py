@@ -317,7 +317,7 @@ class Scheduler:
             guide=None
             if self.guides is None
             else self.guides.guide(request, max_len - len(request.prompt_ids)),
-            plain=request.cache is None and not params.shows_logprobs,
+            plain=request.cache is None and not params.shows_more,
             order=policy.order_of(request.lane, request.priority, self._n_submitted),
             arrived=now,
             due=estimate.due(request, now),
