@@ -269,7 +269,7 @@ class SpeculativeOptions:
     )
     tree: str = opt(
         "",
-        "drafts of the device as a tree: auto, dynamic, [branches per depth] or [[path], ...]",
+        "drafts of the device as a tree: auto, [branches per depth] or [[path], ...]",
         json=True,
     )
     tree_chances: str = opt(

@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from jserve.ports import Guide
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Grown:
-    """Trees of drafts that every row grows anew in every step: level by level, each level's ``width``
-    likeliest nodes having as many children, and in the end the ``n`` likeliest of all are kept."""
-
-    n: int
-    depth: int
-    """Levels."""
-    width: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(RequestOptions):
     """A client's request, tokenised. Frozen; checked against the model by ``admission.check.check``."""

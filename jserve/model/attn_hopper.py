@@ -25,7 +25,6 @@ from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.kv_pool import kv_shape, move, write_kv
 from jserve.model.kv_quant import E4M3
 from jserve.model.view import StepView
-from jserve.types import Grown
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import Tree, paged_attention
 from pallas_kernels.ragged_prefill import ragged_prefill
@@ -85,12 +84,6 @@ def _computed(table_RM: jax.Array) -> jax.Array:
 
 def check(H: int, stored_as: Any, tree: TreeShape) -> None:
     """Refuse what the kernels do not do, by the name of the option that asks for it."""
-    if isinstance(tree, Grown):
-        raise ConfigError(
-            "speculative.tree: attention_backend hopper serves trees of a fixed shape, not 'dynamic';"
-            " xla does",
-            field="speculative.tree",
-        )
     if H not in HEAD_DIMS:
         raise ConfigError(
             f"attention_backend hopper serves heads of {HEAD_DIMS}, not {H}",

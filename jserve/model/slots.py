@@ -49,9 +49,6 @@ class SlotState:
     bad_CWK: jax.Array
     draft_CJ: jax.Array | None = None
     """int32: what the device drafter left for the next row; None: there is no drafter."""
-    parent_CJ: jax.Array | None = None
-    """int32: parents of these drafts as ``jserve.model.draft_tree`` numbers nodes; None: all slots have one
-    shape."""
     text_CS: jax.Array | None = None
     """int32: the newest S tokens, that of position p in place p % S; None: nobody reads them."""
     pick_CK: jax.Array | None = None
@@ -59,11 +56,8 @@ class SlotState:
     one that names none. None: no request may."""
 
 
-def empty(
-    C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0, picks: int = 0
-) -> SlotState:
-    """Slots nobody has held yet, with room for so many drafts, their parents if ``grown``, so many
-    tokens of text and so many picked ids."""
+def empty(C: int, V: int, drafts: int = 0, *, text: int = 0, picks: int = 0) -> SlotState:
+    """Slots nobody has held yet, with room for so many drafts, tokens of text and picked ids."""
 
     def ints(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
@@ -76,17 +70,14 @@ def empty(
         recent_CB=ints(C, _TAIL),
         bad_CWK=ints(C, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
         draft_CJ=ints(C, drafts) if drafts else None,
-        parent_CJ=ints(C, drafts) if grown else None,
         text_CS=ints(C, text) if text else None,
         pick_CK=ints(C, picks) if picks else None,
     )
 
 
-def shapes(
-    C: int, V: int, drafts: int = 0, *, grown: bool = False, text: int = 0, picks: int = 0
-) -> Any:
+def shapes(C: int, V: int, drafts: int = 0, *, text: int = 0, picks: int = 0) -> Any:
     """The abstract state: a ``SlotState`` of ``ShapeDtypeStruct``."""
-    return jax.eval_shape(lambda: empty(C, V, drafts, grown=grown, text=text, picks=picks))
+    return jax.eval_shape(lambda: empty(C, V, drafts, text=text, picks=picks))
 
 
 def advance(
@@ -140,17 +131,12 @@ def keep_drafts(
     slot_R: jax.Array,
     live_R: jax.Array,
     draft_RJ: jax.Array,
-    parent_RJ: jax.Array | None = None,
 ) -> SlotState:
-    """The slots with ``draft_RJ`` in those of the live rows, and with their parents if they have any."""
+    """The slots with ``draft_RJ`` in those of the live rows."""
     C, n = slots.len_C.shape[0], draft_RJ.shape[1]
     assert slots.draft_CJ is not None, "slots without room for drafts"
     at_R = jnp.where(live_R, slot_R, C)
-    slots = replace(slots, draft_CJ=slots.draft_CJ.at[at_R, :n].set(draft_RJ, mode="drop"))
-    if parent_RJ is None:
-        return slots
-    assert slots.parent_CJ is not None, "slots without room for parents"
-    return replace(slots, parent_CJ=slots.parent_CJ.at[at_R, :n].set(parent_RJ, mode="drop"))
+    return replace(slots, draft_CJ=slots.draft_CJ.at[at_R, :n].set(draft_RJ, mode="drop"))
 
 
 def text_of(slots: SlotState, slot_R: jax.Array) -> jax.Array:

@@ -78,9 +78,7 @@ class StepOut:
 
 def slot_shapes(dims: StepDims) -> Any:
     """The abstract ``SlotState``."""
-    return slot_rows.shapes(
-        dims.C, dims.V, dims.drafts, grown=dims.grown, text=dims.text, picks=dims.picks
-    )
+    return slot_rows.shapes(dims.C, dims.V, dims.drafts, text=dims.text, picks=dims.picks)
 
 
 class PoolArray(NamedTuple):

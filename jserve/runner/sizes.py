@@ -27,7 +27,6 @@ from jserve.runner.buckets import Ladder, beside_prefill
 from jserve.runner.memory import DeviceMemory, MemoryPlan, host_pages, plan_memory
 from jserve.speculation.drafters.drafter import kv_layout
 from jserve.speculation.drafters.load import LoadedDrafter
-from jserve.types import Grown
 from jserve.window import Window, tokens_ahead
 
 MAX_PREFILL_ROWS = 8
@@ -53,7 +52,6 @@ def step_dims(
         Z=Z,
         V=arch.V,
         drafts=speculation.n_draft,
-        grown=isinstance(speculation.tree, Grown),
         text=min(speculation.drafter.text, M * Z),
         picks=picks,
     )

@@ -84,9 +84,7 @@ class Scheduler:
         self.groups: dict[str, list[Sequence]] = {}
         self.bisection = FaultBisection(self.groups)
         self.prefix_waits, self.disk_waits = PrefixWaits(self.resources), DiskWaits(self.resources)
-        self.speculation = speculation(
-            limits, self.costs, config.speculative, proposer, self.resources.lengths.still
-        )
+        self.speculation = speculation(limits, self.costs, config.speculative, proposer)
         self.decode_planner = DecodePlanner(
             self.resources, limits, self.speculation, guided=guides is not None
         )
@@ -242,7 +240,7 @@ class Scheduler:
     def _fill(self, builder: PlanBuilder, now: float) -> None:
         self.decode_planner.fill(builder, len(self._in_flight), self.gate.n_context)
         self.prefill_planner.fill(builder, self.n_steps, now)
-        self.speculation.backfill.fill(builder, self.resources.running, self.cap)
+        self.speculation.backfills(builder, self.resources.running, self.cap)
 
     @point("sched.commit")
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:

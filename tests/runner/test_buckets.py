@@ -11,7 +11,7 @@ from jserve.model.feature import StepFeature
 from jserve.model.features import MASK, SCORE
 from jserve.runner.buckets import MOST_VERIFIED, Ladder, Needs, beside_prefill
 from jserve.runner.sizes import draft_rows
-from jserve.speculation.policy.width import widths
+from jserve.speculation.policy.ktable import widths
 
 
 def ladder(n_drafts: int, rows: int = 32, **options) -> Ladder:
