@@ -21,6 +21,7 @@ SHAPE = {
         "partial_rotary_factor": 0.25,
     },
     "eos_token_id": 2,
+    "tie_word_embeddings": False,
 }
 
 

@@ -44,7 +44,9 @@ def test_same_logits_and_tokens_as_transformers(family: Any, expected: Any) -> N
     from tests.model import hf
 
     model, config = model_and_config()
-    driver = Driver(family, family.arch(config), hf.weights(model), attn="xla")
+    weights = hf.weights(model)
+    weights["embed_out.weight"] = weights.pop("lm_head.weight")  # as files have it
+    driver = Driver(family, family.arch(config), weights, attn="xla")
     logits, tokens = driver.greedy(PROMPT, 24)
     assert np.abs(logits - expected[0]).max() < 2e-4 * np.ptp(expected[0])
     assert tokens == expected[1]

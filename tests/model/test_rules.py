@@ -242,7 +242,7 @@ def test_every_collective_of_a_step_is_in_one_file() -> None:
     users = {
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
-        for node in ast.passes(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text()))
         if COLLECTIVES & {getattr(node, kind, None) for kind in ("attr", "id", "name")}
     }
     assert users == {"model/collectives.py"}

@@ -149,7 +149,7 @@ def test_a_draft_model_beside_8b_on_an_h200() -> None:
     assert found.memory.weight_bytes == plain.memory.weight_bytes + said.weight_bytes
     assert found.kv_bytes_per_token == plain.kv_bytes_per_token + 32 * 1024
     assert found.memory.n_pages < plain.memory.n_pages
-    assert found.memory.slot_bytes - plain.memory.slot_bytes == said.slot_bytes == 32 * 3 * 4
+    assert found.memory.slot_bytes - plain.memory.slot_bytes == said.slot_bytes == 256 * 3 * 4
     rate = rate_of(found, 1, 512)
     assert (rate.width, rate.tokens_per_step) == (4, pytest.approx(1 + 0.8 + 0.64 + 0.512))
     weights = 2 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096)
@@ -276,7 +276,7 @@ def test_prompt_lookup_keeps_the_text_in_the_slots_and_costs_no_time() -> None:
     said = found.speculation
     assert said is not None
     assert (said.weight_bytes, said.kv_bytes_per_token, said.drafter) == (0, 0, "")
-    assert said.slot_bytes == 32 * (7 + min(16384, 131_072)) * 4
+    assert said.slot_bytes == 256 * (7 + min(16384, 131_072)) * 4
     assert found.memory.slot_bytes - plain.memory.slot_bytes == said.slot_bytes
     assert {r.draft_ms for r in said.rates} == {0.0}
     assert rate_of(found, 64, 512).width == 1, "above 32 rows it does not draft"

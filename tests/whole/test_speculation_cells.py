@@ -49,18 +49,20 @@ TEXT = byte_tokenizer()
 
 @lru_cache
 def asked() -> tuple[Request, ...]:
-    """Prompts over one shared prefix; few tokens to choose from, so that any drafter is right at times.
-    One asks for three choices, one for log-probabilities."""
+    """Prompts over one shared prefix, so that any drafter is right at times: two greedy with few tokens to choose
+    from, which copy themselves; two sampled, whose noise a drafter on the device shares. One asks for three
+    choices, one for log-probabilities."""
     rng = random.Random(8)
     stem = tuple(rng.randrange(equal.V) for _ in range(24))
     found = []
     for i, n in enumerate((1, 3, 1, 1)):
         few = tuple(rng.sample(range(33, equal.V), 3))
         params = SamplingParams(
-            temperature=0.0,
+            temperature=0.0 if i % 2 else 1.0,
+            seed=i,
             n=n,
             max_tokens=30,
-            allowed_token_ids=few,
+            allowed_token_ids=few if i % 2 else None,
             bad_token_ids=tuple((token, token) for token in few),  # it would say one thing only
             frequency_penalty=2.0 if i else 0.0,
             logprobs=2 if i == 2 else None,
