@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,8 @@ class Kernel:
     """Of a block."""
     budgets: tuple[tuple[str, int], ...]
     """Every ``setmaxnreg`` of its PTX, in order: ("inc" or "dec", registers per thread)."""
+    ptx: str = field(default="", repr=False)
+    """The text that ptxas got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +247,7 @@ def _kernels(said: str) -> tuple[Kernel, ...]:
                 (action, int(n))
                 for action, n in re.findall(r"setmaxnreg\.(inc|dec)\S* (\d+);", ptx)
             ),
+            ptx=ptx.partition("\n}\n")[0],
         )
         for (name, stack, stores, loads, registers), ptx in zip(infos, sources, strict=True)
     )

@@ -45,6 +45,8 @@ class AttendArgs:
     """Of the scores."""
     sinks: Sinks | None = None
     """None: nothing behind the window."""
+    o_dtype: Any = jnp.float32
+    """What the caller casts the result to, which a backend may do for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +66,10 @@ class AttentionBackend:
                read the slot). By default nothing is planned: work lists can come from the true
                lengths, on the device.
     write_kv:  (kv, k_TKH, v_TKH, view) -> kv. Padding tokens go to page 0.
-    attend:    (args, kv, view) -> o_TNH, causal. Padding rows are finite. Decode rows see what
-               ``view.tree`` says where it is given (never with sinks). Behind the window the page table
-               may say anything in range (0 once a page was given back) and the pages may hold anything,
-               also NaN.
+    attend:    (args, kv, view) -> o_TNH, causal, in float32 or ``args.o_dtype``. Padding rows are
+               finite. Decode rows see what ``view.tree`` says where it is given (never with sinks).
+               Behind the window the page table may say anything in range (0 once a page was given
+               back) and the pages may hold anything, also NaN.
     move:      (kv, (page_A, off_A), (page_A, off_A)) -> kv with the entries of the first places
                copied to the second ones; page 0 may hold anything after it.
     has_sinks: False where ``attend`` takes no sinks.

@@ -38,7 +38,7 @@ def kv_dtype(dtype: Any) -> Any:
 
 
 def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = None) -> jax.Array:
-    """float32[T, N, H]; zero for unused rows and prefill padding. The kernels begin at the first block
+    """``args.o_dtype``[T, N, H]; zero for unused rows and prefill padding. The kernels begin at the first block
     that a window reaches into, and blank what lies before it."""
     assert args.sinks is None, "refused at start: the kernels know one query per token"
     assert view.tree is None or isinstance(view.tree, DraftMask), "refused at start"
@@ -59,6 +59,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
             view.start_R[:D],
             view.kv_len_R[:D],
             tree=None if view.tree is None else Tree(view.tree.sees, view.tree.depth),
+            dtype=args.o_dtype,
             **options,
         )
         parts.append(o_DJNH.reshape(D * J, N, H))
@@ -72,7 +73,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
             view.count_R[D:],
             **options,
         )
-        parts.append(o_PNH.astype(jnp.float32))
+        parts.append(o_PNH.astype(args.o_dtype))
     return jnp.concatenate(parts)
 
 

@@ -55,6 +55,7 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         window=ctx.window,
         scale=ctx.arch.H**-0.5,
         sinks=sinks,
+        o_dtype=p["o"].dtype if scale_K2 is None else jnp.float32,
     )
     o_TNH = unfold(scale_K2, ctx.attn.attend(args, kv, ctx.view))
     y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), ctx.axes.heads)

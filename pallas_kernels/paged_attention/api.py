@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.flash import LOG2E, MASKED
+from pallas_kernels.flash import LOG2E
 from pallas_kernels.paged_attention import hopper
 from pallas_kernels.paged_attention.combine import combine
 from pallas_kernels.paged_attention.hopper import Tile
@@ -43,6 +43,7 @@ def paged_attention(
     sinks_N: Array | None = None,
     tree: Tree | None = None,
     scales_2K: Array | None = None,
+    dtype: Any = jnp.float32,
     tune: dict[str, Any] | None = None,
     interpret: Any = None,
 ) -> Array:
@@ -64,11 +65,13 @@ def paged_attention(
             one; None: a chain.
         scales_2K: float32, what the stored keys and values of each kv head are multiplied by;
             None: 1.
-        tune: ``block``, ``stages``, ``raw_stages``, ``teams``, ``register_p`` instead of those of tune.json.
+        dtype: of the result: what the caller multiplies next, so that nothing has to be cast.
+        tune: ``block``, ``stages``, ``raw_stages``, ``teams``, ``split_blocks``, ``register_p`` instead of
+            those of tune.json.
         interpret: ``plgpu.InterpretGPUParams()`` runs on a CPU.
 
     Returns:
-        float32[D, J, N, H]; zero for rows of length 0; finite but meaningless for tokens at or
+        ``dtype``[D, J, N, H]; zero for rows of length 0; finite but meaningless for tokens at or
         beyond the length.
 
     Raises:
@@ -93,11 +96,13 @@ def paged_attention(
         tile,
         interpret,
     )
-    o_DYH = combine(*sums, _sink_rows(sinks_N, tile), work, tile, interpret)
-    o_DKQH = o_DYH[:, : K * tile.q_rows].reshape(D, K, tile.q_rows, H)[:, :, :rows]
+    sink_N = None if sinks_N is None else sinks_N.astype(jnp.float32) * LOG2E
+    as_summed = dtype if scales_2K is None else jnp.float32
+    o_DYH = combine(*sums, sink_N, work, tile, as_summed, interpret)
+    o_DJNH = o_DYH.reshape(D, J, N, H)
     if scales_2K is not None:
-        o_DKQH = o_DKQH * scales_2K[1, :, None, None]
-    return o_DKQH.reshape(D, K, J, tile.G, H).swapaxes(1, 2).reshape(D, J, N, H)
+        o_DJNH = (o_DJNH * jnp.repeat(scales_2K[1], tile.G)[:, None]).astype(dtype)
+    return o_DJNH
 
 
 def tile_of(
@@ -136,6 +141,7 @@ def tile_of(
         block=block,
         stages=chosen["stages"],
         splits=teams,
+        split_blocks=chosen["split_blocks"],
         teams=teams,
         scale=scale,
         window=window,
@@ -155,21 +161,10 @@ def _splits(tile: Tile, sms: int) -> int:
 
 
 def tuned(H: int, dtype: Any, *, narrow: bool = False) -> dict[str, Any]:
-    """The tuning of one head dimension: ``block``, ``stages``, ``teams`` and ``sms``; with KV of 8
-    bits also ``raw_stages``. ``narrow``: a tree under a window, whose masks need registers."""
+    """The tuning of one head dimension: ``block``, ``stages``, ``teams``, ``split_blocks`` and ``sms``; with
+    KV of 8 bits also ``raw_stages``. ``narrow``: a tree under a window, whose masks need registers."""
     table = tuning("pallas_kernels.paged_attention")
     found = of_dtype(table, H, dtype)
     if narrow and jnp.dtype(dtype).itemsize == 2:
         found = table["tree and window"].get(str(H), found)
-    return {"sms": table["sms"], **found}
-
-
-def _sink_rows(sinks_N: Array | None, tile: Tile) -> Array:
-    """float32[partial_rows] in units of log2."""
-    if sinks_N is None:
-        return jnp.full(tile.partial_rows, MASKED, jnp.float32)
-    sink_KG = sinks_N.astype(jnp.float32).reshape(tile.K, tile.G) * LOG2E
-    sink_KQ = jnp.tile(sink_KG, (1, tile.J))
-    pad = ((0, 0), (0, tile.q_rows - tile.J * tile.G))
-    sink_Y = jnp.pad(sink_KQ, pad, constant_values=MASKED).reshape(-1)
-    return jnp.pad(sink_Y, (0, tile.partial_rows - sink_Y.shape[0]), constant_values=MASKED)
+    return {"sms": table["sms"], "split_blocks": table["split_blocks"], **found}

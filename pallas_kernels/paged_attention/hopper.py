@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
-from pallas_kernels.flash import M, Sums, swizzled
+from pallas_kernels.flash import M, Sums, along_rows, swizzled
 from pallas_kernels.paged_attention.tree import MAX_PLACES, Tree
 from pallas_kernels.registers import set_compute, set_load
 from pallas_kernels.widen import Raw, load_widened
@@ -56,6 +56,8 @@ class Tile:
     block: int
     stages: int
     splits: int
+    split_blocks: int
+    """Fewest blocks of a split: below, adding up what the splits left would take longer than they save."""
     teams: int
     scale: float
     window: int = 0
@@ -99,9 +101,19 @@ class Tile:
         return self.block // flash.page_rows(self.Z, self.block)
 
     @property
+    def heads(self) -> int:
+        """Of queries."""
+        return self.K * self.G
+
+    @property
     def partial_rows(self) -> int:
-        """Rows of one slot of partial sums, all kv heads, padded for the combining kernel."""
-        return -(-self.K * self.q_rows // M) * M
+        """Rows of one slot of partial sums: those of each kv head, of which J * G are used."""
+        return self.K * self.q_rows
+
+    def partial_row(self, token: Any, head: Any) -> Any:
+        """Where a slot has the sums of a query."""
+        kv_head, member = lax.div(head, jnp.int32(self.G)), lax.rem(head, jnp.int32(self.G))
+        return kv_head * self.q_rows + token * self.G + member
 
     @property
     def chunk(self) -> int:
@@ -149,7 +161,7 @@ def plan(start_D: jax.Array, len_D: jax.Array, tile: Tile) -> Work:
     first_D = low_D // tile.block
     n_D = jnp.where(len_D > 0, -(-len_D // tile.block) - first_D, 0)
     end_D = jnp.cumsum(n_D)
-    per = jnp.maximum(-(-end_D[-1] // tile.splits), 1)
+    per = jnp.maximum(-(-end_D[-1] // tile.splits), tile.split_blocks)
     begin_S = jnp.arange(tile.splits, dtype=jnp.int32) * per
     last_S = jnp.minimum(begin_S + per, end_D[-1]) - 1
     row0_S = (end_D[None] <= begin_S[:, None]).sum(1, dtype=jnp.int32)
@@ -169,15 +181,16 @@ def attend(
     work: Work,
     tile: Tile,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Partial sums (o, top, total) of every slot: float32 [D + S, partial_rows, H] and twice
-    [D + S, partial_rows]. Slots that no row uses and padding rows are not written."""
+) -> tuple[jax.Array, jax.Array]:
+    """Partial sums of every slot: weighted means of values, float32[D + S, partial_rows, H], and log2 of
+    the sums of weights behind them, float32[D + S, partial_rows]. Slots that no row uses are not
+    written."""
     slots = len_D.shape[0] + tile.splits
     row = jax.ShapeDtypeStruct((slots, tile.partial_rows), jnp.float32)
     sums = jax.ShapeDtypeStruct((slots, tile.partial_rows, tile.H), jnp.float32)
     return plgpu.kernel(
         partial(_attend, tile=tile),
-        out_type=(sums, row, row),
+        out_type=(sums, row),
         grid=tile.grid,
         grid_names=("s", "h", "t"),
         num_threads=tile.teams * (tile.warpgroups + 1),
@@ -197,8 +210,7 @@ def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
         "k": room(teams, tile.stages, tile.block, tile.H),
         "v": room(teams, tile.stages, tile.block, tile.H),
         "o_out": swizzled(teams, tile.warpgroups, M, OUT_COLUMNS, dtype=jnp.float32),
-        "top_out": plgpu.SMEM((teams, M), jnp.float32),
-        "total_out": plgpu.SMEM((teams, M), jnp.float32),
+        "log_out": plgpu.SMEM((teams, M), jnp.float32),
         "q_here": plgpu.Barrier(num_barriers=teams * tile.q_stages),
         "q_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.q_stages),
         "k_here": plgpu.Barrier(num_arrivals=arrivals, num_barriers=teams * tile.stages),
@@ -258,7 +270,7 @@ class _Segment(NamedTuple):
 
 
 def _attend(
-    q, keys, values, table, start, length, cum, first, row0, row1, per, o, top, total, *, tile, **sm
+    q, keys, values, table, start, length, cum, first, row0, row1, per, o, log_total, *, tile, **sm
 ):
     """The kernel: one block of the grid."""
     wg = lax.axis_index("wg")
@@ -288,7 +300,7 @@ def _attend(
 
         def compute(seg: _Segment, n) -> None:
             sums = _compute(team, start[seg.row], length[seg.row], seg, n, part)
-            _write(team, (o, top, total), sums, seg.row, part)
+            _write(team, (o, log_total), sums, seg.row, part)
 
         segments(team, compute)
 
@@ -478,14 +490,16 @@ def _mask(team: _Team, x, at, start, length):
 
 
 def _write(team: _Team, out, sums: Sums, row, part) -> None:
-    """Write the used rows to the slot of this row and split."""
-    o, top, total = out
+    """Write the rows of the tile to the slot of this row and split. A segment has blocks, and so each of
+    its rows a total above zero, also one whose keys are all masked."""
+    o, log_total = out
     tile, slot = team.tile, row + team.split
     used = pl.ds(0, tile.tile_rows)
     here = pl.ds(team.head * tile.q_rows + team.m_tile * M, tile.tile_rows)
+    mean = sums.o * along_rows(1 / sums.total, sums.o)
     room = team.room("o_out").at[part]
     for c in range(0, tile.chunk, OUT_COLUMNS):
-        room[...] = sums.o[:, c : c + OUT_COLUMNS]
+        room[...] = mean[:, c : c + OUT_COLUMNS]
         plgpu.commit_smem()
         columns = pl.ds(part * tile.chunk + c, OUT_COLUMNS)
         plgpu.copy_smem_to_gmem(room.at[used], o.at[slot, here, columns])
@@ -493,8 +507,7 @@ def _write(team: _Team, out, sums: Sums, row, part) -> None:
 
     @pl.when(part == 0)
     def _():
-        for vector, name, to in ((sums.top, "top_out", top), (sums.total, "total_out", total)):
-            team.room(name)[...] = vector
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(team.room(name).at[used], to.at[slot, here])
+        team.room("log_out")[...] = sums.top + jnp.log2(sums.total)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(team.room("log_out").at[used], log_total.at[slot, here])
         plgpu.wait_smem_to_gmem(0)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench import passes
 from jserve.model.attention import backend
 from jserve.model.attn_dense import GATHERED
 from jserve.model.view import Bucket, StepDims
@@ -19,6 +20,8 @@ from jserve.sizing.compiled import compile_step
 from pallas_kernels import aot
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.api import tile_of
+from pallas_kernels.paged_attention.combine import FEW, MANY_SPLITS
+from pallas_kernels.paged_attention.hopper import Tile
 from pallas_kernels.ragged_prefill import ragged_prefill
 from pallas_kernels.ragged_prefill.hopper import TEAM
 from tests.pallas_kernels import tma
@@ -40,7 +43,8 @@ def check(report: aot.Report, n_kernels: int, computing: int, loading: int) -> N
     """The first kernel has ``computing`` and ``loading`` warpgroups, the others have one."""
     assert len(report.kernels) == n_kernels
     check_registers(report.kernels[0], computing, loading)
-    assert not any(k.budgets for k in report.kernels[1:])
+    for kernel in report.kernels[1:]:
+        check_registers(kernel, 1, 0)
     assert report.spills == 0, report.kernels
     assert 0 < report.smem_bytes <= aot.SMEM_LIMIT
     assert not report.ignored, "ptxas did not honour the registers that were asked for"
@@ -98,6 +102,7 @@ def test_paged_attention(name: str) -> None:
 
     def call(q: Any, k: Any, v_: Any, table: Any, start: Any, length: Any, more: Any) -> Any:
         rows = (table, start, length)
+        more = {"dtype": jnp.bfloat16, **more}
         return paged_attention(q, k, v_, *rows, scale=0.1, tree=v.tree, **v.static, **more)
 
     pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
@@ -107,6 +112,30 @@ def test_paged_attention(name: str) -> None:
         report = aot.compile_for(call, q, pool, pool, ints(D, 64), ints(D), ints(D), arrays(v))
     check_descriptors(descriptors)
     check(report, 2, tile.teams * tile.warpgroups, tile.teams)
+    check_combine(report.kernels[1], tile, v)
+
+
+def check_combine(kernel: aot.Kernel, tile: Tile, v: Variant) -> None:
+    """It has nothing to wait for but its loads: two a slot, all of a round before its arithmetic."""
+    assert not re.search(r"mbarrier\.|cp\.async|\.shared", kernel.ptx)
+    wide = 32 if tile.splits > MANY_SPLITS else 8
+    rounds = [r for r in map(loads_of_a_round, re.split(r"^\$L", kernel.ptx, flags=re.M)) if r]
+    assert rounds == [2 * wide, 2 * FEW]
+    around = 3 + v.sinks  # two borders of the row, blocks of a split, a sink
+    assert len(LOAD.findall(kernel.ptx)) == sum(rounds) + around
+    assert kernel.registers <= (160 if wide > 8 else 64), "fewer blocks at once on a multiprocessor"
+    bits = 32 if v.dtype == F8 or tile.H > 128 else 16  # values of 8 bits are scaled afterwards
+    assert re.search(rf"\bst\.(?:global\.)?b{bits}\b", kernel.ptx)
+
+
+def loads_of_a_round(block: str) -> int:
+    """Loads of a block of PTX that raises to powers, as a round of slots does; 0 for others."""
+    before, found, after = block.partition("ex2.approx")
+    assert not (found and LOAD.search(before) and LOAD.search(after)), "a load waits for arithmetic"
+    return len(LOAD.findall(before)) if found else 0
+
+
+LOAD = re.compile(r"\bld\.(?:global\.)?(?:v2\.)?b32\b")
 
 
 def arrays(v: Variant) -> dict[str, Any]:
@@ -213,6 +242,19 @@ def test_decode_step_of_1b_at_full_depth() -> None:
     model = step_model(ARCHS["llama-3.2-1b"])
     assert report.flops > 8 * weight_bytes(model)
     assert 1 < report.module.moved("state.kv") / weight_bytes(model) < 1.1
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "kernels", "in_a_row"),
+    [("llama-3.1-8b", 1, 14, 12), ("llama-3.1-8b", 64, 14, 12), ("qwen3-8b", 1, 18, 14)],
+)
+def test_kernels_of_a_layer(name: str, batch: int, kernels: int, in_a_row: int) -> None:
+    """Nothing lies between attention and the product that reads it."""
+    found = passes.layer(name, batch)
+    assert (len(found.passes), found.chain) == (kernels, in_a_row)
+    after = [p.op for p in found.passes]
+    last = max(i for i, op in enumerate(after) if op == "custom-call")
+    assert after[last - 1 : last + 2] == ["custom-call", "custom-call", "dot"]
 
 
 def test_mixed_step_of_1b() -> None:

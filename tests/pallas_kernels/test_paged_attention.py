@@ -17,7 +17,7 @@ from tests.pallas_kernels.variants import LEVEL
 
 F8 = jnp.float8_e4m3fn
 
-TUNE = {"sms": 6}
+TUNE = {"sms": 6, "split_blocks": 1}
 """Few splits: rows share them and long rows lie in several."""
 
 
@@ -35,6 +35,7 @@ def run(
     dtype: Any = jnp.bfloat16,
     tree: Tree | None = None,
     scaled: bool = False,
+    result: Any = jnp.float32,
     **variant: Any,
 ) -> None:
     """One call on fresh random inputs, compared token by token."""
@@ -51,11 +52,12 @@ def run(
         kwargs["scales_2K"] = jnp.asarray(scales)
     if kernel is None:
         kernel = paged_attention
-        kwargs |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter()}
+        kwargs |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter(), "dtype": result}
     args = (data.keys, data.values, data.table, data.start, data.length)
     got = np.asarray(kernel(jnp.asarray(q), *args, **kwargs))
     assert got.shape == q.shape
-    assert got.dtype == np.float32
+    assert got.dtype == result
+    got = got.astype(np.float32)
     for r, (start, count) in enumerate(spans):
         if count == 0:
             assert not got[r].any(), "a row without keys is not zero"
@@ -70,7 +72,8 @@ def run(
             want = attention(q[r, j], k, v, position, **options)
             # Weights are rounded to the bits of the values, which is relative to what they sum to.
             error = 4e-3 * max(1, scales.max())
-            np.testing.assert_allclose(got[r, j], want, rtol=2**-9, atol=error)
+            near = 2**-9 if result == jnp.float32 else 2**-7
+            np.testing.assert_allclose(got[r, j], want, rtol=near, atol=error)
 
 
 @pytest.mark.parametrize("case", DECODE)
@@ -123,6 +126,12 @@ def test_eight_bits_of_every_kind(tune: dict[str, int]) -> None:
 @pytest.mark.parametrize("tune", [{"teams": 1}, {"sms": 40}, {"sms": 2}, {"stages": 3}])
 def test_tunings_agree(tune: dict[str, int]) -> None:
     run(((260, 1), (5, 1), (129, 1)), tune=tune, K=2, G=1)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_result_is_what_is_asked_for(scaled: bool) -> None:
+    dtype = F8 if scaled else jnp.bfloat16
+    run(((260, 2), (0, 0), (5, 1)), J=2, K=2, dtype=dtype, scaled=scaled, result=jnp.bfloat16)
 
 
 @pytest.mark.parametrize("case", DECODE)
@@ -192,6 +201,27 @@ def test_slots_are_unique_and_blocks_are_shared_equally() -> None:
                 slots.add(r + s)
                 seen.update((r, b - cum[r]) for b in mine)
     assert seen == {(r, b) for r, n in enumerate(length) for b in range(-(-n // 64))}
+
+
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("length", [1, 64, 255, 257, 900, 64 * 70])
+def test_no_split_is_below_the_floor(length: int, least: int) -> None:
+    """The last one has what is left. The floor costs nobody else: with more keys all splits have their part."""
+    kv = jnp.empty((1, 1, 16, 64), jnp.bfloat16)
+    tune = {"sms": 6, "split_blocks": least}
+    tile = tile_of(np.empty((2, 1, 4, 64)), kv, 1.0, tune=tune)
+    lengths = jnp.array([length, 0], jnp.int32)
+    per = int(hopper.plan(jnp.maximum(lengths - 1, 0), lengths, tile).per_1[0])
+    blocks = -(-length // 64)
+    assert per == max(least, -(-blocks // tile.splits))
+
+
+def test_the_floor_is_four_blocks() -> None:
+    for dtype in (jnp.bfloat16, F8):
+        assert (
+            tile_of(np.empty((1, 1, 4, 64)), jnp.empty((1, 1, 16, 64), dtype), 1.0).split_blocks
+            == 4
+        )
 
 
 @pytest.mark.parametrize(
