@@ -106,6 +106,12 @@ class CacheOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
     max_num_seqs: int = opt(32, "sequences running at once", min=1, max=4096)
+    max_penalized_seqs: int = opt(
+        64,
+        "of these, with penalties or biases (8 bytes a token id each); others of that kind wait; 0 refuses them",
+        min=0,
+        max=4096,
+    )
     max_num_batched_tokens: int = opt(512, "tokens of one step, decode and prefill together", min=1)
     max_prefill_chunk: int = opt(
         0, "prefill tokens of one request in one step; 0 is the whole budget", min=0

@@ -166,7 +166,7 @@ class ModelRunner:
 
     def _load(self, item: SlotLoad) -> None:
         slots, dims = self.state.slots, self.model.dims
-        if item.params.penalised or item.params.biased:
+        if item.params.needs_vocab_row or item.params.bans_words:
             for buf in load_buffers(item, dims.V):
                 slots = self.programs.load(slots, buf)
         if dims.text:

@@ -44,17 +44,15 @@ def step_dims(
     Z = config.cache.page_size
     C, M = config.scheduler.max_num_seqs, -(-length // Z)
     picks = config.device.max_logprob_token_ids
+    n_vocab_rows = min(C, config.scheduler.max_penalized_seqs)
+    dims = StepDims(C=C, M=M, Z=Z, V=arch.V, picks=picks, n_vocab_rows=n_vocab_rows)
     if speculation is None:
-        return StepDims(C=C, M=M, Z=Z, V=arch.V, picks=picks)
-    return StepDims(
-        C=C,
-        M=M,
-        Z=Z,
-        V=arch.V,
+        return dims
+    return dataclasses.replace(
+        dims,
         drafts=speculation.n_draft,
         grown=isinstance(speculation.tree, Grown),
         text=min(speculation.drafter.text, M * Z),
-        picks=picks,
     )
 
 
@@ -130,6 +128,7 @@ def runner_limits(
         masks=config.device.structured_outputs,
         scores_prompts=config.device.prompt_logprobs,
         picks=dims.picks,
+        n_vocab_rows=dims.n_vocab_rows,
         n_host_pages=n_host_pages,
         window=window,
         sinks=arch.sinks,

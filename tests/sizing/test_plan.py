@@ -64,7 +64,7 @@ def test_memory_of_8b_on_an_h200() -> None:
     assert found.device_bytes == 142_603_651_645
     assert found.memory.page_bytes == 32 * 131_072
     assert found.memory.n_pages == 24_576
-    few = 2 + (MAX_BAD_WORD_TOKENS - 1) + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
+    few = 3 + (MAX_BAD_WORD_TOKENS - 1) + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
     few += MAX_LOGPROB_TOKEN_IDS
     assert found.memory.slot_bytes == 32 * (128_256 * 8 + 4 * few)
     by_length = {r.length: (r.pages, r.sequences, r.admitted) for r in found.residents}

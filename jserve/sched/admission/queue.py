@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from jserve.config import SchedulerOptions
@@ -181,10 +181,11 @@ class WaitQueue:
         """The candidates of one step, best first."""
         return Candidates(self, now)
 
-    def foremost(self, now: float) -> Sequence | None:
-        """The sequence that precedes all order: one passed ``PASSES`` times, or an aged arrival."""
+    def foremost(self, now: float, offered: Collection[int] = ()) -> Sequence | None:
+        """The sequence that precedes all order: one passed ``PASSES`` times, or an aged arrival. Those passed
+        whose ids are in ``offered`` had their turn in this step."""
         for holder, n in self._passed.items():
-            if n >= PASSES:
+            if n >= PASSES and id(holder) not in offered:
                 return holder
         if self._n_entered % AGED_EVERY != AGED_EVERY - 1:
             return None
@@ -236,13 +237,17 @@ class Candidates:
         """id of a list -> key of the last of it that was offered and did not get in."""
         self._foremost: set[int] = set()
         self._last: Sequence | None = None
+        self._skipped = False
+        """The last one was foremost and lacks what others do not need."""
         self._now = now
 
     def next(self) -> Sequence | None:
         """The best candidate not offered before; None at the end."""
         last = self._last
-        if last is None or last.lease is not None:  # the start, or an entry: whose turn is it?
-            seq = self._queue.foremost(self._now)
+        # The start, an entry, or a foremost one that lacks what others need not: whose turn is it?
+        if last is None or last.lease is not None or self._skipped:
+            self._skipped = False
+            seq = self._queue.foremost(self._now, self._foremost)
             if seq is not None and id(seq) not in self._foremost:
                 self._foremost.add(id(seq))
                 self._last = seq
@@ -254,6 +259,11 @@ class Candidates:
         """``holder`` does not fit: continue with higher lanes only; False if none may."""
         self._lanes = self._lanes[: min(len(self._lanes), policy.rank(holder))]
         return bool(self._lanes) and self._queue.may_pass(holder)
+
+    def skip(self, seq: Sequence) -> None:
+        """``seq`` lacks what others do not need: go on with all of them, and count who enters before it."""
+        self._queue.may_pass(seq)
+        self._skipped = id(seq) in self._foremost
 
     def _fair(self) -> Sequence | None:
         queue = self._queue
