@@ -56,7 +56,7 @@ class PrefillPlanner:
         return "its KV is on the way to the host" if self.resources.swap_policy.waits(seq) else ""
 
     def lacks(self, seq: Sequence) -> str:
-        """What ``seq`` (in the queue), which waits for nobody, does not find, in words; empty: nothing."""
+        """What ``seq`` (in the queue) does not find, in words; empty: nothing."""
         rows = self.resources.vocab_rows
         if rows.lacks(seq):
             return f"all {rows.n} places for sequences with penalties or biases are taken"
@@ -83,11 +83,11 @@ class PrefillPlanner:
             seq = candidates.next()
             if seq is None or seq.pending:
                 return  # rows of its last residence must come back before it may start again
-            if self.held_back(seq, step) or lacks_mask(seq):
-                continue
             if self.resources.vocab_rows.lacks(seq):
                 self.resources.vocab_rows.refuse(seq)
                 candidates.skip(seq)
+                continue
+            if self.held_back(seq, step) or lacks_mask(seq):
                 continue
             if self.resources.enter(seq):
                 builder.load(seq)

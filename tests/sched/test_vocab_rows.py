@@ -3,7 +3,7 @@
 import pytest
 
 from jserve.errors import BadRequest
-from jserve.sched.admission.queue import PASSES
+from jserve.sched.admission.queue import MOST_SKIPPED, PASSES
 from jserve.sched.record.journal import JournalFile
 from jserve.sched.record.replay import Diverged, replay
 from jserve.sched.recovery.deadlock import LIMIT_S
@@ -50,6 +50,14 @@ def until_runs(drive: Drive, id: str, most: int = 200) -> None:
             return
         drive.step()
     raise AssertionError(f"{id} does not run")
+
+
+def until_runs_or_ends(drive: Drive, id: str, most: int) -> None:
+    for _ in range(most):
+        drive.step()
+        if id in running(drive) or drive.told[id, 0].end is not None:
+            return
+    raise AssertionError(f"{id} is kept out")
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 3])
@@ -115,6 +123,19 @@ def test_nobody_starves_for_a_row(lane: Lane) -> None:
         for _ in range(4):
             drive.step()
     assert drive.told["late", 0].end is not None, "it starves"
+    drive.run()
+
+
+def test_a_crowd_that_waits_for_rows_keeps_no_other_lane_out() -> None:
+    """More of bulk wait for the one row than a step looks past, and are overdue; other lanes enter at once."""
+    drive = Drive(limits(n_vocab_rows=1), max_waiting=1000, ageing_s=0.0, tenant_share=1.0)
+    drive.add(request("holder", [1], max_tokens=40, **PENALISED[2]))
+    for i in range(MOST_SKIPPED + 9):
+        drive.add(request(f"b{i}", [2], lane=Lane.BULK, max_tokens=2, **PENALISED[0]))
+    for i in range(2 * PASSES):
+        drive.add(request(f"i{i}", [3], lane=Lane.INTERACTIVE, max_tokens=1))
+        until_runs_or_ends(drive, f"i{i}", most=3)
+    assert drive.told["holder", 0].end is not None or "holder" in running(drive)
     drive.run()
 
 
