@@ -185,7 +185,7 @@ def engine(
 
 
 def _proposer(config: EngineConfig, n_vocab: int) -> Any:
-    """Who drafts on the host, with the corpus it may copy from as ids."""
+    """Build the host proposer, with its corpus as ids."""
     from jserve.speculation.host.methods import proposer_of
     from jserve.text.tokenizer import load_tokenizer
 

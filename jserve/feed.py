@@ -1,7 +1,7 @@
 """Feeds many offline requests into a bounded queue, in order.
 
 Offline work is not overload: what the engine's gate refuses for want of room goes back to the front and is handed
-in again once the queue is shorter. An empty queue refuses nobody, so all get in.
+in again once the queue is shorter. An empty queue refuses no request, so all are admitted.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jserve.types import PageFetch, Request, Sequence, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """How long one bucket's program took, measured before the engine was ready (or a roofline's guess)."""
+    """The time of one bucket's program, measured before the engine was ready (or a roofline's guess)."""
 
     n_decode: int
     """Rows that decode or verify."""
@@ -31,7 +31,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
-    """What the device side can take; the scheduler plans inside these."""
+    """The limits of the device side; the scheduler plans within them."""
 
     n_slots: int
     max_rows: int
@@ -77,7 +77,7 @@ class RunnerLimits:
     """Of a tree of drafts, the depth of each in order; (): they are chains. With a tree there are no
     programs for drafts of the host."""
     step_times: tuple[StepTime, ...] = ()
-    """What is known of step times before the first step; empty when nothing was measured."""
+    """Step times measured before the first step; empty when nothing was measured."""
 
 
 class StepCosts(Protocol):
@@ -109,7 +109,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class DiskTier(Protocol):
-    """What a runner has besides, when it can keep pages on disk."""
+    """The further interface of a runner that keeps pages on disk."""
 
     def stored(self) -> list[bytes] | None:
         """Digests of the pages at hand; None when it keeps none."""
@@ -189,7 +189,7 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a guide makes of drawn tokens."""
+    """A guide's verdict on sampled tokens."""
 
     forced: tuple[int, ...] = ()
     """Ids that must follow and need no model step."""
@@ -264,7 +264,7 @@ class Guides(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What the host side needs of a tokenizer."""
+    """The tokenizer interface that the host side needs."""
 
     @property
     def vocab_size(self) -> int: ...

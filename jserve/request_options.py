@@ -53,7 +53,7 @@ class RequestOptions:
     """Lower runs first among what its tenant has waiting in its lane."""
     lane: Lane | str = Lane.STANDARD
     tenant: str = ""
-    """Who pays: tenants share a lane fairly by tokens, and never each other's cached prefixes."""
+    """The tenant that is charged: tenants share a lane fairly by tokens, and never each other's cached prefixes."""
     ttft_deadline_ms: float | None = None
     """From arrival to the first token."""
     tpot_deadline_ms: float | None = None

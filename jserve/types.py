@@ -47,7 +47,7 @@ class Grown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(RequestOptions):
-    """What a client asked, tokenised. Frozen; checked against the model by ``admission.check.check``."""
+    """A client's request, tokenised. Frozen; checked against the model by ``admission.check.check``."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -71,7 +71,7 @@ class Request(RequestOptions):
 
 
 class HandleInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is said of a cache handle."""
+    """A cache handle as clients see it."""
 
     name: str
     n_tokens: int
@@ -267,7 +267,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What came back for a plan, numpy only. Rows in plan order; J = drafts + 1 columns."""
+    """The results of a plan, numpy only. Rows in plan order; J = drafts + 1 columns."""
 
     tokens_RJ: np.ndarray
     """int32; columns beyond ``n_ok`` are meaningless."""
@@ -328,7 +328,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """What one commit adds to one sequence. The last one of a sequence carries ``finish``."""
+    """The tokens that one commit adds to one sequence. The last one of a sequence carries ``finish``."""
 
     request_id: str
     index: int

@@ -235,7 +235,7 @@ class AsyncEngine:
 
     @property
     def n_buffered_bytes(self) -> int:
-        """What was drawn and not yet taken by consumers weighs, all requests together."""
+        """Bytes of outputs that consumers have not taken yet, over all requests."""
         return sum(stream.n_bytes for stream in self._streams.values())
 
     def stats(self) -> Stats:

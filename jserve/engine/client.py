@@ -263,7 +263,7 @@ class ProcClient:
             log.debug("engine link: %s", error)
         finally:
             self._outbox.put(None)
-            link.shut()  # if it was not the engine that ended: it ends now, and nobody waits for it
+            link.shut()  # if the engine has not ended it ends now, without waiting
             code = self._reap()
             link.close()
             on_message(Gone(exit_code=code))
@@ -273,7 +273,7 @@ class ProcClient:
             try:
                 link.send_frame(frame)
             except LinkClosed:
-                link.shut()  # a reader that goes on would make nobody wiser
+                link.shut()  # more messages would change nothing
                 return
 
     def _reap(self) -> int:

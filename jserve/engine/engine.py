@@ -32,7 +32,7 @@ from jserve.types import Finish, Output, Request, StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 COMPILE_WAIT_S = 0.005
-"""How long an engine with nothing else to do waits for a grammar, before it looks at its inbox."""
+"""Seconds that an idle engine waits for a grammar before it reads its inbox."""
 
 
 class Engine:

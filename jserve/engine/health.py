@@ -62,7 +62,7 @@ class Symptom:
                 self.shows = False
 
     def interrupted(self) -> None:
-        """What was seen until now and what comes are not one stretch."""
+        """Interrupt the stretch: earlier observations do not continue."""
         self._since = None
 
 

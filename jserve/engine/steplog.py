@@ -1,7 +1,7 @@
 """Records one short entry per committed step until the next Stats message takes them.
 
-It costs a step one small struct and a walk over its prefill rows, whether anybody looks or not; what nobody takes
-is forgotten.
+It costs a step one small struct and a walk over its prefill rows, read or not; records that are not taken are
+dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepLog:
         )
 
     def take(self) -> list[StepRecord]:
-        """What came since the last call, oldest first."""
+        """Records since the last call, oldest first."""
         records = list(self._records)
         self._records.clear()
         return records

@@ -95,7 +95,7 @@ class Ready(Message, frozen=True):
 
 
 class Outputs(Message, frozen=True):
-    """What one step brought, for all sequences; in several messages where it is too much for one."""
+    """The outputs of one step, for all sequences; split over several messages where they exceed one."""
 
     step: int
     outputs: list[Output]

@@ -17,7 +17,7 @@ from jserve.errors import ConfigError
 
 
 class Bytes(Protocol):
-    """What is needed of a tokenizer (``text.TextTokenizer`` has it)."""
+    """The tokenizer interface needed here (``text.TextTokenizer`` has it)."""
 
     vocab_size: int
     special_ids: frozenset[int]

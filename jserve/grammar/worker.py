@@ -53,7 +53,7 @@ def read_frame(file: BinaryIO) -> bytes:
 
 
 def answer(compiler: GrammarCompiler, spec: bytes) -> Answer:
-    """What to say of one encoded spec."""
+    """The answer to one encoded spec."""
     try:
         compiler.compile(msgspec.msgpack.decode(spec, type=StructuredOutputs))
     except JserveError as error:

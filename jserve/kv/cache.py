@@ -178,7 +178,7 @@ class PageCache:
                 self.tier.release_hold(kept)
 
     def release_hold(self, below: Seq[HostPage]) -> None:
-        """What ``below`` found is not loaded."""
+        """Release the pages that ``below`` found without loading them."""
         for kept in below:
             assert self.tier is not None
             self.tier.release_hold(kept)

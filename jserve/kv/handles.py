@@ -3,7 +3,7 @@
 It owns the handles of all tenants, their pins in the tree and the quota of pages they may pin. A handle is three
 things in a row::
 
-    open     name, tokens and quota are taken; somebody computes the tokens
+    open     name, tokens and quota are taken; a request computes the tokens
     settled  the path of its full pages is pinned: no eviction reaches it
     lost     the device lost its pages: the handle stays, and settles again at its next use
 
@@ -156,7 +156,7 @@ class Handles:
         return [handle.node for handle in self._handles.values() if handle.node is not None]
 
     def info(self, handle: Handle, now: float = 0.0) -> HandleInfo:
-        """What is said of it; ``now`` counts where it is later than the cache's time."""
+        """Its info; ``now`` counts where it is later than the cache's time."""
         return HandleInfo(
             name=handle.name,
             n_tokens=len(handle.tokens),

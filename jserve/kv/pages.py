@@ -92,7 +92,7 @@ class PageTable:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PageLease:
-    """What a sequence holds: one reference on each of ``pages`` and a lock on the path to ``node``.
+    """A sequence's lease: one reference on each of ``pages`` and a lock on the path to ``node``.
 
     Given back exactly once, by ``PageCache.release``.
     """
@@ -115,7 +115,7 @@ class PageLease:
     cacheable: bool = True
     """False keeps the pages out of the tree."""
     keeps: tuple[Keep, ...] = ()
-    """How long its published pages are worth keeping once it is over."""
+    """Retention of its published pages once it finishes."""
     released: bool = False
 
     @property

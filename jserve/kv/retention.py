@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from jserve.request_options import Retention
 
 EVERYONE = 50
-"""The priority of a page that nobody spoke for."""
+"""The priority of a page without a hint."""
 SESSION = 101
 """Above any hint: the pages of a conversation that is expected to go on."""
 FOREVER = 1 << 31

@@ -40,7 +40,7 @@ class Sessions:
         return len(self._sessions)
 
     def keep(self) -> Keep:
-        """What the pages of a turn are worth."""
+        """The retention of a turn's pages."""
         return Keep(priority=SESSION, seconds=self.ttl_s)
 
     def ended(self, tenant: str, name: str, request_id: str, lease: PageLease) -> None:

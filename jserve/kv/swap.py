@@ -30,7 +30,7 @@ class Swapped:
 
 
 def private(cache: PageCache, lease: PageLease, n_tokens: int) -> list[int]:
-    """Numbers of the pages among the first ``n_tokens`` that nobody could find."""
+    """Numbers of the private pages among the first ``n_tokens``."""
     first = lease.n_published if lease.cacheable else lease.n_shared
     end = -(-n_tokens // cache.page_size)
     return [i for i in range(first, end) if lease.pages[i]]

@@ -1,10 +1,10 @@
 """Gumbel noise of every token at every draw, counter-based.
 
-Owns the hash. Must not know logits or who draws. The noise of a token is a function of the request's seed, the
-position that is drawn, the purpose and the token's id in the whole vocabulary, so it is the same in every batch,
-bucket and sharding, and for whoever drafts for that position. argmax(log p + noise) is distributed as p (Gumbel,
-1954), and two distributions that share the noise choose the same token with probability (1 - TV) / (1 + TV) or
-more, TV being their total variation distance.
+It owns the hash. The noise of a token is a function of the request's seed, the position that is drawn, the purpose
+and the token's id in the whole vocabulary, so it is the same in every batch, bucket and sharding, and for whoever
+drafts for that position. argmax(log p + noise) is distributed as p (Gumbel, 1954), and two distributions that share
+the noise choose the same token with probability (1 - TV) / (1 + TV) or more, TV being their total variation
+distance.
 
 One threefry block per draw makes a key of 64 bits; a token's bits are its id mixed with one half of the key,
 then with the other, by the finaliser of MurmurHash3: some twenty integer operations, which XLA fuses with the

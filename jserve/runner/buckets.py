@@ -42,7 +42,7 @@ one more. A prompt that comes alone waits for its own padding, and pays for the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a plan asks of a bucket."""
+    """The bucket features that a plan needs."""
 
     D: int
     P: int

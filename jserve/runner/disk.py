@@ -66,7 +66,7 @@ class DiskStore:
         return len(self._names)
 
     def digests(self) -> list[bytes]:
-        """What is there, least recently used first."""
+        """The pages on disk, least recently used first."""
         return [bytes.fromhex(name) for name in self._names]
 
     @property

@@ -70,7 +70,7 @@ def _bytes_of(shapes: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """What a device has and what is taken of it, in bytes; of a CPU, the host's memory."""
+    """Total and used memory of a device, in bytes; of a CPU, the host's memory."""
 
     total: int
     taken: int

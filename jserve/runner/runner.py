@@ -215,7 +215,7 @@ class ModelRunner:
         self._rehearse(self.ladder.buckets[0], GREEDY)
 
     def report(self) -> dict[str, Any]:
-        """What the start banner says of the device side."""
+        """The device side's lines of the start banner."""
         device = self.model.mesh.devices.flat[0]
         return {
             "device": f"{self.model.mesh.devices.size} x {device.device_kind}",
@@ -227,7 +227,7 @@ class ModelRunner:
         }
 
     def counters(self) -> dict[str, float]:
-        """What /metrics shows of the device side."""
+        """The device side's counters for /metrics."""
         disk = {} if self._spill is None else self._spill.counters()
         return {"compiles_after_ready_total": float(self.programs.late_compiles)} | disk
 

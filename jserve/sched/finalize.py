@@ -257,6 +257,6 @@ class Finalizer:
 
 def roll_back(seq: Sequence, n: int) -> None:
     """``n`` tokens of a row's bound were not drawn."""
-    # Nobody is readmitted with rows in flight, so the row of one who runs is of this residence.
+    # No sequence is readmitted with rows in flight, so a running sequence's row is of this admission.
     if seq.lease is not None:
         seq.scheduled -= n

@@ -19,7 +19,7 @@ def lacks_mask(seq: Sequence) -> bool:
 
 
 def apply_verdict(seq: Sequence, verdict: Verdict) -> None:
-    """What a verdict means for a sequence that has just taken its tokens."""
+    """Apply ``verdict`` to a sequence that has just appended its tokens."""
     if verdict.ended and seq.finish is None:
         seq.finish = Finish.STOP
     if verdict.free:

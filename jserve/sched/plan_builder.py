@@ -44,10 +44,10 @@ class PlanBuilder:
         self.n_draft = 0
         """Drafts that the device shall leave in the slots of emitting rows."""
         self.sources: dict[int, str] = {}
-        """Row -> who made its drafts."""
+        """Row -> source of its drafts."""
         self.rows: list[RowPlan] = []
         self.seqs: list[Sequence] = []
-        """Whose row each is."""
+        """The sequence of each row."""
         self.loads: list[SlotLoad] = []
 
     def limit(self, prefill_tokens: int) -> None:
@@ -140,7 +140,7 @@ class PlanBuilder:
         self._took(seq, count)
 
     def backfill(self, seq: Sequence, start: int, end: int) -> None:
-        """A row that shows the device drafter tokens ``start`` to ``end`` - 1 of ``seq``, which the
+        """Add a row that backfills drafter KV of tokens ``start`` to ``end`` - 1 of ``seq``, which the
         target has computed already; as many as there is room for."""
         count = min(end - start, self.prefill_room)
         end = start + count

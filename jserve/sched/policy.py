@@ -25,7 +25,7 @@ from jserve.types import Lane, Sequence
 
 MAX_PREEMPTIONS = 3
 OUTPUT_WEIGHT = 2.0
-"""What a token drawn costs its tenant, where a prompt token computed costs 1."""
+"""Charge of a sampled token, where a computed prompt token costs 1."""
 _RANKS = {lane: i for i, lane in enumerate(Lane)}
 _SEED_BITS = 48
 _WRAP = 2**64
@@ -55,7 +55,7 @@ def turn(seq: Sequence) -> tuple[int, float, int]:
 
 
 def charge(n_new: int, n_out: int) -> float:
-    """What a tenant is charged for prompt tokens computed and tokens drawn."""
+    """The tenant's charge for computed prompt tokens and sampled tokens."""
     return n_new + OUTPUT_WEIGHT * n_out
 
 

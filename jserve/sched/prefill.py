@@ -46,7 +46,7 @@ class PrefillPlanner:
         return bool(self.waits_for(seq, step))
 
     def waits_for(self, seq: Sequence, step: int) -> str:
-        """What that is, in words; empty: nothing."""
+        """The reason in words; empty: none."""
         if self.bisection.holds(seq):
             return "requests of a failed step are retried one group at a time"
         if self.prefix_waits.wait(seq, step):

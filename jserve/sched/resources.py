@@ -3,14 +3,14 @@
 It owns the queue, the running sequences, the free slots, the vocab rows and the page cache, and moves sequences
 between them.
 
-Why slots and pages of a finished or preempted sequence may be reused at once, although a step
-in flight may hold one more row of it: programs run in launch order. Whoever gets the slot or the
-pages next is planned later, so its ``SlotLoad``, its first row (which carries ids and an exact
-start) and its KV writes come after the over-run row. What that row leaves behind (last token,
-length, counts, KV behind the published pages) is overwritten before it is read.
+Why slots and pages of a finished or preempted sequence may be reused at once, although a step in flight may hold
+one more row of it: programs run in launch order. The next sequence that gets the slot or the pages is planned
+later, so its ``SlotLoad``, its first row (which carries ids and an exact start) and its KV writes come after the
+over-run row. What that row leaves behind (last token, length, counts, KV behind the published pages) is overwritten
+before it is read.
 
 With a window a sequence takes pages a row ahead and gives others back. One that is protected and longer
-than ``window_pages`` rolls: it enters with that many pages of its own, which nobody else can find, so
+than ``window_pages`` rolls: it enters with that many pages of its own, which no other sequence finds, so
 each that slides out of the window is free at once and becomes its next page ahead::
 
     own   [ 4 ][ 5 ][ 6 ][ 7 ][ 8 ]      slid: 4      [ 5 ][ 6 ][ 7 ][ 8 ][ 9 ]     never asks again
@@ -122,7 +122,7 @@ class Resources:
         return True
 
     def _keep(self, seq: Sequence) -> int:
-        """Pages that must stay available when ``seq`` gets in, for everyone's growth to come."""
+        """Pages that must stay available when ``seq`` is admitted, for the growth of all running sequences."""
         least = policy.headroom(len(self.running))
         if not len(self.running) or self._most_pages + self._most(seq) <= self.cache.pool.n_usable:
             return least  # alone, or all can grow to their end side by side
@@ -252,7 +252,7 @@ class Resources:
         """The device lost its pages: all who run start over, and nothing is cached any more, except on
         disk while the weights are the ``same_weights`` that made it.
 
-        No step may be in flight. It counts as nobody's preemption, so protection keeps its meaning.
+        No step may be in flight. It counts as no preemption, so protection keeps its meaning.
         """
         for seq in self.running.snapshot():
             assert seq.pending == 0, f"{seq.request.id} has rows in flight"

@@ -29,7 +29,7 @@ def check_plan(plan: StepPlan, limits: RunnerLimits) -> None:
 
 
 def _check_slots(plan: StepPlan, limits: RunnerLimits) -> None:
-    """One row a slot, but for those that only show the drafter what was computed."""
+    """One row a slot, except for rows that only backfill drafter KV."""
     own = [row for row in plan.rows if not row.backfill]
     assert len(own) <= limits.max_rows, f"{len(own)} rows"
     assert len({row.slot for row in own}) == len(own), "two rows share a slot"
@@ -49,7 +49,7 @@ def _check_drafting(
     """There are fewer programs with a drafter than without."""
     assert 0 <= plan.n_draft <= limits.device_drafts, f"{plan.n_draft} drafts of the device"
     if not plan.n_draft:
-        assert not any(row.backfill for row in plan.rows), "a drafter that sleeps is shown tokens"
+        assert not any(row.backfill for row in plan.rows), "an idle drafter is backfilled"
         return
     width = max([1 + plan.n_draft, *(row.count for row in decode)])
     assert len(decode) <= (limits.draft_rows or len(decode)), f"{len(decode)} rows draft"

@@ -35,6 +35,6 @@ class HostGaps:
         return gap
 
     def idle(self) -> None:
-        """Nobody runs: what follows is no gap. Steps that were lost will not land."""
+        """No sequence runs: the time that follows is no gap. Lost steps will not complete."""
         self._landed = None
         self._behind.clear()

@@ -27,7 +27,7 @@ from jserve.ports import StepTime
 
 
 class Size(NamedTuple):
-    """What the time of a step depends on."""
+    """The size of a step, on which its time depends."""
 
     n_decode: int
     n_prefill: int

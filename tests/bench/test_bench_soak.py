@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from bench import soak
 from bench.soak_traffic import KINDS, SHAPES, Soak, _fits
@@ -41,6 +43,30 @@ async def test_every_kind_runs_and_finds_nothing_wrong(kind, monkeypatch):
             await getattr(run, kind)()
         assert not run.wrong
         assert run.counts
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "wrong"),
+    [
+        (400, "", False),
+        (503, "overloaded: 9 sequences are waiting", False),
+        (503, "draining", True),
+        (500, "overloaded", True),
+        (200, "", True),
+    ],
+)
+async def test_nothing_hostile_is_answered_but_by_a_refusal(status, text, wrong):
+    """A full queue reads nobody's fields; any other 5xx is ours."""
+
+    async def answer(request):
+        return web.Response(status=status, text=text)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        run = Soak(str(server.make_url("")).rstrip("/"), "", http, random.Random(3), 0.0)
+        await run.hostile()
+    assert bool(run.wrong) is wrong
 
 
 async def test_a_control_that_changes_is_told(monkeypatch):

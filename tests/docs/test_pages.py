@@ -77,6 +77,15 @@ def test_a_servers_metrics_are_on_the_page(url: str) -> None:
         )
 
 
+def test_metrics_that_pages_name_are_on_their_page() -> None:
+    known = set(
+        re.findall(r"^\| `(jserve:\w+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    )
+    for page in PAGES:
+        named = set(re.findall(r"`(jserve:\w+)", page.read_text()))
+        assert named <= known, page.name
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_page_of_metrics_is_what_a_server_says() -> None:

@@ -217,11 +217,12 @@ async def test_abort_racing_the_finish_gives_one_terminal_output(engine):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_config_error_stops_the_start_and_keeps_its_field(kind):
+async def test_a_config_error_stops_the_start_and_keeps_its_field(kind, caplog):
     engine = engine_of(kind, "no such model")
     with pytest.raises(ConfigError, match="no such directory") as caught:
         await engine.start()
     assert caught.value.field == "model"
+    assert not [r for r in caplog.records if r.levelname == "ERROR"], "its caller says it"
     await engine.close()
     assert engine.counters["restarts"] == 0
 

@@ -294,7 +294,7 @@ class Drive:
         self.runner.reset()
         outputs = self.scheduler.recover(lost, error, self.now)
         assert {out.request_id for out in outputs} <= present
-        assert not outputs or len(present) == 1, "guilty without having been alone"
+        assert not outputs or len(present) == 1, "faulty without having been alone"
         self.doomed |= {(out.request_id, out.index) for out in outputs}
         self._hear(outputs)
 

@@ -160,10 +160,10 @@ def test_vllms_load_generator_drives_it_without_an_error(
         *("--base-url", served.url, "--model", "jserve-mini", "--tokenizer", build.shipped()),
         *("--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "16"),
         *("--num-prompts", str(n), *rate, "--ignore-eos"),
-        *("--save-result", "--result-filename", report),
+        *("--save-result", "--save-detailed", "--result-filename", report),
     )
     done = json.loads(report.read_text())
-    assert (done["completed"], done["failed"]) == (n, 0)
+    assert (done["completed"], done["failed"]) == (n, 0), set(done["errors"])
     assert done["total_output_tokens"] == n * 16
 
 

@@ -39,7 +39,7 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
 
 
 class Access(StrEnum):
-    """Who may call a route when keys are set. ``ADMIN`` routes have a port of their own."""
+    """The keys that may call a route when keys are set. ``ADMIN`` routes have a port of their own."""
 
     OPEN = "open"
     USER = "user"
@@ -79,7 +79,7 @@ class Keys:
         return any(tenant.admin for _, tenant in self._tenants)
 
     def check(self, headers: Mapping[str, str]) -> Tenant:
-        """Whose key the headers hold; everyone where no keys are set.
+        """The tenant of the key in the headers; the open tenant where no keys are set.
 
         Raises:
             Unauthorized: keys are set and the headers hold none of them.

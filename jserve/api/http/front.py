@@ -63,7 +63,7 @@ class Trace:
     error: str | None = None
     """Code of the error it ended with."""
     tenant: Tenant = field(default_factory=Tenant)
-    """Whose key it came with."""
+    """The tenant of its key."""
     account: Account = field(default_factory=Account)
     """What its tenant has used."""
     error_format: ErrorFormat = OPENAI

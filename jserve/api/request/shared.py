@@ -49,7 +49,7 @@ MAX_KEPT = 2**31 - 1
 
 
 class Service(Fields):
-    """Who asks for what, how urgently, and what to keep of it."""
+    """Service fields: model, lane, deadlines, caching, identity."""
 
     model: str | None = None
     stream: bool | None = None

@@ -53,7 +53,7 @@ def _left(request: Request, vocab: int, output: Seq[int], mask_W: np.ndarray | N
 
 
 def _completes(word: Seq[int], output: Seq[int]) -> bool:
-    """Whether ``word`` would stand at the end with one more token."""
+    """True if one more token would complete ``word`` at the end."""
     n = len(word) - 1
     return n == 0 or tuple(output[-n:]) == tuple(word[:-1])
 

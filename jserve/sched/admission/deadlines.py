@@ -1,7 +1,7 @@
 """Tracks deadlines and finds the sequences that missed theirs.
 
 * ``ttft_deadline_ms``: a sequence that still waits for its first admission when its prefill alone
-  would miss the deadline is given up; one that has got in goes on, late or not.
+  would miss the deadline ends; an admitted one continues, late or not.
 * ``deadline_ms``: when it passes the sequence ends in any state; tokens already emitted remain.
 * ``tpot_deadline_ms`` is a promise checked at arrival only.
 """

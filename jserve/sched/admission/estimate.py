@@ -20,7 +20,7 @@ from jserve.types import Request, Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast the engine goes at the moment."""
+    """The engine's current pace."""
 
     step_s: float
     """Seconds of a step that decodes for all who run and carries ``chunk`` prefill tokens."""
@@ -73,7 +73,7 @@ def _with_lanes(queue: WaitQueue, request: Request, n: float, tokens: float) -> 
 def pushed_late(
     queue: WaitQueue, request: Request, due: float, pace: Pace, n: float, tokens: float, now: float
 ) -> Sequence | None:
-    """Who waits behind ``request`` and would miss the deadline of its first token because of it.
+    """The sequence behind ``request`` that would miss its first token's deadline because of it.
 
     Looks at the tenant's own line, in which an earlier deadline goes first. ``n`` sequences with
     ``tokens`` stand before ``request``. None if all who can be in time still are.

@@ -32,7 +32,7 @@ class Shares:
         return self._served.get(party, self._now)
 
     def least(self, parties: Iterable[str]) -> str:
-        """Who of ``parties`` (at least one, in order of rank) comes next; the first among equals."""
+        """The next of ``parties`` (at least one, in order of rank); the first among equals."""
         return min(parties, key=self.at)
 
     def serve(self, party: str, tokens: float) -> None:
@@ -47,7 +47,7 @@ class Shares:
         self._served[party] = self.at(party) + tokens / self._weights.get(party, 1.0)
 
     def _merge(self) -> None:
-        """Forget the lower half: whoever of them comes again starts where the highest stood."""
+        """Forget the lower half: a party of it that returns starts at the highest counter forgotten."""
         ordered = sorted(self._served.items(), key=lambda item: item[1])
         self._now = max(self._now, ordered[len(ordered) // 2 - 1][1])
         self._served = {party: n for party, n in ordered if n > self._now}

@@ -1,6 +1,6 @@
 """Predicts how many pages running sequences will still need, so that admission leaves room for them.
 
-Everyone who runs grows by one token a step until it ends and gives its pages back, so what is
+Every running sequence grows by one token a step until it finishes and frees its pages, so what is
 needed beyond today's pages peaks just before one of them ends. With the expected remaining lengths
 ``left`` sorted, the peak is the largest of::
 
@@ -59,7 +59,7 @@ class Lengths:
 
 
 def peak_tokens(members: Iterable[tuple[int, int]]) -> int:
-    """Most tokens ever needed beyond those held now, by ``(left, own)`` of everyone who runs.
+    """Most tokens ever needed beyond those held now, by ``(left, own)`` of every running sequence.
 
     ``own`` tokens come back when ``left`` more are drawn.
     """
@@ -79,7 +79,7 @@ def reserve(
     page_size: int,
     most_pages: int = 0,
 ) -> int:
-    """Pages to leave for ``running`` and ``seq`` when ``seq`` gets in with its known tokens.
+    """Pages to reserve for ``running`` and ``seq`` when ``seq`` is admitted with its known tokens.
 
     Those who are protected hold all their pages already and only give back. ``most_pages`` is what
     one holds at the most where a window gives pages back; 0 where none does.

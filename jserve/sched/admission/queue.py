@@ -167,7 +167,7 @@ class WaitQueue:
             del self.held_by[tenant]
 
     def entered(self, seq: Sequence, n_new: int, n_out: int) -> None:
-        """``seq`` got in, with ``n_new`` tokens to compute and ``n_out`` expected to be drawn."""
+        """``seq`` is admitted, with ``n_new`` tokens to compute and ``n_out`` expected to be drawn."""
         self._n_entered += 1
         for holder in self._passed:
             self._passed[holder] += 1
@@ -244,13 +244,13 @@ def weights_of(options: SchedulerOptions) -> dict[Lane, int]:
 
 
 class Candidates:
-    """One walk over the candidates: each is offered once, and may get in or not."""
+    """One pass over the candidates: each is offered once, and admitted or not."""
 
     def __init__(self, queue: WaitQueue, now: float) -> None:
         self._queue = queue
         self._lanes = [*LANES]
         self._seen: dict[int, Any] = {}
-        """id of a list -> key of the last of it that was offered and did not get in."""
+        """id of a list -> key of the last of it that was offered and not admitted."""
         self._foremost: set[int] = set()
         self._last: Sequence | None = None
         self._skipped = False

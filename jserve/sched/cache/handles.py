@@ -55,7 +55,7 @@ def drop(scheduler: Scheduler, tenant: str, name: str, now: float) -> HandleInfo
 def find(
     scheduler: Scheduler, tenant: str, name: str | None = None, now: float = 0.0
 ) -> list[HandleInfo]:
-    """What is known of a tenant's handles, or of one. Changes nothing, so it is not journalled.
+    """The handles of a tenant, or one of them. Changes nothing, so it is not journalled.
 
     Raises:
         CacheNotFound: there is none of that name.

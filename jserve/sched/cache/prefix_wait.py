@@ -36,7 +36,7 @@ class Wait:
     leader: Sequence
     n_pages: int
     seen: tuple[int, int, int]
-    """How far the leader was when it last moved: scheduled, published, rows in flight."""
+    """The leader's progress when it last moved: scheduled, published, rows in flight."""
     step: int
 
 
@@ -47,7 +47,7 @@ class PrefixWaits:
         self._floor = resources
         self._waits: dict[Sequence, Wait] = {}
         self._let_go: dict[Sequence, int] = {}
-        """The step in which a wait ended: its sequence may go then, whoever else asks."""
+        """The step in which a wait ended: its sequence may be admitted in it."""
         self.n_waits = 0
         """Counter of waits begun."""
 

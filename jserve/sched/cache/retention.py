@@ -41,7 +41,7 @@ class CacheRetention:
         self.sessions.expire()
 
     def keeps(self, request: Request) -> tuple[Keep, ...]:
-        """How long the pages of ``request`` are worth keeping."""
+        """Retention of the pages of ``request``."""
         keeps = keeps_of(request.retain, self.cache.page_size)
         return keeps if request.session is None else (*keeps, self.sessions.keep())
 

@@ -1,6 +1,6 @@
 """Chooses between swapping and recomputing the KV of a preempted sequence, by measured cost.
 
-Going and coming back moves the pages that nobody else could find twice; computing again takes the prefill of their
+Swapping moves the private pages twice; computing again takes the prefill of their
 tokens::
 
     swap       2 * pages * (bytes of a page / measured copy bandwidth)
@@ -55,7 +55,7 @@ class SwapPolicy:
         return max(n_cached, swap.reach(self.cache, seq.swapped, n_cached, len(seq.tokens) - 1))
 
     def enter(self, seq: Sequence, n_cached: int, n_reached: int) -> None:
-        """``seq`` got in with ``n_cached`` tokens from elsewhere and goes on at ``n_reached``."""
+        """``seq`` is admitted with ``n_cached`` tokens from elsewhere and continues at ``n_reached``."""
         swapped, seq.swapped = seq.swapped, None
         if swapped is None:
             return

@@ -82,7 +82,7 @@ class DecidedRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What a plan decided."""
+    """The decision of a plan."""
 
     id: int
     rows: tuple[DecidedRow, ...]
@@ -141,7 +141,7 @@ class Dropped(msgspec.Struct, frozen=True, tag="drop"):
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """What the disk held at the start."""
+    """The disk's pages at the start."""
 
     now: float
     digests: list[bytes]

@@ -99,7 +99,7 @@ class _RecordedDrafting(SpeculationController):
     """A policy that waits when the recorded one did, and drafts what that one drafted."""
 
     recorded: Planned
-    """What is to be planned next."""
+    """The decision to reproduce next."""
 
     def waits(self, ready: Seq[Sequence], n_flights: int, load: StepLoad) -> bool:
         return self.recorded.waited
@@ -118,9 +118,9 @@ class _RecordedGuides:
 
     def __init__(self, path: Path) -> None:
         self.decision: Decision | None = None
-        """What the journal says of the step being planned."""
+        """The recorded decision of the step being planned."""
         self.waited = False
-        """Whether it was not planned yet, for the sake of drafts."""
+        """True where planning waited for drafts."""
         self.said: dict[tuple[str, int], deque[Verdict]] = defaultdict(deque)
         for event in _events(path):
             if isinstance(event, Guided):

@@ -47,7 +47,7 @@ class FaultBisection:
         self._groups: deque[list[str]] = deque()
         """Suspects not yet cleared; the first group is on trial."""
         self._marks: dict[Sequence, int] = {}
-        """How many tokens clear a suspect: those it would have had after all steps that were lost."""
+        """Tokens that clear a suspect: those it would have had after all lost steps."""
         self._found_any = False
         self._unexplained: list[float] = []
         self._faulty_in_row: list[float] = []

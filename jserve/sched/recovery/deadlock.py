@@ -17,15 +17,15 @@ from jserve.sched.prefill import PrefillPlanner
 from jserve.types import Sequence
 
 LIMIT_S = 20.0
-"""How long nothing moves until somebody is given up. Longer than any wait that has an end by itself."""
+"""Seconds without progress until a sequence is ended. Longer than any wait that ends by itself."""
 AGAIN_S = 1.0
-"""How long after that the next one is, if still nothing moves."""
+"""Seconds until the next one ends, if there is still no progress."""
 STRIDE_S = 1.0
 """Most that the time between two plans counts."""
 
 
 class GivenUp(NamedTuple):
-    """``seq`` is to end with ``error``."""
+    """``seq`` ends with ``error``."""
 
     seq: Sequence
     error: Unschedulable
@@ -41,7 +41,7 @@ class DeadlockGuard:
     def __init__(self, prefill_planner: PrefillPlanner) -> None:
         self.prefill_planner, self.resources = prefill_planner, prefill_planner.resources
         self.n_given_up = 0
-        """Counter: sequences that were given up."""
+        """Counter: sequences ended by this guard."""
         self._stood_s = 0.0
         self._asked: float | None = None
         """When a plan was last asked for in vain."""
@@ -56,7 +56,7 @@ class DeadlockGuard:
         self._asked = now
 
     def find(self, step: int, now: float) -> GivenUp | None:
-        """Who is given up now. ``step`` counts plans."""
+        """The sequence to end now, if any. ``step`` counts plans."""
         if self._stood_s < LIMIT_S:
             return None
         seq = self._first(step, now)
@@ -84,7 +84,7 @@ class DeadlockGuard:
         return min(self.resources.waiting, key=_age, default=None)
 
     def _lacks(self, seq: Sequence, step: int) -> str:
-        """What ``seq`` waits for, in words that are ours."""
+        """The reason that ``seq`` waits, for the error message."""
         if lacks_mask(seq):
             return "what its structure allows next is not known"
         if seq.lease is not None:
@@ -94,7 +94,7 @@ class DeadlockGuard:
         cache = self.resources.cache
         pages = f"{cache.n_available} of {cache.pool.n_usable} pages of KV are to be had"
         waits = self.prefill_planner.waits_for(seq, step) or self.prefill_planner.lacks(seq)
-        return waits or f"it does not get in, {pages}"
+        return waits or f"it is not admitted, {pages}"
 
 
 def _age(seq: Sequence) -> int:

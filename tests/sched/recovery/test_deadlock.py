@@ -59,7 +59,7 @@ def waits_for_ever(owner, method):
 
 
 BUGS = {
-    "it does not get in, 32 of 32 pages": never_enters,
+    "it is not admitted, 32 of 32 pages": never_enters,
     "no step takes it": never_ready,
     "others are tried first": waits_for_ever("bisection", "holds"),
     "another request computes its prefix": waits_for_ever("prefix_waits", "wait"),
