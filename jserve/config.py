@@ -22,6 +22,9 @@ quarters)."""
 SCRATCH_SHARE = 0.05
 """Of what it took: kept for the scratch of the steps."""
 
+USUAL_VOCAB_ROWS = 64
+"""Sequences that can have penalties or biases at once, where the model's own defaults have none."""
+
 FLOATS = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -107,9 +110,10 @@ class CacheOptions:
 class SchedulerOptions:
     max_num_seqs: int = opt(32, "sequences running at once", min=1, max=4096)
     max_penalized_seqs: int = opt(
-        64,
-        "of these, with penalties or biases (8 bytes a token id each); others of that kind wait; 0 refuses them",
-        min=0,
+        -1,
+        "of these, with penalties or biases (8 bytes a token id each); others of that kind wait; 0 refuses them; "
+        "-1 is 64, or all where the model's own defaults have a penalty",
+        min=-1,
         max=4096,
     )
     max_num_batched_tokens: int = opt(512, "tokens of one step, decode and prefill together", min=1)
@@ -157,6 +161,16 @@ class SchedulerOptions:
     max_tokens_standard: int = opt(0, "most max_tokens in lane standard; 0 is no cap", min=0)
     max_tokens_bulk: int = opt(0, "most max_tokens in lane bulk; 0 is no cap", min=0)
     journal: str = opt("", "file for every input of the scheduler, prompts included; empty is off")
+
+    def n_vocab_rows(self, *, penalises: bool) -> int:
+        """Sequences that can have penalties or biases at once.
+
+        Args:
+            penalises: whether requests that say nothing have a penalty, so that usually all have one.
+        """
+        if self.max_penalized_seqs >= 0:
+            return min(self.max_num_seqs, self.max_penalized_seqs)
+        return self.max_num_seqs if penalises else min(self.max_num_seqs, USUAL_VOCAB_ROWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,7 @@ class ModelRunner:
         rules: logical axis to mesh axis.
         ladder: buckets; by default those of the options.
         speculation: what drafts on the device; by default nothing does.
+        penalises: as in ``sizes_of``.
         strict: a compile after start raises instead of warning.
         progress: called with (stage, done, total) while starting.
         clock: monotonic seconds.
@@ -93,6 +94,7 @@ class ModelRunner:
         rules: ShardRules | None = None,
         ladder: Ladder | None = None,
         speculation: LoadedDrafter | None = None,
+        penalises: bool = False,
         strict: bool = False,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -110,6 +112,7 @@ class ModelRunner:
             weight_bytes=_bytes_of_one_device(self._all_params()),
             memory=DeviceMemory.of(device),
             speculation=speculation,
+            penalises=penalises,
         )
         self.memory, self.limits = self.sizes.memory, self.sizes.limits
         self.ladder = ladder or self.sizes.ladder

@@ -12,11 +12,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from jserve import build
 from jserve.cli import app
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
+from jserve.runner import runner as runner_module
 from jserve.runner.buckets import Ladder
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.programs import step_name
@@ -186,6 +188,37 @@ def test_the_engine_allocates_what_the_plan_says(
     assert found.memory.kv_bytes == found.memory.n_pages * found.memory.page_bytes
     names = [step_name(b) for b in ladder_of(runner.limits, masks_drafts=False).buckets]
     assert [p.name for p in found.programs] == names
+
+
+@pytest.mark.parametrize(
+    ("generation", "options", "n_rows"),
+    [
+        ({}, {}, 64),
+        ({"repetition_penalty": 1.05}, {}, 80),
+        ({"repetition_penalty": 1.0}, {}, 64),
+        ({"repetition_penalty": -3}, {}, 64),
+        ({"repetition_penalty": 1.05}, {"max_penalized_seqs": 9}, 9),
+        ({"repetition_penalty": 1.05}, {"max_penalized_seqs": 0}, 0),
+        ({}, {"max_penalized_seqs": 99}, 80),
+        ({}, {"max_num_seqs": 3}, 3),
+    ],
+)
+def test_sequences_with_penalties_at_once(
+    generation: dict, options: dict, n_rows: int, tmp_path: Path
+) -> None:
+    """A model whose own defaults have a penalty can have it in every sequence; the plan and the runner
+    that ``jserve serve`` builds say the same number."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    config = EngineConfig.of(model=str(tmp_path), **SMALL | {"max_num_seqs": 80} | options)
+    for named in (tmp_path, tmp_path / "config.json"):
+        found, laid = sizing.plan(str(named), "h200", (100,), config)
+        assert found.max_penalized_seqs == laid.sizes.limits.n_vocab_rows == n_rows
+    made: dict = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner_module, "ModelRunner", lambda *_, **given: made.update(given))
+        build._runner(config, lambda *_: None, None, None)
+    assert config.scheduler.n_vocab_rows(penalises=made["penalises"]) == n_rows
 
 
 @pytest.mark.parametrize("backend", ["xla", "ref", "hopper"])
