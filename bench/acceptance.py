@@ -22,7 +22,7 @@ from jserve import build
 from jserve.config import EngineConfig
 from jserve.sampling import SamplingParams
 
-AT_ONCE = 4
+AT_ONCE = 2
 
 
 def figures(ran: Ran) -> dict[str, Any]:

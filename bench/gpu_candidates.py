@@ -22,7 +22,7 @@ from bench.candidates.quant_matmul import quant_matmul, ref as quant_ref
 from bench.candidates.sample_threshold import ref as threshold_ref, sample_threshold
 from bench.gpu_kernels import L2_BYTES, compare, relative, seconds
 from bench.gpu_record import Record
-from jserve.model import attn_hopper
+from jserve.model import kv_pool
 from jserve.model.layers import rms_norm
 from jserve.model.rope import rotate
 from jserve.model.sample import threshold
@@ -57,7 +57,7 @@ class _Limits(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """What ``attn_hopper.write_kv`` reads of a step's view."""
+    """What ``kv_pool.write_kv`` reads of a step's view."""
 
     write_page_T: Any
     write_off_T: Any
@@ -127,7 +127,7 @@ def _kv_by_xla(y: Any, cos: Any, sin: Any, page: Any, off: Any, *rest: Any) -> A
         q, k = rms_norm(q, rest[2][0], EPS), rms_norm(k, rest[2][1], EPS)
     tables = jnp.stack([cos, cos], 1), jnp.stack([-sin, sin], 1)
     view: Any = _Places(page, off, page)
-    pools = attn_hopper.write_kv(rest[:2], rotate(k, *tables), v, view)
+    pools = kv_pool.write_kv(rest[:2], rotate(k, *tables), v, view)
     q = rotate(q, *tables).reshape(T, K, C - 2, H).astype(rest[0].dtype)
     return jnp.pad(q, ((0, 0), (0, 0), (0, -(C - 2) % 8), (0, 0))), *pools
 

@@ -12,7 +12,7 @@ when that is over: nobody answers within a millisecond.
 
 * ``k``: drafts per step fixed, 0 to 8 (Medusa: to its 4 heads), batch 1, and beside them k chosen by the
   engine (``auto``) with its share of the best fixed k's speed. k = 0 is the price of being able to. A step of k
-  drafts runs in the program of the next width (``policy.width.widths``).
+  drafts runs in the program of the next width (``policy.ktable.widths``).
 * ``auto``: k chosen by the engine, at concurrency 1, 4, 16 and 64, over all texts in one queue; also the
   slowest request's share of its speed without (of each request the median of all pairs).
 
@@ -387,7 +387,7 @@ def main(argv: Seq[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=12, help="conversations of each text")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of runs per figure")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument("--tree", default="", choices=("", "auto", "dynamic"))
+    parser.add_argument("--tree", default="", choices=("", "auto"))
     parser.add_argument("--rest", action="store_true", help="send to an engine at rest, at batch 1")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--json", type=Path, help="file to write")

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jserve.config import EngineConfig
     from jserve.llm import LLM, AsyncLLM
     from jserve.model.families import register_family
+    from jserve.model.feature import StepFeature
+    from jserve.model.features import register_feature
     from jserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jserve.request_options import Lane, RequestOptions, Retention
     from jserve.sampling import SamplingParams, StructuredOutputs
@@ -28,8 +30,10 @@ __all__ = [
     "RequestOutput",
     "Retention",
     "SamplingParams",
+    "StepFeature",
     "StructuredOutputs",
     "register_family",
+    "register_feature",
 ]
 
 _HOMES = {
@@ -44,7 +48,9 @@ _HOMES = {
     "Retention": "jserve.request_options",
     "SamplingParams": "jserve.sampling",
     "StructuredOutputs": "jserve.sampling",
+    "StepFeature": "jserve.model.feature",
     "register_family": "jserve.model.families",
+    "register_feature": "jserve.model.features",
 }
 
 

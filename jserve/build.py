@@ -6,6 +6,7 @@ loads jax. It owns no policy: what is chosen here is named in ``jserve.config``.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from jserve.engine.engine import Engine
     from jserve.text.chat.template import ChatTemplate
     from jserve.text.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
 
 SHIPPED = "jserve-mini"
 Progress = Callable[[str, int, int], None]
@@ -135,6 +138,7 @@ def engine(
         ConfigError: an option, config.json key, file or tensor cannot be honoured.
     """
     from jserve.engine.engine import Engine
+    from jserve.plugins import load_plugins
     from jserve.sched.scheduler import Scheduler
     from jserve.speculation.host.methods import check
     from jserve.xla import claim_memory
@@ -143,11 +147,13 @@ def engine(
     began = time.monotonic()
     tp = config.device.tensor_parallel_size if mesh is None else mesh.shape.get("tp", 1)
     check(config.speculative, tp)
+    load_plugins(config.model.plugins)
     from jserve.runner.programs import starting  # imports jax
 
     with starting():
         runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     facts |= runner.report()
+    config = runner.sizes.config
     scheduler = Scheduler(
         _limits(config, runner, facts),
         config,
@@ -164,6 +170,7 @@ def engine(
     info = {**facts, "startup_s": round(time.monotonic() - began, 2)}
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
+    info["max_num_seqs"] = runner.limits.n_slots
     return made, info
 
 
@@ -270,6 +277,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         specs = padded(family.specs(arch, tp_size(mesh, rules)), rules, mesh.shape)
         params = adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
     speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
+    config = _with_attention(config, arch, dtype, mesh.devices.flat[0], speculation)
     loaded = time.monotonic()
     runner = ModelRunner(
         family,
@@ -290,6 +298,35 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "compile_s": round(time.monotonic() - loaded, 2),
     }
     return runner, facts
+
+
+def _with_attention(
+    config: EngineConfig, arch: Any, dtype: Any, device: Any, speculation: Any
+) -> EngineConfig:
+    """``config`` with the attention backend that ``auto`` means on ``device``. Kernels that the user has not
+    asked for by name are tried first, and left out where they fail."""
+    import dataclasses
+
+    from jserve.model.attention import unserved
+    from jserve.runner import selftest
+    from jserve.runner.sizes import attention_name, kv_dtype
+
+    if config.device.attention_backend != "auto" or device.platform == "cpu":
+        return config
+    page_size = config.cache.on(device.platform).page_size
+    capability = getattr(device, "compute_capability", "")
+    name = attention_name(arch, config, dtype, device.platform, capability, speculation)
+    reason = unserved(capability) or "it does not serve this model with these options"
+    if name == "hopper":
+        kept = kv_dtype(config, dtype)
+        reason = selftest.fault(
+            selftest.command(name, arch.H, arch.N // arch.K, page_size, str(kept))
+        )
+        name = "dense" if reason else name
+    if name == "dense":
+        log.warning("attention is dense on %s; not hopper: %s", device.device_kind, reason)
+    options = dataclasses.replace(config.device, attention_backend=name)
+    return dataclasses.replace(config, device=options)
 
 
 def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:

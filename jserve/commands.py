@@ -183,7 +183,7 @@ async def _run_batch(
                 source,
                 answers,
                 outcome,
-                concurrency=concurrency or 2 * config.scheduler.max_num_seqs,
+                concurrency=concurrency or 2 * info["max_num_seqs"],
                 grace_s=config.server.drain_timeout_s,
                 on_progress=told,
             )
@@ -311,8 +311,10 @@ def plan(
     from rich.console import Console
 
     from jserve.build import shipped
+    from jserve.plugins import load_plugins
     from jserve.sizing import plan as sizing, show
 
+    load_plugins(config.model.plugins)
     name = config.model.model or str(shipped())
     found, laid = sizing.plan(name, device, sizing.lengths_of(lengths), config, acceptance)
     if compiled:

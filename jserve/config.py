@@ -25,6 +25,26 @@ SCRATCH_SHARE = 0.05
 USUAL_VOCAB_ROWS = 64
 """Sequences that can have penalties or biases at once, where the model's own defaults have none."""
 
+
+@dataclass(frozen=True, slots=True)
+class ByDevice:
+    """What an option is where the user leaves it to the device."""
+
+    cpu: int
+    other: int
+
+    def on(self, platform: str) -> int:
+        return self.cpu if platform == "cpu" else self.other
+
+
+BY_DEVICE = {
+    "page_size": ByDevice(32, 64),
+    "max_num_seqs": ByDevice(32, 256),
+    "max_num_batched_tokens": ByDevice(512, 2048),
+}
+"""A GPU reads a page of 64 tokens and head by one bulk copy, where smaller ones take several, and weights for 256
+rows as fast as for 32; on two cores every further row costs as much as the first."""
+
 FLOATS = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -45,6 +65,9 @@ class ModelOptions:
     )
     tokenizer: str = opt("", "directory with tokenizer.json; empty takes the model's")
     revision: str = opt("", "hub revision")
+    plugins: tuple[str, ...] = opt(
+        (), "Python files or modules to run first, which register families and step features"
+    )
     load_format: str = opt(
         "auto", "where weights come from", choices=("auto", "safetensors", "orbax", "dummy")
     )
@@ -78,7 +101,9 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    page_size: int = opt(32, "tokens per KV page", choices=(8, 16, 32, 64, 128))
+    page_size: int = opt(
+        0, "tokens per KV page; 0: 32 on a CPU, else 64", choices=(0, 8, 16, 32, 64, 128)
+    )
     n_pages: int = opt(0, "pages in the pool; 0 sizes it from memory", min=0)
     memory_utilization: float = opt(
         0.9, "share of device memory for weights and KV", min=0.05, max=0.98
@@ -105,10 +130,18 @@ class CacheOptions:
         300.0, "seconds that the KV of a session is kept for its next turn", min=0.0, max=604800.0
     )
 
+    def on(self, platform: str) -> CacheOptions:
+        """With a page size where 0 leaves it to the device."""
+        return dataclasses.replace(
+            self, page_size=self.page_size or BY_DEVICE["page_size"].on(platform)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    max_num_seqs: int = opt(32, "sequences running at once", min=1, max=4096)
+    max_num_seqs: int = opt(
+        0, "sequences running at once; 0: 32 on a CPU, else 256", min=0, max=4096
+    )
     max_penalized_seqs: int = opt(
         -1,
         "of these, with penalties or biases (8 bytes a token id each); others of that kind wait; 0 refuses them; "
@@ -116,7 +149,9 @@ class SchedulerOptions:
         min=-1,
         max=4096,
     )
-    max_num_batched_tokens: int = opt(512, "tokens of one step, decode and prefill together", min=1)
+    max_num_batched_tokens: int = opt(
+        0, "tokens of one step, decode and prefill together; 0: 512 on a CPU, else 2048", min=0
+    )
     max_prefill_chunk: int = opt(
         0, "prefill tokens of one request in one step; 0 is the whole budget", min=0
     )
@@ -162,8 +197,14 @@ class SchedulerOptions:
     max_tokens_bulk: int = opt(0, "most max_tokens in lane bulk; 0 is no cap", min=0)
     journal: str = opt("", "file for every input of the scheduler, prompts included; empty is off")
 
+    def on(self, platform: str) -> SchedulerOptions:
+        """With numbers where 0 leaves them to the device."""
+        names = ("max_num_seqs", "max_num_batched_tokens")
+        chosen = {n: getattr(self, n) or BY_DEVICE[n].on(platform) for n in names}
+        return dataclasses.replace(self, **chosen)
+
     def n_vocab_rows(self, *, penalises: bool) -> int:
-        """Sequences that can have penalties or biases at once.
+        """Sequences that can have penalties or biases at once, of options that are ``on`` a platform.
 
         Args:
             penalises: whether requests that say nothing have a penalty, so that usually all have one.
@@ -177,7 +218,7 @@ class SchedulerOptions:
 class DeviceOptions:
     tensor_parallel_size: int = opt(1, "devices the model is sharded over", min=1, max=256)
     attention_backend: str = opt(
-        "auto", "attention implementation", choices=("auto", "ref", "xla", "hopper")
+        "auto", "attention implementation", choices=("auto", "ref", "xla", "dense", "hopper")
     )
     cuda_graphs: str = opt(
         "step",
@@ -211,6 +252,11 @@ class DeviceOptions:
         "", "directory for profiles started on the admin port; empty allows none"
     )
     compile_threads: int = opt(0, "programs compiled at once; 0 is one per core", min=0)
+    watchdog_s: float = opt(
+        900.0,
+        "seconds without progress of a start or a step before the engine process ends; 0 is never",
+        min=0.0,
+    )
 
 
 DEFAULT_DRAFTS = 7
@@ -243,7 +289,7 @@ class SpeculativeOptions:
     )
     tree: str = opt(
         "",
-        "drafts of the device as a tree: auto, dynamic, [branches per depth] or [[path], ...]",
+        "drafts of the device as a tree: auto, [branches per depth] or [[path], ...]",
         json=True,
     )
     tree_chances: str = opt(
@@ -370,6 +416,13 @@ class EngineConfig:
             for section, options in sections()
             for f in dataclasses.fields(options)
         }
+
+    def on(self, platform: str) -> EngineConfig:
+        """This config with a number wherever 0 leaves the choice to the device; ``platform`` is that of
+        the devices, as jax calls it."""
+        return dataclasses.replace(
+            self, cache=self.cache.on(platform), scheduler=self.scheduler.on(platform)
+        )
 
     @property
     def n_drafts(self) -> int:

@@ -5,6 +5,7 @@ its place, and disarming puts the old one back::
 
     @point("disk.write", OSError)        arm("disk.write", 3)
     def _write(self, path, data): ...    the third call from now on raises OSError, the others work
+                                         arm("disk.write", 3, hangs=True): it never returns
 
 Only methods can be points: a function that somebody imported by name could not be replaced.
 """
@@ -60,8 +61,8 @@ class Shot:
     fired: bool = False
 
 
-def arm(name: str, at: int) -> tuple[Shot, Callable[[], None]]:
-    """Have the ``at``-th call (from 1) of ``name`` raise; the shot, and what undoes it.
+def arm(name: str, at: int, *, hangs: bool = False) -> tuple[Shot, Callable[[], None]]:
+    """Have the ``at``-th call (from 1) of ``name`` raise, or never return; the shot, and what undoes it.
 
     Raises:
         ValueError: there is no such point among the loaded modules.
@@ -75,7 +76,7 @@ def arm(name: str, at: int) -> tuple[Shot, Callable[[], None]]:
         for part in path:
             owner = getattr(owner, part)
         method = owner.__dict__[last]
-        setattr(owner, last, _counting(method, shot, lock, place.raises))
+        setattr(owner, last, _counting(method, shot, lock, None if hangs else place.raises))
         undo.append((owner, last, method))
 
     def disarm() -> None:
@@ -96,31 +97,39 @@ def armed(name: str, at: int) -> Iterator[Shot]:
 
 
 def arm_all(text: str) -> list[str]:
-    """Arm ``name@at`` for each of a comma-separated list, for good; the parts that name a point of
-    the loaded modules. A server has two processes, and each has its own points.
+    """Arm ``name@at`` (``name@at=hang`` where it shall not return) for each of a comma-separated list, for
+    good; the parts that name a point of the loaded modules. A server has two processes, and each has its own
+    points.
 
     Raises:
         ValueError: a part is not of that form.
     """
     armed = []
     for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, at = part.partition("@")
-        if not at.isdigit() or int(at) < 1:
-            raise ValueError(f"{part!r} must be a fault point, '@' and a number from 1 on")
+        name, _, how = part.partition("@")
+        at, _, mode = how.partition("=")
+        if not at.isdigit() or int(at) < 1 or mode not in ("", "hang"):
+            raise ValueError(
+                f"{part!r} must be a fault point, '@' and a number from 1 on, then '=hang' or nothing"
+            )
         if name in POINTS:
-            arm(name, int(at))
+            arm(name, int(at), hangs=bool(mode))
             armed.append(part)
     return armed
 
 
-def _counting(method: Any, shot: Shot, lock: Any, raises: Raises) -> Any:
+def _counting(method: Any, shot: Shot, lock: Any, raises: Raises | None) -> Any:
+    """``method``, whose call that the shot is for raises; None: never returns."""
+
     @functools.wraps(method)
     def counting(*args: Any, **kwargs: Any) -> Any:
         with lock:
             shot.n_calls += 1
             fires = shot.n_calls == shot.at
             shot.fired = shot.fired or fires
-        if fires:
+        if fires and raises is None:
+            threading.Event().wait()
+        if fires and raises is not None:
             raise raises(f"fault point {shot.name}")
         return method(*args, **kwargs)
 

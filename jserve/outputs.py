@@ -39,6 +39,9 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[Logprobs] | None = None
     """One entry per token of ``token_ids``; None where the request asks for none."""
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    """Name in ``SamplingParams.extra_args`` -> what that step feature gives, one entry per token of
+    ``token_ids``."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     seed: int | None = None
@@ -124,6 +127,8 @@ class PartialOutput:
             choice.logprobs = (choice.logprobs or []) + [self._by_id(entry) for entry in kept]
             said = sum(entry.logprob for entry in kept)
             choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + said
+        for name, values in (out.extra or {}).items():
+            choice.extra.setdefault(name, []).extend(values[: len(taken)])
         choice.text += delta.text
         if out.finish is not None and delta.stop is None:
             choice.text += stream.flush().text

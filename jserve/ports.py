@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -51,6 +51,9 @@ class RunnerLimits:
     """False refuses structured output (no program takes a mask)."""
     scores_prompts: bool = True
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
+    features: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
+    """Registered step features that programs have: what ``extra_args`` may name, each with the check of
+    what it is asked, which raises ValueError."""
     picks: int = 0
     """Most ids of ``logprob_token_ids``; 0 refuses it (programs cannot look at named ids)."""
     n_vocab_rows: int = 1 << 30
@@ -68,7 +71,7 @@ class RunnerLimits:
     draft_rows: int = 0
     """Most decode rows of a step in which the device drafts; 0: as many as decode."""
     prefill_width: int = 0
-    """Most tokens of a row beside prefill in a step that drafts, one of ``policy.width.widths``; 0: any."""
+    """Most tokens of a row beside prefill in a step that drafts, one of ``policy.ktable.widths``; 0: any."""
     drafts_from_kv: bool = False
     """True when the drafter reads KV of its own, which holds only what it was shown."""
     drafts_from_text: bool = False

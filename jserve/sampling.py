@@ -206,6 +206,9 @@ class SamplingParams:
     """Strings never to be produced; turned into ``bad_token_ids`` where a tokenizer is at hand."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     structured_outputs: StructuredOutputs | None = None
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    """Names of step features that the program registered (``jserve.register_feature``), each with what it
+    is asked; what they give stands in ``CompletionOutput.extra``."""
     thinking_token_budget: int | None = None
     """Most tokens between the tags of a thought, which is then closed; -1 is no limit. None is no limit
     either, but before a structured answer the thought leaves it half of the output tokens."""
@@ -250,6 +253,12 @@ class SamplingParams:
         )
         for value in self.logit_bias.values():
             number(value, "logit_bias", -100.0, 100.0)
+        require(
+            isinstance(self.extra_args, Mapping)
+            and all(isinstance(k, str) for k in self.extra_args),
+            "extra_args",
+            "must be a mapping from names",
+        )
         require(self.allowed_token_ids != (), "allowed_token_ids", "must not be empty")
         require(self.logprob_token_ids != (), "logprob_token_ids", "must not be empty")
         both = self.logprob_token_ids is not None and bool(self.logprobs)
@@ -280,6 +289,11 @@ class SamplingParams:
     def shows_logprobs(self) -> bool:
         """True when the log-probabilities of drawn tokens are wanted."""
         return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
+    def shows_more(self) -> bool:
+        """True when drawn tokens come with more than their ids."""
+        return self.shows_logprobs or bool(self.extra_args)
 
     @property
     def penalised(self) -> bool:

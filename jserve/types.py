@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from jserve.ports import Guide
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Grown:
-    """Trees of drafts that every row grows anew in every step: level by level, each level's ``width``
-    likeliest nodes having as many children, and in the end the ``n`` likeliest of all are kept."""
-
-    n: int
-    depth: int
-    """Levels."""
-    width: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(RequestOptions):
     """A client's request, tokenised. Frozen; checked against the model by ``admission.check.check``."""
@@ -289,6 +278,8 @@ class StepResult:
     the rest of K is meaningless."""
     prompt: Mapping[int, PromptLogprobs] = field(default_factory=dict)
     """Row index -> log-probabilities of the row's own prompt tokens, for rows that asked."""
+    extra: Mapping[str, Mapping[int, Seq[Any]]] = field(default_factory=dict)
+    """Name of a registered step feature -> row index -> what it gives each token of the row."""
     device_us: float = 0.0
 
 
@@ -336,6 +327,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Complete list, sent once, with the first token (first entry None)."""
+    extra: dict[str, tuple[Any, ...]] | None = None
+    """Name of a step feature that the request asks for -> one value for each of ``token_ids``."""
     finish: Finish | None = None
     stop_reason: int | str | None = None
     """The stop token id, when one ended the sequence."""

@@ -21,6 +21,16 @@ from jserve.errors import ConfigError
 run = CliRunner()
 
 
+def test_what_is_left_to_the_device_differs_by_device():
+    cpu, gpu = EngineConfig().on("cpu"), EngineConfig().on("gpu")
+    assert (cpu.cache.page_size, cpu.scheduler.max_num_seqs) == (32, 32)
+    assert (gpu.cache.page_size, gpu.scheduler.max_num_seqs) == (64, 256)
+    assert cpu.scheduler.max_num_batched_tokens == 512
+    assert gpu.scheduler.max_num_batched_tokens == 2048
+    said = EngineConfig.of(page_size=16, max_num_seqs=5, max_num_batched_tokens=100)
+    assert said.on("gpu") == said == said.on("cpu")
+
+
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "jserve.yaml"
     file.write_text("scheduler:\n  max-num-seqs: 3\n  overlap: 2\npage_size: 32\nport: 9\n")

@@ -25,6 +25,7 @@ LEAVES = {
     "window",
     "kv_layout",
     "cores",
+    "working",
 }
 # Package -> packages it may import, besides the leaves and itself. `build` wires everything together.
 # The packages of `speculation` count one by one: two are policy of the host, two run on the device.
@@ -40,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "window": set(),
     "kv_layout": set(),
     "cores": set(),
+    "working": set(),
     "testing": {"kv", "sched"},
     "kv": set(),
     "timing": set(),
@@ -80,7 +82,8 @@ ALLOWED: dict[str, set[str]] = {
         "pallas_kernels",
     },
     "progress": set(),
-    "commands": {"build", "progress", "api", "engine", "weights", "sim", "sizing"},
+    "plugins": set(),
+    "commands": {"build", "plugins", "progress", "api", "engine", "weights", "sim", "sizing"},
     "outputs": {"text"},
     "feed": {"engine"},
     "prompts": {"outputs", "text"},

@@ -156,7 +156,7 @@ class InprocClient:
     def _run(self) -> None:
         code = EXIT_CRASH
         try:
-            code = run(self, self._build, freeze=False)
+            code = run(self, self._build, alone=False)
         finally:
             self._on_message(Gone(exit_code=code))
 

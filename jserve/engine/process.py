@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
+from jserve.engine.watchdog import Watchdog
 from jserve.engine.wire import (
     Cancel,
     Control,
@@ -66,33 +67,36 @@ class Link(Protocol):
 def main(fd: int, build: Build) -> int:
     """Be the engine process on the socket ``fd``; returns the exit code.
 
-    0: shut down, or the parent is gone. 2: the config or a model file is at fault. 1: anything
-    else.
+    0: shut down, or the parent is gone. 2: the config or a model file is at fault. 4: the watchdog
+    ended it (``watchdog_s``). 1: anything else.
     """
     # Ctrl-C reaches the whole process group; what it means is for the parent to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(fd, False)
     link = SocketLink(socket.socket(fileno=fd), ToEngine)
     threading.Thread(target=_end_with_parent, args=(fd,), daemon=True).start()
-    return run(link, build, freeze=True)
+    return run(link, build, alone=True)
 
 
-def run(link: Link, build: Build, *, freeze: bool) -> int:
+def run(link: Link, build: Build, *, alone: bool) -> int:
     """Build the engine that the first message asks for and serve it; returns an exit code.
 
     Args:
-        freeze: take everything alive after the start out of garbage collection.
+        alone: the process is the engine's: everything alive after the start is taken out of garbage
+            collection, and a watchdog ends it where nothing moves.
     """
     starting = True
     try:
-        engine, info, early = _start(link, build)
+        watchdog, engine, info, early = _start(link, build, alone=alone)
         starting = False
-        if freeze:
+        if alone:
             gc.collect()
             gc.freeze()
         link.send(Ready(info=info))
-        serve(engine, link, early)
+        serve(engine, link, early, watchdog)
+        watchdog.at("pages to disk")
         engine.close()
+        watchdog.idle()
     except LinkClosed:
         return EXIT_OK
     except Exception as error:
@@ -100,7 +104,9 @@ def run(link: Link, build: Build, *, freeze: bool) -> int:
     return EXIT_OK
 
 
-def serve(engine: Engine, link: Link, early: Seq[Any] = ()) -> None:
+def serve(
+    engine: Engine, link: Link, early: Seq[Any] = (), watchdog: Watchdog | None = None
+) -> None:
     """Step the engine whenever there is work and block on the link when there is none.
 
     Returns on Shutdown. ``early`` are messages that came before the engine was ready.
@@ -109,7 +115,7 @@ def serve(engine: Engine, link: Link, early: Seq[Any] = ()) -> None:
         LinkClosed: the other end is gone.
         EngineDead: see ``Engine.step``.
     """
-    messages, told = early, 0.0
+    messages, told, watchdog = early, 0.0, watchdog or Watchdog(0.0)
     while True:
         for message in messages:
             if isinstance(message, Shutdown):
@@ -118,7 +124,9 @@ def serve(engine: Engine, link: Link, early: Seq[Any] = ()) -> None:
         wait_s: float | None = None
         if engine.busy:
             before = engine.n_steps
+            watchdog.at("a step")
             outputs = engine.step()
+            watchdog.idle()
             if outputs:
                 _send_outputs(engine, link, outputs)
             for answer in engine.take_answers():
@@ -154,8 +162,11 @@ def _send_outputs(engine: Engine, link: Link, outputs: list[Output]) -> None:
         link.send(Outputs(step=engine.n_steps, outputs=[short]))
 
 
-def _start(link: Link, build: Build) -> tuple[Engine, dict[str, Any], list[Any]]:
-    """The engine that Start asks for, its info, and the messages that came along with Start."""
+def _start(
+    link: Link, build: Build, *, alone: bool
+) -> tuple[Watchdog, Engine, dict[str, Any], list[Any]]:
+    """The engine that Start asks for, who watches it, its info, and the messages that came along with
+    Start."""
     begun = time.monotonic()
     start = link.receive(None)
     while not start:
@@ -163,10 +174,16 @@ def _start(link: Link, build: Build) -> tuple[Engine, dict[str, Any], list[Any]]
     if not isinstance(start[0], Start):
         raise ConfigError("the first message must be Start", field="start")
     config = EngineConfig.of(**start[0].config)
-    engine, info = build(
-        config, lambda stage, done, total: link.send(Progress(stage=stage, done=done, total=total))
-    )
-    return engine, {"startup_s": time.monotonic() - begun, **info}, start[1:]
+    watchdog = Watchdog(config.device.watchdog_s if alone else 0.0)
+
+    def on_progress(stage: str, done: int, total: int) -> None:
+        watchdog.at(f"{stage}, {done} of {total} done")
+        link.send(Progress(stage=stage, done=done, total=total))
+
+    watchdog.at("the start")
+    engine, info = build(config, on_progress)
+    watchdog.idle()
+    return watchdog, engine, {"startup_s": time.monotonic() - begun, **info}, start[1:]
 
 
 def _take(engine: Engine, message: Any, link: Link) -> None:

@@ -118,8 +118,14 @@ def _merged(last: Output, output: Output) -> Output:
     logprobs = output.logprobs
     if last.logprobs is not None:
         logprobs = last.logprobs + (output.logprobs or ())
+    extra = output.extra
+    if last.extra is not None:
+        extra = {
+            name: values + (output.extra or {}).get(name, ()) for name, values in last.extra.items()
+        }
     return msgspec.structs.replace(
         last,
+        extra=extra,
         token_ids=last.token_ids + output.token_ids,
         logprobs=logprobs,
         finish=output.finish,
@@ -133,7 +139,8 @@ def _merged(last: Output, output: Output) -> Output:
 def _weight(output: Output) -> int:
     scored = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
     n_top = sum(len(entry.top_ids) for entry in scored if entry is not None)
-    n_tokens = len(output.token_ids)
+    n_extra = sum(len(values) for values in (output.extra or {}).values())
+    n_tokens = len(output.token_ids) + n_extra
     return (
         _BYTES_OUTPUT + _BYTES_TOKEN * n_tokens + _BYTES_LOGPROB * len(scored) + _BYTES_TOP * n_top
     )

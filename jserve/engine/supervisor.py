@@ -16,6 +16,7 @@ from typing import Any
 
 from jserve.engine.client import EngineClient, OnMessage
 from jserve.engine.process import OnProgress
+from jserve.engine.watchdog import EXIT_STUCK
 from jserve.engine.wire import Fault, Gone, Message, Progress, Ready
 from jserve.errors import ConfigError, EngineDead, JserveError, NotReady, WeightsError
 from jserve.ports import Clock
@@ -150,7 +151,7 @@ class Supervisor:
 
     def _on_gone(self, gone: Gone) -> None:
         was_ready, self.ready = self.ready, False
-        why = self._fault.message if self._fault else f"it ended with code {gone.exit_code}"
+        why = self._fault.message if self._fault else _end_of(gone.exit_code)
         starting = self._first is not None and not self._first.done()
         if self.closing:
             why = "the engine was closed"
@@ -179,6 +180,12 @@ class Supervisor:
         await asyncio.sleep(wait_s)
         self.n_restarts += 1
         self._launch()
+
+
+def _end_of(code: int) -> str:
+    """In words, where it said nothing itself."""
+    why = "no progress, stacks are in its log" if code == EXIT_STUCK else ""
+    return f"it ended with code {code}{f' ({why})' if why else ''}"
 
 
 def _start_error(fault: Fault | None, why: str) -> JserveError:

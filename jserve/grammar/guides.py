@@ -89,7 +89,7 @@ class TokenGuides:
             structured=compiled is not None,
             blank_ids=kit.blank_ids,
         )
-        fast = self._fast_forward and not params.shows_logprobs
+        fast = self._fast_forward and not params.shows_more
         made = TokenGuide(kit, compiled, thought, fast=fast)
         self._alive.add(made)
         return made

@@ -44,6 +44,8 @@ class Arch:
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary: int = 0
+    """First dimensions of a head that turn with the position, the rest stay; 0: all turn."""
     tied: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

@@ -92,18 +92,69 @@ class AttentionBackend:
 _BACKENDS: dict[str, str] = {
     "ref": "jserve.model.attn_ref:REF",
     "xla": "jserve.model.attn_xla:XLA",
+    "dense": "jserve.model.attn_dense:DENSE",
     "hopper": "jserve.model.attn_hopper:hopper",
 }
 
 
+HOPPER = "9.0"
+"""Compute capability of the devices that the kernels are written for."""
+MISCOMPILED = range(12080, 12091)
+"""CUDA releases (1000 * major + 10 * minor) whose ptxas miscompiles causal masks: 12.8.0 to before 12.9.1."""
+
+
+def candidates(asked: str, platform: str, capability: str = "") -> tuple[str, ...]:
+    """Names of the backends that may serve what option ``attention_backend`` asks for, best first. Of several
+    the first one is taken that serves the model and passes its test on the device; the last one needs none.
+
+    Args:
+        platform: of the devices, as jax calls it.
+        capability: of a CUDA device, e.g. ``9.0``; empty: it is none.
+
+    Raises:
+        ConfigError: ``hopper`` on a device that its kernels cannot run on.
+    """
+    reason = "" if platform == "cpu" else unserved(capability)
+    if asked == "hopper" and reason:
+        raise ConfigError(f"attention_backend hopper: {reason}", field="attention_backend")
+    if asked != "auto":
+        return (asked,)
+    if platform == "cpu":
+        return ("xla",)
+    return ("dense",) if reason else ("hopper", "dense")
+
+
+def unserved(capability: str) -> str:
+    """Why the kernels of ``hopper`` cannot run on a GPU of this compute capability; empty: they can."""
+    if capability != HOPPER:
+        return f"its kernels are for compute capability {HOPPER}, this device has {capability or 'none'}"
+    if (
+        not (0, 11) <= jax.__version_info__ < (0, 12)
+    ):  # 0.12 gives a block fewer registers than are asked for
+        return f"it needs jax 0.11, this is {jax.__version__}"
+    cuda = cuda_version()
+    if cuda in MISCOMPILED:
+        return f"the compiler of CUDA {cuda // 1000}.{cuda % 1000 / 10:g} miscompiles causal masks"
+    return ""
+
+
+def cuda_version() -> int:
+    """Of the CUDA runtime that jax's plugin for CUDA 12 has loaded, 1000 * major + 10 * minor; 0: there
+    is no such plugin, or it cannot say."""
+    try:
+        versions = importlib.import_module("jax_cuda12_plugin._versions")
+        return int(versions.cuda_runtime_get_version())
+    except Exception:  # without a library of CUDA it raises RuntimeError
+        return 0
+
+
 def backend(name: str, platform: str = "cpu") -> AttentionBackend:
-    """The backend of that name; ``auto`` takes the best one for the platform that has been proved
-    there (so far ``xla`` on all).
+    """The backend of that name; ``auto`` is the one that serves on any device of the platform.
 
     Raises:
         ConfigError: no such backend, or not with this jax.
     """
-    name = "xla" if name == "auto" else name
+    name = candidates(name, platform)[-1] if name == "auto" else name
     if name not in _BACKENDS:
         raise ConfigError(
             f"attention_backend {name!r} does not exist, only auto, {', '.join(_BACKENDS)}",

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places
-from jserve.model.draft_tree import Mask, seen_in_tree
+from jserve.model.draft_tree import DraftMask, seen_in_tree
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.view import StepView
 
@@ -170,8 +170,7 @@ def _decode(q: Queries, kv: LayerKV, view: StepView, reach: Reach) -> jax.Array:
         at_W = lax.dynamic_slice_in_dim(order_D, i * W, W)
         held = jax.tree.map(lambda x: x.at[at_W].get(mode="clip"), rows)
         held = held._replace(len=jnp.where(at_W < D, held.len, 0))
-        tree = None if view.tree is None else view.tree.rows(at_W)
-        return out_DKJGH.at[at_W].set(_group(held, kv, reach, S, tree), mode="drop")
+        return out_DKJGH.at[at_W].set(_group(held, kv, reach, S, view.tree), mode="drop")
 
     n_groups = -(-(rows.len > 0).sum() // W)
     out = lax.fori_loop(0, n_groups, group, jnp.zeros_like(rows.q.near))
@@ -192,7 +191,7 @@ def _blocked(table_RM: jax.Array, Z: int, S: int) -> tuple[jax.Array, int]:
     return jnp.pad(table_RM, ((0, 0), (0, -M % B))), B * Z
 
 
-def _group(rows: _Rows, kv: LayerKV, reach: Reach, S: int, tree: Mask | None) -> jax.Array:
+def _group(rows: _Rows, kv: LayerKV, reach: Reach, S: int, tree: DraftMask | None) -> jax.Array:
     """float32[W, K, J, G, H]: W rows against as many blocks as the longest of them has."""
     W, K, J, G, H = rows.q.near.shape
     B, window = S // kv[0].shape[2], reach.window

@@ -1,4 +1,4 @@
-"""Draft trees: their shapes, static or data, and the masks that follow from them.
+"""Draft trees: their shapes and the masks that follow from them.
 
 Node 0 is the row's last known token, nodes 1, 2 ... are drafts; ``parents[c - 1]`` is the parent of node c and
 smaller than c, so the first n nodes of a tree are a tree. The KV of node c lies at place ``base + c`` until the
@@ -12,9 +12,8 @@ step knows which path is accepted; its position counts depth::
        / \\   \\
       3   4   5
 
-What a row's tokens see of one another is a mask: ``DraftMask`` where all rows have one shape that
-never changes, ``RowMasks`` where each row has grown its own. Both say ``sees_DJX`` and ``depth_DX`` (D is
-1 where all rows are alike), from which parents and paths follow.
+What a row's tokens see of one another is a mask, from which parents and paths follow. All rows have the same:
+D of ``sees_DJX`` and ``depth_DX`` is 1.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
-from jserve.types import Grown
 
 Parents = tuple[int, ...]
-TreeShape = Parents | Grown
+TreeShape = Parents
 """Of the drafts of a row; (): a chain."""
 
 
@@ -62,10 +59,6 @@ class DraftMask:
     def depth_DX(self) -> np.ndarray:
         return np.array(self.depth, np.int32)[None]
 
-    def rows(self, at_W: jax.Array) -> DraftMask:
-        """Of some rows."""
-        return self
-
     def sees_at(self, at_WS: jax.Array) -> jax.Array:
         """bool[W, S, J]: whether the tokens see these places."""
         return jnp.asarray(self.sees_DJX[0].T)[at_WS]
@@ -73,34 +66,6 @@ class DraftMask:
     def depth_at(self, at_WS: jax.Array) -> jax.Array:
         """int32[W, S]"""
         return jnp.asarray(self.depth_DX[0])[at_WS]
-
-
-@flax.struct.dataclass
-class RowMasks:
-    """The same, of each row its own."""
-
-    sees_DJX: jax.Array
-    """bool"""
-    depth_DX: jax.Array
-    """int32"""
-
-    @property
-    def n_before(self) -> int:
-        _, J, X = self.sees_DJX.shape
-        return X - J
-
-    def rows(self, at_W: jax.Array) -> RowMasks:
-        """Of some rows; past the last one, anybody's."""
-        return jax.tree.map(lambda x: x.at[at_W].get(mode="clip"), self)
-
-    def sees_at(self, at_WS: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(self.sees_DJX.swapaxes(1, 2), at_WS[..., None], axis=1)
-
-    def depth_at(self, at_WS: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(self.depth_DX, at_WS, axis=1)
-
-
-Mask = DraftMask | RowMasks
 
 
 def chain(n: int) -> Parents:
@@ -145,44 +110,29 @@ def mask_of(parents: Parents) -> DraftMask:
     return DraftMask(tuple(sees), depths(parents))
 
 
-def masks_of(parent_DN: jax.Array) -> RowMasks:
-    """The masks under which the nodes of each row's tree run at once.
-
-    Args:
-        parent_DN: int32, parents of nodes 1, 2 ...; each is smaller than its child.
-    """
-    J = 1 + parent_DN.shape[1]
-    parent_DJ = jnp.pad(parent_DN, ((0, 0), (1, 0)))  # the root sees the root
-    up_DJJ = jax.nn.one_hot(parent_DJ, J) + jnp.eye(J)
-    for _ in range((J - 1).bit_length()):  # doubles how far up each node sees
-        up_DJJ = jnp.minimum(jnp.matmul(up_DJJ, up_DJJ), 1.0)
-    sees_DJX = up_DJJ > 0
-    return RowMasks(sees_DJX, jnp.sum(sees_DJX, axis=2, dtype=jnp.int32) - 1)
-
-
 def children(parents: Parents, node: int) -> list[int]:
     """Likeliest first."""
     return [child for child, parent in enumerate(parents, 1) if parent == node]
 
 
-def parent_of(mask: Mask) -> jax.Array:
+def parent_of(mask: DraftMask) -> jax.Array:
     """int32[D, J]: the parent of each node, of a mask over all nodes; 0 for the root."""
     return ancestors(mask, mask.depth_DX - 1)
 
 
-def path_to(mask: Mask) -> jax.Array:
+def path_to(mask: DraftMask) -> jax.Array:
     """int32[D, J, J - 1]: the nodes of depth 1, 2 ... above each node and itself; 0 beyond it."""
     J = mask.depth_DX.shape[1]
     return jnp.stack([ancestors(mask, jnp.full((1, 1), d)) for d in range(1, J)], axis=2)
 
 
-def ancestors(mask: Mask, depth_DJ: Any) -> jax.Array:
+def ancestors(mask: DraftMask, depth_DJ: Any) -> jax.Array:
     """int32[D, J]: which node of that depth each node sees; 0 where it sees none."""
     at_DJX = mask.sees_DJX & (mask.depth_DX[:, None] == depth_DJ[..., None])
     return jnp.sum(jnp.where(at_DJX, jnp.arange(at_DJX.shape[2], dtype=jnp.int32), 0), axis=2)
 
 
-def seen_in_tree(tree: Mask, start_W: jax.Array, pos_WS: jax.Array, window: int) -> jax.Array:
+def seen_in_tree(tree: DraftMask, start_W: jax.Array, pos_WS: jax.Array, window: int) -> jax.Array:
     """bool[W, J, S]: which of the places ``pos_WS`` each of a row's J tokens sees.
 
     Args:

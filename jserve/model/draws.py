@@ -40,14 +40,14 @@ def draws_of(view: StepView) -> Draws:
     place_n = jnp.broadcast_to(place_DJ, (view.D, view.J)).reshape(-1)
     place_E = jnp.concatenate([place_n, jnp.zeros(view.F, jnp.int32)])
     last_R = jnp.where(jnp.arange(view.D + view.F) < view.D, 0, view.count_R - 1)
-    rows = {c.name.replace("_R", "_E"): _per_draw(view, getattr(view, c.name)) for c in SAMPLING}
+    rows = {c.name.replace("_R", "_E"): per_draw(view, getattr(view, c.name)) for c in SAMPLING}
     slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
     mask_EW = redraw_E = None
     if "mask_RJW" in view.extra:
         mask_EW, redraw_E = (_drawn(view, view.extra[f]) for f in ("mask_RJW", "redraw_RJ"))
     return Draws(
-        slot_E=_per_draw(view, slot_R),
-        pos_E=_per_draw(view, view.start_R + last_R) + place_E + 1,
+        slot_E=per_draw(view, slot_R),
+        pos_E=per_draw(view, view.start_R + last_R) + place_E + 1,
         prefix_EJ=_prefixes(view, place_E) if view.tree is None else _prefixes_in_tree(view),
         n_prefix_E=place_E,
         mask_EW=mask_EW,
@@ -56,7 +56,7 @@ def draws_of(view: StepView) -> Draws:
     )
 
 
-def _per_draw(view: StepView, x_R: jax.Array) -> jax.Array:
+def per_draw(view: StepView, x_R: jax.Array) -> jax.Array:
     """A row's value at each of its draws."""
     return jnp.concatenate([jnp.repeat(x_R[: view.D], view.J, axis=0), x_R[view.D :]])
 

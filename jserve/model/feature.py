@@ -24,8 +24,22 @@ def _nothing(target: Target, outcome: StepOutcome) -> None:
     return None
 
 
-def _no_values(found: Any, rows: Sequence[RowPlan]) -> dict[int, Any]:
+def _takes_all(asked: Any) -> None:
+    return None
+
+
+def _no_values(found: Any, rows: Sequence[RowPlan], at: Sequence[int]) -> dict[int, Any]:
     return {}
+
+
+def _no_fields(bucket: Bucket, dims: StepDims) -> tuple[Field, ...]:
+    return ()
+
+
+def _fills_nothing(
+    views: Mapping[str, np.ndarray], rows: Sequence[RowPlan], at: Sequence[int], dims: StepDims
+) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True, repr=False)
@@ -37,23 +51,37 @@ class StepFeature:
     after:  (target, what came of the step) -> its output, a pytree; None: it has none.
 
     On the host, in numpy:
-    wanted: (rows) -> whether a row of a plan needs it.
+    check:  (what a request asks of it in ``extra_args``) -> None; raises ValueError where ``pack`` could
+            not take it, and the request is refused with that message. By default all is taken.
+    wanted: (rows) -> whether a row of a plan needs it; by default, whether a request of theirs names it in
+            ``SamplingParams.extra_args``.
     pack:   (views, rows, at, dims) -> None: fill its fields, once places and tokens of the rows are in
             the other views; ``at`` holds the number of each row in the bucket. Raises ValueError for an
-            index out of range, which JAX would clamp to a wrong answer.
-    unpack: (output as numpy, rows) -> what each row gets, by its number in the plan.
+            index out of range, which JAX would clamp to a wrong answer. By default it fills nothing.
+    unpack: (output as numpy, rows, at) -> what each row gets, by its number in the plan; ``at`` as in
+            ``pack``. What a registered feature gives a row is a list of values that JSON can hold, one for
+            each token that the row may draw, and goes to ``CompletionOutput.extra``.
     """
 
     name: str
-    fields: Callable[[Bucket, StepDims], tuple[Field, ...]] = field(compare=False)
-    wanted: Callable[[Sequence[RowPlan]], bool] = field(compare=False)
-    pack: Callable[[Mapping[str, np.ndarray], Sequence[RowPlan], Sequence[int], StepDims], None] = (
-        field(compare=False)
+    fields: Callable[[Bucket, StepDims], tuple[Field, ...]] = field(
+        compare=False, default=_no_fields
     )
+    wanted: Callable[[Sequence[RowPlan]], bool] | None = field(compare=False, default=None)
+    pack: Callable[[Mapping[str, np.ndarray], Sequence[RowPlan], Sequence[int], StepDims], None] = (
+        field(compare=False, default=_fills_nothing)
+    )
+    check: Callable[[Any], None] = field(compare=False, default=_takes_all)
     after: Callable[[Target, StepOutcome], Any] = field(compare=False, default=_nothing)
-    unpack: Callable[[Any, Sequence[RowPlan]], dict[int, Any]] = field(
+    unpack: Callable[[Any, Sequence[RowPlan], Sequence[int]], dict[int, Any]] = field(
         compare=False, default=_no_values
     )
+
+    def needed(self, rows: Sequence[RowPlan]) -> bool:
+        """Whether a step of these rows has to run in a program that has the feature."""
+        if self.wanted is not None:
+            return self.wanted(rows)
+        return any([self.name in row.choice.request.params.extra_args for row in rows])
 
     def __repr__(self) -> str:
         return self.name

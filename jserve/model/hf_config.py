@@ -7,7 +7,7 @@ calls ``decoder_arch`` and adds its own switches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from jserve.errors import ConfigError
@@ -52,9 +52,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 that do not."""
 
 
-def decoder_arch(config: Config, family: str, **switches: Any) -> Arch:
+def decoder_arch(
+    config: Config,
+    family: str,
+    *,
+    activations: Collection[str] = ("silu", "swish"),
+    eps: str = "rms_norm_eps",
+    **switches: Any,
+) -> Arch:
     """The ``Arch`` of a plain decoder; ``switches`` are the family's own fields (biases, windows,
     defaults).
+
+    ``activations`` are what ``hidden_act`` may be, the first one where it is missing; ``eps`` is the key of
+    ``Arch.norm_eps``.
 
     ``default_kv_heads`` and ``default_head_dim`` among them are what a missing key means in this
     family.
@@ -66,8 +76,9 @@ def decoder_arch(config: Config, family: str, **switches: Any) -> Arch:
     for key, neutral in NEUTRAL.items():
         if config.get(key) is not None and config[key] not in neutral:
             refuse(key, f"{config[key]!r} is not supported")
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        refuse("hidden_act", f"{config['hidden_act']!r} is not supported, only silu")
+    first, *_ = activations
+    if config.get("hidden_act", first) not in activations:
+        refuse("hidden_act", f"{config['hidden_act']!r} is not supported, only {first}")
     N = integer(config, "num_attention_heads")
     D = integer(config, "hidden_size")
     K = integer(config, "num_key_value_heads", switches.pop("default_kv_heads", N) or N)
@@ -84,7 +95,7 @@ def decoder_arch(config: Config, family: str, **switches: Any) -> Arch:
         H=_head_dim(config, D, N, switches.pop("default_head_dim", None)),
         V=integer(config, "vocab_size"),
         max_position=_context(config, scaling),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        norm_eps=number(config, eps, 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         tied=boolean(config, "tie_word_embeddings", False),

@@ -23,28 +23,34 @@ KINDS = ("linear", "dynamic", "llama3", "yarn")
 
 
 def rope_tables(arch: Arch, pos_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two float32[T, 2, H/2] for absolute positions int32[T]: (cos, cos) and (-sin, sin).
+    """Two float32[T, 2, H/2] for absolute positions int32[T]: (cos, cos) and (-sin, sin); of
+    ``Arch.rotary`` dimensions in place of H where that is set.
 
     Concatenated on purpose: XLA:CPU would fuse a bare cosine into every use and evaluate it for
     every head of every layer.
     """
-    s = arch.rope_scaling
+    s, H = arch.rope_scaling, arch.rotary or arch.H
     pos_T1 = jnp.maximum(pos_T, 0).astype(jnp.float32)[:, None]
     if s is not None and s.kind == "dynamic":
-        freq, scale = _dynamic(arch.H, arch.rope_theta, s, pos_T1), 1.0
+        freq, scale = _dynamic(H, arch.rope_theta, s, pos_T1), 1.0
     else:
-        freq, scale = inverse_frequencies(arch.H, arch.rope_theta, s)
+        freq, scale = inverse_frequencies(H, arch.rope_theta, s)
     angle_TH = pos_T1 * freq
     cos_TH, sin_TH = jnp.cos(angle_TH) * scale, jnp.sin(angle_TH) * scale
     return jnp.stack([cos_TH, cos_TH], axis=1), jnp.stack([-sin_TH, sin_TH], axis=1)
 
 
 def rotate(x_TNH: jax.Array, cos_T2H: jax.Array, sin_T2H: jax.Array) -> jax.Array:
-    """Heads turned by their token's angles; the shape stays.
+    """Heads turned by their token's angles, in the first dimensions if the tables are of fewer; the shape
+    stays.
 
     Written without a concatenation, which XLA:CPU would evaluate element by element.
     """
     T, N, H = x_TNH.shape
+    turned = 2 * cos_T2H.shape[-1]
+    if turned < H:
+        first, rest = x_TNH[..., :turned], x_TNH[..., turned:]
+        return jnp.concatenate([rotate(first, cos_T2H, sin_T2H), rest], axis=-1)
     x_TN2H = x_TNH.reshape(T, N, 2, H // 2)
     y_TN2H = x_TN2H * cos_T2H[:, None] + jnp.flip(x_TN2H, 2) * sin_T2H[:, None]
     return y_TN2H.reshape(T, N, H)

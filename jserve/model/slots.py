@@ -14,6 +14,7 @@ output ends with the ids before it::
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import flax.struct
 import jax
@@ -46,9 +47,6 @@ class SlotState:
     """Counts and biases; None: no request may have penalties or biases."""
     draft_CJ: jax.Array | None = None
     """int32: what the device drafter left for the next row; None: there is no drafter."""
-    parent_CJ: jax.Array | None = None
-    """int32: parents of these drafts as ``jserve.model.draft_tree`` numbers nodes; None: all slots have one
-    shape."""
     text_CS: jax.Array | None = None
     """int32: the newest S tokens, that of position p in place p % S; None: nobody reads them."""
     pick_CK: jax.Array | None = None
@@ -61,13 +59,12 @@ def empty(
     V: int,
     drafts: int = 0,
     *,
-    grown: bool = False,
     text: int = 0,
     picks: int = 0,
     n_vocab_rows: int = 0,
 ) -> SlotState:
-    """Slots nobody has held yet, with room for so many drafts, their parents if ``grown``, so many
-    tokens of text, so many picked ids, and so many vocab rows together."""
+    """Slots nobody has held yet, with room for so many drafts, tokens of text and picked ids, and so many
+    vocab rows together."""
 
     def ints(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
@@ -79,10 +76,14 @@ def empty(
         bad_CWK=ints(C, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
         vocab=vocab_rows.empty(C, V, n_vocab_rows) if n_vocab_rows else None,
         draft_CJ=ints(C, drafts) if drafts else None,
-        parent_CJ=ints(C, drafts) if grown else None,
         text_CS=ints(C, text) if text else None,
         pick_CK=ints(C, picks) if picks else None,
     )
+
+
+def shapes(C: int, V: int, drafts: int = 0, **sizes: int) -> Any:
+    """The abstract state: a ``SlotState`` of ``ShapeDtypeStruct``; ``sizes`` as of ``empty``."""
+    return jax.eval_shape(lambda: empty(C, V, drafts, **sizes))
 
 
 def advance(
@@ -133,17 +134,12 @@ def keep_drafts(
     slot_R: jax.Array,
     live_R: jax.Array,
     draft_RJ: jax.Array,
-    parent_RJ: jax.Array | None = None,
 ) -> SlotState:
-    """The slots with ``draft_RJ`` in those of the live rows, and with their parents if they have any."""
+    """The slots with ``draft_RJ`` in those of the live rows."""
     C, n = slots.len_C.shape[0], draft_RJ.shape[1]
     assert slots.draft_CJ is not None, "slots without room for drafts"
     at_R = jnp.where(live_R, slot_R, C)
-    slots = replace(slots, draft_CJ=slots.draft_CJ.at[at_R, :n].set(draft_RJ, mode="drop"))
-    if parent_RJ is None:
-        return slots
-    assert slots.parent_CJ is not None, "slots without room for parents"
-    return replace(slots, parent_CJ=slots.parent_CJ.at[at_R, :n].set(parent_RJ, mode="drop"))
+    return replace(slots, draft_CJ=slots.draft_CJ.at[at_R, :n].set(draft_RJ, mode="drop"))
 
 
 def text_of(slots: SlotState, slot_R: jax.Array) -> jax.Array:

@@ -78,9 +78,8 @@ class StepOut:
 
 def slot_shapes(dims: StepDims) -> Any:
     """The abstract ``SlotState``."""
-    asked = {"grown": dims.grown, "text": dims.text, "picks": dims.picks}
-    asked |= {"n_vocab_rows": dims.n_vocab_rows}
-    return jax.eval_shape(lambda: slot_rows.empty(dims.C, dims.V, dims.drafts, **asked))
+    sizes = {"text": dims.text, "picks": dims.picks, "n_vocab_rows": dims.n_vocab_rows}
+    return slot_rows.shapes(dims.C, dims.V, dims.drafts, **sizes)
 
 
 class PoolArray(NamedTuple):

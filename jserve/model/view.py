@@ -26,10 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.draft_tree import Mask, TreeShape, mask_of, masks_of
+from jserve.model.draft_tree import DraftMask, TreeShape, mask_of
 from jserve.model.feature import StepFeature
 from jserve.sampling import MAX_STOP_IDS
-from jserve.types import Grown
 
 # Bits of ``flags``: what any row of the step needs, so that lax.cond can skip the rest.
 RANDOM, TRUNCATE, PENALTY, BIAS, BAD_WORDS, LOGPROBS, MIN_TOKENS = (1 << i for i in range(7))
@@ -57,7 +56,7 @@ class Bucket:
     program."""
     tree: TreeShape = ()
     """Parents of drafts 1, 2 ... as ``jserve.model.draft_tree`` has them, of those verified and of those
-    left, or that they are grown; empty: chains."""
+    left; empty: chains."""
 
     @property
     def T(self) -> int:
@@ -82,8 +81,6 @@ class StepDims:
     V: int
     drafts: int = 0
     """Drafts that a slot holds; 0: there is no device drafter."""
-    grown: bool = False
-    """It holds their parents, too."""
     text: int = 0
     """Newest tokens of its text that a slot holds; 0: nobody reads them."""
     picks: int = 0
@@ -266,7 +263,7 @@ class StepView:
     P: int = flax.struct.field(pytree_node=False)
     F: int = flax.struct.field(pytree_node=False)
     J: int = flax.struct.field(pytree_node=False)
-    tree: Mask | None = None
+    tree: DraftMask | None = None
     """What the tokens of a decode row see of one another; None: each sees those before it."""
 
 
@@ -274,7 +271,7 @@ def unpack(
     buf: jax.Array, fields: tuple[Field, ...], bucket: Bucket, dims: StepDims, slots: Any
 ) -> StepView:
     """Read the packed buffer against the slots (``slots.len_C``, ``slots.last_C``: int32[C]; with a
-    drafter also ``slots.draft_CJ`` and, where trees are grown, ``slots.parent_CJ``)."""
+    drafter also ``slots.draft_CJ``)."""
     raw = _fields(buf, fields)
     R, C, Z = bucket.R, dims.C, dims.Z
     slot_R = raw["slot_R"]
@@ -291,7 +288,7 @@ def unpack(
     if dims.drafts and bucket.J > 1:
         held_T = _held(bucket, slots, safe_R, held_T)
     if bucket.tree and bucket.J > 1:
-        tree = _mask(bucket, slots, safe_R)
+        tree = mask_of(bucket.tree)
         pos_T = _by_depth(bucket, tree, place_T)
     tok_T = jnp.where(asked_T, held_T, raw["tok_T"])
     page = raw["page_table_RM"][row, jnp.clip(place_T // Z, 0, dims.M - 1)]
@@ -330,13 +327,7 @@ def _held(bucket: Bucket, slots: Any, slot_R: jax.Array, last_T: jax.Array) -> j
     return jnp.concatenate([held_DJ.reshape(-1), last_T[D * J :]])
 
 
-def _mask(bucket: Bucket, slots: Any, slot_R: jax.Array) -> Mask:
-    if not isinstance(bucket.tree, Grown):
-        return mask_of(bucket.tree)
-    return masks_of(slots.parent_CJ[slot_R[: bucket.D]])
-
-
-def _by_depth(bucket: Bucket, tree: Mask, place_T: jax.Array) -> jax.Array:
+def _by_depth(bucket: Bucket, tree: DraftMask, place_T: jax.Array) -> jax.Array:
     """Positions of tokens whose KV lies in ``place_T``: nodes of one depth share theirs."""
     up_DJ = np.arange(bucket.J, dtype=np.int32) - tree.depth_DX
     up_n = jnp.broadcast_to(up_DJ, (bucket.D, bucket.J)).reshape(-1)

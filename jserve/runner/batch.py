@@ -85,6 +85,7 @@ class Packer:
         self.ladder = ladder
         self._fields_of = fields_of
         self._plan_attention = plan_attention
+        self._features = ladder.features
         self._slates: dict[Bucket, _Slate] = {}
         self._owner: list[Choice | None] = [None] * dims.C
         # One row per slot, in the columns of ``rows_RX``, and one for rows that are not in use.
@@ -104,7 +105,7 @@ class Packer:
             ValueError: an index out of range, or a plan that no bucket takes: a fault of the
             scheduler.
         """
-        needs = Needs.of(plan)
+        needs = Needs.of(plan, self._features)
         bucket = bucket or self.ladder.choose(needs)
         if not needs.fit(bucket):
             raise ValueError(f"{bucket} does not take {needs}")

@@ -5,7 +5,7 @@ Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doub
 the largest, where padding costs most. No rung has fewer than two tokens, since XLA:CPU multiplies
 one row many times slower than two.
 
-Rows that verify drafts of the host are 4, 8 or 16 tokens wide (``policy.width.widths``), in steps
+Rows that verify drafts of the host are 4, 8 or 16 tokens wide (``policy.ktable.widths``), in steps
 without prefill 1, 4, 16, 64 ... of them, as far as there is arithmetic to spare: one row alone has the
 most to gain, and is no single row to multiply; beside prefill only at full width, beside few rows or the
 largest chunk. Any of these takes fewer rows and
@@ -24,7 +24,7 @@ from jserve.model.draft_tree import TreeShape
 from jserve.model.feature import StepFeature
 from jserve.model.features import FEATURES, MASK, SCORE
 from jserve.model.view import Bucket
-from jserve.speculation.policy.width import widths
+from jserve.speculation.policy.ktable import widths
 from jserve.types import StepPlan
 
 FEW_ROWS = 2
@@ -54,7 +54,7 @@ class Needs:
     """Some row has drafts of the host, which are chains."""
 
     @classmethod
-    def of(cls, plan: StepPlan) -> Needs:
+    def of(cls, plan: StepPlan, features: tuple[StepFeature, ...] = FEATURES) -> Needs:
         rows = plan.rows
         n_decode = count_decode(plan)
         counts = [row.count for row in rows]
@@ -63,7 +63,7 @@ class Needs:
             P=sum(counts[n_decode:]),
             F=len(rows) - n_decode,
             J=max(counts[:n_decode], default=1),
-            features=tuple(feature for feature in FEATURES if feature.wanted(rows)),
+            features=tuple(feature for feature in features if feature.needed(rows)),
             n_draft=plan.n_draft,
             chains=any([row.drafts and row.drafts[0] >= 0 for row in rows[:n_decode]]),
         )
@@ -91,6 +91,11 @@ class Ladder:
 
     buckets: tuple[Bucket, ...]
 
+    @property
+    def features(self) -> tuple[StepFeature, ...]:
+        """All that a row may ask for, those included that no bucket has."""
+        return tuple(sorted({*FEATURES, *(f for b in self.buckets for f in b.features)}))
+
     @classmethod
     def of(
         cls,
@@ -105,9 +110,11 @@ class Ladder:
         device_drafts: int = 0,
         draft_rows: int = 0,
         tree: TreeShape = (),
+        registered: tuple[StepFeature, ...] = (),
     ) -> Ladder:
         """The rungs for these limits (those of ``RunnerLimits``). ``masks_drafts``: every verify
-        program also takes masks, not only the widest.
+        program also takes masks, not only the widest. Programs that have ``registered`` features have
+        all of them, whatever else they take.
 
         With a drafter that runs on the device the programs without it are those of an engine that
         does not speculate, and some that draft come on top: beside at most ``draft_rows`` decode rows (0:
@@ -128,6 +135,9 @@ class Ladder:
             rows = min(D, max(FEW_ROWS, draft_rows or D))
             made = _drafting(rows, P, F, 1 + device_drafts, tree, masks=masks, scores=scores)
             found |= made
+        if registered:
+            most = {b for b in found if _takes_most(b, found)}
+            found |= {b.with_also(*registered) for b in most}
         return cls(buckets=tuple(sorted(found, key=_cost)))
 
     def choose(self, needs: Needs) -> Bucket:
@@ -144,7 +154,8 @@ class Ladder:
 
 def _cost(b: Bucket) -> tuple:
     """A step that drafts nothing takes no program that does while there is another."""
-    return (SCORE in b.features, MASK in b.features, b.n_draft > 0, b.T, b.R, b)
+    registered = not {*b.features} <= {*FEATURES}
+    return (registered, SCORE in b.features, MASK in b.features, b.n_draft > 0, b.T, b.R, b)
 
 
 def beside_prefill(max_drafts: int) -> int:
@@ -206,6 +217,20 @@ def _worth_a_mask(b: Bucket, D: int, P: int, J: int) -> bool:
     if b.J not in (1, J):
         return False
     return b.D in (1, FEW_ROWS, D) if b.P == 0 else (b.D, b.P) == (D, P)
+
+
+def _takes_most(b: Bucket, found: set[Bucket]) -> bool:
+    """No other bucket takes all that this one takes, of those that draft, have prefill and score like it:
+    scores of a whole prompt cost too much to be computed for nobody."""
+
+    def kind(b: Bucket) -> tuple:
+        return b.P > 0, SCORE in b.features, b.n_draft, b.tree
+
+    def within(other: Bucket) -> bool:
+        sizes = zip((b.D, b.P, b.F, b.J), (other.D, other.P, other.F, other.J), strict=True)
+        return all(own <= most for own, most in sizes) and {*b.features} <= {*other.features}
+
+    return not any(other != b and kind(other) == kind(b) and within(other) for other in found)
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -136,7 +136,7 @@ def plan_memory(
     longest = longest or dims.M
     one, slots = kv.page_bytes, slot_bytes(dims)
     free = memory.room(options.memory_utilization, weight_bytes)
-    name, n_pages = "memory_utilization", _steady((free - slots) // one)
+    name, n_pages = "memory_utilization", _steady((free - slots) // one, is_host=memory.is_host)
     useful = 2 * dims.C * dims.M + 1
     if options.n_pages:
         name, n_pages = "n_pages", options.n_pages
@@ -167,8 +167,12 @@ def host_pages(gib: float, page_bytes: int) -> int:
     return int(gib * GIB) // page_bytes
 
 
-def _steady(n_pages: int) -> int:
-    """``n_pages`` down to four significant bits: the pool's size is in the shape of every program, so
-    a few free MiB more or less at the next start must not miss the whole compile cache."""
-    step = 1 << max(0, n_pages.bit_length() - 4)
+HOST_BITS, DEVICE_BITS = 4, 7
+
+
+def _steady(n_pages: int, *, is_host: bool) -> int:
+    """``n_pages`` down to a few significant bits: the pool's size is in the shape of every program, so
+    a few free MiB more or less at the next start must not miss the whole compile cache. What is free of a
+    host's memory changes by gigabytes, and few of its pages are used; of a device's, 1.6 % are left at most."""
+    step = 1 << max(0, n_pages.bit_length() - (HOST_BITS if is_host else DEVICE_BITS))
     return n_pages // step * step

@@ -28,6 +28,7 @@ from jserve.errors import ConfigError
 from jserve.model import slots as slot_rows
 from jserve.model.step import DeviceState, StepModel, make_step
 from jserve.model.view import Bucket, StepDims, buffer_size
+from jserve.working import working_on
 from jserve.xla import user_sets
 
 log = logging.getLogger(__name__)
@@ -233,10 +234,11 @@ class Programs:
                 progress("compile", done, len(jobs))
 
     def _compile(self, job: Bucket | str, params: Any, state: DeviceState) -> None:
-        if isinstance(job, str):
-            self._loads[job] = self._lower_load(job, state).compile(self._options)
-        else:
-            self._steps[job] = self._lower_step(job, params, state).compile(self._options)
+        with working_on(job if isinstance(job, str) else step_name(job)):
+            if isinstance(job, str):
+                self._loads[job] = self._lower_load(job, state).compile(self._options)
+            else:
+                self._steps[job] = self._lower_step(job, params, state).compile(self._options)
 
     def _lower_step(self, bucket: Bucket, params: Any, state: DeviceState) -> Any:
         step = make_step(self.model, bucket)

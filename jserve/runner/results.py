@@ -26,11 +26,14 @@ def wanted(batch: StepBatch, out: StepOut) -> list[jax.Array]:
 def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) -> StepResult:
     """Wait for the arrays and give the rows in plan order."""
     rows = _plan_rows(batch, len(plan.rows))
+    at = rows.tolist()
     picked_RX, J = np.asarray(out.packed_RX)[rows], batch.bucket.J
     has_top = bool(batch.flags & LOGPROBS)
 
     given = {
-        feature.name: feature.unpack(jax.tree.map(np.asarray, out.extra[feature.name]), plan.rows)
+        feature.name: feature.unpack(
+            jax.tree.map(np.asarray, out.extra[feature.name]), plan.rows, at
+        )
         for feature in batch.bucket.features
     }
 
@@ -46,7 +49,8 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
         top_logprobs_RJL=asked(out.top_logprobs_RJL),
         rank_RJ=asked(out.rank_RJ),
         picked_RJK=asked(out.picked_RJK),
-        prompt=given.get(SCORE.name, {}),
+        prompt=given.pop(SCORE.name, {}),
+        extra={name: values for name, values in given.items() if values},
         device_us=device_us,
     )
 

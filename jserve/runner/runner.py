@@ -37,7 +37,7 @@ from jserve.runner.buckets import Ladder
 from jserve.runner.disk import DiskStore
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
-from jserve.runner.programs import Programs, Progress, compile_options, starting
+from jserve.runner.programs import Programs, Progress, compile_options, starting, step_name
 from jserve.runner.rehearsal import GREEDY, rehearsal
 from jserve.runner.sizes import Sizes, sizes_of
 from jserve.runner.spill import Spill
@@ -48,6 +48,7 @@ from jserve.sampling import SamplingParams
 from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
 from jserve.weights.place import tp_size
+from jserve.working import working_on
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,6 +109,7 @@ class ModelRunner:
             config,
             dtype=dtype_of(params, family.specs(arch, tp)),
             platform=device.platform,
+            capability=getattr(device, "compute_capability", ""),
             tp=tp,
             weight_bytes=_bytes_of_one_device(self._all_params()),
             memory=DeviceMemory.of(device),
@@ -183,7 +185,8 @@ class ModelRunner:
     def collect(self, flight: InFlight) -> StepResult:
         """Wait for a launched step and give its rows in plan order."""
         launched: _Launched = flight.handle
-        np.asarray(launched.out.packed_RX)  # waits
+        with working_on(step_name(launched.batch.bucket)):
+            self._wait(launched.out)
         if self._mover is not None:
             self._mover.land(launched.leaving)
         now = self._clock()
@@ -191,6 +194,11 @@ class ModelRunner:
         self._busy_until = now
         took_us = (now - began) * 1e6
         return results.result_of(flight.plan, launched.batch, launched.out, took_us)
+
+    @point("runner.wait")
+    def _wait(self, out: StepOut) -> None:
+        """Until the device has done a step."""
+        np.asarray(out.packed_RX)
 
     def update_params(self, params: Any) -> None:
         """Copy other weights over those in use, for the next launch on; nothing compiles.
@@ -303,9 +311,10 @@ class ModelRunner:
         batch = self._packer.pack(rehearsal(bucket, self.sizes.dims, params), bucket)
         views = numpy_views(batch.buf, self.model.fields(bucket))
         views["slot_R"][...] = self.sizes.dims.C
-        out = self._run(batch)
-        began = self._clock()
-        jax.block_until_ready(out.packed_RX)
+        with working_on(step_name(bucket)):
+            out = self._run(batch)
+            began = self._clock()
+            self._wait(out)
         self._packer.forget()
         return self._clock() - began
 

@@ -16,8 +16,9 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayout
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, backend as find_backend
+from jserve.model.attention import AttentionBackend, backend as find_backend, candidates
 from jserve.model.draft_tree import TreeShape
+from jserve.model.features import registered
 from jserve.model.kv_quant import E4M3
 from jserve.model.sinks import with_sinks
 from jserve.model.view import StepDims
@@ -26,7 +27,6 @@ from jserve.runner.buckets import Ladder, beside_prefill
 from jserve.runner.memory import DeviceMemory, MemoryPlan, host_pages, plan_memory
 from jserve.speculation.drafters.drafter import kv_layout
 from jserve.speculation.drafters.load import LoadedDrafter
-from jserve.types import Grown
 from jserve.window import Window, tokens_ahead
 
 MAX_PREFILL_ROWS = 8
@@ -59,7 +59,6 @@ def step_dims(
     return dataclasses.replace(
         dims,
         drafts=speculation.n_draft,
-        grown=isinstance(speculation.tree, Grown),
         text=min(speculation.drafter.text, M * Z),
     )
 
@@ -89,6 +88,31 @@ def stored_kv(
     if speculation is not None and speculation.drafter.kv_layers:
         attention.check(speculation.drafter.arch.H, stored, tree)
     return stored
+
+
+def attention_name(
+    arch: Arch,
+    config: EngineConfig,
+    dtype: Any,
+    platform: str,
+    capability: str = "",
+    speculation: LoadedDrafter | None = None,
+) -> str:
+    """The attention backend that serves this model with these options: the first candidate that can.
+
+    Raises:
+        ConfigError: the option asks for one that this device or jax cannot run.
+    """
+    *better, last = candidates(config.device.attention_backend, platform, capability)
+    for name in better:
+        try:
+            attention = find_backend(name, platform)
+            with_sinks(arch, attention, config.device.attention_sinks)
+            stored_kv(config, attention, dtype, arch, speculation)
+        except ConfigError:
+            continue
+        return name
+    return last
 
 
 def longest_pages(arch: Arch, config: EngineConfig, dims: StepDims, window: int) -> int:
@@ -135,6 +159,7 @@ def runner_limits(
         vocab_size=arch.V,
         masks=config.device.structured_outputs,
         scores_prompts=config.device.prompt_logprobs,
+        features={feature.name: feature.check for feature in registered()},
         picks=dims.picks,
         n_vocab_rows=dims.n_vocab_rows,
         n_host_pages=n_host_pages,
@@ -170,6 +195,7 @@ def ladder_of(limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool)
         device_drafts=limits.device_drafts,
         draft_rows=limits.draft_rows,
         tree=tree,
+        registered=registered(),
     )
 
 
@@ -177,6 +203,8 @@ def ladder_of(limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool)
 class Sizes:
     """What follows from a model, its devices and the options, before anything is allocated."""
 
+    config: EngineConfig
+    """With numbers where the options leave them to the device."""
     arch: Arch
     """With the attention sinks that the options ask for."""
     attention: AttentionBackend
@@ -204,11 +232,13 @@ def sizes_of(
     memory: DeviceMemory,
     speculation: LoadedDrafter | None = None,
     penalises: bool = False,
+    capability: str = "",
 ) -> Sizes:
     """
     Args:
         dtype: of the activations.
         platform: of the devices, as jax calls it.
+        capability: their compute capability where they are CUDA's.
         tp: devices that the kv heads are split over.
         weight_bytes: on one device, a drafter's too.
         memory: of one device.
@@ -217,7 +247,9 @@ def sizes_of(
     Raises:
         ConfigError: an option cannot be honoured, or there is no room; ``field`` is its name.
     """
-    attention = find_backend(config.device.attention_backend, platform)
+    config = config.on(platform)
+    name = attention_name(arch, config, dtype, platform, capability, speculation)
+    attention = find_backend(name, platform)
     arch = with_sinks(arch, attention, config.device.attention_sinks)
     stored = stored_kv(config, attention, dtype, arch, speculation)
     dims = step_dims(arch, config, speculation, penalises=penalises)
@@ -236,6 +268,7 @@ def sizes_of(
     limits = drafting_limits(limits, config, speculation, platform)
     tree = () if speculation is None else speculation.tree
     return Sizes(
+        config=config,
         arch=arch,
         attention=attention,
         dims=dims,

@@ -158,6 +158,7 @@ class Finalizer:
         self.speculation.took(seq, taken)
         scores = self.scores.take(seq) if first else None
         logprobs = sampled.logprobs_of(seq, result, row, len(taken))
+        extra = sampled.extra_of(seq, result, row, len(taken))
         if seq.finish is not None:
             self._retire(seq, now)
         return Output(
@@ -167,6 +168,7 @@ class Finalizer:
             n_accepted=min(len(drawn) - 1, len(taken)) if n_drafts else 0,
             token_ids=tuple(taken),
             logprobs=logprobs,
+            extra=extra,
             prompt_logprobs=scores,
             finish=seq.finish,
             stop_reason=seq.stop_reason,

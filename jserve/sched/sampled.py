@@ -6,6 +6,8 @@ may end.
 
 from __future__ import annotations
 
+from typing import Any
+
 from jserve.types import Finish, Sequence, StepResult, TokenLogprob
 
 
@@ -69,6 +71,18 @@ def logprobs_of(
         )
         for token, logprob, rank, ids, tops in drawn
     )
+
+
+def extra_of(
+    seq: Sequence, result: StepResult, row: int, n: int
+) -> dict[str, tuple[Any, ...]] | None:
+    """What the step features that its request names give the last ``n`` tokens, drawn by ``row``; None
+    when it names none."""
+    names = seq.request.params.extra_args
+    if not names or n == 0:
+        return None
+    given = {name: result.extra.get(name, {}).get(row) for name in names}
+    return {name: tuple(values[:n]) for name, values in given.items() if values is not None}
 
 
 def _picked(result: StepResult, row: int, n: int, k: int) -> list:

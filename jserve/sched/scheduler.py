@@ -70,7 +70,9 @@ class Scheduler:
         guides: Guides | None = None,
         speculation: type[SpeculationController] = SpeculationController,
     ) -> None:
-        """``speculation`` decides what is drafted; the default asks ``proposer``."""
+        """``speculation`` decides what is drafted; the default asks ``proposer``. What ``config`` leaves to the
+        device is as on a CPU."""
+        config = config.on("cpu")
         self.limits = limits
         self.options = config.scheduler
         self.seed = config.model.seed
@@ -82,9 +84,7 @@ class Scheduler:
         self.groups: dict[str, list[Sequence]] = {}
         self.bisection = FaultBisection(self.groups)
         self.prefix_waits, self.disk_waits = PrefixWaits(self.resources), DiskWaits(self.resources)
-        self.speculation = speculation(
-            limits, self.costs, config.speculative, proposer, self.resources.lengths.still
-        )
+        self.speculation = speculation(limits, self.costs, config.speculative, proposer)
         self.decode_planner = DecodePlanner(
             self.resources, limits, self.speculation, guided=guides is not None
         )
@@ -240,7 +240,7 @@ class Scheduler:
     def _fill(self, builder: PlanBuilder, now: float) -> None:
         self.decode_planner.fill(builder, len(self._in_flight), self.gate.n_context)
         self.prefill_planner.fill(builder, self.n_steps, now)
-        self.speculation.backfill.fill(builder, self.resources.running, self.cap)
+        self.speculation.backfills(builder, self.resources.running, self.cap)
 
     @point("sched.commit")
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
@@ -315,7 +315,7 @@ class Scheduler:
             guide=None
             if self.guides is None
             else self.guides.guide(request, max_len - len(request.prompt_ids)),
-            plain=request.cache is None and not params.shows_logprobs,
+            plain=request.cache is None and not params.shows_more,
             order=policy.order_of(request.lane, request.priority, self._n_submitted),
             arrived=now,
             due=estimate.due(request, now),

@@ -153,11 +153,12 @@ def from_table(path: Path, options: CacheOptions) -> Device:
             raise ConfigError(
                 f"{name} has no meaning with a measured table; set n_pages", field=name
             )
-    in_tokens, pages = (file.n_pages - 1) * file.page_size, options.page_size / file.page_size
+    page_size = options.on("cpu").page_size
+    in_tokens, pages = (file.n_pages - 1) * file.page_size, page_size / file.page_size
     return Device(
         name=str(file.about.get("model", path.name)),
         costs=StepTimeTable(file.steps, str(path)),
-        n_pages=options.n_pages or 1 + in_tokens // options.page_size,
+        n_pages=options.n_pages or 1 + in_tokens // page_size,
         max_model_len=file.max_model_len,
         window=file.window,
         page_bytes=round(file.page_bytes * pages),

@@ -41,6 +41,8 @@ class Chip:
     """To all neighbours together, one way; 0: it has none."""
     link_s: float = 0.0
     """Seconds of a collective however little it carries."""
+    capability: str = ""
+    """Compute capability of a CUDA device, which decides what its kernels can be."""
     copy_bytes_per_s: float = 50e9
     """Between its memory and the host's, one way: four fifths of PCIe 5 x16, a guess."""
 
@@ -52,6 +54,7 @@ CHIPS = {
     # ``step_s`` and ``link_s`` (a small NCCL sum within one host) are guesses.
     "h200": Chip(
         name="NVIDIA H200",
+        capability="9.0",
         bytes_per_s=4.3e12,
         flops=780e12,
         memory=139.8 * GIB,
@@ -64,6 +67,7 @@ CHIPS = {
     # 3.35 TB/s, the share that the H200 reaches of its own. Not measured.
     "h100": Chip(
         name="NVIDIA H100 SXM",
+        capability="9.0",
         bytes_per_s=3.0e12,
         flops=780e12,
         memory=79.1 * GIB,
@@ -76,6 +80,7 @@ CHIPS = {
     # in both directions; the H200's shares of them. Not measured, and no kernel here is for it.
     "b200": Chip(
         name="NVIDIA B200",
+        capability="10.0",
         bytes_per_s=7.2e12,
         flops=1.78e15,
         memory=178.4 * GIB,
@@ -236,8 +241,8 @@ class Roofline:
         return self.expected(self.work(rows=rows, tokens=tokens, drawn=rows, n_context=n_context))
 
     def page_bytes(self, options: CacheOptions) -> int:
-        """Bytes of a KV page on one device."""
-        return self.kv.page_bytes * options.page_size
+        """Bytes of a KV page on one device, of a CPU's size where the options leave it to the device."""
+        return self.kv.page_bytes * options.on("cpu").page_size
 
     def n_pages(self, options: CacheOptions) -> int:
         """Pages that fit on one chip, as the cache options say.

@@ -68,6 +68,10 @@ class Setup:
     sample_s: float = 0.25
     journal: Journal | None = None
 
+    def __post_init__(self) -> None:
+        """What the options leave to the device is as on a CPU."""
+        object.__setattr__(self, "config", self.config.on("cpu"))
+
 
 @dataclass(slots=True, kw_only=True)
 class Run:

@@ -182,6 +182,7 @@ def _setup(wish: SimulateOptions, config: EngineConfig, changes: dict[str, Any])
     own = {name: _own(name, changes[name]) for name in changes if name in SETUP}
     flat = config.flat() | {"max_model_len": wish.max_model_len or config.model.max_model_len}
     config = EngineConfig.of(**flat | {k: v for k, v in changes.items() if k not in SETUP})
+    config = config.on("cpu")
     for name, what in NOT_SIMULATED.items():
         if config.flat().get(name) != EngineConfig().flat().get(name):
             raise ConfigError(f"{name}: {what} not simulated", field=name)

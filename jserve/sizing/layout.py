@@ -58,6 +58,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         config,
         dtype=model.dtype,
         platform="cuda" if chip.memory else "cpu",
+        capability=chip.capability,
         tp=tp,
         weight_bytes=weights,
         memory=_memory(chip, weights),
@@ -66,7 +67,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     )
     return Layout(
         model=dataclasses.replace(model, arch=sizes.arch),
-        config=config,
+        config=sizes.config,
         sizes=sizes,
         buckets=sizes.ladder.buckets,
         speculation=speculation,

@@ -246,7 +246,7 @@ def _speculated(
         devices=1 if made is None or made.drafter.replicated else laid.tp,
         weight_bytes=laid.draft_weight_bytes,
         kv_bytes_per_token=laid.draft_page_bytes // dims.Z,
-        slot_bytes=4 * dims.C * (dims.drafts * (1 + dims.grown) + dims.text),
+        slot_bytes=4 * dims.C * (dims.drafts + dims.text),
         draft_rows=dims.C if made is None else gain.draft_rows,
         acceptance=acceptance,
         chances=gain.by_rank,

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from jserve.sizing.plan import DecodeRate, Plan
 from jserve.sizing.speculation import DraftRate, Speculated
-from jserve.types import Grown
 
 WIDTH = 132
 GIB = 2**30
@@ -103,9 +102,7 @@ def _drafter(plan: Plan) -> str:
     whole = "whole on each device" if plan.devices > 1 else "whole"
     held = f"split over {s.devices} devices" if s.devices > 1 else whole
     shape = f"{s.n_drafts} drafts"
-    if isinstance(s.tree, Grown):
-        shape = f"trees of {shape} grown {s.tree.depth} deep, {s.tree.width} wide"
-    elif s.tree:
+    if s.tree:
         shape = f"a tree of {shape} {list(s.tree)}"
     return f"the drafter ({s.method} {s.drafter}), {held}, {shape}"
 

@@ -32,8 +32,7 @@ from jserve.speculation.drafters.drafter import Drafter
 from jserve.speculation.drafters.load import LoadedDrafter, copying, find_drafter
 from jserve.speculation.host import trees as written
 from jserve.speculation.host.methods import DEVICE, check, shape
-from jserve.speculation.policy.width import widths
-from jserve.types import Grown
+from jserve.speculation.policy.ktable import widths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +132,7 @@ def chances_of(acceptance: float, config: EngineConfig) -> tuple[float, ...]:
 
 
 def tokens_per_step(parents: TreeShape, by_rank: Seq[float]) -> float:
-    """Expected of a row that verifies a tree: 1 and each draft's chance of acceptance. Of one that is
-    grown, what the best of one shape would give, which is less than it does."""
-    if isinstance(parents, Grown):
-        ranks = [c for c in by_rank if c > 0] or [1.0]
-        best = written.likeliest(parents.n, parents.depth, ranks)
-        parents = written.parents_of(best)
+    """Expected of a row that verifies a tree: 1 and each draft's chance of acceptance."""
     stands, seen = [1.0], [0] * (1 + len(parents))
     for parent in parents:
         rank = seen[parent]
@@ -215,8 +209,6 @@ class DraftCosts:
 
 def inner_of(parents: TreeShape) -> list[int]:
     """Nodes that get children, of each depth that has any."""
-    if isinstance(parents, Grown):
-        return [1, *[parents.width] * (parents.depth - 1)]
     depth = trees.depths(parents)
     return [
         len({p for p in parents if depth[p] == d}) for d in range(max(depth, default=0)) if parents

@@ -230,7 +230,15 @@ class FakeRunner:
                 self._slots[row.slot].drafts = ()
             cells = self._cells(pages, self._visible(start, start + row.count))
             out.finite_R[r] &= not self.poison_PZ[cells].any()
-        return replace(out, prompt=scores)
+        return replace(out, prompt=scores, extra=self._extra(plan, out))
+
+    def _extra(self, plan: StepPlan, out: StepResult) -> dict[str, dict[int, list[int]]]:
+        """Every step feature says each drawn token again."""
+        asked = [row.choice.request.params.extra_args for row in plan.rows]
+        return {
+            name: {r: out.tokens_RJ[r].tolist() for r, names in enumerate(asked) if name in names}
+            for name in self._limits.features
+        }
 
     def _show(self, row: RowPlan, pages: np.ndarray) -> None:
         """Of tokens that were computed; the one after them is known too."""

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from bench import speculation
+from bench import acceptance, speculation
 from bench.speculation import Ran, account
 from jserve import build
 from jserve.config import EngineConfig
@@ -39,6 +39,19 @@ def test_predicted_is_tokens_per_step_over_what_a_step_costs_more():
     assert found["slowest_request"] == 0.5
     assert found["tok_s"] == 200.0
     assert account([(plain, plain)])["acceptance"] is None
+
+
+def test_acceptance_alone_is_also_told_by_position():
+    made = ran(1.0, rows=40, tokens=100, step_s=0.01, drafted=120, stood=60)
+    for place, (n, accepted) in enumerate([(40, 30), (40, 20), (40, 10)]):
+        for lane in ("standard", "bulk"):
+            labels = f"{{proposer=device,lane={lane},position={place}}}"
+            made.counters[f"spec_decode_num_draft_tokens_per_pos_total{labels}"] = n
+            made.counters[f"spec_decode_num_accepted_tokens_per_pos_total{labels}"] = accepted
+    found = acceptance.figures(made)
+    assert found["acceptance"] == 0.5
+    assert found["by_position"] == [0.75, 0.5, 0.25]
+    assert found["tokens_per_step"] == 2.5
 
 
 def test_decoding_is_the_time_after_the_first_token():

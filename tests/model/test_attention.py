@@ -3,6 +3,7 @@ row may see."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
-from jserve.model import kv_quant
+from jserve.model import attn_dense, kv_quant
 from jserve.model.attention import AttendArgs, AttentionBackend, backend
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.window import Window
@@ -134,6 +135,15 @@ def _layout(attn: AttentionBackend, pool_PZKH: np.ndarray, stored: Any) -> jax.A
     return kv_quant.stored(jnp.asarray(pool), attn.kv_dtype(stored))
 
 
+def _step_args(name: str, bucket: Bucket) -> list[Any]:
+    """Shapes of the arguments of a compiled step."""
+    attn = backend(name)
+    buf = jax.ShapeDtypeStruct(pack(bucket, DIMS, attn, [], []).shape, jnp.int32)
+    x = jax.ShapeDtypeStruct((bucket.T, K * G, H), jnp.float32)
+    pool = jax.ShapeDtypeStruct(attn.kv_shape(K, H, N_PAGES, Z), jnp.float32)
+    return [buf, x, x, x, (pool, pool)]
+
+
 @lru_cache
 def _compiled(name: str, bucket: Bucket, window: int) -> Any:
     return jax.jit(partial(_step, backend(name), bucket, window))
@@ -161,11 +171,27 @@ def dense(case: Case, r: int, window: int) -> np.ndarray:
     return out
 
 
+@pytest.fixture(params=["xla", "dense", "dense, rungs", "dense, groups"])
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every backend that serves on a CPU, and ``dense`` with what long contexts and large batches take:
+    several rungs, and tiles that go one group after another."""
+    name, _, how = request.param.partition(", ")
+    if how == "rungs":
+        monkeypatch.setattr(attn_dense, "SHORTEST", 32)
+    if how == "groups":
+        monkeypatch.setattr(attn_dense, "GATHERED", 1 << 19)
+    if how:
+        _compiled.cache_clear()
+    yield name
+    if how:
+        _compiled.cache_clear()
+
+
 @pytest.mark.parametrize("window", [0, 11, 150])
 @pytest.mark.parametrize("case", CASES)
-def test_xla_agrees_with_ref(case: str, window: int) -> None:
+def test_agrees_with_ref(case: str, window: int, name: str) -> None:
     want = run("ref", CASES[case], window=window)
-    got = run("xla", CASES[case], window=window)
+    got = run(name, CASES[case], window=window)
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
@@ -173,14 +199,14 @@ def test_xla_agrees_with_ref(case: str, window: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 11])
 @pytest.mark.parametrize("case", VERIFY)
-def test_rows_of_several_tokens(case: str, window: int) -> None:
+def test_rows_of_several_tokens(case: str, window: int, name: str) -> None:
     want = run("ref", VERIFY[case], J=3, window=window)
-    got = run("xla", VERIFY[case], J=3, window=window)
+    got = run(name, VERIFY[case], J=3, window=window)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["ref", "xla"])
+@pytest.mark.parametrize("name", ["ref", "xla", "dense"])
 @pytest.mark.parametrize("window", [1, 11, 150])
 @pytest.mark.parametrize("case", ["one long, rest short", "late chunk", "mixed", "block border"])
 def test_pages_given_back_are_not_missed(case: str, window: int, name: str) -> None:
@@ -205,22 +231,22 @@ def test_decode_row_does_not_depend_on_the_batch(window: int) -> None:
         np.testing.assert_array_equal(alone[0], together[r])
 
 
-def test_chunks_give_what_the_whole_gives() -> None:
-    whole = run("xla", Case(prefill=((0, 160),)))[0]
+def test_chunks_give_what_the_whole_gives(name: str) -> None:
+    whole = run(name, Case(prefill=((0, 160),)))[0]
     for cut in (1, 64, 129):
-        head = run("xla", Case(prefill=((0, cut),)))[0]
+        head = run(name, Case(prefill=((0, cut),)))[0]
         tail = (
-            run("xla", Case(prefill=((0, 1), (cut, 160 - cut))), keys=(7, 0))[1]
+            run(name, Case(prefill=((0, 1), (cut, 160 - cut))), keys=(7, 0))[1]
             if cut > 1
-            else (run("xla", Case(prefill=((cut, 159),)))[0])
+            else (run(name, Case(prefill=((cut, 159),)))[0])
         )
         np.testing.assert_allclose(np.concatenate([head, tail]), whole, atol=1e-6)
 
 
-def test_buckets_give_the_same() -> None:
+def test_buckets_give_the_same(name: str) -> None:
     case = Case(decode=((200, 1),), prefill=((17, 40),))
-    small = run("xla", case, bucket=Bucket(D=1, P=40, F=1))
-    for a, b in zip(small, run("xla", case), strict=True):
+    small = run(name, case, bucket=Bucket(D=1, P=40, F=1))
+    for a, b in zip(small, run(name, case), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -231,6 +257,30 @@ def test_bfloat16_kept_as_bits() -> None:
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=0.03)
         assert np.abs(a - b).max() > 1e-5, "bfloat16 was not used"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=str)
+def test_dense_over_narrow_kv(dtype: Any) -> None:
+    want = run("ref", CASES["mixed"], stored=dtype)
+    got = run("dense", CASES["mixed"], stored=dtype)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.03)
+    wide = run("dense", CASES["mixed"])
+    assert max(np.abs(a - b).max() for a, b in zip(got, wide, strict=True)) > 1e-4
+
+
+def test_dense_stays_within_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows at once where less memory is allowed."""
+    bucket, taken = Bucket(D=64, P=0, F=0), {}
+    for room in (1 << 22, 1 << 20):
+        monkeypatch.setattr(attn_dense, "GATHERED", room)
+        _compiled.cache_clear()
+        compiled = _compiled("dense", bucket, 0).lower(*_step_args("dense", bucket)).compile()
+        taken[room] = compiled.memory_analysis().temp_size_in_bytes
+    _compiled.cache_clear()
+    keys_and_values = 2 * bucket.D * FULL * K * H * 4
+    assert keys_and_values < taken[1 << 22] < 1 << 22
+    assert taken[1 << 20] < taken[1 << 22] / 2
 
 
 def test_unknown_backend_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,14 +11,13 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
-from jserve.model import draft_tree
+from jserve.model import draft_tree as tree
 from jserve.model.attention import AttendArgs, backend
 from jserve.model.hand import Row, pack
 from jserve.model.slots import empty
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.speculation.device.accepted_path import as_chain, straightened
 from jserve.speculation.device.verify import accept, accept_tree
-from jserve.types import Grown
 
 SHAPES = [(0,), (0, 0), (0, 1, 2), (0, 0, 1, 1, 2), (0, 0, 0, 1, 2, 2, 4, 5), (0, 1, 0, 2, 3, 3)]
 
@@ -28,7 +26,7 @@ def passes(parents: tuple[int, ...], token: list[int], drawn: list[int], count: 
     """The nodes that stand, by walking."""
     path = [0]
     while True:
-        children = [c for c in draft_tree.children(parents, path[-1]) if c < count]
+        children = [c for c in tree.children(parents, path[-1]) if c < count]
         fit = [c for c in children if token[c] == drawn[path[-1]]]
         if not fit:
             return path
@@ -41,7 +39,7 @@ def test_the_path_is_the_one_that_a_walk_takes(parents: tuple[int, ...]) -> None
     token_RJ, drawn_RJ = rng.integers(0, 3, (2, 500, J))
     count_R = rng.integers(1, J + 1, 500)
     args = (jnp.asarray(x, jnp.int32) for x in (token_RJ, drawn_RJ, count_R))
-    accepted = jax.jit(partial(accept_tree, mask=draft_tree.mask_of(parents)))(*args)
+    accepted = jax.jit(partial(accept_tree, mask=tree.mask_of(parents)))(*args)
     n_ok_R, path_RJ = map(np.asarray, accepted)
     for r in range(500):
         want = passes(parents, token_RJ[r].tolist(), drawn_RJ[r].tolist(), count_R[r])
@@ -49,75 +47,20 @@ def test_the_path_is_the_one_that_a_walk_takes(parents: tuple[int, ...]) -> None
         assert path_RJ[r, n_ok_R[r] :].tolist() == list(range(n_ok_R[r], J))
 
 
-def random_parents(n_rows: int, n: int) -> np.ndarray:
-    """int32[n_rows, n]: any trees, chains and stars among them."""
-    rng = np.random.default_rng(7)
-    found = np.stack([rng.integers(0, np.arange(1, n + 1)) for _ in range(n_rows)])
-    found[0], found[1] = np.arange(n), 0
-    return found.astype(np.int32)
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 15])
-def test_trees_that_grew_are_trees(n: int) -> None:
-    """The masks of many rows, each with a tree of its own, say what those of each tree say."""
-    parent_DN = random_parents(40, n)
-    masks = jax.jit(draft_tree.masks_of)(parent_DN)
-    path_DJN, parent_DJ = (np.asarray(f(masks)) for f in (draft_tree.path_to, draft_tree.parent_of))
-    for r, row in enumerate(parent_DN.tolist()):
-        one = draft_tree.mask_of(tuple(row))
-        np.testing.assert_array_equal(masks.sees_DJX[r], one.sees_DJX[0])
-        np.testing.assert_array_equal(masks.depth_DX[r], draft_tree.depths(tuple(row)))
-        assert parent_DJ[r].tolist() == [0, *row]
-        for node, path in enumerate(draft_tree.paths(tuple(row))):
-            assert [x for x in path_DJN[r, node].tolist() if x] == list(path)
-
-
-def test_the_path_of_a_tree_that_grew_is_the_one_that_a_walk_takes() -> None:
-    rng, n = np.random.default_rng(0), 7
-    parent_DN = random_parents(500, n)
-    token_RJ, drawn_RJ = rng.integers(0, 3, (2, 500, 1 + n)).astype(np.int32)
-    count_R = rng.integers(1, 2 + n, 500).astype(np.int32)
-    masks = draft_tree.masks_of(jnp.asarray(parent_DN))
-    n_ok_R, path_RJ = map(np.asarray, accept_tree(token_RJ, drawn_RJ, count_R, masks))
-    for r, row in enumerate(parent_DN.tolist()):
-        want = passes(tuple(row), token_RJ[r].tolist(), drawn_RJ[r].tolist(), count_R[r])
-        assert path_RJ[r, : n_ok_R[r]].tolist() == want
-        assert path_RJ[r, n_ok_R[r] :].tolist() == list(range(n_ok_R[r], 1 + n))
-
-
-@pytest.mark.parametrize("window", [0, 4])
-@pytest.mark.parametrize("first", [0, 3])
-def test_rows_with_trees_of_their_own_see_what_each_would_alone(window: int, first: int) -> None:
-    """All nodes of a tree, or those from ``first`` on beside the others' places."""
-    n, n_rows = 6, 9
-    parent_DN = random_parents(n_rows, n)
-    whole = draft_tree.masks_of(jnp.asarray(parent_DN))
-    masks = draft_tree.RowMasks(whole.sees_DJX[:, first:], whole.depth_DX)
-    order_W = np.random.default_rng(3).permutation(n_rows)
-    start_W = 5 + first + order_W
-    pos_WS = (order_W % 4)[:, None] + np.arange(24)
-    seen = draft_tree.seen_in_tree(masks.rows(order_W), start_W, pos_WS, window)
-    for w, r in enumerate(order_W):
-        one = draft_tree.mask_of(tuple(parent_DN[r].tolist()))
-        one = draft_tree.DraftMask(one.sees[first:], one.depth)
-        want = draft_tree.seen_in_tree(one, start_W[w : w + 1], pos_WS[w : w + 1], window)
-        np.testing.assert_array_equal(seen[w], want[0])
-
-
 def test_a_chain_is_accepted_as_a_tree_that_is_one() -> None:
     rng = np.random.default_rng(1)
     args = [jnp.asarray(rng.integers(0, 2, (300, 4)), jnp.int32) for _ in range(2)]
     count_R = jnp.asarray(rng.integers(1, 5, 300), jnp.int32)
-    n_ok_R, path_RJ = accept_tree(*args, count_R, draft_tree.mask_of(draft_tree.chain(3)))
+    n_ok_R, path_RJ = accept_tree(*args, count_R, tree.mask_of(tree.chain(3)))
     np.testing.assert_array_equal(n_ok_R, accept(*args, count_R))
     np.testing.assert_array_equal(path_RJ, np.tile(np.arange(4), (300, 1)))
 
 
 def test_a_node_before_its_parent_is_refused() -> None:
-    draft_tree.check((0, 0, 2))
+    tree.check((0, 0, 2))
     for wrong in ((1,), (0, 2), (0, -1)):
         with pytest.raises(ConfigError, match="parent"):
-            draft_tree.check(wrong)
+            tree.check(wrong)
 
 
 DIMS = StepDims(C=4, M=6, Z=8, V=50)
@@ -183,18 +126,18 @@ def attended(name: str, parents: tuple[int, ...], window: int) -> tuple[Any, Any
 def _path(parents: tuple[int, ...]) -> np.ndarray:
     """int32[2, J]: of both rows, from 0 to the last node."""
     J = 1 + len(parents)
-    return np.array([[*(0, *draft_tree.paths(parents)[-1]), *range(9)][:J]] * 2, np.int32)
+    return np.array([[*(0, *tree.paths(parents)[-1]), *range(9)][:J]] * 2, np.int32)
 
 
 @pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("name", ["ref", "xla"])
+@pytest.mark.parametrize("name", ["ref", "xla", "dense"])
 @pytest.mark.parametrize("parents", SHAPES[3:5], ids=str)
 def test_a_node_sees_the_context_and_its_ancestors(
     parents: tuple[int, ...], name: str, window: int
 ) -> None:
     (q, o), _, x_NKH = attended(name, parents, window)
     J = 1 + len(parents)
-    depth, path = draft_tree.depths(parents), draft_tree.paths(parents)
+    depth, path = tree.depths(parents), tree.paths(parents)
     for r, start, count in ((0, 13, J), (1, 6, J - 1)):
         for j in range(count):
             at = [*range(start), *(start + x for x in (0, *path[j]))]
@@ -212,39 +155,12 @@ def test_a_node_sees_the_context_and_its_ancestors(
                 np.testing.assert_allclose(o[r * J + j, n], want, atol=2e-6)
 
 
-def test_rows_attend_by_the_trees_of_their_slots() -> None:
-    """Rows of falling and rising lengths, each with the tree that its slot holds: positions follow its
-    depths, and both backends see the same."""
-    J, starts, slots = 7, (13, 30, 6, 21), (2, 0, 3, 1)
-    bucket, parent_CJ = Bucket(D=4, P=0, F=0, J=J, tree=Grown(6, 4, 2)), random_parents(4, 6)
-    rows = [
-        Row(list(range(1 + 5 * r, 6 + 5 * r)), start, [4] * J, slot=slot)
-        for r, (start, slot) in enumerate(zip(starts, slots, strict=True))
-    ]
-    held = replace(empty(4, DIMS.V, 6, grown=True), parent_CJ=jnp.asarray(parent_CJ))
-    rng, found = np.random.default_rng(5), []
-    k, v = rng.standard_normal((2, 21, DIMS.Z, K, H)).astype(np.float32)
-    q = rng.standard_normal((4 * J, K * G, H)).astype(np.float32)
-    for name in ("ref", "xla"):
-        attn = backend(name)
-        fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
-        view = unpack(jnp.asarray(pack(bucket, DIMS, attn, rows, [])), fields, bucket, DIMS, held)
-        kv = tuple(jnp.asarray(x if name == "ref" else x.swapaxes(1, 2)) for x in (k, v))
-        found.append(
-            np.asarray(attn.attend(AttendArgs(q_TNH=jnp.asarray(q), window=0, scale=0.3), kv, view))
-        )
-        for r, (start, slot) in enumerate(zip(starts, slots, strict=True)):
-            depth = np.array(draft_tree.depths(tuple(parent_CJ[slot].tolist())))
-            np.testing.assert_array_equal(view.pos_T[r * J : (r + 1) * J], start + depth)
-    np.testing.assert_allclose(*found, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", ["ref", "xla"])
+@pytest.mark.parametrize("name", ["ref", "xla", "dense"])
 def test_the_path_that_stands_lies_as_a_chain(name: str) -> None:
     parents = SHAPES[4]
     _, (q, got), x_NKH = attended(name, parents, 0)
     path, J = _path(parents), 1 + len(parents)
-    n = 1 + len(draft_tree.paths(parents)[-1])
+    n = 1 + len(tree.paths(parents)[-1])
     for r, start in ((0, 13), (1, 6)):
         for j in range(n - (r == 1)):  # the second row lacks the last node
             at = [*range(start), *(start + int(x) for x in path[r, : j + 1])]

@@ -57,11 +57,11 @@ def row(*, tokens: int = 0, **rest: Any) -> RowPlan:
 
 def test_scores_are_those_of_the_rows_own_tokens() -> None:
     rows = [row(), row(tokens=3), row(tokens=4, targets=(5, 6, 7)), row(tokens=2, targets=(8, 9))]
-    assert SCORE.wanted(rows)
-    assert not SCORE.wanted(rows[:2])
+    assert SCORE.needed(rows)
+    assert not SCORE.needed(rows[:2])
     at_P = np.arange(12)
     scores: Any = Scores(at_P + 0.5, at_P, at_P[:, None], at_P[:, None] + 0.5)
-    found = SCORE.unpack(scores, rows)
+    found = SCORE.unpack(scores, rows, range(len(rows)))
     assert {i: list(s.rank_n) for i, s in found.items()} == {2: [3, 4, 5], 3: [7, 8]}
     assert list(found[2].top_logprobs_nL[:, 0]) == [3.5, 4.5, 5.5]
 

@@ -39,18 +39,20 @@ def test_what_is_too_large_saturates_and_what_is_no_number_stays_none() -> None:
     np.testing.assert_array_equal(got, [LARGEST, LARGEST, -LARGEST, np.nan, np.nan, np.nan, 0.0])
 
 
+@pytest.mark.parametrize(("name", "atol"), [("xla", 2e-6), ("dense", 2e-2)])
 @pytest.mark.parametrize("window", [0, 11])
 @pytest.mark.parametrize("case", ["mixed", "block border", "late chunk", "one long, rest short"])
-def test_xla_agrees_with_ref(case: str, window: int) -> None:
+def test_agrees_with_ref(case: str, window: int, name: str, atol: float) -> None:
+    """``dense`` rounds queries and weights to bfloat16, as a GPU multiplies them."""
     want = steps.run("ref", steps.CASES[case], window=window, stored=E4M3)
-    got = steps.run("xla", steps.CASES[case], window=window, stored=E4M3)
+    got = steps.run(name, steps.CASES[case], window=window, stored=E4M3)
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6)
+        np.testing.assert_allclose(a, b, atol=atol)
     exact = steps.run("ref", steps.CASES[case], window=window)
     assert max(np.abs(a - b).max() for a, b in zip(got, exact, strict=True)) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["ref", "xla"])
+@pytest.mark.parametrize("name", ["ref", "xla", "dense"])
 def test_drafts_that_stand_keep_their_bits(name: str) -> None:
     attn = steps.backend(name)
     dtype = attn.kv_dtype(E4M3)
@@ -105,7 +107,7 @@ def agreement(made: Any, driver: Driver) -> tuple[float, float]:
     return np.abs(got - want).max() / np.ptp(want), float(same)
 
 
-@pytest.mark.parametrize("attn", ["ref", "xla"])
+@pytest.mark.parametrize("attn", ["ref", "xla", "dense"])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_logits_stay_near_those_of_transformers(architecture: str, attn: str) -> None:
     """Random weights, the worst that can be: nothing in them averages out. A 16th in each stored

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jserve.model.noise import _BELOW_ONE, _unit, gumbel
+from jserve.model.noise import _BELOW_ONE, _gumbel, _unit, gumbel
 from jserve.sampling import SamplingParams
 from tests.model.sample_reference import Context
 from tests.model.sample_rig import draws_of, jitted, slots_of
@@ -74,12 +74,19 @@ def test_noise_depends_on_both_words_of_the_seed_and_not_on_the_vocabulary():
 
 
 def test_no_bits_give_infinite_noise():
-    ends = jnp.asarray([0, 1, 2**31, 2**32 - 257, 2**32 - 2, 2**32 - 1], jnp.uint32)
+    ends = jnp.asarray([0, 1, 2, 2**31, 2**32 - 257, 2**32 - 2, 2**32 - 1], jnp.uint32)
     u = np.asarray(_unit(ends))
-    assert 0 < u.min() == 2.0**-33
+    assert 0 < u.min() == 2.0**-32
     assert u.max() == np.float32(_BELOW_ONE) < 1
     assert np.all(np.diff(u) >= 0)
-    assert np.isfinite(np.asarray(-jnp.log(-jnp.log1p(-u)))).all()
+    assert np.isfinite(np.asarray(_gumbel(jnp.asarray(u)))).all()
+
+
+def test_the_logarithms_are_right_everywhere():
+    u = np.concatenate([np.linspace(0.001, 0.999, 9999), 2.0 ** -np.linspace(0.01, 32, 9999)])
+    u = np.concatenate([u, 1 - 2.0 ** -np.arange(1.0, 25.0)]).astype(np.float32)
+    want = -np.log(-np.log1p(-u.astype(np.float64)))
+    np.testing.assert_allclose(np.asarray(_gumbel(jnp.asarray(u))), want, atol=2e-6, rtol=1e-6)
 
 
 # --- coupling

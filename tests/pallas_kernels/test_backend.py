@@ -17,7 +17,6 @@ from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.view import Bucket, StepDims, layout, unpack
-from jserve.types import Grown
 from jserve.window import Window
 from pallas_kernels.paged_attention import Tree
 from tests.model.driver import NoSlots
@@ -158,7 +157,6 @@ def test_a_level_of_a_tree_agrees_with_ref() -> None:
         (80, jnp.bfloat16, (), "attention_backend"),
         (256, E4M3, (), "kv_cache_dtype"),
         (256, jnp.bfloat16, TREE, "speculative.tree"),
-        (128, jnp.bfloat16, Grown(5, 3, 2), "speculative.tree"),
     ],
 )
 def test_what_is_not_served_is_refused_by_option(

@@ -25,6 +25,16 @@ def test_stage(name: str, tmp_path) -> None:
         assert line.get("ok", True), line
 
 
+@pytest.mark.parametrize("name", ["graphs", "step_numerics", "steps_1b"])
+def test_stage_with_dense_attention(name: str, tmp_path) -> None:
+    stage = STAGES[name]
+    record = Record(tmp_path, name, tiny=True, seconds=250, attn="dense")
+    getattr(importlib.import_module(stage.module), stage.function)(record)
+    found = read(tmp_path / "gpu.jsonl")
+    assert len(found) > 1
+    assert all("error" not in line and line.get("ok", True) for line in found), found
+
+
 def test_the_comparison_sees_a_wrong_answer() -> None:
     from bench import gpu_kernels as k
 

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jserve.model.view import Bucket
+from jserve.model.attention import backend
+from jserve.model.attn_dense import GATHERED
+from jserve.model.view import Bucket, StepDims
 from jserve.sizing.compiled import compile_step
 from pallas_kernels import aot
 from pallas_kernels.paged_attention import paged_attention
@@ -168,6 +170,8 @@ def check_step(
     moved = [copy for copy in large if " bf16[" in copy or " f8e4m3fn[" in copy]
     assert not moved, moved
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
+    if not bucket.P:
+        assert "kDynamicSliceFusion" not in report.thunks, "a page table is a slice of the buffer"
     assert len(re.findall(r"\d: kCustomCall ", report.thunks)) == parts * arch.L
     check_weights(report, model)
     check_collectives(report, model)
@@ -247,6 +251,25 @@ def test_two_layers_over_8_bits_of_a_sharded_step() -> None:
 )
 def test_two_layers_of_a_sharded_step(name: str, bucket: Bucket, tp: int) -> None:
     check_step(name, bucket, tp, layers=2)
+
+
+def test_dense_attention_is_a_handful_of_kernels() -> None:
+    """In every rung: 64 rows of 2,048 tokens go at once, within the memory that it allows itself, in the
+    same CUDA graph, and the pool is not copied."""
+    arch = dataclasses.replace(ARCHS["llama-3.1-8b"], L=1)
+    dims = StepDims(C=256, M=32, Z=64, V=arch.V)
+    model = dataclasses.replace(step_model(arch), backend=backend("dense", "cuda"), dims=dims)
+    report = compile_step(model, Bucket(D=64, P=0, F=0))
+    assert report.launches() == ["kCommandBuffer"]
+    attention = re.split(r"\n    \d+: ", report.thunks.split("kConditional")[1])[0]
+    rungs = [re.findall(r"\d+: (k\w+)", part) for part in re.split(r"branch_\d+:", attention)[1:]]
+    assert len(rungs) == 2
+    for kinds in rungs:
+        assert len(kinds) <= 9
+        assert "kWhile" not in kinds
+    assert "kDynamicSliceFusion" not in report.thunks
+    assert report.temp_bytes < GATHERED + (128 << 20), "beside it logits"
+    assert not [c for c in report.copies(layer_bytes(model) // 2) if " bf16[" in c]
 
 
 def test_the_checks_see_a_step_that_is_not_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def recorded() -> Iterator[list[Descriptor]]:
     alloc = context._alloc_scratch
 
     def get(self: Any, ref: Any, transform: Any, peer: Any, box: Any, swizzle: Any, op: Any) -> Any:
-        def alloc_recorded(size: int, alignment: Any = None, host_init: Any = None) -> Any:
+        def alloc_recorded(size: int, host_init: Any, **options: Any) -> Any:
             def init(pointer: Any) -> None:
                 types: list[Any] = []
                 launch_context.memref = _Memref(memref, types)
@@ -86,7 +86,7 @@ def recorded() -> Iterator[list[Descriptor]]:
                     launch_context.memref = memref
                 found.append(_descriptor(types[-1], box, swizzle))
 
-            return alloc(self, size, alignment=alignment, host_init=init)
+            return alloc(self, size, host_init=init, **options)
 
         self._alloc_scratch = alloc_recorded
         try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jserve.config import EngineConfig
+from jserve.model.feature import StepFeature
 from jserve.model.features import MASK, SCORE
 from jserve.runner.buckets import MOST_VERIFIED, Ladder, Needs, beside_prefill
 from jserve.runner.sizes import draft_rows
-from jserve.speculation.policy.width import widths
+from jserve.speculation.policy.ktable import widths
 
 
 def ladder(n_drafts: int, rows: int = 32, **options) -> Ladder:
@@ -116,3 +119,30 @@ def test_how_many_rows_may_draft(platform, seqs, wished, rows):
     speculative = {"method": "draft", "model": "x", "max_rows": wished}
     config = EngineConfig.of(max_num_seqs=seqs, speculative=speculative)
     assert draft_rows(config, platform) == rows
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"n_drafts": 0},
+        {"n_drafts": 7, "masks": True},
+        {"n_drafts": 7, "masks": True, "masks_drafts": True},
+        {"n_drafts": 3, "masks": True, "device_drafts": 3, "draft_rows": 8},
+    ],
+    ids=str,
+)
+def test_whatever_has_a_program_has_one_with_the_registered_features(how):
+    """All of them in one, and steps that ask for none run where they ran before."""
+    own = (StepFeature(name="hot"), StepFeature(name="entropy"))
+    plain, made = ladder(**how), ladder(**how, registered=own)
+    assert made.features == (own[1], own[0], MASK, SCORE)
+    assert plain.features == (MASK, SCORE)
+    assert [b for b in made.buckets if own[0] not in b.features] == list(plain.buckets)
+    for bucket in plain.buckets:
+        sizes = {name: getattr(bucket, name) for name in ("D", "P", "F", "J", "n_draft")}
+        needs = Needs(**sizes, features=bucket.features)
+        assert made.choose(needs) == plain.choose(needs)
+        chosen = made.choose(replace(needs, features=tuple(sorted((*bucket.features, *own)))))
+        assert {*own} <= {*chosen.features}
+        assert bucket.P or not chosen.P
+        assert (SCORE in chosen.features) == (SCORE in bucket.features)

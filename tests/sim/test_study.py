@@ -92,7 +92,7 @@ def test_cache_and_length_options_reach_the_device() -> None:
         ({"sweep": "port=1,2"}, "sweep"),
         ({"sweep": "journal=a,b"}, "sweep"),
         ({"against": "load=1,2"}, "needs a sweep"),
-        ({"sweep": "max_num_seqs=0"}, "at least 1"),
+        ({"sweep": "max_num_seqs=-1"}, "at least 0"),
         ({"sweep": "load=fast"}, "load must be a number"),
         ({"sweep": "batching=dynamic"}, "batching must be one of"),
         ({"sweep": "deadlines=maybe"}, "kept or hidden"),

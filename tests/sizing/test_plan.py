@@ -58,19 +58,20 @@ def test_known_shapes_have_the_published_number_of_parameters(name: str) -> None
 
 
 def test_memory_of_8b_on_an_h200() -> None:
-    """142,603,651,645 bytes are taken; 85 % of them less 16,060,522,496 of weights and 32 slots of
-    128,256 * 8 and a few bytes hold 25,062 pages of 32 tokens, rounded down to 12 * 2048."""
+    """142,603,651,645 bytes are taken; 85 % of them less 16,060,522,496 of weights, 64 vocab rows
+    of 128,256 * 8 bytes and 256 slots of a few hold 12,527 pages of 64 tokens, rounded down to 97 * 128."""
     found = plan()
     assert found.weight_bytes_total == 16_060_522_496
     assert found.kv_bytes_per_token == 128 * 1024
     assert found.device_bytes == 142_603_651_645
-    assert found.memory.page_bytes == 32 * 131_072
-    assert found.memory.n_pages == 24_576
+    assert found.memory.page_bytes == 64 * 131_072
+    assert found.memory.n_pages == 12_416
     few = 3 + (MAX_BAD_WORD_TOKENS - 1) + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
     few += MAX_LOGPROB_TOKEN_IDS
-    assert found.memory.slot_bytes == 32 * (128_256 * 8 + 4 * few)
+    assert found.memory.vocab_row_bytes == 64 * 128_256 * 8 + 256 * 4
+    assert found.memory.slot_bytes == 64 * 128_256 * 8 + 256 * 4 * few
     by_length = {r.length: (r.pages, r.sequences, r.admitted) for r in found.residents}
-    assert by_length == {512: (16, 1535, 32), 2048: (64, 383, 32), 8192: (256, 95, 32)}
+    assert by_length == {512: (8, 1551, 256), 2048: (32, 387, 256), 8192: (128, 96, 96)}
 
 
 def test_what_eight_devices_hold() -> None:
@@ -229,7 +230,7 @@ def test_8_bits_hold_twice_the_tokens_of_16(backend: str) -> None:
     sixteen, eight = (plan(kv_cache_dtype=name, **options) for name in ("bf16", "fp8"))
     assert (sixteen.kv_dtype, eight.kv_dtype) == ("bfloat16", "float8_e4m3fn")
     assert 2 * eight.memory.page_bytes == sixteen.memory.page_bytes
-    assert eight.memory.n_pages == 2 * sixteen.memory.n_pages == 2 * (20 << 30) // (32 * 131072)
+    assert eight.memory.n_pages == 2 * sixteen.memory.n_pages == 2 * (20 << 30) // (64 * 131072)
     assert eight.memory.kv_bytes == sixteen.memory.kv_bytes
     assert eight.residents[0].sequences in (
         2 * sixteen.residents[0].sequences,
@@ -305,7 +306,7 @@ def test_tables_and_json_say_the_same() -> None:
     text = console.export_text()
     data = json.loads(show.as_json(found))
     assert data["memory"]["n_pages"] == found.memory.n_pages
-    assert f"{found.memory.n_pages} pages of 32" in text
+    assert f"{found.memory.n_pages} pages of 64" in text
     assert "no room" in text
     assert "65 all-reduces and 1 all-gather" in text
     assert len(data["programs"]) == len(found.programs)

@@ -37,7 +37,6 @@ from jserve.speculation.drafters.eagle3 import eagle3
 from jserve.speculation.drafters.load import load_speculation
 from jserve.speculation.drafters.medusa import medusa
 from jserve.speculation.host.methods import shape
-from jserve.types import Grown
 from jserve.weights.dummy import draw_all
 from jserve.weights.source import resolve
 from tests.sizing.test_plan import SMALL, TINY, plan
@@ -82,7 +81,6 @@ def of_one_device(arrays: Any) -> int:
         ("draft", 1, {"num_tokens": 3}),
         ("draft", 2, {}),
         ("eagle3", 1, {"tree": "auto", "num_tokens": 9}),
-        ("eagle3", 1, {"tree": "dynamic", "num_tokens": 6}),
         ("eagle3", 2, {"tensor_parallel_size": 2, "num_tokens": 4}),
         ("eagle3", 2, {"tensor_parallel_size": 1, "num_tokens": 4}),
         ("medusa", 1, {}),
@@ -118,8 +116,7 @@ def test_the_engine_allocates_what_the_plan_says(
     assert of_one_device(runner.speculation.params) == said.weight_bytes
     assert of_one_device((runner.params, runner.speculation.params)) == found.memory.weight_bytes
     assert runner.state.slots.draft_CJ is not None
-    drafts = (runner.state.slots.draft_CJ, runner.state.slots.parent_CJ)
-    assert of_one_device(drafts) == said.slot_bytes
+    assert of_one_device(runner.state.slots.draft_CJ) == said.slot_bytes
     drafted = of_one_device(runner.state.kv[runner.model.arch.L :])
     assert drafted == said.kv_bytes_per_token * found.memory.n_pages * laid.sizes.dims.Z
     limits = dataclasses.replace(runner.limits, draft_rows=said.draft_rows)
@@ -208,9 +205,6 @@ def test_an_eagle_head_reads_its_layer_for_each_level() -> None:
     assert [w.kv_bytes for w in works] == [
         entry * n for n in (2 * 1000 + 16, 0, 2 * 1000 + 4, 2 * 1000 + 2)
     ]
-    grown = made.works(2, 16, 1000, Grown(7, 3, 2))
-    assert inner_of(Grown(7, 3, 2)) == [1, 2, 2]
-    assert [w.weight_bytes for w in grown] == [w.weight_bytes for w in works]
     assert works[2].flops == 2 * layer * 4 + 2 * made.n_drawn * 4 + 4 * 32 * 128 * 4 * 1000
 
 

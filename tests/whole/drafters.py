@@ -21,12 +21,11 @@ from jserve.speculation.drafters.eagle3 import eagle3
 from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.speculation.drafters.medusa import medusa
 from jserve.speculation.drafters.prompt_lookup import ngram
-from jserve.types import Choice, Grown, StepPlan
+from jserve.types import Choice, StepPlan
 from jserve.weights.dummy import draw_all
 from tests.whole import equal
 
 TREE = (0, 0, 1)
-GROWN = Grown(3, 2, 2)
 KINDS = ("draft", "eagle3", "medusa", "lookup")
 TREES = KINDS[:-1]
 """Those that can draft a tree."""

@@ -19,10 +19,10 @@ from jserve.runner.runner import ModelRunner
 from jserve.sampling import StructuredOutputs
 from tests.whole import equal
 from tests.whole.conftest import SMALL_OPTIONS
-from tests.whole.drafters import GROWN, TREE, Watching, drafting
+from tests.whole.drafters import TREE, Watching, drafting
 from tests.whole.test_equalities import compare
 
-SHAPES = {"draft": (), "eagle3": TREE, "grown": GROWN}
+SHAPES = {"draft": (), "eagle3": TREE}
 
 
 def check_workload(
@@ -32,7 +32,7 @@ def check_workload(
     requests = equal.draw_requests(rng, f"d{seed}")
     alone = equal.alone(plain, requests)
     way = dataclasses.replace(equal.Way.draw(rng), drafts=False, random_buckets=False)
-    device: Any = Watching(drafting("eagle3" if kind == "grown" else kind, SHAPES[kind], tp))
+    device: Any = Watching(drafting(kind, SHAPES[kind], tp))
     compare(equal.run(device, requests, way, rng, preempts=preempts), alone)
     return device
 
@@ -48,13 +48,6 @@ def test_any_way_of_running_equals_alone(runner, kind: str) -> None:
 def test_preempted_at_every_step_equals_alone(runner, kind: str) -> None:
     for seed in (400, 401):
         check_workload(runner, kind, seed, preempts=True)
-
-
-@pytest.mark.slow
-def test_trees_that_grow_equal_alone_any_way_they_are_run(runner) -> None:
-    stood = [check_workload(runner, "grown", seed).stood for seed in range(500, 504)]
-    assert sum(stood) > 0
-    check_workload(runner, "grown", 402, preempts=True)
 
 
 @pytest.mark.slow
@@ -172,7 +165,7 @@ def test_the_shipped_pair_says_what_the_target_says_alone() -> None:
 
 @pytest.mark.slow
 def test_a_tree_of_the_shipped_head_is_an_option() -> None:
-    """Of one shape or grown; greedy, seeded and under a grammar whose forced tokens cannot be drafted beside a tree."""
+    """Greedy, seeded and under a grammar whose forced tokens cannot be drafted beside a tree."""
     options = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 32,
                "max_model_len": 256, "compile_cache": "", "prompt_logprobs": False}  # fmt: skip
     prompts = ["Hello! Who are you?", "What is 12 + 30?", "Tell me a story.", "Name a colour."]
@@ -186,7 +179,7 @@ def test_a_tree_of_the_shipped_head_is_an_option() -> None:
     drafter = {"method": "eagle3", "model": str(build.shipped("jserve-mini-eagle3")),
                "num_tokens": 5, "min_speed": 0.0}  # fmt: skip
     said, messages = [], [[{"role": "user", "content": text}] for text in prompts]
-    for shape in ("", "auto", "dynamic"):
+    for shape in ("", "auto"):
         extra = {"speculative": drafter | {"tree": shape}} if shape else {}
         with LLM(**options, **extra) as llm:
             drafting = llm._engine.scheduler.speculation
@@ -201,7 +194,7 @@ def test_a_tree_of_the_shipped_head_is_an_option() -> None:
             assert sum(tried.values()) > 0, counters
             places = [k for k in counters if "num_draft_tokens_per_pos_total" in k]
             assert 0 < len(places) <= max(depths)
-    assert said[0] == said[1] == said[2]
+    assert said[0] == said[1]
 
 
 def test_a_tree_of_the_hosts_drafts_is_refused(tiny_dir) -> None:

@@ -19,11 +19,11 @@ from jserve.speculation.host.methods import proposer_of
 from jserve.types import Output, Request
 from tests.api.fake import byte_tokenizer
 from tests.whole import equal
-from tests.whole.drafters import GROWN, KINDS, TREE, TREES, Watching, drafting
+from tests.whole.drafters import KINDS, TREE, TREES, Watching, drafting
 from tests.whole.test_equalities import compare
 
-DEVICE = [(kind, ()) for kind in KINDS] + [(kind, TREE) for kind in TREES] + [("eagle3", GROWN)]
-NAMES: dict[TreeShape, str] = {(): "chain", TREE: "tree", GROWN: "grown"}
+DEVICE = [(kind, ()) for kind in KINDS] + [(kind, TREE) for kind in TREES]
+NAMES: dict[TreeShape, str] = {(): "chain", TREE: "tree"}
 HOST = [(kind, ()) for kind in ("ngram", "suffix", "corpus")]
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, ""),
@@ -137,7 +137,7 @@ def alternatives(found: list[Output]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "tree"), [cell for cell in DEVICE if cell[1] != GROWN])
+@pytest.mark.parametrize(("kind", "tree"), DEVICE)
 def test_every_text_is_the_one_without_drafts_on_two_devices(runner, kind, tree) -> None:
     got = outputs(runner, kind, tree, "all at once", tp=2)
     compare(equal.gathered(got), equal.gathered(alone(runner)))

@@ -34,7 +34,8 @@ def family_for(config: Mapping[str, Any]) -> Family:
             return entry if isinstance(entry, Family) else _load(entry)
     known = ", ".join(sorted(_FAMILIES))
     raise ConfigError(
-        f"config.json: architectures {list(names)} is not supported, only {known}",
+        f"config.json: architectures {list(names)} is not supported, only {known};"
+        " yours: register_family, in a file that --plugins names",
         field="architectures",
     )
 

@@ -85,11 +85,11 @@ def pack(
             views["target_T"][first : first + len(row.targets)] = row.targets
 
 
-def unpack(scores: Scores, rows: Sequence[RowPlan]) -> dict[int, PromptLogprobs]:
-    found, at = {}, 0
+def unpack(scores: Scores, rows: Sequence[RowPlan], at: Sequence[int]) -> dict[int, PromptLogprobs]:
+    found, first = {}, 0
     for i, row in enumerate(rows):
         if row.targets:
-            part = slice(at, at + len(row.targets))
+            part = slice(first, first + len(row.targets))
             found[i] = PromptLogprobs(
                 start=row.start,
                 logprob_n=np.asarray(scores.logprob_P)[part],
@@ -97,7 +97,7 @@ def unpack(scores: Scores, rows: Sequence[RowPlan]) -> dict[int, PromptLogprobs]
                 top_ids_nL=np.asarray(scores.top_ids_PL)[part],
                 top_logprobs_nL=np.asarray(scores.top_logprobs_PL)[part],
             )
-        at += 0 if row.from_slot else row.count
+        first += 0 if row.from_slot else row.count
     return found
 
 

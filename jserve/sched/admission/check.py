@@ -76,6 +76,7 @@ def _check_features(request: Request, limits: RunnerLimits) -> None:
         raise BadRequest("prompt_logprobs is switched off on this server", field="prompt_logprobs")
     _check_picks(params, limits)
     _check_vocab_row(params, limits)
+    _check_extra(params, limits)
     if params.guided:
         _check_guided(request, limits)
     if params.bad_words and not params.bad_token_ids:
@@ -105,6 +106,20 @@ def _check_vocab_row(params: SamplingParams, limits: RunnerLimits) -> None:
     }
     name = next(name for name, asked in given.items() if asked)
     raise BadRequest(f"{name} is switched off on this server: max_penalized_seqs is 0", field=name)
+
+
+def _check_extra(params: SamplingParams, limits: RunnerLimits) -> None:
+    for name, asked in params.extra_args.items():
+        field = f"extra_args.{name[:64]}"
+        if name not in limits.features:
+            there = ", ".join(limits.features) or "none"
+            raise BadRequest(
+                f"{field}: no such step feature, this engine was built with {there}", field=field
+            )
+        try:
+            limits.features[name](asked)
+        except ValueError as error:
+            raise BadRequest(f"{field}: {error}", field=field) from None
 
 
 def _check_service(request: Request) -> None:

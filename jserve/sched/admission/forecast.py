@@ -51,12 +51,6 @@ class Lengths:
         more = mean - n_out if n_out < mean else mean / 2
         return max(0, min(round(more), policy.kv_tokens(seq) - max(seq.scheduled, seq.given)))
 
-    def still(self, seq: Sequence, more: float = 0.0) -> float:
-        """Tokens that ``seq`` will still draw once it has drawn ``more``: half the mean at least, for near
-        the mean nobody knows; all it may where nothing has ended yet."""
-        most, mean = seq.max_len - len(seq.tokens) - more, self._mean[seq.request.lane]
-        return min(most, max(mean - seq.n_output - more, mean / 2)) if mean else most
-
 
 def peak_tokens(members: Iterable[tuple[int, int]]) -> int:
     """Most tokens ever needed beyond those held now, by ``(left, own)`` of every running sequence.

@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence as Seq
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -182,6 +182,7 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
     device_us: float = 0.0
     rank: Array | None = None
     picked: Array | None = None
+    extra: dict[str, dict[int, list[Any]]] = {}
 
     def result(self) -> StepResult:
         return StepResult(
@@ -194,6 +195,7 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
             rank_RJ=None if self.rank is None else self.rank.numpy(),
             picked_RJK=None if self.picked is None else self.picked.numpy(),
             prompt={r: _scores_of(s) for r, s in self.prompt.items()},
+            extra=self.extra,
             device_us=self.device_us,
         )
 
@@ -281,6 +283,10 @@ class JournalFile:
                 rank=Array.of(result.rank_RJ),
                 picked=Array.of(result.picked_RJK),
                 prompt={r: _logged_scores(s) for r, s in result.prompt.items()},
+                extra={
+                    name: {r: list(values) for r, values in rows.items()}
+                    for name, rows in result.extra.items()
+                },
                 device_us=result.device_us,
             )
         )

@@ -108,6 +108,7 @@ class _RecordedDrafting(SpeculationController):
         decision = self.recorded.decision
         rows = decision.rows if decision is not None else ()
         self.n_draft = decision.n_draft if decision is not None else 0
+        self.hysteresis.backfills = any(row.backfill for row in rows)
         said = {(row.request_id, row.index): row.drafts for row in rows if row.from_slot}
         ids = [said.get((seq.request.id, seq.index), ()) for seq in ready]
         return [RowDrafts(drafts, "recorded") for drafts in ids]

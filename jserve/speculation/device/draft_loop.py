@@ -20,9 +20,7 @@ from jserve.model.draft_tree import DraftMask, Parents
 from jserve.model.slots import SlotState, keep_drafts, text_of
 from jserve.model.view import SAMPLING, Bucket
 from jserve.speculation.device.draft_passes import DraftContext, DraftPasses, StepOutcome
-from jserve.speculation.device.dynamic_tree import grown
 from jserve.speculation.drafters.drafter import Seen
-from jserve.types import Grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +50,20 @@ def leave_drafts(
     bucket: Bucket,
 ) -> tuple[list[LayerKV], SlotState]:
     """The drafter's new KV, and the slots with ``bucket.n_draft`` drafts for those who emitted."""
-    slot_R, live_R, parent_RJ = outcome.view.slot_R, outcome.n_ok_R > 0, None
+    slot_R, live_R = outcome.view.slot_R, outcome.n_ok_R > 0
     if draft_ctx.drafter.copy is not None:
         draft_RJ = draft_ctx.drafter.copy(text_of(slots, slot_R), outcome.len_R, bucket.n_draft)
     else:
         carry_RX, kv = draft_ctx.observe(_seen(outcome), kv)
-        draft_RJ, kv, parent_RJ = _drafts(draft_ctx, outcome, slots, bucket, carry_RX, kv)
+        draft_RJ, kv = _drafts(draft_ctx, outcome, slots, bucket, carry_RX, kv)
     draft_RJ = jnp.clip(draft_RJ, 0, draft_ctx.dims.V - 1)
-    return kv, keep_drafts(slots, slot_R, live_R, draft_RJ, parent_RJ)
+    return kv, keep_drafts(slots, slot_R, live_R, draft_RJ)
 
 
 class _Made(NamedTuple):
     draft_RJ: jax.Array
     """int32: drafts in the order of their nodes."""
     kv: list[LayerKV]
-    parent_RJ: jax.Array | None = None
-    """int32: of trees that grew."""
 
 
 def _drafts(
@@ -81,12 +77,6 @@ def _drafts(
     shape, n, R = bucket.tree, bucket.n_draft, carry_RX.shape[0]
     if R == 1:
         outcome, carry_RX = _doubled(outcome), jnp.repeat(carry_RX, 2, axis=0)
-    if isinstance(shape, Grown):
-        passes = DraftPasses(
-            outcome, slots, draft_ctx, n_places=1 + (shape.depth - 1) * shape.width
-        )
-        draft_RJ, parent_RJ, kv = grown(passes, shape, carry_RX, kv)
-        return _Made(draft_RJ[:R], kv, parent_RJ[:R])
     if shape:
         fixed = _Fixed(shape)
         passes = DraftPasses(outcome, slots, draft_ctx, n_places=len(fixed.rank))

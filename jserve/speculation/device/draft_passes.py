@@ -7,8 +7,7 @@ the drafter's logits, over the row's temperature and with the noise that the tar
 Places while it drafts (``base`` = what it has seen)::
 
     chain        | seen ...           | d1 | d2 | ...        each at its position
-    fixed tree   | seen ...           | nodes with children, in order        each at its depth
-    grown tree   | seen ...           | width of level 1 | width of level 2 | ...        likewise
+    tree         | seen ...           | nodes with children, in order        each at its depth
 
 A row whose drafts would leave the context gets none. Where its pages end, drafts are computed on
 the scratch page and are merely bad.
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.model.attention import LayerKV
-from jserve.model.draft_tree import Mask
+from jserve.model.draft_tree import DraftMask
 from jserve.model.noise import gumbel
 from jserve.model.sample import argmax, is_greedy
 from jserve.model.shard import Axes
@@ -94,7 +93,7 @@ class DraftPasses:
         fits_R = self.base_R + n_places <= draft_ctx.dims.M * draft_ctx.dims.Z
         self.live_R = (outcome.n_ok_R > 0) & fits_R
 
-    def view(self, first: Any, depth: Any, tok_RW: jax.Array, tree: Mask | None) -> StepView:
+    def view(self, first: Any, depth: Any, tok_RW: jax.Array, tree: DraftMask | None) -> StepView:
         """The pass over some nodes of one depth: R decode rows of W tokens from place ``first``."""
         old, dims, live_R = self.outcome.view, self.draft_ctx.dims, self.live_R
         R, W = tok_RW.shape

@@ -17,7 +17,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jserve.model.draft_tree import Mask, parent_of
+from jserve.model.draft_tree import DraftMask, parent_of
 
 
 def accept(token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array) -> jax.Array:
@@ -35,7 +35,7 @@ def accept(token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array) -> jax.
 
 
 def accept_tree(
-    token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array, mask: Mask
+    token_RJ: jax.Array, drawn_RJ: jax.Array, count_R: jax.Array, mask: DraftMask
 ) -> tuple[jax.Array, jax.Array]:
     """(int32[R] tokens drawn along the accepted path, int32[R, J] the path's nodes).
 

@@ -24,7 +24,6 @@ from jserve.speculation.drafters import heads
 from jserve.speculation.drafters.draft_model import draft_model
 from jserve.speculation.drafters.drafter import REPLICATED, Drafter, split_over
 from jserve.speculation.drafters.prompt_lookup import ngram
-from jserve.types import Grown
 from jserve.weights.loader import load
 from jserve.weights.place import tp_size
 from jserve.weights.source import Source
@@ -49,9 +48,8 @@ class LoadedDrafter:
     """Empty: a chain."""
 
     def __post_init__(self) -> None:
-        n = self.tree.n if isinstance(self.tree, Grown) else len(self.tree)
-        if not isinstance(self.tree, Grown):
-            trees.check(self.tree)
+        n = len(self.tree)
+        trees.check(self.tree)
         if not 1 <= self.n_draft <= MAX_DRAFTS:
             raise ConfigError(
                 f"speculative.num_tokens must be 1 to {MAX_DRAFTS}, not {self.n_draft}",
@@ -76,9 +74,7 @@ class LoadedDrafter:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of each draft of the tree, in order, at most; (): a chain."""
-        if isinstance(self.tree, Grown):
-            return tuple(min(i, self.tree.depth) for i in range(1, 1 + self.n_draft))
+        """Of each draft of the tree, in order; (): a chain."""
         return trees.depths(self.tree)[1:]
 
 

@@ -17,7 +17,6 @@ from jserve.speculation.host.lookup import Lookup
 from jserve.speculation.host.ngram import NgramIndex
 from jserve.speculation.host.suffix import CorpusCursor, SuffixAutomaton, SuffixIndex
 from jserve.speculation.host.synthetic import Synthetic
-from jserve.types import Grown
 
 DEVICE = ("draft", "eagle3", "medusa")
 """Methods whose drafts are made on the device."""
@@ -70,7 +69,7 @@ def check(options: SpeculativeOptions, tp: int = 1) -> None:
     shape(options, trees.MAX_NODES)
 
 
-def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents | Grown]:
+def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents]:
     """(drafts that the device makes per row, their tree; (): a chain).
 
     Args:
@@ -82,8 +81,6 @@ def shape(options: SpeculativeOptions, deepest: int) -> tuple[int, trees.Parents
     n = options.num_tokens or DEFAULT_DRAFTS
     if not options.tree:
         return options.num_tokens or min(n, deepest), ()
-    if options.tree == trees.DYNAMIC:
-        return n, trees.grown(n, deepest)
     parents = trees.written(options.tree, n, deepest, trees.chances_of(options.tree_chances))
     if len(parents) != n and options.num_tokens:
         raise ConfigError(

@@ -3,7 +3,6 @@
 What comes out are parents, level by level, as ``jserve.model.draft_tree`` numbers nodes::
 
     "auto"                         the ``num_tokens`` nodes most likely to be accepted
-    "dynamic"                      as many, chosen anew in every step by the drafter's probabilities
     [3, 2, 1]                      3 tokens for the next place, 2 after each of them, 1 after each of these
     [[0], [1], [0, 0], [0, 1]]     path by path: each number is a rank among its siblings, likeliest first
 
@@ -21,13 +20,12 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from jserve.errors import ConfigError
-from jserve.types import Grown
 
 Parents = tuple[int, ...]
 Path = tuple[int, ...]
 FIELD = "speculative.tree"
 CHANCES = "speculative.tree_chances"
-AUTO, DYNAMIC = "auto", "dynamic"
+AUTO = "auto"
 MAX_NODES = 15
 
 RANKS = (0.60, 0.15, 0.07, 0.04, 0.03)
@@ -67,13 +65,6 @@ def written(text: str, n_drafts: int, deepest: int, ranks: Seq[float] = RANKS) -
         return parents_of(likeliest(n_drafts, deepest, ranks))
     given = _parsed(text)
     return parents_of(_branched(given) if _whole(given) else _paths(given))
-
-
-def grown(n: int, deepest: int) -> Grown:
-    """How trees of ``n`` drafts grow: about as deep as a balanced tree of twice as many nodes has rows, and
-    as wide as leaves no more nodes tried than are kept."""
-    depth = min(deepest, max(2, round((2 * n) ** 0.5)), n)
-    return Grown(n, depth, n // (depth - 1) if depth > 1 else n)
 
 
 def likeliest(n: int, deepest: int, ranks: Seq[float]) -> list[Path]:
@@ -152,9 +143,7 @@ def _parsed(text: str) -> list[Any]:
     """JSON; also with round brackets and commas before them, as vLLM has it."""
     given = _json(re.sub(r",\s*\]", "]", text.translate({ord("("): "[", ord(")"): "]"})))
     if not isinstance(given, list) or not given:
-        raise _wrong(
-            f"must be {AUTO!r}, {DYNAMIC!r}, branches per depth or a list of paths, not {text[:80]!r}"
-        )
+        raise _wrong(f"must be {AUTO!r}, branches per depth or a list of paths, not {text[:80]!r}")
     return given
 
 

@@ -1,7 +1,6 @@
-"""What a row may try, and what is known of how often that stands.
+"""What a row may try, what else a step holds, and what is known of each sequence's drafts.
 
-Owns the values that the parts of speculation hand one another: a row's drafts, the load of a step, the
-estimates per sequence and per proposer. Must not know times, steps or who decides.
+Owns the values that the parts of speculation hand one another. Must not know times, steps or who decides.
 """
 
 from __future__ import annotations
@@ -9,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from jserve.speculation.policy.acceptance import ProposerRates, RequestRates, Shadow
+from jserve.speculation.policy.acceptance import Acceptance, Shadow
 from jserve.types import Sequence
 
 GRAMMAR, DEVICE = "grammar", "device"
-Gains = Seq[float]
-NOTHING: Gains = (0.0,)
-"""Of a row that has no drafts."""
 
 
 @dataclass(slots=True)
@@ -24,8 +20,6 @@ class RowDrafts:
 
     ids: Seq[int] = ()
     source: str = ""
-    gains: Gains = NOTHING
-    """Drafts expected to stand of 0, 1 ... len(ids)."""
 
     def cut(self, most: int) -> RowDrafts:
         """At most ``most`` of them."""
@@ -48,46 +42,10 @@ class StepLoad:
 class SequenceAcceptance:
     """What is known of one sequence."""
 
-    rates: RequestRates = field(default_factory=RequestRates)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     shadow: Shadow = field(default_factory=Shadow)
     left: int = 0
     """Drafts that the device holds for it."""
-
-
-class AcceptanceStats:
-    """What is known of the proposer of an engine, and of each of its sequences."""
-
-    def __init__(self, most: int, depths: Seq[int] = ()) -> None:
-        self.depths = depths
-        """Of a tree of drafts, the depth of each; (): they are chains."""
-        self.rates = ProposerRates(max(1, most))
-        self._of: dict[Sequence, SequenceAcceptance] = {}
-
-    def of(self, seq: Sequence) -> SequenceAcceptance:
-        watch = self._of.get(seq)
-        if watch is None:
-            watch = self._of[seq] = SequenceAcceptance()
-        return watch
-
-    def gains(self, seq: Sequence, most: int) -> list[float]:
-        """Drafts of ``seq`` expected to stand of 0, 1 ... ``most``."""
-        gains = self.of(seq).rates.gains(self.deep(most), self.rates, seq.request.lane)
-        return [gains[self.deep(n)] for n in range(most + 1)] if self.depths else gains
-
-    def deep(self, n: int) -> int:
-        """Most of ``n`` drafts that can stand: of a tree, as many as it is deep."""
-        return max(self.depths[:n], default=0) if self.depths else n
-
-    def add(self, seq: Sequence, n_drafts: int, n_stood: int) -> None:
-        """One round of ``seq`` is over."""
-        self.rates.add(n_drafts, n_stood, seq.request.lane)
-        self.of(seq).rates.add(n_drafts, n_stood)
-
-    def forget(self, seq: Sequence) -> None:
-        self._of.pop(seq, None)
-
-    def __len__(self) -> int:
-        return len(self._of)
 
 
 def room(seq: Sequence, most: int) -> int:

@@ -303,16 +303,3 @@ def test_lengths_are_learnt_per_lane_and_never_exceed_what_is_allowed():
     assert lengths.expected(Lane.STANDARD, 100) == 10
     assert lengths.expected(Lane.STANDARD, 4) == 4
     assert lengths.expected(Lane.BULK, 100) == 100, "nothing has ended there yet"
-
-
-def test_what_a_sequence_still_draws_is_half_the_mean_at_least():
-    drive = Drive(depth=0)
-    lengths = drive.scheduler.resources.lengths
-    drive.add(request("first", [1], max_tokens=50, ignore_eos=True))
-    drive.step()
-    (seq,) = drive.scheduler.resources.running
-    n = seq.n_output
-    assert lengths.still(seq) == 50 - n, "nothing has ended yet: all it may"
-    lengths._mean[Lane.STANDARD] = 20.0
-    found = [lengths.still(seq, more) for more in (0, 8 - n, 15, 45 - n, 50 - n)]
-    assert found == [20 - n, 12, 10, 5, 0]

@@ -17,7 +17,8 @@ def record(path, seed: int, *, drafts: bool = False) -> tuple[Drive, list]:
     rng = random.Random(seed)
     with path.open("wb") as file:
         times = step_times() if seed % 2 else ()
-        lim = limits(n_pages=11, max_drafts=3 if drafts else 0, step_times=times)
+        own = {"n_pages": 11, "max_drafts": 3 if drafts else 0, "features": {"echo": str}}
+        lim = limits(**own, step_times=times)
         options = {"journal": JournalFile(file), "max_waiting": 6, "seed": 5}
         options |= {"itl_bound_ms": 5.0, "ageing_s": 9.0, "max_queue_s": 60.0}
         drive = drafting(MixedDrafts(), lim, **options) if drafts else Drive(lim, **options)
@@ -33,6 +34,7 @@ def record(path, seed: int, *, drafts: bool = False) -> tuple[Drive, list]:
                 ]
             )
             extras |= {"temperature": 1.0, "logit_bias": {2: -3.0}, "max_tokens": 20}
+            extras |= {"extra_args": {"echo": 1}} if i % 3 == 0 else {}
             extras |= {"lane": rng.choice(list(Lane)), "tenant": rng.choice(["", "ann", "bob"])}
             if rng.random() < 0.4:
                 wish = rng.choice(["ttft_deadline_ms", "deadline_ms", "tpot_deadline_ms"])
@@ -62,6 +64,9 @@ def test_a_replay_makes_the_same_decisions(tmp_path, seed, drafts):
     again = replay(path, drive.limits, drive.config)
     assert again.n_steps == drive.scheduler.n_steps
     assert again.n_events == len(path.read_bytes().splitlines())
+    echoed = [(out.token_ids, out.extra) for out in outputs if out.extra is not None]
+    assert echoed
+    assert all(extra == {"echo": ids} for ids, extra in echoed)
     key = repr
     assert sorted(again.outputs, key=key) == sorted(outputs, key=key)
 

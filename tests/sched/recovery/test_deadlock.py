@@ -61,9 +61,11 @@ def waits_for_ever(owner, method):
 BUGS = {
     "it is not admitted, 32 of 32 pages": never_enters,
     "no step takes it": never_ready,
-    "others are tried first": waits_for_ever("bisection", "holds"),
+    "requests of a failed step are retried one group at a time": waits_for_ever(
+        "bisection", "holds"
+    ),
     "another request computes its prefix": waits_for_ever("prefix_waits", "wait"),
-    "its prefix is read from disk": waits_for_ever("fetching", "wait"),
+    "its prefix is read from disk": waits_for_ever("disk_waits", "wait"),
 }
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from jserve.model import draft_tree, slots as slot_rows
+from jserve.model import draft_tree as tree, slots as slot_rows
 from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
 from jserve.model.draft_tree import TreeShape
@@ -37,7 +37,7 @@ from jserve.speculation.drafters.drafter import Drafter
 from jserve.speculation.drafters.eagle3 import eagle3
 from jserve.speculation.drafters.medusa import medusa
 from jserve.speculation.drafters.prompt_lookup import ngram
-from jserve.types import Grown, SlotLoad
+from jserve.types import SlotLoad
 from tests.model.sample_reference import Context, adjusted, distribution
 from tests.model.sample_rig import mask_words
 from tests.runner.harness import ARCH, RULES
@@ -49,7 +49,6 @@ WINDOW = 3
 ROWS, M, Z = 1024, 9, 8
 ARCH7 = replace(ARCH, V=V, L=1, D=16, F=32, N=4, K=2, windows=(WINDOW,))
 TREE = (0, 0, 1, 2, 2)
-GROWN = Grown(5, 3, 2)
 CHAIN: TreeShape = ()
 N_CHAIN = 3
 
@@ -116,8 +115,6 @@ class Kind:
 
     @property
     def n(self) -> int:
-        if isinstance(self.parents, Grown):
-            return self.parents.n
         return len(self.parents) or N_CHAIN
 
 
@@ -182,11 +179,8 @@ class Dice:
         self.bucket = Bucket(
             D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, tree=kind.parents, features=(MASK,)
         )
-        grown = isinstance(kind.parents, Grown)
         text = 0 if kind.drafter is None else kind.drafter.text
-        self.dims = StepDims(
-            C=ROWS, M=M, Z=Z, V=V, drafts=held, grown=grown, text=text, n_vocab_rows=ROWS
-        )
+        self.dims = StepDims(C=ROWS, M=M, Z=Z, V=V, drafts=held, text=text, n_vocab_rows=ROWS)
         self.model = StepModel(
             family=LLAMA, arch=ARCH7, backend=backend("xla"), dims=self.dims, mesh=make_mesh(1),
             rules=RULES, n_pages=M * ROWS + 1, kv_dtype=jnp.dtype("float32"),
@@ -240,7 +234,7 @@ class Dice:
     def _slots(self, params: SamplingParams) -> Any:
         """Slots whose last token is START, with no KV yet."""
         dims = self.dims
-        one = slot_rows.empty(1, V, dims.drafts, grown=dims.grown, text=dims.text, n_vocab_rows=1)
+        one = slot_rows.empty(1, V, dims.drafts, text=dims.text, n_vocab_rows=1)
         item = SlotLoad(slot=0, tokens=[START], n_prompt=1, params=params, vocab_row=0)
         for buf in slot_rows.load_buffers(item, V):
             one = slot_rows.load(one, jnp.asarray(buf))
@@ -295,14 +289,8 @@ class Dice:
         out[..., 0] &= np.array(words, np.int32)[place_RJ]
 
     def _depths(self) -> np.ndarray:
-        """Of the nodes of the trees to be verified: [J], or [ROWS, J] where they grew."""
-        shape, held = self.kind.parents, self.state.slots.parent_CJ
-        if not isinstance(shape, Grown):
-            return np.array(draft_tree.depths(shape or draft_tree.chain(self.kind.n)))
-        parents, depth_RJ = np.asarray(held), np.zeros((ROWS, 1 + shape.n), int)
-        for j in range(shape.n):
-            depth_RJ[:, 1 + j] = 1 + depth_RJ[np.arange(ROWS), parents[:, j]]
-        return depth_RJ
+        """[J], of the nodes of the trees to be verified."""
+        return np.array(tree.depths(self.kind.parents or tree.chain(self.kind.n)))
 
 
 # --- what should come

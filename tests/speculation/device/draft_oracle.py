@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model import draft_tree
+from jserve.model import draft_tree as tree
 from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
 from jserve.model.families.llama import FAMILY as LLAMA
@@ -23,7 +23,6 @@ from jserve.model.rope import rope_tables, rotate
 from jserve.model.shard import Axes
 from jserve.model.slots import empty
 from jserve.model.view import buffer_size, layout, numpy_views, unpack
-from jserve.types import Grown
 from tests.runner import whole
 from tests.runner.harness import ARCH
 from tests.runner.whole import BUCKET, DIMS
@@ -36,37 +35,13 @@ def expected(guess: Guess, tokens: Seq[int], parents: tuple[int, ...]) -> list[i
     """The drafts of a greedy row after ``tokens``, in the order of the tree's nodes."""
     found = [0] * (1 + len(parents))
     for node in range(len(found)):
-        children = draft_tree.children(parents, node)
+        children = tree.children(parents, node)
         if children:
-            drafts = [found[n] for n in draft_tree.paths(parents)[node]]
+            drafts = [found[n] for n in tree.paths(parents)[node]]
             best = np.argsort(-guess(tokens, drafts), kind="stable")
             for child, token in zip(children, best, strict=False):
                 found[child] = int(token)
     return found[1:]
-
-
-def grown(guess: Guess, tokens: Seq[int], shape: Grown) -> tuple[list[int], list[int]]:
-    """(drafts, their parents) of a greedy row after ``tokens``, by a list of all candidates."""
-    root = _Grown((), 0.0)
-    every, front = [root], [root]
-    for _ in range(shape.depth):
-        level = []
-        for node in front:
-            logits_V = np.asarray(guess(tokens, node.drafts), np.float64)
-            chance_V = logits_V - np.logaddexp.reduce(logits_V)
-            for token in np.argsort(-chance_V, kind="stable")[: shape.width]:
-                level.append(_Grown((*node.drafts, int(token)), node.score + chance_V[token]))
-        every += level
-        front = sorted(level, key=lambda node: -node.score)[: shape.width]
-    kept = sorted(every[1:], key=lambda node: -node.score)[: shape.n]
-    kept = [root, *(node for node in every if node in kept)]
-    number = {node.drafts: i for i, node in enumerate(kept)}
-    return [n.drafts[-1] for n in kept[1:]], [number[n.drafts[:-1]] for n in kept[1:]]
-
-
-class _Grown(NamedTuple):
-    drafts: tuple[int, ...]
-    score: float
 
 
 def of_model(params: Any) -> Guess:

@@ -13,18 +13,16 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jserve.errors import BadRequest
-from jserve.model import attn_xla, draft_tree, draws, step as step_module
+from jserve.model import attn_xla, draft_tree as tree, draws, step as step_module
 from jserve.speculation.device import accepted_path, draft_passes, verify
 from tests.speculation.device import host_drafts
 from tests.speculation.device.chances import (
     CHAIN,
-    GROWN,
     SETTINGS,
     TREE,
     Dice,
@@ -38,13 +36,11 @@ from tests.speculation.device.chances import (
 N, P_MIN = 50_000, 1e-6
 DRAFTERS = ("draft", "eagle3", "medusa")
 DEVICE = [(name, parents) for name in DRAFTERS for parents in (CHAIN, TREE)]
-DEVICE += [("draft", GROWN), ("lookup", CHAIN)]
+DEVICE += [("lookup", CHAIN)]
 HOST = ("ngram", "suffix", "corpus", "grammar", "synthetic")
 ALONE = {"synthetic": ("bias", "allowed", "mask"), "grammar": ("mask",)}
 """Settings that a proposer refuses, or has a mask of its own in place of."""
-GROWN_IN = ("plain", "top_p", "penalties", "mask", "seeds")
-"""Settings that trees are grown under."""
-NAMES = {CHAIN: "chain", TREE: "tree", GROWN: "grown"}
+NAMES = {CHAIN: "chain", TREE: "tree"}
 QUICK = {
     ("medusa", TREE, "penalties"),
     ("lookup", CHAIN, "top_k"),
@@ -55,7 +51,7 @@ QUICK = {
 
 
 @lru_cache(maxsize=1)
-def dice(name: str, parents: draft_tree.TreeShape = CHAIN) -> Dice:
+def dice(name: str, parents: tree.TreeShape = CHAIN) -> Dice:
     """Of a drafter on the device, or of the host ("host"); one at a time, in the order of the cases."""
     return Dice(Kind() if name == "host" else device_kind(name, parents))
 
@@ -70,7 +66,6 @@ def cases(kinds: list[tuple[Any, ...]]) -> list[Any]:
         for kind in kinds
         for setting in SETTINGS
         if setting not in ALONE.get(kind[0], ())
-        if GROWN not in kind or setting in GROWN_IN
     ]  # fmt: skip
 
 
@@ -188,19 +183,14 @@ def sees_all(mask):
     """A node sees all nodes before it, of other branches too."""
     J = len(mask.depth)
     sees = tuple(tuple(x <= j for x in range(J)) for j in range(J))
-    return draft_tree.DraftMask(sees, mask.depth)
-
-
-def of_the_first_row(masks):
-    """Every row is taken to have grown the first row's tree."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), masks)
+    return tree.DraftMask(sees, mask.depth)
 
 
 def _attended(change: Callable) -> Callable:
     """``seen_in_tree`` of verified trees whose mask is changed on its way to attention."""
 
     def seen_in_tree(mask, *where):
-        return draft_tree.seen_in_tree(mask if mask.n_before else change(mask), *where)
+        return tree.seen_in_tree(mask if mask.n_before else change(mask), *where)
 
     return seen_in_tree
 
@@ -235,22 +225,14 @@ def plant(monkeypatch: Any, bug: str) -> None:
         case "attention mask forgotten":
             set_(attn_xla, "seen_in_tree", _attended(sees_all))
         case "branch with a wrong parent, accepted":
-            wrong = draft_tree.mask_of(WRONG_WALK)
+            wrong = tree.mask_of(WRONG_WALK)
             set_(accepted_path, "accept_tree", lambda *args: verify.accept_tree(*args[:3], wrong))
         case "branch with a wrong parent, attended":
-            wrong = draft_tree.mask_of(WRONG_VIEW)
+            wrong = tree.mask_of(WRONG_VIEW)
             set_(
                 attn_xla,
                 "seen_in_tree",
                 _attended(lambda mask: wrong if len(mask.depth) == 6 else mask),
-            )
-        case "another row's tree, attended":
-            set_(attn_xla, "seen_in_tree", _attended(of_the_first_row))
-        case "another row's tree, accepted":
-            set_(
-                accepted_path,
-                "accept_tree",
-                lambda *a: verify.accept_tree(*a[:3], of_the_first_row(a[3])),
             )
         case "path not moved":
             set_(step_module, "straightened", lambda attn, view, kv, accepted_path: kv)
@@ -273,8 +255,6 @@ def plant(monkeypatch: Any, bug: str) -> None:
         ("branch with a wrong parent, accepted", TREE, "plain"),
         ("branch with a wrong parent, attended", TREE, "plain"),
         ("path not moved", TREE, "plain"),
-        ("another row's tree, attended", GROWN, "plain"),
-        ("another row's tree, accepted", GROWN, "plain"),
     ],
 )
 def test_a_planted_bug_changes_the_chances(monkeypatch, bug, parents, setting):

@@ -15,7 +15,7 @@ import pytest
 
 from jserve.config import DEFAULT_DRAFTS, SpeculativeOptions
 from jserve.errors import ConfigError
-from jserve.model import draft_tree
+from jserve.model import draft_tree as tree
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.shard import make_mesh
 from jserve.model.step import make_step
@@ -31,13 +31,12 @@ from jserve.speculation.drafters.drafter import split_over
 from jserve.speculation.drafters.eagle3 import eagle3
 from jserve.speculation.drafters.load import FINDERS, FoundDrafter, LoadedDrafter, load_speculation
 from jserve.speculation.host.methods import shape
-from jserve.types import Grown, PageFetch, PageMove, RowPlan, StepPlan
+from jserve.types import PageFetch, PageMove, RowPlan, StepPlan
 from tests.runner.harness import ARCH, Live, Rig, jobs, make_runner, shared, tiny_params
 from tests.runner.test_equalities import alone, as_tuples, mixed_jobs
 from tests.speculation.device import draft_oracle, drafters
 
 TREE = (0, 0, 1, 1, 2)
-GROWN, FOR_HEADS = Grown(7, 4, 2), Grown(5, 3, 2)
 MAKERS: dict[str, Callable[..., LoadedDrafter]] = {
     "same": drafters.same_model,
     "other": drafters.other_model,
@@ -46,22 +45,16 @@ MAKERS: dict[str, Callable[..., LoadedDrafter]] = {
     "flat": drafters.flat_model,
     "flat eagle3": drafters.flat_eagle,
 }
-NAMES: dict[draft_tree.TreeShape, str] = {
-    (): "chain",
-    TREE: "tree",
-    GROWN: "grown",
-    FOR_HEADS: "grown",
-}
+NAMES: dict[tree.TreeShape, str] = {(): "chain", TREE: "tree"}
 CASES = [
     pytest.param(kind, parents, id=f"{kind}-{NAMES[parents]}", marks=marks)
     for kind, parents, marks in (
         ("same", (), ()),
         ("eagle3", TREE, ()),
         ("medusa", TREE, ()),
-        ("flat", GROWN, ()),
+        ("flat", TREE, ()),
         ("same", TREE, pytest.mark.slow),
-        ("flat eagle3", GROWN, pytest.mark.slow),
-        ("medusa", FOR_HEADS, pytest.mark.slow),
+        ("flat eagle3", TREE, pytest.mark.slow),
         ("other", (), pytest.mark.slow),
         ("other", TREE, pytest.mark.slow),
         ("eagle3", (), pytest.mark.slow),
@@ -70,19 +63,17 @@ CASES = [
 ]
 
 
-def n_of(parents: draft_tree.TreeShape) -> int:
-    return parents.n if isinstance(parents, Grown) else len(parents) or 3
+def n_of(parents: tree.TreeShape) -> int:
+    return len(parents) or 3
 
 
-def bucket(parents: draft_tree.TreeShape) -> Bucket:
+def bucket(parents: tree.TreeShape) -> Bucket:
     n = n_of(parents)
     return Bucket(D=6, P=48, F=4, J=1 + n, n_draft=n, tree=parents)
 
 
 @lru_cache
-def drafting(
-    kind: str, parents: draft_tree.TreeShape, wished: int = 0, **options: Any
-) -> ModelRunner:
+def drafting(kind: str, parents: tree.TreeShape, wished: int = 0, **options: Any) -> ModelRunner:
     """One program for all steps; a step may leave no drafts and use none."""
     made = partial(MAKERS[kind], n=n_of(parents), tree=parents, wished=wished)
     return make_runner((bucket(parents),), speculation=made, **options)
@@ -104,17 +95,15 @@ def test_speculative_equals_not(kind, parents, device, depth):
     [
         pytest.param((), id="chain"),
         pytest.param(TREE, id="tree", marks=pytest.mark.slow),
-        pytest.param(Grown(3, 3, 1), id="grown", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_all_drafts_of_the_target_itself_are_accepted(parents, temperature):
-    """Its logits and its noise are the target's where nothing but the temperature acts; also where they are a
-    tree that can only grow to be a chain."""
+    """Its logits and its noise are the target's where nothing but the temperature acts."""
     rig = Rig(drafting("same", parents), device="all", chunk=-1, pick=0.8, seed=5)
     rig.run(jobs(6, seed=2, temperature=temperature))
     if parents == TREE:
-        assert set(rig.accepted) == {1 + max(draft_tree.depths(TREE))}
+        assert set(rig.accepted) == {1 + max(tree.depths(TREE))}
     else:
         assert rig.accepted == rig.tried, "a right draft was rejected, or drafted wrong"
 
@@ -125,15 +114,14 @@ class Watched(Rig):
     def _apply(self, flight: InFlight, of_row: list[Live]) -> None:
         super()._apply(flight, of_row)
         slots = self.runner.state.slots
-        held = [slots.draft_CJ, *([] if slots.parent_CJ is None else [slots.parent_CJ])]
         for row, live in zip(flight.plan.rows, of_row, strict=True):
             if row.emits and flight.plan.n_draft and not live.done:
-                found = [np.asarray(x)[row.slot].tolist() for x in held]
-                self.left.append((list(live.seq.tokens), *found))
+                held = np.asarray(slots.draft_CJ)[row.slot].tolist()
+                self.left.append((list(live.seq.tokens), held))
 
     def run(self, jobs: Any) -> list[list[int]]:
         self.left: list[Any] = []
-        """(tokens, drafts) or, where trees grow, (tokens, drafts, their parents)"""
+        """(tokens, drafts)"""
         return super().run(jobs)
 
 
@@ -153,20 +141,8 @@ def test_drafts_are_those_of_the_whole_text_run_anew(kind, parents):
     rig.run([replace(job, n=6) for job in jobs(3, seed=9, temperature=0.0)])
     guess = guess_of(kind, runner)
     assert len(rig.left) > 4
-    shapes = set()
-    for tokens, *left in rig.left:
-        assert left == expected(guess, tokens, parents)
-        shapes.add(tuple(left[-1]))
-    assert not isinstance(parents, Grown) or len(shapes) > 1, "trees grew alike"
-
-
-def expected(
-    guess: draft_oracle.Guess, tokens: list[int], parents: draft_tree.TreeShape
-) -> list[list[int]]:
-    """What a slot holds after a greedy row."""
-    if isinstance(parents, Grown):
-        return list(draft_oracle.grown(guess, tokens, parents))
-    return [draft_oracle.expected(guess, tokens, parents or draft_tree.chain(3))]
+    for tokens, left in rig.left:
+        assert left == draft_oracle.expected(guess, tokens, parents or tree.chain(3))
 
 
 class Late(Watched):
@@ -244,7 +220,7 @@ def test_what_a_drafter_missed_can_be_shown_to_it(kind):
     guess = guess_of(kind, runner)
     assert len(rig.left) > 4
     for tokens, drafts in rig.left:
-        assert drafts == draft_oracle.expected(guess, tokens, draft_tree.chain(3))
+        assert drafts == draft_oracle.expected(guess, tokens, tree.chain(3))
     if kind == "same":
         assert rig.accepted == rig.tried
 
@@ -329,7 +305,6 @@ def test_a_row_at_the_end_of_its_context_gets_no_drafts():
                 ("eagle3", TREE, 4, 1),
                 ("medusa", (), 4, 4),
                 ("medusa", TREE, 4, 1),
-                ("eagle3", GROWN, 2, 2),
             )
         ),
     ],
@@ -352,8 +327,8 @@ def test_split_or_whole_a_drafter_drafts_the_same(kind, parents, tp, wished):
     left.run([replace(job, n=6) for job in jobs(3, seed=9, temperature=0.0)])
     if tp <= drafters.HEAD.K:  # else the weights drawn are of more heads than the oracle has
         guess = guess_of(kind, runner)
-        for tokens, *held in left.left:
-            assert held == expected(guess, tokens, parents)
+        for tokens, held in left.left:
+            assert held == draft_oracle.expected(guess, tokens, parents or tree.chain(3))
     target, own = runner.state.kv[: ARCH.L], runner.state.kv[ARCH.L :]
     assert {n_parts(x) for x in jax.tree.leaves(target)} == {tp}
     assert {n_parts(x) for x in jax.tree.leaves(own)} == (set() if kind == "medusa" else {wished})
@@ -530,7 +505,7 @@ def test_a_head_that_shares_the_targets_embedding_sees_other_weights():
     rig = Watched(runner, device="some", chunk=-1, seed=3)
     rig.run([replace(job, n=6) for job in jobs(3, seed=9, temperature=0.0)])
     guess = guess_of("eagle3", runner)
-    right = [left == expected(guess, tokens, TREE) for tokens, *left in rig.left]
+    right = [left == draft_oracle.expected(guess, tokens, TREE) for tokens, left in rig.left]
     runner.update_params(first)
     assert len(right) > 4
     assert all(right)

@@ -97,7 +97,6 @@ def test_synthetic_drafts_stand_at_their_rate(rate):
     lim = limits(max_drafts=3, max_model_len=900, n_pages=900)
     drive = Drive(lim, proposer=Synthetic(rate, V), depth=1, checks=False)
     drive._check_tokens = lambda *args: None  # not the model's tokens, by design
-    drive.scheduler.speculation.min_speed = 0.0
     for i in range(3):
         drive.add(request(f"r{i}", [1, 2], max_tokens=800, seed=i, temperature=1.0))
     drive.scheduler.speculation.choose = _always(drive.scheduler.speculation)

@@ -11,7 +11,6 @@ from jserve.errors import ConfigError
 from jserve.model import draft_tree as model_tree
 from jserve.speculation.host import trees
 from jserve.speculation.host.methods import check, shape
-from jserve.types import Grown
 
 
 def options(**given: object) -> SpeculativeOptions:
@@ -71,18 +70,6 @@ def _product(values) -> float:
     return found
 
 
-@pytest.mark.parametrize("deepest", [1, 2, 3, 15])
-@pytest.mark.parametrize("n", range(1, 16))
-def test_dynamic_tries_no_more_nodes_than_it_keeps(n: int, deepest: int) -> None:
-    """And has candidates enough to keep as many."""
-    got, grown = shape(options(tree="dynamic", num_tokens=n), deepest)
-    assert isinstance(grown, Grown)
-    assert (got, grown.n) == (n, n)
-    assert 1 <= grown.depth <= min(n, deepest)
-    assert grown.width * (grown.depth - 1) <= n
-    assert grown.width + grown.width**2 * (grown.depth - 1) >= n
-
-
 def test_measured_chances_shape_the_tree() -> None:
     """Where the second and third draft stand nearly as often as the first, the tree is wide; where
     only the first ever does, it is a chain."""
@@ -115,7 +102,7 @@ def test_what_are_no_chances_is_refused_by_name(given, words) -> None:
 
 
 def test_chances_without_a_tree_of_their_making_are_refused() -> None:
-    for tree in ({}, {"tree": [2, 1]}, {"tree": "dynamic"}):
+    for tree in ({}, {"tree": [2, 1]}):
         with pytest.raises(ConfigError, match=r"means nothing without speculative\.tree 'auto'"):
             options(tree_chances=[0.6], **tree)
 
@@ -132,7 +119,7 @@ def test_auto_has_as_many_drafts_as_asked_for_and_no_more_depth_than_there_is() 
     [
         (
             {"tree": "x"},
-            "must be 'auto', 'dynamic', branches per depth or a list of paths, not 'x'",
+            "must be 'auto', branches per depth or a list of paths, not 'x'",
         ),
         ({"tree": "[]"}, "must be 'auto'"),
         ({"tree": [[1]]}, r"path \[1\] but not \[0\]"),

@@ -10,11 +10,11 @@ from jserve.ports import RunnerLimits
 from jserve.speculation.host.lookup import Lookup
 from jserve.speculation.host.ngram import NgramIndex
 from tests.sched.sched_drive import request
-from tests.speculation.policy.test_device_drafts import Watched, sleepy
+from tests.speculation.policy.test_device_drafting import Watched, device_limits
 
 
 def copying(**changes) -> RunnerLimits:
-    return sleepy(drafts_from_kv=False, drafts_from_text=True, **changes)
+    return device_limits(drafts_from_kv=False, drafts_from_text=True, **changes)
 
 
 def shadow() -> Lookup:
@@ -52,17 +52,17 @@ def test_nothing_waits_and_what_repeats_is_drafted(depth):
     assert total(drive, "spec_decode_num_accepted_tokens_total") == drive.stood
 
 
-def test_it_wakes_at_once_when_a_text_begins_to_copy_and_never_looks():
+def test_it_drafts_at_once_when_a_text_begins_to_copy_and_never_probes():
     """What drafts would have brought is seen in every text: no step is spent to find out."""
     drive = Watched(copying(step_times=slow()), depth=1, proposer=shadow())
     for i in range(8):
         drive.add(wanders(f"w{i}", 390))
         drive.run()
     assert drive.n_steps > 3000
-    assert drive.tried == 0, "a look was taken although a shadow tells"
+    assert drive.tried == 0, "a probe although a shadow tells"
     drive.add(repeats(n=60))
     before = drive.n_steps
-    while not drive.active:
+    while not drive.n_drafting:
         drive.step()
     assert drive.n_steps <= before + 2 * 7, "the second round of seven drafts that stood was enough"
     drive.run()
@@ -72,7 +72,7 @@ def test_it_wakes_at_once_when_a_text_begins_to_copy_and_never_looks():
 def slow():
     """Verify steps that a few drafts in a hundred do not pay for."""
     times = []
-    for t in sleepy().step_times:
+    for t in device_limits().step_times:
         times.append(dataclasses.replace(t, seconds=t.seconds * (1.6 if t.n_draft else 1.0)))
     return tuple(times)
 
@@ -81,7 +81,7 @@ def test_a_prompt_is_not_made_dearer_for_one_step_sooner():
     """Beside prompts a drafter that keeps nothing can as well begin a step later."""
     times = tuple(
         dataclasses.replace(t, seconds=t.seconds * (3.0 if t.n_draft and t.n_prefill else 1.0))
-        for t in sleepy().step_times
+        for t in device_limits().step_times
     )
     drive = Watched(copying(step_times=times), depth=1, proposer=shadow())
     drive.add(repeats())

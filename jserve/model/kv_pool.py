@@ -1,0 +1,59 @@
+"""A layer's KV as heads of pages: how it is laid out, written and moved, for backends on GPUs.
+
+Owns the layout [P, K, Z, H], in which a kv head's share of a page is one contiguous run. Must not know
+how it is attended to, families or the runner.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jserve.model.attention import LayerKV, Places
+from jserve.model.kv_quant import stored
+from jserve.model.view import StepView
+
+NOBODY = -1
+"""Page of what is written nowhere."""
+
+
+def kv_shape(K: int, H: int, n_pages: int, page_size: int) -> tuple[int, ...]:
+    return (n_pages, K, page_size, H)
+
+
+def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
+    """Scatter each token's key and value to its page and offset; padding writes nothing.
+
+    The pool is seen as rows of H, so that XLA scatters along its first dimension and has nothing to
+    transpose. No two tokens share a place, and XLA is told so: it would otherwise write 16-bit
+    values by compare-and-swap.
+    """
+    page_T = jnp.where(view.pos_T >= 0, view.write_page_T, NOBODY)
+    row_TK = _rows(kv[0], (page_T, view.write_off_T))
+    return _put(kv[0], row_TK, k_TKH), _put(kv[1], row_TK, v_TKH)
+
+
+def move(kv: LayerKV, old: Places, new: Places) -> LayerKV:
+    """Copy entries to other places; those of page 0 belong to no token, and stay."""
+    to_A = jnp.where(new[0] > 0, new[0], NOBODY)
+    old_AK, new_AK = _rows(kv[0], old), _rows(kv[0], (to_A, new[1]))
+
+    def one(pool: jax.Array) -> jax.Array:
+        return _put(pool, new_AK, pool.reshape(-1, pool.shape[-1])[old_AK])
+
+    return one(kv[0]), one(kv[1])
+
+
+def _rows(pool_PKZH: jax.Array, places: Places) -> jax.Array:
+    """int32[A, K]: where the heads of entries lie in the pool seen as rows of H; past its end for
+    page ``NOBODY``."""
+    P, K, Z, _ = pool_PKZH.shape
+    page_A1, off_A1 = (x[:, None] for x in places)
+    row_AK = (page_A1 * K + jnp.arange(K, dtype=jnp.int32)) * Z + off_A1
+    return jnp.where(page_A1 == NOBODY, P * K * Z, row_AK)
+
+
+def _put(pool: jax.Array, row_AK: jax.Array, x_AKH: jax.Array) -> jax.Array:
+    rows = pool.reshape(-1, pool.shape[-1]).at[row_AK]
+    new = rows.set(stored(x_AKH, pool.dtype), mode="drop", unique_indices=True)
+    return new.reshape(pool.shape)

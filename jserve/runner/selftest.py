@@ -1,0 +1,149 @@
+"""Tries attention kernels on this machine's device before an engine relies on them.
+
+Owns the two cases (a decode step, a chunk), the child process that runs them beside ``ref`` and the judgement
+on how it ended. Must not know what is served instead. A kernel that is wrong gives numbers, one whose
+barriers do not match waits for ever, and a refused copy descriptor aborts the process; so it runs in a child
+with a limit. The parent may hold its share of the device already: the child takes what it needs and no more.
+
+    python -m jserve.runner.selftest NAME H G PAGE_SIZE DTYPE       exit code 0: as ref has it
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+LIMIT_S = 120.0
+"""For starting Python and jax, compiling two programs twice and running them."""
+KILLED_S = 5.0
+"""How long a killed child may take to be gone: one that hangs in the driver may not go at all."""
+WRONG = 4
+"""Exit code of a child whose kernels gave other numbers than ``ref``."""
+APART = 2e-2
+"""Largest difference over the largest number, for 16-bit keys and values."""
+
+
+def command(name: str, H: int, G: int, page_size: int, dtype: str) -> list[str]:
+    """What runs the cases of attention backend ``name`` with heads of ``H``, ``G`` a kv head, and KV stored
+    as ``dtype``."""
+    sizes = (str(x) for x in (H, G, page_size))
+    return [sys.executable, "-m", "jserve.runner.selftest", name, *sizes, dtype]
+
+
+def fault(
+    command: Sequence[str], *, limit_s: float = LIMIT_S, environ: Mapping[str, str] = os.environ
+) -> str:
+    """Run the child; why its kernels cannot be relied on, empty if they can."""
+    child = subprocess.Popen(
+        command,
+        env=_environment(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        _, said = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        _end(child)
+        return f"no result within {limit_s:.0f} s"
+    if child.returncode == 0:
+        return ""
+    lines = said.decode(errors="replace").strip().splitlines()
+    how = f"signal {-child.returncode}" if child.returncode < 0 else f"code {child.returncode}"
+    return f"the test ended with {how}: {lines[-1][:200] if lines else 'it said nothing'}"
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    try:
+        child.communicate(timeout=KILLED_S)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """That of a child which shares the device with its parent: no pool, no search for fast products."""
+    flags = f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+    return {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}
+
+
+def differs(name: str, H: int, G: int, page_size: int, dtype: str) -> str:
+    """Run the cases in this process; which of them differ from ``ref``, and by how much."""
+    import jax
+    import numpy as np
+
+    platform = jax.devices()[0].platform
+    found = []
+    for case, rows in CASES.items():
+        want, got = (_outputs(n, platform, rows, H, G, page_size, dtype) for n in ("ref", name))
+        apart = float(np.abs(want - got).max() / np.abs(want).max())
+        if not apart < APART:
+            found.append(f"{case} differs from ref by {apart:.3g} of its largest number")
+    return ", ".join(found)
+
+
+Spans = tuple[tuple[int, int], ...]
+"""(start, count) of rows."""
+CASES: dict[str, tuple[Spans, Spans]] = {
+    "decode": (((300, 1), (0, 1), (127, 1)), ()),
+    "prefill": ((), ((150, 130), (0, 70))),
+}
+"""Decode rows and prefill rows of a step."""
+
+
+def _outputs(
+    name: str,
+    platform: str,
+    rows: tuple[Spans, Spans],
+    H: int,
+    G: int,
+    page_size: int,
+    dtype: str,
+):
+    """float32[tokens, N, H] of a step over two kv heads, random KV of unit size."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jserve.model.attention import AttendArgs, backend
+    from jserve.model.hand import Row, pack
+    from jserve.model.kv_quant import stored
+    from jserve.model.slots import empty
+    from jserve.model.view import Bucket, StepDims, layout, unpack
+
+    attn, K, M = backend(name, platform), 2, -(-320 // page_size)
+    dims = StepDims(C=4, M=M, Z=page_size, V=8)
+    bucket = Bucket(D=4, P=0, F=0) if rows[0] else Bucket(D=0, P=256, F=2)
+    rng, n_pages = np.random.default_rng(1), 4 * M + 1
+    pages = iter(rng.permutation(n_pages - 1) + 1)
+    made = [[Row([next(pages) for _ in range(M)], s, [1] * n) for s, n in part] for part in rows]
+    pool_PZKH = rng.standard_normal((2, n_pages, page_size, K, H)).astype(np.float32)
+    pool = pool_PZKH.swapaxes(2, 3) if attn.kv_axis == 1 else pool_PZKH
+    q, k, v = (rng.standard_normal((bucket.T, n, H)).astype(np.float32) for n in (K * G, K, K))
+    fields = layout(bucket, dims, attn.plan_shapes(bucket, dims))
+    kept = attn.kv_dtype(jnp.dtype(dtype))
+
+    @jax.jit
+    def step(buf, pool, q, k, v):
+        view = unpack(buf, fields, bucket, dims, empty(4, dims.V))
+        q, k, v = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (q, k, v))
+        kv = attn.write_kv((stored(pool[0], kept), stored(pool[1], kept)), k, v, view)
+        return attn.attend(AttendArgs(q_TNH=q, window=0, scale=H**-0.5), kv, view), view.pos_T
+
+    out, pos_T = step(pack(bucket, dims, attn, *made), pool, q, k, v)
+    return np.asarray(out, np.float32)[np.asarray(pos_T) >= 0]
+
+
+def main(argv: Sequence[str]) -> int:
+    """The child's side."""
+    name, H, G, page_size, dtype = argv
+    found = differs(name, int(H), int(G), int(page_size), dtype)
+    if found:
+        print(found, file=sys.stderr)
+    return WRONG if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

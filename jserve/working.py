@@ -1,0 +1,30 @@
+"""Threads that are named after the program they compile or wait for, so that stacks and watchdogs can say it.
+
+Owns that naming. Must not know programs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PREFIX = "at "
+"""Begins the name of a thread that works on a program."""
+
+
+@contextmanager
+def working_on(what: str) -> Iterator[None]:
+    """This thread is named ``at WHAT`` meanwhile."""
+    thread = threading.current_thread()
+    before, thread.name = thread.name, PREFIX + what
+    try:
+        yield
+    finally:
+        thread.name = before
+
+
+def at_work() -> list[str]:
+    """What threads of this process work on now."""
+    names = (thread.name for thread in threading.enumerate())
+    return [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]

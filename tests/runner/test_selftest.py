@@ -1,0 +1,161 @@
+"""The trial of attention kernels in a child process: what it says of children that fail, hang and abort, and what an
+engine serves then."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jserve import build
+from jserve.config import EngineConfig
+from jserve.errors import ConfigError
+from jserve.model import attention
+from jserve.runner import selftest
+from jserve.runner.sizes import attention_name
+from tests.runner.harness import ARCH
+
+
+def child(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize(
+    ("code", "want"),
+    [
+        ("raise SystemExit(0)", ""),
+        (
+            "import sys; print('decode differs', file=sys.stderr); sys.exit(4)",
+            "code 4: decode differs",
+        ),
+        ("raise SystemExit(7)", "code 7: it said nothing"),
+        ("import os; os.abort()", "signal 6"),
+        ("import time; time.sleep(600)", "no result within 1 s"),
+        ("import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)", "no result"),
+    ],
+)
+def test_how_a_child_ends_says_what_is_wrong(code: str, want: str) -> None:
+    found = selftest.fault(child(code), limit_s=1.0 if "sleep" in code else 60.0)
+    assert (want in found) if want else found == ""
+
+
+def test_a_child_runs_the_cases_of_a_backend() -> None:
+    """With its real command, the CPU's backend in place of the kernels."""
+    assert selftest.fault(selftest.command("xla", 16, 2, 16, "bfloat16")) == ""
+
+
+def test_wrong_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from jserve.model.attn_xla import XLA
+
+    wrong = dataclasses.replace(XLA, attend=lambda args, kv, view: 1.1 * XLA.attend(args, kv, view))
+    monkeypatch.setattr("jserve.model.attn_xla.XLA", wrong)
+    found = selftest.differs("xla", 16, 2, 16, "float32")
+    assert "decode differs" in found
+    assert "prefill differs" in found
+
+
+def test_a_child_takes_little_of_the_device() -> None:
+    code = "import os, sys; sys.exit(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] != 'false')"
+    assert selftest.fault(child(code)) == ""
+
+
+H200, A100 = (
+    SimpleNamespace(platform="gpu", compute_capability=c, device_kind=k)
+    for c, k in (("9.0", "NVIDIA H200"), ("8.0", "NVIDIA A100"))
+)
+
+
+@pytest.fixture
+def new_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen does not depend on the jax of the test."""
+    monkeypatch.setattr(attention.jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(attention, "cuda_version", lambda: 0)
+    hopper = attention.AttentionBackend(
+        name="hopper",
+        kv_axis=1,
+        kv_shape=lambda K, H, P, Z: (P, K, Z, H),
+        write_kv=lambda *_: None,  # type: ignore[arg-type,return-value]
+        attend=lambda *_: None,  # type: ignore[arg-type,return-value]
+        move=lambda *_: None,  # type: ignore[arg-type,return-value]
+        has_sinks=False,
+    )
+    monkeypatch.setitem(attention._BACKENDS, "hopper", "tests.runner.test_selftest:FAKE_HOPPER")
+    monkeypatch.setattr(sys.modules[__name__], "FAKE_HOPPER", hopper, raising=False)
+
+
+def served(monkeypatch: pytest.MonkeyPatch, device: Any, code: str, **options: Any) -> str:
+    monkeypatch.setattr(selftest, "command", lambda *_: child(code))
+    config = EngineConfig.of(**options)
+    config = build._with_attention(config, ARCH, jnp.dtype(jnp.bfloat16), device, None)
+    return config.device.attention_backend
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_kernels_that_pass_are_served(monkeypatch, caplog) -> None:
+    assert served(monkeypatch, H200, "") == "hopper"
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("code", ["raise SystemExit('decode differs')", "import os; os.abort()"])
+def test_kernels_that_fail_are_not_served_and_one_line_says_why(monkeypatch, caplog, code) -> None:
+    caplog.set_level(logging.INFO)
+    assert served(monkeypatch, H200, code) == "dense"
+    (line,) = caplog.messages
+    assert "attention is dense on NVIDIA H200; not hopper: the test ended with" in line
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_other_gpus_get_dense_without_a_test(monkeypatch, caplog) -> None:
+    assert served(monkeypatch, A100, "raise SystemExit('not to be run')") == "dense"
+    assert "for compute capability 9.0, this device has 8.0" in caplog.text
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_who_is_named_is_served_untested(monkeypatch) -> None:
+    fails = "raise SystemExit(1)"
+    assert served(monkeypatch, H200, fails, attention_backend="hopper") == "hopper"
+    assert served(monkeypatch, A100, fails, attention_backend="xla") == "xla"
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_what_auto_means_by_device_and_model() -> None:
+    def name(capability: str, platform: str = "gpu", **options: Any) -> str:
+        config = EngineConfig.of(**options)
+        return attention_name(ARCH, config, jnp.dtype(jnp.bfloat16), platform, capability)
+
+    assert name("", "cpu") == "xla"
+    assert name("9.0") == "hopper"
+    assert name("8.9") == name("10.0") == name("") == "dense"
+    assert name("9.0", attention_backend="dense") == "dense"
+    with pytest.raises(
+        ConfigError, match=r"hopper: its kernels are for .* 9\.0, this .* 8\.0"
+    ) as e:
+        name("8.0", attention_backend="hopper")
+    assert e.value.field == "attention_backend"
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("cuda", "broken"),
+    [(12070, False), (12080, True), (12090, True), (12091, False), (13000, False)],
+)
+def test_a_compiler_that_miscompiles_is_not_used(monkeypatch, cuda: int, broken: bool) -> None:
+    monkeypatch.setattr(attention, "cuda_version", lambda: cuda)
+    assert attention.candidates("auto", "gpu", "9.0")[0] == ("dense" if broken else "hopper")
+    if broken:
+        with pytest.raises(ConfigError, match=r"CUDA 12\.[89] miscompiles causal masks"):
+            attention.candidates("hopper", "gpu", "9.0")
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 12, 0)])
+def test_another_jax_has_no_kernels(monkeypatch, version: tuple[int, ...]) -> None:
+    monkeypatch.setattr(attention.jax, "__version_info__", version)
+    assert attention.candidates("auto", "gpu", "9.0") == ("dense",)
