@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV
-from jserve.model.draft_tree import Mask, seen_in_tree
+from jserve.model.draft_tree import DraftMask, seen_in_tree
 from jserve.model.kv_pool import kv_shape, move, write_kv
 from jserve.model.view import StepView
 
@@ -121,7 +121,7 @@ class _Step(NamedTuple):
         tiles_of: Callable[[StepView, int], _Tiles],
         Q: int,
         len_R: jax.Array,
-        tree: Mask | None,
+        tree: DraftMask | None,
     ) -> jax.Array:
         """``out_TKGH`` with the outputs of tiles of Q tokens, of rows with that many tokens each."""
         rungs = self._rungs(Q + (0 if tree is None else tree.n_before))
@@ -145,7 +145,7 @@ class _Step(NamedTuple):
         tiles_of: Callable[[StepView, int], _Tiles],
         Q: int,
         B: int,
-        tree: Mask | None,
+        tree: DraftMask | None,
     ) -> jax.Array:
         while Q > SMALLEST_TILE and self._tile_bytes(Q, B) > GATHERED:
             Q //= 2
@@ -155,13 +155,12 @@ class _Step(NamedTuple):
         W = -(-n // -(-n // W))  # as many groups, of one size
         if n <= W:
             return out_TKGH.at[tiles.at_IQ].set(self._tiles(tiles, B, tree), mode="drop")
-        nobody = _Tiles(out_TKGH.shape[0], -1, 0, 0, 0)
+        nobody = (out_TKGH.shape[0], -1, 0, 0, 0)
         tiles = _Tiles(*(_padded(x, -n % W, value) for x, value in zip(tiles, nobody, strict=True)))
 
         def group(i: jax.Array, out: jax.Array) -> jax.Array:
             part = _Tiles(*(lax.dynamic_slice_in_dim(x, i * W, W) for x in tiles))
-            rows = None if tree is None else tree.rows(part.row_I)
-            return out.at[part.at_IQ].set(self._tiles(part, B, rows), mode="drop")
+            return out.at[part.at_IQ].set(self._tiles(part, B, tree), mode="drop")
 
         used = (tiles.len_I > 0) * jnp.arange(1, tiles.len_I.size + 1, dtype=jnp.int32)
         return lax.fori_loop(0, -(-used.max() // W), group, out_TKGH)
@@ -173,7 +172,7 @@ class _Step(NamedTuple):
         G = self.queries[0].shape[2]
         return B * Z * K * (2 * H * itemsize + Q * G * (8 + itemsize))
 
-    def _tiles(self, tiles: _Tiles, B: int, tree: Mask | None) -> jax.Array:
+    def _tiles(self, tiles: _Tiles, B: int, tree: DraftMask | None) -> jax.Array:
         """float32[I, Q, K, G, H]: what the tokens see of ``B`` pages each."""
         Z = self.kv[0].shape[2]
         reach = self.window - 1 + (0 if tree is None else tree.n_before)
@@ -197,7 +196,7 @@ class _Step(NamedTuple):
         _, K, G, H = self.queries[0].shape
         return (o_IKCH / p.sum(-1, keepdims=True)).reshape(n, K, Q, G, H).swapaxes(1, 2)
 
-    def _seen(self, tiles: _Tiles, pos_IS: jax.Array, tree: Mask | None) -> jax.Array:
+    def _seen(self, tiles: _Tiles, pos_IS: jax.Array, tree: DraftMask | None) -> jax.Array:
         held_I1S = (pos_IS < tiles.len_I[:, None])[:, None]
         if tree is not None:
             return held_I1S & seen_in_tree(tree, tiles.start_I, pos_IS, self.window)

@@ -278,7 +278,7 @@ class SpeculationController:
             return 0  # it sees nothing in prompts alone, which only take longer
         odds = [self._odds(seq) if self._worth_backfill(seq) else NEVER for seq in rows]
         new = bool(load.entering) or not self.limits.drafts_from_kv
-        k = self.hysteresis.step(self._k(odds, (load.behind,) * 2), new=new)
+        k = self.hysteresis.step(self._k(odds, (load.behind, load.behind)), new=new)
         if not all([self._watch(seq).acceptance.drafts.tried for seq in rows]):
             k = min(k, self.table.options[1])  # of a new sequence nothing is known but its lane
         return k if any([o.offers for o in odds]) else 0
@@ -304,7 +304,7 @@ class SpeculationController:
             return 0
         pairs = zip(ready, found, strict=True)
         odds = [self._found_odds(seq, d) for seq, d in pairs]
-        k = self._k(odds, (load.behind,) * 2)
+        k = self._k(odds, (load.behind, load.behind))
         return self.hysteresis.step(k) if self._blind else k
 
     def _found_odds(self, seq: Sequence, drafts: RowDrafts) -> Odds:
