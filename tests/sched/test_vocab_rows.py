@@ -185,14 +185,13 @@ def test_a_row_comes_back_however_its_sequence_ends() -> None:
 def test_a_replay_leases_the_same_rows(tmp_path, drafts: bool) -> None:
     path = tmp_path / "journal.jsonl"
     with path.open("wb") as file:
-        lim, journal = limits(n_vocab_rows=2, max_drafts=3 * drafts), JournalFile(file)
+        lim = limits(n_vocab_rows=2, n_pages=11, max_drafts=3 * drafts)
+        journal = JournalFile(file)
         make = (lambda *args, **kw: drafting(MixedDrafts(), *args, **kw)) if drafts else Drive
         drive = make(lim, journal=journal)
-        for i, req in enumerate(mixed(max_tokens=12)):
+        for req in mixed(max_tokens=20):
             drive.add(req)
             drive.step()
-            if i % 3 == 2:
-                drive.preempt(i)
         drive.run()
     found = replay(path, lim, drive.config)
     assert found.n_steps == drive.scheduler.n_steps
