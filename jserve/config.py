@@ -294,7 +294,7 @@ class SpeculativeOptions:
     )
     tree_chances: str = opt(
         "",
-        "tree auto: chances that drafts of rank 1, 2 ... are accepted, as measured: [0.6, 0.15, 0.07]",
+        "tree auto: measured acceptance of drafts of rank 1, 2 ...: [0.6, 0.15, 0.07]",
         json=True,
     )
     prompt_lookup_min: int = opt(2, "ngram: tokens that must match at least", min=1, max=16)

@@ -25,3 +25,10 @@ def claim_memory(environ: MutableMapping[str, str] = os.environ) -> None:
 def user_sets(flag: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether ``XLA_FLAGS`` has a word on ``flag``: options given to the compiler would overrule it."""
     return f"--{flag}" in environ.get("XLA_FLAGS", "")
+
+
+def beside_parent(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a child that shares the device with its parent: no pool of memory, no search for fast
+    products."""
+    flags = f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+    return {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}

@@ -45,7 +45,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     (T, N, H), K = args.q_TNH.shape, kv[0].shape[1]
     far = None if args.sinks is None else args.sinks.q_TNH
     queries = [x.astype(jnp.float32) * args.scale for x in (args.q_TNH, far) if x is not None]
-    step = _Step(
+    step = _LayerAttention(
         queries=[x.reshape(T, K, N // K, H) for x in queries],
         kv=kv,
         view=view,
@@ -105,7 +105,7 @@ def _prefill_tiles(view: StepView, Q: int) -> _Tiles:
     )
 
 
-class _Step(NamedTuple):
+class _LayerAttention(NamedTuple):
     """One layer's attention of a step."""
 
     queries: list[jax.Array]

@@ -1,19 +1,17 @@
-"""Tries attention kernels on this machine's device before an engine relies on them.
+"""Runs attention kernels on this machine's device before an engine relies on them.
 
-Owns the two cases (a decode step, a chunk), the child process that runs them beside ``ref`` and the judgement
-on how it ended. Must not know what is served instead. A kernel that is wrong gives numbers, one whose
-barriers do not match waits for ever, and a refused copy descriptor aborts the process; so it runs in a child
-with a limit. The parent may hold its share of the device already: the child takes what it needs and no more.
-
-    python -m jserve.runner.selftest NAME H G PAGE_SIZE DTYPE       exit code 0: as ref has it
+Two cases, a decode step and a chunk, run beside ``ref`` in a child process with a time limit: a kernel that is
+wrong gives numbers, one whose barriers do not match waits for ever, and a refused copy descriptor aborts the
+process. The parent may hold its share of the device already: the child takes what it needs and no more.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+
+from jserve.xla import beside_parent
 
 LIMIT_S = 120.0
 """For starting Python and jax, compiling two programs twice and running them."""
@@ -28,17 +26,15 @@ APART = 2e-2
 def command(name: str, H: int, G: int, page_size: int, dtype: str) -> list[str]:
     """What runs the cases of attention backend ``name`` with heads of ``H``, ``G`` a kv head, and KV stored
     as ``dtype``."""
-    sizes = (str(x) for x in (H, G, page_size))
-    return [sys.executable, "-m", "jserve.runner.selftest", name, *sizes, dtype]
+    case = (name, H, G, page_size, dtype)
+    return [sys.executable, "-c", f"from jserve.runner.selftest import main; main{case!r}"]
 
 
-def fault(
-    command: Sequence[str], *, limit_s: float = LIMIT_S, environ: Mapping[str, str] = os.environ
-) -> str:
+def fault(command: Sequence[str], *, limit_s: float = LIMIT_S) -> str:
     """Run the child; why its kernels cannot be relied on, empty if they can."""
     child = subprocess.Popen(
         command,
-        env=_environment(environ),
+        env=beside_parent(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -61,12 +57,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.communicate(timeout=KILLED_S)
     except subprocess.TimeoutExpired:
         return
-
-
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """That of a child which shares the device with its parent: no pool, no search for fast products."""
-    flags = f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
-    return {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}
 
 
 def differs(name: str, H: int, G: int, page_size: int, dtype: str) -> str:
@@ -136,14 +126,9 @@ def _outputs(
     return np.asarray(out, np.float32)[np.asarray(pos_T) >= 0]
 
 
-def main(argv: Sequence[str]) -> int:
-    """The child's side."""
-    name, H, G, page_size, dtype = argv
-    found = differs(name, int(H), int(G), int(page_size), dtype)
+def main(name: str, H: int, G: int, page_size: int, dtype: str) -> None:
+    """The child's side: exits with 0, or with ``WRONG`` and what differs on stderr."""
+    found = differs(name, H, G, page_size, dtype)
     if found:
         print(found, file=sys.stderr)
-    return WRONG if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(WRONG if found else 0)

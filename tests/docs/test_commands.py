@@ -63,7 +63,7 @@ def test_a_flag_that_does_not_exist_would_be_seen() -> None:
     with pytest.raises(Exception, match="max-num-seqz"):
         parsed(["jserve", "serve", "--max-num-seqz", "64"])
     with pytest.raises(ConfigError):
-        parsed(["jserve", "serve", "--max-num-seqs", "0"])
+        parsed(["jserve", "serve", "--max-num-seqs", "-1"])
 
 
 def parsed(words: list[str]) -> None:
