@@ -68,7 +68,7 @@ class Rig:
             family=FAMILY,
             arch=arch,
             backend=attention,
-            dims=StepDims(C=256, M=M, Z=Z, V=arch.V),
+            dims=StepDims(C=256, M=M, Z=Z, V=arch.V, n_vocab_rows=64),
             mesh=mesh,
             rules=rules,
             n_pages=n_pages,

@@ -103,7 +103,7 @@ def layer(name: str, batch: int) -> Layer:
         family=found.family,
         arch=arch,
         backend=attention,
-        dims=StepDims(C=256, M=128, Z=64, V=arch.V),
+        dims=StepDims(C=256, M=128, Z=64, V=arch.V, n_vocab_rows=64),
         mesh=make_mesh(1, aot.h200(1)),
         rules=ShardRules(),
         n_pages=2048,

@@ -6,7 +6,6 @@ loads jax. It owns no policy: what is chosen here is named in ``jserve.config``.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -101,7 +100,7 @@ def text_side(config: EngineConfig, *, weights: bool = True) -> TextSide:
         tokenizer=tokenizer,
         chat=chat,
         eos_ids=_eos_ids(source, tokenizer),
-        defaults=_sampling_defaults(source.generation),
+        defaults=source.sampling_defaults,
     )
 
 
@@ -117,22 +116,6 @@ def _eos_ids(source: Any, tokenizer: Any) -> tuple[int, ...]:
         if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             return tuple(ids)
     return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-
-
-def _sampling_defaults(generation: Any) -> dict[str, Any]:
-    """What generation_config.json says of sampling; values that are no valid setting are left out."""
-    from jserve.errors import BadRequest
-    from jserve.sampling import SamplingParams
-
-    found: dict[str, Any] = {}
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        with contextlib.suppress(BadRequest):
-            if generation.get(name) is not None:
-                SamplingParams(**{name: generation[name]})
-                found[name] = generation[name]
-    if generation.get("do_sample") is False:
-        found["temperature"] = 0.0
-    return found
 
 
 def engine(
@@ -304,6 +287,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         config,
         rules=rules,
         speculation=speculation,
+        penalises=source.penalises,
         progress=progress,
     )
     facts = {

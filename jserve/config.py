@@ -22,6 +22,9 @@ quarters)."""
 SCRATCH_SHARE = 0.05
 """Of what it took: kept for the scratch of the steps."""
 
+USUAL_VOCAB_ROWS = 64
+"""Sequences that can have penalties or biases at once, where the model's own defaults have none."""
+
 
 @dataclass(frozen=True, slots=True)
 class ByDevice:
@@ -139,6 +142,13 @@ class SchedulerOptions:
     max_num_seqs: int = opt(
         0, "sequences running at once; 0: 32 on a CPU, else 256", min=0, max=4096
     )
+    max_penalized_seqs: int = opt(
+        -1,
+        "of these, with penalties or biases (8 bytes a token id each); others of that kind wait; 0 refuses them; "
+        "-1 is 64, or all where the model's own defaults have a penalty",
+        min=-1,
+        max=4096,
+    )
     max_num_batched_tokens: int = opt(
         0, "tokens of one step, decode and prefill together; 0: 512 on a CPU, else 2048", min=0
     )
@@ -192,6 +202,16 @@ class SchedulerOptions:
         names = ("max_num_seqs", "max_num_batched_tokens")
         chosen = {n: getattr(self, n) or BY_DEVICE[n].on(platform) for n in names}
         return dataclasses.replace(self, **chosen)
+
+    def n_vocab_rows(self, *, penalises: bool) -> int:
+        """Sequences that can have penalties or biases at once, of options that are ``on`` a platform.
+
+        Args:
+            penalises: whether requests that say nothing have a penalty, so that usually all have one.
+        """
+        if self.max_penalized_seqs >= 0:
+            return min(self.max_num_seqs, self.max_penalized_seqs)
+        return self.max_num_seqs if penalises else min(self.max_num_seqs, USUAL_VOCAB_ROWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

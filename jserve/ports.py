@@ -56,6 +56,8 @@ class RunnerLimits:
     what it is asked, which raises ValueError."""
     picks: int = 0
     """Most ids of ``logprob_token_ids``; 0 refuses it (programs cannot look at named ids)."""
+    n_vocab_rows: int = 1 << 30
+    """Sequences that can have penalties or biases at once, never more than ``n_slots``; 0 refuses those."""
     n_host_pages: int = 0
     """Pages of host memory that pages may be moved to; 0: there is no such tier."""
     page_move_s: float = 0.0

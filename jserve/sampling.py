@@ -297,7 +297,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """True when sampling needs the token counts kept per slot on the device."""
+        """True when sampling needs the token counts of a vocab row."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -316,11 +316,21 @@ class SamplingParams:
     @property
     def loaded(self) -> bool:
         """True when the slot on the device must hold something of these parameters."""
-        return self.penalised or self.biased or self.logprob_token_ids is not None
+        named = self.logprob_token_ids is not None
+        return self.needs_vocab_row or self.bans_words or named
+
+    @property
+    def needs_vocab_row(self) -> bool:
+        """True when sampling needs counts or biases of every id of the vocabulary."""
+        return self.penalised or self.biased
 
     @property
     def biased(self) -> bool:
-        """True when sampling needs the dense bias row kept per slot on the device."""
-        return (
-            bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.bad_token_ids)
-        )
+        """True when sampling needs the biases of a vocab row."""
+        single = any(len(word) == 1 for word in self.bad_token_ids)
+        return bool(self.logit_bias) or self.allowed_token_ids is not None or single
+
+    @property
+    def bans_words(self) -> bool:
+        """True when a token may be banned by those before it: some bad word has several."""
+        return any(len(word) > 1 for word in self.bad_token_ids)

@@ -134,6 +134,8 @@ class Sequence:
     given: int = 0
     """Tokens known at (re-)admission: rows below it carry ids, rows from it on read the slot."""
     slot: int = -1
+    vocab_row: int = -1
+    """Number of the vocab row that holds its counts and biases; -1: none, as most need none."""
     lease: PageLease | None = None
     swapped: Swapped | None = None
     """Pages it has in host memory since it was preempted."""
@@ -202,6 +204,8 @@ class SlotLoad:
     tokens: Seq[int]
     n_prompt: int
     params: SamplingParams
+    vocab_row: int = -1
+    """As ``Sequence.vocab_row``."""
 
 
 class PageMove(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -25,12 +25,14 @@ draws (rows of the step times their positions), not experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jserve.model.noise import Purpose, gumbel
-from jserve.model.slots import IN_PROMPT, NONE, SlotState
+from jserve.model.slots import NONE, SlotState
 from jserve.model.view import (
     BAD_WORDS,
     BIAS,
@@ -40,6 +42,7 @@ from jserve.model.view import (
     RANDOM,
     TRUNCATE,
 )
+from jserve.model.vocab_rows import IN_PROMPT, VocabState
 from jserve.sampling import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 PURPOSE_TOKEN = 0
@@ -55,7 +58,7 @@ class Draws:
 
     slot_E: jax.Array
     uses_E: jax.Array
-    """int32: flag bits of this row; its slot's bias and bad words are meaningless without
+    """int32: flag bits of this row; its slot's vocab row and bad words are meaningless without
     theirs."""
     pos_E: jax.Array
     """int32: position of the token to be drawn."""
@@ -206,13 +209,17 @@ def ranks(raw_EV: jax.Array, chosen_E: jax.Array) -> jax.Array:
 def adjust(raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array) -> jax.Array:
     """The logits after everything that can change which token is the most likely."""
     x_EV = raw_EV if draws.mask_EW is None else _masked(raw_EV, draws.mask_EW)
-    for bit, change in (
-        (BIAS, lambda x: _biased(x, draws, slots)),
-        (BAD_WORDS, lambda x: _without(x, _bad_ids(draws, slots))),
-        (MIN_TOKENS, lambda x: _without(x, _early_stops(draws))),
-        (PENALTY, lambda x: _penalised(x, draws, slots)),
-    ):
-        x_EV = jax.lax.cond(flags & bit, change, lambda x: x, x_EV)
+    vocab = slots.vocab
+
+    def where(bit: int, change: Callable[[jax.Array], jax.Array], x_EV: jax.Array) -> jax.Array:
+        return jax.lax.cond(flags & bit, change, lambda x: x, x_EV)
+
+    if vocab is not None:
+        x_EV = where(BIAS, lambda x: _biased(x, draws, vocab), x_EV)
+    x_EV = where(BAD_WORDS, lambda x: _without(x, _bad_ids(draws, slots)), x_EV)
+    x_EV = where(MIN_TOKENS, lambda x: _without(x, _early_stops(draws)), x_EV)
+    if vocab is not None:
+        x_EV = where(PENALTY, lambda x: _penalised(x, draws, vocab), x_EV)
     return x_EV
 
 
@@ -352,9 +359,9 @@ def _less(mask_EW: jax.Array, token_E: jax.Array) -> jax.Array:
     return jnp.where(here_EW, mask_EW & ~bit_E[:, None], mask_EW)
 
 
-def _biased(x_EV: jax.Array, draws: Draws, slots: SlotState) -> jax.Array:
+def _biased(x_EV: jax.Array, draws: Draws, vocab: VocabState) -> jax.Array:
     uses_E1 = (draws.uses_E & BIAS)[:, None] > 0
-    return jnp.where(uses_E1, x_EV + slots.bias_CV[draws.slot_E], x_EV)
+    return jnp.where(uses_E1, x_EV + vocab.biases(draws.slot_E), x_EV)
 
 
 def _without(x_EV: jax.Array, id_EX: jax.Array) -> jax.Array:
@@ -385,9 +392,9 @@ def _bad_ids(draws: Draws, slots: SlotState) -> jax.Array:
     return jnp.where(fits_EW & uses_E1, bad_EWK[:, :, -1], NONE)
 
 
-def _penalised(x_EV: jax.Array, draws: Draws, slots: SlotState) -> jax.Array:
+def _penalised(x_EV: jax.Array, draws: Draws, vocab: VocabState) -> jax.Array:
     E, V = x_EV.shape
-    counts_EV = slots.counts_CV[draws.slot_E]
+    counts_EV = vocab.counts(draws.slot_E)
     if draws.prefix_EJ.shape[1]:
         counts_EV = counts_EV.at[jnp.arange(E)[:, None], _or_drop(draws.prefix_EJ, V)].add(
             1, mode="drop"

@@ -1,11 +1,9 @@
 """``SlotState``: per-slot device state that persists between steps.
 
 It owns the truth that the host only bounds from above (length, last token) and the per-slot rows that sampling
-reads (token counts, biases, bad words) and drafters that copy (text), how a step advances them and how the host
-fills them.
+reads (bad words, the number of a vocab row) and drafters that copy (text), how a step advances them and how the
+host fills them. ``vocab_rows`` has counts and biases.
 
-``counts_CV`` holds the number of times a token was put out, plus ``IN_PROMPT`` where the prompt
-holds it.
 ``recent_CB`` is the tail of the output, newest last, ``NONE`` before its start; a row of
 ``bad_CWK`` is one word, right-aligned, ``NONE`` on its left, its last id forbidden whenever the
 output ends with the ids before it::
@@ -23,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.model import vocab_rows
+from jserve.model.vocab_rows import IN_PROMPT, VocabState
 from jserve.sampling import BAN, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jserve.types import SlotLoad
 
-IN_PROMPT = 1 << 30
 NONE = -1
 LOAD_PAIRS = 512
 """(id, value) pairs of each kind that one run of the load program carries."""
@@ -42,11 +41,10 @@ class SlotState:
     """int32: tokens whose KV is written; the next row of the slot starts here."""
     last_C: jax.Array
     """int32: the token drawn last, at position ``len_C``."""
-    counts_CV: jax.Array
-    bias_CV: jax.Array
-    """float32, added to the logits; -inf forbids."""
     recent_CB: jax.Array
     bad_CWK: jax.Array
+    vocab: VocabState | None = None
+    """Counts and biases; None: no request may have penalties or biases."""
     draft_CJ: jax.Array | None = None
     """int32: what the device drafter left for the next row; None: there is no drafter."""
     text_CS: jax.Array | None = None
@@ -56,8 +54,17 @@ class SlotState:
     one that names none. None: no request may."""
 
 
-def empty(C: int, V: int, drafts: int = 0, *, text: int = 0, picks: int = 0) -> SlotState:
-    """Slots nobody has held yet, with room for so many drafts, tokens of text and picked ids."""
+def empty(
+    C: int,
+    V: int,
+    drafts: int = 0,
+    *,
+    text: int = 0,
+    picks: int = 0,
+    n_vocab_rows: int = 0,
+) -> SlotState:
+    """Slots nobody has held yet, with room for so many drafts, tokens of text and picked ids, and so many
+    vocab rows together."""
 
     def ints(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
@@ -65,19 +72,18 @@ def empty(C: int, V: int, drafts: int = 0, *, text: int = 0, picks: int = 0) -> 
     return SlotState(
         len_C=ints(C),
         last_C=ints(C),
-        counts_CV=ints(C, V),
-        bias_CV=jnp.zeros((C, V), jnp.float32),
         recent_CB=ints(C, _TAIL),
         bad_CWK=ints(C, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+        vocab=vocab_rows.empty(C, V, n_vocab_rows) if n_vocab_rows else None,
         draft_CJ=ints(C, drafts) if drafts else None,
         text_CS=ints(C, text) if text else None,
         pick_CK=ints(C, picks) if picks else None,
     )
 
 
-def shapes(C: int, V: int, drafts: int = 0, *, text: int = 0, picks: int = 0) -> Any:
-    """The abstract state: a ``SlotState`` of ``ShapeDtypeStruct``."""
-    return jax.eval_shape(lambda: empty(C, V, drafts, text=text, picks=picks))
+def shapes(C: int, V: int, drafts: int = 0, **sizes: int) -> Any:
+    """The abstract state: a ``SlotState`` of ``ShapeDtypeStruct``; ``sizes`` as of ``empty``."""
+    return jax.eval_shape(lambda: empty(C, V, drafts, **sizes))
 
 
 def advance(
@@ -86,13 +92,12 @@ def advance(
     len_R: jax.Array,
     token_RJ: jax.Array,
     n_ok_R: jax.Array,
-    count_tokens: jax.Array,
+    penalised_R: jax.Array,
 ) -> SlotState:
     """The slots after a step: ``n_ok_R`` of ``token_RJ`` accepted, ``len_R`` tokens of KV.
 
-    Rows with ``n_ok_R == 0`` leave their slot alone, as do rows of slot C. ``count_tokens`` (bool
-    scalar) says whether any row of the step has penalties; a slot without them has meaningless
-    counts.
+    Rows with ``n_ok_R == 0`` leave their slot alone, as do rows of slot C. Tokens of ``penalised_R``
+    (bool) rows are counted in the vocab rows of their slots.
     """
     C = slots.len_C.shape[0]
     J = token_RJ.shape[1]
@@ -110,19 +115,17 @@ def advance(
         pos_RJ = len_R[:, None] + 1 - n_ok_R[:, None] + jnp.arange(J, dtype=jnp.int32)
         at_RJ = jnp.where(drawn_RJ, slot_R[:, None], C)
         text_CS = text_CS.at[at_RJ, pos_RJ % text_CS.shape[1]].set(token_RJ, mode="drop")
-    token_RJ = jnp.where(drawn_RJ, token_RJ, slots.counts_CV.shape[1])
+    vocab = slots.vocab
+    if vocab is not None:
+        counted_RJ = jnp.where(drawn_RJ, token_RJ, vocab.counts_UV.shape[1])
+        vocab = vocab_rows.count(vocab, slot_R, penalised_R, counted_RJ)
     return replace(
         slots,
+        vocab=vocab,
         text_CS=text_CS,
         len_C=jnp.where(live_C, len_R[row_C], slots.len_C),
         last_C=jnp.where(live_C, last_R[row_C], slots.last_C),
         recent_CB=jnp.where(live_C[:, None], recent_CB, slots.recent_CB),
-        counts_CV=jax.lax.cond(
-            count_tokens,
-            lambda c: c.at[slot_R[:, None], token_RJ].add(1, mode="drop"),
-            lambda c: c,
-            slots.counts_CV,
-        ),
     )
 
 
@@ -157,21 +160,16 @@ TEXT_SIZE = _TEXT_HEAD + LOAD_TOKENS
 
 
 def load(slots: SlotState, buf: jax.Array) -> SlotState:
-    """Run one buffer of ``load_buffers``: reset the slot's rows if told to, then set the pairs."""
-    slot, reset = buf[0], buf[1] > 0
-    fill = jax.lax.bitcast_convert_type(buf[2], jnp.float32)
-    counts_V = jnp.where(reset, 0, slots.counts_CV[slot])
-    bias_V = jnp.where(reset, fill, slots.bias_CV[slot])
-    pairs = buf[_PAIRS_AT:].reshape(4, LOAD_PAIRS)
-    counts_V = counts_V.at[pairs[0]].set(pairs[1], mode="drop")
-    bias_V = bias_V.at[pairs[2]].set(
-        jax.lax.bitcast_convert_type(pairs[3], jnp.float32), mode="drop"
-    )
+    """Run one buffer of ``load_buffers``: reset the vocab row if told to, then set the pairs."""
+    slot, reset, vocab = buf[0], buf[1] > 0, slots.vocab
+    if vocab is not None:
+        fill = jax.lax.bitcast_convert_type(buf[2], jnp.float32)
+        pairs = buf[_PAIRS_AT:].reshape(4, LOAD_PAIRS)
+        vocab = vocab_rows.load(vocab, slot, buf[3], fill, reset, pairs)
     bad_WK = buf[_BAD_AT:_PAIRS_AT].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
     return replace(
         slots,
-        counts_CV=slots.counts_CV.at[slot].set(counts_V),
-        bias_CV=slots.bias_CV.at[slot].set(bias_V),
+        vocab=vocab,
         recent_CB=slots.recent_CB.at[slot].set(buf[_RECENT_AT:_BAD_AT]),
         bad_CWK=slots.bad_CWK.at[slot].set(bad_WK),
     )
@@ -223,7 +221,7 @@ def load_buffers(item: SlotLoad, V: int) -> list[np.ndarray]:
     runs = []
     for i in range(n_runs):
         buf = np.empty(LOAD_SIZE, np.int32)
-        buf[:_HEAD] = item.slot, i == 0, np.float32(fill).view(np.int32), 0
+        buf[:_HEAD] = item.slot, i == 0, np.float32(fill).view(np.int32), item.vocab_row
         buf[_RECENT_AT:_BAD_AT] = _recent(item)
         buf[_BAD_AT:_PAIRS_AT] = _bad_words(item).ravel()
         part = slice(i * LOAD_PAIRS, (i + 1) * LOAD_PAIRS)

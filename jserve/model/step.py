@@ -78,7 +78,8 @@ class StepOut:
 
 def slot_shapes(dims: StepDims) -> Any:
     """The abstract ``SlotState``."""
-    return slot_rows.shapes(dims.C, dims.V, dims.drafts, text=dims.text, picks=dims.picks)
+    sizes = {"text": dims.text, "picks": dims.picks, "n_vocab_rows": dims.n_vocab_rows}
+    return slot_rows.shapes(dims.C, dims.V, dims.drafts, **sizes)
 
 
 class PoolArray(NamedTuple):
@@ -265,8 +266,8 @@ def run(
         token_RJ = by_row(view, drawn_E, NONE)
         n_ok_R = _n_ok(view, _accepted(view, token_RJ) if n_ok_D is None else n_ok_D)
         len_R = _new_len(view, n_ok_R)
-        counts = (view.flags & PENALTY) > 0
-        slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, counts)
+        penalised_R = (view.uses_R & PENALTY) > 0
+        slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, penalised_R)
     drafted, target = state.kv[arch.L :], _target(model, params)
     outcome = StepOutcome(
         view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps

@@ -86,6 +86,8 @@ class StepDims:
     picks: int = 0
     """Ids that a request may name to have their log-probabilities beside every token's; 0: programs
     have neither these nor the ranks of drawn tokens."""
+    n_vocab_rows: int = 0
+    """Sequences that can have penalties or biases at once; 0: programs have neither."""
 
 
 @dataclass(frozen=True, slots=True)

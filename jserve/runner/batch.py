@@ -225,14 +225,12 @@ def uses(params: SamplingParams) -> int:
     """The flag bits of ``jserve.model.view`` that these parameters need."""
     random = params.temperature >= GREEDY_TEMPERATURE
     truncates = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-    lengths = {len(word) for word in params.bad_token_ids}
-    biased = bool(params.logit_bias) or params.allowed_token_ids is not None or 1 in lengths
     return (
         RANDOM * random
         | TRUNCATE * (random and truncates)
         | PENALTY * params.penalised
-        | BIAS * biased
-        | BAD_WORDS * bool(lengths - {1})
+        | BIAS * params.biased
+        | BAD_WORDS * params.bans_words
         | LOGPROBS * params.shows_logprobs
         | MIN_TOKENS * (params.min_tokens > 0)
     )

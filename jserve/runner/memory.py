@@ -35,6 +35,8 @@ class MemoryPlan:
     kv_bytes: int
     weight_bytes: int
     slot_bytes: int
+    vocab_row_bytes: int
+    """Of ``slot_bytes``, token counts and biases of sequences with penalties or biases."""
     total_bytes: int
     """Memory of the device (on a CPU: of the host)."""
     tokens: int
@@ -57,8 +59,12 @@ class MemoryPlan:
 
 
 def slot_bytes(dims: StepDims) -> int:
-    """Bytes of all slots, which every device holds whole."""
-    leaves = jax.tree.leaves(slot_shapes(dims))
+    """Bytes of all slots and vocab rows, which every device holds whole."""
+    return _bytes_of(slot_shapes(dims))
+
+
+def _bytes_of(shapes: Any) -> int:
+    leaves = jax.tree.leaves(shapes)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
@@ -150,6 +156,7 @@ def plan_memory(
         kv_bytes=n_pages * one,
         weight_bytes=weight_bytes,
         slot_bytes=slots,
+        vocab_row_bytes=_bytes_of(slot_shapes(dims).vocab),
         total_bytes=memory.total,
         tokens=(n_pages - 1) * dims.Z,
     )

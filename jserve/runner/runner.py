@@ -74,6 +74,7 @@ class ModelRunner:
         rules: logical axis to mesh axis.
         ladder: buckets; by default those of the options.
         speculation: what drafts on the device; by default nothing does.
+        penalises: as in ``sizes_of``.
         strict: a compile after start raises instead of warning.
         progress: called with (stage, done, total) while starting.
         clock: monotonic seconds.
@@ -94,6 +95,7 @@ class ModelRunner:
         rules: ShardRules | None = None,
         ladder: Ladder | None = None,
         speculation: LoadedDrafter | None = None,
+        penalises: bool = False,
         strict: bool = False,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -112,6 +114,7 @@ class ModelRunner:
             weight_bytes=_bytes_of_one_device(self._all_params()),
             memory=DeviceMemory.of(device),
             speculation=speculation,
+            penalises=penalises,
         )
         self.memory, self.limits = self.sizes.memory, self.sizes.limits
         self.ladder = ladder or self.sizes.ladder
@@ -168,7 +171,7 @@ class ModelRunner:
 
     def _load(self, item: SlotLoad) -> None:
         slots, dims = self.state.slots, self.model.dims
-        if item.params.penalised or item.params.biased:
+        if item.params.needs_vocab_row or item.params.bans_words:
             for buf in load_buffers(item, dims.V):
                 slots = self.programs.load(slots, buf)
         if dims.text:

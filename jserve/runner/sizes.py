@@ -33,9 +33,17 @@ MAX_PREFILL_ROWS = 8
 
 
 def step_dims(
-    arch: Arch, config: EngineConfig, speculation: LoadedDrafter | None = None
+    arch: Arch,
+    config: EngineConfig,
+    speculation: LoadedDrafter | None = None,
+    *,
+    penalises: bool = False,
 ) -> StepDims:
-    """What all buckets share. Raises ConfigError where ``max_model_len`` exceeds the model's."""
+    """What all buckets share; ``penalises`` as in ``sizes_of``.
+
+    Raises:
+        ConfigError: ``max_model_len`` exceeds the model's.
+    """
     length = config.model.max_model_len or arch.max_position
     if length > arch.max_position:
         raise ConfigError(
@@ -44,16 +52,14 @@ def step_dims(
     Z = config.cache.page_size
     C, M = config.scheduler.max_num_seqs, -(-length // Z)
     picks = config.device.max_logprob_token_ids
+    n_vocab_rows = config.scheduler.n_vocab_rows(penalises=penalises)
+    dims = StepDims(C=C, M=M, Z=Z, V=arch.V, picks=picks, n_vocab_rows=n_vocab_rows)
     if speculation is None:
-        return StepDims(C=C, M=M, Z=Z, V=arch.V, picks=picks)
-    return StepDims(
-        C=C,
-        M=M,
-        Z=Z,
-        V=arch.V,
+        return dims
+    return dataclasses.replace(
+        dims,
         drafts=speculation.n_draft,
         text=min(speculation.drafter.text, M * Z),
-        picks=picks,
     )
 
 
@@ -155,6 +161,7 @@ def runner_limits(
         scores_prompts=config.device.prompt_logprobs,
         features={feature.name: feature.check for feature in registered()},
         picks=dims.picks,
+        n_vocab_rows=dims.n_vocab_rows,
         n_host_pages=n_host_pages,
         window=window,
         sinks=arch.sinks,
@@ -224,6 +231,7 @@ def sizes_of(
     weight_bytes: int,
     memory: DeviceMemory,
     speculation: LoadedDrafter | None = None,
+    penalises: bool = False,
     capability: str = "",
 ) -> Sizes:
     """
@@ -234,6 +242,7 @@ def sizes_of(
         tp: devices that the kv heads are split over.
         weight_bytes: on one device, a drafter's too.
         memory: of one device.
+        penalises: whether requests that say nothing have a penalty, by the model's generation_config.json.
 
     Raises:
         ConfigError: an option cannot be honoured, or there is no room; ``field`` is its name.
@@ -243,7 +252,7 @@ def sizes_of(
     attention = find_backend(name, platform)
     arch = with_sinks(arch, attention, config.device.attention_sinks)
     stored = stored_kv(config, attention, dtype, arch, speculation)
-    dims = step_dims(arch, config, speculation)
+    dims = step_dims(arch, config, speculation, penalises=penalises)
     drafter = None if speculation is None else speculation.drafter
     kv = kv_layout(arch, drafter, page_size=dims.Z, dtype=stored, tp=tp)
     pool = plan_memory(

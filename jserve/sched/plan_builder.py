@@ -173,7 +173,11 @@ class PlanBuilder:
         if self.loads_text or params.loaded:
             self.loads.append(
                 SlotLoad(
-                    slot=seq.slot, tokens=tuple(seq.tokens), n_prompt=seq.n_prompt, params=params
+                    slot=seq.slot,
+                    tokens=tuple(seq.tokens),
+                    n_prompt=seq.n_prompt,
+                    params=params,
+                    vocab_row=seq.vocab_row,
                 )
             )
 

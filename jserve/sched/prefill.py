@@ -55,6 +55,13 @@ class PrefillPlanner:
             return "its prefix is read from disk"
         return "its KV is on the way to the host" if self.resources.swap_policy.waits(seq) else ""
 
+    def lacks(self, seq: Sequence) -> str:
+        """What ``seq`` (in the queue) does not find, in words; empty: nothing."""
+        rows = self.resources.vocab_rows
+        if rows.lacks(seq):
+            return f"all {rows.n} places for sequences with penalties or biases are taken"
+        return ""
+
     def _go_on(self, builder: PlanBuilder, begun: list[Sequence]) -> None:
         """Add the next chunk of each of ``begun``, within the step's prefill cap."""
         if self.gate.level:
@@ -76,6 +83,10 @@ class PrefillPlanner:
             seq = candidates.next()
             if seq is None or seq.pending:
                 return  # rows of its last residence must come back before it may start again
+            if self.resources.vocab_rows.lacks(seq):
+                self.resources.vocab_rows.refuse(seq)
+                candidates.skip(seq)
+                continue
             if self.held_back(seq, step) or lacks_mask(seq):
                 continue
             if self.resources.enter(seq):

@@ -1,6 +1,7 @@
-"""Holds the wait queue, the running sequences, their slots and page leases; admits and preempts.
+"""Holds the wait queue, the running sequences, their slots, page leases and vocab rows; admits and preempts.
 
-It owns the queue, the running sequences, the free slots and the page cache, and moves sequences between them.
+It owns the queue, the running sequences, the free slots, the vocab rows and the page cache, and moves sequences
+between them.
 
 Why slots and pages of a finished or preempted sequence may be reused at once, although a step in flight may hold
 one more row of it: programs run in launch order. The next sequence that gets the slot or the pages is planned
@@ -30,6 +31,7 @@ from jserve.sched.admission.forecast import Lengths, reserve
 from jserve.sched.admission.queue import OrderedSeqs, WaitQueue, weights_of
 from jserve.sched.cache.retention import CacheRetention, root_of
 from jserve.sched.cache.swap import SwapPolicy
+from jserve.sched.vocab_rows import VocabRows
 from jserve.timing.prefill_cap import PrefillCap
 from jserve.types import Lane, Request, SeqState, Sequence
 from jserve.window import chunk_of, tokens_ahead
@@ -45,6 +47,7 @@ class Resources:
         max_running: int,
         cache: PageCache,
         waiting: WaitQueue,
+        vocab_rows: VocabRows | None = None,
         retention: CacheRetention | None = None,
         chunk: int = 0,
         window_pages: int = 0,
@@ -67,6 +70,7 @@ class Resources:
         self.n_preemptions = 0
         self.n_looked_up = 0
         self.n_hit = 0
+        self.vocab_rows = vocab_rows or VocabRows(n_slots)
         self._slots = deque(range(n_slots))
         self._refused: tuple[Sequence, int, int] | None = None
 
@@ -79,7 +83,8 @@ class Resources:
         return self.cache.n_known(root_of(seq.request), seq.tokens)
 
     def enter(self, seq: Sequence) -> bool:
-        """A slot and pages for all known tokens of ``seq``; False, with no trace, if they lack."""
+        """A slot and pages for all known tokens of ``seq``, and the vocab row that it does not lack; False,
+        with no trace, if there are not enough pages."""
         state = (seq, self.cache.n_available, len(self.running))
         if self._refused == state:
             return False  # nothing came back since it was refused, so do not search the tree again
@@ -176,7 +181,7 @@ class Resources:
         return min(seq.given, seq.scheduled + self.chunk)
 
     def preempt_for_interactive(self, now: float, held_back: Callable[[Sequence], bool]) -> None:
-        """Preempt bulk sequences for the first interactive one that lacks a slot or pages.
+        """Preempt bulk sequences for the first interactive one that lacks a slot, a vocab row or pages.
 
         Call it before the step's rows are planned, since a row needs its sequence's pages. It preempts
         only where that frees enough. ``held_back``: sequences that wait for something else.
@@ -187,13 +192,17 @@ class Resources:
         first, later = self._at_entry(seq, 0)
         wanted = -(-first // self.cache.page_size) + later + self._keep(seq)
         short, chosen = wanted - self.cache.n_available, []
-        for victim in policy.preemptible_bulk(self.running):
-            if short <= 0 and (chosen or not self.full):
+        victims, lacks_row = policy.preemptible_bulk(self.running), self.vocab_rows.lacks(seq)
+        if lacks_row:  # somebody who holds one comes first
+            victims.sort(key=lambda victim: victim.vocab_row < 0)
+            victims = victims if victims and victims[0].vocab_row >= 0 else []
+        for victim in victims:
+            if short <= 0 and (chosen or not (self.full or lacks_row)):
                 break
             assert victim.lease is not None
             short -= victim.lease.n_own
             chosen.append(victim)
-        if short <= 0:
+        if short <= 0 and (chosen or not lacks_row):
             for victim in chosen:
                 self.preempt(victim)
 
@@ -202,13 +211,17 @@ class Resources:
         lane = Lane.INTERACTIVE
         if not self.waiting.lanes[lane].n or not self.n_running[Lane.BULK]:
             return None
-        candidates = self.waiting.candidates(now)
+        candidates, promised = self.waiting.candidates(now), False
         while (seq := candidates.next()) is not None and not seq.pending:
-            if seq.request.lane != lane:
-                if not candidates.skip_blocked(seq):
-                    return None
-            elif not held_back(seq):
-                return seq
+            lacks_row = self.vocab_rows.lacks(seq)
+            if seq.request.lane == lane:
+                if not held_back(seq) and not (lacks_row and promised):
+                    return seq
+            elif lacks_row:
+                candidates.skip(seq)
+                promised = True  # the next row is not for a later one
+            elif not candidates.skip_blocked(seq):
+                return None
         return None
 
     def tokens_known(self, request: Request) -> int:
@@ -256,6 +269,7 @@ class Resources:
     def leave(self, seq: Sequence) -> None:
         """``seq`` is over, wherever it was."""
         lease = seq.lease
+        self.vocab_rows.forget(seq)
         self.swap_policy.forget(seq)
         if lease is not None:
             self._vacate(seq)
@@ -278,10 +292,12 @@ class Resources:
         assert slots == list(range(len(slots))), f"slots are lost or held twice: {slots}"
         assert len(leases) == len(self.running), "a running sequence holds no lease"
         assert all(seq.lease is None for seq in self.waiting), "a waiting sequence holds pages"
+        self.vocab_rows.check(list(self.running))
         self.cache.check(leases, held, self.retention.handles.pinned())
 
     def _join(self, seq: Sequence) -> None:
         self.running.add(seq)
+        self.vocab_rows.lease(seq)
         self.n_running[seq.request.lane] += 1
         self._most_pages += self._most(seq)
 
@@ -291,6 +307,7 @@ class Resources:
         self.n_running[seq.request.lane] -= 1
         self._most_pages -= self._most(seq)
         self.cache.release(seq.lease)
+        self.vocab_rows.release(seq)
         self._slots.append(seq.slot)
         seq.lease, seq.slot = None, -1
 
@@ -325,6 +342,7 @@ def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) ->
     return Resources(
         n_slots=limits.n_slots,
         max_running=_most_running(limits, options),
+        vocab_rows=VocabRows(min(limits.n_vocab_rows, limits.n_slots)),
         cache=cache,
         waiting=WaitQueue(weights_of(options), options.ageing_s),
         retention=CacheRetention(

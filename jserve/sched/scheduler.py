@@ -352,6 +352,7 @@ class Scheduler:
             **self.bisection.counters(),
             **self.prefix_waits.counters(),
             **self.deadlock.counters(),
+            **self.resources.vocab_rows.counters(),
             **self.finalizer.counters(),
             "step_slowness": self.slowness.value,
             "prefill_tokens_total": float(self.n_prefilled),

@@ -165,6 +165,7 @@ def _item(h: _LoggedRequest, weaver: _Weaver) -> TraceItem:
         skip_prefix_cache=request.skip_prefix_cache,
         scored=params.prompt_logprobs is not None,
         loaded=params.loaded,
+        vocab_row=params.needs_vocab_row,
     )
 
 

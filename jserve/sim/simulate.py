@@ -116,6 +116,7 @@ def limits_of(setup: Setup) -> RunnerLimits:
         vocab_size=VOCAB,
         window=device.window,
         sinks=setup.config.device.attention_sinks if device.window else 0,
+        n_vocab_rows=options.n_vocab_rows(penalises=False),
         n_host_pages=device.n_host_pages(setup.config.cache.host_memory_gb),
         page_move_s=device.move_s,
         step_times=ladder(device.costs, rows=n, tokens=budget, context=length),

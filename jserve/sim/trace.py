@@ -76,6 +76,8 @@ class TraceItem(
     """The prompt's log-probabilities are wanted, so nothing of it comes from the cache."""
     loaded: bool = False
     """The parameters need a ``SlotLoad``."""
+    vocab_row: bool = False
+    """They need a vocab row, too."""
 
     @property
     def n_prompt(self) -> int:
@@ -117,7 +119,7 @@ def request_of(item: TraceItem, streams: Streams, arrival: float) -> Request:
     return Request(
         id=item.id,
         prompt_ids=tuple(streams.text(item.prompt)),
-        params=_params(item.max_tokens, len(item.outputs), item.scored, item.loaded),
+        params=_params(item),
         eos_ids=(EOS,),
         arrival=arrival,
         priority=item.priority,
@@ -133,14 +135,22 @@ def request_of(item: TraceItem, streams: Streams, arrival: float) -> Request:
     )
 
 
+def _params(item: TraceItem) -> SamplingParams:
+    kind = item.scored, item.loaded, item.vocab_row
+    return _params_of(item.max_tokens, len(item.outputs), *kind)
+
+
 @lru_cache(maxsize=4096)
-def _params(max_tokens: int | None, n: int, scored: bool, loaded: bool) -> SamplingParams:
+def _params_of(
+    max_tokens: int | None, n: int, scored: bool, loaded: bool, vocab_row: bool
+) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         n=n,
         temperature=0.0,
         prompt_logprobs=0 if scored else None,
-        logit_bias={0: 1.0} if loaded else {},
+        logit_bias={0: 1.0} if vocab_row else {},
+        bad_token_ids=((0, 0),) if loaded and not vocab_row else (),
     )
 
 

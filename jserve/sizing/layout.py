@@ -63,6 +63,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         weight_bytes=weights,
         memory=_memory(chip, weights),
         speculation=speculation,
+        penalises=model.penalises,
     )
     return Layout(
         model=dataclasses.replace(model, arch=sizes.arch),

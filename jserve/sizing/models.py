@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class Model:
     dtype: Any
     asked: str = ""
     """What ``find`` was asked for."""
+    penalises: bool = False
+    """As in ``Source``."""
 
     def specs(self, tp: int = 1) -> list[ParamSpec]:
         """Its parameters as ``tp`` devices keep them.
@@ -92,7 +95,14 @@ def find(name: str, revision: str = "", dtype: str = "auto") -> Model:
     family = family_for(config)
     stated = hf.dtype_name(config) if dtype == "auto" else dtype
     arch = family.arch(config)
-    return Model(name=source.name, family=family, arch=arch, dtype=jnp.dtype(stated), asked=name)
+    return Model(
+        name=source.name,
+        family=family,
+        arch=arch,
+        dtype=jnp.dtype(stated),
+        asked=name,
+        penalises=source.penalises,
+    )
 
 
 def source_of(name: str, revision: str = "", load_format: str = "dummy") -> Source:
@@ -106,7 +116,8 @@ def source_of(name: str, revision: str = "", load_format: str = "dummy") -> Sour
     if not path.exists() and name.lower() in SHAPES:
         return _without_weights(name.lower(), path, SHAPES[name.lower()])
     if path.is_file():
-        return _without_weights(path.absolute().parent.name, path.parent, hf.read_json(path))
+        found = _without_weights(path.absolute().parent.name, path.parent, hf.read_json(path))
+        return dataclasses.replace(found, generation=hf.read_generation_config(path.parent))
     try:
         return resolve(name, revision, load_format if path.is_dir() else "dummy")
     except WeightsError:

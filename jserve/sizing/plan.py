@@ -114,6 +114,8 @@ class Plan:
     page_size: int
     max_model_len: int
     max_num_seqs: int
+    max_penalized_seqs: int
+    """Of these, as many as can have penalties or biases."""
     memory: MemoryPlan
     residents: tuple[Residents, ...]
     rates: tuple[DecodeRate, ...]
@@ -199,6 +201,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         page_size=sizes.dims.Z,
         max_model_len=_context(laid),
         max_num_seqs=sizes.dims.C,
+        max_penalized_seqs=sizes.dims.n_vocab_rows,
         memory=memory,
         residents=tuple(_residents(laid, n) for n in lengths),
         rates=rates,

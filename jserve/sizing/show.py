@@ -67,6 +67,8 @@ def _memory(plan: Plan) -> Table:
         per_token += f", {own:g} of them the drafter's"
     table.add_row("KV pool", _gib(m.kv_bytes), pool + per_token)
     table.add_row("slots", _gib(m.slot_bytes), f"{plan.max_num_seqs} sequences at once")
+    penalised = f"counts and biases of {plan.max_penalized_seqs} of them (--max-penalized-seqs)"
+    table.add_row("  of these", _gib(m.vocab_row_bytes), penalised)
     table.add_row("scratch and rest", _gib(others), "")
     table.add_row("taken", _gib(m.total_bytes), "")
     return table

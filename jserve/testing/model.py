@@ -114,8 +114,9 @@ def stops_of(request: Request) -> tuple[int, ...]:
 
 
 def sampling_hash(params: SamplingParams, history: int, bias: int) -> int:
-    """What a slot's counts and biases (``bias_digest``) add to a draw; 0 where nothing reads them."""
-    return (mix(history) if params.penalised else 0) ^ (mix(bias) if params.biased else 0)
+    """What counts and biases (``bias_digest``) add to a draw; 0 where nothing reads them."""
+    biased = params.biased or params.bans_words
+    return (mix(history) if params.penalised else 0) ^ (mix(bias) if biased else 0)
 
 
 def logprob_of(seen: int) -> float:

@@ -35,6 +35,12 @@ def _check_slots(plan: StepPlan, limits: RunnerLimits) -> None:
     assert len({row.slot for row in own}) == len(own), "two rows share a slot"
     loaded = {load.slot for load in plan.loads}
     assert loaded <= {row.slot for row in plan.rows}, "a load without a row"
+    for load in plan.loads:
+        needs = load.params.needs_vocab_row
+        assert needs == (load.vocab_row >= 0), f"vocab row {load.vocab_row}, needed: {needs}"
+    held = [load.vocab_row for load in plan.loads if load.vocab_row >= 0]
+    assert len({*held}) == len(held), "two loads share a vocab row"
+    assert max(held, default=-1) < min(limits.n_vocab_rows, limits.n_slots), f"vocab rows {held}"
 
 
 def _check_drafting(

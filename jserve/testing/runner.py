@@ -58,14 +58,22 @@ HostCopy = tuple[np.ndarray, ...]
 
 
 @dataclass(slots=True)
+class _VocabRow:
+    """What the device keeps of a sequence with penalties or biases."""
+
+    history: int = 0
+    """Sum of hashes of the tokens seen, prompt and output apart: stands for the counts."""
+    bias: int = 0
+
+
+@dataclass(slots=True)
 class _Slot:
     """What the device keeps per slot."""
 
     length: int = 0
     last: int = -1
-    history: int = 0
-    """Sum of hashes of the tokens seen, prompt and output apart: stands for the penalty counts."""
-    bias: int = 0
+    vocab: _VocabRow = field(default_factory=_VocabRow)
+    """The row it was given; one of its own for bad words, which need none."""
     drafts: tuple[int, ...] = ()
     """What the device drafter left."""
     picks: tuple[int, ...] = ()
@@ -120,6 +128,8 @@ class FakeRunner:
         self.step_P = np.full(P, -1, np.int64)
         """The step that wrote each page last."""
         self._slots = [_Slot() for _ in range(self._limits.n_slots)]
+        n_rows = min(self._limits.n_vocab_rows, self._limits.n_slots)
+        self._vocab_rows = [_VocabRow() for _ in range(n_rows)]
         self.host: dict[int, HostCopy] = {}
         """What each host page holds: tokens, ctx, poison, shown."""
 
@@ -185,8 +195,9 @@ class FakeRunner:
 
     def _load(self, load: SlotLoad) -> None:
         slot = self._slots[load.slot]
-        slot.history = sum(counted(t, i >= load.n_prompt) for i, t in enumerate(load.tokens)) & MASK
-        slot.bias = bias_digest(load.params)
+        slot.vocab = self._vocab_rows[load.vocab_row] if load.vocab_row >= 0 else _VocabRow()
+        seen = [counted(t, i >= load.n_prompt) for i, t in enumerate(load.tokens)]
+        slot.vocab.history, slot.vocab.bias = sum(seen) & MASK, bias_digest(load.params)
         slot.picks = load.params.logprob_token_ids or ()
         slot.text = list(load.tokens)
 
@@ -329,7 +340,7 @@ class FakeRunner:
         first = start + row.count - len(drafts) - 1
         lock = choice.n_prompt + params.min_tokens
         for j in range(1 + len(drafts)):
-            salt = sampling_hash(params, slot.history, slot.bias)
+            salt = sampling_hash(params, slot.vocab.history, slot.vocab.bias)
             seen = int(seen_N[first - start + j]) ^ salt
             mask_W = None if row.mask is None else row.mask[j]
             redraw = row.redraw[j] if row.redraw else -1
@@ -338,7 +349,8 @@ class FakeRunner:
             if token < 0:
                 out.finite_R[r], out.n_ok_R[r] = False, j + 1
                 break
-            slot.history = (slot.history + counted(token, True)) & MASK
+            if params.penalised:
+                slot.vocab.history = (slot.vocab.history + counted(token, True)) & MASK
             slot.last, slot.length = token, first + j + 1
             slot.text.append(token)
             _put(out, r, j, token, seen, self._limits.vocab_size)
@@ -354,7 +366,7 @@ class FakeRunner:
             return self._copied(row, n)
         choice, slot, vocab = row.choice, self._slots[row.slot], self._limits.vocab_size
         params, stops = choice.request.params, stops_of(choice.request)
-        first, history = slot.length, slot.history
+        first, history = slot.length, slot.vocab.history
         sees = self.shown_PZ[self._cells(pages, np.arange(first))].all()
         sure = self.acceptance if sees or not self._limits.drafts_from_kv else 0.0
         tokens, ctxs, drafts = [slot.last], [], []
@@ -364,7 +376,7 @@ class FakeRunner:
             token_S = [*self.token_PZ[cells].tolist(), *(tokens[i] for i in new)]
             ctxs.append(mix(_sum_of(token_S, at_S)))
             ctx_S = [*self.ctx_PZ[cells].tolist(), *(ctxs[i] for i in new)]
-            seen = mix(_sum_of(ctx_S, at_S)) ^ sampling_hash(params, history, slot.bias)
+            seen = mix(_sum_of(ctx_S, at_S)) ^ sampling_hash(params, history, slot.vocab.bias)
             lock = choice.n_prompt + params.min_tokens
             tokens.append(self.model.draw(seen, at + 1, choice.seed, params, stops, lock))
             history = (history + counted(tokens[-1], True)) & MASK

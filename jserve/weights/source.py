@@ -6,13 +6,15 @@ weights. Opens no weights, imports neither jax nor anything out of a model direc
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jserve.errors import ConfigError, WeightsError
+from jserve.errors import BadRequest, ConfigError, WeightsError
+from jserve.sampling import SamplingParams
 from jserve.weights import hf
 from jserve.weights.hub import download
 
@@ -37,6 +39,24 @@ class Source:
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
     """generation_config.json; {} if missing or broken."""
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What generation_config.json says of sampling; values that are no valid setting are left out."""
+        found: dict[str, Any] = {}
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+            with contextlib.suppress(BadRequest):
+                if self.generation.get(name) is not None:
+                    SamplingParams(**{name: self.generation[name]})
+                    found[name] = self.generation[name]
+        if self.generation.get("do_sample") is False:
+            found["temperature"] = 0.0
+        return found
+
+    @property
+    def penalises(self) -> bool:
+        """True when requests that say nothing of penalties have one."""
+        return SamplingParams(**self.sampling_defaults).penalised
 
 
 def resolve(model: str, revision: str = "", load_format: str = "auto") -> Source:

@@ -29,12 +29,13 @@ def slots_of(rows: Seq[tuple[SamplingParams, Context]], V: int) -> Any:
     rng = np.random.default_rng(5)
     slots = jax.tree.map(
         lambda a: jnp.asarray(rng.integers(0, 5, a.shape).astype(a.dtype)),
-        slot_rows.empty(C, V),
+        slot_rows.empty(C, V, n_vocab_rows=C),
     )
     for i, (params, context) in enumerate(rows):
-        if params.penalised or params.biased:
+        if params.needs_vocab_row or params.bans_words:
             tokens = [*context.prompt, *context.output]
-            item = SlotLoad(slot=i, tokens=tokens, n_prompt=len(context.prompt), params=params)
+            n_prompt, row = len(context.prompt), C - 1 - i
+            item = SlotLoad(slot=i, tokens=tokens, n_prompt=n_prompt, params=params, vocab_row=row)
             for buf in slot_rows.load_buffers(item, V):
                 slots = _LOAD(slots, buf)
     return slots

@@ -29,7 +29,7 @@ def step_model(
         family=FAMILIES[arch.family],
         arch=arch,
         backend=attention,
-        dims=StepDims(C=C, M=128, Z=64, V=arch.V),
+        dims=StepDims(C=C, M=128, Z=64, V=arch.V, n_vocab_rows=64),
         mesh=make_mesh(tp, aot.h200(tp)),
         rules=ShardRules(),
         n_pages=n_pages,

@@ -233,6 +233,7 @@ class Rig:
                                 tokens=list(seq.tokens),
                                 n_prompt=seq.n_prompt,
                                 params=params,
+                                vocab_row=seq.slot if params.needs_vocab_row else -1,
                             )
                         )
         rows = [*decode, *prefill]

@@ -40,7 +40,9 @@ def test_the_step_updates_its_state_in_place(attention, bucket):
     assert head.count("may-alias") + head.count("must-alias") == len(state)
     layer = r.state.kv[0][0]
     assert memory.temp_size_in_bytes < 2 * layer.nbytes
-    for array in (layer, r.state.slots.counts_CV, r.state.slots.bias_CV):
+    vocab = r.state.slots.vocab
+    assert vocab is not None
+    for array in (layer, vocab.counts_UV, vocab.bias_UV):
         shape = ",".join(map(str, array.shape))
         assert not re.findall(rf"= \w+\[{shape}\]\S* (?:copy|copy-start|convert|transpose)\(", text)
 

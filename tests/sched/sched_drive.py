@@ -383,7 +383,7 @@ class Drive:
                 assert all(len(p.top_ids) == params.logprobs for p in out.logprobs)
             else:
                 assert all(p.named and p.top_ids == picks for p in out.logprobs)
-            if not (params.penalised or params.biased):
+            if not (params.needs_vocab_row or params.bans_words):
                 self._check_drawn(prompt, [*told.tokens[:n_before], *out.token_ids], out, picks)
         else:
             assert out.logprobs is None
@@ -517,6 +517,7 @@ class Drive:
         assert not len(sched.scores), "I17: scores are left"
         assert not len(sched.deadlines), "I17: a deadline is left"
         assert not sched.resources.waiting.held_by
+        assert not sched.resources.vocab_rows._waiting, "I17: a wait for a vocab row is left"
         assert not sched.resources.waiting._arrivals
         assert not len(sched.speculation), "I17: a watched text is left"
         assert sched.stats().running == sched.stats().waiting == sched.stats().preempted == 0

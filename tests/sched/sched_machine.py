@@ -117,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n_host=st.sampled_from([0, 0, 2, 30]),
         preemption=st.sampled_from(["auto", "recompute", "swap", "swap"]),
         vocab=st.sampled_from([VOCAB, 2]),
+        n_vocab_rows=st.sampled_from([1, 2, 99]),
     )
     def start(
         self,
@@ -138,13 +139,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         n_host,
         preemption,
         vocab,
+        n_vocab_rows,
     ):
         n_pages = 1 + -(-(n_pages - 1) * 4 // page_size)  # as many tokens at any page size
         times = step_times() if measured else ()
         seen = {"window": window[0], "sinks": window[1]}
         tier = {"n_host_pages": n_host, "page_move_s": 1e-4 if measured else 0.0}
         pool = {"n_pages": n_pages, "page_size": page_size}
-        few = {"vocab_size": vocab}
+        few = {"vocab_size": vocab, "n_vocab_rows": n_vocab_rows}
         lim = limits(max_drafts=drafts, step_times=times, **pool, **tier, **seen, **few)
         if drafts and drafter in ("device", "copying"):
             lim = dataclasses.replace(

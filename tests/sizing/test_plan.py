@@ -12,11 +12,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from jserve import build
 from jserve.cli import app
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
+from jserve.runner import runner as runner_module
 from jserve.runner.buckets import Ladder
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.programs import step_name
@@ -56,17 +58,18 @@ def test_known_shapes_have_the_published_number_of_parameters(name: str) -> None
 
 
 def test_memory_of_8b_on_an_h200() -> None:
-    """142,603,651,645 bytes are taken; 85 % of them less 16,060,522,496 of weights and 256 slots of
-    128,256 * 8 and a few bytes hold 12,503 pages of 64 tokens, rounded down to 97 * 128."""
+    """142,603,651,645 bytes are taken; 85 % of them less 16,060,522,496 of weights, 64 vocab rows
+    of 128,256 * 8 bytes and 256 slots of a few hold 12,527 pages of 64 tokens, rounded down to 97 * 128."""
     found = plan()
     assert found.weight_bytes_total == 16_060_522_496
     assert found.kv_bytes_per_token == 128 * 1024
     assert found.device_bytes == 142_603_651_645
     assert found.memory.page_bytes == 64 * 131_072
     assert found.memory.n_pages == 12_416
-    few = 2 + (MAX_BAD_WORD_TOKENS - 1) + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
+    few = 3 + (MAX_BAD_WORD_TOKENS - 1) + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
     few += MAX_LOGPROB_TOKEN_IDS
-    assert found.memory.slot_bytes == 256 * (128_256 * 8 + 4 * few)
+    assert found.memory.vocab_row_bytes == 64 * 128_256 * 8 + 256 * 4
+    assert found.memory.slot_bytes == 64 * 128_256 * 8 + 256 * 4 * few
     by_length = {r.length: (r.pages, r.sequences, r.admitted) for r in found.residents}
     assert by_length == {512: (8, 1551, 256), 2048: (32, 387, 256), 8192: (128, 96, 96)}
 
@@ -186,6 +189,37 @@ def test_the_engine_allocates_what_the_plan_says(
     assert found.memory.kv_bytes == found.memory.n_pages * found.memory.page_bytes
     names = [step_name(b) for b in ladder_of(runner.limits, masks_drafts=False).buckets]
     assert [p.name for p in found.programs] == names
+
+
+@pytest.mark.parametrize(
+    ("generation", "options", "n_rows"),
+    [
+        ({}, {}, 64),
+        ({"repetition_penalty": 1.05}, {}, 80),
+        ({"repetition_penalty": 1.0}, {}, 64),
+        ({"repetition_penalty": -3}, {}, 64),
+        ({"repetition_penalty": 1.05}, {"max_penalized_seqs": 9}, 9),
+        ({"repetition_penalty": 1.05}, {"max_penalized_seqs": 0}, 0),
+        ({}, {"max_penalized_seqs": 99}, 80),
+        ({}, {"max_num_seqs": 3}, 3),
+    ],
+)
+def test_sequences_with_penalties_at_once(
+    generation: dict, options: dict, n_rows: int, tmp_path: Path
+) -> None:
+    """A model whose own defaults have a penalty can have it in every sequence; the plan and the runner
+    that ``jserve serve`` builds say the same number."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    config = EngineConfig.of(model=str(tmp_path), **SMALL | {"max_num_seqs": 80} | options)
+    for named in (tmp_path, tmp_path / "config.json"):
+        found, laid = sizing.plan(str(named), "h200", (100,), config)
+        assert found.max_penalized_seqs == laid.sizes.limits.n_vocab_rows == n_rows
+    made: dict = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner_module, "ModelRunner", lambda *_, **given: made.update(given))
+        build._runner(config, lambda *_: None, None, None)
+    assert config.scheduler.n_vocab_rows(penalises=made["penalises"]) == n_rows
 
 
 @pytest.mark.parametrize("backend", ["xla", "ref", "hopper"])

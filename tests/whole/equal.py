@@ -131,6 +131,7 @@ class Way:
     prefix_caching: bool
     drafts: bool
     random_buckets: bool
+    n_vocab_rows: int = 8
 
     @classmethod
     def draw(cls, rng: random.Random) -> Way:
@@ -142,6 +143,7 @@ class Way:
             prefix_caching=rng.random() < 0.7,
             drafts=rng.random() < 0.4,
             random_buckets=rng.random() < 0.5,
+            n_vocab_rows=rng.choice((1, 2, 8)),
         )
 
 
@@ -244,7 +246,7 @@ def outputs_of(
     ``proposer`` drafts in every row it can, whatever that is worth; ``preempts``: after each step
     someone loses its pages.
     """
-    limits = dataclasses.replace(runner.limits, n_pages=way.n_pages)
+    limits = dataclasses.replace(runner.limits, n_pages=way.n_pages, n_vocab_rows=way.n_vocab_rows)
     config = EngineConfig.of(
         **OPTIONS
         | {

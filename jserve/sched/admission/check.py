@@ -75,6 +75,7 @@ def _check_features(request: Request, limits: RunnerLimits) -> None:
     if params.prompt_logprobs is not None and not limits.scores_prompts:
         raise BadRequest("prompt_logprobs is switched off on this server", field="prompt_logprobs")
     _check_picks(params, limits)
+    _check_vocab_row(params, limits)
     _check_extra(params, limits)
     if params.guided:
         _check_guided(request, limits)
@@ -90,6 +91,21 @@ def _check_picks(params: SamplingParams, limits: RunnerLimits) -> None:
         raise BadRequest(f"{name} is switched off on this server", field=name)
     if n > limits.picks:
         raise BadRequest(f"{name} holds {n} ids, at most {limits.picks} fit", field=name)
+
+
+def _check_vocab_row(params: SamplingParams, limits: RunnerLimits) -> None:
+    if not params.needs_vocab_row or limits.n_vocab_rows:
+        return
+    given = {
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "presence_penalty": params.presence_penalty != 0.0,
+        "frequency_penalty": params.frequency_penalty != 0.0,
+        "logit_bias": bool(params.logit_bias),
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": True,
+    }
+    name = next(name for name, asked in given.items() if asked)
+    raise BadRequest(f"{name} is switched off on this server: max_penalized_seqs is 0", field=name)
 
 
 def _check_extra(params: SamplingParams, limits: RunnerLimits) -> None:

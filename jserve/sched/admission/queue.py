@@ -12,13 +12,17 @@ once that has waited ``ageing_s``. A request that does not fit blocks its own an
 (head-of-line reservation), and all lanes after ``PASSES`` more admissions. So once a sequence with k earlier
 ones waiting has aged, at most ``(AGED_EVERY + PASSES) * (k + 1)`` others are admitted before it, whatever
 lanes, weights, tenants, priorities and deadlines are.
+
+A sequence that lacks what others do not need (a vocab row) blocks no lane: it is skipped, ``MOST_SKIPPED`` of a
+lane in one step. Admissions are counted for the oldest that was skipped, and after ``PASSES`` of them it is
+offered first, so the next vocab row that comes free is its.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from jserve.config import SchedulerOptions
@@ -28,6 +32,8 @@ from jserve.types import Lane, SeqState, Sequence
 
 AGED_EVERY = 8
 PASSES = 16
+MOST_SKIPPED = 64
+"""So a step never looks through thousands; behind so many, a lane waits."""
 LANES = tuple(Lane)
 
 
@@ -135,6 +141,7 @@ class WaitQueue:
         """Fresh ones by arrival; those that are no longer waiting are dropped lazily."""
         self._passed: dict[Sequence, int] = {}
         """Blocked sequences in the order they did not fit, and admissions since."""
+        self._oldest_skipped: Sequence | None = None
 
     def add(self, seq: Sequence) -> None:
         lane = self.lanes[seq.request.lane]
@@ -151,6 +158,8 @@ class WaitQueue:
         """``seq`` waits no more; its state is still that of its waiting."""
         self.lanes[seq.request.lane].remove(seq)
         self._passed.pop(seq, None)
+        if self._oldest_skipped is seq:
+            self._oldest_skipped = None
         self._n -= 1
         tenant = seq.request.tenant
         self.held_by[tenant] -= 1
@@ -181,10 +190,11 @@ class WaitQueue:
         """The candidates of one step, best first."""
         return Candidates(self, now)
 
-    def foremost(self, now: float) -> Sequence | None:
-        """The sequence that precedes all order: one passed ``PASSES`` times, or an aged arrival."""
+    def foremost(self, now: float, offered: Collection[int] = ()) -> Sequence | None:
+        """The sequence that precedes all order: one passed ``PASSES`` times, or an aged arrival. Those passed
+        whose ids are in ``offered`` had their turn in this step."""
         for holder, n in self._passed.items():
-            if n >= PASSES:
+            if n >= PASSES and id(holder) not in offered:
                 return holder
         if self._n_entered % AGED_EVERY != AGED_EVERY - 1:
             return None
@@ -195,6 +205,13 @@ class WaitQueue:
     def may_pass(self, holder: Sequence) -> bool:
         """True while higher lanes may still be admitted before ``holder``, which does not fit now."""
         return self._passed.setdefault(holder, 0) < PASSES
+
+    def skipped(self, seq: Sequence) -> None:
+        """``seq`` was offered and lacks what others do not need."""
+        oldest = self._oldest_skipped
+        if oldest is None or policy.order(seq)[2] < policy.order(oldest)[2]:
+            self._oldest_skipped = seq
+            self._passed.setdefault(seq, 0)
 
     @property
     def n_tokens(self) -> int:
@@ -231,18 +248,23 @@ class Candidates:
 
     def __init__(self, queue: WaitQueue, now: float) -> None:
         self._queue = queue
-        self._lanes = LANES
+        self._lanes = [*LANES]
         self._seen: dict[int, Any] = {}
         """id of a list -> key of the last of it that was offered and not admitted."""
         self._foremost: set[int] = set()
         self._last: Sequence | None = None
+        self._skipped = False
+        """The last one was foremost and lacks what others do not need."""
+        self._n_skipped = dict.fromkeys(LANES, 0)
         self._now = now
 
     def next(self) -> Sequence | None:
         """The best candidate not offered before; None at the end."""
         last = self._last
-        if last is None or last.lease is not None:  # the start, or an entry: whose turn is it?
-            seq = self._queue.foremost(self._now)
+        # The start, an entry, or a foremost one that lacks what others need not: whose turn is it?
+        if last is None or last.lease is not None or self._skipped:
+            self._skipped = False
+            seq = self._queue.foremost(self._now, self._foremost)
             if seq is not None and id(seq) not in self._foremost:
                 self._foremost.add(id(seq))
                 self._last = seq
@@ -252,8 +274,17 @@ class Candidates:
 
     def skip_blocked(self, holder: Sequence) -> bool:
         """``holder`` does not fit: continue with higher lanes only; False if none may."""
-        self._lanes = self._lanes[: min(len(self._lanes), policy.rank(holder))]
+        self._lanes = [lane for lane in self._lanes if LANES.index(lane) < policy.rank(holder)]
         return bool(self._lanes) and self._queue.may_pass(holder)
+
+    def skip(self, seq: Sequence) -> None:
+        """``seq`` lacks what others do not need: go on without it."""
+        lane = seq.request.lane
+        self._queue.skipped(seq)
+        self._skipped = id(seq) in self._foremost
+        self._n_skipped[lane] += 1
+        if self._n_skipped[lane] == MOST_SKIPPED and lane in self._lanes:
+            self._lanes.remove(lane)
 
     def _fair(self) -> Sequence | None:
         queue = self._queue

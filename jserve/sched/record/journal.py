@@ -92,6 +92,8 @@ class Decision(msgspec.Struct, frozen=True):
     moves: tuple[tuple[int, int, bool], ...] = ()
     """(page, host page, out) each."""
     n_draft: int = 0
+    vocab_rows: tuple[int, ...] = ()
+    """Of the loads, each as ``SlotLoad.vocab_row``."""
 
     @classmethod
     def of(cls, plan: StepPlan | None) -> Decision | None:
@@ -104,6 +106,7 @@ class Decision(msgspec.Struct, frozen=True):
             pages=zlib.crc32(np.ascontiguousarray(plan.page_table_RM).tobytes()),
             moves=tuple((move.page, move.host, move.out) for move in plan.moves),
             n_draft=plan.n_draft,
+            vocab_rows=tuple(load.vocab_row for load in plan.loads),
         )
 
 

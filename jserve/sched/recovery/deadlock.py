@@ -79,7 +79,7 @@ class DeadlockGuard:
             return min(running, key=_age)
         candidates = self.resources.waiting.candidates(now)
         while (seq := candidates.next()) is not None:
-            if not self.prefill_planner.waits_for(seq, step):
+            if not (self.prefill_planner.waits_for(seq, step) or self.prefill_planner.lacks(seq)):
                 return seq
         return min(self.resources.waiting, key=_age, default=None)
 
@@ -93,7 +93,8 @@ class DeadlockGuard:
             return f"{seq.pending} of its steps have not come back"
         cache = self.resources.cache
         pages = f"{cache.n_available} of {cache.pool.n_usable} pages of KV are to be had"
-        return self.prefill_planner.waits_for(seq, step) or f"it is not admitted, {pages}"
+        waits = self.prefill_planner.waits_for(seq, step) or self.prefill_planner.lacks(seq)
+        return waits or f"it is not admitted, {pages}"
 
 
 def _age(seq: Sequence) -> int:

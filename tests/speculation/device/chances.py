@@ -180,7 +180,7 @@ class Dice:
             D=ROWS, P=0, F=0, J=1 + kind.n, n_draft=held, tree=kind.parents, features=(MASK,)
         )
         text = 0 if kind.drafter is None else kind.drafter.text
-        self.dims = StepDims(C=ROWS, M=M, Z=Z, V=V, drafts=held, text=text)
+        self.dims = StepDims(C=ROWS, M=M, Z=Z, V=V, drafts=held, text=text, n_vocab_rows=ROWS)
         self.model = StepModel(
             family=LLAMA, arch=ARCH7, backend=backend("xla"), dims=self.dims, mesh=make_mesh(1),
             rules=RULES, n_pages=M * ROWS + 1, kv_dtype=jnp.dtype("float32"),
@@ -234,14 +234,15 @@ class Dice:
     def _slots(self, params: SamplingParams) -> Any:
         """Slots whose last token is START, with no KV yet."""
         dims = self.dims
-        one = slot_rows.empty(1, V, dims.drafts, text=dims.text)
-        item = SlotLoad(slot=0, tokens=[START], n_prompt=1, params=params)
+        one = slot_rows.empty(1, V, dims.drafts, text=dims.text, n_vocab_rows=1)
+        item = SlotLoad(slot=0, tokens=[START], n_prompt=1, params=params, vocab_row=0)
         for buf in slot_rows.load_buffers(item, V):
             one = slot_rows.load(one, jnp.asarray(buf))
         for buf in slot_rows.text_buffers(item, self.dims.text) if self.dims.text else ():
             one = slot_rows.load_text(one, jnp.asarray(buf))
         one = replace(one, last_C=jnp.full(1, START, jnp.int32))
-        return jax.tree.map(lambda x: jnp.asarray(np.repeat(x, ROWS, axis=0)), one)
+        every = jax.tree.map(lambda x: jnp.asarray(np.repeat(x, ROWS, axis=0)), one)
+        return replace(every, vocab=replace(every.vocab, row_C=jnp.arange(ROWS)))
 
     def _run(
         self,

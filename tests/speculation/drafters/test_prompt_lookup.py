@@ -95,7 +95,7 @@ def test_a_slot_holds_its_text_through_loads_and_steps(n) -> None:
         for r, c in ((0, 1), (1, 2)):  # row 2 is of no slot
             texts[c] += token_RJ[r, : n_ok_R[r]].tolist()
         len_R = np.array([len(texts[1]) - 1, len(texts[2]) - 1, 5], np.int32)
-        slots = _ADVANCE(slots, slot_R, len_R, token_RJ, n_ok_R, jnp.bool_(False))
+        slots = _ADVANCE(slots, slot_R, len_R, token_RJ, n_ok_R, jnp.zeros(3, bool))
     texts[0] = texts[0][: S // 2]
     slots = written(slots, 0, texts[0])  # another sequence
     got_RS = np.asarray(slot_rows.text_of(slots, jnp.arange(3)))
