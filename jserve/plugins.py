@@ -1,8 +1,4 @@
-"""Python of the operator's own, run before an engine is built: what registers model families and step
-features.
-
-Must not know what a plugin registers.
-"""
+"""Runs the operator's own Python before an engine is built, to register model families and step features."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Threads that are named after the program they compile or wait for, so that stacks and watchdogs can say it.
-
-Owns that naming. Must not know programs.
+"""Names threads after the program they compile or wait for, so that stacks and the watchdog can tell.
 """
 
 from __future__ import annotations

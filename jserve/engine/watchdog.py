@@ -1,7 +1,6 @@
-"""Ends a process in which nothing moves any more, and says what it was at.
+"""Ends a process that makes no progress, with a dump of its stacks and the work that it was doing.
 
-Owns the limit, the clock of the last progress and the end. Must not know engines: whoever works says ``at(what)``
-when it begins something and ``idle()`` when it waits for others. A kernel whose barriers do not match, a
+The engine calls ``at(what)`` when it begins something and ``idle()`` when it waits for others. A kernel whose barriers do not match, a
 compiler that never returns or a driver that hangs leave a process that is not dead and answers nobody; only its end
 can be noticed, by whoever restarts it.
 """

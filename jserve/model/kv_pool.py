@@ -1,7 +1,6 @@
-"""A layer's KV as heads of pages: how it is laid out, written and moved, for backends on GPUs.
+"""Lays out, writes and moves a layer's KV for the backends on GPUs.
 
-Owns the layout [P, K, Z, H], in which a kv head's share of a page is one contiguous run. Must not know
-how it is attended to, families or the runner.
+The layout is [P, K, Z, H], in which a kv head's share of a page is one contiguous run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Who drafts and how much: the policy of speculation.
+"""Decides which rows draft and how many tokens.
 
-Owns the choice of k per step, what is learned from results, and the counters. Must not know pages, budgets or
-queues (``sched.decode`` makes rows of what is chosen here). A pure function of plans, results and the times
-they carry.
+It chooses k for each step, learns from results and counts. It is a pure function of plans, results and the times
+they carry; ``sched.decode`` makes rows of what is chosen here.
 
 Three kinds of drafts, one row each:
 

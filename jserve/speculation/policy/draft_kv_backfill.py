@@ -1,7 +1,6 @@
-"""What the KV of the device drafter lacks of each sequence, and the rows that backfill it.
+"""Tracks which positions lack drafter KV and plans the rows that backfill it.
 
-Owns the account of what a drafter with KV of its own was not shown: a step without drafts runs a program without
-the drafter. Must not know when drafts are made (``sched.speculation``). None of this can change a token: a drafter
+A step without drafts runs a program without the drafter, so its KV lacks those tokens. None of this can change a token: a drafter
 that lacks some only guesses badly.
 
 Of a sequence one stretch may be missing, from the first token that was not shown to where drafting went on::

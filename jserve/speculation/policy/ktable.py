@@ -1,6 +1,6 @@
-"""How many drafts a step makes: a table k(rows, acceptance bin) from step times, with hysteresis and probes.
+"""Chooses the drafts of a step: a table k(rows, acceptance bin) from step times, with hysteresis and probes.
 
-Owns the choice. Must not know sequences, results or where times come from. All rows of a step share one program,
+All rows of a step share one program,
 so they share k. A cell holds the k with the most expected tokens per second::
 
     (1 + drafts expected to be accepted of k) / seconds(rows, k)        0 unless another is better

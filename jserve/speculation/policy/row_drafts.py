@@ -1,7 +1,5 @@
-"""What a row may try, what else a step holds, and what is known of each sequence's drafts.
-
-Owns the values that the parts of speculation hand one another. Must not know times, steps or who decides.
-"""
+"""Defines the values that the parts of speculation exchange: drafts of a row, load of a step, acceptance of a
+sequence."""
 
 from __future__ import annotations
 
