@@ -1,5 +1,4 @@
-"""Names threads after the program they compile or wait for, so that stacks and the watchdog can tell.
-"""
+"""Names threads after the program they compile or wait for, so that stacks and the watchdog can tell."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Ends a process that makes no progress, with a dump of its stacks and the work that it was doing.
 
-The engine calls ``at(what)`` when it begins something and ``idle()`` when it waits for others. A kernel whose barriers do not match, a
-compiler that never returns or a driver that hangs leave a process that is not dead and answers nobody; only its end
-can be noticed, by whoever restarts it.
+The engine calls ``at(what)`` when it begins something and ``idle()`` when it waits for others. A kernel whose
+barriers do not match, a compiler that never returns or a driver that hangs leave a process that is not dead and
+answers nobody; only its end can be noticed, by whoever restarts it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Paged attention by gathering: a handful of kernels on any GPU, the fallback where ``hopper`` cannot serve.
 
-A tile is up to Q tokens of one row: a decode row's J tokens, or 128 of a chunk. The pages that a tile may see are gathered,
-and three operations do the rest::
+A tile is up to Q tokens of one row: a decode row's J tokens, or 128 of a chunk. The pages that a tile may see are
+gathered, and three operations do the rest::
 
     pages of a tile  --gather-->  keys [I, K, S, H]   scores = q k   one softmax   out = p v   --gather-- values
 

@@ -1,7 +1,7 @@
 """Tracks which positions lack drafter KV and plans the rows that backfill it.
 
-A step without drafts runs a program without the drafter, so its KV lacks those tokens. None of this can change a token: a drafter
-that lacks some only guesses badly.
+A step without drafts runs a program without the drafter, so its KV lacks those tokens. None of this can change a
+token: a drafter that lacks some only guesses badly.
 
 Of a sequence one stretch may be missing, from the first token that was not shown to where drafting went on::
 
