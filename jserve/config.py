@@ -144,8 +144,7 @@ class SchedulerOptions:
     )
     max_penalized_seqs: int = opt(
         -1,
-        "of these, with penalties or biases (8 bytes a token id each); others of that kind wait; 0 refuses them; "
-        "-1 is 64, or all where the model's own defaults have a penalty",
+        "of these, with penalties or biases; 0: refused; -1: 64, or all if the model penalises",
         min=-1,
         max=4096,
     )
