@@ -27,7 +27,8 @@ from jserve import cli_options
 from jserve.api.http.routes import PUBLIC
 from jserve.api.ops.support import markdown
 from jserve.cli import app
-from jserve.config import flat_name, sections
+from jserve.config import sections
+from jserve.option_names import flat_name
 
 ROOT = Path(__file__).parent.parent
 FROM = "<!-- Written by docs/generate.py: change the code it reads, then run it. -->"

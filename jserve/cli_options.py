@@ -18,8 +18,9 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from jserve import foreign
-from jserve.config import DOTTED, EngineConfig, SpeculativeOptions, dotted, flat_name, sections
+from jserve.config import EngineConfig, SpeculativeOptions, sections
 from jserve.errors import ConfigError, JserveError
+from jserve.option_names import DOTTED, dotted, flat_name
 
 ENV_PREFIX = "JSERVE_"
 FAULTS = "JSERVE_FAULTS"

@@ -156,7 +156,7 @@ class Thinking:
     """What ends a thought that runs out of its budget, ``close_id`` among them. The ids before it count as
     tokens of the thought."""
     gap_ids: tuple[int, ...] = ()
-    """What stands between ``close_id`` and a structured answer."""
+    """The text between ``close_id`` and a structured answer."""
     inside: bool = False
     """True when the prompt ends inside a thought."""
 
@@ -208,7 +208,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     """Names of step features that the program registered (``jserve.register_feature``), each with what it
-    is asked; what they give stands in ``CompletionOutput.extra``."""
+    is asked; their values are in ``CompletionOutput.extra``."""
     thinking_token_budget: int | None = None
     """Most tokens between the tags of a thought, which is then closed; -1 is no limit. None is no limit
     either, but before a structured answer the thought leaves it half of the output tokens."""

@@ -32,7 +32,7 @@ START_LIMIT_S = 60.0
 MAX_QUEUED = 512
 """Different grammars that may wait. A grammar that many requests ask for at once counts as one."""
 MAX_QUEUED_TENANT = 128
-"""Of one tenant, where tenants are told apart."""
+"""Of one tenant, where tenants are distinguished."""
 MAX_VERDICTS = 4096
 
 

@@ -167,7 +167,7 @@ class _Writer:
     # Tags.
 
     def _tag(self, value: dict[str, Any], at: str, tail: Tail, cut: str = "") -> str:
-        """A tag whose ``begin`` stands already as far as ``cut``."""
+        """A tag whose ``begin`` was written as far as ``cut``."""
         begin, ends = _member(value, "begin", str, at), _end_texts(value, at)
         rest = [_quoted(begin[len(cut) :])] if begin[len(cut) :] else []
         if not ends:
@@ -231,7 +231,7 @@ class _Writer:
 
         Args:
             pairs: (the text, the expression behind it).
-            first: what stands at the beginning, before any text.
+            first: what is at the beginning, before any text.
             once: nothing follows the first expression.
         """
         if first and once:
@@ -280,7 +280,7 @@ def _quoted(text: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A regular expression for exactly ``text``, as it stands between slashes."""
+    """A regular expression for exactly ``text``, as it is written between slashes."""
     return _between_slashes(re.escape(text))
 
 

@@ -8,7 +8,7 @@
     blank
 
 White space before the opening tag is the thought's, as in ``text.parsers.reasoning``. Where a structured
-answer follows it is the answer's: its grammar says whether it may stand there. The gap is forced only
+answer follows it is the answer's: its grammar says whether it is allowed there. The gap is forced only
 in front of a structured answer.
 
 A structured answer waits for its thought only where the model begins one on its own: its grammar may

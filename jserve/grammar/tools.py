@@ -3,7 +3,7 @@
 ::
 
     required   begin call (between call)* end
-    auto       text | text, then calls as soon as the trigger stands there
+    auto       text | text, then calls as soon as the trigger is written
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def calls_grammar(
 
     Args:
         many: more than one call may be made.
-        required: there must be a call; else free text may stand instead, or before it.
+        required: there must be a call; else free text may come instead, or before it.
         answer: without ``required``, the schema of an answer instead of free text; not for a
             ``bare`` form, whose calls begin as JSON does.
     """

@@ -334,7 +334,7 @@ def _tile(
     return _finish(lax.fori_loop(first, -(-(start + n) // S), block, sums))
 
 
-# --- drafts that stand
+# --- accepted drafts
 
 
 def move(kv: LayerKV, old: Places, new: Places) -> LayerKV:

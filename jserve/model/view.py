@@ -1,6 +1,6 @@
 """The packed int32 buffer of a step: its layout, and the ``StepView`` unpacked from it inside jit.
 
-It owns the order, shapes and dtypes of everything a step is told (``layout``) and the device side of reading it
+It owns the order, shapes and dtypes of a step's inputs (``layout``) and the device side of reading it
 (``unpack``). The runner fills the same layout through numpy views; nothing else knows an offset. Floats travel as
 their bits. A field whose bucket feature is off has no bytes and is None in the view.
 

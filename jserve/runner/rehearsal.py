@@ -1,7 +1,7 @@
 """Makes the warm-up plan of a bucket: rows that fill it.
 
 Padding would not do: loops over a row's context would not be entered, so that what XLA builds at its first run is
-built under the first request, and times would leave out attention. The rows stand in no slot and on the scratch
+built under the first request, and times would leave out attention. The rows use no slot and on the scratch
 page, so that nothing they leave is ever read.
 """
 

@@ -1,6 +1,6 @@
 """Converts ``StepOut`` to ``StepResult``: numpy results in the order of the plan's rows.
 
-It owns which arrays go to the host, and where the rows of a plan stand in those of its bucket: the way back of
+It owns which arrays go to the host, and where the rows of a plan are in those of its bucket: the way back of
 ``runner.batch``.
 """
 

@@ -182,7 +182,7 @@ class PlanBuilder:
             )
 
     def freeze(self, step: int, cache: PageCache) -> StepPlan:
-        """The plan, with the page table as it stands now."""
+        """The plan, with the current page table."""
         rows = self.rows
         slots = [row.slot for row in rows]
         return StepPlan(

@@ -219,7 +219,7 @@ def _shape(model: str) -> ModelShape:
 
 
 def ladder(costs: StepCosts, *, rows: int, tokens: int, context: int) -> tuple[StepTime, ...]:
-    """The step times that the scheduler is told before the first step: a rung per doubling."""
+    """The step times that the scheduler gets before the first step: a rung per doubling."""
     decode = [0, *_doubling(2, rows)]
     return tuple(
         StepTime(n_decode=d, n_prefill=p, n_context=c, seconds=costs.seconds(d, p, c))

@@ -22,7 +22,7 @@ Answers = Callable[[Choice], list[int]]
 
 
 class SimClock:
-    """``ports.Clock`` that stands still until it is moved."""
+    """``ports.Clock`` that changes only when it is moved."""
 
     __slots__ = ("now",)
 

@@ -43,7 +43,7 @@ class StepShape(Protocol):
 
 
 class Timed(Protocol):
-    """A runner whose ``launch`` can be told the bucket."""
+    """A runner whose ``launch`` takes the bucket."""
 
     @property
     def limits(self) -> RunnerLimits: ...

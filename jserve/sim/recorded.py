@@ -3,7 +3,7 @@
 It owns the way from recorded token ids to streams, and the comparison of decisions.
 
 A trace made from a journal holds no text. Prompts and answers are cut into chunks of 8 tokens (the
-smallest page); a chunk that stands behind the same tokens as before becomes a piece of the same
+smallest page); a chunk behind the same tokens as before becomes a piece of the same
 stream, anything else begins a new one. So prefixes are shared to the page as they were::
 
     recorded   a: P P P P x x | y y      b: P P P P x x | y y z      (each letter one chunk)
@@ -290,7 +290,7 @@ class _Tape:
 
     ``Engine.step`` reads the clock once per message of its inbox, once to expire, once to plan and
     once to commit; every reading is written down with its event, but for an expiry of nobody. That
-    one is told the time of the event before: nobody's time was up later, so nobody's is then.
+    one gets the time of the event before: nobody's time was up later, so nobody's is then.
     """
 
     def __init__(self, recorded: list[Event], path: Path) -> None:

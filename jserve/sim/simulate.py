@@ -153,7 +153,7 @@ class Simulation:
 
     Args:
         clock: simulated time; moved by the runner and, between steps, by this loop.
-        readings: what the scheduler is told instead, if not ``clock``.
+        readings: what the scheduler gets instead, if not ``clock``.
         claims: step times that results claim instead of the device's; see ``SimRunner``.
     """
 

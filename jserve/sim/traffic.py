@@ -1,6 +1,6 @@
 """Generates traces from seeded sources: arrivals, lengths, prefixes and sessions.
 
-One source is a line of options, several are joined by ``;``, or stand one per line in a ``.traffic`` file (# begins
+One source is a line of options, several are joined by ``;``, or are one per line in a ``.traffic`` file (# begins
 a comment)::
 
     rate=8,n=2000,prompt=512,output=128 ; lane=bulk,rate=2,output=400,start=60,seconds=30

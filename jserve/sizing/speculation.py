@@ -133,12 +133,12 @@ def chances_of(acceptance: float, config: EngineConfig) -> tuple[float, ...]:
 
 def tokens_per_step(parents: TreeShape, by_rank: Seq[float]) -> float:
     """Expected of a row that verifies a tree: 1 and each draft's chance of acceptance."""
-    stands, seen = [1.0], [0] * (1 + len(parents))
+    accepted, seen = [1.0], [0] * (1 + len(parents))
     for parent in parents:
         rank = seen[parent]
         seen[parent] += 1
-        stands.append(stands[parent] * (by_rank[rank] if rank < len(by_rank) else 0.0))
-    return sum(stands)
+        accepted.append(accepted[parent] * (by_rank[rank] if rank < len(by_rank) else 0.0))
+    return sum(accepted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class HostGaps:
 
     def landed(self, step: int, now: float, device_s: float) -> float:
         """``step``, which took ``device_s``, came back at ``now``: seconds that the device had waited
-        before it, 0 where that cannot be told."""
+        before it, 0 where that is unknown."""
         behind, before = self._behind.pop(step, None), self._landed
         self._landed = now
         if behind is None or before is None or device_s <= 0:

@@ -142,7 +142,7 @@ class MeasuredCosts:
 
 def _covers(table: dict[Size, float], axes: Sequence[list[int]]) -> dict[Size, tuple[float, Size]]:
     """For every crossing of the axes: (seconds, entry) of the cheapest entry that is nowhere below it,
-    else of the largest there is. Entries that draft stand in only for one another."""
+    else of the largest there is. Entries that draft replace only one another."""
     if not table:
         return {}
     largest = max(table, key=lambda e: (e.n_tokens, e.n_context))

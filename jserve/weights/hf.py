@@ -149,7 +149,7 @@ class Tensors:
             file.drop_pages()
 
     def names(self) -> Collection[str]:
-        """Of all tensors, as they stand in the files."""
+        """Of all tensors, as they are in the files."""
         return self._files.keys()
 
     def unused(self, ignore: Iterable[str] = ()) -> list[str]:
@@ -208,7 +208,7 @@ def _union(paths: list[Path]) -> dict[str, SafetensorsFile]:
         file = SafetensorsFile(path)
         for name in file.tensors:
             if name in files:
-                raise broken(path, f"also stands in {files[name].path.name}", name)
+                raise broken(path, f"is also in {files[name].path.name}", name)
             files[name] = file
     return files
 

@@ -150,7 +150,7 @@ class DuplicateKey(ValueError):
     """A JSON object has ``key`` twice."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"{key!r} stands there twice")
+        super().__init__(f"{key!r} occurs twice")
         self.key = key
 
 

@@ -10,7 +10,8 @@ import dataclasses
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from jserve.config import EngineConfig, flat_name, sections
+from jserve.config import EngineConfig, sections
+from jserve.option_names import flat_name
 from jserve.ports import InFlight, RunnerLimits, StepTime
 from jserve.sampling import SamplingParams
 from jserve.sched import policy

@@ -154,13 +154,13 @@ def answer_of(line: Line, status: int, request_id: str, body: Json) -> Json:
 
 def refusal_of(line: Line, error: JserveError) -> Json:
     """The record of a line that could not be asked, or got no answer."""
-    told = {
+    failure = {
         "code": error.code,
         "message": f"line {line.number}: {error.message}",
         "param": error.field,
         "line": line.number,
     }
-    return _record(line, response=None, error=told)
+    return _record(line, response=None, error=failure)
 
 
 def _record(line: Line, *, response: Json | None, error: Json | None) -> Json:

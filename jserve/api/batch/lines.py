@@ -42,7 +42,7 @@ class Line:
 
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of an input file that are not blank. One that has the ``custom_id`` of an earlier line is
-    known by its number and has an error: two answers of one name could not be told apart.
+    known by its number and has an error: two answers of one name could not be distinguished.
 
     Raises:
         ConfigError: the file cannot be read.

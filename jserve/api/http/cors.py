@@ -49,7 +49,7 @@ def allow_origins(app: web.Application, allowed: Sequence[str]) -> None:
             headers["Access-Control-Allow-Headers"] = wanted
         return web.Response(status=204, headers=headers)
 
-    async def told(request: web.Request, response: web.StreamResponse) -> None:
+    async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers.add("Vary", "Origin")
         origin = origin_of(request)
         if origin is not None:
@@ -57,4 +57,4 @@ def allow_origins(app: web.Application, allowed: Sequence[str]) -> None:
             response.headers["Access-Control-Expose-Headers"] = ANY
 
     app.middlewares.insert(1, preflight)  # behind what logs and counts, before the keys
-    app.on_response_prepare.append(told)
+    app.on_response_prepare.append(add_headers)

@@ -57,7 +57,7 @@ class Refusals:
 
     @contextmanager
     def noted(self, lane: str, tenant: str) -> Iterator[None]:
-        """A refusal that leaves this block, in which the engine is asked, will stand."""
+        """A refusal that leaves this block, in which the engine is asked, is recorded."""
         try:
             yield
         except Overloaded as error:

@@ -62,7 +62,7 @@ def nested(tool: dict[str, Any], at: str, schema: str) -> dict[str, Any]:
         raise BadRequest(f"{at}.{schema} must be an object", field=f"{at}.{schema}")
     if strict is not None and not isinstance(strict, bool):
         raise BadRequest(f"{at}.strict must be true or false", field=f"{at}.strict")
-    told = {
+    members = {
         key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None
     }
-    return {"type": "function", "function": told | {"parameters": parameters or {}}}
+    return {"type": "function", "function": members | {"parameters": parameters or {}}}

@@ -62,7 +62,7 @@ def body_schemas(fields: type[Fields]) -> Json:
 
 
 def _clean(node: Any, names: dict[str, str]) -> Any:
-    """A schema without our own marks: required fields stand where JSON schema has them."""
+    """A schema without our own marks: required fields are where JSON schema has them."""
     if isinstance(node, list):
         return [_clean(child, names) for child in node]
     if not isinstance(node, dict):

@@ -59,7 +59,7 @@ class TokenWriter:
     def _top(self, entry: TokenLogprob, n_top: int) -> dict[str, float]:
         found: dict[str, float] = {}
         for token, logprob in (*_shown(entry, n_top), (entry.token, entry.logprob)):
-            # Different tokens may read the same (broken bytes): the likeliest stands.
+            # Different tokens may read the same (broken bytes): the likeliest is kept.
             found.setdefault(self.text(token), finite(logprob))
         return found
 

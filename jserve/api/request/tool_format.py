@@ -120,11 +120,11 @@ def _beside_calls(shape: AnswerFormat, speech: Speech, *, required: bool) -> dic
         raise BadRequest(f"tool_choice leaves no room for {name}", field=name)
     if speech.form is not None and speech.form.bare:
         raise Unsupported(
-            f"{name} cannot stand beside the tools of this model, whose calls are plain JSON too",
+            f"{name} cannot be used with the tools of this model, whose calls are plain JSON too",
             field=name,
         )
     if shape.spec.given[0] not in ("json", "json_object"):
-        raise Unsupported(f"only JSON can stand beside tools in {name}", field=name)
+        raise Unsupported(f"only JSON can be used with tools in {name}", field=name)
     return {"type": "object"} if shape.spec.json is None else _schema(shape)
 
 

@@ -42,7 +42,7 @@ FORMAT = {
 }
 LOGPROBS = "message.output_text.logprobs"
 THOUGHTS = "reasoning.encrypted_content"
-"""Clients that store nothing ask for it, to send thoughts back. Here these are told in the clear."""
+"""Clients that store nothing ask for it, to send thoughts back. Here these are plain text."""
 INCLUDE = {"type": ["array", "null"], "items": {"enum": [LOGPROBS, THOUGHTS]}}
 _RENAMED = {
     "messages": "input",
@@ -177,7 +177,7 @@ def _as_chat(body: ResponseBody) -> dict[str, Any]:
 
 
 def _format(value: Any) -> dict[str, Any] | None:
-    """Chat's ``response_format``: a schema stands one level deeper there."""
+    """Chat's ``response_format``: a schema is one level deeper there."""
     if isinstance(value, dict) and value.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {"schema": value.get("schema")}}
     if value is not None and not isinstance(value, dict):

@@ -123,7 +123,7 @@ def _call(item: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def _thought(item: dict[str, Any], at: str) -> str:
-    """What was thought; where that is not told, its summary."""
+    """What was thought; where that is absent, its summary."""
     content, summary = (
         _thoughts(item.get(name), f"{at}.{name}") for name in ("content", "summary")
     )

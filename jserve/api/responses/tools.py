@@ -50,7 +50,7 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
 
 
 def choice_of(value: Any, tools: bool) -> Any:
-    """Chat's ``tool_choice``: a named function stands one level deeper there, and "auto" needs
+    """Chat's ``tool_choice``: a named function is one level deeper there, and "auto" needs
     tools."""
     if not tools and value == "auto":
         return None

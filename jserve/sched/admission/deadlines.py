@@ -30,13 +30,13 @@ class Deadlines:
                 heapq.heappush(self._heap, (at, self._n_added, field, seq))
 
     def passed(self, now: float) -> list[tuple[Sequence, str]]:
-        """(sequence, request field) of those whose time is up; each sequence is told once."""
+        """(sequence, request field) of those whose time is up; each sequence once."""
         found: list[tuple[Sequence, str]] = []
         while self._heap and self._heap[0][0] <= now:
             _, _, field, seq = heapq.heappop(self._heap)
             entered = seq.charged is not None
-            told = any(seq is other for other, _ in found)
-            if seq.finish is None and not told and not (field == TTFT and entered):
+            listed = any(seq is other for other, _ in found)
+            if seq.finish is None and not listed and not (field == TTFT and entered):
                 found.append((seq, field))
         return found
 

@@ -76,7 +76,7 @@ def pushed_late(
     """The sequence behind ``request`` that would miss its first token's deadline because of it.
 
     Looks at the tenant's own line, in which an earlier deadline goes first. ``n`` sequences with
-    ``tokens`` stand before ``request``. None if all who can be in time still are.
+    ``tokens`` are ahead of ``request``. None if all who can be in time still are.
     """
     mine = queue.lanes[request.lane].tenants.get(request.tenant)
     own = len(request.prompt_ids)

@@ -132,7 +132,7 @@ class AdmissionGate:
 
     def _own_fault(self, error: JserveError, request: Request) -> JserveError:
         """``error``, or that the deadline is out of reach whenever it is asked for: only the request's
-        own batch stands before it."""
+        own batch is ahead of it."""
         resources = self.resources
         others = any(
             seq.request.batch != request.batch for seq in (*resources.waiting, *resources.running)
@@ -265,7 +265,7 @@ def _amount(value: float) -> str:
 def _promise(
     field: str, wish: float | None, best_s: float, likely_s: float, by: float | None, now: float
 ) -> None:
-    """Raises if ``wish`` milliseconds, up at ``by``, cannot be kept: at all, or as things stand."""
+    """Raises if ``wish`` milliseconds, up at ``by``, cannot be kept: at all, or under the present load."""
     if wish is None or by is None:
         return
     if best_s > wish / 1000:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Seq
 
-from jserve.config import DEFAULT_DRAFTS, DOTTED, SpeculativeOptions
+from jserve.config import DEFAULT_DRAFTS, SpeculativeOptions
 from jserve.errors import ConfigError
+from jserve.option_names import DOTTED
 from jserve.ports import Proposer
 from jserve.speculation.host import trees
 from jserve.speculation.host.lookup import Lookup

@@ -1,7 +1,7 @@
 """Estimates acceptance by decayed counts of a request, of its lane and of all requests.
 
-A *round* is one proposal of n drafts of which the
-first a were accepted; it tries ``min(a + 1, n)`` drafts, each given that those before it were accepted::
+A *round* is one proposal of n drafts of which the first a were accepted; it tries ``min(a + 1, n)`` drafts, each
+given that those before it were accepted::
 
     drafts   d1 d2 d3 d4 d5       accepted: 2        tried: d1 d2 (accepted), d3 (rejected); d4 d5 say nothing
 

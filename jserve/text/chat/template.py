@@ -100,7 +100,7 @@ class ChatTemplate:
         return self.mentions(role)
 
     def mentions(self, text: str) -> bool:
-        """Whether ``text`` stands in a template, as its source writes it."""
+        """Whether ``text`` is in a template, as its source writes it."""
         return any(text in source for source in self._sources.values())
 
     def takes(self, variable: str) -> bool:

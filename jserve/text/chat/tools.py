@@ -56,5 +56,5 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
             raise BadRequest(f"{where} must be an object", field=where)
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     # Templates print the whole of it, and walk the properties: a tool without any is common.
-    told = {name: value for name, value in function.items() if name in MEMBERS}
-    return {"type": "function", "function": told | {"parameters": parameters}}
+    members = {name: value for name, value in function.items() if name in MEMBERS}
+    return {"type": "function", "function": members | {"parameters": parameters}}

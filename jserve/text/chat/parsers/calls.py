@@ -83,7 +83,7 @@ class _Machine(ABC):
         self._expect(self._marker)
 
     def _expect(self, lead: str) -> None:
-        """An object is to come; ``lead`` is what it stands behind, should it be no call."""
+        """An object is to come; ``lead`` is the text before it, in case it is no call."""
         self._call, self._lead = ObjectCall(self.n_calls), lead
         self._state = self._object
 
@@ -110,7 +110,7 @@ class _Machine(ABC):
 
 
 class HermesCalls(_Machine):
-    """``<tool_call>`` around each object; what stands between object and closing tag is dropped."""
+    """``<tool_call>`` around each object; text between object and closing tag is dropped."""
 
     def __init__(self) -> None:
         super().__init__("<tool_call>")
