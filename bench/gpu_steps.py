@@ -5,7 +5,6 @@ It owns which steps are measured. ``share`` is the least time a step can take ov
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import statistics
@@ -21,7 +20,7 @@ import numpy as np
 
 from bench.gpu_record import GRAPHS, Record
 from bench.gpu_rig import ARCHS, Rig, Span, least_seconds
-from jserve.model.arch import Arch
+from jserve.model.arch import Arch, resized
 from jserve.model.draft_tree import Parents
 from jserve.model.kv_quant import E4M3
 from jserve.model.view import Bucket
@@ -78,7 +77,7 @@ def _step_check(
 
 
 def _with_layers(arch: Arch, L: int) -> Arch:
-    return dataclasses.replace(arch, L=L)
+    return resized(arch, L=L)
 
 
 def _unseen(rig: Rig, rows: Any) -> np.ndarray:

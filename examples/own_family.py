@@ -8,6 +8,7 @@ jserve serve path/to/pythia --plugins examples/own_family.py
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
 from jserve.model.family import Family
-from jserve.model.hf_config import boolean, decoder_arch, integer, number, refuse
+from jserve.model.hf_config import boolean, decoder_arch, integer, number, refuse, rope
 from jserve.model.layers import Params, attend_normed, embed, unembed
 from jserve.model.shard import Axes, ParamSpec, Part
 
@@ -31,15 +32,16 @@ def arch(config: Mapping[str, Any]) -> Arch:
     for key, only in (("use_parallel_residual", True), ("tie_word_embeddings", False)):
         if boolean(config, key, only) is not only:
             refuse(key, f"must be {only}")
-    rope = dict(config.get("rope_parameters") or {})  # older files have two keys of their own
-    theta = number(config, "rotary_emb_base", rope.pop("rope_theta", 10000.0))
-    part = number(config, "rotary_pct", rope.pop("partial_rotary_factor", 0.25))
+    turns = dict(config.get("rope_parameters") or {})  # older files have two keys of their own
+    theta = number(config, "rotary_emb_base", turns.pop("rope_theta", 10000.0))
+    part = number(config, "rotary_pct", turns.pop("partial_rotary_factor", 0.25))
     N = integer(config, "num_attention_heads")
     if integer(config, "num_key_value_heads", N) != N:
         refuse("num_key_value_heads", f"must be num_attention_heads {N}")
     turned = int(integer(config, "hidden_size") // N * part)
-    plain = {"layer_norm_eps": 1e-5, **config, "rope_parameters": {**rope, "rope_theta": theta}}
-    how = {"activations": ("gelu",), "eps": "layer_norm_eps", "rotary": turned}
+    plain = {"layer_norm_eps": 1e-5, **config, "rope_parameters": {**turns, "rope_theta": theta}}
+    ropes = (replace(rope(plain), rotary=turned),) * integer(config, "num_hidden_layers")
+    how = {"activations": {"gelu": "gelu"}, "eps": "layer_norm_eps", "ropes": ropes}
     return decoder_arch(plain, "gpt-neox", **how)
 
 
@@ -90,7 +92,7 @@ def layer_norm(x_TD: jax.Array, p: Params, eps: float) -> jax.Array:
 
 def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
     """Inside shard_map; a product over a split dimension ends in ``reduce``, and its bias comes after."""
-    x_TD, eps, new_kv = embed(params["embed"], ctx.view.tok_T, ctx.axes), ctx.arch.norm_eps, []
+    x_TD, eps, new_kv = embed(params["embed"], ctx.view.tok_T, ctx.axes), ctx.arch.norm.eps, []
     ctx = ctx.with_tables()
     for i, p in enumerate(params["layers"]):
         normed_TD = layer_norm(x_TD, p["attn_norm"], eps)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jserve.kv_layout import KVArray, KVLayer, KVLayout, widest
+from jserve.model.arch import resized
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.shard import make_mesh
@@ -65,7 +66,7 @@ def test_the_pool_is_what_the_layout_says(name: str, tp: int, wished: int) -> No
     attention, mesh = backend(name), make_mesh(tp)
     model = StepModel(
         family=LLAMA,
-        arch=replace(ARCH, windows=(16, 0)),
+        arch=resized(ARCH, windows=(16, 0)),
         backend=attention,
         dims=StepDims(C=4, M=8, Z=8, V=ARCH.V),
         mesh=mesh,

@@ -1,18 +1,25 @@
-"""The dimensions and switches of one decoder, as values.
+"""One decoder as values: each layer's own description, and what all layers share.
 
-It owns ``Arch``, which everything that computes or sizes a model reads.
+It owns ``Arch``, which everything that computes or sizes a model reads. A layer says itself which heads, rope, window
+and norms it has, so families differ in values and the decoder has no switch for any of them::
+
+    Arch  D, V, norm, ...      layers[0]  DecoderLayer   attn  Attention  N K H  rope  window  scale  ...
+                               layers[1]  ...            ffn   Mlp        F  activation
+                               ...                       parallel  residual_scale
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jserve.kv_layout import KVLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Rotary scaling as config.json states it; ``kind`` is linear, dynamic, llama3 or yarn."""
+    """Rotary scaling as config.json states it; ``kind`` is one of ``rope.KINDS``."""
 
     kind: str
     factor: float = 1.0
@@ -25,48 +32,156 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    """Of longrope: what each frequency is divided by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """How queries and keys turn with the position."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    rotary: int = 0
+    """First dimensions of a head that turn, the rest stay; 0: all turn."""
+    pairs: bool = False
+    """Dimensions 2i and 2i + 1 turn together; else i and i + H/2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """A layer's attention: N query heads over K kv heads of H numbers."""
+
+    N: int
+    K: int
+    H: int
+    rope: Rope | None = Rope()
+    """None: positions show in the order of the tokens alone."""
+    window: int = 0
+    """Newest positions that a token sees, its own among them; 0: all."""
+    scale: float = 0.0
+    """Of the scores; 0: H ** -0.5."""
+    soft_cap: float = 0.0
+    """c: scores become c * tanh(score / c); 0: they stay."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: str = ""
+    """Norm of queries and keys before they turn: ``head`` of each head, ``width`` of all heads together; empty:
+    none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """A layer's gated MLP: down(activation(gate x) * up x), F wide."""
+
+    F: int
+    activation: str = "silu"
+    """silu, gelu or gelu_tanh."""
+    mlp_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """One layer. Where its norms lie, the parameters say (``decoder.decoder_layer``)."""
+
+    attn: Attention
+    ffn: Mlp
+    parallel: bool = False
+    """Attention and MLP read the same normed input, and both are added to the residual stream."""
+    residual_scale: float = 1.0
+    """What attention and MLP add is multiplied by this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """The norm of a decoder, one kind for all places."""
+
+    eps: float = 1e-6
+    centered: bool = False
+    """LayerNorm without a bias: the mean is taken off; else RMS norm."""
+    plus_one: bool = False
+    """Its scales are stored less 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
-    """One decoder's dimensions and switches, normalised from config.json. Hashable: a static jit
-    argument."""
+    """One decoder, normalised from config.json. Hashable: a static jit argument."""
 
     family: str
-    L: int
     D: int
-    F: int
-    N: int
-    K: int
-    H: int
     V: int
     max_position: int
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    rotary: int = 0
-    """First dimensions of a head that turn with the position, the rest stay; 0: all turn."""
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm = Norm()
     tied: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
+    embed_scale: float = 1.0
+    """Of the embedding's rows, rounded to the type of the table."""
+    logit_scale: float = 1.0
+    logit_soft_cap: float = 0.0
+    """As ``Attention.soft_cap``, of logits; after their scale."""
     kv_scales: bool = False
     """The checkpoint has scales for KV of 8 bits."""
-    windows: tuple[int, ...] = field(default=())
-    """Sliding window of each layer in tokens, 0 for full attention; empty: all full."""
     sinks: int = 0
     """First tokens that stay visible beside the windows (an option of the engine, not of config.json)."""
+
+    @property
+    def L(self) -> int:
+        return len(self.layers)
+
+    @property
+    def N(self) -> int:
+        """Query heads; as K, H and F the same in all layers (``hf_config.decoder_arch``)."""
+        return self.layers[0].attn.N
+
+    @property
+    def K(self) -> int:
+        return self.layers[0].attn.K
+
+    @property
+    def H(self) -> int:
+        return self.layers[0].attn.H
+
+    @property
+    def F(self) -> int:
+        return self.layers[0].ffn.F
 
     @property
     def G(self) -> int:
         return self.N // self.K
 
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different ones, by first layer."""
+        found = [layer.attn.rope for layer in self.layers]
+        return tuple(dict.fromkeys(rope for rope in found if rope is not None))
+
     def window(self, layer: int) -> int:
-        return self.windows[layer] if self.windows else 0
+        return self.layers[layer].attn.window
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
         """What each layer keeps of a token."""
-        windows = map(self.window, range(self.L))
-        return tuple(KVLayer.attention(self.K, self.H, window=window) for window in windows)
+        return tuple(
+            KVLayer.attention(a.K, a.H, window=a.window) for a in (x.attn for x in self.layers)
+        )
+
+
+def resized(arch: Arch, *, L: int = 0, windows: Sequence[int] = (), **fields: Any) -> Arch:
+    """``arch`` with other values of fields of ``Arch``, ``Attention`` or ``Mlp``, in all layers alike.
+
+    Args:
+        L: layers, as the first ones are, or more like these; 0: as many as before.
+        windows: of each layer; empty: as before.
+    """
+    attn, ffn = (
+        {name: fields.pop(name) for name in list(fields) if name in of.__dataclass_fields__}
+        for of in (Attention, Mlp)
+    )
+    n, before = L or len(windows) or arch.L, arch.layers
+    layers = [before[i % len(before)] for i in range(n)]
+    layers = [replace(x, attn=replace(x.attn, **attn), ffn=replace(x.ffn, **ffn)) for x in layers]
+    if windows:
+        layers = [
+            replace(x, attn=replace(x.attn, window=w)) for x, w in zip(layers, windows, strict=True)
+        ]
+    return replace(arch, layers=tuple(layers), **fields)

@@ -43,10 +43,17 @@ class AttendArgs:
     """Newest positions that a token sees, its own among them; 0: all."""
     scale: float
     """Of the scores."""
+    soft_cap: float = 0.0
+    """c: scaled scores become c * tanh(score / c), before the mask; 0: they stay."""
     sinks: Sinks | None = None
     """None: nothing behind the window."""
     o_dtype: Any = jnp.float32
     """What the caller casts the result to, which a backend may do for it."""
+
+
+def capped(x: jax.Array, soft_cap: float) -> jax.Array:
+    """``soft_cap * tanh(x / soft_cap)``; 0: ``x``."""
+    return soft_cap * jnp.tanh(x / soft_cap) if soft_cap else x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

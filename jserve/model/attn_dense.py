@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV
+from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, capped
 from jserve.model.draft_tree import DraftMask, seen_in_tree
 from jserve.model.kv_pool import kv_shape, move, write_kv
 from jserve.model.view import StepView
@@ -50,6 +50,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
         view=view,
         window=args.window,
         n_sinks=0 if args.sinks is None else args.sinks.n,
+        soft_cap=args.soft_cap,
     )
     out = jnp.zeros((T, K, N // K, H), jnp.float32)
     if view.D:
@@ -113,6 +114,7 @@ class _LayerAttention(NamedTuple):
     view: StepView
     window: int
     n_sinks: int
+    soft_cap: float
 
     def add(
         self,
@@ -219,6 +221,7 @@ class _LayerAttention(NamedTuple):
         q_IQKGH = q_TKGH.at[tiles.at_IQ].get(mode="fill", fill_value=0.0).astype(keys.dtype)
         q_IKCH = q_IQKGH.swapaxes(1, 2).reshape(n, K, Q * G, H)
         score = jnp.einsum("ikch,iksh->ikcs", q_IKCH, keys, preferred_element_type=jnp.float32)
+        score = capped(score, self.soft_cap)
         seen_I1C = jnp.repeat(seen_IQS, G, axis=1)[:, None]
         return jnp.where(seen_I1C, score, MASKED), jnp.where(jnp.isfinite(values), values, 0)
 

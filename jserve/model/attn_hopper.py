@@ -48,6 +48,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     options: dict[str, Any] = {
         "window": args.window,
         "scale": args.scale,
+        "soft_cap": args.soft_cap,
         "interpret": interpret,
     }
     parts = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places, Sinks
+from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places, Sinks, capped
 from jserve.model.draft_tree import seen_in_tree
 from jserve.model.kv_quant import stored
 from jserve.model.view import StepView
@@ -53,6 +53,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
         far_TKGH = sinks.q_TNH.astype(jnp.float32).reshape(q_TKGH.shape) * scale
         far_TKGS = jnp.einsum("tkgh,tskh->tkgs", far_TKGH, k_TSKH)
         score_TKGS = jnp.where(far_TS[:, None, None], far_TKGS, score_TKGS)
+    score_TKGS = capped(score_TKGS, args.soft_cap)
     score_TKGS = jnp.where(seen_TS[:, None, None], score_TKGS, -jnp.inf)
     top = jnp.maximum(score_TKGS.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
     p_TKGS = jnp.exp(score_TKGS - top)

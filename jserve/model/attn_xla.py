@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places
+from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places, capped
 from jserve.model.draft_tree import DraftMask, seen_in_tree
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.view import StepView
@@ -71,7 +71,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
         return (x_TNH.astype(jnp.float32) * args.scale).reshape(T, K, N // K, H)
 
     queries = Queries(scaled(args.q_TNH), None if sinks is None else scaled(sinks.q_TNH))
-    reach = Reach(args.window, 0 if sinks is None else sinks.n)
+    reach = Reach(args.window, 0 if sinks is None else sinks.n, args.soft_cap)
     n_decode = view.D * view.J
     parts = []
     if view.D:
@@ -92,10 +92,12 @@ class Queries(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """What a token sees before itself: ``window`` positions (0: all), and the first ``sinks``."""
+    """What a token sees before itself: ``window`` positions (0: all), and the first ``sinks``; and the cap of
+    its scores."""
 
     window: int
     sinks: int
+    soft_cap: float
 
 
 class KVBlocks(NamedTuple):
@@ -205,6 +207,7 @@ def _group(rows: _Rows, kv: LayerKV, reach: Reach, S: int, tree: DraftMask | Non
         blocks = _read(kv, pages_WB)
         score = _product("wkqh,wksh->wkqs", q.reshape(W, K, J * G, H), blocks.k_WKSH)
         score, seen = score.reshape(W, K, J, G, S), seen_WJS[:, None, :, None]
+        score = capped(score, reach.soft_cap)
         return _add(sums, score, seen, "wkqs,wksh->wkqh", blocks.v_WKSH)
 
     def block(j: jax.Array, sums: Sums) -> Sums:
@@ -318,7 +321,7 @@ def _tile(
     def add(q_KQGH: jax.Array, pages_B: jax.Array, seen_QS: jax.Array, sums: Sums) -> Sums:
         blocks = _read(kv, pages_B[None])
         score = _product("kqh,ksh->kqs", q_KQGH.reshape(K, Q * G, H), blocks.k_WKSH[0])
-        score = score.reshape(K, Q, G, S)
+        score = capped(score.reshape(K, Q, G, S), reach.soft_cap)
         return _add(sums, score, seen_QS[:, None], "kqs,ksh->kqh", blocks.v_WKSH[0])
 
     def block(b: jax.Array, sums: Sums) -> Sums:

@@ -3,7 +3,7 @@
 An axis of None means that the dimension is whole on every device, and then no collective is in the
 program. ``Axes`` (``jserve.model.shard``) says which axis that is for each logical dimension::
 
-    heads   sum of the output projection's partial sums
+    heads   sum of the output projection's partial sums, and of squares for a norm over all heads
     ffn     sum of the down projection's partial sums
     vocab   sum of embedding rows (other shards give zero), gather of logits
 """
@@ -27,3 +27,8 @@ def gather(y: jax.Array, axis: str | None, dimension: int) -> jax.Array:
 def shard_index(axis: str) -> jax.Array:
     """int32: which part of a dimension split over ``axis`` this shard holds."""
     return lax.axis_index(axis)
+
+
+def n_shards(axis: str | None) -> int:
+    """Parts of a dimension split over ``axis``."""
+    return 1 if axis is None else lax.axis_size(axis)

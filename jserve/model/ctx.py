@@ -9,14 +9,14 @@ from __future__ import annotations
 import flax.struct
 import jax
 
-from jserve.model.arch import Arch
+from jserve.model.arch import Arch, DecoderLayer
 from jserve.model.attention import AttentionBackend
-from jserve.model.rope import rope_tables
+from jserve.model.rope import rope_tables, rotate
 from jserve.model.shard import Axes
 from jserve.model.view import StepView
 
 Tables = tuple[jax.Array, jax.Array]
-"""Cosines and sines of the tokens' positions, as ``rope.rope_tables`` gives them."""
+"""Cosines and sines of the tokens' positions under one rope, as ``rope.rope_tables`` gives them."""
 
 
 @flax.struct.dataclass
@@ -24,8 +24,8 @@ class Ctx:
     """The context of a pass, frozen. A pytree whose leaves are the tables and the view; the rest is static,
     so layers that differ in weights alone are one traced function."""
 
-    tables: Tables | None
-    """None outside the layers."""
+    tables: tuple[Tables, ...] | None
+    """Of each of ``Arch.ropes``; None outside the layers."""
     view: StepView
     arch: Arch = flax.struct.field(pytree_node=False)
     attn: AttentionBackend = flax.struct.field(pytree_node=False)
@@ -40,12 +40,27 @@ class Ctx:
 
     def with_tables(self) -> Ctx:
         """The same for layers: with the tables of the view's positions."""
-        return self.replace(tables=rope_tables(self.arch, self.view.pos_T))  # type: ignore[attr-defined]
+        arch, pos_T = self.arch, self.view.pos_T
+        tables = tuple(rope_tables(rope, arch.H, pos_T) for rope in arch.ropes)
+        return self.replace(tables=tables)  # type: ignore[attr-defined]
 
     def at(self, layer: int) -> Ctx:
         return self.replace(layer=layer)  # type: ignore[attr-defined]
 
     @property
+    def spec(self) -> DecoderLayer:
+        """Of the layer."""
+        return self.arch.layers[self.layer]
+
+    @property
     def window(self) -> int:
         """Of the layer, 0 for full attention."""
-        return self.arch.window(self.layer)
+        return self.spec.attn.window
+
+    def turned(self, x_TNH: jax.Array) -> jax.Array:
+        """Heads turned to their tokens' positions, as the layer's rope says."""
+        assert self.tables is not None, "a layer needs Ctx.with_tables"
+        rope = self.spec.attn.rope
+        if rope is None:
+            return x_TNH
+        return rotate(x_TNH, *self.tables[self.arch.ropes.index(rope)], pairs=rope.pairs)

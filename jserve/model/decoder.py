@@ -1,12 +1,14 @@
-"""The pre-norm decoder that Llama, Qwen2, Qwen3 and Mistral share: its weights, forward pass and
-logits.
+"""The decoder that all families share: its weights, forward pass and logits, from the layers of an ``Arch``.
 
-It owns the order of the layers and the parameter tree. A family file is a config reader plus this.
+It owns the order of the layers and the parameter tree. A family file reads config.json into an ``Arch``, names the
+tensors of its checkpoints (``TensorNames``), and is made of both by ``plain``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,11 +16,55 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.kv_layout import heads_over
-from jserve.model.arch import Arch
-from jserve.model.attention import LayerKV
+from jserve.model.arch import Arch, Attention, Norm
+from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
-from jserve.model.layers import attention_block, embed, mlp_block, rms_norm, unembed
+from jserve.model.family import Family
+from jserve.model.hf_config import Config, ConfigReader
+from jserve.model.layers import attend_normed, attention_block, embed, mlp_block, normed, unembed
 from jserve.model.shard import Axes, ParamSpec, Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """The tensors of a checkpoint; those of a layer follow ``layers`` and its number. Empty: a family has none
+    such."""
+
+    embed: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str = "model.norm"
+    unembed: str = "lm_head"
+    attn_norm: str = "input_layernorm"
+    """Before attention."""
+    attn_out_norm: str = ""
+    """Of what attention adds to the residual stream."""
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = ""
+    attn: str = "self_attn"
+    mlp: str = "mlp"
+    qkv: str = ""
+    """One tensor in ``attn`` for all queries, all keys, all values; empty: q_proj, k_proj and v_proj."""
+    gate_up: str = ""
+    """One tensor in ``mlp`` for gate and up; empty: gate_proj and up_proj."""
+
+
+def plain(
+    name: str,
+    architecture: str,
+    arch: Callable[[Config], Arch],
+    names: TensorNames = TensorNames(),
+) -> Family:
+    """A family that is this decoder: ``arch`` reads config.json, ``names`` are its tensors."""
+    return Family(
+        name=name,
+        architectures=(architecture,),
+        arch=lambda config: arch(ConfigReader(config)),
+        specs=partial(specs, names=names),
+        forward=forward,
+        logits=logits,
+        tapped=tapped,
+        embed=embedded,
+    )
 
 
 def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
@@ -31,44 +77,55 @@ def tapped(
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
     """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
     arch = ctx.arch
-    x_TD = embed(params["embed"], ctx.view.tok_T, ctx.axes)
+    x_TD = embedded(arch, params, ctx.view.tok_T, ctx.axes)
     ctx = ctx.with_tables()
     layer = _traced_layer()
     entering, first, new_kv = {}, {}, []
     for i, p in enumerate(params["layers"]):
         entering[i] = x_TD
-        like = first.setdefault(arch.window(i), i)
+        like = first.setdefault(arch.layers[i], i)
         with jax.named_scope(f"layer{i}"):
             x_TD, layer_kv = layer(p, x_TD, ctx.at(like), kv[i])
             new_kv.append(layer_kv)
     entering[arch.L] = x_TD
-    y_TD = rms_norm(x_TD, params["final_norm"], arch.norm_eps)
+    y_TD = normed(arch.norm, x_TD, params["final_norm"])
     return y_TD, new_kv, [entering[i] for i in layers]
 
 
-def embedded(params: Any, tok_T: jax.Array, axes: Axes) -> jax.Array:
+def embedded(arch: Arch, params: Any, tok_T: jax.Array, axes: Axes) -> jax.Array:
     """float32[T, D]: the rows of the embedding."""
-    return embed(params["embed"], tok_T, axes)
+    x_TD = embed(params["embed"], tok_T, axes)
+    if arch.embed_scale == 1.0:
+        return x_TD
+    return x_TD * jnp.asarray(arch.embed_scale, params["embed"].dtype).astype(jnp.float32)
 
 
 def _traced_layer() -> Any:
-    """Layers alike in their window are one traced function, called again: tracing and lowering of a step
-    take a third of the time, and XLA inlines the calls, so the program is the same."""
+    """Layers that are alike are one traced function, called again: tracing and lowering of a step take a
+    third of the time, and XLA inlines the calls, so the program is the same."""
+    return jax.jit(decoder_layer)
 
-    def layer(p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
-        y_TD, kv = attention_block(ctx, p, x_TD, kv)
-        x_TD = x_TD + y_TD
-        return x_TD + mlp_block(ctx, p, x_TD), kv
 
-    return jax.jit(layer)
+def decoder_layer(p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
+    """One layer. A norm is where its scales are: before attention and MLP (``attn_norm``, ``mlp_norm``), on what
+    they add (``attn_out_norm``, ``mlp_out_norm``), or both."""
+    if ctx.spec.parallel:
+        normed_TD = normed(ctx.arch.norm, x_TD, p["attn_norm"])
+        y_TD, kv = attend_normed(ctx, p, normed_TD, kv)
+        return x_TD + y_TD + mlp_block(ctx, p, normed_TD), kv
+    y_TD, kv = attention_block(ctx, p, x_TD, kv)
+    x_TD = x_TD + y_TD
+    return x_TD + mlp_block(ctx, p, x_TD), kv
 
 
 def logits(arch: Arch, params: Any, x_ED: jax.Array, axes: Axes) -> jax.Array:
     """float32[E, V] of the rows that emit."""
-    return unembed(params["embed" if arch.tied else "unembed"], x_ED, axes, arch.V)
+    raw_EV = unembed(params["embed" if arch.tied else "unembed"], x_ED, axes, arch.V)
+    raw_EV = raw_EV if arch.logit_scale == 1.0 else raw_EV * arch.logit_scale
+    return capped(raw_EV, arch.logit_soft_cap)
 
 
-def specs(arch: Arch, tp: int) -> dict[str, Any]:
+def specs(arch: Arch, tp: int, names: TensorNames = TensorNames()) -> dict[str, Any]:
     """The parameter tree as ParamSpecs, global shapes; kv heads are split over ``tp`` shards.
 
     Raises:
@@ -77,12 +134,12 @@ def specs(arch: Arch, tp: int) -> dict[str, Any]:
     check_tp(arch, tp)
     V, D = arch.V, arch.D
     tree: dict[str, Any] = {
-        "embed": matrix("model.embed_tokens", (V, D), ("vocab", "embed")),
-        "layers": [_layer_specs(arch, i, heads_over(arch.K, tp)) for i in range(arch.L)],
-        "final_norm": norm("model.norm", D),
+        "embed": matrix(names.embed, (V, D), ("vocab", "embed")),
+        "layers": [_layer_specs(arch, i, heads_over(arch.K, tp), names) for i in range(arch.L)],
+        "final_norm": norm(names.final_norm, D, arch.norm),
     }
     if not arch.tied:
-        tree["unembed"] = matrix("lm_head", (V, D), ("vocab", "embed"))
+        tree["unembed"] = matrix(names.unembed, (V, D), ("vocab", "embed"))
     return tree
 
 
@@ -105,53 +162,64 @@ def check_tp(arch: Arch, tp: int) -> None:
         )
 
 
-def _layer_specs(arch: Arch, i: int, K: int) -> dict[str, ParamSpec]:
+def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, ParamSpec]:
     """``K`` is the number of kv heads kept: the model's, or one per shard where there are more
     shards."""
-    D, F, H, N = arch.D, arch.F, arch.H, arch.N
-    attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+    D, F, at, spec = arch.D, arch.F, f"{names.layers}.{i}", arch.layers[i]
+    attn, mlp, heads = f"{at}.{names.attn}", f"{at}.{names.mlp}", spec.attn
     layer = {
-        "attn_norm": norm(f"model.layers.{i}.input_layernorm", D),
-        "qkv": qkv(arch, attn, K, "weight"),
-        "o": matrix(f"{attn}.o_proj", (D, N * H), ("embed", "kv_heads")),
-        "mlp_norm": norm(f"model.layers.{i}.post_attention_layernorm", D),
-        "gate_up": gate_up(arch, mlp, "weight"),
+        place: norm(f"{at}.{name}", D, arch.norm)
+        for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+        if (name := getattr(names, place))
+    }
+    layer |= {
+        "qkv": qkv(arch, attn, K, "weight", fused=names.qkv),
+        "o": matrix(f"{attn}.o_proj", (D, heads.N * heads.H), ("embed", "kv_heads")),
+        "gate_up": gate_up(arch, mlp, "weight", names.gate_up),
         "down": matrix(f"{mlp}.down_proj", (D, F), ("embed", "ffn")),
     }
     if arch.kv_scales:
         layer["kv_scale"] = kv_scale(attn, K)
-    if arch.qkv_bias:
-        layer["qkv_bias"] = qkv(arch, attn, K, "bias")
-    if arch.o_bias:
+    if heads.qkv_bias:
+        layer["qkv_bias"] = qkv(arch, attn, K, "bias", fused=names.qkv)
+    if heads.o_bias:
         layer["o_bias"] = bias(f"{attn}.o_proj", D)
-    if arch.qk_norm:
-        layer["q_norm"] = norm(f"{attn}.q_norm", H)
-        layer["k_norm"] = norm(f"{attn}.k_norm", H)
-    if arch.mlp_bias:
-        layer["gate_up_bias"] = gate_up(arch, mlp, "bias")
+    if heads.qk_norm == "head":
+        layer["q_norm"] = norm(f"{attn}.q_norm", heads.H, arch.norm)
+        layer["k_norm"] = norm(f"{attn}.k_norm", heads.H, arch.norm)
+    if heads.qk_norm == "width":
+        layer["q_norm"] = width_norm(f"{attn}.q_norm", heads, K, heads.N)
+        layer["k_norm"] = width_norm(f"{attn}.k_norm", heads, K, heads.K)
+    if spec.ffn.mlp_bias:
+        layer["gate_up_bias"] = gate_up(arch, mlp, "bias", names.gate_up)
         layer["down_bias"] = bias(f"{mlp}.down_proj", D)
     return layer
 
 
-def qkv(arch: Arch, at: str, K: int, kind: str, width: int = 0) -> ParamSpec:
+def qkv(arch: Arch, at: str, K: int, kind: str, width: int = 0, fused: str = "") -> ParamSpec:
     """[K, G+2, H, D] (bias: [K, G+2, H]): query heads of a kv head lie together, so N/K of them
-    follow it. ``width`` of the input is the model's unless given."""
+    follow it. ``width`` of the input is the model's unless given; ``fused`` is the tensor that holds all
+    queries, then all keys, then all values, where there is one."""
     tail = (width or arch.D,) if kind == "weight" else ()
-    N, H, repeat = arch.N, arch.H, K // arch.K
-    q = Part(name=f"{at}.q_proj.{kind}", shape=(N * H, *tail), view=(K, N // K, H, *tail))
-    k, v = (
-        Part(
-            name=f"{at}.{name}.{kind}",
-            shape=(arch.K * H, *tail),
-            view=(arch.K, 1, H, *tail),
-            repeat=repeat,
+    N, H, kept = arch.N, arch.H, arch.K
+    heads = {"q_proj": N, "k_proj": kept, "v_proj": kept}
+    views = ((K, N // K), (kept, 1), (kept, 1))
+    rows, parts = 0, []
+    for (name, n), (per, each) in zip(heads.items(), views, strict=True):
+        parts.append(
+            Part(
+                name=f"{at}.{fused or name}.{kind}",
+                shape=((N + 2 * kept) * H if fused else n * H, *tail),
+                first=rows if fused else 0,
+                view=(per, each, H, *tail),
+                repeat=K // kept if n == kept and name != "q_proj" else 1,
+            )
         )
-        for name in ("k_proj", "v_proj")
-    )
+        rows += n * H
     return ParamSpec(
         shape=(K, N // K + 2, H, *tail),
         axes=("kv_heads", None, None, *("embed" for _ in tail)),
-        parts=(q, k, v),
+        parts=tuple(parts),
         concat=1,
     )
 
@@ -175,15 +243,19 @@ def kv_scale(at: str, K: int) -> ParamSpec:
     )
 
 
-def gate_up(arch: Arch, at: str, kind: str) -> ParamSpec:
-    """[2, F, D] (bias: [2, F]): gate, then up."""
-    tail = (arch.D,) if kind == "weight" else ()
-    parts = tuple(
-        Part(name=f"{at}.{name}.{kind}", shape=(arch.F, *tail), view=(1, arch.F, *tail))
-        for name in ("gate_proj", "up_proj")
-    )
+def gate_up(arch: Arch, at: str, kind: str, fused: str = "") -> ParamSpec:
+    """[2, F, D] (bias: [2, F]): gate, then up; of one tensor where ``fused`` names it."""
+    tail, F = (arch.D,) if kind == "weight" else (), arch.F
+    if fused:
+        whole = Part(name=f"{at}.{fused}.{kind}", shape=(2 * F, *tail), view=(2, F, *tail))
+        parts: tuple[Part, ...] = (whole,)
+    else:
+        parts = tuple(
+            Part(name=f"{at}.{name}.{kind}", shape=(F, *tail), view=(1, F, *tail))
+            for name in ("gate_proj", "up_proj")
+        )
     axes = (None, "ffn", *("embed" for _ in tail))
-    return ParamSpec(shape=(2, arch.F, *tail), axes=axes, parts=parts)
+    return ParamSpec(shape=(2, F, *tail), axes=axes, parts=parts)
 
 
 def matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
@@ -192,10 +264,30 @@ def matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None
     return ParamSpec(shape=shape, axes=axes, parts=(part,))
 
 
-def norm(name: str, size: int) -> ParamSpec:
-    """[size]: the scales of a norm, whole on every device; dummy ones are 1."""
+def norm(name: str, size: int, kind: Norm = Norm()) -> ParamSpec:  # noqa: B008
+    """[size]: the scales of a norm, whole on every device; dummy ones make it 1."""
     part = Part(name=f"{name}.weight", shape=(size,), view=(size,))
-    return ParamSpec(shape=(size,), axes=(None,), parts=(part,), init=0.0, init_mean=1.0)
+    mean = 0.0 if kind.plus_one else 1.0
+    return ParamSpec(shape=(size,), axes=(None,), parts=(part,), init=0.0, init_mean=mean)
+
+
+def width_norm(name: str, heads: Attention, K: int, n: int) -> ParamSpec:
+    """[K, n/K, H]: the scales of a norm over ``n`` heads, which lie where their heads do; fewer than K are
+    repeated."""
+    repeat = max(1, K // n)
+    part = Part(
+        name=f"{name}.weight",
+        shape=(n * heads.H,),
+        view=(K // repeat, max(1, n // K), heads.H),
+        repeat=repeat,
+    )
+    return ParamSpec(
+        shape=(K, max(1, n // K), heads.H),
+        axes=("kv_heads", None, None),
+        parts=(part,),
+        init=0.0,
+        init_mean=1.0,
+    )
 
 
 def bias(name: str, size: int) -> ParamSpec:

@@ -27,7 +27,7 @@ class Family:
     tapped:  forward with a last argument more, layer numbers, that also gives the residual stream
              float32[T, D] entering each of them (L: entering the final norm). None: heads that read
              hidden states cannot draft for this family.
-    embed:   (params, tok_T, axes) -> float32[T, D]. None: nor can those without a table of their own.
+    embed:   (arch, params, tok_T, axes) -> float32[T, D]. None: nor can those without a table of their own.
     """
 
     name: str
@@ -43,4 +43,4 @@ class Family:
         ]
         | None
     ) = None
-    embed: Callable[[Any, jax.Array, Axes], jax.Array] | None = None
+    embed: Callable[[Arch, Any, jax.Array, Axes], jax.Array] | None = None

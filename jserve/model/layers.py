@@ -12,23 +12,30 @@ dimension is split; each collective reads the axis of its own dimension and is l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model.arch import Arch
+from jserve.model.arch import Norm
 from jserve.model.attention import AttendArgs, LayerKV
-from jserve.model.collectives import gather, reduce, shard_index
+from jserve.model.collectives import gather, n_shards, reduce, shard_index
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
 from jserve.model.kv_quant import fold, scales_of, unfold
-from jserve.model.rope import rotate
 from jserve.model.shard import Axes
 from jserve.model.sinks import sinks_of
 
 Params = Mapping[str, jax.Array]
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -38,22 +45,41 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
 
 
+def normed(norm: Norm, x: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """A decoder's norm over the last dimension, in float32; without a weight ``x`` as it is."""
+    if weight is None:
+        return x
+    if norm.plus_one:
+        weight = weight.astype(jnp.float32) + 1.0
+    if norm.centered:
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return rms_norm(x, weight, norm.eps)
+
+
 def attention_block(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
     """(what the layer's attention adds to the residual stream, this layer's new KV)."""
-    return attend_normed(ctx, p, rms_norm(x_TD, p["attn_norm"], ctx.arch.norm_eps), kv)
+    x_TD = normed(ctx.arch.norm, x_TD, p.get("attn_norm"))
+    y_TD, kv = attend_normed(ctx, p, x_TD, kv)
+    return _added(ctx, y_TD, p.get("attn_out_norm")), kv
+
+
+def _added(ctx: Ctx, y_TD: jax.Array, out_norm: jax.Array | None) -> jax.Array:
+    """What a sublayer's output adds to the residual stream."""
+    y_TD, scale = normed(ctx.arch.norm, y_TD, out_norm), ctx.spec.residual_scale
+    return y_TD if scale == 1.0 else y_TD * scale
 
 
 def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
-    """``attention_block`` of what is normed already."""
-    assert ctx.tables is not None, "a layer needs Ctx.with_tables"
-    scale_K2 = scales_of(p, kv[0])
-    q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(ctx.arch, p, x_TD))
-    kv = ctx.attn.write_kv(kv, rotate(k_TKH, *ctx.tables), v_TKH, ctx.view)
+    """Attention over what is normed already, up to its output's bias."""
+    scale_K2, spec = scales_of(p, kv[0]), ctx.spec.attn
+    q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(ctx, p, x_TD))
+    kv = ctx.attn.write_kv(kv, ctx.turned(k_TKH), v_TKH, ctx.view)
     sinks = sinks_of(ctx, q_TNH)
     args = AttendArgs(
-        q_TNH=rotate(q_TNH, *ctx.tables),
-        window=ctx.window,
-        scale=ctx.arch.H**-0.5,
+        q_TNH=ctx.turned(q_TNH),
+        window=spec.window,
+        scale=spec.scale or spec.H**-0.5,
+        soft_cap=spec.soft_cap,
         sinks=sinks,
         o_dtype=p["o"].dtype if scale_K2 is None else jnp.float32,
     )
@@ -62,7 +88,7 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 
-def _qkv(arch: Arch, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _qkv(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of the tokens, not yet turned to their positions."""
     K, group, H, _ = p["qkv"].shape
     y_TKGH = dot(x_TD, p["qkv"]).reshape(-1, K, group, H)
@@ -70,21 +96,35 @@ def _qkv(arch: Arch, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, 
         y_TKGH = y_TKGH + p["qkv_bias"]
     q_TNH = y_TKGH[:, :, :-2].reshape(-1, K * (group - 2), H)
     k_TKH, v_TKH = y_TKGH[:, :, -2], y_TKGH[:, :, -1]
-    if arch.qk_norm:
-        q_TNH = rms_norm(q_TNH, p["q_norm"], arch.norm_eps)
-        k_TKH = rms_norm(k_TKH, p["k_norm"], arch.norm_eps)
+    kind, norm = ctx.spec.attn.qk_norm, ctx.arch.norm
+    if kind == "head":
+        q_TNH, k_TKH = normed(norm, q_TNH, p["q_norm"]), normed(norm, k_TKH, p["k_norm"])
+    if kind == "width":
+        q_TNH, k_TKH = (
+            _width_norm(ctx, x, p[name]) for x, name in ((q_TNH, "q_norm"), (k_TKH, "k_norm"))
+        )
     return q_TNH, k_TKH, v_TKH
 
 
+def _width_norm(ctx: Ctx, x_TNH: jax.Array, weight: jax.Array) -> jax.Array:
+    """RMS norm over all heads of a token, those of other shards among them."""
+    axis, (_, N, H) = ctx.axes.heads, x_TNH.shape
+    total_T11 = reduce(jnp.sum(x_TNH * x_TNH, axis=(1, 2), keepdims=True), axis)
+    mean_T11 = total_T11 / (n_shards(axis) * N * H)
+    scale_NH = weight.astype(jnp.float32).reshape(N, H)
+    return x_TNH * lax.rsqrt(mean_T11 + ctx.arch.norm.eps) * scale_NH
+
+
 def mlp_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
-    """What the layer's SiLU-gated MLP adds to the residual stream."""
-    x_TD = rms_norm(x_TD, p["mlp_norm"], ctx.arch.norm_eps)
+    """What the layer's gated MLP adds to the residual stream."""
+    x_TD = normed(ctx.arch.norm, x_TD, p.get("mlp_norm"))
     y_T2F = dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
     if "gate_up_bias" in p:
         y_T2F = y_T2F + p["gate_up_bias"]
-    h_TF = jax.nn.silu(y_T2F[:, 0]) * y_T2F[:, 1]
+    h_TF = ACTIVATIONS[ctx.spec.ffn.activation](y_T2F[:, 0]) * y_T2F[:, 1]
     y_TD = reduce(dot(h_TF, p["down"]), ctx.axes.ffn)
-    return y_TD + p["down_bias"] if "down_bias" in p else y_TD
+    y_TD = y_TD + p["down_bias"] if "down_bias" in p else y_TD
+    return _added(ctx, y_TD, p.get("mlp_out_norm"))
 
 
 def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:

@@ -1,8 +1,9 @@
-"""Rotary position embedding: plain, linear, dynamic NTK, llama3 and yarn frequencies.
+"""Rotary position embedding: plain, linear, dynamic NTK, llama3, yarn and longrope frequencies.
 
-It owns the frequencies and the rotation. The half-split form: dimension i turns together with dimension i + H/2.
+It owns the frequencies and the rotation, in both forms: dimension i turns together with dimension i + H/2, or 2i
+with 2i + 1 (*pairs*).
 
-Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), Llama 3.1. Numbers follow
+Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), LongRoPE (2402.13753), Llama 3.1. Numbers follow
 transformers, with one difference forced by caching: dynamic NTK is a function of the token's own
 position, as if the text had been fed one token at a time, so that neither chunking nor a cached
 prefix can change a result.
@@ -17,43 +18,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.arch import Arch, RopeScaling
+from jserve.model.arch import Rope, RopeScaling
 
-KINDS = ("linear", "dynamic", "llama3", "yarn")
+KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
-def rope_tables(arch: Arch, pos_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two float32[T, 2, H/2] for absolute positions int32[T]: (cos, cos) and (-sin, sin); of
-    ``Arch.rotary`` dimensions in place of H where that is set.
+def rope_tables(rope: Rope, H: int, pos_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two float32[T, 2, h/2] for absolute positions int32[T]: (cos, cos) and (-sin, sin); h is ``rope.rotary`` or,
+    where that is 0, the head size H. Of pairs float32[T, h/2, 2].
 
     Concatenated on purpose: XLA:CPU would fuse a bare cosine into every use and evaluate it for
     every head of every layer.
     """
-    s, H = arch.rope_scaling, arch.rotary or arch.H
+    s, h = rope.scaling, rope.rotary or H
     pos_T1 = jnp.maximum(pos_T, 0).astype(jnp.float32)[:, None]
     if s is not None and s.kind == "dynamic":
-        freq, scale = _dynamic(H, arch.rope_theta, s, pos_T1), 1.0
+        freq, scale = _dynamic(h, rope.theta, s, pos_T1), 1.0
     else:
-        freq, scale = inverse_frequencies(H, arch.rope_theta, s)
+        freq, scale = inverse_frequencies(h, rope.theta, s)
     angle_TH = pos_T1 * freq
     cos_TH, sin_TH = jnp.cos(angle_TH) * scale, jnp.sin(angle_TH) * scale
-    return jnp.stack([cos_TH, cos_TH], axis=1), jnp.stack([-sin_TH, sin_TH], axis=1)
+    axis = 2 if rope.pairs else 1
+    return jnp.stack([cos_TH, cos_TH], axis=axis), jnp.stack([-sin_TH, sin_TH], axis=axis)
 
 
-def rotate(x_TNH: jax.Array, cos_T2H: jax.Array, sin_T2H: jax.Array) -> jax.Array:
+def rotate(
+    x_TNH: jax.Array, cos_TXY: jax.Array, sin_TXY: jax.Array, *, pairs: bool = False
+) -> jax.Array:
     """Heads turned by their token's angles, in the first dimensions if the tables are of fewer; the shape
-    stays.
+    stays. ``pairs`` as of the rope that the tables are of.
 
     Written without a concatenation, which XLA:CPU would evaluate element by element.
     """
     T, N, H = x_TNH.shape
-    turned = 2 * cos_T2H.shape[-1]
+    turned = cos_TXY.shape[1] * cos_TXY.shape[2]
     if turned < H:
         first, rest = x_TNH[..., :turned], x_TNH[..., turned:]
-        return jnp.concatenate([rotate(first, cos_T2H, sin_T2H), rest], axis=-1)
-    x_TN2H = x_TNH.reshape(T, N, 2, H // 2)
-    y_TN2H = x_TN2H * cos_T2H[:, None] + jnp.flip(x_TN2H, 2) * sin_T2H[:, None]
-    return y_TN2H.reshape(T, N, H)
+        return jnp.concatenate([rotate(first, cos_TXY, sin_TXY, pairs=pairs), rest], axis=-1)
+    x_TNXY = x_TNH.reshape(T, N, *cos_TXY.shape[1:])
+    other_TNXY = jnp.flip(x_TNXY, 3 if pairs else 2)
+    y_TNXY = x_TNXY * cos_TXY[:, None] + other_TNXY * sin_TXY[:, None]
+    return y_TNXY.reshape(T, N, H)
 
 
 def inverse_frequencies(
@@ -121,8 +126,17 @@ def _dynamic(H: int, theta: float, s: RopeScaling, pos_T1: jax.Array) -> jax.Arr
     return 1.0 / base_T1 ** (np.arange(0, H, 2, dtype=np.float32) / H)
 
 
+def _longrope(freq_H: np.ndarray, H: int, theta: float, s: RopeScaling) -> tuple[np.ndarray, float]:
+    scale = s.attention_factor
+    if scale is None:
+        grown = math.log(s.factor) / math.log(s.original_max_position)
+        scale = math.sqrt(1.0 + grown) if s.factor > 1 else 1.0
+    return freq_H / np.asarray(s.short_factor, np.float32), scale
+
+
 _SCALED: dict[str, Callable[..., tuple[np.ndarray, float]]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

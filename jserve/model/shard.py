@@ -8,6 +8,7 @@ It owns ``ParamSpec``, the rules that map logical axes to mesh axes, and ``Axes`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,15 +24,29 @@ AXIS = "tp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One checkpoint tensor inside a parameter: reshaped to ``view``, its axis-0 entries repeated
-    ``repeat`` times, then laid along the parameter's ``concat`` axis after the parts before
+    """One checkpoint tensor inside a parameter, or some of its rows: reshaped to ``view``, its axis-0 entries
+    repeated ``repeat`` times, then laid along the parameter's ``concat`` axis after the parts before
     it."""
 
     name: str
     shape: tuple[int, ...]
     """Shape in the checkpoint; anything else is refused."""
     view: tuple[int, ...]
+    """As many entries as follow row ``first``, or fewer where other parts read the rest."""
     repeat: int = 1
+    first: int = 0
+    """Row of the tensor that the part begins with."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the tensor that the part reads."""
+        return math.prod(self.view) // math.prod(self.shape[1:])
+
+    def seen(self, tensor: Any) -> Any:
+        """The part's rows of ``tensor`` (shape ``shape``) as ``view``; a view."""
+        if self.n_rows != self.shape[0]:
+            tensor = tensor[self.first : self.first + self.n_rows]
+        return tensor.reshape(self.view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

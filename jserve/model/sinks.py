@@ -37,7 +37,7 @@ def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
         fault = "needs a model in which every layer has a sliding window"
     elif n and not attention.has_sinks:
         fault = f"is not served by attention_backend {attention.name!r}"
-    elif n and arch.rope_scaling is not None and arch.rope_scaling.kind == "dynamic":
+    elif n and any(rope.scaling and rope.scaling.kind == "dynamic" for rope in arch.ropes):
         fault = "does not go with dynamic rope scaling, whose angles depend on the true position"
     if fault:
         raise ConfigError(f"attention_sinks {fault}", field="attention_sinks")
@@ -46,8 +46,11 @@ def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
 
 def sinks_of(ctx: Ctx, q_TNH: jax.Array) -> Sinks | None:
     """The sinks of the layer, with queries ``q_TNH`` that are not yet turned."""
-    arch = ctx.arch
+    arch, rope = ctx.arch, ctx.spec.attn.rope
     if not arch.sinks or not ctx.window:
         return None
+    if rope is None:
+        return Sinks(n=arch.sinks, q_TNH=q_TNH)
     place_T = jnp.minimum(ctx.view.pos_T, arch.sinks + ctx.window - 1)
-    return Sinks(n=arch.sinks, q_TNH=rotate(q_TNH, *rope_tables(arch, place_T)))
+    tables = rope_tables(rope, arch.H, place_T)
+    return Sinks(n=arch.sinks, q_TNH=rotate(q_TNH, *tables, pairs=rope.pairs))

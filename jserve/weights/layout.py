@@ -47,7 +47,7 @@ class ShardPiece:
 
     def cut(self, tensor: Any) -> Any:
         """The region of ``tensor`` (shape ``part.shape``); a view of it unless axis 0 repeats."""
-        view = tensor.reshape(self.part.view)
+        view = self.part.seen(tensor)
         r = self.part.repeat
         if r == 1:
             return view[self.rows]
@@ -59,7 +59,7 @@ class ShardPiece:
     def copy(self, tensor: np.ndarray, target: np.ndarray) -> None:
         """Write the region into ``target``, casting; without a temporary of its size."""
         r = self.part.repeat
-        view = tensor.reshape(self.part.view)
+        view = self.part.seen(tensor)
         if r == 1:
             target[...] = view[self.rows]
             return
@@ -72,8 +72,10 @@ def check(spec: ParamSpec, name: str) -> None:
     c = spec.concat
     assert len(spec.axes) == len(spec.shape), f"{name}: {spec.axes} against {spec.shape}"
     for part in spec.parts:
-        shape, size = _repeated(part), math.prod(part.shape)
-        assert math.prod(part.view) == size, f"{name}: {part.name} viewed as {part.view}"
+        shape = _repeated(part)
+        n_entries = part.n_rows * math.prod(part.shape[1:])
+        fits = math.prod(part.view) == n_entries and part.first + part.n_rows <= part.shape[0]
+        assert fits, f"{name}: {part.name} viewed as {part.view}"
         fits = (*shape[:c], *shape[c + 1 :]) == (*spec.shape[:c], *spec.shape[c + 1 :])
         assert fits, f"{name}: {part.name} is {shape} in {spec.shape}"
     total = sum(_repeated(p)[c] for p in spec.parts) + spec.pad
@@ -109,19 +111,24 @@ def whole(spec: ParamSpec) -> Index:
     return tuple(slice(0, n) for n in spec.shape)
 
 
-def split(spec: ParamSpec, array: Any) -> dict[str, Any]:
+def split(spec: ParamSpec, array: Any, concatenate: Any = np.concatenate) -> dict[str, Any]:
     """The checkpoint tensors inside a parameter (repeats and padding dropped): the inverse of
     ``join``."""
-    tensors, start = {}, 0
+    found: dict[str, list[Any]] = {}
+    start = 0
     for part in spec.parts:
         extent = _repeated(part)[spec.concat]
         at = tuple(
             slice(start, start + extent) if d == spec.concat else slice(None)
             for d in range(len(spec.shape))
         )
-        tensors[part.name] = array[at][:: part.repeat].reshape(part.shape)
+        rows = array[at][:: part.repeat].reshape(part.n_rows, *part.shape[1:])
+        found.setdefault(part.name, []).append(rows)
         start += extent
-    return tensors
+    return {
+        name: rows[0] if len(rows) == 1 else concatenate(rows, axis=0)
+        for name, rows in found.items()
+    }
 
 
 def join(spec: ParamSpec, tensors: Mapping[str, Any], concatenate: Any = np.concatenate) -> Any:
@@ -137,7 +144,7 @@ def join(spec: ParamSpec, tensors: Mapping[str, Any], concatenate: Any = np.conc
 def relayout(array: Any, src: ParamSpec, dst: ParamSpec, concatenate: Any = np.concatenate) -> Any:
     """The parameter ``array``, laid out by ``src``, as ``dst`` lays it out (heads repeated, the
     vocabulary padded)."""
-    return join(dst, split(src, array), concatenate)
+    return join(dst, split(src, array, concatenate), concatenate)
 
 
 def _repeated(part: Part) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ def test_a_plugin_serves_it_over_http(neox_dir: Path, expected: Any, tmp_path: P
 )
 def test_what_it_cannot_honour_is_refused(family: Any, key: str, value: Any) -> None:
     config = model_and_config()[1]
-    assert family.arch(config).rotary == 4
+    assert family.arch(config).ropes[0].rotary == 4
     with pytest.raises(ConfigError) as caught:
         family.arch({**config, key: value})
     assert caught.value.field == key

@@ -13,7 +13,7 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
-from jserve.model.arch import RopeScaling
+from jserve.model.arch import Rope, RopeScaling, resized
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.shard import make_mesh
@@ -29,7 +29,7 @@ from tests.model.test_sinks import literal
 from tests.runner.harness import ARCH, OPTIONS, RULES, tiny_params
 
 W = 20
-WINDOWED = dataclasses.replace(ARCH, windows=(W, 12))
+WINDOWED = resized(ARCH, windows=(W, 12))
 LADDER = Ladder(buckets=(Bucket(D=6, P=48, F=6),))
 
 
@@ -160,8 +160,8 @@ def test_sinks_change_what_a_long_text_draws():
     ("arch", "said"),
     [
         (ARCH, "every layer"),
-        (dataclasses.replace(ARCH, windows=(W, 0)), "every layer"),
-        (dataclasses.replace(WINDOWED, rope_scaling=RopeScaling(kind="dynamic")), "dynamic"),
+        (resized(ARCH, windows=(W, 0)), "every layer"),
+        (resized(WINDOWED, rope=Rope(scaling=RopeScaling(kind="dynamic"))), "dynamic"),
     ],
 )
 def test_sinks_are_refused_where_they_cannot_hold(arch, said):
@@ -179,7 +179,7 @@ def test_a_backend_without_sinks_refuses_them():
 
 
 def _norm(x: np.ndarray, w: Any) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + WINDOWED.norm_eps) * np.asarray(w)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + WINDOWED.norm.eps) * np.asarray(w)
 
 
 def _literal_layer(p: Any, x_SD: np.ndarray, window: int, sinks: int) -> np.ndarray:
@@ -199,7 +199,7 @@ def test_the_model_draws_what_the_paper_read_literally_draws(sinks):
     (drawn,) = all_of(engine_of(runner(sinks)), [prompt], 8)
     tokens = [*prompt, *drawn]
     x_SD = np.asarray(params["embed"])[tokens].astype(np.float64)
-    for p, window in zip(params["layers"], WINDOWED.windows, strict=True):
-        x_SD = _literal_layer(p, x_SD, window, sinks)
+    for p, layer in zip(params["layers"], WINDOWED.layers, strict=True):
+        x_SD = _literal_layer(p, x_SD, layer.attn.window, sinks)
     logits_SV = _norm(x_SD, params["final_norm"]) @ np.asarray(params["unembed"]).T
     assert logits_SV[len(prompt) - 1 : -1].argmax(-1).tolist() == drawn

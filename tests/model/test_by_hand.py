@@ -78,7 +78,7 @@ class Plain:
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
         mean = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean + self.arch.norm_eps) * self.tensors[f"{name}.weight"]
+        return x / np.sqrt(mean + self.arch.norm.eps) * self.tensors[f"{name}.weight"]
 
     def mlp(self, at: str, x_TD: np.ndarray) -> np.ndarray:
         gate_TF = self.linear(f"{at}.mlp.gate_proj", x_TD)
@@ -100,14 +100,16 @@ class Plain:
         """Queries, keys or values by query head, turned to their positions where they are."""
         x_TXH = self.linear(f"{at}.{name}_proj", x_TD).reshape(len(x_TD), -1, self.arch.H)
         if name != "v":
-            x_TXH = self.norm(f"{at}.{name}_norm", x_TXH) if self.arch.qk_norm else x_TXH
+            x_TXH = (
+                self.norm(f"{at}.{name}_norm", x_TXH) if self.arch.layers[0].attn.qk_norm else x_TXH
+            )
             x_TXH = self.turned(x_TXH)
         return np.repeat(x_TXH, self.arch.N // x_TXH.shape[1], axis=1)
 
     def turned(self, x_TXH: np.ndarray) -> np.ndarray:
         """Each half dimension and its partner as one complex number, turned by position and frequency."""
         half = self.arch.H // 2
-        frequency = self.arch.rope_theta ** (-np.arange(half) / half)
+        frequency = self.arch.ropes[0].theta ** (-np.arange(half) / half)
         z = x_TXH[..., :half] + 1j * x_TXH[..., half:]
         z = z * np.exp(1j * np.arange(len(x_TXH))[:, None] * frequency)[:, None]
         return np.concatenate([z.real, z.imag], axis=-1)

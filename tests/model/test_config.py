@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jserve.errors import ConfigError
-from jserve.model.arch import RopeScaling
+from jserve.model.arch import Arch, RopeScaling
 from jserve.model.families import family_for, register_family
 
 LLAMA: dict[str, Any] = {
@@ -160,7 +160,7 @@ def test_both_spellings_of_rope_mean_the_same() -> None:
         rope_parameters={**LLAMA3, "rope_theta": 5e5},
     )
     assert old == new
-    assert old.rope_scaling == RopeScaling(
+    assert old.ropes[0].scaling == RopeScaling(
         kind="llama3",
         factor=8.0,
         low_freq_factor=1.0,
@@ -180,16 +180,23 @@ def test_scaling_stretches_the_context() -> None:
     assert context(**LLAMA3) == 128
 
 
+def seen(a: Arch) -> list[int]:
+    return [layer.attn.window for layer in a.layers]
+
+
 def test_families_read_their_own_switches() -> None:
     a = arch(LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
-    assert (a.qkv_bias, a.o_bias, a.mlp_bias, a.tied, a.H) == (True, True, True, True, 8)
+    first = a.layers[0]
+    assert (first.attn.qkv_bias, first.attn.o_bias, first.ffn.mlp_bias) == (True, True, True)
+    assert (a.tied, a.H) == (True, 8)
     a = arch(QWEN2, use_sliding_window=True, sliding_window=9, max_window_layers=1)
-    assert (a.qkv_bias, a.o_bias, a.windows) == (True, False, (0, 9))
-    assert arch(QWEN2, sliding_window=9, max_window_layers=0).windows == ()
+    first = a.layers[0].attn
+    assert (first.qkv_bias, first.o_bias, seen(a)) == (True, False, [0, 9])
+    assert seen(arch(QWEN2, sliding_window=9, max_window_layers=0)) == [0, 0]
     a = arch(QWEN3, head_dim=16)
-    assert (a.qk_norm, a.H, a.qkv_bias) == (True, 16, False)
-    assert arch(MISTRAL).windows == (4096, 4096)
-    assert arch(MISTRAL, sliding_window=None).windows == ()
+    assert (a.layers[1].attn.qk_norm, a.H, a.layers[1].attn.qkv_bias) == ("head", 16, False)
+    assert seen(arch(MISTRAL)) == [4096, 4096]
+    assert seen(arch(MISTRAL, sliding_window=None)) == [0, 0]
 
 
 def test_register_family() -> None:

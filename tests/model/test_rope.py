@@ -69,7 +69,7 @@ def theirs(rope: dict[str, Any], changes: dict[str, Any], **where: int) -> Any:
 def test_frequencies_are_those_of_transformers(name: str) -> None:
     want, factor = theirs(ROPES[name], {})
     a = arch(ROPES[name])
-    got, scale = inverse_frequencies(a.H, a.rope_theta, a.rope_scaling)
+    got, scale = inverse_frequencies(a.H, a.ropes[0].theta, a.ropes[0].scaling)
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
     assert scale == pytest.approx(factor, rel=1e-7)
 
@@ -78,7 +78,8 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
 def test_dynamic_rotates_by_position(pos: int) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     freq, _ = theirs(rope, {"max_position_embeddings": 2048}, seq_len=pos + 1)
-    cos_T2H, sin_T2H = rope_tables(arch(rope, max_position_embeddings=2048), jnp.array([pos]))
+    a = arch(rope, max_position_embeddings=2048)
+    cos_T2H, sin_T2H = rope_tables(a.ropes[0], a.H, jnp.array([pos]))
     for half, sign in ((0, -1), (1, 1)):
         np.testing.assert_allclose(cos_T2H[0, half], np.cos(pos * freq.numpy()), atol=2e-3)
         np.testing.assert_allclose(sin_T2H[0, half], sign * np.sin(pos * freq.numpy()), atol=2e-3)

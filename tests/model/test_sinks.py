@@ -16,13 +16,14 @@ from tests.model.driver import NoSlots, Row, pack
 from tests.runner.harness import ARCH
 
 N, K, H, Z, M = ARCH.N, ARCH.K, ARCH.H, 8, 40
+ROPE = ARCH.ropes[0], H
 DIMS = StepDims(C=4, M=M, Z=Z, V=32)
 N_PAGES = 3 * M + 1
 
 
 @jax.jit
 def _turned(x_TNH: jax.Array, place_T: jax.Array) -> jax.Array:
-    return rotate(x_TNH, *rope_tables(ARCH, place_T))
+    return rotate(x_TNH, *rope_tables(*ROPE, place_T))
 
 
 def turned(x_TNH: np.ndarray, place_T: np.ndarray) -> np.ndarray:
@@ -52,8 +53,8 @@ def _attend(name: str, bucket: Bucket, window: int, sinks: int, buf, q, k, v, kv
     zeros = jnp.zeros(DIMS.C, jnp.int32)
     fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
     view = unpack(buf, fields, bucket, DIMS, NoSlots(zeros, zeros))
-    tables = rope_tables(ARCH, view.pos_T)
-    capped = rope_tables(ARCH, jnp.minimum(view.pos_T, window + sinks - 1))
+    tables = rope_tables(*ROPE, view.pos_T)
+    capped = rope_tables(*ROPE, jnp.minimum(view.pos_T, window + sinks - 1))
     kv = attn.write_kv(kv, rotate(k, *tables), v, view)
     far = Sinks(n=sinks, q_TNH=rotate(q, *capped))
     args = AttendArgs(

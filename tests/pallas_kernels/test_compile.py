@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from bench import passes
+from jserve.model.arch import resized
 from jserve.model.attention import backend
 from jserve.model.attn_dense import GATHERED
 from jserve.model.view import Bucket, StepDims
@@ -185,7 +186,7 @@ def check_step(
     """All that holds for a step of any model; ``layers`` 0 is the model's own depth. Over 8 bits the
     checkpoint has scales, too."""
     arch = dataclasses.replace(ARCHS[name], kv_scales=kv_dtype == F8)
-    arch = dataclasses.replace(arch, L=layers) if layers else arch
+    arch = resized(arch, L=layers) if layers else arch
     # A device's share of the pool is the same however many there are, as in an engine.
     model = step_model(arch, tp=tp, n_pages=n_pages * tp, kv_dtype=kv_dtype)
     report = compile_step(model, bucket)
@@ -298,7 +299,7 @@ def test_two_layers_of_a_sharded_step(name: str, bucket: Bucket, tp: int) -> Non
 def test_dense_attention_is_a_handful_of_kernels() -> None:
     """In every rung: 64 rows of 2,048 tokens go at once, within the memory that it allows itself, in the
     same CUDA graph, and the pool is not copied."""
-    arch = dataclasses.replace(ARCHS["llama-3.1-8b"], L=1)
+    arch = resized(ARCHS["llama-3.1-8b"], L=1)
     dims = StepDims(C=256, M=32, Z=64, V=arch.V)
     model = dataclasses.replace(step_model(arch), backend=backend("dense", "cuda"), dims=dims)
     report = compile_step(model, Bucket(D=64, P=0, F=0))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jserve.config import EngineConfig
+from jserve.model.arch import resized
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.features import MASK, SCORE
 from jserve.model.shard import is_spec, make_mesh, padded
@@ -40,7 +41,7 @@ ARCH = LLAMA.arch(
     | {"vocab_size": V, "num_attention_heads": 12, "num_key_value_heads": 1}
     | {"intermediate_size": 48, "max_position_embeddings": 64}
 )
-HEAD = replace(ARCH, L=1, V=75)
+HEAD = resized(ARCH, L=1, V=75)
 STEP = Bucket(D=6, P=48, F=4, features=(MASK, SCORE))
 SHARED = {"max_tokens": 64, "logprobs": 8, "prompt_logprobs": 4}
 KINDS: list[dict[str, Any]] = [

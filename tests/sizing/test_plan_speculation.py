@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from jserve.cli import app
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.arch import resized
 from jserve.model.draft_tree import chain, paths
 from jserve.model.families import family_for
 from jserve.model.shard import ShardRules, make_mesh
@@ -190,7 +191,7 @@ D, V, F = 4096, 128_256, 14_336
 
 def test_an_eagle_head_reads_its_layer_for_each_level() -> None:
     """The first level follows from what it saw; a level of two nodes is one pass over both."""
-    head = dataclasses.replace(ARCH, L=1, V=32_000)
+    head = resized(ARCH, L=1, V=32_000)
     made = DraftCosts.of(eagle3(head, ARCH, taps=(2, 16, 29), own_embed=False), LINE)
     layer = (2 * D) * 6144 + D * D + 3 * D * F + 4 * D
     assert made.n_passed == layer

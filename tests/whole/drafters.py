@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
+from jserve.model.arch import resized
 from jserve.model.draft_tree import TreeShape
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
@@ -39,7 +39,7 @@ def itself(arch: Any, params: Any, mesh: Any, tree: TreeShape) -> LoadedDrafter:
 
 def head(arch: Any, params: Any, mesh: Any, tree: TreeShape) -> LoadedDrafter:
     """An EAGLE-3 head of random weights: its drafts are wrong but for one now and then."""
-    own = dataclasses.replace(arch, L=1, V=arch.V)
+    own = resized(arch, L=1)
     drafter = eagle3(own, arch, taps=(0, 1, 2), own_embed=False, mapped=False)
     return _random(drafter, mesh, tree)
 

@@ -11,12 +11,24 @@ from typing import Any
 from jserve.errors import ConfigError
 from jserve.model.family import Family
 
-_FAMILIES: dict[str, str | Family] = {
-    "LlamaForCausalLM": "jserve.model.families.llama:FAMILY",
-    "MistralForCausalLM": "jserve.model.families.mistral:FAMILY",
-    "Qwen2ForCausalLM": "jserve.model.families.qwen2:FAMILY",
-    "Qwen3ForCausalLM": "jserve.model.families.qwen3:FAMILY",
+_MODULES = {
+    "Cohere2ForCausalLM": "cohere2",
+    "Exaone4ForCausalLM": "exaone4",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Glm4ForCausalLM": "glm4",
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
 }
+"""Architecture -> the module of this package that has its ``FAMILY``."""
+_FAMILIES: dict[str, str | Family] = dict(_MODULES)
 
 
 def family_for(config: Mapping[str, Any]) -> Family:
@@ -47,6 +59,5 @@ def register_family(family: Family) -> None:
         _FAMILIES[name] = family
 
 
-def _load(entry: str) -> Family:
-    module, _, attribute = entry.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+def _load(module: str) -> Family:
+    return importlib.import_module(f"{__name__}.{module}").FAMILY

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from jserve.model import decoder
 from jserve.model.arch import Arch
-from jserve.model.family import Family
+from jserve.model.decoder import plain
 from jserve.model.hf_config import Config, boolean, decoder_arch, full_attention
 
 
@@ -21,13 +20,4 @@ def arch(config: Config) -> Arch:
     )
 
 
-FAMILY = Family(
-    name="llama",
-    architectures=("LlamaForCausalLM",),
-    arch=arch,
-    specs=decoder.specs,
-    forward=decoder.forward,
-    logits=decoder.logits,
-    tapped=decoder.tapped,
-    embed=decoder.embedded,
-)
+FAMILY = plain("llama", "LlamaForCausalLM", arch)

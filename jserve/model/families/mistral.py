@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from jserve.model import decoder
 from jserve.model.arch import Arch
-from jserve.model.family import Family
+from jserve.model.decoder import plain
 from jserve.model.hf_config import Config, decoder_arch, integer, refuse
 
 
@@ -15,18 +14,7 @@ def arch(config: Config) -> Arch:
     missing = "sliding_window" not in config
     window = integer(config, "sliding_window", 4096 if missing else 0, low=0)
     L = integer(config, "num_hidden_layers")
-    return decoder_arch(
-        config, "mistral", windows=(window,) * L if window else (), default_kv_heads=8
-    )
+    return decoder_arch(config, "mistral", windows=(window,) * L, default_kv_heads=8)
 
 
-FAMILY = Family(
-    name="mistral",
-    architectures=("MistralForCausalLM",),
-    arch=arch,
-    specs=decoder.specs,
-    forward=decoder.forward,
-    logits=decoder.logits,
-    tapped=decoder.tapped,
-    embed=decoder.embedded,
-)
+FAMILY = plain("mistral", "MistralForCausalLM", arch)

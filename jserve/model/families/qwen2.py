@@ -4,9 +4,8 @@ layers if asked.
 
 from __future__ import annotations
 
-from jserve.model import decoder
 from jserve.model.arch import Arch
-from jserve.model.family import Family
+from jserve.model.decoder import plain
 from jserve.model.hf_config import Config, decoder_arch, upper_windows
 
 
@@ -17,13 +16,4 @@ def arch(config: Config) -> Arch:
     )
 
 
-FAMILY = Family(
-    name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
-    arch=arch,
-    specs=decoder.specs,
-    forward=decoder.forward,
-    logits=decoder.logits,
-    tapped=decoder.tapped,
-    embed=decoder.embedded,
-)
+FAMILY = plain("qwen2", "Qwen2ForCausalLM", arch)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from jserve.model import decoder
 from jserve.model.arch import Arch
-from jserve.model.family import Family
+from jserve.model.decoder import plain
 from jserve.model.hf_config import Config, boolean, decoder_arch, upper_windows
 
 
@@ -14,7 +13,7 @@ def arch(config: Config) -> Arch:
     return decoder_arch(
         config,
         "qwen3",
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         windows=upper_windows(config),
@@ -23,13 +22,4 @@ def arch(config: Config) -> Arch:
     )
 
 
-FAMILY = Family(
-    name="qwen3",
-    architectures=("Qwen3ForCausalLM",),
-    arch=arch,
-    specs=decoder.specs,
-    forward=decoder.forward,
-    logits=decoder.logits,
-    tapped=decoder.tapped,
-    embed=decoder.embedded,
-)
+FAMILY = plain("qwen3", "Qwen3ForCausalLM", arch)

@@ -39,7 +39,7 @@ class Target:
 
     arch: Arch
     params: Any
-    embedding: Callable[[Any, jax.Array, Axes], jax.Array] | None
+    embedding: Callable[[Arch, Any, jax.Array, Axes], jax.Array] | None
     """``Family.embed``"""
     unembedding: Callable[[Arch, Any, jax.Array, Axes], jax.Array]
     """``Family.logits``"""
@@ -49,7 +49,7 @@ class Target:
     def embed(self, tok_T: jax.Array) -> jax.Array:
         """float32[T, D]: the target's embedding."""
         assert self.embedding is not None, f"{self.arch.family} shows no embedding"
-        return self.embedding(self.params, tok_T, self.axes)
+        return self.embedding(self.arch, self.params, tok_T, self.axes)
 
     def logits(self, x_ED: jax.Array) -> jax.Array:
         """float32[E, V]: the target's unembedding."""

@@ -130,7 +130,7 @@ class _Head:
         return self._layer(ctx, of, params, carry_ED, view.tok_T, kv)
 
     def logits(self, of: Target, params: Any, h_ED: jax.Array, depth: int, axes: Axes) -> jax.Array:
-        y_ED = rms_norm(h_ED, params["norm"], self.arch.norm_eps)
+        y_ED = rms_norm(h_ED, params["norm"], self.arch.norm.eps)
         if not self.own_unembed:
             return of.logits(y_ED)
         y_EV = unembed(params["unembed"], y_ED, axes, self.arch.V)
@@ -151,8 +151,8 @@ class _Head:
     ) -> tuple[jax.Array, list[LayerKV]]:
         arch, p = self.arch, params["layer"]
         e_TD = embed(params["embed"], tok_T, ctx.axes) if self.own_embed else of.embed(tok_T)
-        normed_TD = rms_norm(f_TD, p["hidden_norm"], arch.norm_eps)
-        x_TX = jnp.concatenate([rms_norm(e_TD, p["embed_norm"], arch.norm_eps), normed_TD], axis=1)
+        normed_TD = rms_norm(f_TD, p["hidden_norm"], arch.norm.eps)
+        x_TX = jnp.concatenate([rms_norm(e_TD, p["embed_norm"], arch.norm.eps), normed_TD], axis=1)
         ctx = ctx.with_tables()
         y_TD, layer_kv = attend_normed(ctx, p, x_TX, kv[0])
         h_TD = (normed_TD if self.norm_before_residual else f_TD) + y_TD

@@ -20,6 +20,7 @@ import numpy as np
 from scipy import stats
 
 from jserve.model import draft_tree as tree, slots as slot_rows
+from jserve.model.arch import resized
 from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
 from jserve.model.draft_tree import TreeShape
@@ -47,7 +48,7 @@ V, START = 7, 5
 """Tokens, and the one that every text starts with."""
 WINDOW = 3
 ROWS, M, Z = 1024, 9, 8
-ARCH7 = replace(ARCH, V=V, L=1, D=16, F=32, N=4, K=2, windows=(WINDOW,))
+ARCH7 = resized(ARCH, V=V, L=1, D=16, F=32, N=4, K=2, windows=(WINDOW,))
 TREE = (0, 0, 1, 2, 2)
 CHAIN: TreeShape = ()
 N_CHAIN = 3
@@ -139,7 +140,7 @@ def device_kind(name: str, parents: TreeShape = CHAIN) -> Kind:
         return Kind(parents, drafter, jax.tree.map(lambda a, b: a + 0.3 * b, target, noise))
     if name == "eagle3":
         drafter = eagle3(
-            replace(ARCH7, windows=()), ARCH7, taps=(0, 1), own_embed=False, mapped=False
+            resized(ARCH7, windows=(0,)), ARCH7, taps=(0, 1), own_embed=False, mapped=False
         )
     else:
         drafter = medusa(ARCH7, n_heads=3)

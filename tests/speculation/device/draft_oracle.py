@@ -73,7 +73,7 @@ def of_eagle(target: Any, params: Any) -> Guess:
         for p, token in enumerate(nexts):
             f_D = f_SD[p] if p < len(f_SD) else h_D
             h_D = _entry(params, np.asarray(target["embed"])[token], f_D, p, keys, values)
-        y_D = np.asarray(rms_norm(jnp.asarray(h_D), params["norm"], HEAD.norm_eps))
+        y_D = np.asarray(rms_norm(jnp.asarray(h_D), params["norm"], HEAD.norm.eps))
         logits_V = np.full(ARCH.V, -np.inf)
         at_V = np.arange(HEAD.V) + np.asarray(params["d2t"])
         logits_V[at_V] = np.asarray(params["unembed"]) @ y_D
@@ -86,12 +86,12 @@ def _entry(
     params: Any, e_D: np.ndarray, f_D: np.ndarray, p: int, keys: list, values: list
 ) -> np.ndarray:
     layer = jax.tree.map(np.asarray, params["layer"])
-    eps, (K, G, H) = HEAD.norm_eps, (HEAD.K, HEAD.N // HEAD.K, HEAD.H)
+    eps, (K, G, H) = HEAD.norm.eps, (HEAD.K, HEAD.N // HEAD.K, HEAD.H)
     x = np.concatenate(
         [_norm(e_D, layer["embed_norm"], eps), _norm(f_D, layer["hidden_norm"], eps)]
     )
     y_KGH = np.einsum("kghx,x->kgh", layer["qkv"], x)
-    tables = rope_tables(HEAD, jnp.array([p]))
+    tables = rope_tables(HEAD.ropes[0], H, jnp.array([p]))
     q = np.asarray(rotate(jnp.asarray(y_KGH[:, :G].reshape(1, K * G, H)), *tables))
     keys.append(np.asarray(rotate(jnp.asarray(y_KGH[:, G][None]), *tables))[0])
     values.append(y_KGH[:, G + 1])

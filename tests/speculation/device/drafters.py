@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jserve.model.arch import resized
 from jserve.model.draft_tree import TreeShape
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.shard import is_spec, shardings
@@ -55,7 +56,7 @@ def _model(seed: int, mesh: Any, n: int, tree: TreeShape, wished: int) -> Loaded
     return LoadedDrafter(drafter=drafter, params=params, n_draft=n, tree=tree)
 
 
-HEAD = replace(ARCH, L=1, V=100, N=4, K=2, F=48)
+HEAD = resized(ARCH, L=1, V=100, N=4, K=2, F=48)
 """An EAGLE-3 head with a draft vocabulary, unlike the target in all it may differ in."""
 TAPS = (0, 1, 2)
 

@@ -16,6 +16,7 @@ import pytest
 from jserve.config import DEFAULT_DRAFTS, SpeculativeOptions
 from jserve.errors import ConfigError
 from jserve.model import draft_tree as tree
+from jserve.model.arch import resized
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.shard import make_mesh
 from jserve.model.step import make_step
@@ -344,7 +345,7 @@ def n_parts(x: jax.Array) -> int:
 
 
 def test_a_drafter_that_cannot_be_split_is_held_whole_or_refused():
-    odd = draft_model(LLAMA, replace(ARCH, N=6, K=3, D=48, H=8), ARCH)
+    odd = draft_model(LLAMA, resized(ARCH, N=6, K=3, D=48, H=8), ARCH)
     assert split_over(odd, 2).replicated
     assert split_over(draft_model(LLAMA, ARCH, ARCH), 2, 1).replicated
     assert not split_over(draft_model(LLAMA, ARCH, ARCH), 2).replicated
@@ -360,7 +361,7 @@ def test_a_drafter_that_cannot_be_split_is_held_whole_or_refused():
 @pytest.mark.slow
 def test_a_drafter_that_cannot_be_split_on_two_devices():
     def odd(mesh: Any) -> LoadedDrafter:
-        arch = replace(ARCH, N=3, K=3, D=24, H=8)
+        arch = resized(ARCH, N=3, K=3, D=24, H=8)
         drafter = split_over(draft_model(LLAMA, arch, ARCH), 2)
         params = drafters.drawn(LLAMA.specs(arch, 1), mesh, drafters.REPLICATED, seed=2)
         return LoadedDrafter(drafter=drafter, params=params, n_draft=2)

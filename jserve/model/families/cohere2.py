@@ -1,0 +1,48 @@
+"""Cohere 2 (Command R7B): LayerNorm without bias, attention and MLP side by side on one normed input, a window and a
+rope on three layers of four, and neither on the fourth."""
+
+from __future__ import annotations
+
+from jserve.model.arch import Arch
+from jserve.model.decoder import TensorNames, plain
+from jserve.model.hf_config import (
+    SLIDING,
+    Config,
+    boolean,
+    decoder_arch,
+    integer,
+    layer_types,
+    number,
+    refuse,
+    rope,
+    windows,
+)
+
+
+def arch(config: Config) -> Arch:
+    """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
+    pattern = integer(config, "sliding_window_pattern", 4)
+    types = layer_types(config, lambda i: (i + 1) % pattern > 0)
+    missing = "sliding_window" not in config
+    attention_bias = boolean(config, "attention_bias", False)
+    H = integer(config, "hidden_size") // integer(config, "num_attention_heads")
+    if integer(config, "head_dim", H) != H:
+        refuse("head_dim", f"must be hidden_size / num_attention_heads, {H}")
+    turns = rope(config, pairs=True)
+    return decoder_arch(
+        config,
+        "cohere2",
+        eps="layer_norm_eps",
+        default_eps=1e-5,
+        default_tied=True,
+        centered=True,
+        parallel=True,
+        windows=windows(types, integer(config, "sliding_window", 4096 if missing else 0, low=0)),
+        ropes=[turns if kind == SLIDING else None for kind in types],
+        logit_scale=number(config, "logit_scale", 0.0625),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+    )
+
+
+FAMILY = plain("cohere2", "Cohere2ForCausalLM", arch, TensorNames(mlp_norm=""))

@@ -1,0 +1,34 @@
+"""Gemma 2: norms before and after attention and MLP, soft caps on scores and logits, a window on every other
+layer."""
+
+from __future__ import annotations
+
+from jserve.model.arch import Arch
+from jserve.model.decoder import TensorNames, plain
+from jserve.model.families.gemma import gemma_arch
+from jserve.model.hf_config import Config, integer, layer_types, number, optional_number, windows
+
+NAMES = TensorNames(
+    attn_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+
+
+def arch(config: Config) -> Arch:
+    """config.json -> Arch. A cap that is null is none; one that is missing is Gemma 2's."""
+    types = layer_types(config, lambda i: (i + 1) % 2 > 0)
+    missing = "sliding_window" not in config
+    return gemma_arch(
+        config,
+        "gemma2",
+        activation_key="hidden_activation",
+        default_kv_heads=4,
+        windows=windows(types, integer(config, "sliding_window", 4096 if missing else 0, low=0)),
+        scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
+        soft_cap=optional_number(config, "attn_logit_softcapping", 50.0),
+        logit_soft_cap=optional_number(config, "final_logit_softcapping", 30.0),
+    )
+
+
+FAMILY = plain("gemma2", "Gemma2ForCausalLM", arch, NAMES)

@@ -1,0 +1,51 @@
+"""Gemma 3 (text): Gemma 2 with norms on query and key heads, and two ropes: one for layers with a window, one
+for the others."""
+
+from __future__ import annotations
+
+from jserve.model.arch import Arch, Rope
+from jserve.model.decoder import plain
+from jserve.model.families.gemma import gemma_arch
+from jserve.model.families.gemma2 import NAMES
+from jserve.model.hf_config import (
+    FULL,
+    SLIDING,
+    Config,
+    integer,
+    layer_types,
+    number,
+    optional_number,
+    rope,
+    windows,
+)
+
+
+def arch(config: Config) -> Arch:
+    """config.json -> Arch. ``attn_logit_softcapping`` has no effect, as in transformers."""
+    config.get("attn_logit_softcapping")
+    pattern = integer(config, "sliding_window_pattern", 6)
+    types = layer_types(config, lambda i: (i + 1) % pattern > 0)
+    missing = "sliding_window" not in config
+    by_type = {FULL: rope(config, default_theta=1e6, layer_type=FULL), SLIDING: _local(config)}
+    return gemma_arch(
+        config,
+        "gemma3",
+        activation_key="hidden_activation",
+        default_kv_heads=4,
+        windows=windows(types, integer(config, "sliding_window", 4096 if missing else 0, low=0)),
+        ropes=[by_type[kind] for kind in types],
+        qk_norm="head",
+        scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
+        logit_soft_cap=optional_number(config, "final_logit_softcapping", 0.0),
+    )
+
+
+def _local(config: Config) -> Rope:
+    """The rope of layers with a window; older files have a key for its base and never scale it."""
+    nested = config.get("rope_parameters") or {}
+    if SLIDING in nested:
+        return rope(config, layer_type=SLIDING)
+    return Rope(theta=number(config, "rope_local_base_freq", 10000.0))
+
+
+FAMILY = plain("gemma3", "Gemma3ForCausalLM", arch, NAMES)
