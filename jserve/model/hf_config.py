@@ -297,7 +297,7 @@ def _longrope(config: Config, raw: Config, key: str, turned: int) -> RopeScaling
         fits = isinstance(given, list | tuple) and len(given) == turned // 2
         if not fits or not all(_positive(x) for x in given):
             refuse(f"{key}.{name}", f"must list {turned // 2} positive numbers")
-    original = integer(raw if raw.get(_ORIGINAL) is not None else config, _ORIGINAL)
+    original = integer(config if config.get(_ORIGINAL) is not None else raw, _ORIGINAL)
     stretch = integer(config, "max_position_embeddings") / original
     factor = number(raw, "factor", stretch) if raw.get("factor") is not None else stretch
     return RopeScaling(

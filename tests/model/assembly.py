@@ -21,7 +21,9 @@ def assemble(spec: ParamSpec, get: Get) -> np.ndarray:
     for part in spec.parts:
         x = np.asarray(get(part.name))
         assert x.shape == part.shape, part.name
-        pieces.append(np.repeat(x.reshape(part.view), part.repeat, axis=0))
+        rows = x.reshape(x.shape[0], -1).ravel()[part.first * (x.size // x.shape[0]) :]
+        x = rows[: np.prod(part.view)].reshape(part.view)
+        pieces.append(np.repeat(x, part.repeat, axis=0))
     pad = [(0, spec.pad if d == spec.concat else 0) for d in range(len(spec.shape))]
     return np.pad(np.concatenate(pieces, axis=spec.concat), pad).reshape(spec.shape)
 

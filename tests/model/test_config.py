@@ -25,6 +25,15 @@ LLAMA: dict[str, Any] = {
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 8}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+GEMMA2, GEMMA3, GRANITE, COHERE2, SMOLLM3, EXAONE4, GLM4, PHI3 = (
+    {
+        **{k: v for k, v in LLAMA.items() if k != "rope_theta"},
+        "architectures": [f"{name}ForCausalLM"],
+    }
+    for name in ("Gemma2", "Gemma3", "Granite", "Cohere2", "SmolLM3", "Exaone4", "Glm4", "Phi3")
+)
+ORIGINAL = "original_max_position_embeddings"
+LONG = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, ORIGINAL: 64}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -121,6 +130,23 @@ REFUSED = [
     (QWEN3, {"attention_bias": 3}, "attention_bias"),
     (MISTRAL, {"sliding_window": 4.5}, "sliding_window"),
     (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types"),
+    (GEMMA2, {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
+    (GEMMA2, {"hidden_activation": "silu"}, "hidden_activation"),
+    (GEMMA2, {"logit_scale": 0.5}, "logit_scale"),
+    (GEMMA3, {"rope_local_base_freq": 0}, "rope_local_base_freq"),
+    (GEMMA3, {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+    (GRANITE, {"residual_multiplier": "x"}, "residual_multiplier"),
+    (COHERE2, {"head_dim": 16}, "head_dim"),
+    (COHERE2, {"layer_types": ["chunked_attention"] * 2}, "layer_types"),
+    (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers"),
+    (SMOLLM3, {"no_rope_layers": [1, 2]}, "no_rope_layers"),
+    (EXAONE4, {"sliding_window_pattern": "LLLG"}, "layer_types"),
+    (GLM4, {"partial_rotary_factor": 0.39}, "partial_rotary_factor"),
+    (GLM4, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    (PHI3, {"rope_scaling": {**LONG, "short_factor": [1.0]}}, "rope_scaling.short_factor"),
+    (PHI3, {"rope_scaling": {**LONG, "long_factor": [1.0, 0.0, 1, 1]}}, "rope_scaling.long_factor"),
+    (PHI3, {"rope_scaling": {**LONG, "short_factor": None}}, "rope_scaling.short_factor"),
+    (PHI3, {"rope_scaling": LONG, "original_max_position_embeddings": 0}, ORIGINAL),
 ]
 
 
@@ -197,6 +223,38 @@ def test_families_read_their_own_switches() -> None:
     assert (a.layers[1].attn.qk_norm, a.H, a.layers[1].attn.qkv_bias) == ("head", 16, False)
     assert seen(arch(MISTRAL)) == [4096, 4096]
     assert seen(arch(MISTRAL, sliding_window=None)) == [0, 0]
+
+
+def test_layers_differ_where_a_family_says_so() -> None:
+    def turns(a: Arch) -> list[bool]:
+        return [layer.attn.rope is not None for layer in a.layers]
+
+    a = arch(GEMMA2, num_hidden_layers=4, sliding_window=9)
+    assert (seen(a), a.norm.plus_one, a.tied) == ([9, 0, 9, 0], True, True)
+    assert (a.layers[0].attn.soft_cap, a.logit_soft_cap) == (50.0, 30.0)
+    a = arch(GEMMA2, attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (a.layers[0].attn.soft_cap, a.logit_soft_cap) == (0.0, 0.0)
+    a = arch(GEMMA3, num_hidden_layers=12, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    full, local = a.layers[5].attn, a.layers[4].attn
+    assert seen(a) == ([4096] * 5 + [0]) * 2
+    assert (full.rope.theta, full.rope.scaling.factor) == (1e6, 8.0)
+    assert (local.rope.theta, local.rope.scaling) == (1e4, None)
+    a = arch(COHERE2, num_hidden_layers=8)
+    assert (seen(a), turns(a)) == (([4096] * 3 + [0]) * 2, ([True] * 3 + [False]) * 2)
+    a = arch(SMOLLM3, num_hidden_layers=4)
+    assert (seen(a), turns(a)) == ([0] * 4, [True, True, True, False])
+    a = arch(EXAONE4, num_hidden_layers=4, sliding_window_pattern="LLLG", sliding_window=None)
+    assert (seen(a), turns(a)) == ([0] * 4, [True] * 4)
+    assert arch(GLM4).ropes[0].rotary == 64
+
+
+def test_longrope_ends_where_its_short_factors_do() -> None:
+    """Keys of older and of newer files; beyond the original length KV would have to be computed anew."""
+    a = arch(PHI3, rope_scaling=LONG, max_position_embeddings=4096)
+    assert a.max_position == 64
+    new = {**LONG, "rope_type": "longrope", "rope_theta": 1e4}
+    assert arch(PHI3, rope_parameters=new, max_position_embeddings=4096) == a
+    assert a.ropes[0].scaling.factor == 64.0
 
 
 def test_register_family() -> None:

@@ -79,9 +79,126 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "MistralForCausalLM",
         {"sliding_window": None, "head_dim": 16, "num_key_value_heads": 4},
     ),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 16, "attention_bias": True}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "sliding_window": 11,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 4.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            "seed": 8,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 30,
+            "final_logit_softcapping": 6.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "phi3-window-partial": (
+        "Phi3ForCausalLM",
+        {
+            "sliding_window": 13,
+            "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "pad_token_id": None,
+        },
+    ),
+    "phi3-longrope": (
+        "Phi3ForCausalLM",
+        {
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [2.0, 3.0, 5.0, 9.0],
+            },
+            "pad_token_id": None,
+        },
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {"rms_norm_eps": 1e-3, "seed": 1}),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 2.5,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 10,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "logit_scale": 0.4,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "pad_token_id": None,
+        },
+    ),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        {"num_hidden_layers": 3, "sliding_window": 8, "sliding_window_pattern": 3},
+    ),
+    "exaone4-full": (
+        "Exaone4ForCausalLM",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4": ("Glm4ForCausalLM", {"head_dim": 16, "pad_token_id": None}),
+    "glm4-whole": (
+        "Glm4ForCausalLM",
+        {
+            "head_dim": 8,
+            "attention_bias": False,
+            "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 1.0},
+            "pad_token_id": None,
+        },
+    ),
 }
 ON_REF = ("llama-gqa4", "qwen3-bias-window")
-NIGHTLY = ("llama-linear", "qwen2-gqa4", "qwen3-gqa8")
+NIGHTLY = (
+    "llama-linear",
+    "qwen2-gqa4",
+    "qwen3-gqa8",
+    "gemma",
+    "phi3-window-partial",
+    "exaone4-full",
+    "glm4-whole",
+)
 """Of parts that other cases, or ``test_rope``, have too."""
 RUNS = [
     *(pytest.param(c, "xla", marks=pytest.mark.slow if c in NIGHTLY else ()) for c in CASES),

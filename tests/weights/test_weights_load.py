@@ -38,6 +38,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "one kv head": LLAMA | {"num_key_value_heads": 1},
     "qwen2": LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "phi3": LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
+    "olmo2": LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
     "all heads": LLAMA | {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
 }
 

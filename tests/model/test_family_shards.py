@@ -1,0 +1,34 @@
+"""Every family on 2 and 4 devices against one: fused tensors, norms over all heads and repeated kv heads among them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jserve.model.families import family_for
+from jserve.model.hand import Row
+from jserve.model.view import Bucket
+from tests.model.driver import Driver
+
+CASES = ("gemma3", "phi3-longrope", "olmo2", "granite", "cohere2", "smollm3", "exaone4", "glm4")
+BUCKET = Bucket(D=2, P=40, F=1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_devices_agree(case: str) -> None:
+    """Two kv heads, so four devices hold each of them twice."""
+    from tests.model import hf
+    from tests.model.test_parity import CASES as OF
+
+    model, config = hf.tiny(OF[case][0], **OF[case][1])
+    family = family_for(config)
+    arch, get = family.arch(config), hf.weights(model)
+    prompt = np.random.default_rng(1).integers(0, 128, 39).tolist()
+
+    def logits(tp: int) -> np.ndarray:
+        driver = Driver(family, arch, get, attn="ref", tp=tp)
+        return driver.step(BUCKET, prefill=[Row(list(range(1, 17)), 0, prompt)])[2:41]
+
+    one = logits(1)
+    for tp in (2, 4):
+        assert np.abs(logits(tp) - one).max() < 1e-5 * np.ptp(one), f"{tp} devices"
