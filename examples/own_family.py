@@ -22,7 +22,9 @@ from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
 from jserve.model.family import Family
-from jserve.model.hf_config import boolean, decoder_arch, integer, number, refuse, rope
+from jserve.model.hf_config import decoder_arch
+from jserve.model.hf_rope import rope
+from jserve.model.hf_values import boolean, integer, number, refuse
 from jserve.model.layers import Params, attend_normed, embed, unembed
 from jserve.model.shard import Axes, ParamSpec, Part
 

@@ -20,7 +20,7 @@ from jserve.model.arch import Arch, Attention, Norm
 from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
 from jserve.model.family import Family
-from jserve.model.hf_config import Config, ConfigReader
+from jserve.model.hf_values import Config, ConfigReader
 from jserve.model.layers import attend_normed, attention_block, embed, mlp_block, normed, unembed
 from jserve.model.shard import Axes, ParamSpec, Part
 

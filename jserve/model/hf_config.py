@@ -1,17 +1,15 @@
 """Reads a Hugging Face config.json into an ``Arch``; unknown keys are refused by name.
 
-It owns the checks and the spellings (old ``rope_theta`` + ``rope_scaling``, new ``rope_parameters``). A family file
-reads its own keys and calls ``decoder_arch`` with what they say.
+It owns what decoders share; a family file reads its own keys and calls ``decoder_arch`` with what they say. Values
+are checked in ``hf_values``, ropes read in ``hf_rope``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
-from jserve.errors import ConfigError
 from jserve.model.arch import (
     Arch,
     Attention,
@@ -21,11 +19,8 @@ from jserve.model.arch import (
     Rope,
     RopeScaling,
 )
-from jserve.model.rope import KINDS
-
-Config = Mapping[str, Any]
-
-REQUIRED: Any = object()
+from jserve.model.hf_rope import rope
+from jserve.model.hf_values import Config, ConfigReader, boolean, integer, number, refuse
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0),
@@ -59,24 +54,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Keys that change the computation, with the values (besides null) that do not. One that a family has not
 read has to have such a value."""
-
-
-class ConfigReader(Mapping[str, Any]):
-    """A config.json that knows which of its keys were read."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return self._config[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._config)
-
-    def __len__(self) -> int:
-        return len(self._config)
 
 
 SILU = {"silu": "silu", "swish": "silu"}
@@ -185,166 +162,6 @@ def _context(config: Config, scaling: RopeScaling | None) -> int:
     return max(stated, int(original * scaling.factor))
 
 
-def rope(
-    config: Config,
-    *,
-    default_theta: float = 10000.0,
-    layer_type: str = "",
-    H: int = 0,
-    default_partial: float = 1.0,
-    pairs: bool = False,
-    yarn_is_longrope: bool = False,
-) -> Rope:
-    """The rope from either spelling; transformers gives ``rope_scaling`` precedence.
-
-    Args:
-        layer_type: the layers it is of, where config.json may have one for each type.
-        H: head size of a family that turns a part of it; 0: all of it turns.
-        default_partial: that part, where config.json is silent.
-        pairs: as ``Rope.pairs``.
-        yarn_is_longrope: a family whose older files say ``su`` or ``yarn`` and mean longrope.
-
-    Raises:
-        ConfigError: an unknown type, a missing or non-finite number, or a dictionary per
-        layer type where there are no types.
-    """
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    raw = config.get(key) or {}
-    if not isinstance(raw, Mapping):
-        refuse(key, f"must be a mapping, not {raw!r}")
-    if any(isinstance(v, Mapping) for v in raw.values()):
-        if not isinstance(raw.get(layer_type), Mapping):
-            refuse(key, "per layer type is not supported")
-        raw = raw[layer_type]
-    owner = raw if raw.get("rope_theta") is not None else config
-    theta = number(owner, "rope_theta", default_theta)
-    if theta <= 1.0:
-        refuse("rope_theta", f"must be above 1, not {theta}")
-    kind = raw.get("rope_type", raw.get("type", "default"))
-    if yarn_is_longrope and kind in ("su", "yarn"):
-        kind = "longrope"
-    found = Rope(theta=theta, rotary=_rotary(config, raw, H, default_partial), pairs=pairs)
-    if kind == "default":
-        return found
-    return replace(found, scaling=_scaling(config, raw, key, kind, found.rotary or H))
-
-
-def _rotary(config: Config, raw: Config, H: int, default: float) -> int:
-    """Dimensions that turn, 0 for all."""
-    key = "partial_rotary_factor"
-    if not H:
-        if raw.get(key, 1.0) != 1.0:
-            refuse(key, f"{raw[key]!r} is not supported")
-        return 0
-    part = number(raw if raw.get(key) is not None else config, key, default)
-    turned = int(H * part)
-    if part > 1 or turned < 2 or turned % 2:
-        refuse(key, f"{part:g} of {H} dimensions is no even number from 2 to {H}")
-    return 0 if turned == H else turned
-
-
-def _scaling(config: Config, raw: Config, key: str, kind: Any, turned: int) -> RopeScaling:
-    if kind not in KINDS:
-        refuse(key, f"type {kind!r} is not supported, only default, {', '.join(KINDS)}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"} | _KEYS[kind]
-    for name in raw:
-        if name not in known:
-            refuse(f"{key}.{name}", f"has no meaning for rope type {kind}")
-    if kind == "longrope":
-        return _longrope(config, raw, key, turned)
-    return RopeScaling(
-        kind=kind,
-        factor=number(raw, "factor", REQUIRED, low=1.0),
-        original_max_position=_original(config, raw, kind),
-        truncate=boolean(raw, "truncate", True),
-        **_llama3_numbers(raw) if kind == "llama3" else {},
-        **_yarn_numbers(raw) if kind == "yarn" else {},
-    )
-
-
-_KEYS = {
-    "linear": set[str](),
-    "dynamic": {"original_max_position_embeddings"},
-    "llama3": {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-    "yarn": {
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-        "finetuned",
-    },
-    "longrope": {
-        "original_max_position_embeddings",
-        "short_factor",
-        "long_factor",
-        "attention_factor",
-        "short_mscale",
-        "long_mscale",
-    },
-}
-
-
-def _longrope(config: Config, raw: Config, key: str, turned: int) -> RopeScaling:
-    """The short factors, and the length up to which they hold. The long ones are checked and not kept: a
-    sequence that grew beyond the original length would need its KV computed anew."""
-    if not turned:
-        refuse(key, "type longrope is not supported in this family")
-    for name in ("short_factor", "long_factor"):
-        given = raw.get(name)
-        fits = isinstance(given, list | tuple) and len(given) == turned // 2
-        if not fits or not all(_positive(x) for x in given):
-            refuse(f"{key}.{name}", f"must list {turned // 2} positive numbers")
-    original = integer(config if config.get(_ORIGINAL) is not None else raw, _ORIGINAL)
-    stretch = integer(config, "max_position_embeddings") / original
-    factor = number(raw, "factor", stretch) if raw.get("factor") is not None else stretch
-    return RopeScaling(
-        kind="longrope",
-        factor=max(1.0, factor),
-        original_max_position=original,
-        attention_factor=number(raw, "attention_factor", 1.0)
-        if raw.get("attention_factor")
-        else None,
-        short_factor=tuple(float(x) for x in raw["short_factor"]),
-    )
-
-
-def _positive(x: Any) -> bool:
-    number = isinstance(x, int | float) and not isinstance(x, bool)
-    return number and math.isfinite(x) and x > 0
-
-
-_ORIGINAL = "original_max_position_embeddings"
-
-
-def _original(config: Config, raw: Config, kind: str) -> int:
-    name = "original_max_position_embeddings"
-    if kind in ("llama3", "yarn"):
-        for owner in (config, raw):
-            if owner.get(name) is not None:
-                return integer(owner, name)
-    return integer(config, "max_position_embeddings")
-
-
-def _llama3_numbers(raw: Config) -> dict[str, float]:
-    low, high = number(raw, "low_freq_factor", REQUIRED), number(raw, "high_freq_factor", REQUIRED)
-    if high <= low:
-        refuse("high_freq_factor", f"{high} must be above low_freq_factor {low}")
-    return {"low_freq_factor": low, "high_freq_factor": high}
-
-
-def _yarn_numbers(raw: Config) -> dict[str, Any]:
-    numbers: dict[str, Any] = {
-        name: number(raw, name, 0.0, low=0.0) if raw.get(name) is not None else None
-        for name in ("attention_factor", "mscale", "mscale_all_dim")
-    }
-    numbers["beta_fast"] = number(raw, "beta_fast", 32.0) if raw.get("beta_fast") else 32.0
-    numbers["beta_slow"] = number(raw, "beta_slow", 1.0) if raw.get("beta_slow") else 1.0
-    return numbers
-
-
 KV_SCHEME = {
     "num_bits": 8,
     "type": "float",
@@ -418,48 +235,3 @@ def upper_windows(config: Config) -> tuple[int, ...]:
         window = integer(config, "sliding_window", 4096 if missing else 0, low=0)
         first = integer(config, "max_window_layers", 28, low=0) if window else first
     return windows(layer_types(config, lambda i: i >= first), window)
-
-
-def refuse(key: str, why: str) -> NoReturn:
-    """Raise the ConfigError for one key of config.json."""
-    raise ConfigError(f"config.json: {key} {why}", field=key)
-
-
-def integer(config: Config, key: str, default: Any = REQUIRED, low: int = 1) -> int:
-    """A whole number at least ``low``; null and missing give ``default``."""
-    value = _value(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        refuse(key, f"must be an integer of at least {low}, not {value!r}")
-    return value
-
-
-def number(config: Config, key: str, default: Any = REQUIRED, low: float | None = None) -> float:
-    """A finite number, positive or at least ``low``; null and missing give ``default``."""
-    value = _value(config, key, default)
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or (value <= 0 if low is None else value < low):
-        bound = "above 0" if low is None else f"of at least {low:g}"
-        refuse(key, f"must be a finite number {bound}, not {value!r}")
-    return float(value)
-
-
-def optional_number(config: Config, key: str, default: float) -> float:
-    """A finite positive number; missing gives ``default``, null 0."""
-    if key in config and config[key] is None:
-        return 0.0
-    return number(config, key, default, low=0.0)
-
-
-def boolean(config: Config, key: str, default: bool) -> bool:
-    """True or false; null and missing give ``default``."""
-    value = _value(config, key, default)
-    if not isinstance(value, bool):
-        refuse(key, f"must be true or false, not {value!r}")
-    return value
-
-
-def _value(config: Config, key: str, default: Any) -> Any:
-    value = config.get(key)
-    if value is None and default is REQUIRED:
-        refuse(key, "is missing")
-    return default if value is None else value

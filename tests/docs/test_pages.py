@@ -124,3 +124,10 @@ def test_the_site_builds() -> None:
     pytest.importorskip("mkdocs", reason="the extra docs")
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-f", ".ci/mkdocs.yml"]
     subprocess.run([*command, "-d", "build/site"], cwd=ROOT, check=True, timeout=120)
+
+
+def test_the_table_of_models_has_every_architecture() -> None:
+    from jserve.model.families import ARCHITECTURES
+
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == set(ARCHITECTURES)

@@ -11,7 +11,7 @@ from typing import Any
 from jserve.errors import ConfigError
 from jserve.model.family import Family
 
-_MODULES = {
+ARCHITECTURES = {
     "Cohere2ForCausalLM": "cohere2",
     "Exaone4ForCausalLM": "exaone4",
     "GemmaForCausalLM": "gemma",
@@ -28,7 +28,7 @@ _MODULES = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture -> the module of this package that has its ``FAMILY``."""
-_FAMILIES: dict[str, str | Family] = dict(_MODULES)
+_FAMILIES: dict[str, str | Family] = dict(ARCHITECTURES)
 
 
 def family_for(config: Mapping[str, Any]) -> Family:

@@ -5,18 +5,9 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import TensorNames, plain
-from jserve.model.hf_config import (
-    SLIDING,
-    Config,
-    boolean,
-    decoder_arch,
-    integer,
-    layer_types,
-    number,
-    refuse,
-    rope,
-    windows,
-)
+from jserve.model.hf_config import SLIDING, decoder_arch, layer_types, windows
+from jserve.model.hf_rope import rope
+from jserve.model.hf_values import Config, boolean, integer, number, refuse
 
 
 def arch(config: Config) -> Arch:

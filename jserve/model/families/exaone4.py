@@ -6,16 +6,9 @@ from __future__ import annotations
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
 from jserve.model.families.olmo2 import POST_NORMS
-from jserve.model.hf_config import (
-    SLIDING,
-    Config,
-    decoder_arch,
-    integer,
-    layer_types,
-    refuse,
-    rope,
-    windows,
-)
+from jserve.model.hf_config import SLIDING, decoder_arch, layer_types, windows
+from jserve.model.hf_rope import rope
+from jserve.model.hf_values import Config, integer, refuse
 
 
 def arch(config: Config) -> Arch:

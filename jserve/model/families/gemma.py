@@ -6,7 +6,8 @@ from typing import Any
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
-from jserve.model.hf_config import Config, boolean, decoder_arch, full_attention, integer
+from jserve.model.hf_config import decoder_arch, full_attention
+from jserve.model.hf_values import Config, boolean, integer
 
 GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
 """Old files say ``gelu`` and mean its approximation by tanh."""

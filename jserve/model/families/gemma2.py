@@ -6,7 +6,8 @@ from __future__ import annotations
 from jserve.model.arch import Arch
 from jserve.model.decoder import TensorNames, plain
 from jserve.model.families.gemma import gemma_arch
-from jserve.model.hf_config import Config, integer, layer_types, number, optional_number, windows
+from jserve.model.hf_config import layer_types, windows
+from jserve.model.hf_values import Config, integer, number, optional_number
 
 NAMES = TensorNames(
     attn_out_norm="post_attention_layernorm",

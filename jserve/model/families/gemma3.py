@@ -7,17 +7,9 @@ from jserve.model.arch import Arch, Rope
 from jserve.model.decoder import plain
 from jserve.model.families.gemma import gemma_arch
 from jserve.model.families.gemma2 import NAMES
-from jserve.model.hf_config import (
-    FULL,
-    SLIDING,
-    Config,
-    integer,
-    layer_types,
-    number,
-    optional_number,
-    rope,
-    windows,
-)
+from jserve.model.hf_config import FULL, SLIDING, layer_types, windows
+from jserve.model.hf_rope import rope
+from jserve.model.hf_values import Config, integer, number, optional_number
 
 
 def arch(config: Config) -> Arch:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
-from jserve.model.hf_config import Config, boolean, decoder_arch, full_attention, number
+from jserve.model.hf_config import decoder_arch, full_attention
+from jserve.model.hf_values import Config, boolean, number
 
 
 def arch(config: Config) -> Arch:

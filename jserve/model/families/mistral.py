@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
-from jserve.model.hf_config import Config, decoder_arch, integer, refuse
+from jserve.model.hf_config import decoder_arch
+from jserve.model.hf_values import Config, integer, refuse
 
 
 def arch(config: Config) -> Arch:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import TensorNames, plain
-from jserve.model.hf_config import Config, decoder_arch, integer, rope
+from jserve.model.hf_config import decoder_arch
+from jserve.model.hf_rope import rope
+from jserve.model.hf_values import Config, integer
 
 NAMES = TensorNames(qkv="qkv_proj", gate_up="gate_up_proj")
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
-from jserve.model.hf_config import (
-    Config,
-    boolean,
-    decoder_arch,
-    integer,
-    layer_types,
-    refuse,
-    rope,
-    windows,
-)
+from jserve.model.hf_config import decoder_arch, layer_types, windows
+from jserve.model.hf_rope import rope
+from jserve.model.hf_values import Config, boolean, integer, refuse
 
 
 def arch(config: Config) -> Arch:

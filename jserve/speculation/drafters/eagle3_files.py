@@ -22,7 +22,8 @@ import numpy as np
 
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
-from jserve.model.hf_config import boolean, decoder_arch, full_attention, integer, refuse
+from jserve.model.hf_config import decoder_arch, full_attention
+from jserve.model.hf_values import boolean, integer, refuse
 from jserve.speculation.drafters.eagle3 import LAYER, eagle3
 from jserve.speculation.drafters.head_files import Head, HeadFiles, must_be, must_be_off, renamed
 from jserve.weights.hf import INTEGERS

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from jserve.model.arch import Arch
-from jserve.model.hf_config import boolean, integer, refuse
+from jserve.model.hf_values import boolean, integer, refuse
 from jserve.speculation.drafters.head_files import Head, HeadFiles, must_be, renamed
 from jserve.speculation.drafters.medusa import medusa
 
