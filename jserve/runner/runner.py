@@ -306,15 +306,15 @@ class ModelRunner:
         return {"target": self.params, "drafter": self.speculation.params}
 
     def _rehearse(self, bucket: Bucket, params: SamplingParams) -> float:
-        """The device's seconds of a step of made-up rows, once it is done. Slots and pages of others stay as they
+        """Seconds of a step of made-up rows, from its launch until it is done; not from the end of the launch, after
+        which the host may be held up until nothing is left to wait for. Slots and pages of others stay as they
         are, and nothing is remembered of what slots hold."""
         batch = self._packer.pack(rehearsal(bucket, self.sizes.dims, params), bucket)
         views = numpy_views(batch.buf, self.model.fields(bucket))
         views["slot_R"][...] = self.sizes.dims.C
         with working_on(step_name(bucket)):
-            out = self._run(batch)
             began = self._clock()
-            self._wait(out)
+            self._wait(self._run(batch))
         self._packer.forget()
         return self._clock() - began
 

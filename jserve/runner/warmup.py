@@ -23,8 +23,8 @@ ROUNDS_S, MOST_ROUNDS = 2.0, 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """``run`` takes a bucket through its program, with rows of these parameters, and returns the device's
-    seconds when that is done."""
+    """``run`` takes a bucket through its program, with rows of these parameters, and returns the
+    seconds until that is done."""
 
     run: Callable[[Bucket, SamplingParams], float]
     clock: Clock
@@ -59,8 +59,7 @@ class WarmUp:
         return self._timed(bucket)
 
     def _timed(self, bucket: Bucket) -> float:
-        """With the host's part: alone, the device's seconds of one run may be far too few, where the host was held up
-        before it looked at the clock."""
+        """With all of the host's part."""
         start = self.clock()
         self.run(bucket, GREEDY)
         return self.clock() - start

@@ -81,13 +81,13 @@ class Watching:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.limits = runner, runner.limits
         self.drafted = self.stood = 0
-        self.chunks = self.cached = self.anew = self.device_policy = 0
+        self.chunks = self.cached = self.anew = self.overlapping = 0
         self._flying = 0
         self._begun: set[Choice] = set()
 
     def launch(self, plan: StepPlan) -> InFlight:
         self._flying += 1
-        self.device_policy = max(self.device_policy, self._flying - 1)
+        self.overlapping = max(self.overlapping, self._flying - 1)
         for row in plan.rows:
             if not row.from_slot:
                 self.chunks += not row.emits

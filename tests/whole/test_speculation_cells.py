@@ -30,8 +30,8 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "chunked": ({"chunk": 7, "budget": 13}, "chunks"),
     "preempted": ({"n_pages": 40}, "anew"),
     "cached": ({"prefix_caching": True}, "cached"),
-    "overlap 1": ({"overlap": 1}, "ahead"),
-    "overlap 2": ({"overlap": 2}, "ahead"),
+    "overlap 1": ({"overlap": 1}, "overlapping"),
+    "overlap 2": ({"overlap": 2}, "overlapping"),
     "all at once": (
         {"chunk": 9, "budget": 13, "n_pages": 40, "prefix_caching": True, "overlap": 1},
         "anew",
@@ -105,7 +105,7 @@ def outputs(plain: Any, kind: str, tree: TreeShape, way: str, tp: int = 1) -> li
     )  # fmt: skip
     assert device.stood > 0, "no draft stood: nothing was tested"
     assert device.drafted > device.stood or (kind, tree) == ("draft", ())
-    waits = kind not in KINDS and shows == "ahead"  # drafts of the host need the last token
+    waits = kind not in KINDS and shows == "overlapping"  # drafts of the host need the last token
     assert not shows or waits or getattr(device, shows) > 0, f"nothing was {way}"
     return found
 
