@@ -43,7 +43,9 @@ class SimulateOptions:
     trace: str
     """A trace, a journal, a ``.traffic`` file, or the text form of traffic sources."""
     costs: Path | None = None
-    roofline: str = ""
+    """A measured table, which the device's prices come from."""
+    model: costs.SimulatedModel | None = None
+    """Without a table: what the roofline of ``gpu`` prices."""
     gpu: str = "h200"
     copy_gb_s: float = 0.0
     """GB/s between device and host memory; 0: as the device says."""
@@ -209,10 +211,9 @@ def _own(name: str, value: str) -> Any:
 
 
 def _device(wish: SimulateOptions, config: EngineConfig, copy_gb_s: float) -> costs.Device:
-    if wish.costs is not None and wish.roofline:
-        raise ConfigError("give a measured table or a roofline, not both", field="costs")
     if wish.costs is not None:
         device = costs.from_table(wish.costs, config.cache)
     else:
-        device = costs.from_roofline(wish.roofline or costs.MODEL, wish.gpu, config.cache)
+        assert wish.model is not None, "neither a table nor a model"
+        device = costs.from_roofline(wish.model, wish.gpu, config.cache)
     return device.copying(copy_gb_s * 1e9) if copy_gb_s else device

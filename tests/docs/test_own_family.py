@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from jserve import LLM, EngineConfig, SamplingParams
+from jserve import LLM, EngineConfig, SamplingParams, cli
 from jserve.commands import plan
 from jserve.errors import ConfigError
 from jserve.plugins import load_plugins
@@ -107,6 +108,17 @@ def test_plan_loads_plugins(neox_dir: Path, capsys: pytest.CaptureFixture) -> No
     config = EngineConfig.of(model=str(neox_dir), plugins=str(EXAMPLE), max_model_len=128)
     plan(config, "h200", "64", None, compiled=False, as_json=True, console=None)
     assert json.loads(capsys.readouterr().out)
+
+
+def test_simulate_and_convert_load_plugins(neox_dir: Path, tmp_path: Path) -> None:
+    with_plugin = ["--plugins", str(EXAMPLE)]
+    for line in (
+        ["simulate", "n=1,prompt=8,output=2", "--roofline", str(neox_dir)],
+        ["convert", str(neox_dir), str(tmp_path / "orbax")],
+    ):
+        done = CliRunner().invoke(cli.app, [*line, *with_plugin])
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "orbax" / "config.json").exists()
 
 
 def test_a_plugin_that_is_not_there_or_breaks_is_named(tmp_path: Path) -> None:
