@@ -69,14 +69,10 @@ class SimulateOptions:
         return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms)
 
 
-ParsedDelta = Callable[[str], None]
-"""Takes a line of progress."""
-
-
 def study(
-    wish: SimulateOptions, config: EngineConfig, said: ParsedDelta
+    wish: SimulateOptions, config: EngineConfig, progress: Callable[[str], None]
 ) -> list[tuple[str, Report]]:
-    """(setting, report) of every run, in order.
+    """(setting, report) of every run, in order; ``progress`` gets a line about each.
 
     Raises:
         ConfigError: an argument, file or option that makes no sense; ``field`` names it.
@@ -93,7 +89,8 @@ def study(
         setting = dict(pair.split("=") for pair in label.split())
         report = {"setting": setting, "device": setup.device.name, **summarise(run, wish.slo)}
         found.append((label, report))
-        said(f"{label or 'done'}: {len(run.records.done)} requests, {run.seconds:.1f} s simulated")
+        n_done = len(run.records.done)
+        progress(f"{label or 'done'}: {n_done} requests, {run.seconds:.1f} s simulated")
         if wish.plot is not None and not wish.sweep:
             plot.draw_run(run, report, wish.slo, wish.plot, setup.device.name)
     if wish.plot is not None and wish.sweep:

@@ -117,6 +117,7 @@ class MessagesBody(Prompt, Sampling):
     fallback_credit_token: Any = ignored()
     container: Any = refused()
     thread: Any = refused()
+    vllm_xargs: Any = refused({})
 
 
 class CountBody(Prompt):

@@ -94,11 +94,6 @@ class ParsedRequest:
     names: Mapping[str, str] = field(default_factory=dict)
     """The client's names of other fields, where it has its own."""
 
-    @property
-    def label(self) -> str | None:
-        """The client's own name for the request."""
-        return self.body.request_id
-
     def of(self, tenant: str) -> ParsedRequest:
         """The same, asked by ``tenant`` (the digest of its key)."""
         return replace(self, options=replace(self.options, tenant=tenant))
@@ -106,7 +101,8 @@ class ParsedRequest:
     def named(self, error: E) -> E:
         """``error`` of whoever works on this ask further down, in the client's words."""
         holds = {"prompt": self.holder, "messages": self.holder, "max_tokens": self.length_field}
-        return renamed(error, {**holds, **self.shape.names, **self.names})
+        xargs = {f"extra_args.{name}": f"vllm_xargs.{name}" for name in self.params.extra_args}
+        return renamed(error, {**holds, **xargs, **self.shape.names, **self.names})
 
     @contextlib.contextmanager
     def words(self) -> Iterator[None]:

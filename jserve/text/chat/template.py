@@ -95,10 +95,6 @@ class ChatTemplate:
     def takes_documents(self) -> bool:
         return any("documents" in known for known in self._known.values())
 
-    def knows_role(self, role: str) -> bool:
-        """Whether the templates mention a role by name."""
-        return self.mentions(role)
-
     def mentions(self, text: str) -> bool:
         """Whether ``text`` is in a template, as its source writes it."""
         return any(text in source for source in self._sources.values())
