@@ -281,7 +281,7 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
-    """What fits on given devices and how fast it can be, without having them."""
+    """Plan a deployment: what fits on given devices and how fast it can be."""
     if compiled:
         # Or the plugin looks for cuDNN and a driver; read when jax first asks for devices.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

@@ -80,7 +80,7 @@ def spread(args: Sequence[str]) -> list[str]:
 
 
 def _is_model(before: Sequence[str], value: str) -> bool:
-    """Whether the last value of a flag is the model's directory and no name: no argument, the command
+    """True if the last value of a flag is the model's directory and no name: no argument, the command
     apart, stands before the flag."""
     return Path(value).is_dir() and not [arg for arg in before[1:] if not arg.startswith("-")]
 

@@ -206,7 +206,7 @@ def _tested(chat: ChatTemplate | None) -> ChatTemplate | None:
 
 
 def start_notes(config: EngineConfig) -> dict[str, str]:
-    """What a start without a terminal says beside its stages: whether the next one is short."""
+    """Notes that a start without a terminal shows beside its stages: how long the next one takes."""
     directory = config.device.compile_cache and cache_directory(config.device.compile_cache)
     if not directory:
         return {"compile": "compile_cache is off, so every start compiles them"}
@@ -221,7 +221,7 @@ def local_url(url: str) -> str:
 def banner(
     url: str, text: TextSide, info: dict[str, Any], ready_s: float, *, keyed: bool = False
 ) -> str:
-    """What ``jserve serve`` prints when it listens: address, model, device, memory, a curl line.
+    """The text that ``jserve serve`` prints when it listens: address, model, device, memory, a curl line.
 
     With ``keyed`` the line takes the key from a variable: output ends in logs, where no key may be.
     """

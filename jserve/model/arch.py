@@ -67,6 +67,6 @@ class Arch:
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
-        """What each layer keeps of a token."""
+        """The KV that each layer keeps of a token."""
         windows = map(self.window, range(self.L))
         return tuple(KVLayer.attention(self.K, self.H, window=window) for window in windows)

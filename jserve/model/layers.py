@@ -77,7 +77,7 @@ def _qkv(arch: Arch, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, 
 
 
 def mlp_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
-    """What the layer's SiLU-gated MLP adds to the residual stream."""
+    """Computes what the layer's SiLU-gated MLP adds to the residual stream."""
     x_TD = rms_norm(x_TD, p["mlp_norm"], ctx.arch.norm_eps)
     y_T2F = dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
     if "gate_up_bias" in p:
@@ -100,8 +100,8 @@ def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _rows(table_VD: jax.Array, at_T: jax.Array) -> jax.Array:
-    """float32[T, D]. Bound to the tokens, or XLA:CPU widens the whole table before a loop of drafts, in every
-    step, since it only picks what is float32."""
+    """float32[T, D]. The barrier ties the table to the tokens: without it XLA:CPU converts the whole table to float32
+    before a loop of drafts, in every step."""
     table_VD, at_T = lax.optimization_barrier((table_VD, at_T))
     return table_VD[at_T].astype(jnp.float32)
 

@@ -38,7 +38,7 @@ class TableFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     about: dict[str, Any]
     """Model, machine, versions and options, for a reader."""
     host_seconds: float
-    """What a step costs the host when nothing is hidden behind the device."""
+    """The seconds that a step costs the host when nothing is hidden behind the device."""
     n_slots: int
     n_pages: int
     page_size: int

@@ -24,7 +24,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """What one device reaches, the figures of its links with its neighbours included."""
+    """The rates that one device reaches, those of its links with its neighbours included."""
 
     name: str
     bytes_per_s: float
@@ -105,7 +105,7 @@ CHIPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one step asks of one device."""
+    """The bytes, flops and collectives of one step on one device."""
 
     weight_bytes: float
     kv_bytes: float

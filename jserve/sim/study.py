@@ -28,7 +28,7 @@ SETUP = {
     "jitter": float,
     "copy_gb_s": float,
 }
-"""What a sweep may change besides options of the scheduler and the cache."""
+"""Settings that a sweep may change besides options of the scheduler and the cache."""
 NOT_SIMULATED = {
     **dict.fromkeys(("disk_dir", "disk_gb"), "the disk tier is"),
     **dict.fromkeys(("speculative.method", "max_drafts"), "speculation is"),

@@ -35,7 +35,7 @@ class Model:
     arch: Arch
     dtype: Any
     asked: str = ""
-    """What ``find`` was asked for."""
+    """The name that ``find`` was asked for."""
     penalises: bool = False
     """As in ``Source``."""
 
@@ -88,7 +88,7 @@ def find(name: str, revision: str = "", dtype: str = "auto") -> Model:
 
 
 def source_of(name: str, revision: str = "", load_format: str = "dummy") -> Source:
-    """Where ``name`` is. With another ``load_format`` than dummy also the weights of a directory, if there
+    """Finds the files of ``name``. With another ``load_format`` than dummy also the weights of a directory, if there
     are any: names and sizes are looked at. From the hub no weights are fetched.
 
     Raises:

@@ -29,7 +29,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residents:
-    """How many sequences of one length the pool holds at once."""
+    """The number of sequences of one length that the pool holds at once."""
 
     length: int
     """Tokens, prompt and answer together."""
@@ -51,7 +51,7 @@ class DecodeRate:
     limit_tok_s: float
     expected_tok_s: float
     fits: bool
-    """Whether the pool holds so many sequences of that length."""
+    """True where the pool holds so many sequences of that length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Plan:
     device: str
     devices: int
     device_bytes: int
-    """What the process takes of a device's memory."""
+    """The bytes that the process takes of a device's memory."""
     attention_backend: str
     kv_dtype: str
     kv_bytes_per_token: int

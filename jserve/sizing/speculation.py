@@ -60,7 +60,7 @@ class Speculated:
 
     method: str
     drafter: str
-    """Where it comes from; empty: it has no files."""
+    """The model or directory of its files; empty: it has none."""
     n_drafts: int
     tree: TreeShape
     devices: int

@@ -123,7 +123,7 @@ class ChatReply:
         } | ({"extra": choice.extra} if choice.extra else {})
 
     def _deltas(self, parser: ChoiceParser, parsed: ParsedDelta) -> list[Json]:
-        """What a stream's next piece adds, a call's beginning and its arguments apart; none while
+        """The deltas that a stream's next piece adds, a call's beginning and its arguments apart; none while
         nothing is to be seen."""
         calls = [{"tool_calls": [step]} for piece in parsed.calls for step in _steps(parser, piece)]
         thought = self._thought_names and parsed.reasoning

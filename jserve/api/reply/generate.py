@@ -37,7 +37,7 @@ Named = Callable[[JserveError], JserveError]
 
 @dataclass(slots=True, kw_only=True)
 class TextPiece:
-    """What one output added to one choice. The last piece of a choice carries ``finish``."""
+    """The part of one choice that one output added. The last piece of a choice carries ``finish``."""
 
     choice: int
     prompt: int

@@ -17,9 +17,9 @@ class Reply(Protocol):
     the choices."""
 
     done: str | None
-    """What a stream that ended well sends last."""
+    """The data of the last event of a stream that ended well."""
     named: bool
-    """Whether its events have names: their ``type``."""
+    """True where its events have names: their ``type``."""
 
     def chunks(self, piece: TextPiece, usage: Counts) -> Iterator[Json]:
         """The events of one piece."""

@@ -77,7 +77,7 @@ class Service(Fields):
 
 
 class Sampling(Service):
-    """How to draw tokens: vLLM's names. What it, SGLang or llama.cpp know and we cannot do is refused."""
+    """Sampling fields under vLLM's names. Those of vLLM, SGLang or llama.cpp that cannot be applied are refused."""
 
     temperature: float | None = sampled("temperature")
     top_p: float | None = sampled("top_p")

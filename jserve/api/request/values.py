@@ -24,7 +24,7 @@ MAX_PICKS = 1024
 MAX_XARGS = 16
 MAX_XARGS_BYTES = 1 << 16
 
-# What the fields look like, for readers; the functions below are the judges.
+# Schemas of the fields, for readers; the functions below check the values.
 STOP = {
     "anyOf": [
         {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},

@@ -79,7 +79,7 @@ class AdmissionGate:
     Args:
         options: bounds of the queue, caps of the lanes.
         cap: the step's prefill cap, whose costs predict times.
-        floor: who waits and who runs.
+        resources: the wait queue, the running sequences, and what they hold.
     """
 
     def __init__(self, options: SchedulerOptions, cap: PrefillCap, resources: Resources) -> None:
@@ -148,7 +148,7 @@ class AdmissionGate:
         self.level = next_level(self.level, self.load())
 
     def load(self) -> float:
-        """How full the queue is; 1 is full."""
+        """The fullness of the queue; 1 is full."""
         return self._fullest().share
 
     def _fullest(self) -> Bound:
@@ -249,7 +249,7 @@ class AdmissionGate:
 
 
 def _refusal(bound: Bound, lane: Lane) -> str:
-    """Why ``bound`` keeps ``lane`` out and until when, with the option that an operator may set."""
+    """The error of a request of ``lane`` that ``bound`` refuses, with the option that an operator may set."""
     shed_from = SHED_FROM[lane]
     until = bound.limit * (FULL if shed_from > len(DOWN) else DOWN[shed_from - 1])
     return (
