@@ -30,6 +30,7 @@ from jserve.errors import (
     Overloaded,
     RateLimited,
 )
+from jserve.sched import policy
 from jserve.sched.admission import estimate
 from jserve.sched.admission.estimate import FinishIntervals, Forecast, Pace
 from jserve.sched.resources import Resources
@@ -244,8 +245,25 @@ class AdmissionGate:
                 retry_after=min(60.0, max(1.0, late.due - now)),
             )
         beside = min(len(resources.running), resources.max_running - 1)
-        wait_s = pace.wait_s(n + 1, tokens)
+        wait_s = max(pace.wait_s(n + 1, tokens), self._vocab_row_s(request, n))
         return estimate.behind(self.cap, pace, wait_s, beside, n_new, n_out, context)
+
+    def _vocab_row_s(self, request: Request, n: float) -> float:
+        """Seconds until ``request`` gets a vocab row, behind ``n`` sequences of the queue; 0 where it needs none.
+
+        Of those ahead as large a part needs rows as of the whole queue. Bulk sequences give theirs to lane interactive.
+        """
+        resources, rows = self.resources, self.resources.vocab_rows
+        if not request.params.needs_vocab_row or rows.n >= resources.max_running:
+            return 0.0
+        waiting, running = resources.waiting, resources.running
+        n_free = rows.n_free
+        if request.lane is Lane.INTERACTIVE:
+            n_free += sum(seq.vocab_row >= 0 for seq in policy.preemptible_bulk(running))
+        n_need = sum(seq.request.params.needs_vocab_row for seq in waiting)
+        n_ahead = n * n_need / max(1, len(waiting))
+        gap_s = self.finish_intervals.mean_s * max(1.0, len(running) / rows.n)
+        return max(0.0, n_ahead + 1 - n_free) * gap_s
 
 
 def _refusal(bound: Bound, lane: Lane) -> str:
