@@ -27,7 +27,6 @@ from jserve.runner.programs import compile_options
 from jserve.runner.state import new_state
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import CHIPS, Roofline
-from jserve.sizing.models import shape_of
 from jserve.weights.dummy import draw_all
 
 _TINY = {
@@ -149,7 +148,7 @@ def least_seconds(record: Record, rig: Rig, rows: Sequence[Span], drawn: int) ->
     measured = record.figure("facts", "read bandwidth", "bytes_per_s", chip.bytes_per_s)
     chip = dataclasses.replace(chip, bytes_per_s=measured)
     kv_itemsize = rig.model.kv_dtype.itemsize
-    line = Roofline(shape=shape_of(rig.arch, 2), chip=chip, kv_itemsize=kv_itemsize)
+    line = Roofline(arch=rig.arch, itemsize=2, chip=chip, kv_itemsize=kv_itemsize)
     work = line.work(
         rows=len(rows),
         tokens=sum(count for _, count in rows),

@@ -2,6 +2,7 @@
 temperature that the request names.
 
 python examples/step_feature.py [MODEL]
+jserve serve --plugins examples/step_feature.py    # requests ask with "vllm_xargs": {"entropy": 1.0}
 """
 
 import math
@@ -66,10 +67,10 @@ def unpack(
 
 
 ENTROPY = StepFeature(name=NAME, check=check, fields=fields, pack=pack, after=after, unpack=unpack)
+register_feature(ENTROPY)  # engines built from here on have it
 
 
 def main(model: str = "") -> None:
-    register_feature(ENTROPY)  # engines built from here on have it
     params = SamplingParams(temperature=0, max_tokens=24, extra_args={NAME: 1.0})
     with jserve.LLM(model) as llm:
         [out] = llm.generate("One, two, three,", params)

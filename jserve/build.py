@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSide:
-    """What the side without jax needs of a model."""
+    """The parts of a model that the side without jax needs."""
 
     name: str
     """The name in answers."""
@@ -196,7 +196,7 @@ def _proposer(config: EngineConfig, n_vocab: int) -> Any:
 
 
 def _limits(config: EngineConfig, runner: Any, facts: dict[str, Any]) -> Any:
-    """What the runner says, with the step times of a measured table if there is one."""
+    """The runner's limits, with the step times of a measured table if there is one."""
     import dataclasses
 
     from jserve.sim.known import step_times
@@ -376,7 +376,7 @@ def _dtype(config: EngineConfig, source: Any) -> Any:
 
 
 def cache_directory(given: str) -> Path:
-    """Where compiled programs are kept: "auto" is the user's cache."""
+    """The directory of compiled programs: "auto" is the user's cache."""
     return Path.home() / ".cache" / "jserve" / "programs" if given == "auto" else Path(given)
 
 

@@ -186,17 +186,21 @@ def convert(
     source: Annotated[str, typer.Argument(help="HF directory or hub name")],
     target: Annotated[Path, typer.Argument(help="directory to write; must not exist")],
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32 or float16")] = "auto",
+    plugins: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Python files or modules to run first", show_default=False),
+    ] = None,
 ) -> None:
     """Write a model as an Orbax checkpoint, which restores onto any mesh."""
     from jserve import commands
 
     with reported():
-        commands.convert(source, target, dtype, err)
+        commands.convert(source, target, dtype, plugins or (), err)
         typer.echo(str(target))
 
 
 @app.command(cls=OptionsCommand)
-@with_options(ModelOptions, DeviceOptions, SpeculativeOptions, ServerOptions)
+@with_options(ModelOptions, DeviceOptions, SpeculativeOptions, ServerOptions, also=["plugins"])
 def simulate(
     config: EngineConfig,
     trace: Annotated[
@@ -209,7 +213,10 @@ def simulate(
         Optional[Path], typer.Option(help="step times, measured by jserve bench steps")  # noqa: UP045
     ] = None,
     roofline: Annotated[
-        str, typer.Option(help="instead: config.json or llama-3.1-8b on --gpu (default)")
+        str,
+        typer.Option(
+            help="instead: a model (as jserve plan takes it) on --gpu, default llama-3.1-8b"
+        ),
     ] = "",
     gpu: Annotated[str, typer.Option(help="GPU of the roofline")] = "h200",
     copy_gb_s: Annotated[
@@ -274,7 +281,7 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
-    """What fits on given devices and how fast it can be, without having them."""
+    """Plan a deployment: what fits on given devices and how fast it can be."""
     if compiled:
         # Or the plugin looks for cuDNN and a driver; read when jax first asks for devices.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

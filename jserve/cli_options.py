@@ -80,7 +80,7 @@ def spread(args: Sequence[str]) -> list[str]:
 
 
 def _is_model(before: Sequence[str], value: str) -> bool:
-    """Whether the last value of a flag is the model's directory and no name: no argument, the command
+    """True if the last value of a flag is the model's directory and no name: no argument, the command
     apart, stands before the flag."""
     return Path(value).is_dir() and not [arg for arg in before[1:] if not arg.startswith("-")]
 
@@ -124,9 +124,9 @@ _TOGETHER = typer.Option(
 
 
 def with_options(
-    environ: Mapping[str, str], *skip: type
+    environ: Mapping[str, str], *skip: type, also: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command every option of ``EngineConfig`` (sections in ``skip`` left out) as flags.
+    """Give a command every option of ``EngineConfig`` as flags: of the sections in ``skip`` only those in ``also``.
 
     The command receives them resolved, as keyword ``config``. ``environ`` is read when the command runs.
     """
@@ -140,9 +140,8 @@ def with_options(
         generated = [
             _option(f, section)
             for section, options in sections()
-            if options not in skip
             for f in dataclasses.fields(options)
-            if flat_name(section, f) != "model"
+            if (options not in skip or f.name in also) and flat_name(section, f) != "model"
         ]
         if SpeculativeOptions not in skip:
             generated.append(_parameter(DOTTED, str, _TOGETHER))

@@ -6,17 +6,21 @@ It owns the start banner, the order of a server's life and what is shown meanwhi
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jserve.build import TextSide, cache_directory, engine, text_side
 from jserve.config import EngineConfig
+from jserve.errors import ConfigError
 from jserve.progress import batch_progress, progress_bar, start_progress
 
 if TYPE_CHECKING:
     from jserve.api.batch.answers import AnswerFile
     from jserve.api.batch.run import Outcome
     from jserve.api.request.parsed import ModelCard
+    from jserve.sim.costs import SimulatedModel
+    from jserve.sim.study import SimulateOptions
     from jserve.text.chat.template import ChatTemplate
 
 
@@ -202,7 +206,7 @@ def _tested(chat: ChatTemplate | None) -> ChatTemplate | None:
 
 
 def start_notes(config: EngineConfig) -> dict[str, str]:
-    """What a start without a terminal says beside its stages: whether the next one is short."""
+    """Notes that a start without a terminal shows beside its stages: how long the next one takes."""
     directory = config.device.compile_cache and cache_directory(config.device.compile_cache)
     if not directory:
         return {"compile": "compile_cache is off, so every start compiles them"}
@@ -217,7 +221,7 @@ def local_url(url: str) -> str:
 def banner(
     url: str, text: TextSide, info: dict[str, Any], ready_s: float, *, keyed: bool = False
 ) -> str:
-    """What ``jserve serve`` prints when it listens: address, model, device, memory, a curl line.
+    """The text that ``jserve serve`` prints when it listens: address, model, device, memory, a curl line.
 
     With ``keyed`` the line takes the key from a variable: output ends in logs, where no key may be.
     """
@@ -241,14 +245,16 @@ jserve is listening on {url}
 """
 
 
-def convert(source: str, target: Path, dtype: str, console: Any) -> None:
+def convert(source: str, target: Path, dtype: str, plugins: Iterable[str], console: Any) -> None:
     """Write ``source`` as an Orbax checkpoint with its config and tokenizer beside it.
 
     Raises:
-        ConfigError: the source cannot be read, or the target exists.
+        ConfigError: the source cannot be read, a plugin cannot be loaded, or the target exists.
     """
+    from jserve.plugins import load_plugins
     from jserve.weights.convert import convert as write
 
+    load_plugins(plugins)
     with progress_bar("converting", 0, shown=True) as bar:
         write(source, target, dtype=dtype, progress=lambda _stage, done, total: bar(done, total))
     console.print(f"wrote {target}", highlight=False)
@@ -263,11 +269,10 @@ def simulate(config: EngineConfig, wish: dict[str, Any], as_json: bool, console:
     import json
 
     from jserve.sim import report
-    from jserve.sim.study import SimulateOptions, study
+    from jserve.sim.study import study
 
-    found = study(
-        SimulateOptions(**wish), config, lambda line: console.print(line, highlight=False)
-    )
+    options = simulate_options(config, wish)
+    found = study(options, config, lambda line: console.print(line, highlight=False))
     if as_json:
         return json.dumps([one for _, one in found], indent=1) + "\n"
     return report.tables(found, found[0][1]["device"])
@@ -283,12 +288,46 @@ def verify(config: EngineConfig, wish: dict[str, Any], as_json: bool, console: A
     import dataclasses
     import json
 
-    from jserve.sim.study import SimulateOptions, verify
+    from jserve.sim.study import verify
 
-    done = verify(SimulateOptions(**wish), config)
+    done = verify(simulate_options(config, wish), config)
     if as_json:
         return json.dumps(dataclasses.asdict(done)) + "\n"
     return f"{done.n_requests} requests, {done.n_steps} steps: every decision as recorded\n"
+
+
+ROOFLINE_MODEL = "llama-3.1-8b"
+"""The model that is simulated when none is named."""
+
+
+def simulate_options(config: EngineConfig, wish: dict[str, Any]) -> SimulateOptions:
+    """The arguments of a simulation, with the model that ``roofline`` names read.
+
+    Raises:
+        ConfigError: a table and a roofline are given, or the model cannot be read.
+    """
+    from jserve.sim.study import SimulateOptions
+
+    name = wish["roofline"]
+    rest = {key: value for key, value in wish.items() if key != "roofline"}
+    if name and rest["costs"] is not None:
+        raise ConfigError("give a measured table or a roofline, not both", field="costs")
+    model = None if rest["costs"] is not None else _simulated(config, name or ROOFLINE_MODEL)
+    return SimulateOptions(**rest, model=model)
+
+
+def _simulated(config: EngineConfig, name: str) -> SimulatedModel:
+    from jserve.plugins import load_plugins
+    from jserve.sim.costs import SimulatedModel
+    from jserve.sizing.models import find
+
+    load_plugins(config.model.plugins)
+    try:
+        model = find(name)
+    except ConfigError as error:
+        field = "roofline" if error.field == "model" else error.field
+        raise ConfigError(f"roofline {name}: {error.message}", field=field) from None
+    return SimulatedModel(name=name, arch=model.arch, itemsize=model.dtype.itemsize)
 
 
 def plan(

@@ -27,7 +27,7 @@ USUAL_VOCAB_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class ByDevice:
-    """What an option is where the user leaves it to the device."""
+    """The values of an option that the user leaves to the device."""
 
     cpu: int
     other: int

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a token, and all sizes that follow from it.
+"""Describes the KV that each layer of a model keeps of a token, and computes all sizes from it.
 
 The device allocates by ``KVLayout``, the planner and the rooflines count by it, and pages move between
 memories as it says::
@@ -28,7 +28,7 @@ class KVArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayer:
-    """What one layer keeps of every token, and how far it looks back."""
+    """The KV that one layer keeps of every token, and its window."""
 
     arrays: tuple[KVArray, ...]
     window: int = 0

@@ -32,7 +32,7 @@ NOTHING_DRAWN = SamplingParams(temperature=0.0, max_tokens=0)
 
 
 class _Door:
-    """What ``LLM`` and ``AsyncLLM`` share: options, tokenizer, the way from prompts to requests."""
+    """The common part of ``LLM`` and ``AsyncLLM``: options, tokenizer, the way from prompts to requests."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from jserve.types import Finish, Output, Request, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely one token is at one position."""
+    """The log-probability of one token at one position."""
 
     logprob: float
     """Under the model's raw logits."""
@@ -50,7 +50,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """What it took to answer a request, all choices together."""
+    """Times and counts of an answered request, all choices together."""
 
     num_draft_tokens: int = 0
     """Drafts tried by speculative decoding."""

@@ -213,7 +213,7 @@ class Guide(Protocol):
 
     @property
     def fault(self) -> Verdict | None:
-        """Why its mask forbids everything; None when that is not the guide's doing."""
+        """The reason why its mask forbids everything; None where that has another cause."""
         ...
 
     @property

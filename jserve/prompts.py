@@ -30,7 +30,7 @@ DIALOGUE = (
     "add_generation_prompt",
     "continue_final_message",
 )
-"""What may be said beside the messages of a dialogue, by the names of a chat completion."""
+"""The fields of a chat completion that may be given beside the messages of a dialogue."""
 
 
 class Prompts:

@@ -14,7 +14,7 @@ MAX_RETENTIONS = 16
 
 
 class Lane(StrEnum):
-    """What a request is worth waiting for: a person, a program, or nobody in particular."""
+    """The class of a request: a person waits for it, a program, or nobody in particular."""
 
     INTERACTIVE = "interactive"
     STANDARD = "standard"
@@ -23,7 +23,7 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """How long the KV of the prompt tokens ``start .. end`` (None: to the end) is worth keeping.
+    """A hint for how long to keep the KV of the prompt tokens ``start .. end`` (None: to the end).
 
     Pages of higher ``priority`` (0 to 100; 50 is everyone else's) are evicted later, for ``seconds`` after
     their last use.
@@ -47,7 +47,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How a request is served, beside how it is sampled. Names are those of the HTTP fields."""
+    """Service options of a request, beside its sampling. Names are those of the HTTP fields."""
 
     priority: int = 0
     """Lower runs first among what its tenant has waiting in its lane."""

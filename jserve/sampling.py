@@ -82,7 +82,7 @@ _OPTIONAL = ("seed", "max_tokens", "thinking_token_budget", "logprobs", "prompt_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What the output must look like: exactly one of the first six fields. Names are vLLM's.
+    """The structure that the output must have: exactly one of the first six fields. Names are vLLM's.
 
     Raises:
         BadRequest: none or several are given, or one is of the wrong type; ``field`` names it.
@@ -123,7 +123,7 @@ class StructuredOutputs:
         require(tag is None or isinstance(tag, dict | str), *_wrong("structural_tag", "object"))
 
     def _check_options(self) -> None:
-        """How JSON is written can be said only where there is any, and in one way."""
+        """Refuses options of JSON's form where there is no JSON, and those that exclude each other."""
         asked = [name for name in _JSON_OPTIONS if getattr(self, name) not in (None, False)]
         for name in asked:
             has_json = self.given[0] in ("json", "json_object", "structural_tag")
@@ -153,7 +153,7 @@ class Thinking:
     open_id: int
     close_id: int
     end_ids: tuple[int, ...]
-    """What ends a thought that runs out of its budget, ``close_id`` among them. The ids before it count as
+    """The ids that end a thought that runs out of its budget, ``close_id`` among them. The ids before it count as
     tokens of the thought."""
     gap_ids: tuple[int, ...] = ()
     """The text between ``close_id`` and a structured answer."""
@@ -168,7 +168,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw the next token. Field names, defaults and ranges are vLLM's.
+    """The parameters by which tokens are drawn. Field names, defaults and ranges are vLLM's.
 
     Raises:
         BadRequest: a field is out of its range; ``field`` names it.

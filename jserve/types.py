@@ -121,7 +121,7 @@ class Sequence:
     arrived: float = 0.0
     """Scheduler seconds; deadlines and ageing count from here."""
     due: float = math.inf
-    """When the first token (or else the last one) is promised: earlier runs first."""
+    """The time at which the first token (or else the last one) is promised: earlier runs first."""
     charged: int | None = None
     """Output tokens its tenant and lane were charged for at first admission; None before it."""
     state: SeqState = SeqState.WAITING
@@ -230,7 +230,7 @@ class PageFetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Which rows run next. Host values only: no padding, no device arrays.
+    """The rows that run next. Host values only: no padding, no device arrays.
 
     Decode and verify rows come first, then prefill rows. Row r's token at position p has its KV in
     page ``page_table_RM[r, p // page_size]``.
@@ -343,6 +343,6 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     n_drafted: int = 0
     """Drafts that the row of ``token_ids`` tried."""
     n_accepted: int = 0
-    """How many of them are among ``token_ids``."""
+    """The number of them among ``token_ids``."""
     seed: int | None = None
     """The seed in use, on the first output."""

@@ -1,4 +1,4 @@
-"""Names threads after the program they compile or wait for, so that stacks and the watchdog can tell."""
+"""Names threads after the program they compile or wait for, so that stack dumps and the watchdog name it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def working_on(what: str) -> Iterator[None]:
 
 
 def at_work() -> list[str]:
-    """What threads of this process work on now."""
+    """The work of this process's threads now."""
     names = (thread.name for thread in threading.enumerate())
     return [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]

@@ -23,7 +23,7 @@ def claim_memory(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def user_sets(flag: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``XLA_FLAGS`` has a word on ``flag``: options given to the compiler would overrule it."""
+    """True if ``XLA_FLAGS`` sets ``flag``: options given to the compiler would overrule it."""
     return f"--{flag}" in environ.get("XLA_FLAGS", "")
 
 

@@ -60,7 +60,7 @@ _OP = re.compile(r"%\S+ = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What ptxas says of one Mosaic kernel."""
+    """The report of ptxas on one Mosaic kernel."""
 
     name: str
     registers: int
@@ -82,7 +82,7 @@ class Report:
 
     kernels: tuple[Kernel, ...]
     ignored: tuple[str, ...]
-    """What ptxas says it did not honour."""
+    """The directives that ptxas reports as not honoured."""
     smem_bytes: int
     narrow_reads: int
     """Instructions of Mosaic kernels that read less than 32 bits of shared memory: a thread that does
@@ -111,7 +111,7 @@ class Report:
         return found
 
     def launches(self) -> list[str]:
-        """What the host starts one after another, as XLA names it: kCommandBuffer is a CUDA graph,
+        """The thunks that the host starts one after another, as XLA names it: kCommandBuffer is a CUDA graph,
         kConditional and kWhile make the host wait for a value unless they are inside one."""
         return re.findall(r"^\d+: (k\w+)", self.thunks, re.M)
 
@@ -255,7 +255,7 @@ def _kernels(said: str) -> tuple[Kernel, ...]:
 
 @contextlib.contextmanager
 def _mosaic_says() -> Iterator[Callable[[], str]]:
-    """What the Mosaic compiler prints meanwhile: its Python to sys.stdout, its C++ to the process's
+    """Collects the output of the Mosaic compiler meanwhile: its Python to sys.stdout, its C++ to the process's
     own streams."""
     wanted = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES", "MOSAIC_GPU_DUMP_PTX")
     before = {k: os.environ.get(k) for k in wanted}

@@ -46,7 +46,7 @@ class Instruction:
     label: str
     """A parameter's path in the program's arguments, e.g. ``params['embed']``."""
     scope: str
-    """Where in the traced program its result comes from, e.g. ``jit(f)/layer0/add``."""
+    """The place in the traced program that its result comes from, e.g. ``jit(f)/layer0/add``."""
     is_root: bool
 
 
@@ -56,7 +56,7 @@ class Pass:
 
     name: str
     op: str
-    """What a fusion ends in, or the instruction's own op."""
+    """The op that a fusion ends in, or the instruction's own."""
     scope: str
     read: int
     written: int
@@ -101,7 +101,7 @@ class Module:
         return sum(p.read + p.written for p in self.passes(apart))
 
     def passes(self, apart: str) -> list[Pass]:
-        """What a run executes, in order; ``apart`` as of ``moved``."""
+        """The instructions that a run executes, in order; ``apart`` as of ``moved``."""
         pools = {i.name for i in self.entry if i.label.startswith(apart)}
         depth: dict[str, int] = {}
         labels: dict[str, str] = {}
@@ -150,7 +150,7 @@ class Module:
         return _instructions(self._blocks[i.calls]) if i.calls in self._blocks else ()
 
     def _root_op(self, i: Instruction) -> str:
-        """What a fusion ends in, views apart; an instruction's own op otherwise."""
+        """The op that a fusion ends in, views apart; an instruction's own otherwise."""
         inside = {x.name: x for x in self._inside(i)}
         root = next((x for x in inside.values() if x.is_root), i)
         while root.op in ("bitcast", "copy") and root.operands[0] in inside:
@@ -221,7 +221,7 @@ def _type(text: str) -> tuple[str, str]:
 
 
 def _until_closed(text: str) -> tuple[str, str]:
-    """What stands before the parenthesis that closes an open one, and what follows it."""
+    """The text before the parenthesis that closes an open one, and the text after it."""
     depth = 1
     for at, c in enumerate(text):
         depth += (c == "(") - (c == ")")

@@ -1,4 +1,4 @@
-"""What the attention kernels serve and what they refuse; the tables that tune them.
+"""Lists what the attention kernels serve and what they refuse, with the tables that tune them.
 
 It owns the checks that both share and the reading of ``tune.json``.
 """
@@ -64,5 +64,5 @@ def of_dtype(table: dict[str, Any], H: int, dtype: Any) -> dict[str, Any]:
 
 
 def multiplied(dtype: Any) -> Any:
-    """What the matrix unit gets for KV stored as ``dtype``: e4m3 has an exact float16 each."""
+    """The type that the matrix unit multiplies for KV stored as ``dtype``: e4m3 has an exact float16 each."""
     return dtype if jnp.dtype(dtype).itemsize == 2 else jnp.float16

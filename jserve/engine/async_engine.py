@@ -247,7 +247,7 @@ class AsyncEngine:
         return self.ready and self._without_step_s() <= self._stall_timeout_s
 
     def degraded_reasons(self) -> list[str]:
-        """Why an engine that is up should get no new requests, in words; empty: it should."""
+        """The reasons why an engine that is up should get no new requests; empty: it should."""
         return self._health.degraded_reasons(self._clock(), self._without_step_s())
 
     def _without_step_s(self) -> float:
@@ -281,7 +281,7 @@ class AsyncEngine:
             self.client.cancel(request_id, index)
 
     def _hand_over(self, output: Output) -> None:
-        """``_deliver``; a fault in it costs this request, and no other waits for what was lost."""
+        """Deliver an output; an error on the way ends this request and no other."""
         try:
             self._deliver(output)
         except Exception as error:
@@ -294,7 +294,7 @@ class AsyncEngine:
     def _deliver(self, output: Output) -> None:
         """Hand an output to its stream, unless its choice has already ended."""
         stream = self._streams.get(output.request_id)
-        # Before this output: one alone may be large, and nobody had the time to take it.
+        # Checked before this output is added: the consumer has had no time to take it, and one may be large.
         too_slow = stream is not None and self._too_slow(stream)
         if stream is None or not stream.put(output):
             self._counts["dropped_outputs"] += 1
@@ -358,8 +358,8 @@ class AsyncEngine:
             self._moved_at = self._clock()
 
     def _on_fault(self, fault: Fault) -> None:
-        """A fatal fault explains why the engine will be gone; another one may have cost any request a
-        message."""
+        """Handle a fault that the engine reports: a fatal one says why it will end; after another one any request
+        may lack an output, so all end."""
         self._counts["faults"] += 1
         if not fault.fatal:
             log.error("engine: %s", fault.message)

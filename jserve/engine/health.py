@@ -27,7 +27,7 @@ BREAK_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthLimits:
-    """Where each symptom begins; 0: it is not looked for."""
+    """The threshold of each symptom; 0: it is not looked for."""
 
     failed_steps: float = 5
     """Steps that raised, in a row."""
@@ -106,7 +106,7 @@ class EngineHealth:
             self._slow.look(now, times, f"steps take {times:.1f} times as long as usual")
 
     def degraded_reasons(self, now: float, without_step_s: float) -> list[str]:
-        """What is degraded, for an operator; empty: nothing. There has been work, and no step, for
+        """The symptoms of an engine, for an operator; empty: nothing. There has been work, and no step, for
         ``without_step_s`` seconds."""
         n_nonfinite, n_ended = self._nonfinite_of(now)
         share = n_nonfinite / max(1.0, n_ended) if n_nonfinite > FEW else 0.0

@@ -48,7 +48,7 @@ class Watchdog:
         self.limit_s = limit_s
         self._end, self._stacks, self._clock = end, stacks, clock
         self._now: tuple[str, float] | None = None
-        """What is being done, and since when; None: nothing."""
+        """The work under way and its start; None: nothing runs."""
         if limit_s:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 

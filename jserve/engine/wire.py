@@ -117,7 +117,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     at: float
     """Monotonic seconds of its commit."""
     device_us: float
-    """How long it ran; 0 where the runner does not know."""
+    """The seconds that it ran; 0 where the runner does not know."""
     n_rows: int
     n_prefill_rows: int
     n_prefill_tokens: int

@@ -62,7 +62,7 @@ class GrammarChecker:
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         """By tenant; the first one's turn is next."""
         self._asked: dict[str, Counter[bytes]] = {}
-        """How many of a tenant's jobs in ``_waiting`` ask for the same grammar."""
+        """The number of a tenant's jobs in ``_waiting`` ask for the same grammar."""
         self.n_killed = 0
 
     def check(self, spec: StructuredOutputs, tenant: str = "") -> Future[None] | None:

@@ -22,7 +22,7 @@ from jserve.sampling import StructuredOutputs
 
 CACHE_BYTES = 64 << 20
 _BYTES_EACH = 64 << 10
-"""What a compiled grammar weighs besides its text, roughly: lexer states and rules."""
+"""A rough size in bytes of a compiled grammar, besides its text: lexer states and rules."""
 _BYTES_PER_CHAR = 40
 _LIMITS = LLParserLimits(
     max_items_in_row=2000,

@@ -48,7 +48,7 @@ class _Mark(NamedTuple):
 
 
 class MaskKit:
-    """What the guides of one vocabulary share: widths, end and blank tokens, constant masks."""
+    """The values that all guides of one vocabulary share: widths, end and blank tokens, constant masks."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class MaskKit:
         self.eos_ids = eos_ids
         self.blank_ids = blank_ids
         self.canonical = canonical
-        """Whether certain text has certain tokens."""
+        """True where forced text has one tokenisation, the tokenizer's own."""
         self.all_W = np.full(n_words, -1, np.int32)
         self.no_end_W = self.all_W.copy()
         for token in eos_ids:
@@ -152,7 +152,7 @@ class TokenGuide:
 
     @property
     def _redraw(self) -> int:
-        """Where the thought may begin or goes on, the model's own draw stays if it does that; what is
+        """A place where the thought may begin or go on keeps the model's own draw if it does that; what is
         drawn instead may not."""
         match self.thought.phase:
             case Phase.BEFORE:
@@ -231,7 +231,7 @@ class TokenGuide:
         return self._matcher_words()
 
     def _answer_words(self) -> np.ndarray:
-        """What may begin the answer without a thought."""
+        """The bitmask of tokens that may begin the answer without a thought."""
         assert self.thought.tags is not None
         certain = self._certain
         answer_W = self.kit.only(certain[0]) if certain else self._matcher_words()

@@ -23,7 +23,7 @@ class LimitReached(Exception):
 
 
 class Checkpoint(NamedTuple):
-    """Where ``RollbackMatcher.rollback`` goes."""
+    """The state that ``RollbackMatcher.rollback`` goes back to."""
 
     n_taken: int
     forced: tuple[int, ...]
@@ -36,7 +36,7 @@ class RollbackMatcher:
     Args:
         compiled: the grammar; its matcher is copied.
         end: ids that must follow a complete grammar, () or one.
-        canonical: whether forced text has one tokenisation.
+        canonical: whether forced text has one tokenisation, the tokenizer's own.
     """
 
     def __init__(self, compiled: CompiledGrammar, end: tuple[int, ...], *, canonical: bool) -> None:
@@ -55,7 +55,7 @@ class RollbackMatcher:
 
     @property
     def complete(self) -> bool:
-        """Whether the text may end here."""
+        """True where the text may end here."""
         return self.matcher.is_accepting()
 
     def allows(self, token: int) -> bool:
@@ -97,7 +97,8 @@ class RollbackMatcher:
         return tuple(self.matcher.compute_ff_tokens()) if self._canonical else ()
 
     def _lost(self) -> Exception:
-        """llguidance gives both one code, and only a wrong token these words."""
+        """The error of a token that the matcher did not take. llguidance has one code for both causes, so its message
+        decides."""
         if "satisfy the grammar" in self.matcher.get_error():
             return ValueError("the output left its structure")
         return LimitReached()

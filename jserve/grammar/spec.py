@@ -128,7 +128,7 @@ def _closed(value: Any) -> Any:
 
 
 def unanchored(regex: str) -> str:
-    """Matched as a whole anyway, so ``^`` and ``$`` around it say nothing."""
+    """``regex`` without ``^`` and ``$`` around it: it is matched as a whole anyway."""
     ends = regex.endswith("$") and not regex.endswith("\\$")
     return regex.removeprefix("^")[: -1 if ends else None]
 

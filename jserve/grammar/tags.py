@@ -27,7 +27,7 @@ from jserve.sampling import StructuredOutputs
 
 NAME = "structural_tag"
 Tail = tuple[str, ...] | None
-"""What ends a format: one of these texts, or with None the end of the answer."""
+"""The end of a format: one of these texts, or with None the end of the answer."""
 ENDED: Tail = ()
 """Something else follows, so the format must end by itself."""
 MAX_REPEATS = 1024

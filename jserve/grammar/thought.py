@@ -44,7 +44,7 @@ class Thought:
     tags: Thinking | None
     budget: int | None = None
     structured: bool = True
-    """Whether the answer has a structure of its own."""
+    """True where the answer has a structure of its own."""
     phase: Phase = Phase.ANSWER
     blank_ids: Container[int] = ()
     """Tokens of white space alone."""
@@ -59,7 +59,7 @@ class Thought:
 
     @property
     def may_grow(self) -> bool:
-        """Whether the model's next draw may begin the thought or go on with it."""
+        """True where the model's next draw may begin the thought or go on with it."""
         return self.phase in (Phase.BEFORE, Phase.INSIDE)
 
     @property

@@ -25,7 +25,7 @@ _STYLE = StructuredOutputs(json_object=True, disable_additional_properties=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How a model writes calls: pieces around the name (in ``head``) and around the arguments."""
+    """A model's format of calls: pieces around the name (in ``head``) and around the arguments."""
 
     begin: tuple[Piece, ...] = ()
     head: tuple[Piece, ...]

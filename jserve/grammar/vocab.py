@@ -37,7 +37,7 @@ class Vocabulary:
     tokens: tuple[bytes, ...]
     special_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
-    """At least one; the first ends what is ended without the model."""
+    """At least one; the first is appended where the engine ends an answer in the model's place."""
     encode: Callable[[str], list[int]] | None = None
     """The tokenizer, where forced text may be put into the tokens the model would use; None where
     it may not (a tokenizer that adds a blank in front) or need not (checking a grammar)."""

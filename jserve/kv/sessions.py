@@ -21,7 +21,7 @@ from jserve.kv.retention import SESSION, Keep
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """Where the turn of ``request_id`` ended: one node per choice."""
+    """The end of the turn of ``request_id`` in the tree: one node per choice."""
 
     request_id: str
     nodes: list[Node]
@@ -57,7 +57,7 @@ class Sessions:
         )
 
     def expire(self) -> None:
-        """Forget those whose time is over; as all live equally long, they stand in front."""
+        """Forget those whose time is over; as all live equally long, these are the first ones."""
         while self._sessions:
             key, session = next(iter(self._sessions.items()))
             if session.until > self.cache.now:

@@ -38,7 +38,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """How queries and keys turn with the position."""
+    """The rotation of queries and keys by their position."""
 
     theta: float = 10000.0
     scaling: RopeScaling | None = None
@@ -160,7 +160,7 @@ class Arch:
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
-        """What each layer keeps of a token."""
+        """The KV that each layer keeps of a token."""
         return tuple(
             KVLayer.attention(a.K, a.H, window=a.window) for a in (x.attn for x in self.layers)
         )

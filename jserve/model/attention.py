@@ -26,8 +26,8 @@ Places = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sinks:
-    """The first ``n`` positions, which tokens see also from beyond their window: with the queries
-    ``q_TNH``, turned to the token's place in a cache of sinks and window alone."""
+    """Attention sinks: the first ``n`` positions, visible to every token in addition to its window. Their scores take
+    the queries ``q_TNH``, rotated as if the cache held the sinks and the window alone."""
 
     n: int
     q_TNH: jax.Array
@@ -48,7 +48,7 @@ class AttendArgs:
     sinks: Sinks | None = None
     """None: nothing behind the window."""
     o_dtype: Any = jnp.float32
-    """What the caller casts the result to, which a backend may do for it."""
+    """The type that the caller casts the result to, which a backend may do for it."""
 
 
 def capped(x: jax.Array, soft_cap: float) -> jax.Array:
@@ -134,7 +134,7 @@ def candidates(asked: str, platform: str, capability: str = "") -> tuple[str, ..
 
 
 def unserved(capability: str) -> str:
-    """Why the kernels of ``hopper`` cannot run on a GPU of this compute capability; empty: they can."""
+    """The reason why the kernels of ``hopper`` cannot run on a GPU of this compute capability; empty: they can."""
     if capability != HOPPER:
         return f"its kernels are for compute capability {HOPPER}, this device has {capability or 'none'}"
     if (

@@ -232,7 +232,7 @@ def _padded(x: jax.Array, n: int, value: Any) -> jax.Array:
 
 
 def _multiplied(dtype: Any) -> Any:
-    """What the products get for KV stored as ``dtype``: each e4m3 has an exact bfloat16."""
+    """The type that KV stored as ``dtype`` is multiplied in: each e4m3 has an exact bfloat16."""
     return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype)
 
 

@@ -32,7 +32,7 @@ from pallas_kernels.served import HEAD_DIMS, WIDEST_SPECIAL
 
 
 def kv_dtype(dtype: Any) -> Any:
-    """How values of ``dtype`` are stored: as they are if they have 8 or 16 bits, else in bfloat16."""
+    """The type that values of ``dtype`` are stored as: as they are if they have 8 or 16 bits, else in bfloat16."""
     kept = (E4M3, jnp.float16)
     return jnp.dtype(dtype if dtype in kept else jnp.bfloat16)
 

@@ -48,7 +48,7 @@ def kv_shape(K: int, H: int, n_pages: int, page_size: int) -> tuple[int, ...]:
 
 
 def kv_dtype(dtype: Any) -> Any:
-    """How values of ``dtype`` are stored: bfloat16 and e4m3 as their bits."""
+    """The type that values of ``dtype`` are stored as: bfloat16 and e4m3 as their bits."""
     bits = {jnp.dtype(jnp.bfloat16): jnp.uint16, E4M3: jnp.uint8}
     return jnp.dtype(bits.get(jnp.dtype(dtype), dtype))
 
@@ -92,8 +92,8 @@ class Queries(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """What a token sees before itself: ``window`` positions (0: all), and the first ``sinks``; and the cap of
-    its scores."""
+    """The positions that a token sees before itself: ``window`` of them (0: all), and the first ``sinks``; and the
+    cap of its scores."""
 
     window: int
     sinks: int

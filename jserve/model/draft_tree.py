@@ -36,7 +36,7 @@ TreeShape = Parents
 @jax.tree_util.register_static
 @dataclass(frozen=True, slots=True)
 class DraftMask:
-    """What the J tokens of a row see of X places that begin at a base; everything before it, too.
+    """The visibility of X places that begin at a base, for the J tokens of a row; all see everything before it.
 
     The tokens are the last J of the X places. Hashable: a static part of a view.
     """

@@ -35,7 +35,7 @@ def by_row(view: StepView, x_E: jax.Array, fill: Any) -> jax.Array:
 
 
 def draws_of(view: StepView) -> Draws:
-    """How each of the E tokens is drawn."""
+    """The sampling values of each of the E tokens that are drawn."""
     place_DJ = jnp.arange(view.J, dtype=jnp.int32) if view.tree is None else view.tree.depth_DX
     place_n = jnp.broadcast_to(place_DJ, (view.D, view.J)).reshape(-1)
     place_E = jnp.concatenate([place_n, jnp.zeros(view.F, jnp.int32)])

@@ -78,7 +78,7 @@ class StepFeature:
     )
 
     def needed(self, rows: Sequence[RowPlan]) -> bool:
-        """Whether a step of these rows has to run in a program that has the feature."""
+        """True if a step of these rows has to run in a program that has the feature."""
         if self.wanted is not None:
             return self.wanted(rows)
         return any([self.name in row.choice.request.params.extra_args for row in rows])

@@ -46,7 +46,7 @@ def step_model(
     attention: str = "xla",
     dtype: Any = jnp.float32,
 ) -> StepModel:
-    """What the steps of a model share, for a pool where all slots have ``row_pages`` pages of
+    """Returns the part that all steps of a model share, for a pool where all slots have ``row_pages`` pages of
     ``page_size`` tokens (page 0 is scratch).
 
     Args:

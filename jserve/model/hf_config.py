@@ -173,7 +173,7 @@ KV_SCHEME = {
 
 
 def kv_scales(config: Config) -> bool:
-    """Whether ``quantization_config`` quantises the KV cache, and nothing else: then each layer has a
+    """True if ``quantization_config`` quantises the KV cache, and nothing else: then each layer has a
     ``k_scale`` and a ``v_scale``. All other quantisation is refused."""
     key = "quantization_config"
     given = config.get(key)

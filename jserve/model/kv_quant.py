@@ -1,4 +1,4 @@
-"""KV of 8 bits (e4m3): how numbers become it, and where the scales of a checkpoint go.
+"""Stores KV in 8 bits (e4m3) and applies the scales of a checkpoint.
 
 It owns rounding, saturation and the folding of scales. A scale per kv head, for keys and for values, is folded into
 what meets the stored numbers, so that no backend or kernel knows of it::

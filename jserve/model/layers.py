@@ -64,7 +64,7 @@ def attention_block(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[
 
 
 def _added(ctx: Ctx, y_TD: jax.Array, out_norm: jax.Array | None) -> jax.Array:
-    """What a sublayer's output adds to the residual stream."""
+    """Computes what a sublayer's output adds to the residual stream."""
     y_TD, scale = normed(ctx.arch.norm, y_TD, out_norm), ctx.spec.residual_scale
     return y_TD if scale == 1.0 else y_TD * scale
 
@@ -116,7 +116,7 @@ def _width_norm(ctx: Ctx, x_TNH: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def mlp_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
-    """What the layer's gated MLP adds to the residual stream."""
+    """Computes what the layer's gated MLP adds to the residual stream."""
     x_TD = normed(ctx.arch.norm, x_TD, p.get("mlp_norm"))
     y_T2F = dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
     if "gate_up_bias" in p:
@@ -140,8 +140,8 @@ def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _rows(table_VD: jax.Array, at_T: jax.Array) -> jax.Array:
-    """float32[T, D]. Bound to the tokens, or XLA:CPU widens the whole table before a loop of drafts, in every
-    step, since it only picks what is float32."""
+    """float32[T, D]. The barrier ties the table to the tokens: without it XLA:CPU converts the whole table to float32
+    before a loop of drafts, in every step."""
     table_VD, at_T = lax.optimization_barrier((table_VD, at_T))
     return table_VD[at_T].astype(jnp.float32)
 

@@ -54,7 +54,7 @@ _NEG = -jnp.inf
 
 @flax.struct.dataclass
 class Draws:
-    """What one draw needs besides its logits; E draws, J - 1 drafts before each."""
+    """The inputs of a draw besides its logits; E draws, J - 1 drafts before each."""
 
     slot_E: jax.Array
     uses_E: jax.Array
@@ -83,7 +83,7 @@ class Draws:
 
 @flax.struct.dataclass
 class Chosen:
-    """How likely the drawn tokens are; zeros unless flagged."""
+    """The log-probabilities of the drawn tokens; zeros unless flagged."""
 
     logprob_E: jax.Array
     top_ids_EL: jax.Array

@@ -125,11 +125,11 @@ _WHOLE = {
     "layers": "every device computes every layer",
     "experts": "no family has experts",
 }
-"""Why a dimension cannot be split."""
+"""The reason why a dimension cannot be split."""
 
 
 def rule(name: str) -> str:
-    """How errors name the rule of a logical axis."""
+    """The name that errors give the rule of a logical axis."""
     return f"sharding.rules.{name}"
 
 
@@ -146,7 +146,7 @@ class Axes:
 
     @classmethod
     def of(cls, rules: ShardRules, sizes: Mapping[str, int]) -> Axes:
-        """What ``rules`` mean on a mesh of these axis sizes (``Mesh.shape``).
+        """The axes that ``rules`` give on a mesh of these axis sizes (``Mesh.shape``).
 
         Raises:
             ConfigError: the mesh lacks an axis, or no collective serves the rule; ``field`` is the

@@ -63,14 +63,14 @@ class DeviceState:
 
 @flax.struct.dataclass
 class StepOut:
-    """What a step returns to the host."""
+    """The arrays that a step returns to the host."""
 
     packed_RX: jax.Array
     """int32[R, 2 + 2 J]."""
     top_ids_RJL: jax.Array
     top_logprobs_RJL: jax.Array
     extra: dict[str, Any]
-    """What the bucket's features give, by name."""
+    """The outputs of the bucket's features, by name."""
     rank_RJ: jax.Array | None = None
     """int32: ranks of the drawn tokens; None without ``StepDims.picks``, as ``picked_RJK``."""
     picked_RJK: jax.Array | None = None
@@ -92,7 +92,7 @@ class PoolArray(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """What all steps of an engine share; with a ``Bucket`` it determines a program."""
+    """The static part that all steps of an engine share; with a ``Bucket`` it determines a program."""
 
     family: Family
     arch: Arch

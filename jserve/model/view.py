@@ -50,7 +50,7 @@ class Bucket:
     J: int = 1
     """Tokens of a decode row: one plus its drafts."""
     features: tuple[StepFeature, ...] = ()
-    """What rows can ask for beside tokens, in order."""
+    """The features that rows can ask for beside tokens, in order."""
     n_draft: int = 0
     """Drafts that the device drafter leaves in the slot of each emitting row; 0: it is not in the
     program."""
@@ -126,7 +126,7 @@ SAMPLING = (
     Field("stop_RS", (N_STOP_IDS,)),
 )
 COLUMNS = (*PLACE, *SAMPLING)
-"""What every row says of itself, in the order of its matrix row: where it is, how it is drawn."""
+"""The fields of every row, in the order of its matrix row: its place in the sequence, its sampling values."""
 ROW_WIDTH = sum(c.size for c in COLUMNS)
 
 
@@ -264,7 +264,7 @@ class StepView:
     F: int = flax.struct.field(pytree_node=False)
     J: int = flax.struct.field(pytree_node=False)
     tree: DraftMask | None = None
-    """What the tokens of a decode row see of one another; None: each sees those before it."""
+    """The visibility among the tokens of a decode row; None: each sees those before it."""
 
 
 def unpack(

@@ -75,7 +75,7 @@ class PageMover:
         self.page_nbytes = model.kv.host_page_bytes
         self._gather, self._scatter = self._compile(model)
         self.spill: Spill | None = None
-        """Where pages that go out are also written; set once, before the first launch."""
+        """The disk writer of pages that go out; set once, before the first launch."""
 
     def launch(self, kv: KV, moves: Seq[PageMove]) -> tuple[KV, list[Leaving]]:
         """The KV after ``moves`` (those that go out first), and what is on its way to the host.

@@ -260,7 +260,7 @@ _LOADS: dict[str, tuple[Callable[..., Any], Callable[[StepDims], int]]] = {
     "text_load": (slot_rows.load_text, lambda dims: slot_rows.TEXT_SIZE),
     "picks_load": (slot_rows.load_picks, lambda dims: 1 + dims.picks),
 }
-"""What fills a slot, and the size of its buffer."""
+"""The program that fills a slot, and the size of its buffer."""
 
 
 def step_name(bucket: Bucket) -> str:

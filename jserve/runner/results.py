@@ -56,7 +56,7 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
 
 
 def _plan_rows(batch: StepBatch, n: int) -> np.ndarray:
-    """Where the plan's ``n`` rows are in the bucket."""
+    """The places of the plan's ``n`` rows in the bucket."""
     rows = np.arange(n)
     rows[batch.n_decode :] += batch.bucket.D - batch.n_decode
     return rows

@@ -342,7 +342,7 @@ class ModelRunner:
 def step_model(
     sizes: Sizes, family: Family, mesh: Mesh, rules: ShardRules, speculation: LoadedDrafter | None
 ) -> StepModel:
-    """What the steps of an engine of these sizes share; no weights are looked at."""
+    """Returns the part that all steps of an engine of these sizes share; no weights are looked at."""
     return StepModel(
         family=family,
         arch=sizes.arch,

@@ -16,7 +16,7 @@ from jserve.xla import beside_parent
 LIMIT_S = 120.0
 """For starting Python and jax, compiling two programs twice and running them."""
 KILLED_S = 5.0
-"""How long a killed child may take to be gone: one that hangs in the driver may not go at all."""
+"""The seconds that a killed child may take to be gone: one that hangs in the driver may not go at all."""
 WRONG = 4
 """Exit code of a child whose kernels gave other numbers than ``ref``."""
 APART = 2e-2
@@ -24,14 +24,14 @@ APART = 2e-2
 
 
 def command(name: str, H: int, G: int, page_size: int, dtype: str) -> list[str]:
-    """What runs the cases of attention backend ``name`` with heads of ``H``, ``G`` a kv head, and KV stored
+    """The command that runs the cases of attention backend ``name`` with heads of ``H``, ``G`` a kv head, and KV stored
     as ``dtype``."""
     case = (name, H, G, page_size, dtype)
     return [sys.executable, "-c", f"from jserve.runner.selftest import main; main{case!r}"]
 
 
 def fault(command: Sequence[str], *, limit_s: float = LIMIT_S) -> str:
-    """Run the child; why its kernels cannot be relied on, empty if they can."""
+    """Run the child; returns the reason why its kernels cannot be relied on, empty if they can."""
     child = subprocess.Popen(
         command,
         env=beside_parent(),
@@ -60,7 +60,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def differs(name: str, H: int, G: int, page_size: int, dtype: str) -> str:
-    """Run the cases in this process; which of them differ from ``ref``, and by how much."""
+    """Run the cases in this process; returns those that differ from ``ref``, and by how much."""
     import jax
     import numpy as np
 

@@ -39,7 +39,7 @@ def step_dims(
     *,
     penalises: bool = False,
 ) -> StepDims:
-    """What all buckets share; ``penalises`` as in ``sizes_of``.
+    """The dimensions that all buckets share; ``penalises`` as in ``sizes_of``.
 
     Raises:
         ConfigError: ``max_model_len`` exceeds the model's.
@@ -64,7 +64,7 @@ def step_dims(
 
 
 def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
-    """What KV is rounded to, for activations of ``dtype``."""
+    """The type that KV is rounded to, for activations of ``dtype``."""
     name = config.cache.kv_cache_dtype
     named = {"auto": dtype, "fp8_e4m3": E4M3}
     return jnp.dtype(named.get(name, name))
@@ -201,7 +201,7 @@ def ladder_of(limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What follows from a model, its devices and the options, before anything is allocated."""
+    """All sizes that follow from a model, its devices and the options, before anything is allocated."""
 
     config: EngineConfig
     """With numbers where the options leave them to the device."""
@@ -212,9 +212,9 @@ class Sizes:
     dtype: Any
     """Of the activations."""
     kv_dtype: Any
-    """What KV is rounded to."""
+    """The type that KV is rounded to."""
     kv: KVLayout
-    """What a page of the pool holds."""
+    """The layout of a page of the pool."""
     memory: MemoryPlan
     limits: RunnerLimits
     """Without measured times."""

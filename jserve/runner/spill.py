@@ -51,7 +51,7 @@ class Spill:
         self._jobs.put(fetch)
 
     def answers(self) -> list[tuple[PageFetch, bytes | None]]:
-        """What was read since the last call; None where there was nothing sound."""
+        """The pages that were read since the last call; None where a page is missing or broken."""
         found = []
         while self._answers:
             found.append(self._answers.popleft())

@@ -78,7 +78,7 @@ def _compiled(own: list[Leaf], layout: list[Leaf], options: dict[str, Any]) -> A
 
 
 def _fits(array: Any, leaf: Leaf) -> bool:
-    """Whether the program that was compiled for ``leaf`` can read ``array`` where it lies."""
+    """True if the program that was compiled for ``leaf`` can read ``array`` where it lies."""
     return (
         isinstance(array, jax.Array)
         and (array.shape, array.dtype) == (leaf.shape, leaf.dtype)

@@ -16,9 +16,9 @@ class PrefillPlanner:
     """Makes the prefill rows of a step.
 
     Args:
-        floor: who waits and who runs.
-        gate: whether overload asks for shorter prefills; its cap bounds them.
-        leaders, fetching, trials: what a sequence in the queue may have to wait for.
+        resources: the wait queue, the running sequences, and what they hold.
+        gate: its cap bounds the prefill tokens of a step.
+        prefix_waits, disk_waits, bisection: the reasons for which a sequence stays in the queue.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PrefillPlanner:
         return "its KV is on the way to the host" if self.resources.swap_policy.waits(seq) else ""
 
     def lacks(self, seq: Sequence) -> str:
-        """What ``seq`` (in the queue) does not find, in words; empty: nothing."""
+        """The resources that ``seq`` (in the queue) lacks, in words; empty: none."""
         rows = self.resources.vocab_rows
         if rows.lacks(seq):
             return f"all {rows.n} places for sequences with penalties or biases are taken"

@@ -76,7 +76,7 @@ def logprobs_of(
 def extra_of(
     seq: Sequence, result: StepResult, row: int, n: int
 ) -> dict[str, tuple[Any, ...]] | None:
-    """What the step features that its request names give the last ``n`` tokens, drawn by ``row``; None
+    """The values that the step features of its request give the last ``n`` tokens, drawn by ``row``; None
     when it names none."""
     names = seq.request.params.extra_args
     if not names or n == 0:

@@ -54,7 +54,7 @@ from jserve.types import (
 )
 
 MASK_PATIENCE_S = 0.0005
-"""How long planning waits for bitmasks while a step is in flight; rows without one wait for the next plan."""
+"""The time that planning waits for bitmasks while a step is in flight; rows without one wait for the next plan."""
 
 
 class Scheduler:
@@ -337,7 +337,7 @@ class Scheduler:
         return self.resources.cache.tree.n_evicted
 
     def device_fault(self, now: float) -> str | None:
-        """Why the device itself must be at fault for the steps that raised; None while it need not be."""
+        """The reason why the device itself must be at fault for the steps that raised; None while it need not be."""
         return self.bisection.device_fault(now)
 
     def stats(self) -> SchedStats:

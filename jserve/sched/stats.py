@@ -31,7 +31,7 @@ class SchedStats:
     overload_level: int = 0
     """0 calm, 1 bulk is shed, 2 and prefills are short, 3 and standard is shed."""
     overload_load: float = 0.0
-    """How full the queue is; 1 is full."""
+    """The fullness of the queue; 1 is full."""
     lanes: Mapping[str, int] = field(default_factory=dict)
     """``<lane>_<name>``: gauges waiting and running; counters (since start) of ``LaneCounts``."""
 

@@ -23,6 +23,11 @@ class VocabRows:
         self._free = deque(range(n))
         self._waiting: set[Sequence] = set()
 
+    @property
+    def n_free(self) -> int:
+        """Rows that nobody holds."""
+        return len(self._free)
+
     def lacks(self, seq: Sequence) -> bool:
         """True while ``seq`` (in the queue) needs a row and none is free."""
         return not self._free and seq.request.params.needs_vocab_row
@@ -53,7 +58,7 @@ class VocabRows:
         """For /metrics."""
         return {
             "vocab_rows": float(self.n),
-            "vocab_rows_used": float(self.n - len(self._free)),
+            "vocab_rows_used": float(self.n - self.n_free),
             "vocab_row_waits_total": float(self.n_waits),
         }
 

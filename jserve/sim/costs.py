@@ -20,15 +20,13 @@ import msgspec
 
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.ports import StepCosts, StepTime
-from jserve.shapes import SHAPES
-from jserve.sim.roofline import CHIPS, GIB, ModelShape, Roofline
+from jserve.sim.roofline import CHIPS, GIB, Roofline
 
 FORMAT = "jserve-steps-1"
 MAX_PREFILL_ROWS = 8
 """Prefill rows of one step, as in ``jserve.runner.runner``."""
-MODEL = "llama-3.1-8b"
-"""The shape that is simulated when none is named."""
 GPU_HOST_S = 3e-4
 """Host seconds per step assumed beside a GPU (plan, pack and commit at 256 rows)."""
 
@@ -40,7 +38,7 @@ class TableFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     about: dict[str, Any]
     """Model, machine, versions and options, for a reader."""
     host_seconds: float
-    """What a step costs the host when nothing is hidden behind the device."""
+    """The seconds that a step costs the host when nothing is hidden behind the device."""
     n_slots: int
     n_pages: int
     page_size: int
@@ -52,6 +50,16 @@ class TableFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     page_move_s: float = 0.0
     """``RunnerLimits.page_move_s``; 0 where it was measured without host memory."""
     steps: tuple[StepTime, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedModel:
+    """The model whose steps a roofline prices."""
+
+    name: str
+    arch: Arch
+    itemsize: int
+    """Bytes of a weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,40 +190,29 @@ def read_table(path: Path, field: str) -> TableFile:
     return file
 
 
-def from_roofline(model: str, gpu: str, options: CacheOptions) -> Device:
-    """One ``gpu`` serving ``model``: a name of ``jserve.shapes``, a config.json or its directory.
+def from_roofline(model: SimulatedModel, gpu: str, options: CacheOptions) -> Device:
+    """One ``gpu`` that serves ``model``.
 
     Raises:
-        ConfigError: an unknown GPU, or a config.json that is not one of a plain decoder.
+        ConfigError: an unknown GPU, or weights that leave no room for KV.
     """
     if gpu not in CHIPS:
         raise ConfigError(f"no roofline for {gpu!r}, only {', '.join(CHIPS)}", field="gpu")
-    shape = _shape(model)
-    itemsizes = {"auto": shape.itemsize, "float32": 4, "fp8_e4m3": 1}
+    itemsizes = {"auto": model.itemsize, "float32": 4, "fp8_e4m3": 1}
     kv_itemsize = itemsizes.get(options.kv_cache_dtype, 2)
-    costs = Roofline(shape=shape, chip=CHIPS[gpu], kv_itemsize=kv_itemsize)
+    costs = Roofline(
+        arch=model.arch, itemsize=model.itemsize, chip=CHIPS[gpu], kv_itemsize=kv_itemsize
+    )
     return Device(
-        name=f"{model} on one {CHIPS[gpu].name} (roofline)",
+        name=f"{model.name} on one {CHIPS[gpu].name} (roofline)",
         costs=costs,
         n_pages=costs.n_pages(options),
-        max_model_len=shape.context,
+        max_model_len=model.arch.max_position,
         window=costs.kv.window,
         page_bytes=costs.page_bytes(options),
         move_s=costs.page_bytes(options) / CHIPS[gpu].copy_bytes_per_s,
         host_s=GPU_HOST_S,
     )
-
-
-def _shape(model: str) -> ModelShape:
-    if model in SHAPES:
-        return ModelShape.of(SHAPES[model], model)
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as e:
-        raise ConfigError(f"roofline {path}: {e}", field="roofline") from None
-    return ModelShape.of(config, str(path))
 
 
 def ladder(costs: StepCosts, *, rows: int, tokens: int, context: int) -> tuple[StepTime, ...]:

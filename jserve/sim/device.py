@@ -18,7 +18,7 @@ from jserve.ports import InFlight, RunnerLimits, StepCosts
 from jserve.types import Choice, PromptLogprobs, RowPlan, StepPlan, StepResult
 
 Answers = Callable[[Choice], list[int]]
-"""What a choice will draw, first token first; the end token repeated behind it."""
+"""The tokens that a choice will draw; the end token is repeated behind them."""
 
 
 class SimClock:
@@ -119,7 +119,7 @@ class SimRunner:
         return {"device_busy_seconds_total": self.busy_s}
 
     def _drawn(self, decode: tuple[RowPlan, ...], ends: list[int]) -> list[int]:
-        """What rows draw that follow their own last token: the answer's next one."""
+        """The draws of rows that follow their own last token: the answer's next one."""
         answers = self._answers_C
         return [
             answers[row.slot][end - row.choice.n_prompt]
@@ -127,7 +127,7 @@ class SimRunner:
         ]
 
     def _begun(self, row: RowPlan) -> int:
-        """What a prefill row draws, if anything. Every residence of a slot begins with one."""
+        """The draw of a prefill row, if it has one. Every residence of a slot begins with one."""
         at = row.start + row.count - row.choice.n_prompt
         if not row.emits:
             return 0

@@ -24,12 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jserve.errors import ConfigError
-from jserve.ports import InFlight, RunnerLimits, StepTime
+from jserve.ports import Clock, InFlight, RunnerLimits, StepTime
 from jserve.sampling import SamplingParams
 from jserve.sim.costs import FORMAT, TableFile
 from jserve.types import Choice, Request, RowPlan, StepPlan, StepResult
-
-Clock = Callable[[], float]
 
 
 class StepShape(Protocol):

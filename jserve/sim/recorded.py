@@ -78,7 +78,7 @@ class _LoggedRequest:
 
     @property
     def at(self) -> float:
-        """When its client sent it, as far as it was written down."""
+        """The time at which its client sent it, as far as it was written down."""
         return self.request.arrival if 0 < self.request.arrival <= self.now else self.now
 
 
@@ -312,7 +312,7 @@ class _Tape:
         return event.now
 
     def inputs(self) -> list[Arrival | Cancelled]:
-        """What the inbox held at the next step."""
+        """The messages of the inbox at the next step."""
         ahead = itertools.islice(self.events, self.at, None)
         found = []
         for event in ahead:

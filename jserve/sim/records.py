@@ -18,7 +18,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     lane: str
     tenant: str
     at: float
-    """When its client sent it first."""
+    """The time at which its client first sent it."""
     end: float
     ttft: float | None
     tpot: float | None

@@ -90,7 +90,7 @@ def _cache(run: Run) -> dict[str, Any]:
 
 
 def _host(run: Run) -> dict[str, Any]:
-    """What went to host memory and came back; empty without such a tier."""
+    """Counts of pages that went to host memory and came back; empty without such a tier."""
     counters = run.counters
     if "host_pages" not in counters:
         return {}

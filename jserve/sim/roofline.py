@@ -10,22 +10,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from jserve.config import DEVICE_SHARE, SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
-from jserve.kv_layout import KVLayer, KVLayout
+from jserve.kv_layout import KVLayout
+from jserve.model.arch import Arch
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """What one device reaches, the figures of its links with its neighbours included."""
+    """The rates that one device reaches, those of its links with its neighbours included."""
 
     name: str
     bytes_per_s: float
@@ -105,74 +104,8 @@ CHIPS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """The sizes of a decoder, from its config.json."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head: int
-    vocab: int
-    context: int
-    tied: bool
-    itemsize: int
-    """Bytes of a weight."""
-    kv: tuple[KVLayer, ...]
-    """What each layer keeps of a token."""
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], name: str) -> ModelShape:
-        """Raises ConfigError naming the key that is missing or no positive integer."""
-        heads = _key(config, "num_attention_heads", name)
-        layers, hidden = _key(config, "num_hidden_layers", name), _key(config, "hidden_size", name)
-        kv_heads = _key(config, "num_key_value_heads", name, heads)
-        head = _key(config, "head_dim", name, hidden // heads)
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        return cls(
-            layers=layers,
-            hidden=hidden,
-            ffn=_key(config, "intermediate_size", name),
-            heads=heads,
-            kv_heads=kv_heads,
-            head=head,
-            vocab=_key(config, "vocab_size", name),
-            context=_key(config, "max_position_embeddings", name),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            itemsize=4 if dtype == "float32" else 2,
-            kv=(KVLayer.attention(kv_heads, head, window=_window(config, name)),) * layers,
-        )
-
-    @property
-    def body(self) -> int:
-        """Parameters of all layers."""
-        attention = 2 * self.hidden * self.head * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.ffn)
-
-    @property
-    def unembed(self) -> int:
-        return self.hidden * self.vocab
-
-
-def _window(config: Mapping[str, Any], name: str) -> int:
-    """Mistral alone has a window in every layer; null is none."""
-    if config.get("model_type") != "mistral" or config.get("sliding_window", 0) is None:
-        return 0
-    return _key(config, "sliding_window", name, 4096)
-
-
-def _key(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: {key} must be a positive integer, not {value!r}", field=key)
-    return value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one step asks of one device."""
+    """The bytes, flops and collectives of one step on one device."""
 
     weight_bytes: float
     kv_bytes: float
@@ -187,7 +120,9 @@ class Roofline:
     """``ports.StepCosts`` of a decoder sharded over ``tp`` chips: the slower of memory and
     arithmetic, then the collectives."""
 
-    shape: ModelShape
+    arch: Arch
+    itemsize: int
+    """Bytes of a weight."""
     chip: Chip
     kv_itemsize: int
     tp: int = 1
@@ -195,20 +130,32 @@ class Roofline:
     """In pages of one token."""
 
     def __post_init__(self) -> None:
-        layers, dtype = self.shape.kv, np.dtype(f"V{self.kv_itemsize}")
+        layers, dtype = self.arch.kv_layers, np.dtype(f"V{self.kv_itemsize}")
         kv = KVLayout(layers=layers, page_size=1, dtype=dtype, tp=self.tp)
         object.__setattr__(self, "kv", kv)
+
+    @property
+    def body(self) -> int:
+        """Parameters of all layers."""
+        arch = self.arch
+        attention = 2 * arch.D * arch.H * (arch.N + arch.K)
+        return arch.L * (attention + 3 * arch.D * arch.F)
+
+    @property
+    def unembed(self) -> int:
+        """Parameters of the output embedding."""
+        return self.arch.D * self.arch.V
 
     def work(self, *, rows: int, tokens: int, drawn: int, n_context: float) -> Work:
         """Of a step whose ``rows`` read ``n_context`` tokens each, ``tokens`` of which are new and
         ``drawn`` of which give logits. Every weight is read once, the unembedding included."""
-        shape, tp = self.shape, self.tp
-        attention = 4 * shape.heads * shape.head * tokens * self.kv.seen(n_context)
-        flops = 2 * shape.body * tokens + 2 * shape.unembed * drawn + attention
-        n_sums = 2 * shape.layers + 1 if tp > 1 else 0
-        summed, gathered = 4.0 * tokens * shape.hidden, 4.0 * drawn * shape.vocab
+        arch, tp = self.arch, self.tp
+        attention = 4 * arch.N * arch.H * tokens * self.kv.seen(n_context)
+        flops = 2 * self.body * tokens + 2 * self.unembed * drawn + attention
+        n_sums = 2 * arch.L + 1 if tp > 1 else 0
+        summed, gathered = 4.0 * tokens * arch.D, 4.0 * drawn * arch.V
         return Work(
-            weight_bytes=shape.itemsize * (shape.body + shape.unembed) / tp,
+            weight_bytes=self.itemsize * (self.body + self.unembed) / tp,
             kv_bytes=self.kv.step_bytes(rows, tokens, n_context),
             flops=flops / tp,
             n_collectives=n_sums + 1 if tp > 1 else 0,
@@ -257,8 +204,7 @@ class Roofline:
                 f"{self.chip.name}: set n_pages or kv_memory_gb, it has no memory of its own",
                 field="n_pages",
             )
-        shape = self.shape
-        stored = shape.itemsize * (shape.body + shape.unembed * (1 if shape.tied else 2))
+        stored = self.itemsize * (self.body + self.unembed * (1 if self.arch.tied else 2))
         used = options.memory_utilization - SCRATCH_SHARE
         room = self.chip.memory * DEVICE_SHARE * used - stored
         if options.kv_memory_gb:

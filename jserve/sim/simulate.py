@@ -36,7 +36,7 @@ from jserve.sim.trace import VOCAB, Streams, TraceItem, request_of
 from jserve.types import Choice, Output, Request
 
 IDLE_S = 0.01
-"""How far the clock moves when work waits for nothing but time."""
+"""The seconds by which the clock moves when work waits for nothing but time."""
 MAX_IDLE = 100_000
 RETRIED = frozenset({"overloaded", "queue_full_tenant", "deadline_unreachable"})
 """Error codes after which a client may send again."""
@@ -50,7 +50,7 @@ class Stuck(JserveError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is simulated, besides the traffic."""
+    """A simulation's settings, besides the traffic."""
 
     config: EngineConfig
     device: Device
@@ -64,18 +64,18 @@ class Setup:
     deadlines: bool = True
     """False hides the deadlines from the scheduler; goodput is judged by them all the same."""
     retries: int = 0
-    """How often a client that was refused sends again, after the stated or doubling seconds."""
+    """The number of times that a refused client sends again, after the stated or doubling seconds."""
     sample_s: float = 0.25
     journal: Journal | None = None
 
     def __post_init__(self) -> None:
-        """What the options leave to the device is as on a CPU."""
+        """Gives options that are left to the device a CPU's values."""
         object.__setattr__(self, "config", self.config.on("cpu"))
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What came out."""
+    """The results of a simulation."""
 
     records: Records
     stats: SchedStats

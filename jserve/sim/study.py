@@ -28,7 +28,7 @@ SETUP = {
     "jitter": float,
     "copy_gb_s": float,
 }
-"""What a sweep may change besides options of the scheduler and the cache."""
+"""Settings that a sweep may change besides options of the scheduler and the cache."""
 NOT_SIMULATED = {
     **dict.fromkeys(("disk_dir", "disk_gb"), "the disk tier is"),
     **dict.fromkeys(("speculative.method", "max_drafts"), "speculation is"),
@@ -43,7 +43,9 @@ class SimulateOptions:
     trace: str
     """A trace, a journal, a ``.traffic`` file, or the text form of traffic sources."""
     costs: Path | None = None
-    roofline: str = ""
+    """A measured table, which the device's prices come from."""
+    model: costs.SimulatedModel | None = None
+    """Without a table: what the roofline of ``gpu`` prices."""
     gpu: str = "h200"
     copy_gb_s: float = 0.0
     """GB/s between device and host memory; 0: as the device says."""
@@ -67,14 +69,10 @@ class SimulateOptions:
         return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms)
 
 
-ParsedDelta = Callable[[str], None]
-"""Takes a line of progress."""
-
-
 def study(
-    wish: SimulateOptions, config: EngineConfig, said: ParsedDelta
+    wish: SimulateOptions, config: EngineConfig, progress: Callable[[str], None]
 ) -> list[tuple[str, Report]]:
-    """(setting, report) of every run, in order.
+    """(setting, report) of every run, in order; ``progress`` gets a line about each.
 
     Raises:
         ConfigError: an argument, file or option that makes no sense; ``field`` names it.
@@ -91,7 +89,8 @@ def study(
         setting = dict(pair.split("=") for pair in label.split())
         report = {"setting": setting, "device": setup.device.name, **summarise(run, wish.slo)}
         found.append((label, report))
-        said(f"{label or 'done'}: {len(run.records.done)} requests, {run.seconds:.1f} s simulated")
+        n_done = len(run.records.done)
+        progress(f"{label or 'done'}: {n_done} requests, {run.seconds:.1f} s simulated")
         if wish.plot is not None and not wish.sweep:
             plot.draw_run(run, report, wish.slo, wish.plot, setup.device.name)
     if wish.plot is not None and wish.sweep:
@@ -209,10 +208,9 @@ def _own(name: str, value: str) -> Any:
 
 
 def _device(wish: SimulateOptions, config: EngineConfig, copy_gb_s: float) -> costs.Device:
-    if wish.costs is not None and wish.roofline:
-        raise ConfigError("give a measured table or a roofline, not both", field="costs")
     if wish.costs is not None:
         device = costs.from_table(wish.costs, config.cache)
     else:
-        device = costs.from_roofline(wish.roofline or costs.MODEL, wish.gpu, config.cache)
+        assert wish.model is not None, "neither a table nor a model"
+        device = costs.from_roofline(wish.model, wish.gpu, config.cache)
     return device.copying(copy_gb_s * 1e9) if copy_gb_s else device

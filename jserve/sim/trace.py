@@ -57,7 +57,7 @@ class TraceItem(
     outputs: tuple[tuple[PromptPiece, ...], ...]
     """Pieces of each choice: what the model will say, unless ``max_tokens`` cuts it."""
     max_tokens: int | None = None
-    """What the client states; None states nothing. Below a choice's tokens it cuts the choice."""
+    """The ``max_tokens`` of the client; None: it gives none. Below a choice's tokens it cuts the choice."""
     after: str = ""
     """Id of the request whose answer this one follows; never sent if that one fails."""
     cancels: tuple[tuple[float, int | None], ...] = ()
@@ -107,7 +107,7 @@ class Streams:
         return ids
 
     def answer(self, item: TraceItem, index: int) -> list[int]:
-        """What choice ``index`` draws, EOS at its end (and after it) where ``max_tokens`` allows."""
+        """The tokens that choice ``index`` draws, EOS at its end (and after it) where ``max_tokens`` allows."""
         ids = self.text(item.outputs[index])
         if item.max_tokens is None or len(ids) < item.max_tokens:
             ids[-1] = EOS
@@ -200,7 +200,7 @@ def _lines(path: Path, file: Iterable[bytes]) -> Iterator[TraceItem]:
 
 
 def check(items: list[TraceItem], name: str) -> None:
-    """What the types cannot say.
+    """Checks what the types of the fields cannot express.
 
     Raises:
         ConfigError: names the first request that makes no sense, and why.

@@ -1,1 +1,1 @@
-"""What a model would need and reach on given devices, without them: ``jserve plan``."""
+"""Computes what a model needs and reaches on given devices, without them: ``jserve plan``."""

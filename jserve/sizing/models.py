@@ -1,4 +1,4 @@
-"""Finds the model of ``jserve plan``: family, dimensions and dtype, without weights.
+"""Finds the model of ``jserve plan`` and ``jserve simulate``: family, dimensions and dtype, without weights.
 
 It owns the three ways to name it: a shape of ``jserve.shapes``, a config.json, a directory or hub name that has
 one.
@@ -22,7 +22,6 @@ from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.shard import AXIS, ParamSpec, ShardRules, is_spec, padded
 from jserve.shapes import SHAPES
-from jserve.sim.roofline import ModelShape
 from jserve.weights import hf
 from jserve.weights.source import Source, resolve
 
@@ -36,7 +35,7 @@ class Model:
     arch: Arch
     dtype: Any
     asked: str = ""
-    """What ``find`` was asked for."""
+    """The name that ``find`` was asked for."""
     penalises: bool = False
     """As in ``Source``."""
 
@@ -66,23 +65,6 @@ def device_bytes(specs: Any, dtype: Any, tp: int) -> int:
     return total
 
 
-def shape_of(arch: Arch, itemsize: int) -> ModelShape:
-    """What a roofline asks of an architecture; ``itemsize``: bytes of a weight."""
-    return ModelShape(
-        layers=arch.L,
-        hidden=arch.D,
-        ffn=arch.F,
-        heads=arch.N,
-        kv_heads=arch.K,
-        head=arch.H,
-        vocab=arch.V,
-        context=arch.max_position,
-        tied=arch.tied,
-        itemsize=itemsize,
-        kv=arch.kv_layers,
-    )
-
-
 def find(name: str, revision: str = "", dtype: str = "auto") -> Model:
     """The model called ``name``; a directory comes before a known shape of that name.
 
@@ -106,7 +88,7 @@ def find(name: str, revision: str = "", dtype: str = "auto") -> Model:
 
 
 def source_of(name: str, revision: str = "", load_format: str = "dummy") -> Source:
-    """Where ``name`` is. With another ``load_format`` than dummy also the weights of a directory, if there
+    """Finds the files of ``name``. With another ``load_format`` than dummy also the weights of a directory, if there
     are any: names and sizes are looked at. From the hub no weights are fetched.
 
     Raises:

@@ -20,7 +20,7 @@ from jserve.runner.sizes import longest_pages
 from jserve.sim.roofline import CHIPS, Chip, Roofline
 from jserve.sizing import speculation as drafts
 from jserve.sizing.layout import Layout, lay_out, with_advice
-from jserve.sizing.models import find, shape_of
+from jserve.sizing.models import find
 from jserve.sizing.speculation import DraftCosts, Gain, Speculated
 
 LENGTHS = (512, 2048, 8192)
@@ -29,7 +29,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residents:
-    """How many sequences of one length the pool holds at once."""
+    """The number of sequences of one length that the pool holds at once."""
 
     length: int
     """Tokens, prompt and answer together."""
@@ -51,7 +51,7 @@ class DecodeRate:
     limit_tok_s: float
     expected_tok_s: float
     fits: bool
-    """Whether the pool holds so many sequences of that length."""
+    """True where the pool holds so many sequences of that length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Plan:
     device: str
     devices: int
     device_bytes: int
-    """What the process takes of a device's memory."""
+    """The bytes that the process takes of a device's memory."""
     attention_backend: str
     kv_dtype: str
     kv_bytes_per_token: int
@@ -259,8 +259,13 @@ def _context(laid: Layout) -> int:
 
 
 def _roofline(laid: Layout, chip: Chip) -> Roofline:
-    shape = shape_of(laid.model.arch, laid.model.dtype.itemsize)
-    return Roofline(shape=shape, chip=chip, kv_itemsize=laid.sizes.kv.dtype.itemsize, tp=laid.tp)
+    return Roofline(
+        arch=laid.model.arch,
+        itemsize=laid.model.dtype.itemsize,
+        chip=chip,
+        kv_itemsize=laid.sizes.kv.dtype.itemsize,
+        tp=laid.tp,
+    )
 
 
 def _residents(laid: Layout, length: int) -> Residents:
@@ -302,7 +307,7 @@ def _program(line: Roofline, drafting: DraftCosts | None, bucket: Bucket, contex
         prefill_rows=bucket.F,
         tokens_per_decode_row=bucket.J,
         drafts=bucket.n_draft,
-        logits_bytes=4 * at_once * line.shape.vocab,
+        logits_bytes=4 * at_once * line.arch.V,
         weight_bytes=int(sum(w.weight_bytes for w in every)),
         kv_bytes=int(sum(w.kv_bytes for w in every)),
         flops=sum(w.flops for w in every),

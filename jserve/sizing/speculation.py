@@ -60,7 +60,7 @@ class Speculated:
 
     method: str
     drafter: str
-    """Where it comes from; empty: it has no files."""
+    """The model or directory of its files; empty: it has none."""
     n_drafts: int
     tree: TreeShape
     devices: int
@@ -158,7 +158,7 @@ class DraftCosts:
     @classmethod
     def of(cls, drafter: Drafter, line: Roofline) -> DraftCosts:
         specs = drafter.specs(1)
-        unembed = line.shape.unembed
+        unembed = line.unembed
         if drafter.copy is not None:
             return cls(drafter, line, 0, 0, 0)
         if drafter.advance is None:
@@ -184,7 +184,7 @@ class DraftCosts:
     def seconds(self, works: Seq[Work]) -> float:
         """Expected. Beside reading and multiplying, each costs the share of a step's other costs that its
         layers and its one draw have of the target's."""
-        layers = 1 + self.line.shape.layers
+        layers = 1 + self.line.arch.L
         other = self.line.chip.step_s * (1 + len(self.drafter.kv_layers)) / layers
         line = self.line
         return sum(line.limit(w) / line.chip.reached + line.links(w) + other for w in works)
@@ -199,7 +199,7 @@ class DraftCosts:
         n_sums = (2 * len(kv.layers) + 1) * (tokens > 0) if tp > 1 else 0
         sent = 2 * n_sums * 4.0 * tokens * arch.D + 4.0 * drawn * arch.V
         return Work(
-            weight_bytes=line.shape.itemsize * read / tp,
+            weight_bytes=line.itemsize * read / tp,
             kv_bytes=kv.step_bytes(rows, tokens, context) if tokens else 0.0,
             flops=(2 * body * tokens + 2 * self.n_drawn * drawn + attention) / tp,
             n_collectives=n_sums + (drawn > 0) if tp > 1 else 0,

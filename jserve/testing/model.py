@@ -114,7 +114,7 @@ def stops_of(request: Request) -> tuple[int, ...]:
 
 
 def sampling_hash(params: SamplingParams, history: int, bias: int) -> int:
-    """What counts and biases (``bias_digest``) add to a draw; 0 where nothing reads them."""
+    """A hash of counts and biases (``bias_digest``) that is added to a draw; 0 where nothing reads them."""
     biased = params.biased or params.bans_words
     return (mix(history) if params.penalised else 0) ^ (mix(bias) if biased else 0)
 
@@ -135,7 +135,7 @@ def rank_of(seen: int, token: int, vocab: int) -> int:
 
 
 class Visible:
-    """What the newest position sees, as two sums: of placed tokens, of placed ctx. All before it is
+    """The view of the newest position as two sums: of placed tokens, of placed ctx. All before it is
     visible, or with a window what lies in that and the sinks."""
 
     def __init__(self, window: int = 0, sinks: int = 0) -> None:
@@ -158,7 +158,7 @@ class Visible:
 
 
 def counted(token: int, drawn: bool) -> int:
-    """What a token adds to a slot's history, drawn or of the prompt."""
+    """The number that a token adds to a slot's history, drawn or of the prompt."""
     return mix(mix(token) ^ drawn)
 
 

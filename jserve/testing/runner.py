@@ -59,7 +59,7 @@ HostCopy = tuple[np.ndarray, ...]
 
 @dataclass(slots=True)
 class _VocabRow:
-    """What the device keeps of a sequence with penalties or biases."""
+    """The device state of a sequence with penalties or biases."""
 
     history: int = 0
     """Sum of hashes of the tokens seen, prompt and output apart: stands for the counts."""
@@ -68,14 +68,14 @@ class _VocabRow:
 
 @dataclass(slots=True)
 class _Slot:
-    """What the device keeps per slot."""
+    """The device state of a slot."""
 
     length: int = 0
     last: int = -1
     vocab: _VocabRow = field(default_factory=_VocabRow)
     """The row it was given; one of its own for bad words, which need none."""
     drafts: tuple[int, ...] = ()
-    """What the device drafter left."""
+    """The drafts that the device drafter left."""
     picks: tuple[int, ...] = ()
     """The ids whose log-probabilities its sequence names."""
     text: list[int] = field(default_factory=list)
@@ -124,14 +124,14 @@ class FakeRunner:
         self.ctx_PZ = np.zeros((P, Z), np.uint64)
         self.poison_PZ = np.zeros((P, Z), bool)
         self.shown_PZ = np.zeros((P, Z), bool)
-        """What the device drafter saw."""
+        """The positions that the device drafter saw."""
         self.step_P = np.full(P, -1, np.int64)
         """The step that wrote each page last."""
         self._slots = [_Slot() for _ in range(self._limits.n_slots)]
         n_rows = min(self._limits.n_vocab_rows, self._limits.n_slots)
         self._vocab_rows = [_VocabRow() for _ in range(n_rows)]
         self.host: dict[int, HostCopy] = {}
-        """What each host page holds: tokens, ctx, poison, shown."""
+        """The contents of each host page: tokens, ctx, poison, shown."""
 
     @property
     def limits(self) -> RunnerLimits:

@@ -29,7 +29,7 @@ space."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """What one push adds: ``text`` to show, and how many of its ids the text so far has used up."""
+    """The result of one push: ``text`` to show, and the number of its ids that the text so far has used up."""
 
     text: str = ""
     n_tokens: int = 0

@@ -1,8 +1,7 @@
 """Measures step times relative to their usual time, to detect a degraded device.
 
-It compares like with like: steps of
-one program that read about as many tokens of KV (within a factor of two), for long contexts take long on a
-device that is well.
+It compares steps of one program that read about as many tokens of KV (within a factor of two), because long
+contexts take long on a healthy device.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Hashable
 FIRST = 8
 """Steps whose mean is the first guess of what is usual."""
 _FASTER, _SLOWER = 0.05, 0.01
-"""How fast that moves to steps that are quicker, and to those that are not."""
+"""The rates at which the usual time follows quicker steps, and slower ones."""
 _TWICE = 2.0
-"""What takes longer than so many times the usual is not taken for usual."""
+"""A step that takes longer than so many times the usual does not count as usual."""
 _GAIN, _MOST = 0.05, 20.0
 """Of ``value``: a moving average over some twenty steps, in which one counts as this at the most."""
 

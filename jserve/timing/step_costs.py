@@ -44,7 +44,7 @@ class Size(NamedTuple):
 ENOUGH = 8
 """Observed steps after which predictions count as known where nothing was measured before."""
 _STEP_S, _TOKEN_S = 2e-3, 5e-5
-"""Where nothing was measured: a guess of the shape; the correction finds the scale."""
+"""The costs where nothing was measured: a guess of the shape; the correction finds the scale."""
 _SLOWEST_GAIN = 0.1
 SETTLED = 10
 """The first so many steps say how fast the machine is. Of a program, the first so many say how fast that
@@ -122,7 +122,7 @@ class MeasuredCosts:
         self._n_seen += 1
 
     def _share(self, n: int) -> float:
-        """How much of what a program is off by, after ``n`` steps of its own, is the machine's."""
+        """The share of a program's error, after ``n`` steps of its own, that is the machine's."""
         if self._n_seen < (SETTLED if self._table else 1):
             return 1.0  # the table was measured at once, so its ratios are right
         return 0.5 if n >= SETTLED else 0.0

@@ -180,7 +180,7 @@ def has_safetensors(directory: Path) -> bool:
 
 
 def no_weights(directory: Path) -> WeightsError:
-    """Why a directory has no weights we read, with advice if it has pickled ones."""
+    """The error of a directory without weights that can be read, with advice if it has pickled ones."""
     pickles = sorted(p.name for pattern in PICKLES for p in directory.glob(pattern))
     if pickles:
         why = (

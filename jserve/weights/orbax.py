@@ -141,7 +141,7 @@ def _check_stored(root: Path, stored: dict[str, Any], wanted: list[tuple[str, Pa
 def _abstract(
     base: ParamSpec, name: str, spec: ParamSpec, mesh: Mesh, rules: ShardRules, dtype: Any
 ) -> jax.ShapeDtypeStruct:
-    """What to restore: the final shards, or replicas where kv heads are repeated afterwards."""
+    """The arrays to restore: the final shards, or replicas where kv heads are repeated afterwards."""
     if base.shape == spec.shape or spec.pad:
         shape, sharding = spec.shape, sharding_of(spec, name, mesh, rules)
     else:

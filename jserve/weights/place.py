@@ -111,7 +111,7 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def bad_values(block: np.ndarray, scan: str) -> str | None:
-    """What is wrong with the values of a host array, or None."""
+    """The fault of the values of a host array, or None."""
     if scan == "off" or block.size == 0:
         return None
     if scan == "sample":

@@ -57,7 +57,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """Where one tensor lies: dtype, shape, and its bytes ``[start, stop)`` of the file."""
+    """The place of one tensor: dtype, shape, and its bytes ``[start, stop)`` of the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]

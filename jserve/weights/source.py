@@ -42,7 +42,7 @@ class Source:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """What generation_config.json says of sampling; values that are no valid setting are left out."""
+        """The sampling defaults of generation_config.json; values that are no valid setting are left out."""
         found: dict[str, Any] = {}
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
             with contextlib.suppress(BadRequest):

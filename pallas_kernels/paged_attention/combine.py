@@ -67,7 +67,7 @@ def combine(
 
 
 def columns(H: int) -> Any:
-    """How a row of H columns lies in the 128 threads; with 64 both halves of them hold it."""
+    """The columns of a row of H that each of the 128 threads holds; with 64 both halves of them hold it."""
     if H >= 128:
         return plgpu.Layout.WG_STRIDED((H,), vec_size=H // 128)
     tiling = plgpu.Tiling(((64,), (32,), (1,)))

@@ -63,7 +63,7 @@ class Tile:
     window: int = 0
     soft_cap: float = 0.0
     tree: Tree | None = None
-    """What the J tokens see of the newest keys; None: they are a chain."""
+    """The visibility of the newest keys for the J tokens; None: they are a chain."""
     raw_stages: int = 0
     """KV of 8 bits is copied to a ring of its own of so many blocks, from which the warpgroup that
     loads makes the 16-bit values that are multiplied. 0: KV has 16 bits."""
@@ -73,7 +73,7 @@ class Tile:
 
     @property
     def base(self) -> int:
-        """Where the tree's places begin, counted from the first of the tokens."""
+        """The start of the tree's places, counted from the first of the tokens."""
         return -self.tree.n_before if self.tree else 0
 
     @property
@@ -111,7 +111,7 @@ class Tile:
         return self.K * self.q_rows
 
     def partial_row(self, token: Any, head: Any) -> Any:
-        """Where a slot has the sums of a query."""
+        """The row in which a slot has the sums of a query."""
         kv_head, member = lax.div(head, jnp.int32(self.G)), lax.rem(head, jnp.int32(self.G))
         return kv_head * self.q_rows + token * self.G + member
 
@@ -128,7 +128,7 @@ class Tile:
 
     @property
     def team_heads(self) -> bool:
-        """Whether the teams of a block differ in the kv head, not in the split."""
+        """True where the teams of a block differ in the kv head, not in the split."""
         return self.teams > 1 and self.K % self.teams == 0
 
     @property
@@ -227,7 +227,7 @@ def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
 
 
 class _Team(NamedTuple):
-    """What a team has for itself: its place in the grid and its part of the shared memory."""
+    """A team's own values: its place in the grid and its part of the shared memory."""
 
     tile: Tile
     sm: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What ``paged_attention`` computes, in plain jnp and float32, for reading and for tests."""
+"""Computes ``paged_attention`` in plain jnp and float32, for reading and for tests."""
 
 from __future__ import annotations
 

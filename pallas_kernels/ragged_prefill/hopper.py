@@ -294,12 +294,12 @@ def _drain(job: _Job) -> None:
 
 
 def _first_seen(job: _Job) -> Any:
-    """Where the window of the sequence's first token begins; it may be negative."""
+    """The start of the window of the sequence's first token; it may be negative."""
     return job.start - job.tile.window + 1 if job.tile.window else jnp.int32(0)
 
 
 def _clean(job: _Job, j) -> Any:
-    """Whether some token of the sequence may see each key of block ``j``."""
+    """True where some token of the sequence may see each key of block ``j``."""
     at = j * job.tile.block
     return (at + job.tile.block <= job.length) & (at >= _first_seen(job))
 

@@ -1,4 +1,4 @@
-"""What ``ragged_prefill`` computes, in plain jnp and float32, for reading and for tests."""
+"""Computes ``ragged_prefill`` in plain jnp and float32, for reading and for tests."""
 
 from __future__ import annotations
 

@@ -4,16 +4,19 @@ over HTTP; what it cannot honour is refused."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from jserve import LLM, EngineConfig, SamplingParams
+from jserve import LLM, EngineConfig, SamplingParams, cli
 from jserve.commands import plan
 from jserve.errors import ConfigError
 from jserve.plugins import load_plugins
@@ -70,14 +73,32 @@ def test_a_plugin_serves_it(neox_dir: Path, expected: Any, tp: int) -> None:
 def test_a_plugin_serves_it_over_http(neox_dir: Path, expected: Any, tmp_path: Path) -> None:
     server = Server(neox_dir, tmp_path / "log", **OPTIONS, plugins=EXAMPLE, tp=2)
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps({**body, "model": neox_dir.name, "return_token_ids": True}).encode(),
-        {"content-type": "application/json"},
-    )
-    answer = json.load(urllib.request.urlopen(request, timeout=120))
+    answer = json.load(posted(f"{server.url}/v1/completions", {**body, "return_token_ids": True}))
     assert server.stop() == 0
     assert answer["choices"][0]["token_ids"] == expected[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_plugin_has_its_feature_over_http(tiny_dir: Path, tmp_path: Path) -> None:
+    plugin = ROOT / "examples" / "step_feature.py"
+    server = Server(tiny_dir, tmp_path / "log", **SMALL_OPTIONS, plugins=plugin)
+    url = f"{server.url}/v1/completions"
+    asked = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "vllm_xargs": {"entropy": 1}}
+    choice = json.load(posted(url, asked))["choices"][0]
+    assert len(choice["extra"]["entropy"]) == 8
+    assert all(0 < nats < math.log(320) for nats in choice["extra"]["entropy"])
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        posted(url, {**asked, "vllm_xargs": {"entropy": "hot"}})
+    assert json.load(caught.value)["error"]["param"] == "vllm_xargs.entropy"
+    assert server.stop() == 0
+
+
+def posted(url: str, body: dict[str, Any]) -> Any:
+    headers = {"content-type": "application/json"}
+    return urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,6 +128,17 @@ def test_plan_loads_plugins(neox_dir: Path, capsys: pytest.CaptureFixture) -> No
     config = EngineConfig.of(model=str(neox_dir), plugins=str(EXAMPLE), max_model_len=128)
     plan(config, "h200", "64", None, compiled=False, as_json=True, console=None)
     assert json.loads(capsys.readouterr().out)
+
+
+def test_simulate_and_convert_load_plugins(neox_dir: Path, tmp_path: Path) -> None:
+    with_plugin = ["--plugins", str(EXAMPLE)]
+    for line in (
+        ["simulate", "n=1,prompt=8,output=2", "--roofline", str(neox_dir)],
+        ["convert", str(neox_dir), str(tmp_path / "orbax")],
+    ):
+        done = CliRunner().invoke(cli.app, [*line, *with_plugin])
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "orbax" / "config.json").exists()
 
 
 def test_a_plugin_that_is_not_there_or_breaks_is_named(tmp_path: Path) -> None:

@@ -37,6 +37,14 @@ from jserve.testing import FakeRunner
 from tests.api.fake import CONTEXT, EOS, VOCAB, Live, byte_tokenizer, live, until
 
 CHAT, COMP = "/v1/chat/completions", "/v1/completions"
+
+
+def takes_one(asked: Any) -> None:
+    """The check of the runner's one step feature, which says each drawn token again."""
+    if asked != 1:
+        raise ValueError(f"must be 1, not {asked!r}")
+
+
 LIMITS = RunnerLimits(
     n_slots=6,
     max_rows=6,
@@ -48,6 +56,7 @@ LIMITS = RunnerLimits(
     page_size=16,
     max_model_len=CONTEXT,
     vocab_size=VOCAB,
+    features={"echo": takes_one},
 )
 OPTIONS = {"max_num_seqs": 6, "max_num_batched_tokens": 38}
 

@@ -1,6 +1,5 @@
 """Prices: tables choose as the runner does."""
 
-import json
 from pathlib import Path
 
 import msgspec
@@ -8,11 +7,10 @@ import pytest
 
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError
-from jserve.kv_layout import KVLayer
 from jserve.ports import StepTime
 from jserve.sim import costs
 from jserve.sim.costs import StepTimeTable, TableFile
-from jserve.sim.roofline import ModelShape
+from tests.sim.models import MODEL
 
 
 def step(d: int, p: int, c: int, s: float) -> StepTime:
@@ -115,30 +113,12 @@ def test_a_table_file_is_a_device(tmp_path: Path) -> None:
         costs.from_table(path, CacheOptions())
 
 
-def test_a_config_json_is_read_or_refused_by_key(tmp_path: Path) -> None:
-    config = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    device = costs.from_roofline(str(tmp_path), "h200", CacheOptions(n_pages=9))
-    assert (device.n_pages, device.max_model_len) == (9, 128)
-    assert ModelShape.of(config, "x").kv == (KVLayer.attention(2, 16),) * 2
-    path.write_text(json.dumps(config | {"num_hidden_layers": "2"}))
-    with pytest.raises(ConfigError, match="num_hidden_layers"):
-        costs.from_roofline(str(path), "h200", CacheOptions())
+def test_the_roofline_of_a_model() -> None:
+    device = costs.from_roofline(MODEL, "h200", CacheOptions(n_pages=9))
+    assert (device.n_pages, device.max_model_len) == (9, 131072)
+    assert device.name == "8b on one NVIDIA H200 (roofline)"
     with pytest.raises(ConfigError, match="v100"):
-        costs.from_roofline(str(path), "v100", CacheOptions())
-    with pytest.raises(ConfigError, match="nowhere"):
-        costs.from_roofline(str(tmp_path / "nowhere"), "h200", CacheOptions())
+        costs.from_roofline(MODEL, "v100", CacheOptions())
 
 
 def test_the_ladder_covers_every_step() -> None:

@@ -8,14 +8,13 @@ import pytest
 
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError
-from jserve.shapes import SHAPES
-from jserve.sim.roofline import CHIPS, ModelShape, Roofline
+from jserve.model.arch import Arch
+from jserve.sim.roofline import CHIPS, Roofline
+from tests.sim.models import EIGHT_B
 
-EIGHT_B = ModelShape.of(SHAPES["llama-3.1-8b"], "8b")
 
-
-def line(tp: int = 1, shape: ModelShape = EIGHT_B) -> Roofline:
-    return Roofline(shape=shape, chip=CHIPS["h200"], kv_itemsize=2, tp=tp)
+def line(tp: int = 1, arch: Arch = EIGHT_B) -> Roofline:
+    return Roofline(arch=arch, itemsize=2, chip=CHIPS["h200"], kv_itemsize=2, tp=tp)
 
 
 def test_8b_on_an_h200() -> None:
@@ -26,7 +25,7 @@ def test_8b_on_an_h200() -> None:
     def limit(d: int, p: int, c: int) -> float:
         return (one.seconds(d, p, c) - one.chip.step_s) * one.chip.reached
 
-    assert EIGHT_B.body + 2 * EIGHT_B.unembed == pytest.approx(8.03e9, rel=0.001)
+    assert one.body + 2 * one.unembed == pytest.approx(8.03e9, rel=0.001)
     assert limit(1, 0, 512) == pytest.approx(3.51e-3, rel=0.01)
     assert limit(128, 0, 2048) == pytest.approx(11.49e-3, rel=0.01)
     assert limit(0, 4096, 2048) == pytest.approx(78.9e-3, rel=0.03)
@@ -73,13 +72,11 @@ def test_the_slower_of_two_decides() -> None:
 def test_a_tied_embedding_is_stored_once_and_read_once() -> None:
     tied = dataclasses.replace(EIGHT_B, tied=True)
     step = {"rows": 1, "tokens": 1, "drawn": 1, "n_context": 0}
-    assert line(shape=tied).work(**step).weight_bytes == line().work(**step).weight_bytes
-    assert line(shape=tied).n_pages(CacheOptions()) > line().n_pages(CacheOptions())
+    assert line(arch=tied).work(**step).weight_bytes == line().work(**step).weight_bytes
+    assert line(arch=tied).n_pages(CacheOptions()) > line().n_pages(CacheOptions())
 
 
 def test_a_window_bounds_what_a_row_reads() -> None:
-    config = SHAPES["mistral-7b"]
-    whole, windowed = (ModelShape.of(config | more, "m") for more in ({}, {"sliding_window": 4096}))
-    assert [{layer.window for layer in shape.kv} for shape in (whole, windowed)] == [{0}, {4096}]
+    windowed = dataclasses.replace(EIGHT_B, windows=(4096,) * EIGHT_B.L)
     long, short = ({"rows": 4, "tokens": 4, "drawn": 4, "n_context": n} for n in (8192, 4096))
-    assert line(shape=windowed).work(**long) == line(shape=whole).work(**short)
+    assert line(arch=windowed).work(**long) == line().work(**short)

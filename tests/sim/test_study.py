@@ -9,10 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from jserve import cli
+from jserve.commands import simulate_options
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.arch import Arch
 from jserve.sim import plot, study
 from jserve.sim.study import SimulateOptions
+from tests.sim.models import MODEL
 
 TRAFFIC = "rate=40,n=30,prompt=60,output=8;lane=bulk,rate=10,n=6,prompt=90,output=9"
 run = CliRunner()
@@ -45,7 +48,9 @@ def test_a_sweep_gives_one_report_per_value() -> None:
 
 
 def test_a_second_axis_gives_every_pair() -> None:
-    wish = SimulateOptions(trace="", sweep="load=1,2", against="batching=static,continuous")
+    wish = SimulateOptions(
+        model=MODEL, trace="", sweep="load=1,2", against="batching=static,continuous"
+    )
     points = study.settings(wish, EngineConfig())
     assert [(s.load, s.batching) for _, s in points] == [
         (1.0, "static"),
@@ -66,21 +71,23 @@ def test_traffic_may_stand_in_a_file(tmp_path: Path) -> None:
 
 def test_cache_and_length_options_reach_the_device() -> None:
     config = EngineConfig.of(n_pages=77, page_size=16)
-    [(_, setup)] = study.settings(SimulateOptions(trace="", max_model_len=640), config)
+    [(_, setup)] = study.settings(SimulateOptions(model=MODEL, trace="", max_model_len=640), config)
     assert setup.device.n_pages == 77
     assert setup.config.model.max_model_len == 640
-    points = study.settings(SimulateOptions(trace="", sweep="n_pages=5,9"), EngineConfig())
+    points = study.settings(
+        SimulateOptions(model=MODEL, trace="", sweep="n_pages=5,9"), EngineConfig()
+    )
     assert [s.device.n_pages for _, s in points] == [5, 9]
     points = study.settings(
-        SimulateOptions(trace="", sweep="kv_cache_dtype=auto,float32"), EngineConfig()
+        SimulateOptions(model=MODEL, trace="", sweep="kv_cache_dtype=auto,float32"), EngineConfig()
     )
     assert points[0][1].device.n_pages == pytest.approx(2 * points[1][1].device.n_pages, abs=2)
     points = study.settings(
-        SimulateOptions(trace="", sweep="kv_cache_dtype=bf16,fp8"), EngineConfig()
+        SimulateOptions(model=MODEL, trace="", sweep="kv_cache_dtype=bf16,fp8"), EngineConfig()
     )
     assert points[1][1].device.n_pages == pytest.approx(2 * points[0][1].device.n_pages, abs=2)
     points = study.settings(
-        SimulateOptions(trace="", sweep="deadlines=kept,hidden"), EngineConfig()
+        SimulateOptions(model=MODEL, trace="", sweep="deadlines=kept,hidden"), EngineConfig()
     )
     assert [s.deadlines for _, s in points] == [True, False]
 
@@ -97,7 +104,6 @@ def test_cache_and_length_options_reach_the_device() -> None:
         ({"sweep": "batching=dynamic"}, "batching must be one of"),
         ({"sweep": "deadlines=maybe"}, "kept or hidden"),
         ({"load": 0.0}, "load must be above 0"),
-        ({"costs": Path("a"), "roofline": "b"}, "not both"),
         ({"copy_gb_s": -1.0}, "copy_gb_s"),
         ({"sweep": "disk_dir=/tmp"}, "disk tier is not simulated"),
         ({"gpu": "abacus"}, "no roofline for"),
@@ -105,9 +111,49 @@ def test_cache_and_length_options_reach_the_device() -> None:
     ],
 )
 def test_a_senseless_wish_is_refused_by_name(changes, word) -> None:
-    wish = dataclasses.replace(SimulateOptions(trace="n=1"), **changes)
+    wish = dataclasses.replace(SimulateOptions(model=MODEL, trace="n=1"), **changes)
     with pytest.raises(ConfigError, match=word):
         study.study(wish, EngineConfig(), lambda _: None)
+
+
+CONFIG = {
+    "architectures": ["MistralForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "sliding_window": None,
+    "torch_dtype": "float32",
+}
+
+
+def refused(*line: str) -> str:
+    result = run.invoke(cli.app, ["simulate", *line], env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+def test_a_model_is_read_as_the_engine_reads_it(tmp_path: Path) -> None:
+    """The window, the type and the refusals are those of its family."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    found = simulate_options(
+        EngineConfig(), {"roofline": str(tmp_path), "costs": None, "trace": ""}
+    )
+    assert found.model is not None
+    assert (found.model.name, found.model.itemsize) == (str(tmp_path), 4)
+    assert found.model.arch == Arch(
+        family="mistral", L=2, D=64, F=128, N=4, K=2, H=16, V=256, max_position=128
+    )
+    path.write_text(json.dumps(CONFIG | {"hidden_size": "64"}))
+    assert "hidden_size" in refused("n=1", "--roofline", str(path))
+    path.write_text(json.dumps(CONFIG | {"architectures": ["Other"]}))
+    assert "architectures" in refused("n=1", "--roofline", str(path))
+    assert "nowhere" in refused("n=1", "--roofline", str(tmp_path / "nowhere"))
+    assert "not both" in refused("n=1", "--roofline", str(path), "--costs", "a")
 
 
 MIXED = (

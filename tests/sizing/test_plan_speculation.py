@@ -31,7 +31,7 @@ from jserve.runner.sizes import ladder_of
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import CHIPS, Roofline
 from jserve.sizing import plan as sizing, show
-from jserve.sizing.models import find, shape_of
+from jserve.sizing.models import find
 from jserve.sizing.speculation import DraftCosts, DraftRate, Speculated, inner_of, tokens_per_step
 from jserve.speculation.drafters.draft_model import draft_model
 from jserve.speculation.drafters.eagle3 import eagle3
@@ -185,7 +185,7 @@ def test_what_never_stands_is_never_drafted() -> None:
 
 
 ARCH = family_for(SHAPES["llama-3.1-8b"]).arch(SHAPES["llama-3.1-8b"])
-LINE = Roofline(shape=shape_of(ARCH, 2), chip=CHIPS["h200"], kv_itemsize=2, tp=1)
+LINE = Roofline(arch=ARCH, itemsize=2, chip=CHIPS["h200"], kv_itemsize=2, tp=1)
 D, V, F = 4096, 128_256, 14_336
 
 

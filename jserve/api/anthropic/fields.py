@@ -76,13 +76,13 @@ _LATER = {
 
 
 class Metadata(Fields):
-    """Who the request is for."""
+    """The field ``metadata``: the client's own name of its user."""
 
     user_id: str | None = label()
 
 
 class Prompt(Fields):
-    """What both endpoints read."""
+    """The fields that both endpoints read."""
 
     model: str | None = None
     messages: Any = shaped(BLOCKS, required=True)
@@ -117,6 +117,7 @@ class MessagesBody(Prompt, Sampling):
     fallback_credit_token: Any = ignored()
     container: Any = refused()
     thread: Any = refused()
+    vllm_xargs: Any = refused({})
 
 
 class CountBody(Prompt):
@@ -153,7 +154,7 @@ def parse_message(raw: Mapping[str, Any], served: Served) -> ParsedRequest:
 
 
 def parse_count(raw: Mapping[str, Any], served: Served) -> ParsedRequest:
-    """What to count the tokens of; the prompt is that of the same fields of ``parse_message``.
+    """A request to count tokens, checked; the prompt is that of the same fields of ``parse_message``.
 
     Raises:
         BadRequest, NotFound: as the field at fault asks for.

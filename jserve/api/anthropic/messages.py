@@ -10,7 +10,7 @@ from jserve.errors import BadRequest, Unsupported, shown
 from jserve.text.chat.messages import MAX_MESSAGES, MAX_PARTS
 
 
-# What the fields look like, and what members they have; the functions below judge the values.
+# Schemas of the fields and of their members; the functions below check the values.
 def _block(kind: str, **members: Schema) -> Schema:
     own = {"type": {"const": kind}, "cache_control": LABEL}
     return {"type": "object", "required": ["type"], "properties": own | members}

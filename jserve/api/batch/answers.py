@@ -105,7 +105,7 @@ class AnswerFile:
 
 
 def _end_of_lines(file: BinaryIO, size: int) -> int:
-    """Where the last complete line ends, searched from the back."""
+    """The offset at which the last complete line ends, searched from the back."""
     end, step = size, 1 << 16
     while end > 0:
         start = max(0, end - step)

@@ -20,7 +20,7 @@ from jserve.errors import BadRequest, ConfigError, shown
 
 Json = dict[str, Any]
 Name = str | int
-"""How an answer finds its line: the custom_id, or the line's number where there is none."""
+"""The name by which an answer finds its line: the custom_id, or the line's number where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Line:
     url: str = ""
     body: Json | None = None
     error: BadRequest | None = None
-    """Why it cannot be asked; ``field`` names the part at fault."""
+    """The error of a line that cannot be asked; ``field`` names the part at fault."""
 
     @property
     def name(self) -> Name:

@@ -31,14 +31,14 @@ from jserve.errors import BadRequest, EngineDead, RequestFailed
 from jserve.types import Lane
 
 TRY_AGAIN = frozenset({"overloaded", "queue_full", "queue_full_tenant"})
-"""Refusals for want of room: a batch has time."""
+"""Codes of refusals for lack of room: the line is posted again later."""
 LANED = frozenset(
     r.path for r in PUBLIC if r.fields is not None and "lane" in r.fields.model_fields
 )
 """Paths whose requests name a lane."""
 MOST_WAIT_S = 30.0
 TRIES = 3
-"""How often a line is posted whose connection breaks."""
+"""The number of times that a line is posted whose connection breaks."""
 BROKEN_WAIT_S = 1.0
 OnProgress = Callable[[int, int], None]
 """Called with (lines answered, of which failed), earlier runs included."""
@@ -46,7 +46,7 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What a run amounts to."""
+    """The counts of a run, and its exit code."""
 
     total: int
     answered: int = 0
@@ -56,7 +56,7 @@ class Outcome:
     signal: int | None = None
     """The first signal that came."""
     fault: str = ""
-    """Why the engine stopped before the end."""
+    """The reason why the engine stopped before the end."""
 
     @property
     def exit_code(self) -> int:
@@ -68,7 +68,7 @@ class Outcome:
 
 
 def tally(source: Path, total: int, known: Answered) -> Outcome:
-    """What earlier runs brought: ``total`` lines of which some have an answer in ``known``.
+    """Counts the answers of earlier runs: ``total`` lines of which some have an answer in ``known``.
 
     Raises:
         ConfigError: ``source`` cannot be read.
@@ -93,7 +93,7 @@ async def run_batch(
 
     Args:
         outcome: from ``tally``; goes on from there and is returned.
-        grace_s: what running lines get after the first signal.
+        grace_s: seconds that running lines get after the first signal.
 
     Raises:
         ConfigError: a file cannot be read or written any more.
@@ -182,10 +182,10 @@ class _Run:
             await asyncio.sleep(min(float(headers.get("Retry-After", "1")), MOST_WAIT_S))
 
     async def _reach(self, path: str, body: bytes) -> Reply:
-        """What the application says, over as many connections as it takes.
+        """Posts a line and returns the application's answer, over as many connections as it takes.
 
         Raises:
-            ValueError: what it says is no JSON.
+            ValueError: the answer is no JSON.
             RequestFailed: ``TRIES`` connections broke.
             EngineDead: one broke, and the engine is gone.
         """

@@ -87,7 +87,7 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What the parser refused, or a fault outside of every middleware, in our shape."""
+        """Answers what the parser refused, or a fault outside of every middleware, with an error body of ours."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun already")
         if isinstance(exc, ContentEncodingError):
@@ -130,8 +130,8 @@ class Connection(RequestHandler):
         )
 
     def _check_reader(self, left: int) -> None:
-        """Who took something of the ``left`` bytes meanwhile may go on; the others are gone. More may
-        have been written since, which is not for long: whoever writes waits soon."""
+        """A client that took something of the ``left`` bytes meanwhile may go on; others are disconnected. More may
+        have been written since, but not for long: a writer waits soon."""
         if self._unread() != left:
             self._watch_reader()
         elif self.transport is not None:

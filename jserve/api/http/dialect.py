@@ -69,8 +69,8 @@ async def read_request(request: web.Request, front: Front, read: Reader) -> Pars
         return read(raw, served)
 
     ask: ParsedRequest = await front.read(request, checked)
-    if ask.label is not None:
-        trace.id = request_id(ask.label)
+    if ask.body.request_id is not None:
+        trace.id = request_id(ask.body.request_id)
     return ask.of(tenant)
 
 

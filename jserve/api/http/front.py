@@ -44,17 +44,17 @@ class Limits:
     write_timeout_s: float = 30.0
     """A reader for whom something waits and who takes nothing at all for so long is hung up on."""
     idle_timeout_s: float = 75.0
-    """How long a connection may stay open between requests."""
+    """The time that a connection may stay open between requests."""
     send_buffer: int = 128 << 10
     """Bytes of SO_SNDBUF: what a reader that does not read can hide from us."""
     max_connections: int = 4096
     refusal_hold_s: float = HOLD_S
-    """How long a refusal of the engine stands for others like it."""
+    """The time for which a refusal by the engine is repeated to requests like it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """What is known of one HTTP request for headers, log and metrics."""
+    """The facts of one HTTP request for headers, log and metrics."""
 
     id: str
     """The client's label, or ours; never a key."""
@@ -65,9 +65,9 @@ class Trace:
     tenant: Tenant = field(default_factory=Tenant)
     """The tenant of its key."""
     account: Account = field(default_factory=Account)
-    """What its tenant has used."""
+    """The quota account of its tenant."""
     error_format: ErrorFormat = OPENAI
-    """How its client is spoken to."""
+    """The shape of error bodies for its client."""
 
 
 TRACE = web.RequestKey("trace", Trace)
@@ -123,7 +123,7 @@ class Front:
 
     @property
     def served(self) -> Served:
-        """What dialects read requests against."""
+        """The model and server facts that dialects read requests against."""
         field = self.options.reasoning_field
         return Served(
             card=self.card,

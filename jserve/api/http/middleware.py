@@ -45,7 +45,7 @@ def make_middlewares(front: Front, access: Levels, error_formats: ErrorFormats) 
 
     Args:
         access: level of every route by its pattern; a route that is not in it takes a key.
-        manners: how a route's clients are spoken to; a route that is not in it speaks OpenAI's way.
+        error_formats: error format of a route, by its pattern; a route that is not in it has OpenAI's.
     """
 
     @web.middleware

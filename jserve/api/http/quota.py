@@ -66,7 +66,7 @@ class TokenBucket:
 
 
 class Account:
-    """What one tenant has used."""
+    """The requests and tokens that one tenant has used."""
 
     def __init__(self, quota: Quota | None = None, clock: Clock = time.monotonic) -> None:
         quota = quota or Quota()

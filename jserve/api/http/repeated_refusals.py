@@ -22,7 +22,7 @@ beside the time between two requests of a flood."""
 
 
 class Refusals:
-    """What the engine refused in the last ``hold_s`` seconds of ``clock``.
+    """The refusals by the engine in the last ``hold_s`` seconds of ``clock``.
 
     ``on_repeat`` is called for each request that is refused here.
     """

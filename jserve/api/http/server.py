@@ -32,7 +32,7 @@ from jserve.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("jserve.api")
 LAST_WORDS_S = 5.0
-"""How long answers may take to leave once the engine has drained."""
+"""The time that answers may take to leave once the engine has drained."""
 SPARE_FILES = 128
 """Open files beside the connections: model files, pipes, the engine's socket."""
 

@@ -105,7 +105,7 @@ class HandleBook:
 
 
 def parse_create(raw: Mapping[str, Any], served: Served) -> ParsedRequest:
-    """What to make a cache of.
+    """A request to create a named cache, checked.
 
     Raises:
         BadRequest: neither or both of ``prompt`` and ``messages``, several prompts.

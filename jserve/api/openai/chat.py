@@ -61,7 +61,7 @@ def with_effort(values: Mapping[str, Any], served: Served) -> Mapping[str, Any]:
 
 
 def _is_switch(served: Served) -> bool:
-    """Whether effort must be said by ``enable_thinking``, or needs nothing: there are no thoughts."""
+    """True where effort can be expressed by ``enable_thinking`` only, or needs nothing as there are no thoughts."""
     template = served.template
     if template is None or template.takes("reasoning_effort"):
         return False

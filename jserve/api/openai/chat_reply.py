@@ -1,7 +1,7 @@
 """OpenAI chat completion replies: one object, or chunks of a stream.
 
 It owns the shapes that clients parse, and vLLM's extensions (token ids, stop reasons, prompt log-probabilities; our
-own is ``seed``). The order of a stream, per choice and then for all::
+own are ``seed`` and ``extra``, the values of step features). The order of a stream, per choice and then for all::
 
     role chunk . content, reasoning and tool call chunks ... the last with its finish
     usage chunk if asked  [DONE]
@@ -45,7 +45,9 @@ class ChatReply:
         shows = self._body.include_reasoning is not False
         self._null_names = served.thought_names
         self._thought_names = served.thought_names if shows and self._thinks else ()
-        self._shows_tokens = bool(self._body.logprobs or self._body.return_token_ids)
+        self._shows_tokens = bool(
+            self._body.logprobs or self._body.return_token_ids or self._body.vllm_xargs
+        )
         self._parsers = choice_parsers(ask, served, tokenizer, requests)
         self._writer = TokenWriter(tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
         self._head = head("chatcmpl-", served.card)
@@ -118,10 +120,10 @@ class ChatReply:
             "stop_reason": choice.stop_reason,
             "seed": choice.seed,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
-        }
+        } | ({"extra": choice.extra} if choice.extra else {})
 
     def _deltas(self, parser: ChoiceParser, parsed: ParsedDelta) -> list[Json]:
-        """What a stream's next piece adds, a call's beginning and its arguments apart; none while
+        """The deltas that a stream's next piece adds, a call's beginning and its arguments apart; none while
         nothing is to be seen."""
         calls = [{"tool_calls": [step]} for piece in parsed.calls for step in _steps(parser, piece)]
         thought = self._thought_names and parsed.reasoning
@@ -156,6 +158,8 @@ class ChatReply:
             found["logprobs"] = self._logprobs(piece.logprobs or ())
         if self._body.return_token_ids:
             found["token_ids"] = list(piece.token_ids)
+        if piece.extra:
+            found["extra"] = piece.extra
         return found
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:

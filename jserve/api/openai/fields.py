@@ -26,7 +26,7 @@ from jserve.errors import BadRequest, Unsupported
 
 
 class StreamOptions(Fields):
-    """How a stream reports usage."""
+    """The field ``stream_options``: usage in a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -74,7 +74,7 @@ class Completion(Sampling):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk has usage; without ``include_usage`` none has, as in vLLM."""
+        """True where every chunk has usage; without ``include_usage`` none has, as in vLLM."""
         options = self.stream_options
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
@@ -224,12 +224,12 @@ def _picks(body: Completion, card: ModelCard, *, asked: bool) -> tuple[int, ...]
 
 
 def _n_top(n: int | None, picks: tuple[int, ...] | None) -> int | None:
-    """How many likeliest tokens to show: none where the request names others in their place."""
+    """The number of likeliest tokens to show: none where the request names others in their place."""
     return n if n is None or picks is None else 0
 
 
 def _prompt_logprobs(body: ChatBody | CompletionBody, card: ModelCard) -> int | None:
-    """How many likeliest tokens to score at every place of the prompt; None: none is scored."""
+    """The number of likeliest tokens to score at every place of the prompt; None: none is scored."""
     wanted, name = check_top(body.prompt_logprobs, "prompt_logprobs"), "prompt_logprobs"
     if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
         name = name if wanted is not None else "echo"

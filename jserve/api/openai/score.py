@@ -56,7 +56,7 @@ class ScoredPrompts:
 
 
 def parse_score(raw: Mapping[str, Any], served: Served) -> ParsedRequest:
-    """What to score; its prompts are the query and then the items.
+    """A request for scores, checked; its prompts are the query and then the items.
 
     Raises:
         BadRequest, NotFound: as the field at fault asks for.

@@ -1,14 +1,15 @@
 """OpenAI text completion replies: one object, or chunks of a stream.
 
 It owns the shapes that clients parse, and vLLM's extensions (token ids, stop reasons, prompt log-probabilities; our
-own is ``seed``). The order of a stream, per choice and then for all::
+own are ``seed`` and ``extra``, the values of step features). The order of a stream, per choice and then for all::
 
     (echo and) text chunks ... the last with its finish   usage chunk if asked  [DONE]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from jserve.api.http.errors import error_body
 from jserve.api.openai.fields import CompletionBody
@@ -46,8 +47,8 @@ class CompletionReply:
 
     def chunks(self, piece: TextPiece, usage: Counts) -> Iterator[Json]:
         """The chunk of one piece, or none where nothing is to be seen yet."""
-        show_ids = self._body.return_token_ids or self._body.logprobs is not None
-        if not (piece.first or piece.text or piece.finish or (piece.token_ids and show_ids)):
+        shows_tokens = self._body.return_token_ids or self._body.logprobs is not None or piece.extra
+        if not (piece.first or piece.text or piece.finish or (piece.token_ids and shows_tokens)):
             return
         text, choice = self._text(piece), self._choice(piece.choice)
         choice["text"] = text
@@ -57,6 +58,7 @@ class CompletionReply:
             choice["seed"] = piece.seed
         if self._body.return_token_ids:
             choice |= self._ids(piece.prompt, piece.token_ids, first=piece.first)
+        choice |= self._extra(piece.extra)
         if piece.finish is not None:
             choice |= {"finish_reason": self._finish(piece.finish.value)}
             choice["stop_reason"] = None if self._only_prompt else piece.stop_reason
@@ -87,6 +89,7 @@ class CompletionReply:
         choice |= {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
         if self._body.return_token_ids:
             choice |= self._ids(whole.prompt, whole.token_ids, first=True)
+        choice |= self._extra(whole.extra)
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._writer.prompt(whole.prompt_logprobs or ())
         return choice
@@ -129,6 +132,9 @@ class CompletionReply:
         if first:
             found["prompt_token_ids"] = list(self._requests[prompt].prompt_ids)
         return found
+
+    def _extra(self, values: Mapping[str, Sequence[Any]] | None) -> Json:
+        return {"extra": values} if values and not self._only_prompt else {}
 
     def _finish(self, reason: str | None) -> str | None:
         return "length" if self._only_prompt and reason is not None else reason

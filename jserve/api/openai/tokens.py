@@ -48,7 +48,7 @@ class DetokenizeBody(Fields):
 
 
 def parse_tokenize(raw: Mapping[str, Any], served: Served) -> ParsedRequest:
-    """What to tokenise.
+    """A request to tokenise, checked.
 
     Raises:
         BadRequest: neither or both of ``prompt`` and ``messages``.

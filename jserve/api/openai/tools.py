@@ -40,7 +40,7 @@ TOOLS: Schema = {
 def each_tool(
     value: Any, read: Callable[[Any, str], dict[str, Any]]
 ) -> list[dict[str, Any]] | None:
-    """What ``read`` makes of every tool and its place in a dialect's ``tools``; None where there are
+    """Applies ``read`` to every tool and its place in a dialect's ``tools``; None where there are
     none. Raises BadRequest."""
     if value is None or value == []:
         return None

@@ -112,7 +112,7 @@ REFUSED_PAIRS = {
 
 
 def pair(path: str, one: Feature, other: Feature) -> str | None:
-    """What holds for two features in one request to ``path``: "applied", the name of the field
+    """The effect of two features in one request to ``path``: "applied", the name of the field
     that is refused, or None where one of them cannot be asked."""
     if one.on(path) is None or other.on(path) is None:
         return None

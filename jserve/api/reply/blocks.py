@@ -59,7 +59,7 @@ class AnswerBlocks:
     """The row of one choice.
 
     Args:
-        voice: gives ids to calls.
+        parser: gives ids to calls.
         thoughts: False leaves thoughts out.
     """
 

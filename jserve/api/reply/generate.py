@@ -37,7 +37,7 @@ Named = Callable[[JserveError], JserveError]
 
 @dataclass(slots=True, kw_only=True)
 class TextPiece:
-    """What one output added to one choice. The last piece of a choice carries ``finish``."""
+    """The part of one choice that one output added. The last piece of a choice carries ``finish``."""
 
     choice: int
     prompt: int
@@ -45,6 +45,8 @@ class TextPiece:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    extra: dict[str, tuple[Any, ...]] | None = None
+    """By step feature that the request names, a value for each token."""
     finish: Finish | None = None
     stop_reason: int | str | None = None
     first: bool = False
@@ -171,6 +173,7 @@ class Generation:
             token_ids=output.token_ids[:n_tokens],
             logprobs=None if output.logprobs is None else output.logprobs[:n_tokens],
             prompt_logprobs=output.prompt_logprobs,
+            extra=output.extra and {k: values[:n_tokens] for k, values in output.extra.items()},
             finish=finish,
             stop_reason=reason,
             first=first,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from jserve.api.reply.generate import Counts, Json, TextPiece
 from jserve.api.request.parsed import Usage
@@ -17,9 +17,9 @@ class Reply(Protocol):
     the choices."""
 
     done: str | None
-    """What a stream that ended well sends last."""
+    """The data of the last event of a stream that ended well."""
     named: bool
-    """Whether its events have names: their ``type``."""
+    """True where its events have names: their ``type``."""
 
     def chunks(self, piece: TextPiece, usage: Counts) -> Iterator[Json]:
         """The events of one piece."""
@@ -46,6 +46,7 @@ class Whole:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    extra: dict[str, list[Any]] = field(default_factory=dict)
     seed: int | None = None
     finish: str | None = None
     stop_reason: int | str | None = None
@@ -55,6 +56,8 @@ class Whole:
         self.text.append(piece.text)
         self.token_ids.extend(piece.token_ids)
         self.logprobs.extend(piece.logprobs or ())
+        for name, values in (piece.extra or {}).items():
+            self.extra.setdefault(name, []).extend(values)
         self.prompt = piece.prompt
         if piece.first:
             self.seed, self.prompt_logprobs = piece.seed, piece.prompt_logprobs

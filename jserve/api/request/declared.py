@@ -7,7 +7,7 @@ no effect, and the marks say what else has none::
     {"properties": {"role": {...}, "id": LABEL, "audio": refused_member()}}
 
 An object without ``properties`` is open (a JSON schema of a tool); one with
-``additionalProperties`` is judged by hand.
+``additionalProperties`` is checked by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARK, NEUTRAL, REQUIRED = "x-jserve", "x-neutral", "x-required"
 
 
 class Holds(StrEnum):
-    """What a field or member does."""
+    """The effect of a field or member."""
 
     APPLIED = "applied"
     LABEL = "label"
@@ -46,12 +46,12 @@ def refused_member(*neutral: Any) -> Schema:
 
 
 def held(schema: Mapping[str, Any]) -> Holds:
-    """What a field or member declared by ``schema`` does."""
+    """The effect of a field or member declared by ``schema``."""
     return Holds(schema.get(MARK, Holds.APPLIED))
 
 
 def asks(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether ``value`` asks for something; True and 1 are not one value."""
+    """True if ``value`` asks for something; True and 1 are not one value."""
     neutral = (None, *schema.get(NEUTRAL, ()))
     return not any(value == v and type(value) is type(v) for v in neutral)
 
@@ -99,7 +99,7 @@ _TYPES = {"object": dict, "array": list, "string": str}
 
 
 def _fits(value: Any, branch: Mapping[str, Any]) -> bool:
-    """Whether ``value`` is of the branch's type; for objects, also of the kind its constants say."""
+    """True if ``value`` is of the branch's type; for objects, also of the kind its constants say."""
     kind = branch.get("type")
     if not isinstance(kind, str) or not isinstance(value, _TYPES.get(kind, ())):
         return False

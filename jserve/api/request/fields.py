@@ -77,7 +77,7 @@ def refused(*neutral: Any) -> Any:
 
 
 def declaration(field: FieldInfo) -> Mapping[str, Any]:
-    """What a field was declared as."""
+    """The schema that a field was declared with."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, Mapping) else {}
 
@@ -142,7 +142,7 @@ def validate(kind: type[B], raw: Mapping[str, Any], *, strict: bool = False) -> 
 
 
 def _instead(name: str, kind: type[Fields]) -> str:
-    """What to send instead of vLLM's old fields for structures, where ``kind`` has their successor."""
+    """Advice what to send instead of vLLM's old fields for structures, where ``kind`` has their successor."""
     if not name.startswith("guided_") or "structured_outputs" not in kind.model_fields:
         return ""
     member = name.removeprefix("guided_")

@@ -24,7 +24,7 @@ SCHEMALESS: tuple[Schema, ...] = (
 )
 """Formats that say all there is to say by their name."""
 
-# What the fields look like, and what members they have; the functions below judge the values.
+# Schemas of the fields and of their members; the functions below check the values.
 FORMAT: Schema = {
     "anyOf": [
         *SCHEMALESS,
@@ -91,20 +91,20 @@ STRUCTURED: Schema = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """What the answer must look like, and the request field that said so."""
+    """The structure that the answer must have, and the request field that asked for it."""
 
     spec: StructuredOutputs | None = None
     field: str = "structured_outputs"
-    """Where ``spec`` came from, for errors found when it is compiled."""
+    """The request field of ``spec``, for errors found when it is compiled."""
     checks: tuple[tuple[str, StructuredOutputs], ...] = ()
     """(request field, its schema): parts of ``spec`` to be compiled apart, so that an error names
     its field."""
     calls: bool = False
-    """Whether the answer may hold tool calls."""
+    """True where the answer may hold tool calls."""
 
     @property
     def names(self) -> Mapping[str, str]:
-        """What the client calls ``structured_outputs`` and the one of its members that is set."""
+        """The client's names of ``structured_outputs`` and of the one of its members that is set."""
         return structure_names(self.field)
 
     def under(self, name: Callable[[str], str]) -> AnswerFormat:

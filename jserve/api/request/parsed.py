@@ -23,7 +23,7 @@ from jserve.text.chat.template import Chat, ChatTemplate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What the HTTP side knows of the served model."""
+    """The facts of the served model that the HTTP side needs."""
 
     name: str
     max_model_len: int
@@ -38,11 +38,11 @@ class ModelCard:
     fingerprint: str = ""
     """Hash of model and config, sent as ``system_fingerprint``."""
     scores_prompts: bool = True
-    """Whether the engine can give log-probabilities of prompt tokens."""
+    """True where the engine can give log-probabilities of prompt tokens."""
     masks: bool = True
-    """Whether the engine can hold an answer to a structure."""
+    """True where the engine can enforce a structure."""
     speech: Speech = PLAIN
-    """How the model writes thoughts and tool calls."""
+    """The model's formats of thoughts and tool calls."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def knows(self, name: str) -> bool:
@@ -50,18 +50,18 @@ class ModelCard:
 
 
 THOUGHT_NAMES = ("reasoning", "reasoning_content")
-"""What clients read: the first is vLLM's, the second DeepSeek's."""
+"""The names that clients read: the first is vLLM's, the second DeepSeek's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What a dialect reads a request against."""
+    """The model and server facts that a dialect reads a request against."""
 
     card: ModelCard
     template: ChatTemplate | None = None
     """None: the model takes no chats."""
     strict: bool = False
-    """Whether fields that have no effect are refused."""
+    """True where fields that have no effect are refused."""
     thought_names: tuple[str, ...] = THOUGHT_NAMES
     """Names of a thought in a chat completion."""
 
@@ -90,14 +90,9 @@ class ParsedRequest:
     options: RequestOptions = field(default_factory=RequestOptions)
     """The tenant is filled in by the route."""
     shape: AnswerFormat = FREE
-    """Where ``params.structured_outputs`` came from."""
+    """The answer's structure, with the request field that asked for it."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The client's names of other fields, where it has its own."""
-
-    @property
-    def label(self) -> str | None:
-        """The client's own name for the request."""
-        return self.body.request_id
 
     def of(self, tenant: str) -> ParsedRequest:
         """The same, asked by ``tenant`` (the digest of its key)."""
@@ -106,7 +101,8 @@ class ParsedRequest:
     def named(self, error: E) -> E:
         """``error`` of whoever works on this ask further down, in the client's words."""
         holds = {"prompt": self.holder, "messages": self.holder, "max_tokens": self.length_field}
-        return renamed(error, {**holds, **self.shape.names, **self.names})
+        xargs = {f"extra_args.{name}": f"vllm_xargs.{name}" for name in self.params.extra_args}
+        return renamed(error, {**holds, **xargs, **self.shape.names, **self.names})
 
     @contextlib.contextmanager
     def words(self) -> Iterator[None]:

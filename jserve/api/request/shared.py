@@ -28,6 +28,7 @@ from jserve.api.request.values import (
     BIAS,
     RETAIN,
     STOP,
+    XARGS,
     bias_of,
     ids_of,
     name_of,
@@ -36,6 +37,7 @@ from jserve.api.request.values import (
     stop_ids_of,
     stop_of,
     top_of,
+    xargs_of,
 )
 from jserve.errors import BadRequest, NotFound, shown
 from jserve.request_options import Lane, RequestOptions
@@ -75,7 +77,7 @@ class Service(Fields):
 
 
 class Sampling(Service):
-    """How to draw tokens: vLLM's names. What it, SGLang or llama.cpp know and we cannot do is refused."""
+    """Sampling fields under vLLM's names. Those of vLLM, SGLang or llama.cpp that cannot be applied are refused."""
 
     temperature: float | None = sampled("temperature")
     top_p: float | None = sampled("top_p")
@@ -94,6 +96,7 @@ class Sampling(Service):
     logit_bias: Any = shaped(BIAS)
     allowed_token_ids: Ids | None = None
     bad_words: Words | None = None
+    vllm_xargs: Any = shaped(XARGS)
     logits_processors: Any = refused([])
     length_penalty: Any = refused(1, 1.0)
     use_beam_search: Any = refused(False)
@@ -112,7 +115,6 @@ class Sampling(Service):
     prompt_embeds: Any = refused()
     return_hidden_states: Any = refused(False)
     spaces_between_special_tokens: Any = refused(True)
-    vllm_xargs: Any = refused({})
 
 
 def body_of(kind: type[B], raw: Mapping[str, Any], served: Served) -> B:
@@ -206,6 +208,7 @@ def params_of(
             "stop": stop_of(body.stop),
             "logit_bias": bias_of(body.logit_bias, card.vocab_size),
             "stop_token_ids": stop_ids_of(body.stop_token_ids, card),
+            "extra_args": xargs_of(body.vllm_xargs),
         }
         if body.allowed_token_ids is not None:
             ids_of(body.allowed_token_ids, "allowed_token_ids", card.vocab_size)

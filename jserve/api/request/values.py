@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import orjson
+
 from jserve.api.request.naming import renamed
 from jserve.api.request.parsed import ModelCard
 from jserve.errors import BadRequest, shown
@@ -19,8 +21,10 @@ MAX_STOP_CHARS = 1024
 MAX_SALT = 128
 MAX_STOPS = 16
 MAX_PICKS = 1024
+MAX_XARGS = 16
+MAX_XARGS_BYTES = 1 << 16
 
-# What the fields look like, for readers; the functions below are the judges.
+# Schemas of the fields, for readers; the functions below check the values.
 STOP = {
     "anyOf": [
         {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
@@ -56,6 +60,13 @@ PICKS = {
     "minItems": 1,
     "maxItems": MAX_PICKS,
     "items": {"type": "integer", "minimum": 0},
+}
+_XARG = {"type": ["string", "number", "boolean"]}
+XARGS = {
+    "type": ["object", "null"],
+    "maxProperties": MAX_XARGS,
+    "propertyNames": {"pattern": "^[A-Za-z0-9_-]{1,64}$"},
+    "additionalProperties": {"anyOf": [_XARG, {"type": "array", "items": _XARG}]},
 }
 RETAIN = {
     "type": ["array", "null"],
@@ -159,6 +170,32 @@ def _retention(hint: dict[str, Any], at: str) -> Retention:
         return Retention(**hint)
     except BadRequest as e:
         raise renamed(e, {f"retain.{name}": f"{at}.{name}" for name in hint}) from None
+
+
+def xargs_of(value: Any) -> dict[str, Any]:
+    """``vllm_xargs``: what the request asks of step features, by their names.
+
+    Raises:
+        BadRequest: not an object from names to strings, numbers, booleans or lists of them, or a larger one
+            than 16 names or 64 KiB of JSON.
+    """
+    field = "vllm_xargs"
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > MAX_XARGS:
+        raise BadRequest(f"{field} must be an object of at most {MAX_XARGS} names", field=field)
+    for name, asked in value.items():
+        if not re.fullmatch(XARGS["propertyNames"]["pattern"], name):
+            raise BadRequest(
+                f"{field} has the name {shown(name)}, which none can have", field=field
+            )
+        items = asked if isinstance(asked, list) else [asked]
+        if not {*map(type, items)} <= {str, int, float, bool}:
+            kinds = "a string, a number, a boolean or a list of these"
+            raise BadRequest(f"{field}.{name} must be {kinds}", field=f"{field}.{name}")
+    if len(orjson.dumps(value)) > MAX_XARGS_BYTES:
+        raise BadRequest(f"{field} may take at most {MAX_XARGS_BYTES} bytes of JSON", field=field)
+    return value
 
 
 def top_of(value: int, field: str) -> int:

@@ -59,14 +59,14 @@ _RENAMED = {
 
 
 class Text(Fields):
-    """What the answer's text is like."""
+    """The field ``text``: the format of the answer."""
 
     format: Any = shaped(FORMAT)
     verbosity: Any = refused("medium")
 
 
 class Reasoning(Fields):
-    """How much to think."""
+    """The field ``reasoning``: the effort of the thought."""
 
     effort: Any = shaped(EFFORT)
     summary: str | None = ignored()
@@ -74,7 +74,7 @@ class Reasoning(Fields):
 
 
 class ResponsesStreamOptions(Fields):
-    """How a stream is sent."""
+    """The field ``stream_options``."""
 
     include_obfuscation: bool | None = ignored(False)
 
@@ -186,7 +186,7 @@ def _format(value: Any) -> dict[str, Any] | None:
 
 
 def _needless(value: Any, *, strict: bool) -> tuple[str, ...]:
-    """What of ``include`` has no effect; with ``strict`` it is refused."""
+    """The part of ``include`` that has no effect; with ``strict`` it is refused."""
     if value is None:
         return ()
     if not isinstance(value, list):

@@ -16,7 +16,7 @@ from jserve.text.chat.messages import MAX_MESSAGES
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-# What the field looks like, and what members it has; the functions below judge the values.
+# The schema of the field and of its members; the functions below check the values.
 def _item(kind: Schema, **members: Schema) -> Schema:
     """An item of one type; what an answer's item says of itself may come back with it."""
     own = {"type": kind, "id": LABEL, "status": LABEL}
@@ -123,7 +123,7 @@ def _call(item: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def _thought(item: dict[str, Any], at: str) -> str:
-    """What was thought; where that is absent, its summary."""
+    """The text of a thought; where that is absent, its summary."""
     content, summary = (
         _thoughts(item.get(name), f"{at}.{name}") for name in ("content", "summary")
     )

@@ -51,6 +51,7 @@ class ResponseReply:
         self._blocks = AnswerBlocks(self._parser)
         self._writer = TokenWriter(tokenizer, as_ids=False)
         self._logprobs: list[Json] = []
+        self._extra: dict[str, list[Any]] = {}
         self._n_told = 0
         self._id, self._created = new_id("resp_"), int(time.time())
         self._model = served.card.name
@@ -99,6 +100,8 @@ class ResponseReply:
     def _steps(self, piece: TextPiece) -> Iterator[Step]:
         if self._body.wants_logprobs:
             self._logprobs += self._tokens(piece.logprobs or ())
+        for name, values in (piece.extra or {}).items():
+            self._extra.setdefault(name, []).extend(values)
         ended = piece.finish is not None
         yield from self._blocks.add(self._parser.feed(piece.text, piece.token_ids, last=ended))
         if ended:
@@ -215,7 +218,7 @@ class ResponseReply:
             "top_p": self._params.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else self._usage(usage),
-        }
+        } | ({"extra": self._extra} if over and self._extra else {})
 
     def _usage(self, usage: Usage) -> Json:
         return {

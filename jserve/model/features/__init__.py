@@ -24,5 +24,5 @@ def register_feature(feature: StepFeature) -> None:
 
 
 def registered() -> tuple[StepFeature, ...]:
-    """What ``register_feature`` was given, in the order of the names."""
+    """The features that ``register_feature`` was given, in the order of their names."""
     return tuple(sorted(_REGISTERED.values()))

@@ -26,7 +26,7 @@ def check_static(request: Request, vocab: int) -> None:
 
 
 def excluded(seq: Sequence, drawn: Seq[int], vocab: int) -> NothingAllowed | None:
-    """Why nothing could be drawn behind some first ones of ``drawn``, if the constraints of ``seq``
+    """The reason why nothing could be drawn behind some first ones of ``drawn``, if the constraints of ``seq``
     say so; None: they left something."""
     mask_JW = None if seq.guide is None else seq.guide.mask(drawn)
     for j in range(len(drawn) + 1 if mask_JW is None else len(mask_JW)):
@@ -38,7 +38,7 @@ def excluded(seq: Sequence, drawn: Seq[int], vocab: int) -> NothingAllowed | Non
 
 
 def _left(request: Request, vocab: int, output: Seq[int], mask_W: np.ndarray | None) -> bool:
-    """Whether anything may follow ``output``; ``mask_W``: int32 bits of what a guide allows."""
+    """True if anything may follow ``output``; ``mask_W``: int32 bits of what a guide allows."""
     params = request.params
     banned = {token for token, bias in params.logit_bias.items() if bias <= BAN}
     banned |= {word[-1] for word in params.bad_token_ids if _completes(word, output)}

@@ -4,7 +4,7 @@ The queue is taken as a fluid: while a request and the work before it in its own
 (``mine`` tokens) is served, every other tenant of the lane gets as much, and every other lane gets
 its weight's part, each no more than it has waiting. The work before it, over the pace at which
 prompts are computed beside those who run, is the wait; if slots lack, it is at least the wait for
-so many sequences to end.
+so many sequences to end. A request that needs a vocab row also waits for one (``AdmissionGate``).
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from jserve.errors import (
     Overloaded,
     RateLimited,
 )
+from jserve.sched import policy
 from jserve.sched.admission import estimate
 from jserve.sched.admission.estimate import FinishIntervals, Forecast, Pace
 from jserve.sched.resources import Resources
@@ -79,7 +80,7 @@ class AdmissionGate:
     Args:
         options: bounds of the queue, caps of the lanes.
         cap: the step's prefill cap, whose costs predict times.
-        floor: who waits and who runs.
+        resources: the wait queue, the running sequences, and what they hold.
     """
 
     def __init__(self, options: SchedulerOptions, cap: PrefillCap, resources: Resources) -> None:
@@ -148,7 +149,7 @@ class AdmissionGate:
         self.level = next_level(self.level, self.load())
 
     def load(self) -> float:
-        """How full the queue is; 1 is full."""
+        """The fullness of the queue; 1 is full."""
         return self._fullest().share
 
     def _fullest(self) -> Bound:
@@ -244,12 +245,29 @@ class AdmissionGate:
                 retry_after=min(60.0, max(1.0, late.due - now)),
             )
         beside = min(len(resources.running), resources.max_running - 1)
-        wait_s = pace.wait_s(n + 1, tokens)
+        wait_s = max(pace.wait_s(n + 1, tokens), self._vocab_row_s(request, n))
         return estimate.behind(self.cap, pace, wait_s, beside, n_new, n_out, context)
+
+    def _vocab_row_s(self, request: Request, n: float) -> float:
+        """Seconds until ``request`` gets a vocab row, behind ``n`` sequences of the queue; 0 where it needs none.
+
+        Of those ahead as large a part needs rows as of the whole queue. Bulk sequences give theirs to lane interactive.
+        """
+        resources, rows = self.resources, self.resources.vocab_rows
+        if not request.params.needs_vocab_row or rows.n >= resources.max_running:
+            return 0.0
+        waiting, running = resources.waiting, resources.running
+        n_free = rows.n_free
+        if request.lane is Lane.INTERACTIVE:
+            n_free += sum(seq.vocab_row >= 0 for seq in policy.preemptible_bulk(running))
+        n_need = sum(seq.request.params.needs_vocab_row for seq in waiting)
+        n_ahead = n * n_need / max(1, len(waiting))
+        gap_s = self.finish_intervals.mean_s * max(1.0, len(running) / rows.n)
+        return max(0.0, n_ahead + 1 - n_free) * gap_s
 
 
 def _refusal(bound: Bound, lane: Lane) -> str:
-    """Why ``bound`` keeps ``lane`` out and until when, with the option that an operator may set."""
+    """The error of a request of ``lane`` that ``bound`` refuses, with the option that an operator may set."""
     shed_from = SHED_FROM[lane]
     until = bound.limit * (FULL if shed_from > len(DOWN) else DOWN[shed_from - 1])
     return (

@@ -17,13 +17,13 @@ class DiskWaits:
     """The reads that sequences in the queue of ``resources`` wait for."""
 
     def __init__(self, resources: Resources) -> None:
-        self._floor = resources
+        self._resources = resources
         self._waits: dict[Sequence, tuple[list[int], float]] = {}
         """Tickets and when they were asked for; no tickets once there is nothing to wait for."""
 
     def wait(self, seq: Sequence) -> bool:
         """True while pages of ``seq`` (in the queue) are being read."""
-        cache = self._floor.cache
+        cache = self._resources.cache
         tier = cache.tier
         if tier is None or (not tier.on_disk and seq not in self._waits):
             return False

@@ -88,7 +88,7 @@ class FaultBisection:
         return None
 
     def device_fault(self, now: float) -> str | None:
-        """Why the device itself must be at fault; None while it need not be."""
+        """The reason why the device itself must be at fault; None while it need not be."""
         if len(self._recent(self._unexplained, now)) >= MAX_UNEXPLAINED:
             return f"{MAX_UNEXPLAINED} times within {WINDOW_S:.0f} s, and no request is to blame"
         if not self._groups and len(self._recent(self._faulty_in_row, now)) >= MAX_FAULTY:

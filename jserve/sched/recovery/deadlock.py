@@ -35,7 +35,7 @@ class DeadlockGuard:
     """Watches the plans of one scheduler.
 
     Args:
-        prefilling: whose turn it is in the queue, and what for lack of each one waits.
+        prefill_planner: knows the order of the queue, and the resources that each sequence lacks.
     """
 
     def __init__(self, prefill_planner: PrefillPlanner) -> None:
@@ -44,7 +44,7 @@ class DeadlockGuard:
         """Counter: sequences ended by this guard."""
         self._stood_s = 0.0
         self._asked: float | None = None
-        """When a plan was last asked for in vain."""
+        """The time at which a plan was last asked for in vain."""
 
     def planned(self, now: float, *, moves: bool) -> None:
         """A plan was asked for. ``moves``: a step is in flight, perhaps that plan's, or there is nothing to do."""

@@ -159,7 +159,7 @@ class _Fixed:
         """Place of each node with children, counted from the base; the root's is -1."""
 
     def mask(self, nodes: tuple[int, ...]) -> DraftMask | None:
-        """What ``nodes`` see of the inner nodes up to them; None for the root."""
+        """The visibility of the inner nodes for ``nodes``; None for the root."""
         if nodes == (0,):
             return None
         upto = [n for n, i in self.rank.items() if 0 <= i <= self.rank[nodes[-1]]]

@@ -59,7 +59,7 @@ class DraftContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What came of a step, chains only."""
+    """The results of a step that a drafter reads, for chains."""
 
     view: StepView
     token_RJ: jax.Array

@@ -35,7 +35,7 @@ REPLICATED = ShardRules(vocab=None, kv_heads=None, ffn=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a drafter may use of the model it drafts for, on this shard."""
+    """The parts of the target model that a drafter may use, on this shard."""
 
     arch: Arch
     params: Any
@@ -58,8 +58,8 @@ class Target:
 
 @flax.struct.dataclass
 class Seen:
-    """What a step made of its tokens. Tokens of a decode row are the accepted ones, then others that
-    may hold anything: no later pass reads what is written for them before writing it anew."""
+    """The hidden states that a step computed for its tokens. Tokens of a decode row are the accepted ones, then
+    others that may hold anything: no later pass reads what is written for them before writing it anew."""
 
     view: StepView
     next_T: jax.Array
@@ -121,7 +121,7 @@ class Drafter:
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
-        """What each of its own layers keeps of a token; none where it has no layers."""
+        """The KV that each of its own layers keeps of a token; none where it has no layers."""
         layers = self.arch.kv_layers if self.advance is not None else ()
         return tuple(replace(layer, replicated=self.replicated) for layer in layers)
 

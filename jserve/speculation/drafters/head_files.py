@@ -21,7 +21,7 @@ from jserve.weights.source import Source
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a directory describes."""
+    """A drafter's head as its directory describes it."""
 
     drafter: Drafter
     unread: tuple[str, ...] = ()

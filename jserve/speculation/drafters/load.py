@@ -1,7 +1,7 @@
 """Loads a drafter: its functions, its weights on the mesh and its draft shape.
 
-It owns the way from the name of a method and a directory to a ``LoadedDrafter``, and what cannot be honoured of
-them. What a drafter is can be asked without its weights, for ``jserve plan``.
+A method's name and a directory become a ``LoadedDrafter``; options and files that cannot be honoured are refused.
+``find_drafter`` reads a drafter without its weights, for ``jserve plan``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_DRAFTS = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedDrafter:
-    """What drafts on the device. ``params`` is the tree of ``drafter.specs``, placed on the mesh.
+    """A loaded drafter. ``params`` is the tree of ``drafter.specs``, placed on the mesh.
 
     Raises:
         ConfigError: more drafts, or deeper ones, than the drafter makes; no tree.
@@ -108,7 +108,7 @@ def copying(options: SpeculativeOptions, n_draft: int, target: Arch) -> LoadedDr
 
 
 def find_drafter(method: str, source: Source, target: Arch) -> FoundDrafter:
-    """What ``source`` holds as a drafter of ``target``.
+    """Reads ``source`` as a drafter of ``target``, without its weights.
 
     Raises:
         ConfigError: no such method, or what is there cannot draft for ``target``.
@@ -134,7 +134,7 @@ def load_speculation(
     tensor_parallel_size: int = 0,
     **how: Any,
 ) -> LoadedDrafter:
-    """What ``source`` holds as a drafter of ``target``, ready to run.
+    """Loads ``source`` as a drafter of ``target``, ready to run.
 
     Args:
         shape: most drafts after one another that the drafter makes -> (drafts, their tree or ()).

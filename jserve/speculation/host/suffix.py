@@ -71,7 +71,7 @@ class SuffixAutomaton:
 
 
 class SuffixIndex:
-    """What may follow the newest tokens of one text, from its own past.
+    """Predicts what follows the newest tokens of one text, from its own past.
 
     Args:
         least: tokens that must match.
@@ -110,7 +110,7 @@ class SuffixIndex:
 
 
 class CorpusCursor:
-    """Where one text stands in a corpus that never changes: the longest of its ends found there.
+    """The place of one text in a corpus that never changes: the longest of its ends found there.
 
     A step costs amortised O(1). Many cursors share one automaton.
     """

@@ -24,7 +24,7 @@ _GUESS, _GUESS_WEIGHT = 0.5, 4.0
 
 
 class Odds(NamedTuple):
-    """What to expect of the next round."""
+    """The expected acceptance of the next round."""
 
     accepts: float
     """The chance that a draft is accepted, given those before it."""
@@ -78,7 +78,7 @@ class Acceptance:
 
 
 class LaneAcceptance:
-    """What is known of a proposer over all requests."""
+    """The measured acceptance of a proposer over all requests."""
 
     def __init__(self) -> None:
         self._all = Acceptance()
@@ -95,7 +95,7 @@ class LaneAcceptance:
 
 
 class Shadow:
-    """What a proposal would have brought, seen in the tokens that came, drafted or not.
+    """Compares a proposal with the tokens that came, whether they were drafted or not.
 
     Verification never changes a token, so the text without drafts tells exactly which drafts would have been
     accepted: acceptance is measured without spending a step on it.

@@ -133,7 +133,7 @@ class SpeculationController:
         return self._k([self._odds(seq) for seq in ready], (False, True)) > 0
 
     def choose(self, ready: Seq[Sequence], load: StepLoad) -> list[RowDrafts]:
-        """What each row tries, before length and pages cut it; sets ``n_draft``."""
+        """Chooses the drafts that each row tries, before length and pages cut them; sets ``n_draft``."""
         self.n_draft, self._n_context = 0, load.n_context
         if not self.on:
             return [RowDrafts()] * len(ready)

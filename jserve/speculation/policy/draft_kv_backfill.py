@@ -39,7 +39,7 @@ _OPEN = 1 << 40
 
 @dataclass(slots=True)
 class _MissingRange:
-    """What is missing of a sequence while it holds ``lease``: nothing where ``low >= high``."""
+    """The positions without drafter KV of a sequence that holds ``lease``: none where ``low >= high``."""
 
     low: int
     high: int
@@ -120,7 +120,7 @@ class DraftKVBackfill:
         return gap if gap is not None and seq.lease is gap.lease is not None else None
 
     def _found(self, row: RowPlan, seq: Sequence, page_M: np.ndarray) -> _MissingRange:
-        """What is missing of ``seq``, which begins at ``row``: of what the cache held for it."""
+        """The missing range of ``seq``, which begins at ``row``, among what the cache held for it."""
         unseen_N = self._unseen_P[page_M[: -(-row.start // self._page)]]
         low = int(unseen_N.argmax()) * self._page if unseen_N.any() else row.start
         return _MissingRange(low, row.start, seq.lease)

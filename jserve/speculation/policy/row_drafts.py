@@ -14,7 +14,7 @@ GRAMMAR, DEVICE = "grammar", "device"
 
 @dataclass(slots=True)
 class RowDrafts:
-    """What one row shall try."""
+    """The drafts that one row tries."""
 
     ids: Seq[int] = ()
     source: str = ""
@@ -26,7 +26,7 @@ class RowDrafts:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What else the step to be planned holds."""
+    """The load of the planned step beside its decode rows."""
 
     n_prefill: int
     n_context: int
@@ -38,7 +38,7 @@ class StepLoad:
 
 @dataclass(slots=True, eq=False)
 class SequenceAcceptance:
-    """What is known of one sequence."""
+    """The measured acceptance of one sequence."""
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     shadow: Shadow = field(default_factory=Shadow)

@@ -43,7 +43,7 @@ def _message(value: Any, at: str, template: ChatTemplate | None) -> dict[str, An
     role = value.get("role")
     if role not in ROLES:
         raise BadRequest(f"{at}.role must be one of {', '.join(ROLES)}", field=f"{at}.role")
-    if role == "developer" and (template is None or not template.knows_role("developer")):
+    if role == "developer" and (template is None or not template.mentions("developer")):
         role = "system"
     thoughts = _reasoning(value, at)
     message: dict[str, Any] = {"role": role, "content": _content(value, role, at)}

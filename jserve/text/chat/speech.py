@@ -30,7 +30,7 @@ class Speech:
     calls: str = "none"
     """Name in ``CALL_PARSERS``."""
     form: CallForm | None = None
-    """How calls are written; None with ``calls`` "none"."""
+    """The format of calls; None with ``calls`` "none"."""
     keeps_special: bool = False
     """True where calls are marked by control tokens, which the text must then show."""
     tags: tuple[str, str] | None = None
@@ -39,7 +39,7 @@ class Speech:
     """Their ids, where ``tags`` are."""
 
     def state(self, prompt_ids: Sequence[int], tokenizer: TextTokenizer) -> State:
-        """Where an answer to this prompt begins."""
+        """The parser state at which an answer to this prompt begins."""
         if self.tags is None:
             return State.ANSWER
         tail = tokenizer.decode(prompt_ids[-TAIL:], skip_special_tokens=False).rstrip()

@@ -40,7 +40,7 @@ Part = tuple[str, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """What a template is given. ``messages``, ``tools`` and ``documents`` are plain JSON values."""
+    """The variables of a template. ``messages``, ``tools`` and ``documents`` are plain JSON values."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -95,16 +95,12 @@ class ChatTemplate:
     def takes_documents(self) -> bool:
         return any("documents" in known for known in self._known.values())
 
-    def knows_role(self, role: str) -> bool:
-        """Whether the templates mention a role by name."""
-        return self.mentions(role)
-
     def mentions(self, text: str) -> bool:
-        """Whether ``text`` is in a template, as its source writes it."""
+        """True if ``text`` is in a template, as its source writes it."""
         return any(text in source for source in self._sources.values())
 
     def takes(self, variable: str) -> bool:
-        """Whether ``variable`` may be set by a request: a template reads it and it is not ours."""
+        """True if ``variable`` may be set by a request: a template reads it and it is not ours."""
         ours = variable in _GIVEN or variable in self._special or variable.startswith("_")
         return not ours and any(variable in known for known in self._known.values())
 

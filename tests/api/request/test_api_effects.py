@@ -78,6 +78,7 @@ GOOD: dict[Any, Good] = {
     "logit_bias": Good({"5": 1.0}),
     "allowed_token_ids": Good([5]),
     "bad_words": Good(["red"]),
+    "vllm_xargs": Good({"entropy": [1, 0.5]}),
     "n": Good(2),
     "max_tokens": Good(7),
     "max_completion_tokens": Good(7),

@@ -78,6 +78,10 @@ BAD: dict[Any, list[Any]] = {
     ],
     "allowed_token_ids": [*IDS, []],
     "bad_words": ["x", [1], [""], ["nine chars and more"], ["x"] * 65],
+    "vllm_xargs": [
+        *(1, "x", [1], {"": 1}, {"a b": 1}, {"x" * 65: 1}, {str(i): 1 for i in range(17)}),
+        *({"x": None}, {"x": {}}, {"x": [[1]]}, {"x": [None]}, {"x": "a" * 65536}),
+    ],
     "n": [*NOT_AN_INT, 0, -1, 129],
     "max_tokens": [*NOT_AN_INT, -1, 100_000, 2**31],
     "max_completion_tokens": [*NOT_AN_INT, 0, -1, 100_000],

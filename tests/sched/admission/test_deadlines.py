@@ -98,6 +98,43 @@ def test_a_lane_with_more_weight_is_promised_more():
     assert drive.told["i", 0].end.finish is Finish.LENGTH
 
 
+PENALISED = {"presence_penalty": 1.0}
+
+
+def with_leased_row(lane: Lane) -> Drive:
+    """A drive with free slots whose one vocab row a long sequence holds, after some that ended 10 ms apart."""
+    drive = timed(limits(step_times=step_times(), n_slots=4, n_vocab_rows=1))
+    for i in range(3):
+        drive.add(request(f"past{i}", [i] * 8, max_tokens=10, ignore_eos=True))
+        drive.run()
+    holder = request("holder", [5] * 8, max_tokens=50, ignore_eos=True, lane=lane, **PENALISED)
+    drive.add(holder)
+    while drive.scheduler.resources.vocab_rows.n_free:
+        drive.step()
+    return drive
+
+
+def test_a_deadline_includes_the_wait_for_a_vocab_row():
+    drive = with_leased_row(Lane.STANDARD)
+    wish = {"ttft_deadline_ms": 18.0, "max_tokens": 1}
+    error = refusal(drive, request("late", [7] * 8, **wish, **PENALISED))
+    assert isinstance(error, DeadlineUnreachable)
+    drive.add(request("plain", [7] * 8, **wish))
+    drive.run()
+    assert drive.told["plain", 0].end.finish is Finish.LENGTH
+    drive.add(request("free", [7] * 8, **wish, **PENALISED))
+    drive.run()
+    assert drive.told["free", 0].end.finish is Finish.LENGTH
+
+
+def test_lane_interactive_is_promised_the_vocab_row_of_a_bulk_sequence():
+    drive = with_leased_row(Lane.BULK)
+    wish = {"ttft_deadline_ms": 18.0, "max_tokens": 1, "lane": Lane.INTERACTIVE}
+    drive.add(request("urgent", [7] * 8, **wish, **PENALISED))
+    drive.run()
+    assert drive.told["urgent", 0].end.finish is Finish.LENGTH
+
+
 def test_cached_tokens_count_as_computed():
     prompt = [1, 2, 3, 4] * 10
     drive = timed()

@@ -29,7 +29,7 @@ class AnswerParser:
         return self._both(*self._thought.feed(text))
 
     def close(self) -> ParsedDelta:
-        """What was held back, at the end of the text."""
+        """Parses the text that was held back, at the end."""
         parsed = self._both(*self._thought.close()) if self._thought is not None else ParsedDelta()
         parsed.add(self._calls.close())
         return parsed

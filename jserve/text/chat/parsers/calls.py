@@ -41,7 +41,7 @@ class _Machine(ABC):
         self._until = Until(marker)
         self._space = ""
         self._told = False
-        """Whether there was content since the last call."""
+        """True where there was content since the last call."""
         self._state: State = self._text
         self._call: ObjectCall | None = None
         self._lead = ""

@@ -20,7 +20,7 @@ class CallPiece:
 
 @dataclass(slots=True)
 class ParsedDelta:
-    """What some text adds to an answer: reasoning, then content and calls in order."""
+    """The additions of some text to an answer: reasoning, then content and calls in order."""
 
     reasoning: str = ""
     parts: list[str | CallPiece] = field(default_factory=list)

@@ -55,7 +55,7 @@ class ThoughtParser:
         return reasoning, text if self.state is State.ANSWER else ""
 
     def close(self) -> tuple[str, str]:
-        """What was held back, at the end of the text."""
+        """Parses the text that was held back, at the end."""
         if self.state is State.LEAD:
             return "", self._lead
         if self.state is State.THOUGHT:

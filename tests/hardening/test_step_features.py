@@ -1,0 +1,85 @@
+"""``vllm_xargs``: what a request asks of step features, over HTTP and back, with every dialect that has it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.hardening.world import CHAT, COMP, World, world
+
+RESPONSES = "/v1/responses"
+ECHO = {"vllm_xargs": {"echo": 1}, "temperature": 0, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES, "max_tokens": 9, "return_token_ids": True},
+    COMP: {"prompt": "hi", "max_tokens": 9, "return_token_ids": True},
+}
+
+
+@pytest.fixture
+async def made() -> AsyncIterator[World]:
+    async with world() as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_value_for_each_token_of_each_choice(made: World, path: str) -> None:
+    status, answer, _ = await made.srv.post(path, BODIES[path] | ECHO | {"n": 2})
+    assert status == 200
+    for choice in answer["choices"]:
+        assert len(choice["token_ids"]) == 9
+        assert choice["extra"] == {"echo": choice["token_ids"]}
+    _, answer, _ = await made.srv.post(path, BODIES[path])
+    assert "extra" not in answer["choices"][0]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_stream_has_them_beside_its_tokens(made: World, path: str) -> None:
+    body = BODIES[path] | ECHO | {"stop": ["never said, so that text is held back"]}
+    asked = {k: v for k, v in body.items() if k != "return_token_ids"}
+    events = await made.srv.events(path, asked)
+    values = [
+        v for e in events[:-1] for c in e["choices"] for v in c.get("extra", {}).get("echo", ())
+    ]
+    _, whole, _ = await made.srv.post(path, body)
+    assert values == whole["choices"][0]["token_ids"]
+
+
+async def test_a_stop_string_cuts_them_with_the_tokens(made: World) -> None:
+    body = BODIES[COMP] | ECHO
+    _, whole, _ = await made.srv.post(COMP, body)
+    stop = whole["choices"][0]["text"][4]
+    _, cut, _ = await made.srv.post(COMP, body | {"stop": stop})
+    [choice] = cut["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["extra"] == {"echo": choice["token_ids"]}
+    assert len(choice["token_ids"]) < 9
+
+
+async def test_responses_have_them_in_the_response(made: World) -> None:
+    body = {"input": "hi", "max_output_tokens": 9} | ECHO
+    _, answer, _ = await made.srv.post(RESPONSES, body)
+    events = await made.srv.events(RESPONSES, body)
+    assert len(answer["extra"]["echo"]) == 9
+    assert events[-1]["response"]["extra"] == answer["extra"]
+    assert "extra" not in events[0]["response"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "name", "word"),
+    [({"other": 1}, "other", "no such step feature"), ({"echo": 2}, "echo", "must be 1, not 2")],
+)
+async def test_what_no_feature_takes_is_refused_by_name(
+    made: World, asked: dict[str, Any], name: str, word: str, stream: bool
+) -> None:
+    for path, body in BODIES.items():
+        status, answer, _ = await made.srv.post(
+            path, body | {"vllm_xargs": asked, "stream": stream}
+        )
+        assert status == 400, answer
+        assert answer["error"]["param"] == f"vllm_xargs.{name}"
+        assert answer["error"]["message"].startswith(f"vllm_xargs.{name}: ")
+        assert word in answer["error"]["message"]
