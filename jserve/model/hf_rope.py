@@ -121,11 +121,7 @@ def _longrope(config: Config, raw: Config, key: str, turned: int) -> RopeScaling
     sequence that grew beyond the original length would need its KV computed anew."""
     if not turned:
         refuse(key, "type longrope is not supported in this family")
-    for name in ("short_factor", "long_factor"):
-        given = raw.get(name)
-        fits = isinstance(given, list | tuple) and len(given) == turned // 2
-        if not fits or not all(_positive(x) for x in given):
-            refuse(f"{key}.{name}", f"must list {turned // 2} positive numbers")
+    short, _ = (_factors(raw, key, name, turned // 2) for name in ("short_factor", "long_factor"))
     original = integer(config if config.get(_ORIGINAL) is not None else raw, _ORIGINAL)
     stretch = integer(config, "max_position_embeddings") / original
     factor = number(raw, "factor", stretch) if raw.get("factor") is not None else stretch
@@ -136,8 +132,15 @@ def _longrope(config: Config, raw: Config, key: str, turned: int) -> RopeScaling
         attention_factor=number(raw, "attention_factor", 1.0)
         if raw.get("attention_factor")
         else None,
-        short_factor=tuple(float(x) for x in raw["short_factor"]),
+        short_factor=short,
     )
+
+
+def _factors(raw: Config, key: str, name: str, n: int) -> tuple[float, ...]:
+    given = raw.get(name)
+    if not isinstance(given, list | tuple) or len(given) != n or not all(map(_positive, given)):
+        refuse(f"{key}.{name}", f"must list {n} positive numbers")
+    return tuple(float(x) for x in given)
 
 
 def _positive(x: Any) -> bool:
