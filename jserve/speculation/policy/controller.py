@@ -269,7 +269,10 @@ class SpeculationController:
     def _device_k(self, ready: Seq[Sequence], load: StepLoad) -> int:
         """Drafts that the device makes in a step of the rows that decode and those that soon will."""
         rows = [*ready, *load.entering]
-        if not 0 < len(rows) <= (self.limits.draft_rows or self.limits.max_decode_rows):
+        if len(rows) > (self.limits.draft_rows or self.limits.max_decode_rows):
+            self.hysteresis.end()
+            return 0
+        if not rows:
             return 0
         if self._fixed is not None:
             return self._fixed

@@ -146,6 +146,12 @@ class Hysteresis:
         self._probing = max(0, self._probing - 1) if self._rounds < PROBE_ROUNDS else 0
         return self.probe if self._probing else 0
 
+    def end(self) -> None:
+        """More rows run than drafts are made beside. What the drafter misses meanwhile is not backfilled
+        unless drafting begins anew."""
+        self.k = self._held = self._probing = 0
+        self._changed = True
+
     def seen(self) -> None:
         """A step came back that shows what was accepted."""
         self._rounds += 1

@@ -90,6 +90,23 @@ def test_a_crowd_is_not_drafted_for_and_the_backfill_follows_it(depth):
     assert drive.stood == drive.tried, "a draft was used that was made without the whole text"
 
 
+def test_after_a_long_crowd_what_costs_more_than_it_saves_is_not_backfilled():
+    """Also where drafting went on when the crowd came."""
+    drive = Watched(device_limits(max_model_len=1000, n_pages=900))
+    drive.add(long("a", 900))
+    for _ in range(6):
+        drive.step()
+    assert drive.tried > 0
+    for i in range(2):
+        drive.add(long(f"b{i}", 800))
+    for _ in range(800):
+        drive.step()
+    tried = drive.tried
+    drive.run()
+    assert drive.shown == 0
+    assert drive.tried == tried
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("n_pages", [200, 30])
 @pytest.mark.parametrize("seed", range(4))

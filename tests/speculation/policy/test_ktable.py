@@ -132,6 +132,14 @@ def test_drafting_does_not_end_or_begin_too_often():
     assert [k.step(0) for _ in range(HOLD - 2)] == [3] * (HOLD - 3) + [0]
 
 
+def test_behind_a_crowd_drafting_begins_anew():
+    k = Hysteresis(probe=3)
+    assert k.step(3) == 3
+    k.end()
+    assert k.k == 0
+    assert [k.step(3) for _ in range(HOLD)] == [0] * (HOLD - 1) + [3]
+
+
 def test_probes_are_rare_and_end_when_something_was_seen():
     k, drafted = Hysteresis(probe=3), []
     for _ in range(20 * PROBE_EVERY):
