@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, along_rows, swizzled
 from pallas_kernels.registers import set_compute, set_load
+from pallas_kernels.spec import Chunks, Pages
 from pallas_kernels.widen import Raw, load_widened
 
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
@@ -106,11 +107,8 @@ def plan(count_F: jax.Array, tile: Tile) -> Work:
 
 def attend(
     q_KYH: jax.Array,
-    keys_PKZH: jax.Array,
-    values_PKZH: jax.Array,
-    table_FM: jax.Array,
-    start_F: jax.Array,
-    count_F: jax.Array,
+    pages: Pages,
+    chunks: Chunks,
     sinks_KG: jax.Array | None,
     work: Work,
     tile: Tile,
@@ -129,8 +127,8 @@ def attend(
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=_scratch(tile, q_KYH.dtype, keys_PKZH.dtype),
-    )(q_KYH, keys_PKZH, values_PKZH, table_FM, start_F, count_F, sinks_KG, *work[:3])
+        scratch_types=_scratch(tile, q_KYH.dtype, pages.keys_PKZH.dtype),
+    )(q_KYH, *pages, chunks.start_F, chunks.count_F, sinks_KG, *work[:3])
 
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:

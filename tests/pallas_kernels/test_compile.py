@@ -15,6 +15,7 @@ import pytest
 from bench import passes
 from jserve.model.attention import backend
 from jserve.model.attn_dense import GATHERED
+from jserve.model.largest import BY_KERNEL, PARTS
 from jserve.model.view import Bucket, StepDims
 from jserve.sizing.compiled import compile_step
 from pallas_kernels import aot
@@ -24,6 +25,7 @@ from pallas_kernels.paged_attention.combine import FEW, MANY_SPLITS
 from pallas_kernels.paged_attention.hopper import Tile
 from pallas_kernels.ragged_prefill import ragged_prefill
 from pallas_kernels.ragged_prefill.hopper import TEAM
+from pallas_kernels.spec import AttentionSpec, Chunks, Pages, Rows
 from tests.pallas_kernels import tma
 from tests.pallas_kernels.shapes import ARCHS, step_model
 from tests.pallas_kernels.variants import CHAINS, F8, VARIANTS, Variant
@@ -98,16 +100,16 @@ def test_the_check_sees_budgets_that_are_larger_than_the_block() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_paged_attention(name: str) -> None:
     v, D = VARIANTS[name], 64
-    N = v.K * v.G
+    N, spec = v.K * v.G, AttentionSpec(scale=0.1, **v.static)
 
     def call(q: Any, k: Any, v_: Any, table: Any, start: Any, length: Any, more: Any) -> Any:
-        rows = (table, start, length)
+        pages, rows = Pages(k, v_, table), Rows(start, length)
         more = {"dtype": jnp.bfloat16, **more}
-        return paged_attention(q, k, v_, *rows, scale=0.1, tree=v.tree, **v.static, **more)
+        return paged_attention(q, pages, rows, spec, tree=v.tree, **more)
 
     pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
     q = struct(D, v.tokens, N, v.H)
-    tile = tile_of(q, pool, 0.1, tree=v.tree, **v.static)
+    tile = tile_of(q, pool, spec, v.tree)
     with tma.recorded() as descriptors:
         report = aot.compile_for(call, q, pool, pool, ints(D, 64), ints(D), ints(D), arrays(v))
     check_descriptors(descriptors)
@@ -151,10 +153,10 @@ def arrays(v: Variant) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CHAINS)
 def test_ragged_prefill(name: str) -> None:
     v, P, F = CHAINS[name], 2048, 8
-    N = v.K * v.G
+    N, spec = v.K * v.G, AttentionSpec(scale=0.1, **v.static)
 
     def call(q: Any, k: Any, v_: Any, table: Any, a: Any, b: Any, c: Any, more: Any) -> Any:
-        return ragged_prefill(q, k, v_, table, a, b, c, scale=0.1, **v.static, **more)
+        return ragged_prefill(q, Pages(k, v_, table), Chunks(a, b, c), spec, **more)
 
     pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
     args = (struct(P, N, v.H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F), arrays(v))
@@ -201,9 +203,15 @@ def check_step(
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
     assert "kDynamicSliceFusion" not in report.thunks, "a page table is a slice of the buffer"
     assert len(re.findall(r"\d: kCustomCall ", report.thunks)) == parts * arch.L
+    assert max(sorted_widths(report), default=0) <= PARTS * BY_KERNEL, "a sort of the vocabulary"
     check_weights(report, model)
     check_collectives(report, model)
     return report
+
+
+def sorted_widths(report: aot.Report) -> list[int]:
+    """Of what each sort of the program sorts, the numbers at once."""
+    return [int(n) for n in re.findall(r"= \(?\w+\[(?:\d+,)*(\d+)\].* sort\(", report.hlo)]
 
 
 def check_weights(report: aot.Report, model: Any) -> None:
