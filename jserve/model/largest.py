@@ -8,8 +8,8 @@ vocabulary. So there a row is taken apart, or looked at twice. XLA:CPU selects w
     token   0  1  2 .. 7 | 8  9 ..            part p: tokens p, p + 8, ...   neighbours in the vocabulary,
     part    0  1  2 .. 7 | 0  1 ..            of which the frequent ones come first, lie in different parts
 
-All logits above the least of what each part gave are found. The rest of the answer is not sure, and a row says how much of
-its answer is.
+All logits above the least of what each part gave are found. The rest of the answer is not sure, and a row says how
+much of its answer is.
 """
 
 from __future__ import annotations

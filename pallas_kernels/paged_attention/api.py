@@ -16,7 +16,6 @@ from pallas_kernels.paged_attention import hopper
 from pallas_kernels.paged_attention.combine import combine
 from pallas_kernels.paged_attention.hopper import Tile
 from pallas_kernels.paged_attention.tree import Tree
-from pallas_kernels.spec import AttentionSpec, Pages, Rows
 from pallas_kernels.served import (
     check_heads,
     check_page,
@@ -25,6 +24,7 @@ from pallas_kernels.served import (
     of_dtype,
     tuning,
 )
+from pallas_kernels.spec import AttentionSpec, Pages, Rows
 
 Array = jax.Array
 MAX_TOKENS = 16
@@ -63,7 +63,7 @@ def paged_attention(
         ValueError: a shape or dtype that the kernel cannot serve, named.
     """
     tile = tile_of(q_DJNH, pages.keys_PKZH, spec, tree)
-    D, J, N, H = q_DJNH.shape
+    D, J, _, H = q_DJNH.shape
     K, used = tile.K, tile.J * tile.G
     q_DKQH = q_DJNH.reshape(D, J, K, tile.G, H).swapaxes(1, 2).reshape(D, K, used, H)
     if scales_2K is not None:

@@ -14,8 +14,8 @@ from pallas_kernels.flash import LOG2E
 from pallas_kernels.ragged_prefill import hopper
 from pallas_kernels.ragged_prefill.hopper import ROWS_OF_TILE, Tile
 from pallas_kernels.ragged_prefill.ref import row_of_token
-from pallas_kernels.spec import AttentionSpec, Chunks, Pages
 from pallas_kernels.served import check_heads, check_page, multiplied, of_dtype, tuning
+from pallas_kernels.spec import AttentionSpec, Chunks, Pages
 
 Array = jax.Array
 

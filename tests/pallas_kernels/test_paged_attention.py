@@ -50,7 +50,7 @@ def run(
     sinks_N = rng.standard_normal(K * G).astype(np.float32) if sinks else None
     scales = rng.uniform(0.3, 3, (2, K)).astype(np.float32) if scaled else np.ones((2, K))
     static: dict[str, Any] = dict(scale=H**-0.5, **variant)
-    kwargs: dict[str, Any] = dict(sinks_N=sinks_N, tree=tree)
+    kwargs: dict[str, Any] = {"sinks_N": sinks_N, "tree": tree}
     if scaled:
         kwargs["scales_2K"] = jnp.asarray(scales)
     if kernel is None:
