@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.candidates.kv_write import kv_write, ref as kv_ref
 from bench.candidates.quant_matmul import quant_matmul, ref as quant_ref
 from bench.candidates.sample_threshold import ref as threshold_ref, sample_threshold
 from bench.gpu_kernels import L2_BYTES, compare, relative, seconds
@@ -26,7 +25,9 @@ from jserve.model import kv_pool
 from jserve.model.layers import rms_norm
 from jserve.model.rope import rotate
 from jserve.model.sample import threshold
+from pallas_kernels.kv_write import Angles, Places, kv_write, ref as kv_ref
 from pallas_kernels.launch import interpreter
+from pallas_kernels.paged_attention import q_rows_of
 
 Call = Callable[..., Any]
 NEEDED = 1.05
@@ -104,38 +105,39 @@ def sampling(tiny: bool) -> Iterator[Contest]:
 def _projections(T: int, K: int, G: int, H: int, normed: bool, seed: int) -> tuple[Any, ...]:
     rng = np.random.default_rng(seed)
     Z, P = 64, max(T // 32, 4)  # small: a chain begins with a copy of the pools
-    y = jax.random.normal(jax.random.key(seed), (T, K, G + 2, H))
+    y = jax.random.normal(jax.random.key(seed), (1, T, K, G + 2, H))
     angle = jnp.asarray(rng.uniform(0, 6, (T, H // 2)), jnp.float32)
     places = rng.permutation(P * Z)[:T]
     page, off = (jnp.asarray(x, jnp.int32) for x in (places // Z, places % Z))
     keys, values = jax.random.normal(jax.random.key(seed + 1), (2, P, K, Z, H), jnp.bfloat16)
-    norms = (jnp.ones((2, H)) * 1.5,) if normed else ()
-    return y, jnp.cos(angle), jnp.sin(angle), page, off, keys, values, *norms
+    norms = (tuple(jnp.ones((2, H), jnp.bfloat16) * 1.5),) if normed else ()
+    angles, places = Angles(jnp.cos(angle), jnp.sin(angle)), Places(page, off)
+    return y, angles, places, (keys, values), *norms
 
 
 def _kv_ours(options: dict[str, Any], *args: Any) -> Any:
-    *plain, norms = args if len(args) == 8 else (*args, None)
-    G = args[0].shape[2] - 2
-    return kv_write(*plain, norms_2H=norms, eps=EPS, q_rows=-(-G // 8) * 8, **options)
+    G, norms = args[0].shape[3] - 2, dict(zip(["norms"], args[4:], strict=False))
+    return kv_write(*args[:4], **norms, eps=EPS, q_rows=q_rows_of(G), **options)
 
 
-def _kv_by_xla(y: Any, cos: Any, sin: Any, page: Any, off: Any, *rest: Any) -> Any:
+def _kv_by_xla(y: Any, angles: Any, places: Any, pools: Any, *norms: Any) -> Any:
     """What the served step does of it."""
+    y, (cos, sin), (page, off) = y.sum(0), angles, places
     T, K, C, H = y.shape
     q, k, v = y[:, :, :-2].reshape(T, -1, H), y[:, :, -2], y[:, :, -1]
-    if len(rest) == 3:
-        q, k = rms_norm(q, rest[2][0], EPS), rms_norm(k, rest[2][1], EPS)
+    if norms:
+        q, k = rms_norm(q, norms[0][0], EPS), rms_norm(k, norms[0][1], EPS)
     tables = jnp.stack([cos, cos], 1), jnp.stack([-sin, sin], 1)
     view: Any = _Places(page, off, page)
-    pools = kv_pool.write_kv(rest[:2], rotate(k, *tables), v, view)
-    q = rotate(q, *tables).reshape(T, K, C - 2, H).astype(rest[0].dtype)
+    pools = kv_pool.write_kv(pools, rotate(k, *tables), v, view)
+    q = rotate(q, *tables).reshape(T, K, C - 2, H).astype(pools[0].dtype)
     return jnp.pad(q, ((0, 0), (0, 0), (0, -(C - 2) % 8), (0, 0))), *pools
 
 
 def _same_pools(args: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
     """The pools go on; other projections wait for these queries."""
-    head, _ = jax.lax.optimization_barrier((args[:5], out[0]))
-    return (*head, *out[1:], *args[7:])
+    head, _ = jax.lax.optimization_barrier((args[:3], out[0]))
+    return (*head, tuple(out[1:]), *args[4:])
 
 
 def writing(tiny: bool) -> Iterator[Contest]:
@@ -254,9 +256,9 @@ def _kept(c: Contest, seed: int, tiny: bool) -> dict[str, Any]:
 
 def _written(c: Contest, seed: int, tiny: bool) -> dict[str, Any]:
     given = c.inputs(seed)
-    norms = given[7] if len(given) == 8 else None
-    want = kv_ref.kv_write(*given[:7], norms_2H=norms, eps=EPS)
-    G, call = given[0].shape[2] - 2, jax.jit(c.ours)
+    norms = dict(zip(["norms"], given[4:], strict=False))
+    want = kv_ref.kv_write(*given[:4], **norms, eps=EPS)
+    G, call = given[0].shape[3] - 2, jax.jit(c.ours)
     runs = [call(*given) for _ in range(2 if tiny else 20)]
     q, keys, values = runs[0]
     rel = max(relative(x, y) for x, y in zip((q[:, :, :G], keys, values), want, strict=True))

@@ -51,7 +51,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     if D:
         o_DJNH = paged_attention(
             q_TNH[: D * J].reshape(D, J, N, H),
-            Pages(*kv, _computed(view.page_table_RM[:D])),
+            Pages(*kv, page_table(view.page_table_RM[:D])),
             Rows(view.start_R[:D], view.kv_len_R[:D]),
             spec,
             tree=None if view.tree is None else Tree(view.tree.sees, view.tree.depth),
@@ -61,7 +61,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     if view.P:
         o_PNH = ragged_prefill(
             q_TNH[D * J :],
-            Pages(*kv, _computed(view.page_table_RM[D:])),
+            Pages(*kv, page_table(view.page_table_RM[D:])),
             Chunks(view.first_R[D:] - D * J, view.start_R[D:], view.count_R[D:]),
             spec,
         )
@@ -69,7 +69,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     return jnp.concatenate(parts)
 
 
-def _computed(table_RM: jax.Array) -> jax.Array:
+def page_table(table_RM: jax.Array) -> jax.Array:
     """The same page ids with a place of their own. A part of the step's buffer as it came would have XLA wrap
     each call in a dynamic-slice fusion, and update all of these nodes of the graph every step."""
     return jnp.maximum(table_RM, 0)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.kv_layout import heads_over
+from jserve.model import fused
 from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.ctx import Ctx
@@ -33,6 +34,8 @@ def tapped(
     arch = ctx.arch
     x_TD = embed(params["embed"], ctx.view.tok_T, ctx.axes)
     ctx = ctx.with_tables()
+    if fused.serves(ctx, params, kv):
+        return fused.tapped(ctx, params, kv, x_TD, layers)
     layer = _traced_layer()
     entering, first, new_kv = {}, {}, []
     for i, p in enumerate(params["layers"]):

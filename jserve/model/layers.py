@@ -78,13 +78,17 @@ def _qkv(arch: Arch, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, 
 
 def mlp_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
     """What the layer's SiLU-gated MLP adds to the residual stream."""
-    x_TD = rms_norm(x_TD, p["mlp_norm"], ctx.arch.norm_eps)
+    h_TF = gated(p, rms_norm(x_TD, p["mlp_norm"], ctx.arch.norm_eps))
+    y_TD = reduce(dot(h_TF, p["down"]), ctx.axes.ffn)
+    return y_TD + p["down_bias"] if "down_bias" in p else y_TD
+
+
+def gated(p: Params, x_TD: jax.Array) -> jax.Array:
+    """float32[T, F]: what a SiLU-gated MLP makes of what is normed already, before its last product."""
     y_T2F = dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
     if "gate_up_bias" in p:
         y_T2F = y_T2F + p["gate_up_bias"]
-    h_TF = jax.nn.silu(y_T2F[:, 0]) * y_T2F[:, 1]
-    y_TD = reduce(dot(h_TF, p["down"]), ctx.axes.ffn)
-    return y_TD + p["down_bias"] if "down_bias" in p else y_TD
+    return jax.nn.silu(y_T2F[:, 0]) * y_T2F[:, 1]
 
 
 def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:

@@ -96,10 +96,8 @@ def test_ways_of_xla_agree_with_the_kernels() -> None:
     assert (kept == (args[0] >= want[:, None])).all()
     c = contest(g.writing)
     args = c.inputs(SEED)
-    G = args[0].shape[2] - 2
-    got, want = (
-        c.by_xla["scatter"](*args),
-        g.kv_ref.kv_write(*args[:7], norms_2H=args[7], eps=g.EPS),
-    )
+    G = args[0].shape[3] - 2
+    got = c.by_xla["scatter"](*args)
+    want = g.kv_ref.kv_write(*args[:4], norms=args[4], eps=g.EPS)
     for x, y in zip((got[0][:, :, :G], *got[1:]), want, strict=True):
         assert g.relative(x, y) < 1e-2

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from bench import passes
-from bench.candidates.kv_write import kv_write
 from bench.candidates.quant_matmul import quant_matmul
 from bench.gpu_candidates import CONTESTS, Contest, tunings
 from pallas_kernels import aot
+from pallas_kernels.kv_write import Angles, Places, kv_write
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -78,17 +78,17 @@ def test_every_tuning_that_is_timed(c: Contest, tune: dict[str, int]) -> None:
 )
 def test_pools_are_written_in_place(K: int, G: int, H: int, dtype: Any) -> None:
     T, pool = 64, struct(1024, K, 64, H, dtype=dtype)
-    ints, angles = struct(T, dtype=jnp.int32), struct(T, H // 2)
-    more = {"bias_KCH": struct(K, G + 2, H), "norms_2H": struct(2, H)}
+    ints, angle = struct(T, dtype=jnp.int32), struct(T, H // 2)
+    bf16 = jnp.bfloat16
+    more = {"bias_KCH": struct(K, G + 2, H), "norms": (struct(H, dtype=bf16),) * 2}
     if dtype == F8:
         more["scales_2K"] = struct(2, K)
 
-    def call(y: Any, cos: Any, sin: Any, page: Any, off: Any, k: Any, v: Any, more: Any) -> Any:
-        return kv_write(y, cos, sin, page, off, k, v, eps=1e-6, **more)
+    def call(y: Any, angles: Any, places: Any, pools: Any, more: Any) -> Any:
+        return kv_write(y, angles, places, pools, eps=1e-6, **more)
 
-    report = aot.compile_for(
-        call, struct(T, K, G + 2, H), angles, angles, ints, ints, pool, pool, more, donate=(5, 6)
-    )
+    angles, places, y = Angles(angle, angle), Places(ints, ints), struct(4, T, K, G + 2, H)
+    report = aot.compile_for(call, y, angles, places, (pool, pool), more, donate=(3,))
     check(report)
     assert report.alias_bytes == 2 * 1024 * K * 64 * H * jnp.dtype(dtype).itemsize
     assert not report.copies(1 << 20)
