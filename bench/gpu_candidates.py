@@ -25,6 +25,7 @@ from jserve.model import kv_pool
 from jserve.model.layers import rms_norm
 from jserve.model.rope import rotate
 from jserve.model.sample import threshold
+from pallas_kernels.add_norm import add_norm, ref as norm_ref
 from pallas_kernels.kv_write import Angles, Places, kv_write, ref as kv_ref
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import q_rows_of
@@ -164,6 +165,44 @@ def writing(tiny: bool) -> Iterator[Contest]:
             )
 
 
+# --- partial sums, residual and norm
+
+
+def _sums(S: int, T: int, D: int, seed: int) -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(seed), 2)
+    y, x = jax.random.normal(keys[0], (S, T, D)), jax.random.normal(keys[1], (T, D))
+    return y, x, jnp.ones(D, jnp.bfloat16) * 1.5
+
+
+def _norm_by_xla(y: Any, x: Any, weight: Any) -> Any:
+    """What the served step does of it."""
+    x = x + y.sum(0)
+    return x, rms_norm(x, weight, EPS).astype(jnp.bfloat16)
+
+
+def _next_norm(args: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+    """The residual stream goes on; other sums wait for the norm of this one."""
+    y, _ = jax.lax.optimization_barrier((args[0], out[1]))
+    return y, out[0], args[2]
+
+
+def norming(tiny: bool) -> Iterator[Contest]:
+    """As many parts as ``jserve.model.fused`` splits a product into; over 8 devices one sum of all."""
+    shapes = {"1b": (8, 2048), "8b": (4, 4096), "70b": (2, 8192), "70b tp8": (1, 8192)}
+    ours = functools.partial(add_norm, eps=EPS, dtype=jnp.bfloat16, **_interpreted(tiny))
+    for name, (S, D) in ({"tiny": (2, 512)} if tiny else shapes).items():
+        for T in (2,) if tiny else (2, 32, 256):
+            yield Contest(
+                "add_norm",
+                f"{name}, {T} tokens",
+                functools.partial(_sums, S, T, D),
+                ours,
+                {"fusions": _norm_by_xla},
+                _next_norm,
+                T * D * (S * 4 + 4 + 4 + 2),
+            )
+
+
 # --- 4-bit weights
 
 
@@ -218,7 +257,7 @@ def _interpreted(tiny: bool) -> dict[str, Any]:
     return {"interpret": interpreter()} if tiny else {}
 
 
-CONTESTS = (sampling, writing, products)
+CONTESTS = (sampling, writing, norming, products)
 REFERENCES: dict[str, Call] = {
     "sample_threshold": threshold_ref.sample_threshold,
     "quant_matmul": quant_ref.quant_matmul,
@@ -230,7 +269,12 @@ REFERENCES: dict[str, Call] = {
 
 def candidate_numerics(record: Record) -> None:
     """Every shape on fresh inputs, whose seed the record holds, against float32 references."""
-    checks = {"sample_threshold": _kept, "kv_write": _written, "quant_matmul": _multiplied}
+    checks = {
+        "sample_threshold": _kept,
+        "kv_write": _written,
+        "add_norm": _normed,
+        "quant_matmul": _multiplied,
+    }
     for contest in (c for some in CONTESTS for c in some(record.tiny)):
         measure = functools.partial(_on_fresh, checks[contest.kernel], contest, record.tiny)
         record.attempt(f"{contest.kernel} {contest.shape}", measure)
@@ -267,6 +311,16 @@ def _written(c: Contest, seed: int, tiny: bool) -> dict[str, Any]:
         for run in runs[1:]
         for x, y in zip((q[:, :, :G], keys, values), (run[0][:, :, :G], *run[1:]), strict=True)
     )
+    return {"rel": rel, "stable": stable, "ok": bool(rel < 1e-2 and stable)}
+
+
+def _normed(c: Contest, seed: int, tiny: bool) -> dict[str, Any]:
+    given = c.inputs(seed)
+    want = norm_ref.add_norm(*given, EPS, jnp.bfloat16)
+    call = jax.jit(c.ours)
+    runs = [[np.asarray(x, np.float32) for x in call(*given)] for _ in range(2 if tiny else 20)]
+    rel = max(relative(x, y) for x, y in zip(runs[0], want, strict=True))
+    stable = all(np.array_equal(x, y) for run in runs for x, y in zip(runs[0], run, strict=True))
     return {"rel": rel, "stable": stable, "ok": bool(rel < 1e-2 and stable)}
 
 

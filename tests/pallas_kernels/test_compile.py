@@ -183,6 +183,7 @@ def check_step(
     layers: int = 0,
     n_pages: int = 2048,
     kv_dtype: Any = jnp.bfloat16,
+    attn: str = "hopper",
 ) -> aot.Report:
     """All that holds for a step of any model; ``layers`` 0 is the model's own depth. Over 8 bits the
     checkpoint has scales, too."""
@@ -190,8 +191,10 @@ def check_step(
     arch = dataclasses.replace(arch, L=layers) if layers else arch
     # A device's share of the pool is the same however many there are, as in an engine.
     model = step_model(arch, tp=tp, n_pages=n_pages * tp, kv_dtype=kv_dtype)
+    model = dataclasses.replace(model, backend=backend(attn, "cuda"))
     report = compile_step(model, bucket)
     parts = (bucket.D > 0) * 2 + (bucket.P > 0)  # attention and its combination; prefill
+    parts += 3 * (attn == "hopper_fused")
     assert report.spills == 0, report.kernels
     assert not report.ignored
     assert 0 < report.smem_bytes <= aot.SMEM_LIMIT
@@ -262,6 +265,23 @@ def test_kernels_of_a_layer(name: str, batch: int, kernels: int, in_a_row: int) 
     after = [p.op for p in found.passes]
     last = max(i for i, op in enumerate(after) if op == "custom-call")
     assert after[last - 1 : last + 2] == ["custom-call", "custom-call", "dot"]
+
+
+@pytest.mark.parametrize(("name", "batch"), [("llama-3.1-8b", 1), ("qwen3-8b", 64)])
+def test_kernels_of_a_fused_layer(name: str, batch: int) -> None:
+    """Between the products kernels of ours, and what gates the MLP."""
+    found = passes.layer(name, batch, "hopper_fused")
+    ours = ["custom-call"]
+    kinds = ["dot", *ours * 3, "dot", *ours, "dot", "convert", "dot", *ours]
+    assert [p.op for p in found.passes] == kinds
+    assert found.chain == len(kinds) == 10
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fused_step(tp: int) -> None:
+    """KV in place and one graph, also where partial sums go to other devices first."""
+    report = check_step("llama-3.2-1b", Bucket(D=8, P=0, F=0), tp, layers=2, attn="hopper_fused")
+    assert {k.threads for k in report.kernels[-2:]} == {128}
 
 
 def test_mixed_step_of_1b() -> None:

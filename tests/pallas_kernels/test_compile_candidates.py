@@ -25,6 +25,7 @@ FEW = {
     "1b, 2 tokens",
     "qwen3 8b, norms, 256 tokens",
     "70b tp8, 32 tokens",
+    "70b, 256 tokens",
     "8b down, 1 rows",
     "8b gate_up, 64 rows",
     "70b tp8 gate_up, 16 rows",
@@ -126,7 +127,7 @@ def test_layer_of_a_model() -> None:
     layer = passes.layer("qwen3-8b", 1)
     kinds = layer.groups()
     assert [len(kinds[f"product {m}"]) for m in passes.MATRICES] == [1, 1, 1, 1]
-    assert len(kinds["attention"]) == 2
+    assert len(kinds["a kernel of ours"]) == 2
     assert len(kinds["norm of queries or keys"]) == 2
     assert len(kinds["norm"]) == 2
     assert len(layer.between) == len(layer.passes) - 6 >= 10
