@@ -206,15 +206,10 @@ def check_step(
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
     assert "kDynamicSliceFusion" not in report.thunks, "a page table is a slice of the buffer"
     assert len(re.findall(r"\d: kCustomCall ", report.thunks)) == parts * arch.L
-    assert max(sorted_widths(report), default=0) <= PARTS * BY_KERNEL, "a sort of the vocabulary"
+    assert max(report.sorts(), default=0) <= PARTS * BY_KERNEL, "a sort of the vocabulary"
     check_weights(report, model)
     check_collectives(report, model)
     return report
-
-
-def sorted_widths(report: aot.Report) -> list[int]:
-    """Of what each sort of the program sorts, the numbers at once."""
-    return [int(n) for n in re.findall(r"= \(?\w+\[(?:\d+,)*(\d+)\].* sort\(", report.hlo)]
 
 
 def check_weights(report: aot.Report, model: Any) -> None:

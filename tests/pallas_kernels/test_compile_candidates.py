@@ -115,11 +115,10 @@ def test_four_bits_are_what_is_read(register_w: bool) -> None:
 
 
 def test_no_sort_is_left() -> None:
-    by_xla, ours = passes.sampler(256, 128256)
-    assert "of them sort" in by_xla
-    assert "sort:" not in ours
-    assert int(by_xla.split(": ")[1].split()[0]) > 40
-    assert int(ours.split(": ")[1].split()[0]) < 8
+    lines = list(passes.sampler(256, 128256))
+    assert all("does not sort it" in line for line in lines)
+    by_xla, ours = (int(line.split(" kernels")[0].split()[-1]) for line in lines)
+    assert ours < 8 < by_xla < 50
 
 
 def test_layer_of_a_model() -> None:

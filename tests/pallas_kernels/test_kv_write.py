@@ -37,7 +37,8 @@ def inputs(
     angle = rng.uniform(0, 6, (T, H // 2)).astype(np.float32)
     named: dict[str, Any] = {}
     if norms:
-        named |= {"norms": tuple(jnp.asarray(rng.uniform(0.5, 2, (2, H)), dtype)), "eps": 1e-5}
+        weights = jnp.asarray(rng.uniform(0.5, 2, (2, H)), jnp.bfloat16)
+        named |= {"norms": tuple(weights), "eps": 1e-5}
     if bias:
         named["bias_KCH"] = rng.standard_normal((K, G + 2, H)).astype(np.float32)
     if dtype == F8:
