@@ -188,7 +188,7 @@ def _next_norm(args: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
 
 def norming(tiny: bool) -> Iterator[Contest]:
     """As many parts as ``jserve.model.fused`` splits a product into; over 8 devices one sum of all."""
-    shapes = {"1b": (8, 2048), "8b": (4, 4096), "70b": (2, 8192), "70b tp8": (1, 8192)}
+    shapes = {"1b": (8, 2048), "8b": (8, 4096), "70b": (4, 8192), "70b tp8": (1, 8192)}
     ours = functools.partial(add_norm, eps=EPS, dtype=jnp.bfloat16, **_interpreted(tiny))
     for name, (S, D) in ({"tiny": (2, 512)} if tiny else shapes).items():
         for T in (2,) if tiny else (2, 32, 256):

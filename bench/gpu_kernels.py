@@ -339,7 +339,7 @@ def prefill_numerics(record: Record) -> None:
         if tiny and name not in few:
             continue
         shape = shape._replace(K=1, H=64) if tiny else shape
-        tune = {"register_p": False, "block": 64} if tiny else tune
+        tune = {**tune, "register_p": False, "block": 64} if tiny else tune
         check = functools.partial(_prefill_check, spans, shape, tune, variant, tiny)
         record.attempt(name, check)
 
@@ -402,20 +402,25 @@ def _prefill_time(spans: Any, shape: Shape, tune: dict, tiny: bool) -> dict:
     p = pools(spans, shape, 5)
     q = queries(5, sum(c for _, c in spans), shape.K * shape.G, shape.H)
     calls = 1 if tiny else 4
-    tune = {"register_p": False, "block": 64} if tiny else tune
+    tune = {**tune, "register_p": False, "block": 64} if tiny else tune
     spent = seconds(chained(_prefill_call(tune, tiny), calls, 1), (q, p), calls, 1 if tiny else 7)
     rate = prefill_flops(spans, shape) / spent
     return {"us": spent * 1e6, "tflops": rate / 1e12, "share": rate / PEAK_BF16}
 
 
 def prefill_tune(record: Record) -> None:
-    """Blocks, stages and taking turns for tune.json."""
+    """Blocks, stages, and taking turns or scores ahead, for tune.json."""
     spans = next(iter(_prompts(record.tiny).values()))
-    grid = itertools.product(
-        ("8b", "1b"), ((128, 2), (64, 3), (64, 4)), (True, False), (True, False)
-    )
-    for name, (block, stages), turns, registers in grid:
-        tune = {"block": block, "stages": stages, "ping_pong": turns, "register_p": registers}
+    ways = ({"ping_pong": True}, {"ping_pong": False}, {"ahead": True})
+    grid = itertools.product(("8b", "1b"), ((128, 2), (64, 3), (64, 4)), ways, (True, False))
+    for name, (block, stages), way, registers in grid:
+        tune = {"block": block, "stages": stages, **way, "register_p": registers}
         measure = functools.partial(_prefill_time, spans, SHAPES[name], tune, record.tiny)
-        if not record.tiny or (name, block, stages, turns, registers) == ("1b", 64, 3, True, True):
-            record.attempt(f"{name}, {tuple(tune.values())}", measure)
+        if not record.tiny or (name, stages, registers) == ("1b", 3, True):
+            record.attempt(f"{name}, {block} x {stages}, {_way(way, registers)}", measure)
+
+
+def _way(way: dict[str, bool], registers: bool) -> str:
+    ((name, on),) = way.items()
+    kept = "registers" if registers else "shared memory"
+    return f"{'' if on else 'no '}{name.replace('_', ' ')}, weights in {kept}"

@@ -25,8 +25,10 @@ from jserve.model.layers import gated, rms_norm
 
 TILE = 64
 """Outputs that one block of a product computes, by XLA's choice for few rows."""
-BLOCKS = 192
-"""Fewest blocks of a product that keep 132 multiprocessors busy."""
+BLOCKS = 264
+"""Fewest blocks of a product that keep 132 multiprocessors busy: two each, as XLA itself splits."""
+PARTS = 8
+"""Most partial sums, so that a thread of the kernel that adds them has registers for their loads."""
 DEPTH = 64
 """What is left of the depth after splitting is a multiple of this."""
 
@@ -101,7 +103,7 @@ def split_product(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
     w_ND = w_ND.reshape(-1, w_ND.shape[-1])
     N, D = w_ND.shape
     S = 1
-    while N // TILE * S < BLOCKS and D % (2 * S * DEPTH) == 0:
+    while N // TILE * S < BLOCKS and S < PARTS and D % (2 * S * DEPTH) == 0:
         S *= 2
     x_TSX, w_NSX = x_TD.reshape(-1, S, D // S), w_ND.reshape(N, S, D // S)
     dims = (((2,), (2,)), ((1,), (1,)))

@@ -22,7 +22,7 @@ from jserve.model.arch import Arch
 from jserve.model.attention import AttendArgs, LayerKV
 from jserve.model.collectives import gather, reduce, shard_index
 from jserve.model.ctx import Ctx
-from jserve.model.dot import dot
+from jserve.model.dot import dot, narrow_dot
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.rope import rotate
 from jserve.model.shard import Axes
@@ -85,7 +85,7 @@ def mlp_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
 
 def gated(p: Params, x_TD: jax.Array) -> jax.Array:
     """float32[T, F]: what a SiLU-gated MLP makes of what is normed already, before its last product."""
-    y_T2F = dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
+    y_T2F = narrow_dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
     if "gate_up_bias" in p:
         y_T2F = y_T2F + p["gate_up_bias"]
     return jax.nn.silu(y_T2F[:, 0]) * y_T2F[:, 1]

@@ -34,7 +34,8 @@ def ragged_prefill(
     Args:
         q_PNH: queries of P tokens; cast to the dtype that is multiplied: the pool's, or float16
             where that is float8_e4m3fn.
-        spec: its ``tune`` may have ``block``, ``stages``, ``raw_stages``, ``ping_pong`` and ``register_p``.
+        spec: its ``tune`` may have ``block``, ``stages``, ``raw_stages``, ``ping_pong``, ``ahead`` (in place of
+            ``ping_pong``) and ``register_p``.
         sinks_N, scales_2K: as of ``paged_attention``.
 
     Returns:
@@ -106,7 +107,8 @@ def tile_of(q_PNH: Any, keys_PKZH: Any, F: int, spec: AttentionSpec) -> Tile:
         Z=Z,
         block=block,
         stages=chosen["stages"],
-        ping_pong=chosen["ping_pong"],
+        ping_pong=chosen["ping_pong"] and not chosen.get("ahead", False),
+        ahead=bool(chosen.get("ahead", False)),
         scale=spec.scale,
         window=spec.window,
         soft_cap=spec.soft_cap,

@@ -4,6 +4,7 @@ copies, command buffers. Skipped without the CUDA plugin (see conftest)."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from typing import Any
@@ -164,6 +165,30 @@ def test_ragged_prefill(name: str) -> None:
         report = aot.compile_for(call, *args)
     check_descriptors(descriptors)
     check(report, 1, TEAM, 1)
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_scores_ahead_of_the_softmax(H: int) -> None:
+    """Without a spill; in the loop of plain blocks all exponentials lie between the start of one product and that of
+    the next, and nothing waits between them."""
+    spec = AttentionSpec(scale=0.1, tune={"ahead": True})
+
+    def call(q: Any, k: Any, v: Any, table: Any, a: Any, b: Any, c: Any) -> Any:
+        return ragged_prefill(q, Pages(k, v, table), Chunks(a, b, c), spec)
+
+    pool, F = struct(1024, 8, 64, H), 8
+    args = (struct(2048, 32, H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F))
+    report = aot.compile_for(call, *args)
+    check(report, 1, TEAM, 1)
+    steps = re.findall(r"wgmma\.mma_async|wgmma\.wait_group|ex2\.approx", report.kernels[0].ptx)
+    order = [step for step, _ in itertools.groupby(steps)]
+    product, exponential = "wgmma.mma_async", "ex2.approx"
+    ahead = [
+        order[i - 1 : i + 2] == [product, exponential, product]
+        for i, step in enumerate(order)
+        if step == exponential
+    ]
+    assert sum(ahead) == 1, order
 
 
 def layer_bytes(model: Any) -> int:

@@ -92,7 +92,7 @@ def test_which_steps_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("N", "D", "S"),
-    [(4096, 4096, 4), (6144, 4096, 2), (28672, 4096, 1), (2048, 2048, 8), (64, 192, 1)],
+    [(4096, 4096, 8), (6144, 4096, 4), (28672, 4096, 1), (1024, 2048, 8), (64, 192, 1)],
 )
 def test_products_are_split_until_the_device_is_busy(N: int, D: int, S: int) -> None:
     rng = np.random.default_rng(0)

@@ -113,6 +113,13 @@ def test_eight_bits_of_every_kind() -> None:
     run(((200, 20), (0, 0), (30, 7)), dtype=F8, scaled=True, gap=2, **variant)
 
 
+@pytest.mark.parametrize("window", [0, 50, 300])
+def test_scores_ahead(window: int) -> None:
+    """Rows of no plain block, of one and of several, whose ends are masked."""
+    spans = ((400, 40), (0, 30), (130, 3), (0, 0))
+    run(spans, tune={"ahead": True, "stages": 3}, window=window, gap=1)
+
+
 @pytest.mark.parametrize("case", PREFILL)
 def test_ref(case: str) -> None:
     run(PREFILL[case], kernel=ref.ragged_prefill, window=25, soft_cap=2.0, sinks=True, gap=2)
