@@ -287,6 +287,12 @@ def test_kernels_of_a_layer(name: str, batch: int, kernels: int, in_a_row: int) 
     assert after[last - 1 : last + 2] == ["custom-call", "custom-call", "dot"]
 
 
+def test_a_whole_product_before_the_gate_is_written_in_16_bits() -> None:
+    found = passes.layer("llama-3.2-1b", 256)
+    (product,) = found.groups()["product gate_up"]
+    assert product.written == 256 * 2 * ARCHS["llama-3.2-1b"].F * 2
+
+
 @pytest.mark.parametrize(("name", "batch"), [("llama-3.1-8b", 1), ("qwen3-8b", 64)])
 def test_kernels_of_a_fused_layer(name: str, batch: int) -> None:
     """Between the products kernels of ours, and what gates the MLP."""
