@@ -32,7 +32,7 @@ PROGRAMS = Path(tempfile.gettempdir()) / "jserve-gpu-programs"
 
 KILLED_S = 20
 """How long a killed process may take to be gone."""
-ATTENTION = ("hopper", "dense", "xla", "none")
+ATTENTION = ("hopper", "hopper_fused", "dense", "xla", "none")
 
 
 @dataclass(frozen=True, slots=True)

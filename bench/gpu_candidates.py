@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.candidates.kv_write import kv_write, ref as kv_ref
 from bench.candidates.quant_matmul import quant_matmul, ref as quant_ref
 from bench.candidates.sample_threshold import ref as threshold_ref, sample_threshold
 from bench.gpu_kernels import L2_BYTES, compare, relative, seconds
@@ -26,7 +25,10 @@ from jserve.model import kv_pool
 from jserve.model.layers import rms_norm
 from jserve.model.rope import rotate
 from jserve.model.sample import threshold
+from pallas_kernels.add_norm import add_norm, ref as norm_ref
+from pallas_kernels.kv_write import Angles, Places, kv_write, ref as kv_ref
 from pallas_kernels.launch import interpreter
+from pallas_kernels.paged_attention import q_rows_of
 
 Call = Callable[..., Any]
 NEEDED = 1.05
@@ -104,38 +106,39 @@ def sampling(tiny: bool) -> Iterator[Contest]:
 def _projections(T: int, K: int, G: int, H: int, normed: bool, seed: int) -> tuple[Any, ...]:
     rng = np.random.default_rng(seed)
     Z, P = 64, max(T // 32, 4)  # small: a chain begins with a copy of the pools
-    y = jax.random.normal(jax.random.key(seed), (T, K, G + 2, H))
+    y = jax.random.normal(jax.random.key(seed), (1, T, K, G + 2, H))
     angle = jnp.asarray(rng.uniform(0, 6, (T, H // 2)), jnp.float32)
     places = rng.permutation(P * Z)[:T]
     page, off = (jnp.asarray(x, jnp.int32) for x in (places // Z, places % Z))
     keys, values = jax.random.normal(jax.random.key(seed + 1), (2, P, K, Z, H), jnp.bfloat16)
-    norms = (jnp.ones((2, H)) * 1.5,) if normed else ()
-    return y, jnp.cos(angle), jnp.sin(angle), page, off, keys, values, *norms
+    norms = (tuple(jnp.ones((2, H), jnp.bfloat16) * 1.5),) if normed else ()
+    angles, places = Angles(jnp.cos(angle), jnp.sin(angle)), Places(page, off)
+    return y, angles, places, (keys, values), *norms
 
 
 def _kv_ours(options: dict[str, Any], *args: Any) -> Any:
-    *plain, norms = args if len(args) == 8 else (*args, None)
-    G = args[0].shape[2] - 2
-    return kv_write(*plain, norms_2H=norms, eps=EPS, q_rows=-(-G // 8) * 8, **options)
+    G, norms = args[0].shape[3] - 2, dict(zip(["norms"], args[4:], strict=False))
+    return kv_write(*args[:4], **norms, eps=EPS, q_rows=q_rows_of(G), **options)
 
 
-def _kv_by_xla(y: Any, cos: Any, sin: Any, page: Any, off: Any, *rest: Any) -> Any:
+def _kv_by_xla(y: Any, angles: Any, places: Any, pools: Any, *norms: Any) -> Any:
     """What the served step does of it."""
+    y, (cos, sin), (page, off) = y.sum(0), angles, places
     T, K, C, H = y.shape
     q, k, v = y[:, :, :-2].reshape(T, -1, H), y[:, :, -2], y[:, :, -1]
-    if len(rest) == 3:
-        q, k = rms_norm(q, rest[2][0], EPS), rms_norm(k, rest[2][1], EPS)
+    if norms:
+        q, k = rms_norm(q, norms[0][0], EPS), rms_norm(k, norms[0][1], EPS)
     tables = jnp.stack([cos, cos], 1), jnp.stack([-sin, sin], 1)
     view: Any = _Places(page, off, page)
-    pools = kv_pool.write_kv(rest[:2], rotate(k, *tables), v, view)
-    q = rotate(q, *tables).reshape(T, K, C - 2, H).astype(rest[0].dtype)
+    pools = kv_pool.write_kv(pools, rotate(k, *tables), v, view)
+    q = rotate(q, *tables).reshape(T, K, C - 2, H).astype(pools[0].dtype)
     return jnp.pad(q, ((0, 0), (0, 0), (0, -(C - 2) % 8), (0, 0))), *pools
 
 
 def _same_pools(args: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
     """The pools go on; other projections wait for these queries."""
-    head, _ = jax.lax.optimization_barrier((args[:5], out[0]))
-    return (*head, *out[1:], *args[7:])
+    head, _ = jax.lax.optimization_barrier((args[:3], out[0]))
+    return (*head, tuple(out[1:]), *args[4:])
 
 
 def writing(tiny: bool) -> Iterator[Contest]:
@@ -159,6 +162,44 @@ def writing(tiny: bool) -> Iterator[Contest]:
                 {"scatter": _kv_by_xla},
                 _same_pools,
                 T * K * H * ((G + 2) * 4 + (G + 2) * 2),
+            )
+
+
+# --- partial sums, residual and norm
+
+
+def _sums(S: int, T: int, D: int, seed: int) -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(seed), 2)
+    y, x = jax.random.normal(keys[0], (S, T, D)), jax.random.normal(keys[1], (T, D))
+    return y, x, jnp.ones(D, jnp.bfloat16) * 1.5
+
+
+def _norm_by_xla(y: Any, x: Any, weight: Any) -> Any:
+    """What the served step does of it."""
+    x = x + y.sum(0)
+    return x, rms_norm(x, weight, EPS).astype(jnp.bfloat16)
+
+
+def _next_norm(args: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+    """The residual stream goes on; other sums wait for the norm of this one."""
+    y, _ = jax.lax.optimization_barrier((args[0], out[1]))
+    return y, out[0], args[2]
+
+
+def norming(tiny: bool) -> Iterator[Contest]:
+    """As many parts as ``jserve.model.fused`` splits a product into; over 8 devices one sum of all."""
+    shapes = {"1b": (8, 2048), "8b": (8, 4096), "70b": (4, 8192), "70b tp8": (1, 8192)}
+    ours = functools.partial(add_norm, eps=EPS, dtype=jnp.bfloat16, **_interpreted(tiny))
+    for name, (S, D) in ({"tiny": (2, 512)} if tiny else shapes).items():
+        for T in (2,) if tiny else (2, 32, 256):
+            yield Contest(
+                "add_norm",
+                f"{name}, {T} tokens",
+                functools.partial(_sums, S, T, D),
+                ours,
+                {"fusions": _norm_by_xla},
+                _next_norm,
+                T * D * (S * 4 + 4 + 4 + 2),
             )
 
 
@@ -216,7 +257,7 @@ def _interpreted(tiny: bool) -> dict[str, Any]:
     return {"interpret": interpreter()} if tiny else {}
 
 
-CONTESTS = (sampling, writing, products)
+CONTESTS = (sampling, writing, norming, products)
 REFERENCES: dict[str, Call] = {
     "sample_threshold": threshold_ref.sample_threshold,
     "quant_matmul": quant_ref.quant_matmul,
@@ -228,7 +269,12 @@ REFERENCES: dict[str, Call] = {
 
 def candidate_numerics(record: Record) -> None:
     """Every shape on fresh inputs, whose seed the record holds, against float32 references."""
-    checks = {"sample_threshold": _kept, "kv_write": _written, "quant_matmul": _multiplied}
+    checks = {
+        "sample_threshold": _kept,
+        "kv_write": _written,
+        "add_norm": _normed,
+        "quant_matmul": _multiplied,
+    }
     for contest in (c for some in CONTESTS for c in some(record.tiny)):
         measure = functools.partial(_on_fresh, checks[contest.kernel], contest, record.tiny)
         record.attempt(f"{contest.kernel} {contest.shape}", measure)
@@ -254,9 +300,9 @@ def _kept(c: Contest, seed: int, tiny: bool) -> dict[str, Any]:
 
 def _written(c: Contest, seed: int, tiny: bool) -> dict[str, Any]:
     given = c.inputs(seed)
-    norms = given[7] if len(given) == 8 else None
-    want = kv_ref.kv_write(*given[:7], norms_2H=norms, eps=EPS)
-    G, call = given[0].shape[2] - 2, jax.jit(c.ours)
+    norms = dict(zip(["norms"], given[4:], strict=False))
+    want = kv_ref.kv_write(*given[:4], **norms, eps=EPS)
+    G, call = given[0].shape[3] - 2, jax.jit(c.ours)
     runs = [call(*given) for _ in range(2 if tiny else 20)]
     q, keys, values = runs[0]
     rel = max(relative(x, y) for x, y in zip((q[:, :, :G], keys, values), want, strict=True))
@@ -265,6 +311,19 @@ def _written(c: Contest, seed: int, tiny: bool) -> dict[str, Any]:
         for run in runs[1:]
         for x, y in zip((q[:, :, :G], keys, values), (run[0][:, :, :G], *run[1:]), strict=True)
     )
+    return {"rel": rel, "stable": stable, "ok": bool(rel < 1e-2 and stable)}
+
+
+def _normed(c: Contest, seed: int, tiny: bool) -> dict[str, Any]:
+    y, x, weight = c.inputs(seed)
+    want = norm_ref.add_norm(y, x, weight, EPS, jnp.bfloat16)
+    call = jax.jit(c.ours)
+    runs = [
+        [np.asarray(part, np.float32) for part in call(y, x, weight)]
+        for _ in range(2 if tiny else 20)
+    ]
+    rel = max(relative(x, y) for x, y in zip(runs[0], want, strict=True))
+    stable = all(np.array_equal(x, y) for run in runs for x, y in zip(runs[0], run, strict=True))
     return {"rel": rel, "stable": stable, "ok": bool(rel < 1e-2 and stable)}
 
 

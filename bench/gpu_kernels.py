@@ -22,6 +22,7 @@ from bench.gpu_record import Record
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import Tree, paged_attention, ref as paged_ref
 from pallas_kernels.ragged_prefill import ragged_prefill, ref as prefill_ref
+from pallas_kernels.spec import AttentionSpec, Chunks, Pages, Rows
 
 READ_BANDWIDTH = 4.3e12
 PEAK_BF16 = 780e12
@@ -63,6 +64,10 @@ class Pools(NamedTuple):
     first: jax.Array
     stride: jax.Array
     """Pages from one copy of the rows to the next."""
+
+    @property
+    def pages(self) -> Pages:
+        return Pages(self.keys, self.values, self.table)
 
 
 def pools(
@@ -144,6 +149,14 @@ def chained(call: Callable[..., jax.Array], calls: int, copies: int) -> Any:
     return chain
 
 
+def spec_of(
+    q: jax.Array, variant: dict[str, Any], tune: dict[str, Any] | None = None, interpret: Any = None
+) -> AttentionSpec:
+    """Of a case; a tree of its ``variant`` is no part of it."""
+    static = {name: x for name, x in variant.items() if name != "tree"}
+    return AttentionSpec(scale=q.shape[-1] ** -0.5, tune=tune, interpret=interpret, **static)
+
+
 # --- decode
 
 
@@ -151,10 +164,8 @@ def _decode_call(J: int, tune: dict[str, Any] | None, tiny: bool, **variant: Any
     interpret = interpreter() if tiny else None
 
     def call(q: jax.Array, p: Pools) -> jax.Array:
-        args = (p.keys, p.values, p.table, p.start, p.length)
-        return paged_attention(
-            q, *args, scale=q.shape[-1] ** -0.5, tune=tune, interpret=interpret, **variant
-        )
+        rows, tree = Rows(p.start, p.length), variant.get("tree")
+        return paged_attention(q, p.pages, rows, spec_of(q, variant, tune, interpret), tree=tree)
 
     return call
 
@@ -205,8 +216,8 @@ def _decode_check(rows: Any, shape: Shape, J: int, tune: dict, variant: dict, ti
     q = queries(seed, len(rows), J, shape.K * shape.G, shape.H)
     call = jax.jit(_decode_call(J, tune, tiny, **variant))
     with jax.default_matmul_precision("highest"):
-        args = (q, p.keys, p.values, p.table, p.start, p.length)
-        want = paged_ref.paged_attention(*args, scale=shape.H**-0.5, **variant)
+        rows, tree = Rows(p.start, p.length), variant.get("tree")
+        want = paged_ref.paged_attention(q, p.pages, rows, spec_of(q, variant), tree=tree)
     keep = np.arange(J) < np.asarray(p.count)[:, None]
     return compare(lambda: call(q, p), want, keep, tiny=tiny)
 
@@ -250,7 +261,7 @@ def _decode_time(spans: Any, shape: Shape, tune: dict, tiny: bool, limit: float)
     p = pools(spans, shape, 3, copies=copies)
     q = queries(3, len(spans), 1, shape.K * shape.G, shape.H)
     calls = 1 if tiny else 8
-    tune = {"register_p": False, "teams": 1, "sms": 4} if tiny else tune
+    tune = {**tune, "register_p": False, "teams": 1, "sms": 4} if tiny else tune
     spent = seconds(
         chained(_decode_call(1, tune, tiny), calls, copies), (q, p), calls, 1 if tiny else 7
     )
@@ -259,7 +270,7 @@ def _decode_time(spans: Any, shape: Shape, tune: dict, tiny: bool, limit: float)
 
 
 def decode_tune(record: Record) -> None:
-    """Blocks, stages, teams and split counts for tune.json, best first to be read off."""
+    """Blocks, stages, teams and the fewest blocks of a split for tune.json, best first to be read off."""
     limit = record.figure("facts", "read bandwidth", "bytes_per_s", READ_BANDWIDTH)
     grid = {
         128: [(64, 2, 2, True), (64, 5, 1, True), (128, 2, 1, True), (64, 2, 1, False)],
@@ -275,6 +286,18 @@ def decode_tune(record: Record) -> None:
             measure = functools.partial(_decode_time, loads[load], shape, tune, record.tiny, limit)
             if not record.tiny or (block == 64 and teams == 1 and shape.H == 64):
                 record.attempt(f"{name}, {load}, {tuple(tune.values())}", measure)
+    for name, load, floor in itertools.product(("8b", "1b"), _few_blocks(loads), (1, 2, 4)):
+        tune = {"split_blocks": floor}
+        measure = functools.partial(
+            _decode_time, loads[load], SHAPES[name], tune, record.tiny, limit
+        )
+        if not record.tiny or (name == "1b" and floor == 2):
+            record.attempt(f"{name}, {load}, splits of {floor} blocks or more", measure)
+
+
+def _few_blocks(loads: dict[str, list[Span]]) -> list[str]:
+    """Loads whose blocks of keys are few enough that the floor of a split shapes the work."""
+    return [load for load in ("1 x 2k", "8 x 2k") if load in loads] or list(loads)[:1]
 
 
 # --- prefill
@@ -284,10 +307,8 @@ def _prefill_call(tune: dict[str, Any] | None, tiny: bool, **variant: Any) -> An
     interpret = interpreter() if tiny else None
 
     def call(q: jax.Array, p: Pools) -> jax.Array:
-        args = (p.keys, p.values, p.table, p.first, p.start, p.count)
-        return ragged_prefill(
-            q, *args, scale=q.shape[-1] ** -0.5, tune=tune, interpret=interpret, **variant
-        )
+        chunks = Chunks(p.first, p.start, p.count)
+        return ragged_prefill(q, p.pages, chunks, spec_of(q, variant, tune, interpret))
 
     return call
 
@@ -318,7 +339,7 @@ def prefill_numerics(record: Record) -> None:
         if tiny and name not in few:
             continue
         shape = shape._replace(K=1, H=64) if tiny else shape
-        tune = {"register_p": False, "block": 64} if tiny else tune
+        tune = {**tune, "register_p": False, "block": 64} if tiny else tune
         check = functools.partial(_prefill_check, spans, shape, tune, variant, tiny)
         record.attempt(name, check)
 
@@ -330,11 +351,11 @@ def _prefill_check(spans: Any, shape: Shape, tune: dict, variant: dict, tiny: bo
     q = queries(seed, P, shape.K * shape.G, shape.H).at[P - 5 :].set(jnp.nan)
     call = jax.jit(_prefill_call(tune, tiny, **variant))
     with jax.default_matmul_precision("highest"):
-        want = prefill_reference(q, p, shape.H**-0.5, **variant)
+        want = prefill_reference(q, p, **variant)
     return compare(lambda: call(q, p), want, slice(None), tiny=tiny)
 
 
-def prefill_reference(q: jax.Array, p: Pools, scale: float, **variant: Any) -> np.ndarray:
+def prefill_reference(q: jax.Array, p: Pools, **variant: Any) -> np.ndarray:
     """``prefill_ref`` row by row, so that its dense scores fit in memory."""
     out = np.zeros(q.shape, np.float32)
     for r in range(p.count.shape[0]):
@@ -343,14 +364,9 @@ def prefill_reference(q: jax.Array, p: Pools, scale: float, **variant: Any) -> n
         if n:
             part = prefill_ref.ragged_prefill(
                 q[first : first + n],
-                p.keys,
-                p.values,
-                p.table[one],
-                jnp.zeros(1, jnp.int32),
-                p.start[one],
-                p.count[one],
-                scale=scale,
-                **variant,
+                p.pages._replace(table_RM=p.table[one]),
+                Chunks(jnp.zeros(1, jnp.int32), p.start[one], p.count[one]),
+                spec_of(q, variant),
             )
             out[first : first + n] = np.asarray(part)
     return out
@@ -386,20 +402,25 @@ def _prefill_time(spans: Any, shape: Shape, tune: dict, tiny: bool) -> dict:
     p = pools(spans, shape, 5)
     q = queries(5, sum(c for _, c in spans), shape.K * shape.G, shape.H)
     calls = 1 if tiny else 4
-    tune = {"register_p": False, "block": 64} if tiny else tune
+    tune = {**tune, "register_p": False, "block": 64} if tiny else tune
     spent = seconds(chained(_prefill_call(tune, tiny), calls, 1), (q, p), calls, 1 if tiny else 7)
     rate = prefill_flops(spans, shape) / spent
     return {"us": spent * 1e6, "tflops": rate / 1e12, "share": rate / PEAK_BF16}
 
 
 def prefill_tune(record: Record) -> None:
-    """Blocks, stages and taking turns for tune.json."""
+    """Blocks, stages, and taking turns or scores ahead, for tune.json."""
     spans = next(iter(_prompts(record.tiny).values()))
-    grid = itertools.product(
-        ("8b", "1b"), ((128, 2), (64, 3), (64, 4)), (True, False), (True, False)
-    )
-    for name, (block, stages), turns, registers in grid:
-        tune = {"block": block, "stages": stages, "ping_pong": turns, "register_p": registers}
+    ways = ({"ping_pong": True}, {"ping_pong": False}, {"ahead": True})
+    grid = itertools.product(("8b", "1b"), ((128, 2), (64, 3), (64, 4)), ways, (True, False))
+    for name, (block, stages), way, registers in grid:
+        tune = {"block": block, "stages": stages, **way, "register_p": registers}
         measure = functools.partial(_prefill_time, spans, SHAPES[name], tune, record.tiny)
-        if not record.tiny or (name, block, stages, turns, registers) == ("1b", 64, 3, True, True):
-            record.attempt(f"{name}, {tuple(tune.values())}", measure)
+        if not record.tiny or (name, stages, registers) == ("1b", 3, True):
+            record.attempt(f"{name}, {block} x {stages}, {_way(way, registers)}", measure)
+
+
+def _way(way: dict[str, bool], registers: bool) -> str:
+    ((name, on),) = way.items()
+    kept = "registers" if registers else "shared memory"
+    return f"{'' if on else 'no '}{name.replace('_', ' ')}, weights in {kept}"

@@ -216,7 +216,9 @@ class SchedulerOptions:
 class DeviceOptions:
     tensor_parallel_size: int = opt(1, "devices the model is sharded over", min=1, max=256)
     attention_backend: str = opt(
-        "auto", "attention implementation", choices=("auto", "ref", "xla", "dense", "hopper")
+        "auto",
+        "attention implementation",
+        choices=("auto", "ref", "xla", "dense", "hopper", "hopper_fused"),
     )
     cuda_graphs: str = opt(
         "step",

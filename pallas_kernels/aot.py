@@ -120,6 +120,11 @@ class Report:
         inner = {"kCommandBuffer", "kConditional", "kWhile", "kDynamicSliceFusion"}
         return sum(k not in inner for k in re.findall(r"^ *\d+: (k\w+)", self.thunks, re.M))
 
+    def sorts(self) -> list[int]:
+        """Of every sort of the program, how many numbers it puts in order at once."""
+        sizes = re.findall(r"= \(?\w+\[(?:\d+,)*(\d+)\].* sort\(", self.hlo)
+        return [int(n) for n in sizes]
+
     def collectives(self) -> list[str]:
         """Names of the collectives, in order."""
         names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"

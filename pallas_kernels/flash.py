@@ -63,17 +63,23 @@ def swizzled(*shape: int, dtype: Any) -> Any:
 
 def scores(q: Any, k: Any, scale: float, soft_cap: float, issued: Callable[[], None] | None) -> Any:
     """float32[64, block] in units of log2. ``issued`` is called while the product runs."""
+    return scores_while(q, k, scale, soft_cap, issued or (lambda: None))[0]
+
+
+def scores_while(
+    q: Any, k: Any, scale: float, soft_cap: float, during: Callable[[], Any]
+) -> tuple[Any, Any]:
+    """``scores``, and the result of ``during``, which is computed while the product runs."""
 
     def product(acc: Any) -> Any:
         plgpu.wgmma(acc, q, k.transpose((1, 0)))
-        if issued is not None:
-            issued()
-        return acc[...]
+        found = during()
+        return acc[...], found
 
-    x = pl.run_scoped(product, plgpu.ACC((M, k.shape[0]), jnp.float32))
+    x, found = pl.run_scoped(product, plgpu.ACC((M, k.shape[0]), jnp.float32))
     if soft_cap:
-        return jnp.tanh(x * (scale / soft_cap)) * (soft_cap * LOG2E)
-    return x * (scale * LOG2E)
+        return jnp.tanh(x * (scale / soft_cap)) * (soft_cap * LOG2E), found
+    return x * (scale * LOG2E), found
 
 
 def mask(x: Any, at: Any, last: Callable[[Any], Any], length: Any, low: Any, tree: Any) -> Any:

@@ -48,6 +48,10 @@ class Instruction:
     scope: str
     """The place in the traced program that its result comes from, e.g. ``jit(f)/layer0/add``."""
     is_root: bool
+    in_place: dict[int, int]
+    """Of a kernel's results the numbers of those that are an operand's buffer -> that operand's."""
+    index: int
+    """Of a tuple's part; -1: it takes none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +111,7 @@ class Module:
         labels: dict[str, str] = {}
         found = []
         for i in self.entry:
-            if self._is_view_of(i, pools):
+            if self._is_view_of(i, pools) or self._is_pool_of_kernel(i, pools):
                 pools.add(i.name)
             runs = i.op not in FREE and not i.op.endswith("-done")
             depth[i.name] = max((depth.get(x, 0) for x in i.operands), default=0) + runs
@@ -133,6 +137,13 @@ class Module:
         whole = [x for x in i.operands if x in pools and self._by_name[x].n_bytes == i.n_bytes]
         return bool(whole) and (i.op in _SAME_BUFFER or self._root_op(i) in IN_PLACE)
 
+    def _is_pool_of_kernel(self, i: Instruction, pools: set[str]) -> bool:
+        """Whether this is the part of a kernel's result that it wrote into a pool."""
+        kernel = self._by_name.get(i.operands[0]) if i.index >= 0 else None
+        if kernel is None or i.index not in kernel.in_place:
+            return False
+        return kernel.operands[kernel.in_place[i.index]] in pools
+
     def _read(self, i: Instruction, pools: set[str]) -> int:
         inside = self._inside(i)
         total = 0
@@ -144,7 +155,9 @@ class Module:
         return total
 
     def _written(self, i: Instruction, pools: set[str]) -> int:
-        return 0 if i.name in pools or self._root_op(i) in IN_PLACE else i.n_bytes
+        if i.name in pools or self._root_op(i) in IN_PLACE:
+            return 0
+        return i.n_bytes - sum(self._by_name[i.operands[at]].n_bytes for at in i.in_place.values())
 
     def _inside(self, i: Instruction) -> tuple[Instruction, ...]:
         return _instructions(self._blocks[i.calls]) if i.calls in self._blocks else ()
@@ -198,6 +211,7 @@ def _instruction(line: str) -> Instruction | None:
     inside, rest = _until_closed(rest)
     calls = re.search(r"calls=%([\w.-]+)", rest)
     scope = re.search(r'op_name="([^"]*)"', rest)
+    part = re.search(r", index=(\d+)", rest) if op == "get-tuple-element" else None
     label = scope if op == "parameter" else None
     return Instruction(
         name=head.split("%")[1],
@@ -208,7 +222,15 @@ def _instruction(line: str) -> Instruction | None:
         label=label[1].replace("\\'", "'") if label else inside if op == "parameter" else "",
         scope=scope[1] if scope else "",
         is_root=head.startswith("ROOT"),
+        in_place=_in_place(rest),
+        index=int(part[1]) if part else -1,
     )
+
+
+def _in_place(attributes: str) -> dict[int, int]:
+    _, found, rest = attributes.partition("output_to_operand_aliasing={")
+    pairs = re.findall(r"\{(\d+)\}: \((\d+), \{\}\)", rest.split(", api_version")[0])
+    return {int(result): int(operand) for result, operand in pairs} if found else {}
 
 
 def _type(text: str) -> tuple[str, str]:

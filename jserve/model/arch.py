@@ -89,7 +89,7 @@ class DecoderLayer:
     parallel: bool = False
     """Attention and MLP read the same normed input, and both are added to the residual stream."""
     residual_scale: float = 1.0
-    """What attention and MLP add is multiplied by this."""
+    """Multiplies what attention and MLP add."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,38 @@ def capped(x: jax.Array, soft_cap: float) -> jax.Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Projected:
+    """The product of queries, keys and values of decode rows of one token each, and what follows it."""
+
+    y_STKCH: jax.Array
+    """float32: S partial sums; of each kv head its queries, its key, its value."""
+    bias_KCH: jax.Array | None
+    norms: tuple[jax.Array, jax.Array] | None
+    """Weights [H] of the norms of queries and of keys."""
+    eps: float
+    """Of those norms."""
+    tables: tuple[jax.Array, jax.Array]
+    """As ``rope.rope_tables`` gives them."""
+    window: int
+    scale: float
+    """As of ``AttendArgs``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeKernels:
+    """What lies between the products of a decode layer, in kernels of the backend's own.
+
+    serves:   (D, H, dtype of the weights, dtype of the pool) -> bool.
+    attend:   (projected, kv, view) -> (o_TNH in the dtype of the pool, kv): writes keys and values, then attends.
+    add_norm: (y_STD, x_TD, weight_D, eps, dtype) -> (x_TD + sum of y, dtype[T, D] its norm).
+    """
+
+    serves: Callable[[int, int, Any, Any], bool]
+    attend: Callable[[Projected, LayerKV, StepView], tuple[jax.Array, LayerKV]]
+    add_norm: Callable[[jax.Array, jax.Array, jax.Array, float, Any], tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
     """One way to keep and read KV.
 
@@ -80,6 +112,7 @@ class AttentionBackend:
     move:      (kv, (page_A, off_A), (page_A, off_A)) -> kv with the entries of the first places
                copied to the second ones; page 0 may hold anything after it.
     has_sinks: False where ``attend`` takes no sinks.
+    decode:     kernels for the rest of a decode layer; None: XLA makes them.
     check:     (H, dtype as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
                what this backend cannot serve, naming the option.
     """
@@ -95,6 +128,7 @@ class AttentionBackend:
     kv_dtype: Callable[[Any], Any] = jnp.dtype
     page_axis: int = 0
     has_sinks: bool = True
+    decode: DecodeKernels | None = None
     check: Callable[[int, Any, TreeShape], None] = lambda *_: None
 
 
@@ -103,6 +137,7 @@ _BACKENDS: dict[str, str] = {
     "xla": "jserve.model.attn_xla:XLA",
     "dense": "jserve.model.attn_dense:DENSE",
     "hopper": "jserve.model.attn_hopper:hopper",
+    "hopper_fused": "jserve.model.attn_hopper_fused:hopper_fused",
 }
 
 
@@ -121,11 +156,11 @@ def candidates(asked: str, platform: str, capability: str = "") -> tuple[str, ..
         capability: of a CUDA device, e.g. ``9.0``; empty: it is none.
 
     Raises:
-        ConfigError: ``hopper`` on a device that its kernels cannot run on.
+        ConfigError: ``hopper`` or ``hopper_fused`` on a device that their kernels cannot run on.
     """
     reason = "" if platform == "cpu" else unserved(capability)
-    if asked == "hopper" and reason:
-        raise ConfigError(f"attention_backend hopper: {reason}", field="attention_backend")
+    if asked.startswith("hopper") and reason:
+        raise ConfigError(f"attention_backend {asked}: {reason}", field="attention_backend")
     if asked != "auto":
         return (asked,)
     if platform == "cpu":

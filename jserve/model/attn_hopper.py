@@ -29,6 +29,7 @@ from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import Tree, paged_attention
 from pallas_kernels.ragged_prefill import ragged_prefill
 from pallas_kernels.served import HEAD_DIMS, WIDEST_SPECIAL
+from pallas_kernels.spec import AttentionSpec, Chunks, Pages, Rows
 
 
 def kv_dtype(dtype: Any) -> Any:
@@ -45,40 +46,32 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     q_TNH = args.q_TNH
     _, N, H = q_TNH.shape
     D, J = view.D, view.J
-    options: dict[str, Any] = {
-        "window": args.window,
-        "scale": args.scale,
-        "soft_cap": args.soft_cap,
-        "interpret": interpret,
-    }
+    spec = AttentionSpec(
+        scale=args.scale, window=args.window, soft_cap=args.soft_cap, interpret=interpret
+    )
     parts = []
     if D:
         o_DJNH = paged_attention(
             q_TNH[: D * J].reshape(D, J, N, H),
-            *kv,
-            _computed(view.page_table_RM[:D]),
-            view.start_R[:D],
-            view.kv_len_R[:D],
+            Pages(*kv, page_table(view.page_table_RM[:D])),
+            Rows(view.start_R[:D], view.kv_len_R[:D]),
+            spec,
             tree=None if view.tree is None else Tree(view.tree.sees, view.tree.depth),
             dtype=args.o_dtype,
-            **options,
         )
         parts.append(o_DJNH.reshape(D * J, N, H))
     if view.P:
         o_PNH = ragged_prefill(
             q_TNH[D * J :],
-            *kv,
-            _computed(view.page_table_RM[D:]),
-            view.first_R[D:] - D * J,
-            view.start_R[D:],
-            view.count_R[D:],
-            **options,
+            Pages(*kv, page_table(view.page_table_RM[D:])),
+            Chunks(view.first_R[D:] - D * J, view.start_R[D:], view.count_R[D:]),
+            spec,
         )
         parts.append(o_PNH.astype(args.o_dtype))
     return jnp.concatenate(parts)
 
 
-def _computed(table_RM: jax.Array) -> jax.Array:
+def page_table(table_RM: jax.Array) -> jax.Array:
     """The same page ids with a place of their own. A part of the step's buffer as it came would have XLA wrap
     each call in a dynamic-slice fusion, and update all of these nodes of the graph every step."""
     return jnp.maximum(table_RM, 0)

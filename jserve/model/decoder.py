@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.kv_layout import heads_over
+from jserve.model import fused
 from jserve.model.arch import Arch, Attention, Norm
 from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
@@ -79,6 +80,8 @@ def tapped(
     arch = ctx.arch
     x_TD = embedded(arch, params, ctx.view.tok_T, ctx.axes)
     ctx = ctx.with_tables()
+    if fused.serves(ctx, params, kv):
+        return fused.tapped(ctx, params, kv, x_TD, layers)
     layer = _traced_layer()
     entering, first, new_kv = {}, {}, []
     for i, p in enumerate(params["layers"]):

@@ -23,7 +23,7 @@ from jserve.model.arch import Norm
 from jserve.model.attention import AttendArgs, LayerKV
 from jserve.model.collectives import gather, n_shards, reduce, shard_index
 from jserve.model.ctx import Ctx
-from jserve.model.dot import dot
+from jserve.model.dot import dot, narrow_dot
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.shard import Axes
 from jserve.model.sinks import sinks_of
@@ -117,14 +117,18 @@ def _width_norm(ctx: Ctx, x_TNH: jax.Array, weight: jax.Array) -> jax.Array:
 
 def mlp_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
     """Computes what the layer's gated MLP adds to the residual stream."""
-    x_TD = normed(ctx.arch.norm, x_TD, p.get("mlp_norm"))
-    y_T2F = dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
-    if "gate_up_bias" in p:
-        y_T2F = y_T2F + p["gate_up_bias"]
-    h_TF = ACTIVATIONS[ctx.spec.ffn.activation](y_T2F[:, 0]) * y_T2F[:, 1]
+    h_TF = gated(ctx, p, normed(ctx.arch.norm, x_TD, p.get("mlp_norm")))
     y_TD = reduce(dot(h_TF, p["down"]), ctx.axes.ffn)
     y_TD = y_TD + p["down_bias"] if "down_bias" in p else y_TD
     return _added(ctx, y_TD, p.get("mlp_out_norm"))
+
+
+def gated(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
+    """float32[T, F]: what a gated MLP makes of what is normed already, before its last product."""
+    y_T2F = narrow_dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
+    if "gate_up_bias" in p:
+        y_T2F = y_T2F + p["gate_up_bias"]
+    return ACTIVATIONS[ctx.spec.ffn.activation](y_T2F[:, 0]) * y_T2F[:, 1]
 
 
 def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:

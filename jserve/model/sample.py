@@ -31,6 +31,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jserve.model.largest import largest, largest_ids
 from jserve.model.noise import Purpose, gumbel
 from jserve.model.slots import NONE, SlotState
 from jserve.model.view import (
@@ -49,6 +50,8 @@ PURPOSE_TOKEN = 0
 PURPOSE_REDRAW = 1
 PREFILTER = 64
 """Largest logits looked at before falling back to bisection."""
+CHANGES = BIAS | BAD_WORDS | MIN_TOKENS | PENALTY
+"""What makes ``adjust`` give other logits than it gets, masks apart."""
 _NEG = -jnp.inf
 
 
@@ -128,12 +131,25 @@ def _chosen(
     purpose: Purpose = PURPOSE_TOKEN,
 ) -> tuple[jax.Array, jax.Array]:
     """int32[E] tokens and bool[E], False where everything was forbidden."""
-    logits_EV = adjust(raw_EV, draws, slots, flags)
-    allowed_E = jnp.max(logits_EV, axis=-1) > _NEG
-    token_E = jax.lax.cond(
-        flags & RANDOM, lambda x: draw(x, draws, flags, purpose), argmax, logits_EV
-    )
-    return token_E, allowed_E
+
+    def adjusted(raw_EV):
+        return adjust(raw_EV, draws, slots, flags)
+
+    def greedy(raw_EV):
+        logits_EV = adjusted(raw_EV)
+        return argmax(logits_EV), jnp.max(logits_EV, axis=-1) > _NEG
+
+    def random(raw_EV):
+        # Both branches compute what they give: one that gave its operand back would copy it.
+        scaled_EV, allowed_E = jax.lax.cond(
+            flags & CHANGES,
+            lambda x: scaled(adjusted(x), draws),
+            lambda x: scaled(_allowed(x, draws), draws),
+            raw_EV,
+        )
+        return draw(scaled_EV, draws, flags, purpose), allowed_E
+
+    return jax.lax.cond(flags & RANDOM, random, greedy, raw_EV)
 
 
 def _guided(
@@ -177,12 +193,12 @@ def logprobs(
 
     def some(raw_EV):
         lse_E = jax.nn.logsumexp(raw_EV, axis=-1)
-        top_EL, ids_EL = jax.lax.top_k(raw_EV, n)
+        top_EL, ids_EL = largest_ids(raw_EV, n)
         pad = ((0, 0), (0, MAX_LOGPROBS - n))
         chosen_E = jnp.take_along_axis(raw_EV, token_E[:, None], axis=1)[:, 0]
         found = Chosen(
             logprob_E=chosen_E - lse_E,
-            top_ids_EL=jnp.pad(ids_EL.astype(jnp.int32), pad),
+            top_ids_EL=jnp.pad(ids_EL, pad),
             top_logprobs_EL=jnp.pad(top_EL - lse_E[:, None], pad, constant_values=_NEG),
         )
         if pick_EK is None:
@@ -208,7 +224,7 @@ def ranks(raw_EV: jax.Array, chosen_E: jax.Array) -> jax.Array:
 
 def adjust(raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array) -> jax.Array:
     """The logits after everything that can change which token is the most likely."""
-    x_EV = raw_EV if draws.mask_EW is None else _masked(raw_EV, draws.mask_EW)
+    x_EV = _allowed(raw_EV, draws)
     vocab = slots.vocab
 
     def where(bit: int, change: Callable[[jax.Array], jax.Array], x_EV: jax.Array) -> jax.Array:
@@ -223,22 +239,27 @@ def adjust(raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array) 
     return x_EV
 
 
-def draw(
-    logits_EV: jax.Array, draws: Draws, flags: jax.Array, purpose: Purpose = PURPOSE_TOKEN
-) -> jax.Array:
-    """int32[E]: a token of each row's truncated distribution; of a greedy row the likeliest."""
-    noise_EV = gumbel(draws.seed_E2, draws.pos_E, logits_EV.shape[1], purpose)
-    noisy_EV = truncated(logits_EV, draws, flags) + noise_EV
-    return argmax(jnp.where(is_greedy(draws.temperature_E)[:, None], logits_EV, noisy_EV))
-
-
-def truncated(logits_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
-    """float32[E, V]: logits over temperature, of which the draw is the softmax; -inf for a token that was
-    cut, 0 for the likeliest."""
+def scaled(logits_EV: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array]:
+    """float32[E, V]: logits over temperature (of greedy rows: over 1), 0 for the likeliest; and bool[E], False
+    where every token is forbidden."""
     temperature_E = jnp.where(is_greedy(draws.temperature_E), 1.0, draws.temperature_E)
     top_E1 = jnp.max(logits_EV, axis=-1, keepdims=True)
+    allowed_E = top_E1[:, 0] > _NEG
     top_E1 = jnp.maximum(top_E1, jnp.finfo(jnp.float32).min)
-    scaled_EV = (logits_EV - top_E1) / temperature_E[:, None]
+    return (logits_EV - top_E1) / temperature_E[:, None], allowed_E
+
+
+def draw(
+    scaled_EV: jax.Array, draws: Draws, flags: jax.Array, purpose: Purpose = PURPOSE_TOKEN
+) -> jax.Array:
+    """int32[E]: a token of each row's truncated distribution; of a greedy row the likeliest."""
+    noise_EV = gumbel(draws.seed_E2, draws.pos_E, scaled_EV.shape[1], purpose)
+    noisy_EV = truncated(scaled_EV, draws, flags) + noise_EV
+    return argmax(jnp.where(is_greedy(draws.temperature_E)[:, None], scaled_EV, noisy_EV))
+
+
+def truncated(scaled_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
+    """float32[E, V]: what ``scaled`` gives, of which the draw is the softmax, with -inf for a token that was cut."""
     floor_E = jax.lax.cond(
         flags & TRUNCATE,
         lambda x: threshold(x, draws),
@@ -258,11 +279,11 @@ def threshold(scaled_EV: jax.Array, draws: Draws) -> jax.Array:
     V = scaled_EV.shape[1]
     n = min(PREFILTER, V)
     weight_EV = jnp.exp(scaled_EV)
-    best_En = jax.lax.top_k(scaled_EV, n)[0]
+    best_En, n_sure_E = largest(scaled_EV, n)
     k_E = jnp.where((draws.top_k_E <= 0) | (draws.top_k_E > V), V, draws.top_k_E)
     floor_E = jnp.where(draws.min_p_E > 0, jnp.log(draws.min_p_E), _NEG)
     kth_E = jnp.take_along_axis(best_En, jnp.minimum(k_E, n)[:, None] - 1, axis=1)[:, 0]
-    wide_E = (k_E < V) & (k_E > n)
+    wide_E = (k_E < V) & (k_E > n_sure_E)
     kth_E = _search(scaled_EV, jnp.ones_like(weight_EV), k_E.astype(jnp.float32), kth_E, wide_E)
     floor_E = jnp.maximum(floor_E, jnp.where(k_E < V, kth_E, _NEG))
 
@@ -273,7 +294,9 @@ def threshold(scaled_EV: jax.Array, draws: Draws) -> jax.Array:
     edge_E = jnp.take_along_axis(best_En, jnp.minimum(at_E, n - 1)[:, None], axis=1)[:, 0]
     cuts_E = (draws.top_p_E < 1.0) & ~is_greedy(draws.temperature_E)
     # Not best_En[:, -1]: a second slice of the sort that top_k lowers to keeps it a full sort.
-    wide_E = cuts_E & (at_E >= n) & (jnp.min(best_En, axis=1) > floor_E)
+    sure_En = jnp.arange(n, dtype=jnp.int32) < n_sure_E[:, None]
+    least_E = jnp.min(jnp.where(sure_En, best_En, jnp.inf), axis=1)
+    wide_E = cuts_E & (at_E >= n_sure_E) & (least_E > floor_E)
     edge_E = _search(scaled_EV, weight_EV, want_E, edge_E, wide_E)
     return jnp.where(cuts_E, jnp.maximum(floor_E, edge_E), floor_E)
 
@@ -338,6 +361,11 @@ def _pick(x_ENB: jax.Array, block_E: jax.Array) -> jax.Array:
 def is_greedy(temperature_E: jax.Array) -> jax.Array:
     """bool[E]: rows that take the likeliest token."""
     return temperature_E < GREEDY_TEMPERATURE
+
+
+def _allowed(raw_EV: jax.Array, draws: Draws) -> jax.Array:
+    """The logits that a grammar allows."""
+    return raw_EV if draws.mask_EW is None else _masked(raw_EV, draws.mask_EW)
 
 
 def _masked(x_EV: jax.Array, mask_EW: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from pallas_kernels.served import (
     of_dtype,
     tuning,
 )
+from pallas_kernels.spec import AttentionSpec, Pages, Rows
 
 Array = jax.Array
 MAX_TOKENS = 16
@@ -31,44 +32,28 @@ MAX_TOKENS = 16
 
 def paged_attention(
     q_DJNH: Array,
-    keys_PKZH: Array,
-    values_PKZH: Array,
-    table_DM: Array,
-    start_D: Array,
-    len_D: Array,
+    pages: Pages,
+    rows: Rows,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
     sinks_N: Array | None = None,
     tree: Tree | None = None,
     scales_2K: Array | None = None,
     dtype: Any = jnp.float32,
-    tune: dict[str, Any] | None = None,
-    interpret: Any = None,
 ) -> Array:
     """Causal attention of D rows of J query tokens over their pages.
 
     Args:
         q_DJNH: queries of tokens start .. start + J - 1 of each row; cast to the dtype that is
             multiplied: the pool's, or float16 where that is float8_e4m3fn.
-        keys_PKZH, values_PKZH: pool of pages, bfloat16, float16 or float8_e4m3fn. What lies beyond
-            a row's length or outside its window may be anything, also NaN.
-        table_DM: int32 page ids; entries beyond the length are not read.
-        start_D: int32 position of the first token.
-        len_D: int32 keys of the row, its own tokens included; 0 for a row without any.
-        scale: of the scores.
-        window: keys each token sees, itself included; 0 for all.
-        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0 for none.
         sinks_N: logit per head that takes part in the softmax with a value of zero.
         tree: what the J tokens see of the newest keys, where they are a tree of drafts or a level of
             one; None: a chain.
         scales_2K: float32, what the stored keys and values of each kv head are multiplied by;
             None: 1.
         dtype: of the result: what the caller multiplies next, so that nothing has to be cast.
-        tune: ``block``, ``stages``, ``raw_stages``, ``teams``, ``split_blocks``, ``register_p`` instead of
-            those of tune.json.
-        interpret: ``plgpu.InterpretGPUParams()`` runs on a CPU.
+        spec: its ``tune`` may have ``block``, ``stages``, ``raw_stages``, ``teams``, ``split_blocks`` and
+            ``register_p``.
 
     Returns:
         ``dtype``[D, J, N, H]; zero for rows of length 0; finite but meaningless for tokens at or
@@ -77,44 +62,69 @@ def paged_attention(
     Raises:
         ValueError: a shape or dtype that the kernel cannot serve, named.
     """
-    tile = tile_of(q_DJNH, keys_PKZH, scale, window, soft_cap, tree, tune, interpret)
-    D, J, N, H = q_DJNH.shape
-    K, rows = tile.K, tile.J * tile.G
-    q_DKQH = q_DJNH.reshape(D, J, K, tile.G, H).swapaxes(1, 2).reshape(D, K, rows, H)
+    tile = tile_of(q_DJNH, pages.keys_PKZH, spec, tree)
+    D, J, _, H = q_DJNH.shape
+    K, used = tile.K, tile.J * tile.G
+    q_DKQH = q_DJNH.reshape(D, J, K, tile.G, H).swapaxes(1, 2).reshape(D, K, used, H)
     if scales_2K is not None:
         q_DKQH = q_DKQH * scales_2K[0, :, None, None]
-    q_DKQH = jnp.pad(q_DKQH, ((0, 0), (0, 0), (0, tile.q_rows - rows), (0, 0)))
-    work = hopper.plan(start_D, len_D, tile)
-    sums = hopper.attend(
-        q_DKQH.astype(multiplied(keys_PKZH.dtype)),
-        keys_PKZH,
-        values_PKZH,
-        table_DM,
-        start_D,
-        len_D,
-        work,
-        tile,
-        interpret,
-    )
+    q_DKQH = jnp.pad(q_DKQH, ((0, 0), (0, 0), (0, tile.q_rows - used), (0, 0)))
+    q_DKQH = q_DKQH.astype(multiplied(pages.keys_PKZH.dtype))
     sink_N = None if sinks_N is None else sinks_N.astype(jnp.float32) * LOG2E
     as_summed = dtype if scales_2K is None else jnp.float32
-    o_DYH = combine(*sums, sink_N, work, tile, as_summed, interpret)
-    o_DJNH = o_DYH.reshape(D, J, N, H)
+    o_DJNH = _attend(q_DKQH, pages, rows, tile, sink_N, as_summed, spec.interpret)
     if scales_2K is not None:
         o_DJNH = (o_DJNH * jnp.repeat(scales_2K[1], tile.G)[:, None]).astype(dtype)
     return o_DJNH
 
 
-def tile_of(
-    q_DJNH: Any,
-    keys_PKZH: Any,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    tree: Tree | None = None,
-    tune: dict[str, Any] | None = None,
-    interpret: Any = None,
-) -> Tile:
+def paged_attention_of_heads(
+    q_DKQH: Array, G: int, pages: Pages, rows: Rows, spec: AttentionSpec, dtype: Any = jnp.float32
+) -> Array:
+    """``paged_attention`` of one token a row, whose queries lie as the kernel reads them: nothing packs them.
+
+    Args:
+        q_DKQH: the G queries of each kv head in the dtype that is multiplied, then so many rows of anything
+            that they are ``q_rows_of(G)``.
+
+    Returns:
+        ``dtype``[D, K * G, H].
+
+    Raises:
+        ValueError: a shape or dtype that the kernel cannot serve, named.
+    """
+    D, K, Q, H = q_DKQH.shape
+    shape = jax.ShapeDtypeStruct((D, 1, K * G, H), q_DKQH.dtype)
+    tile = tile_of(shape, pages.keys_PKZH, spec)
+    if tile.q_rows != Q:
+        raise ValueError(f"{Q} rows of queries a kv head, not {tile.q_rows}")
+    if q_DKQH.dtype != multiplied(pages.keys_PKZH.dtype):
+        raise ValueError(f"queries are {q_DKQH.dtype}, keys {pages.keys_PKZH.dtype}")
+    return _attend(q_DKQH, pages, rows, tile, None, dtype, spec.interpret)[:, 0]
+
+
+def q_rows_of(G: int) -> int:
+    """Rows of queries a kv head that the kernel reads of one token with G queries a kv head."""
+    return hopper.padded_rows(G)
+
+
+def _attend(
+    q_DKQH: Array,
+    pages: Pages,
+    rows: Rows,
+    tile: Tile,
+    sink_N: Array | None,
+    dtype: Any,
+    interpret: Any,
+) -> Array:
+    """[D, J, N, H]: both kernels."""
+    work = hopper.plan(rows, tile)
+    sums = hopper.attend(q_DKQH, pages, rows, work, tile, interpret)
+    o_DYH = combine(*sums, sink_N, work, tile, dtype, interpret)
+    return o_DYH.reshape(q_DKQH.shape[0], tile.J, tile.heads, tile.H)
+
+
+def tile_of(q_DJNH: Any, keys_PKZH: Any, spec: AttentionSpec, tree: Tree | None = None) -> Tile:
     """The static description of a call; only shapes and dtypes of the arrays are read.
 
     Raises:
@@ -127,9 +137,9 @@ def tile_of(
         raise ValueError(f"{J} tokens a row, but 1 to {MAX_TOKENS} are served")
     check_tree(tree, J, H)
     # The interpreter has no multiprocessors to fill, and every block of the grid costs it time.
-    few = {} if interpret is None else {"sms": 4}
-    narrow = tree is not None and window > 0
-    chosen = {**tuned(H, keys_PKZH.dtype, narrow=narrow), **few, **(tune or {})}
+    few = {} if spec.interpret is None else {"sms": 4}
+    narrow = tree is not None and spec.window > 0
+    chosen = {**tuned(H, keys_PKZH.dtype, narrow=narrow), **few, **(spec.tune or {})}
     block, teams = chosen["block"], chosen["teams"]
     check_page(Z, block)
     tile = Tile(
@@ -143,12 +153,12 @@ def tile_of(
         splits=teams,
         split_blocks=chosen["split_blocks"],
         teams=teams,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
         tree=tree,
         raw_stages=chosen.get("raw_stages", 0),
-        register_p=bool(chosen.get("register_p", interpret is None)),
+        register_p=bool(chosen.get("register_p", spec.interpret is None)),
     )
     return dataclasses.replace(tile, splits=_splits(tile, chosen["sms"]))
 

@@ -31,6 +31,7 @@ from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, along_rows, swizzled
 from pallas_kernels.paged_attention.tree import MAX_PLACES, Tree
 from pallas_kernels.registers import set_compute, set_load
+from pallas_kernels.spec import Pages, Rows
 from pallas_kernels.widen import Raw, load_widened
 
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
@@ -84,8 +85,7 @@ class Tile:
     @property
     def q_rows(self) -> int:
         """Rows of queries of one kv head, padded: a multiple of 8, of 64 above 64."""
-        rows = self.J * self.G
-        return -(-rows // 8) * 8 if rows <= M else -(-rows // M) * M
+        return padded_rows(self.J * self.G)
 
     @property
     def tile_rows(self) -> int:
@@ -144,6 +144,11 @@ class Tile:
         return 2 if narrow >= self.H else 1
 
 
+def padded_rows(n: int) -> int:
+    """Rows that a tile or several have for ``n`` queries."""
+    return -(-n // 8) * 8 if n <= M else -(-n // M) * M
+
+
 class Work(NamedTuple):
     """The work list on the device, int32. ``first_D`` is the first visible block of each row."""
 
@@ -154,8 +159,9 @@ class Work(NamedTuple):
     per_1: jax.Array
 
 
-def plan(start_D: jax.Array, len_D: jax.Array, tile: Tile) -> Work:
+def plan(rows: Rows, tile: Tile) -> Work:
     """Share the visible blocks of all rows out to the splits. A row of length 0 has none."""
+    start_D, len_D = rows
     reach_D = start_D + (tile.base - tile.window + 1)
     low_D = jnp.maximum(reach_D, 0) if tile.window else jnp.zeros_like(len_D)
     first_D = low_D // tile.block
@@ -173,11 +179,8 @@ def plan(start_D: jax.Array, len_D: jax.Array, tile: Tile) -> Work:
 
 def attend(
     q_DKQH: jax.Array,
-    keys_PKZH: jax.Array,
-    values_PKZH: jax.Array,
-    table_DM: jax.Array,
-    start_D: jax.Array,
-    len_D: jax.Array,
+    pages: Pages,
+    rows: Rows,
     work: Work,
     tile: Tile,
     interpret: Any = None,
@@ -185,7 +188,7 @@ def attend(
     """Partial sums of every slot: weighted means of values, float32[D + S, partial_rows, H], and log2 of
     the sums of weights behind them, float32[D + S, partial_rows]. Slots that no row uses are not
     written."""
-    slots = len_D.shape[0] + tile.splits
+    slots = rows.len_D.shape[0] + tile.splits
     row = jax.ShapeDtypeStruct((slots, tile.partial_rows), jnp.float32)
     sums = jax.ShapeDtypeStruct((slots, tile.partial_rows, tile.H), jnp.float32)
     return plgpu.kernel(
@@ -197,8 +200,8 @@ def attend(
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=_scratch(tile, q_DKQH.dtype, keys_PKZH.dtype),
-    )(q_DKQH, keys_PKZH, values_PKZH, table_DM, start_D, len_D, *work)
+        scratch_types=_scratch(tile, q_DKQH.dtype, pages.keys_PKZH.dtype),
+    )(q_DKQH, *pages, *rows, *work)
 
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:

@@ -7,26 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_attention.tree import Tree
+from pallas_kernels.spec import AttentionSpec, Pages, Rows
 
 Array = jax.Array
 
 
 def paged_attention(
     q_DJNH: Array,
-    keys_PKZH: Array,
-    values_PKZH: Array,
-    table_DM: Array,
-    start_D: Array,
-    len_D: Array,
+    pages: Pages,
+    rows: Rows,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
     sinks_N: Array | None = None,
     tree: Tree | None = None,
     scales_2K: Array | None = None,
 ) -> Array:
     """float32[D, J, N, H]; arguments as of ``api.paged_attention``."""
+    (keys_PKZH, values_PKZH, table_DM), (start_D, len_D) = pages, rows
     D, J, N, H = q_DJNH.shape
     K = keys_PKZH.shape[1]
     place_J = jnp.arange(J, dtype=jnp.int32)
@@ -35,11 +32,11 @@ def paged_attention(
     v_DSKH = gather(values_PKZH, table_DM, scales_2K, 1)
     S = k_DSKH.shape[1]
     seen_DJS = visible(start_D[:, None] + place_J, len_D, S, 0)
-    seen_DJS &= on_path(tree, start_D, S, window)
+    seen_DJS &= on_path(tree, start_D, S, spec.window)
     row_sees_DS = seen_DJS.any(1)[..., None, None]
     q_DJKGH = q_DJNH.astype(jnp.float32).reshape(D, J, K, N // K, H)
     x = jnp.einsum("djkgh,dskh->djkgs", q_DJKGH, jnp.where(row_sees_DS, k_DSKH, 0.0))
-    p = softmax(x * scale, seen_DJS[:, :, None, None], soft_cap, _sinks(sinks_N, K))
+    p = softmax(x * spec.scale, seen_DJS[:, :, None, None], spec.soft_cap, _sinks(sinks_N, K))
     o = jnp.einsum("djkgs,dskh->djkgh", p, jnp.where(row_sees_DS, v_DSKH, 0.0))
     return o.reshape(D, J, N, H)
 

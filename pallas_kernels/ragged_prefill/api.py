@@ -15,40 +15,28 @@ from pallas_kernels.ragged_prefill import hopper
 from pallas_kernels.ragged_prefill.hopper import ROWS_OF_TILE, Tile
 from pallas_kernels.ragged_prefill.ref import row_of_token
 from pallas_kernels.served import check_heads, check_page, multiplied, of_dtype, tuning
+from pallas_kernels.spec import AttentionSpec, Chunks, Pages
 
 Array = jax.Array
 
 
 def ragged_prefill(
     q_PNH: Array,
-    keys_PKZH: Array,
-    values_PKZH: Array,
-    table_FM: Array,
-    first_F: Array,
-    start_F: Array,
-    count_F: Array,
+    pages: Pages,
+    chunks: Chunks,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
     sinks_N: Array | None = None,
     scales_2K: Array | None = None,
-    tune: dict[str, Any] | None = None,
-    interpret: Any = None,
 ) -> Array:
     """Causal attention of chunks of F sequences, whose own keys are in their pages already.
 
     Args:
         q_PNH: queries of P tokens; cast to the dtype that is multiplied: the pool's, or float16
             where that is float8_e4m3fn.
-        keys_PKZH, values_PKZH: pool of pages, bfloat16, float16 or float8_e4m3fn. What lies beyond
-            a sequence's last token or before its first token's window may be anything, also NaN.
-        table_FM: int32 page ids; entries beyond the last token are not read.
-        first_F: int32 index in P of the sequence's first token.
-        start_F: int32 position of that token.
-        count_F: int32 tokens of the sequence, neighbours in P; 0 for none.
-        scale, window, soft_cap, sinks_N, scales_2K, interpret: as of ``paged_attention``.
-        tune: ``block``, ``stages``, ``raw_stages``, ``ping_pong``, ``register_p`` instead of those of tune.json.
+        spec: its ``tune`` may have ``block``, ``stages``, ``raw_stages``, ``ping_pong``, ``ahead`` (in place of
+            ``ping_pong``) and ``register_p``.
+        sinks_N, scales_2K: as of ``paged_attention``.
 
     Returns:
         [P, N, H] in the dtype that is multiplied, float32 with ``scales_2K``; zero for tokens of
@@ -57,23 +45,20 @@ def ragged_prefill(
     Raises:
         ValueError: a shape or dtype that the kernel cannot serve, named.
     """
-    tile = tile_of(q_PNH, keys_PKZH, count_F.shape[0], scale, window, soft_cap, tune, interpret)
-    work = hopper.plan(count_F, tile)
+    tile = tile_of(q_PNH, pages.keys_PKZH, chunks.count_F.shape[0], spec)
+    work = hopper.plan(chunks.count_F, tile)
     if scales_2K is not None:
         q_PNH = q_PNH * jnp.repeat(scales_2K[0], tile.G)[:, None]
     o_KYH = hopper.attend(
-        _by_tile(q_PNH.astype(multiplied(keys_PKZH.dtype)), first_F, work, tile),
-        keys_PKZH,
-        values_PKZH,
-        table_FM,
-        start_F,
-        count_F,
+        _by_tile(q_PNH.astype(multiplied(pages.keys_PKZH.dtype)), chunks.first_F, work, tile),
+        pages,
+        chunks,
         None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(tile.K, tile.G) * LOG2E,
         work,
         tile,
-        interpret,
+        spec.interpret,
     )
-    o_PNH = _by_token(o_KYH, first_F, count_F, work.base_F, tile)
+    o_PNH = _by_token(o_KYH, chunks, work.base_F, tile)
     return o_PNH if scales_2K is None else o_PNH * jnp.repeat(scales_2K[1], tile.G)[:, None]
 
 
@@ -87,8 +72,9 @@ def _by_tile(q_PNH: Array, first_F: Array, work: hopper.Work, tile: Tile) -> Arr
     return q_YKH.swapaxes(0, 1)
 
 
-def _by_token(o_KYH: Array, first_F: Array, count_F: Array, base_F: Array, tile: Tile) -> Array:
+def _by_token(o_KYH: Array, chunks: Chunks, base_F: Array, tile: Tile) -> Array:
     """[P, N, H]: rows gathered from the tiles; zero for tokens of no sequence."""
+    first_F, _, count_F = chunks
     row_P = row_of_token(first_F, count_F, tile.P)
     row = jnp.maximum(row_P, 0)
     token_P = jnp.arange(tile.P, dtype=jnp.int32) - first_F[row]
@@ -99,16 +85,7 @@ def _by_token(o_KYH: Array, first_F: Array, count_F: Array, base_F: Array, tile:
     return o_PKGH.reshape(tile.P, tile.K * tile.G, tile.H)
 
 
-def tile_of(
-    q_PNH: Any,
-    keys_PKZH: Any,
-    F: int,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    tune: dict[str, Any] | None = None,
-    interpret: Any = None,
-) -> Tile:
+def tile_of(q_PNH: Any, keys_PKZH: Any, F: int, spec: AttentionSpec) -> Tile:
     """The static description of a call; only shapes and dtypes of the arrays are read.
 
     Raises:
@@ -118,7 +95,7 @@ def tile_of(
     _, K, Z, _ = keys_PKZH.shape
     check_heads(N, H, keys_PKZH)
     table = tuning("pallas_kernels.ragged_prefill")
-    chosen = {**of_dtype(table, H, keys_PKZH.dtype), **(tune or {})}
+    chosen = {**of_dtype(table, H, keys_PKZH.dtype), **(spec.tune or {})}
     block = chosen["block"]
     check_page(Z, block)
     return Tile(
@@ -130,10 +107,11 @@ def tile_of(
         Z=Z,
         block=block,
         stages=chosen["stages"],
-        ping_pong=chosen["ping_pong"],
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
+        ping_pong=chosen["ping_pong"] and not chosen.get("ahead", False),
+        ahead=bool(chosen.get("ahead", False)),
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
         raw_stages=chosen.get("raw_stages", 0),
-        register_p=bool(chosen.get("register_p", interpret is None)),
+        register_p=bool(chosen.get("register_p", spec.interpret is None)),
     )

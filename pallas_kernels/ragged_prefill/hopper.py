@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, along_rows, swizzled
 from pallas_kernels.registers import set_compute, set_load
+from pallas_kernels.spec import Chunks, Pages
 from pallas_kernels.widen import Raw, load_widened
 
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
@@ -54,6 +55,9 @@ class Tile:
     stages: int
     ping_pong: bool
     scale: float
+    ahead: bool = False
+    """Scores of the next block are under way while the softmax of this one is computed, where neither needs masks:
+    the matrix unit has work of the same warpgroup then, which takes more registers."""
     window: int = 0
     soft_cap: float = 0.0
     raw_stages: int = 0
@@ -106,11 +110,8 @@ def plan(count_F: jax.Array, tile: Tile) -> Work:
 
 def attend(
     q_KYH: jax.Array,
-    keys_PKZH: jax.Array,
-    values_PKZH: jax.Array,
-    table_FM: jax.Array,
-    start_F: jax.Array,
-    count_F: jax.Array,
+    pages: Pages,
+    chunks: Chunks,
     sinks_KG: jax.Array | None,
     work: Work,
     tile: Tile,
@@ -129,8 +130,8 @@ def attend(
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=_scratch(tile, q_KYH.dtype, keys_PKZH.dtype),
-    )(q_KYH, keys_PKZH, values_PKZH, table_FM, start_F, count_F, sinks_KG, *work[:3])
+        scratch_types=_scratch(tile, q_KYH.dtype, pages.keys_PKZH.dtype),
+    )(q_KYH, *pages, chunks.start_F, chunks.count_F, sinks_KG, *work[:3])
 
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
@@ -358,7 +359,10 @@ def _compute(job: _Job, wg, sinks) -> Any:
     sums = flash.no_sums(tile.H)
     if tile.window:
         sums = lax.fori_loop(job.begin, low_plain, masked, sums)
-    sums = lax.fori_loop(low_plain, high_plain, plain, sums)
+    if tile.ahead:
+        sums = _plain_ahead(job, wg, low_plain, high_plain, sums)
+    else:
+        sums = lax.fori_loop(low_plain, high_plain, plain, sums)
     sums = lax.fori_loop(high_plain, job.end, masked, sums)
     if tile.ping_pong:
         pl.when(wg == 0)(lambda: _take_turn(job))
@@ -382,6 +386,12 @@ def _block(job: _Job, wg, skip, j, sums: Sums, *, masked: bool) -> Sums:
             return position(row) - (tile.window - 1)
 
         x = flash.mask(x, at, position, job.length, low if tile.window else None, None)
+    return _add(job, wg, x, j, sums)
+
+
+def _add(job: _Job, wg, x, j, sums: Sums) -> Sums:
+    """Add the values of block ``j``, whose scores are ``x``."""
+    tile, sm, slot = job.tile, job.sm, job.slot(j)
     p, keep, m, total = flash.weights(x, sums)
     if tile.ping_pong:
         plgpu.barrier_arrive(sm["turn"])
@@ -392,6 +402,30 @@ def _block(job: _Job, wg, skip, j, sums: Sums, *, masked: bool) -> Sums:
     o = flash.weigh(p, sums.o, keep, sm["v"].at[slot], room)
     plgpu.barrier_arrive(sm["v_free"].at[slot])
     return Sums(o, m, total)
+
+
+def _plain_ahead(job: _Job, wg, low, high, sums: Sums) -> Sums:
+    """Add blocks ``low`` .. ``high`` - 1, each while the scores of the one after it are under way."""
+    tile, sm = job.tile, job.sm
+
+    def scores(j, during):
+        slot = job.slot(j)
+        plgpu.barrier_wait(sm["k_here"].at[slot])
+        k = sm["k"].at[slot]
+        found = flash.scores_while(sm["q_in"].at[wg], k, tile.scale, tile.soft_cap, during)
+        plgpu.barrier_arrive(sm["k_free"].at[slot])
+        return found
+
+    def block(j, carry):
+        x, sums = carry
+        return scores(j + 1, partial(_add, job, wg, x, j, sums))
+
+    def some(sums):
+        x, _ = scores(low, lambda: None)
+        x, sums = lax.fori_loop(low, high - 1, block, (x, sums))
+        return _add(job, wg, x, high - 1, sums)
+
+    return lax.cond(high > low, some, lambda sums: sums, sums)
 
 
 def _finish(job: _Job, sums: Sums, skip, sinks) -> Any:

@@ -6,26 +6,22 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.ref import gather, softmax, visible
+from pallas_kernels.spec import AttentionSpec, Chunks, Pages
 
 Array = jax.Array
 
 
 def ragged_prefill(
     q_PNH: Array,
-    keys_PKZH: Array,
-    values_PKZH: Array,
-    table_FM: Array,
-    first_F: Array,
-    start_F: Array,
-    count_F: Array,
+    pages: Pages,
+    chunks: Chunks,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
     sinks_N: Array | None = None,
     scales_2K: Array | None = None,
 ) -> Array:
     """float32[P, N, H]; arguments as of ``api.ragged_prefill``."""
+    (keys_PKZH, values_PKZH, table_FM), (first_F, start_F, count_F) = pages, chunks
     P, N, H = q_PNH.shape
     K = keys_PKZH.shape[1]
     row_P = row_of_token(first_F, count_F, P)
@@ -35,12 +31,12 @@ def ragged_prefill(
     len_P = jnp.where(real_P, pos_P + 1, 0)
     k_PSKH = gather(keys_PKZH, table_FM, scales_2K, 0)[row_P]
     v_PSKH = gather(values_PKZH, table_FM, scales_2K, 1)[row_P]
-    seen_P1S = visible(pos_P[:, None], len_P, k_PSKH.shape[1], window)
+    seen_P1S = visible(pos_P[:, None], len_P, k_PSKH.shape[1], spec.window)
     seen_PS11 = seen_P1S[:, 0, :, None, None]
     q_PKGH = q_PNH.astype(jnp.float32).reshape(P, K, N // K, H)
     x = jnp.einsum("pkgh,pskh->pkgs", q_PKGH, jnp.where(seen_PS11, k_PSKH, 0.0))
     sinks = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, N // K, 1)
-    p = softmax(x * scale, seen_P1S[:, None], soft_cap, sinks)
+    p = softmax(x * spec.scale, seen_P1S[:, None], spec.soft_cap, sinks)
     o = jnp.einsum("pkgs,pskh->pkgh", p, jnp.where(seen_PS11, v_PSKH, 0.0))
     return jnp.where(real_P[:, None, None], o.reshape(P, N, H), 0.0)
 

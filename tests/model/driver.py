@@ -62,6 +62,7 @@ class Driver:
         Z: int = 8,
         M: int = 16,
         kv_dtype: Any = jnp.float32,
+        dtype: Any = jnp.float32,
     ) -> None:
         self.family, self.arch = family, arch
         self.mesh = make_mesh(tp) if mesh is None else mesh
@@ -70,7 +71,7 @@ class Driver:
         self.attn = backend(attn)
         self.dims = StepDims(C=8, M=M, Z=Z, V=arch.V)
         specs = padded(family.specs(arch, tp), rules, self.mesh.shape)
-        params = assemble_all(specs, get, jnp.float32)
+        params = assemble_all(specs, get, dtype)
         self.params = jax.device_put(params, shardings(specs, self.mesh, rules))
         self.param_specs = partitions(specs, rules)
         shape = self.attn.kv_shape(max(arch.K, tp), arch.H, n_pages, Z)

@@ -98,4 +98,4 @@ def jitted() -> dict[str, Any]:
     def fresh(name: str) -> Any:
         return jax.jit(lambda *args: getattr(sampling, name)(*args))
 
-    return {n: fresh(n) for n in ("sample", "adjust", "truncated", "logprobs", "argmax")}
+    return {n: fresh(n) for n in ("sample", "adjust", "scaled", "truncated", "logprobs", "argmax")}

@@ -58,7 +58,8 @@ def test_every_pair_of_fields_gives_the_reference_distribution(spread):
     slots = slots_of(rows, V)
     fns = jitted()
     x = fns["adjust"](raw, draws, slots, flags)
-    w = np.exp(np.asarray(fns["truncated"](x, draws, flags | RANDOM | TRUNCATE), np.float64))
+    cut = fns["truncated"](fns["scaled"](x, draws)[0], draws, flags | RANDOM | TRUNCATE)
+    w = np.exp(np.asarray(cut, np.float64))
     best = np.asarray(fns["argmax"](x))
     for i, (params, context) in enumerate(rows):
         want = adjusted(raw[i], params, context)
@@ -118,7 +119,8 @@ def test_threshold_keeps_what_a_full_sort_keeps(n_vocab):
     raw[:32] *= 5
     raw[48:] = np.round(raw[48:] * 2) / 2  # many ties
     draws, _ = draws_of(rows)
-    x = np.asarray(jitted()["truncated"](raw, draws, RANDOM | TRUNCATE))
+    scaled_EV, _ = jitted()["scaled"](raw, draws)
+    x = np.asarray(jitted()["truncated"](scaled_EV, draws, RANDOM | TRUNCATE))
     for i, (params, _) in enumerate(rows):
         kept = set(np.flatnonzero(distribution(raw[i].astype(np.float64), params)))
         got = set(np.flatnonzero(np.isfinite(x[i])))

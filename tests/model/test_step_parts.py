@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jserve.model import slots as slot_rows
+from jserve.model.dot import dot, narrow_dot, product_as
 from jserve.model.layers import embed
 from jserve.model.shard import Axes
 from jserve.model.slots import LOAD_PAIRS, NONE
@@ -155,3 +156,16 @@ def test_a_loop_of_drafts_does_not_widen_the_embedding() -> None:
     compiled = jax.jit(drafts).lower(table_VD, jnp.zeros(2, jnp.int32)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < table_VD.nbytes
     assert compiled(table_VD, jnp.zeros(2, jnp.int32)).tolist() == [64, 64]
+
+
+def test_a_narrow_product_is_the_wide_one_rounded_once() -> None:
+    """What GPUs compute, run here; a CPU computes the wide one, and float32 weights lose nothing anywhere."""
+    rng = np.random.default_rng(1)
+    x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((4, 64), (96, 64)))
+    wide = np.asarray(dot(x, w))
+    rounded = np.asarray(product_as(x, w, w.dtype), np.float32)
+    assert (rounded != wide).mean() > 0.5
+    np.testing.assert_allclose(rounded, wide, rtol=2**-8)
+    np.testing.assert_array_equal(narrow_dot(x, w), wide)
+    w = w.astype(jnp.float32)
+    np.testing.assert_array_equal(product_as(x, w, w.dtype), dot(x, w))

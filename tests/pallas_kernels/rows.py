@@ -66,6 +66,7 @@ HEADS: dict[str, dict] = {
     "bias, odd groups": {"K": 1, "G": 7, "H": 128, "bias": True},
     "one kv head": {"K": 1, "G": 2, "H": 64, "norms": True, "bias": True},
     "wide heads": {"K": 2, "G": 1, "H": 256},
+    "partial sums": {"K": 2, "G": 4, "H": 128, "S": 4, "norms": True, "bias": True, "q_rows": 8},
     "float16": {"K": 1, "G": 2, "H": 64, "dtype": jnp.float16},
     "8 bits": {"K": 2, "G": 4, "H": 64, "dtype": F8, "norms": True},
     "8 bits, padded queries": {"K": 1, "G": 8, "H": 128, "dtype": F8, "q_rows": 16},

@@ -44,6 +44,7 @@ def test_every_served_model_is_in_every_contest() -> None:
     for model in ("1b", "8b", "70b"):
         assert any(model in s for s in shapes["kv_write"])
         assert any(model in s for s in shapes["quant_matmul"])
+        assert any(model in s for s in shapes["add_norm"])
 
 
 def contest(some: Any) -> g.Contest:
@@ -71,6 +72,19 @@ def test_a_wrong_row_is_seen(which: int) -> None:
     assert not g._written(c._replace(ours=wrong), SEED, True)["ok"]
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_wrong_norm_is_seen(which: int) -> None:
+    c = contest(g.norming)
+
+    def wrong(*args: Any) -> Any:
+        out = list(c.ours(*args))
+        out[which] = out[which] * 1.02
+        return tuple(out)
+
+    assert g._normed(c, SEED, True)["ok"]
+    assert not g._normed(c._replace(ours=wrong), SEED, True)["ok"]
+
+
 def test_a_wrong_product_is_seen() -> None:
     c = contest(g.products)
 
@@ -96,10 +110,13 @@ def test_ways_of_xla_agree_with_the_kernels() -> None:
     assert (kept == (args[0] >= want[:, None])).all()
     c = contest(g.writing)
     args = c.inputs(SEED)
-    G = args[0].shape[2] - 2
-    got, want = (
-        c.by_xla["scatter"](*args),
-        g.kv_ref.kv_write(*args[:7], norms_2H=args[7], eps=g.EPS),
-    )
+    G = args[0].shape[3] - 2
+    got = c.by_xla["scatter"](*args)
+    want = g.kv_ref.kv_write(*args[:4], norms=args[4], eps=g.EPS)
     for x, y in zip((got[0][:, :, :G], *got[1:]), want, strict=True):
+        assert g.relative(x, y) < 1e-2
+    c = contest(g.norming)
+    args = c.inputs(SEED)
+    want = g.norm_ref.add_norm(*args, g.EPS, jax.numpy.bfloat16)
+    for x, y in zip(c.by_xla["fusions"](*args), want, strict=True):
         assert g.relative(x, y) < 1e-2

@@ -13,6 +13,7 @@ from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention.api import tile_of
 from pallas_kernels.paged_attention.combine import MANY_SPLITS, combine
 from pallas_kernels.paged_attention.hopper import Tile, Work
+from pallas_kernels.spec import AttentionSpec
 
 PER = 4
 
@@ -20,7 +21,8 @@ PER = 4
 def tile(*, splits: int, K: int = 1, G: int = 2, J: int = 1, H: int = 64) -> Tile:
     pool = jnp.empty((1, K, 16, H), jnp.bfloat16)
     tune = {"sms": splits * K, "teams": 1}
-    found = tile_of(np.empty((1, J, K * G, H)), pool, 1.0, tune=tune)
+    spec = AttentionSpec(scale=1.0, tune=tune)
+    found = tile_of(np.empty((1, J, K * G, H)), pool, spec)
     assert found.splits == splits
     return found
 

@@ -4,6 +4,7 @@ copies, command buffers. Skipped without the CUDA plugin (see conftest)."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from typing import Any
@@ -16,6 +17,7 @@ from bench import passes
 from jserve.model.arch import resized
 from jserve.model.attention import backend
 from jserve.model.attn_dense import GATHERED
+from jserve.model.largest import BY_KERNEL, PARTS
 from jserve.model.view import Bucket, StepDims
 from jserve.sizing.compiled import compile_step
 from pallas_kernels import aot
@@ -25,6 +27,7 @@ from pallas_kernels.paged_attention.combine import FEW, MANY_SPLITS
 from pallas_kernels.paged_attention.hopper import Tile
 from pallas_kernels.ragged_prefill import ragged_prefill
 from pallas_kernels.ragged_prefill.hopper import TEAM
+from pallas_kernels.spec import AttentionSpec, Chunks, Pages, Rows
 from tests.pallas_kernels import tma
 from tests.pallas_kernels.shapes import ARCHS, step_model
 from tests.pallas_kernels.variants import CHAINS, F8, VARIANTS, Variant
@@ -99,16 +102,16 @@ def test_the_check_sees_budgets_that_are_larger_than_the_block() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_paged_attention(name: str) -> None:
     v, D = VARIANTS[name], 64
-    N = v.K * v.G
+    N, spec = v.K * v.G, AttentionSpec(scale=0.1, **v.static)
 
     def call(q: Any, k: Any, v_: Any, table: Any, start: Any, length: Any, more: Any) -> Any:
-        rows = (table, start, length)
+        pages, rows = Pages(k, v_, table), Rows(start, length)
         more = {"dtype": jnp.bfloat16, **more}
-        return paged_attention(q, k, v_, *rows, scale=0.1, tree=v.tree, **v.static, **more)
+        return paged_attention(q, pages, rows, spec, tree=v.tree, **more)
 
     pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
     q = struct(D, v.tokens, N, v.H)
-    tile = tile_of(q, pool, 0.1, tree=v.tree, **v.static)
+    tile = tile_of(q, pool, spec, v.tree)
     with tma.recorded() as descriptors:
         report = aot.compile_for(call, q, pool, pool, ints(D, 64), ints(D), ints(D), arrays(v))
     check_descriptors(descriptors)
@@ -152,10 +155,10 @@ def arrays(v: Variant) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CHAINS)
 def test_ragged_prefill(name: str) -> None:
     v, P, F = CHAINS[name], 2048, 8
-    N = v.K * v.G
+    N, spec = v.K * v.G, AttentionSpec(scale=0.1, **v.static)
 
     def call(q: Any, k: Any, v_: Any, table: Any, a: Any, b: Any, c: Any, more: Any) -> Any:
-        return ragged_prefill(q, k, v_, table, a, b, c, scale=0.1, **v.static, **more)
+        return ragged_prefill(q, Pages(k, v_, table), Chunks(a, b, c), spec, **more)
 
     pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
     args = (struct(P, N, v.H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F), arrays(v))
@@ -163,6 +166,30 @@ def test_ragged_prefill(name: str) -> None:
         report = aot.compile_for(call, *args)
     check_descriptors(descriptors)
     check(report, 1, TEAM, 1)
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_scores_ahead_of_the_softmax(H: int) -> None:
+    """Without a spill; in the loop of plain blocks all exponentials lie between the start of one product and that of
+    the next, and nothing waits between them."""
+    spec = AttentionSpec(scale=0.1, tune={"ahead": True})
+
+    def call(q: Any, k: Any, v: Any, table: Any, a: Any, b: Any, c: Any) -> Any:
+        return ragged_prefill(q, Pages(k, v, table), Chunks(a, b, c), spec)
+
+    pool, F = struct(1024, 8, 64, H), 8
+    args = (struct(2048, 32, H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F))
+    report = aot.compile_for(call, *args)
+    check(report, 1, TEAM, 1)
+    steps = re.findall(r"wgmma\.mma_async|wgmma\.wait_group|ex2\.approx", report.kernels[0].ptx)
+    order = [step for step, _ in itertools.groupby(steps)]
+    product, exponential = "wgmma.mma_async", "ex2.approx"
+    ahead = [
+        order[i - 1 : i + 2] == [product, exponential, product]
+        for i, step in enumerate(order)
+        if step == exponential
+    ]
+    assert sum(ahead) == 1, order
 
 
 def layer_bytes(model: Any) -> int:
@@ -182,6 +209,7 @@ def check_step(
     layers: int = 0,
     n_pages: int = 2048,
     kv_dtype: Any = jnp.bfloat16,
+    attn: str = "hopper",
 ) -> aot.Report:
     """All that holds for a step of any model; ``layers`` 0 is the model's own depth. Over 8 bits the
     checkpoint has scales, too."""
@@ -189,8 +217,10 @@ def check_step(
     arch = resized(arch, L=layers) if layers else arch
     # A device's share of the pool is the same however many there are, as in an engine.
     model = step_model(arch, tp=tp, n_pages=n_pages * tp, kv_dtype=kv_dtype)
+    model = dataclasses.replace(model, backend=backend(attn, "cuda"))
     report = compile_step(model, bucket)
     parts = (bucket.D > 0) * 2 + (bucket.P > 0)  # attention and its combination; prefill
+    parts += 3 * (attn == "hopper_fused")
     assert report.spills == 0, report.kernels
     assert not report.ignored
     assert 0 < report.smem_bytes <= aot.SMEM_LIMIT
@@ -200,9 +230,9 @@ def check_step(
     moved = [copy for copy in large if " bf16[" in copy or " f8e4m3fn[" in copy]
     assert not moved, moved
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
-    if not bucket.P:
-        assert "kDynamicSliceFusion" not in report.thunks, "a page table is a slice of the buffer"
+    assert "kDynamicSliceFusion" not in report.thunks, "a page table is a slice of the buffer"
     assert len(re.findall(r"\d: kCustomCall ", report.thunks)) == parts * arch.L
+    assert max(report.sorts(), default=0) <= PARTS * BY_KERNEL, "a sort of the vocabulary"
     check_weights(report, model)
     check_collectives(report, model)
     return report
@@ -256,6 +286,29 @@ def test_kernels_of_a_layer(name: str, batch: int, kernels: int, in_a_row: int) 
     after = [p.op for p in found.passes]
     last = max(i for i, op in enumerate(after) if op == "custom-call")
     assert after[last - 1 : last + 2] == ["custom-call", "custom-call", "dot"]
+
+
+def test_a_whole_product_before_the_gate_is_written_in_16_bits() -> None:
+    found = passes.layer("llama-3.2-1b", 256)
+    (product,) = found.groups()["product gate_up"]
+    assert product.written == 256 * 2 * ARCHS["llama-3.2-1b"].F * 2
+
+
+@pytest.mark.parametrize(("name", "batch"), [("llama-3.1-8b", 1), ("qwen3-8b", 64)])
+def test_kernels_of_a_fused_layer(name: str, batch: int) -> None:
+    """Between the products kernels of ours, and what gates the MLP."""
+    found = passes.layer(name, batch, "hopper_fused")
+    ours = ["custom-call"]
+    kinds = ["dot", *ours * 3, "dot", *ours, "dot", "convert", "dot", *ours]
+    assert [p.op for p in found.passes] == kinds
+    assert found.chain == len(kinds) == 10
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fused_step(tp: int) -> None:
+    """KV in place and one graph, also where partial sums go to other devices first."""
+    report = check_step("llama-3.2-1b", Bucket(D=8, P=0, F=0), tp, layers=2, attn="hopper_fused")
+    assert {k.threads for k in report.kernels[-2:]} == {128}
 
 
 def test_mixed_step_of_1b() -> None:

@@ -41,11 +41,16 @@ ENTRY %main.1 (params__embed__.1: bf16[16,4], params__w__.1: bf16[16,4]) -> (f32
   %written = bf16[1024,4]{1,0} fusion(%flat, %dot), kind=kInput, calls=%fused_scatter
   %kernel = (f32[8,16]{1,0}, f32[8]{0}) custom-call(%rows, %written), custom_call_target="k"
   %part = f32[8,16]{1,0} get-tuple-element(%kernel), index=0
+  %put = (f32[8]{0}, bf16[1024,4]{1,0}) custom-call(%part, %written), output_to_operand_aliasing={{1}: (1, {})}
+  %pool = bf16[1024,4]{1,0} get-tuple-element(%put), index=1
+  %reader = f32[8]{0} custom-call(%pool), custom_call_target="k"
   %branch = f32[8,16]{1,0} conditional(%part, %head), branch_computations={%a, %b}
   ROOT %out = (f32[8,16]{1,0}) tuple(%branch)
 }
 """
 ROWS, IDS, DOT, W, KERNEL = 8 * 4 * 2, 8 * 4, 8 * 16 * 4, 16 * 4 * 2, 8 * 16 * 4 + 8 * 4
+IN_PLACE, READER = 8 * 16 * 4 + 8 * 4, 8 * 4
+"""Of the kernel that writes into the pool, and of the one that reads it."""
 
 
 def test_bytes_moved() -> None:
@@ -55,15 +60,17 @@ def test_bytes_moved() -> None:
     dots = 2 * (ROWS + W + DOT)
     scatter = DOT
     kernel = ROWS + KERNEL
-    assert Module(TEXT).moved("state.kv") == picked + dots + scatter + kernel
+    total = picked + dots + scatter + kernel + IN_PLACE + READER
+    assert Module(TEXT).moved("state.kv") == total
 
 
 def test_passes() -> None:
     """In order, with what each ends in, reads and waits for; views and branches are none."""
     passes = {p.name: p for p in Module(TEXT).passes("state.kv")}
-    assert list(passes) == ["rows", "dot", "head", "written", "kernel"]
-    assert [p.op for p in passes.values()] == ["gather", "dot", "dot", "scatter", "custom-call"]
-    assert [p.depth for p in passes.values()] == [1, 2, 2, 3, 4]
+    assert list(passes) == ["rows", "dot", "head", "written", "kernel", "put", "reader"]
+    kernels = ["custom-call"] * 3
+    assert [p.op for p in passes.values()] == ["gather", "dot", "dot", "scatter", *kernels]
+    assert [p.depth for p in passes.values()] == [1, 2, 2, 3, 4, 5, 6]
     assert passes["dot"].reads == ("params['w']",)
     assert passes["written"].reads == ("state.kv[0][0]",)
     assert (passes["dot"].read, passes["dot"].written) == (ROWS + W, DOT)
@@ -72,7 +79,8 @@ def test_passes() -> None:
 
 def test_a_pool_that_is_not_apart_counts_what_is_visited() -> None:
     module, pool = Module(TEXT), 1024 * 4 * 2
-    assert module.moved("nothing") == module.moved("state.kv") + pool
+    # The reader takes all of it, and so does the kernel that writes into it.
+    assert module.moved("nothing") == module.moved("state.kv") + 3 * pool
 
 
 def test_a_copied_pool_is_seen() -> None:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.candidates.kv_write import hopper, kv_write, ref
 from jserve.model.layers import rms_norm
 from jserve.model.rope import rotate
+from pallas_kernels.kv_write import Angles, Places, hopper, kv_write, ref
 from pallas_kernels.launch import interpreter
 from pallas_kernels.served import multiplied
 from tests.pallas_kernels.rows import F8, HEADS, PLACES
@@ -19,25 +19,34 @@ P, Z = 5, 16
 
 
 def inputs(
-    *, K: int, G: int, H: int, dtype: Any = jnp.bfloat16, norms: bool = False, bias: bool = False
+    *,
+    K: int,
+    G: int,
+    H: int,
+    S: int = 1,
+    dtype: Any = jnp.bfloat16,
+    norms: bool = False,
+    bias: bool = False,
 ) -> tuple[tuple, dict[str, Any]]:
     """Positional and named arguments; padding tokens and the whole pool are NaN."""
     rng = np.random.default_rng([K, G, H])
     T = len(PLACES)
     page, off = np.array(PLACES, np.int32).T
-    y = rng.standard_normal((T, K, G + 2, H)).astype(np.float32) * 3
-    y[page < 0] = np.nan
+    y = rng.standard_normal((S, T, K, G + 2, H)).astype(np.float32) * 3 / S**0.5
+    y[:, page < 0] = np.nan
     angle = rng.uniform(0, 6, (T, H // 2)).astype(np.float32)
     named: dict[str, Any] = {}
     if norms:
-        named |= {"norms_2H": rng.uniform(0.5, 2, (2, H)).astype(np.float32), "eps": 1e-5}
+        weights = jnp.asarray(rng.uniform(0.5, 2, (2, H)), jnp.bfloat16)
+        named |= {"norms": tuple(weights), "eps": 1e-5}
     if bias:
         named["bias_KCH"] = rng.standard_normal((K, G + 2, H)).astype(np.float32)
     if dtype == F8:
         named["scales_2K"] = rng.uniform(0.01, 0.5, (2, K)).astype(np.float32)
-    pools = [jnp.full((P, K, Z, H), jnp.nan, dtype)] * 2
-    arrays = (y, np.cos(angle), np.sin(angle), page, off)
-    return (*map(jnp.asarray, arrays), *pools), {
+    pools = (jnp.full((P, K, Z, H), jnp.nan, dtype),) * 2
+    angles = Angles(jnp.cos(jnp.asarray(angle)), jnp.sin(jnp.asarray(angle)))
+    places = Places(jnp.asarray(page), jnp.asarray(off))
+    return (jnp.asarray(y), angles, places, pools), {
         k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in named.items()
     }
 
@@ -49,7 +58,7 @@ def test_values_and_places(name: str) -> None:
     args, named = inputs(**heads)
     got = kv_write(*args, **named, q_rows=q_rows, interpret=interpreter())
     want = ref.kv_write(*args, **named)
-    live = np.asarray(args[3]) >= 0
+    live = np.asarray(args[2].page_T) >= 0
     assert got[0].shape == (len(PLACES), heads["K"], q_rows or heads["G"], heads["H"])
     assert got[0].dtype == multiplied(heads.get("dtype", jnp.bfloat16))
     queries = np.asarray(got[0], np.float32)[live][:, :, : heads["G"]]
@@ -85,16 +94,16 @@ def test_rows_of_shared_memory_begin_where_bulk_copies_may(H: int, dtype: Any) -
 def test_ref_is_what_the_model_does() -> None:
     """The reference of the kernel against the norm and the rotation of the served model."""
     args, named = inputs(K=2, G=3, H=64, norms=True)
-    y, cos, sin = args[:3]
+    y, (cos, sin) = args[0].sum(0), args[1]
     q, keys, _ = ref.kv_write(*args, **named)
     tables = jnp.stack([cos, cos], 1), jnp.stack([-sin, sin], 1)
     turned = [
         rotate(rms_norm(x, w, named["eps"]), *tables)
         for x, w in zip(
-            (y[:, :, :3].reshape(len(PLACES), 6, 64), y[:, :, 3]), named["norms_2H"], strict=True
+            (y[:, :, :3].reshape(len(PLACES), 6, 64), y[:, :, 3]), named["norms"], strict=True
         )
     ]
-    live = np.asarray(args[3]) >= 0
+    live = np.asarray(args[2].page_T) >= 0
     np.testing.assert_allclose(
         np.asarray(q.reshape(-1, 6, 64))[live], turned[0][live], rtol=1e-5, atol=1e-5
     )
@@ -113,6 +122,6 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="only 8 bits have scales"):
         kv_write(*args, scales_2K=jnp.ones((2, 2)))
     with pytest.raises(ValueError, match="angles of shape"):
-        kv_write(args[0], args[1][:, :5], *args[2:])
+        kv_write(args[0], Angles(*(x[:, :5] for x in args[1])), *args[2:])
     with pytest.raises(ValueError, match="keys of 2"):
-        kv_write(args[0][:, :1], *args[1:])
+        kv_write(args[0][:, :, :1], *args[1:])

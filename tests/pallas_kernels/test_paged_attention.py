@@ -12,6 +12,7 @@ from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import Tree, hopper, paged_attention, ref
 from pallas_kernels.paged_attention.api import tile_of
 from pallas_kernels.served import multiplied
+from pallas_kernels.spec import AttentionSpec, Pages, Rows
 from tests.pallas_kernels.cases import DECODE, VERIFY, B, attention, inputs
 from tests.pallas_kernels.variants import LEVEL
 
@@ -19,6 +20,7 @@ F8 = jnp.float8_e4m3fn
 
 TUNE = {"sms": 6, "split_blocks": 1}
 """Few splits: rows share them and long rows lie in several."""
+PLAIN, TUNED = AttentionSpec(scale=1.0), AttentionSpec(scale=1.0, tune=TUNE)
 
 
 def run(
@@ -47,14 +49,16 @@ def run(
     q = np.asarray(jnp.asarray(q, multiplied(dtype)), np.float32)
     sinks_N = rng.standard_normal(K * G).astype(np.float32) if sinks else None
     scales = rng.uniform(0.3, 3, (2, K)).astype(np.float32) if scaled else np.ones((2, K))
-    kwargs: dict[str, Any] = dict(scale=H**-0.5, sinks_N=sinks_N, tree=tree, **variant)
+    static: dict[str, Any] = dict(scale=H**-0.5, **variant)
+    kwargs: dict[str, Any] = {"sinks_N": sinks_N, "tree": tree}
     if scaled:
         kwargs["scales_2K"] = jnp.asarray(scales)
     if kernel is None:
         kernel = paged_attention
-        kwargs |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter(), "dtype": result}
-    args = (data.keys, data.values, data.table, data.start, data.length)
-    got = np.asarray(kernel(jnp.asarray(q), *args, **kwargs))
+        static |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter()}
+        kwargs["dtype"] = result
+    pages, rows = Pages(data.keys, data.values, data.table), Rows(data.start, data.length)
+    got = np.asarray(kernel(jnp.asarray(q), pages, rows, AttentionSpec(**static), **kwargs))
     assert got.shape == q.shape
     assert got.dtype == result
     got = got.astype(np.float32)
@@ -175,7 +179,7 @@ def test_a_tree_of_other_rows_is_refused() -> None:
         tile_of(
             np.empty((2, 2, 4, 64)),
             jnp.empty((3, 2, 16, 64), jnp.bfloat16),
-            1.0,
+            PLAIN,
             tree=TREES["two branches"],
         )
 
@@ -188,9 +192,10 @@ def test_ref_verify(case: str) -> None:
 def test_slots_are_unique_and_blocks_are_shared_equally() -> None:
     """The work list itself: every visible block in one split, no slot used twice."""
     shape = (9, 1, 4, 64)
-    tile = tile_of(np.empty(shape), jnp.empty((1, 1, 16, 64), jnp.bfloat16), 1.0, tune=TUNE)
+    tile = tile_of(np.empty(shape), jnp.empty((1, 1, 16, 64), jnp.bfloat16), TUNED)
     length = np.array([0, 700, 1, 64, 0, 65, 128, 3, 900], np.int32)
-    work = hopper.plan(jnp.asarray(np.maximum(length - 1, 0)), jnp.asarray(length), tile)
+    rows = Rows(jnp.asarray(np.maximum(length - 1, 0)), jnp.asarray(length))
+    work = hopper.plan(rows, tile)
     cum, per = np.asarray(work.cum_E), int(work.per_1[0])
     seen, slots = set(), set()
     for s in range(tile.splits):
@@ -209,9 +214,9 @@ def test_no_split_is_below_the_floor(length: int, least: int) -> None:
     """The last one has what is left. The floor costs nobody else: with more keys all splits have their part."""
     kv = jnp.empty((1, 1, 16, 64), jnp.bfloat16)
     tune = {"sms": 6, "split_blocks": least}
-    tile = tile_of(np.empty((2, 1, 4, 64)), kv, 1.0, tune=tune)
+    tile = tile_of(np.empty((2, 1, 4, 64)), kv, AttentionSpec(scale=1.0, tune=tune))
     lengths = jnp.array([length, 0], jnp.int32)
-    per = int(hopper.plan(jnp.maximum(lengths - 1, 0), lengths, tile).per_1[0])
+    per = int(hopper.plan(Rows(jnp.maximum(lengths - 1, 0), lengths), tile).per_1[0])
     blocks = -(-length // 64)
     assert per == max(least, -(-blocks // tile.splits))
 
@@ -219,7 +224,7 @@ def test_no_split_is_below_the_floor(length: int, least: int) -> None:
 def test_the_floor_is_four_blocks() -> None:
     for dtype in (jnp.bfloat16, F8):
         assert (
-            tile_of(np.empty((1, 1, 4, 64)), jnp.empty((1, 1, 16, 64), dtype), 1.0).split_blocks
+            tile_of(np.empty((1, 1, 4, 64)), jnp.empty((1, 1, 16, 64), dtype), PLAIN).split_blocks
             == 4
         )
 
@@ -235,17 +240,17 @@ def test_the_floor_is_four_blocks() -> None:
 )
 def test_bad_shapes_are_named(q: Any, kv: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        tile_of(np.empty(q), jnp.empty(kv, jnp.bfloat16), 1.0)
+        tile_of(np.empty(q), jnp.empty(kv, jnp.bfloat16), PLAIN)
 
 
 def test_wide_heads_have_no_tree_and_no_eight_bits() -> None:
     q = np.empty((2, 3, 4, 256))
     with pytest.raises(ValueError, match="heads of 256"):
-        tile_of(q, jnp.empty((3, 2, 16, 256), F8), 1.0)
+        tile_of(q, jnp.empty((3, 2, 16, 256), F8), PLAIN)
     with pytest.raises(ValueError, match="heads of 256"):
-        tile_of(q, jnp.empty((3, 2, 16, 256), jnp.bfloat16), 1.0, tree=Tree.of((-1, 0, 0)))
+        tile_of(q, jnp.empty((3, 2, 16, 256), jnp.bfloat16), PLAIN, tree=Tree.of((-1, 0, 0)))
 
 
 def test_bad_dtype_is_named() -> None:
     with pytest.raises(ValueError, match="float32"):
-        tile_of(np.empty((1, 1, 2, 64)), jnp.empty((1, 1, 16, 64)), 1.0)
+        tile_of(np.empty((1, 1, 2, 64)), jnp.empty((1, 1, 16, 64)), PLAIN)

@@ -12,6 +12,7 @@ from pallas_kernels.launch import interpreter
 from pallas_kernels.ragged_prefill import hopper, ragged_prefill, ref
 from pallas_kernels.ragged_prefill.api import tile_of
 from pallas_kernels.served import multiplied
+from pallas_kernels.spec import AttentionSpec, Chunks, Pages
 from tests.pallas_kernels.cases import PREFILL, B, attention, inputs
 
 F8 = jnp.float8_e4m3fn
@@ -47,15 +48,18 @@ def run(
         q[f : f + count] = np.asarray(jnp.asarray(part, multiplied(dtype)), np.float32)
     sinks_N = rng.standard_normal(K * G).astype(np.float32) if sinks else None
     scales = rng.uniform(0.3, 3, (2, K)).astype(np.float32) if scaled else np.ones((2, K))
-    kwargs: dict[str, Any] = dict(scale=H**-0.5, sinks_N=sinks_N, **variant)
+    static: dict[str, Any] = dict(scale=H**-0.5, **variant)
+    kwargs: dict[str, Any] = {"sinks_N": sinks_N}
     if scaled:
         kwargs["scales_2K"] = jnp.asarray(scales)
     if kernel is None:
         kernel = ragged_prefill
-        kwargs |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter()}
+        static |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter()}
     count = jnp.asarray([c for _, c in spans], jnp.int32)
-    args = (data.keys, data.values, data.table, jnp.asarray(first), data.start, count)
-    got = np.array(kernel(jnp.asarray(q), *args, **kwargs), np.float32)
+    pages = Pages(data.keys, data.values, data.table)
+    chunks = Chunks(jnp.asarray(first), data.start, count)
+    got = kernel(jnp.asarray(q), pages, chunks, AttentionSpec(**static), **kwargs)
+    got = np.array(got, np.float32)
     assert got.shape == q.shape
     for r, (start, n) in enumerate(spans):
         for j in range(n):
@@ -109,6 +113,13 @@ def test_eight_bits_of_every_kind() -> None:
     run(((200, 20), (0, 0), (30, 7)), dtype=F8, scaled=True, gap=2, **variant)
 
 
+@pytest.mark.parametrize("window", [0, 50, 300])
+def test_scores_ahead(window: int) -> None:
+    """Rows of no plain block, of one and of several, whose ends are masked."""
+    spans = ((400, 40), (0, 30), (130, 3), (0, 0))
+    run(spans, tune={"ahead": True, "stages": 3}, window=window, gap=1)
+
+
 @pytest.mark.parametrize("case", PREFILL)
 def test_ref(case: str) -> None:
     run(PREFILL[case], kernel=ref.ragged_prefill, window=25, soft_cap=2.0, sinks=True, gap=2)
@@ -117,7 +128,9 @@ def test_ref(case: str) -> None:
 def test_every_row_of_every_sequence_is_in_one_tile() -> None:
     count = np.array([0, 1, 50, 43, 64, 0, 3], np.int32)
     pool = jnp.empty((1, 2, 16, 64), jnp.bfloat16)
-    tile = tile_of(np.empty((int(count.sum()), 6, 64)), pool, len(count), 1.0, tune=TUNE)
+    tile = tile_of(
+        np.empty((int(count.sum()), 6, 64)), pool, len(count), AttentionSpec(scale=1.0, tune=TUNE)
+    )
     work = hopper.plan(jnp.asarray(count), tile)
     n = int(work.n_1[0])
     assert n <= tile.tiles
@@ -137,4 +150,4 @@ def test_every_row_of_every_sequence_is_in_one_tile() -> None:
 )
 def test_bad_shapes_are_named(q: Any, kv: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        tile_of(np.empty(q), jnp.empty(kv, jnp.bfloat16), 2, 1.0)
+        tile_of(np.empty(q), jnp.empty(kv, jnp.bfloat16), 2, AttentionSpec(scale=1.0))

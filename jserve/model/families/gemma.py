@@ -14,7 +14,7 @@ GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
 
 
 def gemma_arch(config: Config, family: str, **fields: Any) -> Arch:
-    """What all Gemmas share. ``attention_bias`` puts a bias on all four attention projections."""
+    """The ``Arch`` that all Gemmas share. ``attention_bias`` puts a bias on all four attention projections."""
     attention_bias = boolean(config, "attention_bias", False)
     return decoder_arch(
         config,

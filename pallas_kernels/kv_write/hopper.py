@@ -1,9 +1,10 @@
-"""Norm, rotation and page write on Hopper in Mosaic GPU: each projection is read once, each result written once.
+"""Norm, rotation and page write on Hopper in Mosaic GPU: each partial sum of a projection is read once, each
+result written once.
 
 It owns the kernel. The heads of a token, its queries, keys and values alike, are K * (G + 2) rows of H. A block of
 the grid takes four of them, a warp each::
 
-    row of token t   | k0: q0 q1 .. | k | v | k1: q0 q1 .. | k | v | ...     y[t], float32
+    row of token t   | k0: q0 q1 .. | k | v | k1: q0 q1 .. | k | v | ...     sum of y[:, t], float32
                       '---- 4 ----'                                          one block
     q  -> norm -> turn -> queries[t, kv head, i]
     k  -> norm -> turn -> keys[page, kv head, offset]       a row leaves shared memory by one bulk
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ ALIGNED = 128
 class Tile:
     """Everything static about one call."""
 
+    S: int
     T: int
     K: int
     G: int
@@ -69,25 +71,36 @@ class Tile:
         return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
+class Angles(NamedTuple):
+    """float32 of each token, X = H / 2: dimension i turns with i + X."""
+
+    cos_TX: Any
+    sin_TX: Any
+
+
+class Places(NamedTuple):
+    """int32 places of the tokens, no two the same; nothing is written where the page is negative."""
+
+    page_T: Any
+    off_T: Any
+
+
 def write(
-    y_TKCH: jax.Array,
-    cos_TX: jax.Array,
-    sin_TX: jax.Array,
-    page_T: jax.Array,
-    off_T: jax.Array,
-    keys_PKZH: jax.Array,
-    values_PKZH: jax.Array,
+    y_STKCH: jax.Array,
+    angles: Angles,
+    places: Places,
+    pools: tuple[jax.Array, jax.Array],
     optional: dict[str, jax.Array],
     tile: Tile,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(queries, keys, values). ``optional``, float32: ``bias`` [K, C, H], ``norms`` [2, H],
+    """(queries, keys, values). ``optional``: ``bias`` [K, C, H], ``q_norm`` and ``k_norm`` [H], float32
     ``factors`` [2, K] of 8-bit keys and values."""
     rows = tile.K * tile.C
     optional = dict(optional)
     if "bias" in optional:
         optional["bias"] = optional["bias"].reshape(rows, tile.H)
-    pools = jax.new_ref(keys_PKZH), jax.new_ref(values_PKZH)
+    keys, values = (jax.new_ref(pool) for pool in pools)
     kernel = plgpu.kernel(
         functools.partial(_write, tile=tile, names=tuple(optional)),
         out_type=jax.ShapeDtypeStruct((tile.T, tile.K, tile.q_rows, tile.H), tile.q_dtype),
@@ -100,9 +113,9 @@ def write(
             "kv_room": _room(tile.H, tile.kv_dtype),
         },
     )
-    y_TRH = y_TKCH.reshape(tile.T, rows, tile.H)
-    q = kernel(y_TRH, cos_TX, sin_TX, page_T, off_T, *pools, *optional.values())
-    return q, jax.freeze(pools[0]), jax.freeze(pools[1])
+    y_STRH = y_STKCH.reshape(tile.S, tile.T, rows, tile.H)
+    q = kernel(y_STRH, *angles, *places, keys, values, *optional.values())
+    return q, jax.freeze(keys), jax.freeze(values)
 
 
 def _room(H: int, dtype: Any) -> Any:
@@ -137,18 +150,20 @@ def _send(room, r: int, mine, to, place: tuple[Any, ...], tile: Tile) -> None:
 
 
 def _halves(ref, tile: Tile, layout: Any) -> list[Any]:
-    """The first and the last half of the last dimension of a reference to device memory."""
+    """The first and the last half of the last dimension of a reference to device memory, float32."""
     lead = (slice(None),) * (len(ref.shape) - 1)
     places = (pl.ds(0, tile.half), pl.ds(tile.half, tile.half))
-    return [plgpu.load(ref.at[(*lead, p)], layout=layout, optimized=False) for p in places]
+    found = [plgpu.load(ref.at[(*lead, p)], layout=layout, optimized=False) for p in places]
+    return [x.astype(jnp.float32) for x in found]
 
 
 def _read(y, t, base, optional, tile: Tile) -> list[Any]:
-    parts = _halves(y.at[t, pl.ds(base, ROWS)], tile, tile.layout)
-    if "bias" not in optional:
-        return parts
-    bias = _halves(optional["bias"].at[pl.ds(base, ROWS)], tile, tile.layout)
-    return [a + b for a, b in zip(parts, bias, strict=True)]
+    rows = [y.at[s, t, pl.ds(base, ROWS)] for s in range(tile.S)]
+    if "bias" in optional:
+        rows.append(optional["bias"].at[pl.ds(base, ROWS)])
+    # All loads come before the sums: a block waits for memory once.
+    loaded = [_halves(row, tile, tile.layout) for row in rows]
+    return [functools.reduce(jnp.add, halves) for halves in zip(*loaded, strict=True)]
 
 
 def _kind(base, tile: Tile) -> Any:
@@ -164,7 +179,7 @@ def _normed(parts, base, optional, tile: Tile) -> list[Any]:
     squares = (parts[0] * parts[0] + parts[1] * parts[1]).sum(axis=1)
     factor = lax.rsqrt(squares * (1.0 / tile.H) + tile.eps)
     factor = lax.broadcast_in_dim(factor, parts[0].shape, [0])
-    of_q, of_k = (_along(optional["norms"].at[i], tile) for i in range(2))
+    of_q, of_k = (_along(optional[name], tile) for name in ("q_norm", "k_norm"))
     found = []
     for x, wq, wk in zip(parts, of_q, of_k, strict=True):
         normed = x * factor * jnp.where(kind < tile.G, wq, wk)
