@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from jserve.api.batch.answers import AnswerFile
     from jserve.api.batch.run import Outcome
     from jserve.api.request.parsed import ModelCard
-    from jserve.sim.costs import SimulatedModel
     from jserve.sim.study import SimulateOptions
     from jserve.text.chat.template import ChatTemplate
 
@@ -306,28 +305,19 @@ def simulate_options(config: EngineConfig, wish: dict[str, Any]) -> SimulateOpti
     Raises:
         ConfigError: a table and a roofline are given, or the model cannot be read.
     """
+    from jserve.plugins import load_plugins
     from jserve.sim.study import SimulateOptions
 
-    name = wish["roofline"]
-    rest = {key: value for key, value in wish.items() if key != "roofline"}
-    if name and rest["costs"] is not None:
-        raise ConfigError("give a measured table or a roofline, not both", field="costs")
-    model = None if rest["costs"] is not None else _simulated(config, name or ROOFLINE_MODEL)
-    return SimulateOptions(**rest, model=model)
-
-
-def _simulated(config: EngineConfig, name: str) -> SimulatedModel:
-    from jserve.plugins import load_plugins
-    from jserve.sim.costs import SimulatedModel
-    from jserve.sizing.models import find
-
+    rest = {**wish}
+    name = rest.pop("roofline")
+    if rest["costs"] is not None:
+        if name:
+            raise ConfigError("give a measured table or a roofline, not both", field="costs")
+        return SimulateOptions(**rest)
     load_plugins(config.model.plugins)
-    try:
-        model = find(name)
-    except ConfigError as error:
-        field = "roofline" if error.field == "model" else error.field
-        raise ConfigError(f"roofline {name}: {error.message}", field=field) from None
-    return SimulatedModel(name=name, arch=model.arch, itemsize=model.dtype.itemsize)
+    from jserve.sizing.models import simulated  # imports jax
+
+    return SimulateOptions(**rest, model=simulated(name or ROOFLINE_MODEL))
 
 
 def plan(

@@ -76,7 +76,7 @@ class Projected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeKernels:
-    """What lies between the products of a decode layer, in kernels of the backend's own.
+    """All that lies between the products of a decode layer, in kernels of the backend's own.
 
     serves:   (D, H, dtype of the weights, dtype of the pool) -> bool.
     attend:   (projected, kv, view) -> (o_TNH in the dtype of the pool, kv): writes keys and values, then attends.

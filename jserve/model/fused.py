@@ -31,7 +31,7 @@ BLOCKS = 264
 PARTS = 8
 """Most partial sums, so that a thread of the kernel that adds them has registers for their loads."""
 DEPTH = 64
-"""What is left of the depth after splitting is a multiple of this."""
+"""The depth of a part is a multiple of this."""
 
 
 def serves(ctx: Ctx, params: Any, kv: list[LayerKV]) -> bool:

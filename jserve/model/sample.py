@@ -51,7 +51,7 @@ PURPOSE_REDRAW = 1
 PREFILTER = 64
 """Largest logits looked at before falling back to bisection."""
 CHANGES = BIAS | BAD_WORDS | MIN_TOKENS | PENALTY
-"""What makes ``adjust`` give other logits than it gets, masks apart."""
+"""The flags that make ``adjust`` give other logits than it gets, masks apart."""
 _NEG = -jnp.inf
 
 

@@ -22,6 +22,7 @@ from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.shard import AXIS, ParamSpec, ShardRules, is_spec, padded
 from jserve.shapes import SHAPES
+from jserve.sim.costs import SimulatedModel
 from jserve.weights import hf
 from jserve.weights.source import Source, resolve
 
@@ -85,6 +86,20 @@ def find(name: str, revision: str = "", dtype: str = "auto") -> Model:
         asked=name,
         penalises=source.penalises,
     )
+
+
+def simulated(name: str) -> SimulatedModel:
+    """The model called ``name``, for a roofline.
+
+    Raises:
+        ConfigError: as ``find``, with ``roofline`` for ``model``.
+    """
+    try:
+        model = find(name)
+    except ConfigError as error:
+        field = "roofline" if error.field == "model" else error.field
+        raise ConfigError(f"roofline {name}: {error.message}", field=field) from None
+    return SimulatedModel(name=name, arch=model.arch, itemsize=model.dtype.itemsize)
 
 
 def source_of(name: str, revision: str = "", load_format: str = "dummy") -> Source:

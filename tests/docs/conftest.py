@@ -22,6 +22,8 @@ from tests.whole.test_serve import Server
 __all__ = ["tiny_dir"]
 NAME = "jserve-mini"
 """The model that the pages name."""
+FEATURE = ROOT / "examples" / "step_feature.py"
+"""The plugin that the pages serve with."""
 TOOLS = "{% if tools %}{# <tool_call> #}{% endif %}"
 """What makes a chat template one that has tools."""
 
@@ -35,14 +37,16 @@ def neox_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE + TOOLS)
-    options = {**SMALL_OPTIONS, "served_model_name": NAME, "chat_template": template}
+    named = {"served_model_name": NAME, "chat_template": template, "plugins": FEATURE}
+    options = {**SMALL_OPTIONS, **named}
     yield from serving(tiny_dir, tmp_path_factory, **options)
 
 
 @pytest.fixture(scope="session")
 def shipped_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server as users start it, for the slow tier."""
-    yield from serving(shipped(), tmp_path_factory, max_num_seqs=4, log_level="warning")
+    options = {"max_num_seqs": 4, "log_level": "warning", "plugins": FEATURE}
+    yield from serving(shipped(), tmp_path_factory, **options)
 
 
 def serving(model: Path, roots: pytest.TempPathFactory, **options: object) -> Iterator[str]:

@@ -8,10 +8,13 @@ A comment on the line before a block says what becomes of it::
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 WRITTEN = ("options.md", "http-fields.md", "metrics.md")
@@ -66,3 +69,11 @@ def blocks(*kinds: str) -> list[Block]:
                 line = text[: match.start("text")].count("\n") + 1
                 found.append(Block(page, line, match["kind"], match["mark"] or "", match["text"]))
     return found
+
+
+def posted(url: str, body: dict[str, Any]) -> Any:
+    """The response to a JSON body. Raises urllib.error.HTTPError."""
+    headers = {"content-type": "application/json"}
+    return urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120
+    )

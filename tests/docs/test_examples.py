@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import runpy
+import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, posted
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CLIENTS = ("streaming_client", "structured_output", "tools")
@@ -53,6 +55,16 @@ def test_step_feature(tiny_dir: Path, in_root: Callable, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines
     assert all(0 < float(line.split()[0]) < math.log(320) for line in lines)
+
+
+def test_step_feature_over_http(url: str) -> None:
+    asked = {"prompt": "the fox", "max_tokens": 8, "ignore_eos": True, "vllm_xargs": {"entropy": 1}}
+    choice = json.load(posted(f"{url}/v1/completions", asked))["choices"][0]
+    assert len(choice["extra"]["entropy"]) == 8
+    assert all(0 < nats < math.log(320) for nats in choice["extra"]["entropy"])
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        posted(f"{url}/v1/completions", {**asked, "vllm_xargs": {"entropy": "hot"}})
+    assert json.load(caught.value)["error"]["param"] == "vllm_xargs.entropy"
 
 
 def test_own_family(neox_dir: Path, in_root: Callable, capsys) -> None:

@@ -4,11 +4,8 @@ over HTTP; what it cannot honour is refused."""
 from __future__ import annotations
 
 import json
-import math
 import re
 import runpy
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from jserve.commands import plan
 from jserve.errors import ConfigError
 from jserve.plugins import load_plugins
 from tests.docs.neox import model_and_config
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, posted
 from tests.model.driver import Driver
 from tests.whole.conftest import SMALL_OPTIONS
 from tests.whole.test_serve import Server
@@ -76,29 +73,6 @@ def test_a_plugin_serves_it_over_http(neox_dir: Path, expected: Any, tmp_path: P
     answer = json.load(posted(f"{server.url}/v1/completions", {**body, "return_token_ids": True}))
     assert server.stop() == 0
     assert answer["choices"][0]["token_ids"] == expected[1]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_plugin_has_its_feature_over_http(tiny_dir: Path, tmp_path: Path) -> None:
-    plugin = ROOT / "examples" / "step_feature.py"
-    server = Server(tiny_dir, tmp_path / "log", **SMALL_OPTIONS, plugins=plugin)
-    url = f"{server.url}/v1/completions"
-    asked = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "vllm_xargs": {"entropy": 1}}
-    choice = json.load(posted(url, asked))["choices"][0]
-    assert len(choice["extra"]["entropy"]) == 8
-    assert all(0 < nats < math.log(320) for nats in choice["extra"]["entropy"])
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        posted(url, {**asked, "vllm_xargs": {"entropy": "hot"}})
-    assert json.load(caught.value)["error"]["param"] == "vllm_xargs.entropy"
-    assert server.stop() == 0
-
-
-def posted(url: str, body: dict[str, Any]) -> Any:
-    headers = {"content-type": "application/json"}
-    return urllib.request.urlopen(
-        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120
-    )
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ Choices are numbered as OpenAI does::
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jserve.api.http.errors import Aborted
-from jserve.api.reply.merge import merged
 from jserve.api.request.parsed import Usage
 from jserve.engine.async_engine import AsyncEngine
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
@@ -30,9 +30,13 @@ from jserve.types import Finish, Output, Request, TokenLogprob
 if TYPE_CHECKING:
     from jserve.api.ops.metrics import RequestTimer
 
+T = TypeVar("T")
 Json = dict[str, Any]
 Counts = Callable[[], Usage]
 Named = Callable[[JserveError], JserveError]
+MERGED_BUFFER = 64
+"""Items of several prompts that may wait for the reader of their merged stream."""
+_END: Any = object()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,6 +183,37 @@ class Generation:
             first=first,
             seed=output.seed,
         )
+
+
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of all sources in order of arrival; the first error ends it."""
+    queue: asyncio.Queue[Any] = asyncio.Queue(MERGED_BUFFER)
+
+    async def pump(source: AsyncGenerator[T, None]) -> None:
+        last: Any = _END
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    await queue.put(item)
+        except Exception as e:
+            last = e
+        await queue.put(last)
+
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is _END:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _advance(

@@ -1,4 +1,4 @@
-"""The model's output formats: reasoning tags and tool call syntax.
+"""The model's output formats, reasoning tags and tool call syntax, and the parser of an answer in them.
 
 It owns the table of formats and how one is recognised, by the chat template and the vocabulary.
 """
@@ -12,8 +12,8 @@ from jserve.config import ModelOptions
 from jserve.errors import ConfigError
 from jserve.grammar.tools import NAME, CallForm, Piece
 from jserve.sampling import Thinking
-from jserve.text.chat.parsers.answer import AnswerParser
-from jserve.text.chat.parsers.calls import CALL_PARSERS
+from jserve.text.chat.parsers.calls import CALL_PARSERS, CallParser
+from jserve.text.chat.parsers.delta import ParsedDelta
 from jserve.text.chat.parsers.reasoning import State, ThoughtParser
 from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
@@ -21,6 +21,39 @@ from jserve.text.tokenizer import TextTokenizer
 TAIL = 24
 """Prompt tokens that decide whether it ends inside a thought."""
 _TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+
+
+class AnswerParser:
+    """Text in, ``ParsedDelta`` out; any cut of a text gives the same pieces, concatenated.
+
+    Args:
+        thought: None where all text is the answer.
+        calls: reads the answer.
+    """
+
+    def __init__(self, thought: ThoughtParser | None, calls: CallParser) -> None:
+        self._thought, self._calls = thought, calls
+
+    @property
+    def thinking(self) -> bool:
+        """True while the text so far ends inside a thought."""
+        return self._thought is not None and self._thought.state is State.THOUGHT
+
+    def feed(self, text: str) -> ParsedDelta:
+        if self._thought is None:
+            return self._calls.feed(text)
+        return self._both(*self._thought.feed(text))
+
+    def close(self) -> ParsedDelta:
+        """Parses the text that was held back, at the end."""
+        parsed = self._both(*self._thought.close()) if self._thought is not None else ParsedDelta()
+        parsed.add(self._calls.close())
+        return parsed
+
+    def _both(self, reasoning: str, answer: str) -> ParsedDelta:
+        parsed = self._calls.feed(answer) if answer else ParsedDelta()
+        parsed.reasoning = reasoning
+        return parsed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

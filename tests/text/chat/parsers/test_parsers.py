@@ -8,10 +8,10 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jserve.text.chat.parsers.answer import AnswerParser
 from jserve.text.chat.parsers.calls import CALL_PARSERS
 from jserve.text.chat.parsers.delta import ParsedDelta
 from jserve.text.chat.parsers.reasoning import State, ThoughtParser
+from jserve.text.chat.speech import AnswerParser
 
 C1 = '{"name": "get_weather", "arguments": {"city": "Paris", "deep": {"x": "}\\"{"}}}'
 C2 = '{"name": "time", "arguments": {}}'
