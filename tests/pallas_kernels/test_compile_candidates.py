@@ -81,7 +81,7 @@ def test_pools_are_written_in_place(K: int, G: int, H: int, dtype: Any) -> None:
     T, pool = 64, struct(1024, K, 64, H, dtype=dtype)
     ints, angle = struct(T, dtype=jnp.int32), struct(T, H // 2)
     bf16 = jnp.bfloat16
-    more = {"bias_KCH": struct(K, G + 2, H), "norms": (struct(H, dtype=bf16),) * 2}
+    more = {"bias_KCH": struct(K, G + 2, H, dtype=bf16), "norms": (struct(H, dtype=bf16),) * 2}
     if dtype == F8:
         more["scales_2K"] = struct(2, K)
 
