@@ -138,7 +138,7 @@ class Module:
         return bool(whole) and (i.op in _SAME_BUFFER or self._root_op(i) in IN_PLACE)
 
     def _is_pool_of_kernel(self, i: Instruction, pools: set[str]) -> bool:
-        """Whether this is the part of a kernel's result that it wrote into a pool."""
+        """True if this is the part of a kernel's result that it wrote into a pool."""
         kernel = self._by_name.get(i.operands[0]) if i.index >= 0 else None
         if kernel is None or i.index not in kernel.in_place:
             return False

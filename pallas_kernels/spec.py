@@ -1,4 +1,4 @@
-"""What the attention kernels are called with besides queries: pages, rows of the batch, and what is static.
+"""The arguments of the attention kernels besides queries: pages, rows of the batch, and what is static.
 
 It owns these values, which both kernels, their references and their callers pass on whole.
 """

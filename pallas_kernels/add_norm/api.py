@@ -48,5 +48,5 @@ def add_norm(
 
 
 def serves(D: int) -> bool:
-    """Whether rows of D can be served."""
+    """True if rows of D can be served."""
     return D % COLUMNS == 0

@@ -1,4 +1,4 @@
-"""What ``add_norm`` computes, in plain jnp and float32, for reading and for tests."""
+"""``add_norm``, in plain jnp and float32, for reading and for tests."""
 
 from __future__ import annotations
 

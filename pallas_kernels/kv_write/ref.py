@@ -1,4 +1,4 @@
-"""What ``kv_write`` computes, in plain jnp and float32, for reading and for tests."""
+"""``kv_write``, in plain jnp and float32, for reading and for tests."""
 
 from __future__ import annotations
 

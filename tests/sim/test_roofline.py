@@ -8,7 +8,7 @@ import pytest
 
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError
-from jserve.model.arch import Arch
+from jserve.model.arch import Arch, resized
 from jserve.sim.roofline import CHIPS, Roofline
 from tests.sim.models import EIGHT_B
 
@@ -77,6 +77,6 @@ def test_a_tied_embedding_is_stored_once_and_read_once() -> None:
 
 
 def test_a_window_bounds_what_a_row_reads() -> None:
-    windowed = dataclasses.replace(EIGHT_B, windows=(4096,) * EIGHT_B.L)
+    windowed = resized(EIGHT_B, windows=(4096,) * EIGHT_B.L)
     long, short = ({"rows": 4, "tokens": 4, "drawn": 4, "n_context": n} for n in (8192, 4096))
     assert line(arch=windowed).work(**long) == line().work(**short)
