@@ -3,7 +3,7 @@
 It owns what is known about the kernels on the device side: their names for XLA, their arguments, and up to how many
 rows each level beats XLA's own product. Kernels are chosen while a step is traced, by the level of its ``StepModel``::
 
-    with kernels("avx512_bf16"):      # "" : everything is XLA's
+    with kernels("avx512_bf16"):  # "" : everything is XLA's
         y_TN = dot(x_TD, w_ND)
 """
 
@@ -23,7 +23,7 @@ kernels = jax.make_user_context("")
 """A context manager that takes the level of the kernels in use. Functions that were traced at another level are
 traced again."""
 
-MOST_ROWS = {"plain": 0, "avx2": 64, "avx512f": 64, "avx512_bf16": 128}
+MOST_ROWS = {"plain": 0, "avx2": 8, "avx512f": 8, "avx512_bf16": 128}
 """Rows of a product up to which each level beats XLA."""
 
 
@@ -96,6 +96,55 @@ def gate_up(x_TD: jax.Array, w_2FD: jax.Array) -> jax.Array:
     w_ND = w_2FD.reshape(-1, w_2FD.shape[-1])
     return _call("jserve.gate_up.v1", (x_TD.shape[0], w_2FD.shape[1]))(
         x_TD.astype(jnp.float32), w_ND, level=_level()
+    )
+
+
+HEAD_MULTIPLE, MOST_HEAD, MOST_GROUP, PAGE_MULTIPLE = 32, 256, 16, 16
+"""What decode attention takes: heads of so many values, query heads of a kv head, tokens of a page."""
+
+
+def attends(pool: jax.Array, G: int) -> bool:
+    """Whether the kernels in use attend to KV kept like ``pool`` [P, K, Z, H], with ``G`` query heads a kv
+    head."""
+    Z, H = pool.shape[2:]
+    fits = H % HEAD_MULTIPLE == 0 and H <= MOST_HEAD and G <= MOST_GROUP and Z % PAGE_MULTIPLE == 0
+    return has_attention(kernels.value) and pool.dtype == jnp.uint16 and fits
+
+
+def has_attention(level: str) -> bool:
+    return level == "avx512_bf16"
+
+
+def attention(
+    q_TNH: jax.Array,
+    kv: tuple[jax.Array, jax.Array],
+    page_table_DM: jax.Array,
+    length_T: jax.Array,
+    *,
+    scale: float,
+    window: int,
+    far_TNH: jax.Array | None,
+    n_sinks: int,
+) -> jax.Array:
+    """float32[T, N, H] of the tokens of D rows, T / D of each.
+
+    Args:
+        kv: keys and values [P, K, Z, H], bits of bfloat16.
+        length_T: int32, positions of its row that a token sees; 0: it is padding and gets zeros.
+        window: newest positions that a token sees; 0: all.
+        far_TNH: queries that meet the first ``n_sinks`` positions from beyond the window.
+    """
+    far = [] if far_TNH is None else [far_TNH.astype(jnp.float32)]
+    return _call("jserve.attention.v1", q_TNH.shape)(
+        q_TNH.astype(jnp.float32),
+        *kv,
+        page_table_DM,
+        length_T,
+        *far,
+        level=_level(),
+        scale=np.float32(scale),
+        window=np.int64(window),
+        sinks=np.int64(n_sinks),
     )
 
 

@@ -393,36 +393,13 @@ static void bf16_pack(const Product *p) {
     bf16_pack_lanes(p);
 }
 
-/* One row of x, weight rows one after the other: a linear stream, which the prefetcher follows. */
-T_BF16 static void bf16_stream(const Product *p, i64 n0, i64 n1, float *y) {
-  const bf16 *x = p->packed;
-  const i64 K = p->K;
-  for (i64 n = n0; n < n1; n += 16, y += 16) {
-    __m512 s[16];
-    i64 rows = min64(16, n1 - n);
-    for (i64 r = 0; r < 16; r++) {
-      __m512 a = _mm512_setzero_ps(), b = a, c = a, d = a;
-      const bf16 *w = p->w + (n + r) * K;
-      i64 k = 0;
-      if (r < rows) {
-        for (; k + 128 <= K; k += 128) {
-          a = dp(a, load(x + k), load(w + k));
-          b = dp(b, load(x + k + 32), load(w + k + 32));
-          c = dp(c, load(x + k + 64), load(w + k + 64));
-          d = dp(d, load(x + k + 96), load(w + k + 96));
-        }
-        for (; k + 32 <= K; k += 32) a = dp(a, load(x + k), load(w + k));
-        if (k < K) b = dp(b, load(x + k), load_n(w + k, K - k));
-      }
-      s[r] = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
-    }
-    _mm512_mask_storeu_ps(y, (__mmask16)((1u << rows) - 1), sums16(s));
-  }
-}
-
 #define EIGHT(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
 
-/* One row of x, eight long weight rows at once. Beyond the last row the pointers repeat it. */
+/* Several weight rows at once defeat the processor's own prefetcher where they lie in one page: lines of the next rows are
+ * fetched in the order of memory while these are read, as many of them. */
+#define NEXT(i) _mm_prefetch((const char *)(next + 32 * i), _MM_HINT_T0);
+
+/* One row of x, eight weight rows at once. Beyond the last row the pointers repeat it. */
 T_BF16 static void bf16_eight(const Product *p, i64 n0, i64 n1, float *y) {
   const bf16 *x = p->packed;
   const i64 K = p->K;
@@ -434,6 +411,8 @@ T_BF16 static void bf16_eight(const Product *p, i64 n0, i64 n1, float *y) {
     i64 k = 0;
     for (; k + 32 <= K; k += 32) {
       __m512i v = load(x + k);
+      const bf16 *next = w0 + 8 * (K + k);
+      EIGHT(NEXT)
 #define STEP(i) s##i = dp(s##i, v, load(w##i + k));
       EIGHT(STEP)
     }
@@ -451,36 +430,7 @@ T_BF16 static void bf16_eight(const Product *p, i64 n0, i64 n1, float *y) {
   }
 }
 
-/* Four rows of x against one weight row after the other. */
-T_BF16 static void bf16_four_stream(const Product *p, i64 n0, i64 n1, Target t) {
-  const i64 K = p->K, width = up_to(K, 32);
-  for (i64 n = n0; n < n1; n++) {
-    const bf16 *w = p->w + n * K;
-    for (i64 i = 0; i < p->L; i += 4) {
-      const bf16 *x = (const bf16 *)p->packed + i * width;
-      __m512 a = _mm512_setzero_ps(), b = a, c = a, d = a;
-      i64 k = 0;
-      for (; k + 32 <= K; k += 32) {
-        __m512i v = load(w + k);
-        _mm_prefetch((const char *)(w + k + 1024), _MM_HINT_T0);
-        a = dp(a, load(x + k), v), b = dp(b, load(x + width + k), v);
-        c = dp(c, load(x + 2 * width + k), v), d = dp(d, load(x + 3 * width + k), v);
-      }
-      if (k < K) {
-        __m512i v = load_n(w + k, K - k);
-        a = dp(a, load(x + k), v), b = dp(b, load(x + width + k), v);
-        c = dp(c, load(x + 2 * width + k), v), d = dp(d, load(x + 3 * width + k), v);
-      }
-      __m512 four = sums4(a, b, c, d);
-      four = folded(four, four);
-      float y[4];
-      _mm_storeu_ps(y, _mm512_castps512_ps128(folded(four, four)));
-      for (i64 j = 0; j < min64(4, p->L - i); j++) at(t, i + j)[n - n0] = y[j];
-    }
-  }
-}
-
-/* Four rows of x against four long weight rows: sixteen sums. */
+/* Four rows of x against four weight rows: sixteen sums. */
 T_BF16 static void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t) {
   const i64 K = p->K, width = up_to(K, 32);
   for (i64 n = n0; n < n1; n += 4)
@@ -493,6 +443,8 @@ T_BF16 static void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t)
       __m512 c0 = z, c1 = z, c2 = z, c3 = z, d0 = z, d1 = z, d2 = z, d3 = z;
 #define TILE(LOAD)                                                                                                     \
   {                                                                                                                    \
+    const bf16 *next = w0 + 4 * (K + k);                                                                               \
+    NEXT(0) NEXT(1) NEXT(2) NEXT(3)                                                                                    \
     __m512i v0 = LOAD(w0 + k), v1 = LOAD(w1 + k), v2 = LOAD(w2 + k), v3 = LOAD(w3 + k);                                \
     __m512i u = load(x + k);                                                                                           \
     a0 = dp(a0, u, v0), a1 = dp(a1, u, v1), a2 = dp(a2, u, v2), a3 = dp(a3, u, v3), u = load(x + width + k);           \
@@ -547,7 +499,7 @@ T_BF16 INLINE void put(const __m512 *s, Target t, i64 i, i64 rows, i64 n, i64 co
 }
 
 /* Lanes are rows of x: eight weight rows (twelve of 4 KiB would fall into one set of an 8-way cache) by pairs from memory,
- * against 16 rows of x, or 32 with ``two``. Eight weight rows two groups ahead are prefetched in the order of memory. */
+ * against 32 rows of x with ``two``, or against 16 with two sums each. Eight weight rows two groups ahead are prefetched in the order of memory. */
 T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Target t, int two, int ahead) {
   const i64 K = p->K, pairs = up_to(K, 2) / 2;
   const uint32_t *x = (const uint32_t *)p->packed + i * pairs, *u = x + 16 * pairs;
@@ -560,12 +512,19 @@ T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Ta
   v = pair(w##r + k);                                                                                                  \
   s##r = dp(s##r, a, v);                                                                                               \
   if (two) t##r = dp(t##r, b, v);
+#define STEPS(r) s##r = dp(s##r, a, pair(w##r + k)), t##r = dp(t##r, b, pair(w##r + k + 2));
   i64 k = 0;
+  for (; !two && k + 4 <= K; k += 4) {
+    __m512i a = _mm512_loadu_si512(x + k * 8), b = _mm512_loadu_si512(x + k * 8 + 16);
+    if (ahead) _mm_prefetch(next + k * 16, _MM_HINT_T1);
+    EIGHT(STEPS)
+  }
   for (; k + 2 <= K; k += 2) {
     __m512i v, a = _mm512_loadu_si512(x + k * 8), b = two ? _mm512_loadu_si512(u + k * 8) : a;
     if (ahead && k % 4 == 0) _mm_prefetch(next + k * 16, _MM_HINT_T1);
     EIGHT(STEP)
   }
+#undef STEPS
 #undef STEP
 #define LAST(r)                                                                                                        \
   v = _mm512_set1_epi32(w##r[k]);                                                                                      \
@@ -577,6 +536,11 @@ T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Ta
   }
 #undef LAST
 #undef BEGIN
+#define BOTH(r) s##r = _mm512_add_ps(s##r, t##r);
+  if (!two) {
+    EIGHT(BOTH)
+  }
+#undef BOTH
   i64 columns = min64(8, n1 - n);
   __m512 s[8] = {s0, s1, s2, s3, s4, s5, s6, s7};
   put(s, t, i, min64(16, p->L - i), n - n0, columns);
@@ -586,26 +550,29 @@ T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Ta
   }
 }
 
-T_BF16 static void bf16_many(const Product *p, i64 n0, i64 n1, Target t) {
-  for (i64 n = n0; n < n1; n += 8)
-    for (i64 i = 0; i < p->L; i += 32) {
-      if (p->L - i > 16)
-        i ? bf16_lanes(p, i, n, n0, n1, t, 1, 0) : bf16_lanes(p, i, n, n0, n1, t, 1, 1);
-      else
-        i ? bf16_lanes(p, i, n, n0, n1, t, 0, 0) : bf16_lanes(p, i, n, n0, n1, t, 0, 1);
-    }
-}
+/* Bytes of packed x up to which every group of weight rows meets all of it; a larger one is taken 32 rows at a time, and
+ * meets the whole chunk of weights, so that what is read again is in the second-level cache either way. */
+enum { NEAR_BYTES = 256 << 10 };
 
-/* Weight rows of up to SHORT values lie several in a page: they are read as one stream. */
-enum { SHORT = 1024 };
+T_BF16 static void bf16_many(const Product *p, i64 n0, i64 n1, Target t) {
+  i64 group = bf16_bytes(p->L, p->K) > NEAR_BYTES ? max64(n1 - n0, 1) : 8;
+  for (i64 first = n0; first < n1; first += group)
+    for (i64 i = 0; i < p->L; i += 32)
+      for (i64 n = first; n < min64(n1, first + group); n += 8) {
+        if (p->L - i > 16)
+          i ? bf16_lanes(p, i, n, n0, n1, t, 1, 0) : bf16_lanes(p, i, n, n0, n1, t, 1, 1);
+        else
+          i ? bf16_lanes(p, i, n, n0, n1, t, 0, 0) : bf16_lanes(p, i, n, n0, n1, t, 0, 1);
+      }
+}
 
 T_BF16 static void bf16_rows(const Product *p, i64 n0, i64 n1, Target t) {
   if (p->L > FEW)
     bf16_many(p, n0, n1, t);
   else if (p->L == 1)
-    (p->K <= SHORT ? bf16_stream : bf16_eight)(p, n0, n1, at(t, 0));
+    bf16_eight(p, n0, n1, at(t, 0));
   else
-    (p->K <= SHORT ? bf16_four_stream : bf16_four_by_four)(p, n0, n1, t);
+    bf16_four_by_four(p, n0, n1, t);
 }
 #endif /* X86 */
 

@@ -10,6 +10,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from jserve.native.compile import library_path, source_hash
 
@@ -36,7 +37,8 @@ class Library:
     level: str
     """The best of ``LEVELS`` that this processor has and whose kernels give right results."""
 
-    def function(self, name: str) -> ctypes._CFuncPtr:  # pyright: ignore[reportPrivateUsage]
+    def function(self, name: str) -> Any:
+        """A pointer to a function, as ``jax.ffi.pycapsule`` takes it."""
         return getattr(self.handle, name)
 
     def levels(self) -> tuple[str, ...]:
