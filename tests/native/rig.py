@@ -29,7 +29,7 @@ BUCKETS = (Bucket(D=2, P=0, F=0), Bucket(D=8, P=0, F=0), Bucket(D=8, P=64, F=8))
 
 
 @lru_cache(maxsize=4)
-def runner(kernels: str, tp: int = 1, dtype: str = "bfloat16") -> ModelRunner:
+def runner(kernels: str, tp: int = 1) -> ModelRunner:
     """With pages of 16, which decode attention takes."""
     family = family_for(CONFIG)
     source: Any = Source(
@@ -42,7 +42,7 @@ def runner(kernels: str, tp: int = 1, dtype: str = "bfloat16") -> ModelRunner:
     )
     mesh, rules = make_mesh(tp), ShardRules()
     arch = family.arch(CONFIG)
-    params = load(family, arch, source, mesh, rules, jnp.dtype(dtype), seed=3)
+    params = load(family, arch, source, mesh, rules, jnp.dtype(jnp.bfloat16), seed=3)
     params = {**params, "embed": params["embed"] * 30}
     options = equal.OPTIONS | {"page_size": 16, "max_drafts": 0, "kernels": kernels}
     config = EngineConfig.of(**options)

@@ -67,14 +67,9 @@ def drawn(Z: int, H: int, G: int, window: int, sinks: int, view: Any) -> Setting
         return jnp.asarray(q / 0.125)
 
     far = Sinks(n=sinks, q_TNH=queries()) if sinks else None
-    args = AttendArgs(q_TNH=queries(), window=window, scale=0.125 * H**-0.5, sinks=far)
-    args = dataclasses.replace(args, scale=0.125)
-    pools = [
-        rng.standard_normal((P, K, Z, H)).astype(jnp.bfloat16).astype(np.float32) for _ in range(2)
-    ]
-    pools[0] /= 4 * H**0.5 / 8
-    pools[0] = pools[0].astype(jnp.bfloat16).astype(np.float32)
-    return Setting(args, view, pools)
+    args = AttendArgs(q_TNH=queries(), window=window, scale=0.125, sinks=far)
+    pools = [rng.standard_normal((P, K, Z, H)) * size for size in (2 * H**-0.5, 1.0)]
+    return Setting(args, view, [x.astype(jnp.bfloat16).astype(np.float32) for x in pools])
 
 
 def got(s: Setting, level: str) -> np.ndarray:
@@ -90,11 +85,16 @@ def wanted(s: Setting) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("window", "sinks"), WINDOWS)
-@pytest.mark.parametrize(("Z", "H"), [(16, 64), (32, 64), (32, 128), (64, 32)])
+@pytest.mark.parametrize(("Z", "H"), [(16, 64), (32, 128)])
 def test_attention_is_that_of_the_reference(level, Z, H, window, sinks):
-    for G in (1, 2, 4, 8) if H == 64 else (3,):
-        s = drawn(Z, H, G, window, sinks, a_view(lengths(Z)))
-        np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
+    s = drawn(Z, H, 2, window, sinks, a_view(lengths(Z)))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
+
+
+@pytest.mark.parametrize("G", [1, 3, 4, 8])
+def test_query_heads_of_a_kv_head(level, G):
+    s = drawn(16, 64, G, 20, 3, a_view(lengths(16)))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
 
 
 def test_drafts_in_a_chain_see_one_another(level):
@@ -116,7 +116,6 @@ def test_what_nobody_may_see_changes_nothing(level):
     for pool, bad in zip(s.pools, (np.nan, -np.inf), strict=True):
         pool.swapaxes(1, 2)[~seen] = bad
     assert np.array_equal(got(s, level), clean)
-    view.page_table_RM = jnp.where(jnp.asarray(table) > 0, view.page_table_RM, 0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

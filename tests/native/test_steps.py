@@ -76,13 +76,13 @@ def test_one_function_traced_at_two_levels_is_two_programs(level):
 def test_products_on_several_devices_at_once(level, n):
     """Each device runs its handlers on the one pool, with a collective between them."""
     spec = jax.sharding.PartitionSpec
-    x, w = arrays(9, 128, 512)
+    x, w = arrays(9, 512, 512)
 
     def local(x, w):
         with native.kernels(level):
             for _ in range(20):
                 y = jax.lax.psum(dot(x, w), AXIS)
-                x = jnp.concatenate([y] * n, 1)[:, : x.shape[1]] / 100
+                x = y[:, : x.shape[1]] / 100
             return y
 
     shards = jax.shard_map(
@@ -92,9 +92,11 @@ def test_products_on_several_devices_at_once(level, n):
         out_specs=spec(),
         check_vma=False,
     )
-    with jax.default_matmul_precision("highest"):
-        for _ in range(5):
-            assert np.isfinite(np.asarray(jax.jit(shards)(x, w))).all()
+    step = jax.jit(shards)
+    first = np.asarray(step(x, w))
+    assert np.isfinite(first).all()
+    for _ in range(20):
+        assert np.array_equal(step(x, w), first)
 
 
 ONE_THREAD = """
@@ -144,13 +146,6 @@ def test_the_steps_of_a_bfloat16_model_call_them_and_copy_no_kv(steps, level):
         shape = ",".join(map(str, steps.state.kv[0][0].shape))
         assert not re.findall(rf"= \w+\[{shape}\]\S* (?:copy|copy-start|convert|transpose)\(", text)
         assert "input_output_alias" in text
-
-
-def test_float32_stays_with_xla(level):
-    runner = rig.runner("auto", dtype="float32")
-    assert runner.report()["kernels"] == "xla"
-    assert "the weights are float32" in runner.report()["no_kernels"]
-    assert "jserve." not in runner.programs.hlo(rig.BUCKETS[0])
 
 
 def requests(seed: int) -> list[Request]:
