@@ -218,7 +218,12 @@ class DeviceOptions:
     attention_backend: str = opt(
         "auto",
         "attention implementation",
-        choices=("auto", "ref", "xla", "dense", "hopper", "hopper_fused"),
+        choices=("auto", "ref", "xla", "native", "dense", "hopper", "hopper_fused"),
+    )
+    kernels: str = opt(
+        "auto",
+        "who multiplies bfloat16 on a CPU: XLA, the native kernels, or these where there are any",
+        choices=("auto", "xla", "native"),
     )
     cuda_graphs: str = opt(
         "step",

@@ -20,6 +20,7 @@ from jserve.model import fused
 from jserve.model.arch import Arch, Attention, Norm
 from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
+from jserve.model.dot import skip_unread
 from jserve.model.family import Family
 from jserve.model.hf_values import Config, ConfigReader
 from jserve.model.layers import attend_normed, attention_block, embed, mlp_block, normed, unembed
@@ -79,6 +80,7 @@ def tapped(
     """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
     arch = ctx.arch
     x_TD = embedded(arch, params, ctx.view.tok_T, ctx.axes)
+    x_TD = skip_unread(x_TD, ctx.view.pos_T >= 0)
     ctx = ctx.with_tables()
     if fused.serves(ctx, params, kv):
         return fused.tapped(ctx, params, kv, x_TD, layers)

@@ -12,8 +12,7 @@ dimension is split; each collective reads the axis of its own dimension and is l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +22,12 @@ from jserve.model.arch import Norm
 from jserve.model.attention import AttendArgs, LayerKV
 from jserve.model.collectives import gather, n_shards, reduce, shard_index
 from jserve.model.ctx import Ctx
-from jserve.model.dot import dot, narrow_dot
+from jserve.model.dot import dot, gate_up
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.shard import Axes
 from jserve.model.sinks import sinks_of
 
 Params = Mapping[str, jax.Array]
-
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -125,10 +117,7 @@ def mlp_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
 
 def gated(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
     """float32[T, F]: what a gated MLP makes of what is normed already, before its last product."""
-    y_T2F = narrow_dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
-    if "gate_up_bias" in p:
-        y_T2F = y_T2F + p["gate_up_bias"]
-    return ACTIVATIONS[ctx.spec.ffn.activation](y_T2F[:, 0]) * y_T2F[:, 1]
+    return gate_up(x_TD, p["gate_up"], p.get("gate_up_bias"), ctx.spec.ffn.activation)
 
 
 def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
