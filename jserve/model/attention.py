@@ -160,7 +160,8 @@ def candidates(
         native: whether the native kernels in use have attention.
 
     Raises:
-        ConfigError: ``native`` without them, or ``hopper`` or ``hopper_fused`` on a device that their kernels cannot run on.
+        ConfigError: ``native`` without them, or ``hopper`` or ``hopper_fused`` on a device that their kernels
+            cannot run on.
     """
     reason = "" if platform == "cpu" else unserved(capability)
     if asked.startswith("hopper") and reason:

@@ -1,8 +1,8 @@
 """Paged attention whose decode rows are one native kernel call per layer; all else is that of ``xla``.
 
 It owns no layout: pools, writes and moves are those of ``attn_xla``. A decode token's length is its position plus
-one, so drafts in a chain are tokens like others. Trees of drafts, capped scores, pages and groups of query heads that the kernel does
-not take, and steps traced without kernels, stay on XLA.
+one, so drafts in a chain are tokens like others. Trees of drafts, capped
+scores, pages and groups of query heads that the kernel does not take, and steps traced without kernels, stay on XLA.
 """
 
 from __future__ import annotations

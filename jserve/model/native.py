@@ -79,7 +79,7 @@ def _register() -> None:
 
 
 def takes(x_TD: jax.Array, w_ND: jax.Array) -> bool:
-    """Whether the kernels in use multiply these."""
+    """True if the kernels in use multiply these."""
     level = kernels.value
     return bool(level) and w_ND.dtype == jnp.bfloat16 and x_TD.shape[0] <= MOST_ROWS[level]
 
@@ -100,11 +100,12 @@ def gate_up(x_TD: jax.Array, w_2FD: jax.Array) -> jax.Array:
 
 
 HEAD_MULTIPLE, MOST_HEAD, MOST_GROUP, PAGE_MULTIPLE = 32, 256, 16, 16
-"""What decode attention takes: heads of so many values, query heads of a kv head, tokens of a page."""
+"""The cases of decode attention that the kernel takes: heads of so many values, query heads of a kv head, tokens of a
+page."""
 
 
 def attends(pool: jax.Array, G: int) -> bool:
-    """Whether the kernels in use attend to KV kept like ``pool`` [P, K, Z, H], with ``G`` query heads a kv
+    """True if the kernels in use attend to KV kept like ``pool`` [P, K, Z, H], with ``G`` query heads a kv
     head."""
     Z, H = pool.shape[2:]
     fits = H % HEAD_MULTIPLE == 0 and H <= MOST_HEAD and G <= MOST_GROUP and Z % PAGE_MULTIPLE == 0

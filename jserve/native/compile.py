@@ -35,7 +35,7 @@ def source_hash() -> str:
 
 
 def library_path() -> Path:
-    """Where the library of this installation is, built or not."""
+    """The path of this installation's library, built or not."""
     return FOLDER / ("libjserve.dylib" if sys.platform == "darwin" else "libjserve.so")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from jserve.native.compile import library_path, source_hash
 
 LEVELS = ("plain", "avx2", "avx512f", "avx512_bf16")
-"""What a processor has, by the number that the library gives it: each has all of those before it."""
+"""The instructions of a processor, by the number that the library gives it: each has all of those before it."""
 HANDLERS = {
     "jserve.product.v1": "jserve_product",
     "jserve.gate_up.v1": "jserve_gate_up",

@@ -156,7 +156,7 @@ class EngineCollector(Collector):
             yield self._counter(event, _HELP.get(event, f"Counter {event}."), value)
 
     def _kernels(self) -> Any:
-        """Which kernels compute the products, as a label."""
+        """The kernels that compute the products, as a label."""
         family = GaugeMetricFamily(
             "jserve:kernels_info",
             "Always 1; level of the native CPU kernels, or xla and why there are none.",
