@@ -234,7 +234,7 @@ jserve is listening on {url}
   model     {text.name} ({info["family"]}), context {info["max_model_len"]}
   device    {info["device"]}, {info["dtype"]}, attention {info["backend"]}
   memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
-  programs  {info["programs"]} compiled and sealed
+  programs  {info["programs"]} sealed, {info["programs_loaded"]} of them compiled by an earlier start
   start     {ready_s:.1f} s (weights {info["load_s"]} s, programs {info["compile_s"]} s)
 
 {key}curl -N {local_url(url)}/v1/{path}{header} -H 'content-type: application/json' -d '{body}'
