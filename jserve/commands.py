@@ -99,7 +99,11 @@ def fingerprint(name: str, version: str, info: dict[str, Any]) -> str:
     """Equal for servers whose answers to a seeded request are equal, as far as we can tell."""
     import hashlib
 
-    facts = [name, version, *(str(info.get(k)) for k in ("family", "dtype", "kv_dtype", "backend"))]
+    facts = [
+        name,
+        version,
+        *(str(info.get(k)) for k in ("family", "dtype", "kv_dtype", "backend", "kernels")),
+    ]
     return "fp_" + hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
 
@@ -229,10 +233,12 @@ def banner(
     key = "with one of the server's keys in $JSERVE_API_KEY:\n" if keyed else ""
     header = ' -H "Authorization: Bearer $JSERVE_API_KEY"' if keyed else ""
     kv = f"{info['kv_gib']} GiB = {info['kv_tokens']} tokens in {info['kv_pages']} pages"
+    kernels = f"{info['kernels']} ({info['no_kernels']})" if info["no_kernels"] else info["kernels"]
     return f"""\
 jserve is listening on {url}
   model     {text.name} ({info["family"]}), context {info["max_model_len"]}
   device    {info["device"]}, {info["dtype"]}, attention {info["backend"]}
+  kernels   {kernels}
   memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
   programs  {info["programs"]} sealed, {info["programs_loaded"]} of them compiled by an earlier start
   start     {ready_s:.1f} s (weights {info["load_s"]} s, programs {info["compile_s"]} s)
@@ -353,6 +359,16 @@ def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> 
     return f"{shown(table)}wrote {out}\n"
 
 
+def _kernels() -> str:
+    """The native kernels of this installation, or why there are none."""
+    from jserve.native.library import NoLibrary, installed
+
+    try:
+        return f"native, level {installed().level}"
+    except NoLibrary as e:
+        return f"none: {e}"
+
+
 def environment() -> dict[str, Any]:
     """Versions, devices and directories."""
     import importlib.metadata
@@ -368,5 +384,6 @@ def environment() -> dict[str, Any]:
             facts[name] = "not installed"
     facts["backend"] = jax.default_backend()
     facts["devices"] = ", ".join(str(d) for d in jax.devices())
+    facts["kernels"] = _kernels()
     facts["compile cache"] = str(cache_directory("auto"))
     return facts

@@ -216,7 +216,14 @@ class SchedulerOptions:
 class DeviceOptions:
     tensor_parallel_size: int = opt(1, "devices the model is sharded over", min=1, max=256)
     attention_backend: str = opt(
-        "auto", "attention implementation", choices=("auto", "ref", "xla", "dense", "hopper")
+        "auto",
+        "attention implementation",
+        choices=("auto", "ref", "xla", "native", "dense", "hopper"),
+    )
+    kernels: str = opt(
+        "auto",
+        "who multiplies bfloat16 on a CPU: XLA, the native kernels, or these where there are any",
+        choices=("auto", "xla", "native"),
     )
     cuda_graphs: str = opt(
         "step",

@@ -20,6 +20,8 @@ INFO = {
     "device": "cpu",
     "dtype": "float32",
     "backend": "xla",
+    "kernels": "xla",
+    "no_kernels": "no library was built",
     "weights_gib": 0.1,
     "kv_gib": 1,
     "kv_tokens": 64,
@@ -80,6 +82,13 @@ def test_the_note_says_whether_the_next_start_is_short() -> None:
 def shown(url: str, *, keyed: bool, chat: object = object()) -> str:
     text = SimpleNamespace(name="tiny", chat=chat)
     return banner(url, text, INFO, 1.5, keyed=keyed)  # type: ignore[arg-type]
+
+
+def test_the_banner_says_which_kernels_multiply_or_why_there_are_none() -> None:
+    assert "  kernels   xla (no library was built)\n" in shown("http://127.0.0.1:8000", keyed=False)
+    text, info = SimpleNamespace(name="tiny", chat=None), {"kernels": "avx2", "no_kernels": ""}
+    said = banner("http://x", text, INFO | info, 1.5)  # type: ignore[arg-type]
+    assert "  kernels   avx2\n" in said
 
 
 def test_the_curl_line_has_an_address_that_works() -> None:

@@ -94,6 +94,7 @@ class AttentionBackend:
 _BACKENDS: dict[str, str] = {
     "ref": "jserve.model.attn_ref:REF",
     "xla": "jserve.model.attn_xla:XLA",
+    "native": "jserve.model.attn_native:NATIVE",
     "dense": "jserve.model.attn_dense:DENSE",
     "hopper": "jserve.model.attn_hopper:hopper",
 }
@@ -105,24 +106,32 @@ MISCOMPILED = range(12080, 12091)
 """CUDA releases (1000 * major + 10 * minor) whose ptxas miscompiles causal masks: 12.8.0 to before 12.9.1."""
 
 
-def candidates(asked: str, platform: str, capability: str = "") -> tuple[str, ...]:
+def candidates(
+    asked: str, platform: str, capability: str = "", *, native: bool = False
+) -> tuple[str, ...]:
     """Names of the backends that may serve what option ``attention_backend`` asks for, best first. Of several
     the first one is taken that serves the model and passes its test on the device; the last one needs none.
 
     Args:
         platform: of the devices, as jax calls it.
         capability: of a CUDA device, e.g. ``9.0``; empty: it is none.
+        native: whether the native kernels in use have attention.
 
     Raises:
-        ConfigError: ``hopper`` on a device that its kernels cannot run on.
+        ConfigError: ``native`` without them, or ``hopper`` on a device that its kernels cannot run on.
     """
     reason = "" if platform == "cpu" else unserved(capability)
     if asked == "hopper" and reason:
         raise ConfigError(f"attention_backend hopper: {reason}", field="attention_backend")
+    if asked == "native" and not native:
+        raise ConfigError(
+            "attention_backend native: the native kernels in use have no attention, or there are none",
+            field="attention_backend",
+        )
     if asked != "auto":
         return (asked,)
     if platform == "cpu":
-        return ("xla",)
+        return ("native", "xla") if native else ("xla",)
     return ("dense",) if reason else ("hopper", "dense")
 
 

@@ -25,7 +25,7 @@ Idea of the running softmax: FlashAttention (arXiv 2205.14135).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -64,21 +64,38 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
 
 def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     """float32[T, N, H]; zero for padding tokens."""
+    return attend_by(_decode_part, args, kv, view)
+
+
+Part = Callable[[AttendArgs, LayerKV, StepView], jax.Array]
+"""Attention of some tokens of a step: their numbers, in order, with N heads of H in any shape."""
+
+
+def attend_by(decode: Part, args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
+    """``attend`` with another way to compute the decode rows."""
+    parts = [decode(args, kv, view)] if view.D else []
+    parts += [_prefill_part(args, kv, view)] if view.P else []
+    return jnp.concatenate([x.reshape(-1, *args.q_TNH.shape[1:]) for x in parts])
+
+
+def _decode_part(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
+    queries, reach = _scaled(args, kv[0].shape[1])
+    return _decode(queries.part(slice(0, view.D * view.J)), kv, view, reach)
+
+
+def _prefill_part(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
+    queries, reach = _scaled(args, kv[0].shape[1])
+    return _prefill(queries.part(slice(view.D * view.J, None)), kv, view, reach)
+
+
+def _scaled(args: AttendArgs, K: int) -> tuple[Queries, Reach]:
     (T, N, H), sinks = args.q_TNH.shape, args.sinks
-    K = kv[0].shape[1]
 
     def scaled(x_TNH: jax.Array) -> jax.Array:
         return (x_TNH.astype(jnp.float32) * args.scale).reshape(T, K, N // K, H)
 
-    queries = Queries(scaled(args.q_TNH), None if sinks is None else scaled(sinks.q_TNH))
-    reach = Reach(args.window, 0 if sinks is None else sinks.n)
-    n_decode = view.D * view.J
-    parts = []
-    if view.D:
-        parts.append(_decode(queries.part(slice(0, n_decode)), kv, view, reach))
-    if view.P:
-        parts.append(_prefill(queries.part(slice(n_decode, None)), kv, view, reach))
-    return jnp.concatenate(parts).reshape(T, N, H)
+    far = None if sinks is None else scaled(sinks.q_TNH)
+    return Queries(scaled(args.q_TNH), far), Reach(args.window, 0 if sinks is None else sinks.n)
 
 
 class Queries(NamedTuple):

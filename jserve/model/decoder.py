@@ -17,6 +17,7 @@ from jserve.kv_layout import heads_over
 from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.ctx import Ctx
+from jserve.model.dot import skip_unread
 from jserve.model.layers import attention_block, embed, mlp_block, rms_norm, unembed
 from jserve.model.shard import Axes, ParamSpec, Part
 
@@ -32,6 +33,7 @@ def tapped(
     """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
     arch = ctx.arch
     x_TD = embed(params["embed"], ctx.view.tok_T, ctx.axes)
+    x_TD = skip_unread(x_TD, ctx.view.pos_T >= 0)
     ctx = ctx.with_tables()
     layer = _traced_layer()
     entering, first, new_kv = {}, {}, []

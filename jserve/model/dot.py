@@ -1,6 +1,7 @@
-"""The projection of every layer, and the XLA:CPU behaviour that determines its form.
+"""The products of every layer, and the one place that chooses who computes them.
 
-XLA:CPU multiplies bfloat16 at full speed only if all of these hold (GPUs do not care), so no other file has to
+On a CPU the native kernels take products of few rows with bfloat16 weights (``native.takes``); everything else is
+XLA's. XLA:CPU multiplies bfloat16 at full speed only if all of these hold (GPUs do not care), so no other file has to
 think of them:
 
 * weights are stored ``[out, in]`` and contracted over the last dimension of both operands;
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jserve.model import native
+
 MIN_ROWS = 2
 
 
@@ -23,9 +26,26 @@ def dot(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
     ``w_ND`` may have more dimensions: all but the last are flattened to N (a free reshape).
     """
     w_ND = w_ND.reshape(-1, w_ND.shape[-1])
+    if native.takes(x_TD, w_ND):
+        return native.product(x_TD, w_ND)
     T = x_TD.shape[0]
     x_TD = x_TD.astype(w_ND.dtype)
     if T < MIN_ROWS and w_ND.dtype != jnp.float32:
         x_TD = jnp.pad(x_TD, ((0, MIN_ROWS - T), (0, 0)))
     y_TN = lax.dot_general(x_TD, w_ND, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return y_TN[:T]
+
+
+def gate_up(x_TD: jax.Array, w_2FD: jax.Array, bias_2F: jax.Array | None = None) -> jax.Array:
+    """``silu(gate) * up`` as float32[T, F], where gate and up are ``dot(x_TD, w_2FD) + bias_2F``."""
+    if bias_2F is None and native.takes(x_TD, w_2FD):
+        return native.gate_up(x_TD, w_2FD)
+    y_T2F = dot(x_TD, w_2FD).reshape(x_TD.shape[0], 2, -1)
+    if bias_2F is not None:
+        y_T2F = y_T2F + bias_2F
+    return jax.nn.silu(y_T2F[:, 0]) * y_T2F[:, 1]
+
+
+def skip_unread(x_TD: jax.Array, read_T: jax.Array) -> jax.Array:
+    """``x_TD`` with zeros in the rows that nobody reads, where the products in use skip such rows."""
+    return jnp.where(read_T[:, None], x_TD, 0.0) if native.kernels.value else x_TD

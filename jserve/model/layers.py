@@ -22,7 +22,7 @@ from jserve.model.arch import Arch
 from jserve.model.attention import AttendArgs, LayerKV
 from jserve.model.collectives import gather, reduce, shard_index
 from jserve.model.ctx import Ctx
-from jserve.model.dot import dot
+from jserve.model.dot import dot, gate_up
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.rope import rotate
 from jserve.model.shard import Axes
@@ -79,10 +79,7 @@ def _qkv(arch: Arch, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, 
 def mlp_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
     """What the layer's SiLU-gated MLP adds to the residual stream."""
     x_TD = rms_norm(x_TD, p["mlp_norm"], ctx.arch.norm_eps)
-    y_T2F = dot(x_TD, p["gate_up"]).reshape(x_TD.shape[0], 2, -1)
-    if "gate_up_bias" in p:
-        y_T2F = y_T2F + p["gate_up_bias"]
-    h_TF = jax.nn.silu(y_T2F[:, 0]) * y_T2F[:, 1]
+    h_TF = gate_up(x_TD, p["gate_up"], p.get("gate_up_bias"))
     y_TD = reduce(dot(h_TF, p["down"]), ctx.axes.ffn)
     return y_TD + p["down_bias"] if "down_bias" in p else y_TD
 

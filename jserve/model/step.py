@@ -31,8 +31,10 @@ from jserve.model import slots as slot_rows
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.ctx import Ctx
-from jserve.model.draws import by_row, drawn_places, draws_of
+from jserve.model.dot import skip_unread
+from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
 from jserve.model.family import Family
+from jserve.model.native import kernels
 from jserve.model.sample import Chosen, logprobs, sample
 from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
 from jserve.model.slots import NONE, SlotState
@@ -105,6 +107,8 @@ class StepModel:
     """As the backend stores it."""
     dtype: Any
     drafter: Drafter | None = None
+    kernels: str = ""
+    """Level of the native kernels that compute products and decode attention; empty: XLA does."""
 
     @property
     def axes(self) -> Axes:
@@ -223,8 +227,9 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
     fields = model.fields(bucket)
 
     def local(params: Any, state: DeviceState, buf: jax.Array) -> tuple[DeviceState, StepOut]:
-        view = unpack(buf, fields, bucket, model.dims, state.slots)
-        return run(model, bucket, params, state, view)
+        with kernels(model.kernels):
+            view = unpack(buf, fields, bucket, model.dims, state.slots)
+            return run(model, bucket, params, state, view)
 
     whole = PartitionSpec()
     state_specs = model.state_partitions()
@@ -249,7 +254,8 @@ def run(
         model, params, _kept(view, model.n_pages), state.kv[: arch.L], taps=drafts
     )
     with jax.named_scope("logits"):
-        raw_EV = model.family.logits(arch, params, x_TD[drawn_places(view)], model.axes)
+        x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
+        raw_EV = model.family.logits(arch, params, x_ED, model.axes)
     with jax.named_scope("sample"):
         draws = draws_of(view)
         drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags)

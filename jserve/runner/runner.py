@@ -26,6 +26,7 @@ from jserve.errors import ConfigError
 from jserve.faults import point
 from jserve.model.arch import Arch
 from jserve.model.family import Family
+from jserve.model.native import chosen
 from jserve.model.shard import ShardRules, dtype_of
 from jserve.model.slots import load_buffers, picks_buffer, text_buffers
 from jserve.model.step import DeviceState, StepModel, StepOut
@@ -108,10 +109,12 @@ class ModelRunner:
         self.params, self.speculation = params, speculation
         self._clock = clock
         device, tp = mesh.devices.flat[0], tp_size(mesh, rules)
+        dtype = dtype_of(params, family.specs(arch, tp))
+        kernels, self._no_kernels = chosen(config.device.kernels, device.platform, dtype)
         self.sizes = sizes_of(
             arch,
             config,
-            dtype=dtype_of(params, family.specs(arch, tp)),
+            dtype=dtype,
             platform=device.platform,
             capability=getattr(device, "compute_capability", ""),
             tp=tp,
@@ -119,6 +122,7 @@ class ModelRunner:
             memory=DeviceMemory.of(device),
             speculation=speculation,
             penalises=penalises,
+            kernels=kernels,
         )
         self.memory, self.limits = self.sizes.memory, self.sizes.limits
         self.ladder = ladder or self.sizes.ladder
@@ -239,6 +243,8 @@ class ModelRunner:
             "backend": self.model.backend.name,
             "dtype": str(self.model.dtype),
             "kv_dtype": str(self.sizes.kv_dtype),
+            "kernels": self.sizes.kernels or "xla",
+            "no_kernels": self._no_kernels,
             "programs": len(self.programs),
             "programs_loaded": self.programs.n_loaded,
             **self.memory.report(),
@@ -361,6 +367,7 @@ def step_model(
         kv_dtype=sizes.kv.dtype,
         dtype=sizes.dtype,
         drafter=None if speculation is None else speculation.drafter,
+        kernels=sizes.kernels,
     )
 
 

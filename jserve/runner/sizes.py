@@ -20,6 +20,7 @@ from jserve.model.attention import AttentionBackend, backend as find_backend, ca
 from jserve.model.draft_tree import TreeShape
 from jserve.model.features import registered
 from jserve.model.kv_quant import E4M3
+from jserve.model.native import has_attention
 from jserve.model.sinks import with_sinks
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
@@ -97,13 +98,16 @@ def attention_name(
     platform: str,
     capability: str = "",
     speculation: LoadedDrafter | None = None,
+    kernels: str = "",
 ) -> str:
     """The attention backend that serves this model with these options: the first candidate that can.
 
     Raises:
         ConfigError: the option asks for one that this device or jax cannot run.
     """
-    *better, last = candidates(config.device.attention_backend, platform, capability)
+    *better, last = candidates(
+        config.device.attention_backend, platform, capability, native=has_attention(kernels)
+    )
     for name in better:
         try:
             attention = find_backend(name, platform)
@@ -216,6 +220,8 @@ class Sizes:
     kv: KVLayout
     """What a page of the pool holds."""
     memory: MemoryPlan
+    kernels: str
+    """Level of the native kernels in use, or empty."""
     limits: RunnerLimits
     """Without measured times."""
     ladder: Ladder
@@ -233,12 +239,14 @@ def sizes_of(
     speculation: LoadedDrafter | None = None,
     penalises: bool = False,
     capability: str = "",
+    kernels: str = "",
 ) -> Sizes:
     """
     Args:
         dtype: of the activations.
         platform: of the devices, as jax calls it.
         capability: their compute capability where they are CUDA's.
+        kernels: level of the native kernels in use; empty: everything is XLA's.
         tp: devices that the kv heads are split over.
         weight_bytes: on one device, a drafter's too.
         memory: of one device.
@@ -248,7 +256,7 @@ def sizes_of(
         ConfigError: an option cannot be honoured, or there is no room; ``field`` is its name.
     """
     config = config.on(platform)
-    name = attention_name(arch, config, dtype, platform, capability, speculation)
+    name = attention_name(arch, config, dtype, platform, capability, speculation, kernels)
     attention = find_backend(name, platform)
     arch = with_sinks(arch, attention, config.device.attention_sinks)
     stored = stored_kv(config, attention, dtype, arch, speculation)
@@ -276,6 +284,7 @@ def sizes_of(
         kv_dtype=kv_dtype(config, dtype),
         kv=kv,
         memory=pool,
+        kernels=kernels,
         limits=limits,
         ladder=ladder_of(limits, tree, masks_drafts=config.speculative.method == "synthetic"),
     )

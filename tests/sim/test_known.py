@@ -22,6 +22,7 @@ FACTS = {
     "kv_dtype": "float32",
     "device": "1 x cpu",
     "backend": "xla",
+    "kernels": "xla",
     "family": "llama",
 }
 STEPS = tuple(
@@ -52,7 +53,7 @@ def test_the_times_of_the_programs_at_hand_are_taken(tmp_path):
     assert set(found) == {s for s in STEPS if s.n_prefill < 64}
 
 
-@pytest.mark.parametrize("name", ["source", "dtype", "kv_dtype", "device", "backend"])
+@pytest.mark.parametrize("name", ["source", "dtype", "kv_dtype", "device", "backend", "kernels"])
 def test_a_table_of_another_engine_is_refused_and_says_what_differs(tmp_path, name):
     path = table(tmp_path / "t.json", about={name: "other"})
     with pytest.raises(ConfigError, match=f"{name} is {FACTS[name]!r} here and 'other'") as e:

@@ -141,6 +141,7 @@ class EngineCollector(Collector):
         yield self._gauge("buffered_output_bytes", "Outputs that wait for slow readers.", waiting)
         yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
+        yield self._kernels()
         yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
         values = dict(stats.values)
         yield self._gauge(
@@ -153,6 +154,18 @@ class EngineCollector(Collector):
         for name, value in sorted(self._engine.counters.items()):
             event = f"engine_{_clean(name).removeprefix('engine_')}"
             yield self._counter(event, _HELP.get(event, f"Counter {event}."), value)
+
+    def _kernels(self) -> Any:
+        """Which kernels compute the products, as a label."""
+        family = GaugeMetricFamily(
+            "jserve:kernels_info",
+            "Always 1; level of the native CPU kernels, or xla and why there are none.",
+            labels=["model_name", "level", "reason"],
+        )
+        info = self._engine.info
+        labels = [str(info.get("kernels", "xla")), str(info.get("no_kernels", ""))]
+        family.add_metric([self._model, *labels], 1.0)
+        return family
 
     def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:
         """One family per name with a label for the lane; takes what it tells out of ``values``."""

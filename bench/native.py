@@ -1,0 +1,209 @@
+"""Native CPU kernels beside XLA: products alone and whole decode steps, in turns in one process.
+
+    python -m bench.native [MODEL ...] [--rows 1,4,16,64] [--context 320] [--level LEVEL] [--json FILE]
+
+MODEL is a shape of ``bench.models`` or a directory with a config.json (default: the shipped model); weights are
+random. A turn runs one call of either side, A B A B; ratios are medians over turns of XLA's time over the kernels'.
+GB/s counts each weight once, beside what reading memory alone reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import report
+from bench.models import SHAPES, config_json
+from bench.probe import record, usable_cores
+from jserve.build import SHIPPED, shipped
+from jserve.model import native
+from jserve.model.attention import backend
+from jserve.model.dot import dot, gate_up
+from jserve.model.hand import Row, pack, step_model
+from jserve.model.step import StepModel, make_step
+from jserve.model.view import Bucket
+from jserve.runner.state import new_state
+
+PAGE = 32
+Call = Callable[[], Any]
+SHOWN = (
+    "{model:12} {what:9} {rows:4d} {xla_ms:10.2f} {native_ms:10.2f} {ratio:6.2f}"
+    " {native_gb_s:7.1f} {read_gb_s:7.1f}"
+)
+
+
+def read_gb_s(mib: int = 256, repeats: int = 5) -> float:
+    """Best GB/s at which all cores together read memory."""
+    parts = [
+        np.ones(mib * (1 << 20) // 4 // len(usable_cores()), np.float32) for _ in usable_cores()
+    ]
+    seconds = []
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for _ in range(repeats + 1):
+            begin = time.perf_counter()
+            list(pool.map(np.max, parts))
+            seconds.append(time.perf_counter() - begin)
+    return sum(p.nbytes for p in parts) / min(seconds[1:]) / 1e9
+
+
+def drawn(tree: Any) -> Any:
+    """Random bfloat16 arrays of the shapes in ``tree``, small enough that activations stay finite."""
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal(1 << 20, np.float32)
+
+    def draw(x: Any) -> jax.Array:
+        values = (
+            np.resize(pool, x.shape) * x.shape[-1] ** -0.5 if len(x.shape) > 1 else np.ones(x.shape)
+        )
+        return jnp.asarray(values, x.dtype)
+
+    return jax.tree.map(draw, tree)
+
+
+def in_turns(xla: Call, ours: Call, turns: int) -> dict[str, float]:
+    """Median milliseconds of either call, and the median ratio of a turn."""
+    times: list[tuple[float, float]] = []
+    for _ in range(turns + 1):
+        pair = []
+        for call in (xla, ours):
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            pair.append(time.perf_counter() - begin)
+        times.append((pair[0], pair[1]))
+    kept = times[1:]
+    return {
+        "xla_ms": round(statistics.median(a for a, _ in kept) * 1e3, 3),
+        "native_ms": round(statistics.median(b for _, b in kept) * 1e3, 3),
+        "ratio": round(statistics.median(a / b for a, b in kept), 2),
+    }
+
+
+def products(params: Any, rows: int, level: str) -> tuple[Call, Call]:
+    """All products of a model one after the other, by XLA and by the kernels."""
+    layers, head = params["layers"], params.get("unembed", params["embed"])
+    x_TD = jnp.asarray(
+        np.random.default_rng(rows).standard_normal((rows, head.shape[1])), jnp.float32
+    )
+
+    def run(x: jax.Array, layers: Any, head: jax.Array) -> jax.Array:
+        for p in layers:
+            y = dot(dot(x, p["qkv"])[:, : p["o"].shape[1]], p["o"])
+            x = x + 0.1 * dot(gate_up(y, p["gate_up"]), p["down"])
+        return dot(x, head)
+
+    def call(level: str) -> Call:
+        with native.kernels(level):
+            compiled = jax.jit(run).lower(x_TD, layers, head).compile()
+        return lambda: compiled(x_TD, layers, head)
+
+    return call(""), call(level)
+
+
+def decode(model: StepModel, params: Any, rows: int, context: int, level: str) -> tuple[Call, Call]:
+    """Whole decode steps of ``rows`` sequences of ``context`` tokens."""
+
+    def call(model: StepModel) -> Call:
+        bucket = Bucket(D=max(2, rows), P=0, F=0)
+        M = model.dims.M
+        pages = [range(1 + r * M, 1 + (r + 1) * M) for r in range(rows)]
+        tokens = [Row(list(pages[r]), context - 1, [5 + r]) for r in range(rows)]
+        buf = pack(bucket, model.dims, model.backend, tokens, [])
+        held = [new_state(model)]
+        step = (
+            jax.jit(make_step(model, bucket), donate_argnums=1)
+            .lower(params, held[0], buf)
+            .compile()
+        )
+
+        def run() -> Any:
+            held[0], out = step(params, held[0], buf)
+            return out.packed_RX
+
+        return run
+
+    attention = backend("native" if native.has_attention(level) else "xla")
+    ours = dataclasses.replace(model, kernels=level, backend=attention)
+    return call(model), call(ours)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    if name in SHAPES:
+        return config_json(SHAPES[name])
+    return json.loads((Path(name) / "config.json").read_text())
+
+
+def measure(
+    name: str, rows: Sequence[int], context: int, level: str, turns: int
+) -> list[dict[str, Any]]:
+    """Lines of the record of one model."""
+    most, pages = max(rows), -(-context // PAGE)
+    model = step_model(
+        config_of(name),
+        slots=max(2, most),
+        row_pages=pages,
+        page_size=PAGE,
+        dtype=jnp.bfloat16,
+    )
+    params = drawn(model.abstract_params())
+    n_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+    lines = []
+    for n in rows:
+        for what in ("products", "step"):
+            calls = (
+                products(params, n, level)
+                if what == "products"
+                else decode(model, params, n, context, level)
+            )
+            about = {
+                "model": Path(name).name,
+                "what": what,
+                "rows": n,
+                "read_gb_s": round(read_gb_s(), 1),
+            }
+            line = about | in_turns(*calls, turns)
+            line["native_gb_s"] = round(n_bytes / line["native_ms"] / 1e6, 1)
+            lines.append(line)
+            print(SHOWN.format(**line), flush=True)
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.native", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("models", nargs="*", default=[str(shipped(SHIPPED))], metavar="MODEL")
+    parser.add_argument("--rows", default="1,4,16,64", help="numbers of rows (1,4,16,64)")
+    parser.add_argument("--context", type=int, default=320, help="tokens of each sequence (320)")
+    parser.add_argument("--level", default="", help="a lower level of the kernels")
+    parser.add_argument("--turns", type=int, default=15, help="calls of either side (15)")
+    parser.add_argument("--json", type=Path, default=None, help="result file to write")
+    args = parser.parse_args(argv)
+    rows = [int(n) for n in args.rows.split(",")]
+    level, reason = native.available("cpu", jnp.bfloat16, level=args.level)
+    if not level:
+        parser.error(f"there are no kernels: {reason}")
+    print("model        what      rows     XLA ms  native ms  ratio    GB/s    read", flush=True)
+    lines = [
+        line
+        for name in args.models
+        for line in measure(name, rows, args.context, level, args.turns)
+    ]
+    if args.json is not None:
+        options = {"level": level, "context": args.context, "turns": args.turns}
+        report.write(record("native", options, lines), args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Paged attention whose decode rows are one native kernel call per layer; all else is that of ``xla``.
+
+It owns no layout: pools, writes and moves are those of ``attn_xla``. A decode token's length is its position plus
+one, so drafts in a chain are tokens like others. Trees of drafts, pages and groups of query heads that the kernel does
+not take, and steps traced without kernels, stay on XLA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jserve.errors import ConfigError
+from jserve.model import native
+from jserve.model.attention import AttendArgs, LayerKV
+from jserve.model.attn_xla import XLA, attend_by
+from jserve.model.draft_tree import TreeShape
+from jserve.model.view import StepView
+
+
+def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
+    """float32[T, N, H]; zero for padding tokens."""
+    G = args.q_TNH.shape[1] // kv[0].shape[1]
+    if view.tree is not None or not native.attends(kv[0], G):
+        return XLA.attend(args, kv, view)
+    return attend_by(_decode, args, kv, view)
+
+
+def _decode(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
+    n = view.D * view.J
+    return native.attention(
+        args.q_TNH[:n],
+        kv,
+        view.page_table_RM[: view.D],
+        view.pos_T[:n] + 1,
+        scale=args.scale,
+        window=args.window,
+        far_TNH=None if args.sinks is None else args.sinks.q_TNH[:n],
+        n_sinks=0 if args.sinks is None else args.sinks.n,
+    )
+
+
+def check(H: int, dtype: Any, tree: TreeShape) -> None:
+    if dtype != jnp.uint16 or H % native.HEAD_MULTIPLE or H > native.MOST_HEAD:
+        raise ConfigError(
+            f"attention_backend native serves KV in bfloat16 with heads of {native.HEAD_MULTIPLE} to"
+            f" {native.MOST_HEAD}, not heads of {H} stored as {jnp.dtype(dtype)}",
+            field="attention_backend",
+        )
+
+
+NATIVE = dataclasses.replace(XLA, name="native", attend=attend, check=check)

@@ -1,0 +1,156 @@
+"""The native kernels as JAX functions, and which products they take.
+
+It owns what is known about the kernels on the device side: their names for XLA, their arguments, and up to how many
+rows each level beats XLA's own product. Kernels are chosen while a step is traced, by the level of its ``StepModel``::
+
+    with kernels("avx512_bf16"):  # "" : everything is XLA's
+        y_TN = dot(x_TD, w_ND)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.errors import ConfigError
+from jserve.native.library import HANDLERS, LEVELS, NoLibrary, installed
+
+kernels = jax.make_user_context("")
+"""A context manager that takes the level of the kernels in use. Functions that were traced at another level are
+traced again."""
+
+MOST_ROWS = {"plain": 0, "avx2": 8, "avx512f": 8, "avx512_bf16": 128}
+"""Rows of a product up to which each level beats XLA."""
+
+
+def available(platform: str, dtype: Any, *, level: str = "") -> tuple[str, str]:
+    """(level of the kernels that serve bfloat16 steps, why there is none), one of them empty.
+
+    Args:
+        platform: of the devices, as jax calls it.
+        dtype: of weights and activations.
+        level: one of ``LEVELS`` that is not to be exceeded; empty: the best.
+    """
+    if platform != "cpu":
+        return "", f"they are for CPUs, the devices are {platform}"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return "", f"they multiply bfloat16, the weights are {jnp.dtype(dtype)}"
+    try:
+        found = installed()
+        _register()
+    except NoLibrary as e:
+        return "", str(e)
+    best = LEVELS[min(LEVELS.index(found.level), LEVELS.index(level or LEVELS[-1]))]
+    return (best, "") if MOST_ROWS[best] else ("", f"level {best} is slower than XLA")
+
+
+def chosen(asked: str, platform: str, dtype: Any) -> tuple[str, str]:
+    """``available`` for option ``kernels``.
+
+    Raises:
+        ConfigError: ``native`` where there are none; ``field`` is the option.
+    """
+    if asked == "xla":
+        return "", "asked for"
+    level, reason = available(platform, dtype)
+    if asked == "native" and not level:
+        raise ConfigError(f"kernels native: {reason}", field="kernels")
+    return level, reason
+
+
+@cache
+def _register() -> None:
+    """Give XLA the kernels by name; before anything is compiled or loaded from a cache that may call them.
+
+    Raises:
+        NoLibrary: there are none, or XLA refuses them.
+    """
+    library = installed()
+    for name, function in HANDLERS.items():
+        try:
+            capsule = jax.ffi.pycapsule(library.function(function))
+            jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+        except Exception as e:  # XlaRuntimeError has no public base
+            raise NoLibrary(f"this jaxlib refuses them: {str(e).splitlines()[0]}") from None
+
+
+def takes(x_TD: jax.Array, w_ND: jax.Array) -> bool:
+    """Whether the kernels in use multiply these."""
+    level = kernels.value
+    return bool(level) and w_ND.dtype == jnp.bfloat16 and x_TD.shape[0] <= MOST_ROWS[level]
+
+
+def product(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
+    """``x_TD @ w_ND.T`` as float32[T, N], x rounded to bfloat16. Rows of x that are all zeros cost nothing."""
+    return _call("jserve.product.v1", (x_TD.shape[0], w_ND.shape[0]))(
+        x_TD.astype(jnp.float32), w_ND, level=_level()
+    )
+
+
+def gate_up(x_TD: jax.Array, w_2FD: jax.Array) -> jax.Array:
+    """``silu(x_TD @ w[0].T) * (x_TD @ w[1].T)`` as float32[T, F]."""
+    w_ND = w_2FD.reshape(-1, w_2FD.shape[-1])
+    return _call("jserve.gate_up.v1", (x_TD.shape[0], w_2FD.shape[1]))(
+        x_TD.astype(jnp.float32), w_ND, level=_level()
+    )
+
+
+HEAD_MULTIPLE, MOST_HEAD, MOST_GROUP, PAGE_MULTIPLE = 32, 256, 16, 16
+"""What decode attention takes: heads of so many values, query heads of a kv head, tokens of a page."""
+
+
+def attends(pool: jax.Array, G: int) -> bool:
+    """Whether the kernels in use attend to KV kept like ``pool`` [P, K, Z, H], with ``G`` query heads a kv
+    head."""
+    Z, H = pool.shape[2:]
+    fits = H % HEAD_MULTIPLE == 0 and H <= MOST_HEAD and G <= MOST_GROUP and Z % PAGE_MULTIPLE == 0
+    return has_attention(kernels.value) and pool.dtype == jnp.uint16 and fits
+
+
+def has_attention(level: str) -> bool:
+    return level == "avx512_bf16"
+
+
+def attention(
+    q_TNH: jax.Array,
+    kv: tuple[jax.Array, jax.Array],
+    page_table_DM: jax.Array,
+    length_T: jax.Array,
+    *,
+    scale: float,
+    window: int,
+    far_TNH: jax.Array | None,
+    n_sinks: int,
+) -> jax.Array:
+    """float32[T, N, H] of the tokens of D rows, T / D of each.
+
+    Args:
+        kv: keys and values [P, K, Z, H], bits of bfloat16.
+        length_T: int32, positions of its row that a token sees; 0: it is padding and gets zeros.
+        window: newest positions that a token sees; 0: all.
+        far_TNH: queries that meet the first ``n_sinks`` positions from beyond the window.
+    """
+    far = [] if far_TNH is None else [far_TNH.astype(jnp.float32)]
+    return _call("jserve.attention.v1", q_TNH.shape)(
+        q_TNH.astype(jnp.float32),
+        *kv,
+        page_table_DM,
+        length_T,
+        *far,
+        level=_level(),
+        scale=np.float32(scale),
+        window=np.int64(window),
+        sinks=np.int64(n_sinks),
+    )
+
+
+def _level() -> np.int64:
+    return np.int64(LEVELS.index(kernels.value))
+
+
+def _call(name: str, shape: tuple[int, ...]) -> Any:
+    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, jnp.float32))

@@ -1,0 +1,1112 @@
+/* Kernels for the CPU, called through XLA's FFI: products of few rows with bfloat16 weights, the same with silu, and decode
+ * attention over paged KV in bfloat16.
+ *
+ *   product     y[M, N] f32 = x[M, K] f32 @ w[N, K]^T bf16          x is rounded to bf16, sums are float32
+ *   gate_up     h[M, F] f32 = silu(x @ gate^T) * (x @ up^T)         w[2, F, K]: gate, then up
+ *   attention   o[T, N, H] of decode tokens over pages [P, K, Z, H]
+ *
+ * Weights stay as they are: nothing is packed or copied. A row of x that is all zeros is a row that nobody reads: it gives
+ * zeros and costs nothing, so that the number of live rows is data. Work is cut into chunks that the caller and the threads
+ * of XLA's own pool claim from a counter (see Job).
+ *
+ * Levels: what the processor has, one set of functions each, chosen by cpuid and xgetbv, since __builtin_cpu_supports
+ * answers 0 for everything in a library built for an old glibc. */
+#include "ffi_abi.h"
+
+#include <float.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#define X86 1
+#include <cpuid.h>
+#include <immintrin.h>
+#else
+#define X86 0
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+typedef uint16_t bf16;
+typedef int64_t i64;
+
+enum { PLAIN, AVX2, AVX512F, AVX512_BF16, N_LEVELS };
+
+INLINE i64 min64(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
+INLINE i64 up_to(i64 n, i64 multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+INLINE float widen(bf16 x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+/* Round to nearest even; what is NaN stays NaN. */
+INLINE bf16 narrow(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (bf16)(bits >> 16 | 0x40);
+  return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* --- levels --- */
+
+#if X86
+static int detect(void) {
+  unsigned a, b, c, d, lo, hi;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return PLAIN;
+  int fma = c >> 12 & 1, osxsave = c >> 27 & 1;
+  if (!fma || !osxsave) return PLAIN;
+  __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
+  if ((lo & 0x06) != 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return PLAIN;
+  unsigned subleaves = a;
+  int avx2 = b >> 5 & 1;
+  int avx512 = (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1); /* F, DQ, BW, VL */
+  if (!avx2) return PLAIN;
+  if (!avx512 || (lo & 0xe6) != 0xe6) return AVX2;
+  if (subleaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return AVX512F;
+  return a >> 5 & 1 ? AVX512_BF16 : AVX512F;
+}
+#else
+static int detect(void) { return PLAIN; }
+#endif
+
+/* --- a product, ready for a level's functions --- */
+
+/* x as a level wants it, and where rows of results go. */
+typedef struct {
+  const bf16 *w;
+  i64 N, K;
+  i64 M;              /* rows of x */
+  i64 L;              /* live ones */
+  const int32_t *row; /* [L] their numbers */
+  const float *x;     /* [M, K] as given */
+  void *packed;       /* in the level's own form */
+} Product;
+
+/* Results of rows i of the live ones go to y + row[i] * ld. */
+typedef struct {
+  float *y;
+  i64 ld;
+  const int32_t *row;
+} Target;
+
+typedef struct {
+  size_t (*packed_bytes)(i64 L, i64 K);
+  void (*pack)(const Product *);
+  void (*rows)(const Product *, i64 n0, i64 n1, Target); /* y[:, 0 .. n1-n0] */
+  void (*silu)(const float *gate, const float *up, float *h, i64 n);
+} Level;
+
+INLINE float *at(Target t, i64 i) { return t.y + t.row[i] * t.ld; }
+
+/* --- plain C --- */
+
+static size_t plain_bytes(i64 L, i64 K) { return (size_t)(L * K) * sizeof(float); }
+
+static void plain_pack(const Product *p) {
+  float *to = p->packed;
+  for (i64 i = 0; i < p->L; i++)
+    for (i64 k = 0; k < p->K; k++) to[i * p->K + k] = widen(narrow(p->x[p->row[i] * p->K + k]));
+}
+
+static void plain_rows(const Product *p, i64 n0, i64 n1, Target t) {
+  for (i64 n = n0; n < n1; n++)
+    for (i64 i = 0; i < p->L; i++) {
+      const float *x = (const float *)p->packed + i * p->K;
+      float sum = 0;
+      for (i64 k = 0; k < p->K; k++) sum += x[k] * widen(p->w[n * p->K + k]);
+      at(t, i)[n - n0] = sum;
+    }
+}
+
+static void plain_silu(const float *gate, const float *up, float *h, i64 n) {
+  for (i64 i = 0; i < n; i++) h[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+}
+
+/* --- AVX2 and AVX512F: even and odd values of bfloat16 pairs by shift and mask, then FMA ---
+ *
+ * x is kept as float32 in blocks of 2 * LANES values, the even ones first. A weight row meets one row of x with four sums, or
+ * up to four rows of x with two sums each; NEAR weight rows meet the four before the next four come. */
+
+#if X86
+enum { NEAR = 8 };
+
+/* The sums of the lanes of four vectors, in order. */
+#define SUMS4(a, b, c, d)                                                                                              \
+  __m256 ab_ = _mm256_hadd_ps(a, b), cd_ = _mm256_hadd_ps(c, d), all_ = _mm256_hadd_ps(ab_, cd_);                      \
+  __m128 sums = _mm_add_ps(_mm256_castps256_ps128(all_), _mm256_extractf128_ps(all_, 1));
+
+#define FLOAT_LEVEL(NAME, TARGET, LANES, HALF)                                                                         \
+  typedef float NAME##_f __attribute__((vector_size(LANES * 4), aligned(4), may_alias));                               \
+  typedef uint32_t NAME##_u __attribute__((vector_size(LANES * 4), aligned(2), may_alias));                            \
+  typedef int32_t NAME##_i __attribute__((vector_size(LANES * 4), may_alias));                                         \
+                                                                                                                       \
+  static size_t NAME##_bytes(i64 L, i64 K) {                                                                           \
+    return (size_t)(up_to(L, 4) * up_to(K, 2 * LANES)) * sizeof(float);                                                \
+  }                                                                                                                    \
+                                                                                                                       \
+  TARGET static void NAME##_pack(const Product *p) {                                                                   \
+    i64 width = up_to(p->K, 2 * LANES);                                                                                \
+    float *to = p->packed;                                                                                             \
+    memset(to, 0, NAME##_bytes(p->L, p->K));                                                                           \
+    for (i64 i = 0; i < p->L; i++, to += width) {                                                                      \
+      const float *from = p->x + p->row[i] * p->K;                                                                     \
+      for (i64 k = 0; k < p->K; k++)                                                                                   \
+        to[k / (2 * LANES) * (2 * LANES) + (k & 1) * LANES + k % (2 * LANES) / 2] = widen(narrow(from[k]));            \
+    }                                                                                                                  \
+  }                                                                                                                    \
+                                                                                                                       \
+  TARGET INLINE NAME##_u NAME##_tail(const bf16 *w, i64 n) {                                                           \
+    NAME##_u v = {0};                                                                                                  \
+    memcpy(&v, w, (size_t)n * sizeof(bf16));                                                                           \
+    return v;                                                                                                          \
+  }                                                                                                                    \
+                                                                                                                       \
+  TARGET INLINE NAME##_f NAME##_even(NAME##_u w) { return (NAME##_f)(w << 16); }                                       \
+  TARGET INLINE NAME##_f NAME##_odd(NAME##_u w) { return (NAME##_f)(w & 0xffff0000u); }                                \
+  TARGET INLINE NAME##_f NAME##_at(const float *x) { return *(const NAME##_f *)x; }                                    \
+                                                                                                                       \
+  TARGET INLINE float NAME##_one(const float *x, const bf16 *w, i64 K) {                                               \
+    NAME##_f a = {0}, b = {0}, c = {0}, d = {0};                                                                       \
+    i64 k = 0;                                                                                                         \
+    for (; k + 4 * LANES <= K; k += 4 * LANES) {                                                                       \
+      NAME##_u v = *(const NAME##_u *)(w + k), u = *(const NAME##_u *)(w + k + 2 * LANES);                             \
+      a += NAME##_at(x + k) * NAME##_even(v);                                                                          \
+      b += NAME##_at(x + k + LANES) * NAME##_odd(v);                                                                   \
+      c += NAME##_at(x + k + 2 * LANES) * NAME##_even(u);                                                              \
+      d += NAME##_at(x + k + 3 * LANES) * NAME##_odd(u);                                                               \
+    }                                                                                                                  \
+    for (; k < K; k += 2 * LANES) {                                                                                    \
+      NAME##_u v = NAME##_tail(w + k, min64(K - k, 2 * LANES));                                                        \
+      a += NAME##_at(x + k) * NAME##_even(v);                                                                          \
+      b += NAME##_at(x + k + LANES) * NAME##_odd(v);                                                                   \
+    }                                                                                                                  \
+    __m256 sum = HALF((a + b) + (c + d));                                                                              \
+    SUMS4(sum, sum, sum, sum)                                                                                          \
+    return _mm_cvtss_f32(sums);                                                                                        \
+  }                                                                                                                    \
+                                                                                                                       \
+  TARGET INLINE __m128 NAME##_four(const float *x, i64 width, const bf16 *w, i64 K) {                                  \
+    NAME##_f a = {0}, b = {0}, c = {0}, d = {0}, e = {0}, f = {0}, g = {0}, h = {0};                                   \
+    i64 k = 0;                                                                                                         \
+    NAME##_f even, odd;                                                                                                \
+    for (; k + 2 * LANES <= K; k += 2 * LANES) {                                                                       \
+      NAME##_u v = *(const NAME##_u *)(w + k);                                                                         \
+      even = NAME##_even(v), odd = NAME##_odd(v);                                                                      \
+      a += NAME##_at(x + k) * even, b += NAME##_at(x + k + LANES) * odd;                                               \
+      c += NAME##_at(x + width + k) * even, d += NAME##_at(x + width + k + LANES) * odd;                               \
+      e += NAME##_at(x + 2 * width + k) * even, f += NAME##_at(x + 2 * width + k + LANES) * odd;                       \
+      g += NAME##_at(x + 3 * width + k) * even, h += NAME##_at(x + 3 * width + k + LANES) * odd;                       \
+    }                                                                                                                  \
+    if (k < K) {                                                                                                       \
+      NAME##_u v = NAME##_tail(w + k, K - k);                                                                          \
+      even = NAME##_even(v), odd = NAME##_odd(v);                                                                      \
+      a += NAME##_at(x + k) * even, b += NAME##_at(x + k + LANES) * odd;                                               \
+      c += NAME##_at(x + width + k) * even, d += NAME##_at(x + width + k + LANES) * odd;                               \
+      e += NAME##_at(x + 2 * width + k) * even, f += NAME##_at(x + 2 * width + k + LANES) * odd;                       \
+      g += NAME##_at(x + 3 * width + k) * even, h += NAME##_at(x + 3 * width + k + LANES) * odd;                       \
+    }                                                                                                                  \
+    a += b, c += d, e += f, g += h;                                                                                    \
+    SUMS4(HALF(a), HALF(c), HALF(e), HALF(g))                                                                          \
+    return sums;                                                                                                       \
+  }                                                                                                                    \
+                                                                                                                       \
+  TARGET static void NAME##_rows(const Product *p, i64 n0, i64 n1, Target t) {                                         \
+    const float *x = p->packed;                                                                                        \
+    i64 width = up_to(p->K, 2 * LANES);                                                                                \
+    if (p->L == 1) {                                                                                                   \
+      for (i64 n = n0; n < n1; n++) at(t, 0)[n - n0] = NAME##_one(x, p->w + n * p->K, p->K);                           \
+      return;                                                                                                          \
+    }                                                                                                                  \
+    for (i64 first = n0; first < n1; first += NEAR)                                                                    \
+      for (i64 i = 0; i < p->L; i += 4)                                                                                \
+        for (i64 n = first; n < min64(n1, first + NEAR); n++) {                                                        \
+          float y[4];                                                                                                  \
+          _mm_storeu_ps(y, NAME##_four(x + i * width, width, p->w + n * p->K, p->K));                                  \
+          for (i64 j = 0; j < min64(4, p->L - i); j++) at(t, i + j)[n - n0] = y[j];                                    \
+        }                                                                                                              \
+  }                                                                                                                    \
+                                                                                                                       \
+  TARGET INLINE NAME##_f NAME##_all(float x) { return x - (NAME##_f){0}; }                                             \
+                                                                                                                       \
+  TARGET INLINE NAME##_f NAME##_pick(NAME##_i mask, NAME##_f yes, NAME##_f no) {                                       \
+    return (NAME##_f)((mask & (NAME##_i)yes) | (~mask & (NAME##_i)no));                                                \
+  }                                                                                                                    \
+                                                                                                                       \
+  /* e^x to 2 units in the last place: 2^n by the bits of the exponent, the rest by a polynomial. */                   \
+  TARGET INLINE NAME##_f NAME##_exp(NAME##_f x) {                                                                      \
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */                                  \
+    x = NAME##_pick((NAME##_i)(x < -87.0f), NAME##_all(-87.0f), x);                                                    \
+    x = NAME##_pick((NAME##_i)(x > 88.0f), NAME##_all(88.0f), x);                                                      \
+    NAME##_f shifted = x * 1.44269504f + shift;                                                                        \
+    NAME##_f n = shifted - shift;                                                                                      \
+    NAME##_f r = x - n * 0.693145752f - n * 1.42860677e-6f;                                                            \
+    NAME##_f y = r * 1.3981999e-3f + 8.3334519e-3f;                                                                    \
+    y = y * r + 4.1665796e-2f;                                                                                         \
+    y = y * r + 1.6666665e-1f;                                                                                         \
+    y = y * r + 0.5f;                                                                                                  \
+    y = y * r * r + r + 1.0f;                                                                                          \
+    NAME##_i power = ((NAME##_i)shifted - (NAME##_i)NAME##_all(shift) + 127) << 23;                                    \
+    return y * (NAME##_f)power;                                                                                        \
+  }                                                                                                                    \
+                                                                                                                       \
+  TARGET static void NAME##_silu(const float *gate, const float *up, float *h, i64 n) {                                \
+    i64 i = 0;                                                                                                         \
+    for (; i + LANES <= n; i += LANES) {                                                                               \
+      NAME##_f g = NAME##_at(gate + i);                                                                                \
+      *(NAME##_f *)(h + i) = g / (1.0f + NAME##_exp(-g)) * NAME##_at(up + i);                                          \
+    }                                                                                                                  \
+    if (i < n) {                                                                                                       \
+      NAME##_f g = {0}, u = {0};                                                                                       \
+      memcpy(&g, gate + i, (size_t)(n - i) * 4), memcpy(&u, up + i, (size_t)(n - i) * 4);                              \
+      u = g / (1.0f + NAME##_exp(-g)) * u;                                                                             \
+      memcpy(h + i, &u, (size_t)(n - i) * 4);                                                                          \
+    }                                                                                                                  \
+  }
+
+#define T_AVX2 __attribute__((target("avx2,fma")))
+#define T_AVX512F __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
+#define T_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define WHOLE(v) ((__m256)(v))
+#define HALVES(v) _mm256_add_ps(_mm512_castps512_ps256((__m512)(v)), _mm512_extractf32x8_ps((__m512)(v), 1))
+FLOAT_LEVEL(avx2, T_AVX2, 8, WHOLE)
+FLOAT_LEVEL(avx512f, T_AVX512F, 16, HALVES)
+#undef WHOLE
+#undef HALVES
+
+/* --- AVX512_BF16 --- */
+
+T_BF16 INLINE __m512 dp(__m512 sum, __m512i a, __m512i b) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+T_BF16 INLINE __m512i load(const bf16 *p) { return _mm512_loadu_si512(p); }
+T_BF16 INLINE __m512i load_n(const bf16 *p, i64 n) {
+  return _mm512_maskz_loadu_epi16(n >= 32 ? 0xffffffffu : (1u << n) - 1, p);
+}
+T_BF16 INLINE __m512i pair(const bf16 *p) {
+  int32_t both;
+  memcpy(&both, p, 4);
+  return _mm512_set1_epi32(both);
+}
+T_BF16 INLINE __m256i rounded(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+/* Lane i: the sum of the lanes of v[i]. */
+T_BF16 INLINE __m512 sums4(__m512 a, __m512 b, __m512 c, __m512 d) {
+  __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  __m512d lo = _mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), hi = _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
+  return _mm512_add_ps((__m512)lo, (__m512)hi);
+}
+T_BF16 INLINE __m512 folded(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+T_BF16 INLINE __m512 sums16(const __m512 *v) {
+  return folded(folded(sums4(v[0], v[1], v[2], v[3]), sums4(v[4], v[5], v[6], v[7])),
+                folded(sums4(v[8], v[9], v[10], v[11]), sums4(v[12], v[13], v[14], v[15])));
+}
+
+/* Up to FEW live rows x is kept as rows of whole vectors, a multiple of four rows; beyond, lanes are rows of x:
+ * [ceil(L / 16)][ceil(K / 2)][16] pairs of values. */
+enum { FEW = 8 };
+
+static size_t bf16_bytes(i64 L, i64 K) {
+  i64 values = L <= FEW ? up_to(L, 4) * up_to(K, 32) : up_to(L, 16) * up_to(K, 2);
+  return (size_t)values * sizeof(bf16);
+}
+
+T_BF16 static void bf16_pack_rows(const Product *p) {
+  i64 width = up_to(p->K, 32);
+  for (i64 i = 0; i < up_to(p->L, 4); i++) {
+    bf16 *to = (bf16 *)p->packed + i * width;
+    if (i >= p->L) {
+      memset(to, 0, (size_t)width * sizeof(bf16));
+      continue;
+    }
+    const float *from = p->x + p->row[i] * p->K;
+    for (i64 k = 0; k < width; k += 16) {
+      i64 n = max64(0, min64(16, p->K - k));
+      __m512 x = _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), from + (n ? k : 0));
+      _mm256_storeu_si256((__m256i *)(to + k), rounded(x));
+    }
+  }
+}
+
+/* Pairs [16 rows][16 pairs] turned to [16 pairs][16 rows]. */
+T_BF16 INLINE void turn16(__m512i *v) {
+  __m512i a[16];
+#define LOW(i) a[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]), a[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  LOW(0) LOW(2) LOW(4) LOW(6) LOW(8) LOW(10) LOW(12) LOW(14)
+#undef LOW
+#define QUAD(i)                                                                                                        \
+  v[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]), v[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);                      \
+  v[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]), v[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  QUAD(0) QUAD(4) QUAD(8) QUAD(12)
+#undef QUAD
+  /* v[4 g + j], 128-bit lane l: pair 4 l + j of rows 4 g .. 4 g + 3. */
+#define LANES(j)                                                                                                       \
+  {                                                                                                                    \
+    __m512i lo = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88), hi = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd);          \
+    __m512i lo2 = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88);                                                     \
+    __m512i hi2 = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);                                                     \
+    a[j] = _mm512_shuffle_i32x4(lo, lo2, 0x88), a[8 + j] = _mm512_shuffle_i32x4(lo, lo2, 0xdd);                        \
+    a[4 + j] = _mm512_shuffle_i32x4(hi, hi2, 0x88), a[12 + j] = _mm512_shuffle_i32x4(hi, hi2, 0xdd);                   \
+  }
+  LANES(0) LANES(1) LANES(2) LANES(3)
+#undef LANES
+  memcpy(v, a, sizeof a);
+}
+
+T_BF16 static void bf16_pack_lanes(const Product *p) {
+  i64 pairs = up_to(p->K, 2) / 2;
+  for (i64 i = 0; i < p->L; i += 16) {
+    uint32_t *to = (uint32_t *)p->packed + i * pairs;
+    for (i64 k = 0; k < p->K; k += 32) {
+      __m512i v[16];
+      i64 low = min64(16, p->K - k), high = max64(0, p->K - k - 16);
+      __mmask16 first = (__mmask16)((1u << low) - 1), second = (__mmask16)(high >= 16 ? 0xffff : (1u << high) - 1);
+      for (int r = 0; r < 16; r++) {
+        v[r] = _mm512_setzero_si512();
+        if (i + r >= p->L) continue;
+        const float *from = p->x + p->row[i + r] * p->K + k;
+        __m256i a = rounded(_mm512_maskz_loadu_ps(first, from));
+        __m256i b = rounded(_mm512_maskz_loadu_ps(second, second ? from + 16 : from));
+        v[r] = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+      }
+      turn16(v);
+      for (i64 j = 0; j < min64(16, pairs - k / 2); j++) _mm512_storeu_si512(to + (k / 2 + j) * 16, v[j]);
+    }
+  }
+}
+
+static void bf16_pack(const Product *p) {
+  if (p->L <= FEW)
+    bf16_pack_rows(p);
+  else
+    bf16_pack_lanes(p);
+}
+
+#define EIGHT(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
+
+/* Several weight rows at once defeat the processor's own prefetcher where they lie in one page: lines of the next rows are
+ * fetched in the order of memory while these are read, as many of them. */
+#define NEXT(i) _mm_prefetch((const char *)(next + 32 * i), _MM_HINT_T0);
+
+/* One row of x, eight weight rows at once. Beyond the last row the pointers repeat it. */
+T_BF16 static void bf16_eight(const Product *p, i64 n0, i64 n1, float *y) {
+  const bf16 *x = p->packed;
+  const i64 K = p->K;
+  for (i64 n = n0; n < n1; n += 8, y += 8) {
+#define BEGIN(i)                                                                                                       \
+  const bf16 *w##i = p->w + min64(n + i, n1 - 1) * K;                                                                  \
+  __m512 s##i = _mm512_setzero_ps();
+    EIGHT(BEGIN)
+    i64 k = 0;
+    for (; k + 32 <= K; k += 32) {
+      __m512i v = load(x + k);
+      const bf16 *next = w0 + 8 * (K + k);
+      EIGHT(NEXT)
+#define STEP(i) s##i = dp(s##i, v, load(w##i + k));
+      EIGHT(STEP)
+    }
+    if (k < K) {
+      __m512i v = load(x + k);
+#define LAST(i) s##i = dp(s##i, v, load_n(w##i + k, K - k));
+      EIGHT(LAST)
+    }
+#undef BEGIN
+#undef STEP
+#undef LAST
+    __m512 four = folded(sums4(s0, s1, s2, s3), sums4(s4, s5, s6, s7));
+    __m512 sum = folded(four, four);
+    _mm512_mask_storeu_ps(y, (__mmask16)((1u << min64(8, n1 - n)) - 1), sum);
+  }
+}
+
+/* Four rows of x against four weight rows: sixteen sums. */
+T_BF16 static void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t) {
+  const i64 K = p->K, width = up_to(K, 32);
+  for (i64 n = n0; n < n1; n += 4)
+    for (i64 i = 0; i < p->L; i += 4) {
+      const bf16 *x = (const bf16 *)p->packed + i * width;
+      const bf16 *w0 = p->w + n * K, *w1 = p->w + min64(n + 1, n1 - 1) * K;
+      const bf16 *w2 = p->w + min64(n + 2, n1 - 1) * K, *w3 = p->w + min64(n + 3, n1 - 1) * K;
+      __m512 z = _mm512_setzero_ps();
+      __m512 a0 = z, a1 = z, a2 = z, a3 = z, b0 = z, b1 = z, b2 = z, b3 = z;
+      __m512 c0 = z, c1 = z, c2 = z, c3 = z, d0 = z, d1 = z, d2 = z, d3 = z;
+#define TILE(LOAD)                                                                                                     \
+  {                                                                                                                    \
+    const bf16 *next = w0 + 4 * (K + k);                                                                               \
+    NEXT(0) NEXT(1) NEXT(2) NEXT(3)                                                                                    \
+    __m512i v0 = LOAD(w0 + k), v1 = LOAD(w1 + k), v2 = LOAD(w2 + k), v3 = LOAD(w3 + k);                                \
+    __m512i u = load(x + k);                                                                                           \
+    a0 = dp(a0, u, v0), a1 = dp(a1, u, v1), a2 = dp(a2, u, v2), a3 = dp(a3, u, v3), u = load(x + width + k);           \
+    b0 = dp(b0, u, v0), b1 = dp(b1, u, v1), b2 = dp(b2, u, v2), b3 = dp(b3, u, v3), u = load(x + 2 * width + k);       \
+    c0 = dp(c0, u, v0), c1 = dp(c1, u, v1), c2 = dp(c2, u, v2), c3 = dp(c3, u, v3), u = load(x + 3 * width + k);       \
+    d0 = dp(d0, u, v0), d1 = dp(d1, u, v1), d2 = dp(d2, u, v2), d3 = dp(d3, u, v3);                                    \
+  }
+#define WHOLE(p) load(p)
+#define PART(p) load_n(p, K - k)
+      i64 k = 0;
+      for (; k + 32 <= K; k += 32) TILE(WHOLE)
+      if (k < K) TILE(PART)
+#undef TILE
+#undef WHOLE
+#undef PART
+      __m512 ab = folded(sums4(a0, a1, a2, a3), sums4(b0, b1, b2, b3));
+      __m512 cd = folded(sums4(c0, c1, c2, c3), sums4(d0, d1, d2, d3));
+      float y[16];
+      _mm512_storeu_ps(y, folded(ab, cd));
+      for (i64 j = 0; j < min64(4, p->L - i); j++)
+        memcpy(at(t, i + j) + n - n0, y + 4 * j, (size_t)min64(4, n1 - n) * sizeof(float));
+    }
+}
+
+/* Sums s[n], whose lanes are rows of x, to y[lane][n]. */
+T_BF16 INLINE void put(const __m512 *s, Target t, i64 i, i64 rows, i64 n, i64 columns) {
+  if (columns < 8) {
+    float part[8][16];
+    memcpy(part, s, sizeof part);
+    for (i64 j = 0; j < rows; j++)
+      for (i64 c = 0; c < columns; c++) at(t, i + j)[n + c] = part[c][j];
+    return;
+  }
+  __m512 half[2][4]; /* [columns 0-3, 4-7][j], 128-bit lane l: row 4 l + j */
+  for (int h = 0; h < 2; h++) {
+    const __m512 *v = s + 4 * h;
+    __m512d a = (__m512d)_mm512_unpacklo_ps(v[0], v[1]), b = (__m512d)_mm512_unpacklo_ps(v[2], v[3]);
+    __m512d c = (__m512d)_mm512_unpackhi_ps(v[0], v[1]), d = (__m512d)_mm512_unpackhi_ps(v[2], v[3]);
+    half[h][0] = (__m512)_mm512_unpacklo_pd(a, b), half[h][1] = (__m512)_mm512_unpackhi_pd(a, b);
+    half[h][2] = (__m512)_mm512_unpacklo_pd(c, d), half[h][3] = (__m512)_mm512_unpackhi_pd(c, d);
+  }
+#define STORE(l, j)                                                                                                    \
+  if (4 * l + j < rows) {                                                                                              \
+    float *y = at(t, i + 4 * l + j) + n;                                                                               \
+    _mm_storeu_ps(y, _mm512_extractf32x4_ps(half[0][j], l));                                                           \
+    _mm_storeu_ps(y + 4, _mm512_extractf32x4_ps(half[1][j], l));                                                       \
+  }
+#define LANE(l) STORE(l, 0) STORE(l, 1) STORE(l, 2) STORE(l, 3)
+  LANE(0) LANE(1) LANE(2) LANE(3)
+#undef LANE
+#undef STORE
+}
+
+/* Lanes are rows of x: eight weight rows (twelve of 4 KiB would fall into one set of an 8-way cache) by pairs from memory,
+ * against 32 rows of x with ``two``, or against 16 with two sums each. Eight weight rows two groups ahead are prefetched in the order of memory. */
+T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Target t, int two, int ahead) {
+  const i64 K = p->K, pairs = up_to(K, 2) / 2;
+  const uint32_t *x = (const uint32_t *)p->packed + i * pairs, *u = x + 16 * pairs;
+  const char *next = (const char *)(p->w + min64(n + 16, p->N - 1) * K);
+#define BEGIN(r)                                                                                                       \
+  const bf16 *w##r = p->w + min64(n + r, n1 - 1) * K;                                                                  \
+  __m512 s##r = _mm512_setzero_ps(), t##r = s##r;
+  EIGHT(BEGIN)
+#define STEP(r)                                                                                                        \
+  v = pair(w##r + k);                                                                                                  \
+  s##r = dp(s##r, a, v);                                                                                               \
+  if (two) t##r = dp(t##r, b, v);
+#define STEPS(r) s##r = dp(s##r, a, pair(w##r + k)), t##r = dp(t##r, b, pair(w##r + k + 2));
+  i64 k = 0;
+  for (; !two && k + 4 <= K; k += 4) {
+    __m512i a = _mm512_loadu_si512(x + k * 8), b = _mm512_loadu_si512(x + k * 8 + 16);
+    if (ahead) _mm_prefetch(next + k * 16, _MM_HINT_T1);
+    EIGHT(STEPS)
+  }
+  for (; k + 2 <= K; k += 2) {
+    __m512i v, a = _mm512_loadu_si512(x + k * 8), b = two ? _mm512_loadu_si512(u + k * 8) : a;
+    if (ahead && k % 4 == 0) _mm_prefetch(next + k * 16, _MM_HINT_T1);
+    EIGHT(STEP)
+  }
+#undef STEPS
+#undef STEP
+#define LAST(r)                                                                                                        \
+  v = _mm512_set1_epi32(w##r[k]);                                                                                      \
+  s##r = dp(s##r, a, v);                                                                                               \
+  if (two) t##r = dp(t##r, b, v);
+  if (k < K) {
+    __m512i v, a = _mm512_loadu_si512(x + k * 8), b = two ? _mm512_loadu_si512(u + k * 8) : a;
+    EIGHT(LAST)
+  }
+#undef LAST
+#undef BEGIN
+#define BOTH(r) s##r = _mm512_add_ps(s##r, t##r);
+  if (!two) {
+    EIGHT(BOTH)
+  }
+#undef BOTH
+  i64 columns = min64(8, n1 - n);
+  __m512 s[8] = {s0, s1, s2, s3, s4, s5, s6, s7};
+  put(s, t, i, min64(16, p->L - i), n - n0, columns);
+  if (two) {
+    __m512 s[8] = {t0, t1, t2, t3, t4, t5, t6, t7};
+    put(s, t, i + 16, min64(16, p->L - i - 16), n - n0, columns);
+  }
+}
+
+/* Bytes of packed x up to which every group of weight rows meets all of it; a larger one is taken 32 rows at a time, and
+ * meets the whole chunk of weights, so that what is read again is in the second-level cache either way. */
+enum { NEAR_BYTES = 256 << 10 };
+
+T_BF16 static void bf16_many(const Product *p, i64 n0, i64 n1, Target t) {
+  i64 group = bf16_bytes(p->L, p->K) > NEAR_BYTES ? max64(n1 - n0, 1) : 8;
+  for (i64 first = n0; first < n1; first += group)
+    for (i64 i = 0; i < p->L; i += 32)
+      for (i64 n = first; n < min64(n1, first + group); n += 8) {
+        if (p->L - i > 16)
+          i ? bf16_lanes(p, i, n, n0, n1, t, 1, 0) : bf16_lanes(p, i, n, n0, n1, t, 1, 1);
+        else
+          i ? bf16_lanes(p, i, n, n0, n1, t, 0, 0) : bf16_lanes(p, i, n, n0, n1, t, 0, 1);
+      }
+}
+
+T_BF16 static void bf16_rows(const Product *p, i64 n0, i64 n1, Target t) {
+  if (p->L > FEW)
+    bf16_many(p, n0, n1, t);
+  else if (p->L == 1)
+    bf16_eight(p, n0, n1, at(t, 0));
+  else
+    bf16_four_by_four(p, n0, n1, t);
+}
+#endif /* X86 */
+
+static const Level LEVELS[N_LEVELS] = {
+    {plain_bytes, plain_pack, plain_rows, plain_silu},
+#if X86
+    {avx2_bytes, avx2_pack, avx2_rows, avx2_silu},
+    {avx512f_bytes, avx512f_pack, avx512f_rows, avx512f_silu},
+    {bf16_bytes, bf16_pack, bf16_rows, avx512f_silu},
+#endif
+};
+
+static int best_level(void) {
+  static atomic_int found = -1;
+  int level = atomic_load_explicit(&found, memory_order_relaxed);
+  if (level < 0) atomic_store_explicit(&found, level = detect(), memory_order_relaxed);
+  return level;
+}
+
+/* --- work shared with the threads of XLA's pool ---
+ *
+ * Handlers run on threads of the pool that they ask for help, so a handler must never wait for a task that has not begun:
+ * the whole pool could be such handlers. The caller and its helpers claim chunks from a counter; the caller works too, and
+ * waits only for chunks that a helper has claimed. A helper that comes late finds nothing left and touches nothing but the
+ * job, which lives until the last of them has put it down. Jobs and their scratch are kept for the next call. */
+
+typedef struct Job Job;
+struct Job {
+  atomic_long next, done;
+  atomic_int holders;
+  i64 n_chunks;
+  void (*chunk)(const Job *, i64 number);
+  const void *work; /* of the caller, there until all chunks are done */
+  void *scratch;
+  size_t scratch_bytes;
+  Job *idle;
+};
+
+enum { MOST_IDLE = 16 };
+static pthread_mutex_t idle_lock = PTHREAD_MUTEX_INITIALIZER;
+static Job *idle_jobs;
+static int n_idle;
+
+/* A job with that much scratch, NULL where there is no memory. */
+static Job *new_job(size_t scratch_bytes) {
+  pthread_mutex_lock(&idle_lock);
+  Job *job = idle_jobs;
+  if (job) idle_jobs = job->idle, n_idle--;
+  pthread_mutex_unlock(&idle_lock);
+  if (!job) job = calloc(1, sizeof *job);
+  if (job && job->scratch_bytes < scratch_bytes) {
+    free(job->scratch);
+    job->scratch = NULL;
+    job->scratch_bytes = 0;
+    size_t bytes = (size_t)up_to((i64)scratch_bytes, 4096);
+    if (posix_memalign(&job->scratch, 64, bytes)) {
+      free(job);
+      return NULL;
+    }
+    job->scratch_bytes = bytes;
+  }
+  if (job) {
+    atomic_store(&job->next, 0), atomic_store(&job->done, 0), atomic_store(&job->holders, 1);
+  }
+  return job;
+}
+
+static void put_down(Job *job) {
+  if (atomic_fetch_sub_explicit(&job->holders, 1, memory_order_acq_rel) != 1) return;
+  pthread_mutex_lock(&idle_lock);
+  int keep = n_idle < MOST_IDLE;
+  if (keep) job->idle = idle_jobs, idle_jobs = job, n_idle++;
+  pthread_mutex_unlock(&idle_lock);
+  if (keep) return;
+  free(job->scratch);
+  free(job);
+}
+
+static void claim_chunks(Job *job) {
+  for (;;) {
+    i64 number = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
+    if (number >= job->n_chunks) return;
+    job->chunk(job, number);
+    atomic_fetch_add_explicit(&job->done, 1, memory_order_release);
+  }
+}
+
+static void help(void *data) {
+  claim_chunks(data);
+  put_down(data);
+}
+
+static void drop_error(const FfiApi *api, FfiError *error) {
+  FfiErrorDestroy args = {FFI_SIZE(FfiErrorDestroy, error), NULL, error};
+  if (error) api->error_destroy(&args);
+}
+
+/* Threads of the pool, the caller's among them; 1 where there is none. */
+static i64 pool_threads(const FfiCall *call) {
+  int64_t n = 1;
+  FfiNumThreads args = {FFI_SIZE(FfiNumThreads, num_threads), NULL, call->ctx, &n};
+  FfiError *error = call->api->num_threads(&args);
+  drop_error(call->api, error);
+  return error || n < 1 ? 1 : n;
+}
+
+/* Run all chunks of ``job``, with helpers where ``call`` has a pool, and put it down. */
+static void run_job(Job *job, const FfiCall *call) {
+  i64 helpers = call ? min64(pool_threads(call), job->n_chunks) - 1 : 0;
+  for (i64 i = 0; i < helpers; i++) {
+    atomic_fetch_add_explicit(&job->holders, 1, memory_order_relaxed);
+    FfiSchedule args = {FFI_SIZE(FfiSchedule, data), NULL, call->ctx, help, job};
+    FfiError *error = call->api->schedule(&args);
+    if (!error) continue;
+    drop_error(call->api, error);
+    put_down(job);
+  }
+  claim_chunks(job);
+  for (int spins = 0; atomic_load_explicit(&job->done, memory_order_acquire) < job->n_chunks; spins++) {
+    if (spins >= 256)
+      sched_yield();
+#if X86
+    else
+      _mm_pause();
+#endif
+  }
+  put_down(job);
+}
+
+/* --- products --- */
+
+enum {
+  CHUNK_BYTES = 96 << 10, /* of weights: they stay in the second-level cache while all rows of x meet them */
+  ALONE_BYTES = 96 << 10, /* of weights in a call that is not worth waking a thread */
+  FEWEST_CHUNKS = 8,
+  CHUNK_ROWS = 16, /* multiples of this: a line of results */
+  HELD = 4096,     /* results of gate, and of up, that a chunk of gate_up keeps on its stack */
+};
+
+typedef struct {
+  Product p;
+  const Level *level;
+  float *y;
+  i64 N; /* columns of y */
+  i64 rows_per_chunk;
+  const int32_t *zero; /* [M - L] dead rows of x */
+} ProductWork;
+
+static void zero_columns(const ProductWork *work, i64 n0, i64 n1) {
+  for (i64 i = 0; i < work->p.M - work->p.L; i++)
+    memset(work->y + work->zero[i] * work->N + n0, 0, (size_t)(n1 - n0) * sizeof(float));
+}
+
+static void product_chunk(const Job *job, i64 number) {
+  const ProductWork *work = job->work;
+  i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
+  Target t = {work->y + n0, work->N, work->p.row};
+  if (work->p.L) work->level->rows(&work->p, n0, n1, t);
+  zero_columns(work, n0, n1);
+}
+
+static void gate_up_chunk(const Job *job, i64 number) {
+  const ProductWork *work = job->work;
+  const Product *p = &work->p;
+  i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk), n = n1 - n0;
+  zero_columns(work, n0, n1);
+  float gate[HELD], up[HELD];
+  int32_t number_of[HELD];
+  for (i64 i = 0; i < p->L; i++) number_of[i] = (int32_t)i;
+  if (!p->L) return;
+  work->level->rows(p, n0, n1, (Target){gate, n, number_of});
+  work->level->rows(p, work->N + n0, work->N + n1, (Target){up, n, number_of});
+  for (i64 i = 0; i < p->L; i++)
+    work->level->silu(gate + i * n, up + i * n, work->y + p->row[i] * work->N + n0, n);
+}
+
+INLINE int is_dead(const float *x, i64 K) {
+  uint32_t bits[16], any = 0;
+  i64 k = 0;
+  for (; k + 16 <= K && !any; k += 16) {
+    memcpy(bits, x + k, sizeof bits);
+    for (int i = 0; i < 16; i++) any |= bits[i];
+    any &= 0x7fffffff;
+  }
+  for (; k < K && !any; k++) any = x[k] != 0;
+  return !any;
+}
+
+/* Which rows of x are live, then which are not. */
+static i64 sort_rows(const float *x, i64 M, i64 K, int32_t *row) {
+  i64 live = 0, dead = M;
+  for (i64 m = 0; m < M; m++) row[is_dead(x + m * K, K) ? --dead : live++] = (int32_t)m;
+  return live;
+}
+
+/* Product, or gate_up where ``fused``: then N counts rows of the gate. Returns 0 where there is no memory. */
+static int product(int level, const float *x, const bf16 *w, float *y, i64 M, i64 N, i64 K, int fused,
+                   const FfiCall *call) {
+  if (M == 0 || N == 0) return 1;
+  const Level *with = &LEVELS[level];
+  size_t rows_bytes = (size_t)up_to(M * 4, 64);
+  Job *job = new_job(rows_bytes + max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, 8), K)));
+  if (!job) return 0;
+  int32_t *row = job->scratch;
+  i64 L = sort_rows(x, M, K, row);
+  ProductWork work = {
+      .p = {w, fused ? 2 * N : N, K, M, L, row, x, (char *)job->scratch + rows_bytes},
+      .level = with,
+      .y = y,
+      .N = N,
+      .zero = row + L,
+  };
+  if (L) with->pack(&work.p);
+  i64 bytes = (fused ? 2 : 1) * K * (i64)sizeof(bf16);
+  i64 rows = max64(CHUNK_BYTES / max64(bytes, 1), 1);
+  rows = min64(rows, (N + FEWEST_CHUNKS - 1) / FEWEST_CHUNKS);
+  rows = up_to(rows, CHUNK_ROWS);
+  if (fused) rows = max64(1, min64(rows, HELD / max64(L, 8) / 8 * 8));
+  if (N * bytes <= ALONE_BYTES) call = NULL;
+  work.rows_per_chunk = rows;
+  job->n_chunks = (N + rows - 1) / rows;
+  job->chunk = fused ? gate_up_chunk : product_chunk;
+  job->work = &work;
+  run_job(job, call);
+  return 1;
+}
+
+/* --- decode attention ---
+ *
+ * One chunk of work per token and kv head: the G queries of the head against its keys and values, sixteen positions at a
+ * time, which lie in one page, with a running softmax. Scores are products of bfloat16, as XLA's are; weights of the
+ * softmax stay float32. What is not finite among keys makes the token's result NaN, among values it reads as zero, so that
+ * what nobody may see cannot leave its place with a weight of zero. */
+
+enum { BLOCK = 16, MOST_HEAD = 256, MOST_GROUP = 16 };
+
+typedef struct {
+  const float *q, *far;  /* [T, N, H], far: queries that meet the sinks, or NULL */
+  const bf16 *k, *v;     /* [P, K, Z, H] */
+  const int32_t *table;  /* [D, M] */
+  const int32_t *length; /* [T] positions that a token sees, its own among them; 0: padding */
+  float *o;              /* [T, N, H] */
+  i64 T, D, M, N, K, Z, H;
+  i64 window, sinks;
+  float scale;
+} Attention;
+
+#if X86
+typedef struct {
+  float o[MOST_GROUP][MOST_HEAD];
+  float top[MOST_GROUP], total[MOST_GROUP];
+  bf16 q[MOST_GROUP][MOST_HEAD];
+} Softmax;
+
+T_BF16 INLINE __m512 finite_values(const bf16 *v) {
+  __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)v)), 16);
+  const __m512i exponent = _mm512_set1_epi32(0x7f800000);
+  __mmask16 ok = _mm512_cmpneq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
+  return (__m512)_mm512_maskz_mov_epi32(ok, bits);
+}
+
+/* Scores of sixteen positions for one query; NaN where they are not finite. */
+T_BF16 INLINE __m512 bf16_scores(const bf16 *q, const bf16 *k, i64 H) {
+  __m512 s[BLOCK];
+  for (int i = 0; i < BLOCK; i++) {
+    __m512 sum = dp(_mm512_setzero_ps(), load(q), load(k + i * H));
+    for (i64 h = 32; h < H; h += 32) sum = dp(sum, load(q + h), load(k + i * H + h));
+    s[i] = sum;
+  }
+  __m512 score = sums16(s);
+  __mmask16 ok = _mm512_cmp_ps_mask(_mm512_abs_ps(score), _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
+  return _mm512_mask_mov_ps(_mm512_set1_ps(NAN), ok, score);
+}
+
+/* One more block of a softmax; ``seen`` positions of it count, at least one. */
+T_BF16 INLINE void bf16_block(Softmax *s, i64 G, i64 H, const bf16 *k, const bf16 *v, __mmask16 seen) {
+  float weight[MOST_GROUP][BLOCK], keep[MOST_GROUP];
+  for (i64 g = 0; g < G; g++) {
+    __m512 score = bf16_scores(s->q[g], k, H);
+    /* NaN must win: the largest of the numbers would hide it. */
+    int odd = _mm512_mask_cmp_ps_mask(seen, score, score, _CMP_UNORD_Q) || s->top[g] != s->top[g];
+    float top = odd ? NAN : fmaxf(s->top[g], _mm512_mask_reduce_max_ps(seen, score));
+    __m512 p = (__m512)avx512f_exp((avx512f_f)_mm512_sub_ps(score, _mm512_set1_ps(top)));
+    p = _mm512_maskz_mov_ps(seen, p);
+    _mm512_storeu_ps(weight[g], p);
+    __m512 change = (__m512)avx512f_exp((avx512f_f)_mm512_set1_ps(s->top[g] - top));
+    keep[g] = s->total[g] == 0 ? 0 : _mm512_cvtss_f32(change);
+    s->total[g] = s->total[g] * keep[g] + _mm512_reduce_add_ps(p);
+    s->top[g] = top;
+  }
+  for (i64 h = 0; h < H; h += 32)
+    for (i64 g = 0; g < G; g += 2) {
+      i64 b = g + 1 < G ? g + 1 : g;
+      __m512 ka = _mm512_set1_ps(keep[g]), kb = _mm512_set1_ps(keep[b]);
+      __m512 a0 = _mm512_mul_ps(_mm512_loadu_ps(s->o[g] + h), ka);
+      __m512 a1 = _mm512_mul_ps(_mm512_loadu_ps(s->o[g] + h + 16), ka);
+      __m512 b0 = _mm512_mul_ps(_mm512_loadu_ps(s->o[b] + h), kb);
+      __m512 b1 = _mm512_mul_ps(_mm512_loadu_ps(s->o[b] + h + 16), kb);
+      for (int i = 0; i < BLOCK; i++) {
+        __m512 v0 = finite_values(v + i * H + h), v1 = finite_values(v + i * H + h + 16);
+        __m512 wa = _mm512_set1_ps(weight[g][i]), wb = _mm512_set1_ps(weight[b][i]);
+        a0 = _mm512_fmadd_ps(wa, v0, a0), a1 = _mm512_fmadd_ps(wa, v1, a1);
+        b0 = _mm512_fmadd_ps(wb, v0, b0), b1 = _mm512_fmadd_ps(wb, v1, b1);
+      }
+      _mm512_storeu_ps(s->o[g] + h, a0), _mm512_storeu_ps(s->o[g] + h + 16, a1);
+      if (b != g) _mm512_storeu_ps(s->o[b] + h, b0), _mm512_storeu_ps(s->o[b] + h + 16, b1);
+    }
+}
+
+T_BF16 static void bf16_queries(Softmax *s, const float *q, i64 G, i64 H, float scale) {
+  for (i64 g = 0; g < G; g++)
+    for (i64 h = 0; h < H; h += 16)
+      _mm256_storeu_si256((__m256i *)(s->q[g] + h),
+                          rounded(_mm512_mul_ps(_mm512_loadu_ps(q + g * H + h), _mm512_set1_ps(scale))));
+}
+
+/* Positions [from, to) of one row and kv head. */
+T_BF16 static void bf16_span(Softmax *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to) {
+  const i64 G = a->N / a->K, H = a->H, Z = a->Z;
+  for (i64 first = from / BLOCK * BLOCK; first < to; first += BLOCK) {
+    i64 offset = (pages[first / Z] * a->K + head) * Z * H + first % Z * H;
+    i64 low = max64(from - first, 0), high = min64(to - first, BLOCK);
+    unsigned seen = (0xffffu >> (BLOCK - high)) & (0xffffu << low);
+    if (first + BLOCK < to) {
+      i64 next = first + BLOCK;
+      i64 there = (pages[next / Z] * a->K + head) * Z * H + next % Z * H;
+      for (i64 h = 0; h < BLOCK * H; h += 32) {
+        _mm_prefetch((const char *)(a->k + there + h), _MM_HINT_T0);
+        _mm_prefetch((const char *)(a->v + there + h), _MM_HINT_T0);
+      }
+    }
+    bf16_block(s, G, H, a->k + offset, a->v + offset, (__mmask16)seen);
+  }
+}
+
+T_BF16 static void bf16_attention_chunk(const Job *job, i64 number) {
+  const Attention *a = job->work;
+  const i64 G = a->N / a->K, H = a->H, token = number / a->K, head = number % a->K;
+  const i64 at = (token * a->N + head * G) * H, length = a->length[token];
+  if (length <= 0) {
+    memset(a->o + at, 0, (size_t)(G * H) * sizeof(float));
+    return;
+  }
+  const int32_t *pages = a->table + token / (a->T / a->D) * a->M;
+  const i64 first = a->window ? max64(length - a->window, 0) : 0;
+  Softmax s;
+  for (i64 g = 0; g < G; g++) {
+    s.top[g] = -FLT_MAX;
+    s.total[g] = 0;
+    memset(s.o[g], 0, (size_t)H * sizeof(float));
+  }
+  if (a->far) {
+    bf16_queries(&s, a->far + at, G, H, a->scale);
+    bf16_span(&s, a, pages, head, 0, min64(a->sinks, first));
+  }
+  bf16_queries(&s, a->q + at, G, H, a->scale);
+  bf16_span(&s, a, pages, head, first, length);
+  for (i64 g = 0; g < G; g++) {
+    __m512 by = _mm512_set1_ps(1.0f / s.total[g]);
+    for (i64 h = 0; h < H; h += 16)
+      _mm512_storeu_ps(a->o + at + g * H + h, _mm512_mul_ps(_mm512_loadu_ps(s.o[g] + h), by));
+  }
+}
+#endif /* X86 */
+
+/* Whether there is an attention of that level for these sizes. */
+static int serves(int level, const Attention *a) {
+  return level >= AVX512_BF16 && a->H % 32 == 0 && a->H <= MOST_HEAD && a->K > 0 && a->N % a->K == 0 &&
+         a->N / a->K <= MOST_GROUP && a->Z % BLOCK == 0 && a->D > 0 && a->T % a->D == 0;
+}
+
+static int attention(int level, Attention *a, const FfiCall *call) {
+#if X86
+  if (!serves(level, a)) return 0;
+  i64 positions = 0;
+  for (i64 i = 0; i < a->T; i++) positions += a->length[i];
+  if (positions * a->K * a->H * 2 * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
+  Job *job = new_job(0);
+  if (!job) return 0;
+  job->n_chunks = a->T * a->K;
+  job->chunk = bf16_attention_chunk;
+  job->work = a;
+  run_job(job, call);
+  return 1;
+#else
+  (void)level, (void)a, (void)call, (void)serves;
+  return 0;
+#endif
+}
+
+/* --- handlers --- */
+
+static FfiError *failed(const FfiCall *call, int code, const char *message) {
+  FfiErrorCreate args = {FFI_SIZE(FfiErrorCreate, code), NULL, message, code};
+  return call->api->error_create(&args);
+}
+
+static int speaks(const FfiApi *api) {
+  return api->struct_size >= FFI_SIZE(FfiApi, num_threads) && api->version.major == FFI_MAJOR &&
+         api->version.minor >= FFI_MINOR;
+}
+
+/* The question that XLA asks at registration: which version of the interface a handler is written for. */
+static int asks_metadata(const FfiCall *call, FfiError **error) {
+  if (!call->extension || call->extension->type != FFI_EXTENSION_METADATA) return 0;
+  *error = NULL;
+  if (!speaks(call->api)) {
+    *error = failed(call, FFI_ERROR_FAILED_PRECONDITION, "jserve: this jaxlib has another version of the FFI");
+    return 1;
+  }
+  FfiMetadata *metadata = ((FfiMetadataExtension *)call->extension)->metadata;
+  metadata->version = (FfiVersion){FFI_SIZE(FfiVersion, minor), NULL, FFI_MAJOR, FFI_MINOR};
+  metadata->traits = 0;
+  return 1;
+}
+
+static const FfiBuffer *buffer(const FfiList *list, int64_t i, int dtype, i64 rank) {
+  if (i >= list->size) return NULL;
+  const FfiBuffer *b = list->items[i];
+  return b->dtype == dtype && b->rank == rank ? b : NULL;
+}
+
+static const FfiScalar *scalar(const FfiCall *call, const char *name, int dtype) {
+  for (int64_t i = 0; i < call->attrs.size; i++) {
+    const FfiSpan *span = call->attrs.names[i];
+    if (span->len != strlen(name) || memcmp(span->text, name, span->len) || call->attrs.types[i] != FFI_ATTR_SCALAR)
+      continue;
+    const FfiScalar *found = call->attrs.items[i];
+    return found->dtype == dtype ? found : NULL;
+  }
+  return NULL;
+}
+
+static i64 integer(const FfiCall *call, const char *name) {
+  const FfiScalar *found = scalar(call, name, FFI_S64);
+  i64 value = -1;
+  if (found) memcpy(&value, found->value, sizeof value);
+  return value;
+}
+
+/* The level that a program was traced for, or less where the processor has less; -1: none. */
+static int level_of(const FfiCall *call) {
+  i64 asked = integer(call, "level");
+  return asked < 0 || asked >= N_LEVELS ? -1 : (int)min64(asked, best_level());
+}
+
+static FfiError *handle_product(const FfiCall *call, int fused) {
+  FfiError *error;
+  if (asks_metadata(call, &error)) return error;
+  const FfiBuffer *x = buffer(&call->args, 0, FFI_F32, 2), *y = buffer(&call->rets, 0, FFI_F32, 2);
+  const FfiBuffer *w = buffer(&call->args, 1, FFI_BF16, 2);
+  int level = level_of(call);
+  if (!x || !y || !w || level < 0) return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments");
+  i64 M = x->dims[0], K = x->dims[1], N = y->dims[1];
+  if (fused && M > HELD) return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: too many rows for gate_up");
+  if (w->dims[1] != K || w->dims[0] != (fused ? 2 * N : N) || y->dims[0] != M)
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes do not match");
+  if (!product(level, x->data, w->data, y->data, M, N, K, fused, call))
+    return failed(call, FFI_ERROR_FAILED_PRECONDITION, "jserve: no memory for a product");
+  return NULL;
+}
+
+EXPORT FfiError *jserve_product(FfiCall *call) { return handle_product(call, 0); }
+EXPORT FfiError *jserve_gate_up(FfiCall *call) { return handle_product(call, 1); }
+
+EXPORT FfiError *jserve_attention(FfiCall *call) {
+  FfiError *error;
+  if (asks_metadata(call, &error)) return error;
+  i64 sinks = integer(call, "sinks"), window = integer(call, "window");
+  const FfiScalar *scale = scalar(call, "scale", FFI_F32);
+  const FfiBuffer *q = buffer(&call->args, 0, FFI_F32, 3), *k = buffer(&call->args, 1, FFI_U16, 4);
+  const FfiBuffer *v = buffer(&call->args, 2, FFI_U16, 4), *table = buffer(&call->args, 3, FFI_S32, 2);
+  const FfiBuffer *length = buffer(&call->args, 4, FFI_S32, 1), *far = buffer(&call->args, 5, FFI_F32, 3);
+  const FfiBuffer *o = buffer(&call->rets, 0, FFI_F32, 3);
+  int level = level_of(call);
+  if (!q || !k || !v || !table || !length || !o || !scale || sinks < 0 || window < 0 || (sinks > 0) != !!far)
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments of attention");
+  Attention a = {
+      .q = q->data,
+      .far = far ? far->data : NULL,
+      .k = k->data,
+      .v = v->data,
+      .table = table->data,
+      .length = length->data,
+      .o = o->data,
+      .T = q->dims[0],
+      .D = table->dims[0],
+      .M = table->dims[1],
+      .N = q->dims[1],
+      .K = k->dims[1],
+      .Z = k->dims[2],
+      .H = q->dims[2],
+      .window = window,
+      .sinks = sinks,
+  };
+  memcpy(&a.scale, scale->value, sizeof a.scale);
+  if (k->dims[3] != a.H || memcmp(k->dims, v->dims, 4 * sizeof *k->dims) || length->dims[0] != a.T ||
+      memcmp(q->dims, o->dims, 3 * sizeof *q->dims) || (far && memcmp(q->dims, far->dims, 3 * sizeof *q->dims)))
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes of attention do not match");
+  if (!attention(level, &a, call))
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: sizes that decode attention does not serve");
+  return NULL;
+}
+
+/* --- what Python asks directly --- */
+
+EXPORT const char *jserve_source_hash(void) { return JSERVE_SOURCE_HASH; }
+
+/* The number of the processor's level. */
+EXPORT int jserve_level(void) { return best_level(); }
+
+/* A product in the caller's thread, for tests; 0 where there is no memory. */
+EXPORT int jserve_run_product(int level, const float *x, const bf16 *w, float *y, i64 M, i64 N, i64 K, int fused) {
+  return level >= 0 && level <= best_level() && product(level, x, w, y, M, N, K, fused, NULL);
+}
+
+/* Small products of a level against plain C: 1 where they agree. */
+EXPORT int jserve_self_check(int level) {
+  enum { M = 19, N = 21, K = 75 };
+  static const int rows[] = {1, 3, 8, 9, M};
+  float x[M * K], want[M * N], got[M * N];
+  bf16 w[2 * N * K];
+  uint32_t state = 1;
+#define DRAW() ((float)((state = state * 1664525u + 1013904223u) >> 8) / (1 << 24) - 0.5f)
+  for (int i = 0; i < M * K; i++) x[i] = DRAW();
+  for (int i = 0; i < 2 * N * K; i++) w[i] = narrow(DRAW());
+#undef DRAW
+  memset(x + 2 * K, 0, K * sizeof *x);
+  for (int fused = 0; fused < 2; fused++)
+    for (size_t r = 0; r < sizeof rows / sizeof *rows; r++) {
+      if (!jserve_run_product(level, x, w, got, rows[r], N, K, fused)) return 0;
+      if (!jserve_run_product(PLAIN, x, w, want, rows[r], N, K, fused)) return 0;
+      for (int i = 0; i < rows[r] * N; i++)
+        if (!(fabsf(got[i] - want[i]) < 1e-3f)) return 0;
+    }
+  return 1;
+}

@@ -1,0 +1,49 @@
+"""The compiled kernels for these tests: those of the installation, or a library built for this run.
+
+XLA takes a kernel's name once in a process, so all tests of one share a library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jserve.model import native
+from jserve.native import library
+from jserve.native.compile import NativeBuildError, compile_library, find_compiler
+from jserve.native.library import Library, NoLibrary
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
+    """Skips where there is no compiler."""
+    try:
+        found = library.installed()
+    except NoLibrary:
+        found = library.load(built(tmp_path_factory.mktemp("native")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "installed", lambda: found)
+        yield found
+
+
+def built(folder: Path) -> Path:
+    """A library made of the sources; skips where there is no compiler."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("no C compiler")
+    path = folder / "libjserve.so"
+    try:
+        compile_library(path, compiler)
+    except NativeBuildError as e:
+        pytest.fail(f"{compiler} cannot build the kernels: {e}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def level(kernels: Library) -> str:
+    """The best level of this machine; skips where products stay XLA's."""
+    if not native.MOST_ROWS[kernels.level]:
+        pytest.skip(f"level {kernels.level} multiplies nothing")
+    return kernels.level

@@ -1,0 +1,116 @@
+"""Our declarations of XLA's FFI structures against the headers of the installed jaxlib, by the compiler."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import jaxlib
+import pytest
+
+from jserve.native.compile import FOLDER, find_compiler
+
+INCLUDE = Path(jaxlib.__file__).parent / "include"
+HEADER = "xla/ffi/api/c_api.h"
+STRUCTS: dict[str, tuple[str, dict[str, str]]] = {
+    "FfiVersion": ("XLA_FFI_Api_Version", {"major": "major_version", "minor": "minor_version"}),
+    "FfiErrorCreate": ("XLA_FFI_Error_Create_Args", {"message": "message", "code": "errc"}),
+    "FfiErrorDestroy": ("XLA_FFI_Error_Destroy_Args", {"error": "error"}),
+    "FfiBuffer": (
+        "XLA_FFI_Buffer",
+        {"dtype": "dtype", "data": "data", "rank": "rank", "dims": "dims"},
+    ),
+    "FfiSpan": ("XLA_FFI_ByteSpan", {"text": "ptr", "len": "len"}),
+    "FfiScalar": ("XLA_FFI_Scalar", {"dtype": "dtype", "value": "value"}),
+    "FfiList": ("XLA_FFI_Args", {"size": "size", "types": "types", "items": "args"}),
+    "FfiAttrs": (
+        "XLA_FFI_Attrs",
+        {"size": "size", "types": "types", "names": "names", "items": "attrs"},
+    ),
+    "FfiSchedule": (
+        "XLA_FFI_ThreadPool_Schedule_Args",
+        {"ctx": "ctx", "task": "task", "data": "data"},
+    ),
+    "FfiNumThreads": (
+        "XLA_FFI_ThreadPool_NumThreads_Args",
+        {"ctx": "ctx", "num_threads": "num_threads"},
+    ),
+    "FfiCall": (
+        "XLA_FFI_CallFrame",
+        {
+            "api": "api",
+            "ctx": "ctx",
+            "stage": "stage",
+            "args": "args",
+            "rets": "rets",
+            "attrs": "attrs",
+        },
+    ),
+    "FfiMetadata": ("XLA_FFI_Metadata", {"version": "api_version", "traits": "traits"}),
+    "FfiApi": (
+        "XLA_FFI_Api",
+        {
+            "version": "api_version",
+            "error_create": "XLA_FFI_Error_Create",
+            "error_destroy": "XLA_FFI_Error_Destroy",
+            "schedule": "XLA_FFI_ThreadPool_Schedule",
+            "num_threads": "XLA_FFI_ThreadPool_NumThreads",
+        },
+    ),
+}
+CONSTANTS = {
+    "FFI_MAJOR": "XLA_FFI_API_MAJOR",
+    "FFI_STAGE_EXECUTE": "XLA_FFI_ExecutionStage_EXECUTE",
+    "FFI_ATTR_SCALAR": "XLA_FFI_AttrType_SCALAR",
+    "FFI_ERROR_INVALID_ARGUMENT": "XLA_FFI_Error_Code_INVALID_ARGUMENT",
+    "FFI_ERROR_FAILED_PRECONDITION": "XLA_FFI_Error_Code_FAILED_PRECONDITION",
+    **{f"FFI_{name}": f"XLA_FFI_DataType_{name}" for name in ("S32", "S64", "U16", "F32", "BF16")},
+}
+SIZED = {"FfiVersion", "FfiErrorCreate", "FfiErrorDestroy", "FfiSchedule", "FfiNumThreads"}
+"""Structures that the kernels fill, whose size they name by the last field."""
+
+
+def assertions(structs: dict[str, tuple[str, dict[str, str]]]) -> str:
+    lines = [f'#include "{HEADER}"', '#include "ffi_abi.h"']
+    lines += [f"_Static_assert({a} == {b}, {q(a)});" for a, b in CONSTANTS.items()]
+    lines.append('_Static_assert(FFI_MINOR <= XLA_FFI_API_MINOR, "older");')
+    for ours, (theirs, fields) in structs.items():
+        for a, b in fields.items():
+            text = q(f"{ours}.{a}")
+            lines.append(
+                f"_Static_assert(offsetof({ours}, {a}) == offsetof({theirs}, {b}), {text});"
+            )
+            sizes = f"sizeof((({ours} *)0)->{a}) == sizeof((({theirs} *)0)->{b})"
+            lines.append(f"_Static_assert({sizes}, {text});")
+        if ours in SIZED:
+            size = f"FFI_SIZE({ours}, {list(fields)[-1]}) <= {theirs}_STRUCT_SIZE"
+            lines.append(f"_Static_assert({size}, {q(ours)});")
+    return "\n".join(lines) + "\n"
+
+
+def q(text: str) -> str:
+    return f'"{text}"'
+
+
+def compiled(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("no C compiler")
+    if not (INCLUDE / HEADER).exists():
+        pytest.skip(f"this jaxlib has no {HEADER}")
+    source = folder / "abi.c"
+    source.write_text(text)
+    command = [*compiler, "-std=gnu11", "-fsyntax-only", f"-I{INCLUDE}", f"-I{FOLDER}", str(source)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_sizes_and_offsets_are_those_of_the_installed_jaxlib(tmp_path):
+    done = compiled(assertions(STRUCTS), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_layout_is_noticed(tmp_path):
+    name, fields = STRUCTS["FfiBuffer"]
+    done = compiled(assertions({"FfiBuffer": (name, fields | {"data": "rank"})}), tmp_path)
+    assert done.returncode != 0
+    assert "FfiBuffer.data" in done.stderr

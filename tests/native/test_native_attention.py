@@ -1,0 +1,172 @@
+"""Decode attention by the native kernel against ``ref``, on what bfloat16 keeps of queries, keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jserve.errors import ConfigError
+from jserve.model import attn_native, attn_ref, native
+from jserve.model.attention import AttendArgs, Sinks, candidates
+
+K, M, P = 2, 6, 101
+APART = 2e-5
+"""Largest error, of outputs of unit size."""
+WINDOWS = ((0, 0), (20, 0), (20, 3), (33, 18), (1, 1))
+"""(window, sinks)."""
+
+
+@pytest.fixture(autouse=True)
+def attends(level: str) -> None:
+    if not native.has_attention(level):
+        pytest.skip(f"level {level} has no attention")
+
+
+def lengths(Z: int) -> np.ndarray:
+    """Around a block of 16, around a page, none, and all that a row can hold."""
+    found = [1, 15, 16, 17, Z - 1, Z, Z + 1, 2 * Z, 2 * Z + 1, 0, 47, M * Z - 1, M * Z]
+    return np.asarray(found, np.int32)
+
+
+def a_view(length_T: np.ndarray, J: int = 1) -> Any:
+    """As much of a StepView as attention reads, of rows on random pages."""
+    rng, T = np.random.default_rng(3), len(length_T)
+    table = np.stack([rng.permutation(P - 1)[:M] + 1 for _ in range(T // J)]).astype(np.int32)
+    row_T = np.where(length_T > 0, np.arange(T) // J, T // J).astype(np.int32)
+    return SimpleNamespace(
+        D=T // J,
+        J=J,
+        P=0,
+        tree=None,
+        page_table_RM=jnp.asarray(table),
+        pos_T=jnp.asarray(length_T - 1),
+        row_T=jnp.asarray(row_T),
+    )
+
+
+@dataclasses.dataclass
+class Setting:
+    args: AttendArgs
+    view: Any
+    pools: list[np.ndarray]
+    """float32[P, K, Z, H], values of bfloat16."""
+
+
+def drawn(Z: int, H: int, G: int, window: int, sinks: int, view: Any) -> Setting:
+    rng = np.random.default_rng([Z, H, G, window])
+    T = len(view.pos_T)
+
+    def queries() -> jax.Array:  # so that the scaled ones are bfloat16
+        q = rng.standard_normal((T, K * G, H)).astype(jnp.bfloat16).astype(np.float32)
+        return jnp.asarray(q / 0.125)
+
+    far = Sinks(n=sinks, q_TNH=queries()) if sinks else None
+    args = AttendArgs(q_TNH=queries(), window=window, scale=0.125, sinks=far)
+    pools = [rng.standard_normal((P, K, Z, H)) * size for size in (2 * H**-0.5, 1.0)]
+    return Setting(args, view, [x.astype(jnp.bfloat16).astype(np.float32) for x in pools])
+
+
+def got(s: Setting, level: str) -> np.ndarray:
+    kv = tuple(jnp.asarray(x.astype(jnp.bfloat16).view(np.uint16)) for x in s.pools)
+    with native.kernels(level):
+        assert native.attends(kv[0], s.args.q_TNH.shape[1] // K)
+        return np.asarray(jax.jit(lambda kv: attn_native.attend(s.args, kv, s.view))(kv))
+
+
+def wanted(s: Setting) -> np.ndarray:
+    kv = tuple(jnp.asarray(x.swapaxes(1, 2)) for x in s.pools)
+    return np.asarray(attn_ref.attend(s.args, kv, s.view))
+
+
+@pytest.mark.parametrize(("window", "sinks"), WINDOWS)
+@pytest.mark.parametrize(("Z", "H"), [(16, 64), (32, 128)])
+def test_attention_is_that_of_the_reference(level, Z, H, window, sinks):
+    s = drawn(Z, H, 2, window, sinks, a_view(lengths(Z)))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
+
+
+@pytest.mark.parametrize("G", [1, 3, 4, 8])
+def test_query_heads_of_a_kv_head(level, G):
+    s = drawn(16, 64, G, 20, 3, a_view(lengths(16)))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
+
+
+def test_drafts_in_a_chain_see_one_another(level):
+    length_T = np.asarray([31, 32, 33, 1, 2, 0, 64, 65, 66], np.int32)
+    s = drawn(16, 64, 2, 0, 0, a_view(length_T, J=3))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
+
+
+def test_what_nobody_may_see_changes_nothing(level):
+    """NaN and infinity beyond a row's length, behind its window, and in pages of nobody."""
+    Z, window = 16, 20
+    view = a_view(lengths(Z))
+    s = drawn(Z, 64, 2, window, 0, view)
+    clean, seen = got(s, level), np.zeros((P, Z), bool)
+    table = np.asarray(view.page_table_RM)
+    for row, n in enumerate(lengths(Z)):
+        for pos in range(max(n - window, 0), n):
+            seen[table[row, pos // Z], pos % Z] = True
+    for pool, bad in zip(s.pools, (np.nan, -np.inf), strict=True):
+        pool.swapaxes(1, 2)[~seen] = bad
+    assert np.array_equal(got(s, level), clean)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_key_that_is_not_finite_shows_in_its_row_alone(level, bad):
+    view = a_view(np.asarray([40, 40, 40], np.int32))
+    s = drawn(16, 64, 2, 0, 0, view)
+    clean = got(s, level)
+    page = int(np.asarray(view.page_table_RM)[1, 1])
+    others = [r for r in (0, 2) if page not in np.asarray(view.page_table_RM)[r, :3]]
+    s.pools[0][page, 0, 5, 7] = bad
+    found = got(s, level)
+    assert np.isnan(found[1, :2]).all(), "queries of kv head 0"
+    assert np.array_equal(found[1, 2:], clean[1, 2:])
+    assert others
+    assert np.array_equal(found[others], clean[others])
+
+
+def test_a_value_that_is_not_finite_reads_as_zero(level):
+    view = a_view(np.asarray([40], np.int32))
+    s = drawn(16, 64, 2, 0, 0, view)
+    at = int(np.asarray(view.page_table_RM)[0, 0])
+    s.pools[1][at, 1, 3, 9] = 0.0
+    clean = got(s, level)
+    s.pools[1][at, 1, 3, 9] = np.inf
+    assert np.array_equal(got(s, level), clean)
+
+
+def test_scores_far_apart_keep_their_weights(level):
+    """A running top that rises by hundreds, and one that is far below zero throughout."""
+    view = a_view(np.asarray([64, 64], np.int32))
+    s = drawn(16, 64, 1, 0, 0, view)
+    s.pools[0] *= 64
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
+    s.pools[0][..., 0] = -512.0
+    q = np.asarray(s.args.q_TNH).copy()
+    q[..., 0] = 8.0
+    s.args = dataclasses.replace(s.args, q_TNH=jnp.asarray(q))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
+
+
+def test_what_it_does_not_serve_is_refused_or_stays_with_xla(level):
+    with pytest.raises(ConfigError, match="heads of 80") as e:
+        attn_native.NATIVE.check(80, jnp.uint16, ())
+    assert e.value.field == "attention_backend"
+    with pytest.raises(ConfigError, match="stored as uint8"):
+        attn_native.NATIVE.check(64, jnp.uint8, ())
+    attn_native.NATIVE.check(64, jnp.dtype(jnp.uint16), ())
+    assert candidates("auto", "cpu", native=True) == ("native", "xla")
+    assert candidates("auto", "cpu") == ("xla",)
+    with pytest.raises(ConfigError, match="attention_backend native"):
+        candidates("native", "cpu")
+    pool = jax.ShapeDtypeStruct((4, K, 8, 64), jnp.uint16)
+    with native.kernels(level):
+        assert not native.attends(pool, 2), "pages of 8 tokens"  # type: ignore[arg-type]
