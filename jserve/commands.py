@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jserve.build import TextSide, cache_directory, engine, text_side
 from jserve.config import EngineConfig
+from jserve.errors import ConfigError
 from jserve.progress import batch_progress, progress_bar, start_progress
 
 if TYPE_CHECKING:
@@ -357,6 +358,34 @@ def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> 
     close(made)
     write(table, out)
     return f"{shown(table)}wrote {out}\n"
+
+
+def build_native(cc: str) -> str:
+    """Compile the native kernels of this installation, in place of those it has; what loads now, as text.
+
+    Args:
+        cc: a command that compiles C; empty: one of this machine is looked for.
+
+    Raises:
+        ConfigError: there is no compiler, it fails, or what it makes is of no use here; ``field`` is native.
+    """
+    from jserve.native import compile as compiling, library
+
+    command, path = compiling.find_compiler(cc), compiling.library_path()
+    if command is None:
+        names = ", ".join(compiling.COMPILERS)
+        raise ConfigError(
+            f"native: there is no C compiler ({names}); pip install ziglang=={compiling.ZIG} is one",
+            field="native",
+        )
+    try:
+        compiling.compile_library(path, command)
+        library.forget()
+        return f"{path}: level {library.installed().level}"
+    except OSError as e:
+        raise ConfigError(f"native: {path.parent}: {e.strerror}", field="native") from None
+    except (compiling.NativeBuildError, library.NoLibrary) as e:
+        raise ConfigError(f"native: {e}", field="native") from None
 
 
 def _kernels() -> str:

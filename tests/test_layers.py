@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jserve"
+PACKAGING = PACKAGE / "native/packaging"
+"""Run by pip before jserve is installed, with hatchling at hand and nothing else."""
 UNPICKLES = PACKAGE / "runner/program_files.py"
 """What it reads only this user, or root, can have written (tests/runner/test_program_files.py)."""
 
@@ -136,7 +138,8 @@ HOST = [
 
 
 def _modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    """Those that are installed."""
+    return sorted(path for path in PACKAGE.rglob("*.py") if PACKAGING not in path.parents)
 
 
 def _package(path: Path) -> str:
