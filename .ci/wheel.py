@@ -92,7 +92,9 @@ def main() -> None:
         server.send_signal(signal.SIGTERM)
         code = server.wait(STOP_S)
         assert code == 0, f"SIGTERM ended the server with {code}"
-    print(f"wheel: ready after {waited:.0f} s, says {text!r}")
+    log = (scratch / "elsewhere/log").read_text().splitlines()
+    kernels = next(line.split()[1:] for line in log if line.startswith("  kernels"))
+    print(f"wheel: ready after {waited:.0f} s, kernels {' '.join(kernels)}, says {text!r}")
 
 
 if __name__ == "__main__":

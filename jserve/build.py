@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -279,17 +280,19 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
     config = _with_attention(config, arch, dtype, mesh.devices.flat[0], speculation)
     loaded = time.monotonic()
-    runner = ModelRunner(
-        family,
-        arch,
-        params,
-        mesh,
-        config,
-        rules=rules,
-        speculation=speculation,
-        penalises=source.penalises,
-        progress=progress,
-    )
+    with _program_files(config, mesh.devices.flat[0].platform) as files:
+        runner = ModelRunner(
+            family,
+            arch,
+            params,
+            mesh,
+            config,
+            rules=rules,
+            speculation=speculation,
+            penalises=source.penalises,
+            progress=progress,
+            files=files,
+        )
     facts = {
         "model": served_names(config, source)[0],
         "source": source.name,
@@ -298,6 +301,25 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "compile_s": round(time.monotonic() - loaded, 2),
     }
     return runner, facts
+
+
+@contextmanager
+def _program_files(config: EngineConfig, platform: str) -> Iterator[Any]:
+    """Where programs are kept in serialised form, beside the compile cache; None: nowhere. Not where plugins may have
+    changed code that no key covers, and only for a CPU, which alone was seen to run them again."""
+    from jserve.runner.program_files import ProgramFiles, Unusable
+
+    files, directory = None, config.device.compile_cache
+    if directory and not config.model.plugins and platform == "cpu":
+        try:
+            files = ProgramFiles(cache_directory(directory))
+        except Unusable as error:
+            log.warning("serialised programs: %s", error)
+    try:
+        yield files
+    finally:
+        if files is not None:
+            files.close()
 
 
 def _with_attention(

@@ -1,4 +1,4 @@
-"""The command line: ``jserve serve | generate | chat | run-batch | convert | plan | simulate | bench | env``.
+"""The command line: ``jserve serve | generate | chat | run-batch | convert | plan | simulate | bench | native | env``.
 
 It owns the commands and exit codes; the only file that reads ``os.environ`` and ``sys.argv`` (``xla`` has what is
 passed to XLA). Imports neither jax nor transformers at module level: ``--help`` must be quick. Results go to stdout,
@@ -320,6 +320,15 @@ def env(
     width = max(map(len, facts))
     for key, value in facts.items():
         typer.echo(f"{key:<{width}}  {value}")
+
+
+@app.command()
+def native() -> None:
+    """Build the kernels for CPUs anew, with $CC or a C compiler of this machine, and say which level loads."""
+    from jserve import commands
+
+    with reported():
+        typer.echo(commands.build_native(os.environ.get("CC", "")))
 
 
 @app.command(hidden=True)

@@ -243,7 +243,7 @@ jserve is listening on {url}
   device    {info["device"]}, {info["dtype"]}, attention {info["backend"]}
   kernels   {kernels}
   memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
-  programs  {info["programs"]} compiled and sealed
+  programs  {info["programs"]} sealed, {info["programs_loaded"]} of them compiled by an earlier start
   start     {ready_s:.1f} s (weights {info["load_s"]} s, programs {info["compile_s"]} s)
 
 {key}curl -N {local_url(url)}/v1/{path}{header} -H 'content-type: application/json' -d '{body}'
@@ -386,6 +386,34 @@ def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> 
     close(made)
     write(table, out)
     return f"{shown(table)}wrote {out}\n"
+
+
+def build_native(cc: str) -> str:
+    """Compile the native kernels of this installation, in place of those it has; what loads now, as text.
+
+    Args:
+        cc: a command that compiles C; empty: one of this machine is looked for.
+
+    Raises:
+        ConfigError: there is no compiler, it fails, or what it makes is of no use here; ``field`` is native.
+    """
+    from jserve.native import compile as compiling, library
+
+    command, path = compiling.find_compiler(cc), compiling.library_path()
+    if command is None:
+        names = ", ".join(compiling.COMPILERS)
+        raise ConfigError(
+            f"native: there is no C compiler ({names}); pip install ziglang=={compiling.ZIG} is one",
+            field="native",
+        )
+    try:
+        compiling.compile_library(path, command)
+        library.forget()
+        return f"{path}: level {library.installed().level}"
+    except OSError as e:
+        raise ConfigError(f"native: {path.parent}: {e.strerror}", field="native") from None
+    except (compiling.NativeBuildError, library.NoLibrary) as e:
+        raise ConfigError(f"native: {e}", field="native") from None
 
 
 def _kernels() -> str:

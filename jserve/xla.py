@@ -13,6 +13,7 @@ from jserve.config import DEVICE_SHARE
 
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
 OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_READ_BY_XLA = ("XLA_", "TF_XLA_", "LLVM_")
 
 
 def claim_memory(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -25,6 +26,11 @@ def claim_memory(environ: MutableMapping[str, str] = os.environ) -> None:
 def user_sets(flag: str, environ: Mapping[str, str] = os.environ) -> bool:
     """True if ``XLA_FLAGS`` sets ``flag``: options given to the compiler would overrule it."""
     return f"--{flag}" in environ.get("XLA_FLAGS", "")
+
+
+def settings(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+    """The variables that XLA and its compilers read, in the order of their names."""
+    return sorted((k, v) for k, v in environ.items() if k.startswith(_READ_BY_XLA))
 
 
 def beside_parent(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

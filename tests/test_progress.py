@@ -28,6 +28,7 @@ INFO = {
     "kv_pages": 2,
     "kv_dtype": "float32",
     "programs": 3,
+    "programs_loaded": 2,
     "load_s": 0.1,
     "compile_s": 1.0,
 }

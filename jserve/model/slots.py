@@ -54,36 +54,31 @@ class SlotState:
     one that names none. None: no request may."""
 
 
-def empty(
-    C: int,
-    V: int,
-    drafts: int = 0,
-    *,
-    text: int = 0,
-    picks: int = 0,
-    n_vocab_rows: int = 0,
-) -> SlotState:
-    """Slots nobody has held yet, with room for so many drafts, tokens of text and picked ids, and so many
-    vocab rows together."""
+def empty(C: int, V: int, drafts: int = 0, **sizes: int) -> SlotState:
+    """Slots nobody has held yet; ``sizes`` as of ``shapes``."""
+    slots = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes(C, V, drafts, **sizes))
+    return slots.replace(vocab=slots.vocab and vocab_rows.leased_to_none(slots.vocab))
 
-    def ints(*shape: int) -> jax.Array:
-        return jnp.zeros(shape, jnp.int32)
+
+def shapes(
+    C: int, V: int, drafts: int = 0, *, text: int = 0, picks: int = 0, n_vocab_rows: int = 0
+) -> Any:
+    """The abstract state, a ``SlotState`` of ``ShapeDtypeStruct``, with room for so many drafts, tokens of text
+    and picked ids, and so many vocab rows together."""
+
+    def ints(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     return SlotState(
         len_C=ints(C),
         last_C=ints(C),
         recent_CB=ints(C, _TAIL),
         bad_CWK=ints(C, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
-        vocab=vocab_rows.empty(C, V, n_vocab_rows) if n_vocab_rows else None,
+        vocab=vocab_rows.shapes(C, V, n_vocab_rows) if n_vocab_rows else None,
         draft_CJ=ints(C, drafts) if drafts else None,
         text_CS=ints(C, text) if text else None,
         pick_CK=ints(C, picks) if picks else None,
     )
-
-
-def shapes(C: int, V: int, drafts: int = 0, **sizes: int) -> Any:
-    """The abstract state: a ``SlotState`` of ``ShapeDtypeStruct``; ``sizes`` as of ``empty``."""
-    return jax.eval_shape(lambda: empty(C, V, drafts, **sizes))
 
 
 def advance(

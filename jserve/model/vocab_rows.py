@@ -15,6 +15,8 @@ holds it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -42,13 +44,20 @@ class VocabState:
         return self.bias_UV[self.row_C[slot_E]]
 
 
-def empty(C: int, V: int, U: int) -> VocabState:
-    """Rows nobody has held yet."""
+def shapes(C: int, V: int, U: int) -> Any:
+    """The abstract state: a ``VocabState`` of ``ShapeDtypeStruct``."""
+    shape: Any = jax.ShapeDtypeStruct
     return VocabState(
-        row_C=jnp.full(C, U, jnp.int32),
-        counts_UV=jnp.zeros((U, V), jnp.int32),
-        bias_UV=jnp.zeros((U, V), jnp.float32),
+        row_C=shape((C,), jnp.int32),
+        counts_UV=shape((U, V), jnp.int32),
+        bias_UV=shape((U, V), jnp.float32),
     )
+
+
+def leased_to_none(state: VocabState) -> VocabState:
+    """``state`` with no row at any slot."""
+    row_C = jnp.full(state.row_C.shape, state.counts_UV.shape[0], jnp.int32)
+    return state.replace(row_C=row_C)  # type: ignore[attr-defined]
 
 
 def count(

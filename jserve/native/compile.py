@@ -7,10 +7,14 @@ a hash of its sources, by which whoever loads it knows that it is current.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import platform as platform_module
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +24,15 @@ SOURCES = ("ffi_abi.h", "kernels.c")
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-std=gnu11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 TIMEOUT_S = 300
+ZIG = "0.17.1"
+"""Version of the package ziglang that compiles where a machine has no compiler, and for other machines."""
+ZIG_TARGETS = {
+    "manylinux_2_17_x86_64": "x86_64-linux-gnu.2.17",
+    "manylinux_2_17_aarch64": "aarch64-linux-gnu.2.17",
+    "macosx_11_0_arm64": "aarch64-macos.11.0",
+    "macosx_11_0_x86_64": "x86_64-macos.11.0",
+}
+"""What zig compiles for, by the name of the platform in a wheel's."""
 
 
 class NativeBuildError(Exception):
@@ -36,13 +49,52 @@ def source_hash() -> str:
 
 def library_path() -> Path:
     """The path of this installation's library, built or not."""
-    return FOLDER / ("libjserve.dylib" if sys.platform == "darwin" else "libjserve.so")
+    return FOLDER / library_name("macosx" if sys.platform == "darwin" else sys.platform)
 
 
-def find_compiler() -> list[str] | None:
-    """The command of a C compiler of this machine, None where there is none."""
+def library_name(platform: str) -> str:
+    """Of the library for a platform, as wheels call it."""
+    return "libjserve.dylib" if platform.startswith("macosx") else "libjserve.so"
+
+
+def find_compiler(cc: str = "") -> list[str] | None:
+    """The command of a C compiler: ``cc`` (what the user has in $CC), one of this machine, or zig from PyPI where
+    that is installed. None: there is none."""
+    if cc:
+        return shlex.split(cc)
     found = (shutil.which(name) for name in COMPILERS)
-    return next(([path] for path in found if path), None)
+    command = next(([path] for path in found if path), None)
+    own = zig_platform()
+    if command is None and own and importlib.util.find_spec("ziglang"):
+        return zig(own)
+    return command
+
+
+def zig(platform: str) -> list[str]:
+    """The command of zig as a compiler for a platform of ``ZIG_TARGETS``.
+
+    Raises:
+        NativeBuildError: it is none of them.
+    """
+    if platform not in ZIG_TARGETS:
+        raise NativeBuildError(f"{platform!r} is none of {', '.join(ZIG_TARGETS)}")
+    return [sys.executable, "-m", "ziglang", "cc", "-target", ZIG_TARGETS[platform]]
+
+
+def zig_platform() -> str:
+    """The one of ``ZIG_TARGETS`` that is this machine; empty: none."""
+    system, machine = platform_module.system(), platform_module.machine()
+    ends = {"Linux": "manylinux_2_17_", "Darwin": "macosx_"}
+    begin = ends.get(system, "none")
+    names = (x for x in ZIG_TARGETS if x.startswith(begin) and x.endswith(f"_{machine}"))
+    return next(names, "")
+
+
+def platform_of(compiler: Sequence[str]) -> str:
+    """The platform of what a command of ``find_compiler`` or ``zig`` makes, as wheels call it."""
+    made = (name for name, target in ZIG_TARGETS.items() if target in compiler)
+    own = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    return next(made, own)
 
 
 def compile_library(out: Path, compiler: Sequence[str]) -> None:

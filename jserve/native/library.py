@@ -25,6 +25,9 @@ HANDLERS = {
 kernel that takes or means something else gets another version."""
 
 
+REPAIR = "`jserve native` builds it"
+
+
 class NoLibrary(Exception):
     """There are no kernels; the message says why in one line."""
 
@@ -54,7 +57,7 @@ def load(path: Path) -> Library:
             give wrong results.
     """
     if not path.is_file():
-        raise NoLibrary("no library was built")
+        raise NoLibrary(f"no library was built; {REPAIR}")
     try:
         handle = ctypes.CDLL(str(path))
         handle.jserve_source_hash.restype = ctypes.c_char_p
@@ -62,7 +65,7 @@ def load(path: Path) -> Library:
     except (OSError, AttributeError, UnicodeDecodeError) as e:
         raise NoLibrary(f"{path.name} cannot be loaded: {str(e).splitlines()[0]}") from None
     if built_from != source_hash():
-        raise NoLibrary(f"{path.name} was built from other sources")
+        raise NoLibrary(f"{path.name} was built from other sources; {REPAIR}")
     return Library(handle, _checked(LEVELS[handle.jserve_level()], handle))
 
 

@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jserve.model.step import PoolArray, StepModel
+from jserve.runner.compiler import Compiler
 from jserve.runner.spill import Spill
 from jserve.types import PageFetch, PageMove
 
@@ -66,14 +67,17 @@ class PageMover:
     Args:
         model: whose KV is moved.
         n_host_pages: pages of the host pool.
+        compiler: what makes the programs; by default one that keeps nothing.
     """
 
-    def __init__(self, model: StepModel, n_host_pages: int) -> None:
+    def __init__(
+        self, model: StepModel, n_host_pages: int, compiler: Compiler | None = None
+    ) -> None:
         self.n_host_pages = n_host_pages
         self._axis = model.backend.page_axis
         self._stacks = _stacks(model, n_host_pages)
         self.page_nbytes = model.kv.host_page_bytes
-        self._gather, self._scatter = self._compile(model)
+        self._gather, self._scatter = self._compile(model, compiler or Compiler())
         self.spill: Spill | None = None
         """The disk writer of pages that go out; set once, before the first launch."""
 
@@ -173,7 +177,9 @@ class PageMover:
             data.append(jax.device_put(rows, stack.sharding))
         return self._scatter(kv, pages_W, data)
 
-    def _compile(self, model: StepModel) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def _compile(
+        self, model: StepModel, make: Compiler
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
         axis, stacks = self._axis, self._stacks
         kv = model.abstract_state().kv
         kv_shardings = model.state_shardings().kv
@@ -203,9 +209,9 @@ class PageMover:
             return [tuple(layer) for layer in moved]
 
         shardings = [s.sharding for s in stacks]
-        out = jax.jit(gather, out_shardings=shardings).lower(kv, pages_W).compile()
+        out = jax.jit(gather, out_shardings=shardings)
         into = jax.jit(scatter, donate_argnums=(0,), out_shardings=kv_shardings)
-        return out, into.lower(kv, pages_W, data).compile()
+        return make("gather", out, kv, pages_W), make("scatter", into, kv, pages_W, data)
 
 
 def identity(model: StepModel, params: Any) -> str:

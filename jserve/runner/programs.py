@@ -1,16 +1,14 @@
 """Compiles every program before the engine is ready, and counts compilations after that.
 
-It owns ahead-of-time compilation (``lower().compile()`` of each bucket in parallel threads), the persistent compile
-cache and the seal. After ``seal()`` nothing may compile: on a GPU a new executable evicts every captured graph, and
-anywhere it stalls all requests. Compiles are counted through ``jax.monitoring``, so one by any code of this process
-is seen; those of an engine that is ``starting`` are no fault of the engines that are ready.
+It owns compilation ahead of time (each bucket, in parallel threads), the persistent compile cache and the seal. After
+``seal()`` nothing may compile: on a GPU a new executable evicts every captured graph, and anywhere it stalls all
+requests. Compiles are counted through ``jax.monitoring``, so one by any code of this process is seen; those of an
+engine that is ``starting`` are no fault of the engines that are ready.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -28,6 +26,8 @@ from jserve.errors import ConfigError
 from jserve.model import slots as slot_rows
 from jserve.model.step import DeviceState, StepModel, make_step
 from jserve.model.view import Bucket, StepDims, buffer_size
+from jserve.runner.compiler import Compiler
+from jserve.runner.program_files import by_others
 from jserve.working import working_on
 from jserve.xla import user_sets
 
@@ -125,7 +125,7 @@ def use_compile_cache(directory: str | Path) -> None:
         raise ConfigError(
             f"compile_cache {directory}: {error.strerror}", field="compile_cache"
         ) from None
-    if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
+    if by_others(status, group=False):
         raise ConfigError(
             f"compile_cache {directory} holds programs and can be written by other users",
             field="compile_cache",
@@ -142,6 +142,7 @@ class Programs:
         threads: programs compiled at once; 0 is one per core.
         strict: after ``seal``, ``check`` raises on a late compile instead of warning.
         options: for XLA's compiler, as of ``compile_options``.
+        compiler: what makes them; by default one that keeps nothing.
     """
 
     def __init__(
@@ -153,9 +154,10 @@ class Programs:
         strict: bool = False,
         progress: Progress | None = None,
         options: Mapping[str, str | bool] | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self.model = model
-        self._options = dict(options or {})
+        self._options, self._compiler = options, compiler or Compiler()
         self.buckets = tuple(buckets)
         self.strict = strict
         self._steps: dict[Bucket, Any] = {}
@@ -187,6 +189,12 @@ class Programs:
 
     def __len__(self) -> int:
         return len(self._steps) + len(self._loads)
+
+    @property
+    def n_loaded(self) -> int:
+        """Those that an earlier start compiled and kept in serialised form."""
+        names = (*map(step_name, self._steps), *self._loads)
+        return sum(name in self._compiler.loaded for name in names)
 
     def seal(self) -> None:
         """From now on a compile is a fault."""
@@ -234,22 +242,26 @@ class Programs:
                 progress("compile", done, len(jobs))
 
     def _compile(self, job: Bucket | str, params: Any, state: DeviceState) -> None:
-        with working_on(job if isinstance(job, str) else step_name(job)):
+        name = job if isinstance(job, str) else step_name(job)
+        with working_on(name):
             if isinstance(job, str):
-                self._loads[job] = self._lower_load(job, state).compile(self._options)
+                self._loads[job] = self._make(name, *self._load_of(job, state))
             else:
-                self._steps[job] = self._lower_step(job, params, state).compile(self._options)
+                args = (params, state, self._ints(buffer_size(self.model.fields(job))))
+                self._steps[job] = self._make(name, self._step_of(job), args, job)
 
-    def _lower_step(self, bucket: Bucket, params: Any, state: DeviceState) -> Any:
+    def _make(self, name: str, jitted: Any, args: tuple[Any, ...], about: Any = None) -> Any:
+        return self._compiler(name, jitted, *args, options=self._options, about=about)
+
+    def _step_of(self, bucket: Bucket) -> Any:
         step = make_step(self.model, bucket)
         step.__name__ = step_name(bucket)
-        buf = self._ints(buffer_size(self.model.fields(bucket)))
-        return jax.jit(step, donate_argnums=(1,)).lower(params, state, buf)
+        return jax.jit(step, donate_argnums=(1,))
 
-    def _lower_load(self, name: str, state: DeviceState) -> Any:
+    def _load_of(self, name: str, state: DeviceState) -> tuple[Any, tuple[Any, ...]]:
         load, size = _LOADS[name]
         jitted = jax.jit(load, donate_argnums=(0,), out_shardings=self._whole)
-        return jitted.lower(state.slots, self._ints(size(self.model.dims)))
+        return jitted, (state.slots, self._ints(size(self.model.dims)))
 
     def _ints(self, n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n,), jnp.int32, sharding=self._whole)

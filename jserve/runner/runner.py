@@ -35,9 +35,11 @@ from jserve.ports import InFlight
 from jserve.runner import results
 from jserve.runner.batch import Packer, StepBatch
 from jserve.runner.buckets import Ladder
+from jserve.runner.compiler import Compiler
 from jserve.runner.disk import DiskStore
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
+from jserve.runner.program_files import ProgramFiles
 from jserve.runner.programs import Programs, Progress, compile_options, starting, step_name
 from jserve.runner.rehearsal import GREEDY, rehearsal
 from jserve.runner.sizes import Sizes, sizes_of
@@ -78,6 +80,7 @@ class ModelRunner:
         penalises: as in ``sizes_of``.
         strict: a compile after start raises instead of warning.
         progress: called with (stage, done, total) while starting.
+        files: compiled programs of earlier starts; those of this one are added.
         clock: monotonic seconds.
 
     Raises:
@@ -99,6 +102,7 @@ class ModelRunner:
         penalises: bool = False,
         strict: bool = False,
         progress: Progress | None = None,
+        files: ProgramFiles | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         rules = rules or ShardRules()
@@ -124,6 +128,7 @@ class ModelRunner:
         self.ladder = ladder or self.sizes.ladder
         self.model = step_model(self.sizes, family, mesh, rules, speculation)
         options = compile_options(device.platform, config.device.cuda_graphs)
+        compiler = Compiler(self.model, files)
         self.programs = Programs(
             self.model,
             self.ladder.buckets,
@@ -131,8 +136,9 @@ class ModelRunner:
             strict=strict,
             progress=progress,
             options=options,
+            compiler=compiler,
         )
-        self._overwrite = WeightUpdate(self.model, options)
+        self._overwrite = WeightUpdate(self.model, options, compiler)
         self._packer = Packer(
             dims=self.sizes.dims,
             n_pages=self.limits.n_pages,
@@ -141,9 +147,9 @@ class ModelRunner:
             plan_attention=self.sizes.attention.plan,
         )
         n_host = self.limits.n_host_pages
-        self._mover = PageMover(self.model, n_host) if n_host else None
+        self._mover = PageMover(self.model, n_host, compiler) if n_host else None
         self._spill = self._open_disk(config.cache)
-        self._new_state = state_maker(self.model)
+        self._new_state = state_maker(self.model, compiler)
         self.state: DeviceState = self._new_state()
         self._busy_until = 0.0
         self._get_ready(progress or (lambda *_: None))
@@ -240,6 +246,7 @@ class ModelRunner:
             "kernels": self.sizes.kernels or "xla",
             "no_kernels": self._no_kernels,
             "programs": len(self.programs),
+            "programs_loaded": self.programs.n_loaded,
             **self.memory.report(),
         }
 

@@ -15,16 +15,18 @@ import jax
 import jax.numpy as jnp
 
 from jserve.model.step import DeviceState, StepModel
+from jserve.runner.compiler import Compiler
 
 
-def state_maker(model: StepModel) -> Callable[[], DeviceState]:
-    """Makes a zeroed state laid out on the model's mesh; only the first call compiles."""
+def state_maker(model: StepModel, compiler: Compiler | None = None) -> Callable[[], DeviceState]:
+    """Makes a zeroed state laid out on the model's mesh; no call compiles."""
     abstract = model.abstract_state()
 
     def zeros() -> DeviceState:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
 
-    return jax.jit(zeros, out_shardings=model.state_shardings())
+    jitted = jax.jit(zeros, out_shardings=model.state_shardings())
+    return (compiler or Compiler())("new_state", jitted)
 
 
 def new_state(model: StepModel) -> DeviceState:

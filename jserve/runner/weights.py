@@ -13,6 +13,7 @@ until the program has run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 
 from jserve.model.shard import abstract
 from jserve.model.step import StepModel
+from jserve.runner.compiler import Compiler
 from jserve.weights.adopt import Match, in_host_memory, matched
 
 Leaf = jax.ShapeDtypeStruct
@@ -30,7 +32,12 @@ class WeightUpdate:
     """The compiled copies from each layout that a trainer's weights usually have: the engine's own, and
     the same in float32."""
 
-    def __init__(self, model: StepModel, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: StepModel,
+        options: Mapping[str, str | bool],
+        compiler: Compiler | None = None,
+    ) -> None:
         self._specs = model.specs()
         self._canonical = model.family.specs(model.arch, 1)
         own = abstract(self._specs, model.mesh, model.rules, model.dtype)
@@ -38,7 +45,11 @@ class WeightUpdate:
         self._own: list[Leaf] = jax.tree.leaves(own)
         wide = [_as(leaf, np.float32) for leaf in self._own]
         layouts = [self._own] if wide == self._own else [self._own, wide]
-        self._programs = [(layout, _compiled(self._own, layout, options)) for layout in layouts]
+        update, make = _update(self._own), compiler or Compiler()
+        self._programs = [
+            (layout, make("weight_update", update, self._own, layout, options=options))
+            for layout in layouts
+        ]
 
     def __call__(self, own: Any, params: Any) -> Any:
         """The tree ``own`` with the values of ``params``, once they are there; ``own`` is donated.
@@ -63,18 +74,17 @@ def _as(leaf: Leaf, dtype: Any) -> Leaf:
     return Leaf(leaf.shape, np.dtype(dtype), sharding=leaf.sharding)
 
 
-def _compiled(own: list[Leaf], layout: list[Leaf], options: dict[str, Any]) -> Any:
+def _update(own: list[Leaf]) -> Any:
     def weight_update(own: list[jax.Array], given: list[jax.Array]) -> list[jax.Array]:
         return [jnp.copy(new.astype(old.dtype)) for old, new in zip(own, given, strict=True)]
 
     # The old values are not read, and their buffers are still the place of the new ones.
-    jitted = jax.jit(
+    return jax.jit(
         weight_update,
         donate_argnums=(0,),
         keep_unused=True,
         out_shardings=[leaf.sharding for leaf in own],
     )
-    return jitted.lower(own, layout).compile(options)
 
 
 def _fits(array: Any, leaf: Leaf) -> bool:

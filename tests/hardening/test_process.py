@@ -155,7 +155,7 @@ def test_a_compile_cache_that_others_can_write_is_refused(tmp_path):
 
 
 def test_the_tree_never_unpickles_evaluates_or_asks_for_the_wall_clock():
-    """Nothing a client or a file holds is executed; time limits never follow the wall clock."""
+    """Nothing a client or a model's file holds is executed; time limits never follow the wall clock."""
     root = Path(__file__).parent.parent.parent / "jserve"
     banned = ("pickle.", "yaml.load(", "torch.load", "allow_pickle=True", " eval(", " exec(")
     # When a thing was made, or a limit is over, for clients.
@@ -165,11 +165,14 @@ def test_the_tree_never_unpickles_evaluates_or_asks_for_the_wall_clock():
         "api/request/parsed.py",
         "api/responses/reply.py",
     }
+    # It reads what only this user, or root, can have written (tests/runner/test_program_files.py).
+    unpickles = "runner/program_files.py"
     for path in root.rglob("*.py"):
         source = path.read_text()
-        for word in banned:
-            assert word not in source, f"{path.name}: {word}"
         name = path.relative_to(root).as_posix()
+        for word in banned:
+            allowed = word == "pickle." and name == unpickles
+            assert allowed or word not in source, f"{path.name}: {word}"
         assert "time.time(" not in source or name in wall, name
 
 

@@ -14,6 +14,9 @@ from jserve.model import native
 from jserve.native import library
 from jserve.native.compile import NativeBuildError, compile_library, find_compiler
 from jserve.native.library import Library, NoLibrary
+from tests.whole.conftest import tiny_dir
+
+__all__ = ["tiny_dir"]
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from jserve.model.shard import ShardRules, is_spec, make_mesh, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.buckets import Ladder
+from jserve.runner.program_files import ProgramFiles
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
 from jserve.speculation.drafters.drafter import REPLICATED
@@ -90,21 +91,24 @@ def make_runner(
     seed: int = 0,
     strict: bool = False,
     speculation: Callable[[Any], LoadedDrafter] | None = None,
+    params: Any = None,
+    files: ProgramFiles | None = None,
     **options: Any,
 ) -> ModelRunner:
     """A runner of the tiny model; ``buckets`` None takes the default ladder; ``speculation`` is made
-    on the mesh."""
+    on the mesh; ``params`` are by default those of ``seed``."""
     mesh = make_mesh(tp)
     return ModelRunner(
         LLAMA,
         ARCH,
-        tiny_params(mesh, seed),
+        tiny_params(mesh, seed) if params is None else params,
         mesh,
         EngineConfig.of(**{**OPTIONS, **options}),
         rules=RULES,
         ladder=None if buckets is None else Ladder(buckets=tuple(buckets)),
         speculation=None if speculation is None else speculation(mesh),
         strict=strict,
+        files=files,
     )
 
 
