@@ -32,7 +32,7 @@ ZIG_TARGETS = {
     "macosx_11_0_arm64": "aarch64-macos.11.0",
     "macosx_11_0_x86_64": "x86_64-macos.11.0",
 }
-"""What zig compiles for, by the name of the platform in a wheel's."""
+"""The targets of zig, by the name of the platform in a wheel's."""
 
 
 class NativeBuildError(Exception):

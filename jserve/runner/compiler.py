@@ -110,7 +110,7 @@ class Compiler:
 
 
 class _CompileCache:
-    """What jax says of its compile cache, in the thread that compiles."""
+    """The events of jax's compile cache, in the thread that compiles."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -45,7 +45,7 @@ class Unusable(Exception):
 
 
 def by_others(status: os.stat_result, *, group: bool = True) -> bool:
-    """Whether somebody else than this user and root can have written what has this ``status``, or can write it."""
+    """True if somebody else than this user and root can have written what has this ``status``, or can write it."""
     others = stat.S_IWOTH | (stat.S_IWGRP if group else 0)
     return status.st_uid not in (0, os.getuid()) or bool(status.st_mode & others)
 

@@ -52,7 +52,7 @@ def digest(*parts: str) -> str:
 
 
 def environment(mesh: Mesh) -> str:
-    """What shapes every program of this process on ``mesh``, as text."""
+    """All that shapes every program of this process on ``mesh``, as text."""
     device = mesh.devices.flat[0]
     facts = {
         "format": FORMAT,

@@ -21,7 +21,7 @@ from backend import compiling  # pyright: ignore[reportMissingImports]
 
 
 class NativeKernels(BuildHookInterface):
-    """What hatchling calls before and after the build of a wheel."""
+    """The hook that hatchling calls before and after the build of a wheel."""
 
     folder: tempfile.TemporaryDirectory[str] | None = None
 
