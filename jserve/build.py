@@ -305,8 +305,8 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
 
 @contextmanager
 def _program_files(config: EngineConfig, platform: str) -> Iterator[Any]:
-    """The directory of programs in serialised form, beside the compile cache; None: there is none. None where plugins may have
-    changed code that no key covers, and only for a CPU, which alone was seen to run them again."""
+    """The directory of programs in serialised form, beside the compile cache; None: there is none. None where plugins
+    may have changed code that no key covers, and only for a CPU, which alone was seen to run them again."""
     from jserve.runner.program_files import ProgramFiles, Unusable
 
     files, directory = None, config.device.compile_cache

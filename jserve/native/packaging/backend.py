@@ -23,7 +23,7 @@ def compiling() -> Any:
 
 
 def compiler_package() -> list[str]:
-    """The package that pip is to install beside hatchling: a compiler, where one is needed and made for this machine."""
+    """The package to install beside hatchling: a compiler, where one is needed and made for this machine."""
     found, environ = compiling(), os.environ
     if environ.get("JSERVE_NO_NATIVE") or not found.zig_platform():
         return []
