@@ -22,8 +22,14 @@ SMALL = {"L": 2, "D": 512, "F": 64, "V": 96, "N": 4, "K": 2, "H": 64}
 ROWS = [Row([1, 2, 3], 0, [5]), Row([4, 5, 6], 0, [7])]
 
 
+BIASES = {"o_bias": True, "mlp_bias": True}
+
+
 def arch(name: str) -> Arch:
-    return dataclasses.replace(ARCHS[name], **SMALL, rope_scaling=None)
+    base, _, biases = name.partition(", ")
+    return dataclasses.replace(
+        ARCHS[base], **SMALL, **(BIASES if biases else {}), rope_scaling=None
+    )
 
 
 def driver(name: str, attn: str, dtype: Any = jnp.bfloat16) -> Driver:
@@ -43,7 +49,7 @@ def driver(name: str, attn: str, dtype: Any = jnp.bfloat16) -> Driver:
     return Driver(family, made, tensor, attn=attn, kv_dtype=dtype, dtype=dtype, Z=16, n_pages=8)
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b", "qwen2.5-7b"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b, biases", "qwen3-8b", "qwen2.5-7b"])
 def test_logits_and_keys_are_those_of_hopper(name: str) -> None:
     """Norms of queries and keys, biases, and rows that grow over steps; the third row is padding."""
     made = {attn: driver(name, attn) for attn in ("hopper", "hopper_fused")}
