@@ -1,6 +1,5 @@
-"""A model family of one's own: GPT-NeoX (Pythia), which differs from Llama in its norms (LayerNorm with
-bias), its MLP (GELU without a gate), its residual (attention and MLP in parallel), heads that turn in part,
-and one tensor for queries, keys and values.
+"""A model family of one's own: GPT-NeoX (Pythia), with LayerNorm and its bias, a GELU without a gate, attention and
+MLP in parallel, heads that turn in part, one tensor for queries, keys and values.
 
 python examples/own_family.py path/to/pythia
 jserve serve path/to/pythia --plugins examples/own_family.py
@@ -8,7 +7,6 @@ jserve serve path/to/pythia --plugins examples/own_family.py
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -34,17 +32,21 @@ def arch(config: Mapping[str, Any]) -> Arch:
     for key, only in (("use_parallel_residual", True), ("tie_word_embeddings", False)):
         if boolean(config, key, only) is not only:
             refuse(key, f"must be {only}")
-    turns = dict(config.get("rope_parameters") or {})  # older files have two keys of their own
-    theta = number(config, "rotary_emb_base", turns.pop("rope_theta", 10000.0))
-    part = number(config, "rotary_pct", turns.pop("partial_rotary_factor", 0.25))
+    turns = {
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        **(config.get("rope_parameters") or {}),
+    }
+    for old, new in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
+        turns[new] = number(config, old, turns[new])
     N = integer(config, "num_attention_heads")
     if integer(config, "num_key_value_heads", N) != N:
         refuse("num_key_value_heads", f"must be num_attention_heads {N}")
-    turned = int(integer(config, "hidden_size") // N * part)
-    plain = {"layer_norm_eps": 1e-5, **config, "rope_parameters": {**turns, "rope_theta": theta}}
-    ropes = (replace(rope(plain), rotary=turned),) * integer(config, "num_hidden_layers")
-    how = {"activations": {"gelu": "gelu"}, "eps": "layer_norm_eps", "ropes": ropes}
-    return decoder_arch(plain, "gpt-neox", **how)
+    one = rope({"rope_parameters": turns}, H=integer(config, "hidden_size") // N)
+    how = {"activations": {"gelu": "gelu"}, "eps": "layer_norm_eps", "default_eps": 1e-5}
+    return decoder_arch(
+        config, "gpt-neox", ropes=(one,) * integer(config, "num_hidden_layers"), **how
+    )
 
 
 def specs(arch: Arch, tp: int) -> dict[str, Any]:
@@ -97,10 +99,9 @@ def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[L
     x_TD, eps, new_kv = embed(params["embed"], ctx.view.tok_T, ctx.axes), ctx.arch.norm.eps, []
     ctx = ctx.with_tables()
     for i, p in enumerate(params["layers"]):
-        normed_TD = layer_norm(x_TD, p["attn_norm"], eps)
-        attn_TD, layer_kv = attend_normed(ctx.at(i), p, normed_TD, kv[i])
-        x_TD = x_TD + attn_TD + mlp(ctx, p, layer_norm(x_TD, p["mlp_norm"], eps))
-        new_kv.append(layer_kv)
+        attn_in, mlp_in = (layer_norm(x_TD, p[at], eps) for at in ("attn_norm", "mlp_norm"))
+        attn_TD, layer_kv = attend_normed(ctx.at(i), p, attn_in, kv[i])
+        x_TD, new_kv = x_TD + attn_TD + mlp(ctx, p, mlp_in), [*new_kv, layer_kv]
     return layer_norm(x_TD, params["final_norm"], eps), new_kv
 
 

@@ -97,6 +97,7 @@ class FakeEngine:
         self.gave_up_reason = ""
         self.steps: deque[tuple[int, StepRecord]] = deque(maxlen=600)
         self.counters = {"restarts": 0, "engine_deaths": 0}
+        self.info: dict[str, object] = {"kernels": "xla", "no_kernels": "a fake engine"}
         self.n_cached = self.n_buffered_bytes = 0
         self.commands: list[str] = []
         self.disobeys: Exception | None = None

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jserve import build
 from jserve.config import EngineConfig
+from jserve.model.arch import Norm, resized
 from jserve.model.feature import StepFeature
 from jserve.model.features.score import SCORE
 from jserve.model.shard import make_mesh
@@ -298,7 +299,7 @@ TRACED: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
     "name": lambda patch: {"name": "triple"},
     "bucket": lambda patch: {"about": Bucket(D=2, P=0, F=0)},
     "dims": lambda patch: _replaced(dims=dataclasses.replace(model().dims, M=9))(patch),
-    "arch": lambda patch: _replaced(arch=dataclasses.replace(ARCH, norm_eps=1e-4))(patch),
+    "arch": lambda patch: _replaced(arch=dataclasses.replace(ARCH, norm=Norm(eps=1e-4)))(patch),
     "pages": _replaced(n_pages=5),
     "attention": lambda patch: {"model": shared(attention_backend="ref").model},
     "source": _patched("jserve.runner.compiler.source_digest", lambda: "0"),
@@ -382,7 +383,7 @@ def test_programs_with_every_drafter_are_kept() -> None:
     ]
     texts = {described(dataclasses.replace(model(), drafter=drafter)) for drafter in drafters}
     assert len(texts) == len(drafters)
-    other = draft_model(LLAMA, dataclasses.replace(ARCH, L=1), ARCH)
+    other = draft_model(LLAMA, resized(ARCH, L=1), ARCH)
     assert described(other) != described(drafters[1])
 
 

@@ -145,5 +145,7 @@ def test_a_wheel_takes_the_page_along() -> None:
     assert sorted(Path(name).name for name in listed.stdout.split()) == NAMES
     build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert "jserve" in build["targets"]["wheel"]["packages"]
-    limits = {"exclude", "only-include", "include", "only-packages"}
-    assert not limits & (build.keys() | build["targets"]["wheel"].keys())
+    limits = {"only-include", "include", "only-packages"}
+    assert not limits & build["targets"]["wheel"].keys()
+    assert not (limits | {"exclude"}) & build.keys()
+    assert all(out.startswith("jserve/native/") for out in build["targets"]["wheel"]["exclude"])
