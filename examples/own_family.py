@@ -32,21 +32,17 @@ def arch(config: Mapping[str, Any]) -> Arch:
     for key, only in (("use_parallel_residual", True), ("tie_word_embeddings", False)):
         if boolean(config, key, only) is not only:
             refuse(key, f"must be {only}")
-    turns = {
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.25,
-        **(config.get("rope_parameters") or {}),
-    }
+    turns = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    turns |= config.get("rope_parameters") or {}
     for old, new in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
         turns[new] = number(config, old, turns[new])
     N = integer(config, "num_attention_heads")
     if integer(config, "num_key_value_heads", N) != N:
         refuse("num_key_value_heads", f"must be num_attention_heads {N}")
-    one = rope({"rope_parameters": turns}, H=integer(config, "hidden_size") // N)
+    L, H = integer(config, "num_hidden_layers"), integer(config, "hidden_size") // N
     how = {"activations": {"gelu": "gelu"}, "eps": "layer_norm_eps", "default_eps": 1e-5}
-    return decoder_arch(
-        config, "gpt-neox", ropes=(one,) * integer(config, "num_hidden_layers"), **how
-    )
+    ropes = (rope({"rope_parameters": turns}, H=H),) * L
+    return decoder_arch(config, "gpt-neox", ropes=ropes, **how)
 
 
 def specs(arch: Arch, tp: int) -> dict[str, Any]:
