@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from bench.candidates.sample_threshold import sample_threshold
 from jserve.errors import ConfigError
+from jserve.model.arch import resized
 from jserve.model.attention import backend
 from jserve.model.sample import threshold
 from jserve.model.shard import ShardRules, make_mesh
@@ -98,7 +99,7 @@ def layer(name: str, batch: int, attn: str = "hopper") -> Layer:
     if aot.available() is not None:
         raise ConfigError(f"passes: {aot.available()} (docs/kernels.md)", field="compile")
     found = models.find(name)
-    arch = dataclasses.replace(found.arch, L=2)
+    arch = resized(found.arch, L=2)
     attention = backend(attn, "cuda")
     model = StepModel(
         family=found.family,

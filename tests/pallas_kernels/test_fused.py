@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jserve.model import fused
-from jserve.model.arch import Arch
+from jserve.model.arch import Arch, resized
 from jserve.model.hand import Row, pack
 from jserve.model.shard import is_spec
 from jserve.model.view import Bucket
@@ -27,9 +27,8 @@ BIASES = {"o_bias": True, "mlp_bias": True}
 
 def arch(name: str) -> Arch:
     base, _, biases = name.partition(", ")
-    return dataclasses.replace(
-        ARCHS[base], **SMALL, **(BIASES if biases else {}), rope_scaling=None
-    )
+    rope = dataclasses.replace(ARCHS[base].ropes[0], scaling=None)
+    return resized(ARCHS[base], **SMALL, **(BIASES if biases else {}), rope=rope)
 
 
 def driver(name: str, attn: str, dtype: Any = jnp.bfloat16) -> Driver:
