@@ -146,17 +146,10 @@ class Arch:
         return self.layers[0].ffn.F
 
     @property
-    def G(self) -> int:
-        return self.N // self.K
-
-    @property
     def ropes(self) -> tuple[Rope, ...]:
         """The different ones, by first layer."""
         found = [layer.attn.rope for layer in self.layers]
         return tuple(dict.fromkeys(rope for rope in found if rope is not None))
-
-    def window(self, layer: int) -> int:
-        return self.layers[layer].attn.window
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:

@@ -38,12 +38,12 @@ def serves(ctx: Ctx, params: Any, kv: list[LayerKV]) -> bool:
     """True if this step's layers are of the kind that the backend has kernels for."""
     arch, view, kernels = ctx.arch, ctx.view, ctx.attn.decode
     alone = view.P == 0 and view.J == 1 and not arch.sinks
-    if kernels is None or not (alone and _plain(arch, params["layers"])):
+    if kernels is None or not (alone and plain(arch, params["layers"])):
         return False
     return kernels.serves(arch.D, arch.H, params["layers"][0]["qkv"].dtype, kv[0][0].dtype)
 
 
-def _plain(arch: Arch, layers: Any) -> bool:
+def plain(arch: Arch, layers: Any) -> bool:
     """True for layers as Llama's and Qwen's: norms before attention and MLP alone, one rope of whole heads."""
     places = {"attn_norm", "mlp_norm", "attn_out_norm", "mlp_out_norm"}
     return (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 from jserve.model.arch import (
     Arch,
@@ -204,6 +204,25 @@ def full_attention(config: Config) -> None:
         refuse("layer_types", f"other than {FULL} are not supported in this family")
 
 
+def sliding_window(config: Config, default: int = 4096) -> int:
+    """``sliding_window``: ``default`` where it is missing, 0 (none) where it is null."""
+    missing = "sliding_window" not in config
+    return integer(config, "sliding_window", default if missing else 0, low=0)
+
+
+class Biases(TypedDict):
+    """Which projections of an attention layer have a bias."""
+
+    qkv_bias: bool
+    o_bias: bool
+
+
+def attention_bias(config: Config, default: bool = False) -> Biases:
+    """The biases that ``attention_bias`` puts on all four projections, as fields of ``Attention``."""
+    found = boolean(config, "attention_bias", default)
+    return {"qkv_bias": found, "o_bias": found}
+
+
 def layer_types(config: Config, default: Callable[[int], bool]) -> list[str]:
     """FULL or SLIDING for each layer: ``layer_types``, or SLIDING where ``default`` says so of a layer's
     number."""
@@ -231,7 +250,6 @@ def upper_windows(config: Config) -> tuple[int, ...]:
     are full."""
     window, first = 0, integer(config, "num_hidden_layers")
     if boolean(config, "use_sliding_window", False):
-        missing = "sliding_window" not in config
-        window = integer(config, "sliding_window", 4096 if missing else 0, low=0)
+        window = sliding_window(config)
         first = integer(config, "max_window_layers", 28, low=0) if window else first
     return windows(layer_types(config, lambda i: i >= first), window)

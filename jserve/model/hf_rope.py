@@ -110,8 +110,6 @@ _KEYS = {
         "short_factor",
         "long_factor",
         "attention_factor",
-        "short_mscale",
-        "long_mscale",
     },
 }
 

@@ -89,7 +89,7 @@ class Plain:
         q_TNH, k_TNH, v_TNH = (self.heads(f"{at}.self_attn", name, x_TD) for name in "qkv")
         score_NTT = np.einsum("tnh,snh->nts", q_TNH, k_TNH) / np.sqrt(self.arch.H)
         ago_TT = np.arange(len(x_TD))[:, None] - np.arange(len(x_TD))
-        window = self.arch.window(layer) or len(x_TD)
+        window = self.arch.layers[layer].attn.window or len(x_TD)
         score_NTT[:, (ago_TT < 0) | (ago_TT >= window)] = -np.inf
         p_NTT = np.exp(score_NTT - score_NTT.max(axis=-1, keepdims=True))
         p_NTT /= p_NTT.sum(axis=-1, keepdims=True)

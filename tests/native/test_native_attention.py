@@ -97,6 +97,16 @@ def test_query_heads_of_a_kv_head(level, G):
     np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
 
 
+def test_capped_scores_are_left_to_xla(level, monkeypatch):
+    s = drawn(16, 64, 2, 0, 0, a_view(lengths(16)))
+    args = dataclasses.replace(s.args, soft_cap=5.0)
+    other = dataclasses.replace(attn_native.XLA, attend=lambda args, kv, view: args.soft_cap)
+    monkeypatch.setattr(attn_native, "XLA", other)
+    kv = tuple(jnp.asarray(x.astype(jnp.bfloat16).view(np.uint16)) for x in s.pools)
+    with native.kernels(level):
+        assert attn_native.attend(args, kv, s.view) == 5.0
+
+
 def test_drafts_in_a_chain_see_one_another(level):
     length_T = np.asarray([31, 32, 33, 1, 2, 0, 64, 65, 66], np.int32)
     s = drawn(16, 64, 2, 0, 0, a_view(length_T, J=3))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -33,9 +34,9 @@ def arrays(T: int, N: int, D: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(rng.standard_normal((T, D)), jnp.float32), w
 
 
-def calls(function, *args) -> int:
-    """Native kernels in the program of ``function``."""
-    return jax.jit(function).lower(*args).as_text().count("jserve.")
+def calls(function, *args, name: str = "") -> int:
+    """Calls of native kernels in the program of ``function``, of one or of any."""
+    return jax.jit(function).lower(*args).as_text().count(f"jserve.{name}")
 
 
 def test_products_are_chosen_by_rows_type_and_level(level):
@@ -47,9 +48,11 @@ def test_products_are_chosen_by_rows_type_and_level(level):
         assert calls(dot, x, w.astype(jnp.float32)) == 0
         assert calls(dot, *arrays(most, 64, 32)) == 1
         assert calls(dot, *arrays(most + 1, 64, 32)) == 0
-        assert calls(gate_up, x, w.reshape(2, 32, 32)) == 1
-        biased = calls(gate_up, x, w.reshape(2, 32, 32), jnp.zeros((2, 32)))
-        assert biased == 1, "the product alone, a bias comes between"
+        w_2FD, bias_2F = w.reshape(2, 32, 32), jnp.zeros((2, 32))
+        assert calls(gate_up, x, w_2FD, name="gate_up") == 1
+        assert calls(gate_up, x, w_2FD, bias_2F, name="product") == 1, "a bias comes between"
+        gelu = partial(gate_up, activation="gelu_tanh")
+        assert calls(gelu, x, w_2FD, name="product") == 1, "silu alone is in the kernel"
 
 
 def test_results_are_those_of_xla(level):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jserve.model import fused
-from jserve.model.arch import Arch, resized
+from jserve.model.arch import Arch, Attention, Norm, Rope, resized
 from jserve.model.hand import Row, pack
 from jserve.model.shard import is_spec
 from jserve.model.view import Bucket
@@ -93,6 +93,28 @@ def test_which_steps_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_fused(Bucket(D=2, P=0, F=0), jnp.float32)
     assert not is_fused(Bucket(D=2, P=0, F=0, J=2))
     assert not is_fused(Bucket(D=2, P=16, F=1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attn": Attention(N=4, K=2, H=64, soft_cap=5.0)},
+        {"attn": Attention(N=4, K=2, H=64, rope=None)},
+        {"attn": Attention(N=4, K=2, H=64, rope=Rope(pairs=True))},
+        {"attn": Attention(N=4, K=2, H=64, rope=Rope(rotary=32))},
+        {"attn": Attention(N=4, K=2, H=64, qk_norm="width")},
+        {"parallel": True},
+        {"residual_scale": 0.5},
+    ],
+    ids=str,
+)
+def test_other_layers_are_not_fused(changes: dict[str, Any]) -> None:
+    made, weights = arch("llama-3.2-1b"), [{"attn_norm": 1, "mlp_norm": 1}] * 2
+    assert fused.plain(made, weights)
+    layer = dataclasses.replace(made.layers[1], **changes)
+    assert not fused.plain(dataclasses.replace(made, layers=(made.layers[0], layer)), weights)
+    assert not fused.plain(made, [*weights[:1], {**weights[1], "mlp_out_norm": 1}])
+    assert not fused.plain(dataclasses.replace(made, norm=Norm(plus_one=True)), weights)
 
 
 @pytest.mark.parametrize(

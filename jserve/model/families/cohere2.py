@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import TensorNames, plain
-from jserve.model.hf_config import SLIDING, decoder_arch, layer_types, windows
+from jserve.model.hf_config import (
+    SLIDING,
+    attention_bias,
+    decoder_arch,
+    layer_types,
+    sliding_window,
+    windows,
+)
 from jserve.model.hf_rope import rope
-from jserve.model.hf_values import Config, boolean, integer, number, refuse
+from jserve.model.hf_values import Config, integer, number, refuse
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
     pattern = integer(config, "sliding_window_pattern", 4)
     types = layer_types(config, lambda i: (i + 1) % pattern > 0)
-    missing = "sliding_window" not in config
-    attention_bias = boolean(config, "attention_bias", False)
     H = integer(config, "hidden_size") // integer(config, "num_attention_heads")
     if integer(config, "head_dim", H) != H:
         refuse("head_dim", f"must be hidden_size / num_attention_heads, {H}")
@@ -28,11 +33,10 @@ def arch(config: Config) -> Arch:
         default_tied=True,
         centered=True,
         parallel=True,
-        windows=windows(types, integer(config, "sliding_window", 4096 if missing else 0, low=0)),
+        windows=windows(types, sliding_window(config)),
         ropes=[turns if kind == SLIDING else None for kind in types],
         logit_scale=number(config, "logit_scale", 0.0625),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        **attention_bias(config),
     )
 
 

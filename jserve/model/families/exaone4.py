@@ -6,15 +6,14 @@ from __future__ import annotations
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
 from jserve.model.families.olmo2 import POST_NORMS
-from jserve.model.hf_config import SLIDING, decoder_arch, layer_types, windows
+from jserve.model.hf_config import SLIDING, decoder_arch, layer_types, sliding_window, windows
 from jserve.model.hf_rope import rope
 from jserve.model.hf_values import Config, integer, refuse
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. A null ``sliding_window`` means full attention and a rope on all layers."""
-    missing = "sliding_window" not in config
-    window = integer(config, "sliding_window", 4096 if missing else 0, low=0)
+    window = sliding_window(config)
     pattern = config.get("sliding_window_pattern")
     if isinstance(pattern, str) and config.get("layer_types") is None and window:
         refuse("layer_types", f"is missing, and sliding_window_pattern is {pattern!r}")

@@ -6,8 +6,8 @@ from typing import Any
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
-from jserve.model.hf_config import decoder_arch, full_attention
-from jserve.model.hf_values import Config, boolean, integer
+from jserve.model.hf_config import attention_bias, decoder_arch, full_attention
+from jserve.model.hf_values import Config, integer
 
 GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
 """Old files say ``gelu`` and mean its approximation by tanh."""
@@ -15,7 +15,6 @@ GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
 
 def gemma_arch(config: Config, family: str, **fields: Any) -> Arch:
     """The ``Arch`` that all Gemmas share. ``attention_bias`` puts a bias on all four attention projections."""
-    attention_bias = boolean(config, "attention_bias", False)
     return decoder_arch(
         config,
         family,
@@ -24,8 +23,7 @@ def gemma_arch(config: Config, family: str, **fields: Any) -> Arch:
         default_tied=True,
         plus_one=True,
         embed_scale=integer(config, "hidden_size") ** 0.5,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        **attention_bias(config),
         **fields,
     )
 

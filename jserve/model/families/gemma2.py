@@ -6,8 +6,8 @@ from __future__ import annotations
 from jserve.model.arch import Arch
 from jserve.model.decoder import TensorNames, plain
 from jserve.model.families.gemma import gemma_arch
-from jserve.model.hf_config import layer_types, windows
-from jserve.model.hf_values import Config, integer, number, optional_number
+from jserve.model.hf_config import layer_types, sliding_window, windows
+from jserve.model.hf_values import Config, number, optional_number
 
 NAMES = TensorNames(
     attn_out_norm="post_attention_layernorm",
@@ -19,13 +19,12 @@ NAMES = TensorNames(
 def arch(config: Config) -> Arch:
     """config.json -> Arch. A cap that is null is none; one that is missing is Gemma 2's."""
     types = layer_types(config, lambda i: (i + 1) % 2 > 0)
-    missing = "sliding_window" not in config
     return gemma_arch(
         config,
         "gemma2",
         activation_key="hidden_activation",
         default_kv_heads=4,
-        windows=windows(types, integer(config, "sliding_window", 4096 if missing else 0, low=0)),
+        windows=windows(types, sliding_window(config)),
         scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
         soft_cap=optional_number(config, "attn_logit_softcapping", 50.0),
         logit_soft_cap=optional_number(config, "final_logit_softcapping", 30.0),

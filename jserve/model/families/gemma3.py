@@ -7,7 +7,7 @@ from jserve.model.arch import Arch, Rope
 from jserve.model.decoder import plain
 from jserve.model.families.gemma import gemma_arch
 from jserve.model.families.gemma2 import NAMES
-from jserve.model.hf_config import FULL, SLIDING, layer_types, windows
+from jserve.model.hf_config import FULL, SLIDING, layer_types, sliding_window, windows
 from jserve.model.hf_rope import rope
 from jserve.model.hf_values import Config, integer, number, optional_number
 
@@ -17,14 +17,13 @@ def arch(config: Config) -> Arch:
     config.get("attn_logit_softcapping")
     pattern = integer(config, "sliding_window_pattern", 6)
     types = layer_types(config, lambda i: (i + 1) % pattern > 0)
-    missing = "sliding_window" not in config
     by_type = {FULL: rope(config, default_theta=1e6, layer_type=FULL), SLIDING: _local(config)}
     return gemma_arch(
         config,
         "gemma3",
         activation_key="hidden_activation",
         default_kv_heads=4,
-        windows=windows(types, integer(config, "sliding_window", 4096 if missing else 0, low=0)),
+        windows=windows(types, sliding_window(config)),
         ropes=[by_type[kind] for kind in types],
         qk_norm="head",
         scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,

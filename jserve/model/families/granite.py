@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
-from jserve.model.hf_config import decoder_arch, full_attention
+from jserve.model.hf_config import attention_bias, decoder_arch, full_attention
 from jserve.model.hf_values import Config, boolean, number
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. ``attention_multiplier`` is the scale of the scores, 1 where it is missing."""
     full_attention(config)
-    attention_bias = boolean(config, "attention_bias", False)
     return decoder_arch(
         config,
         "granite",
@@ -19,8 +18,7 @@ def arch(config: Config) -> Arch:
         scale=number(config, "attention_multiplier", 1.0),
         residual_scale=number(config, "residual_multiplier", 1.0),
         logit_scale=1.0 / number(config, "logits_scaling", 1.0),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        **attention_bias(config),
         mlp_bias=boolean(config, "mlp_bias", False),
     )
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
-from jserve.model.hf_config import decoder_arch, full_attention
+from jserve.model.hf_config import attention_bias, decoder_arch, full_attention
 from jserve.model.hf_values import Config, boolean
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
     full_attention(config)
-    attention_bias = boolean(config, "attention_bias", False)
     return decoder_arch(
         config,
         "llama",
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        **attention_bias(config),
         mlp_bias=boolean(config, "mlp_bias", False),
     )
 

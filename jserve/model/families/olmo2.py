@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import TensorNames, plain
-from jserve.model.hf_config import decoder_arch, full_attention
-from jserve.model.hf_values import Config, boolean
+from jserve.model.hf_config import attention_bias, decoder_arch, full_attention
+from jserve.model.hf_values import Config
 
 POST_NORMS = TensorNames(
     attn_norm="",
@@ -19,14 +19,12 @@ POST_NORMS = TensorNames(
 def arch(config: Config) -> Arch:
     """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
     full_attention(config)
-    attention_bias = boolean(config, "attention_bias", False)
     return decoder_arch(
         config,
         "olmo2",
         default_eps=1e-5,
         qk_norm="width",
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        **attention_bias(config),
     )
 
 

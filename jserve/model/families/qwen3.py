@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
-from jserve.model.hf_config import decoder_arch, upper_windows
-from jserve.model.hf_values import Config, boolean
+from jserve.model.hf_config import attention_bias, decoder_arch, upper_windows
+from jserve.model.hf_values import Config
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
-    attention_bias = boolean(config, "attention_bias", False)
     return decoder_arch(
         config,
         "qwen3",
         qk_norm="head",
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        **attention_bias(config),
         windows=upper_windows(config),
         default_kv_heads=32,
         default_head_dim=128,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
-from jserve.model.hf_config import decoder_arch, layer_types, windows
+from jserve.model.hf_config import attention_bias, decoder_arch, layer_types, windows
 from jserve.model.hf_rope import rope
 from jserve.model.hf_values import Config, boolean, integer, refuse
 
@@ -17,7 +17,6 @@ def arch(config: Config) -> Arch:
     if not boolean(config, "use_sliding_window", False):
         window = 0
     types = layer_types(config, lambda i: window > 0 and not turns[i])
-    attention_bias = boolean(config, "attention_bias", False)
     found = rope(config, default_theta=2e6)
     return decoder_arch(
         config,
@@ -26,8 +25,7 @@ def arch(config: Config) -> Arch:
         default_tied=True,
         windows=windows(types, window),
         ropes=[found if turn else None for turn in turns],
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        **attention_bias(config),
         mlp_bias=boolean(config, "mlp_bias", False),
     )
 
