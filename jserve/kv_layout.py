@@ -5,7 +5,8 @@ memories as it says::
 
     layer 0   keys [K heads, H]  values [K heads, H]   reads all tokens      split over tp devices
     layer 1   keys [K heads, H]  values [K heads, H]   reads a window        split over tp devices
-    layer 2   keys [k heads, h]  values [k heads, h]   a drafter's           whole on every device
+    layer 2   latents [C]                              reads all tokens      whole on every device
+    layer 3   keys [k heads, h]  values [k heads, h]   a drafter's           whole on every device
 
 A page holds ``page_size`` tokens of every layer. The order of axes is the attention backend's.
 """
@@ -23,6 +24,7 @@ class KVArray:
     """One array of a layer: ``heads`` vectors of ``width`` numbers for every token."""
 
     heads: int
+    """0: one vector that all heads share, in an array without an axis of heads."""
     width: int
 
 
@@ -43,6 +45,11 @@ class KVLayer:
         """Keys and values of ``heads`` kv heads."""
         array = KVArray(heads, width)
         return cls(arrays=(array, array), window=window, replicated=replicated)
+
+    @classmethod
+    def latent(cls, width: int) -> KVLayer:
+        """One vector of ``width`` numbers, of which all heads make their keys and values."""
+        return cls(arrays=(KVArray(0, width),), replicated=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +108,7 @@ class KVLayout:
 
     def _numbers(self, layer: KVLayer) -> int:
         """Of one token, on all devices together."""
-        return sum(self.heads(layer, array) * array.width for array in layer.arrays)
+        return sum(max(1, self.heads(layer, array)) * array.width for array in layer.arrays)
 
     def _share(self, layer: KVLayer) -> int:
         return 1 if layer.replicated else self.tp

@@ -56,6 +56,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
             Pages(*kv, page_table(view.page_table_RM[:D])),
             Rows(view.start_R[:D], view.kv_len_R[:D]),
             spec,
+            sinks_N=args.sink_logits_N,
             tree=None if view.tree is None else Tree(view.tree.sees, view.tree.depth),
             dtype=args.o_dtype,
         )
@@ -66,6 +67,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
             Pages(*kv, page_table(view.page_table_RM[D:])),
             Chunks(view.first_R[D:] - D * J, view.start_R[D:], view.count_R[D:]),
             spec,
+            sinks_N=args.sink_logits_N,
         )
         parts.append(o_PNH.astype(args.o_dtype))
     return jnp.concatenate(parts)
@@ -113,6 +115,7 @@ def hopper(platform: str) -> AttentionBackend:
         write_kv=write_kv,
         move=move,
         has_sinks=False,
+        has_chunks=False,
         check=check,
         attend=partial(attend, interpret=interpreter() if platform == "cpu" else None),
     )

@@ -2,7 +2,8 @@
 
 It owns no layout: pools, writes and moves are those of ``attn_xla``. A decode token's length is its position plus
 one, so drafts in a chain are tokens like others. Trees of drafts, capped
-scores, pages and groups of query heads that the kernel does not take, and steps traced without kernels, stay on XLA.
+scores, chunks, sink logits, latents, pages and groups of query heads that the kernel does not take, and steps traced
+without kernels, stay on XLA.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from jserve.model.view import StepView
 def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     """float32[T, N, H]; zero for padding tokens."""
     G = args.q_TNH.shape[1] // kv[0].shape[1]
-    if view.tree is not None or args.soft_cap or not native.attends(kv[0], G):
+    other = args.soft_cap or args.chunk or args.sink_logits_N is not None
+    if view.tree is not None or other or not native.attends(kv[0], G):
         return XLA.attend(args, kv, view)
     return attend_by(_decode, args, kv, view)
 

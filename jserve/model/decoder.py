@@ -16,14 +16,15 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.kv_layout import heads_over
-from jserve.model import fused
+from jserve.model import fused, mla
 from jserve.model.arch import Arch, Attention, Norm
 from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.family import Family
 from jserve.model.hf_values import Config, ConfigReader
-from jserve.model.layers import attend_normed, attention_block, embed, mlp_block, normed, unembed
+from jserve.model.layers import attend_normed, attention_block, embed, mlp_block, unembed
+from jserve.model.norms import normed
 from jserve.model.shard import Axes, ParamSpec, Part
 
 
@@ -48,6 +49,8 @@ class TensorNames:
     """One tensor in ``attn`` for all queries, all keys, all values; empty: q_proj, k_proj and v_proj."""
     gate_up: str = ""
     """One tensor in ``mlp`` for gate and up; empty: gate_proj and up_proj."""
+    sink_logits: str = "sinks"
+    """In ``attn``, where ``Attention.sink_logits``."""
 
 
 def plain(
@@ -171,22 +174,41 @@ def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, Pa
     """``K`` is the number of kv heads kept: the model's, or one per shard where there are more
     shards."""
     D, F, at, spec = arch.D, arch.F, f"{names.layers}.{i}", arch.layers[i]
-    attn, mlp, heads = f"{at}.{names.attn}", f"{at}.{names.mlp}", spec.attn
+    attn, mlp = f"{at}.{names.attn}", f"{at}.{names.mlp}"
     layer = {
         place: norm(f"{at}.{name}", D, arch.norm)
         for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
         if (name := getattr(names, place))
     }
+    if spec.attn.latent is not None:
+        layer |= mla.specs(spec.attn, D, attn)
+    else:
+        layer |= _attn_specs(arch, spec.attn, attn, K, names)
     layer |= {
-        "qkv": qkv(arch, attn, K, "weight", fused=names.qkv),
-        "o": matrix(f"{attn}.o_proj", (D, heads.N * heads.H), ("embed", "kv_heads")),
         "gate_up": gate_up(arch, mlp, "weight", names.gate_up),
         "down": matrix(f"{mlp}.down_proj", (D, F), ("embed", "ffn")),
+    }
+    if spec.ffn.mlp_bias:
+        layer["gate_up_bias"] = gate_up(arch, mlp, "bias", names.gate_up)
+        layer["down_bias"] = bias(f"{mlp}.down_proj", D)
+    return layer
+
+
+def _attn_specs(
+    arch: Arch, heads: Attention, attn: str, K: int, names: TensorNames
+) -> dict[str, ParamSpec]:
+    """Of a layer's attention ``attn``, a name."""
+    D = arch.D
+    layer = {
+        "qkv": qkv(arch, attn, K, "weight", fused=names.qkv),
+        "o": matrix(f"{attn}.o_proj", (D, heads.N * heads.H), ("embed", "kv_heads")),
     }
     if arch.kv_scales:
         layer["kv_scale"] = kv_scale(attn, K)
     if heads.qkv_bias:
         layer["qkv_bias"] = qkv(arch, attn, K, "bias", fused=names.qkv)
+    if heads.sink_logits:
+        layer["sink_logits"] = per_head(f"{attn}.{names.sink_logits}", heads.N, K)
     if heads.o_bias:
         layer["o_bias"] = bias(f"{attn}.o_proj", D)
     if heads.qk_norm == "head":
@@ -195,9 +217,6 @@ def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, Pa
     if heads.qk_norm == "width":
         layer["q_norm"] = width_norm(f"{attn}.q_norm", heads, K, heads.N)
         layer["k_norm"] = width_norm(f"{attn}.k_norm", heads, K, heads.K)
-    if spec.ffn.mlp_bias:
-        layer["gate_up_bias"] = gate_up(arch, mlp, "bias", names.gate_up)
-        layer["down_bias"] = bias(f"{mlp}.down_proj", D)
     return layer
 
 
@@ -293,6 +312,12 @@ def width_norm(name: str, heads: Attention, K: int, n: int) -> ParamSpec:
         init=0.0,
         init_mean=1.0,
     )
+
+
+def per_head(name: str, N: int, K: int) -> ParamSpec:
+    """[K, N/K]: a number for each query head, which lies where its head does."""
+    part = Part(name=name, shape=(N,), view=(K, N // K))
+    return ParamSpec(shape=(K, N // K), axes=("kv_heads", None), parts=(part,))
 
 
 def bias(name: str, size: int) -> ParamSpec:

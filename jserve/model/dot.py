@@ -56,6 +56,15 @@ def product_as(x_TD: jax.Array, w_ND: jax.Array, dtype: Any) -> jax.Array:
     return y_TN[:T]
 
 
+def heads_dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The einsum of rows of heads, first axis of ``x``, with a matrix for each head, in float32, computed in the type
+    of ``w``. At least two rows, so that a row has the same bits beside any others."""
+    T = x.shape[0]
+    if T < MIN_ROWS:
+        x = jnp.pad(x, ((0, MIN_ROWS - T), *((0, 0),) * (x.ndim - 1)))
+    return jnp.einsum(spec, x.astype(w.dtype), w, preferred_element_type=jnp.float32)[:T]
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),

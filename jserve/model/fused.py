@@ -22,7 +22,8 @@ from jserve.model.arch import Arch, DecoderLayer
 from jserve.model.attention import DecodeKernels, LayerKV, Projected
 from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
-from jserve.model.layers import gated, rms_norm
+from jserve.model.layers import gated
+from jserve.model.norms import rms_norm
 
 TILE = 64
 """Outputs that one block of a product computes, by XLA's choice for few rows."""
@@ -58,6 +59,7 @@ def plain(arch: Arch, layers: Any) -> bool:
 def _plain_layer(layer: DecoderLayer) -> bool:
     attn = layer.attn
     heads = attn.rope is not None and not attn.soft_cap and attn.qk_norm in ("", "head")
+    heads = heads and not (attn.chunk or attn.sink_logits or attn.latent)
     return heads and not layer.parallel and layer.residual_scale == 1.0
 
 

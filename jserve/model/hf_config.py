@@ -96,10 +96,13 @@ def decoder_arch(
         refuse(activation_key, f"{asked!r} is not supported, only {', '.join(activations)}")
     L, N = integer(config, "num_hidden_layers"), integer(config, "num_attention_heads")
     D = integer(config, "hidden_size")
-    K = integer(config, "num_key_value_heads", default_kv_heads or N)
-    if N % K:
-        refuse("num_key_value_heads", f"{K} does not divide num_attention_heads {N}")
-    H = _head_dim(config, D, N, default_head_dim)
+    if (latent := fields.get("latent")) is not None:
+        K, H = 1, latent.width
+    else:
+        K = integer(config, "num_key_value_heads", default_kv_heads or N)
+        if N % K:
+            refuse("num_key_value_heads", f"{K} does not divide num_attention_heads {N}")
+        H = _head_dim(config, D, N, default_head_dim)
     ropes = ropes or (rope(config),) * L
     attn = Attention(N=N, K=K, H=H, **_own(fields, Attention))
     layer = DecoderLayer(

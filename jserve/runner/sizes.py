@@ -16,7 +16,12 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayout
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, backend as find_backend, candidates
+from jserve.model.attention import (
+    AttentionBackend,
+    backend as find_backend,
+    candidates,
+    check_layers,
+)
 from jserve.model.draft_tree import TreeShape
 from jserve.model.features import registered
 from jserve.model.kv_quant import E4M3
@@ -85,9 +90,9 @@ def stored_kv(
     """
     stored = attention.kv_dtype(kv_dtype(config, dtype))
     tree = () if speculation is None else speculation.tree
-    attention.check(arch.H, stored, tree)
+    check_layers(attention, arch, stored, tree)
     if speculation is not None and speculation.drafter.kv_layers:
-        attention.check(speculation.drafter.arch.H, stored, tree)
+        check_layers(attention, speculation.drafter.arch, stored, tree)
     return stored
 
 

@@ -138,8 +138,8 @@ class Roofline:
     def body(self) -> int:
         """Parameters of all layers."""
         arch = self.arch
-        attention = 2 * arch.D * arch.H * (arch.N + arch.K)
-        return arch.L * (attention + 3 * arch.D * arch.F)
+        attention = sum(layer.attn.n_weights(arch.D) for layer in arch.layers)
+        return attention + arch.L * 3 * arch.D * arch.F
 
     @property
     def unembed(self) -> int:
@@ -150,7 +150,7 @@ class Roofline:
         """Of a step whose ``rows`` read ``n_context`` tokens each, ``tokens`` of which are new and
         ``drawn`` of which give logits. Every weight is read once, the unembedding included."""
         arch, tp = self.arch, self.tp
-        attention = 4 * arch.N * arch.H * tokens * self.kv.seen(n_context)
+        attention = arch.layers[0].attn.key_flops * tokens * self.kv.seen(n_context)
         flops = 2 * self.body * tokens + 2 * self.unembed * drawn + attention
         n_sums = 2 * arch.L + 1 if tp > 1 else 0
         summed, gathered = 4.0 * tokens * arch.D, 4.0 * drawn * arch.V

@@ -74,6 +74,9 @@ def check(spec: ParamSpec, name: str) -> None:
     for part in spec.parts:
         shape = _repeated(part)
         n_entries = part.n_rows * math.prod(part.shape[1:])
+        if part.within is not None:
+            axis = part.order[1] if part.order else 1
+            n_entries = n_entries // part.cut[axis] * (part.within[1] - part.within[0])
         fits = math.prod(part.view) == n_entries and part.first + part.n_rows <= part.shape[0]
         assert fits, f"{name}: {part.name} viewed as {part.view}"
         fits = (*shape[:c], *shape[c + 1 :]) == (*spec.shape[:c], *spec.shape[c + 1 :])
@@ -122,13 +125,29 @@ def split(spec: ParamSpec, array: Any, concatenate: Any = np.concatenate) -> dic
             slice(start, start + extent) if d == spec.concat else slice(None)
             for d in range(len(spec.shape))
         )
-        rows = array[at][:: part.repeat].reshape(part.n_rows, *part.shape[1:])
+        rows = _unseen(part, array[at][:: part.repeat], concatenate)
         found.setdefault(part.name, []).append(rows)
         start += extent
     return {
         name: rows[0] if len(rows) == 1 else concatenate(rows, axis=0)
         for name, rows in found.items()
     }
+
+
+def _unseen(part: Part, seen: Any, concatenate: Any) -> Any:
+    """The rows of the tensor that the part's entries come from; zeros where others read them."""
+    if not part.cut:
+        return seen.reshape(part.n_rows, *part.shape[1:])
+    order = part.order or tuple(range(len(part.cut)))
+    shape = [part.cut[axis] for axis in order]
+    if part.within is not None:
+        first, end = part.within
+        around = [(shape[0], n, *shape[2:]) for n in (first, shape[1] - end)]
+        before, after = (np.zeros(s, seen.dtype) for s in around)
+        seen = seen.reshape(shape[0], end - first, *shape[2:])
+        seen = concatenate([before, seen, after], axis=1)
+    back = [order.index(axis) for axis in range(len(order))]
+    return seen.reshape(shape).transpose(back).reshape(part.shape)
 
 
 def join(spec: ParamSpec, tensors: Mapping[str, Any], concatenate: Any = np.concatenate) -> Any:

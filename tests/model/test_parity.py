@@ -25,6 +25,14 @@ YARN = {
     "factor": 2.0,
     "original_max_position_embeddings": 64,
 }
+MLA = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 2,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa4": ("LlamaForCausalLM", {}),
     "llama-tied-gqa1": (
@@ -188,8 +196,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": None,
         },
     ),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        {
+            **MLA,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.6, "rope_theta": 300.0},
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {**MLA, "q_lora_rank": 20, "attention_bias": True, "rms_norm_eps": 1e-3},
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3ForCausalLM",
+        {
+            **MLA,
+            "q_lora_rank": 20,
+            "rope_interleave": False,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
 }
-ON_REF = ("llama-gqa4", "qwen3-bias-window")
+ON_REF = ("llama-gqa4", "qwen3-bias-window", "deepseek-v2")
 NIGHTLY = (
     "llama-linear",
     "qwen2-gqa4",

@@ -44,7 +44,13 @@ CASES: dict[str, tuple[Bucket, Any, Any]] = {
 
 
 def step(
-    name: str, case: str, window: int, *, release: bool = False, dtype: Any = jnp.bfloat16
+    name: str,
+    case: str,
+    window: int,
+    *,
+    release: bool = False,
+    dtype: Any = jnp.bfloat16,
+    sink_logits_N: Any = None,
 ) -> np.ndarray:
     """Output of the step's real tokens. ``release`` gives back the pages behind the window: their
     entries are 0, they and page 0 hold NaN."""
@@ -73,9 +79,8 @@ def step(
     fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
     view = unpack(jnp.asarray(buf), fields, bucket, DIMS, NoSlots(zeros, zeros))
     kv = attn.write_kv(kv, jnp.asarray(k), jnp.asarray(v), view)
-    out = np.asarray(
-        attn.attend(AttendArgs(q_TNH=jnp.asarray(q), window=window, scale=0.2), kv, view)
-    )
+    args = AttendArgs(q_TNH=jnp.asarray(q), window=window, scale=0.2, sink_logits_N=sink_logits_N)
+    out = np.asarray(attn.attend(args, kv, view))
     assert out.dtype == np.float32
     assert np.isfinite(out).all()
     return out[np.asarray(view.pos_T) >= 0]
@@ -84,6 +89,14 @@ def step(
 @pytest.mark.parametrize("case", CASES)
 def test_steps_agree_with_ref(case: str) -> None:
     np.testing.assert_allclose(step("hopper", case, 0), step("ref", case, 0), atol=2e-2)
+
+
+def test_sink_logits_agree_with_ref() -> None:
+    logits = jnp.linspace(-1.0, 3.0, K * G)
+    case = "decode, verify and prefill"
+    want = step("ref", case, 40, sink_logits_N=logits)
+    assert np.abs(want - step("ref", case, 40)).max() > 0.1
+    np.testing.assert_allclose(step("hopper", case, 40, sink_logits_N=logits), want, atol=2e-2)
 
 
 @pytest.mark.parametrize("case", ["decode, verify and prefill", "a tree and prefill"])

@@ -13,6 +13,8 @@ from jserve.model.family import Family
 
 ARCHITECTURES = {
     "Cohere2ForCausalLM": "cohere2",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Exaone4ForCausalLM": "exaone4",
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
