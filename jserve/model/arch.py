@@ -72,6 +72,14 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """Queries grow with their position: they are multiplied by 1 + scale * log(1 + floor((position + 1) / every))."""
+
+    scale: float
+    every: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """A layer's attention: N query heads over K kv heads of H numbers."""
 
@@ -93,11 +101,12 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: str = ""
-    """Norm of queries and keys before they turn: ``head`` of each head, ``width`` of all heads together; empty:
-    none."""
+    """Norm of queries and keys before they turn: ``head`` of each head, ``width`` of all heads together; ``turned``:
+    of each head after it turned, without scales; empty: none."""
+    temperature: Temperature | None = None
     latent: Latent | None = None
     """Then K is 1 and H is ``Latent.width``, since every query is compared with what is kept. ``qkv_bias`` is that of
-    what the vectors are made with; no norm, window, cap or sink logit goes with it."""
+    what the vectors are made with; no norm, span, cap, temperature or sink logit goes with it."""
 
     @property
     def span(self) -> Span:

@@ -59,7 +59,7 @@ def plain(arch: Arch, layers: Any) -> bool:
 def _plain_layer(layer: DecoderLayer) -> bool:
     attn = layer.attn
     heads = attn.rope is not None and not attn.soft_cap and attn.qk_norm in ("", "head")
-    heads = heads and not (attn.chunk or attn.sink_logits or attn.latent)
+    heads = heads and not (attn.chunk or attn.sink_logits or attn.latent or attn.temperature)
     return heads and not layer.parallel and layer.residual_scale == 1.0
 
 

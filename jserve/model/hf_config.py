@@ -247,6 +247,22 @@ def windows(types: Sequence[str], window: int) -> tuple[int, ...]:
     return tuple(window if kind == SLIDING else 0 for kind in types)
 
 
+def layers_with_rope(config: Config) -> list[bool]:
+    """For each layer whether it has a rope: ``no_rope_layers`` has 0 where there is none; where that is missing or
+    empty, every ``no_rope_layer_interval``-th one has none."""
+    L, key = integer(config, "num_hidden_layers"), "no_rope_layers"
+    interval, given = integer(config, "no_rope_layer_interval", 4), config.get(key)
+    if given is None or given == []:
+        return [(i + 1) % interval != 0 for i in range(L)]
+    if (
+        not isinstance(given, list | tuple)
+        or len(given) != L
+        or any(x not in (0, 1) for x in given)
+    ):
+        refuse(key, f"must list 0 or 1 for each of {L} layers")
+    return [bool(x) for x in given]
+
+
 def upper_windows(config: Config) -> tuple[int, ...]:
     """Window of each layer as Qwen states it: ``use_sliding_window`` switches it on,
     ``layer_types`` says where, else the layers from ``max_window_layers`` on. () if all layers

@@ -24,7 +24,7 @@ from jserve.model.collectives import gather, n_shards, reduce, shard_index
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot, gate_up
 from jserve.model.kv_quant import fold, scales_of, unfold
-from jserve.model.norms import normed
+from jserve.model.norms import l2_norm, normed
 from jserve.model.shard import Axes
 from jserve.model.sinks import sinks_of
 
@@ -50,10 +50,10 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         return mla.attend_normed(ctx, p, x_TD, kv)
     scale_K2, spec = scales_of(p, kv[0]), ctx.spec.attn
     q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(ctx, p, x_TD))
-    kv = ctx.attn.write_kv(kv, ctx.turned(k_TKH), v_TKH, ctx.view)
+    kv = ctx.attn.write_kv(kv, _turned(ctx, k_TKH), v_TKH, ctx.view)
     sinks = sinks_of(ctx, q_TNH)
     args = AttendArgs(
-        q_TNH=ctx.turned(q_TNH),
+        q_TNH=_warmer(ctx, _turned(ctx, q_TNH)),
         window=spec.window,
         chunk=spec.chunk,
         sink_logits_N=p["sink_logits"].reshape(-1) if spec.sink_logits else None,
@@ -83,6 +83,21 @@ def _qkv(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, ja
             _width_norm(ctx, x, p[name]) for x, name in ((q_TNH, "q_norm"), (k_TKH, "k_norm"))
         )
     return q_TNH, k_TKH, v_TKH
+
+
+def _turned(ctx: Ctx, x_TNH: jax.Array) -> jax.Array:
+    """Heads turned to their tokens' positions, normed after it where the layer says so."""
+    x_TNH, eps = ctx.turned(x_TNH), ctx.arch.norm.eps
+    return l2_norm(x_TNH, eps) if ctx.spec.attn.qk_norm == "turned" else x_TNH
+
+
+def _warmer(ctx: Ctx, q_TNH: jax.Array) -> jax.Array:
+    """Queries that grow with their position, where the layer says so."""
+    t = ctx.spec.attn.temperature
+    if t is None:
+        return q_TNH
+    steps_T = jnp.maximum(ctx.view.pos_T + 1, 0) // t.every
+    return q_TNH * (1.0 + t.scale * jnp.log1p(steps_T.astype(jnp.float32)))[:, None, None]
 
 
 def _width_norm(ctx: Ctx, x_TNH: jax.Array, weight: jax.Array) -> jax.Array:

@@ -11,9 +11,14 @@ from jserve.model.arch import Norm
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root mean square norm over the last dimension, in float32."""
+    return l2_norm(x, eps) * weight.astype(jnp.float32)
+
+
+def l2_norm(x: jax.Array, eps: float) -> jax.Array:
+    """``rms_norm`` without a weight."""
     x = x.astype(jnp.float32)
     mean = jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
+    return x * lax.rsqrt(mean + eps)
 
 
 def normed(norm: Norm, x: jax.Array, weight: jax.Array | None) -> jax.Array:

@@ -26,7 +26,7 @@ SIZES = {
 def tiny(architecture: str, seed: int = 0, **config: Any) -> tuple[Any, dict[str, Any]]:
     """(random model, its config.json): weights large enough that tokens vary."""
     kind = architecture.removesuffix("ForCausalLM")
-    name = {"Gemma3": "Gemma3Text"}.get(kind, kind)
+    name = {"Gemma3": "Gemma3Text", "Llama4": "Llama4Text"}.get(kind, kind)
     hf_config = getattr(transformers, f"{name}Config")(**{**SIZES, **config})
     hf_config._attn_implementation = "eager"
     model = getattr(transformers, architecture)(hf_config).eval()

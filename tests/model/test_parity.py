@@ -196,6 +196,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": None,
         },
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "moe_layers": [],
+            "intermediate_size_mlp": 80,
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": 10,
+            "floor_scale": 7,
+            "attn_scale": 0.5,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
     "deepseek-v2": (
         "DeepseekV2ForCausalLM",
         {

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": "glm4",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
+    "Llama4ForCausalLM": "llama4",
     "MistralForCausalLM": "mistral",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",

@@ -1,0 +1,65 @@
+"""Llama 4, its text: chunks of attention on layers with a rope, and full layers without one, whose queries grow with
+their position."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jserve.model.arch import Arch, DecoderLayer, Temperature
+from jserve.model.decoder import TensorNames, plain
+from jserve.model.hf_config import attention_bias, decoder_arch, layers_with_rope
+from jserve.model.hf_rope import rope
+from jserve.model.hf_values import Config, boolean, integer, number, refuse
+
+FULL, CHUNKED = "full_attention", "chunked_attention"
+NAMES = TensorNames(mlp="feed_forward")
+
+
+def arch(config: Config) -> Arch:
+    """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
+    turns, turned = rope(config, default_theta=500000.0, pairs=True), layers_with_rope(config)
+    found = decoder_arch(
+        config,
+        "llama4",
+        default_eps=1e-5,
+        default_head_dim=128,
+        ropes=[turns if x else None for x in turned],
+        **attention_bias(config),
+    )
+    norm, width = boolean(config, "use_qk_norm", True), integer(config, "intermediate_size_mlp")
+    if config.get("moe_layers") != []:
+        refuse("moe_layers", "layers with experts are not supported")
+    return replace(
+        found,
+        layers=tuple(
+            replace(_layer(config, layer, chunk, norm=norm), ffn=replace(layer.ffn, F=width))
+            for layer, chunk in zip(found.layers, _chunks(config, turned), strict=True)
+        ),
+    )
+
+
+def _layer(config: Config, layer: DecoderLayer, chunk: int, *, norm: bool) -> DecoderLayer:
+    if layer.attn.rope is not None:
+        return replace(
+            layer, attn=replace(layer.attn, chunk=chunk, qk_norm="turned" if norm else "")
+        )
+    tuned = boolean(config, "attn_temperature_tuning", True)
+    grows = Temperature(
+        scale=number(config, "attn_scale", 0.1), every=integer(config, "floor_scale", 8192)
+    )
+    return replace(
+        layer, attn=replace(layer.attn, chunk=chunk, temperature=grows if tuned else None)
+    )
+
+
+def _chunks(config: Config, turned: list[bool]) -> list[int]:
+    """Chunk of each layer: of those with a rope, or where ``layer_types`` says so."""
+    size, types = integer(config, "attention_chunk_size", 8192), config.get("layer_types")
+    if types is None:
+        types = [CHUNKED if x else FULL for x in turned]
+    if len(types) != len(turned) or any(kind not in (FULL, CHUNKED) for kind in types):
+        refuse("layer_types", f"must say {FULL} or {CHUNKED} for each of {len(turned)} layers")
+    return [size if kind == CHUNKED else 0 for kind in types]
+
+
+FAMILY = plain("llama4", "Llama4ForCausalLM", arch, NAMES)
