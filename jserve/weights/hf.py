@@ -126,6 +126,10 @@ class Tensors:
         self._used.add(found)
         return file.read(found).reshape(shape)
 
+    def has(self, name: str) -> bool:
+        """True if there is a tensor ``name``."""
+        return self._found(name) is not None
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of tensor ``name``, as its file states it."""
         found = self._resolve(name)
@@ -136,12 +140,19 @@ class Tensors:
         return self._files[self._resolve(name)].path
 
     def _resolve(self, name: str) -> str:
-        for candidate in (name, name.removeprefix("model."), f"model.{name}"):
-            if candidate in self._files:
-                return candidate
+        found = self._found(name)
+        if found is not None:
+            return found
         places = sorted({f.path.name for f in self._files.values()})
         where = places[0] if len(places) == 1 else INDEX
         raise broken(self.directory / where, f"missing (the file has {len(self._files)})", name)
+
+    def _found(self, name: str) -> str | None:
+        """The name in the files, which may have a prefix more or less."""
+        for candidate in (name, name.removeprefix("model."), f"model.{name}"):
+            if candidate in self._files:
+                return candidate
+        return None
 
     def drop_pages(self) -> None:
         """Give back the mapped pages read so far."""

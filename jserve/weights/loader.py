@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
-from jserve.model.shard import ParamSpec, ShardRules, padded
+from jserve.model.shard import ParamSpec, ShardRules, padded, spelled
 from jserve.weights import orbax
 from jserve.weights.dummy import draw
 from jserve.weights.hf import FLOATS, INTEGERS, Kinds, Tensors
@@ -117,6 +117,7 @@ def load_tree(
     if source.format == "dummy":
         return build(specs, mesh, rules, dtype, _from_dummy(dtype, seed), progress)
     tensors = Tensors(source.weights)
+    specs = spelled(specs, tensors.has)
     _check_present(specs, tensors)
     params = build(specs, mesh, rules, dtype, _from_files(tensors, dtype, scan_nan), progress)
     finish(tensors)
