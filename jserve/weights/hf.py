@@ -99,11 +99,12 @@ class Tensors:
         WeightsError: an index or shard is missing or broken; ``field`` names the file (and tensor).
     """
 
-    __slots__ = ("_files", "_used", "directory")
+    __slots__ = ("_distinct", "_files", "_used", "directory")
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files: dict[str, SafetensorsFile] = _files_by_tensor(directory)
+        self._distinct = list(dict.fromkeys(self._files.values()))
         self._used: set[str] = set()
 
     def get(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> np.ndarray:
@@ -156,12 +157,16 @@ class Tensors:
 
     def drop_pages(self) -> None:
         """Give back the mapped pages read so far."""
-        for file in set(self._files.values()):
+        for file in self._distinct:
             file.drop_pages()
 
     def names(self) -> Collection[str]:
         """Of all tensors, as they are in the files."""
         return self._files.keys()
+
+    def used(self) -> Collection[str]:
+        """The tensors that were asked for, as they are in the files."""
+        return self._used
 
     def unused(self, ignore: Iterable[str] = ()) -> list[str]:
         """The tensors that nothing asked for, except known buffers and ``ignore``."""

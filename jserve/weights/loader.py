@@ -78,8 +78,23 @@ def load(
         progress=progress,
         seed=seed,
         scan_nan=scan_nan,
-        finish=lambda tensors: tensors.warn_unused(ignore=tied),
+        finish=lambda tensors: _finish(tensors, tied),
     )
+
+
+def _finish(tensors: Tensors, tied: tuple[str, ...]) -> None:
+    """Refuse experts that the model has not, beside those that it has: config.json is of another model. Of other
+    tensors that nothing asked for the log says so."""
+    kept = {name[: name.index(EXPERTS)] for name in tensors.used() if EXPERTS in name}
+    for name in tensors.unused(ignore=tied):
+        if EXPERTS in name and name[: name.index(EXPERTS)] in kept:
+            why = "config.json has no such expert"
+            raise broken(tensors.path(name), why, name)
+    tensors.warn_unused(ignore=tied)
+
+
+EXPERTS = ".experts."
+"""In the names of expert tensors, after that of the layer."""
 
 
 def load_tree(
