@@ -58,6 +58,9 @@ class ShardPiece:
 
     def copy(self, tensor: np.ndarray, target: np.ndarray) -> None:
         """Write the region into ``target``, casting; without a temporary of its size."""
+        if self.part.order:
+            self._copy_ordered(tensor, target)
+            return
         r = self.part.repeat
         view = self.part.seen(tensor)
         if r == 1:
@@ -65,6 +68,13 @@ class ShardPiece:
             return
         for i, row in enumerate(range(self.rows[0].start, self.rows[0].stop)):
             target[i] = view[(row // r, *self.rows[1:])]
+
+    def _copy_ordered(self, tensor: np.ndarray, target: np.ndarray) -> None:
+        """``copy`` of one entry of axis 0 after the other: numpy would make ``view`` anew, as large as the tensor."""
+        x = self.part.ordered(tensor)
+        n_first = x.ndim - len(self.part.view) + 1
+        for i, row in enumerate(range(self.rows[0].start, self.rows[0].stop)):
+            target[i] = x[np.unravel_index(row, x.shape[:n_first])][self.rows[1:]]
 
 
 def check(spec: ParamSpec, name: str) -> None:
@@ -77,6 +87,7 @@ def check(spec: ParamSpec, name: str) -> None:
         if part.within is not None:
             axis = part.order[1] if part.order else 1
             n_entries = n_entries // part.cut[axis] * (part.within[1] - part.within[0])
+        assert not part.order or part.repeat == 1, f"{name}: {part.name} has an order and a repeat"
         fits = math.prod(part.view) == n_entries and part.first + part.n_rows <= part.shape[0]
         assert fits, f"{name}: {part.name} viewed as {part.view}"
         fits = (*shape[:c], *shape[c + 1 :]) == (*spec.shape[:c], *spec.shape[c + 1 :])
