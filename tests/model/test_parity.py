@@ -212,6 +212,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layers": [1, 0, 1, 1],
             "attention_chunk_size": 10,
             "floor_scale": 7,
+            "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},
             "attn_scale": 0.5,
             "attention_bias": True,
             "tie_word_embeddings": True,
