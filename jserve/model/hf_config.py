@@ -228,7 +228,7 @@ def sliding_window(config: Config, default: int = 4096) -> int:
 
 
 class Biases(TypedDict):
-    """Which projections of an attention layer have a bias."""
+    """The projections of an attention layer that have a bias."""
 
     qkv_bias: bool
     o_bias: bool
