@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jserve.kv_layout import KVLayer
-from jserve.model.span import Span
+from jserve.kv_layout import KVLayer, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +116,7 @@ class Attention:
 
     @property
     def kv(self) -> KVLayer:
-        """What is kept of a token."""
+        """The KV that it keeps of a token."""
         if self.latent is not None:
             return KVLayer.latent(self.latent.width)
         return KVLayer.attention(self.K, self.H, window=self.span.most)

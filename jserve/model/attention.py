@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import Span
 from jserve.model import latent_pool
 from jserve.model.arch import Arch
 from jserve.model.draft_tree import TreeShape
-from jserve.model.span import Span
 from jserve.model.view import Bucket, StepDims, StepView
 
 LayerKV = tuple[jax.Array, ...]

@@ -31,10 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jserve.kv_layout import Span
 from jserve.model.attention import capped
 from jserve.model.draft_tree import DraftMask, seen_in_tree
 from jserve.model.kv_quant import E4M3
-from jserve.model.span import Span
 from jserve.model.view import StepView
 
 S_DECODE, W_DECODE = 128, 8

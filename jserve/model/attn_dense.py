@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jserve.kv_layout import Span
 from jserve.model.attention import AttendArgs, AttentionBackend, LatentArgs, LayerKV, capped
 from jserve.model.attn_latent import absorbed, with_values
 from jserve.model.draft_tree import DraftMask, seen_in_tree
 from jserve.model.kv_pool import kv_shape, move, write_kv
-from jserve.model.span import Span
 from jserve.model.view import StepView
 
 SHORTEST = 1024

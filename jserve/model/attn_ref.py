@@ -12,6 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jserve.kv_layout import Span
 from jserve.model.attention import (
     AttendArgs,
     AttentionBackend,
@@ -23,7 +24,6 @@ from jserve.model.attention import (
 )
 from jserve.model.draft_tree import seen_in_tree
 from jserve.model.kv_quant import stored
-from jserve.model.span import Span
 from jserve.model.view import StepView
 
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
-from jserve.model.span import Span
+from jserve.kv_layout import Span
 
 Parents = tuple[int, ...]
 TreeShape = Parents

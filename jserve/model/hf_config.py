@@ -85,6 +85,7 @@ def decoder_arch(
     windows: Sequence[int] = (),
     ropes: Sequence[Rope | None] = (),
     moes: Sequence[Moe | None] = (),
+    decoded: Sequence[str] = (),
     **fields: Any,
 ) -> Arch:
     """The ``Arch`` of a decoder whose layers have the same heads, and the same MLP where they have one.
@@ -97,6 +98,7 @@ def decoder_arch(
         windows: of each layer; empty: all layers are full.
         ropes: of each layer; empty: the one of ``rope``.
         moes: experts of each layer, None where it has an MLP; empty: all have one.
+        decoded: values of ``quant_method`` whose weights are decoded as they are loaded.
         fields: others of ``Arch``, ``DecoderLayer``, ``Attention``, ``Mlp`` and ``Norm``, by name.
 
     Raises:
@@ -130,7 +132,7 @@ def decoder_arch(
         ),
         norm=Norm(eps=number(config, eps, default_eps), **_own(fields, Norm)),
         tied=boolean(config, "tie_word_embeddings", default_tied),
-        kv_scales=kv_scales(config),
+        kv_scales=kv_scales(config, decoded),
         **fields,
     )
     _check_neutral(config)
@@ -189,12 +191,14 @@ KV_SCHEME = {
 """The one scheme of 8-bit KV, as compressed-tensors describes it."""
 
 
-def kv_scales(config: Config) -> bool:
+def kv_scales(config: Config, decoded: Sequence[str] = ()) -> bool:
     """True if ``quantization_config`` quantises the KV cache, and nothing else: then each layer has a
-    ``k_scale`` and a ``v_scale``. All other quantisation is refused."""
+    ``k_scale`` and a ``v_scale``. All other quantisation is refused but the methods in ``decoded``."""
     key = "quantization_config"
     given = config.get(key)
     if given is None:
+        return False
+    if isinstance(given, Mapping) and given.get("quant_method") in decoded:
         return False
     scheme = given.get("kv_cache_scheme") if isinstance(given, Mapping) else None
     alone = (

@@ -23,7 +23,7 @@ class LatentFields(TypedDict):
 
 
 def latent_fields(config: Config, *, pairs: bool = True) -> LatentFields:
-    """What ``decoder_arch`` takes for layers of latent attention; ``q_lora_rank`` is null where queries have no rank.
+    """Fields of ``decoder_arch`` for layers of latent attention; ``q_lora_rank`` is null where queries have no rank.
     ``head_dim`` and ``num_key_value_heads`` say nothing.
 
     Raises:
@@ -50,7 +50,7 @@ def latent_fields(config: Config, *, pairs: bool = True) -> LatentFields:
 
 
 def _sharper(scaling: RopeScaling | None) -> float:
-    """What queries and keys are multiplied by, each, where the rope is stretched."""
+    """The factor of queries and of keys, each, where the rope is stretched."""
     if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
         return 1.0
     return 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0

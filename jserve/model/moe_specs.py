@@ -11,6 +11,7 @@ or a column of each in turn (``alternating``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,9 @@ class MoeNames:
     """Gate with up, and down, of all experts together, in the ways that checkpoints spell them."""
     columns: str = ""
     """``halves`` or ``alternating``: tensors of all experts together are transposed so; empty: they are not."""
+    mxfp4: bool = False
+    """Checkpoints may have tensors of all experts together in mxfp4, as ``_blocks`` and ``_scales``; their rows of gate
+    and up alternate."""
     router: tuple[str, ...] = ("mlp.gate.weight",)
     """In the ways that checkpoints spell it."""
     router_bias: str = "mlp.router.bias"
@@ -52,6 +56,9 @@ def routed_specs(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamS
     E, F, router = moe.E, moe.F, moe.router
     both = [(_gate_up(f"{at}.{name}", E, F, D, names.columns),) for name, _ in names.all]
     down = [(_down(f"{at}.{name}", E, F, D, names.columns),) for _, name in names.all]
+    if names.mxfp4 and D % 32 == 0 and F % 32 == 0:
+        both += [(_packed(f"{at}.{name}", (E, F, 2, D), (0, 2, 1, 3)),) for name, _ in names.all]
+        down += [(_packed(f"{at}.{name}", (E, D, F), (0, 1, 2)),) for _, name in names.all]
     layer = {
         "router": _exact((E, D), *(f"{at}.{name}" for name in names.router)),
         "expert_gate_up": _spec(
@@ -131,6 +138,20 @@ def _down(name: str, E: int, F: int, D: int, columns: str) -> Part:
     if not columns:
         return Part(name=name, shape=(E, D, F), view=(E, D, F))
     return Part(name=name, shape=(E, F, D), view=(E, D, F), cut=(E, F, D), order=(0, 2, 1))
+
+
+def _packed(name: str, cut: tuple[int, ...], order: tuple[int, ...]) -> Part:
+    """A tensor in mxfp4, of experts of all rows and then columns."""
+    E, *rows, D = cut
+    shape = [cut[axis] for axis in order]
+    return Part(
+        name=f"{name}_blocks",
+        scales=f"{name}_scales",
+        shape=(E, math.prod(rows), D // 32, 16),
+        view=(math.prod(shape[:-2]), *shape[-2:]),
+        cut=cut,
+        order=order,
+    )
 
 
 def _whole(name: str, shape: tuple[int, ...], view: tuple[int, ...]) -> tuple[Part, ...]:

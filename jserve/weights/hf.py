@@ -31,6 +31,7 @@ Kinds = tuple[str, ...]
 
 FLOATS: Kinds = ("bfloat16", "float16", "float32", "float64")
 INTEGERS: Kinds = ("int32", "int64")
+BYTES: Kinds = ("uint8",)
 
 BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 """Endings of tensors that old exporters wrote and no model needs."""

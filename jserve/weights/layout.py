@@ -56,7 +56,7 @@ class ShardPiece:
         skip = first % r
         return source.repeat(r, axis=0)[skip : skip + last - first]
 
-    def copy(self, tensor: np.ndarray, target: np.ndarray) -> None:
+    def copy(self, tensor: Any, target: np.ndarray) -> None:
         """Write the region into ``target``, casting; without a temporary of its size."""
         if self.part.order:
             self._copy_ordered(tensor, target)
@@ -69,12 +69,9 @@ class ShardPiece:
         for i, row in enumerate(range(self.rows[0].start, self.rows[0].stop)):
             target[i] = view[(row // r, *self.rows[1:])]
 
-    def _copy_ordered(self, tensor: np.ndarray, target: np.ndarray) -> None:
-        """``copy`` of one entry of axis 0 after the other: numpy would make ``view`` anew, as large as the tensor."""
-        x = self.part.ordered(tensor)
-        n_first = x.ndim - len(self.part.view) + 1
+    def _copy_ordered(self, tensor: Any, target: np.ndarray) -> None:
         for i, row in enumerate(range(self.rows[0].start, self.rows[0].stop)):
-            target[i] = x[np.unravel_index(row, x.shape[:n_first])][self.rows[1:]]
+            target[i] = self.part.entry(tensor, row)[self.rows[1:]]
 
 
 def check(spec: ParamSpec, name: str) -> None:
@@ -83,11 +80,11 @@ def check(spec: ParamSpec, name: str) -> None:
     assert len(spec.axes) == len(spec.shape), f"{name}: {spec.axes} against {spec.shape}"
     for part in spec.parts:
         shape = _repeated(part)
-        n_entries = part.n_rows * math.prod(part.shape[1:])
+        n_entries = math.prod(part.cut) if part.cut else part.n_rows * math.prod(part.shape[1:])
         if part.within is not None:
-            axis = part.order[1] if part.order else 1
-            n_entries = n_entries // part.cut[axis] * (part.within[1] - part.within[0])
-        assert not part.order or part.repeat == 1, f"{name}: {part.name} has an order and a repeat"
+            n_entries = n_entries // part.cut[1] * (part.within[1] - part.within[0])
+        plain = part.repeat == 1 and part.within is None and part.order[:1] == (0,)
+        assert not part.order or plain, f"{name}: {part.name} has an order and more"
         fits = math.prod(part.view) == n_entries and part.first + part.n_rows <= part.shape[0]
         assert fits, f"{name}: {part.name} viewed as {part.view}"
         fits = (*shape[:c], *shape[c + 1 :]) == (*spec.shape[:c], *spec.shape[c + 1 :])

@@ -21,11 +21,12 @@ from jax.sharding import Mesh
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
-from jserve.model.shard import ParamSpec, ShardRules, padded, spelled
+from jserve.model.shard import ParamSpec, Part, ShardRules, padded, spelled
 from jserve.weights import orbax
 from jserve.weights.dummy import draw
-from jserve.weights.hf import FLOATS, INTEGERS, Kinds, Tensors
+from jserve.weights.hf import BYTES, FLOATS, INTEGERS, Kinds, Tensors
 from jserve.weights.layout import Index, pieces, shard_shape
+from jserve.weights.mxfp4 import Mxfp4
 from jserve.weights.place import (
     SCANS,
     Make,
@@ -150,7 +151,7 @@ def _from_files(tensors: Tensors, dtype: Any, scan_nan: str) -> Make:
             block[...] = 0
         for piece in pieces(spec, index):
             target = block[piece.out]
-            piece.copy(tensors.get(piece.part.name, piece.part.shape, _kinds(spec)), target)
+            piece.copy(_tensor(tensors, piece.part, spec), target)
             why = bad_values(target, scan_nan)
             if why is None and spec.positive and not (target > 0).all():
                 why = "must be positive"
@@ -167,7 +168,15 @@ def _check_present(specs: Any, tensors: Tensors) -> None:
     """Every tensor there with the right shape, before the first byte is loaded."""
     for _, spec in named(specs):
         for part in spec.parts:
-            tensors.get(part.name, part.shape, _kinds(spec))
+            _tensor(tensors, part, spec)
+
+
+def _tensor(tensors: Tensors, part: Part, spec: ParamSpec) -> Any:
+    """The tensor of ``part`` as a view of its file, or what decodes it."""
+    if not part.scales:
+        return tensors.get(part.name, part.shape, _kinds(spec))
+    blocks = tensors.get(part.name, part.shape, BYTES)
+    return Mxfp4(blocks, tensors.get(part.scales, part.shape[:-1], BYTES))
 
 
 def _kinds(spec: ParamSpec) -> Kinds:

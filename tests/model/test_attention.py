@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import Span
 from jserve.model import attn_dense, kv_quant
 from jserve.model.attention import AttendArgs, AttentionBackend, backend
-from jserve.model.span import Span
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.window import Window
 from tests.model.driver import NoSlots, Row, pack

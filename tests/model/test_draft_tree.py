@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import Span
 from jserve.model import draft_tree as tree
 from jserve.model.attention import AttendArgs, backend
 from jserve.model.hand import Row, pack
 from jserve.model.slots import empty
-from jserve.model.span import Span
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.speculation.device.accepted_path import as_chain, straightened
 from jserve.speculation.device.verify import accept, accept_tree

@@ -18,7 +18,11 @@ from jserve.model.moe_specs import MoeNames
 
 NAMES = TensorNames(
     moe=MoeNames(
-        each="", router=("mlp.router.weight",), width_key="intermediate_size", columns="alternating"
+        each="",
+        columns="alternating",
+        mxfp4=True,
+        router=("mlp.router.weight",),
+        width_key="intermediate_size",
     )
 )
 
@@ -45,6 +49,7 @@ def arch(config: Config) -> Arch:
         windows=windows(types, sliding_window(config, 128)),
         ropes=(_rope(config),) * L,
         moes=(moe,) * L,
+        decoded=("mxfp4",),
         **attention_bias(config, True),
     )
 
