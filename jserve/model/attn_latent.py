@@ -57,13 +57,13 @@ def attend(args: LatentArgs, pool_PZC: jax.Array, view: StepView) -> jax.Array:
 
 def absorbed(args: LatentArgs, at: slice) -> jax.Array:
     """float32[T, N, A + Y]: scaled queries of these tokens, as they meet what is kept."""
-    q_TNA = heads_dot("tnh,nha->tna", args.q_TNH[at], args.k_up_NHA)
+    q_TNA = heads_dot(args.q_TNH[at], args.k_up_NHA, inner=1)
     return jnp.concatenate([q_TNA, args.q_TNY[at]], axis=-1) * args.scale
 
 
 def with_values(args: LatentArgs, o_TNA: jax.Array) -> jax.Array:
     """float32[T, N, V]: sums of latents as the values of each head."""
-    return heads_dot("tna,nva->tnv", o_TNA, args.v_up_NVA)
+    return heads_dot(o_TNA, args.v_up_NVA, inner=2)
 
 
 def _absorbed(args: LatentArgs, pool_PZC: jax.Array, view: StepView) -> jax.Array:

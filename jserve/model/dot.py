@@ -57,13 +57,23 @@ def product_as(x_TD: jax.Array, w_ND: jax.Array, dtype: Any) -> jax.Array:
     return y_TN[:T]
 
 
-def heads_dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The einsum of rows of heads, first axis of ``x``, with a matrix for each head, in float32, computed in the type
-    of ``w``. At least two rows, so that a row has the same bits beside any others."""
-    T = x.shape[0]
+def heads_dot(x_TNI: jax.Array, w: jax.Array, *, inner: int) -> jax.Array:
+    """float32[T, N, O]: each head's rows times its own matrix, computed in the type of ``w``.
+
+    Heads lead in both operands, since XLA:CPU has no product of bfloat16 for some other orders; at least two rows, so
+    that a row has the same bits beside any others.
+
+    Args:
+        w: [N, O, I], or [N, I, O] with ``inner`` 1.
+        inner: its axis that is summed over, 2 or 1.
+    """
+    T = x_TNI.shape[0]
     if T < MIN_ROWS:
-        x = jnp.pad(x, ((0, MIN_ROWS - T), *((0, 0),) * (x.ndim - 1)))
-    return jnp.einsum(spec, x.astype(w.dtype), w, preferred_element_type=jnp.float32)[:T]
+        x_TNI = jnp.pad(x_TNI, ((0, MIN_ROWS - T), (0, 0), (0, 0)))
+    x_NTI = x_TNI.swapaxes(0, 1).astype(w.dtype)
+    dims = (((2,), (inner,)), ((0,), (0,)))
+    y_NTO = lax.dot_general(x_NTI, w, dims, preferred_element_type=jnp.float32)
+    return y_NTO.swapaxes(0, 1)[:T]
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
