@@ -35,7 +35,7 @@ def _decode(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     n = view.D * view.J
     return native.attention(
         args.q_TNH[:n],
-        kv,
+        (kv[0], kv[1]),
         view.page_table_RM[: view.D],
         view.pos_T[:n] + 1,
         scale=args.scale,

@@ -15,6 +15,7 @@ Idea: DeepSeek-V2 (arXiv 2405.04434).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -124,5 +125,5 @@ def _matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | Non
 def _vector(name: str, size: int, mean: float | None = None) -> ParamSpec:
     """[size], whole on every device; dummy scales of a norm, which have a ``mean``, are that."""
     part = Part(name=name, shape=(size,), view=(size,))
-    init = {} if mean is None else {"init": 0.0, "init_mean": mean}
-    return ParamSpec(shape=(size,), axes=(None,), parts=(part,), **init)
+    spec = ParamSpec(shape=(size,), axes=(None,), parts=(part,))
+    return spec if mean is None else replace(spec, init=0.0, init_mean=mean)

@@ -14,6 +14,7 @@ from jserve.engine.engine import Engine
 from jserve.model.arch import resized
 from jserve.model.families.deepseek_v3 import FAMILY as DEEPSEEK
 from jserve.model.families.llama import FAMILY as LLAMA
+from jserve.model.view import Bucket
 from jserve.runner.runner import ModelRunner
 from jserve.sched.scheduler import Scheduler
 from tests.kv.test_real_reuse import (
@@ -65,6 +66,23 @@ def test_chunks_and_batches_change_no_token(kind):
     for chunk in (1, 7, -1):
         assert Rig(runner(kind), chunk=chunk, seed=chunk + 2).run(work) == alone, chunk
     assert len({t for tokens in alone for t in tokens}) > 8, "the model repeats itself"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_no_token(kind):
+    family, arch = KINDS[kind]
+    buckets = (*BUCKETS, Bucket(D=6, P=48, F=4, J=4))
+    device = make_runner(buckets, family=family, arch=arch, max_drafts=3)
+    work = jobs(3, seed=3, temperature=0.0)
+    alone = {str(i): Rig(runner(kind)).run([job])[0] for i, job in enumerate(work)}
+
+    def half_right(seq, most):
+        coming = alone[seq.request.id][seq.n_output : seq.n_output + most]
+        return coming[:2] + [(t + 1) % ARCH.V for t in coming[2:]]
+
+    rig = Rig(device, drafter=half_right, chunk=-1, seed=5)
+    assert rig.run(work) == list(alone.values())
+    assert max(rig.accepted) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,7 +33,8 @@ def tiny(architecture: str, seed: int = 0, **config: Any) -> tuple[Any, dict[str
     model = getattr(transformers, architecture)(hf_config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        biases = [(n, x) for n, x in model.named_buffers() if n.endswith("correction_bias")]
+        for name, p in [*model.named_parameters(), *biases]:
             noise = torch.randn(p.shape, generator=generator)
             p.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
     return model, {**hf_config.to_dict(), "architectures": [architecture]}
