@@ -203,6 +203,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": (
         "Llama4ForCausalLM",
         {
+            "seed": 1,
             "num_hidden_layers": 4,
             "head_dim": 16,
             "moe_layers": [0, 3],

@@ -12,11 +12,13 @@ import pytest
 
 from jserve.errors import ConfigError
 from jserve.model import attn_hopper
-from jserve.model.attention import AttendArgs, backend
+from jserve.model.arch import resized
+from jserve.model.attention import AttendArgs, backend, check_layers
 from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.view import Bucket, StepDims, layout, unpack
+from jserve.sizing.models import find
 from jserve.window import Window
 from pallas_kernels.paged_attention import Tree
 from tests.model.driver import NoSlots
@@ -181,6 +183,16 @@ def test_what_is_not_served_is_refused_by_option(
     assert e.value.field == field
     attn.check(256, jnp.dtype(jnp.bfloat16), ())
     attn.check(128, E4M3, TREE)
+
+
+def test_layers_that_are_not_served_are_refused_by_family() -> None:
+    attn, bf16 = backend("hopper", "cuda"), jnp.dtype(jnp.bfloat16)
+    arch = find("llama-3.1-8b").arch
+    check_layers(attn, resized(arch, sink_logits=True), bf16, ())
+    for refused in (resized(arch, chunk=64), find("deepseek-v2-lite").arch):
+        with pytest.raises(ConfigError, match=refused.family) as e:
+            check_layers(attn, refused, bf16, ())
+        assert e.value.field == "attention_backend"
 
 
 def test_window_agrees_with_ref() -> None:
