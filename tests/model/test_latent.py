@@ -44,10 +44,12 @@ def run(
     case: Case,
     *,
     dtype: Any = jnp.float32,
+    kept_as: Any = None,
     bucket: Bucket | None = None,
     keys: tuple[int, ...] = (),
 ) -> list[np.ndarray]:
-    """Output of each row, decode rows first; checks that padding is finite. ``keys`` name what rows hold."""
+    """Output of each row, decode rows first; checks that padding is finite. ``kept_as``: of the pool, ``dtype`` if it
+    is None; ``keys`` name what rows hold."""
     attn, bucket = backend(name), bucket or Bucket(D=5, P=160, F=3)
     decode, prefill = rows_of(case, 0)
     pool = np.full((N_PAGES, Z, A + Y), np.nan, np.float32)
@@ -65,7 +67,7 @@ def run(
         q_TX[first : first + n] = asked[row.start : row.start + n]
         spans.append((first, n))
     buf = pack(bucket, DIMS, attn, decode, prefill)
-    kept = stored(jnp.asarray(pool), attn.kv_dtype(dtype))
+    kept = stored(jnp.asarray(pool), attn.kv_dtype(kept_as or dtype))
     out = np.asarray(_compiled(name, bucket, dtype)(buf, q_TX, x_TC, kept))
     assert np.isfinite(out).all()
     return [out[first : first + n] for first, n in spans]
@@ -103,6 +105,15 @@ def test_rows_of_several_tokens(name: str, tree: tuple[int, ...]) -> None:
     want = run("ref", VERIFY["drafts"], bucket=bucket)
     for a, b in zip(run(name, VERIFY["drafts"], bucket=bucket), want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["xla", "dense"])
+def test_latents_of_8_bits(name: str) -> None:
+    eight = {"kept_as": jnp.float8_e4m3fn}
+    want = run("ref", CASES["mixed"], **eight)
+    for a, b in zip(run(name, CASES["mixed"], **eight), want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert np.abs(want[1] - run("ref", CASES["mixed"])[1]).max() > 1e-3
 
 
 def test_ref_is_attention_over_the_keys_and_values_of_every_head() -> None:
