@@ -7,8 +7,8 @@ never those of a whole context::
     absorbed   (q k_up) . c + q_Y . k_Y     then (p c) v_up      cheap a key, dear a query: decode rows, short chunks
     expanded   q . (k_up c) + q_Y . k_Y     then p (v_up c)      from about 171 tokens of a chunk on
 
-Steps in 16 bits with room for ``EXPANDED`` tokens of chunks expand. In float32 everything is absorbed, since results
-there do not depend on how a text is cut into chunks.
+In 16 bits chunks of ``EXPANDED`` tokens and more expand, whatever else is in the step. In float32 everything is
+absorbed, since results there do not depend on how a text is cut into chunks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jserve.model.dot import heads_dot
 from jserve.model.view import StepView
 
 EXPANDED = 256
-"""Tokens of chunks in a step from which their keys are expanded, in 16 bits."""
+"""Tokens of a chunk from which keys are expanded for it, in 16 bits."""
 Q_EXPANDED = 512
 """Tokens of a chunk that share what a block is expanded to."""
 ROWS = 4096
@@ -49,10 +49,23 @@ def attend(args: LatentArgs, pool_PZC: jax.Array, view: StepView) -> jax.Array:
         o_TKNA = decode_rows(Queries(queries[:, None], None), _layer(args, pool_PZC), view)
         parts.append(with_values(args, o_TKNA[:, 0]))
     if view.P:
-        expands = view.P >= EXPANDED and args.k_up_NHA.dtype.itemsize == 2
-        prefill = _expanded if expands else _absorbed
-        parts.append(prefill(args, pool_PZC, view))
+        parts.append(_chunks(args, pool_PZC, view))
     return jnp.concatenate(parts)
+
+
+def _chunks(args: LatentArgs, pool_PZC: jax.Array, view: StepView) -> jax.Array:
+    """float32[P, N, V] of the prefill rows: a loop over short ones and, where there is room for such, one over long
+    ones, each of as many tiles as its rows have."""
+    if view.P < EXPANDED or args.k_up_NHA.dtype.itemsize != 2:
+        return _absorbed(args, pool_PZC, view)
+    long_R = view.count_R >= EXPANDED
+    short, long = (_only(view, rows_R) for rows_R in (~long_R, long_R))
+    return _absorbed(args, pool_PZC, short) + _expanded(args, pool_PZC, long)
+
+
+def _only(view: StepView, rows_R: jax.Array) -> StepView:
+    """The view without the tokens of other rows, whose results are then zero."""
+    return view.replace(count_R=jnp.where(rows_R, view.count_R, 0))  # type: ignore[attr-defined]
 
 
 def absorbed(args: LatentArgs, at: slice) -> jax.Array:

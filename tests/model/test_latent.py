@@ -107,12 +107,13 @@ def test_rows_of_several_tokens(name: str, tree: tuple[int, ...]) -> None:
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["xla", "dense"])
-def test_latents_of_8_bits(name: str) -> None:
+@pytest.mark.parametrize(("name", "atol"), [("xla", 1e-5), ("dense", 0.01)])
+def test_latents_of_8_bits(name: str, atol: float) -> None:
+    """``dense`` multiplies them in bfloat16."""
     eight = {"kept_as": jnp.float8_e4m3fn}
     want = run("ref", CASES["mixed"], **eight)
     for a, b in zip(run(name, CASES["mixed"], **eight), want, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+        np.testing.assert_allclose(a, b, atol=atol)
     assert np.abs(want[1] - run("ref", CASES["mixed"])[1]).max() > 1e-3
 
 
@@ -157,7 +158,8 @@ def test_long_chunks_of_16_bits_expand_keys(monkeypatch: pytest.MonkeyPatch) -> 
         np.testing.assert_allclose(a, c, atol=0.04)
         np.testing.assert_allclose(b, c, atol=0.04)
     assert np.abs(expanded[2] - absorbed[2]).max() > 0, "one form was used twice"
-    np.testing.assert_array_equal(expanded[0], absorbed[0])  # decode rows always absorb
+    for short in (0, 1, 3):  # whoever is beside them
+        np.testing.assert_array_equal(expanded[short], absorbed[short])
 
 
 def shapes(heads: int, dims: StepDims, bucket: Bucket) -> list[jax.ShapeDtypeStruct]:
