@@ -65,12 +65,15 @@ def _shared(moe: Moe, p: Params, x_TD: jax.Array) -> jax.Array:
     y_TD = dot(h_TF, p["shared_down"])
     if not moe.shared_gate:
         return y_TD
-    return y_TD * jax.nn.sigmoid(_exact(x_TD, p["shared_gate"]))
+    # As a product with one column XLA:CPU sums it in an order that depends on the rows.
+    gate_T1 = jnp.sum(x_TD * p["shared_gate"], axis=1, keepdims=True)
+    return y_TD * jax.nn.sigmoid(gate_T1)
 
 
 def _down_bias(moe: Moe, p: Params, expert_TX: jax.Array, weight_TX: jax.Array) -> jax.Array:
     """Biases of the last products, which are whole on every device and added once."""
-    bias_ED, y_TD = p["expert_down_bias"].astype(jnp.float32), 0.0
+    bias_ED = p["expert_down_bias"].astype(jnp.float32)
+    y_TD = jnp.zeros((expert_TX.shape[0], bias_ED.shape[1]), jnp.float32)
     for j in range(moe.X):
         weight_T = 1.0 if moe.router.on_input else weight_TX[:, j : j + 1]
         y_TD = y_TD + jnp.where(
