@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jserve.model import native
 from jserve.model.arch import Moe, Router
 from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
@@ -65,12 +66,15 @@ def _shared(moe: Moe, p: Params, x_TD: jax.Array) -> jax.Array:
     y_TD = dot(h_TF, p["shared_down"])
     if not moe.shared_gate:
         return y_TD
-    return y_TD * jax.nn.sigmoid(_exact(x_TD, p["shared_gate"]))
+    # As a product with one column XLA:CPU sums it in an order that depends on the rows.
+    gate_T1 = jnp.sum(x_TD * p["shared_gate"], axis=1, keepdims=True)
+    return y_TD * jax.nn.sigmoid(gate_T1)
 
 
 def _down_bias(moe: Moe, p: Params, expert_TX: jax.Array, weight_TX: jax.Array) -> jax.Array:
     """Biases of the last products, which are whole on every device and added once."""
-    bias_ED, y_TD = p["expert_down_bias"].astype(jnp.float32), 0.0
+    bias_ED = p["expert_down_bias"].astype(jnp.float32)
+    y_TD = jnp.zeros((expert_TX.shape[0], bias_ED.shape[1]), jnp.float32)
     for j in range(moe.X):
         weight_T = 1.0 if moe.router.on_input else weight_TX[:, j : j + 1]
         y_TD = y_TD + jnp.where(
@@ -139,6 +143,8 @@ def routed(
     moe: Moe, p: Params, x_TD: jax.Array, expert_TX: jax.Array, weight_TX: jax.Array
 ) -> jax.Array:
     """float32[T, D]: the weighted outputs of each token's experts, partial sums where their width is split."""
+    if native.takes_experts(expert_TX.size, moe.E, p["expert_gate_up"]):
+        return through(in_place, moe, p, x_TD, expert_TX, weight_TX)
     on = {platform: partial(through, _form(platform, expert_TX.size), moe, p) for platform in FORMS}
     default = on.pop("default")
     return lax.platform_dependent(x_TD, expert_TX, weight_TX, default=default, **on)
@@ -237,6 +243,27 @@ def _each(x_TXD: jax.Array, w_END: jax.Array, e_TX: jax.Array) -> jax.Array:
     return jnp.einsum("txd,tx...d->tx...", x_TXD, w_END[e_TX], preferred_element_type=jnp.float32)
 
 
+def in_place(
+    moe: Moe, p: Params, x_TD: jax.Array, expert_TX: jax.Array, scale_TX: jax.Array
+) -> Outputs:
+    """The native kernels' products of all assignments: they read each chosen expert once, where it lies."""
+    A, D = expert_TX.size, x_TD.shape[1]
+    expert_A, w = expert_TX.reshape(-1), p["expert_gate_up"]
+    if moe.router.on_input:
+        x_TD = (x_TD[:, None] * scale_TX[:, :, None]).reshape(A, D)
+    if moe.activation == "silu" and not moe.expert_bias:
+        h_AF = native.expert_gate_up(x_TD, w, expert_A)
+    else:
+        y_A2F = native.expert_product(x_TD, w.reshape(moe.E, -1, D), expert_A)
+        y_A2F = y_A2F.reshape(A, 2, -1)
+        if moe.expert_bias:
+            bias_E2F = p["expert_gate_up_bias"].reshape(moe.E, 2, -1)
+            y_A2F = y_A2F + bias_E2F.at[expert_A].get(mode="clip")
+        h_AF = activated(moe.activation, y_A2F[:, 0], y_A2F[:, 1])
+    y_AD = native.expert_product(h_AF, p["expert_down"], expert_A)
+    return y_AD, jnp.arange(A).reshape(expert_TX.shape)
+
+
 TILE = 16
 """Assignments of a tile."""
 GATHER_MOST = 32
@@ -246,7 +273,8 @@ FORMS: dict[str, tuple[tuple[int | None, Form], ...]] = {
     "cpu": ((None, tiled),),
     "default": ((GATHER_MOST, gathered), (None, tiled)),
 }
-"""Of each platform, the form for up to so many assignments (None: for all others); ``default`` is of GPUs."""
+"""Of each platform, the form for up to so many assignments (None: for all others); ``default`` is of GPUs. On a CPU the
+native kernels come first (``native.takes_experts``)."""
 
 
 def _form(platform: str, A: int) -> Form:

@@ -99,6 +99,36 @@ def gate_up(x_TD: jax.Array, w_2FD: jax.Array) -> jax.Array:
     )
 
 
+MOST_ASSIGNMENTS = 4096
+"""Of tokens to experts, in one product."""
+
+
+def takes_experts(A: int, E: int, w: jax.Array) -> bool:
+    """True if the kernels in use multiply ``A`` assignments to ``E`` experts: an expert has few rows on average."""
+    level = kernels.value
+    few = bool(level) and min(MOST_ROWS[level] * E, MOST_ASSIGNMENTS) >= A
+    return few and w.dtype == jnp.bfloat16
+
+
+def expert_product(x_RD: jax.Array, w_END: jax.Array, expert_A: jax.Array) -> jax.Array:
+    """float32[A, N]: ``product`` of each assignment with the weights of its expert, read where they lie.
+
+    Args:
+        x_RD: assignment a has row a / (A / R).
+        expert_A: int32; E and more are nowhere and give zeros.
+    """
+    return _call("jserve.expert_product.v1", (expert_A.size, w_END.shape[1]))(
+        x_RD.astype(jnp.float32), w_END, expert_A, level=_level()
+    )
+
+
+def expert_gate_up(x_RD: jax.Array, w_ZFD: jax.Array, expert_A: jax.Array) -> jax.Array:
+    """float32[A, F]: ``gate_up`` likewise; ``w_ZFD`` has gate, then up, of each expert in turn."""
+    return _call("jserve.expert_gate_up.v1", (expert_A.size, w_ZFD.shape[1]))(
+        x_RD.astype(jnp.float32), w_ZFD, expert_A, level=_level()
+    )
+
+
 HEAD_MULTIPLE, MOST_HEAD, MOST_GROUP, PAGE_MULTIPLE = 32, 256, 16, 16
 """The cases of decode attention that the kernel takes: heads of so many values, query heads of a kv head, tokens of a
 page."""

@@ -3,6 +3,7 @@
  *
  *   product     y[M, N] f32 = x[M, K] f32 @ w[N, K]^T bf16          x is rounded to bf16, sums are float32
  *   gate_up     h[M, F] f32 = silu(x @ gate^T) * (x @ up^T)         w[2, F, K]: gate, then up
+ *   expert_...  the same of each assignment with the weights of its expert, which are read where they lie
  *   attention   o[T, N, H] of decode tokens over pages [P, K, Z, H]
  *
  * Weights stay as they are: nothing is packed or copied. A row of x that is all zeros is a row that nobody reads: it gives
@@ -734,19 +735,23 @@ static void product_chunk(const Job *job, i64 number) {
   zero_columns(work, n0, n1);
 }
 
-static void gate_up_chunk(const Job *job, i64 number) {
-  const ProductWork *work = job->work;
-  const Product *p = &work->p;
-  i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk), n = n1 - n0;
-  zero_columns(work, n0, n1);
+/* Columns [n0, n1) of gate_up, to rows ``t.row`` of ``t``. */
+static void gated(const Level *level, const Product *p, i64 n0, i64 n1, Target t) {
+  const i64 n = n1 - n0;
   float gate[HELD], up[HELD];
   int32_t number_of[HELD];
   for (i64 i = 0; i < p->L; i++) number_of[i] = (int32_t)i;
   if (!p->L) return;
-  work->level->rows(p, n0, n1, (Target){gate, n, number_of});
-  work->level->rows(p, work->N + n0, work->N + n1, (Target){up, n, number_of});
-  for (i64 i = 0; i < p->L; i++)
-    work->level->silu(gate + i * n, up + i * n, work->y + p->row[i] * work->N + n0, n);
+  level->rows(p, n0, n1, (Target){gate, n, number_of});
+  level->rows(p, t.ld + n0, t.ld + n1, (Target){up, n, number_of});
+  for (i64 i = 0; i < p->L; i++) level->silu(gate + i * n, up + i * n, at(t, i), n);
+}
+
+static void gate_up_chunk(const Job *job, i64 number) {
+  const ProductWork *work = job->work;
+  i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
+  zero_columns(work, n0, n1);
+  gated(work->level, &work->p, n0, n1, (Target){work->y + n0, work->N, work->p.row});
 }
 
 INLINE int is_dead(const float *x, i64 K) {
@@ -768,6 +773,14 @@ static i64 sort_rows(const float *x, i64 M, i64 K, int32_t *row) {
   return live;
 }
 
+/* Weight rows of a chunk, of N that meet up to L rows of x. */
+static i64 chunk_rows(i64 N, i64 K, i64 L, int fused) {
+  i64 rows = max64(CHUNK_BYTES / max64((fused ? 2 : 1) * K * (i64)sizeof(bf16), 1), 1);
+  rows = min64(rows, (N + FEWEST_CHUNKS - 1) / FEWEST_CHUNKS);
+  rows = up_to(rows, CHUNK_ROWS);
+  return fused ? max64(1, min64(rows, HELD / max64(L, 8) / 8 * 8)) : rows;
+}
+
 /* Product, or gate_up where ``fused``: then N counts rows of the gate. Returns 0 where there is no memory. */
 static int product(int level, const float *x, const bf16 *w, float *y, i64 M, i64 N, i64 K, int fused,
                    const FfiCall *call) {
@@ -786,15 +799,102 @@ static int product(int level, const float *x, const bf16 *w, float *y, i64 M, i6
       .zero = row + L,
   };
   if (L) with->pack(&work.p);
-  i64 bytes = (fused ? 2 : 1) * K * (i64)sizeof(bf16);
-  i64 rows = max64(CHUNK_BYTES / max64(bytes, 1), 1);
-  rows = min64(rows, (N + FEWEST_CHUNKS - 1) / FEWEST_CHUNKS);
-  rows = up_to(rows, CHUNK_ROWS);
-  if (fused) rows = max64(1, min64(rows, HELD / max64(L, 8) / 8 * 8));
-  if (N * bytes <= ALONE_BYTES) call = NULL;
+  i64 rows = chunk_rows(N, K, L, fused);
+  if (N * (fused ? 2 : 1) * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   work.rows_per_chunk = rows;
   job->n_chunks = (N + rows - 1) / rows;
   job->chunk = fused ? gate_up_chunk : product_chunk;
+  job->work = &work;
+  run_job(job, call);
+  return 1;
+}
+
+/* --- products of experts ---
+ *
+ * Assignments are sorted by expert; each expert that has any is a product of its own, on weights that stay where they lie.
+ * All of them are one job, so that the threads share small experts too. */
+
+typedef struct {
+  const Product *p;      /* of each expert that has assignments; p->row are rows of x */
+  const int32_t *const *to; /* of each, rows of y */
+  const Level *level;
+  float *y;
+  i64 N, rows_per_chunk, chunks_each;
+  int fused;
+} ExpertWork;
+
+static void expert_chunk(const Job *job, i64 number) {
+  const ExpertWork *work = job->work;
+  i64 g = number / work->chunks_each, n0 = number % work->chunks_each * work->rows_per_chunk;
+  i64 n1 = min64(work->N, n0 + work->rows_per_chunk);
+  Target t = {work->y + n0, work->N, work->to[g]};
+  if (work->fused)
+    gated(work->level, &work->p[g], n0, n1, t);
+  else
+    work->level->rows(&work->p[g], n0, n1, t);
+}
+
+typedef struct {
+  const float *x;        /* [R, K]; assignment a has row a / (A / R) */
+  const bf16 *w;         /* [E, N, K]; [E, 2, N, K] where fused */
+  const int32_t *expert; /* [A]; E and more: nowhere, its row of y is zeros */
+  float *y;              /* [A, N] */
+  i64 A, R, E, N, K;
+  int fused;
+} Experts;
+
+/* Assignments by expert: ``to`` their numbers, ``from`` their rows of x, ``end[i]`` where in both those of expert i end.
+ * Rows of y of assignments to no expert become zeros. */
+static void sort_by_expert(const Experts *e, i64 *end, int32_t *to, int32_t *from) {
+  memset(end, 0, (size_t)(e->E + 1) * sizeof *end);
+  for (i64 a = 0; a < e->A; a++) {
+    i64 i = e->expert[a];
+    if (i >= 0 && i < e->E)
+      end[i + 1]++;
+    else
+      memset(e->y + a * e->N, 0, (size_t)e->N * sizeof *e->y);
+  }
+  for (i64 i = 0; i < e->E; i++) end[i + 1] += end[i];
+  for (i64 a = 0; a < e->A; a++) {
+    i64 i = e->expert[a];
+    if (i < 0 || i >= e->E) continue;
+    to[end[i]] = (int32_t)a;
+    from[end[i]++] = (int32_t)(a / (e->A / e->R));
+  }
+}
+
+/* Returns 0 where there is no memory. */
+static int experts(int level, const Experts *e, const FfiCall *call) {
+  const i64 most = min64(e->A, e->E), rows_each = (e->fused ? 2 : 1) * e->N, K = e->K;
+  if (e->A == 0 || e->N == 0) return 1;
+  const Level *with = &LEVELS[level];
+  const i64 alone = up_to((i64)with->packed_bytes(1, K), 64); /* L rows together take no more than L alone */
+  const i64 ends = up_to((e->E + 1) * 8, 64), numbers = up_to(e->A * 4, 64);
+  const i64 products = up_to(most * (i64)sizeof(Product), 64), pointers = up_to(most * 8, 64);
+  Job *job = new_job((size_t)(ends + 2 * numbers + products + pointers + e->A * alone));
+  if (!job) return 0;
+  char *rest = job->scratch;
+  i64 *end = (i64 *)rest;
+  int32_t *to = (int32_t *)(rest += ends), *from = (int32_t *)(rest += numbers);
+  Product *p = (Product *)(rest += numbers);
+  const int32_t **rows_of_y = (const int32_t **)(rest += products);
+  rest += pointers;
+  sort_by_expert(e, end, to, from);
+  i64 n = 0, longest = 0, begin = 0;
+  for (i64 i = 0; i < e->E; begin = end[i++]) {
+    i64 L = end[i] - begin;
+    if (!L) continue;
+    p[n] = (Product){e->w + i * rows_each * K, rows_each, K, e->R, L, from + begin, e->x, rest};
+    with->pack(&p[n]);
+    rest += up_to((i64)with->packed_bytes(L, K), 64);
+    rows_of_y[n++] = to + begin;
+    longest = max64(longest, L);
+  }
+  const i64 rows = chunk_rows(e->N, K, longest, e->fused);
+  ExpertWork work = {p, rows_of_y, with, e->y, e->N, rows, (e->N + rows - 1) / rows, e->fused};
+  if (n * rows_each * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
+  job->n_chunks = n * work.chunks_each;
+  job->chunk = expert_chunk;
   job->work = &work;
   run_job(job, call);
   return 1;
@@ -1037,6 +1137,38 @@ static FfiError *handle_product(const FfiCall *call, int fused) {
 
 EXPORT FfiError *jserve_product(FfiCall *call) { return handle_product(call, 0); }
 EXPORT FfiError *jserve_gate_up(FfiCall *call) { return handle_product(call, 1); }
+
+static FfiError *handle_experts(const FfiCall *call, int fused) {
+  FfiError *error;
+  if (asks_metadata(call, &error)) return error;
+  const FfiBuffer *x = buffer(&call->args, 0, FFI_F32, 2), *w = buffer(&call->args, 1, FFI_BF16, 3);
+  const FfiBuffer *expert = buffer(&call->args, 2, FFI_S32, 1), *y = buffer(&call->rets, 0, FFI_F32, 2);
+  int level = level_of(call);
+  if (!x || !w || !expert || !y || level < 0)
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments of experts");
+  const i64 each = fused ? 2 : 1;
+  Experts e = {
+      .x = x->data,
+      .w = w->data,
+      .expert = expert->data,
+      .y = y->data,
+      .A = expert->dims[0],
+      .R = x->dims[0],
+      .E = w->dims[0] / each,
+      .N = w->dims[1],
+      .K = w->dims[2],
+      .fused = fused,
+  };
+  if (fused && e.A > HELD) return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: too many assignments for gate_up");
+  if (w->dims[0] % each || x->dims[1] != e.K || y->dims[0] != e.A || y->dims[1] != e.N || (e.R ? e.A % e.R : e.A))
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes of experts do not match");
+  if (!experts(level, &e, call))
+    return failed(call, FFI_ERROR_FAILED_PRECONDITION, "jserve: no memory for experts");
+  return NULL;
+}
+
+EXPORT FfiError *jserve_expert_product(FfiCall *call) { return handle_experts(call, 0); }
+EXPORT FfiError *jserve_expert_gate_up(FfiCall *call) { return handle_experts(call, 1); }
 
 EXPORT FfiError *jserve_attention(FfiCall *call) {
   FfiError *error;

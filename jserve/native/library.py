@@ -19,6 +19,8 @@ LEVELS = ("plain", "avx2", "avx512f", "avx512_bf16")
 HANDLERS = {
     "jserve.product.v1": "jserve_product",
     "jserve.gate_up.v1": "jserve_gate_up",
+    "jserve.expert_product.v1": "jserve_expert_product",
+    "jserve.expert_gate_up.v1": "jserve_expert_gate_up",
     "jserve.attention.v1": "jserve_attention",
 }
 """Names of the kernels for XLA, and of the functions. A compiled program finds its kernel by that name alone, so a
