@@ -1,8 +1,8 @@
-"""Paged attention whose decode rows are one native kernel call per layer; all else is that of ``xla``.
+"""Paged attention that is one native kernel call per layer; what the kernel does not take is that of ``xla``.
 
-It owns no layout: pools, writes and moves are those of ``attn_xla``. A decode token's length is its position plus
-one, so drafts in a chain are tokens like others. Trees of drafts, capped
-scores, pages and groups of query heads that the kernel does not take, and steps traced without kernels, stay on XLA.
+It owns no layout: pools, writes and moves are those of ``attn_xla``. Drafts in a chain are tokens like others. Trees of
+drafts, capped scores, pages and groups of query heads that the kernel does not take, and steps traced without kernels,
+stay on XLA.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jserve.errors import ConfigError
 from jserve.model import native
 from jserve.model.attention import AttendArgs, LayerKV
-from jserve.model.attn_xla import XLA, attend_by
+from jserve.model.attn_xla import XLA
 from jserve.model.draft_tree import TreeShape
 from jserve.model.view import StepView
 
@@ -26,19 +26,13 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     G = args.q_TNH.shape[1] // kv[0].shape[1]
     if view.tree is not None or args.soft_cap or not native.attends(kv[0], G):
         return XLA.attend(args, kv, view)
-    return attend_by(_decode, args, kv, view)
-
-
-def _decode(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
-    n = view.D * view.J
     return native.attention(
-        args.q_TNH[:n],
+        args.q_TNH,
         kv,
-        view.page_table_RM[: view.D],
-        view.pos_T[:n] + 1,
+        native.Rows(view.page_table_RM, view.start_R, view.count_R, view.first_R),
         scale=args.scale,
         window=args.window,
-        far_TNH=None if args.sinks is None else args.sinks.q_TNH[:n],
+        far_TNH=None if args.sinks is None else args.sinks.q_TNH,
         n_sinks=0 if args.sinks is None else args.sinks.n,
     )
 

@@ -10,7 +10,7 @@ rows each level beats XLA's own product. Kernels are chosen while a step is trac
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ kernels = jax.make_user_context("")
 """A context manager that takes the level of the kernels in use. Functions that were traced at another level are
 traced again."""
 
-MOST_ROWS = {"plain": 0, "avx2": 8, "avx512f": 8, "avx512_bf16": 128}
+MOST_ROWS = {"plain": 0, "avx2": 8, "avx512f": 8, "avx512_bf16": 4096}
 """Rows of a product up to which each level beats XLA."""
 
 
@@ -100,7 +100,7 @@ def gate_up(x_TD: jax.Array, w_2FD: jax.Array) -> jax.Array:
 
 
 HEAD_MULTIPLE, MOST_HEAD, MOST_GROUP, PAGE_MULTIPLE = 32, 256, 16, 16
-"""The cases of decode attention that the kernel takes: heads of so many values, query heads of a kv head, tokens of a
+"""The cases of attention that the kernel takes: heads of so many values, query heads of a kv head, tokens of a
 page."""
 
 
@@ -116,31 +116,40 @@ def has_attention(level: str) -> bool:
     return level == "avx512_bf16"
 
 
+class Rows(NamedTuple):
+    """The rows of a step, as attention reads them."""
+
+    page_table_RM: jax.Array
+    start_R: jax.Array
+    """int32: position of a row's first token."""
+    count_R: jax.Array
+    """int32: its tokens; 0: the row is unused."""
+    first_R: jax.Array
+    """int32: number of its first token in the step."""
+
+
 def attention(
     q_TNH: jax.Array,
     kv: tuple[jax.Array, jax.Array],
-    page_table_DM: jax.Array,
-    length_T: jax.Array,
+    rows: Rows,
     *,
     scale: float,
     window: int,
     far_TNH: jax.Array | None,
     n_sinks: int,
 ) -> jax.Array:
-    """float32[T, N, H] of the tokens of D rows, T / D of each.
+    """float32[T, N, H] of the tokens of all rows, each of which sees its row up to itself; zeros for tokens of none.
 
     Args:
         kv: keys and values [P, K, Z, H], bits of bfloat16.
-        length_T: int32, positions of its row that a token sees; 0: it is padding and gets zeros.
         window: newest positions that a token sees; 0: all.
         far_TNH: queries that meet the first ``n_sinks`` positions from beyond the window.
     """
     far = [] if far_TNH is None else [far_TNH.astype(jnp.float32)]
-    return _call("jserve.attention.v1", q_TNH.shape)(
+    return _call("jserve.attention.v2", q_TNH.shape)(
         q_TNH.astype(jnp.float32),
         *kv,
-        page_table_DM,
-        length_T,
+        *rows,
         *far,
         level=_level(),
         scale=np.float32(scale),

@@ -19,7 +19,7 @@ LEVELS = ("plain", "avx2", "avx512f", "avx512_bf16")
 HANDLERS = {
     "jserve.product.v1": "jserve_product",
     "jserve.gate_up.v1": "jserve_gate_up",
-    "jserve.attention.v1": "jserve_attention",
+    "jserve.attention.v2": "jserve_attention",
 }
 """Names of the kernels for XLA, and of the functions. A compiled program finds its kernel by that name alone, so a
 kernel that takes or means something else gets another version."""
