@@ -849,7 +849,7 @@ static int product(int level, const float *x, const bf16 *w, float *y, i64 M, i6
  * again while a cache has them. What is not finite among keys makes the token's result NaN, among values it reads as
  * zero, so that what nobody may see cannot leave its place with a weight of zero. */
 
-enum { BLOCK = 16, MOST_HEAD = 256, MOST_GROUP = 16, TILE = 32, FEW_TOKENS = 8, SPAN = 256, STEP = 64 };
+enum { BLOCK = 16, MOST_HEAD = 256, MOST_GROUP = 16, TILE = 32, FEW_TOKENS = 8, SPAN = 256, STEP = 64, AHEAD = 64 };
 
 /* Tokens token .. token+n-1 of a row, from position ``start`` on. */
 typedef struct {
@@ -973,25 +973,31 @@ T_BF16 INLINE void token_values(Token *s, const Attention *a, const int32_t *pag
     _mm512_storeu_ps(s->o[g + j] + h, lo[j]), _mm512_storeu_ps(s->o[g + j] + h + 16, hi[j]);
 }
 
-T_BF16 INLINE void fetch(const bf16 *p, i64 n) {
+T_BF16 INLINE void fetch_keys(const bf16 *p, i64 n) {
   for (i64 i = 0; i < n; i += 32) _mm_prefetch((const char *)(p + i), _MM_HINT_T0);
+}
+
+/* Into the second-level cache, since all values of a span are many. */
+T_BF16 INLINE void fetch_values(const bf16 *p, i64 n) {
+  for (i64 i = 0; i < n; i += 32) _mm_prefetch((const char *)(p + i), _MM_HINT_T1);
 }
 
 /* Positions [from, to) of one row and kv head. */
 T_BF16 INLINE void token_span(Token *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to,
                               int careful) {
   const i64 G = a->N / a->K, H = a->H;
+  for (i64 pos = from / BLOCK * BLOCK; pos < min64(from / BLOCK * BLOCK + AHEAD, to); pos += BLOCK)
+    fetch_keys(a->k + place(a, pages, head, pos), BLOCK * H);
   for (i64 first = from / BLOCK * BLOCK; first < to; first += SPAN) {
     i64 n = min64(SPAN, up_to(to - first, BLOCK));
     for (i64 at = 0; at < n; at += BLOCK) {
       i64 pos = first + at, low = max64(from - pos, 0), high = min64(to - pos, BLOCK), here = place(a, pages, head, pos);
       unsigned seen = (0xffffu >> (BLOCK - high)) & (0xffffu << low);
-      if (at + BLOCK < n) fetch(a->k + place(a, pages, head, pos + BLOCK), BLOCK * H);
-      fetch(a->v + here, BLOCK * H);
+      if (pos + AHEAD < to) fetch_keys(a->k + place(a, pages, head, pos + AHEAD), BLOCK * H);
+      fetch_values(a->v + here, BLOCK * H);
       token_scores(s, G, H, a->k + here, at, (__mmask16)seen);
     }
     for (i64 g = 0; g < G; g++) token_weights(s, g, H, n);
-    if (first + n < to) fetch(a->k + place(a, pages, head, first + n), BLOCK * H);
     for (i64 h = 0; h < H; h += 32) {
       i64 g = 0;
       for (; g + 2 <= G; g += 2) token_values(s, a, pages, head, first, n, g, 2, h, careful);
