@@ -1,6 +1,7 @@
-"""Paged attention that is one native kernel call per layer; what the kernel does not take is that of ``xla``.
+"""Paged attention and writes of KV that are one native kernel call each per layer; what the kernels do not take is that
+of ``xla``.
 
-It owns no layout: pools, writes and moves are those of ``attn_xla``. Drafts in a chain are tokens like others. Trees of
+It owns no layout: pools and moves are those of ``attn_xla``. Drafts in a chain are tokens like others. Trees of
 drafts, capped scores, pages and groups of query heads that the kernel does not take, and steps traced without kernels,
 stay on XLA.
 """
@@ -19,6 +20,13 @@ from jserve.model.attention import AttendArgs, LayerKV
 from jserve.model.attn_xla import XLA
 from jserve.model.draft_tree import TreeShape
 from jserve.model.view import StepView
+
+
+def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
+    """The tokens' keys and values go to their pages and offsets."""
+    if not native.attends(kv[0], 1):
+        return XLA.write_kv(kv, k_TKH, v_TKH, view)
+    return native.write_kv(kv, k_TKH, v_TKH, view.write_page_T, view.write_off_T)
 
 
 def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
@@ -46,4 +54,4 @@ def check(H: int, dtype: Any, tree: TreeShape) -> None:
         )
 
 
-NATIVE = dataclasses.replace(XLA, name="native", attend=attend, check=check)
+NATIVE = dataclasses.replace(XLA, name="native", write_kv=write_kv, attend=attend, check=check)

@@ -80,8 +80,12 @@ def _register() -> None:
 
 def takes(x_TD: jax.Array, w_ND: jax.Array) -> bool:
     """True if the kernels in use multiply these."""
-    level = kernels.value
-    return bool(level) and w_ND.dtype == jnp.bfloat16 and x_TD.shape[0] <= MOST_ROWS[level]
+    return w_ND.dtype == jnp.bfloat16 and takes_rows(kernels.value, x_TD.shape[0])
+
+
+def takes_rows(level: str, n: int) -> bool:
+    """True if the kernels of ``level`` (empty: none) take products of ``n`` rows."""
+    return bool(level) and n <= MOST_ROWS[level]
 
 
 def product(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
@@ -156,6 +160,25 @@ def attention(
         window=np.int64(window),
         sinks=np.int64(n_sinks),
     )
+
+
+def write_kv(
+    kv: tuple[jax.Array, jax.Array],
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    page_T: jax.Array,
+    offset_T: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """``kv`` with the tokens' keys and values in their places, rounded to bfloat16; in place where it is donated. What
+    goes to page 0, or to a page that does not exist, is written nowhere."""
+    call = jax.ffi.ffi_call(
+        "jserve.write_kv.v1",
+        [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in kv],
+        input_output_aliases={0: 0, 1: 1},
+    )
+    k_TKH, v_TKH = (x.astype(jnp.float32) for x in (k_TKH, v_TKH))
+    keys, values = call(*kv, k_TKH, v_TKH, page_T, offset_T)
+    return keys, values
 
 
 def _level() -> np.int64:

@@ -4,6 +4,7 @@
  *   product     y[M, N] f32 = x[M, K] f32 @ w[N, K]^T bf16          x is rounded to bf16, sums are float32
  *   gate_up     h[M, F] f32 = silu(x @ gate^T) * (x @ up^T)         w[2, F, K]: gate, then up
  *   attention   o[T, N, H] of tokens in rows, over pages [P, K, Z, H]
+ *   write_kv    keys and values of tokens, rounded, to their places in these pages, which are changed in place
  *
  * Weights stay as they are: nothing is packed or copied. A row of x that is all zeros is a row that nobody reads: it gives
  * zeros and costs nothing, so that the number of live rows is data. Work is cut into chunks that the caller and the threads
@@ -720,6 +721,7 @@ enum {
   FEWEST_CHUNKS = 8,
   CHUNK_ROWS = 16,  /* multiples of this: a line of results */
   PACK_AT_ONCE = 32, /* live rows that one chunk packs, where there are more */
+  ZEROED_AT_ONCE = 64,
   PART = 64,         /* live rows that a chunk of gate_up takes at once */
   HELD = 4096,       /* results of gate, and of up, that it keeps on its stack */
 };
@@ -730,30 +732,28 @@ typedef struct {
   float *y;
   i64 N; /* columns of y */
   i64 rows_per_chunk;
+  i64 n_column_chunks;
   const int32_t *zero; /* [M - L] dead rows of x */
 } ProductWork;
 
-/* Chunks before the first of the product: they pack x. */
-static int packs(const Job *job, i64 number) {
+/* Chunks before those of the product pack x, those after them zero the results of dead rows. */
+static int aside(const Job *job, i64 number) {
   const ProductWork *work = job->work;
-  if (number >= job->n_first) return 0;
-  work->level->pack(&work->p, number * PACK_AT_ONCE, min64(work->p.L, (number + 1) * PACK_AT_ONCE));
-  return 1;
-}
-
-static void zero_columns(const ProductWork *work, i64 n0, i64 n1) {
-  for (i64 i = 0; i < work->p.M - work->p.L; i++)
-    memset(work->y + work->zero[i] * work->N + n0, 0, (size_t)(n1 - n0) * sizeof(float));
+  const i64 dead = work->p.M - work->p.L, first = (number - job->n_first - work->n_column_chunks) * ZEROED_AT_ONCE;
+  if (number < job->n_first)
+    work->level->pack(&work->p, number * PACK_AT_ONCE, min64(work->p.L, (number + 1) * PACK_AT_ONCE));
+  for (i64 i = max64(first, 0); first >= 0 && i < min64(dead, first + ZEROED_AT_ONCE); i++)
+    memset(work->y + work->zero[i] * work->N, 0, (size_t)work->N * sizeof(float));
+  return number < job->n_first || first >= 0;
 }
 
 static void product_chunk(const Job *job, i64 number) {
   const ProductWork *work = job->work;
-  if (packs(job, number)) return;
+  if (aside(job, number)) return;
   number -= job->n_first;
   i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
   Target t = {work->y + n0, work->N, work->p.row};
-  if (work->p.L) work->level->rows(&work->p, n0, n1, t);
-  zero_columns(work, n0, n1);
+  work->level->rows(&work->p, n0, n1, t);
 }
 
 /* Live rows i .. i+n-1 of ``p``; i is a multiple of PACKED. */
@@ -767,10 +767,9 @@ static Product part_of(const Level *level, const Product *p, i64 i, i64 n) {
 
 static void gate_up_chunk(const Job *job, i64 number) {
   const ProductWork *work = job->work;
-  if (packs(job, number)) return;
+  if (aside(job, number)) return;
   number -= job->n_first;
   const i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk), n = n1 - n0;
-  zero_columns(work, n0, n1);
   float gate[HELD], up[HELD];
   int32_t number_of[PART];
   for (int i = 0; i < PART; i++) number_of[i] = i;
@@ -783,16 +782,20 @@ static void gate_up_chunk(const Job *job, i64 number) {
   }
 }
 
-INLINE int is_dead(const float *x, i64 K) {
-  uint32_t bits[16], any = 0;
+typedef uint32_t Bits __attribute__((vector_size(64), aligned(4), may_alias));
+
+/* Whether a row is all zeros, of either sign. */
+static int is_dead(const float *x, i64 K) {
   i64 k = 0;
-  for (; k + 16 <= K && !any; k += 16) {
-    memcpy(bits, x + k, sizeof bits);
-    for (int i = 0; i < 16; i++) any |= bits[i];
-    any &= 0x7fffffff;
+  for (; k + 64 <= K; k += 64) {
+    const Bits *at = (const Bits *)(x + k);
+    Bits any = (at[0] | at[1] | at[2] | at[3]) << 1;
+    for (int i = 0; i < 16; i++)
+      if (any[i]) return 0;
   }
-  for (; k < K && !any; k++) any = x[k] != 0;
-  return !any;
+  for (; k < K; k++)
+    if (x[k] != 0) return 0;
+  return 1;
 }
 
 /* Which rows of x are live, then which are not. */
@@ -828,7 +831,8 @@ static int product(int level, const float *x, const bf16 *w, float *y, i64 M, i6
   if (fused) rows = min64(rows, HELD / min64(max64(L, 8), PART) / 8 * 8);
   if (N * bytes <= ALONE_BYTES) call = NULL;
   work.rows_per_chunk = rows;
-  job->n_chunks = job->n_first + (N + rows - 1) / rows;
+  work.n_column_chunks = L ? (N + rows - 1) / rows : 0;
+  job->n_chunks = job->n_first + work.n_column_chunks + (M - L + ZEROED_AT_ONCE - 1) / ZEROED_AT_ONCE;
   job->chunk = fused ? gate_up_chunk : product_chunk;
   job->work = &work;
   run_job(job, call);
@@ -1309,6 +1313,57 @@ static int attention(int level, Attention *a, const FfiCall *call) {
 #endif
 }
 
+/* --- writes of keys and values --- */
+
+typedef struct {
+  bf16 *pool[2];        /* [P, K, Z, H]: keys, values */
+  const float *new[2];  /* [T, K, H] */
+  const int32_t *page, *offset; /* [T]; page 0 is scratch, and one beyond the pool is none: neither is written */
+  i64 T, P, K, Z, H;
+} Writes;
+
+enum { WRITTEN_AT_ONCE = 32 };
+
+static void plain_narrow(const float *from, bf16 *to, i64 n) {
+  for (i64 i = 0; i < n; i++) to[i] = narrow(from[i]);
+}
+
+#if X86
+T_BF16 static void bf16_narrow(const float *from, bf16 *to, i64 n) {
+  i64 i = 0;
+  for (; i + 16 <= n; i += 16) _mm256_storeu_si256((__m256i *)(to + i), rounded(_mm512_loadu_ps(from + i)));
+  plain_narrow(from + i, to + i, n - i);
+}
+#else
+#define bf16_narrow plain_narrow
+#endif
+
+static void writes_chunk(const Job *job, i64 number) {
+  const Writes *w = job->work;
+  for (i64 t = number * WRITTEN_AT_ONCE; t < min64(w->T, (number + 1) * WRITTEN_AT_ONCE); t++) {
+    if (w->page[t] <= 0 || w->page[t] >= w->P || w->offset[t] < 0 || w->offset[t] >= w->Z) continue;
+    for (int which = 0; which < 2; which++)
+      for (i64 head = 0; head < w->K; head++) {
+        const float *from = w->new[which] + (t * w->K + head) * w->H;
+        bf16 *to = w->pool[which] + ((w->page[t] * w->K + head) * w->Z + w->offset[t]) * w->H;
+        if (best_level() >= AVX512_BF16)
+          bf16_narrow(from, to, w->H);
+        else
+          plain_narrow(from, to, w->H);
+      }
+  }
+}
+
+static int write_all(const Writes *w, const FfiCall *call) {
+  Job *job = new_job(0);
+  if (!job) return 0;
+  job->n_chunks = (w->T + WRITTEN_AT_ONCE - 1) / WRITTEN_AT_ONCE;
+  job->chunk = writes_chunk;
+  job->work = w;
+  run_job(job, call);
+  return 1;
+}
+
 /* --- handlers --- */
 
 static FfiError *failed(const FfiCall *call, int code, const char *message) {
@@ -1424,6 +1479,30 @@ EXPORT FfiError *jserve_attention(FfiCall *call) {
     return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes of attention do not match");
   if (!attention(level, &a, call))
     return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: sizes that attention does not serve, or rows beyond their arrays");
+  return NULL;
+}
+
+EXPORT FfiError *jserve_write_kv(FfiCall *call) {
+  FfiError *error;
+  if (asks_metadata(call, &error)) return error;
+  Writes w = {0};
+  const FfiBuffer *pool = NULL, *new = NULL;
+  for (int i = 0; i < 2; i++) {
+    pool = buffer(&call->args, i, FFI_U16, 4), new = buffer(&call->args, 2 + i, FFI_F32, 3);
+    const FfiBuffer *same = buffer(&call->rets, i, FFI_U16, 4);
+    if (!pool || !new || !same || same->data != pool->data || pool->dims[1] != new->dims[1] ||
+        pool->dims[3] != new->dims[2])
+      return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments of write_kv");
+    w.pool[i] = pool->data, w.new[i] = new->data;
+  }
+  const FfiBuffer *page = buffer(&call->args, 4, FFI_S32, 1), *offset = buffer(&call->args, 5, FFI_S32, 1);
+  const FfiBuffer *keys = buffer(&call->args, 0, FFI_U16, 4), *first = buffer(&call->args, 2, FFI_F32, 3);
+  if (!page || !offset || page->dims[0] != new->dims[0] || offset->dims[0] != new->dims[0] ||
+      memcmp(keys->dims, pool->dims, 4 * sizeof *pool->dims) || memcmp(first->dims, new->dims, 3 * sizeof *new->dims))
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes of write_kv do not match");
+  w.page = page->data, w.offset = offset->data;
+  w.T = new->dims[0], w.P = pool->dims[0], w.K = pool->dims[1], w.Z = pool->dims[2], w.H = pool->dims[3];
+  if (!write_all(&w, call)) return failed(call, FFI_ERROR_FAILED_PRECONDITION, "jserve: no memory to write KV");
   return NULL;
 }
 

@@ -116,7 +116,19 @@ def test_query_heads_of_a_kv_head(level, G):
     np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
 
 
-PREFILL = [(0, 1), (0, 9), (0, 33), (3, 16), (0, 64), (5, 17), (0, 0), (16, 32), (31, 65), (47, 31), (15, 8)]
+PREFILL = [
+    (0, 1),
+    (0, 9),
+    (0, 33),
+    (3, 16),
+    (0, 64),
+    (5, 17),
+    (0, 0),
+    (16, 32),
+    (31, 65),
+    (47, 31),
+    (15, 8),
+]
 """(start, tokens) of prefill rows: below, at and beyond a tile, half of one and a block, from any place of a page."""
 
 
@@ -195,6 +207,28 @@ def test_rows_beyond_their_arrays_are_refused(level, row):
     view.start_R, view.count_R = (jnp.asarray([x], jnp.int32) for x in row)
     with pytest.raises(Exception, match="beyond their arrays"):
         got(drawn(16, 64, 1, 0, 0, view), level)
+
+
+def test_writes_are_those_of_xla(level):
+    """In place, rounded as XLA rounds, and nothing for scratch and for a page that does not exist."""
+    Z, H, T = 16, 32, 75
+    rng = np.random.default_rng(5)
+    places = rng.permutation((P - 1) * Z)[:T]
+    page_T, off_T = (places // Z + 1).astype(np.int32), (places % Z).astype(np.int32)
+    page_T[3], page_T[4], page_T[70] = 0, P, P + 7
+    view = SimpleNamespace(write_page_T=jnp.asarray(page_T), write_off_T=jnp.asarray(off_T))
+    new = [rng.standard_normal((T, K, H)).astype(np.float32) for _ in range(2)]
+    new[0][5, 0, :3] = np.inf, -np.inf, np.nan
+    new[1][6, 1, 0] = np.float32(1 + 2**-8)  # halfway: to the even one
+    kv = tuple(jnp.asarray(rng.integers(0, 2**16, (P, K, Z, H)), jnp.uint16) for _ in range(2))
+    with native.kernels(level):
+        write = jax.jit(lambda kv: attn_native.write_kv(kv, new[0], new[1], view))
+        assert "jserve.write_kv" in write.lower(kv).as_text()
+        found = write(kv)
+    for got, want in zip(found, attn_native.XLA.write_kv(kv, *new, view), strict=True):
+        got, want = (np.asarray(x).view(jnp.bfloat16)[1:].astype(np.float32) for x in (got, want))
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(found[0][0], kv[0][0])
 
 
 def test_capped_scores_are_left_to_xla(level, monkeypatch):

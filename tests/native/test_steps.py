@@ -145,7 +145,8 @@ def test_the_steps_of_a_bfloat16_model_call_them_and_copy_no_kv(steps, level):
         text = steps.programs.hlo(bucket)
         for name in ("product", "gate_up"):
             assert f"jserve.{name}.v1" in text
-        assert ("jserve.attention.v2" in text) == native.has_attention(level)
+        for name in ("attention.v2", "write_kv.v1"):
+            assert (f"jserve.{name}" in text) == native.has_attention(level)
         shape = ",".join(map(str, steps.state.kv[0][0].shape))
         assert not re.findall(rf"= \w+\[{shape}\]\S* (?:copy|copy-start|convert|transpose)\(", text)
         assert "input_output_alias" in text
