@@ -12,9 +12,9 @@ largest chunk. Any of these takes fewer rows and
 narrower ones, so nothing is missing, only padded.
 
 Where products and attention skip the rows that nobody uses (``skips_padding``: native kernels), fewer rungs do:
-decode rows 2 and all, prefill tokens 64 beside few rows, 128 and doubling beside all rows, and what scores prompts takes
-masks too. Times of the steps in
-between are still measured one by one (``Ladder.sizes``), because a program takes as long as its rows do.
+decode rows 2 and all, prefill tokens 64 beside few rows, 128 and doubling beside all rows, and what scores prompts
+takes masks too. Times of the steps in between are still measured one by one (``Ladder.sizes``), because a program
+takes as long as its rows do.
 
 A drafter on the device is in some programs and not in others: those that draft verify as many drafts
 as they leave, and beside prefill only the narrowest width has one. While the drafter is idle, steps

@@ -37,6 +37,7 @@ from jserve.runner.batch import Packer, StepBatch
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.compiler import Compiler
 from jserve.runner.disk import DiskStore
+from jserve.runner.heap import give_back
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
 from jserve.runner.program_files import ProgramFiles
@@ -345,6 +346,7 @@ class ModelRunner:
             self.limits, step_times=times, page_move_s=self._time_moves()
         )
         self.programs.seal()
+        give_back()
 
     def _time_moves(self) -> float:
         if self._mover is None:

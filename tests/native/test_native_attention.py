@@ -43,11 +43,13 @@ def a_view(length_T: np.ndarray, J: int = 1) -> Any:
     return rows_view([(s, n) for s, n in zip(starts, counts, strict=True)], J, D=len(counts))
 
 
-def rows_view(rows: list[tuple[int, int]], J: int = 1, D: int = 0, padding: int = 0) -> Any:
+def rows_view(
+    rows: list[tuple[int, int]], J: int = 1, D: int = 0, padding: int = 0, pages: int = M
+) -> Any:
     """As much of a StepView as attention reads, of rows on random pages: (position of the first token, tokens) of each.
     The first D are decode rows of J places, the others lie one after the other, with padding at the end."""
     rng, R = np.random.default_rng(3), len(rows)
-    table = np.stack([rng.permutation(P - 1)[:M] + 1 for _ in rows]).astype(np.int32)
+    table = np.stack([rng.permutation(P - 1)[:pages] + 1 for _ in rows]).astype(np.int32)
     start, count = (np.asarray(x, np.int32) for x in zip(*rows, strict=True))
     first = np.concatenate([np.arange(D) * J, D * J + np.cumsum(count[D:]) - count[D:]])
     T = D * J + int(count[D:].sum()) + padding
@@ -229,6 +231,15 @@ def test_writes_are_those_of_xla(level):
         got, want = (np.asarray(x).view(jnp.bfloat16)[1:].astype(np.float32) for x in (got, want))
         np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(found[0][0], kv[0][0])
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (270, 3)])
+def test_contexts_beyond_what_is_scored_at_once(level, window, sinks):
+    starts = (254, 255, 256, 300, 511, 512, 600)
+    s = drawn(16, 64, 3, window, sinks, rows_view([(n, 1) for n in starts], pages=40))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
+    s = drawn(16, 64, 1, window, sinks, rows_view([(n, 33) for n in starts], pages=40))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART_TILES)
 
 
 def test_capped_scores_are_left_to_xla(level, monkeypatch):

@@ -55,7 +55,7 @@ def test_sizes_at_which_forms_change(kernels, each):
         close(multiply(kernels, each, x, w), exact(x, w))
 
 
-@pytest.mark.parametrize("M", [3, 8, 12, 20, 50])
+@pytest.mark.parametrize("M", [3, 8, 12, 20, 50, 150])
 def test_rows_of_zeros_give_zeros_and_leave_the_others(kernels, each, M):
     x, w = operands(M, 40, 96)
     dead = np.random.default_rng(M).permutation(M)[: M // 2 + 1]
@@ -69,6 +69,13 @@ def test_rows_of_zeros_give_zeros_and_leave_the_others(kernels, each, M):
         assert np.array_equal(got[alive], whole, equal_nan=True), "they cost and change nothing"
     x[:] = 0
     assert (multiply(kernels, each, x, w) == 0).all()
+
+
+@pytest.mark.parametrize("K", [1, 63, 64, 130])
+def test_a_row_lives_by_any_of_its_values(kernels, each, K):
+    w = operands(1, 8, K)[1]
+    x = np.eye(K, dtype=np.float32)
+    close(multiply(kernels, each, x, w), exact(x, w))
 
 
 @pytest.mark.parametrize("M", [1, 4, 8, 9, 17, 40])
