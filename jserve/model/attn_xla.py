@@ -7,7 +7,6 @@ scattering them on XLA:CPU converts the whole pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,16 +42,7 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
 
 def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     """float32[T, N, H]; zero for padding tokens."""
-    return attend_by(_decode_part, args, kv, view)
-
-
-Part = Callable[[AttendArgs, LayerKV, StepView], jax.Array]
-"""Attention of some tokens of a step: their numbers, in order, with N heads of H in any shape."""
-
-
-def attend_by(decode: Part, args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
-    """``attend`` with another way to compute the decode rows."""
-    parts = [decode(args, kv, view)] if view.D else []
+    parts = [_decode_part(args, kv, view)] if view.D else []
     parts += [_prefill_part(args, kv, view)] if view.P else []
     N = args.q_TNH.shape[1]
     return jnp.concatenate([x.reshape(-1, N, x.shape[-1]) for x in parts])

@@ -108,7 +108,7 @@ class StepModel:
     dtype: Any
     drafter: Drafter | None = None
     kernels: str = ""
-    """Level of the native kernels that compute products and decode attention; empty: XLA does."""
+    """Level of the native kernels that compute products, attention and writes of KV; empty: XLA does."""
 
     @property
     def axes(self) -> Axes:

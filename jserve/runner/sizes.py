@@ -25,7 +25,7 @@ from jserve.model.attention import (
 from jserve.model.draft_tree import TreeShape
 from jserve.model.features import registered
 from jserve.model.kv_quant import E4M3
-from jserve.model.native import has_attention
+from jserve.model.native import has_attention, takes_rows
 from jserve.model.sinks import with_sinks
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
@@ -192,7 +192,9 @@ def drafting_limits(
     )
 
 
-def ladder_of(limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool) -> Ladder:
+def ladder_of(
+    limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool, skips_padding: bool = False
+) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,
@@ -205,6 +207,7 @@ def ladder_of(limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool)
         draft_rows=limits.draft_rows,
         tree=tree,
         registered=registered(),
+        skips_padding=skips_padding,
     )
 
 
@@ -230,6 +233,11 @@ class Sizes:
     limits: RunnerLimits
     """Without measured times."""
     ladder: Ladder
+
+
+def _most_rows(limits: RunnerLimits) -> int:
+    """Tokens of the largest step."""
+    return limits.max_decode_rows * (1 + limits.max_drafts) + limits.max_prefill_tokens
 
 
 def sizes_of(
@@ -291,5 +299,10 @@ def sizes_of(
         memory=pool,
         kernels=kernels,
         limits=limits,
-        ladder=ladder_of(limits, tree, masks_drafts=config.speculative.method == "synthetic"),
+        ladder=ladder_of(
+            limits,
+            tree,
+            masks_drafts=config.speculative.method == "synthetic",
+            skips_padding=name == "native" and takes_rows(kernels, _most_rows(limits)),
+        ),
     )

@@ -23,7 +23,6 @@ from jserve.runner.buckets import Ladder
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.programs import step_name
 from jserve.runner.runner import ModelRunner
-from jserve.runner.sizes import ladder_of
 from jserve.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import CHIPS
@@ -219,7 +218,7 @@ def test_the_engine_allocates_what_the_plan_says(
     held = sum(x.nbytes for x in jax.tree.leaves(runner.state.kv))
     assert held == laid.tp * found.memory.kv_bytes
     assert found.memory.kv_bytes == found.memory.n_pages * found.memory.page_bytes
-    names = [step_name(b) for b in ladder_of(runner.limits, masks_drafts=False).buckets]
+    names = [step_name(b) for b in runner.sizes.ladder.buckets]
     assert [p.name for p in found.programs] == names
 
 
