@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
-from jserve.model.shard import ParamSpec, ShardRules, padded
+from jserve.model.shard import ParamSpec, ShardRules, padded, spelled
 from jserve.weights import orbax
 from jserve.weights.dummy import draw
 from jserve.weights.hf import FLOATS, INTEGERS, Kinds, Tensors
@@ -78,8 +78,23 @@ def load(
         progress=progress,
         seed=seed,
         scan_nan=scan_nan,
-        finish=lambda tensors: tensors.warn_unused(ignore=tied),
+        finish=lambda tensors: _finish(tensors, tied),
     )
+
+
+def _finish(tensors: Tensors, tied: tuple[str, ...]) -> None:
+    """Refuse experts that the model has not, beside those that it has: config.json is of another model. Of other
+    tensors that nothing asked for the log says so."""
+    kept = {name[: name.index(EXPERTS)] for name in tensors.used() if EXPERTS in name}
+    for name in tensors.unused(ignore=tied):
+        if EXPERTS in name and name[: name.index(EXPERTS)] in kept:
+            why = "config.json has no such expert"
+            raise broken(tensors.path(name), why, name)
+    tensors.warn_unused(ignore=tied)
+
+
+EXPERTS = ".experts."
+"""In the names of expert tensors, after that of the layer."""
 
 
 def load_tree(
@@ -117,6 +132,7 @@ def load_tree(
     if source.format == "dummy":
         return build(specs, mesh, rules, dtype, _from_dummy(dtype, seed), progress)
     tensors = Tensors(source.weights)
+    specs = spelled(specs, tensors.has)
     _check_present(specs, tensors)
     params = build(specs, mesh, rules, dtype, _from_files(tensors, dtype, scan_nan), progress)
     finish(tensors)
