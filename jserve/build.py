@@ -261,8 +261,8 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     rules, dtype = ShardRules(), _dtype(config, source)
     if config.device.compile_cache:
         use_compile_cache(cache_directory(config.device.compile_cache))
-    began = time.monotonic()
-    if params is None:
+    began, given = time.monotonic(), params is not None
+    if not given:
         params = load(
             family,
             arch,
@@ -296,6 +296,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     facts = {
         "model": served_names(config, source)[0],
         "source": source.name,
+        "weights": "" if given else source.stamp,
         "family": family.name,
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),
