@@ -5,6 +5,7 @@ and norms it has, so families differ in values and the decoder has no switch for
 
     Arch  D, V, norm, ...      layers[0]  DecoderLayer   attn  Attention  N K H  rope  window  scale  ...
                                layers[1]  ...            ffn   Mlp        F  activation
+                                                          or   Moe        E  X  F  router  shared
                                ...                       parallel  residual_scale
 """
 
@@ -68,6 +69,16 @@ class Attention:
     qk_norm: str = ""
     """Norm of queries and keys before they turn: ``head`` of each head, ``width`` of all heads together; empty:
     none."""
+    clip_qkv: float = 0.0
+    """Queries, keys and values are clipped to plus and minus this, after the norms; 0: they stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clamped:
+    """An activation of gate and up: (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha g), g = min(gate, limit)."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +92,53 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """Which experts a token goes to, and what their outputs are weighted with; all in float32 (``moe.route``)."""
+
+    score: str = "softmax"
+    """softmax or sigmoid of the logits."""
+    choose: str = "scores"
+    """``scores``: the best scores of all experts. ``logits``: the best logits, and scores are of those alone."""
+    normalise: bool = False
+    """The weights of a token are divided by their sum."""
+    scale: float = 1.0
+    """Multiplies the weights."""
+    logit_bias: bool = False
+    """The logits have a bias."""
+    choice_bias: bool = False
+    """A learned number of each expert is added to its score for the choice, and not to the weight."""
+    groups: int = 1
+    """Experts lie in so many groups of equal size, and only those of the best groups can be chosen."""
+    top_groups: int = 1
+    group_score: str = "max"
+    """A group is as good as its best expert, or, with ``top2``, as its two best together."""
+    on_input: bool = False
+    """The weight multiplies the expert's input in place of its output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moe:
+    """A layer of E gated MLPs, X of which a token goes through; each is F wide."""
+
+    E: int
+    X: int
+    F: int
+    router: Router = Router()
+    activation: str | Clamped = "silu"
+    expert_bias: bool = False
+    """Both products of an expert have a bias."""
+    shared: Mlp | None = None
+    """An MLP that every token goes through; its output is added."""
+    shared_gate: bool = False
+    """That output is multiplied by the sigmoid of a learned product with the input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
     """One layer. Where its norms lie, the parameters say (``decoder.decoder_layer``)."""
 
     attn: Attention
-    ffn: Mlp
+    ffn: Mlp | Moe
     parallel: bool = False
     """Attention and MLP read the same normed input, and both are added to the residual stream."""
     residual_scale: float = 1.0
@@ -130,7 +183,7 @@ class Arch:
 
     @property
     def N(self) -> int:
-        """Query heads; as K, H and F the same in all layers (``hf_config.decoder_arch``)."""
+        """Query heads; as K and H the same in all layers (``hf_config.decoder_arch``)."""
         return self.layers[0].attn.N
 
     @property
@@ -143,7 +196,8 @@ class Arch:
 
     @property
     def F(self) -> int:
-        return self.layers[0].ffn.F
+        """Width of the dense MLPs, the same in all of them; 0 where every layer has experts."""
+        return next((x.ffn.F for x in self.layers if isinstance(x.ffn, Mlp)), 0)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -160,21 +214,24 @@ class Arch:
 
 
 def resized(arch: Arch, *, L: int = 0, windows: Sequence[int] = (), **fields: Any) -> Arch:
-    """``arch`` with other values of fields of ``Arch``, ``Attention`` or ``Mlp``, in all layers alike.
+    """``arch`` with other values of fields of ``Arch``, ``Attention``, ``Mlp`` or ``Moe``, in all such layers.
 
     Args:
         L: layers, as the first ones are, or more like these; 0: as many as before.
         windows: of each layer; empty: as before.
     """
-    attn, ffn = (
-        {name: fields.pop(name) for name in list(fields) if name in of.__dataclass_fields__}
-        for of in (Attention, Mlp)
-    )
+    known = {name for of in (Attention, Mlp, Moe) for name in of.__dataclass_fields__}
+    own = {name: fields.pop(name) for name in list(fields) if name in known}
     n, before = L or len(windows) or arch.L, arch.layers
     layers = [before[i % len(before)] for i in range(n)]
-    layers = [replace(x, attn=replace(x.attn, **attn), ffn=replace(x.ffn, **ffn)) for x in layers]
+    layers = [replace(x, attn=_changed(x.attn, own), ffn=_changed(x.ffn, own)) for x in layers]
     if windows:
         layers = [
             replace(x, attn=replace(x.attn, window=w)) for x, w in zip(layers, windows, strict=True)
         ]
     return replace(arch, layers=tuple(layers), **fields)
+
+
+def _changed(part: Any, fields: dict[str, Any]) -> Any:
+    own = part.__dataclass_fields__
+    return replace(part, **{name: value for name, value in fields.items() if name in own})

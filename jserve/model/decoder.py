@@ -7,7 +7,7 @@ tensors of its checkpoints (``TensorNames``), and is made of both by ``plain``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from jserve.errors import ConfigError
 from jserve.kv_layout import heads_over
 from jserve.model import fused
-from jserve.model.arch import Arch, Attention, Norm
+from jserve.model.arch import Arch, Attention, Mlp, Moe, Norm
 from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.family import Family
 from jserve.model.hf_values import Config, ConfigReader
-from jserve.model.layers import attend_normed, attention_block, embed, mlp_block, normed, unembed
+from jserve.model.layers import attend_normed, attention_block, embed, ffn_block, normed, unembed
+from jserve.model.moe_specs import MoeNames, routed_specs
 from jserve.model.shard import Axes, ParamSpec, Part
 
 
@@ -48,18 +49,20 @@ class TensorNames:
     """One tensor in ``attn`` for all queries, all keys, all values; empty: q_proj, k_proj and v_proj."""
     gate_up: str = ""
     """One tensor in ``mlp`` for gate and up; empty: gate_proj and up_proj."""
+    moe: MoeNames = field(default_factory=MoeNames)
+    """Of layers with experts."""
 
 
 def plain(
     name: str,
-    architecture: str,
+    architecture: str | tuple[str, ...],
     arch: Callable[[Config], Arch],
     names: TensorNames = TensorNames(),
 ) -> Family:
     """A family that is this decoder: ``arch`` reads config.json, ``names`` are its tensors."""
     return Family(
         name=name,
-        architectures=(architecture,),
+        architectures=(architecture,) if isinstance(architecture, str) else architecture,
         arch=lambda config: arch(ConfigReader(config)),
         specs=partial(specs, names=names),
         forward=forward,
@@ -117,10 +120,10 @@ def decoder_layer(p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV) -> tuple[jax.A
     if ctx.spec.parallel:
         normed_TD = normed(ctx.arch.norm, x_TD, p["attn_norm"])
         y_TD, kv = attend_normed(ctx, p, normed_TD, kv)
-        return x_TD + y_TD + mlp_block(ctx, p, normed_TD), kv
+        return x_TD + y_TD + ffn_block(ctx, p, normed_TD), kv
     y_TD, kv = attention_block(ctx, p, x_TD, kv)
     x_TD = x_TD + y_TD
-    return x_TD + mlp_block(ctx, p, x_TD), kv
+    return x_TD + ffn_block(ctx, p, x_TD), kv
 
 
 def logits(arch: Arch, params: Any, x_ED: jax.Array, axes: Axes) -> jax.Array:
@@ -136,7 +139,7 @@ def specs(arch: Arch, tp: int, names: TensorNames = TensorNames()) -> dict[str, 
     Raises:
         ConfigError: the shape cannot be split over ``tp`` shards; ``field`` is the config.json key.
     """
-    check_tp(arch, tp)
+    check_tp(arch, tp, names)
     V, D = arch.V, arch.D
     tree: dict[str, Any] = {
         "embed": matrix(names.embed, (V, D), ("vocab", "embed")),
@@ -148,13 +151,11 @@ def specs(arch: Arch, tp: int, names: TensorNames = TensorNames()) -> dict[str, 
     return tree
 
 
-def check_tp(arch: Arch, tp: int) -> None:
+def check_tp(arch: Arch, tp: int, names: TensorNames = TensorNames()) -> None:
     """Refuse a tensor-parallel size that does not divide the model; kv heads are repeated if it
     exceeds them."""
-    for key, size in (
-        ("num_attention_heads", arch.N),
-        ("intermediate_size", arch.F),
-    ):
+    widths = {pair for layer in arch.layers for pair in _widths(layer.ffn, names.moe)}
+    for key, size in (("num_attention_heads", arch.N), *sorted(widths)):
         if size % tp:
             raise ConfigError(
                 f"{key} {size} is not divisible by tensor_parallel_size {tp}", field=key
@@ -167,11 +168,19 @@ def check_tp(arch: Arch, tp: int) -> None:
         )
 
 
+def _widths(ffn: Mlp | Moe, names: MoeNames) -> list[tuple[str, int]]:
+    """(key of config.json, size) of each width that is split."""
+    if isinstance(ffn, Mlp):
+        return [("intermediate_size", ffn.F)]
+    shared = [(names.shared_width_key, ffn.shared.F)] if ffn.shared else []
+    return [(names.width_key, ffn.F), *shared]
+
+
 def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, ParamSpec]:
     """``K`` is the number of kv heads kept: the model's, or one per shard where there are more
     shards."""
-    D, F, at, spec = arch.D, arch.F, f"{names.layers}.{i}", arch.layers[i]
-    attn, mlp, heads = f"{at}.{names.attn}", f"{at}.{names.mlp}", spec.attn
+    D, at, spec = arch.D, f"{names.layers}.{i}", arch.layers[i]
+    attn, heads = f"{at}.{names.attn}", spec.attn
     layer = {
         place: norm(f"{at}.{name}", D, arch.norm)
         for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
@@ -180,8 +189,6 @@ def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, Pa
     layer |= {
         "qkv": qkv(arch, attn, K, "weight", fused=names.qkv),
         "o": matrix(f"{attn}.o_proj", (D, heads.N * heads.H), ("embed", "kv_heads")),
-        "gate_up": gate_up(arch, mlp, "weight", names.gate_up),
-        "down": matrix(f"{mlp}.down_proj", (D, F), ("embed", "ffn")),
     }
     if arch.kv_scales:
         layer["kv_scale"] = kv_scale(attn, K)
@@ -195,9 +202,30 @@ def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, Pa
     if heads.qk_norm == "width":
         layer["q_norm"] = width_norm(f"{attn}.q_norm", heads, K, heads.N)
         layer["k_norm"] = width_norm(f"{attn}.k_norm", heads, K, heads.K)
-    if spec.ffn.mlp_bias:
-        layer["gate_up_bias"] = gate_up(arch, mlp, "bias", names.gate_up)
-        layer["down_bias"] = bias(f"{mlp}.down_proj", D)
+    return layer | (
+        _mlp_specs(spec.ffn, D, f"{at}.{names.mlp}", names.gate_up)
+        if isinstance(spec.ffn, Mlp)
+        else _moe_specs(spec.ffn, D, at, names.moe)
+    )
+
+
+def _mlp_specs(mlp: Mlp, D: int, at: str, fused: str) -> dict[str, ParamSpec]:
+    layer = {
+        "gate_up": gate_up(D, mlp.F, at, "weight", fused),
+        "down": matrix(f"{at}.down_proj", (D, mlp.F), ("embed", "ffn")),
+    }
+    if mlp.mlp_bias:
+        layer["gate_up_bias"] = gate_up(D, mlp.F, at, "bias", fused)
+        layer["down_bias"] = bias(f"{at}.down_proj", D)
+    return layer
+
+
+def _moe_specs(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamSpec]:
+    layer = routed_specs(moe, D, at, names)
+    if moe.shared is not None:
+        F, of = moe.shared.F, f"{at}.{names.shared}"
+        layer["shared_gate_up"] = gate_up(D, F, of, "weight", names.shared_gate_up)
+        layer["shared_down"] = matrix(f"{of}.{names.shared_down}", (D, F), ("embed", "ffn"))
     return layer
 
 
@@ -248,9 +276,9 @@ def kv_scale(at: str, K: int) -> ParamSpec:
     )
 
 
-def gate_up(arch: Arch, at: str, kind: str, fused: str = "") -> ParamSpec:
+def gate_up(D: int, F: int, at: str, kind: str, fused: str = "") -> ParamSpec:
     """[2, F, D] (bias: [2, F]): gate, then up; of one tensor where ``fused`` names it."""
-    tail, F = (arch.D,) if kind == "weight" else (), arch.F
+    tail = (D,) if kind == "weight" else ()
     if fused:
         whole = Part(name=f"{at}.{fused}.{kind}", shape=(2 * F, *tail), view=(2, F, *tail))
         parts: tuple[Part, ...] = (whole,)

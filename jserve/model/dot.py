@@ -1,8 +1,8 @@
 """The products of every layer, and the one place that chooses who computes them.
 
 On a CPU the native kernels take products of few rows with bfloat16 weights (``native.takes``); those of quantised
-weights are in ``quant``; everything else is XLA's. XLA:CPU multiplies bfloat16 at full speed only if all of these hold (GPUs do not care), so no other file has to
-think of them:
+weights are in ``quant``; everything else is XLA's. XLA:CPU multiplies bfloat16 at full speed only if all of these hold
+(GPUs do not care), so no other file has to think of them:
 
 * weights are stored ``[out, in]`` and contracted over the last dimension of both operands;
 * the result is float32 (``preferred_element_type``), as all activations here are;
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jserve.model import native, quant
+from jserve.model.arch import Clamped
 
 Weight = jax.Array | quant.QTensor
 MIN_ROWS = 2
@@ -69,16 +70,28 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def gate_up(
-    x_TD: jax.Array, w_2FD: Weight, bias_2F: jax.Array | None = None, activation: str = "silu"
+    x_TD: jax.Array,
+    w_2FD: Weight,
+    bias_2F: jax.Array | None = None,
+    activation: str | Clamped = "silu",
 ) -> jax.Array:
-    """``activation(gate) * up`` as float32[T, F], where gate and up are ``dot(x_TD, w_2FD) + bias_2F``."""
+    """``activated`` of gate and up as float32[T, F]; these are ``dot(x_TD, w_2FD) + bias_2F``."""
     wide = not isinstance(w_2FD, quant.QTensor)
     if wide and bias_2F is None and activation == "silu" and native.takes(x_TD, w_2FD):
         return native.gate_up(x_TD, w_2FD)
     y_T2F = narrow_dot(x_TD, w_2FD).reshape(x_TD.shape[0], 2, -1)
     if bias_2F is not None:
         y_T2F = y_T2F + bias_2F
-    return ACTIVATIONS[activation](y_T2F[:, 0]) * y_T2F[:, 1]
+    return activated(activation, y_T2F[:, 0], y_T2F[:, 1])
+
+
+def activated(activation: str | Clamped, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """``activation(gate) * up``, or what a ``Clamped`` makes of both."""
+    if isinstance(activation, str):
+        return ACTIVATIONS[activation](gate) * up
+    gate = jnp.minimum(gate, activation.limit)
+    up = jnp.clip(up, -activation.limit, activation.limit)
+    return (up + 1.0) * gate * jax.nn.sigmoid(activation.alpha * gate)
 
 
 def skip_unread(x_TD: jax.Array, read_T: jax.Array) -> jax.Array:

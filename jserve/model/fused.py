@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model.arch import Arch, DecoderLayer
+from jserve.model.arch import Arch, DecoderLayer, Mlp
 from jserve.model.attention import DecodeKernels, LayerKV, Projected
 from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
@@ -60,7 +60,8 @@ def plain(arch: Arch, layers: Any) -> bool:
 def _plain_layer(layer: DecoderLayer) -> bool:
     attn = layer.attn
     heads = attn.rope is not None and not attn.soft_cap and attn.qk_norm in ("", "head")
-    return heads and not layer.parallel and layer.residual_scale == 1.0
+    dense = isinstance(layer.ffn, Mlp) and not attn.clip_qkv
+    return heads and dense and not layer.parallel and layer.residual_scale == 1.0
 
 
 def tapped(

@@ -15,6 +15,7 @@ from jserve.model.arch import (
     Attention,
     DecoderLayer,
     Mlp,
+    Moe,
     Norm,
     Rope,
     RopeScaling,
@@ -30,6 +31,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (0,),
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
+    "n_shared_experts": (0,),
+    "shared_expert_intermediate_size": (0,),
+    "shared_intermediate_size": (0,),
+    "routed_scaling_factor": (1, 1.0),
+    "first_k_dense_replace": (0,),
+    "scoring_func": ("softmax",),
+    "mlp_only_layers": ([],),
+    "decoder_sparse_step": (1,),
+    "interleave_moe_layer_step": (),
+    "moe_layers": (),
     "kv_lora_rank": (),
     "q_lora_rank": (),
     "clip_qkv": (),
@@ -73,9 +84,10 @@ def decoder_arch(
     default_tied: bool = False,
     windows: Sequence[int] = (),
     ropes: Sequence[Rope | None] = (),
+    moes: Sequence[Moe | None] = (),
     **fields: Any,
 ) -> Arch:
-    """The ``Arch`` of a decoder whose layers have the same heads and the same MLP.
+    """The ``Arch`` of a decoder whose layers have the same heads, and the same MLP where they have one.
 
     Args:
         config: what a family has read of it before, it answers for; see ``NEUTRAL``.
@@ -84,16 +96,13 @@ def decoder_arch(
         default_kv_heads, default_head_dim, default_tied: what a missing key means.
         windows: of each layer; empty: all layers are full.
         ropes: of each layer; empty: the one of ``rope``.
+        moes: experts of each layer, None where it has an MLP; empty: all have one.
         fields: others of ``Arch``, ``DecoderLayer``, ``Attention``, ``Mlp`` and ``Norm``, by name.
 
     Raises:
         ConfigError: a key is missing, of the wrong type, or asks for something unsupported;
         ``field`` names it.
     """
-    first, *_ = activations
-    asked = config.get(activation_key) or first
-    if asked not in activations:
-        refuse(activation_key, f"{asked!r} is not supported, only {', '.join(activations)}")
     L, N = integer(config, "num_hidden_layers"), integer(config, "num_attention_heads")
     D = integer(config, "hidden_size")
     K = integer(config, "num_key_value_heads", default_kv_heads or N)
@@ -102,23 +111,19 @@ def decoder_arch(
     H = _head_dim(config, D, N, default_head_dim)
     ropes = ropes or (rope(config),) * L
     attn = Attention(N=N, K=K, H=H, **_own(fields, Attention))
-    layer = DecoderLayer(
-        attn=attn,
-        ffn=Mlp(
-            F=integer(config, "intermediate_size"),
-            activation=activations[asked],
-            **_own(fields, Mlp),
-        ),
-        **_own(fields, DecoderLayer),
-    )
+    act = activation(config, activations, activation_key)
+    moes, own = moes or (None,) * L, _own(fields, Mlp)
+    # Where every layer has experts, ``intermediate_size`` may be missing.
+    width = integer(config, "intermediate_size") if None in moes else 0
+    mlp, of_layer = Mlp(F=width, activation=act, **own), _own(fields, DecoderLayer)
     found = Arch(
         family=family,
         D=D,
         V=integer(config, "vocab_size"),
         max_position=_context(config, next((r.scaling for r in ropes if r), None)),
         layers=tuple(
-            replace(layer, attn=replace(attn, window=window, rope=rope))
-            for window, rope in zip(windows or (0,) * L, ropes, strict=True)
+            DecoderLayer(attn=replace(attn, window=window, rope=rope), ffn=moe or mlp, **of_layer)
+            for window, rope, moe in zip(windows or (0,) * L, ropes, moes, strict=True)
         ),
         norm=Norm(eps=number(config, eps, default_eps), **_own(fields, Norm)),
         tied=boolean(config, "tie_word_embeddings", default_tied),
@@ -127,6 +132,15 @@ def decoder_arch(
     )
     _check_neutral(config)
     return found
+
+
+def activation(config: Config, known: Mapping[str, str] = SILU, key: str = "hidden_act") -> str:
+    """``Mlp.activation`` of what ``key`` says; a missing key is the first of ``known``."""
+    first, *_ = known
+    asked = config.get(key) or first
+    if asked not in known:
+        refuse(key, f"{asked!r} is not supported, only {', '.join(known)}")
+    return known[asked]
 
 
 def _own(fields: dict[str, Any], of: type) -> dict[str, Any]:
@@ -216,6 +230,25 @@ def attention_bias(config: Config, default: bool = False) -> Biases:
     """The biases that ``attention_bias`` puts on all four projections, as fields of ``Attention``."""
     found = boolean(config, "attention_bias", default)
     return {"qkv_bias": found, "o_bias": found}
+
+
+class Multipliers(TypedDict):
+    """Granite's, as fields of ``Arch`` and of the parts of a layer."""
+
+    embed_scale: float
+    scale: float
+    residual_scale: float
+    logit_scale: float
+
+
+def multipliers(config: Config) -> Multipliers:
+    """What Granite multiplies; ``attention_multiplier`` is the scale of the scores, 1 where it is missing."""
+    return {
+        "embed_scale": number(config, "embedding_multiplier", 1.0),
+        "scale": number(config, "attention_multiplier", 1.0),
+        "residual_scale": number(config, "residual_multiplier", 1.0),
+        "logit_scale": 1.0 / number(config, "logits_scaling", 1.0),
+    }
 
 
 def layer_types(config: Config, default: Callable[[int], bool]) -> list[str]:

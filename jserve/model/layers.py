@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model.arch import Norm
+from jserve.model.arch import Moe, Norm
 from jserve.model.attention import AttendArgs, LayerKV
 from jserve.model.collectives import gather, n_shards, reduce, shard_index
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot, gate_up
 from jserve.model.kv_quant import fold, scales_of, unfold
+from jserve.model.moe import mixture
 from jserve.model.shard import Axes
 from jserve.model.sinks import sinks_of
 
@@ -95,6 +96,8 @@ def _qkv(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, ja
         q_TNH, k_TKH = (
             _width_norm(ctx, x, p[name]) for x, name in ((q_TNH, "q_norm"), (k_TKH, "k_norm"))
         )
+    if clip := ctx.spec.attn.clip_qkv:
+        q_TNH, k_TKH, v_TKH = (jnp.clip(x, -clip, clip) for x in (q_TNH, k_TKH, v_TKH))
     return q_TNH, k_TKH, v_TKH
 
 
@@ -107,12 +110,16 @@ def _width_norm(ctx: Ctx, x_TNH: jax.Array, weight: jax.Array) -> jax.Array:
     return x_TNH * lax.rsqrt(mean_T11 + ctx.arch.norm.eps) * scale_NH
 
 
-def mlp_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
-    """Computes what the layer's gated MLP adds to the residual stream."""
-    h_TF = gated(ctx, p, normed(ctx.arch.norm, x_TD, p.get("mlp_norm")))
-    y_TD = reduce(dot(h_TF, p["down"]), ctx.axes.ffn)
-    y_TD = y_TD + p["down_bias"] if "down_bias" in p else y_TD
+def ffn_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
+    """Computes what the layer's MLP, or its experts, add to the residual stream."""
+    x_TD = normed(ctx.arch.norm, x_TD, p.get("mlp_norm"))
+    y_TD = mixture(ctx, p, x_TD) if isinstance(ctx.spec.ffn, Moe) else _mlp(ctx, p, x_TD)
     return _added(ctx, y_TD, p.get("mlp_out_norm"))
+
+
+def _mlp(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
+    y_TD = reduce(dot(gated(ctx, p, x_TD), p["down"]), ctx.axes.ffn)
+    return y_TD + p["down_bias"] if "down_bias" in p else y_TD
 
 
 def gated(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:

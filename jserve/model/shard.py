@@ -9,7 +9,7 @@ It owns ``ParamSpec``, the rules that map logical axes to mesh axes, and ``Axes`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +67,9 @@ class ParamSpec:
     """Values at or below zero in a checkpoint are an error."""
     pad: int = 0
     """Entries at the end of ``concat`` that no part fills and nothing reads."""
+    spellings: tuple[tuple[Part, ...], ...] = ()
+    """Other parts that give the same parameter, of checkpoints that lack the first of ``parts`` and have the first of
+    these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,8 @@ class ShardRules:
     ffn: str | None = AXIS
     embed: str | None = None
     extra: dict[str, str | None] = field(default_factory=dict)
+    """Rules of other names, and of ``ffn_expert``, the width of an expert, which lies as ``ffn`` does unless it is
+    here, and ``experts``, which are whole on every device."""
 
     def partition(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         return PartitionSpec(*(self.axis(a) for a in axes))
@@ -92,6 +97,9 @@ class ShardRules:
             return None
         if name in self.extra:
             return self.extra[name]
+        if name in _FOLLOWS:
+            followed = _FOLLOWS[name]
+            return followed and self.axis(followed)
         if name not in _RULES:
             raise ConfigError(f"{rule(name)}: there is no such rule", field=rule(name))
         return getattr(self, name)
@@ -116,14 +124,17 @@ class ShardRules:
 
     def names(self) -> tuple[str, ...]:
         """The logical axes that have a rule."""
-        return (*_RULES, *(name for name in self.extra if name not in _RULES))
+        known = (*_RULES, *_FOLLOWS)
+        return (*known, *(name for name in self.extra if name not in known))
 
 
 _RULES = ("vocab", "kv_heads", "ffn", "embed")
+_FOLLOWS = {"ffn_expert": "ffn", "experts": None}
+"""Logical axes of experts -> the one whose rule they have unless ``extra`` gives them their own."""
 _WHOLE = {
     "embed": "the residual stream is whole on every device",
     "layers": "every device computes every layer",
-    "experts": "no family has experts",
+    "experts": "every device has a part of each expert",
 }
 """The reason why a dimension cannot be split."""
 
@@ -142,6 +153,8 @@ class Axes:
     heads: str | None = None
     """Query heads and kv heads; those of one kv head lie together."""
     ffn: str | None = None
+    ffn_expert: str | None = None
+    """The width of an expert."""
     vocab: str | None = None
 
     @classmethod
@@ -153,7 +166,12 @@ class Axes:
             rule.
         """
         found = {name: rules.split(name, sizes) for name in rules.names()}
-        axes = cls(heads=found.pop("kv_heads"), ffn=found.pop("ffn"), vocab=found.pop("vocab"))
+        axes = cls(
+            heads=found.pop("kv_heads"),
+            ffn=found.pop("ffn"),
+            ffn_expert=found.pop("ffn_expert"),
+            vocab=found.pop("vocab"),
+        )
         for name, axis in found.items():
             if axis is not None:
                 why = _WHOLE.get(name, "no collective of a step serves it")
@@ -163,6 +181,18 @@ class Axes:
 
 def is_spec(x: Any) -> bool:
     return isinstance(x, ParamSpec)
+
+
+def spelled(specs: Any, has: Callable[[str], bool]) -> Any:
+    """``specs`` with the parts that a checkpoint has; ``has`` says whether it has a tensor of this name. Where it has
+    none of the spellings the first one stays, for errors to name."""
+
+    def one(spec: ParamSpec) -> ParamSpec:
+        ways = (spec.parts, *spec.spellings)
+        parts = next((p for p in ways if p and has(p[0].name)), spec.parts)
+        return replace(spec, parts=parts, spellings=())
+
+    return jax.tree.map(one, specs, is_leaf=is_spec)
 
 
 def padded(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> Any:

@@ -2,14 +2,17 @@
 
 ``limit`` is what physics leaves; ``seconds`` is what an engine is expected to make of it.
 
-    bytes of one device   weights / tp + KV of the rows / tp + KV of the new tokens / tp
-    flops of one device   (2 * body * tokens + 2 * unembed * drawn + 4 * N * H * tokens * seen) / tp
+    bytes of one device   read / tp + KV of the rows / tp + KV of the new tokens / tp
+    flops of one device   (2 * active * tokens + 2 * unembed * drawn + 4 * N * H * tokens * seen) / tp
+    read                  weights; of a layer's E experts E * (1 - (1 - X/E) ** tokens), as many as tokens choose that
+                          choose at random. One token alone meets X of them: ``active``
     seen                  tokens that one token reads, in all layers together
     links                 2 L + 1 sums of float32[tokens, hidden], one gather of float32[drawn, vocab]
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +20,7 @@ import numpy as np
 from jserve.config import DEVICE_SHARE, SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayout
-from jserve.model.arch import Arch
+from jserve.model.arch import Arch, Mlp, Moe
 
 GIB = 2**30
 
@@ -137,9 +140,18 @@ class Roofline:
     @property
     def body(self) -> int:
         """Parameters of all layers."""
+        return int(self._layers(math.inf))
+
+    @property
+    def active(self) -> int:
+        """Parameters of all layers that one token meets."""
+        return int(self._layers(1))
+
+    def _layers(self, tokens: float) -> float:
+        """Parameters of all layers that a step of so many tokens meets."""
         arch = self.arch
         attention = 2 * arch.D * arch.H * (arch.N + arch.K)
-        return arch.L * (attention + 3 * arch.D * arch.F)
+        return arch.L * attention + sum(_ffn(x.ffn, arch.D, tokens) for x in arch.layers)
 
     @property
     def unembed(self) -> int:
@@ -148,14 +160,15 @@ class Roofline:
 
     def work(self, *, rows: int, tokens: int, drawn: int, n_context: float) -> Work:
         """Of a step whose ``rows`` read ``n_context`` tokens each, ``tokens`` of which are new and
-        ``drawn`` of which give logits. Every weight is read once, the unembedding included."""
+        ``drawn`` of which give logits. Every weight is read once, the unembedding included, but for experts
+        that nobody chose."""
         arch, tp = self.arch, self.tp
         attention = 4 * arch.N * arch.H * tokens * self.kv.seen(n_context)
-        flops = 2 * self.body * tokens + 2 * self.unembed * drawn + attention
+        flops = 2 * self.active * tokens + 2 * self.unembed * drawn + attention
         n_sums = 2 * arch.L + 1 if tp > 1 else 0
         summed, gathered = 4.0 * tokens * arch.D, 4.0 * drawn * arch.V
         return Work(
-            weight_bytes=self.itemsize * (self.body + self.unembed) / tp,
+            weight_bytes=self.itemsize * (self._layers(tokens) + self.unembed) / tp,
             kv_bytes=self.kv.step_bytes(rows, tokens, n_context),
             flops=flops / tp,
             n_collectives=n_sums + 1 if tp > 1 else 0,
@@ -215,3 +228,12 @@ class Roofline:
                 f"{self.chip.name}: the weights leave no room for KV", field="memory_utilization"
             )
         return n
+
+
+def _ffn(ffn: Mlp | Moe, D: int, tokens: float) -> float:
+    """Parameters of a layer beside attention that a step of so many tokens meets."""
+    if isinstance(ffn, Mlp):
+        return 3 * D * ffn.F
+    met = ffn.E * (1 - (1 - ffn.X / ffn.E) ** tokens)
+    shared = ffn.shared.F if ffn.shared else 0
+    return D * (ffn.E + 3 * (met * ffn.F + shared))

@@ -101,8 +101,12 @@ class Plan:
     model: str
     family: str
     parameters: int
+    active_parameters: int
+    """That one token meets: all but the embedding's rows and the experts that it does not choose."""
     dtype: str
     weight_bytes_total: int
+    active_bytes_total: int
+    """Of the active parameters."""
     device: str
     devices: int
     device_bytes: int
@@ -191,8 +195,10 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         model=model.name,
         family=model.family.name,
         parameters=model.n_params,
+        active_parameters=line.active + line.unembed,
         dtype=str(model.dtype),
         weight_bytes_total=model.weight_bytes(1),
+        active_bytes_total=(line.active + line.unembed) * line.itemsize,
         device=chip.name,
         devices=tp,
         device_bytes=memory.total_bytes,

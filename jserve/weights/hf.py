@@ -99,11 +99,12 @@ class Tensors:
         WeightsError: an index or shard is missing or broken; ``field`` names the file (and tensor).
     """
 
-    __slots__ = ("_files", "_used", "directory")
+    __slots__ = ("_distinct", "_files", "_used", "directory")
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files: dict[str, SafetensorsFile] = _files_by_tensor(directory)
+        self._distinct = list(dict.fromkeys(self._files.values()))
         self._used: set[str] = set()
 
     def get(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> np.ndarray:
@@ -135,6 +136,10 @@ class Tensors:
         if info.dtype.name not in kinds:
             raise broken(file.path, f"dtype {info.dtype}, must be {_either(kinds)}", found)
 
+    def has(self, name: str) -> bool:
+        """True if there is a tensor ``name``."""
+        return self._found(name) is not None
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of tensor ``name``, as its file states it."""
         found = self._resolve(name)
@@ -145,21 +150,32 @@ class Tensors:
         return self._files[self._resolve(name)].path
 
     def _resolve(self, name: str) -> str:
-        for candidate in (name, name.removeprefix("model."), f"model.{name}"):
-            if candidate in self._files:
-                return candidate
+        found = self._found(name)
+        if found is not None:
+            return found
         places = sorted({f.path.name for f in self._files.values()})
         where = places[0] if len(places) == 1 else INDEX
         raise broken(self.directory / where, f"missing (the file has {len(self._files)})", name)
 
+    def _found(self, name: str) -> str | None:
+        """The name in the files, which may have a prefix more or less."""
+        for candidate in (name, name.removeprefix("model."), f"model.{name}"):
+            if candidate in self._files:
+                return candidate
+        return None
+
     def drop_pages(self) -> None:
         """Give back the mapped pages read so far."""
-        for file in set(self._files.values()):
+        for file in self._distinct:
             file.drop_pages()
 
     def names(self) -> Collection[str]:
         """Of all tensors, as they are in the files."""
         return self._files.keys()
+
+    def used(self) -> Collection[str]:
+        """The tensors that were asked for, as they are in the files."""
+        return self._used
 
     def unused(self, ignore: Iterable[str] = ()) -> list[str]:
         """The tensors that nothing asked for, except known buffers and ``ignore``."""

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
-from jserve.model.shard import ParamSpec, ShardRules, padded
+from jserve.model.shard import ParamSpec, ShardRules, padded, spelled
 from jserve.weights import orbax
 from jserve.weights.adopt import adopt
 from jserve.weights.dummy import draw
@@ -92,9 +92,24 @@ def load(
         progress=progress,
         seed=seed,
         scan_nan=scan_nan,
-        finish=lambda tensors: tensors.warn_unused(ignore=tied),
+        finish=lambda tensors: _finish(tensors, tied),
         scheme=scheme,
     )
+
+
+def _finish(tensors: Tensors, tied: tuple[str, ...]) -> None:
+    """Refuse experts that the model has not, beside those that it has: config.json is of another model. Of other
+    tensors that nothing asked for the log says so."""
+    kept = {name[: name.index(EXPERTS)] for name in tensors.used() if EXPERTS in name}
+    for name in tensors.unused(ignore=tied):
+        if EXPERTS in name and name[: name.index(EXPERTS)] in kept:
+            why = "config.json has no such expert"
+            raise broken(tensors.path(name), why, name)
+    tensors.warn_unused(ignore=tied)
+
+
+EXPERTS = ".experts."
+"""In the names of expert tensors, after that of the layer."""
 
 
 def adopted(
@@ -152,6 +167,7 @@ def load_tree(
         return build(specs, mesh, rules, dtype, _from_dummy(dtype, seed), progress)
     tensors = Tensors(source.weights)
     read = tensors if scheme is None else QuantisedTensors(tensors, scheme)
+    specs = spelled(specs, read.has)
     _check_present(specs, read)
     params = build(specs, mesh, rules, dtype, _from_files(read, dtype, scan_nan), progress)
     finish(tensors)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.shard import ParamSpec, is_spec
+from jserve.model.shard import ParamSpec, is_spec, spelled
 
 Get = Callable[[str], np.ndarray]
 """Name of a tensor of the checkpoint -> the tensor."""
@@ -30,6 +30,15 @@ def assemble(spec: ParamSpec, get: Get) -> np.ndarray:
 
 def assemble_all(specs: Any, get: Get, dtype: Any) -> Any:
     """The parameter tree of ``specs``, unsharded, on the default device."""
+    specs = spelled(specs, lambda name: _has(get, name))
     return jax.tree.map(
         lambda s: jnp.asarray(assemble(s, get), s.dtype or dtype), specs, is_leaf=is_spec
     )
+
+
+def _has(get: Get, name: str) -> bool:
+    try:
+        get(name)
+    except (KeyError, StopIteration):
+        return False
+    return True

@@ -29,6 +29,7 @@ def tiny(architecture: str, seed: int = 0, **config: Any) -> tuple[Any, dict[str
     name = {"Gemma3": "Gemma3Text"}.get(kind, kind)
     hf_config = getattr(transformers, f"{name}Config")(**{**SIZES, **config})
     hf_config._attn_implementation = "eager"
+    hf_config._experts_implementation = "eager"
     model = getattr(transformers, architecture)(hf_config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

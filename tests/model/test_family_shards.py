@@ -10,7 +10,10 @@ from jserve.model.hand import Row
 from jserve.model.view import Bucket
 from tests.model.driver import Driver
 
-CASES = ("gemma3", "phi3-longrope", "olmo2", "granite", "cohere2", "smollm3", "exaone4", "glm4")
+CASES = (
+    *("gemma3", "phi3-longrope", "olmo2", "granite", "cohere2", "smollm3", "exaone4", "glm4"),
+    *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe-shared"),
+)
 BUCKET = Bucket(D=2, P=40, F=1)
 
 

@@ -188,6 +188,88 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": None,
         },
     ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"sliding_window": 17, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3},
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen2-moe-plain": (
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+        },
+    ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "clip_qkv": 0.7,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "pad_token_id": None,
+        },
+    ),
+    "granite-moe": (
+        "GraniteMoeForCausalLM",
+        {
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 2.5,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "attention_bias": True,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeSharedForCausalLM",
+        {
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 2.5,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 48,
+            "seed": 3,
+        },
+    ),
 }
 ON_REF = ("llama-gqa4", "qwen3-bias-window")
 NIGHTLY = (
@@ -198,6 +280,8 @@ NIGHTLY = (
     "phi3-window-partial",
     "exaone4-full",
     "glm4-whole",
+    "qwen2-moe-plain",
+    "granite-moe",
 )
 """Of parts that other cases, or ``test_rope``, have too."""
 RUNS = [

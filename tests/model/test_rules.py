@@ -276,8 +276,8 @@ def test_what_cannot_be_honoured_is_refused_by_the_rule(rules: ShardRules, field
 
 def test_a_weight_of_an_unknown_logical_axis_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such rule") as caught:
-        ShardRules().partition(("experts", None))
-    assert caught.value.field == "sharding.rules.experts"
+        ShardRules().partition(("channels", None))
+    assert caught.value.field == "sharding.rules.channels"
 
 
 def test_sizes_that_do_not_divide_name_the_rule() -> None:

@@ -40,6 +40,10 @@ PARAMETERS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmoe-1b-7b": 6_919_161_856,
+    "granite-3.0-1b-a400m": 1_334_628_352,
     "mistral-7b": 7_248_023_552,
 }
 """As their publishers count them."""
@@ -55,6 +59,23 @@ def plan(
 @pytest.mark.parametrize("name", SHAPES)
 def test_known_shapes_have_the_published_number_of_parameters(name: str) -> None:
     assert find(name).n_params == PARAMETERS[name]
+
+
+def test_a_token_reads_the_experts_that_it_chooses() -> None:
+    """8 of 128 experts of Qwen3-30B-A3B: 3.04 B of 30.5 B parameters, 6.1 GB. 64 tokens that choose at random read
+    126 of them."""
+    found = plan("qwen3-30b-a3b")
+    one_expert = 48 * 3 * 2048 * 768
+    attention, router = 48 * 2 * 2048 * 128 * 36, 48 * 128 * 2048
+    assert found.active_parameters == 8 * one_expert + attention + router + 2048 * 151936
+    assert found.active_bytes_total == pytest.approx(6.1e9, rel=0.01)
+    assert found.parameters - found.active_parameters > 27e9
+    at_64 = next(p for p in found.programs if (p.decode_rows, p.prefill_tokens) == (64, 0))
+    met = 128 * (1 - (1 - 8 / 128) ** 64)
+    more = (met - 8) * one_expert * 2
+    assert at_64.weight_bytes == pytest.approx(found.active_bytes_total + more, rel=1e-6)
+    dense = plan()
+    assert dense.active_parameters == dense.parameters - 128_256 * 4096 - 65 * 4096
 
 
 def test_memory_of_8b_on_an_h200() -> None:

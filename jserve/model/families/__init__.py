@@ -19,12 +19,18 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Glm4ForCausalLM": "glm4",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granite_moe",
+    "GraniteMoeSharedForCausalLM": "granite_moe",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
+    "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture -> the module of this package that has its ``FAMILY``."""

@@ -26,7 +26,7 @@ from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
-from jserve.model.layers import attend_normed, embed, mlp_block, rms_norm, unembed
+from jserve.model.layers import attend_normed, embed, ffn_block, rms_norm, unembed
 from jserve.model.shard import Axes, ParamSpec, Part
 from jserve.model.view import StepView
 from jserve.speculation.drafters.drafter import Drafter, Seen, Target
@@ -156,7 +156,7 @@ class _Head:
         ctx = ctx.with_tables()
         y_TD, layer_kv = attend_normed(ctx, p, x_TX, kv[0])
         h_TD = (normed_TD if self.norm_before_residual else f_TD) + y_TD
-        return h_TD + mlp_block(ctx, p, h_TD), [layer_kv]
+        return h_TD + ffn_block(ctx, p, h_TD), [layer_kv]
 
     def specs(self, tp: int) -> dict[str, Any]:
         """The parameter tree.
@@ -177,7 +177,7 @@ class _Head:
                     f"{attn}.o_proj", (arch.D, arch.N * arch.H), ("embed", "kv_heads")
                 ),
                 "mlp_norm": decoder.norm(f"{LAYER}.post_attention_layernorm", arch.D),
-                "gate_up": decoder.gate_up(arch, mlp, "weight"),
+                "gate_up": decoder.gate_up(arch.D, arch.F, mlp, "weight"),
                 "down": decoder.matrix(f"{mlp}.down_proj", (arch.D, arch.F), ("embed", "ffn")),
             },
             "norm": decoder.norm("norm", arch.D),

@@ -64,6 +64,11 @@ class QuantisedTensors:
         found = [n for n in self._tensors.names() if module and module in n]
         return self._tensors.path(name if name in found or not found else found[0])
 
+    def has(self, name: str) -> bool:
+        """As ``Tensors.has``; parts of a quantised matrix are always there, or ``check`` says what is missing."""
+        module, ending = _parts(name)
+        return bool(ending) or self._tensors.has(name)
+
     def drop_pages(self) -> None:
         self._tensors.drop_pages()
 

@@ -1,0 +1,116 @@
+"""The parameters of a layer of experts: their shapes, and the tensors of a checkpoint in either spelling.
+
+Checkpoints hold experts one by one (three tensors each), or all in two tensors, as transformers 5 keeps them::
+
+    experts.0.gate_proj.weight [F, D]   experts.0.up_proj.weight   experts.0.down_proj.weight [D, F]   experts.1...
+    experts.gate_up_proj [E, 2F, D]     experts.down_proj [E, D, F]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jserve.model.arch import Moe
+from jserve.model.shard import ParamSpec, Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeNames:
+    """The tensors of a layer's experts, after the layer's own name, and the keys of config.json that errors name."""
+
+    each: str = "mlp.experts"
+    """Before the number of an expert; empty: no checkpoint has them one by one."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    all: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
+    """Gate with up, and down, of all experts together, in the ways that checkpoints spell them."""
+    router: tuple[str, ...] = ("mlp.gate.weight",)
+    """In the ways that checkpoints spell it."""
+    router_bias: str = "mlp.router.bias"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate.weight"
+    shared_gate_up: str = ""
+    """One tensor in ``shared`` for gate and up; empty: gate_proj and up_proj."""
+    shared_down: str = "down_proj"
+    width_key: str = "moe_intermediate_size"
+    shared_width_key: str = "shared_expert_intermediate_size"
+
+
+def routed_specs(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamSpec]:
+    """Router and experts of the layer called ``at``; its shared expert apart."""
+    E, F, router = moe.E, moe.F, moe.router
+    both = [_whole(f"{at}.{name}", (E, 2 * F, D), (2 * E, F, D)) for name, _ in names.all]
+    down = [_whole(f"{at}.{name}", (E, D, F), (E, D, F)) for _, name in names.all]
+    layer = {
+        "router": _exact((E, D), *(f"{at}.{name}" for name in names.router)),
+        "expert_gate_up": _spec(
+            (2 * E, F, D),
+            ("experts", "ffn_expert", "embed"),
+            [_each(E, at, names, (names.gate, names.up), (F, D)), *both],
+        ),
+        "expert_down": _spec(
+            (E, D, F),
+            ("experts", "embed", "ffn_expert"),
+            [_each(E, at, names, (names.down,), (D, F)), *down],
+        ),
+    }
+    if router.logit_bias:
+        layer["router_bias"] = _exact((E,), f"{at}.{names.router_bias}")
+    if router.choice_bias:
+        layer["choice_bias"] = _exact((E,), f"{at}.{names.choice_bias}")
+    if moe.expert_bias:
+        layer |= _biases(moe, D, at, names)
+    if moe.shared_gate:
+        layer["shared_gate"] = _exact((1, D), f"{at}.{names.shared_gate}")
+    return layer
+
+
+def _biases(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamSpec]:
+    """Of all experts together."""
+    E, F = moe.E, moe.F
+    both = [_whole(f"{at}.{name}_bias", (E, 2 * F), (2 * E, F)) for name, _ in names.all]
+    down = [_whole(f"{at}.{name}_bias", (E, D), (E, D)) for _, name in names.all]
+    return {
+        "expert_gate_up_bias": _spec((2 * E, F), ("experts", "ffn_expert"), both),
+        "expert_down_bias": _spec((E, D), ("experts", "embed"), down),
+    }
+
+
+def _exact(shape: tuple[int, ...], *names: str) -> ParamSpec:
+    """A parameter that decides a choice: float32, whole on every device; the tensor has one of these names."""
+    ways = [_whole(name, shape, shape) for name in names]
+    return _spec(shape, (None,) * len(shape), ways, dtype=jnp.float32)
+
+
+def _each(
+    E: int, at: str, names: MoeNames, of: Sequence[str], shape: tuple[int, int]
+) -> tuple[Part, ...]:
+    """A tensor for each of ``of``, of each expert in turn; () where checkpoints have none such."""
+    if not names.each:
+        return ()
+    return tuple(
+        Part(name=f"{at}.{names.each}.{e}.{name}.weight", shape=shape, view=(1, *shape))
+        for e in range(E)
+        for name in of
+    )
+
+
+def _whole(name: str, shape: tuple[int, ...], view: tuple[int, ...]) -> tuple[Part, ...]:
+    return (Part(name=name, shape=shape, view=view),)
+
+
+def _spec(
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    ways: Sequence[tuple[Part, ...]],
+    dtype: Any = None,
+) -> ParamSpec:
+    """A parameter that checkpoints spell in these ways; those that are empty do not count."""
+    parts, *spellings = (way for way in ways if way)
+    return ParamSpec(shape=shape, axes=axes, parts=parts, spellings=tuple(spellings), dtype=dtype)
