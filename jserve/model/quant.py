@@ -1,9 +1,9 @@
 """Quantised weights: one type for all formats, and its product with activations.
 
-It owns what the stored numbers mean. A matrix [N, D] has integers (or e4m3) ``q`` and a float32 scale per row and
-group of G inputs, and where a format is not symmetric a shift::
+It owns what the stored numbers mean. A matrix [N, D] has integers (or e4m3) ``q``, a float32 scale per row and group
+of G inputs, and a zero beside it where a format is not symmetric::
 
-    w[n, d] = q[n, d] * scale[n, d // G] - shift[n, d // G]
+    w[n, d] = (q[n, d] - zero[n, d // G]) * scale[n, d // G]
 
     int8  int8[N, D]       int4  uint8[N, D / 2], -8 to 7         e4m3  float8_e4m3fn[N, D]
                            byte j of 32 inputs: low  input j, plus 8
@@ -15,7 +15,6 @@ it: a ``QTensor`` has the shape of the matrix that it stands for.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,7 @@ class Form:
     """int8, int4 or e4m3."""
     group: int = 0
     """Inputs that share a scale; 0: all of a row."""
-    shifted: bool = False
+    zeros: bool = False
     rounded: bool = False
     """Activations are rounded, too, with a scale per token (and group): to int8 for integers, to e4m3 for e4m3."""
     dtype: str = "bfloat16"
@@ -52,6 +51,9 @@ class Form:
     method: str = ""
     """How a matrix in the type of the model is brought into this form (``weights.quant.rounding``); empty: its
     checkpoint has it so."""
+    made_as: Form | None = None
+    """The form in which ``method`` chooses numbers and scales, where devices that share the inputs of a matrix have
+    another one of the same values."""
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
@@ -73,8 +75,8 @@ class QTensor:
     q: Any
     scale: Any
     """float32[..., groups]."""
-    shift: Any
-    """float32[..., groups]; None: 0."""
+    zero: Any
+    """int8[..., groups]; None: 0."""
     form: Form = flax.struct.field(pytree_node=False)
 
     @property
@@ -92,9 +94,9 @@ class QTensor:
         """With other leading dimensions; the last one stays."""
         rows = shape[:-1]
         assert shape[-1] in (-1, self.shape[-1]), "the inputs of a quantised matrix stay together"
-        leaves = (self.q, self.scale, self.shift)
-        q, scale, shift = (x if x is None else x.reshape(*rows, x.shape[-1]) for x in leaves)
-        return QTensor(q=q, scale=scale, shift=shift, form=self.form)
+        leaves = (self.q, self.scale, self.zero)
+        q, scale, zero = (x if x is None else x.reshape(*rows, x.shape[-1]) for x in leaves)
+        return QTensor(q=q, scale=scale, zero=zero, form=self.form)
 
 
 def quantised_leaves(tree: Any) -> list[Any]:
@@ -114,10 +116,10 @@ def integers(w: QTensor) -> jax.Array:
 
 def widened(w: QTensor) -> jax.Array:
     """The matrix in the type of the model; computed in float32."""
-    scaled = grouped(integers(w), w.form) * w.scale[..., None]
-    if w.shift is not None:
-        scaled = scaled - w.shift[..., None]
-    return scaled.reshape(w.shape).astype(w.dtype)
+    q = grouped(integers(w), w.form)
+    if w.zero is not None:
+        q = q - w.zero.astype(jnp.float32)[..., None]
+    return (q * w.scale[..., None]).reshape(w.shape).astype(w.dtype)
 
 
 def grouped(q: jax.Array, form: Form) -> jax.Array:
@@ -140,7 +142,7 @@ def product(x_TD: jax.Array, w_ND: QTensor) -> jax.Array:
     x_TD = x_TD.astype(w_ND.dtype)
     x_TBG, q_NBG = _blocks(x_TD, form), _blocks(integers(w_ND), form)
     y_TN = _scaled(_block_sums(x_TBG, q_NBG.astype(w_ND.dtype)), w_ND.scale)
-    return y_TN - _shifted(x_TBG, w_ND)
+    return y_TN - _of_zeros(x_TBG, w_ND)
 
 
 def _rounded_product(x_TD: jax.Array, w_ND: QTensor) -> jax.Array:
@@ -150,7 +152,7 @@ def _rounded_product(x_TD: jax.Array, w_ND: QTensor) -> jax.Array:
     padded_TBG = jnp.pad(x_TBG, ((0, spare), (0, 0), (0, 0)))
     sums_BTN = _block_sums(padded_TBG, _blocks(integers(w_ND), form))[:, :T]
     y_TN = _scaled(sums_BTN * scale_TB.T[..., None], w_ND.scale)
-    return y_TN - _shifted(x_TBG.astype(jnp.float32) * scale_TB[..., None], w_ND)
+    return y_TN - _of_zeros(x_TBG.astype(jnp.float32) * scale_TB[..., None], w_ND)
 
 
 def rounded(x_TBG: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
@@ -183,21 +185,15 @@ def _scaled(sums_BTN: jax.Array, scale_NB: jax.Array) -> jax.Array:
     return jnp.sum(sums_BTN * scale_NB.T[:, None], axis=0)
 
 
-def _shifted(x_TBG: jax.Array, w_ND: QTensor) -> jax.Array | float:
-    """What the shifts take off a product."""
-    if w_ND.shift is None:
+def _of_zeros(x_TBG: jax.Array, w_ND: QTensor) -> jax.Array | float:
+    """What the zeros take off a product."""
+    if w_ND.zero is None:
         return 0.0
     sums_TB = jnp.sum(x_TBG.astype(jnp.float32), axis=-1)
-    return _multiply(sums_TB, w_ND.shift, precision=lax.Precision.HIGHEST)
+    offset_NB = w_ND.zero.astype(jnp.float32) * w_ND.scale
+    return _multiply(sums_TB, offset_NB, precision=lax.Precision.HIGHEST)
 
 
 def _multiply(x: jax.Array, w: jax.Array, **how: Any) -> jax.Array:
     dims = (((1,), (1,)), ((), ()))
     return lax.dot_general(x, w, dims, preferred_element_type=jnp.float32, **how)
-
-
-def n_bytes(form: Form, shape: tuple[int, ...]) -> int:
-    """Bytes of a matrix of ``shape`` in this form."""
-    *rows, D = shape
-    floats = 4 * form.groups(D) * (2 if form.shifted else 1)
-    return math.prod(rows) * (form.stored(D) + floats)

@@ -29,7 +29,7 @@ FormOf = Callable[[str, int], Form | None]
 """(module of a checkpoint: a tensor without ``.weight``, its inputs) -> its form; None: it is not quantised."""
 
 WEIGHT = ".weight"
-NUMBERS, SCALE, SHIFT = ":q", ":scale", ":shift"
+NUMBERS, SCALE, ZERO = ":q", ":scale", ":zero"
 """Endings of the tensors that a quantised matrix consists of, whatever a file calls them."""
 MULTIPLIED = ("qkv", "o", "gate_up", "down", "unembed")
 """The parameters that ``dot`` multiplies. Tables that rows are read from stay as they are."""
@@ -70,7 +70,7 @@ def common(forms: list[Form | None]) -> Form | None:
         first,
         kind="int8" if len(kinds) > 1 else first.kind,
         group=math.gcd(*(form.group for form in whole)),
-        shifted=any(form.shifted for form in whole),
+        zeros=any(form.zeros for form in whole),
     )
 
 
@@ -79,9 +79,9 @@ def _fitted(form: Form, spec: ParamSpec, tp: int) -> Form:
     scales."""
     split = tp if spec.axes[-1] in ("kv_heads", "ffn") else 1
     D = spec.shape[-1] // split
-    if form.kind == "int4" and D % PACKED:
-        form = replace(form, kind="int8")
-    return replace(form, group=math.gcd(form.group, D)) if form.group else form
+    kind = "int8" if form.kind == "int4" and D % PACKED else form.kind
+    fitted = replace(form, kind=kind, group=math.gcd(form.group, D) if form.group else 0)
+    return replace(fitted, made_as=form) if form.method and fitted != form else fitted
 
 
 def quantised_spec(spec: ParamSpec, form: Form) -> QTensor:
@@ -104,14 +104,14 @@ def quantised_spec(spec: ParamSpec, form: Form) -> QTensor:
             init_mean=128.0 if packed else 0.0,
         ),
         scale=scale,
-        shift=_shift_of(scale) if form.shifted else None,
+        zero=_zero_of(scale) if form.zeros else None,
         form=form,
     )
 
 
-def _shift_of(scale: ParamSpec) -> ParamSpec:
-    parts = tuple(replace(p, name=p.name.removesuffix(SCALE) + SHIFT) for p in scale.parts)
-    return replace(scale, parts=parts, init_mean=0.0)
+def _zero_of(scale: ParamSpec) -> ParamSpec:
+    parts = tuple(replace(p, name=p.name.removesuffix(SCALE) + ZERO) for p in scale.parts)
+    return replace(scale, parts=parts, init_mean=0.0, dtype=jnp.dtype(jnp.int8))
 
 
 def _with_inputs(spec: ParamSpec, n: int, ending: str) -> ParamSpec:

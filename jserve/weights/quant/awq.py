@@ -38,7 +38,7 @@ class Awq:
         """As ``Modules.form_of``."""
         if not is_linear(module) or any(part in module for part in self.skipped):
             return None
-        return Form(kind="int4", group=self.group, shifted=self.zeros, dtype=self.dtype)
+        return Form(kind="int4", group=self.group, zeros=self.zeros, dtype=self.dtype)
 
     def check(self, tensors: Tensors, stem: str) -> tuple[int, int]:
         """As ``Reader.check``."""
@@ -60,12 +60,11 @@ class Awq:
         groups = D // (self.group or D)
         q = _columns(tensors.get(f"{stem}.qweight", (D, N // 8), ("int32",)))
         scale = tensors.get(f"{stem}.scales", (groups, N), FLOATS).astype(np.float32).T
-        shift = None
+        zero = None
         if self.zeros:
-            zero = _columns(tensors.get(f"{stem}.qzeros", (groups, N // 8), ("int32",)))
-            shift = np.ascontiguousarray(zero.T.astype(np.float32) * scale)
-        q8 = np.ascontiguousarray(q.T)
-        return Matrix(q=q8, scale=np.ascontiguousarray(scale), shift=shift)
+            found = tensors.get(f"{stem}.qzeros", (groups, N // 8), ("int32",))
+            zero = np.ascontiguousarray(_columns(found).T)
+        return Matrix(q=np.ascontiguousarray(q.T), scale=np.ascontiguousarray(scale), zero=zero)
 
 
 def _columns(words: np.ndarray) -> np.ndarray:

@@ -54,8 +54,9 @@ class Group:
         """The form of a module with ``D`` inputs."""
         kind = "e4m3" if self.is_float else "int8" if self.bits > 4 or self.rounded else "int4"
         size = inputs(self.block[1], D) if self.strategy == "block" else self.group
-        shifted = not self.symmetric
-        return Form(kind=kind, group=size, shifted=shifted, rounded=self.rounded, dtype=self.dtype)
+        return Form(
+            kind=kind, group=size, zeros=not self.symmetric, rounded=self.rounded, dtype=self.dtype
+        )
 
     def scales(self, N: int, D: int) -> tuple[int, ...]:
         """The shape of ``weight_scale``."""
@@ -113,8 +114,8 @@ class Compressed:
         check_scales(tensors, name, found)
         whole = group.strategy in ("tensor", "block")
         scale = spread(found, group.block, (N, D)) if whole else found
-        shift = None if group.symmetric else _zeros(tensors, stem, group, scale.shape) * scale
-        return Matrix(q=_values(tensors, stem, group, (N, D)), scale=scale, shift=shift)
+        zero = None if group.symmetric else _zeros(tensors, stem, group, scale.shape)
+        return Matrix(q=_values(tensors, stem, group, (N, D)), scale=scale, zero=zero)
 
     def _known(self, stem: str) -> Group:
         group = self.group_of(stem)
@@ -149,13 +150,13 @@ def _unpacked(words: np.ndarray, bits: int, n: int) -> np.ndarray:
 
 
 def _zeros(tensors: Tensors, stem: str, group: Group, shape: tuple[int, ...]) -> np.ndarray:
-    """float32[N, groups]."""
+    """int8[N, groups]."""
     name, (N, B) = f"{stem}.weight_zero_point", shape
     if group.format == "pack-quantized":
         words = tensors.get(name, (tensors.shape(name)[0], B), ("int32",))
-        return _unpacked(np.ascontiguousarray(words.T), group.bits, N).T.astype(np.float32)
+        return _unpacked(np.ascontiguousarray(words.T), group.bits, N).T
     stored = (1,) if group.strategy == "tensor" else (N, B)
-    found = tensors.get(name, stored, ("int8",)).astype(np.float32)
+    found = tensors.get(name, stored, ("int8",))
     return np.broadcast_to(found.reshape(-1, 1) if len(stored) == 1 else found, (N, B))
 
 

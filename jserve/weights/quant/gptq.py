@@ -42,7 +42,7 @@ class Gptq:
         if not is_linear(module) or (module == "lm_head" and not self.head):
             return None
         kind = "int8" if self.bits == 8 else "int4"
-        return Form(kind=kind, group=self.group, shifted=not self.symmetric, dtype=self.dtype)
+        return Form(kind=kind, group=self.group, zeros=not self.symmetric, dtype=self.dtype)
 
     def check(self, tensors: Tensors, stem: str) -> tuple[int, int]:
         """As ``Reader.check``."""
@@ -73,14 +73,14 @@ class Gptq:
         return Matrix(
             q=(q_ND - self.middle).astype(np.int8),
             scale=np.ascontiguousarray(scale_BN.T),
-            shift=None if self.symmetric else np.ascontiguousarray((zero_BN * scale_BN).T),
+            zero=None if self.symmetric else np.ascontiguousarray(zero_BN.T),
         )
 
     def _groups(self, D: int) -> int:
         return D // (self.group or D)
 
     def _zeros(self, tensors: Tensors, stem: str, shape: tuple[int, int]) -> np.ndarray:
-        """float32[groups, N]: zeros less the middle of the range."""
+        """int8[groups, N]: zeros less the middle of the range."""
         name, (groups, N) = f"{stem}.qzeros", shape
         words = tensors.get(name, (groups, N * self.bits // 32), ("int32",))
         stored = fields(words, self.bits).astype(np.int16)
@@ -88,7 +88,7 @@ class Gptq:
         if self.symmetric and (zeros != self.middle).any():
             why = f"a symmetric checkpoint of version {self.version} has zeros of {self.middle}"
             raise broken(tensors.path(name), f"{why} alone", name)
-        return (zeros - self.middle).astype(np.float32)
+        return (zeros - self.middle).astype(np.int8)
 
     def _check_order(self, tensors: Tensors, stem: str, D: int) -> None:
         name = f"{stem}.g_idx"

@@ -19,22 +19,23 @@ E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """w[n, d] = q[n, d] * scale[n, d // g] - shift[n, d // g], where g = D / groups."""
+    """w[n, d] = (q[n, d] - zero[n, d // g]) * scale[n, d // g], where g = D / groups."""
 
     q: np.ndarray
     """int8[N, D], or float8_e4m3fn."""
     scale: np.ndarray
     """float32[N, groups]."""
-    shift: np.ndarray | None = None
+    zero: np.ndarray | None = None
+    """int8[N, groups]; None: 0."""
 
     def widened(self) -> np.ndarray:
         """float32[N, D]."""
         N, D = self.q.shape
         groups = self.scale.shape[1]
-        wide = self.q.astype(np.float32).reshape(N, groups, D // groups) * self.scale[..., None]
-        if self.shift is not None:
-            wide -= self.shift[..., None]
-        return wide.reshape(N, D)
+        wide = self.q.astype(np.float32).reshape(N, groups, D // groups)
+        if self.zero is not None:
+            wide -= self.zero[..., None]
+        return (wide * self.scale[..., None]).reshape(N, D)
 
 
 class Modules(Protocol):

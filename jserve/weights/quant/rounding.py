@@ -48,9 +48,10 @@ def quantised_tree(params: Any, specs: Any, mesh: Mesh, rules: ShardRules) -> An
 def as_tensor(w: jax.Array, form: Form) -> QTensor:
     """A matrix, of any number of leading dimensions, in this form; traceable."""
     *rows, D = w.shape
-    q, scale = _program(w.reshape(-1, D), form)
+    q, scale = _program(w.reshape(-1, D), form.made_as or form)
     q = packed(q) if form.kind == "int4" else q
-    return QTensor(q=q.reshape(*rows, -1), scale=scale.reshape(*rows, -1), shift=None, form=form)
+    scale = jnp.repeat(scale, form.groups(D) // scale.shape[1], axis=1)
+    return QTensor(q=q.reshape(*rows, -1), scale=scale.reshape(*rows, -1), zero=None, form=form)
 
 
 def _placed(array: jax.Array, spec: QTensor, mesh: Mesh, rules: ShardRules) -> QTensor:

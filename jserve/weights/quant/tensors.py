@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jserve.model.quant_specs import NUMBERS, SCALE, SHIFT, WEIGHT, stem
+from jserve.model.quant_specs import NUMBERS, SCALE, WEIGHT, ZERO, stem
 from jserve.weights.hf import FLOATS, Kinds, Tensors
 from jserve.weights.quant.matrix import Matrix, packed
 from jserve.weights.quant.scheme import Scheme
@@ -53,10 +53,10 @@ class QuantisedTensors:
             return matrix.widened()
         if ending == NUMBERS:
             return matrix.q if shape[1] == matrix.q.shape[1] else packed(matrix.q)
-        floats = matrix.scale if ending == SCALE else matrix.shift
-        if floats is None:
-            return np.zeros(shape, np.float32)
-        return floats.repeat(shape[1] // floats.shape[1], axis=1)
+        found = matrix.scale if ending == SCALE else matrix.zero
+        if found is None:
+            return np.zeros(shape, np.int8)
+        return found.repeat(shape[1] // found.shape[1], axis=1)
 
     def path(self, name: str) -> Path:
         """The file that holds tensor ``name``, or the first one of a quantised matrix."""
@@ -66,8 +66,7 @@ class QuantisedTensors:
 
     def has(self, name: str) -> bool:
         """As ``Tensors.has``; parts of a quantised matrix are always there, or ``check`` says what is missing."""
-        module, ending = _parts(name)
-        return bool(ending) or self._tensors.has(name)
+        return bool(_parts(name)[1]) or self._tensors.has(name)
 
     def drop_pages(self) -> None:
         self._tensors.drop_pages()
@@ -89,7 +88,7 @@ class QuantisedTensors:
 
 def _parts(name: str) -> tuple[str, str]:
     """(module, ending) of a tensor that ``quant_specs`` names; ("", "") of one that is no weight."""
-    for ending in (NUMBERS, SCALE, SHIFT):
+    for ending in (NUMBERS, SCALE, ZERO):
         if name.endswith(WEIGHT + ending):
             return stem(name.removesuffix(ending)), ending
     return (stem(name), "") if name.endswith(WEIGHT) else ("", "")
