@@ -297,6 +297,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "model": served_names(config, source)[0],
         "source": source.name,
         "family": family.name,
+        "quantization": scheme.name if scheme is not None and not scheme.widened else "",
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),
     }

@@ -242,7 +242,7 @@ class Multipliers(TypedDict):
 
 
 def multipliers(config: Config) -> Multipliers:
-    """What Granite multiplies; ``attention_multiplier`` is the scale of the scores, 1 where it is missing."""
+    """The multipliers of Granite; ``attention_multiplier`` is the scale of the scores, 1 where it is missing."""
     return {
         "embed_scale": number(config, "embedding_multiplier", 1.0),
         "scale": number(config, "attention_multiplier", 1.0),

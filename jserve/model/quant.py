@@ -26,7 +26,7 @@ from jax import lax
 KINDS = {"int8": jnp.int8, "int4": jnp.uint8, "e4m3": jnp.float8_e4m3fn}
 """Kind of ``q`` -> its dtype."""
 LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0}
-"""What a symmetric scale maps the largest weight of a group to."""
+"""The number that a symmetric scale makes of the largest weight of a group."""
 PACKED = 32
 """Inputs that share 16 bytes of int4."""
 BLOCK_ROWS = 16
@@ -37,7 +37,7 @@ MIN_ROWS = {"int8": 8, "e4m3": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a quantised matrix stores, and how it is multiplied."""
+    """The kind of numbers of a quantised matrix, and of its product."""
 
     kind: str
     """int8, int4 or e4m3."""
@@ -49,8 +49,8 @@ class Form:
     dtype: str = "bfloat16"
     """Of the model: products of a form that does not round activations are computed in it."""
     method: str = ""
-    """How a matrix in the type of the model is brought into this form (``weights.quant.rounding``); empty: its
-    checkpoint has it so."""
+    """The way of a matrix in the type of the model into this form (``weights.quant.rounding``); empty: its checkpoint
+    has it so."""
     made_as: Form | None = None
     """The form in which ``method`` chooses numbers and scales, where devices that share the inputs of a matrix have
     another one of the same values."""
@@ -186,7 +186,7 @@ def _scaled(sums_BTN: jax.Array, scale_NB: jax.Array) -> jax.Array:
 
 
 def _of_zeros(x_TBG: jax.Array, w_ND: QTensor) -> jax.Array | float:
-    """What the zeros take off a product."""
+    """The part of a product that the zeros take off."""
     if w_ND.zero is None:
         return 0.0
     sums_TB = jnp.sum(x_TBG.astype(jnp.float32), axis=-1)

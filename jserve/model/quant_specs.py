@@ -1,4 +1,4 @@
-"""Which parameters of a family are quantised: its specs, with a ``QTensor`` of specs in place of a matrix.
+"""The quantised parameters of a family: its specs, with a ``QTensor`` of specs in place of a matrix.
 
 It owns the names under which the loader asks for the parts of a quantised matrix, and what becomes of forms where
 several tensors make one parameter or devices share its inputs::

@@ -10,6 +10,7 @@ On a CPU device the block itself becomes the shard (see ``place.ALIGN``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,6 +44,8 @@ from jserve.weights.quant.scheme import Scheme
 from jserve.weights.quant.tensors import QuantisedTensors
 from jserve.weights.safetensors import broken
 from jserve.weights.source import Source
+
+log = logging.getLogger(__name__)
 
 Readable = Tensors | QuantisedTensors
 
@@ -170,6 +173,10 @@ def load_tree(
     specs = spelled(specs, read.has)
     _check_present(specs, read)
     params = build(specs, mesh, rules, dtype, _from_files(read, dtype, scan_nan), progress)
+    if isinstance(read, QuantisedTensors) and read.widened:
+        first = min(read.widened)
+        n, kind = len(read.widened), np.dtype(dtype)
+        log.warning("%d quantised matrices are served in %s, %s among them", n, kind, first)
     finish(tensors)
     return params
 

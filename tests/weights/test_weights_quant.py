@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError, WeightsError
+from jserve.model.hand import Row
 from jserve.model.quant import QTensor, widened
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.shard import ShardRules, make_mesh, partitions
+from jserve.model.view import Bucket
+from jserve.weights.convert import convert
 from jserve.weights.loader import adopted, load
 from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import resolve
 from tests.model.assembly import assemble_all
+from tests.model.driver import Driver
 from tests.weights.quant_files import E4M3, FORMATS, Format, compressed, gptq
 from tests.weights.weights_kit import LLAMA, Model
 
@@ -85,6 +89,24 @@ def test_a_format_stands_for_these_matrices(tmp_path: Path, name: str) -> None:
         assert isinstance(params["layers"][0]["down"], QTensor)
         want = assemble_all(model.family.specs(model.arch, tp), model.wide.__getitem__, jnp.float32)
         assert_equal(wide(params), want)
+
+
+@pytest.mark.parametrize("name", ["awq", "pack-quantized, zeros", "gptq 8 bits, rows"])
+def test_logits_are_those_of_the_widened_matrices(tmp_path: Path, name: str) -> None:
+    model, bucket = Written(tmp_path, FORMATS[name]), Bucket(D=2, P=24, F=1)
+    for tp in (1, 2):
+        logits = []
+        for asked in ("none", ""):
+            driver = Driver(model.family, model.arch, model.wide.__getitem__, tp=tp)
+            driver.params = loaded(model, tp, asked)
+            scheme = scheme_of(model.config, jnp.float32, asked)
+            driver.param_specs = partitions(
+                quantised(model.family, scheme).specs(model.arch, tp), RULES
+            )
+            tokens = [int(t) for t in np.random.default_rng(0).integers(0, 64, 20)]
+            rows = [Row([1, 2, 3], 0, tokens)]
+            logits.append(driver.step(bucket, prefill=rows)[2:22])
+        np.testing.assert_allclose(logits[1], logits[0], atol=1e-4 * np.abs(logits[0]).max())
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8 blocks", "pack 3 bits, dense"])
@@ -186,6 +208,48 @@ def test_given_parameters_are_quantised_as_files_are(tmp_path: Path, asked: str)
             model.family.specs(model.arch, 1), model.tensors.__getitem__, jnp.float32
         )
         assert_equal(adopted(family, model.arch, given, mesh, RULES, jnp.float32), from_file)
+
+
+@pytest.mark.parametrize("name", ["awq", "float-quantized"])
+def test_convert_keeps_the_form(tmp_path: Path, name: str) -> None:
+    model = Written(tmp_path / "m", FORMATS[name])
+    source = convert(str(model.path), tmp_path / "out")
+    scheme = scheme_of(source.config, jnp.float32)
+    family = quantised(model.family, scheme)
+    for tp in (1, 2):
+        how = (source, make_mesh(tp), RULES, jnp.float32)
+        restored = load(family, model.arch, *how, scheme=scheme)
+        assert_equal(wide(restored), wide(loaded(model, tp)))
+
+
+def test_an_orbax_directory_is_quantised_on_load(tmp_path: Path) -> None:
+    model = Model(tmp_path / "m", CONFIG, np.float32).single()
+    source = convert(str(model.path), tmp_path / "out")
+    scheme = scheme_of(source.config, jnp.float32, "int4")
+    how = (source, make_mesh(2), RULES, jnp.float32)
+    got = load(quantised(model.family, scheme), model.arch, *how, scheme=scheme)
+    assert_equal(got, loaded(model, 2, "int4"))
+
+
+def test_dummy_weights_have_the_spread_of_wide_ones(tmp_path: Path) -> None:
+    model = Model(tmp_path, CONFIG, np.float32)
+    source = resolve(str(model.path), load_format="dummy")
+    for asked in ON_LOAD:
+        scheme = scheme_of(source.config, jnp.float32, asked)
+        family = quantised(model.family, scheme)
+        params = load(family, model.arch, source, make_mesh(1), RULES, jnp.float32, scheme=scheme)
+        for x in (params["layers"][0][name] for name in ("qkv", "down")):
+            assert isinstance(x, QTensor)
+            values = np.asarray(widened(x))
+            assert 0.01 < values.std() < 0.05, asked
+            assert abs(values.mean()) < 0.004
+
+
+def test_matrices_that_are_widened_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded(Written(tmp_path, FORMATS["awq"]), 1, "none")
+    assert "14 quantised matrices are served in float32, model.layers.0" in caplog.text
 
 
 def edited(ending: str, change: Any) -> Any:

@@ -39,7 +39,7 @@ class Matrix:
 
 
 class Modules(Protocol):
-    """Which modules of a model are quantised."""
+    """The quantised modules of a model."""
 
     def form_of(self, module: str, D: int) -> Form | None:
         """The form of a module with ``D`` inputs; None: it is not quantised."""

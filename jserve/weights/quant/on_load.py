@@ -69,7 +69,7 @@ class OnLoad:
 
 
 def on_load(asked: str, dtype: str, options: Mapping[str, Any]) -> OnLoad:
-    """What ``--quantization`` and ``--quantization-config`` ask for.
+    """The modules and form that ``--quantization`` and ``--quantization-config`` ask for.
 
     Raises:
         ConfigError: an unknown name or key, or a value that is not valid.

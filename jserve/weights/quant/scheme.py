@@ -1,4 +1,4 @@
-"""How a model is quantised: by its checkpoint's ``quantization_config``, or on load by ``--quantization``.
+"""Finds the scheme of a quantised model: of its checkpoint, or of ``--quantization`` on load.
 
 It owns the choice of the format and the account of which modules it covers. Each format reads its own section of the
 config and has a reader of its tensors (``jserve.weights.quant.FORMAT``).

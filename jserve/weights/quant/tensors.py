@@ -22,13 +22,15 @@ KEPT = 4
 
 
 class QuantisedTensors:
-    """What the loader reads of ``tensors``: its quantised matrices by ``scheme``, all else as it is."""
+    """``tensors`` as the loader reads them: their quantised matrices by ``scheme``, all else as it is."""
 
-    __slots__ = ("_kept", "_scheme", "_tensors")
+    __slots__ = ("_kept", "_scheme", "_tensors", "widened")
 
     def __init__(self, tensors: Tensors, scheme: Scheme) -> None:
         self._tensors, self._scheme = tensors, scheme
         self._kept: OrderedDict[str, Matrix] = OrderedDict()
+        self.widened: set[str] = set()
+        """Quantised modules that were asked for in the type of the model."""
 
     def check(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> None:
         """As ``Tensors.check``."""
@@ -50,6 +52,7 @@ class QuantisedTensors:
         self.check(name, shape, kinds)
         matrix = self._matrix(module)
         if not ending:
+            self.widened.add(module)
             return matrix.widened()
         if ending == NUMBERS:
             return matrix.q if shape[1] == matrix.q.shape[1] else packed(matrix.q)
