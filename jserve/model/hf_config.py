@@ -191,23 +191,25 @@ KV_SCHEME = {
 """The one scheme of 8-bit KV, as compressed-tensors describes it."""
 
 
+DECODED = "mxfp4"
+"""A ``quant_method`` whose weights a family decodes as they are loaded."""
+
+
 def kv_scales(config: Config, decoded: Sequence[str] = ()) -> bool:
-    """True if ``quantization_config`` quantises the KV cache, and nothing else: then each layer has a
-    ``k_scale`` and a ``v_scale``. All other quantisation is refused but the methods in ``decoded``."""
+    """True if ``quantization_config`` has scales of a KV cache of 8 bits: then each layer has a ``k_scale`` and a
+    ``v_scale``. Quantised weights are the business of ``weights.quant``, but those of the methods in ``decoded``, which
+    are a family's own and its only ones."""
     key = "quantization_config"
     given = config.get(key)
-    if given is None:
-        return False
-    if isinstance(given, Mapping) and given.get("quant_method") in decoded:
-        return False
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    if given is not None and (decoded or method == DECODED) and method not in decoded:
+        only = f"only {', '.join(decoded)}" if decoded else "is not supported for this family"
+        refuse(key, f"quant_method {method!r}: {only}")
     scheme = given.get("kv_cache_scheme") if isinstance(given, Mapping) else None
-    alone = (
-        isinstance(scheme, Mapping)
-        and given.get("quant_method") == "compressed-tensors"
-        and not given.get("config_groups")
-    )
-    if scheme is None or not alone:
-        refuse(key, f"{given!r} is not supported, only scales of 8-bit KV by compressed-tensors")
+    if scheme is None:
+        return False
+    if not isinstance(scheme, Mapping):
+        refuse(f"{key}.kv_cache_scheme", f"{scheme!r} is no object")
     for name, value in KV_SCHEME.items():
         if scheme.get(name, value) != value:
             refuse(f"{key}.kv_cache_scheme.{name}", f"must be {value!r}, not {scheme[name]!r}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypedDict
 
 from jserve.model.arch import Latent, Rope, RopeScaling
-from jserve.model.hf_config import attention_bias, kv_scales
+from jserve.model.hf_config import attention_bias
 from jserve.model.hf_rope import rope
 from jserve.model.hf_values import Config, integer, refuse
 
@@ -38,8 +38,8 @@ def latent_fields(config: Config, *, pairs: bool = True) -> LatentFields:
     )
     if latent.turned % 2:
         refuse("qk_rope_head_dim", f"{latent.turned} is odd; rotary embedding needs pairs")
-    if kv_scales(config):
-        refuse("quantization_config", "has scales of kv heads, which this attention has not")
+    if config.get("quantization_config"):
+        refuse("quantization_config", "quantised checkpoints of this attention are not supported")
     turns = replace(rope(config, pairs=pairs), rotary=latent.turned)
     return {
         "latent": latent,

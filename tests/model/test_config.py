@@ -63,10 +63,11 @@ def scheme(**changes: Any) -> dict[str, Any]:
 
 REFUSED = [
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),
-    (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    (LLAMA, {"quantization_config": "fp8"}, "quantization_config"),
-    (LLAMA, {"quantization_config": KV_ONLY | {"quant_method": "fp8"}}, "quantization_config"),
-    (LLAMA, {"quantization_config": KV_ONLY | {"config_groups": {"a": {}}}}, "quantization_config"),
+    (
+        LLAMA,
+        {"quantization_config": KV_ONLY | {"kv_cache_scheme": 8}},
+        "quantization_config.kv_cache_scheme",
+    ),
     (LLAMA, scheme(num_bits=4), "quantization_config.kv_cache_scheme.num_bits"),
     (LLAMA, scheme(type="int"), "quantization_config.kv_cache_scheme.type"),
     (LLAMA, scheme(strategy="channel"), "quantization_config.kv_cache_scheme.strategy"),
