@@ -93,7 +93,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """Which experts a token goes to, and what their outputs are weighted with; all in float32 (``moe.route``)."""
+    """The choice of a token's experts, and of the weights of their outputs; all in float32 (``moe.route``)."""
 
     score: str = "softmax"
     """softmax or sigmoid of the logits."""

@@ -225,7 +225,7 @@ def sliding_window(config: Config, default: int = 4096) -> int:
 
 
 class Biases(TypedDict):
-    """Which projections of an attention layer have a bias."""
+    """The projections of an attention layer that have a bias."""
 
     qkv_bias: bool
     o_bias: bool
@@ -247,7 +247,7 @@ class Multipliers(TypedDict):
 
 
 def multipliers(config: Config) -> Multipliers:
-    """What Granite multiplies; ``attention_multiplier`` is the scale of the scores, 1 where it is missing."""
+    """Granite's multipliers; ``attention_multiplier`` is the scale of the scores, 1 where it is missing."""
     return {
         "embed_scale": number(config, "embedding_multiplier", 1.0),
         "scale": number(config, "attention_multiplier", 1.0),

@@ -57,7 +57,7 @@ def n_experts(config: Config) -> int:
 
 
 def sparse_layers(config: Config) -> list[bool]:
-    """Whether each layer has experts as Qwen states it: every ``decoder_sparse_step``-th one, but for those of
+    """For each layer True if it has experts, as Qwen states it: every ``decoder_sparse_step``-th one, but for those of
     ``mlp_only_layers``."""
     L, step = integer(config, "num_hidden_layers"), integer(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or ()
