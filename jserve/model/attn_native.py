@@ -26,7 +26,7 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
     """The tokens' keys and values go to their pages and offsets."""
     if not native.attends(kv[0], 1):
         return XLA.write_kv(kv, k_TKH, v_TKH, view)
-    return native.write_kv(kv, k_TKH, v_TKH, view.write_page_T, view.write_off_T)
+    return native.write_kv((kv[0], kv[1]), k_TKH, v_TKH, view.write_page_T, view.write_off_T)
 
 
 def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
