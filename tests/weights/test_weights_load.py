@@ -92,7 +92,8 @@ def test_equals_a_plain_assembly(tmp_path: Path, name: str, tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_mxfp4_is_decoded(tmp_path: Path, tp: int) -> None:
     """Blocks and scales give what their numbers in bfloat16 give."""
-    model = Model(tmp_path / "m", GPT_OSS)
+    stated = {"quantization_config": {"quant_method": "mxfp4"}}
+    model = Model(tmp_path / "m", GPT_OSS | stated)
     packed, rng = dict(model.tensors), np.random.default_rng(4)
     for name in [n for n in packed if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         E, D, N = packed.pop(name).shape
