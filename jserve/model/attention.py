@@ -89,6 +89,18 @@ class DecodeKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertKernel:
+    """The products of a mixture's experts in kernels of the backend's own.
+
+    serves: (``Moe``, parameters of the layer) -> bool.
+    form:   one of ``moe.Form``.
+    """
+
+    serves: Callable[[Any, Any], bool]
+    form: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
     """One way to keep and read KV.
 
@@ -113,6 +125,7 @@ class AttentionBackend:
                copied to the second ones; page 0 may hold anything after it.
     has_sinks: False where ``attend`` takes no sinks.
     decode:     kernels for the rest of a decode layer; None: XLA makes them.
+    experts:    kernels for mixtures of experts; None: the forms of ``moe`` by platform.
     check:     (H, dtype as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
                what this backend cannot serve, naming the option.
     """
@@ -129,6 +142,7 @@ class AttentionBackend:
     page_axis: int = 0
     has_sinks: bool = True
     decode: DecodeKernels | None = None
+    experts: ExpertKernel | None = None
     check: Callable[[int, Any, TreeShape], None] = lambda *_: None
 
 

@@ -8,9 +8,9 @@ unit has 64 rows or nothing and an expert has few tokens in a decode step, so th
        first product:  rows f of gate and rows f of up -> act(gate) * up     -> h[tokens, f]     16 bits
        second product: neighbouring rows d of down                           -> y[tokens, d]     float32
 
-A block of the grid takes every ``sms``-th of the items (tile, block of the matrix); the warpgroup that loads goes from one
-item to the next without a pause. Neighbouring tiles, mostly of one expert, take a block of the matrix at the same time,
-which comes from device memory once and then from the L2::
+A block of the grid takes every ``sms``-th of the items (tile, block of the matrix); the warpgroup that loads goes
+from one item to the next without a pause. Neighbouring tiles, mostly of one expert, take a block of the matrix at the
+same time, which comes from device memory once and then from the L2::
 
     items of a panel    block 0: tile 0 1 2 .. 7 | block 1: tile 0 1 2 .. 7 | ...
 """
