@@ -229,7 +229,7 @@ def _product(tile: Tile, sm, wg, j) -> tuple[Any, ...]:
 
 
 def _finish(tile: Tile, sums, bias, item: _Item, wg) -> tuple[Any, ...]:
-    """What is written of each part: one of both after an activation."""
+    """The numbers to write of each part: of both together after an activation."""
     if bias is not None:
         rows = [item.row + p * tile.apart + wg * M for p in range(tile.parts)]
         load = functools.partial(plgpu.load, layout=ROWS, optimized=False)
