@@ -342,15 +342,28 @@ def _with_attention(
     name = attention_name(arch, config, dtype, device.platform, capability, speculation)
     reason = unserved(capability) or "it does not serve this model with these options"
     if name == "hopper":
-        kept = kv_dtype(config, dtype)
+        kept, experts = kv_dtype(config, dtype), _experts(arch, config)
         reason = selftest.fault(
-            selftest.command(name, arch.H, arch.N // arch.K, page_size, str(kept))
+            selftest.command(name, arch.H, arch.N // arch.K, page_size, str(kept), experts)
         )
         name = "dense" if reason else name
     if name == "dense":
         log.warning("attention is dense on %s; not hopper: %s", device.device_kind, reason)
     options = dataclasses.replace(config.device, attention_backend=name)
     return dataclasses.replace(config, device=options)
+
+
+def _experts(arch: Any, config: EngineConfig) -> tuple[int, int] | None:
+    """The width of the model and a device's share of that of an expert; None: the kernels take none of them."""
+    from jserve.model.arch import Moe
+
+    widths = [layer.ffn.F for layer in arch.layers if isinstance(layer.ffn, Moe)]
+    if not widths:
+        return None
+    from pallas_kernels.grouped_matmul import serves
+
+    F = widths[0] // config.device.tensor_parallel_size
+    return (arch.D, F) if serves(arch.D, F) else None
 
 
 def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:

@@ -122,6 +122,18 @@ class DecodeKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertKernel:
+    """The products of a mixture's experts in kernels of the backend's own.
+
+    serves: (``Moe``, parameters of the layer) -> bool.
+    form:   one of ``moe.Form``.
+    """
+
+    serves: Callable[[Any, Any], bool]
+    form: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
     """One way to keep and read KV.
 
@@ -149,6 +161,7 @@ class AttentionBackend:
     has_sinks: False where ``attend`` takes no sinks.
     has_chunks: False where it takes no chunks.
     decode:     kernels for the rest of a decode layer; None: XLA makes them.
+    experts:    kernels for mixtures of experts; None: the forms of ``moe`` by platform.
     check:     (H, dtype as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
                what this backend cannot serve, naming the option.
     """
@@ -167,6 +180,7 @@ class AttentionBackend:
     has_sinks: bool = True
     has_chunks: bool = True
     decode: DecodeKernels | None = None
+    experts: ExpertKernel | None = None
     check: Callable[[int, Any, TreeShape], None] = lambda *_: None
 
     def pool_shape(self, heads: int, width: int, n_pages: int, page_size: int) -> tuple[int, ...]:

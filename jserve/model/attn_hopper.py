@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
-from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV
+from jserve.model import moe_hopper
+from jserve.model.attention import AttendArgs, AttentionBackend, ExpertKernel, LayerKV
 from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.kv_pool import kv_shape, move, write_kv
 from jserve.model.kv_quant import E4M3
@@ -107,6 +108,7 @@ def hopper(platform: str) -> AttentionBackend:
             f"attention_backend 'hopper' needs jax 0.11 or later, this is {jax.__version__}",
             field="attention_backend",
         )
+    interpret = interpreter() if platform == "cpu" else None
     return AttentionBackend(
         name="hopper",
         kv_axis=1,
@@ -117,5 +119,8 @@ def hopper(platform: str) -> AttentionBackend:
         has_sinks=False,
         has_chunks=False,
         check=check,
-        attend=partial(attend, interpret=interpreter() if platform == "cpu" else None),
+        attend=partial(attend, interpret=interpret),
+        experts=ExpertKernel(
+            serves=moe_hopper.serves, form=partial(moe_hopper.grouped, interpret=interpret)
+        ),
     )

@@ -4,7 +4,7 @@ A token's choices are assignments, A = T * X of them in a step. None is dropped,
 padding tokens choose expert E, which is nowhere::
 
     route      x_TD -> expert_TX, weight_TX
-    a form     x_TD, expert_TX -> each assignment's output, and where it is     one of ``FORMS``
+    a form     x_TD, expert_TX -> each assignment's output, and where it is     of ``FORMS``, or the backend's kernel
     combine    weight * output, added over X in the router's order              y_TD
 
 So a token's result does not depend on the tokens beside it. The parameters of a layer::
@@ -27,6 +27,7 @@ from jax import lax
 
 from jserve.model import native
 from jserve.model.arch import Moe, Router
+from jserve.model.attention import ExpertKernel
 from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.dot import activated, dot, gate_up
@@ -46,7 +47,7 @@ def mixture(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
     moe = ctx.spec.ffn
     assert isinstance(moe, Moe)
     expert_TX, weight_TX = route(moe.router, p, x_TD, moe.X, ctx.view.pos_T >= 0)
-    y_TD = routed(moe, p, x_TD, expert_TX, weight_TX)
+    y_TD = routed(moe, p, x_TD, expert_TX, weight_TX, ctx.attn.experts)
     if moe.shared is None:
         y_TD = reduce(y_TD, ctx.axes.ffn_expert)
     elif ctx.axes.ffn == ctx.axes.ffn_expert:
@@ -140,9 +141,17 @@ def _of_best_groups(router: Router, choice_TE: jax.Array) -> jax.Array:
 
 
 def routed(
-    moe: Moe, p: Params, x_TD: jax.Array, expert_TX: jax.Array, weight_TX: jax.Array
+    moe: Moe,
+    p: Params,
+    x_TD: jax.Array,
+    expert_TX: jax.Array,
+    weight_TX: jax.Array,
+    kernel: ExpertKernel | None = None,
 ) -> jax.Array:
-    """float32[T, D]: the weighted outputs of each token's experts, partial sums where their width is split."""
+    """float32[T, D]: the weighted outputs of each token's experts, partial sums where their width is split. By the
+    kernel where the step's backend has one that takes these experts, but for few assignments."""
+    if kernel is not None and expert_TX.size > GATHER_MOST and kernel.serves(moe, p):
+        return through(kernel.form, moe, p, x_TD, expert_TX, weight_TX)
     if native.takes_experts(expert_TX.size, moe.E, p["expert_gate_up"]):
         return through(in_place, moe, p, x_TD, expert_TX, weight_TX)
     on = {platform: partial(through, _form(platform, expert_TX.size), moe, p) for platform in FORMS}

@@ -1,8 +1,9 @@
 """Runs attention kernels on this machine's device before an engine relies on them.
 
-Two cases, a decode step and a chunk, run beside ``ref`` in a child process with a time limit: a kernel that is
-wrong gives numbers, one whose barriers do not match waits for ever, and a refused copy descriptor aborts the
-process. The parent may hold its share of the device already: the child takes what it needs and no more.
+A decode step and a chunk run beside ``ref``, and the experts of a mixture beside XLA's loop, in a child process with
+a time limit: a kernel that is wrong gives numbers, one whose barriers do not match waits for ever, and a refused copy
+descriptor aborts the process. The parent may hold its share of the device already: the child takes what it needs and
+no more.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ APART = 2e-2
 """Largest difference over the largest number, for 16-bit keys and values."""
 
 
-def command(name: str, H: int, G: int, page_size: int, dtype: str) -> list[str]:
+def command(
+    name: str, H: int, G: int, page_size: int, dtype: str, experts: tuple[int, int] | None = None
+) -> list[str]:
     """The command that runs the cases of attention backend ``name`` with heads of ``H``, ``G`` a kv head, and KV stored
-    as ``dtype``."""
-    case = (name, H, G, page_size, dtype)
+    as ``dtype``; ``experts``: the width of the model, and a device's share of that of an expert, if it has any."""
+    case = (name, H, G, page_size, dtype, experts)
     return [sys.executable, "-c", f"from jserve.runner.selftest import main; main{case!r}"]
 
 
@@ -59,18 +62,25 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         return
 
 
-def differs(name: str, H: int, G: int, page_size: int, dtype: str) -> str:
-    """Run the cases in this process; returns those that differ from ``ref``, and by how much."""
+def differs(
+    name: str, H: int, G: int, page_size: int, dtype: str, experts: tuple[int, int] | None = None
+) -> str:
+    """Run the cases in this process; returns those that differ from the reference, and by how much."""
     import jax
     import numpy as np
 
     platform = jax.devices()[0].platform
     found = []
-    for case, rows in CASES.items():
-        want, got = (_outputs(n, platform, rows, H, G, page_size, dtype) for n in ("ref", name))
+
+    def judge(case: str, want: np.ndarray, got: np.ndarray) -> None:
         apart = float(np.abs(want - got).max() / np.abs(want).max())
         if not apart < APART:
             found.append(f"{case} differs from ref by {apart:.3g} of its largest number")
+
+    for case, rows in CASES.items():
+        judge(case, *(_outputs(n, platform, rows, H, G, page_size, dtype) for n in ("ref", name)))
+    if experts is not None:
+        judge("experts", *(_experts(n, platform, *experts) for n in ("ref", name)))
     return ", ".join(found)
 
 
@@ -126,9 +136,36 @@ def _outputs(
     return np.asarray(out, np.float32)[np.asarray(pos_T) >= 0]
 
 
-def main(name: str, H: int, G: int, page_size: int, dtype: str) -> None:
+def _experts(name: str, platform: str, D: int, F: int):
+    """float32[T, D]: random tokens through random experts, one of which nobody chooses."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jserve.model.arch import Moe
+    from jserve.model.attention import backend
+    from jserve.model.moe import routed
+
+    moe, T = Moe(E=4, X=2, F=F), 40
+    rng = np.random.default_rng(2)
+    up, down = (2 * moe.E, F, D), (moe.E, D, F)
+    drawn = {"expert_gate_up": (up, D), "expert_down": (down, F)}
+    p = {k: rng.standard_normal(s) * n**-0.5 for k, (s, n) in drawn.items()}
+    p = {k: jnp.asarray(x, jnp.bfloat16) for k, x in p.items()}
+    expert_TX = np.stack([rng.permutation(moe.E - 1)[: moe.X] for _ in range(T)])
+    expert_TX[::7] = moe.E  # padding
+    x_TD = rng.standard_normal((T, D)).astype(np.float32)
+    kernel = backend(name, platform).experts
+    one = jax.jit(lambda p, x, chosen, weight: routed(moe, p, x, chosen, weight, kernel))
+    weight_TX = np.full((T, moe.X), 0.5, np.float32)
+    return np.asarray(one(p, x_TD, expert_TX.astype(np.int32), weight_TX))
+
+
+def main(
+    name: str, H: int, G: int, page_size: int, dtype: str, experts: tuple[int, int] | None = None
+) -> None:
     """The child's side: exits with 0, or with ``WRONG`` and what differs on stderr."""
-    found = differs(name, H, G, page_size, dtype)
+    found = differs(name, H, G, page_size, dtype, experts)
     if found:
         print(found, file=sys.stderr)
     sys.exit(WRONG if found else 0)

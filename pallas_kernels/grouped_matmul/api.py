@@ -39,7 +39,8 @@ def grouped_mlp(
         expert_TX: int32, the X experts of each token. What is not 0 to E - 1 goes to no expert: padding, experts of
             other devices.
         scale_TX: float32, what a token is multiplied by before it goes to an expert; None: 1.
-        spec: its ``tune`` may have ``columns``, ``sms``, ``panel``, ``warpgroups``, ``parts``, ``depth`` and ``stages``.
+        spec: its ``tune`` may have ``columns``, ``sms``, ``panel``, ``warpgroups``, ``parts``, ``depth`` and
+            ``stages``.
 
     Returns:
         (float32[Y, D] outputs, int32[T, X] the row of each pair's; negative for those that go nowhere). Rows of

@@ -8,9 +8,9 @@ unit has 64 rows or nothing and an expert has few tokens in a decode step, so th
        first product:  rows f of gate and rows f of up -> act(gate) * up     -> h[tokens, f]     16 bits
        second product: neighbouring rows d of down                           -> y[tokens, d]     float32
 
-A block of the grid takes every ``sms``-th of the items (tile, block of the matrix); the warpgroup that loads goes from one
-item to the next without a pause. Neighbouring tiles, mostly of one expert, take a block of the matrix at the same time,
-which comes from device memory once and then from the L2::
+A block of the grid takes every ``sms``-th of the items (tile, block of the matrix); the warpgroup that loads goes
+from one item to the next without a pause. Neighbouring tiles, mostly of one expert, take a block of the matrix at the
+same time, which comes from device memory once and then from the L2::
 
     items of a panel    block 0: tile 0 1 2 .. 7 | block 1: tile 0 1 2 .. 7 | ...
 """
@@ -229,13 +229,16 @@ def _product(tile: Tile, sm, wg, j) -> tuple[Any, ...]:
 
 
 def _finish(tile: Tile, sums, bias, item: _Item, wg) -> tuple[Any, ...]:
-    """What is written of each part: one of both after an activation."""
+    """The numbers to write of each part: of both together after an activation."""
     if bias is not None:
         rows = [item.row + p * tile.apart + wg * M for p in range(tile.parts)]
         load = functools.partial(plgpu.load, layout=ROWS, optimized=False)
         found = [load(bias.at[item.expert, pl.ds(row, M)]).astype(jnp.float32) for row in rows]
         sums = [x + along_rows(b, x) for x, b in zip(sums, found, strict=True)]
-    return (_activate(*sums, tile.gated),) if tile.gated else tuple(sums)
+    if not tile.gated:
+        return tuple(sums)
+    gate, up = sums
+    return (_activate(gate, up, tile.gated),)
 
 
 def _activate(gate, up, activation: Activation):

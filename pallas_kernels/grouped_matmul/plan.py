@@ -1,4 +1,4 @@
-"""Where each (token, expert) pair lies while the experts work: the list of tiles, made on the device.
+"""The place of each (token, expert) pair while the experts work, and the list of tiles, made on the device.
 
 Pairs of an expert are neighbours from a multiple of the tile's columns on, so that a tile never holds two experts and
 the kernels need no masks; what is left of an expert's last tile holds some pair again, and nobody reads it::

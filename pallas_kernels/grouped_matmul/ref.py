@@ -46,7 +46,7 @@ def _mlp(x_TD: Array, expert: Experts, activation: Activation) -> Array:
 
 
 def activate(gate: Array, up: Array, activation: Activation) -> Array:
-    """What the second product multiplies."""
+    """The numbers that the second product multiplies."""
     if activation.name == "silu":
         return jax.nn.silu(gate) * up
     if activation.name == "gelu_tanh":

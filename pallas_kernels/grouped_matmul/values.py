@@ -21,7 +21,7 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """What is made of the outputs of gate and up."""
+    """The function of the outputs of gate and up."""
 
     name: str = "silu"
     """``silu`` and ``gelu_tanh``: of gate, times up. ``clamped`` (GPT-OSS): (up + 1) * gate * sigmoid(alpha * gate)

@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels.grouped_matmul import Activation, Experts, ExpertSpec
 
 CLAMPED = Activation(name="clamped", alpha=1.702, limit=1.5)
+SILU = Activation()
 GELU = Activation(name="gelu_tanh")
 
 
@@ -23,7 +24,7 @@ class Mixture:
     E: int
     D: int = 128
     F: int = 64
-    activation: Activation = Activation()
+    activation: Activation = SILU
     bias: bool = False
     scaled: bool = False
     dtype: Any = jnp.bfloat16

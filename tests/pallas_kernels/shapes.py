@@ -15,7 +15,14 @@ from jserve.model.view import StepDims
 from jserve.shapes import SHAPES
 from pallas_kernels import aot
 
-MODELS = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b", "qwen3-8b")
+MODELS = (
+    "llama-3.2-1b",
+    "llama-3.1-8b",
+    "llama-3.1-70b",
+    "qwen2.5-7b",
+    "qwen3-8b",
+    "qwen3-30b-a3b",
+)
 ARCHS = {name: family_for(SHAPES[name]).arch(SHAPES[name]) for name in MODELS}
 FAMILIES = {arch.family: family_for(SHAPES[name]) for name, arch in ARCHS.items()}
 
