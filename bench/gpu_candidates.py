@@ -22,7 +22,7 @@ from bench.candidates.sample_threshold import ref as threshold_ref, sample_thres
 from bench.gpu_kernels import L2_BYTES, compare, relative, seconds
 from bench.gpu_record import Record
 from jserve.model import kv_pool
-from jserve.model.layers import rms_norm
+from jserve.model.norms import rms_norm
 from jserve.model.rope import rotate
 from jserve.model.sample import threshold
 from pallas_kernels.add_norm import add_norm, ref as norm_ref

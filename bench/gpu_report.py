@@ -90,11 +90,18 @@ ROWS = (
     Row("decode_times", r".*", _rate),
     Row("prefill_times", r".*", _rate),
     Row("attention_peers", r".*", _rate),
+    Row("experts_times", r".*", _rate),
     Row("candidate_times", r".*", _contest),
     Row("serving", r".*/.*@\d+|S1", _served),
     Row("peers", r".*", _loop),
 )
-NUMERICS = ("decode_numerics", "prefill_numerics", "step_numerics", "candidate_numerics")
+NUMERICS = (
+    "decode_numerics",
+    "prefill_numerics",
+    "step_numerics",
+    "experts_numerics",
+    "candidate_numerics",
+)
 
 
 def merged(files: Sequence[Path]) -> list[Line]:

@@ -247,22 +247,22 @@ def _journal(path: str) -> Any:
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
-    from jserve.model.shard import ShardRules, padded
+    from jserve.model.shard import ShardRules
     from jserve.runner.programs import use_compile_cache
     from jserve.runner.runner import ModelRunner
-    from jserve.weights.adopt import adopt
-    from jserve.weights.loader import load
-    from jserve.weights.place import tp_size
+    from jserve.weights.loader import adopted, load
+    from jserve.weights.quant.scheme import quantised
 
     source = located(config, weights=params is None)
-    family = family_for(source.config)
+    rules, dtype = ShardRules(), _dtype(config, source)
+    scheme = _scheme(config, source, dtype)
+    family = quantised(family_for(source.config), scheme)
     arch = family.arch(source.config)
     mesh = mesh if mesh is not None else _mesh(config)
-    rules, dtype = ShardRules(), _dtype(config, source)
     if config.device.compile_cache:
         use_compile_cache(cache_directory(config.device.compile_cache))
-    began = time.monotonic()
-    if params is None:
+    began, given = time.monotonic(), params is not None
+    if not given:
         params = load(
             family,
             arch,
@@ -273,10 +273,10 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
             progress=lambda _, done, total: progress("load weights", done, total),
             scan_nan=config.model.scan_nan,
             seed=config.model.seed,
+            scheme=scheme,
         )
     else:
-        specs = padded(family.specs(arch, tp_size(mesh, rules)), rules, mesh.shape)
-        params = adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
+        params = adopted(family, arch, params, mesh, rules, dtype)
     speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
     config = _with_attention(config, arch, dtype, mesh.devices.flat[0], speculation)
     loaded = time.monotonic()
@@ -296,7 +296,9 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     facts = {
         "model": served_names(config, source)[0],
         "source": source.name,
+        "weights": "" if given else source.stamp,
         "family": family.name,
+        "quantization": scheme.name if scheme is not None and not scheme.widened else "",
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),
     }
@@ -395,6 +397,13 @@ def _dtype(config: EngineConfig, source: Any) -> Any:
 
     name = config.model.dtype if config.model.dtype != "auto" else dtype_name(source.config)
     return jnp.dtype(name)
+
+
+def _scheme(config: EngineConfig, source: Any, dtype: Any) -> Any:
+    from jserve.weights.quant.scheme import scheme_of
+
+    options = config.model
+    return scheme_of(source.config, dtype, options.quantization, options.quantization_config)
 
 
 def cache_directory(given: str) -> Path:

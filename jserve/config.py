@@ -81,6 +81,16 @@ class ModelOptions:
         choices=("auto", "bfloat16", "float32", "float16"),
         aliases=FLOATS,
     )
+    quantization: str = opt(
+        "",
+        "weights on load: fp8, int8 (both round activations, too), int8-weight-only, int4; none widens a"
+        " quantised checkpoint, empty takes it as it is",
+        choices=("", "none", "fp8", "int8", "int8-weight-only", "int4"),
+        aliases={"fp8_per_channel": "fp8", "w8a8_int8": "int8"},
+    )
+    quantization_config: str = opt(
+        "", "of quantization: JSON object with ignore, group_size, method", json=True
+    )
     max_model_len: int = opt(0, "tokens of context; 0 takes the model's", min=0)
     seed: int = opt(0, "seed of dummy weights and of requests without one", min=0)
     chat_template: str = opt("", "file with a jinja2 chat template; empty takes the model's")

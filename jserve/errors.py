@@ -138,11 +138,19 @@ class NotReady(JserveError):
 
 
 class EngineDead(JserveError):
-    """The engine process ended; its running requests fail with this."""
+    """The engine process ended; requests that cannot go on in another one fail with this."""
 
     status = 503
     kind = "server_error"
     code = "engine_dead"
+
+
+class WeightsChanged(JserveError):
+    """The engine that said the first part of an answer is gone, and the one that goes on has other weights."""
+
+    status = 503
+    kind = "server_error"
+    code = "weights_changed"
 
 
 class RequestFailed(JserveError):

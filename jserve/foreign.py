@@ -12,7 +12,7 @@ NOTHING = "nothing is needed"
 _MODEL = "give the model without a flag: jserve serve MODEL"
 _COMPILED = f"{NOTHING}: every program is compiled at the start"
 _LOGGED = f"{NOTHING}: one line a request, and no prompt is ever logged; see --log-level"
-_QUANTISED = "weights are served as they are stored, in --dtype"
+_QUANTISED = "use --quantization"
 _ADAPTERS = "adapters are not served"
 _ONE_AXIS = "only --tensor-parallel-size splits a model; run several servers behind a router"
 _TLS = "let a proxy in front do TLS"
@@ -43,7 +43,6 @@ ADVICE = {
     "--pipeline-parallel-size": _ONE_AXIS,
     "--data-parallel-size": _ONE_AXIS,
     "--enable-expert-parallel": _ONE_AXIS,
-    "--quantization": _QUANTISED,
     "--enable-lora": _ADAPTERS,
     "--lora-modules": _ADAPTERS,
     "--limit-mm-per-prompt": "only text is served",

@@ -5,7 +5,8 @@ memories as it says::
 
     layer 0   keys [K heads, H]  values [K heads, H]   reads all tokens      split over tp devices
     layer 1   keys [K heads, H]  values [K heads, H]   reads a window        split over tp devices
-    layer 2   keys [k heads, h]  values [k heads, h]   a drafter's           whole on every device
+    layer 2   latents [C]                              reads all tokens      whole on every device
+    layer 3   keys [k heads, h]  values [k heads, h]   a drafter's           whole on every device
 
 A page holds ``page_size`` tokens of every layer. The order of axes is the attention backend's.
 """
@@ -19,10 +20,42 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """The positions that a token sees before its own; false where it sees all. Not both bounds at once.
+
+    They are one run that ends at its own, so the lowest of them says all, and is data::
+
+        window 4   position 9 sees 6 7 8 9       lowest  pos - 3
+        chunk 4    position 9 sees     8 9       lowest  pos // 4 * 4
+    """
+
+    window: int = 0
+    """Newest positions that a token sees, its own among them; 0: no window."""
+    chunk: int = 0
+    """The text is cut every so many tokens, and a token sees its own piece alone; 0: it is not cut."""
+
+    def __bool__(self) -> bool:
+        return bool(self.window or self.chunk)
+
+    @property
+    def most(self) -> int:
+        """Positions that a token sees at most; 0: all. What lies further back is out of sight for good."""
+        return self.window or self.chunk
+
+    def lowest(self, pos: Any) -> Any:
+        """The lowest position that a token at ``pos`` sees, of numpy or jax arrays; it never falls as ``pos``
+        grows."""
+        if self.chunk:
+            return pos.clip(0) // self.chunk * self.chunk
+        return (pos - self.window + 1).clip(0) if self.window else 0 * pos
+
+
+@dataclass(frozen=True, slots=True)
 class KVArray:
     """One array of a layer: ``heads`` vectors of ``width`` numbers for every token."""
 
     heads: int
+    """0: one vector that all heads share, in an array without an axis of heads."""
     width: int
 
 
@@ -43,6 +76,11 @@ class KVLayer:
         """Keys and values of ``heads`` kv heads."""
         array = KVArray(heads, width)
         return cls(arrays=(array, array), window=window, replicated=replicated)
+
+    @classmethod
+    def latent(cls, width: int) -> KVLayer:
+        """One vector of ``width`` numbers, of which all heads make their keys and values."""
+        return cls(arrays=(KVArray(0, width),), replicated=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +139,7 @@ class KVLayout:
 
     def _numbers(self, layer: KVLayer) -> int:
         """Of one token, on all devices together."""
-        return sum(self.heads(layer, array) * array.width for array in layer.arrays)
+        return sum(max(1, self.heads(layer, array)) * array.width for array in layer.arrays)
 
     def _share(self, layer: KVLayer) -> int:
         return 1 if layer.replicated else self.tp

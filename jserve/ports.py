@@ -243,6 +243,11 @@ class Guide(Protocol):
         """The sequence got these tokens; moves the state past them and past what they force."""
         ...
 
+    def resume(self, said: Seq[int]) -> Verdict:
+        """The sequence starts behind these tokens, which an earlier attempt told; moves the state past
+        them and puts nothing in."""
+        ...
+
 
 class Guides(Protocol):
     """Makes guides, and computes their masks beside the device step."""

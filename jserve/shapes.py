@@ -27,6 +27,39 @@ _QWEN3: dict[str, Any] = {
 }
 
 
+_DEEPSEEK: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 201088,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "num_experts_per_tok": 4,
+}
+
+
+def _deepseek_rope(mscale: float) -> dict[str, Any]:
+    return {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+    }
+
+
 def _llama_rope(factor: float) -> dict[str, Any]:
     return {
         "rope_type": "llama3",
@@ -129,6 +162,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "logits_scaling": 6.0,
         "tie_word_embeddings": True,
     },
+    "deepseek-v2-lite": {
+        **_DEEPSEEK,
+        **_sizes(2048, 10944, 27, 16),
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "vocab_size": 102400,
+        "q_lora_rank": None,
+        "rope_scaling": _deepseek_rope(0.707),
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+    },
+    "deepseek-v3": {
+        **_DEEPSEEK,
+        **_sizes(7168, 18432, 61, 128),
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 129280,
+        "q_lora_rank": 1536,
+        "rope_scaling": _deepseek_rope(1.0),
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+    },
+    "gpt-oss-20b": {**_GPT_OSS, **_sizes(2880, 2880, 24, 64), "num_local_experts": 32},
+    "gpt-oss-120b": {**_GPT_OSS, **_sizes(2880, 2880, 36, 64), "num_local_experts": 128},
     "mistral-7b": {
         **_sizes(4096, 14336, 32, 32),
         "architectures": ["MistralForCausalLM"],

@@ -52,6 +52,23 @@ class Request(RequestOptions):
     """None: no server has any, so a name is refused."""
     thinking: Thinking | None = None
     """None where the model writes no thoughts, or the prompt closed the thought already."""
+    attempt: int = 0
+    """Its outputs carry this number, so that those of an attempt that was given up are known as such."""
+    said: tuple[tuple[int, ...] | None, ...] = ()
+    """For each choice the ids that earlier attempts told, behind which this one goes on; None: that choice
+    is over. (): nothing came before this attempt."""
+
+    @property
+    def open_choices(self) -> Seq[int]:
+        """Numbers of the choices to be generated."""
+        if not self.said:
+            return range(self.params.n)
+        return [i for i, ids in enumerate(self.said) if ids is not None]
+
+    @property
+    def n_said(self) -> int:
+        """Tokens that earlier attempts told, all choices together."""
+        return sum(len(ids) for ids in self.said if ids is not None)
 
     @classmethod
     def of(cls, options: RequestOptions, **own: Any) -> Request:
@@ -346,3 +363,5 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     """The number of them among ``token_ids``."""
     seed: int | None = None
     """The seed in use, on the first output."""
+    attempt: int = 0
+    """That of the request which it answers."""

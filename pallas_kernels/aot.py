@@ -200,7 +200,8 @@ def _report(compiled: Any, said: str, thunks: str) -> Report:
     memory = compiled.memory_analysis()
     return Report(
         kernels=_kernels(said),
-        ignored=tuple(re.findall(r".*(?:C75\d\d|setmaxnreg ignored).*", said)),
+        # C7519: ptxas adds a fence to a loop of products by itself, one instruction a round.
+        ignored=tuple(re.findall(r".*(?:C75(?!19)\d\d|setmaxnreg ignored).*", said)),
         smem_bytes=_smem_bytes(said),
         narrow_reads=len(re.findall(r"\bld\.shared\.[bsuf](?:8|16)\b", said)),
         temp_bytes=memory.temp_size_in_bytes,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jserve.kv_layout import KVArray, KVLayer, KVLayout, widest
+from jserve.kv_layout import KVLayer, KVLayout, widest
 from jserve.model.arch import resized
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
@@ -22,7 +22,7 @@ from tests.runner.harness import ARCH, RULES
 
 FULL = KVLayer.attention(8, 128)
 WINDOWED = replace(FULL, window=1024)
-LATENT = KVLayer(arrays=(KVArray(1, 576),), replicated=True)
+LATENT = KVLayer.latent(576)
 """As multi-head latent attention keeps it: one vector for all heads, whole on every device."""
 BF16 = np.dtype("uint16")
 

@@ -6,6 +6,8 @@ is touched on one event loop::
     generate(request) --Submit--> client --> engine
         ^                            |
         '---- queue of Outputs <-----'   one message per step, dealt out by request id
+
+A request whose engine dies goes on in the next one (``engine.resume``); its consumer sees a pause.
 """
 
 from __future__ import annotations
@@ -18,13 +20,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
-
 from jserve.engine.client import EngineClient
-from jserve.engine.health import EngineHealth, HealthLimits
+from jserve.engine.health import HealthLimits
 from jserve.engine.process import OnProgress
+from jserve.engine.replica import Replica
+from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
-from jserve.engine.supervisor import Supervisor
 from jserve.engine.wire import (
     Control,
     Fault,
@@ -69,8 +70,8 @@ class AsyncEngine:
         clock: monotonic seconds.
 
     Attributes:
-        counters: engine_deaths, restarts, degraded, faults, aborted (requests given up before their end),
-            slow_readers, dropped_outputs.
+        counters: engine_deaths, restarts, degraded, resumed (attempts that went on behind another one),
+            faults, aborted (requests given up before their end), slow_readers, dropped_outputs.
         gave_up: set when the engine is dead for good; ``gave_up_reason`` says why.
         draining: True once ``drain`` was called.
         client: the current engine's, None before the start.
@@ -89,25 +90,23 @@ class AsyncEngine:
         backoff_s: float = 0.5,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._make_client = make_client
         self._stall_timeout_s = stall_timeout_s
         self._max_buffered, self._slow_reader_s = max_buffered_bytes, slow_reader_s
         self._clock = clock
-        self._health = EngineHealth(health)
-        self._supervisor = Supervisor(
-            self._new_client,
-            self._on_message,
-            self._on_lost,
+        self._replica = Replica(
+            make_client,
+            self,
             max_restarts=max_restarts,
             backoff_s=backoff_s,
+            health=health,
             clock=clock,
         )
+        self._supervisor = self._replica.supervisor
+        self._resumption = Resumption()
         self._streams: dict[str, Stream] = {}
         self._asked: dict[str, asyncio.Future[list[HandleInfo]]] = {}
-        self._stats = Stats()
         self.steps: deque[tuple[int, StepRecord]] = deque(maxlen=WATCHED_STEPS)
         self._n_watched = 0
-        self._moved_at = clock()
         self.draining = False
         names = "faults aborted slow_readers dropped_outputs"
         self._counts = dict.fromkeys(names.split(), 0)
@@ -135,8 +134,9 @@ class AsyncEngine:
     @property
     def counters(self) -> dict[str, int]:
         deaths, restarts = self._supervisor.n_deaths, self._supervisor.n_restarts
-        degraded = self._health.n_degraded
-        return {"engine_deaths": deaths, "restarts": restarts, "degraded": degraded, **self._counts}
+        degraded, resumed = self._replica.health.n_degraded, self._resumption.n_resumed
+        started = {"engine_deaths": deaths, "restarts": restarts, "resumed": resumed}
+        return {**started, "degraded": degraded, **self._counts}
 
     async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
         """Start the engine and wait until it takes requests; returns the info of its Ready message.
@@ -218,7 +218,9 @@ class AsyncEngine:
             self._streams.pop(request.id, None)
             if stream.open:
                 self._counts["aborted"] += 1
-                self._cancel(request.id)
+                self._replica.cancel(request.id)
+            self._replica.streams.pop(request.id, None)
+            self._resumption.forget(request.id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice of it that reached a stop string: its consumer gets a
@@ -226,7 +228,7 @@ class AsyncEngine:
         stream = self._streams.get(request_id)
         if stream is not None and stream.end(Finish.ABORT, index=index):
             self._counts["aborted"] += index is None
-            self._cancel(request_id, index if stream.open else None)
+            self._replica.cancel(request_id, index if stream.open else None)
 
     @property
     def n_active(self) -> int:
@@ -240,34 +242,23 @@ class AsyncEngine:
 
     def stats(self) -> Stats:
         """The engine's latest statistics."""
-        return self._stats
+        return self._replica.stats
 
     def healthy(self) -> bool:
         """The engine is up, and makes steps whenever work is waiting."""
-        return self.ready and self._without_step_s() <= self._stall_timeout_s
+        return self.ready and self._replica.without_step_s() <= self._stall_timeout_s
 
     def degraded_reasons(self) -> list[str]:
         """The reasons why an engine that is up should get no new requests; empty: it should."""
-        return self._health.degraded_reasons(self._clock(), self._without_step_s())
-
-    def _without_step_s(self) -> float:
-        """Seconds since the last step while work waits; 0 when none does."""
-        waiting = any(stream.open for stream in self._streams.values())
-        return self._clock() - self._moved_at if waiting else 0.0
+        return self._replica.degraded_reasons()
 
     @point("engine.open")
     def _open(self, request: Request, ttl_s: float | None) -> Stream:
         self._check_open()
         if request.id in self._streams:
             raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
-        assert self.client is not None
-        if ttl_s is None:
-            self.client.submit(request)
-        else:
-            self.client.create(request, ttl_s)
-        if not any(stream.open for stream in self._streams.values()):
-            self._moved_at = self._clock()
         stream = Stream(request, clock=self._clock)
+        self._replica.work_on(stream, request, ttl_s)
         self._streams[request.id] = stream
         return stream
 
@@ -275,10 +266,6 @@ class AsyncEngine:
         if self.draining or self._supervisor.closing:
             raise NotReady("the server is shutting down", code="draining", retry_after=5.0)
         self._supervisor.check_ready()
-
-    def _cancel(self, request_id: str, index: int | None = None) -> None:
-        if self.client is not None and self.client.alive:
-            self.client.cancel(request_id, index)
 
     def _hand_over(self, output: Output) -> None:
         """Deliver an output; an error on the way ends this request and no other."""
@@ -288,7 +275,7 @@ class AsyncEngine:
             log.error("an output was lost: %s", where(error))
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                self._cancel(output.request_id)
+                self._replica.cancel(output.request_id)
                 stream.end(Finish.ERROR, "an output was lost", RequestFailed.code)
 
     def _deliver(self, output: Output) -> None:
@@ -300,45 +287,41 @@ class AsyncEngine:
             self._counts["dropped_outputs"] += 1
         elif too_slow and stream.open:
             self._counts["slow_readers"] += 1
-            self._cancel(output.request_id)
+            self._replica.cancel(output.request_id)
             stream.end(Finish.ERROR, "the client reads too slowly", "slow_reader")
 
     def _too_slow(self, stream: Stream) -> bool:
         return stream.n_bytes > self._max_buffered or stream.lag_s > self._slow_reader_s
 
-    def _fail_all(self, message: str, code: str | None, *, cancel: bool) -> int:
-        """End every running request in error; returns how many there were."""
+    def _fail_asked(self, message: str, code: str | None) -> None:
+        """Commands that were not answered end in error."""
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error_of(code, message))
+
+    def _fail_all(self, message: str, code: str | None, *, cancel: bool) -> int:
+        """End every running request in error; returns how many there were."""
+        self._fail_asked(message, code)
         n = 0
         for stream in self._streams.values():
             if cancel and stream.open:
-                self._cancel(stream.request.id)
+                self._replica.cancel(stream.request.id)
             n += stream.end(Finish.ERROR, message, code)
         return n
 
-    def _new_client(self) -> EngineClient:
-        self._stats = Stats()  # statistics of the last engine
-        self._health.forget()
-        return self._make_client()
-
-    def _on_message(self, message: Message) -> None:
+    def heard(self, replica: Replica, message: Message) -> None:
+        """Take over what the engine of ``replica`` says."""
         match message:
             case Outputs():
-                self._progress_to(message.step)
                 for output in message.outputs:
                     self._hand_over(output)
             case HandleReply():
                 self._on_handles(message)
             case Stats():
-                self._progress_to(message.step)
-                self._stats = message
-                self._health.observe(message.step, message.values, self._clock())
                 self.steps.extend(enumerate(message.steps, self._n_watched))
                 self._n_watched += len(message.steps)
             case Ready():
-                self._moved_at = self._clock()
+                self._go_on()
             case Fault():
                 self._on_fault(message)
 
@@ -352,18 +335,27 @@ class AsyncEngine:
             field = message.error_field
             answer.set_exception(error_of(message.error_code, message.error, field=field))
 
-    def _progress_to(self, step: int) -> None:
-        if step != self._stats.step:
-            self._stats = msgspec.structs.replace(self._stats, step=step)
-            self._moved_at = self._clock()
-
     def _on_fault(self, fault: Fault) -> None:
         """Handle a fault that the engine reports: a fatal one says why it will end; after another one any request
-        may lack an output, so all end."""
+        may lack an output, so all go on behind what came."""
         self._counts["faults"] += 1
         if not fault.fatal:
             log.error("engine: %s", fault.message)
-            self._fail_all(fault.message, RequestFailed.code, cancel=True)
+            self._fail_asked(fault.message, RequestFailed.code)
+            self._resumption.park(self._replica.give_up(), fault.message, RequestFailed.code)
+            self._go_on()
 
-    def _on_lost(self, why: str) -> None:
-        self._fail_all(f"the engine died: {why}", EngineDead.code, cancel=False)
+    def lost(self, replica: Replica, streams: list[Stream], why: str) -> None:
+        """The engine of ``replica`` is gone: what it worked on waits for the next one, if one comes."""
+        why = f"the engine died: {why}"
+        if replica.supervisor.returns:
+            self._fail_asked(why, EngineDead.code)
+            self._resumption.park(streams, why, EngineDead.code)
+        else:
+            self._fail_all(why, EngineDead.code, cancel=False)
+
+    def _go_on(self) -> None:
+        """Resume all that wait for an engine."""
+        if self.ready:
+            for stream in self._resumption.take():
+                self._resumption.go_on(stream, self._replica)

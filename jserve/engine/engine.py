@@ -315,6 +315,7 @@ def refusal(request: Request, error: JserveError) -> list[Output]:
             error_code=error.code or RequestFailed.code,
             error_field=error.field,
             retry_after=error.retry_after,
+            attempt=request.attempt,
         )
-        for i in range(request.params.n)
+        for i in request.open_choices
     ]

@@ -67,8 +67,8 @@ class PendingCompile:
         request, future, _ = self._waiting.pop(request_id)
         future.cancel()
         return [
-            Output(request_id=request_id, index=i, finish=Finish.ABORT)
-            for i in range(request.params.n)
+            Output(request_id=request_id, index=i, finish=Finish.ABORT, attempt=request.attempt)
+            for i in request.open_choices
         ]
 
 

@@ -158,6 +158,7 @@ def _send_outputs(engine: Engine, link: Link, outputs: list[Output]) -> None:
             finish=Finish.ERROR,
             error=f"the answer is too large to be sent: {error}",
             error_code="answer_too_large",
+            attempt=lost.attempt,
         )
         link.send(Outputs(step=engine.n_steps, outputs=[short]))
 

@@ -1,7 +1,7 @@
 """Buffers a request's outputs for one consumer: one ``Stream`` per running request.
 
-It owns the rule that every choice of a request gets exactly one terminal output, and what becomes of outputs whose
-consumer is slow. Used on one event loop only.
+It owns the rule that every choice of a request gets exactly one terminal output, what was told of each so that
+another engine can go on behind it, and what becomes of outputs whose consumer is slow. Used on one event loop only.
 
 A sequence never waits for its reader: that would keep its pages from others. It runs on, and what its
 reader has not taken is merged, so that a slow reader gets larger pieces and not more of them. What
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -31,14 +33,23 @@ class Stream:
     """The outputs of ``request`` that its consumer has not taken yet.
 
     Attributes:
+        request: as it was asked.
+        attempt: the number of the attempt whose outputs count.
         open: choices without a terminal output.
+        said: for each choice the ids that came.
+        weights: what they come from; None where nobody says.
         n_bytes: roughly what the outputs weigh that wait here.
     """
 
     def __init__(self, request: Request, *, clock: Clock) -> None:
         self.request = request
+        self.attempt = 0
         self.open = set(range(request.params.n))
+        self.said: list[list[int]] = [[] for _ in self.open]
+        self.weights: Any = None
         self.n_bytes = 0
+        self._moves = True
+        """This attempt told something, or is the first one."""
         self._clock = clock
         self._outputs: deque[Output] = deque()
         self._waiting_since = 0.0
@@ -50,13 +61,30 @@ class Stream:
         nothing waits."""
         return self._clock() - self._waiting_since if self._outputs else 0.0
 
+    @property
+    def may_go_on(self) -> bool:
+        """False for one whose attempt was not the first, told nothing and is lost: it may be what ends
+        engines."""
+        return bool(self.open) and self._moves
+
+    def next_attempt(self) -> Request:
+        """The request that goes on behind what was told, as another attempt. Outputs of earlier ones are
+        not taken any more."""
+        self.attempt, self._moves = self.attempt + 1, False
+        said = tuple(tuple(ids) if i in self.open else None for i, ids in enumerate(self.said))
+        return replace(self.request, attempt=self.attempt, said=said)
+
     @point("stream.put")
     def put(self, output: Output) -> bool:
-        """Queue an output. False, and nothing done, when its choice has ended or never was."""
-        if output.index not in self.open:
+        """Queue an output. False, and nothing done, when its choice has ended or never was, or when it is
+        of another attempt."""
+        if output.index not in self.open or output.attempt != self.attempt:
             return False
         if output.finish is not None:
             self.open.discard(output.index)
+        if output.token_ids:
+            self.said[output.index] += output.token_ids
+            self._moves = True
         if not self._outputs:
             self._waiting_since = self._clock()
         last = self._outputs[-1] if self._outputs else None
@@ -70,12 +98,13 @@ class Stream:
         return True
 
     def _may_merge(self, last: Output, output: Output) -> bool:
-        """True when both can be sent as one: the same choice, neither in error. Where a stop string may
+        """True when both can be sent as one: the same choice and attempt, neither in error. Where a stop string may
         cut, drafts stay with the tokens that they became, so that those cut off are not counted."""
         n_tokens = len(last.token_ids) + len(output.token_ids)
         good = output.finish in (None, Finish.STOP, Finish.LENGTH)
         cuts = bool(self.request.params.stop) and (last.n_drafted or output.n_drafted)
-        return last.index == output.index and good and not cuts and n_tokens <= MERGED_TOKENS
+        same = last.index == output.index and last.attempt == output.attempt
+        return same and good and not cuts and n_tokens <= MERGED_TOKENS
 
     async def get(self) -> Output | None:
         """The next output, waiting for it; None when all choices have ended and all was taken."""
@@ -108,6 +137,7 @@ class Stream:
                     finish=finish,
                     error=message,
                     error_code=code,
+                    attempt=self.attempt,
                 )
             )
         return bool(ended)

@@ -34,7 +34,7 @@ class Supervisor:
     Args:
         make_client: makes a fresh, unstarted client, also for every restart.
         on_message: called with every message of the current engine but its last.
-        lost: called with the reason when that engine is gone.
+        lost: called with the reason when that engine is gone, once ``returns`` says what becomes of it.
         max_restarts: restarts before giving up.
         backoff_s: wait before the first restart; doubles each time.
         clock: monotonic seconds.
@@ -64,7 +64,7 @@ class Supervisor:
         self.info: dict[str, Any] = {}
         self.gave_up, self.gave_up_reason = asyncio.Event(), ""
         self.n_deaths = self.n_restarts = 0
-        self._n_tries = 0
+        self._n_tries, self._returns = 0, True
         self._ready_at = clock()
         self._fault: Fault | None = None
         self._restart: asyncio.Task[None] | None = None
@@ -95,6 +95,11 @@ class Supervisor:
         self.stop()
         if self.client is not None:
             await asyncio.to_thread(self.client.close)
+
+    @property
+    def returns(self) -> bool:
+        """An engine that is gone will be started again."""
+        return self._returns and not self.closing and not self.gave_up.is_set()
 
     def check_ready(self) -> None:
         """Raises:
@@ -159,11 +164,12 @@ class Supervisor:
             self.n_deaths += 1
             if not starting:  # else the caller of ``start`` reports it
                 log.error("the engine died: %s", why)
-        self._lost(why)
         if self._first is not None and starting:
             self._first.set_exception(_start_error(self._fault, why))
+            self._returns = False
         elif not self.closing:
             self._plan_restart(why, was_ready)
+        self._lost(why)
 
     def _plan_restart(self, why: str, was_ready: bool) -> None:
         if was_ready and self._clock() - self._ready_at > FORGIVE_AFTER_S:

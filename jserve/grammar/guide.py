@@ -164,14 +164,21 @@ class TokenGuide:
 
     @point("grammar.take")
     def take(self, drawn: Seq[int]) -> Verdict:
+        return self._follow(drawn, fast=self._fast)
+
+    def resume(self, said: Seq[int]) -> Verdict:
+        return self._follow(said, fast=False)
+
+    def _follow(self, ids: Seq[int], *, fast: bool) -> Verdict:
+        """Move past ``ids``, and if ``fast`` past what they force."""
         forced: list[int] = []
         try:
-            for token in drawn:
+            for token in ids:
                 self._take(token)
-            while self._fast and self.pending and not self.ended and len(forced) < MAX_FORCED:
-                ids = self.pending
-                forced += ids
-                for token in ids:
+            while fast and self.pending and not self.ended and len(forced) < MAX_FORCED:
+                must = self.pending
+                forced += must
+                for token in must:
                     self._take(token)
         except LimitReached:
             self.fault = TOO_COMPLEX

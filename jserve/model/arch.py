@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jserve.kv_layout import KVLayer
+from jserve.kv_layout import KVLayer, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,36 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention: of a token a vector is kept, from which every head makes its key and its value,
+    and one turned key that all heads share."""
+
+    rank: int
+    """Numbers of that vector."""
+    turned: int
+    """Numbers of the shared key, and of each query that meets it."""
+    own: int
+    """Numbers of a head's own key, and of each query that meets it; these do not turn."""
+    value: int
+    """Numbers of a head's value."""
+    q_rank: int = 0
+    """Queries are made from a vector of so many numbers; 0: from the layer's input."""
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.rank + self.turned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """Queries grow with their position: they are multiplied by 1 + scale * log(1 + floor((position + 1) / every))."""
+
+    scale: float
+    every: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """A layer's attention: N query heads over K kv heads of H numbers."""
 
@@ -60,17 +90,50 @@ class Attention:
     """None: positions show in the order of the tokens alone."""
     window: int = 0
     """Newest positions that a token sees, its own among them; 0: all."""
+    chunk: int = 0
+    """Positions are cut every so many, and a token sees those of its own piece; 0: all."""
     scale: float = 0.0
     """Of the scores; 0: H ** -0.5."""
     soft_cap: float = 0.0
     """c: scores become c * tanh(score / c); 0: they stay."""
+    sink_logits: bool = False
+    """A learned logit per query head joins the sum of its softmax (not the sinks of StreamingLLM)."""
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: str = ""
-    """Norm of queries and keys before they turn: ``head`` of each head, ``width`` of all heads together; empty:
-    none."""
+    """Norm of queries and keys before they turn: ``head`` of each head, ``width`` of all heads together; ``turned``:
+    of each head after it turned, without scales; empty: none."""
     clip_qkv: float = 0.0
     """Queries, keys and values are clipped to plus and minus this, after the norms; 0: they stay."""
+    temperature: Temperature | None = None
+    latent: Latent | None = None
+    """Then K is 1 and H is ``Latent.width``, since every query is compared with what is kept. ``qkv_bias`` is that of
+    what the vectors are made with; no norm, span, cap, temperature or sink logit goes with it."""
+
+    @property
+    def span(self) -> Span:
+        return Span(self.window, self.chunk)
+
+    @property
+    def kv(self) -> KVLayer:
+        """The KV that it keeps of a token."""
+        if self.latent is not None:
+            return KVLayer.latent(self.latent.width)
+        return KVLayer.attention(self.K, self.H, window=self.span.most)
+
+    def n_weights(self, D: int) -> int:
+        """Parameters of the matrices of a layer that is D wide."""
+        if (latent := self.latent) is None:
+            return 2 * D * self.H * (self.N + self.K)
+        own, q = self.N * (latent.own + latent.value), self.N * (latent.own + latent.turned)
+        queries = latent.q_rank * (D + q) if latent.q_rank else D * q
+        return queries + latent.width * D + latent.rank * own + self.N * latent.value * D
+
+    @property
+    def key_flops(self) -> int:
+        """Of one query token and one key, in all heads."""
+        width = self.H + self.latent.rank if self.latent is not None else 2 * self.H
+        return 2 * self.N * width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,9 +271,7 @@ class Arch:
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
         """The KV that each layer keeps of a token."""
-        return tuple(
-            KVLayer.attention(a.K, a.H, window=a.window) for a in (x.attn for x in self.layers)
-        )
+        return tuple(layer.attn.kv for layer in self.layers)
 
 
 def resized(arch: Arch, *, L: int = 0, windows: Sequence[int] = (), **fields: Any) -> Arch:

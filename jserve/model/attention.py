@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import Span
+from jserve.model import latent_pool
+from jserve.model.arch import Arch
 from jserve.model.draft_tree import TreeShape
 from jserve.model.view import Bucket, StepDims, StepView
 
-LayerKV = tuple[jax.Array, jax.Array]
-"""(keys, values) of one layer, each of the backend's ``kv_shape``."""
+LayerKV = tuple[jax.Array, ...]
+"""(keys, values) of one layer, each of the backend's ``kv_shape``, or its latents [P, Z, A + Y] alone."""
 Places = tuple[jax.Array, jax.Array]
 """(pages, offsets) of entries, int32[A] each."""
 
@@ -43,12 +46,42 @@ class AttendArgs:
     """Newest positions that a token sees, its own among them; 0: all."""
     scale: float
     """Of the scores."""
+    chunk: int = 0
+    """As ``Span.chunk``."""
+    sink_logits_N: jax.Array | None = None
+    """A logit per query head that joins the sum of its softmax, with a value of zero and no cap; None: nothing
+    does."""
     soft_cap: float = 0.0
     """c: scaled scores become c * tanh(score / c), before the mask; 0: they stay."""
     sinks: Sinks | None = None
     """None: nothing behind the window."""
     o_dtype: Any = jnp.float32
     """The type that the caller casts the result to, which a backend may do for it."""
+
+    @property
+    def span(self) -> Span:
+        return Span(self.window, self.chunk)
+
+    def sink_logits(self, K: int) -> jax.Array | None:
+        """float32[K, G]: those of the query heads of each kv head."""
+        if self.sink_logits_N is None:
+            return None
+        return self.sink_logits_N.astype(jnp.float32).reshape(K, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentArgs:
+    """The queries of a step's tokens over latents: A numbers of which each head makes its own key (H) and its value
+    (V), then a turned key of Y numbers that all heads share. A token sees all before it."""
+
+    q_TNH: jax.Array
+    """The parts that meet the heads' own keys."""
+    q_TNY: jax.Array
+    """The parts that meet the shared key, turned to the tokens' positions."""
+    k_up_NHA: jax.Array
+    v_up_NVA: jax.Array
+    scale: float
+    """Of the scores."""
 
 
 def capped(x: jax.Array, soft_cap: float) -> jax.Array:
@@ -111,7 +144,10 @@ class AttentionBackend:
                back) and the pages may hold anything, also NaN.
     move:      (kv, (page_A, off_A), (page_A, off_A)) -> kv with the entries of the first places
                copied to the second ones; page 0 may hold anything after it.
+    attend_latent: (args, latents [P, Z, A + Y], view) -> float32[T, N, V], as ``attend``; None: the backend has no
+               multi-head latent attention. All backends write and move latents alike (``latent_pool``).
     has_sinks: False where ``attend`` takes no sinks.
+    has_chunks: False where it takes no chunks.
     decode:     kernels for the rest of a decode layer; None: XLA makes them.
     check:     (H, dtype as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
                what this backend cannot serve, naming the option.
@@ -127,9 +163,50 @@ class AttentionBackend:
     plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None] = lambda *_: None
     kv_dtype: Callable[[Any], Any] = jnp.dtype
     page_axis: int = 0
+    attend_latent: Callable[[LatentArgs, jax.Array, StepView], jax.Array] | None = None
     has_sinks: bool = True
+    has_chunks: bool = True
     decode: DecodeKernels | None = None
     check: Callable[[int, Any, TreeShape], None] = lambda *_: None
+
+    def pool_shape(self, heads: int, width: int, n_pages: int, page_size: int) -> tuple[int, ...]:
+        """As ``kv_shape``, also of an array without heads (``KVArray``)."""
+        if not heads:
+            return (n_pages, page_size, width)
+        return self.kv_shape(heads, width, n_pages, page_size)
+
+    def moved(self, kv: LayerKV, old: Places, new: Places) -> LayerKV:
+        """``move`` of any layer's KV."""
+        if len(kv) == 1:
+            return (latent_pool.move(kv[0], old, new),)
+        return self.move(kv, old, new)
+
+
+def check_layers(attention: AttentionBackend, arch: Arch, stored: Any, tree: TreeShape) -> None:
+    """Refuse a model that has a layer which ``attention`` cannot serve.
+
+    Args:
+        stored: dtype of KV as stored.
+        tree: shape of the trees of drafts, or ().
+
+    Raises:
+        ConfigError: ``field`` is the option that asks for it.
+    """
+    for kind in dict.fromkeys(layer.attn for layer in arch.layers):
+        if kind.chunk and not attention.has_chunks:
+            raise ConfigError(
+                f"attention_backend {attention.name} does not serve the chunks of attention of"
+                f" {arch.family}, dense does",
+                field="attention_backend",
+            )
+        if kind.latent is None:
+            attention.check(kind.H, stored, tree)
+        elif attention.attend_latent is None:
+            raise ConfigError(
+                f"attention_backend {attention.name} does not serve the latent attention of"
+                f" {arch.family}, dense does",
+                field="attention_backend",
+            )
 
 
 _BACKENDS: dict[str, str] = {

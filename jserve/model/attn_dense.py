@@ -25,7 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, capped
+from jserve.kv_layout import Span
+from jserve.model.attention import AttendArgs, AttentionBackend, LatentArgs, LayerKV, capped
+from jserve.model.attn_latent import absorbed, with_values
 from jserve.model.draft_tree import DraftMask, seen_in_tree
 from jserve.model.kv_pool import kv_shape, move, write_kv
 from jserve.model.view import StepView
@@ -47,18 +49,38 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     step = _LayerAttention(
         queries=[x.reshape(T, K, N // K, H) for x in queries],
         kv=kv,
+        V=kv[1].shape[3],
         view=view,
-        window=args.window,
+        span=args.span,
+        sink_logits_KG=args.sink_logits(K),
         n_sinks=0 if args.sinks is None else args.sinks.n,
         soft_cap=args.soft_cap,
     )
-    out = jnp.zeros((T, K, N // K, H), jnp.float32)
+    return _attended(step)
+
+
+def attend_latent(args: LatentArgs, pool_PZC: jax.Array, view: StepView) -> jax.Array:
+    """float32[T, N, V]; zero for padding tokens. Absorbed (``attn_latent``), whatever the step."""
+    step = _LayerAttention(
+        queries=[absorbed(args, slice(None))[:, None]],
+        kv=(pool_PZC[:, None],),
+        V=args.k_up_NHA.shape[2],
+        view=view,
+    )
+    return with_values(args, _attended(step))
+
+
+def _attended(step: _LayerAttention) -> jax.Array:
+    """float32[T, N, V] of all rows."""
+    view, (T, K, G, _) = step.view, step.queries[0].shape
+    out = jnp.zeros((T, K, G, step.V), jnp.float32)
     if view.D:
         out = step.add(out, _decode_tiles, view.J, view.kv_len_R[: view.D], view.tree)
     if view.P:
         tokens = min(TILE, view.P)
         out = step.add(out, _prefill_tiles, tokens, view.kv_len_R[view.D :], None)
-    return jnp.where((view.pos_T >= 0)[:, None, None, None], out, 0.0).reshape(T, N, H)
+    out = jnp.where((view.pos_T >= 0)[:, None, None, None], out, 0.0)
+    return out.reshape(T, K * G, step.V)
 
 
 class _Tiles(NamedTuple):
@@ -111,29 +133,33 @@ class _LayerAttention(NamedTuple):
     queries: list[jax.Array]
     """[T, K, G, H] each: those of what lies within the window, and those that meet sinks behind it."""
     kv: LayerKV
+    """Keys and values [P, K, Z, H]; keys alone hold their values in their first ``V`` numbers."""
+    V: int
+    """Numbers of a value."""
     view: StepView
-    window: int
-    n_sinks: int
-    soft_cap: float
+    span: Span = Span()
+    sink_logits_KG: jax.Array | None = None
+    n_sinks: int = 0
+    soft_cap: float = 0.0
 
     def add(
         self,
-        out_TKGH: jax.Array,
+        out_TKGV: jax.Array,
         tiles_of: Callable[[StepView, int], _Tiles],
         Q: int,
         len_R: jax.Array,
         tree: DraftMask | None,
     ) -> jax.Array:
-        """``out_TKGH`` with the outputs of tiles of Q tokens, of rows with that many tokens each."""
+        """``out_TKGV`` with the outputs of tiles of Q tokens, of rows with that many tokens each."""
         rungs = self._rungs(Q + (0 if tree is None else tree.n_before))
         branches = [lambda out, B=B: self._in_rung(out, tiles_of, Q, B, tree) for B in rungs]
         tokens = np.array(rungs[:-1], np.int32) * self.kv[0].shape[2]
-        return lax.switch((tokens < len_R.max()).sum(), branches, out_TKGH)
+        return lax.switch((tokens < len_R.max()).sum(), branches, out_TKGV)
 
     def _rungs(self, n_own: int) -> list[int]:
         """Pages of each rung, for tiles whose tokens lie within ``n_own`` places."""
         Z, M = self.kv[0].shape[2], self.view.page_table_RM.shape[1]
-        most = min(M, -(-(self.window + n_own + Z - 2) // Z)) if self.window else M
+        most = min(M, -(-(self.span.most + n_own + Z - 2) // Z)) if self.span else M
         found, pages = [], max(SHORTEST // Z, 1)
         while pages < most:
             found.append(pages)
@@ -142,7 +168,7 @@ class _LayerAttention(NamedTuple):
 
     def _in_rung(
         self,
-        out_TKGH: jax.Array,
+        out_TKGV: jax.Array,
         tiles_of: Callable[[StepView, int], _Tiles],
         Q: int,
         B: int,
@@ -155,8 +181,8 @@ class _LayerAttention(NamedTuple):
         W = max(1, GATHERED // self._tile_bytes(Q, B))
         W = -(-n // -(-n // W))  # as many groups, of one size
         if n <= W:
-            return out_TKGH.at[tiles.at_IQ].set(self._tiles(tiles, B, tree), mode="drop")
-        nobody = (out_TKGH.shape[0], -1, 0, 0, 0)
+            return out_TKGV.at[tiles.at_IQ].set(self._tiles(tiles, B, tree), mode="drop")
+        nobody = (out_TKGV.shape[0], -1, 0, 0, 0)
         tiles = _Tiles(*(_padded(x, -n % W, value) for x, value in zip(tiles, nobody, strict=True)))
 
         def group(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -164,7 +190,7 @@ class _LayerAttention(NamedTuple):
             return out.at[part.at_IQ].set(self._tiles(part, B, tree), mode="drop")
 
         used = (tiles.len_I > 0) * jnp.arange(1, tiles.len_I.size + 1, dtype=jnp.int32)
-        return lax.fori_loop(0, -(-used.max() // W), group, out_TKGH)
+        return lax.fori_loop(0, -(-used.max() // W), group, out_TKGV)
 
     def _tile_bytes(self, Q: int, B: int) -> int:
         """Of a tile: keys and values as they are multiplied, scores twice in float32 and once as weights."""
@@ -174,10 +200,9 @@ class _LayerAttention(NamedTuple):
         return B * Z * K * (2 * H * itemsize + Q * G * (8 + itemsize))
 
     def _tiles(self, tiles: _Tiles, B: int, tree: DraftMask | None) -> jax.Array:
-        """float32[I, Q, K, G, H]: what the tokens see of ``B`` pages each."""
+        """float32[I, Q, K, G, V]: what the tokens see of ``B`` pages each."""
         Z = self.kv[0].shape[2]
-        reach = self.window - 1 + (0 if tree is None else tree.n_before)
-        base_I = jnp.maximum(tiles.start_I - reach, 0) // Z if self.window else 0 * tiles.row_I
+        base_I = self.span.lowest(tiles.start_I - (0 if tree is None else tree.n_before)) // Z
         page_IB = base_I[:, None] + jnp.arange(B, dtype=jnp.int32)
         pos_IS = base_I[:, None] * Z + jnp.arange(B * Z, dtype=jnp.int32)
         seen_IQS = self._seen(tiles, pos_IS, tree)
@@ -185,30 +210,36 @@ class _LayerAttention(NamedTuple):
         if self.n_sinks:
             page_IB = jnp.tile(jnp.arange(-(-self.n_sinks // Z), dtype=jnp.int32), (len(base_I), 1))
             pos_S = jnp.arange(page_IB.shape[1] * Z, dtype=jnp.int32)
-            far_IQS = (pos_S < self.n_sinks) & (pos_S <= tiles.pos_IQ[..., None] - self.window)
+            far_IQS = (pos_S < self.n_sinks) & (pos_S < self.span.lowest(tiles.pos_IQ)[..., None])
             parts.append(self._scored(self.queries[1], tiles, page_IB, far_IQS))
         score = jnp.concatenate([x for x, _ in parts], axis=-1)
         values = jnp.concatenate([x for _, x in parts], axis=2)
-        p = jnp.exp(score - score.max(-1, keepdims=True))
-        o_IKCH = jnp.einsum(
-            "ikcs,iksh->ikch", p.astype(values.dtype), values, preferred_element_type=jnp.float32
+        top, total = score.max(-1, keepdims=True), 0.0
+        if self.sink_logits_KG is not None:
+            sink_KC1 = jnp.tile(self.sink_logits_KG, (1, tiles.at_IQ.shape[1]))[..., None]
+            top = jnp.maximum(top, sink_KC1)
+            total = jnp.exp(sink_KC1 - top)
+        p = jnp.exp(score - top)
+        total = total + p.sum(-1, keepdims=True)
+        o_IKCV = jnp.einsum(
+            "ikcs,iksv->ikcv", p.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
         n, Q = tiles.at_IQ.shape
-        _, K, G, H = self.queries[0].shape
-        return (o_IKCH / p.sum(-1, keepdims=True)).reshape(n, K, Q, G, H).swapaxes(1, 2)
+        _, K, G, _ = self.queries[0].shape
+        return (o_IKCV / total).reshape(n, K, Q, G, self.V).swapaxes(1, 2)
 
     def _seen(self, tiles: _Tiles, pos_IS: jax.Array, tree: DraftMask | None) -> jax.Array:
         held_I1S = (pos_IS < tiles.len_I[:, None])[:, None]
         if tree is not None:
-            return held_I1S & seen_in_tree(tree, tiles.start_I, pos_IS, self.window)
+            return held_I1S & seen_in_tree(tree, tiles.start_I, pos_IS, self.span)
         pos_IQ1, pos_I1S = tiles.pos_IQ[..., None], pos_IS[:, None]
         seen_IQS = held_I1S & (pos_I1S <= pos_IQ1)
-        return seen_IQS & (pos_I1S > pos_IQ1 - self.window) if self.window else seen_IQS
+        return seen_IQS & (pos_I1S >= self.span.lowest(pos_IQ1)) if self.span else seen_IQS
 
     def _scored(
         self, q_TKGH: jax.Array, tiles: _Tiles, page_IB: jax.Array, seen_IQS: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """(scores [I, K, Q*G, S], values [I, K, S, H]) of pages, counted from each row's first.
+        """(scores [I, K, Q*G, S], values [I, K, S, V]) of pages, counted from each row's first.
 
         What is not finite stays visible among keys, in the scores of who sees it, and is zero among
         values: a weight of zero would not stop it.
@@ -217,7 +248,8 @@ class _LayerAttention(NamedTuple):
         _, K, G, H = q_TKGH.shape
         table_RM = self.view.page_table_RM
         page_IB = table_RM[tiles.row_I[:, None], jnp.minimum(page_IB, table_RM.shape[1] - 1)]
-        keys, values = (_gathered(x, page_IB) for x in self.kv)
+        keys, *rest = (_gathered(x, page_IB) for x in self.kv)
+        values = rest[0] if rest else keys[..., : self.V]
         q_IQKGH = q_TKGH.at[tiles.at_IQ].get(mode="fill", fill_value=0.0).astype(keys.dtype)
         q_IKCH = q_IQKGH.swapaxes(1, 2).reshape(n, K, Q * G, H)
         score = jnp.einsum("ikch,iksh->ikcs", q_IKCH, keys, preferred_element_type=jnp.float32)
@@ -251,5 +283,6 @@ DENSE = AttentionBackend(
     kv_shape=kv_shape,
     write_kv=write_kv,
     attend=attend,
+    attend_latent=attend_latent,
     move=move,
 )

@@ -43,7 +43,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     that a window reaches into, and blank what lies before it."""
     assert args.sinks is None, "refused at start: the kernels know one query per token"
     assert view.tree is None or isinstance(view.tree, DraftMask), "refused at start"
-    q_TNH = args.q_TNH
+    q_TNH, (keys, values) = args.q_TNH, kv
     _, N, H = q_TNH.shape
     D, J = view.D, view.J
     spec = AttentionSpec(
@@ -53,9 +53,10 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     if D:
         o_DJNH = paged_attention(
             q_TNH[: D * J].reshape(D, J, N, H),
-            Pages(*kv, page_table(view.page_table_RM[:D])),
+            Pages(keys, values, page_table(view.page_table_RM[:D])),
             Rows(view.start_R[:D], view.kv_len_R[:D]),
             spec,
+            sinks_N=args.sink_logits_N,
             tree=None if view.tree is None else Tree(view.tree.sees, view.tree.depth),
             dtype=args.o_dtype,
         )
@@ -63,9 +64,10 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     if view.P:
         o_PNH = ragged_prefill(
             q_TNH[D * J :],
-            Pages(*kv, page_table(view.page_table_RM[D:])),
+            Pages(keys, values, page_table(view.page_table_RM[D:])),
             Chunks(view.first_R[D:] - D * J, view.start_R[D:], view.count_R[D:]),
             spec,
+            sinks_N=args.sink_logits_N,
         )
         parts.append(o_PNH.astype(args.o_dtype))
     return jnp.concatenate(parts)
@@ -113,6 +115,7 @@ def hopper(platform: str) -> AttentionBackend:
         write_kv=write_kv,
         move=move,
         has_sinks=False,
+        has_chunks=False,
         check=check,
         attend=partial(attend, interpret=interpreter() if platform == "cpu" else None),
     )

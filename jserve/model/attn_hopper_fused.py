@@ -36,7 +36,7 @@ def attend(
         x.y_STKCH,
         Angles(x.tables[0][:, 0], x.tables[1][:, 1]),
         Places(page_T, view.write_off_T),
-        kv,
+        (kv[0], kv[1]),
         bias_KCH=x.bias_KCH,
         norms=x.norms,
         eps=x.eps,

@@ -1,8 +1,9 @@
-"""Paged attention whose decode rows are one native kernel call per layer; all else is that of ``xla``.
+"""Paged attention and writes of KV that are one native kernel call each per layer; what the kernels do not take is that
+of ``xla``.
 
-It owns no layout: pools, writes and moves are those of ``attn_xla``. A decode token's length is its position plus
-one, so drafts in a chain are tokens like others. Trees of drafts, capped
-scores, pages and groups of query heads that the kernel does not take, and steps traced without kernels, stay on XLA.
+It owns no layout: pools and moves are those of ``attn_xla``. Drafts in a chain are tokens like others. Trees of
+drafts, capped scores, chunks, sink logits, latents, pages and groups of query heads that the kernel does not take, and
+steps traced without kernels, stay on XLA.
 """
 
 from __future__ import annotations
@@ -16,29 +17,31 @@ import jax.numpy as jnp
 from jserve.errors import ConfigError
 from jserve.model import native
 from jserve.model.attention import AttendArgs, LayerKV
-from jserve.model.attn_xla import XLA, attend_by
+from jserve.model.attn_xla import XLA
 from jserve.model.draft_tree import TreeShape
 from jserve.model.view import StepView
+
+
+def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
+    """The tokens' keys and values go to their pages and offsets."""
+    if not native.attends(kv[0], 1):
+        return XLA.write_kv(kv, k_TKH, v_TKH, view)
+    return native.write_kv(kv, k_TKH, v_TKH, view.write_page_T, view.write_off_T)
 
 
 def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     """float32[T, N, H]; zero for padding tokens."""
     G = args.q_TNH.shape[1] // kv[0].shape[1]
-    if view.tree is not None or args.soft_cap or not native.attends(kv[0], G):
+    other = args.soft_cap or args.chunk or args.sink_logits_N is not None
+    if view.tree is not None or other or not native.attends(kv[0], G):
         return XLA.attend(args, kv, view)
-    return attend_by(_decode, args, kv, view)
-
-
-def _decode(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
-    n = view.D * view.J
     return native.attention(
-        args.q_TNH[:n],
-        kv,
-        view.page_table_RM[: view.D],
-        view.pos_T[:n] + 1,
+        args.q_TNH,
+        (kv[0], kv[1]),
+        native.Rows(view.page_table_RM, view.start_R, view.count_R, view.first_R),
         scale=args.scale,
         window=args.window,
-        far_TNH=None if args.sinks is None else args.sinks.q_TNH[:n],
+        far_TNH=None if args.sinks is None else args.sinks.q_TNH,
         n_sinks=0 if args.sinks is None else args.sinks.n,
     )
 
@@ -52,4 +55,4 @@ def check(H: int, dtype: Any, tree: TreeShape) -> None:
         )
 
 
-NATIVE = dataclasses.replace(XLA, name="native", attend=attend, check=check)
+NATIVE = dataclasses.replace(XLA, name="native", write_kv=write_kv, attend=attend, check=check)

@@ -16,15 +16,16 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.kv_layout import heads_over
-from jserve.model import fused
+from jserve.model import fused, mla
 from jserve.model.arch import Arch, Attention, Mlp, Moe, Norm
 from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.family import Family
 from jserve.model.hf_values import Config, ConfigReader
-from jserve.model.layers import attend_normed, attention_block, embed, ffn_block, normed, unembed
+from jserve.model.layers import attend_normed, attention_block, embed, ffn_block, unembed
 from jserve.model.moe_specs import MoeNames, routed_specs
+from jserve.model.norms import normed
 from jserve.model.shard import Axes, ParamSpec, Part
 
 
@@ -49,6 +50,8 @@ class TensorNames:
     """One tensor in ``attn`` for all queries, all keys, all values; empty: q_proj, k_proj and v_proj."""
     gate_up: str = ""
     """One tensor in ``mlp`` for gate and up; empty: gate_proj and up_proj."""
+    sink_logits: str = "sinks"
+    """In ``attn``, where ``Attention.sink_logits``."""
     moe: MoeNames = field(default_factory=MoeNames)
     """Of layers with experts."""
 
@@ -180,13 +183,29 @@ def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, Pa
     """``K`` is the number of kv heads kept: the model's, or one per shard where there are more
     shards."""
     D, at, spec = arch.D, f"{names.layers}.{i}", arch.layers[i]
-    attn, heads = f"{at}.{names.attn}", spec.attn
+    attn = f"{at}.{names.attn}"
     layer = {
         place: norm(f"{at}.{name}", D, arch.norm)
         for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
         if (name := getattr(names, place))
     }
-    layer |= {
+    if spec.attn.latent is not None:
+        layer |= mla.specs(spec.attn, D, attn)
+    else:
+        layer |= _attn_specs(arch, spec.attn, attn, K, names)
+    return layer | (
+        _mlp_specs(spec.ffn, D, f"{at}.{names.mlp}", names.gate_up)
+        if isinstance(spec.ffn, Mlp)
+        else _moe_specs(spec.ffn, D, at, names.moe)
+    )
+
+
+def _attn_specs(
+    arch: Arch, heads: Attention, attn: str, K: int, names: TensorNames
+) -> dict[str, ParamSpec]:
+    """Of a layer's attention ``attn``, a name."""
+    D = arch.D
+    layer = {
         "qkv": qkv(arch, attn, K, "weight", fused=names.qkv),
         "o": matrix(f"{attn}.o_proj", (D, heads.N * heads.H), ("embed", "kv_heads")),
     }
@@ -194,6 +213,8 @@ def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, Pa
         layer["kv_scale"] = kv_scale(attn, K)
     if heads.qkv_bias:
         layer["qkv_bias"] = qkv(arch, attn, K, "bias", fused=names.qkv)
+    if heads.sink_logits:
+        layer["sink_logits"] = per_head(f"{attn}.{names.sink_logits}", heads.N, K)
     if heads.o_bias:
         layer["o_bias"] = bias(f"{attn}.o_proj", D)
     if heads.qk_norm == "head":
@@ -202,11 +223,7 @@ def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, Pa
     if heads.qk_norm == "width":
         layer["q_norm"] = width_norm(f"{attn}.q_norm", heads, K, heads.N)
         layer["k_norm"] = width_norm(f"{attn}.k_norm", heads, K, heads.K)
-    return layer | (
-        _mlp_specs(spec.ffn, D, f"{at}.{names.mlp}", names.gate_up)
-        if isinstance(spec.ffn, Mlp)
-        else _moe_specs(spec.ffn, D, at, names.moe)
-    )
+    return layer
 
 
 def _mlp_specs(mlp: Mlp, D: int, at: str, fused: str) -> dict[str, ParamSpec]:
@@ -321,6 +338,12 @@ def width_norm(name: str, heads: Attention, K: int, n: int) -> ParamSpec:
         init=0.0,
         init_mean=1.0,
     )
+
+
+def per_head(name: str, N: int, K: int) -> ParamSpec:
+    """[K, N/K]: a number for each query head, which lies where its head does."""
+    part = Part(name=name, shape=(N,), view=(K, N // K))
+    return ParamSpec(shape=(K, N // K), axes=("kv_heads", None), parts=(part,))
 
 
 def bias(name: str, size: int) -> ParamSpec:

@@ -1,8 +1,8 @@
 """The products of every layer, and the one place that chooses who computes them.
 
-On a CPU the native kernels take products of few rows with bfloat16 weights (``native.takes``); everything else is
-XLA's. XLA:CPU multiplies bfloat16 at full speed only if all of these hold (GPUs do not care), so no other file has to
-think of them:
+On a CPU the native kernels take products of few rows with bfloat16 weights (``native.takes``); those of quantised
+weights are in ``quant``; everything else is XLA's. XLA:CPU multiplies bfloat16 at full speed only if all of these hold
+(GPUs do not care), so no other file has to think of them:
 
 * weights are stored ``[out, in]`` and contracted over the last dimension of both operands;
 * the result is float32 (``preferred_element_type``), as all activations here are;
@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model import native
+from jserve.model import native, quant
 from jserve.model.arch import Clamped
 
+Weight = jax.Array | quant.QTensor
 MIN_ROWS = 2
 
 
-def dot(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
+def dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
     """``x_TD @ w_ND.T`` as float32[T, N], computed in the type of the weight.
 
     ``w_ND`` may have more dimensions: all but the last are flattened to N (a free reshape).
@@ -33,9 +34,11 @@ def dot(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
     return product_as(x_TD, w_ND, jnp.float32)
 
 
-def narrow_dot(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
+def narrow_dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
     """``dot`` for a result of many columns that is rounded soon: on GPUs one that is written in the type of the
     weight, half the bytes of a large batch. A product whose sums are split is not rounded there either."""
+    if isinstance(w_ND, quant.QTensor):
+        return dot(x_TD, w_ND)
     return lax.platform_dependent(
         x_TD,
         w_ND,
@@ -44,8 +47,10 @@ def narrow_dot(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
     )
 
 
-def product_as(x_TD: jax.Array, w_ND: jax.Array, dtype: Any) -> jax.Array:
+def product_as(x_TD: jax.Array, w_ND: Weight, dtype: Any) -> jax.Array:
     """``dot`` with a result of ``dtype``."""
+    if isinstance(w_ND, quant.QTensor):
+        return quant.product(x_TD, w_ND.reshape(-1, w_ND.shape[-1])).astype(dtype)
     w_ND = w_ND.reshape(-1, w_ND.shape[-1])
     if dtype == jnp.float32 and native.takes(x_TD, w_ND):
         return native.product(x_TD, w_ND)
@@ -57,6 +62,25 @@ def product_as(x_TD: jax.Array, w_ND: jax.Array, dtype: Any) -> jax.Array:
     return y_TN[:T]
 
 
+def heads_dot(x_TNI: jax.Array, w: jax.Array, *, inner: int) -> jax.Array:
+    """float32[T, N, O]: each head's rows times its own matrix, computed in the type of ``w``.
+
+    Heads lead in both operands, since XLA:CPU has no product of bfloat16 for some other orders; at least two rows, so
+    that a row has the same bits beside any others.
+
+    Args:
+        w: [N, O, I], or [N, I, O] with ``inner`` 1.
+        inner: its axis that is summed over, 2 or 1.
+    """
+    T = x_TNI.shape[0]
+    if T < MIN_ROWS:
+        x_TNI = jnp.pad(x_TNI, ((0, MIN_ROWS - T), (0, 0), (0, 0)))
+    x_NTI = x_TNI.swapaxes(0, 1).astype(w.dtype)
+    dims = (((2,), (inner,)), ((0,), (0,)))
+    y_NTO = lax.dot_general(x_NTI, w, dims, preferred_element_type=jnp.float32)
+    return y_NTO.swapaxes(0, 1)[:T]
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -66,12 +90,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 def gate_up(
     x_TD: jax.Array,
-    w_2FD: jax.Array,
+    w_2FD: Weight,
     bias_2F: jax.Array | None = None,
     activation: str | Clamped = "silu",
 ) -> jax.Array:
     """``activated`` of gate and up as float32[T, F]; these are ``dot(x_TD, w_2FD) + bias_2F``."""
-    if bias_2F is None and activation == "silu" and native.takes(x_TD, w_2FD):
+    wide = not isinstance(w_2FD, quant.QTensor)
+    if wide and bias_2F is None and activation == "silu" and native.takes(x_TD, w_2FD):
         return native.gate_up(x_TD, w_2FD)
     y_T2F = narrow_dot(x_TD, w_2FD).reshape(x_TD.shape[0], 2, -1)
     if bias_2F is not None:

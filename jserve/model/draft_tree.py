@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import Span
 
 Parents = tuple[int, ...]
 TreeShape = Parents
@@ -132,12 +133,12 @@ def ancestors(mask: DraftMask, depth_DJ: Any) -> jax.Array:
     return jnp.sum(jnp.where(at_DJX, jnp.arange(at_DJX.shape[2], dtype=jnp.int32), 0), axis=2)
 
 
-def seen_in_tree(tree: DraftMask, start_W: jax.Array, pos_WS: jax.Array, window: int) -> jax.Array:
+def seen_in_tree(tree: DraftMask, start_W: jax.Array, pos_WS: jax.Array, span: Span) -> jax.Array:
     """bool[W, J, S]: which of the places ``pos_WS`` each of a row's J tokens sees.
 
     Args:
         start_W: int32, place of each row's first token.
-        window: tokens that a token sees back from its own position, 0 for all.
+        span: how far a token sees back from its own position.
     """
     X = tree.depth_DX.shape[1]
     base_W1 = (start_W - tree.n_before)[:, None]
@@ -145,8 +146,8 @@ def seen_in_tree(tree: DraftMask, start_W: jax.Array, pos_WS: jax.Array, window:
     drafted_WS = (nth_WS >= 0) & (nth_WS < X)
     at_WS = jnp.clip(nth_WS, 0, X - 1)
     seen_WSJ = jnp.where(drafted_WS[..., None], tree.sees_at(at_WS), (nth_WS < 0)[..., None])
-    if window:
+    if span:
         key_WS = jnp.where(drafted_WS, base_W1 + tree.depth_at(at_WS), pos_WS)
         query_WJ = base_W1 + tree.depth_DX[:, tree.n_before :]
-        seen_WSJ &= key_WS[..., None] > query_WJ[:, None] - window
+        seen_WSJ &= key_WS[..., None] >= span.lowest(query_WJ)[:, None]
     return seen_WSJ.swapaxes(1, 2)

@@ -44,3 +44,5 @@ class Family:
         | None
     ) = None
     embed: Callable[[Arch, Any, jax.Array, Axes], jax.Array] | None = None
+    wide: Family | None = None
+    """Of a quantised family, the same one with its matrices in the type of the model."""

@@ -22,7 +22,9 @@ from jserve.model.arch import Arch, DecoderLayer, Mlp
 from jserve.model.attention import DecodeKernels, LayerKV, Projected
 from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
-from jserve.model.layers import gated, rms_norm
+from jserve.model.layers import gated
+from jserve.model.norms import rms_norm
+from jserve.model.quant import QTensor
 
 TILE = 64
 """Outputs that one block of a product computes, by XLA's choice for few rows."""
@@ -50,6 +52,7 @@ def plain(arch: Arch, layers: Any) -> bool:
         len(arch.ropes) == 1
         and arch.ropes[0].rotary in (0, arch.H)
         and not (arch.ropes[0].pairs or arch.norm.centered or arch.norm.plus_one)
+        and not any(isinstance(p["qkv"], QTensor) for p in layers)
         and all(places & set(p) == {"attn_norm", "mlp_norm"} for p in layers)
         and all(_plain_layer(layer) for layer in arch.layers)
     )
@@ -58,6 +61,7 @@ def plain(arch: Arch, layers: Any) -> bool:
 def _plain_layer(layer: DecoderLayer) -> bool:
     attn = layer.attn
     heads = attn.rope is not None and not attn.soft_cap and attn.qk_norm in ("", "head")
+    heads = heads and not (attn.chunk or attn.sink_logits or attn.latent or attn.temperature)
     dense = isinstance(layer.ffn, Mlp) and not attn.clip_qkv
     return heads and dense and not layer.parallel and layer.residual_scale == 1.0
 

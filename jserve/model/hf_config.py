@@ -85,6 +85,7 @@ def decoder_arch(
     windows: Sequence[int] = (),
     ropes: Sequence[Rope | None] = (),
     moes: Sequence[Moe | None] = (),
+    decoded: Sequence[str] = (),
     **fields: Any,
 ) -> Arch:
     """The ``Arch`` of a decoder whose layers have the same heads, and the same MLP where they have one.
@@ -97,6 +98,7 @@ def decoder_arch(
         windows: of each layer; empty: all layers are full.
         ropes: of each layer; empty: the one of ``rope``.
         moes: experts of each layer, None where it has an MLP; empty: all have one.
+        decoded: values of ``quant_method`` whose weights are decoded as they are loaded.
         fields: others of ``Arch``, ``DecoderLayer``, ``Attention``, ``Mlp`` and ``Norm``, by name.
 
     Raises:
@@ -105,10 +107,13 @@ def decoder_arch(
     """
     L, N = integer(config, "num_hidden_layers"), integer(config, "num_attention_heads")
     D = integer(config, "hidden_size")
-    K = integer(config, "num_key_value_heads", default_kv_heads or N)
-    if N % K:
-        refuse("num_key_value_heads", f"{K} does not divide num_attention_heads {N}")
-    H = _head_dim(config, D, N, default_head_dim)
+    if (latent := fields.get("latent")) is not None:
+        K, H = 1, latent.width
+    else:
+        K = integer(config, "num_key_value_heads", default_kv_heads or N)
+        if N % K:
+            refuse("num_key_value_heads", f"{K} does not divide num_attention_heads {N}")
+        H = _head_dim(config, D, N, default_head_dim)
     ropes = ropes or (rope(config),) * L
     attn = Attention(N=N, K=K, H=H, **_own(fields, Attention))
     act = activation(config, activations, activation_key)
@@ -127,7 +132,7 @@ def decoder_arch(
         ),
         norm=Norm(eps=number(config, eps, default_eps), **_own(fields, Norm)),
         tied=boolean(config, "tie_word_embeddings", default_tied),
-        kv_scales=kv_scales(config),
+        kv_scales=kv_scales(config, decoded),
         **fields,
     )
     _check_neutral(config)
@@ -186,21 +191,25 @@ KV_SCHEME = {
 """The one scheme of 8-bit KV, as compressed-tensors describes it."""
 
 
-def kv_scales(config: Config) -> bool:
-    """True if ``quantization_config`` quantises the KV cache, and nothing else: then each layer has a
-    ``k_scale`` and a ``v_scale``. All other quantisation is refused."""
+DECODED = "mxfp4"
+"""A ``quant_method`` whose weights a family decodes as they are loaded."""
+
+
+def kv_scales(config: Config, decoded: Sequence[str] = ()) -> bool:
+    """True if ``quantization_config`` has scales of a KV cache of 8 bits: then each layer has a ``k_scale`` and a
+    ``v_scale``. Quantised weights are the business of ``weights.quant``, but those of the methods in ``decoded``, which
+    are a family's own and its only ones."""
     key = "quantization_config"
     given = config.get(key)
-    if given is None:
-        return False
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    if given is not None and (decoded or method == DECODED) and method not in decoded:
+        only = f"only {', '.join(decoded)}" if decoded else "is not supported for this family"
+        refuse(key, f"quant_method {method!r}: {only}")
     scheme = given.get("kv_cache_scheme") if isinstance(given, Mapping) else None
-    alone = (
-        isinstance(scheme, Mapping)
-        and given.get("quant_method") == "compressed-tensors"
-        and not given.get("config_groups")
-    )
-    if scheme is None or not alone:
-        refuse(key, f"{given!r} is not supported, only scales of 8-bit KV by compressed-tensors")
+    if scheme is None:
+        return False
+    if not isinstance(scheme, Mapping):
+        refuse(f"{key}.kv_cache_scheme", f"{scheme!r} is no object")
     for name, value in KV_SCHEME.items():
         if scheme.get(name, value) != value:
             refuse(f"{key}.kv_cache_scheme.{name}", f"must be {value!r}, not {scheme[name]!r}")
@@ -247,7 +256,7 @@ class Multipliers(TypedDict):
 
 
 def multipliers(config: Config) -> Multipliers:
-    """Granite's multipliers; ``attention_multiplier`` is the scale of the scores, 1 where it is missing."""
+    """The multipliers of Granite; ``attention_multiplier`` is the scale of the scores, 1 where it is missing."""
     return {
         "embed_scale": number(config, "embedding_multiplier", 1.0),
         "scale": number(config, "attention_multiplier", 1.0),
@@ -275,6 +284,22 @@ def windows(types: Sequence[str], window: int) -> tuple[int, ...]:
     if SLIDING in types and not window:
         refuse("sliding_window", f"is off but layer_types has {SLIDING}")
     return tuple(window if kind == SLIDING else 0 for kind in types)
+
+
+def layers_with_rope(config: Config) -> list[bool]:
+    """For each layer whether it has a rope: ``no_rope_layers`` has 0 where there is none; where that is missing or
+    empty, every ``no_rope_layer_interval``-th one has none."""
+    L, key = integer(config, "num_hidden_layers"), "no_rope_layers"
+    interval, given = integer(config, "no_rope_layer_interval", 4), config.get(key)
+    if given is None or given == []:
+        return [(i + 1) % interval != 0 for i in range(L)]
+    if (
+        not isinstance(given, list | tuple)
+        or len(given) != L
+        or any(x not in (0, 1) for x in given)
+    ):
+        refuse(key, f"must list 0 or 1 for each of {L} layers")
+    return [bool(x) for x in given]
 
 
 def upper_windows(config: Config) -> tuple[int, ...]:

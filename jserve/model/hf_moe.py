@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jserve.model.arch import Mlp, Moe, Router
@@ -42,9 +43,8 @@ def experts(
         X=X,
         F=integer(config, width),
         router=router,
-        activation=act,
         shared=Mlp(F=shared, activation=act) if shared else None,
-        **fields,
+        **{"activation": act, **fields},
     )
 
 
@@ -57,10 +57,32 @@ def n_experts(config: Config) -> int:
 
 
 def sparse_layers(config: Config) -> list[bool]:
-    """For each layer True if it has experts, as Qwen states it: every ``decoder_sparse_step``-th one, but for those of
+    """True for each layer that has experts, as Qwen states it: every ``decoder_sparse_step``-th one, but for those of
     ``mlp_only_layers``."""
     L, step = integer(config, "num_hidden_layers"), integer(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple) or not all(type(i) is int for i in dense):
         refuse("mlp_only_layers", f"must list numbers of layers, not {dense!r}")
     return [i not in dense and (i + 1) % step == 0 for i in range(L)]
+
+
+def deepseek_experts(
+    config: Config, router: Callable[[], Router], *, n_shared: int
+) -> list[Moe | None]:
+    """The experts of each layer as DeepSeek states them: none in the first ``first_k_dense_replace`` layers, nor
+    without ``n_routed_experts``.
+
+    Args:
+        router: read where a layer has experts.
+        n_shared: shared experts where config.json is silent; they lie side by side in one MLP.
+    """
+    if config.get("moe_layer_freq", 1) != 1:
+        refuse("moe_layer_freq", f"{config['moe_layer_freq']!r} is not supported, only 1")
+    L = integer(config, "num_hidden_layers")
+    dense = integer(config, "first_k_dense_replace", 0, low=0)
+    shared = integer(config, "n_shared_experts", n_shared, low=0)
+    if not config.get("n_routed_experts") or dense >= L:
+        return [None] * L
+    width = "moe_intermediate_size"
+    moe = experts(config, router(), width=width, shared=shared * integer(config, width))
+    return [None if i < dense else moe for i in range(L)]

@@ -160,8 +160,8 @@ def _original(config: Config, raw: Config, kind: str) -> int:
 
 def _llama3_numbers(raw: Config) -> dict[str, float]:
     low, high = number(raw, "low_freq_factor", REQUIRED), number(raw, "high_freq_factor", REQUIRED)
-    if high <= low:
-        refuse("high_freq_factor", f"{high} must be above low_freq_factor {low}")
+    if high < low:
+        refuse("high_freq_factor", f"{high} must not be below low_freq_factor {low}")
     return {"low_freq_factor": low, "high_freq_factor": high}
 
 

@@ -18,35 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model.arch import Moe, Norm
+from jserve.model import mla
+from jserve.model.arch import Moe
 from jserve.model.attention import AttendArgs, LayerKV
 from jserve.model.collectives import gather, n_shards, reduce, shard_index
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot, gate_up
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.moe import mixture
+from jserve.model.norms import l2_norm, normed
 from jserve.model.shard import Axes
 from jserve.model.sinks import sinks_of
 
 Params = Mapping[str, jax.Array]
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root mean square norm over the last dimension, in float32."""
-    x = x.astype(jnp.float32)
-    mean = jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
-
-
-def normed(norm: Norm, x: jax.Array, weight: jax.Array | None) -> jax.Array:
-    """A decoder's norm over the last dimension, in float32; without a weight ``x`` as it is."""
-    if weight is None:
-        return x
-    if norm.plus_one:
-        weight = weight.astype(jnp.float32) + 1.0
-    if norm.centered:
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-    return rms_norm(x, weight, norm.eps)
 
 
 def attention_block(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
@@ -64,13 +48,17 @@ def _added(ctx: Ctx, y_TD: jax.Array, out_norm: jax.Array | None) -> jax.Array:
 
 def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
     """Attention over what is normed already, up to its output's bias."""
+    if ctx.spec.attn.latent is not None:
+        return mla.attend_normed(ctx, p, x_TD, kv)
     scale_K2, spec = scales_of(p, kv[0]), ctx.spec.attn
     q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(ctx, p, x_TD))
-    kv = ctx.attn.write_kv(kv, ctx.turned(k_TKH), v_TKH, ctx.view)
+    kv = ctx.attn.write_kv(kv, _turned(ctx, k_TKH), v_TKH, ctx.view)
     sinks = sinks_of(ctx, q_TNH)
     args = AttendArgs(
-        q_TNH=ctx.turned(q_TNH),
+        q_TNH=_warmer(ctx, _turned(ctx, q_TNH)),
         window=spec.window,
+        chunk=spec.chunk,
+        sink_logits_N=p["sink_logits"].reshape(-1) if spec.sink_logits else None,
         scale=spec.scale or spec.H**-0.5,
         soft_cap=spec.soft_cap,
         sinks=sinks,
@@ -99,6 +87,21 @@ def _qkv(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, ja
     if clip := ctx.spec.attn.clip_qkv:
         q_TNH, k_TKH, v_TKH = (jnp.clip(x, -clip, clip) for x in (q_TNH, k_TKH, v_TKH))
     return q_TNH, k_TKH, v_TKH
+
+
+def _turned(ctx: Ctx, x_TNH: jax.Array) -> jax.Array:
+    """Heads turned to their tokens' positions, normed after it where the layer says so."""
+    x_TNH, eps = ctx.turned(x_TNH), ctx.arch.norm.eps
+    return l2_norm(x_TNH, eps) if ctx.spec.attn.qk_norm == "turned" else x_TNH
+
+
+def _warmer(ctx: Ctx, q_TNH: jax.Array) -> jax.Array:
+    """Queries that grow with their position, where the layer says so."""
+    t = ctx.spec.attn.temperature
+    if t is None:
+        return q_TNH
+    steps_T = jnp.maximum(ctx.view.pos_T + 1, 0) // t.every
+    return q_TNH * (1.0 + t.scale * jnp.log1p(steps_T.astype(jnp.float32)))[:, None, None]
 
 
 def _width_norm(ctx: Ctx, x_TNH: jax.Array, weight: jax.Array) -> jax.Array:

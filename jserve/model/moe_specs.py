@@ -4,12 +4,16 @@ Checkpoints hold experts one by one (three tensors each), or all in two tensors,
 
     experts.0.gate_proj.weight [F, D]   experts.0.up_proj.weight   experts.0.down_proj.weight [D, F]   experts.1...
     experts.gate_up_proj [E, 2F, D]     experts.down_proj [E, D, F]
+
+or in these two transposed, [E, D, 2F] and [E, F, D], in two ways: the columns of gate, then those of up (``halves``),
+or a column of each in turn (``alternating``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,6 +33,11 @@ class MoeNames:
     down: str = "down_proj"
     all: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
     """Gate with up, and down, of all experts together, in the ways that checkpoints spell them."""
+    columns: str = ""
+    """``halves`` or ``alternating``: tensors of all experts together are transposed so; empty: they are not."""
+    mxfp4: bool = False
+    """Checkpoints may have tensors of all experts together in mxfp4, as ``_blocks`` and ``_scales``; their rows of gate
+    and up alternate."""
     router: tuple[str, ...] = ("mlp.gate.weight",)
     """In the ways that checkpoints spell it."""
     router_bias: str = "mlp.router.bias"
@@ -45,8 +54,11 @@ class MoeNames:
 def routed_specs(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamSpec]:
     """Router and experts of the layer called ``at``; its shared expert apart."""
     E, F, router = moe.E, moe.F, moe.router
-    both = [_whole(f"{at}.{name}", (E, 2 * F, D), (2 * E, F, D)) for name, _ in names.all]
-    down = [_whole(f"{at}.{name}", (E, D, F), (E, D, F)) for _, name in names.all]
+    both = [(_gate_up(f"{at}.{name}", E, F, D, names.columns),) for name, _ in names.all]
+    down = [(_down(f"{at}.{name}", E, F, D, names.columns),) for _, name in names.all]
+    if names.mxfp4 and D % 32 == 0 and F % 32 == 0:
+        both += [(_packed(f"{at}.{name}", (E, F, 2, D), (0, 2, 1, 3)),) for name, _ in names.all]
+        down += [(_packed(f"{at}.{name}", (E, D, F), (0, 1, 2)),) for _, name in names.all]
     layer = {
         "router": _exact((E, D), *(f"{at}.{name}" for name in names.router)),
         "expert_gate_up": _spec(
@@ -74,7 +86,7 @@ def routed_specs(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamS
 def _biases(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamSpec]:
     """Of all experts together."""
     E, F = moe.E, moe.F
-    both = [_whole(f"{at}.{name}_bias", (E, 2 * F), (2 * E, F)) for name, _ in names.all]
+    both = [(_gate_up_bias(f"{at}.{name}_bias", E, F, names.columns),) for name, _ in names.all]
     down = [_whole(f"{at}.{name}_bias", (E, D), (E, D)) for _, name in names.all]
     return {
         "expert_gate_up_bias": _spec((2 * E, F), ("experts", "ffn_expert"), both),
@@ -98,6 +110,47 @@ def _each(
         Part(name=f"{at}.{names.each}.{e}.{name}.weight", shape=shape, view=(1, *shape))
         for e in range(E)
         for name in of
+    )
+
+
+def _gate_up(name: str, E: int, F: int, D: int, columns: str) -> Part:
+    """[2E, F, D] out of a tensor of all experts."""
+    if not columns:
+        return Part(name=name, shape=(E, 2 * F, D), view=(2 * E, F, D))
+    halves = columns == "halves"
+    return Part(
+        name=name,
+        shape=(E, D, 2 * F),
+        view=(2 * E, F, D),
+        cut=(E, D, 2, F) if halves else (E, D, F, 2),
+        order=(0, 2, 3, 1) if halves else (0, 3, 2, 1),
+    )
+
+
+def _gate_up_bias(name: str, E: int, F: int, columns: str) -> Part:
+    """[2E, F] out of a tensor of all experts."""
+    part = Part(name=name, shape=(E, 2 * F), view=(2 * E, F))
+    return replace(part, cut=(E, F, 2), order=(0, 2, 1)) if columns == "alternating" else part
+
+
+def _down(name: str, E: int, F: int, D: int, columns: str) -> Part:
+    """[E, D, F] out of a tensor of all experts."""
+    if not columns:
+        return Part(name=name, shape=(E, D, F), view=(E, D, F))
+    return Part(name=name, shape=(E, F, D), view=(E, D, F), cut=(E, F, D), order=(0, 2, 1))
+
+
+def _packed(name: str, cut: tuple[int, ...], order: tuple[int, ...]) -> Part:
+    """A tensor in mxfp4, of experts of all rows and then columns."""
+    E, *rows, D = cut
+    shape = [cut[axis] for axis in order]
+    return Part(
+        name=f"{name}_blocks",
+        scales=f"{name}_scales",
+        shape=(E, math.prod(rows), D // 32, 16),
+        view=(math.prod(shape[:-2]), *shape[-2:]),
+        cut=cut,
+        order=order,
     )
 
 

@@ -10,7 +10,7 @@ rows each level beats XLA's own product. Kernels are chosen while a step is trac
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ kernels = jax.make_user_context("")
 """A context manager that takes the level of the kernels in use. Functions that were traced at another level are
 traced again."""
 
-MOST_ROWS = {"plain": 0, "avx2": 8, "avx512f": 8, "avx512_bf16": 128}
+MOST_ROWS = {"plain": 0, "avx2": 8, "avx512f": 8, "avx512_bf16": 4096}
 """Rows of a product up to which each level beats XLA."""
 
 
@@ -80,8 +80,12 @@ def _register() -> None:
 
 def takes(x_TD: jax.Array, w_ND: jax.Array) -> bool:
     """True if the kernels in use multiply these."""
-    level = kernels.value
-    return bool(level) and w_ND.dtype == jnp.bfloat16 and x_TD.shape[0] <= MOST_ROWS[level]
+    return w_ND.dtype == jnp.bfloat16 and takes_rows(kernels.value, x_TD.shape[0])
+
+
+def takes_rows(level: str, n: int) -> bool:
+    """True if the kernels of ``level`` (empty: none) take products of ``n`` rows."""
+    return bool(level) and n <= MOST_ROWS[level]
 
 
 def product(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
@@ -130,7 +134,7 @@ def expert_gate_up(x_RD: jax.Array, w_ZFD: jax.Array, expert_A: jax.Array) -> ja
 
 
 HEAD_MULTIPLE, MOST_HEAD, MOST_GROUP, PAGE_MULTIPLE = 32, 256, 16, 16
-"""The cases of decode attention that the kernel takes: heads of so many values, query heads of a kv head, tokens of a
+"""The cases of attention that the kernel takes: heads of so many values, query heads of a kv head, tokens of a
 page."""
 
 
@@ -146,37 +150,65 @@ def has_attention(level: str) -> bool:
     return level == "avx512_bf16"
 
 
+class Rows(NamedTuple):
+    """The rows of a step, as attention reads them."""
+
+    page_table_RM: jax.Array
+    start_R: jax.Array
+    """int32: position of a row's first token."""
+    count_R: jax.Array
+    """int32: its tokens; 0: the row is unused."""
+    first_R: jax.Array
+    """int32: number of its first token in the step."""
+
+
 def attention(
     q_TNH: jax.Array,
     kv: tuple[jax.Array, jax.Array],
-    page_table_DM: jax.Array,
-    length_T: jax.Array,
+    rows: Rows,
     *,
     scale: float,
     window: int,
     far_TNH: jax.Array | None,
     n_sinks: int,
 ) -> jax.Array:
-    """float32[T, N, H] of the tokens of D rows, T / D of each.
+    """float32[T, N, H] of the tokens of all rows, each of which sees its row up to itself; zeros for tokens of none.
 
     Args:
         kv: keys and values [P, K, Z, H], bits of bfloat16.
-        length_T: int32, positions of its row that a token sees; 0: it is padding and gets zeros.
         window: newest positions that a token sees; 0: all.
         far_TNH: queries that meet the first ``n_sinks`` positions from beyond the window.
     """
     far = [] if far_TNH is None else [far_TNH.astype(jnp.float32)]
-    return _call("jserve.attention.v1", q_TNH.shape)(
+    return _call("jserve.attention.v2", q_TNH.shape)(
         q_TNH.astype(jnp.float32),
         *kv,
-        page_table_DM,
-        length_T,
+        *rows,
         *far,
         level=_level(),
         scale=np.float32(scale),
         window=np.int64(window),
         sinks=np.int64(n_sinks),
     )
+
+
+def write_kv(
+    kv: tuple[jax.Array, jax.Array],
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    page_T: jax.Array,
+    offset_T: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """``kv`` with the tokens' keys and values in their places, rounded to bfloat16; in place where it is donated. What
+    goes to page 0, or to a page that does not exist, is written nowhere."""
+    call = jax.ffi.ffi_call(
+        "jserve.write_kv.v1",
+        [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in kv],
+        input_output_aliases={0: 0, 1: 1},
+    )
+    k_TKH, v_TKH = (x.astype(jnp.float32) for x in (k_TKH, v_TKH))
+    keys, values = call(*kv, k_TKH, v_TKH, page_T, offset_T)
+    return keys, values
 
 
 def _level() -> np.int64:

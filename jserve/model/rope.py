@@ -83,8 +83,9 @@ def _linear(freq_H: np.ndarray, H: int, theta: float, s: RopeScaling) -> tuple[n
 def _llama3(freq_H: np.ndarray, H: int, theta: float, s: RopeScaling) -> tuple[np.ndarray, float]:
     wavelength_H = 2 * math.pi / freq_H
     turns_H = s.original_max_position / wavelength_H
-    smooth_H = (turns_H - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-    smooth_H = np.clip(smooth_H, 0.0, 1.0)
+    span = s.high_freq_factor - s.low_freq_factor
+    above_H = turns_H - s.low_freq_factor
+    smooth_H = np.clip(above_H / span, 0.0, 1.0) if span else (above_H >= 0).astype(np.float32)
     return ((1 - smooth_H) * freq_H / s.factor + smooth_H * freq_H).astype(np.float32), 1.0
 
 

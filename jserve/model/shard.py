@@ -36,17 +36,41 @@ class Part:
     repeat: int = 1
     first: int = 0
     """Row of the tensor that the part begins with."""
+    cut: tuple[int, ...] = ()
+    """The shape that the whole tensor has before ``order`` and ``within``, which make it ``view``; (): there are
+    neither."""
+    order: tuple[int, ...] = ()
+    """The axes of ``cut``, as they follow each other in ``view``, the first one first; (): as they are."""
+    scales: str = ""
+    """The tensor of the scales, where this one is mxfp4 (``jserve.weights.mxfp4``): then ``shape`` is that of its
+    blocks, ``cut`` that of its numbers, and there is an ``order``."""
+    within: tuple[int, int] | None = None
+    """First and end of the entries along axis 1 that belong to the part; None: all."""
 
     @property
     def n_rows(self) -> int:
         """Rows of the tensor that the part reads."""
+        if self.cut:
+            return self.shape[0]
         return math.prod(self.view) // math.prod(self.shape[1:])
 
     def seen(self, tensor: Any) -> Any:
-        """The part's rows of ``tensor`` (shape ``shape``) as ``view``; a view."""
+        """The part's entries of ``tensor`` (shape ``shape``) as ``view``; a view, unless an ``order`` forbids it."""
+        if self.cut:
+            x = tensor.reshape(self.cut)
+            x = x.transpose(self.order) if self.order else x
+            x = x if self.within is None else x[:, self.within[0] : self.within[1]]
+            return x.reshape(self.view)
         if self.n_rows != self.shape[0]:
             tensor = tensor[self.first : self.first + self.n_rows]
         return tensor.reshape(self.view)
+
+    def entry(self, tensor: Any, i: int) -> Any:
+        """``seen(tensor)[i]`` of a part with an ``order``, as a view: ``seen`` would make an array as large as the
+        tensor, of which ``tensor[e]`` is all that is read."""
+        n = self.view[0] // self.cut[0]
+        x = tensor[i // n].reshape(self.cut[1:]).transpose([axis - 1 for axis in self.order[1:]])
+        return x if n == 1 else x[i % n]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

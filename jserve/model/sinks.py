@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
-from jserve.kv_layout import widest
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, Sinks
 from jserve.model.ctx import Ctx
@@ -33,7 +32,7 @@ def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
         ConfigError: they cannot hold for this model or backend; ``field`` is the option.
     """
     fault = ""
-    if n and not widest(arch.kv_layers):
+    if n and not all(layer.attn.window for layer in arch.layers):
         fault = "needs a model in which every layer has a sliding window"
     elif n and not attention.has_sinks:
         fault = f"is not served by attention_backend {attention.name!r}"

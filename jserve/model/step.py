@@ -29,7 +29,7 @@ from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model import slots as slot_rows
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.attention import AttentionBackend, LayerKV, check_layers
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
@@ -108,7 +108,7 @@ class StepModel:
     dtype: Any
     drafter: Drafter | None = None
     kernels: str = ""
-    """Level of the native kernels that compute products and decode attention; empty: XLA does."""
+    """Level of the native kernels that compute products, attention and writes of KV; empty: XLA does."""
 
     @property
     def axes(self) -> Axes:
@@ -146,7 +146,7 @@ class StepModel:
         def of(layer: KVLayer) -> tuple[PoolArray, ...]:
             axis = None if layer.replicated else self.axes.heads
             sizes = [(kv.heads(layer, array), array.width) for array in layer.arrays]
-            shapes = [self.backend.kv_shape(*size, self.n_pages, Z) for size in sizes]
+            shapes = [self.backend.pool_shape(*size, self.n_pages, Z) for size in sizes]
             return tuple(PoolArray(shape, axis) for shape in shapes)
 
         return [of(layer) for layer in kv.layers]
@@ -221,7 +221,7 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             "attention_sinks do not go with trees of drafts, only with chains",
             field="attention_sinks",
         )
-    model.backend.check(model.arch.H, model.kv_dtype, bucket.tree)
+    check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree)
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)

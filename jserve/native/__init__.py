@@ -1,1 +1,1 @@
-"""Kernels in C for the CPU: matrix products of few rows and decode attention, called through XLA's FFI."""
+"""Kernels in C for the CPU: matrix products, attention and writes of KV, called through XLA's FFI."""

@@ -1,10 +1,11 @@
-/* Kernels for the CPU, called through XLA's FFI: products of few rows with bfloat16 weights, the same with silu, and decode
+/* Kernels for the CPU, called through XLA's FFI: products of few rows with bfloat16 weights, the same with silu, and
  * attention over paged KV in bfloat16.
  *
  *   product     y[M, N] f32 = x[M, K] f32 @ w[N, K]^T bf16          x is rounded to bf16, sums are float32
  *   gate_up     h[M, F] f32 = silu(x @ gate^T) * (x @ up^T)         w[2, F, K]: gate, then up
  *   expert_...  the same of each assignment with the weights of its expert, which are read where they lie
- *   attention   o[T, N, H] of decode tokens over pages [P, K, Z, H]
+ *   attention   o[T, N, H] of tokens in rows, over pages [P, K, Z, H]
+ *   write_kv    keys and values of tokens, rounded, to their places in these pages, which are changed in place
  *
  * Weights stay as they are: nothing is packed or copied. A row of x that is all zeros is a row that nobody reads: it gives
  * zeros and costs nothing, so that the number of live rows is data. Work is cut into chunks that the caller and the threads
@@ -90,6 +91,7 @@ typedef struct {
   const int32_t *row; /* [L] their numbers */
   const float *x;     /* [M, K] as given */
   void *packed;       /* in the level's own form */
+  int few;            /* whether that is the form for few live rows */
 } Product;
 
 /* Results of rows i of the live ones go to y + row[i] * ld. */
@@ -100,21 +102,24 @@ typedef struct {
 } Target;
 
 typedef struct {
-  size_t (*packed_bytes)(i64 L, i64 K);
-  void (*pack)(const Product *);
+  size_t (*packed_bytes)(i64 L, i64 K); /* of that many live rows; also where live row L begins, a multiple of PACKED */
+  void (*pack)(const Product *, i64 i0, i64 i1); /* live rows i0 .. i1-1; i0 is a multiple of PACKED */
   void (*rows)(const Product *, i64 n0, i64 n1, Target); /* y[:, 0 .. n1-n0] */
   void (*silu)(const float *gate, const float *up, float *h, i64 n);
 } Level;
 
 INLINE float *at(Target t, i64 i) { return t.y + t.row[i] * t.ld; }
 
+/* Live rows that are packed together: the lanes of the widest vector. At most FEW of them may have another form. */
+enum { PACKED = 16, FEW = 8 };
+
 /* --- plain C --- */
 
 static size_t plain_bytes(i64 L, i64 K) { return (size_t)(L * K) * sizeof(float); }
 
-static void plain_pack(const Product *p) {
+static void plain_pack(const Product *p, i64 i0, i64 i1) {
   float *to = p->packed;
-  for (i64 i = 0; i < p->L; i++)
+  for (i64 i = i0; i < i1; i++)
     for (i64 k = 0; k < p->K; k++) to[i * p->K + k] = widen(narrow(p->x[p->row[i] * p->K + k]));
 }
 
@@ -154,11 +159,11 @@ enum { NEAR = 8 };
     return (size_t)(up_to(L, 4) * up_to(K, 2 * LANES)) * sizeof(float);                                                \
   }                                                                                                                    \
                                                                                                                        \
-  TARGET static void NAME##_pack(const Product *p) {                                                                   \
+  TARGET static void NAME##_pack(const Product *p, i64 i0, i64 i1) {                                                   \
     i64 width = up_to(p->K, 2 * LANES);                                                                                \
-    float *to = p->packed;                                                                                             \
-    memset(to, 0, NAME##_bytes(p->L, p->K));                                                                           \
-    for (i64 i = 0; i < p->L; i++, to += width) {                                                                      \
+    float *to = (float *)p->packed + i0 * width;                                                                       \
+    memset(to, 0, (size_t)((i1 == p->L ? up_to(i1, 4) : i1) - i0) * (size_t)width * sizeof *to);                       \
+    for (i64 i = i0; i < i1; i++, to += width) {                                                                       \
       const float *from = p->x + p->row[i] * p->K;                                                                     \
       for (i64 k = 0; k < p->K; k++)                                                                                   \
         to[k / (2 * LANES) * (2 * LANES) + (k & 1) * LANES + k % (2 * LANES) / 2] = widen(narrow(from[k]));            \
@@ -316,8 +321,6 @@ T_BF16 INLINE __m512 sums16(const __m512 *v) {
 
 /* Up to FEW live rows x is kept as rows of whole vectors, a multiple of four rows; beyond, lanes are rows of x:
  * [ceil(L / 16)][ceil(K / 2)][16] pairs of values. */
-enum { FEW = 8 };
-
 static size_t bf16_bytes(i64 L, i64 K) {
   i64 values = L <= FEW ? up_to(L, 4) * up_to(K, 32) : up_to(L, 16) * up_to(K, 2);
   return (size_t)values * sizeof(bf16);
@@ -365,9 +368,9 @@ T_BF16 INLINE void turn16(__m512i *v) {
   memcpy(v, a, sizeof a);
 }
 
-T_BF16 static void bf16_pack_lanes(const Product *p) {
+T_BF16 static void bf16_pack_lanes(const Product *p, i64 i0, i64 i1) {
   i64 pairs = up_to(p->K, 2) / 2;
-  for (i64 i = 0; i < p->L; i += 16) {
+  for (i64 i = i0; i < i1; i += 16) {
     uint32_t *to = (uint32_t *)p->packed + i * pairs;
     for (i64 k = 0; k < p->K; k += 32) {
       __m512i v[16];
@@ -387,11 +390,11 @@ T_BF16 static void bf16_pack_lanes(const Product *p) {
   }
 }
 
-static void bf16_pack(const Product *p) {
-  if (p->L <= FEW)
+static void bf16_pack(const Product *p, i64 i0, i64 i1) {
+  if (p->few)
     bf16_pack_rows(p);
   else
-    bf16_pack_lanes(p);
+    bf16_pack_lanes(p, i0, i1);
 }
 
 #define EIGHT(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
@@ -568,7 +571,7 @@ T_BF16 static void bf16_many(const Product *p, i64 n0, i64 n1, Target t) {
 }
 
 T_BF16 static void bf16_rows(const Product *p, i64 n0, i64 n1, Target t) {
-  if (p->L > FEW)
+  if (!p->few)
     bf16_many(p, n0, n1, t);
   else if (p->L == 1)
     bf16_eight(p, n0, n1, at(t, 0));
@@ -605,6 +608,7 @@ struct Job {
   atomic_long next, done;
   atomic_int holders;
   i64 n_chunks;
+  i64 n_first; /* chunks that all others wait for */
   void (*chunk)(const Job *, i64 number);
   const void *work; /* of the caller, there until all chunks are done */
   void *scratch;
@@ -636,6 +640,7 @@ static Job *new_job(size_t scratch_bytes) {
     job->scratch_bytes = bytes;
   }
   if (job) {
+    job->n_first = 0;
     atomic_store(&job->next, 0), atomic_store(&job->done, 0), atomic_store(&job->holders, 1);
   }
   return job;
@@ -652,10 +657,23 @@ static void put_down(Job *job) {
   free(job);
 }
 
+/* Until so many chunks are done, all of which have been claimed. */
+static void await(Job *job, i64 n) {
+  for (int spins = 0; atomic_load_explicit(&job->done, memory_order_acquire) < n; spins++) {
+    if (spins >= 256)
+      sched_yield();
+#if X86
+    else
+      _mm_pause();
+#endif
+  }
+}
+
 static void claim_chunks(Job *job) {
   for (;;) {
     i64 number = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
     if (number >= job->n_chunks) return;
+    if (number >= job->n_first) await(job, job->n_first); /* all of these have been claimed before */
     job->chunk(job, number);
     atomic_fetch_add_explicit(&job->done, 1, memory_order_release);
   }
@@ -692,14 +710,7 @@ static void run_job(Job *job, const FfiCall *call) {
     put_down(job);
   }
   claim_chunks(job);
-  for (int spins = 0; atomic_load_explicit(&job->done, memory_order_acquire) < job->n_chunks; spins++) {
-    if (spins >= 256)
-      sched_yield();
-#if X86
-    else
-      _mm_pause();
-#endif
-  }
+  await(job, job->n_chunks);
   put_down(job);
 }
 
@@ -709,8 +720,11 @@ enum {
   CHUNK_BYTES = 96 << 10, /* of weights: they stay in the second-level cache while all rows of x meet them */
   ALONE_BYTES = 96 << 10, /* of weights in a call that is not worth waking a thread */
   FEWEST_CHUNKS = 8,
-  CHUNK_ROWS = 16, /* multiples of this: a line of results */
-  HELD = 4096,     /* results of gate, and of up, that a chunk of gate_up keeps on its stack */
+  CHUNK_ROWS = 16,  /* multiples of this: a line of results */
+  PACK_AT_ONCE = 32, /* live rows that one chunk packs, where there are more */
+  ZEROED_AT_ONCE = 64,
+  PART = 64,         /* live rows that a chunk of gate_up takes at once */
+  HELD = 4096,       /* results of gate, and of up, that it keeps on its stack */
 };
 
 typedef struct {
@@ -719,51 +733,75 @@ typedef struct {
   float *y;
   i64 N; /* columns of y */
   i64 rows_per_chunk;
+  i64 n_column_chunks;
   const int32_t *zero; /* [M - L] dead rows of x */
 } ProductWork;
 
-static void zero_columns(const ProductWork *work, i64 n0, i64 n1) {
-  for (i64 i = 0; i < work->p.M - work->p.L; i++)
-    memset(work->y + work->zero[i] * work->N + n0, 0, (size_t)(n1 - n0) * sizeof(float));
+/* Chunks before those of the product pack x, those after them zero the results of dead rows. */
+static int aside(const Job *job, i64 number) {
+  const ProductWork *work = job->work;
+  const i64 dead = work->p.M - work->p.L, first = (number - job->n_first - work->n_column_chunks) * ZEROED_AT_ONCE;
+  if (number < job->n_first)
+    work->level->pack(&work->p, number * PACK_AT_ONCE, min64(work->p.L, (number + 1) * PACK_AT_ONCE));
+  for (i64 i = max64(first, 0); first >= 0 && i < min64(dead, first + ZEROED_AT_ONCE); i++)
+    memset(work->y + work->zero[i] * work->N, 0, (size_t)work->N * sizeof(float));
+  return number < job->n_first || first >= 0;
 }
 
 static void product_chunk(const Job *job, i64 number) {
   const ProductWork *work = job->work;
+  if (aside(job, number)) return;
+  number -= job->n_first;
   i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
   Target t = {work->y + n0, work->N, work->p.row};
-  if (work->p.L) work->level->rows(&work->p, n0, n1, t);
-  zero_columns(work, n0, n1);
+  work->level->rows(&work->p, n0, n1, t);
 }
 
-/* Columns [n0, n1) of gate_up, to rows ``t.row`` of ``t``. */
+/* Live rows i .. i+n-1 of ``p``; i is a multiple of PACKED. */
+static Product part_of(const Level *level, const Product *p, i64 i, i64 n) {
+  Product part = *p;
+  part.L = n;
+  part.row += i;
+  part.packed = (char *)p->packed + (i ? level->packed_bytes(i, p->K) : 0);
+  return part;
+}
+
+/* Columns [n0, n1) of gate_up, to rows ``t.row`` of ``t``, which has as many columns as the gate has. */
 static void gated(const Level *level, const Product *p, i64 n0, i64 n1, Target t) {
   const i64 n = n1 - n0;
   float gate[HELD], up[HELD];
-  int32_t number_of[HELD];
-  for (i64 i = 0; i < p->L; i++) number_of[i] = (int32_t)i;
-  if (!p->L) return;
-  level->rows(p, n0, n1, (Target){gate, n, number_of});
-  level->rows(p, t.ld + n0, t.ld + n1, (Target){up, n, number_of});
-  for (i64 i = 0; i < p->L; i++) level->silu(gate + i * n, up + i * n, at(t, i), n);
+  int32_t number_of[PART];
+  for (int i = 0; i < PART; i++) number_of[i] = i;
+  for (i64 first = 0; first < p->L; first += PART) {
+    const Product part = part_of(level, p, first, min64(PART, p->L - first));
+    level->rows(&part, n0, n1, (Target){gate, n, number_of});
+    level->rows(&part, t.ld + n0, t.ld + n1, (Target){up, n, number_of});
+    for (i64 i = 0; i < part.L; i++) level->silu(gate + i * n, up + i * n, at(t, first + i), n);
+  }
 }
 
 static void gate_up_chunk(const Job *job, i64 number) {
   const ProductWork *work = job->work;
-  i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
-  zero_columns(work, n0, n1);
+  if (aside(job, number)) return;
+  number -= job->n_first;
+  const i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
   gated(work->level, &work->p, n0, n1, (Target){work->y + n0, work->N, work->p.row});
 }
 
-INLINE int is_dead(const float *x, i64 K) {
-  uint32_t bits[16], any = 0;
+typedef uint32_t Bits __attribute__((vector_size(64), aligned(4), may_alias));
+
+/* Whether a row is all zeros, of either sign. */
+static int is_dead(const float *x, i64 K) {
   i64 k = 0;
-  for (; k + 16 <= K && !any; k += 16) {
-    memcpy(bits, x + k, sizeof bits);
-    for (int i = 0; i < 16; i++) any |= bits[i];
-    any &= 0x7fffffff;
+  for (; k + 64 <= K; k += 64) {
+    const Bits *at = (const Bits *)(x + k);
+    Bits any = (at[0] | at[1] | at[2] | at[3]) << 1;
+    for (int i = 0; i < 16; i++)
+      if (any[i]) return 0;
   }
-  for (; k < K && !any; k++) any = x[k] != 0;
-  return !any;
+  for (; k < K; k++)
+    if (x[k] != 0) return 0;
+  return 1;
 }
 
 /* Which rows of x are live, then which are not. */
@@ -778,7 +816,7 @@ static i64 chunk_rows(i64 N, i64 K, i64 L, int fused) {
   i64 rows = max64(CHUNK_BYTES / max64((fused ? 2 : 1) * K * (i64)sizeof(bf16), 1), 1);
   rows = min64(rows, (N + FEWEST_CHUNKS - 1) / FEWEST_CHUNKS);
   rows = up_to(rows, CHUNK_ROWS);
-  return fused ? max64(1, min64(rows, HELD / max64(L, 8) / 8 * 8)) : rows;
+  return fused ? min64(rows, HELD / min64(max64(L, 8), PART) / 8 * 8) : rows;
 }
 
 /* Product, or gate_up where ``fused``: then N counts rows of the gate. Returns 0 where there is no memory. */
@@ -792,17 +830,19 @@ static int product(int level, const float *x, const bf16 *w, float *y, i64 M, i6
   int32_t *row = job->scratch;
   i64 L = sort_rows(x, M, K, row);
   ProductWork work = {
-      .p = {w, fused ? 2 * N : N, K, M, L, row, x, (char *)job->scratch + rows_bytes},
+      .p = {w, fused ? 2 * N : N, K, M, L, row, x, (char *)job->scratch + rows_bytes, L <= FEW},
       .level = with,
       .y = y,
       .N = N,
       .zero = row + L,
   };
-  if (L) with->pack(&work.p);
-  i64 rows = chunk_rows(N, K, L, fused);
+  job->n_first = L > PACK_AT_ONCE ? (L + PACK_AT_ONCE - 1) / PACK_AT_ONCE : 0;
+  if (L && !job->n_first) with->pack(&work.p, 0, L);
+  const i64 rows = chunk_rows(N, K, L, fused);
   if (N * (fused ? 2 : 1) * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   work.rows_per_chunk = rows;
-  job->n_chunks = (N + rows - 1) / rows;
+  work.n_column_chunks = L ? (N + rows - 1) / rows : 0;
+  job->n_chunks = job->n_first + work.n_column_chunks + (M - L + ZEROED_AT_ONCE - 1) / ZEROED_AT_ONCE;
   job->chunk = fused ? gate_up_chunk : product_chunk;
   job->work = &work;
   run_job(job, call);
@@ -884,8 +924,8 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
   for (i64 i = 0; i < e->E; begin = end[i++]) {
     i64 L = end[i] - begin;
     if (!L) continue;
-    p[n] = (Product){e->w + i * rows_each * K, rows_each, K, e->R, L, from + begin, e->x, rest};
-    with->pack(&p[n]);
+    p[n] = (Product){e->w + i * rows_each * K, rows_each, K, e->R, L, from + begin, e->x, rest, L <= FEW};
+    with->pack(&p[n], 0, L);
     rest += up_to((i64)with->packed_bytes(L, K), 64);
     rows_of_y[n++] = to + begin;
     longest = max64(longest, L);
@@ -900,167 +940,529 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
   return 1;
 }
 
-/* --- decode attention ---
+/* --- attention ---
  *
- * One chunk of work per token and kv head: the G queries of the head against its keys and values, sixteen positions at a
- * time, which lie in one page, with a running softmax. Scores are products of bfloat16, as XLA's are; weights of the
- * softmax stay float32. What is not finite among keys makes the token's result NaN, among values it reads as zero, so that
- * what nobody may see cannot leave its place with a weight of zero. */
+ * Tokens of a row lie at neighbouring positions and see what its pages hold up to their own. A row of few tokens is
+ * computed token by token, one with more in tiles of TILE tokens, whose lanes are tokens:
+ *
+ *   token   scores of SPAN positions, sixteen at a time, for each query head of the kv head; then their softmax;
+ *           then values, two positions at a time. Weights keep 16 bits, as the sum of two bfloat16.
+ *   tile    for each query head, STEP positions at a time: scores, running softmax, values. Weights are bfloat16, as
+ *           XLA's are.
+ *
+ * A chunk of work is one of these for one kv head, heads in the outer order, so that pages which rows share are met
+ * again while a cache has them. What is not finite among keys makes the token's result NaN, among values it reads as
+ * zero, so that what nobody may see cannot leave its place with a weight of zero. */
 
-enum { BLOCK = 16, MOST_HEAD = 256, MOST_GROUP = 16 };
+enum { BLOCK = 16, MOST_HEAD = 256, MOST_GROUP = 16, TILE = 32, FEW_TOKENS = 8, SPAN = 256, STEP = 64, AHEAD = 64 };
+
+/* Tokens token .. token+n-1 of a row, from position ``start`` on. */
+typedef struct {
+  int32_t row, token, start, n;
+} Item;
 
 typedef struct {
-  const float *q, *far;  /* [T, N, H], far: queries that meet the sinks, or NULL */
-  const bf16 *k, *v;     /* [P, K, Z, H] */
-  const int32_t *table;  /* [D, M] */
-  const int32_t *length; /* [T] positions that a token sees, its own among them; 0: padding */
-  float *o;              /* [T, N, H] */
-  i64 T, D, M, N, K, Z, H;
+  const float *q, *far; /* [T, N, H], far: queries that meet the sinks, or NULL */
+  const bf16 *k, *v;    /* [P, K, Z, H] */
+  const int32_t *table; /* [R, M] */
+  const int32_t *start, *count, *first; /* [R] position of a row's first token, its tokens, the first one's number */
+  float *o;                             /* [T, N, H] */
+  i64 T, R, M, N, K, Z, H;
   i64 window, sinks;
   float scale;
+  const Item *items;
+  i64 n_items;
 } Attention;
 
 #if X86
+/* Where the sixteen positions from ``pos`` on (a multiple of sixteen) begin: they lie in one page. */
+INLINE i64 place(const Attention *a, const int32_t *pages, i64 head, i64 pos) {
+  return ((i64)pages[pos / a->Z] * a->K + head) * a->Z * a->H + pos % a->Z * a->H;
+}
+
+T_BF16 INLINE __m512 exp16(__m512 x) { return (__m512)avx512f_exp((avx512f_f)x); }
+
+/* Two positions of 32 values each, as pairs: the first four of each eight in lo, the others in hi. */
 typedef struct {
-  float o[MOST_GROUP][MOST_HEAD];
+  __m512i lo, hi;
+} Pairs;
+
+T_BF16 INLINE __m512i finite_or_zero(__m512i x) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  return _mm512_maskz_mov_epi16(_mm512_cmpneq_epi16_mask(_mm512_and_si512(x, exponent), exponent), x);
+}
+
+T_BF16 INLINE Pairs paired(const bf16 *a, const bf16 *b, int careful) {
+  __m512i x = load(a), y = load(b);
+  if (careful) x = finite_or_zero(x), y = finite_or_zero(y);
+  return (Pairs){_mm512_unpacklo_epi16(x, y), _mm512_unpackhi_epi16(x, y)};
+}
+
+/* --- one token --- */
+
+typedef struct {
+  float o[MOST_GROUP][MOST_HEAD]; /* of each 32 values, those of Pairs.lo, then of Pairs.hi */
   float top[MOST_GROUP], total[MOST_GROUP];
+  int bad[MOST_GROUP];
   bf16 q[MOST_GROUP][MOST_HEAD];
-} Softmax;
+  float score[MOST_GROUP][SPAN];
+  bf16 weight[MOST_GROUP][SPAN], rest[MOST_GROUP][SPAN]; /* their sum is a position's weight */
+} Token;
 
-T_BF16 INLINE __m512 finite_values(const bf16 *v) {
-  __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)v)), 16);
-  const __m512i exponent = _mm512_set1_epi32(0x7f800000);
-  __mmask16 ok = _mm512_cmpneq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
-  return (__m512)_mm512_maskz_mov_epi32(ok, bits);
-}
-
-/* Scores of sixteen positions for one query; NaN where they are not finite. */
-T_BF16 INLINE __m512 bf16_scores(const bf16 *q, const bf16 *k, i64 H) {
-  __m512 s[BLOCK];
-  for (int i = 0; i < BLOCK; i++) {
-    __m512 sum = dp(_mm512_setzero_ps(), load(q), load(k + i * H));
-    for (i64 h = 32; h < H; h += 32) sum = dp(sum, load(q + h), load(k + i * H + h));
-    s[i] = sum;
-  }
-  __m512 score = sums16(s);
-  __mmask16 ok = _mm512_cmp_ps_mask(_mm512_abs_ps(score), _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
-  return _mm512_mask_mov_ps(_mm512_set1_ps(NAN), ok, score);
-}
-
-/* One more block of a softmax; ``seen`` positions of it count, at least one. */
-T_BF16 INLINE void bf16_block(Softmax *s, i64 G, i64 H, const bf16 *k, const bf16 *v, __mmask16 seen) {
-  float weight[MOST_GROUP][BLOCK], keep[MOST_GROUP];
-  for (i64 g = 0; g < G; g++) {
-    __m512 score = bf16_scores(s->q[g], k, H);
-    /* NaN must win: the largest of the numbers would hide it. */
-    int odd = _mm512_mask_cmp_ps_mask(seen, score, score, _CMP_UNORD_Q) || s->top[g] != s->top[g];
-    float top = odd ? NAN : fmaxf(s->top[g], _mm512_mask_reduce_max_ps(seen, score));
-    __m512 p = (__m512)avx512f_exp((avx512f_f)_mm512_sub_ps(score, _mm512_set1_ps(top)));
-    p = _mm512_maskz_mov_ps(seen, p);
-    _mm512_storeu_ps(weight[g], p);
-    __m512 change = (__m512)avx512f_exp((avx512f_f)_mm512_set1_ps(s->top[g] - top));
-    keep[g] = s->total[g] == 0 ? 0 : _mm512_cvtss_f32(change);
-    s->total[g] = s->total[g] * keep[g] + _mm512_reduce_add_ps(p);
-    s->top[g] = top;
-  }
-  for (i64 h = 0; h < H; h += 32)
-    for (i64 g = 0; g < G; g += 2) {
-      i64 b = g + 1 < G ? g + 1 : g;
-      __m512 ka = _mm512_set1_ps(keep[g]), kb = _mm512_set1_ps(keep[b]);
-      __m512 a0 = _mm512_mul_ps(_mm512_loadu_ps(s->o[g] + h), ka);
-      __m512 a1 = _mm512_mul_ps(_mm512_loadu_ps(s->o[g] + h + 16), ka);
-      __m512 b0 = _mm512_mul_ps(_mm512_loadu_ps(s->o[b] + h), kb);
-      __m512 b1 = _mm512_mul_ps(_mm512_loadu_ps(s->o[b] + h + 16), kb);
-      for (int i = 0; i < BLOCK; i++) {
-        __m512 v0 = finite_values(v + i * H + h), v1 = finite_values(v + i * H + h + 16);
-        __m512 wa = _mm512_set1_ps(weight[g][i]), wb = _mm512_set1_ps(weight[b][i]);
-        a0 = _mm512_fmadd_ps(wa, v0, a0), a1 = _mm512_fmadd_ps(wa, v1, a1);
-        b0 = _mm512_fmadd_ps(wb, v0, b0), b1 = _mm512_fmadd_ps(wb, v1, b1);
-      }
-      _mm512_storeu_ps(s->o[g] + h, a0), _mm512_storeu_ps(s->o[g] + h + 16, a1);
-      if (b != g) _mm512_storeu_ps(s->o[b] + h, b0), _mm512_storeu_ps(s->o[b] + h + 16, b1);
-    }
-}
-
-T_BF16 static void bf16_queries(Softmax *s, const float *q, i64 G, i64 H, float scale) {
+T_BF16 static void token_queries(Token *s, const float *q, i64 G, i64 H, float scale) {
   for (i64 g = 0; g < G; g++)
     for (i64 h = 0; h < H; h += 16)
       _mm256_storeu_si256((__m256i *)(s->q[g] + h),
                           rounded(_mm512_mul_ps(_mm512_loadu_ps(q + g * H + h), _mm512_set1_ps(scale))));
 }
 
-/* Positions [from, to) of one row and kv head. */
-T_BF16 static void bf16_span(Softmax *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to) {
-  const i64 G = a->N / a->K, H = a->H, Z = a->Z;
-  for (i64 first = from / BLOCK * BLOCK; first < to; first += BLOCK) {
-    i64 offset = (pages[first / Z] * a->K + head) * Z * H + first % Z * H;
-    i64 low = max64(from - first, 0), high = min64(to - first, BLOCK);
-    unsigned seen = (0xffffu >> (BLOCK - high)) & (0xffffu << low);
-    if (first + BLOCK < to) {
-      i64 next = first + BLOCK;
-      i64 there = (pages[next / Z] * a->K + head) * Z * H + next % Z * H;
-      for (i64 h = 0; h < BLOCK * H; h += 32) {
-        _mm_prefetch((const char *)(a->k + there + h), _MM_HINT_T0);
-        _mm_prefetch((const char *)(a->v + there + h), _MM_HINT_T0);
+/* Scores of sixteen positions for each query; -inf for one that is not seen. */
+T_BF16 INLINE void token_scores(Token *s, i64 G, i64 H, const bf16 *k, i64 at, __mmask16 seen) {
+  for (i64 g = 0; g < G; g++) {
+    __m512 d[BLOCK];
+    for (int i = 0; i < BLOCK; i++) {
+      __m512 sum = dp(_mm512_setzero_ps(), load(s->q[g]), load(k + i * H));
+      for (i64 h = 32; h < H; h += 32) sum = dp(sum, load(s->q[g] + h), load(k + i * H + h));
+      d[i] = sum;
+    }
+    __m512 score = sums16(d);
+    s->bad[g] |= _mm512_mask_fpclass_ps_mask(seen, score, 0x99); /* NaN or infinite */
+    _mm512_storeu_ps(s->score[g] + at, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, score));
+  }
+}
+
+/* Scores of n positions (a multiple of sixteen) become weights; sums so far are brought to the new top. */
+T_BF16 INLINE void token_weights(Token *s, i64 g, i64 H, i64 n) {
+  const __m512 none = _mm512_set1_ps(-INFINITY);
+  __m512 most = none;
+  for (i64 i = 0; i < n; i += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(s->score[g] + i));
+  float top = _mm512_reduce_max_ps(most);
+  if (top > s->top[g]) {
+    __m512 keep = exp16(_mm512_set1_ps(s->top[g] - top));
+    for (i64 h = 0; s->total[g] != 0 && h < H; h += 16)
+      _mm512_storeu_ps(s->o[g] + h, _mm512_mul_ps(_mm512_loadu_ps(s->o[g] + h), keep));
+    s->total[g] *= _mm512_cvtss_f32(keep);
+    s->top[g] = top;
+  }
+  __m512 total = _mm512_setzero_ps();
+  for (i64 i = 0; i < n; i += 16) {
+    __m512 score = _mm512_loadu_ps(s->score[g] + i);
+    __m512 p = exp16(_mm512_sub_ps(score, _mm512_set1_ps(s->top[g])));
+    p = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(score, none, _CMP_NEQ_OQ), p);
+    total = _mm512_add_ps(total, p);
+    __m256i near = rounded(p);
+    __m512 rest = _mm512_sub_ps(p, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(near), 16));
+    _mm256_storeu_si256((__m256i *)(s->weight[g] + i), near);
+    _mm256_storeu_si256((__m256i *)(s->rest[g] + i), rounded(rest));
+  }
+  s->total[g] += _mm512_reduce_add_ps(total);
+}
+
+/* Values of n positions, 32 of each, added to ``n_g`` queries from g on. */
+T_BF16 INLINE void token_values(Token *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 n, i64 g,
+                                int n_g, i64 h, int careful) {
+  __m512 lo[2], hi[2];
+  for (int j = 0; j < n_g; j++) lo[j] = _mm512_loadu_ps(s->o[g + j] + h), hi[j] = _mm512_loadu_ps(s->o[g + j] + h + 16);
+  for (i64 at = 0; at < n; at += BLOCK) {
+    const bf16 *v = a->v + place(a, pages, head, from + at) + h;
+    for (int i = 0; i < BLOCK; i += 2) {
+      Pairs both = paired(v + i * a->H, v + (i + 1) * a->H, careful);
+      for (int j = 0; j < n_g; j++) {
+        __m512i w = pair(s->weight[g + j] + at + i), rest = pair(s->rest[g + j] + at + i);
+        lo[j] = dp(dp(lo[j], w, both.lo), rest, both.lo);
+        hi[j] = dp(dp(hi[j], w, both.hi), rest, both.hi);
       }
     }
-    bf16_block(s, G, H, a->k + offset, a->v + offset, (__mmask16)seen);
+  }
+  for (int j = 0; j < n_g; j++)
+    _mm512_storeu_ps(s->o[g + j] + h, lo[j]), _mm512_storeu_ps(s->o[g + j] + h + 16, hi[j]);
+}
+
+T_BF16 INLINE void fetch_keys(const bf16 *p, i64 n) {
+  for (i64 i = 0; i < n; i += 32) _mm_prefetch((const char *)(p + i), _MM_HINT_T0);
+}
+
+/* Into the second-level cache, since all values of a span are many. */
+T_BF16 INLINE void fetch_values(const bf16 *p, i64 n) {
+  for (i64 i = 0; i < n; i += 32) _mm_prefetch((const char *)(p + i), _MM_HINT_T1);
+}
+
+/* Positions [from, to) of one row and kv head. */
+T_BF16 INLINE void token_span(Token *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to,
+                              int careful) {
+  const i64 G = a->N / a->K, H = a->H;
+  for (i64 pos = from / BLOCK * BLOCK; pos < min64(from / BLOCK * BLOCK + AHEAD, to); pos += BLOCK)
+    fetch_keys(a->k + place(a, pages, head, pos), BLOCK * H);
+  for (i64 first = from / BLOCK * BLOCK; first < to; first += SPAN) {
+    i64 n = min64(SPAN, up_to(to - first, BLOCK));
+    for (i64 at = 0; at < n; at += BLOCK) {
+      i64 pos = first + at, low = max64(from - pos, 0), high = min64(to - pos, BLOCK), here = place(a, pages, head, pos);
+      unsigned seen = (0xffffu >> (BLOCK - high)) & (0xffffu << low);
+      if (pos + AHEAD < to) fetch_keys(a->k + place(a, pages, head, pos + AHEAD), BLOCK * H);
+      fetch_values(a->v + here, BLOCK * H);
+      token_scores(s, G, H, a->k + here, at, (__mmask16)seen);
+    }
+    for (i64 g = 0; g < G; g++) token_weights(s, g, H, n);
+    for (i64 h = 0; h < H; h += 32) {
+      i64 g = 0;
+      for (; g + 2 <= G; g += 2) token_values(s, a, pages, head, first, n, g, 2, h, careful);
+      if (g < G) token_values(s, a, pages, head, first, n, g, 1, h, careful);
+    }
+  }
+}
+
+/* Results of one token and kv head; 0 where one is not finite though all scores are. */
+T_BF16 INLINE int token_results(const Attention *a, const Item *item, i64 head, int careful) {
+  const i64 G = a->N / a->K, H = a->H, at = (item->token * a->N + head * G) * H, length = item->start + 1;
+  const int32_t *pages = a->table + item->row * a->M;
+  const i64 first = a->window ? max64(length - a->window, 0) : 0;
+  Token s;
+  for (i64 g = 0; g < G; g++) {
+    s.top[g] = -FLT_MAX;
+    s.total[g] = 0;
+    s.bad[g] = 0;
+    memset(s.o[g], 0, (size_t)H * sizeof(float));
+  }
+  if (a->far) {
+    token_queries(&s, a->far + at, G, H, a->scale);
+    token_span(&s, a, pages, head, 0, min64(a->sinks, first), careful);
+  }
+  token_queries(&s, a->q + at, G, H, a->scale);
+  token_span(&s, a, pages, head, first, length, careful);
+  /* Lane i of either half of 32 values: i % 4 of an eight's first or second four. */
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  int odd = 0;
+  for (i64 g = 0; g < G; g++) {
+    __m512 by = _mm512_set1_ps(s.bad[g] ? NAN : 1.0f / s.total[g]);
+    for (i64 h = 0; h < H; h += 32) {
+      __m512 lo = _mm512_mul_ps(_mm512_loadu_ps(s.o[g] + h), by), hi = _mm512_mul_ps(_mm512_loadu_ps(s.o[g] + h + 16), by);
+      odd |= !s.bad[g] && (_mm512_fpclass_ps_mask(lo, 0x99) | _mm512_fpclass_ps_mask(hi, 0x99));
+      _mm512_storeu_ps(a->o + at + g * H + h, _mm512_permutex2var_ps(lo, low, hi));
+      _mm512_storeu_ps(a->o + at + g * H + h + 16, _mm512_permutex2var_ps(lo, high, hi));
+    }
+  }
+  return !odd;
+}
+
+/* Values are hardly ever not finite: they are looked at only where a result is not. */
+T_BF16 static void token_attention(const Attention *a, const Item *item, i64 head) {
+  for (int i = 0; i < item->n; i++) {
+    Item one = {item->row, item->token + i, item->start + i, 1};
+    if (!token_results(a, &one, head, 0)) token_results(a, &one, head, 1);
+  }
+}
+
+/* --- a tile of tokens --- */
+
+typedef struct {
+  float o[MOST_HEAD][TILE]; /* values in the order of Pairs; lanes are tokens */
+  float top[TILE], total[TILE], odd[TILE]; /* odd: NaN once a score was not finite */
+  uint32_t q[MOST_HEAD / 2][TILE];
+  float score[STEP][TILE];
+  uint32_t weight[STEP / 2][TILE];
+  uint32_t v[STEP / 2][MOST_HEAD];
+} Tile;
+
+/* One query head of ``n`` tokens, scaled, as pairs of values whose lanes are tokens. */
+T_BF16 static void tile_queries(Tile *s, const float *q, i64 ld, i64 n, i64 H, float scale) {
+  const __m512 by = _mm512_set1_ps(scale);
+  for (i64 lane = 0; lane < up_to(n, 16); lane += 16)
+    for (i64 h = 0; h < H; h += 32) {
+      __m512i v[16];
+      for (i64 r = 0; r < 16; r++) {
+        v[r] = _mm512_setzero_si512();
+        if (lane + r >= n) continue;
+        const float *from = q + (lane + r) * ld + h;
+        __m256i a = rounded(_mm512_mul_ps(_mm512_loadu_ps(from), by));
+        __m256i b = rounded(_mm512_mul_ps(_mm512_loadu_ps(from + 16), by));
+        v[r] = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+      }
+      turn16(v);
+      for (int r = 0; r < 16; r++) _mm512_storeu_si512(s->q[h / 2 + r] + lane, v[r]);
+    }
+}
+
+/* Scores of eight positions against one or two vectors of tokens. */
+T_BF16 INLINE void tile_scores(Tile *s, const bf16 *k, i64 at, i64 H, int two) {
+#define BEGIN(r)                                                                                                       \
+  const bf16 *k##r = k + r * H;                                                                                        \
+  __m512 s##r = _mm512_setzero_ps(), t##r = s##r;
+  EIGHT(BEGIN)
+#undef BEGIN
+#define ADD(r)                                                                                                         \
+  v = pair(k##r + h);                                                                                                  \
+  s##r = dp(s##r, a, v);                                                                                               \
+  if (two) t##r = dp(t##r, b, v);
+  for (i64 h = 0; h < H; h += 2) {
+    __m512i v, a = _mm512_loadu_si512(s->q[h / 2]), b = two ? _mm512_loadu_si512(s->q[h / 2] + 16) : a;
+    EIGHT(ADD)
+  }
+#undef ADD
+#define KEEP(r)                                                                                                        \
+  _mm512_storeu_ps(s->score[at + r], s##r);                                                                            \
+  if (two) _mm512_storeu_ps(s->score[at + r] + 16, t##r);
+  EIGHT(KEEP)
+#undef KEEP
+}
+
+/* Scores of ``n`` positions from ``first`` on become weights of the tokens in lanes lane .. lane+15, which see the positions
+ * [low, high) of their own; all of them where ``whole``. */
+T_BF16 INLINE void tile_weights(Tile *s, i64 lane, i64 first, i64 n, i64 H, __m512i low, __m512i high, int whole) {
+  const __m512 none = _mm512_set1_ps(-INFINITY), zero = _mm512_setzero_ps();
+  __m512 top = _mm512_loadu_ps(s->top + lane), odd = _mm512_loadu_ps(s->odd + lane), most = top;
+  for (i64 i = 0; i < n; i++) {
+    __m512 score = _mm512_loadu_ps(s->score[i] + lane);
+    if (!whole) {
+      __m512i pos = _mm512_set1_epi32((int)(first + i));
+      __mmask16 seen = _mm512_cmplt_epi32_mask(pos, high) & _mm512_cmpge_epi32_mask(pos, low);
+      odd = _mm512_mask3_fmadd_ps(score, zero, odd, seen);
+      score = _mm512_mask_mov_ps(none, seen, score);
+      _mm512_storeu_ps(s->score[i] + lane, score);
+    } else {
+      odd = _mm512_fmadd_ps(score, zero, odd);
+    }
+    most = _mm512_max_ps(most, score);
+  }
+  _mm512_storeu_ps(s->odd + lane, odd);
+  __m512 keep = exp16(_mm512_sub_ps(top, most)), total = _mm512_mul_ps(_mm512_loadu_ps(s->total + lane), keep);
+  _mm512_storeu_ps(s->top + lane, most);
+  if (_mm512_cmp_ps_mask(top, most, _CMP_NEQ_UQ))
+    for (i64 h = 0; h < H; h++)
+      _mm512_storeu_ps(s->o[h] + lane, _mm512_mul_ps(_mm512_loadu_ps(s->o[h] + lane), keep));
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  for (i64 i = 0; i < n; i += 2) {
+    __m512 a = _mm512_loadu_ps(s->score[i] + lane), b = _mm512_loadu_ps(s->score[i + 1] + lane);
+    __m512 p = exp16(_mm512_sub_ps(a, most)), r = exp16(_mm512_sub_ps(b, most));
+    if (!whole) {
+      p = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, none, _CMP_NEQ_UQ), p);
+      r = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(b, none, _CMP_NEQ_UQ), r);
+    }
+    total = _mm512_add_ps(total, _mm512_add_ps(p, r));
+    __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(rounded(p)), rounded(r), 1);
+    _mm512_storeu_si512(s->weight[i / 2] + lane, _mm512_permutexvar_epi16(order, both));
+  }
+  _mm512_storeu_ps(s->total + lane, total);
+}
+
+/* Values of ``n`` positions times their weights, added to eight values of each token. */
+T_BF16 INLINE void tile_values(Tile *s, i64 h, i64 n, int two) {
+#define BEGIN(r) __m512 s##r = _mm512_loadu_ps(s->o[h + r]), t##r = two ? _mm512_loadu_ps(s->o[h + r] + 16) : s##r;
+  EIGHT(BEGIN)
+#undef BEGIN
+#define ADD(r)                                                                                                         \
+  v = _mm512_set1_epi32((int)from[r]);                                                                                 \
+  s##r = dp(s##r, a, v);                                                                                               \
+  if (two) t##r = dp(t##r, b, v);
+  for (i64 i = 0; i < n / 2; i++) {
+    const uint32_t *from = s->v[i] + h;
+    __m512i v, a = _mm512_loadu_si512(s->weight[i]), b = two ? _mm512_loadu_si512(s->weight[i] + 16) : a;
+    EIGHT(ADD)
+  }
+#undef ADD
+#define KEEP(r)                                                                                                        \
+  _mm512_storeu_ps(s->o[h + r], s##r);                                                                                 \
+  if (two) _mm512_storeu_ps(s->o[h + r] + 16, t##r);
+  EIGHT(KEEP)
+#undef KEEP
+}
+
+/* Positions [from, to), of which lane i sees those in [low, high)[i]. */
+T_BF16 INLINE void tile_span(Tile *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to,
+                             const int32_t *low, const int32_t *high, i64 n_tokens, int two) {
+  const i64 H = a->H;
+  int32_t least = high[0], most = low[0]; /* what every token sees: [most, least) */
+  for (i64 i = 1; i < n_tokens; i++) {
+    if (high[i] < least) least = high[i];
+    if (low[i] > most) most = low[i];
+  }
+  for (i64 first = from / BLOCK * BLOCK; first < to; first += STEP) {
+    const i64 n = min64(STEP, up_to(to - first, BLOCK));
+    for (i64 at = 0; at < n; at += BLOCK) {
+      const i64 here = place(a, pages, head, first + at);
+      tile_scores(s, a->k + here, at, H, two);
+      tile_scores(s, a->k + here + 8 * H, at + 8, H, two);
+      for (i64 i = 0; i < BLOCK; i += 2)
+        for (i64 h = 0; h < H; h += 32) {
+          Pairs both = paired(a->v + here + i * H + h, a->v + here + (i + 1) * H + h, 1);
+          _mm512_storeu_si512(s->v[(at + i) / 2] + h, both.lo);
+          _mm512_storeu_si512(s->v[(at + i) / 2] + h + 16, both.hi);
+        }
+    }
+    const int whole = first >= most && first + n <= least;
+    for (i64 lane = 0; lane < (two ? 32 : 16); lane += 16) {
+      __m512i lows = _mm512_loadu_si512(low + lane), highs = _mm512_loadu_si512(high + lane);
+      if (whole)
+        tile_weights(s, lane, first, n, H, lows, highs, 1);
+      else
+        tile_weights(s, lane, first, n, H, lows, highs, 0);
+    }
+    for (i64 h = 0; h < H; h += 8) tile_values(s, h, n, two);
+  }
+}
+
+/* The results of one query head. */
+T_BF16 INLINE void tile_results(const Tile *s, float *o, i64 ld, i64 n, i64 H) {
+  for (i64 lane = 0; lane < n; lane += 16) {
+    __m512 total = _mm512_loadu_ps(s->total + lane);
+    __m512 by = _mm512_add_ps(_mm512_div_ps(_mm512_set1_ps(1.0f), total), _mm512_loadu_ps(s->odd + lane));
+    for (i64 h = 0; h < H; h += 16) {
+      __m512i v[16];
+      for (i64 r = 0; r < 16; r++) { /* value h + r in the order of Pairs */
+        i64 in = (h + r) % 32, at = h / 32 * 32 + (in % 8 < 4 ? 0 : 16) + in / 8 * 4 + in % 4;
+        v[r] = (__m512i)_mm512_mul_ps(_mm512_loadu_ps(s->o[at] + lane), by);
+      }
+      turn16(v);
+      for (i64 r = 0; r < min64(16, n - lane); r++) _mm512_storeu_si512(o + (lane + r) * ld + h, v[r]);
+    }
+  }
+}
+
+T_BF16 INLINE void tile_attention(const Attention *a, const Item *item, i64 head, int two) {
+  const i64 G = a->N / a->K, H = a->H, end = item->start + item->n, ld = a->N * H;
+  const int32_t *pages = a->table + item->row * a->M;
+  const i64 first = a->window ? max64(item->start + 1 - a->window, 0) : 0;
+  int32_t low[TILE], high[TILE], none[TILE], behind[TILE]; /* near: [low, high), sinks: [0, behind) */
+  for (int i = 0; i < TILE; i++) {
+    high[i] = item->start + i + 1;
+    low[i] = a->window ? (int32_t)max64(high[i] - a->window, 0) : 0;
+    none[i] = 0;
+    behind[i] = (int32_t)min64(a->sinks, low[i]);
+  }
+  Tile s;
+  for (i64 g = 0; g < G; g++) {
+    const i64 at = (item->token * a->N + head * G + g) * H;
+    for (int i = 0; i < TILE; i++) s.top[i] = -FLT_MAX, s.total[i] = 0, s.odd[i] = 0;
+    memset(s.o, 0, (size_t)H * sizeof *s.o);
+    if (a->far) {
+      tile_queries(&s, a->far + at, ld, item->n, H, a->scale);
+      tile_span(&s, a, pages, head, 0, behind[item->n - 1], none, behind, item->n, two);
+    }
+    tile_queries(&s, a->q + at, ld, item->n, H, a->scale);
+    tile_span(&s, a, pages, head, first, end, low, high, item->n, two);
+    tile_results(&s, a->o + at, ld, item->n, H);
   }
 }
 
 T_BF16 static void bf16_attention_chunk(const Job *job, i64 number) {
   const Attention *a = job->work;
-  const i64 G = a->N / a->K, H = a->H, token = number / a->K, head = number % a->K;
-  const i64 at = (token * a->N + head * G) * H, length = a->length[token];
-  if (length <= 0) {
-    memset(a->o + at, 0, (size_t)(G * H) * sizeof(float));
-    return;
-  }
-  const int32_t *pages = a->table + token / (a->T / a->D) * a->M;
-  const i64 first = a->window ? max64(length - a->window, 0) : 0;
-  Softmax s;
-  for (i64 g = 0; g < G; g++) {
-    s.top[g] = -FLT_MAX;
-    s.total[g] = 0;
-    memset(s.o[g], 0, (size_t)H * sizeof(float));
-  }
-  if (a->far) {
-    bf16_queries(&s, a->far + at, G, H, a->scale);
-    bf16_span(&s, a, pages, head, 0, min64(a->sinks, first));
-  }
-  bf16_queries(&s, a->q + at, G, H, a->scale);
-  bf16_span(&s, a, pages, head, first, length);
-  for (i64 g = 0; g < G; g++) {
-    __m512 by = _mm512_set1_ps(1.0f / s.total[g]);
-    for (i64 h = 0; h < H; h += 16)
-      _mm512_storeu_ps(a->o + at + g * H + h, _mm512_mul_ps(_mm512_loadu_ps(s.o[g] + h), by));
-  }
+  const Item *item = a->items + number % a->n_items;
+  const i64 head = number / a->n_items;
+  if (item->n <= FEW_TOKENS)
+    token_attention(a, item, head);
+  else if (item->n > 16)
+    tile_attention(a, item, head, 1);
+  else
+    tile_attention(a, item, head, 0);
 }
 #endif /* X86 */
 
 /* Whether there is an attention of that level for these sizes. */
 static int serves(int level, const Attention *a) {
   return level >= AVX512_BF16 && a->H % 32 == 0 && a->H <= MOST_HEAD && a->K > 0 && a->N % a->K == 0 &&
-         a->N / a->K <= MOST_GROUP && a->Z % BLOCK == 0 && a->D > 0 && a->T % a->D == 0;
+         a->N / a->K <= MOST_GROUP && a->Z % BLOCK == 0;
+}
+
+/* Whether every row's tokens and positions are within their arrays. */
+static int within(const Attention *a) {
+  for (i64 r = 0; r < a->R; r++)
+    if (a->count[r] > 0 && (a->first[r] < 0 || a->first[r] + (i64)a->count[r] > a->T || a->start[r] < 0 ||
+                            a->start[r] + (i64)a->count[r] > a->M * a->Z))
+      return 0;
+  return 1;
+}
+
+/* The work of all rows, long rows first and their last tokens before their first; tokens of no row get zeros. */
+static i64 fill_items(const Attention *a, Item *items, char *met) {
+  i64 n = 0;
+  memset(met, 0, (size_t)a->T);
+  for (int few = 0; few < 2; few++)
+    for (i64 r = 0; r < a->R; r++) {
+      const int32_t count = a->count[r], first = a->first[r];
+      if (count <= 0 || (count <= FEW_TOKENS) != few) continue;
+      memset(met + first, 1, (size_t)count);
+      for (int32_t end = count; end > 0;) {
+        int32_t begin = (end - 1) / (few ? 1 : TILE) * (few ? 1 : TILE);
+        items[n++] = (Item){(int32_t)r, first + begin, a->start[r] + begin, end - begin};
+        end = begin;
+      }
+    }
+  for (i64 t = 0; t < a->T; t++)
+    if (!met[t]) memset(a->o + t * a->N * a->H, 0, (size_t)(a->N * a->H) * sizeof *a->o);
+  return n;
 }
 
 static int attention(int level, Attention *a, const FfiCall *call) {
 #if X86
-  if (!serves(level, a)) return 0;
-  i64 positions = 0;
-  for (i64 i = 0; i < a->T; i++) positions += a->length[i];
-  if (positions * a->K * a->H * 2 * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
-  Job *job = new_job(0);
+  if (!serves(level, a) || !within(a)) return 0;
+  Job *job = new_job((size_t)a->T * (sizeof(Item) + 1));
   if (!job) return 0;
-  job->n_chunks = a->T * a->K;
+  a->items = job->scratch;
+  a->n_items = fill_items(a, job->scratch, (char *)job->scratch + (size_t)a->T * sizeof(Item));
+  i64 seen = 0;
+  for (i64 i = 0; i < a->n_items; i++) seen += (i64)(a->items[i].start + a->items[i].n) * a->items[i].n;
+  if (seen * a->K * a->H * 2 * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
+  job->n_chunks = a->n_items * a->K;
   job->chunk = bf16_attention_chunk;
   job->work = a;
   run_job(job, call);
   return 1;
 #else
-  (void)level, (void)a, (void)call, (void)serves;
+  (void)level, (void)a, (void)call, (void)serves, (void)within, (void)fill_items;
   return 0;
 #endif
+}
+
+/* --- writes of keys and values --- */
+
+typedef struct {
+  bf16 *pool[2];        /* [P, K, Z, H]: keys, values */
+  const float *new[2];  /* [T, K, H] */
+  const int32_t *page, *offset; /* [T]; page 0 is scratch, and one beyond the pool is none: neither is written */
+  i64 T, P, K, Z, H;
+} Writes;
+
+enum { WRITTEN_AT_ONCE = 32 };
+
+static void plain_narrow(const float *from, bf16 *to, i64 n) {
+  for (i64 i = 0; i < n; i++) to[i] = narrow(from[i]);
+}
+
+#if X86
+T_BF16 static void bf16_narrow(const float *from, bf16 *to, i64 n) {
+  i64 i = 0;
+  for (; i + 16 <= n; i += 16) _mm256_storeu_si256((__m256i *)(to + i), rounded(_mm512_loadu_ps(from + i)));
+  plain_narrow(from + i, to + i, n - i);
+}
+#else
+#define bf16_narrow plain_narrow
+#endif
+
+static void writes_chunk(const Job *job, i64 number) {
+  const Writes *w = job->work;
+  for (i64 t = number * WRITTEN_AT_ONCE; t < min64(w->T, (number + 1) * WRITTEN_AT_ONCE); t++) {
+    if (w->page[t] <= 0 || w->page[t] >= w->P || w->offset[t] < 0 || w->offset[t] >= w->Z) continue;
+    for (int which = 0; which < 2; which++)
+      for (i64 head = 0; head < w->K; head++) {
+        const float *from = w->new[which] + (t * w->K + head) * w->H;
+        bf16 *to = w->pool[which] + ((w->page[t] * w->K + head) * w->Z + w->offset[t]) * w->H;
+        if (best_level() >= AVX512_BF16)
+          bf16_narrow(from, to, w->H);
+        else
+          plain_narrow(from, to, w->H);
+      }
+  }
+}
+
+static int write_all(const Writes *w, const FfiCall *call) {
+  Job *job = new_job(0);
+  if (!job) return 0;
+  job->n_chunks = (w->T + WRITTEN_AT_ONCE - 1) / WRITTEN_AT_ONCE;
+  job->chunk = writes_chunk;
+  job->work = w;
+  run_job(job, call);
+  return 1;
 }
 
 /* --- handlers --- */
@@ -1127,7 +1529,6 @@ static FfiError *handle_product(const FfiCall *call, int fused) {
   int level = level_of(call);
   if (!x || !y || !w || level < 0) return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments");
   i64 M = x->dims[0], K = x->dims[1], N = y->dims[1];
-  if (fused && M > HELD) return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: too many rows for gate_up");
   if (w->dims[1] != K || w->dims[0] != (fused ? 2 * N : N) || y->dims[0] != M)
     return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes do not match");
   if (!product(level, x->data, w->data, y->data, M, N, K, fused, call))
@@ -1159,7 +1560,6 @@ static FfiError *handle_experts(const FfiCall *call, int fused) {
       .K = w->dims[2],
       .fused = fused,
   };
-  if (fused && e.A > HELD) return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: too many assignments for gate_up");
   if (w->dims[0] % each || x->dims[1] != e.K || y->dims[0] != e.A || y->dims[1] != e.N || (e.R ? e.A % e.R : e.A))
     return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes of experts do not match");
   if (!experts(level, &e, call))
@@ -1177,10 +1577,12 @@ EXPORT FfiError *jserve_attention(FfiCall *call) {
   const FfiScalar *scale = scalar(call, "scale", FFI_F32);
   const FfiBuffer *q = buffer(&call->args, 0, FFI_F32, 3), *k = buffer(&call->args, 1, FFI_U16, 4);
   const FfiBuffer *v = buffer(&call->args, 2, FFI_U16, 4), *table = buffer(&call->args, 3, FFI_S32, 2);
-  const FfiBuffer *length = buffer(&call->args, 4, FFI_S32, 1), *far = buffer(&call->args, 5, FFI_F32, 3);
+  const FfiBuffer *start = buffer(&call->args, 4, FFI_S32, 1), *count = buffer(&call->args, 5, FFI_S32, 1);
+  const FfiBuffer *first = buffer(&call->args, 6, FFI_S32, 1), *far = buffer(&call->args, 7, FFI_F32, 3);
   const FfiBuffer *o = buffer(&call->rets, 0, FFI_F32, 3);
   int level = level_of(call);
-  if (!q || !k || !v || !table || !length || !o || !scale || sinks < 0 || window < 0 || (sinks > 0) != !!far)
+  if (!q || !k || !v || !table || !start || !count || !first || !o || !scale || level < 0 || sinks < 0 || window < 0 ||
+      (sinks > 0) != !!far)
     return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments of attention");
   Attention a = {
       .q = q->data,
@@ -1188,10 +1590,12 @@ EXPORT FfiError *jserve_attention(FfiCall *call) {
       .k = k->data,
       .v = v->data,
       .table = table->data,
-      .length = length->data,
+      .start = start->data,
+      .count = count->data,
+      .first = first->data,
       .o = o->data,
       .T = q->dims[0],
-      .D = table->dims[0],
+      .R = table->dims[0],
       .M = table->dims[1],
       .N = q->dims[1],
       .K = k->dims[1],
@@ -1201,11 +1605,36 @@ EXPORT FfiError *jserve_attention(FfiCall *call) {
       .sinks = sinks,
   };
   memcpy(&a.scale, scale->value, sizeof a.scale);
-  if (k->dims[3] != a.H || memcmp(k->dims, v->dims, 4 * sizeof *k->dims) || length->dims[0] != a.T ||
+  if (k->dims[3] != a.H || memcmp(k->dims, v->dims, 4 * sizeof *k->dims) || start->dims[0] != a.R ||
+      count->dims[0] != a.R || first->dims[0] != a.R ||
       memcmp(q->dims, o->dims, 3 * sizeof *q->dims) || (far && memcmp(q->dims, far->dims, 3 * sizeof *q->dims)))
     return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes of attention do not match");
   if (!attention(level, &a, call))
-    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: sizes that decode attention does not serve");
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: sizes that attention does not serve, or rows beyond their arrays");
+  return NULL;
+}
+
+EXPORT FfiError *jserve_write_kv(FfiCall *call) {
+  FfiError *error;
+  if (asks_metadata(call, &error)) return error;
+  Writes w = {0};
+  const FfiBuffer *pool = NULL, *new = NULL;
+  for (int i = 0; i < 2; i++) {
+    pool = buffer(&call->args, i, FFI_U16, 4), new = buffer(&call->args, 2 + i, FFI_F32, 3);
+    const FfiBuffer *same = buffer(&call->rets, i, FFI_U16, 4);
+    if (!pool || !new || !same || same->data != pool->data || pool->dims[1] != new->dims[1] ||
+        pool->dims[3] != new->dims[2])
+      return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments of write_kv");
+    w.pool[i] = pool->data, w.new[i] = new->data;
+  }
+  const FfiBuffer *page = buffer(&call->args, 4, FFI_S32, 1), *offset = buffer(&call->args, 5, FFI_S32, 1);
+  const FfiBuffer *keys = buffer(&call->args, 0, FFI_U16, 4), *first = buffer(&call->args, 2, FFI_F32, 3);
+  if (!page || !offset || page->dims[0] != new->dims[0] || offset->dims[0] != new->dims[0] ||
+      memcmp(keys->dims, pool->dims, 4 * sizeof *pool->dims) || memcmp(first->dims, new->dims, 3 * sizeof *new->dims))
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes of write_kv do not match");
+  w.page = page->data, w.offset = offset->data;
+  w.T = new->dims[0], w.P = pool->dims[0], w.K = pool->dims[1], w.Z = pool->dims[2], w.H = pool->dims[3];
+  if (!write_all(&w, call)) return failed(call, FFI_ERROR_FAILED_PRECONDITION, "jserve: no memory to write KV");
   return NULL;
 }
 

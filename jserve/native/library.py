@@ -21,7 +21,8 @@ HANDLERS = {
     "jserve.gate_up.v1": "jserve_gate_up",
     "jserve.expert_product.v1": "jserve_expert_product",
     "jserve.expert_gate_up.v1": "jserve_expert_gate_up",
-    "jserve.attention.v1": "jserve_attention",
+    "jserve.attention.v2": "jserve_attention",
+    "jserve.write_kv.v1": "jserve_write_kv",
 }
 """Names of the kernels for XLA, and of the functions. A compiled program finds its kernel by that name alone, so a
 kernel that takes or means something else gets another version."""

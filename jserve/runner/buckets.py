@@ -11,6 +11,11 @@ most to gain, and is no single row to multiply; beside prefill only at full widt
 largest chunk. Any of these takes fewer rows and
 narrower ones, so nothing is missing, only padded.
 
+Where products and attention skip the rows that nobody uses (``skips_padding``: native kernels), fewer rungs do:
+decode rows 2 and all, prefill tokens 64 beside few rows, 128 and doubling beside all rows, and what scores prompts
+takes masks too. Times of the steps in between are still measured one by one (``Ladder.sizes``), because a program
+takes as long as its rows do.
+
 A drafter on the device is in some programs and not in others: those that draft verify as many drafts
 as they leave, and beside prefill only the narrowest width has one. While the drafter is idle, steps
 run in the very programs of an engine without one.
@@ -32,6 +37,9 @@ WITH_FEW = (32, 128)
 """Prefill rungs beside which idle decode rows cost enough to have a program without them."""
 ONLY_FEW = 32
 """The prefill rung that is not worth a program beside all decode rows."""
+SHORT, MIDDLE = 64, 128
+"""The smallest prefill rungs beside few rows and beside all, where products and attention skip unused rows: a fifth of
+their cost is left, in norms, activations and writes of KV."""
 MOST_VERIFIED = 128
 """Tokens that decode rows have together in steps without prefill, but for the narrowest width: more of
 them keep any device busy, so that guessing gains nothing."""
@@ -90,6 +98,13 @@ class Ladder:
     """All buckets of an engine, cheapest first."""
 
     buckets: tuple[Bucket, ...]
+    between: tuple[Bucket, ...] = ()
+    """Sizes below that of their bucket which take less time than it."""
+
+    @property
+    def sizes(self) -> tuple[Bucket, ...]:
+        """Steps whose times differ, cheapest first; each fits a bucket."""
+        return tuple(sorted({*self.buckets, *self.between}, key=_cost))
 
     @property
     def features(self) -> tuple[StepFeature, ...]:
@@ -111,10 +126,11 @@ class Ladder:
         draft_rows: int = 0,
         tree: TreeShape = (),
         registered: tuple[StepFeature, ...] = (),
+        skips_padding: bool = False,
     ) -> Ladder:
         """The rungs for these limits (those of ``RunnerLimits``). ``masks_drafts``: every verify
         program also takes masks, not only the widest. Programs that have ``registered`` features have
-        all of them, whatever else they take.
+        all of them, whatever else they take. ``skips_padding``: products and attention skip unused rows.
 
         With a drafter that runs on the device the programs without it are those of an engine that
         does not speculate, and some that draft come on top: beside at most ``draft_rows`` decode rows (0:
@@ -122,7 +138,11 @@ class Ladder:
         """
         D, P, F = max(FEW_ROWS, max_decode_rows), max(2, max_prefill_tokens), max_prefill_rows
         J = 1 if device_drafts else 1 + max_drafts
-        found = _plain(D, P, F) | (_verifying(D, P, F, J) if J > 1 else set())
+        plain = _plain(D, P, F)
+        found = _fewer(D, P, F) if skips_padding else {*plain}
+        between = plain - found
+        if J > 1:
+            found |= _verifying(D, P, F, J)
         if scores:
             found.add(Bucket(D=D, P=P, F=F, J=J, features=(SCORE,)))
         if masks:
@@ -131,6 +151,8 @@ class Ladder:
                 for b in found
                 if _worth_a_mask(b, D, P, J) or (masks_drafts and b.J > 1)
             }
+        if skips_padding and masks:
+            found -= {b for b in found if b.features == (SCORE,)}
         if device_drafts:
             rows = min(D, max(FEW_ROWS, draft_rows or D))
             made = _drafting(rows, P, F, 1 + device_drafts, tree, masks=masks, scores=scores)
@@ -138,7 +160,7 @@ class Ladder:
         if registered:
             most = {b for b in found if _takes_most(b, found)}
             found |= {b.with_also(*registered) for b in most}
-        return cls(buckets=tuple(sorted(found, key=_cost)))
+        return cls(buckets=tuple(sorted(found, key=_cost)), between=tuple(sorted(between)))
 
     def choose(self, needs: Needs) -> Bucket:
         """The cheapest bucket that takes ``needs``.
@@ -172,6 +194,17 @@ def _plain(D: int, P: int, F: int) -> set[Bucket]:
         beside = ({few} if p in WITH_FEW else set()) | ({D} if p != ONLY_FEW else set())
         found |= {Bucket(D=d, P=p, F=_rows(p, F)) for d in beside}
     return found | {Bucket(D=D, P=P, F=F)}
+
+
+def _fewer(D: int, P: int, F: int) -> set[Bucket]:
+    """``_plain`` where products and attention skip unused rows."""
+    few, short = min(FEW_ROWS, D), min(SHORT, P)
+    found = {Bucket(D=d, P=0, F=0) for d in (few, D)} | {Bucket(D=few, P=short, F=_rows(short, F))}
+    return (
+        found
+        | {Bucket(D=D, P=p, F=_rows(p, F)) for p in _doubling(MIDDLE, P)}
+        | {Bucket(D=D, P=P, F=F)}
+    )
 
 
 def _verifying(D: int, P: int, F: int, J: int) -> set[Bucket]:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jserve.model.attention import LayerKV
 from jserve.model.step import PoolArray, StepModel
 from jserve.runner.compiler import Compiler
 from jserve.runner.spill import Spill
@@ -35,7 +36,7 @@ from jserve.types import PageFetch, PageMove
 WIDTH = 16
 FORMAT = 1
 """Of the bytes of a page on disk."""
-KV = list[tuple[jax.Array, jax.Array]]
+KV = list[LayerKV]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -34,9 +34,10 @@ from jserve.model.view import Bucket, numpy_views
 from jserve.ports import InFlight
 from jserve.runner import results
 from jserve.runner.batch import Packer, StepBatch
-from jserve.runner.buckets import Ladder
+from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.compiler import Compiler
 from jserve.runner.disk import DiskStore
+from jserve.runner.heap import give_back
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
 from jserve.runner.program_files import ProgramFiles
@@ -322,7 +323,9 @@ class ModelRunner:
         """Seconds of a step of made-up rows, from its launch until it is done; not from the end of the launch, after
         which the host may be held up until nothing is left to wait for. Slots and pages of others stay as they
         are, and nothing is remembered of what slots hold."""
-        batch = self._packer.pack(rehearsal(bucket, self.sizes.dims, params), bucket)
+        plan = rehearsal(bucket, self.sizes.dims, params)
+        bucket = bucket if bucket in self.programs.buckets else self.ladder.choose(Needs.of(plan))
+        batch = self._packer.pack(plan, bucket)
         views = numpy_views(batch.buf, self.model.fields(bucket))
         views["slot_R"][...] = self.sizes.dims.C
         with working_on(step_name(bucket)):
@@ -335,7 +338,7 @@ class ModelRunner:
         """Run every program, tell the limits how long that took, and allow no compile any more."""
         warm_up = WarmUp(run=self._rehearse, clock=self._clock, progress=progress)
         times = warm_up.times(
-            self.ladder.buckets,
+            self.ladder.sizes,
             cpu=self.model.mesh.devices.flat[0].platform == "cpu",
             drafts=self.limits.max_drafts > 0,
         )
@@ -343,6 +346,7 @@ class ModelRunner:
             self.limits, step_times=times, page_move_s=self._time_moves()
         )
         self.programs.seal()
+        give_back()
 
     def _time_moves(self) -> float:
         if self._mover is None:

@@ -16,11 +16,16 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayout
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, backend as find_backend, candidates
+from jserve.model.attention import (
+    AttentionBackend,
+    backend as find_backend,
+    candidates,
+    check_layers,
+)
 from jserve.model.draft_tree import TreeShape
 from jserve.model.features import registered
 from jserve.model.kv_quant import E4M3
-from jserve.model.native import has_attention
+from jserve.model.native import has_attention, takes_rows
 from jserve.model.sinks import with_sinks
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
@@ -85,9 +90,9 @@ def stored_kv(
     """
     stored = attention.kv_dtype(kv_dtype(config, dtype))
     tree = () if speculation is None else speculation.tree
-    attention.check(arch.H, stored, tree)
+    check_layers(attention, arch, stored, tree)
     if speculation is not None and speculation.drafter.kv_layers:
-        attention.check(speculation.drafter.arch.H, stored, tree)
+        check_layers(attention, speculation.drafter.arch, stored, tree)
     return stored
 
 
@@ -187,7 +192,9 @@ def drafting_limits(
     )
 
 
-def ladder_of(limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool) -> Ladder:
+def ladder_of(
+    limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool, skips_padding: bool = False
+) -> Ladder:
     return Ladder.of(
         max_decode_rows=limits.max_decode_rows,
         max_prefill_tokens=limits.max_prefill_tokens,
@@ -200,6 +207,7 @@ def ladder_of(limits: RunnerLimits, tree: TreeShape = (), *, masks_drafts: bool)
         draft_rows=limits.draft_rows,
         tree=tree,
         registered=registered(),
+        skips_padding=skips_padding,
     )
 
 
@@ -225,6 +233,11 @@ class Sizes:
     limits: RunnerLimits
     """Without measured times."""
     ladder: Ladder
+
+
+def _most_rows(limits: RunnerLimits) -> int:
+    """Tokens of the largest step."""
+    return limits.max_decode_rows * (1 + limits.max_drafts) + limits.max_prefill_tokens
 
 
 def sizes_of(
@@ -286,5 +299,10 @@ def sizes_of(
         memory=pool,
         kernels=kernels,
         limits=limits,
-        ladder=ladder_of(limits, tree, masks_drafts=config.speculative.method == "synthetic"),
+        ladder=ladder_of(
+            limits,
+            tree,
+            masks_drafts=config.speculative.method == "synthetic",
+            skips_padding=name == "native" and takes_rows(kernels, _most_rows(limits)),
+        ),
     )

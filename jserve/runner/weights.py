@@ -20,10 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.shard import abstract
+from jserve.errors import WeightsError
+from jserve.model.quant import Form, QTensor, quantised_leaves
+from jserve.model.shard import abstract, padded
 from jserve.model.step import StepModel
 from jserve.runner.compiler import Compiler
 from jserve.weights.adopt import Match, in_host_memory, matched
+from jserve.weights.quant.rounding import as_tensor
 
 Leaf = jax.ShapeDtypeStruct
 
@@ -38,17 +41,21 @@ class WeightUpdate:
         options: Mapping[str, str | bool],
         compiler: Compiler | None = None,
     ) -> None:
-        self._specs = model.specs()
-        self._canonical = model.family.specs(model.arch, 1)
-        own = abstract(self._specs, model.mesh, model.rules, model.dtype)
+        wide, at = model.family.wide or model.family, (model.mesh, model.rules, model.dtype)
+        self._specs = padded(wide.specs(model.arch, model.tp), model.rules, model.mesh.shape)
+        self._canonical = wide.specs(model.arch, 1)
+        own = abstract(model.specs(), *at)
         self._structure = jax.tree.structure(own)
-        self._own: list[Leaf] = jax.tree.leaves(own)
-        wide = [_as(leaf, np.float32) for leaf in self._own]
-        layouts = [self._own] if wide == self._own else [self._own, wide]
-        update, make = _update(self._own), compiler or Compiler()
+        leaves: list[Leaf] = jax.tree.leaves(own)
+        given: list[Leaf] = jax.tree.leaves(abstract(self._specs, *at))
+        in_float32 = [_as(leaf, np.float32) for leaf in given]
+        layouts = [given] if in_float32 == given else [given, in_float32]
+        forms = [x.form if isinstance(x, QTensor) else None for x in quantised_leaves(own)]
+        self._made_elsewhere = any(form is not None and not form.method for form in forms)
+        update, make = _update(leaves, forms), compiler or Compiler()
         self._programs = [
-            (layout, make("weight_update", update, self._own, layout, options=options))
-            for layout in layouts
+            (layout, make("weight_update", update, leaves, layout, options=options))
+            for layout in ([] if self._made_elsewhere else layouts)
         ]
 
     def __call__(self, own: Any, params: Any) -> Any:
@@ -59,8 +66,11 @@ class WeightUpdate:
 
         Raises:
             WeightsError: a leaf is missing, unknown, deleted, or has another shape or no floating
-                dtype; ``field`` is ``params.<path>``.
+                dtype; ``field`` is ``params.<path>``. Or the engine's checkpoint is quantised.
         """
+        if self._made_elsewhere:
+            why = "the checkpoint is quantised; only weights quantised on load can be replaced"
+            raise WeightsError(f"params: {why}", field="params")
         matches = matched(params, self._specs, self._canonical)
         layout, program = max(
             self._programs, key=lambda p: sum(map(_fits, (m.array for m in matches), p[0]))
@@ -74,9 +84,13 @@ def _as(leaf: Leaf, dtype: Any) -> Leaf:
     return Leaf(leaf.shape, np.dtype(dtype), sharding=leaf.sharding)
 
 
-def _update(own: list[Leaf]) -> Any:
+def _update(own: list[Leaf], forms: list[Form | None]) -> Any:
+    """The program; ``forms`` are those in which the given matrices are kept."""
+
     def weight_update(own: list[jax.Array], given: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.copy(new.astype(old.dtype)) for old, new in zip(own, given, strict=True)]
+        made = [x if f is None else as_tensor(x, f) for x, f in zip(given, forms, strict=True)]
+        new = jax.tree.leaves(made)
+        return [jnp.copy(new.astype(old.dtype)) for old, new in zip(own, new, strict=True)]
 
     # The old values are not read, and their buffers are still the place of the new ones.
     return jax.jit(

@@ -104,6 +104,7 @@ class Finalizer:
                         index=seq.index,
                         token_ids=(drawn[0],),
                         n_cached=seq.n_cached,
+                        attempt=seq.request.attempt,
                     )
                 )
                 continue
@@ -174,6 +175,7 @@ class Finalizer:
             stop_reason=seq.stop_reason,
             n_cached=seq.n_cached,
             seed=seq.seed if first else None,
+            attempt=seq.request.attempt,
         )
 
     def _publish(self, seq: Sequence, n_sound: int) -> None:
@@ -206,6 +208,7 @@ class Finalizer:
             error_field=field,
             n_cached=seq.n_cached,
             seed=seq.seed if seq.n_output == 0 else None,
+            attempt=seq.request.attempt,
         )
 
     def _end_nonfinite(self, seq: Sequence, drawn: list[int], now: float) -> Output:

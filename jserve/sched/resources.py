@@ -110,7 +110,7 @@ class Resources:
         cache.load(lease, below)
         self.n_looked_up += len(seq.tokens) if reuse else 0
         self.n_hit += n_found
-        if seq.n_preempted == 0:
+        if seq.n_preempted == 0 and not seq.n_output:
             seq.n_cached = n_cached
         self.waiting.remove(seq)
         seq.slot, seq.lease, seq.state = self._slots.popleft(), lease, SeqState.RUNNING

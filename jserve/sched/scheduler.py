@@ -18,12 +18,12 @@ continue meanwhile. Jump-forward tokens become known tokens, which its next row 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence as Seq
 
 from jserve.config import EngineConfig
-from jserve.errors import BadRequest, DeadlineExceeded
+from jserve.errors import BadRequest, DeadlineExceeded, RequestFailed
 from jserve.faults import point
-from jserve.ports import Guides, Journal, Proposer, RunnerLimits
+from jserve.ports import Guide, Guides, Journal, Proposer, RunnerLimits
 from jserve.sched import policy, sampled
 from jserve.sched.admission import check as admission, estimate
 from jserve.sched.admission.deadlines import Deadlines
@@ -146,10 +146,11 @@ class Scheduler:
         if request.id in self.groups:
             raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
         max_len = self.gate.capped(request, max_len)
-        self.gate.check(request, max_len, now)
+        if not request.said:  # what was taken once is not refused for want of room
+            self.gate.check(request, max_len, now)
         if not self.has_work:
             self.gate.finish_intervals.busy_from(now)
-        group = [self._sequence(request, i, max_len, now) for i in range(request.params.n)]
+        group = [self._sequence(request, i, max_len, now) for i in request.open_choices]
         self.groups[request.id] = group
         for seq in group:
             self.resources.waiting.add(seq)
@@ -159,6 +160,8 @@ class Scheduler:
     def _watch(self, seq: Sequence, now: float) -> None:
         """Mind the deadlines of ``seq``; its first admission must come a prefill before the first."""
         first_by, end_by = estimate.due_times(seq.request, now)
+        if seq.n_output:
+            first_by = None  # it was told
         if first_by is not None and self.costs.known:
             alone = estimate.alone(
                 self.cap, seq.n_prompt - self.resources.tokens_known(seq.request), 1, 0
@@ -301,25 +304,37 @@ class Scheduler:
         return outputs
 
     def _sequence(self, request: Request, index: int, max_len: int, now: float) -> Sequence:
-        params = request.params
+        params, n_prompt = request.params, len(request.prompt_ids)
+        said = (request.said[index] or ()) if request.said else ()
         self._n_submitted += 1
         return Sequence(
             request=request,
             index=index,
             seed=policy.seed_of(request.id, self.seed, params.seed, index),
-            tokens=list(request.prompt_ids),
-            n_prompt=len(request.prompt_ids),
+            tokens=[*request.prompt_ids, *said],
+            n_prompt=n_prompt,
             max_len=max_len,
             stop_ids=sampled.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
-            min_len=len(request.prompt_ids) + params.min_tokens,
-            guide=None
-            if self.guides is None
-            else self.guides.guide(request, max_len - len(request.prompt_ids)),
+            min_len=n_prompt + params.min_tokens,
+            guide=self._guide(request, index, said, max_len - n_prompt),
             plain=request.cache is None and not params.shows_more,
             order=policy.order_of(request.lane, request.priority, self._n_submitted),
             arrived=now,
             due=estimate.due(request, now),
         )
+
+    def _guide(self, request: Request, index: int, said: Seq[int], most: int) -> Guide | None:
+        """The guide of a choice, moved past what was ``said``."""
+        guide = None if self.guides is None else self.guides.guide(request, most)
+        if guide is None or not said:
+            return guide
+        verdict = guide.resume(said)
+        if self.journal is not None:
+            self.journal.guided(request.id, index, verdict)
+        if verdict.error is not None or verdict.ended:
+            why = verdict.error or "the structure is complete"
+            raise RequestFailed(f"it cannot go on behind what was said: {why}")
+        return None if verdict.free else guide
 
     @property
     def has_work(self) -> bool:

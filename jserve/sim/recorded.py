@@ -109,6 +109,12 @@ def _logged_requests(path: Path) -> list[_LoggedRequest]:
                     " which a trace does not hold",
                     field="trace",
                 )
+            if request.said:
+                raise ConfigError(
+                    f"journal {path}: request {request.id[:64]!r} goes on behind what another engine"
+                    " said, which a trace does not hold",
+                    field="trace",
+                )
             if request.params.guided:
                 raise ConfigError(
                     f"journal {path}: request {request.id[:64]!r} has structured output,"

@@ -150,8 +150,8 @@ class Roofline:
     def _layers(self, tokens: float) -> float:
         """Parameters of all layers that a step of so many tokens meets."""
         arch = self.arch
-        attention = 2 * arch.D * arch.H * (arch.N + arch.K)
-        return arch.L * attention + sum(_ffn(x.ffn, arch.D, tokens) for x in arch.layers)
+        attention = sum(layer.attn.n_weights(arch.D) for layer in arch.layers)
+        return attention + sum(_ffn(x.ffn, arch.D, tokens) for x in arch.layers)
 
     @property
     def unembed(self) -> int:
@@ -163,7 +163,7 @@ class Roofline:
         ``drawn`` of which give logits. Every weight is read once, the unembedding included, but for experts
         that nobody chose."""
         arch, tp = self.arch, self.tp
-        attention = 4 * arch.N * arch.H * tokens * self.kv.seen(n_context)
+        attention = arch.layers[0].attn.key_flops * tokens * self.kv.seen(n_context)
         flops = 2 * self.active * tokens + 2 * self.unembed * drawn + attention
         n_sums = 2 * arch.L + 1 if tp > 1 else 0
         summed, gathered = 4.0 * tokens * arch.D, 4.0 * drawn * arch.V

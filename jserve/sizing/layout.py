@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.native import chosen
 from jserve.model.view import Bucket
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.sizes import Sizes, sizes_of
@@ -53,17 +54,19 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     speculation = drafts.drafter_of(model, config)
     drafter = drafts.weight_bytes(speculation, model, tp)
     weights = model.weight_bytes(tp) + drafter
+    platform = "cuda" if chip.memory else "cpu"
     sizes = sizes_of(
         model.arch,
         config,
         dtype=model.dtype,
-        platform="cuda" if chip.memory else "cpu",
+        platform=platform,
         capability=chip.capability,
         tp=tp,
         weight_bytes=weights,
         memory=_memory(chip, weights),
         speculation=speculation,
         penalises=model.penalises,
+        kernels=chosen(config.device.kernels, platform, model.dtype)[0],
     )
     return Layout(
         model=dataclasses.replace(model, arch=sizes.arch),

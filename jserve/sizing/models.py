@@ -24,6 +24,7 @@ from jserve.model.shard import AXIS, ParamSpec, ShardRules, is_spec, padded
 from jserve.shapes import SHAPES
 from jserve.sim.costs import SimulatedModel
 from jserve.weights import hf
+from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import Source, resolve
 
 
@@ -50,7 +51,9 @@ class Model:
 
     @property
     def n_params(self) -> int:
-        return sum(math.prod(s.shape) for s in self.specs())
+        family = self.family.wide or self.family
+        specs = jax.tree.leaves(family.specs(self.arch, 1), is_leaf=is_spec)
+        return sum(math.prod(s.shape) for s in specs)
 
     def weight_bytes(self, tp: int) -> int:
         return device_bytes(self.specs(tp), self.dtype, tp)
@@ -66,8 +69,13 @@ def device_bytes(specs: Any, dtype: Any, tp: int) -> int:
     return total
 
 
-def find(name: str, revision: str = "", dtype: str = "auto") -> Model:
+def find(
+    name: str, revision: str = "", dtype: str = "auto", *, quantization: tuple[str, str] = ("", "")
+) -> Model:
     """The model called ``name``; a directory comes before a known shape of that name.
+
+    Args:
+        quantization: the options ``quantization`` and ``quantization_config``.
 
     Raises:
         ConfigError: nothing there, or a config.json that cannot be honoured; ``field`` is the key,
@@ -75,8 +83,9 @@ def find(name: str, revision: str = "", dtype: str = "auto") -> Model:
     """
     source = source_of(name, revision)
     config = source.config
-    family = family_for(config)
     stated = hf.dtype_name(config) if dtype == "auto" else dtype
+    scheme = scheme_of(config, stated, *quantization)
+    family = quantised(family_for(config), scheme)
     arch = family.arch(config)
     return Model(
         name=source.name,

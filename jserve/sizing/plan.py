@@ -168,7 +168,9 @@ def plan(
             f"device must be one of {', '.join(CHIPS)}, not {device!r}", field="device"
         )
     chip, acceptance = CHIPS[device], drafts.acceptance_of(acceptance, config)
-    model = find(name, config.model.revision, config.model.dtype)
+    options = config.model
+    forms = (options.quantization, options.quantization_config)
+    model = find(name, options.revision, options.dtype, quantization=forms)
     try:
         laid = lay_out(model, config, chip)
     except ConfigError as error:

@@ -195,7 +195,7 @@ class DraftCosts:
         kv = dataclasses.replace(line.kv, layers=self.drafter.kv_layers)
         tp = 1 if self.drafter.replicated else line.tp
         body = read - (self.n_drawn if drawn else 0)
-        attention = 4 * arch.N * arch.H * tokens * kv.seen(context)
+        attention = arch.layers[0].attn.key_flops * tokens * kv.seen(context)
         n_sums = (2 * len(kv.layers) + 1) * (tokens > 0) if tp > 1 else 0
         sent = 2 * n_sums * 4.0 * tokens * arch.D + 4.0 * drawn * arch.V
         return Work(

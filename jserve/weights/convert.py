@@ -17,6 +17,7 @@ from jserve.weights import orbax
 from jserve.weights.hf import dtype_name
 from jserve.weights.loader import load
 from jserve.weights.place import Progress
+from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import Source, resolve
 
 
@@ -33,13 +34,22 @@ def convert(
         WeightsError: a weight file of ``src`` is broken.
     """
     source = resolve(src)
-    family = family_for(source.config)
     kind = jax.numpy.dtype(dtype if dtype not in (None, "auto") else dtype_name(source.config))
+    scheme = scheme_of(source.config, kind)
+    family = quantised(family_for(source.config), scheme)
     mesh = make_mesh(1, jax.local_devices(backend="cpu"))
     arch = family.arch(source.config)
     orbax.check_target(Path(dst))
     params = load(
-        family, arch, source, mesh, ShardRules(), kind, progress=progress, scan_nan="full"
+        family,
+        arch,
+        source,
+        mesh,
+        ShardRules(),
+        kind,
+        progress=progress,
+        scan_nan="full",
+        scheme=scheme,
     )
     orbax.save(Path(dst), params, source.directory)
     return resolve(str(dst), load_format="orbax")

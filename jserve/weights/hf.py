@@ -31,6 +31,7 @@ Kinds = tuple[str, ...]
 
 FLOATS: Kinds = ("bfloat16", "float16", "float32", "float64")
 INTEGERS: Kinds = ("int32", "int64")
+BYTES: Kinds = ("uint8",)
 
 BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 """Endings of tensors that old exporters wrote and no model needs."""
@@ -112,6 +113,17 @@ class Tensors:
         prefix is read too.
 
         Raises:
+            WeightsError: as ``check``.
+        """
+        Tensors.check(self, name, shape, kinds)
+        found = self._resolve(name)
+        self._used.add(found)
+        return self._files[found].read(found).reshape(shape)
+
+    def check(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> None:
+        """Refuse a tensor that ``get`` cannot give, by the header alone.
+
+        Raises:
             WeightsError: no such tensor, another shape, or a dtype that is none of ``kinds``.
         """
         found = self._resolve(name)
@@ -124,8 +136,6 @@ class Tensors:
             raise broken(file.path, f"shape {info.shape}, the config asks for {shape}", found)
         if info.dtype.name not in kinds:
             raise broken(file.path, f"dtype {info.dtype}, must be {_either(kinds)}", found)
-        self._used.add(found)
-        return file.read(found).reshape(shape)
 
     def has(self, name: str) -> bool:
         """True if there is a tensor ``name``."""

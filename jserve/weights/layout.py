@@ -56,8 +56,11 @@ class ShardPiece:
         skip = first % r
         return source.repeat(r, axis=0)[skip : skip + last - first]
 
-    def copy(self, tensor: np.ndarray, target: np.ndarray) -> None:
+    def copy(self, tensor: Any, target: np.ndarray) -> None:
         """Write the region into ``target``, casting; without a temporary of its size."""
+        if self.part.order:
+            self._copy_ordered(tensor, target)
+            return
         r = self.part.repeat
         view = self.part.seen(tensor)
         if r == 1:
@@ -66,6 +69,10 @@ class ShardPiece:
         for i, row in enumerate(range(self.rows[0].start, self.rows[0].stop)):
             target[i] = view[(row // r, *self.rows[1:])]
 
+    def _copy_ordered(self, tensor: Any, target: np.ndarray) -> None:
+        for i, row in enumerate(range(self.rows[0].start, self.rows[0].stop)):
+            target[i] = self.part.entry(tensor, row)[self.rows[1:]]
+
 
 def check(spec: ParamSpec, name: str) -> None:
     """Assert that the parts fill the parameter exactly (a wrong spec is our own bug)."""
@@ -73,7 +80,11 @@ def check(spec: ParamSpec, name: str) -> None:
     assert len(spec.axes) == len(spec.shape), f"{name}: {spec.axes} against {spec.shape}"
     for part in spec.parts:
         shape = _repeated(part)
-        n_entries = part.n_rows * math.prod(part.shape[1:])
+        n_entries = math.prod(part.cut) if part.cut else part.n_rows * math.prod(part.shape[1:])
+        if part.within is not None:
+            n_entries = n_entries // part.cut[1] * (part.within[1] - part.within[0])
+        plain = part.repeat == 1 and part.within is None and part.order[:1] == (0,)
+        assert not part.order or plain, f"{name}: {part.name} has an order and more"
         fits = math.prod(part.view) == n_entries and part.first + part.n_rows <= part.shape[0]
         assert fits, f"{name}: {part.name} viewed as {part.view}"
         fits = (*shape[:c], *shape[c + 1 :]) == (*spec.shape[:c], *spec.shape[c + 1 :])
@@ -122,13 +133,29 @@ def split(spec: ParamSpec, array: Any, concatenate: Any = np.concatenate) -> dic
             slice(start, start + extent) if d == spec.concat else slice(None)
             for d in range(len(spec.shape))
         )
-        rows = array[at][:: part.repeat].reshape(part.n_rows, *part.shape[1:])
+        rows = _unseen(part, array[at][:: part.repeat], concatenate)
         found.setdefault(part.name, []).append(rows)
         start += extent
     return {
         name: rows[0] if len(rows) == 1 else concatenate(rows, axis=0)
         for name, rows in found.items()
     }
+
+
+def _unseen(part: Part, seen: Any, concatenate: Any) -> Any:
+    """The rows of the tensor that the part's entries come from; zeros where others read them."""
+    if not part.cut:
+        return seen.reshape(part.n_rows, *part.shape[1:])
+    order = part.order or tuple(range(len(part.cut)))
+    shape = [part.cut[axis] for axis in order]
+    if part.within is not None:
+        first, end = part.within
+        around = [(shape[0], n, *shape[2:]) for n in (first, shape[1] - end)]
+        before, after = (np.zeros(s, seen.dtype) for s in around)
+        seen = seen.reshape(shape[0], end - first, *shape[2:])
+        seen = concatenate([before, seen, after], axis=1)
+    back = [order.index(axis) for axis in range(len(order))]
+    return seen.reshape(shape).transpose(back).reshape(part.shape)
 
 
 def join(spec: ParamSpec, tensors: Mapping[str, Any], concatenate: Any = np.concatenate) -> Any:

@@ -10,6 +10,7 @@ On a CPU device the block itself becomes the shard (see ``place.ALIGN``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,11 +22,13 @@ from jax.sharding import Mesh
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
-from jserve.model.shard import ParamSpec, ShardRules, padded, spelled
+from jserve.model.shard import ParamSpec, Part, ShardRules, padded, spelled
 from jserve.weights import orbax
+from jserve.weights.adopt import adopt
 from jserve.weights.dummy import draw
-from jserve.weights.hf import FLOATS, INTEGERS, Kinds, Tensors
+from jserve.weights.hf import BYTES, FLOATS, INTEGERS, Kinds, Tensors
 from jserve.weights.layout import Index, pieces, shard_shape
+from jserve.weights.mxfp4 import Mxfp4
 from jserve.weights.place import (
     SCANS,
     Make,
@@ -37,8 +40,15 @@ from jserve.weights.place import (
     named,
     tp_size,
 )
+from jserve.weights.quant.rounding import quantised_tree
+from jserve.weights.quant.scheme import Scheme
+from jserve.weights.quant.tensors import QuantisedTensors
 from jserve.weights.safetensors import broken
 from jserve.weights.source import Source
+
+log = logging.getLogger(__name__)
+
+Readable = Tensors | QuantisedTensors
 
 
 def load(
@@ -52,6 +62,7 @@ def load(
     progress: Progress | None = None,
     seed: int = 0,
     scan_nan: str = "sample",
+    scheme: Scheme | None = None,
 ) -> Any:
     """The parameters of ``family.specs(arch, tp)``, the vocabulary ``padded`` to equal shards, each
     with the sharding ``rules`` give it on ``mesh``.
@@ -62,12 +73,19 @@ def load(
         progress: called after each parameter.
         seed: of dummy weights.
         scan_nan: "off", "sample" (some elements of each tensor) or "full".
+        scheme: by which ``family`` is quantised.
 
     Raises:
         WeightsError: a file is broken, or does not match the specs; ``field`` is the file and
         tensor.
         ConfigError: the mesh does not fit the rules.
     """
+    if source.format == "orbax" and scheme is not None and scheme.on_load:
+        assert family.wide is not None, "a quantised family"
+        how = {"progress": progress, "scan_nan": scan_nan}
+        wide = load(family.wide, arch, source, mesh, rules, dtype, **how)
+        specs = _padded_specs(family, arch=arch, mesh=mesh, rules=rules)
+        return quantised_tree(wide, specs, mesh, rules)
     tied = ("lm_head.weight",) if arch.tied else ()
     return load_tree(
         partial(family.specs, arch),
@@ -79,6 +97,7 @@ def load(
         seed=seed,
         scan_nan=scan_nan,
         finish=lambda tensors: _finish(tensors, tied),
+        scheme=scheme,
     )
 
 
@@ -97,6 +116,24 @@ EXPERTS = ".experts."
 """In the names of expert tensors, after that of the layer."""
 
 
+def adopted(
+    family: Family, arch: Arch, params: Any, mesh: Mesh, rules: ShardRules, dtype: Any
+) -> Any:
+    """``load`` of parameters that a user passes in: a copy, laid out and quantised as ``family`` wants them.
+
+    Raises:
+        WeightsError, ConfigError: as ``adopt.adopt``; a family whose checkpoint is quantised.
+    """
+    wide = family.wide or family
+    at = partial(_padded_specs, arch=arch, mesh=mesh, rules=rules)
+    placed = adopt(params, at(wide), mesh, rules, dtype, canonical=wide.specs(arch, 1))
+    return placed if wide is family else quantised_tree(placed, at(family), mesh, rules)
+
+
+def _padded_specs(family: Family, *, arch: Arch, mesh: Mesh, rules: ShardRules) -> Any:
+    return padded(family.specs(arch, tp_size(mesh, rules)), rules, mesh.shape)
+
+
 def load_tree(
     specs_at: Callable[[int], Any],
     source: Source,
@@ -108,6 +145,7 @@ def load_tree(
     seed: int = 0,
     scan_nan: str = "sample",
     finish: Callable[[Tensors], Any] = Tensors.warn_unused,
+    scheme: Scheme | None = None,
 ) -> Any:
     """``load`` for any tree of specs: ``specs_at`` gives it for a number of shards.
 
@@ -132,9 +170,14 @@ def load_tree(
     if source.format == "dummy":
         return build(specs, mesh, rules, dtype, _from_dummy(dtype, seed), progress)
     tensors = Tensors(source.weights)
-    specs = spelled(specs, tensors.has)
-    _check_present(specs, tensors)
-    params = build(specs, mesh, rules, dtype, _from_files(tensors, dtype, scan_nan), progress)
+    read = tensors if scheme is None else QuantisedTensors(tensors, scheme)
+    specs = spelled(specs, read.has)
+    _check_present(specs, read)
+    params = build(specs, mesh, rules, dtype, _from_files(read, dtype, scan_nan), progress)
+    if isinstance(read, QuantisedTensors) and read.widened:
+        first = min(read.widened)
+        n, kind = len(read.widened), np.dtype(dtype)
+        log.warning("%d quantised matrices are served in %s, %s among them", n, kind, first)
     finish(tensors)
     return params
 
@@ -143,14 +186,14 @@ def _from_dummy(dtype: Any, seed: int) -> Make:
     return lambda spec, sharding: draw(spec, sharding, spec.dtype or dtype, seed)
 
 
-def _from_files(tensors: Tensors, dtype: Any, scan_nan: str) -> Make:
+def _from_files(tensors: Readable, dtype: Any, scan_nan: str) -> Make:
     def shard(spec: ParamSpec, index: Index, devices: list[Any]) -> list[jax.Array]:
         block = aligned(shard_shape(spec, index), spec.dtype or dtype)
         if spec.pad:
             block[...] = 0
         for piece in pieces(spec, index):
             target = block[piece.out]
-            piece.copy(tensors.get(piece.part.name, piece.part.shape, _kinds(spec)), target)
+            piece.copy(_tensor(tensors, piece.part, spec), target)
             why = bad_values(target, scan_nan)
             if why is None and spec.positive and not (target > 0).all():
                 why = "must be positive"
@@ -163,11 +206,21 @@ def _from_files(tensors: Tensors, dtype: Any, scan_nan: str) -> Make:
     return lambda spec, sharding: from_shards(spec, sharding, shard)
 
 
-def _check_present(specs: Any, tensors: Tensors) -> None:
+def _check_present(specs: Any, tensors: Readable) -> None:
     """Every tensor there with the right shape, before the first byte is loaded."""
     for _, spec in named(specs):
         for part in spec.parts:
-            tensors.get(part.name, part.shape, _kinds(spec))
+            tensors.check(part.name, part.shape, BYTES if part.scales else _kinds(spec))
+            if part.scales:
+                tensors.check(part.scales, part.shape[:-1], BYTES)
+
+
+def _tensor(tensors: Readable, part: Part, spec: ParamSpec) -> Any:
+    """The tensor of ``part`` as a view of its file, or what decodes it."""
+    if not part.scales:
+        return tensors.get(part.name, part.shape, _kinds(spec))
+    blocks = tensors.get(part.name, part.shape, BYTES)
+    return Mxfp4(blocks, tensors.get(part.scales, part.shape[:-1], BYTES))
 
 
 def _kinds(spec: ParamSpec) -> Kinds:

@@ -130,6 +130,8 @@ def _check_stored(root: Path, stored: dict[str, Any], wanted: list[tuple[str, Pa
         shape, dtype = tuple(stored[name].shape), np.dtype(stored[name].dtype)
         if shape != spec.shape:
             raise _broken(root, name, f"shape {shape}, the config asks for {spec.shape}")
+        if spec.dtype is not None and dtype.itemsize == 1 and dtype == np.dtype(spec.dtype):
+            continue
         if dtype.name not in ("bfloat16", "float16", "float32"):
             raise _broken(root, name, f"dtype {dtype}, must be bf16, f16 or f32")
     extra = sorted(set(stored) - {name for name, _ in wanted})

@@ -7,6 +7,7 @@ weights. Opens no weights, imports neither jax nor anything out of a model direc
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,6 +53,17 @@ class Source:
         if self.generation.get("do_sample") is False:
             found["temperature"] = 0.0
         return found
+
+    @property
+    def stamp(self) -> str:
+        """16 hex digits of the names, sizes and times of all files: other ones are other weights. Dummy weights
+        have none."""
+        digest = hashlib.blake2b(digest_size=8)
+        for path in sorted(self.weights.rglob("*")) if self.format != "dummy" else ():
+            if path.is_file():
+                about = path.stat()
+                digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
 
     @property
     def penalises(self) -> bool:

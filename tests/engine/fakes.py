@@ -84,12 +84,13 @@ class FakeScheduler:
             raise BadRequest("prompt is too long", field="prompt")
         if request.id.startswith("full"):
             raise Overloaded("the queue is full", retry_after=2.0)
-        for i in range(request.params.n):
+        for i in request.open_choices:
+            said = (request.said[i] or ()) if request.said else ()
             seq = Sequence(
                 request=request,
                 index=i,
                 seed=0,
-                tokens=list(request.prompt_ids),
+                tokens=[*request.prompt_ids, *said],
                 n_prompt=len(request.prompt_ids),
                 max_len=len(request.prompt_ids) + (request.params.max_tokens or 0),
             )
@@ -157,6 +158,7 @@ class FakeScheduler:
                     index=seq.index,
                     token_ids=(drawn,),
                     finish=seq.finish,
+                    attempt=seq.request.attempt,
                 )
             )
         return outputs

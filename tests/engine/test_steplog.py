@@ -86,8 +86,8 @@ async def test_numbers_go_on_when_the_engine_starts_anew() -> None:
     await engine.start()
     assert engine.client is not None
     for batch in ([record(1), record(2)], [], [record(3)]):
-        engine._on_message(Stats(step=1, steps=batch))
-    engine._stats = Stats()  # what a restart does
-    engine._on_message(Stats(step=0, steps=[record(4)]))
+        engine._replica._on_message(Stats(step=1, steps=batch))
+    engine._replica.stats = Stats()  # what a restart does
+    engine._replica._on_message(Stats(step=0, steps=[record(4)]))
     assert [(n, r.n_drawn) for n, r in engine.steps] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     await engine.close()

@@ -110,12 +110,13 @@ async def test_a_step_that_hangs_ends_the_engine_and_its_requests(capfd):
 
 
 class Owner:
-    @faults.point("test.watchdog")
     def work(self) -> int:
         return 1
 
 
-def test_a_point_may_hang():
+def test_a_point_may_hang(monkeypatch: pytest.MonkeyPatch):
+    place = faults.FaultPoint(__name__, "Owner.work", RuntimeError)
+    monkeypatch.setitem(faults.POINTS, "test.watchdog", [place])
     shot, disarm = faults.arm("test.watchdog", 2, hangs=True)
     try:
         assert Owner().work() == 1
@@ -127,7 +128,6 @@ def test_a_point_may_hang():
         assert Owner().work() == 1
     finally:
         disarm()
-        del faults.POINTS["test.watchdog"]
 
 
 @pytest.mark.parametrize("text", ["runner.wait@1=hangs", "runner.wait@0=hang", "runner.wait=hang"])

@@ -116,7 +116,7 @@ async def test_steps_that_all_fail_and_then_do_not():
 
 async def test_a_step_that_runs_for_long(monkeypatch):
     async with world() as made:
-        made.face._health = health.EngineHealth(health.HealthLimits(step_s=0.2))
+        made.face._replica.health = health.EngineHealth(health.HealthLimits(step_s=0.2))
         gate = asyncio.Event()
         collect, loop = made.runners[-1].collect, asyncio.get_running_loop()
 

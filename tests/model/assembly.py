@@ -21,6 +21,10 @@ def assemble(spec: ParamSpec, get: Get) -> np.ndarray:
     for part in spec.parts:
         x = np.asarray(get(part.name))
         assert x.shape == part.shape, part.name
+        if part.cut:
+            x = x.reshape(part.cut).transpose(part.order or range(len(part.cut)))
+            low, high = part.within or (0, x.shape[1])
+            x = x.take(range(low, high), axis=1)
         rows = x.reshape(x.shape[0], -1).ravel()[part.first * (x.size // x.shape[0]) :]
         x = rows[: np.prod(part.view)].reshape(part.view)
         pieces.append(np.repeat(x, part.repeat, axis=0))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jserve.kv_layout import KVLayout
 from jserve.model.arch import Arch
 from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
@@ -74,16 +75,26 @@ class Driver:
         params = assemble_all(specs, get, dtype)
         self.params = jax.device_put(params, shardings(specs, self.mesh, rules))
         self.param_specs = partitions(specs, rules)
-        shape = self.attn.kv_shape(max(arch.K, tp), arch.H, n_pages, Z)
-        self.kv_spec = PartitionSpec(*(None,) * self.attn.kv_axis, self.axes.heads)
-        # Unused pages must not be seen.
-        poison = np.asarray(stored(jnp.full(shape, jnp.nan), self.attn.kv_dtype(kv_dtype)))
-        sharding = jax.sharding.NamedSharding(self.mesh, self.kv_spec)
-        self.kv = [
-            (jax.device_put(poison, sharding), jax.device_put(poison, sharding))
-            for _ in range(arch.L)
-        ]
+        kv = KVLayout(layers=arch.kv_layers, page_size=Z, dtype=np.dtype(np.int8), tp=tp)
+        self.kv_dtype = self.attn.kv_dtype(kv_dtype)
+        self.kv_specs, self.kv = [], []
+        for layer in kv.layers:
+            spec = PartitionSpec(
+                *(None,) * self.attn.kv_axis, None if layer.replicated else self.axes.heads
+            )
+            self.kv_specs.append((spec,) * len(layer.arrays))
+            self.kv.append(
+                tuple(
+                    self._poison((kv.heads(layer, x), x.width), n_pages, spec) for x in layer.arrays
+                )
+            )
         self._fns: dict[Bucket, Any] = {}
+
+    def _poison(self, size: tuple[int, int], n_pages: int, spec: PartitionSpec) -> jax.Array:
+        """A pool full of NaN: unused pages must not be seen."""
+        shape = self.attn.pool_shape(*size, n_pages, self.dims.Z)
+        pool = np.asarray(stored(jnp.full(shape, jnp.nan), self.kv_dtype))
+        return jax.device_put(pool, jax.sharding.NamedSharding(self.mesh, spec))
 
     def step(
         self, bucket: Bucket, decode: Sequence[Row] = (), prefill: Sequence[Row] = ()
@@ -97,7 +108,7 @@ class Driver:
 
     def _compile(self, bucket: Bucket) -> Any:
         whole = PartitionSpec()
-        kv = [(self.kv_spec, self.kv_spec)] * self.arch.L
+        kv = self.kv_specs
         fn = jax.shard_map(
             partial(self._step, bucket),
             mesh=self.mesh,

@@ -26,14 +26,15 @@ SIZES = {
 def tiny(architecture: str, seed: int = 0, **config: Any) -> tuple[Any, dict[str, Any]]:
     """(random model, its config.json): weights large enough that tokens vary."""
     kind = architecture.removesuffix("ForCausalLM")
-    name = {"Gemma3": "Gemma3Text"}.get(kind, kind)
+    name = {"Gemma3": "Gemma3Text", "Llama4": "Llama4Text"}.get(kind, kind)
     hf_config = getattr(transformers, f"{name}Config")(**{**SIZES, **config})
     hf_config._attn_implementation = "eager"
     hf_config._experts_implementation = "eager"
     model = getattr(transformers, architecture)(hf_config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        biases = [(n, x) for n, x in model.named_buffers() if n.endswith("correction_bias")]
+        for name, p in [*model.named_parameters(), *biases]:
             noise = torch.randn(p.shape, generator=generator)
             p.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
     return model, {**hf_config.to_dict(), "architectures": [architecture]}

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import Span
 from jserve.model import attn_dense, kv_quant
 from jserve.model.attention import AttendArgs, AttentionBackend, backend
 from jserve.model.view import Bucket, StepDims, layout, unpack
@@ -24,6 +25,16 @@ K, G, H, Z, M = 2, 2, 8, 8, 40
 N_PAGES = 280
 DIMS = StepDims(C=8, M=M, Z=Z, V=32)
 FULL = M * Z
+FULL_SPAN = Span()
+KINDS = [
+    (FULL_SPAN, False),
+    (Span(window=11), False),
+    (Span(window=150), False),
+    (Span(chunk=21), True),
+]
+"""What tokens see, and whether sink logits join."""
+SINK_LOGITS = np.array([2.5, -1.0, 0.3, 6.0], np.float32)
+"""Of each query head; the last one takes most of the weight."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,8 @@ def run(
     case: Case,
     *,
     J: int = 1,
-    window: int = 0,
+    span: Span = FULL_SPAN,
+    logits: bool = False,
     seed: int = 0,
     keys: tuple[int, ...] = (),
     stored: Any = jnp.float32,
@@ -93,7 +105,7 @@ def run(
     release: bool = False,
 ) -> list[np.ndarray]:
     """Attention output of each row, decode rows first; checks that padding is finite. ``release``
-    gives the pages behind each row's window back: their entries are 0, their content is NaN."""
+    gives the pages behind each row's span back: their entries are 0, their content is NaN."""
     attn = backend(name)
     bucket = bucket or Bucket(D=5, P=160, F=3, J=J)
     decode, prefill = rows_of(case, seed)
@@ -107,13 +119,13 @@ def run(
         at += 0 if r < len(decode) else len(row.tokens)
         spans.append((first, len(row.tokens)))
         _fill(pools, step, row, (key,), first)
-        for i in Window(page_size=Z, tokens=window).gone(row.start) if release else ():
+        for i in Window(page_size=Z, tokens=span.most).gone(row.start) if release else ():
             for pool in pools:
                 pool[row.pages[i]] = np.nan
             row.pages[i] = 0
     kv = tuple(_layout(attn, p, stored) for p in pools)
     buf = pack(bucket, DIMS, attn, decode, prefill)
-    out = np.asarray(_compiled(name, bucket, window)(buf, *step[:, :], kv))
+    out = np.asarray(_compiled(name, bucket, span, logits)(buf, *step[:, :], kv))
     assert np.isfinite(out).all()
     return [out[first : first + n] for first, n in spans]
 
@@ -145,29 +157,40 @@ def _step_args(name: str, bucket: Bucket) -> list[Any]:
 
 
 @lru_cache
-def _compiled(name: str, bucket: Bucket, window: int) -> Any:
-    return jax.jit(partial(_step, backend(name), bucket, window))
+def _compiled(name: str, bucket: Bucket, span: Span, logits: bool = False) -> Any:
+    return jax.jit(partial(_step, backend(name), bucket, span, logits))
 
 
-def _step(attn: Any, bucket: Bucket, window: int, buf: Any, q: Any, k: Any, v: Any, kv: Any) -> Any:
+def _step(
+    attn: Any, bucket: Bucket, span: Span, logits: bool, buf: Any, q: Any, k: Any, v: Any, kv: Any
+) -> Any:
     zeros = jnp.zeros(DIMS.C, jnp.int32)
     fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
     view = unpack(buf, fields, bucket, DIMS, NoSlots(zeros, zeros))
     kv = attn.write_kv(kv, k[:, :K], v[:, :K], view)
-    return attn.attend(AttendArgs(q_TNH=q, window=window, scale=0.4), kv, view)
+    args = AttendArgs(
+        q_TNH=q,
+        window=span.window,
+        chunk=span.chunk,
+        scale=0.4,
+        sink_logits_N=jnp.asarray(SINK_LOGITS) if logits else None,
+    )
+    return attn.attend(args, kv, view)
 
 
-def dense(case: Case, r: int, window: int) -> np.ndarray:
+def dense(case: Case, r: int, span: Span, logits: bool) -> np.ndarray:
     """The same attention of one row in float64 numpy, without pages."""
     start, n = (case.decode + case.prefill)[r]
     k, v = (content((r,), 0, start + n, what).astype(np.float64) for what in range(2))
     out = np.zeros((n, K * G, H))
     for i, q in enumerate(queries((r,), start, n)):
-        low = max(start + i + 1 - window, 0) if window else 0
+        at = start + i
+        low = max(at + 1 - span.window, 0) if span.window else 0
+        low = at - at % span.chunk if span.chunk else low
         for h in range(K * G):
-            score = k[low : start + i + 1, h // G] @ q[h] * 0.4
-            p = np.exp(score - score.max())
-            out[i, h] = p / p.sum() @ v[low : start + i + 1, h // G]
+            p = np.exp(k[low : at + 1, h // G] @ q[h] * 0.4)
+            total = p.sum() + (np.exp(SINK_LOGITS[h]) if logits else 0.0)
+            out[i, h] = p / total @ v[low : at + 1, h // G]
     return out
 
 
@@ -187,47 +210,49 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         _compiled.cache_clear()
 
 
-@pytest.mark.parametrize("window", [0, 11, 150])
+@pytest.mark.parametrize(("span", "logits"), KINDS, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_agrees_with_ref(case: str, window: int, name: str) -> None:
-    want = run("ref", CASES[case], window=window)
-    got = run(name, CASES[case], window=window)
+def test_agrees_with_ref(case: str, span: Span, logits: bool, name: str) -> None:
+    want = run("ref", CASES[case], span=span, logits=logits)
+    got = run(name, CASES[case], span=span, logits=logits)
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-@pytest.mark.parametrize("window", [0, 11])
+@pytest.mark.parametrize(("span", "logits"), [KINDS[0], KINDS[1], KINDS[3]], ids=str)
 @pytest.mark.parametrize("case", VERIFY)
-def test_rows_of_several_tokens(case: str, window: int, name: str) -> None:
-    want = run("ref", VERIFY[case], J=3, window=window)
-    got = run(name, VERIFY[case], J=3, window=window)
+def test_rows_of_several_tokens(case: str, span: Span, logits: bool, name: str) -> None:
+    want = run("ref", VERIFY[case], J=3, span=span, logits=logits)
+    got = run(name, VERIFY[case], J=3, span=span, logits=logits)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["ref", "xla", "dense"])
-@pytest.mark.parametrize("window", [1, 11, 150])
+@pytest.mark.parametrize(
+    "span", [Span(window=1), Span(window=11), Span(window=150), Span(chunk=21)], ids=str
+)
 @pytest.mark.parametrize("case", ["one long, rest short", "late chunk", "mixed", "block border"])
-def test_pages_given_back_are_not_missed(case: str, window: int, name: str) -> None:
-    want = run(name, CASES[case], window=window)
-    got = run(name, CASES[case], window=window, release=True)
+def test_pages_given_back_are_not_missed(case: str, span: Span, name: str) -> None:
+    want = run(name, CASES[case], span=span)
+    got = run(name, CASES[case], span=span, release=True)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("window", [0, 11])
-def test_ref_agrees_with_dense_numpy(window: int) -> None:
+@pytest.mark.parametrize(("span", "logits"), KINDS, ids=str)
+def test_ref_agrees_with_dense_numpy(span: Span, logits: bool) -> None:
     case = CASES["mixed"]
-    for r, got in enumerate(run("ref", case, window=window)):
-        np.testing.assert_allclose(got, dense(case, r, window), atol=2e-6)
+    for r, got in enumerate(run("ref", case, span=span, logits=logits)):
+        np.testing.assert_allclose(got, dense(case, r, span, logits), atol=2e-6)
 
 
-@pytest.mark.parametrize("window", [0, 11])
-def test_decode_row_does_not_depend_on_the_batch(window: int) -> None:
-    together = run("xla", CASES["one long, rest short"], window=window)
-    for r, span in enumerate(CASES["one long, rest short"].decode):
-        alone = run("xla", Case(decode=(span,)), window=window, seed=5, keys=(r,))
+@pytest.mark.parametrize(("span", "logits"), [KINDS[0], KINDS[1], KINDS[3]], ids=str)
+def test_decode_row_does_not_depend_on_the_batch(span: Span, logits: bool) -> None:
+    together = run("xla", CASES["one long, rest short"], span=span, logits=logits)
+    for r, place in enumerate(CASES["one long, rest short"].decode):
+        alone = run("xla", Case(decode=(place,)), span=span, logits=logits, seed=5, keys=(r,))
         np.testing.assert_array_equal(alone[0], together[r])
 
 
@@ -275,7 +300,9 @@ def test_dense_stays_within_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for room in (1 << 22, 1 << 20):
         monkeypatch.setattr(attn_dense, "GATHERED", room)
         _compiled.cache_clear()
-        compiled = _compiled("dense", bucket, 0).lower(*_step_args("dense", bucket)).compile()
+        compiled = (
+            _compiled("dense", bucket, FULL_SPAN).lower(*_step_args("dense", bucket)).compile()
+        )
         taken[room] = compiled.memory_analysis().temp_size_in_bytes
     _compiled.cache_clear()
     keys_and_values = 2 * bucket.D * FULL * K * H * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
 from typing import Any
 
 import pytest
@@ -62,10 +63,11 @@ def scheme(**changes: Any) -> dict[str, Any]:
 
 REFUSED = [
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),
-    (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    (LLAMA, {"quantization_config": "fp8"}, "quantization_config"),
-    (LLAMA, {"quantization_config": KV_ONLY | {"quant_method": "fp8"}}, "quantization_config"),
-    (LLAMA, {"quantization_config": KV_ONLY | {"config_groups": {"a": {}}}}, "quantization_config"),
+    (
+        LLAMA,
+        {"quantization_config": KV_ONLY | {"kv_cache_scheme": 8}},
+        "quantization_config.kv_cache_scheme",
+    ),
     (LLAMA, scheme(num_bits=4), "quantization_config.kv_cache_scheme.num_bits"),
     (LLAMA, scheme(type="int"), "quantization_config.kv_cache_scheme.type"),
     (LLAMA, scheme(strategy="channel"), "quantization_config.kv_cache_scheme.strategy"),
@@ -101,7 +103,7 @@ REFUSED = [
         "rope_scaling.beta_fast",
     ),
     (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor"),
-    (LLAMA, {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+    (LLAMA, {"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor"),
     (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate"),
     (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": "x"}}, "mscale"),
     (LLAMA, {"attention_bias": "yes"}, "attention_bias"),
@@ -262,3 +264,208 @@ def test_register_family() -> None:
     register_family(replace(family, name="mine", architectures=("MineForCausalLM",)))
     assert family_for({**LLAMA, "architectures": ["MineForCausalLM"]}).name == "mine"
     assert family_for(LLAMA) is family
+
+
+DEEPSEEK: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "pretraining_tp": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "v_head_dim": 128,
+}
+V2_LITE: dict[str, Any] = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
+V3: dict[str, Any] = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        "quant_method": "mxfp4",
+    },
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+SCOUT: dict[str, Any] = {
+    "architectures": ["Llama4ForCausalLM"],
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 10485760,
+    "no_rope_layers": [],
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "router_jitter_noise": 0.0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "vocab_size": 202048,
+}
+
+
+def test_published_files_are_accepted_as_they_are() -> None:
+    lite, v3, oss, scout = (arch(config) for config in (V2_LITE, V3, GPT_OSS, SCOUT))
+    kept = [found.kv_layers[0].arrays for found in (lite, v3)]
+    assert [[(x.heads, x.width) for x in arrays] for arrays in kept] == [[(0, 576)]] * 2
+    assert lite.layers[0].attn.scale == pytest.approx(192**-0.5 * (0.0707 * log(40) + 1) ** 2)
+    assert [lite.max_position, v3.max_position, oss.max_position] == [163840, 163840, 131072]
+    assert [x.attn.window for x in oss.layers[:3]] == [128, 0, 128]
+    assert all(x.attn.sink_logits and x.attn.qkv_bias for x in oss.layers)
+    assert [x.attn.chunk for x in scout.layers[:5]] == [8192, 8192, 8192, 0, 8192]
+    assert [x.attn.qk_norm for x in scout.layers[2:4]] == ["turned", ""]
+    assert scout.layers[3].attn.temperature is not None
+
+
+NEW = [
+    (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob"),
+    (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method"),
+    (V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func"),
+    (V2_LITE, {"moe_layer_freq": 2}, "moe_layer_freq"),
+    (V2_LITE, {"mlp_bias": True}, "mlp_bias"),
+    (V2_LITE, {"v_head_dim": None}, "v_head_dim"),
+    (V2_LITE, {"topk_method": "group_limited_greedy", "n_group": 5}, "n_group"),
+    (V3, {"scoring_func": "softmax"}, "scoring_func"),
+    (V3, {"topk_method": "greedy"}, "topk_method"),
+    (V3, {"n_group": 7}, "n_group"),
+    (V3, {"rope_interleave": 1}, "rope_interleave"),
+    (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    (V2_LITE, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+    (GPT_OSS, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    (GPT_OSS, {"sliding_window": None}, "sliding_window"),
+    (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit"),
+    (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act"),
+    (GPT_OSS, {"num_experts_per_tok": 33}, "num_experts_per_tok"),
+    (SCOUT, {"moe_layers": [48]}, "moe_layers"),
+    (SCOUT, {"layer_types": ["sliding_attention"] * 48}, "layer_types"),
+    (SCOUT, {"attention_chunk_size": 0}, "attention_chunk_size"),
+    (SCOUT, {"floor_scale": 0.5}, "floor_scale"),
+    (SCOUT, {"vision_config": {}}, "vision_config"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "field"), NEW, ids=[f"{f}-{i}" for i, (_, _, f) in enumerate(NEW)]
+)
+def test_what_published_files_do_not_say_is_refused_by_name(
+    config: dict[str, Any], change: dict[str, Any], field: str
+) -> None:
+    test_refused_by_name(config, change, field)

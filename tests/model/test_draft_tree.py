@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import Span
 from jserve.model import draft_tree as tree
 from jserve.model.attention import AttendArgs, backend
 from jserve.model.hand import Row, pack
@@ -82,22 +84,23 @@ def _write(name: str, bucket: Bucket) -> Any:
 
 
 @lru_cache
-def _attend(name: str, bucket: Bucket, window: int) -> Any:
+def _attend(name: str, bucket: Bucket, span: Span) -> Any:
     """(attention as a tree, the KV as a chain along the path, attention along that chain)"""
     attn, view_of = backend(name), _view_of(name, bucket)
 
     def attend(buf: Any, q: Any, kv: Any, q_chain: Any, path: Any) -> Any:
         view = view_of(buf)
-        seen = attn.attend(AttendArgs(q_TNH=q, window=window, scale=0.3), kv, view)
+        args = AttendArgs(q_TNH=q, window=span.window, chunk=span.chunk, scale=0.3)
+        seen = attn.attend(args, kv, view)
         moved = straightened(attn, view, [kv], path)[0]
         chain = as_chain(view, path)
-        return seen, attn.attend(AttendArgs(q_TNH=q_chain, window=window, scale=0.3), moved, chain)
+        return seen, attn.attend(dataclasses.replace(args, q_TNH=q_chain), moved, chain)
 
     return jax.jit(attend)
 
 
 @lru_cache
-def attended(name: str, parents: tuple[int, ...], window: int) -> tuple[Any, Any, np.ndarray]:
+def attended(name: str, parents: tuple[int, ...], span: Span) -> tuple[Any, Any, np.ndarray]:
     """((queries, attention) of two rows with a tree each, the same with the KV moved along 0 -> its last
     node, keys and values of all places)."""
     J, attn = 1 + len(parents), backend(name)
@@ -119,7 +122,7 @@ def attended(name: str, parents: tuple[int, ...], window: int) -> tuple[Any, Any
     buf = pack(bucket, DIMS, attn, rows, [])
     kv = _write(name, bucket)(buf, kv, *at_TKH)
     q, q_chain = rng.standard_normal((2, 2 * J, K * G, H)).astype(np.float32)
-    o, o_chain = _attend(name, bucket, window)(buf, q, kv, q_chain, _path(parents))
+    o, o_chain = _attend(name, bucket, span)(buf, q, kv, q_chain, _path(parents))
     return (q, np.asarray(o)), (q_chain, np.asarray(o_chain)), x_NKH
 
 
@@ -129,24 +132,22 @@ def _path(parents: tuple[int, ...]) -> np.ndarray:
     return np.array([[*(0, *tree.paths(parents)[-1]), *range(9)][:J]] * 2, np.int32)
 
 
-@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("span", [Span(), Span(window=5), Span(chunk=7)], ids=str)
 @pytest.mark.parametrize("name", ["ref", "xla", "dense"])
 @pytest.mark.parametrize("parents", SHAPES[3:5], ids=str)
 def test_a_node_sees_the_context_and_its_ancestors(
-    parents: tuple[int, ...], name: str, window: int
+    parents: tuple[int, ...], name: str, span: Span
 ) -> None:
-    (q, o), _, x_NKH = attended(name, parents, window)
+    (q, o), _, x_NKH = attended(name, parents, span)
     J = 1 + len(parents)
     depth, path = tree.depths(parents), tree.paths(parents)
     for r, start, count in ((0, 13, J), (1, 6, J - 1)):
         for j in range(count):
             at = [*range(start), *(start + x for x in (0, *path[j]))]
             pos = [*range(start), *(start + depth[x] for x in (0, *path[j]))]
-            seen = [
-                a
-                for a, p in zip(at, pos, strict=True)
-                if not window or p > start + depth[j] - window
-            ]
+            own = start + depth[j]
+            low = own - own % span.chunk if span.chunk else own + 1 - (span.window or own + 1)
+            seen = [a for a, p in zip(at, pos, strict=True) if p >= low]
             k, v = x_NKH[0, r, seen], x_NKH[1, r, seen]
             for n in range(K * G):
                 score = k[:, n // G] @ q[r * J + j, n] * 0.3
@@ -158,7 +159,7 @@ def test_a_node_sees_the_context_and_its_ancestors(
 @pytest.mark.parametrize("name", ["ref", "xla", "dense"])
 def test_the_path_that_stands_lies_as_a_chain(name: str) -> None:
     parents = SHAPES[4]
-    _, (q, got), x_NKH = attended(name, parents, 0)
+    _, (q, got), x_NKH = attended(name, parents, Span())
     path, J = _path(parents), 1 + len(parents)
     n = 1 + len(tree.paths(parents)[-1])
     for r, start in ((0, 13), (1, 6)):

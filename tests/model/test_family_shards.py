@@ -13,6 +13,7 @@ from tests.model.driver import Driver
 CASES = (
     *("gemma3", "phi3-longrope", "olmo2", "granite", "cohere2", "smollm3", "exaone4", "glm4"),
     *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe-shared"),
+    *("gpt-oss", "llama4", "deepseek-v2", "deepseek-v3"),
 )
 BUCKET = Bucket(D=2, P=40, F=1)
 

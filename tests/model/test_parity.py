@@ -25,6 +25,18 @@ YARN = {
     "factor": 2.0,
     "original_max_position_embeddings": 64,
 }
+MLA = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa4": ("LlamaForCausalLM", {}),
     "llama-tied-gqa1": (
@@ -188,6 +200,85 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": None,
         },
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {
+            "seed": 1,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "moe_layers": [0, 3],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size_mlp": 80,
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": 10,
+            "floor_scale": 7,
+            "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},
+            "attn_scale": 0.5,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        {
+            **MLA,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "rope_parameters": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.6, "rope_theta": 300.0},
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **MLA,
+            "q_lora_rank": 20,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek-v2-greedy": (
+        "DeepseekV2ForCausalLM",
+        {**MLA, "q_lora_rank": 20, "first_k_dense_replace": 0, "n_shared_experts": 1},
+    ),
+    "deepseek-v2-dense": (
+        "DeepseekV2ForCausalLM",
+        {**MLA, "q_lora_rank": None, "first_k_dense_replace": 3, "mlp_bias": True},
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.8,
+            "rope_parameters": {**YARN, "truncate": False, "rope_theta": 700.0},
+            "pad_token_id": None,
+        },
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3ForCausalLM",
+        {
+            **MLA,
+            "q_lora_rank": 20,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
     "mixtral": (
         "MixtralForCausalLM",
         {"sliding_window": 17, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3},
@@ -271,7 +362,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-ON_REF = ("llama-gqa4", "qwen3-bias-window")
+ON_REF = ("llama-gqa4", "qwen3-bias-window", "deepseek-v2")
 NIGHTLY = (
     "llama-linear",
     "qwen2-gqa4",

@@ -30,7 +30,7 @@ BUCKETS = (Bucket(D=2, P=0, F=0), Bucket(D=8, P=0, F=0), Bucket(D=8, P=64, F=8))
 
 @lru_cache(maxsize=4)
 def runner(kernels: str, tp: int = 1) -> ModelRunner:
-    """With pages of 16, which decode attention takes."""
+    """With pages of 16, which attention takes."""
     family = family_for(CONFIG)
     source: Any = Source(
         name="tiny",

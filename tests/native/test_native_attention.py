@@ -1,4 +1,4 @@
-"""Decode attention by the native kernel against ``ref``, on what bfloat16 keeps of queries, keys and values."""
+"""Attention by the native kernel against ``ref``, on what bfloat16 keeps of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from jserve.model.attention import AttendArgs, Sinks, candidates
 
 K, M, P = 2, 6, 101
 APART = 2e-5
-"""Largest error, of outputs of unit size."""
+"""Largest error of a row of few tokens, of outputs of unit size."""
+APART_TILES = 6e-3
+"""The same where weights of the softmax are rounded to bfloat16."""
 WINDOWS = ((0, 0), (20, 0), (20, 3), (33, 18), (1, 1))
 """(window, sinks)."""
 
@@ -35,17 +37,36 @@ def lengths(Z: int) -> np.ndarray:
 
 
 def a_view(length_T: np.ndarray, J: int = 1) -> Any:
-    """As much of a StepView as attention reads, of rows on random pages."""
-    rng, T = np.random.default_rng(3), len(length_T)
-    table = np.stack([rng.permutation(P - 1)[:M] + 1 for _ in range(T // J)]).astype(np.int32)
-    row_T = np.where(length_T > 0, np.arange(T) // J, T // J).astype(np.int32)
+    """Rows of at most J tokens, which see so many positions (0: padding)."""
+    counts = (length_T.reshape(-1, J) > 0).sum(axis=1)
+    starts = np.maximum(length_T[::J] - 1, 0)
+    return rows_view([(s, n) for s, n in zip(starts, counts, strict=True)], J, D=len(counts))
+
+
+def rows_view(
+    rows: list[tuple[int, int]], J: int = 1, D: int = 0, padding: int = 0, pages: int = M
+) -> Any:
+    """As much of a StepView as attention reads, of rows on random pages: (position of the first token, tokens) of each.
+    The first D are decode rows of J places, the others lie one after the other, with padding at the end."""
+    rng, R = np.random.default_rng(3), len(rows)
+    table = np.stack([rng.permutation(P - 1)[:pages] + 1 for _ in rows]).astype(np.int32)
+    start, count = (np.asarray(x, np.int32) for x in zip(*rows, strict=True))
+    first = np.concatenate([np.arange(D) * J, D * J + np.cumsum(count[D:]) - count[D:]])
+    T = D * J + int(count[D:].sum()) + padding
+    row_T, pos_T = np.full(T, R, np.int32), np.full(T, -1, np.int32)
+    for r in range(R):
+        at = slice(first[r], first[r] + count[r])
+        row_T[at], pos_T[at] = r, start[r] + np.arange(count[r])
     return SimpleNamespace(
-        D=T // J,
+        D=D,
         J=J,
-        P=0,
+        P=T - D * J,
         tree=None,
         page_table_RM=jnp.asarray(table),
-        pos_T=jnp.asarray(length_T - 1),
+        start_R=jnp.asarray(start),
+        count_R=jnp.asarray(count),
+        first_R=jnp.asarray(first.astype(np.int32)),
+        pos_T=jnp.asarray(pos_T),
         row_T=jnp.asarray(row_T),
     )
 
@@ -97,14 +118,141 @@ def test_query_heads_of_a_kv_head(level, G):
     np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
 
 
-def test_capped_scores_are_left_to_xla(level, monkeypatch):
+PREFILL = [
+    (0, 1),
+    (0, 9),
+    (0, 33),
+    (3, 16),
+    (0, 64),
+    (5, 17),
+    (0, 0),
+    (16, 32),
+    (31, 65),
+    (47, 31),
+    (15, 8),
+]
+"""(start, tokens) of prefill rows: below, at and beyond a tile, half of one and a block, from any place of a page."""
+
+
+@pytest.mark.parametrize(("window", "sinks"), WINDOWS)
+@pytest.mark.parametrize(("Z", "H"), [(16, 64), (32, 128)])
+def test_tiles_are_those_of_the_reference(level, Z, H, window, sinks):
+    rows = [(M * Z - 40, 40) if n == 0 else (start, n) for start, n in PREFILL]
+    s = drawn(Z, H, 2, window, sinks, rows_view(rows, padding=3))
+    found = got(s, level)
+    np.testing.assert_allclose(found, wanted(s), atol=APART_TILES)
+    assert (found[-3:] == 0).all()
+
+
+@pytest.mark.parametrize("G", [1, 3, 8])
+def test_query_heads_in_tiles(level, G):
+    s = drawn(16, 32, G, 20, 3, rows_view(PREFILL))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART_TILES)
+
+
+def test_decode_and_prefill_rows_in_one_step(level):
+    decode = [(40, 1), (0, 0), (70, 3), (8, 2)]
+    s = drawn(16, 64, 2, 0, 0, rows_view([*decode, *PREFILL], J=3, D=len(decode), padding=7))
+    found, n = got(s, level), 3 * len(decode)
+    np.testing.assert_allclose(found, wanted(s), atol=APART_TILES)
+    np.testing.assert_allclose(found[:n], wanted(s)[:n], atol=APART)
+    assert (found[np.asarray(s.view.pos_T) < 0] == 0).all()
+
+
+def test_a_tile_knows_nothing_of_what_it_may_not_see(level):
+    """NaN and infinity beyond a row's last token, behind the first one's window, and in pages of nobody."""
+    Z, window, rows = 16, 20, [(24, 20), (0, 33), (50, 12)]
+    view = rows_view(rows)
+    s = drawn(Z, 64, 2, window, 0, view)
+    clean, seen = got(s, level), np.zeros((P, Z), bool)
+    for row, (start, n) in enumerate(rows):
+        for pos in range(max(start + 1 - window, 0), start + n):
+            seen[np.asarray(view.page_table_RM)[row, pos // Z], pos % Z] = True
+    for pool, bad in zip(s.pools, (np.nan, -np.inf), strict=True):
+        pool.swapaxes(1, 2)[~seen] = bad
+    assert np.array_equal(got(s, level), clean)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_in_a_tile(level, bad):
+    """A key shows in the tokens of its row that see it, a value reads as zero."""
+    view = rows_view([(0, 40), (0, 40)])
+    s = drawn(16, 64, 2, 0, 0, view)
+    page = int(np.asarray(view.page_table_RM)[0, 1])
+    assert page not in np.asarray(view.page_table_RM)[1, :3]
+    s.pools[1][page, 1, 3, 9] = 0.0
+    clean = got(s, level)
+    s.pools[1][page, 1, 3, 9] = bad
+    assert np.array_equal(got(s, level), clean)
+    s.pools[0][page, 0, 5, 7] = bad
+    found = got(s, level)
+    assert np.isnan(found[21:40, :2]).all(), "position 21 and later, queries of kv head 0"
+    assert np.array_equal(found[:21], clean[:21])
+    assert np.array_equal(found[:, 2:], clean[:, 2:])
+    assert np.array_equal(found[40:], clean[40:])
+
+
+def test_scores_far_apart_in_tiles(level):
+    s = drawn(16, 64, 1, 0, 0, rows_view([(0, 96)]))
+    s.pools[0] *= 64
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART_TILES)
+    s.pools[0][..., 0] = -512.0
+    q = np.asarray(s.args.q_TNH).copy()
+    q[..., 0] = 8.0
+    s.args = dataclasses.replace(s.args, q_TNH=jnp.asarray(q))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART_TILES)
+
+
+@pytest.mark.parametrize("row", [(M * 16 - 1, 2), (-1, 1), (0, 5)])
+def test_rows_beyond_their_arrays_are_refused(level, row):
+    view = rows_view([(0, 4)])
+    view.start_R, view.count_R = (jnp.asarray([x], jnp.int32) for x in row)
+    with pytest.raises(Exception, match="beyond their arrays"):
+        got(drawn(16, 64, 1, 0, 0, view), level)
+
+
+def test_writes_are_those_of_xla(level):
+    """In place, rounded as XLA rounds, and nothing for scratch and for a page that does not exist."""
+    Z, H, T = 16, 32, 75
+    rng = np.random.default_rng(5)
+    places = rng.permutation((P - 1) * Z)[:T]
+    page_T, off_T = (places // Z + 1).astype(np.int32), (places % Z).astype(np.int32)
+    page_T[3], page_T[4], page_T[70] = 0, P, P + 7
+    view = SimpleNamespace(write_page_T=jnp.asarray(page_T), write_off_T=jnp.asarray(off_T))
+    new = [rng.standard_normal((T, K, H)).astype(np.float32) for _ in range(2)]
+    new[0][5, 0, :3] = np.inf, -np.inf, np.nan
+    new[1][6, 1, 0] = np.float32(1 + 2**-8)  # halfway: to the even one
+    kv = tuple(jnp.asarray(rng.integers(0, 2**16, (P, K, Z, H)), jnp.uint16) for _ in range(2))
+    with native.kernels(level):
+        write = jax.jit(lambda kv: attn_native.write_kv(kv, new[0], new[1], view))
+        assert "jserve.write_kv" in write.lower(kv).as_text()
+        found = write(kv)
+    for got, want in zip(found, attn_native.XLA.write_kv(kv, *new, view), strict=True):
+        got, want = (np.asarray(x).view(jnp.bfloat16)[1:].astype(np.float32) for x in (got, want))
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(found[0][0], kv[0][0])
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (270, 3)])
+def test_contexts_beyond_what_is_scored_at_once(level, window, sinks):
+    starts = (254, 255, 256, 300, 511, 512, 600)
+    s = drawn(16, 64, 3, window, sinks, rows_view([(n, 1) for n in starts], pages=40))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
+    s = drawn(16, 64, 1, window, sinks, rows_view([(n, 33) for n in starts], pages=40))
+    np.testing.assert_allclose(got(s, level), wanted(s), atol=APART_TILES)
+
+
+@pytest.mark.parametrize(
+    "what", [{"soft_cap": 5.0}, {"chunk": 20}, {"sink_logits_N": jnp.zeros(4)}], ids=str
+)
+def test_scores_that_it_has_not_are_left_to_xla(level, what, monkeypatch):
     s = drawn(16, 64, 2, 0, 0, a_view(lengths(16)))
-    args = dataclasses.replace(s.args, soft_cap=5.0)
-    other = dataclasses.replace(attn_native.XLA, attend=lambda args, kv, view: args.soft_cap)
+    args = dataclasses.replace(s.args, **what)
+    other = dataclasses.replace(attn_native.XLA, attend=lambda args, kv, view: "by xla")
     monkeypatch.setattr(attn_native, "XLA", other)
     kv = tuple(jnp.asarray(x.astype(jnp.bfloat16).view(np.uint16)) for x in s.pools)
     with native.kernels(level):
-        assert attn_native.attend(args, kv, s.view) == 5.0
+        assert attn_native.attend(args, kv, s.view) == "by xla"
 
 
 def test_drafts_in_a_chain_see_one_another(level):

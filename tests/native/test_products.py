@@ -8,7 +8,7 @@ import pytest
 from jserve.native.library import LEVELS, Library
 from tests.native.direct import Guarded, exact, multiply, operands
 
-ROWS = (*range(1, 41), 64, 65, 128)
+ROWS = (*range(1, 41), 64, 65, 128, 161)
 SHAPES = ((1, 1), (5, 7), (16, 64), (37, 33), (40, 96))
 """(N, K): odd and even, below, at and beyond a vector."""
 APART = 2e-6
@@ -36,7 +36,7 @@ def test_products_of_any_number_of_rows(kernels, each, shape):
 
 @pytest.mark.parametrize("shape", [(2, 1), (10, 33), (74, 160), (400, 64)])
 def test_gate_and_up_with_silu(kernels, each, shape):
-    for M in (1, 2, 5, 8, 9, 16, 17, 33, 100, 128):
+    for M in (1, 2, 5, 8, 9, 16, 17, 33, 64, 65, 100, 128, 193):
         x, w = operands(M, *shape)
         close(multiply(kernels, each, x, w, fused=True), exact(x, w, fused=True))
 
@@ -49,13 +49,13 @@ def test_silu_of_large_numbers_neither_overflows_nor_vanishes(kernels, each):
 
 def test_sizes_at_which_forms_change(kernels, each):
     """Weights of more chunks than one, packed rows beyond what stays near, the last chunk not whole."""
-    sizes = ((1, 1037, 520), (7, 517, 300), (16, 530, 161), (100, 133, 1700))
+    sizes = ((1, 1037, 520), (7, 517, 300), (16, 530, 161), (100, 133, 1700), (545, 37, 300))
     for M, N, K in sizes if each != "plain" else ((7, 131, 300),):
         x, w = operands(M, N, K)
         close(multiply(kernels, each, x, w), exact(x, w))
 
 
-@pytest.mark.parametrize("M", [3, 8, 12, 20, 50])
+@pytest.mark.parametrize("M", [3, 8, 12, 20, 50, 150])
 def test_rows_of_zeros_give_zeros_and_leave_the_others(kernels, each, M):
     x, w = operands(M, 40, 96)
     dead = np.random.default_rng(M).permutation(M)[: M // 2 + 1]
@@ -69,6 +69,13 @@ def test_rows_of_zeros_give_zeros_and_leave_the_others(kernels, each, M):
         assert np.array_equal(got[alive], whole, equal_nan=True), "they cost and change nothing"
     x[:] = 0
     assert (multiply(kernels, each, x, w) == 0).all()
+
+
+@pytest.mark.parametrize("K", [1, 63, 64, 130])
+def test_a_row_lives_by_any_of_its_values(kernels, each, K):
+    w = operands(1, 8, K)[1]
+    x = np.eye(K, dtype=np.float32)
+    close(multiply(kernels, each, x, w), exact(x, w))
 
 
 @pytest.mark.parametrize("M", [1, 4, 8, 9, 17, 40])

@@ -3,6 +3,7 @@ copied, and no thread waits for ever."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import subprocess
@@ -16,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jserve.config import EngineConfig
 from jserve.model import native
 from jserve.model.dot import dot, gate_up
 from jserve.model.shard import AXIS, make_mesh
 from jserve.sampling import SamplingParams
+from jserve.sizing import plan as sizing
 from jserve.types import Request
 from tests.native import rig
 from tests.whole import equal
@@ -107,6 +110,8 @@ import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import jax.numpy as jnp, jax, numpy as np, sys
 from pathlib import Path
+
+from jserve.config import EngineConfig
 from jserve.model import native
 from jserve.model.dot import dot
 from jserve.native import library
@@ -145,7 +150,8 @@ def test_the_steps_of_a_bfloat16_model_call_them_and_copy_no_kv(steps, level):
         text = steps.programs.hlo(bucket)
         for name in ("product", "gate_up"):
             assert f"jserve.{name}.v1" in text
-        assert ("jserve.attention.v1" in text) == native.has_attention(level)
+        for name in ("attention.v2", "write_kv.v1"):
+            assert (f"jserve.{name}" in text) == native.has_attention(level)
         shape = ",".join(map(str, steps.state.kv[0][0].shape))
         assert not re.findall(rf"= \w+\[{shape}\]\S* (?:copy|copy-start|convert|transpose)\(", text)
         assert "input_output_alias" in text
@@ -188,6 +194,18 @@ def test_sharded_is_close_to_one_device(steps, tp):
     for seed in (10, 11):
         wanted = equal.alone(steps, requests(seed))
         compare(equal.run(other, requests(seed), equal.PLAIN, rng), wanted)
+
+
+def test_a_plan_has_the_fewer_programs_of_an_engine_that_skips_padding(level, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(rig.CONFIG))
+    counts = {}
+    for kernels in ("auto", "xla"):
+        config = EngineConfig.of(model=str(tmp_path), page_size=16, kernels=kernels)
+        found, laid = sizing.plan(str(tmp_path), "cpu", (100,), config)
+        assert laid.sizes.kernels == (level if kernels == "auto" else "")
+        counts[kernels] = len(found.programs)
+    fewer = {"auto": 10, "xla": 16} if native.has_attention(level) else {"auto": 16, "xla": 16}
+    assert counts == fewer
 
 
 def test_kernels_are_close_to_xla(steps):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jserve.model.layers import rms_norm
+from jserve.model.norms import rms_norm
 from pallas_kernels.add_norm import add_norm, ref
 from pallas_kernels.launch import interpreter
 

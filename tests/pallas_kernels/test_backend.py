@@ -12,11 +12,13 @@ import pytest
 
 from jserve.errors import ConfigError
 from jserve.model import attn_hopper
-from jserve.model.attention import AttendArgs, backend
+from jserve.model.arch import resized
+from jserve.model.attention import AttendArgs, backend, check_layers
 from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.view import Bucket, StepDims, layout, unpack
+from jserve.sizing.models import find
 from jserve.window import Window
 from pallas_kernels.paged_attention import Tree
 from tests.model.driver import NoSlots
@@ -44,7 +46,13 @@ CASES: dict[str, tuple[Bucket, Any, Any]] = {
 
 
 def step(
-    name: str, case: str, window: int, *, release: bool = False, dtype: Any = jnp.bfloat16
+    name: str,
+    case: str,
+    window: int,
+    *,
+    release: bool = False,
+    dtype: Any = jnp.bfloat16,
+    sink_logits_N: Any = None,
 ) -> np.ndarray:
     """Output of the step's real tokens. ``release`` gives back the pages behind the window: their
     entries are 0, they and page 0 hold NaN."""
@@ -73,9 +81,8 @@ def step(
     fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
     view = unpack(jnp.asarray(buf), fields, bucket, DIMS, NoSlots(zeros, zeros))
     kv = attn.write_kv(kv, jnp.asarray(k), jnp.asarray(v), view)
-    out = np.asarray(
-        attn.attend(AttendArgs(q_TNH=jnp.asarray(q), window=window, scale=0.2), kv, view)
-    )
+    args = AttendArgs(q_TNH=jnp.asarray(q), window=window, scale=0.2, sink_logits_N=sink_logits_N)
+    out = np.asarray(attn.attend(args, kv, view))
     assert out.dtype == np.float32
     assert np.isfinite(out).all()
     return out[np.asarray(view.pos_T) >= 0]
@@ -84,6 +91,14 @@ def step(
 @pytest.mark.parametrize("case", CASES)
 def test_steps_agree_with_ref(case: str) -> None:
     np.testing.assert_allclose(step("hopper", case, 0), step("ref", case, 0), atol=2e-2)
+
+
+def test_sink_logits_agree_with_ref() -> None:
+    logits = jnp.linspace(-1.0, 3.0, K * G)
+    case = "decode, verify and prefill"
+    want = step("ref", case, 40, sink_logits_N=logits)
+    assert np.abs(want - step("ref", case, 40)).max() > 0.1
+    np.testing.assert_allclose(step("hopper", case, 40, sink_logits_N=logits), want, atol=2e-2)
 
 
 @pytest.mark.parametrize("case", ["decode, verify and prefill", "a tree and prefill"])
@@ -168,6 +183,16 @@ def test_what_is_not_served_is_refused_by_option(
     assert e.value.field == field
     attn.check(256, jnp.dtype(jnp.bfloat16), ())
     attn.check(128, E4M3, TREE)
+
+
+def test_layers_that_are_not_served_are_refused_by_family() -> None:
+    attn, bf16 = backend("hopper", "cuda"), jnp.dtype(jnp.bfloat16)
+    arch = find("llama-3.1-8b").arch
+    check_layers(attn, resized(arch, sink_logits=True), bf16, ())
+    for refused in (resized(arch, chunk=64), find("deepseek-v2-lite").arch):
+        with pytest.raises(ConfigError, match=refused.family) as e:
+            check_layers(attn, refused, bf16, ())
+        assert e.value.field == "attention_backend"
 
 
 def test_window_agrees_with_ref() -> None:

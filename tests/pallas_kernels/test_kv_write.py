@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jserve.model.layers import rms_norm
+from jserve.model.norms import rms_norm
 from jserve.model.rope import rotate
 from pallas_kernels.kv_write import Angles, Places, hopper, kv_write, ref
 from pallas_kernels.launch import interpreter

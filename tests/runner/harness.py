@@ -17,7 +17,9 @@ import jax
 import numpy as np
 
 from jserve.config import EngineConfig
+from jserve.model.arch import Arch
 from jserve.model.families.llama import FAMILY as LLAMA
+from jserve.model.family import Family
 from jserve.model.shard import ShardRules, is_spec, make_mesh, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
@@ -59,13 +61,15 @@ OPTIONS: dict[str, Any] = {
 SMALL = (Bucket(D=2, P=0, F=0), Bucket(D=6, P=48, F=4))
 
 
-def tiny_params(mesh: Any, seed: int = 0, *, whole: bool = False) -> Any:
+def tiny_params(
+    mesh: Any, seed: int = 0, *, whole: bool = False, family: Family = LLAMA, arch: Arch = ARCH
+) -> Any:
     """Seeded float32 weights, large enough that logits differ widely between contexts; ``whole`` on
     every device, or split."""
     rng = np.random.default_rng(seed)
     tp = 1 if whole else mesh.shape["tp"]
-    host = jax.tree.map(lambda s: _draw(rng, s), LLAMA.specs(ARCH, 1), is_leaf=is_spec)
-    specs = LLAMA.specs(ARCH, tp)
+    host = jax.tree.map(lambda s: _draw(rng, s), family.specs(arch, 1), is_leaf=is_spec)
+    specs = family.specs(arch, tp)
     host = jax.tree.map(lambda s, x: _repeat(s.shape, x), specs, host, is_leaf=is_spec)
     return jax.device_put(host, shardings(specs, mesh, REPLICATED if whole else RULES))
 
@@ -93,15 +97,17 @@ def make_runner(
     speculation: Callable[[Any], LoadedDrafter] | None = None,
     params: Any = None,
     files: ProgramFiles | None = None,
+    family: Family = LLAMA,
+    arch: Arch = ARCH,
     **options: Any,
 ) -> ModelRunner:
-    """A runner of the tiny model; ``buckets`` None takes the default ladder; ``speculation`` is made
+    """A runner of a tiny model; ``buckets`` None takes the default ladder; ``speculation`` is made
     on the mesh; ``params`` are by default those of ``seed``."""
     mesh = make_mesh(tp)
     return ModelRunner(
-        LLAMA,
-        ARCH,
-        tiny_params(mesh, seed) if params is None else params,
+        family,
+        arch,
+        tiny_params(mesh, seed, family=family, arch=arch) if params is None else params,
         mesh,
         EngineConfig.of(**{**OPTIONS, **options}),
         rules=RULES,

@@ -9,6 +9,7 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.model.feature import StepFeature
 from jserve.model.features import MASK, SCORE
+from jserve.model.view import Bucket
 from jserve.runner.buckets import MOST_VERIFIED, Ladder, Needs, beside_prefill
 from jserve.runner.sizes import draft_rows
 from jserve.speculation.policy.ktable import widths
@@ -95,7 +96,22 @@ def test_the_number_of_programs_is_what_the_docs_say():
     cpu, gpu = (ladder(7, masks=True, device_drafts=7, draft_rows=n) for n in (8, 32))
     counts = [len(made.buckets) for made in (none, some, cpu, gpu)]
     assert counts == [16, 16 + 12, 16 + 17, 16 + 19]
+    assert len(ladder(0, masks=True, skips_padding=True).buckets) == 10
     assert set(none.buckets) - set(some.buckets) <= {b for b in none.buckets if b.P == 512}
+
+
+@pytest.mark.parametrize("options", [{}, {"masks": True}, {"masks": True, "scores": False}])
+@pytest.mark.parametrize(("rows", "drafts"), [(1, 0), (2, 0), (20, 0), (32, 0), (32, 7)])
+def test_where_padding_is_skipped_fewer_programs_take_as_much(rows, drafts, options):
+    usual, fewer = (ladder(drafts, rows, skips_padding=n, **options) for n in (False, True))
+    assert {*fewer.buckets} <= {*usual.buckets} | {Bucket(D=min(2, rows), P=64, F=8)}
+    assert len(fewer.buckets) <= len(usual.buckets)
+    for size in usual.sizes:
+        needs = Needs(D=size.D, P=size.P, F=size.F, J=size.J, features=size.features)
+        assert needs.fit(fewer.choose(needs))
+    plain = {b for b in usual.buckets if not b.features}
+    assert plain <= {*fewer.sizes}, "steps are timed in as many sizes"
+    assert usual.between == ()
 
 
 def test_synthetic_runs_have_masks_at_every_width():

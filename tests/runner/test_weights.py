@@ -22,6 +22,8 @@ from jserve.runner.programs import n_compiles, starting
 from jserve.runner.runner import ModelRunner
 from jserve.runner.weights import WeightUpdate
 from jserve.weights.adopt import Match, adopt, in_host_memory
+from jserve.weights.loader import adopted
+from jserve.weights.quant.scheme import quantised, scheme_of
 from tests.runner import whole
 from tests.runner.harness import ARCH, RULES, Job, Rig, jobs, make_runner, tiny_params
 from tests.speculation.device.drafters import drawn
@@ -242,3 +244,32 @@ def test_programs_need_no_room_beside_the_weights() -> None:
         memory = program.memory_analysis()
         assert memory.temp_size_in_bytes <= size // 100
         assert memory.alias_size_in_bytes >= size // 2
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4"])
+def test_wide_weights_into_quantised_ones(asked: str) -> None:
+    """On two devices; a tree in bfloat16 or float32 becomes what loading it would give, and compiles nothing."""
+    model, _, _, given = bf16_update(2, 128)
+    scheme = scheme_of({}, jnp.bfloat16, asked)
+    family = quantised(LLAMA, scheme)
+    model = dataclasses.replace(model, family=family)
+    own = adopted(family, model.arch, given, model.mesh, RULES, model.dtype)
+    other = jax.tree.map(lambda x: -x, given)
+    with starting():
+        update = WeightUpdate(model, {})
+    want = adopted(family, model.arch, other, model.mesh, RULES, model.dtype)
+    before = n_compiles()
+    new = update(own, jax.tree.map(lambda x: x.astype(jnp.bfloat16), other))
+    assert n_compiles() == before
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(want), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_weights_of_a_quantised_checkpoint_are_not_replaced() -> None:
+    model, _, _, given = bf16_update(1, 128)
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    scheme = scheme_of({"quantization_config": config}, jnp.bfloat16)
+    model = dataclasses.replace(model, family=quantised(LLAMA, scheme))
+    with pytest.raises(WeightsError, match="quantised on load"):
+        WeightUpdate(model, {})(None, given)

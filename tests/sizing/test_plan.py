@@ -23,7 +23,6 @@ from jserve.runner.buckets import Ladder
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.programs import step_name
 from jserve.runner.runner import ModelRunner
-from jserve.runner.sizes import ladder_of
 from jserve.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import CHIPS
@@ -44,6 +43,10 @@ PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     "olmoe-1b-7b": 6_919_161_856,
     "granite-3.0-1b-a400m": 1_334_628_352,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "mistral-7b": 7_248_023_552,
 }
 """As their publishers count them."""
@@ -76,6 +79,13 @@ def test_a_token_reads_the_experts_that_it_chooses() -> None:
     assert at_64.weight_bytes == pytest.approx(found.active_bytes_total + more, rel=1e-6)
     dense = plan()
     assert dense.active_parameters == dense.parameters - 128_256 * 4096 - 65 * 4096
+
+
+def test_a_latent_is_counted_once_a_token_and_whole_on_every_device() -> None:
+    """576 numbers a layer of DeepSeek-V2-Lite; 2.45 B of its 15.7 B parameters are met by a token."""
+    one, eight = plan("deepseek-v2-lite"), plan("deepseek-v2-lite", tensor_parallel_size=8)
+    assert one.kv_bytes_per_token == eight.kv_bytes_per_token == 27 * 576 * 2
+    assert one.active_parameters == pytest.approx(2.45e9, rel=0.005)
 
 
 def test_memory_of_8b_on_an_h200() -> None:
@@ -208,7 +218,7 @@ def test_the_engine_allocates_what_the_plan_says(
     held = sum(x.nbytes for x in jax.tree.leaves(runner.state.kv))
     assert held == laid.tp * found.memory.kv_bytes
     assert found.memory.kv_bytes == found.memory.n_pages * found.memory.page_bytes
-    names = [step_name(b) for b in ladder_of(runner.limits, masks_drafts=False).buckets]
+    names = [step_name(b) for b in runner.sizes.ladder.buckets]
     assert [p.name for p in found.programs] == names
 
 

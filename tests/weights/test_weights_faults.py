@@ -18,6 +18,7 @@ from jserve.model.families import family_for
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.weights.hf import dtype_name, read_generation_config
 from jserve.weights.loader import load
+from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import resolve
 from tests.weights.weights_kit import BF16, LLAMA, Model
 
@@ -29,9 +30,11 @@ SHARD1, SHARD2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safet
 def start(path: Path, **options: Any) -> Any:
     """What a server does before its port opens."""
     source = resolve(str(path))
-    family = family_for(source.config)
+    scheme = scheme_of(source.config, BF16)
+    family = quantised(family_for(source.config), scheme)
     arch = family.arch(source.config)
-    return load(family, arch, source, make_mesh(2), ShardRules(), BF16, **options)
+    how = options | {"scheme": scheme}
+    return load(family, arch, source, make_mesh(2), ShardRules(), BF16, **how)
 
 
 def drop(name: str) -> Any:
@@ -220,7 +223,11 @@ CONFIG_FAULTS: dict[str, tuple[Any, str | None, str]] = {
     "head_dim odd": (config(head_dim=7), "head_dim", ""),
     "rope_theta NaN": (config(rope_theta=float("nan")), "rope_theta", "finite"),
     "rope_theta negative": (config(rope_theta=-1.0), "rope_theta", ""),
-    "quantised": (config(quantization_config={"quant_method": "fp8"}), "quantization_config", ""),
+    "quantised": (
+        config(quantization_config={"quant_method": "hqq"}),
+        "quantization_config.quant_method",
+        "only awq",
+    ),
     "no vocabulary": (config(vocab_size=None), "vocab_size", "missing"),
 }
 

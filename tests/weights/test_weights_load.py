@@ -32,6 +32,11 @@ from tests.weights.weights_kit import BF16, LLAMA, Model, same
 
 RULES = ShardRules()
 ROOT = Path(__file__).parents[2]
+GPT_OSS = LLAMA | {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "tied": LLAMA | {"tie_word_embeddings": True},
@@ -40,6 +45,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
     "phi3": LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
     "olmo2": LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "latent": LLAMA
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "kv_lora_rank": 12,
+        "q_lora_rank": 10,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 5,
+    },
+    "alternating": GPT_OSS,
+    "halves": LLAMA
+    | {
+        "architectures": ["Llama4ForCausalLM"],
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_layers": [1],
+        "intermediate_size_mlp": 72,
+    },
     "all heads": LLAMA | {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
 }
 
@@ -64,6 +87,42 @@ def assert_equal(got: Any, want: Any) -> None:
 def test_equals_a_plain_assembly(tmp_path: Path, name: str, tp: int) -> None:
     model = Model(tmp_path / "m", CONFIGS[name]).single()
     assert_equal(loaded(model, tp), expected(model, tp))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_mxfp4_is_decoded(tmp_path: Path, tp: int) -> None:
+    """Blocks and scales give what their numbers in bfloat16 give."""
+    model = Model(tmp_path / "m", GPT_OSS)
+    packed, rng = dict(model.tensors), np.random.default_rng(4)
+    for name in [n for n in packed if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        E, D, N = packed.pop(name).shape
+        blocks = rng.integers(0, 256, (E, N, D // 32, 16), np.uint8)
+        scales = rng.integers(120, 131, (E, N, D // 32), np.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        signs = [1.0, -1.0]
+        numbers = [s * x for s in signs for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+        halves = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(E, N, D // 32, 32)
+        values = np.array(numbers)[halves] * 2.0 ** (scales.astype(int) - 127)[..., None]
+        model.tensors[name] = values.reshape(E, N, D).swapaxes(1, 2).astype(BF16)
+    want, model.tensors = expected(model, tp), packed
+    assert_equal(loaded(model.single(), tp), want)
+    del packed["model.layers.0.mlp.experts.down_proj_scales"]
+    with pytest.raises(WeightsError, match="down_proj_scales"):
+        loaded(model.single(), tp)
+
+
+def test_weights_that_predict_further_ahead_are_ignored_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSeek-V3's layer after the last one."""
+    model = Model(tmp_path / "m", CONFIGS["latent"])
+    want, one = expected(model, 1), np.zeros((2, 2), BF16)
+    names = ("eh_proj.weight", "enorm.weight", "mlp.experts.0.up_proj.weight")
+    model.tensors |= {f"model.layers.2.{name}": one for name in names}
+    assert_equal(loaded(model.single(), 1), want)
+    said = [r.message for r in caplog.records if "unused" in r.message]
+    assert len(said) == 1
+    assert "model.layers.2.eh_proj.weight" in said[0]
 
 
 def test_every_shard_holds_its_slice_only(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.whole import equal
 
+slow = pytest.mark.slow
 TOLERANCE = 2e-4
 """Of log-probabilities; tokens and finish reasons must be equal."""
 
@@ -40,6 +41,26 @@ def check_workload(runner, seed: int, other=None) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_any_way_of_running_equals_alone(runner, seed: int) -> None:
     check_workload(runner, seed)
+
+
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=slow) for n in range(5, 60))])
+def test_what_was_said_goes_on_as_it_would_have(runner, seed: int) -> None:
+    """Every choice is cut anywhere, and the rest is run as another attempt, in any way of running."""
+    rng = random.Random(seed)
+    requests = equal.draw_requests(rng, f"s{seed}")
+    alone = equal.alone(runner, requests)
+    again, rest = [], {}
+    for r in requests:
+        cuts = {i: rng.randrange(len(alone[r.id, i][0])) for i in range(r.params.n)}
+        said = tuple(tuple(alone[r.id, i][0][:n]) for i, n in cuts.items())
+        again.append(dataclasses.replace(r, attempt=1, said=said))
+        for i, n in cuts.items():
+            tokens, end, logprobs, scores = alone[r.id, i]
+            rest[r.id, i] = tokens[n:], end, logprobs[n:], None if n else scores
+    compare(
+        equal.run(runner, again, equal.Way.draw(rng), rng, {k: v[0] for k, v in alone.items()}),
+        rest,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jserve import LLM, SamplingParams, build
+from jserve.sampling import StructuredOutputs
+from jserve.types import Request
 
 PROMPTS = [
     [{"role": "user", "content": "Hello! Who are you?"}],
@@ -76,3 +78,32 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
             got = out.outputs[0].token_ids
             assert got == told[: len(got)]
             assert len(told) - len(got) <= 1  # transformers keeps the end-of-turn token
+
+
+@pytest.mark.slow
+def test_an_answer_goes_on_behind_any_of_its_tokens() -> None:
+    """In float32, as another engine would after the first one died, with what depends on the tokens said."""
+    asked = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": 2},
+        {"temperature": 0.8, "seed": 4, "presence_penalty": 0.6, "repetition_penalty": 1.1},
+        {
+            "temperature": 1.0,
+            "seed": 5,
+            "structured_outputs": StructuredOutputs(regex="(yes|no), [a-z ]{5,40}"),
+        },
+        {"temperature": 1.0, "seed": 6, "thinking_token_budget": 9},
+    ]
+    with LLM(**OPTIONS) as llm:
+        for fields in asked:
+            params = SamplingParams(max_tokens=32, **fields)
+            job = llm._prompts.request(llm._prompts.dialogue(PROMPTS[1], {}), params)
+            whole = _said(llm, job.request)
+            for n in range(0, len(whole), 5):
+                again = replace(job.request, attempt=1, said=(tuple(whole[:n]),))
+                assert [*whole[:n], *_said(llm, again)] == whole, f"{fields}, cut at {n}"
+
+
+def _said(llm: LLM, request: Request) -> list[int]:
+    llm._engine.submit(request)
+    return [token for out in llm._engine.drain() for token in out.token_ids]

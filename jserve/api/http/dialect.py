@@ -18,7 +18,15 @@ from typing import Any
 
 from aiohttp import web
 
-from jserve.api.http.front import TRACE, Front, ignored_header, json_response, reported, request_id
+from jserve.api.http.front import (
+    RESUMED,
+    TRACE,
+    Front,
+    ignored_header,
+    json_response,
+    reported,
+    request_id,
+)
 from jserve.api.http.sse import EventStream
 from jserve.api.ops.metrics import RequestTimer
 from jserve.api.reply.generate import Generation, TextPiece
@@ -105,7 +113,8 @@ def generation(
 async def _whole(run: Generation, reply: Reply, headers: Mapping[str, str]) -> web.Response:
     async with aclosing(run.pieces()) as pieces:
         found = [piece async for piece in pieces]
-    return json_response(reply.whole(found, run.usage), headers=headers)
+    told = {**headers, **(RESUMED if run.resumed else {})}
+    return json_response(reply.whole(found, run.usage), headers=told)
 
 
 async def _stream(
@@ -130,6 +139,8 @@ async def _stream(
             try:
                 await stream.send(reply.chunks(await first, lambda: run.usage))
                 async for piece in pieces:
+                    if run.resumed:
+                        await stream.remark_once(RESUMED)
                     await stream.send(reply.chunks(piece, lambda: run.usage))
                 return await stream.finish(reply.last(run.usage), reply.done)
             except (ConnectionError, asyncio.CancelledError):

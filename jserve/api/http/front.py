@@ -166,6 +166,10 @@ def ignored_header(ignored: tuple[str, ...]) -> dict[str, str]:
     return {"x-jserve-ignored-params": ", ".join(ignored)} if ignored else {}
 
 
+RESUMED = {"x-jserve-resumed": "1"}
+"""A header, or a remark in a stream: another engine than the one that began went on with the answer."""
+
+
 def json_response(
     value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:

@@ -47,6 +47,7 @@ class EventStream:
         self._keep_alive_s = keep_alive_s
         self._written_at = self._loop.time()
         self._pinger: asyncio.Task[None] | None = None
+        self._remarked = False
 
     async def open(self, headers: Mapping[str, str]) -> EventStream:
         """Sends status 200 and the headers."""
@@ -65,6 +66,17 @@ class EventStream:
         data = self._framed(events)
         if data:
             await self._write(data)
+
+    async def remark_once(self, names: Mapping[str, str]) -> None:
+        """Writes what would have been headers, had it been known, as comments; the first call alone.
+
+        Raises:
+            ConnectionError: the client is gone, or was hung up on.
+        """
+        if not self._remarked:
+            self._remarked = True
+            lines = [f": {name}: {value}\n" for name, value in names.items()]
+            await self._write("".join([*lines, "\n"]).encode())
 
     async def finish(self, events: Iterable[Any], done: str | None) -> web.StreamResponse:
         """The end of a good stream: the last ``events`` and the mark ``done``, if the dialect has one.

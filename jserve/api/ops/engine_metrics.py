@@ -117,6 +117,7 @@ _HELP = {
     "engine_dropped_outputs": "Outputs of choices that had ended.",
     "engine_faults": "Faults that the engine reported.",
     "engine_restarts": "Starts of the engine's process after a death.",
+    "engine_resumed": "Requests that another engine went on with, each time.",
     "engine_slow_readers": "Requests ended because their client read too slowly.",
     "engine_degraded": "Times that the engine became degraded and refused new requests.",
 }

@@ -62,6 +62,8 @@ class _Choice:
     text: TextStream
     started: bool = False
     done: bool = False
+    attempt: int = 0
+    """The one that began it."""
 
 
 class Generation:
@@ -92,6 +94,8 @@ class Generation:
         self._prompts = {request.id: i for i, request in enumerate(self.requests)}
         self._cached = [0] * len(self.requests)
         self._drafted = self._accepted = 0
+        self.resumed = False
+        """Part of what was told comes from an engine that is gone."""
         self._choices = [
             _Choice(text=TextStream.of(tokenizer, r.params, r.prompt_ids))
             for r in self.requests
@@ -162,6 +166,9 @@ class Generation:
         if output.finish in (Finish.ERROR, Finish.ABORT):
             raise failure(output)
         self._cached[prompt] = max(self._cached[prompt], output.n_cached)
+        if not choice.started:
+            choice.attempt = output.attempt
+        self.resumed = self.resumed or output.attempt != choice.attempt
         text, n_tokens, finish, reason = _advance(choice.text, output)
         self._drafted += output.n_drafted
         self._accepted += min(

@@ -33,10 +33,22 @@ def check(
         NotFound: the adapter is not loaded.
     """
     _check_ids(request, vocab or limits.vocab_size)
+    _check_said(request)
     constraints.check_static(request, vocab or limits.vocab_size)
     _check_features(request, limits)
     _check_service(request)
-    return _max_len(request, limits, _room(limits, window_pages))
+    max_len = _max_len(request, limits, _room(limits, window_pages))
+    if any(ids and len(request.prompt_ids) + len(ids) >= max_len for ids in request.said):
+        raise BadRequest("said leaves a choice no token to be drawn", field="said")
+    return max_len
+
+
+def _check_said(request: Request) -> None:
+    if request.said and (len(request.said) != request.params.n or not request.open_choices):
+        raise BadRequest(
+            f"said must hold {request.params.n} entries, and one choice that is not over",
+            field="said",
+        )
 
 
 def _check_ids(request: Request, vocab: int) -> None:
@@ -44,6 +56,7 @@ def _check_ids(request: Request, vocab: int) -> None:
     if not request.prompt_ids:
         raise BadRequest("prompt must hold at least one token", field="prompt")
     _in_range(request.prompt_ids, vocab, "prompt")
+    _in_range([t for ids in request.said for t in ids or ()], vocab, "said")
     _in_range(request.eos_ids, vocab, "eos_ids")
     _in_range(params.stop_token_ids, vocab, "stop_token_ids")
     _in_range(params.logit_bias, vocab, "logit_bias")

@@ -50,7 +50,7 @@ def ahead(queue: WaitQueue, request: Request, due: float) -> tuple[float, float]
     lane = queue.lanes[request.lane]
     mine = lane.tenants.get(request.tenant)
     before = mine.below((request.priority, due, inf)) if mine is not None else []
-    n_tokens = len(request.prompt_ids) + sum([seq.n_prompt for seq in before])
+    n_tokens = len(request.prompt_ids) + sum([len(seq.tokens) for seq in before])
     n, tokens = len(before) + float(len(lane.back)), n_tokens - len(request.prompt_ids)
     for tenant, has in lane.tokens.items():
         if tenant != request.tenant:
@@ -81,7 +81,7 @@ def pushed_late(
     mine = queue.lanes[request.lane].tenants.get(request.tenant)
     own = len(request.prompt_ids)
     for seq in mine.beyond((request.priority, due, inf)) if mine is not None else ():
-        n, tokens = n + 1, tokens + seq.n_prompt
+        n, tokens = n + 1, tokens + len(seq.tokens)
         if seq.request.ttft_deadline_ms is not None:
             left = seq.due - now - pace.step_s
             if pace.wait_s(n, tokens) <= left < pace.wait_s(n + 1, tokens + own):

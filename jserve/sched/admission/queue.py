@@ -89,34 +89,34 @@ class LaneQueue:
         self.back = OrderedSeqs()
         self.tenants: dict[str, OrderedSeqs] = {}
         self.tokens: dict[str, int] = {}
-        """Prompt tokens of the fresh ones by tenant."""
+        """Tokens to compute of the fresh ones by tenant."""
         self.shares = Shares()
         self.n = self.n_tokens = 0
-        """All who wait; prompt tokens of the fresh ones."""
+        """All who wait; tokens to compute of the fresh ones: their prompts, and what earlier attempts told."""
 
     def add(self, seq: Sequence) -> None:
         self.n += 1
         if seq.state is SeqState.PREEMPTED:
             self.back.add(seq)
             return
-        self.n_tokens += seq.n_prompt
+        self.n_tokens += len(seq.tokens)
         tenant = seq.request.tenant
         if tenant not in self.tenants:
             self.tenants[tenant] = OrderedSeqs(policy.turn)
             self.tokens[tenant] = 0
             self.shares.join(tenant)
         self.tenants[tenant].add(seq)
-        self.tokens[tenant] += seq.n_prompt
+        self.tokens[tenant] += len(seq.tokens)
 
     def remove(self, seq: Sequence) -> None:
         self.n -= 1
         if seq.state is SeqState.PREEMPTED:
             self.back.remove(seq)
             return
-        self.n_tokens -= seq.n_prompt
+        self.n_tokens -= len(seq.tokens)
         tenant = seq.request.tenant
         self.tenants[tenant].remove(seq)
-        self.tokens[tenant] -= seq.n_prompt
+        self.tokens[tenant] -= len(seq.tokens)
         if not len(self.tenants[tenant]):
             del self.tenants[tenant], self.tokens[tenant]
 
@@ -167,14 +167,14 @@ class WaitQueue:
             del self.held_by[tenant]
 
     def entered(self, seq: Sequence, n_new: int, n_out: int) -> None:
-        """``seq`` is admitted, with ``n_new`` tokens to compute and ``n_out`` expected to be drawn."""
+        """``seq`` is admitted, with ``n_new`` tokens to compute and an answer of ``n_out`` expected."""
         self._n_entered += 1
         for holder in self._passed:
             self._passed[holder] += 1
         lane = seq.request.lane
         if seq.charged is None:
-            seq.charged = n_out
-            tokens = policy.charge(n_new, n_out)
+            seq.charged = max(n_out, seq.n_output)
+            tokens = policy.charge(n_new, seq.charged - seq.n_output)  # what was said, drew another
             self.shares.serve(lane, tokens)
             self.lanes[lane].shares.serve(seq.request.tenant, tokens)
 
@@ -215,7 +215,7 @@ class WaitQueue:
 
     @property
     def n_tokens(self) -> int:
-        """Prompt tokens of all that wait for the first time."""
+        """Tokens to compute of all that wait for the first time."""
         return sum(lane.n_tokens for lane in self.lanes.values())
 
     def _drop_stale(self) -> None:

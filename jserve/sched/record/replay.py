@@ -134,9 +134,10 @@ class _RecordedGuides:
     def guide(self, request: Request, most: int) -> _RecordedGuide | None:
         if not request.params.guided:
             return None
-        index = self._n_choices.get(request.id, 0)
-        self._n_choices[request.id] = (index + 1) % request.params.n
-        return _RecordedGuide(self, (request.id, index))
+        choices = request.open_choices
+        nth = self._n_choices.get(request.id, 0)
+        self._n_choices[request.id] = (nth + 1) % len(choices)
+        return _RecordedGuide(self, (request.id, choices[nth]))
 
     def start_masks(self) -> None: ...
 
@@ -174,6 +175,9 @@ class _RecordedGuide:
     def take(self, drawn: Seq[int]) -> Verdict:
         said = self._guides.said[self._key]
         return said.popleft() if said else Verdict()
+
+    def resume(self, said: Seq[int]) -> Verdict:
+        return self.take(said)
 
 
 def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> list[Output]:

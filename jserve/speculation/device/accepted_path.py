@@ -34,7 +34,7 @@ def straightened(
     """The KV with the entries of each row's path at the row's first places."""
     new = (view.write_page_T[: view.D * view.J], view.write_off_T[: view.D * view.J])
     old = along(view, path_DJ, new)
-    return [attn.move(layer, old, new) for layer in kv]
+    return [attn.moved(layer, old, new) for layer in kv]
 
 
 def along(view: StepView, path_DJ: jax.Array, tree: Any) -> Any:

@@ -123,7 +123,7 @@ class Drafter:
     def kv_layers(self) -> tuple[KVLayer, ...]:
         """The KV that each of its own layers keeps of a token; none where it has no layers."""
         layers = self.arch.kv_layers if self.advance is not None else ()
-        return tuple(replace(layer, replicated=self.replicated) for layer in layers)
+        return tuple(replace(x, replicated=x.replicated or self.replicated) for x in layers)
 
 
 def kv_layout(

@@ -26,7 +26,8 @@ from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
-from jserve.model.layers import attend_normed, embed, ffn_block, rms_norm, unembed
+from jserve.model.layers import attend_normed, embed, ffn_block, unembed
+from jserve.model.norms import rms_norm
 from jserve.model.shard import Axes, ParamSpec, Part
 from jserve.model.view import StepView
 from jserve.speculation.drafters.drafter import Drafter, Seen, Target

@@ -40,6 +40,11 @@ def read_head(method: str, source: Source, target: Arch) -> tuple[Drafter, Calla
         raise ConfigError(
             f"{source.directory}: heads are read from safetensors only", field="speculative.model"
         )
+    if source.config.get("quantization_config"):
+        raise ConfigError(
+            f"{source.directory.name}: quantization_config of a head is not supported",
+            field="quantization_config",
+        )
     head = READERS[method](HeadFiles(source), target)
     specs, unread = head.drafter.specs, head.unread
     finish = partial(_refuse_unused, unread)

@@ -26,6 +26,7 @@ from jserve.speculation.drafters.drafter import REPLICATED, Drafter, split_over
 from jserve.speculation.drafters.prompt_lookup import ngram
 from jserve.weights.loader import load
 from jserve.weights.place import tp_size
+from jserve.weights.quant.scheme import scheme_of
 from jserve.weights.source import Source
 
 MAX_DRAFTS = 15
@@ -151,6 +152,11 @@ def load_speculation(
 
 
 def _draft_model(source: Source, target: Arch) -> FoundDrafter:
+    if scheme_of(source.config, "float32") is not None:
+        raise ConfigError(
+            f"{source.name}: quantization_config of a draft model is not supported",
+            field="quantization_config",
+        )
     family = family_for(source.config)
     arch = family.arch(source.config)
     return FoundDrafter(draft_model(family, arch, target), partial(load, family, arch, source))

@@ -18,7 +18,7 @@ from jserve.model import draft_tree as tree
 from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
 from jserve.model.families.llama import FAMILY as LLAMA
-from jserve.model.layers import rms_norm
+from jserve.model.norms import rms_norm
 from jserve.model.rope import rope_tables, rotate
 from jserve.model.shard import Axes
 from jserve.model.slots import empty

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jserve.errors import BadRequest
-from jserve.model import attn_xla, draft_tree as tree, draws, step as step_module
+from jserve.model import attn_blocks, draft_tree as tree, draws, step as step_module
 from jserve.speculation.device import accepted_path, draft_passes, verify
 from tests.speculation.device import host_drafts
 from tests.speculation.device.chances import (
@@ -223,14 +223,14 @@ def plant(monkeypatch: Any, bug: str) -> None:
         case "one key for all places":
             set_(step_module, "draws_of", _changed_draws(one_key))
         case "attention mask forgotten":
-            set_(attn_xla, "seen_in_tree", _attended(sees_all))
+            set_(attn_blocks, "seen_in_tree", _attended(sees_all))
         case "branch with a wrong parent, accepted":
             wrong = tree.mask_of(WRONG_WALK)
             set_(accepted_path, "accept_tree", lambda *args: verify.accept_tree(*args[:3], wrong))
         case "branch with a wrong parent, attended":
             wrong = tree.mask_of(WRONG_VIEW)
             set_(
-                attn_xla,
+                attn_blocks,
                 "seen_in_tree",
                 _attended(lambda mask: wrong if len(mask.depth) == 6 else mask),
             )

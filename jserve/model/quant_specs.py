@@ -1,0 +1,124 @@
+"""The quantised parameters of a family: its specs, with a ``QTensor`` of specs in place of a matrix.
+
+It owns the names under which the loader asks for the parts of a quantised matrix, and what becomes of forms where
+several tensors make one parameter or devices share its inputs::
+
+    qkv  [K, G+2, H, D]   q_proj k_proj v_proj    QTensor   q      [K, G+2, H, D]        q_proj.weight:q      ...
+                                                            scale  [K, G+2, H, groups]   q_proj.weight:scale  ...
+
+A scale lies where its row does, so heads that are repeated, or split over devices, take theirs along.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jserve.model.arch import Arch
+from jserve.model.family import Family
+from jserve.model.quant import KINDS, PACKED, Form, QTensor
+from jserve.model.shard import ParamSpec, Part, is_spec
+
+FormOf = Callable[[str, int], Form | None]
+"""(module of a checkpoint: a tensor without ``.weight``, its inputs) -> its form; None: it is not quantised."""
+
+WEIGHT = ".weight"
+NUMBERS, SCALE, ZERO = ":q", ":scale", ":zero"
+"""Endings of the tensors that a quantised matrix consists of, whatever a file calls them."""
+MULTIPLIED = ("qkv", "o", "gate_up", "down", "unembed")
+"""The parameters that ``dot`` multiplies. Tables that rows are read from stay as they are."""
+DEVIATION = 36.0
+"""Of dummy integers: they stay within 8 bits."""
+
+
+def quantised_specs(family: Family, form_of: FormOf) -> Family:
+    """``family`` with the matrices of its layers and head as ``form_of`` says."""
+    return replace(family, specs=partial(_specs, family, form_of), wide=family)
+
+
+def _specs(family: Family, form_of: FormOf, arch: Arch, tp: int) -> Any:
+    def one(path: Any, spec: ParamSpec) -> Any:
+        name = getattr(path[-1], "key", None)
+        if name not in MULTIPLIED:
+            return spec
+        form = common([form_of(stem(part.name), spec.shape[-1]) for part in spec.parts])
+        return spec if form is None else quantised_spec(spec, _fitted(form, spec, tp))
+
+    return jax.tree_util.tree_map_with_path(one, family.specs(arch, tp), is_leaf=is_spec)
+
+
+def stem(tensor: str) -> str:
+    """The module of a tensor: its name without ``.weight``."""
+    return tensor.removesuffix(WEIGHT)
+
+
+def common(forms: list[Form | None]) -> Form | None:
+    """The form that holds all of these exactly; None where one is not quantised, or kinds do not go together."""
+    first, whole = forms[0], [form for form in forms if form is not None]
+    if first is None or len(whole) < len(forms) or len({f.rounded for f in whole}) > 1:
+        return None
+    kinds = {form.kind for form in whole}
+    if len(kinds) > 1 and "e4m3" in kinds:
+        return None
+    return replace(
+        first,
+        kind="int8" if len(kinds) > 1 else first.kind,
+        group=math.gcd(*(form.group for form in whole)),
+        zeros=any(form.zeros for form in whole),
+    )
+
+
+def _fitted(form: Form, spec: ParamSpec, tp: int) -> Form:
+    """``form`` for a device's share of the inputs: groups that devices would cut become smaller ones of the same
+    scales."""
+    split = tp if spec.axes[-1] in ("kv_heads", "ffn") else 1
+    D = spec.shape[-1] // split
+    kind = "int8" if form.kind == "int4" and D % PACKED else form.kind
+    fitted = replace(form, kind=kind, group=math.gcd(form.group, D) if form.group else 0)
+    return replace(fitted, made_as=form) if form.method and fitted != form else fitted
+
+
+def quantised_spec(spec: ParamSpec, form: Form) -> QTensor:
+    """The specs of a matrix in this form."""
+    D = spec.shape[-1]
+    groups = form.groups(D)
+    packed = form.kind == "int4"
+    scale = replace(
+        _with_inputs(spec, groups, SCALE),
+        axes=(*spec.axes[:-1], spec.axes[-1] if form.group else None),
+        dtype=jnp.float32,
+        init=0.0,
+        init_mean=spec.init / (3.0 if packed else DEVIATION),
+    )
+    return QTensor(
+        q=replace(
+            _with_inputs(spec, form.stored(D), NUMBERS),
+            dtype=jnp.dtype(KINDS[form.kind]),
+            init=DEVIATION,
+            init_mean=128.0 if packed else 0.0,
+        ),
+        scale=scale,
+        zero=_zero_of(scale) if form.zeros else None,
+        form=form,
+    )
+
+
+def _zero_of(scale: ParamSpec) -> ParamSpec:
+    parts = tuple(replace(p, name=p.name.removesuffix(SCALE) + ZERO) for p in scale.parts)
+    return replace(scale, parts=parts, init_mean=0.0, dtype=jnp.dtype(jnp.int8))
+
+
+def _with_inputs(spec: ParamSpec, n: int, ending: str) -> ParamSpec:
+    """``spec`` with ``n`` numbers to a row."""
+
+    def part(of: Part) -> Part:
+        view, shape = (*of.view[:-1], n), (*of.shape[:-1], n)
+        return replace(of, name=of.name + ending, shape=shape, view=view)
+
+    return replace(spec, shape=(*spec.shape[:-1], n), parts=tuple(map(part, spec.parts)))

@@ -1,0 +1,91 @@
+"""A quantised matrix on the host, as a reader of a format gives it.
+
+It owns the bits: values inside words, and the packing that ``model.quant`` multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jserve.model.quant import PACKED, Form
+from jserve.weights.hf import Tensors
+
+E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""The sixteen numbers of 4-bit floats, twice: whole numbers hold them exactly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """w[n, d] = (q[n, d] - zero[n, d // g]) * scale[n, d // g], where g = D / groups."""
+
+    q: np.ndarray
+    """int8[N, D], or float8_e4m3fn."""
+    scale: np.ndarray
+    """float32[N, groups]."""
+    zero: np.ndarray | None = None
+    """int8[N, groups]; None: 0."""
+
+    def widened(self) -> np.ndarray:
+        """float32[N, D]."""
+        N, D = self.q.shape
+        groups = self.scale.shape[1]
+        wide = self.q.astype(np.float32).reshape(N, groups, D // groups)
+        if self.zero is not None:
+            wide -= self.zero[..., None]
+        return (wide * self.scale[..., None]).reshape(N, D)
+
+
+class Modules(Protocol):
+    """The quantised modules of a model."""
+
+    def form_of(self, module: str, D: int) -> Form | None:
+        """The form of a module with ``D`` inputs; None: it is not quantised."""
+        ...
+
+
+class Reader(Protocol):
+    """One format: which tensors a matrix has in a file, and what they mean."""
+
+    def check(self, tensors: Tensors, stem: str) -> tuple[int, int]:
+        """(N, D) of a matrix, by headers alone.
+
+        Raises:
+            WeightsError: a tensor is missing, or of another shape or dtype.
+        """
+        ...
+
+    def read(self, tensors: Tensors, stem: str) -> Matrix:
+        """Raises WeightsError as ``check``, and for values that no such file has."""
+        ...
+
+
+def packed(q: np.ndarray) -> np.ndarray:
+    """uint8[N, D / 2] of int8[N, D], -8 to 7, as ``model.quant`` has them."""
+    N, D = q.shape
+    halves = (q + 8).astype(np.uint8).reshape(N, D // PACKED, 2, PACKED // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(N, D // 2)
+
+
+def fields(words: np.ndarray, bits: int) -> np.ndarray:
+    """The values of ``bits`` bits inside words, lowest first: uint8[..., n * per].
+
+    Args:
+        words: int32 or uint32[..., n]; 32 // bits values each, upper bits beyond them unused.
+    """
+    per = 32 // bits
+    shifts = np.arange(per, dtype=np.uint32) * np.uint32(bits)
+    values = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
+    return values.astype(np.uint8).reshape(*words.shape[:-1], -1)
+
+
+def dense_fields(words: np.ndarray, bits: int, n: int) -> np.ndarray:
+    """``n`` values of ``bits`` bits that lie end to end over the borders of words: uint8[..., n]."""
+    first = np.arange(n, dtype=np.int64) * bits
+    at, shift = first // 32, (first % 32).astype(np.uint64)
+    words = words.view(np.uint32).astype(np.uint64)
+    after = np.concatenate([words[..., 1:], np.zeros_like(words[..., :1])], axis=-1)
+    both = words[..., at] | after[..., at] << np.uint64(32)
+    return ((both >> shift) & np.uint64(2**bits - 1)).astype(np.uint8)

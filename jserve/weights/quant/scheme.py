@@ -1,0 +1,115 @@
+"""Finds the scheme of a quantised model: of its checkpoint, or of ``--quantization`` on load.
+
+It owns the choice of the format and the account of which modules it covers. Each format reads its own section of the
+config and has a reader of its tensors (``jserve.weights.quant.FORMAT``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jserve.errors import ConfigError
+from jserve.model.family import Family
+from jserve.model.hf_config import DECODED
+from jserve.model.quant import Form
+from jserve.model.quant_specs import quantised_specs
+from jserve.weights.quant import awq, compressed, fp8, gptq
+from jserve.weights.quant.matrix import Modules, Reader
+from jserve.weights.quant.on_load import on_load
+from jserve.weights.quant.values import FIELD, refuse
+
+FORMATS = {
+    "awq": awq.read,
+    "compressed-tensors": compressed.read,
+    "fp8": fp8.read,
+    "gptq": gptq.read,
+}
+"""``quant_method`` -> (its section of config.json, dtype of the model) -> (modules, reader)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """The quantised modules of a model, and who reads them."""
+
+    name: str
+    """As ``--quantization`` or ``quant_method`` has it."""
+    modules: Modules
+    reader: Reader
+    on_load: bool = False
+    """The checkpoint is not quantised; its matrices are when they are loaded."""
+    widened: bool = False
+    """The checkpoint is quantised, and served as if it were not."""
+
+    def form_of(self, module: str, D: int) -> Form | None:
+        """The form in which a module with ``D`` inputs is served; None: it is not quantised."""
+        return None if self.widened else self.modules.form_of(module, D)
+
+    def stored(self, module: str, D: int) -> bool:
+        """True if the checkpoint has this module in quantised form."""
+        return not self.on_load and self.modules.form_of(module, D) is not None
+
+
+def scheme_of(
+    config: Mapping[str, Any], dtype: Any, asked: str = "", options: str = ""
+) -> Scheme | None:
+    """The scheme of a model; None: it is served as ``dtype``.
+
+    Args:
+        config: config.json.
+        dtype: of the model.
+        asked: option ``quantization``: empty takes the checkpoint's, ``none`` widens a quantised one.
+        options: option ``quantization_config``: a JSON object, or empty.
+
+    Raises:
+        ConfigError: the checkpoint's format is unknown or has what jserve does not read, or the options do not go
+            with it; ``field`` is the key or the option.
+    """
+    found, name = _stated(config, jnp.dtype(dtype).name), jnp.dtype(dtype).name
+    given = _options(options)
+    if asked in ("", "none"):
+        if given:
+            raise ConfigError("quantization_config needs quantization", field="quantization_config")
+        return found and replace(found, widened=asked == "none")
+    if found is not None:
+        why = f"the checkpoint is quantised already ({found.name}); leave the option out, or 'none'"
+        raise ConfigError(f"quantization {asked}: {why}", field="quantization")
+    made = on_load(asked, name, given)
+    return Scheme(name=asked, modules=made, reader=made, on_load=True)
+
+
+def _options(text: str) -> Mapping[str, Any]:
+    try:
+        given = json.loads(text) if text else {}
+    except ValueError:
+        given = None
+    if not isinstance(given, Mapping):
+        raise ConfigError("quantization_config must be a JSON object", field="quantization_config")
+    return given
+
+
+def _stated(config: Mapping[str, Any], dtype: str) -> Scheme | None:
+    given = config.get(FIELD)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        refuse("", f"{given!r} is no object")
+    method = given.get("quant_method")
+    if method == DECODED:
+        return None
+    if method not in FORMATS:
+        refuse("quant_method", f"{method!r} is not supported, only {', '.join(FORMATS)}")
+    found = FORMATS[method](given, dtype)
+    if found is None:
+        return None
+    modules, reader = found
+    return Scheme(name=method, modules=modules, reader=reader)
+
+
+def quantised(family: Family, scheme: Scheme | None) -> Family:
+    """``family`` with parameters quantised by ``scheme``."""
+    return family if scheme is None else quantised_specs(family, scheme.form_of)

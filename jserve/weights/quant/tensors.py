@@ -1,0 +1,97 @@
+"""The tensors of a checkpoint as a quantised model asks for them, whatever its format calls them.
+
+It owns the way from names of ``model.quant_specs`` to a reader of the format. A matrix is read whole and kept until
+a few others were asked for: its numbers and its scales are two parameters.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+
+from jserve.model.quant_specs import NUMBERS, SCALE, WEIGHT, ZERO, stem
+from jserve.weights.hf import FLOATS, Kinds, Tensors
+from jserve.weights.quant.matrix import Matrix, packed
+from jserve.weights.quant.scheme import Scheme
+from jserve.weights.safetensors import broken
+
+KEPT = 4
+"""Matrices that are kept: the most that make one parameter, and one more."""
+
+
+class QuantisedTensors:
+    """``tensors`` as the loader reads them: their quantised matrices by ``scheme``, all else as it is."""
+
+    __slots__ = ("_kept", "_scheme", "_tensors", "widened")
+
+    def __init__(self, tensors: Tensors, scheme: Scheme) -> None:
+        self._tensors, self._scheme = tensors, scheme
+        self._kept: OrderedDict[str, Matrix] = OrderedDict()
+        self.widened: set[str] = set()
+        """Quantised modules that were asked for in the type of the model."""
+
+    def check(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> None:
+        """As ``Tensors.check``."""
+        module, ending = _parts(name)
+        if not self._quantised(module, ending, shape):
+            self._tensors.check(name, shape, kinds)
+            return
+        N, D = self._scheme.reader.check(self._tensors, module)
+        inputs = shape[1] if ending in ("", NUMBERS) else D
+        if shape[0] != N or inputs not in (D, D // 2 if ending else D):
+            why = f"shape {(N, D)}, the config asks for {(shape[0], inputs)}"
+            raise broken(self.path(name), why, module)
+
+    def get(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> np.ndarray:
+        """As ``Tensors.get``; scales repeated where ``shape`` has more than the file."""
+        module, ending = _parts(name)
+        if not self._quantised(module, ending, shape):
+            return self._tensors.get(name, shape, kinds)
+        self.check(name, shape, kinds)
+        matrix = self._matrix(module)
+        if not ending:
+            self.widened.add(module)
+            return matrix.widened()
+        if ending == NUMBERS:
+            return matrix.q if shape[1] == matrix.q.shape[1] else packed(matrix.q)
+        found = matrix.scale if ending == SCALE else matrix.zero
+        if found is None:
+            return np.zeros(shape, np.int8)
+        return found.repeat(shape[1] // found.shape[1], axis=1)
+
+    def path(self, name: str) -> Path:
+        """The file that holds tensor ``name``, or the first one of a quantised matrix."""
+        module, _ = _parts(name)
+        found = [n for n in self._tensors.names() if module and module in n]
+        return self._tensors.path(name if name in found or not found else found[0])
+
+    def has(self, name: str) -> bool:
+        """As ``Tensors.has``; parts of a quantised matrix are always there, or ``check`` says what is missing."""
+        return bool(_parts(name)[1]) or self._tensors.has(name)
+
+    def drop_pages(self) -> None:
+        self._tensors.drop_pages()
+
+    def _quantised(self, module: str, ending: str, shape: tuple[int, ...]) -> bool:
+        """True if the reader gives this tensor."""
+        if ending or not module or len(shape) != 2:
+            return bool(ending)
+        return self._scheme.stored(module, shape[1])
+
+    def _matrix(self, module: str) -> Matrix:
+        if module not in self._kept:
+            self._kept[module] = self._scheme.reader.read(self._tensors, module)
+        self._kept.move_to_end(module)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[module]
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """(module, ending) of a tensor that ``quant_specs`` names; ("", "") of one that is no weight."""
+    for ending in (NUMBERS, SCALE, ZERO):
+        if name.endswith(WEIGHT + ending):
+            return stem(name.removesuffix(ending)), ending
+    return (stem(name), "") if name.endswith(WEIGHT) else ("", "")

@@ -1,0 +1,141 @@
+"""Products of quantised matrices against float64, and what they must not depend on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jserve.model.dot import dot, gate_up
+from jserve.model.quant import LARGEST, Form, QTensor, integers, rounded, widened
+from jserve.weights.quant.matrix import packed
+
+N, D = 24, 128
+FORMS = {
+    "int8": Form(kind="int8"),
+    "int8 groups": Form(kind="int8", group=32, zeros=True),
+    "int4": Form(kind="int4", group=32),
+    "int4 zeros": Form(kind="int4", group=64, zeros=True),
+    "e4m3": Form(kind="e4m3"),
+    "e4m3 groups": Form(kind="e4m3", group=16),
+    "int8 rounded": Form(kind="int8", rounded=True),
+    "int8 groups rounded": Form(kind="int8", group=32, zeros=True, rounded=True),
+    "e4m3 rounded": Form(kind="e4m3", rounded=True),
+    "e4m3 groups rounded": Form(kind="e4m3", group=32, rounded=True),
+}
+rng = np.random.default_rng(0)
+
+
+def tensor(form: Form, rows: tuple[int, ...] = (N,)) -> tuple[QTensor, np.ndarray]:
+    """A matrix in this form, and what it stands for in float64."""
+    B = form.groups(D)
+    top = {"int8": 127, "int4": 7, "e4m3": 1}[form.kind]
+    q = rng.integers(-top - 1, top + 1, (*rows, D))
+    numbers: Any = q.astype(np.int8)
+    if form.kind == "e4m3":
+        numbers = np.asarray(jnp.asarray(rng.normal(0, 60, (*rows, D)), jnp.float8_e4m3fn))
+        q = numbers.astype(np.float64)
+    scale = rng.uniform(0.01, 0.1, (*rows, B)).astype(np.float32)
+    zero = rng.integers(-8, 8, (*rows, B)).astype(np.int8) if form.zeros else None
+    at = np.arange(D) // (D // B)
+    exact = (q - (0 if zero is None else zero[..., at])) * scale[..., at].astype(np.float64)
+    if form.kind == "int4":
+        numbers = packed(numbers.reshape(-1, D)).reshape(*rows, D // 2)
+    made = QTensor(
+        q=jnp.asarray(numbers),
+        scale=jnp.asarray(scale),
+        zero=None if zero is None else jnp.asarray(zero),
+        form=form,
+    )
+    return made, exact
+
+
+def exact_product(x: np.ndarray, w: np.ndarray, form: Form) -> np.ndarray:
+    """In float64, of activations rounded as the form says."""
+    if form.rounded:
+        x_TBG = x.reshape(len(x), form.groups(D), -1)
+        q, s = rounded(jnp.asarray(x_TBG), form.kind)
+        x = (np.asarray(q).astype(np.float64) * np.asarray(s)[..., None]).reshape(len(x), D)
+    return x.astype(np.float64) @ w.reshape(-1, D).T
+
+
+def error(got: Any, want: np.ndarray) -> float:
+    return float(np.max(np.abs(np.asarray(got, np.float64) - want)) / np.max(np.abs(want)))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products(name: str, dtype: str):
+    form = replace(FORMS[name], dtype=dtype)
+    w, exact = tensor(form)
+    assert w.shape == (N, D)
+    for T in (1, 2, 7, 16, 17, 40):
+        x = rng.standard_normal((T, D)).astype(np.float32)
+        want = exact_product(x, exact, form)
+        exactly = dtype == "float32" or form.rounded
+        assert error(dot(jnp.asarray(x), w), want) < (2e-6 if exactly else 6e-3), T
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_widened_is_exact(name: str):
+    form = replace(FORMS[name], dtype="float32")
+    w, exact = tensor(form, (3, 5))
+    assert w.shape == (3, 5, D)
+    np.testing.assert_array_equal(np.asarray(widened(w)), exact.astype(np.float32))
+
+
+def test_packed_numbers_are_read_in_their_order():
+    q = rng.integers(-8, 8, (5, 96)).astype(np.int8)
+    w = QTensor(q=packed(q), scale=np.ones((5, 1), np.float32), zero=None, form=Form(kind="int4"))
+    np.testing.assert_array_equal(np.asarray(integers(w)), q)
+    first = np.asarray(w.q)[0, :16]
+    np.testing.assert_array_equal(first & 15, q[0, :16] + 8)
+    np.testing.assert_array_equal(first >> 4, q[0, 16:32] + 8)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_row_does_not_depend_on_the_others(name: str):
+    form = replace(FORMS[name], dtype="float32")
+    w, _ = tensor(form)
+    x = rng.standard_normal((40, D)).astype(np.float32)
+    x[3] *= 1e6
+    product = jax.jit(dot)
+    alone = [np.asarray(product(jnp.asarray(x[i : i + 2]), w))[0] for i in range(0, 20, 2)]
+    together = np.asarray(product(jnp.asarray(x), w))[0:20:2]
+    if form.rounded and form.kind == "int8" and not form.group:
+        np.testing.assert_array_equal(together, alone)
+    else:
+        np.testing.assert_allclose(together, alone, rtol=2e-6, atol=1e-4)
+
+
+def test_a_gated_product_is_that_of_its_halves():
+    form = replace(FORMS["int4"], dtype="float32")
+    w, exact = tensor(form, (2, N))
+    x = rng.standard_normal((5, D)).astype(np.float32)
+    gate, up = (x @ exact[i].T for i in range(2))
+    want = gate / (1 + np.exp(-gate)) * up
+    assert error(gate_up(jnp.asarray(x), w), want) < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.sampled_from([1, 4]), st.integers(0, 2**31))
+def test_rounded_activations(T: int, B: int, seed: int):
+    x = np.random.default_rng(seed).standard_normal((T, B, 32)).astype(np.float32) * 10
+    x[0] = 0
+    for kind in ("int8", "e4m3"):
+        q, scale = (np.asarray(a) for a in rounded(jnp.asarray(x), kind))
+        assert (scale > 0).all()
+        top = np.abs(x).max(-1)
+        np.testing.assert_allclose(scale[top > 0] * LARGEST[kind], top[top > 0], rtol=1e-6)
+        off = np.abs(q.astype(np.float32) * scale[..., None] - x)
+        allowed = (
+            scale[..., None] * 0.5
+            if kind == "int8"
+            else np.maximum(np.abs(x) / 16, scale[..., None] / 512)
+        )
+        assert (off <= allowed * 1.001).all()

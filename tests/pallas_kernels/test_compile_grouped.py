@@ -1,0 +1,88 @@
+"""Mixtures of experts compiled for an H200 that is not there. Skipped without the CUDA plugin (see conftest)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import aot
+from pallas_kernels.grouped_matmul import Activation, Experts, grouped_mlp
+from pallas_kernels.grouped_matmul.api import tiles_of
+from pallas_kernels.grouped_matmul.hopper import Tile
+from tests.pallas_kernels import tma
+from tests.pallas_kernels.experts import MIXTURES, Mixture
+from tests.pallas_kernels.test_compile import check_descriptors, check_registers
+
+pytestmark = pytest.mark.usefixtures("h200")
+
+CLAMPED = Activation(name="clamped")
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {"E": 128, "X": 8, "D": 2048, "F": 768},
+    "gpt-oss-20b": {"E": 32, "X": 4, "D": 2880, "F": 2880, "activation": CLAMPED, "bias": True},
+    "mixtral-8x7b": {"E": 8, "X": 2, "D": 4096, "F": 14336},
+    "deepseek-v2-lite": {"E": 64, "X": 6, "D": 2048, "F": 1408},
+}
+SHAPES = {f"{name}, {T}": Mixture(T=T, **m) for name, m in MODELS.items() for T in (8, 64, 8192)}
+FEW = {"qwen3-30b-a3b, 64", "gpt-oss-20b, 64", "mixtral-8x7b, 8192"}
+
+
+def shapes(m: Mixture) -> tuple[Any, Any, Experts]:
+    def of(*shape: int, dtype: Any = m.dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    biases = (of(m.E, 2, m.F), of(m.E, m.D)) if m.bias else (None, None)
+    experts = Experts(of(m.E, 2, m.F, m.D), of(m.E, m.D, m.F), *biases)
+    return of(m.T, m.D), of(m.T, m.X, dtype=jnp.int32), experts
+
+
+def compiled(m: Mixture) -> tuple[aot.Report, tuple[Tile, Tile], list[tma.Descriptor]]:
+    args = shapes(m)
+    with tma.recorded() as descriptors:
+        report = aot.compile_for(lambda x, chosen, e: grouped_mlp(x, chosen, e, m.spec()), *args)
+    return report, tiles_of(*args, m.spec())[1:], descriptors
+
+
+def check(m: Mixture) -> aot.Report:
+    report, tiles, descriptors = compiled(m)
+    check_descriptors(descriptors)
+    assert len(descriptors) == 6, "weights, tokens and result of each product"
+    assert len(report.kernels) == 2
+    for kernel, tile in zip(report.kernels, tiles, strict=True):
+        check_registers(kernel, tile.warpgroups, 1)
+    assert report.spills == 0, report.kernels
+    assert not report.ignored
+    assert 0 < report.smem_bytes <= aot.SMEM_LIMIT
+    assert not report.sorts()
+    return report
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_variants(name: str) -> None:
+    check(MIXTURES[name])
+
+
+@pytest.mark.parametrize("name", [n for n in SHAPES if n in FEW])
+def test_models(name: str) -> None:
+    check(SHAPES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in SHAPES if n not in FEW])
+def test_more_models(name: str) -> None:
+    check(SHAPES[name])
+
+
+def test_matrices_are_read_by_the_kernels_alone() -> None:
+    """Nothing copies, widens or gathers them; one launch, a CUDA graph; scratch is rows of tokens."""
+    m = SHAPES["qwen3-30b-a3b, 64"]
+    report = check(m)
+    read = {n: k for n, k in report.module.reads("e").items() if report.module.size(n) > 1 << 20}
+    assert read == {"e.gate_up_E2FD": 1, "e.down_EDF": 1}, read
+    rows = 192 * 8
+    assert report.temp_bytes < rows * (m.D * (2 + 4) + m.F * 2) * 1.2
+    assert not report.copies(1 << 24)
+    assert not re.search("kWhile|kConditional", report.thunks)
