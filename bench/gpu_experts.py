@@ -80,7 +80,7 @@ def step(layer: Layer, expert_TX: np.ndarray, seed: int) -> Step:
 
         return jax.jit(random)(next(keys))
 
-    (T, X), (E, _, D, F, _, bias) = expert_TX.shape, layer
+    (T, X), (_, _, D, F, _, bias) = expert_TX.shape, layer
     experts = Experts(draw(2, F, D, size=D**-0.5), draw(D, F, size=F**-0.5))
     if bias:
         experts = experts._replace(gate_up_bias_E2F=draw(2, F), down_bias_ED=draw(D))
