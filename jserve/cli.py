@@ -233,6 +233,10 @@ def simulate(
     ] = True,
     retries: Annotated[int, typer.Option(help="times a refused client sends again", min=0)] = 0,
     jitter: Annotated[float, typer.Option(help="sigma of a log-normal step time", min=0.0)] = 0.0,
+    replicas: Annotated[int, typer.Option(help="engines behind one router", min=1)] = 1,
+    router: Annotated[
+        str, typer.Option(help="seconds, lmetric, p2c, round_robin or random")
+    ] = "seconds",
     slo_ttft_ms: Annotated[float, typer.Option(help="good: first token within")] = float("inf"),
     slo_tpot_ms: Annotated[float, typer.Option(help="good: mean token time within")] = float("inf"),
     sweep: Annotated[str, typer.Option(help="option=a,b,c: one run per value")] = "",

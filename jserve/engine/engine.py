@@ -108,7 +108,12 @@ class Engine:
     @property
     def n_waiting(self) -> int:
         """Sequences and messages that have not been admitted."""
-        return self.scheduler.n_waiting + len(self._inbox) + len(self._anteroom)
+        return self.scheduler.n_waiting + self.n_unread + len(self._anteroom)
+
+    @property
+    def n_unread(self) -> int:
+        """Messages that no step has read yet."""
+        return len(self._inbox)
 
     @property
     def max_waiting(self) -> int:

@@ -23,6 +23,7 @@ Time is what ``advance`` was told last: nothing here reads a clock, so a replay 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 
@@ -36,8 +37,16 @@ from jserve.types import PageMove
 from jserve.window import Window
 
 
+class PageListener(Protocol):
+    """Hears which pages of the device can be found, by the digest of all tokens up to their end."""
+
+    def added(self, digest: bytes) -> None: ...
+
+    def removed(self, digest: bytes) -> None: ...
+
+
 class PageCache:
-    """Facade over ``PagePool``, ``PageTable`` and ``RadixTree``."""
+    """Facade over ``PagePool``, ``PageTable`` and ``RadixTree``. ``listener`` hears of findable pages."""
 
     def __init__(
         self,
@@ -58,6 +67,7 @@ class PageCache:
         self.table = PageTable(n_slots, pages_per_slot)
         self.tree = RadixTree(page_size, self.window)
         self.tier = HostTier(n_host_pages) if n_host_pages else None
+        self.listener: PageListener | None = None
         self.now = 0.0
 
     def advance(self, now: float) -> None:
@@ -230,6 +240,8 @@ class PageCache:
                 node, made = self.tree.descend(node, tuple(tokens[i * Z : (i + 1) * Z]), page)
                 if made:
                     self.pool.refs[page] += 1
+                    if self.listener is not None:
+                        self.listener.added(digest_of(node))
         lease.node = node
         lease.n_published = max(lease.n_published, full)
         lease.next_full = (lease.n_published + 1) * Z
@@ -251,22 +263,34 @@ class PageCache:
 
     def evict(self, n: int) -> int:
         """Forget up to ``n`` cached pages that nobody holds; gives how many."""
-        pages = self.tree.evict(n, self.now, self._save if self.tier is not None else None)
+        pages = self.tree.evict(n, self.now, self._leaves if self._heard else None)
         self.pool.drop(pages)
         return len(pages)
 
     def clear(self, *, same_weights: bool = True) -> int:
         """Forget everything that no lease and no pin holds, in the host tier too; what is on disk stays
         known while the weights are the same. Gives the pages that were forgotten."""
-        pages = self.tree.evict(self.tree.n_evictable)
+        told = None if self.listener is None else self._tell_removed
+        pages = self.tree.evict(self.tree.n_evictable, on_evict=told)
         self.pool.drop(pages)
         if self.tier is not None:
             self.tier.lose(same_weights=same_weights)
         return len(pages)
 
-    def _save(self, node: Node) -> None:
-        assert self.tier is not None
-        self.tier.save(digest_of(node), node.page)
+    @property
+    def _heard(self) -> bool:
+        """Somebody wants to know of pages that are evicted."""
+        return self.tier is not None or self.listener is not None
+
+    def _leaves(self, node: Node) -> None:
+        """``node`` is about to lose its page."""
+        if self.tier is not None:
+            self.tier.save(digest_of(node), node.page)
+        self._tell_removed(node)
+
+    def _tell_removed(self, node: Node) -> None:
+        if self.listener is not None:
+            self.listener.removed(digest_of(node))
 
     def snapshot(self, slots: list[int], n_tokens: int) -> np.ndarray:
         """int32[len(slots), ceil(n_tokens / Z)]: a copy of the table rows of ``slots``."""

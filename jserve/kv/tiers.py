@@ -28,6 +28,11 @@ from jserve.kv.radix import Node
 from jserve.types import PageFetch, PageMove
 
 
+def root_digest(key: tuple) -> bytes:
+    """16 bytes that name the empty prefix of a tenant, salt and adapter."""
+    return hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+
+
 def digest_of(node: Node) -> bytes:
     """16 bytes that name the prefix which ends at ``node``; kept in the node."""
     path = []
@@ -35,7 +40,7 @@ def digest_of(node: Node) -> bytes:
         path.append(node)
         node = node.parent
     if not node.digest:
-        node.digest = hashlib.blake2b(repr(node.key).encode(), digest_size=16).digest()
+        node.digest = root_digest(node.key)
     digest = node.digest
     for below in reversed(path):
         digest = below.digest = next_digest(digest, below.key)

@@ -27,7 +27,7 @@ from jserve.sched.record import journal
 from jserve.sched.record.journal import Arrival, Cancelled, Committed, Decision, Event, Planned
 from jserve.sched.record.replay import Diverged
 from jserve.sim.device import SimClock
-from jserve.sim.simulate import Setup, Simulation
+from jserve.sim.simulate import Clients, Setup, Simulation
 from jserve.sim.trace import PromptPiece, TraceItem
 from jserve.types import Finish, Request, Sequence, StepPlan, StepResult
 
@@ -275,8 +275,9 @@ def verify(path: Path, setup: Setup, limits: RunnerLimits) -> Verified:
     tape = _Tape(list(events(path)), path)
     setup = dataclasses.replace(setup, journal=tape)
     claims = {e.step: e.device_us for e in tape.events if isinstance(e, Committed)}
+    clients = Clients((), setup)
     simulation = Simulation(
-        (), setup, limits, clock=SimClock(), readings=tape.reading, claims=claims
+        setup, limits, clients, clock=SimClock(), readings=tape.reading, claims=claims
     )
     while not tape.over:
         before = tape.at
@@ -285,7 +286,7 @@ def verify(path: Path, setup: Setup, limits: RunnerLimits) -> Verified:
                 simulation.send(trace[event.request.id], event.request.arrival)
             else:
                 simulation.engine.cancel(event.id, event.index)
-        simulation.receive(simulation.engine.step())
+        clients.receive(simulation.engine.step(), simulation.clock.now)
         if tape.at == before:
             raise Diverged(f"event {before + 1}: the engine makes no progress")
     return Verified(n_requests=len(trace), n_steps=simulation.scheduler.n_steps)

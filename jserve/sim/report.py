@@ -66,6 +66,7 @@ def summarise(run: Run, slo: Slo) -> Report:
         "host": _host(run),
         "queue": _queue(run),
         "unsent_turns": run.records.n_unsent,
+        "replicas": _replicas(run),
         "lanes": {
             name: _lane(done, _gaps(run, name), slo, run.seconds) for name, done in groups.items()
         },
@@ -103,6 +104,19 @@ def _host(run: Run) -> dict[str, Any]:
         "saved_pages": int(counters["host_pages_saved_total"]),
         "loaded_pages": int(counters["host_pages_loaded_total"]),
         "moves_s": _round(run.moved_s),
+    }
+
+
+def _replicas(run: Run) -> dict[str, Any]:
+    """How evenly several engines were used; empty for one."""
+    tokens = run.by_replica
+    if not tokens:
+        return {}
+    mean = sum(tokens) / len(tokens)
+    return {
+        "n": len(tokens),
+        "computed_tokens": tokens,
+        "most_over_mean": _share(max(tokens), mean),
     }
 
 
@@ -247,7 +261,15 @@ def _line(report: Report) -> str:
         f" cache hits {_percent(cache['hit_rate'])}, {cache['evicted_pages']} pages evicted,"
         f" {report['preemptions']} preemptions, queue mean {queue['waiting_mean']:.1f}"
         f" max {queue['waiting_max']}, pages held at most {_percent(queue['pages_held_max'])}"
-        f"{_moved(report['host'])}"
+        f"{_moved(report['host'])}{_spread_over(report['replicas'])}"
+    )
+
+
+def _spread_over(replicas: dict[str, Any]) -> str:
+    if not replicas:
+        return ""
+    return (
+        f", {replicas['n']} replicas, the busiest {replicas['most_over_mean']:.2f} times the mean"
     )
 
 

@@ -1,6 +1,7 @@
 """Simulates the engine: its real loop, scheduler and page cache on a trace and a simulated device.
 
-It owns the clients: when each request is sent, sent again or given up, and what is written down of it.
+It owns the clients: when each request is sent, sent again or given up, and what is written down of it; several engines
+may serve them (``sim.fleet``).
 
 The clock jumps to the next arrival while the engine is idle; otherwise launches and collects move
 it (``sim.device``), and arrivals are read at the start of a step, as they are live::
@@ -66,6 +67,10 @@ class Setup:
     retries: int = 0
     """The number of times that a refused client sends again, after the stated or doubling seconds."""
     sample_s: float = 0.25
+    replicas: int = 1
+    """Engines of this kind, see ``sim.fleet``."""
+    router: str = "seconds"
+    """Chooses between them, one of ``fleet.router.POLICIES``."""
     journal: Journal | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +97,8 @@ class Run:
     """Of ``busy_s``, what pages took between device and host memory."""
     samples: list[tuple[float, int, int, int, int]] = field(default_factory=list)
     """(time, waiting, running, pages free, pages cached and unused)."""
+    by_replica: list[int] = field(default_factory=list)
+    """Tokens computed by each engine, where there are several."""
 
     @property
     def seconds(self) -> float:
@@ -130,14 +137,15 @@ def simulate(trace: Seq[TraceItem], setup: Setup, limits: RunnerLimits | None = 
         ConfigError: the device has no price for a step.
         Stuck: the scheduler leaves work behind.
     """
-    clock = SimClock()
-    simulation = Simulation(trace, setup, limits or limits_of(setup), clock=clock)
-    with _no_gc():
+    simulation = Simulation(
+        setup, limits or limits_of(setup), Clients(trace, setup), clock=SimClock()
+    )
+    with no_gc():
         return simulation.run()
 
 
 @contextlib.contextmanager
-def _no_gc() -> Iterator[None]:
+def no_gc() -> Iterator[None]:
     """Nothing here is cyclic, and looking through millions of tokens for cycles takes half the time."""
     was = gc.isenabled()
     gc.disable()
@@ -148,130 +156,66 @@ def _no_gc() -> Iterator[None]:
             gc.enable()
 
 
-class Simulation:
-    """One trace on one engine.
+class Clients:
+    """Those who send a trace: when each request is due, sent again or given up, and what follows from it.
 
     Args:
-        clock: simulated time; moved by the runner and, between steps, by this loop.
-        readings: what the scheduler gets instead, if not ``clock``.
-        claims: step times that results claim instead of the device's; see ``SimRunner``.
+        trace: requests; those that follow another are sent after its end.
+        setup: how often a refused client sends again, and how fast arrivals come.
     """
 
-    def __init__(
-        self,
-        trace: Seq[TraceItem],
-        setup: Setup,
-        limits: RunnerLimits,
-        *,
-        clock: SimClock,
-        readings: Clock | None = None,
-        claims: Mapping[int, float] | None = None,
-    ) -> None:
-        self.setup, self.clock = setup, clock
+    def __init__(self, trace: Seq[TraceItem], setup: Setup) -> None:
+        self.setup = setup
         self.streams, self.records = Streams(), Records()
-        self.runner = SimRunner(
-            limits,
-            setup.device.costs,
-            clock,
-            self._answer,
-            host_s=setup.device.host_s,
-            move_s=setup.device.move_s,
-            jitter=setup.jitter,
-            seed=setup.seed,
-            claims=claims,
-        )
-        self.scheduler = Scheduler(limits, setup.config, journal=setup.journal)
-        overlap = setup.config.scheduler.overlap
-        self.engine = Engine(self.scheduler, self.runner, overlap=overlap, clock=readings or clock)
-        self.samples: list[tuple[float, int, int, int, int]] = []
-        self._next_sample = 0.0
-        self._gate: deque[TraceItem] = deque()
         self._serial = itertools.count()
         self._heap: list[tuple[float, int, TraceItem, int | None, bool]] = []
         """(time, serial, item, choice, is a cancel)."""
         self._followers: dict[str, list[TraceItem]] = {}
+        self._ended: list[str] = []
         for item in trace:
             if item.after:
                 self._followers.setdefault(item.after, []).append(item)
             else:
                 self._push(item.at / setup.load, item)
-        self.began = self._heap[0][0] if self._heap else 0.0
-        clock.now = self.began
 
-    def run(self) -> Run:
-        """Until all is served."""
-        engine, idle = self.engine, 0
-        while True:
-            self.deliver(self.clock.now)
-            if engine.busy:
-                before = (engine.n_steps, engine.n_in_flight)
-                outputs = engine.step()
-                self.receive(outputs)
-                moved = outputs or before != (engine.n_steps, engine.n_in_flight)
-                idle = 0 if moved else self._wait(idle)
-            elif self._heap:
-                self.clock.now = max(self.clock.now, self._heap[0][0])
-            elif not self._gate:
-                return self.result()
+    @property
+    def next_at(self) -> float | None:
+        """When something is due next; None: never."""
+        return self._heap[0][0] if self._heap else None
 
-    def result(self) -> Run:
-        return Run(
-            records=self.records,
-            stats=self.scheduler.stats(),
-            n_evicted=self.scheduler.n_evicted,
-            n_steps=self.engine.n_steps,
-            n_tokens=self.runner.n_tokens,
-            busy_s=self.runner.busy_s,
-            counters=self.scheduler.counters(),
-            moved_s=self.runner.n_moves * self.runner.move_s,
-            began=self.began,
-            ended=self.clock.now,
-            samples=self.samples,
-        )
+    def due(self, now: float) -> Iterator[tuple[float, TraceItem, int | None, bool]]:
+        """(time, request, choice, hangs up) of what is due by ``now``."""
+        while self._heap and self._heap[0][0] <= now:
+            at, _, item, index, hangs_up = heapq.heappop(self._heap)
+            yield at, item, index, hangs_up
 
-    def deliver(self, now: float) -> None:
-        """Hand in what is due by ``now``; look around at times."""
-        heap = self._heap
-        while heap and heap[0][0] <= now:
-            at, _, item, index, hangs_up = heapq.heappop(heap)
-            if hangs_up:
-                self.engine.cancel(item.id, index)
-            elif self.setup.batching == "static":
-                self._gate.append(item)
-                self.records.sent(item, at)
-            else:
-                self.send(item, at)
-        if self._gate and not self.engine.busy:
-            for _ in range(min(len(self._gate), self.setup.config.scheduler.max_num_seqs)):
-                item = self._gate.popleft()
-                self.send(item, self.records.open[item.id].at)
-        if now >= self._next_sample:
-            self._sample(now)
-
-    def send(self, item: TraceItem, at: float) -> None:
-        """Hand one request to the engine; ``at`` is when its client sent it."""
+    def sent(self, item: TraceItem, at: float) -> Request:
+        """What the client of ``item`` sends at ``at``."""
         self.records.sent(item, at)
         request = request_of(item, self.streams, at)
-        if not self.setup.deadlines:
-            request = _without_deadlines(request)
         for seconds, index in item.cancels:
             self._push(at + seconds, item, index, hangs_up=True)
-        self.engine.submit(request)
+        return request if self.setup.deadlines else _without_deadlines(request)
 
-    def _push(
-        self, at: float, item: TraceItem, index: int | None = None, hangs_up: bool = False
-    ) -> None:
-        heapq.heappush(self._heap, (at, next(self._serial), item, index, hangs_up))
-
-    def receive(self, outputs: Seq[Output]) -> None:
+    def receive(self, outputs: Seq[Output], now: float) -> None:
         """Write down what each output says, and send what follows from it."""
-        now, records = self.clock.now, self.records.open
+        records = self.records.open
         for output in outputs:
             record = records[output.request_id]
             if output.token_ids:
                 record.times[output.index].append(now)
             if output.finish is not None:
                 self._end(record, output, now)
+
+    def take_ended(self) -> list[str]:
+        """Ids of requests that ended since the last call, those that are sent again among them."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _push(
+        self, at: float, item: TraceItem, index: int | None = None, hangs_up: bool = False
+    ) -> None:
+        heapq.heappush(self._heap, (at, next(self._serial), item, index, hangs_up))
 
     def _end(self, record: Record, output: Output, now: float) -> None:
         record.left -= 1
@@ -282,6 +226,7 @@ class Simulation:
         record.n_cached = max(record.n_cached, output.n_cached)
         if record.left:
             return
+        self._ended.append(record.item.id)
         if record.error in RETRIED and record.n_sent <= self.setup.retries:
             wait = output.retry_after or float(2 ** (record.n_sent - 1))
             self._push(now + wait, record.item)
@@ -297,23 +242,123 @@ class Simulation:
                 self.records.n_unsent += 1
                 self._follow(follower, False, now)
 
-    def _answer(self, choice: Choice) -> list[int]:
-        record = self.records.open[choice.request.id]
-        record.seq = self.scheduler.groups[choice.request.id][choice.index]
-        return self.streams.answer(record.item, choice.index)
 
-    def _wait(self, idle: int) -> int:
-        if idle > MAX_IDLE:
-            raise Stuck(f"work is left at {self.clock.now:.3f} s and nothing moves it")
-        soon = self.clock.now + IDLE_S
-        self.clock.now = min(soon, self._heap[0][0]) if self._heap else soon
-        return idle + 1
+class Simulation:
+    """One engine, and the clients of a trace.
 
-    def _sample(self, now: float) -> None:
+    Args:
+        clients: who sends, perhaps to other engines too.
+        clock: simulated time; moved by the runner and, between steps, by this loop.
+        readings: what the scheduler gets instead, if not ``clock``.
+        claims: step times that results claim instead of the device's; see ``SimRunner``.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        limits: RunnerLimits,
+        clients: Clients,
+        *,
+        clock: SimClock,
+        readings: Clock | None = None,
+        claims: Mapping[int, float] | None = None,
+    ) -> None:
+        self.setup, self.clock, self.clients = setup, clock, clients
+        self.runner = SimRunner(
+            limits,
+            setup.device.costs,
+            clock,
+            self._answer,
+            host_s=setup.device.host_s,
+            move_s=setup.device.move_s,
+            jitter=setup.jitter,
+            seed=setup.seed,
+            claims=claims,
+        )
+        self.scheduler = Scheduler(limits, setup.config, journal=setup.journal)
+        overlap = setup.config.scheduler.overlap
+        self.engine = Engine(self.scheduler, self.runner, overlap=overlap, clock=readings or clock)
+        self.samples: list[tuple[float, int, int, int, int]] = []
+        self._next_sample, self._idle = 0.0, 0
+        self._gate: deque[TraceItem] = deque()
+        self.began = clients.next_at or 0.0
+        clock.now = self.began
+
+    def run(self) -> Run:
+        """Until all is served."""
+        while True:
+            self.deliver(self.clock.now)
+            next_at = self.clients.next_at
+            if self.engine.busy:
+                self.advance()
+            elif next_at is not None:
+                self.clock.now = max(self.clock.now, next_at)
+            elif not self._gate:
+                return self.result()
+
+    def advance(self) -> None:
+        """One step of the engine; time passes where nothing moves."""
+        engine = self.engine
+        before = (engine.n_steps, engine.n_in_flight)
+        outputs = engine.step()
+        self.clients.receive(outputs, self.clock.now)
+        moved = outputs or before != (engine.n_steps, engine.n_in_flight)
+        self._idle = 0 if moved else self._wait()
+
+    def result(self) -> Run:
+        return Run(
+            records=self.clients.records,
+            stats=self.scheduler.stats(),
+            n_evicted=self.scheduler.n_evicted,
+            n_steps=self.engine.n_steps,
+            n_tokens=self.runner.n_tokens,
+            busy_s=self.runner.busy_s,
+            counters=self.scheduler.counters(),
+            moved_s=self.runner.n_moves * self.runner.move_s,
+            began=self.began,
+            ended=self.clock.now,
+            samples=self.samples,
+        )
+
+    def deliver(self, now: float) -> None:
+        """Hand in what is due by ``now``; look around at times."""
+        for at, item, index, hangs_up in self.clients.due(now):
+            if hangs_up:
+                self.engine.cancel(item.id, index)
+            elif self.setup.batching == "static":
+                self._gate.append(item)
+                self.clients.records.sent(item, at)
+            else:
+                self.send(item, at)
+        if self._gate and not self.engine.busy:
+            for _ in range(min(len(self._gate), self.setup.config.scheduler.max_num_seqs)):
+                item = self._gate.popleft()
+                self.send(item, self.clients.records.open[item.id].at)
+        if now >= self._next_sample:
+            self.samples.append((now, *self.seen()))
+            self._next_sample = now + self.setup.sample_s
+
+    def send(self, item: TraceItem, at: float) -> None:
+        """Hand one request to the engine; ``at`` is when its client sent it."""
+        self.engine.submit(self.clients.sent(item, at))
+
+    def seen(self) -> tuple[int, int, int, int]:
+        """(waiting, running, pages free, pages cached and unused)."""
         stats = self.scheduler.stats()
         waiting = stats.waiting + stats.preempted + len(self._gate)
-        self.samples.append((now, waiting, stats.running, stats.pages_free, stats.pages_cached))
-        self._next_sample = now + self.setup.sample_s
+        return waiting, stats.running, stats.pages_free, stats.pages_cached
+
+    def _answer(self, choice: Choice) -> list[int]:
+        record = self.clients.records.open[choice.request.id]
+        record.seq = self.scheduler.groups[choice.request.id][choice.index]
+        return self.clients.streams.answer(record.item, choice.index)
+
+    def _wait(self) -> int:
+        if self._idle > MAX_IDLE:
+            raise Stuck(f"work is left at {self.clock.now:.3f} s and nothing moves it")
+        soon, next_at = self.clock.now + IDLE_S, self.clients.next_at
+        self.clock.now = soon if next_at is None else min(soon, max(next_at, self.clock.now))
+        return self._idle + 1
 
 
 def _without_deadlines(request: Request) -> Request:

@@ -13,8 +13,10 @@ from typing import Any
 
 from jserve.config import CacheOptions, EngineConfig, SchedulerOptions
 from jserve.errors import ConfigError
+from jserve.fleet.router import POLICIES
 from jserve.sched.record.journal import JournalFile
 from jserve.sim import costs, plot, recorded, traffic
+from jserve.sim.fleet import FleetSimulation
 from jserve.sim.report import Report, Slo, summarise
 from jserve.sim.simulate import Run, Setup, limits_of, simulate
 from jserve.sim.trace import TraceItem, read, write
@@ -27,8 +29,11 @@ SETUP = {
     "retries": int,
     "jitter": float,
     "copy_gb_s": float,
+    "replicas": int,
+    "router": str,
 }
 """Settings that a sweep may change besides options of the scheduler and the cache."""
+MAX_REPLICAS = 256
 NOT_SIMULATED = {
     **dict.fromkeys(("disk_dir", "disk_gb"), "the disk tier is"),
     **dict.fromkeys(("speculative.method", "max_drafts"), "speculation is"),
@@ -56,6 +61,8 @@ class SimulateOptions:
     deadlines: bool = True
     retries: int = 0
     jitter: float = 0.0
+    replicas: int = 1
+    router: str = "seconds"
     slo_ttft_ms: float = math.inf
     slo_tpot_ms: float = math.inf
     sweep: str = ""
@@ -100,6 +107,10 @@ def study(
 
 def _run(trace: list[TraceItem], setup: Setup) -> Run:
     path = setup.config.scheduler.journal
+    if setup.replicas > 1:
+        if path:
+            raise ConfigError("a journal is of one engine", field="journal")
+        return FleetSimulation(trace, setup, limits_of(setup)).run()
     if not path:
         return simulate(trace, setup)
     try:
@@ -121,6 +132,8 @@ def verify(wish: SimulateOptions, config: EngineConfig) -> recorded.Verified:
         raise ConfigError(f"{wish.trace} is not a journal of the scheduler", field="trace")
     if wish.sweep or wish.plot or config.scheduler.journal:
         raise ConfigError("a replay takes no sweep, plot or journal", field="verify")
+    if wish.replicas != 1:
+        raise ConfigError("a journal is of one engine", field="replicas")
     setup = _setup(wish, config, {})
     return recorded.verify(path, setup, limits_of(setup))
 
@@ -190,6 +203,10 @@ def _setup(wish: SimulateOptions, config: EngineConfig, changes: dict[str, Any])
         raise ConfigError(f"batching must be one of {', '.join(BATCHING)}", field="batching")
     if not given["load"] > 0:
         raise ConfigError("load must be above 0", field="load")
+    if given["router"] not in POLICIES:
+        raise ConfigError(f"router must be one of {', '.join(POLICIES)}", field="router")
+    if not 1 <= given["replicas"] <= MAX_REPLICAS:
+        raise ConfigError(f"replicas must be in [1, {MAX_REPLICAS}]", field="replicas")
     copy_gb_s = given.pop("copy_gb_s")
     if not copy_gb_s >= 0:
         raise ConfigError("copy_gb_s must not be negative", field="copy_gb_s")

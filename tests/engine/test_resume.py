@@ -34,10 +34,10 @@ FREE = {
     "repetition_penalty": [1.0, 1.2],
     "presence_penalty": [0.0, 0.5],
     "frequency_penalty": [0.0, -0.5],
-    "max_tokens": [1, 9, 14],
-    "min_tokens": [0, 1],
+    "max_tokens": [7, 9, 14],
+    "min_tokens": [0, 7],
     "stop": [(), ("a",), ("e", "r")],
-    "stop_token_ids": [(), (40, 41, 42, 43)],
+    "stop_token_ids": [(), tuple(range(40, 46))],
     "ignore_eos": [False, True],
     "include_stop_str_in_output": [False, True],
     "skip_special_tokens": [True, False],
@@ -63,7 +63,7 @@ def any_request(rng: random.Random, id: str) -> Request:
     spec = rng.choice(SPECS)
     shown = rng.choice([{}, {"logprobs": 2}, {"logprob_token_ids": (5, 6)}])
     if spec is None:
-        params["allowed_token_ids"] = rng.choice([None, tuple(range(30, 250))])
+        params["allowed_token_ids"] = rng.choice([None, tuple(range(30, 62))])
     else:
         params |= {"stop_token_ids": (), "logit_bias": {}, "bad_token_ids": (), "max_tokens": 30}
     inside = rng.random() < 0.5

@@ -171,14 +171,15 @@ class AdmissionGate:
 
     def queue_s(self) -> float:
         """Seconds of work that wait."""
-        return self._pace().wait_s(len(self.resources.waiting), self.resources.waiting.n_tokens)
+        return self.pace().wait_s(len(self.resources.waiting), self.resources.waiting.n_tokens)
 
     @property
     def short(self) -> bool:
         """Overload asks for shorter prefills."""
         return self.level >= SHORT_FROM
 
-    def _pace(self) -> Pace:
+    def pace(self) -> Pace:
+        """The pace of now."""
         n_running = len(self.resources.running)
         return estimate.pace_of(
             self.cap,
@@ -234,7 +235,7 @@ class AdmissionGate:
     def _behind(
         self, request: Request, now: float, n_new: int, n_out: int, context: int
     ) -> Forecast:
-        resources, pace, due = self.resources, self._pace(), estimate.due(request, now)
+        resources, pace, due = self.resources, self.pace(), estimate.due(request, now)
         n, tokens = estimate.ahead(resources.waiting, request, due)
         tokens += sum([max(0, seq.given - seq.scheduled) for seq in resources.running])
         late = estimate.pushed_late(resources.waiting, request, due, pace, n, tokens, now)

@@ -1,0 +1,92 @@
+"""Microseconds of one choice between replicas: pages looked up, prices compared.
+
+It owns the timing of ``fleet.router``. Views, pages and requests are made up; nothing runs behind them.
+
+    python -m bench.fleet [--replicas 64] [--prompt 4096] [--page-size 16,64] [--repeats 2000] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import report
+from bench.probe import record
+from jserve.fleet.pages import digests_of
+from jserve.fleet.route import Asked
+from jserve.fleet.router import Router
+from jserve.fleet.view import PageEvent, View
+
+PREFIXES = 200
+
+
+def router_of(n: int, prompts: list[tuple[bytes, ...]], rng: random.Random) -> Router:
+    """A router whose ``n`` replicas run something, each with an eighth of all prefixes and parts of others."""
+    router = Router(n)
+    for i in range(n):
+        view = View(
+            n_rows=rng.randrange(64),
+            wait_s={"standard": rng.random()},
+            prefill_token_s=2e-5,
+            row_s=1e-5,
+        )
+        held = {d for p in prompts if rng.random() < 0.125 for d in p[: rng.randrange(len(p) + 1)]}
+        router.hear(i, view, [PageEvent(True, digest) for digest in held])
+    return router
+
+
+def measure(n: int, n_prompt: int, page_size: int, repeats: int) -> dict[str, Any]:
+    """Percentiles in microseconds of a choice, and of naming the pages of its prompt."""
+    rng = random.Random(0)
+    tokens = [[rng.randrange(32000) for _ in range(n_prompt)] for _ in range(PREFIXES)]
+    prompts = [digests_of(("", "", None), t, page_size) for t in tokens]
+    router = router_of(n, prompts, rng)
+    choice_us, names_us = [], []
+    for k in range(repeats):
+        begun = time.perf_counter()
+        pages = digests_of(("", "", None), tokens[k % PREFIXES], page_size)
+        named = time.perf_counter()
+        asked = Asked(pages=pages, page_size=page_size, n_prompt=n_prompt, n_out=200)
+        choice = router.choose(asked)
+        names_us.append((named - begun) * 1e6)
+        choice_us.append((time.perf_counter() - named) * 1e6)
+        router.over(asked, choice.replica)
+    found = {"replicas": n, "prompt": n_prompt, "page_size": page_size}
+    for name, us in (("choice_us", choice_us), ("names_us", names_us)):
+        cuts = statistics.quantiles(us, n=100)
+        found |= {f"{name}_p50": cuts[49], f"{name}_p99": cuts[98]}
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replicas", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=4096)
+    parser.add_argument("--page-size", default="16,64")
+    parser.add_argument("--repeats", type=int, default=2000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    sizes = [int(size) for size in args.page_size.split(",")]
+    rows = [measure(args.replicas, args.prompt, size, args.repeats) for size in sizes]
+    table = Table(title="one choice between replicas")
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" for value in row.values()))
+    Console().print(table)
+    if args.json is not None:
+        options = {"repeats": args.repeats, "prefixes": PREFIXES}
+        report.write(record("fleet", options, rows), args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Keeps what happened to findable pages until somebody takes it: a ``kv.cache.PageListener``."""
+
+from __future__ import annotations
+
+from jserve.fleet.view import DIGEST_BYTES, PageEvent
+
+
+class PageLog:
+    """Page events in order. ``n_taken`` numbers those that were taken, so that a gap can be seen."""
+
+    def __init__(self) -> None:
+        self.n_taken = 0
+        self._events: list[PageEvent] = []
+
+    def added(self, digest: bytes) -> None:
+        self._events.append(PageEvent(True, digest[:DIGEST_BYTES]))
+
+    def removed(self, digest: bytes) -> None:
+        self._events.append(PageEvent(False, digest[:DIGEST_BYTES]))
+
+    def take(self) -> list[PageEvent]:
+        """The events since the last call, oldest first."""
+        events, self._events = self._events, []
+        self.n_taken += len(events)
+        return events

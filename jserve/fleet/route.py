@@ -1,0 +1,123 @@
+"""Chooses a replica for a request, in seconds.
+
+A pure function of the request, the replicas' views and the index of their pages; no clock, no chance. ::
+
+    seconds(r) = wait(r)                                    what stands before it
+               + new(r) * prefill_token_s(r)                its own prompt, less what r has of it
+               + rows(r) * (new(r) * prefill_token_s(r)     what it costs those who run and wait there:
+                            + n_out * row_s(r))             its prompt once, its row in every step
+
+times the replica's suspicion. The third line is what LMetric (arXiv 2603.15202) multiplies by, in seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+
+from jserve.errors import NotReady
+from jserve.fleet.pages import PageIndex
+from jserve.fleet.view import View
+from jserve.request_options import Lane
+
+SLACK = 1.25
+"""A prefix that nobody has goes to the replica of its hash, where that costs no more than so many times the mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a choice needs of a request."""
+
+    pages: tuple[bytes, ...]
+    """Digests of the prompt's pages, see ``pages.digests_of``."""
+    page_size: int
+    n_prompt: int
+    n_out: int
+    """Tokens that its answer is expected to have."""
+    lane: str = Lane.STANDARD
+    adapter: str | None = None
+    weights: str | None = None
+    """None: any weights will do."""
+    ttft_s: float | None = None
+    """Seconds within which its first token is promised."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """A replica's view, and what the chooser knows beyond it."""
+
+    view: View
+    n_sent: int = 0
+    """Requests sent since the view was made."""
+    sent_s: float = 0.0
+    """Seconds of prefill that these bring."""
+    suspicion: float = 1.0
+    """Its times over those that its prices promise, at least 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaChoice:
+    """The replica, and why."""
+
+    replica: int
+    n_cached: int
+    """Prompt tokens that it has."""
+    first_s: float = 0.0
+    """Seconds to the first token, by its prices; 0 where nobody asked for them."""
+    cost_s: float = 0.0
+    """Those and what others there pay."""
+
+
+def route(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> ReplicaChoice:
+    """The replica that ``asked`` goes to.
+
+    Raises:
+        NotReady: none of them may take it.
+    """
+    known = pages.known(asked.pages, len(candidates))
+    able = [i for i, one in enumerate(candidates) if _serves(one.view, asked)]
+    if not able:
+        raise NotReady("no replica takes this request now", retry_after=5.0)
+    prices = {i: _price(asked, candidates[i], known[i]) for i in able}
+    if asked.ttft_s is not None:
+        in_time = {i: price for i, price in prices.items() if price[0] <= asked.ttft_s}
+        prices = in_time or prices
+    replica = _cheapest(asked, prices, known)
+    first_s, cost_s = prices[replica]
+    n_cached = known[replica] * asked.page_size
+    return ReplicaChoice(replica=replica, n_cached=n_cached, first_s=first_s, cost_s=cost_s)
+
+
+def _serves(view: View, asked: Asked) -> bool:
+    if not view.ready or (asked.weights is not None and asked.weights != view.weights):
+        return False
+    return asked.adapter is None or asked.adapter in view.adapters
+
+
+def _price(asked: Asked, candidate: Candidate, n_pages: int) -> tuple[float, float]:
+    """(seconds to the first token, those and what others pay)."""
+    view = candidate.view
+    own_s = (asked.n_prompt - n_pages * asked.page_size) * view.prefill_token_s
+    rows = view.n_rows + candidate.n_sent
+    first_s = view.wait_s.get(asked.lane, 0.0) + candidate.sent_s + own_s
+    others_s = rows * (own_s + asked.n_out * view.row_s)
+    return first_s * candidate.suspicion, (first_s + others_s) * candidate.suspicion
+
+
+def _cheapest(asked: Asked, prices: Mapping[int, tuple[float, float]], known: Seq[int]) -> int:
+    """The replica of least cost; where nobody has a page, that of the prefix's hash among the near ones."""
+    if any([known[i] for i in prices]):
+        most_s = min([cost_s for _, cost_s in prices.values()])
+    else:
+        most_s = SLACK * sum([cost_s for _, cost_s in prices.values()]) / len(prices)
+    near = [i for i, (_, cost_s) in prices.items() if cost_s <= most_s]
+    near = near or list(prices)  # the mean of equal numbers may be below them
+    return near[0] if len(near) == 1 else max(near, key=lambda i: _weight(asked, i))
+
+
+def _weight(asked: Asked, replica: int) -> bytes:
+    """Rendezvous hashing: the replica with the largest weight is that of a prefix, and stays so when
+    others come and go."""
+    first = asked.pages[0] if asked.pages else b""
+    return hashlib.blake2b(b"%d" % replica, digest_size=8, key=first).digest()

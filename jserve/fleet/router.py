@@ -1,0 +1,131 @@
+"""Keeps what a front knows of its replicas between two choices: views, pages, what was sent since.
+
+Every policy chooses from the same knowledge, so that they can be compared (``jserve simulate --router``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from jserve.fleet.pages import PageIndex
+from jserve.fleet.route import Asked, Candidate, ReplicaChoice, route
+from jserve.fleet.view import PageEvent, View
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request that was sent: the how manieth to its replica, and its prefill there."""
+
+    number: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Replica:
+    candidate: Candidate
+    n_sent: int = 0
+    sent: deque[_Sent] = field(default_factory=deque)
+    """Those that its view does not count yet."""
+
+    def settle(self) -> None:
+        """Leave out what the view counts."""
+        while self.sent and self.sent[0].number < self.candidate.view.n_taken:
+            self.sent.popleft()
+        self.candidate.n_sent = len(self.sent)
+        self.candidate.sent_s = sum([one.seconds for one in self.sent])
+
+
+class Router:
+    """Chooses among ``n`` replicas.
+
+    Args:
+        n: replicas, numbered from 0.
+        policy: one of ``POLICIES``.
+        seed: of policies that draw.
+    """
+
+    def __init__(self, n: int, policy: str = "seconds", seed: int = 0) -> None:
+        self.pages = PageIndex()
+        self._replicas = [_Replica(Candidate(view=View(ready=False))) for _ in range(n)]
+        self._policy = POLICIES[policy]
+        self._rng, self.n_chosen = random.Random(seed), 0
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        return [one.candidate for one in self._replicas]
+
+    def hear(self, replica: int, view: View, events: Iterable[PageEvent] = ()) -> None:
+        """``replica`` says how it is, and what happened to its pages since it last did."""
+        one = self._replicas[replica]
+        one.candidate.view = view
+        one.settle()
+        self.pages.hear(replica, events)
+
+    def lost(self, replica: int) -> None:
+        """The engine of ``replica`` is gone, with its pages; the next one has read nothing."""
+        self._replicas[replica] = _Replica(Candidate(view=View(ready=False)))
+        self.pages.forget(replica)
+
+    def choose(self, asked: Asked) -> ReplicaChoice:
+        """The replica for ``asked``, which is taken to be sent there.
+
+        Raises:
+            NotReady: none may take it.
+        """
+        choice = self._policy(self, asked)
+        one = self._replicas[choice.replica]
+        new = asked.n_prompt - choice.n_cached
+        one.sent.append(_Sent(one.n_sent, new * one.candidate.view.prefill_token_s))
+        one.n_sent += 1
+        one.settle()
+        self.pages.send(choice.replica, asked.pages)
+        self.n_chosen += 1
+        return choice
+
+    def over(self, asked: Asked, replica: int) -> None:
+        """``asked``, which was sent to ``replica``, has ended."""
+        self.pages.over(replica, asked.pages)
+
+    def _seconds(self, asked: Asked) -> ReplicaChoice:
+        return route(asked, self.candidates, self.pages)
+
+    def _random(self, asked: Asked) -> ReplicaChoice:
+        return self._at(asked, self._rng.choice(self._able()))
+
+    def _round_robin(self, asked: Asked) -> ReplicaChoice:
+        able = self._able()
+        return self._at(asked, able[self.n_chosen % len(able)])
+
+    def _p2c(self, asked: Asked) -> ReplicaChoice:
+        able = self._able()
+        two = self._rng.sample(able, min(2, len(able)))
+        return self._at(asked, min(two, key=self._rows))
+
+    def _lmetric(self, asked: Asked) -> ReplicaChoice:
+        known = self.pages.known(asked.pages, len(self._replicas))
+        new = [asked.n_prompt - n * asked.page_size for n in known]
+        return self._at(asked, min(self._able(), key=lambda i: new[i] * (self._rows(i) + 1)))
+
+    def _rows(self, replica: int) -> int:
+        candidate = self._replicas[replica].candidate
+        return candidate.view.n_rows + candidate.n_sent
+
+    def _able(self) -> list[int]:
+        return [i for i, one in enumerate(self._replicas) if one.candidate.view.ready]
+
+    def _at(self, asked: Asked, replica: int) -> ReplicaChoice:
+        n_cached = self.pages.known(asked.pages, len(self._replicas))[replica] * asked.page_size
+        return ReplicaChoice(replica=replica, n_cached=n_cached)
+
+
+POLICIES: dict[str, Callable[[Router, Asked], ReplicaChoice]] = {
+    "seconds": Router._seconds,
+    "lmetric": Router._lmetric,
+    "p2c": Router._p2c,
+    "round_robin": Router._round_robin,
+    "random": Router._random,
+}
+"""By seconds (``route``); tokens to compute times rows (LMetric); the emptier of two drawn ones; in turn; any."""

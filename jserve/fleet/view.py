@@ -1,0 +1,39 @@
+"""The values by which an engine describes itself to those who choose between several.
+
+A view holds prices in seconds, which come from the engine's own table of step times; page events say which prefixes it
+holds, by digests (``kv.tiers.next_digest``). Views never leave the fronts: digests tell who asked what.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+DIGEST_BYTES = 8
+"""Of a page's digest, what fronts are told."""
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one replica would charge for one more request. Times in seconds."""
+
+    ready: bool = True
+    """False: it takes no new requests."""
+    weights: str = ""
+    """Names the weights that it computes with."""
+    adapters: tuple[str, ...] = ()
+    n_taken: int = 0
+    """Requests that it has read so far: what was sent later is not in these figures."""
+    n_rows: int = 0
+    """Sequences that run or wait."""
+    wait_s: dict[str, float] = {}
+    """By lane, the wait until a new sequence is computed."""
+    prefill_token_s: float = 0.0
+    """Computing one more prompt token."""
+    row_s: float = 0.0
+    """What one more sequence that decodes adds to every step."""
+
+
+class PageEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A page that can be found from now on, or no longer."""
+
+    added: bool
+    digest: bytes

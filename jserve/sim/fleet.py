@@ -1,0 +1,170 @@
+"""Simulates several engines behind one router: the engines of ``sim.simulate``, each with its own clock.
+
+The engine whose clock is behind steps next, so no arrival comes to one that is ahead of it. What a replica says of
+itself reaches the router ``VIEW_S`` seconds apart, as it does live.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+
+from jserve.errors import ConfigError
+from jserve.fleet.describe import view_of
+from jserve.fleet.page_log import PageLog
+from jserve.fleet.pages import digests_of
+from jserve.fleet.route import Asked
+from jserve.fleet.router import POLICIES, Router
+from jserve.ports import RunnerLimits
+from jserve.sched.cache.retention import root_of
+from jserve.sched.stats import SchedStats
+from jserve.sim.device import SimClock
+from jserve.sim.simulate import Clients, Run, Setup, Simulation, no_gc
+from jserve.sim.trace import TraceItem, request_of
+from jserve.types import Request
+
+VIEW_S = 0.05
+
+
+class _SimReplica:
+    """One engine, and what the router was told of it."""
+
+    def __init__(self, setup: Setup, limits: RunnerLimits, clients: Clients) -> None:
+        self.simulation = Simulation(setup, limits, clients, clock=SimClock())
+        self.log = PageLog()
+        self.simulation.scheduler.resources.cache.listener = self.log
+        self.n_sent = 0
+        self.told_at = -VIEW_S
+
+    @property
+    def now(self) -> float:
+        return self.simulation.clock.now
+
+    @property
+    def busy(self) -> bool:
+        return self.simulation.engine.busy
+
+
+class FleetSimulation:
+    """One trace on ``setup.replicas`` engines.
+
+    Raises:
+        ConfigError: no such router, or static batching, which is of one engine.
+    """
+
+    def __init__(self, trace: Seq[TraceItem], setup: Setup, limits: RunnerLimits) -> None:
+        if setup.router not in POLICIES:
+            raise ConfigError(f"router must be one of {', '.join(POLICIES)}", field="router")
+        if setup.batching != "continuous":
+            raise ConfigError("static batching is simulated for one engine", field="batching")
+        self.clients = Clients(trace, setup)
+        self.replicas = [_SimReplica(setup, limits, self.clients) for _ in range(setup.replicas)]
+        self.router = Router(setup.replicas, setup.router, setup.seed)
+        self.setup, self.page_size = setup, limits.page_size
+        self.samples: list[tuple[float, int, int, int, int]] = []
+        self._next_sample = 0.0
+        self._sent: dict[str, tuple[Asked, int]] = {}
+        """By request id, what was asked and where it went."""
+        for i in range(setup.replicas):
+            self._tell(i)
+
+    def run(self) -> Run:
+        """Until all is served."""
+        with no_gc():
+            return self._run()
+
+    def _run(self) -> Run:
+        clients, began = self.clients, self.clients.next_at or 0.0
+        while True:
+            busy = [one for one in self.replicas if one.busy]
+            behind = min(busy, key=lambda one: one.now, default=None)
+            if clients.next_at is not None and (behind is None or clients.next_at <= behind.now):
+                self._deliver(clients.next_at)
+            elif behind is not None:
+                self._step(behind)
+            else:
+                return self._result(began)
+
+    def _deliver(self, now: float) -> None:
+        """Hand in what is due at ``now``."""
+        for at, item, index, hangs_up in self.clients.due(now):
+            if not hangs_up:
+                self._send(item, at)
+            elif item.id in self._sent:
+                simulation = self.replicas[self._sent[item.id][1]].simulation
+                simulation.engine.cancel(item.id, index)
+
+    def _send(self, item: TraceItem, at: float) -> None:
+        for i, one in enumerate(self.replicas):
+            if not one.busy:  # an idle engine says nothing, and nothing is new
+                one.simulation.clock.now = max(one.now, at)
+                self._tell(i)
+        asked = self._asked(request_of(item, self.clients.streams, at))
+        chosen = self.router.choose(asked).replica
+        self._sent[item.id] = (asked, chosen)
+        self.replicas[chosen].n_sent += 1
+        self.replicas[chosen].simulation.send(item, at)
+
+    def _asked(self, request: Request) -> Asked:
+        tokens, n_out = request.prompt_ids, request.params.max_tokens or 0
+        ttft_ms = request.ttft_deadline_ms if self.setup.deadlines else None
+        return Asked(
+            pages=digests_of(root_of(request), tokens, self.page_size),
+            page_size=self.page_size,
+            n_prompt=len(tokens),
+            n_out=n_out,
+            lane=request.lane,
+            ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
+        )
+
+    def _step(self, one: _SimReplica) -> None:
+        one.simulation.advance()
+        for id in self.clients.take_ended():
+            self.router.over(*self._sent.pop(id))
+        if one.now - one.told_at >= VIEW_S:
+            self._tell(self.replicas.index(one))
+        if one.now >= self._next_sample:
+            self._sample(one.now)
+
+    def _tell(self, number: int) -> None:
+        one = self.replicas[number]
+        engine = one.simulation.engine
+        view = view_of(one.simulation.scheduler, one.n_sent - engine.n_unread)
+        self.router.hear(number, view, one.log.take())
+        one.told_at = one.now
+
+    def _sample(self, now: float) -> None:
+        seen = [one.simulation.seen() for one in self.replicas]
+        self.samples.append((now, *(sum(column) for column in zip(*seen, strict=True))))  # type: ignore[arg-type]
+        self._next_sample = now + self.setup.sample_s
+
+    def _result(self, began: float) -> Run:
+        runs = [one.simulation.result() for one in self.replicas]
+        n = len(runs)
+        return dataclasses.replace(
+            runs[0],
+            stats=_sum([run.stats for run in runs]),
+            n_evicted=sum(run.n_evicted for run in runs),
+            n_steps=sum(run.n_steps for run in runs),
+            n_tokens=sum(run.n_tokens for run in runs),
+            busy_s=sum(run.busy_s for run in runs) / n,
+            counters={k: sum(run.counters[k] for run in runs) for k in runs[0].counters},
+            moved_s=sum(run.moved_s for run in runs),
+            began=began,
+            ended=max(run.ended for run in runs),
+            samples=self.samples,
+            by_replica=[run.n_tokens for run in runs],
+        )
+
+
+def _sum(all_stats: list[SchedStats]) -> SchedStats:
+    """Those of all engines together."""
+    names = [f.name for f in dataclasses.fields(SchedStats) if f.name not in _LEVELS]
+    totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
+    lanes = {k: sum(stats.lanes[k] for stats in all_stats) for k in all_stats[0].lanes}
+    most = {name: max(getattr(stats, name) for stats in all_stats) for name in _MOST}
+    return SchedStats(**totals, **most, lanes=lanes)
+
+
+_MOST = ("overload_level", "overload_load")
+_LEVELS = {*_MOST, "lanes"}

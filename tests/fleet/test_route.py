@@ -1,0 +1,232 @@
+"""The choice of a replica: what never happens, whatever the views say, and which terms count."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, strategies as st
+
+from jserve.errors import NotReady
+from jserve.fleet.pages import PageIndex, digests_of
+from jserve.fleet.route import SLACK, Asked, Candidate, route
+from jserve.fleet.router import POLICIES, Router
+from jserve.fleet.view import PageEvent, View
+
+PAGE = 16
+PAGES = tuple(bytes([i]) * 8 for i in range(8))
+
+seconds = st.floats(0.0, 10.0)
+views = st.builds(
+    View,
+    ready=st.booleans(),
+    weights=st.sampled_from(["a", "b"]),
+    adapters=st.sampled_from([(), ("x",), ("x", "y")]),
+    n_rows=st.integers(0, 50),
+    wait_s=st.fixed_dictionaries({"standard": seconds}),
+    prefill_token_s=st.floats(1e-6, 1e-2),
+    row_s=st.floats(0.0, 1e-3),
+)
+candidates = st.lists(
+    st.builds(
+        Candidate,
+        view=views,
+        n_sent=st.integers(0, 4),
+        sent_s=seconds,
+        suspicion=st.floats(1.0, 4.0),
+    ),
+    min_size=1,
+    max_size=9,
+)
+held = st.lists(st.integers(0, len(PAGES)), min_size=9, max_size=9)
+
+
+def asked(**changes) -> Asked:
+    values = {"pages": PAGES, "page_size": PAGE, "n_prompt": 140, "n_out": 20}
+    return Asked(**values | changes)
+
+
+def index(held: list[int]) -> PageIndex:
+    """Replica i holds the first ``held[i]`` pages."""
+    made = PageIndex()
+    for i, n in enumerate(held):
+        made.hear(i, [PageEvent(True, d) for d in PAGES[:n]])
+    return made
+
+
+def view(**changes) -> View:
+    base = View(n_rows=4, wait_s={"standard": 0.1}, prefill_token_s=1e-3, row_s=1e-4)
+    return msgspec.structs.replace(base, **changes)
+
+
+def chosen(candidates: list[Candidate], held: list[int], **changes) -> int:
+    return route(asked(**changes), candidates, index(held)).replica
+
+
+@given(candidates, held, st.sampled_from([None, "a"]), st.sampled_from([None, "y"]))
+def test_one_that_may_not_take_it_never_does(candidates, held, weights, adapter):
+    able = [
+        i
+        for i, one in enumerate(candidates)
+        if one.view.ready
+        and weights in (None, one.view.weights)
+        and (adapter is None or adapter in one.view.adapters)
+    ]
+    try:
+        found = chosen(candidates, held, weights=weights, adapter=adapter)
+    except NotReady:
+        assert not able
+    else:
+        assert found in able
+
+
+@given(candidates, held, st.randoms(use_true_random=False))
+def test_their_order_does_not_matter(candidates, held, rng):
+    """But for equal costs, which go by the numbers' hashes."""
+    costs = [route(asked(), [one], index([n])).cost_s for one, n in _ready(candidates, held)]
+    if len({*costs}) < len(costs) or not costs:
+        return
+    pairs = [*_ready(candidates, held)]
+    found = pairs[chosen([one for one, _ in pairs], [n for _, n in pairs])][0]
+    rng.shuffle(pairs)
+    again = pairs[chosen([one for one, _ in pairs], [n for _, n in pairs])][0]
+    if any(n for _, n in pairs):  # else the hash of the prefix decides among the near ones
+        assert found is again
+
+
+def _ready(candidates, held):
+    return [(one, n) for one, n in zip(candidates, held, strict=False) if one.view.ready]
+
+
+@given(candidates, held)
+def test_more_pages_or_less_wait_lose_nobody_a_request(candidates, held):
+    if not any(n for _, n in _ready(candidates, held)):
+        return
+    first = chosen(candidates, held)
+    more = [*held]
+    more[first] = min(len(PAGES), more[first] + 1)
+    assert chosen(candidates, more) == first
+    shorter = dataclasses.replace(
+        candidates[first], view=msgspec.structs.replace(candidates[first].view, wait_s={})
+    )
+    assert chosen([*candidates[:first], shorter, *candidates[first + 1 :]], held) == first
+
+
+@given(candidates)
+def test_a_prefix_that_nobody_has_goes_where_it_is_not_much_dearer(candidates):
+    if not any(one.view.ready for one in candidates):
+        return
+    choice = route(asked(), candidates, PageIndex())
+    alone = [route(asked(), [one], PageIndex()).cost_s for one in candidates if one.view.ready]
+    assert choice.cost_s <= SLACK * sum(alone) / len(alone) * (1 + 1e-9)
+    assert choice.n_cached == 0
+
+
+def test_the_price_in_seconds_by_hand():
+    one = Candidate(view=view(), n_sent=1, sent_s=0.5, suspicion=2.0)
+    choice = route(asked(), [one], index([5]))
+    new = 140 - 5 * PAGE
+    assert choice.n_cached == 80
+    assert choice.first_s == pytest.approx(2 * (0.1 + 0.5 + new * 1e-3))
+    assert choice.cost_s == pytest.approx(choice.first_s + 2 * 5 * (new * 1e-3 + 20 * 1e-4))
+
+
+def test_a_promise_that_only_one_can_keep_is_its_own():
+    """The other has the whole prefix, and a queue."""
+    late = Candidate(view=view(wait_s={"standard": 0.15}, n_rows=0))
+    soon = Candidate(view=view(wait_s={"standard": 0.0}, n_rows=9))
+    assert chosen([late, soon], [8, 0]) == 0
+    assert chosen([late, soon], [8, 0], ttft_s=0.145) == 1
+    assert chosen([late, soon], [8, 0], ttft_s=0.001) == 0, "nobody can: the cheapest"
+
+
+def test_prefixes_of_nobody_are_spread_and_stay_where_they_are():
+    fleet = [Candidate(view=view()) for _ in range(8)]
+    keys = [(bytes([i]) * 8,) for i in range(200)]
+    went = [route(asked(pages=key), fleet, PageIndex()).replica for key in keys]
+    assert {went.count(i) > 10 for i in range(8)} == {True}
+    fewer = [*fleet[:7], Candidate(view=view(ready=False))]
+    again = [route(asked(pages=key), fewer, PageIndex()).replica for key in keys]
+    assert all(a == b for a, b in zip(went, again, strict=True) if a != 7)
+
+
+def test_a_stampede_meets_where_the_first_one_went():
+    router = Router(4)
+    for i in range(4):
+        router.hear(i, view())
+    first, *others = [router.choose(asked()) for _ in range(3)]
+    assert {one.replica for one in others} == {first.replica}
+    assert [one.n_cached for one in others] == [8 * PAGE] * 2
+    router.over(asked(), first.replica)
+    assert router.choose(asked()).n_cached == 8 * PAGE, "two are still there"
+
+
+def test_what_was_sent_counts_until_the_view_says_so():
+    router = Router(1)
+    router.hear(0, view(n_taken=0))
+    router.choose(asked(pages=()))
+    assert router.candidates[0].sent_s == pytest.approx(0.14)
+    router.hear(0, view(n_taken=0))
+    assert router.candidates[0].n_sent == 1
+    router.hear(0, view(n_taken=1))
+    assert (router.candidates[0].n_sent, router.candidates[0].sent_s) == (0, 0.0)
+
+
+def test_a_replica_that_is_lost_has_nothing():
+    router = Router(2)
+    for i in range(2):
+        router.hear(i, view(), [PageEvent(True, d) for d in PAGES])
+    router.lost(0)
+    assert router.pages.known(PAGES, 2) == [0, 8]
+    assert router.choose(asked()).replica == 1
+    router.lost(1)
+    with pytest.raises(NotReady):
+        router.choose(asked())
+    router.over(asked(), 1)
+    assert len(router.pages) == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_leaves_out_who_takes_nothing(policy):
+    router = Router(4, policy, seed=1)
+    for i in range(4):
+        router.hear(i, view(ready=i % 2 == 1))
+    assert {router.choose(asked()).replica for _ in range(40)} <= {1, 3}
+
+
+@given(st.integers(0, 2**32))
+def test_the_index_knows_what_a_plain_account_knows(seed):
+    rng = random.Random(seed)
+    pages, holds = PageIndex(), [set() for _ in range(3)]
+    sent: list[tuple[int, tuple[bytes, ...]]] = []
+    for _ in range(60):
+        r, d = rng.randrange(3), rng.choice(PAGES)
+        match rng.randrange(5):
+            case 0 | 1:
+                pages.hear(r, [PageEvent(True, d)])
+                holds[r].add(d)
+            case 2:
+                pages.hear(r, [PageEvent(False, d)])
+                holds[r].discard(d)
+            case 3:
+                sent.append((r, PAGES[: rng.randrange(9)]))
+                pages.send(*sent[-1])
+            case 4 if sent:
+                pages.over(*sent.pop(rng.randrange(len(sent))))
+    there = [holds[r] | {d for q, own in sent if q == r for d in own} for r in range(3)]
+    wanted = [next((i for i, d in enumerate(PAGES) if d not in own), 8) for own in there]
+    assert pages.known(PAGES, 3) == wanted
+
+
+def test_names_of_pages_depend_on_the_root_and_all_tokens_before():
+    tokens = list(range(40))
+    one = digests_of(("t", "", None), tokens, PAGE)
+    assert len(one) == 2
+    assert digests_of(("t", "", None), tokens[:33], PAGE) == one
+    assert len(digests_of(("t", "", None), tokens[:32], PAGE)) == 1, "one token is left to compute"
+    other = digests_of(("u", "", None), tokens, PAGE)
+    changed = digests_of(("t", "", None), [9, *tokens[1:]], PAGE)
+    assert not {*one} & {*other}
+    assert not {*one} & {*changed}

@@ -1,0 +1,91 @@
+"""Several simulated engines behind one router: nothing is lost, and prefixes and load decide."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jserve.errors import ConfigError
+from jserve.fleet.router import POLICIES
+from jserve.sim import traffic
+from jserve.sim.fleet import FleetSimulation
+from jserve.sim.report import Slo, summarise
+from jserve.sim.simulate import Run, Setup, limits_of, simulate
+from tests.sim.test_simulate import item, setup
+
+SHARED = (
+    "prefixes=24,prefix=120,zipf=0,prompt=24,prompt_sigma=0.2,output=6,context=400,rate=6,n=240"
+)
+
+
+def fleet(text_or_trace, n: int, router: str = "seconds", **changes) -> Run:
+    trace = text_or_trace
+    if isinstance(trace, str):
+        trace = traffic.generate(traffic.parse(trace), 1)
+    calm = {"max_queue_s": 0, "max_waiting": 10_000}
+    changes["options"] = calm | changes.get("options", {})
+    made = dataclasses.replace(setup(**changes), replicas=n, router=router)
+    return FleetSimulation(trace, made, limits_of(made)).run()
+
+
+def report(run: Run) -> dict:
+    return summarise(run, Slo())
+
+
+def test_one_replica_does_what_one_engine_does():
+    trace = traffic.generate(traffic.parse("rate=3,n=60,prompt=40,output=8,turns=2,think=1"), 3)
+    calm = {"max_queue_s": 0, "max_waiting": 10_000}
+    alone, one = simulate(trace, setup(options=calm)), fleet(trace, 1)
+    assert one.records.done == alone.records.done
+    assert (one.n_steps, one.n_tokens, one.stats) == (alone.n_steps, alone.n_tokens, alone.stats)
+
+
+@pytest.mark.parametrize("router", POLICIES)
+def test_every_request_has_one_end_and_a_run_repeats(router):
+    text = SHARED + ";rate=2,n=40,prompt=30,output=5,turns=3,think=2,context=400,lane=interactive"
+    run, again = fleet(text, 3, router), fleet(text, 3, router)
+    assert not run.records.open
+    assert run.records.done == again.records.done
+    assert {d.error for d in run.records.done} == {None}
+    assert len(run.by_replica) == 3
+    assert sum(run.by_replica) == run.n_tokens
+
+
+def test_an_arrival_waits_for_no_other_engine():
+    """Two long prompts at once: each replica computes one."""
+    run = fleet([item("1", 0.0, 60, 2), item("2", 0.01, 60, 2)], 2)
+    assert [d.ttft for d in run.records.done] == pytest.approx([0.7, 0.7], abs=1e-6)
+
+
+def test_a_cancel_goes_where_the_request_is():
+    run = fleet([item("1", 0.0, 10, 50, cancels=((0.5, None),)), item("2", 0.0, 10, 4)], 2)
+    assert {d.id: d.finish for d in run.records.done} == {"1": "abort", "2": "length"}
+
+
+def test_by_seconds_prefixes_are_found_again_as_in_one_large_cache():
+    """Each replica holds a fourth of all prefixes; chance finds one in four of them."""
+    few = {"n_pages": 8 * 19 + 60}
+    whole = report(fleet(SHARED, 1, n_pages=2000, options={"max_num_seqs": 64}))["cache"]
+    by = {router: report(fleet(SHARED, 4, router, **few)) for router in ("seconds", "random")}
+    assert by["seconds"]["cache"]["hit_tokens"] >= 0.9 * whole["hit_tokens"]
+    assert by["random"]["cache"]["hit_tokens"] <= 0.8 * whole["hit_tokens"]
+    ttft = {router: one["lanes"]["all"]["ttft_ms"]["p90"] for router, one in by.items()}
+    assert ttft["seconds"] < 0.7 * ttft["random"]
+
+
+def test_one_prefix_that_most_ask_for_does_not_fill_one_replica():
+    text = "prefixes=1,prefix=120,prompt=24,output=20,context=400,rate=8,n=160"
+    text += ";rate=2,n=40,prompt=140,output=20,context=400"
+    run = fleet(text, 4)
+    assert report(run)["replicas"]["most_over_mean"] <= 1.3
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"), [({"router": "best"}, "router"), ({"batching": "static"}, "batching")]
+)
+def test_what_makes_no_sense_is_refused(changes, field):
+    made: Setup = dataclasses.replace(setup(), replicas=2, **changes)
+    with pytest.raises(ConfigError) as caught:
+        FleetSimulation([item("1", 0.0, 4, 2)], made, limits_of(made))
+    assert caught.value.field == field
