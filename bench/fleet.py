@@ -22,15 +22,15 @@ from bench import report
 from bench.probe import record
 from jserve.fleet.pages import digests_of
 from jserve.fleet.route import Asked
-from jserve.fleet.router import Router
+from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.view import PageEvent, View
 
 PREFIXES = 200
 
 
-def router_of(n: int, prompts: list[tuple[bytes, ...]], rng: random.Random) -> Router:
+def router_of(n: int, prompts: list[tuple[bytes, ...]], rng: random.Random) -> ReplicaRouter:
     """A router whose ``n`` replicas run something, each with an eighth of all prefixes and parts of others."""
-    router = Router(n)
+    router = ReplicaRouter(n)
     for i in range(n):
         view = View(
             n_rows=rng.randrange(64),

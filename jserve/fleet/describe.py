@@ -11,7 +11,7 @@ ROWS = 8
 
 
 def view_of(scheduler: Scheduler, n_taken: int, weights: str = "") -> View:
-    """What one more request would cost now; ``n_taken`` were read so far."""
+    """The cost of one more request now; ``n_taken`` were read so far."""
     resources, gate = scheduler.resources, scheduler.gate
     n, context, pace = len(resources.running), gate.n_context, gate.pace()
     seconds = scheduler.costs.seconds

@@ -81,7 +81,7 @@ def _clear(masks: dict[bytes, int], digest: bytes, bit: int) -> None:
 
 
 def digests_of(key: tuple, tokens: Seq[int], page_size: int) -> tuple[bytes, ...]:
-    """What the full pages of a prompt below the root ``key`` are called, but for a last one that has to be
+    """The names of the full pages of a prompt below the root ``key``, but for a last one that has to be
     computed for its logits: ``bytes[DIGEST_BYTES]`` each."""
     digest, found = root_digest(key), []
     for at in range(0, len(tokens) - page_size, page_size):

@@ -27,7 +27,7 @@ SLACK = 1.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a choice needs of a request."""
+    """A request as a choice reads it."""
 
     pages: tuple[bytes, ...]
     """Digests of the prompt's pages, see ``pages.digests_of``."""

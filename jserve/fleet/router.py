@@ -38,7 +38,7 @@ class _Replica:
         self.candidate.sent_s = sum([one.seconds for one in self.sent])
 
 
-class Router:
+class ReplicaRouter:
     """Chooses among ``n`` replicas.
 
     Args:
@@ -121,11 +121,11 @@ class Router:
         return ReplicaChoice(replica=replica, n_cached=n_cached)
 
 
-POLICIES: dict[str, Callable[[Router, Asked], ReplicaChoice]] = {
-    "seconds": Router._seconds,
-    "lmetric": Router._lmetric,
-    "p2c": Router._p2c,
-    "round_robin": Router._round_robin,
-    "random": Router._random,
+POLICIES: dict[str, Callable[[ReplicaRouter, Asked], ReplicaChoice]] = {
+    "seconds": ReplicaRouter._seconds,
+    "lmetric": ReplicaRouter._lmetric,
+    "p2c": ReplicaRouter._p2c,
+    "round_robin": ReplicaRouter._round_robin,
+    "random": ReplicaRouter._random,
 }
 """By seconds (``route``); tokens to compute times rows (LMetric); the emptier of two drawn ones; in turn; any."""

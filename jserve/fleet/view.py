@@ -13,7 +13,7 @@ DIGEST_BYTES = 8
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one replica would charge for one more request. Times in seconds."""
+    """The price that one replica would charge for one more request. Times in seconds."""
 
     ready: bool = True
     """False: it takes no new requests."""
@@ -29,7 +29,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefill_token_s: float = 0.0
     """Computing one more prompt token."""
     row_s: float = 0.0
-    """What one more sequence that decodes adds to every step."""
+    """Added to every step by one more sequence that decodes."""
 
 
 class PageEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -14,7 +14,7 @@ from jserve.fleet.describe import view_of
 from jserve.fleet.page_log import PageLog
 from jserve.fleet.pages import digests_of
 from jserve.fleet.route import Asked
-from jserve.fleet.router import POLICIES, Router
+from jserve.fleet.router import POLICIES, ReplicaRouter
 from jserve.ports import RunnerLimits
 from jserve.sched.cache.retention import root_of
 from jserve.sched.stats import SchedStats
@@ -59,7 +59,7 @@ class FleetSimulation:
             raise ConfigError("static batching is simulated for one engine", field="batching")
         self.clients = Clients(trace, setup)
         self.replicas = [_SimReplica(setup, limits, self.clients) for _ in range(setup.replicas)]
-        self.router = Router(setup.replicas, setup.router, setup.seed)
+        self.router = ReplicaRouter(setup.replicas, setup.router, setup.seed)
         self.setup, self.page_size = setup, limits.page_size
         self.samples: list[tuple[float, int, int, int, int]] = []
         self._next_sample = 0.0

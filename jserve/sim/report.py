@@ -108,7 +108,7 @@ def _host(run: Run) -> dict[str, Any]:
 
 
 def _replicas(run: Run) -> dict[str, Any]:
-    """How evenly several engines were used; empty for one."""
+    """The balance between several engines; empty for one."""
     tokens = run.by_replica
     if not tokens:
         return {}

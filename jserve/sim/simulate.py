@@ -180,7 +180,7 @@ class Clients:
 
     @property
     def next_at(self) -> float | None:
-        """When something is due next; None: never."""
+        """The time at which something is due next; None: never."""
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> Iterator[tuple[float, TraceItem, int | None, bool]]:
@@ -190,7 +190,7 @@ class Clients:
             yield at, item, index, hangs_up
 
     def sent(self, item: TraceItem, at: float) -> Request:
-        """What the client of ``item`` sends at ``at``."""
+        """The request that the client of ``item`` sends at ``at``."""
         self.records.sent(item, at)
         request = request_of(item, self.streams, at)
         for seconds, index in item.cancels:

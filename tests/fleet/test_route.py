@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex, digests_of
 from jserve.fleet.route import SLACK, Asked, Candidate, route
-from jserve.fleet.router import POLICIES, Router
+from jserve.fleet.router import POLICIES, ReplicaRouter
 from jserve.fleet.view import PageEvent, View
 
 PAGE = 16
@@ -153,7 +153,7 @@ def test_prefixes_of_nobody_are_spread_and_stay_where_they_are():
 
 
 def test_a_stampede_meets_where_the_first_one_went():
-    router = Router(4)
+    router = ReplicaRouter(4)
     for i in range(4):
         router.hear(i, view())
     first, *others = [router.choose(asked()) for _ in range(3)]
@@ -164,7 +164,7 @@ def test_a_stampede_meets_where_the_first_one_went():
 
 
 def test_what_was_sent_counts_until_the_view_says_so():
-    router = Router(1)
+    router = ReplicaRouter(1)
     router.hear(0, view(n_taken=0))
     router.choose(asked(pages=()))
     assert router.candidates[0].sent_s == pytest.approx(0.14)
@@ -175,7 +175,7 @@ def test_what_was_sent_counts_until_the_view_says_so():
 
 
 def test_a_replica_that_is_lost_has_nothing():
-    router = Router(2)
+    router = ReplicaRouter(2)
     for i in range(2):
         router.hear(i, view(), [PageEvent(True, d) for d in PAGES])
     router.lost(0)
@@ -190,7 +190,7 @@ def test_a_replica_that_is_lost_has_nothing():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_leaves_out_who_takes_nothing(policy):
-    router = Router(4, policy, seed=1)
+    router = ReplicaRouter(4, policy, seed=1)
     for i in range(4):
         router.hear(i, view(ready=i % 2 == 1))
     assert {router.choose(asked()).replica for _ in range(40)} <= {1, 3}
