@@ -236,11 +236,12 @@ def banner(
     key = "with one of the server's keys in $JSERVE_API_KEY:\n" if keyed else ""
     header = ' -H "Authorization: Bearer $JSERVE_API_KEY"' if keyed else ""
     kv = f"{info['kv_gib']} GiB = {info['kv_tokens']} tokens in {info['kv_pages']} pages"
+    dtype = ", ".join(filter(None, (info["dtype"], info.get("quantization"))))
     kernels = f"{info['kernels']} ({info['no_kernels']})" if info["no_kernels"] else info["kernels"]
     return f"""\
 jserve is listening on {url}
   model     {text.name} ({info["family"]}), context {info["max_model_len"]}
-  device    {info["device"]}, {info["dtype"]}, attention {info["backend"]}
+  device    {info["device"]}, {dtype}, attention {info["backend"]}
   kernels   {kernels}
   memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
   programs  {info["programs"]} sealed, {info["programs_loaded"]} of them compiled by an earlier start

@@ -83,13 +83,12 @@ class ModelOptions:
     )
     quantization: str = opt(
         "",
-        "weights on load: fp8, int8 (both round activations, too), int8-weight-only, int4; none widens a"
-        " quantised checkpoint, empty takes it as it is",
+        "of weights, on load; none widens a quantised checkpoint, empty takes what it is",
         choices=("", "none", "fp8", "int8", "int8-weight-only", "int4"),
         aliases={"fp8_per_channel": "fp8", "w8a8_int8": "int8"},
     )
     quantization_config: str = opt(
-        "", "of quantization: JSON object with ignore, group_size, method", json=True
+        "", "of quantization: JSON object with ignore, group_size, method", json=dict
     )
     max_model_len: int = opt(0, "tokens of context; 0 takes the model's", min=0)
     seed: int = opt(0, "seed of dummy weights and of requests without one", min=0)
@@ -305,12 +304,12 @@ class SpeculativeOptions:
     tree: str = opt(
         "",
         "drafts of the device as a tree: auto, [branches per depth] or [[path], ...]",
-        json=True,
+        json=(list, tuple),
     )
     tree_chances: str = opt(
         "",
         "tree auto: measured acceptance of drafts of rank 1, 2 ...: [0.6, 0.15, 0.07]",
-        json=True,
+        json=(list, tuple),
     )
     prompt_lookup_min: int = opt(2, "ngram: tokens that must match at least", min=1, max=16)
     prompt_lookup_max: int = opt(4, "ngram: tokens that are matched at most", min=1, max=16)

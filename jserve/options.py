@@ -16,7 +16,7 @@ def opt(default: Any, help: str, **meta: Any) -> Any:
         default: its type is the option's: str, int, float, bool or a tuple of str.
         help: one line with the unit.
         meta: where they apply, ``min``, ``max``, ``choices``, ``aliases`` (other spellings of choices)
-            and ``json`` (text that may also be given as the list or mapping it stands for).
+            and ``json`` (types of what the text stands for, which may also be given itself).
     """
     return dataclasses.field(default=default, metadata={"help": help, **meta})
 
@@ -50,8 +50,8 @@ def _convert(f: dataclasses.Field[Any], value: Any, name: str) -> Any:
         if kind is bool:
             return _boolean(value)
         if kind is str:
-            listed = f.metadata.get("json") and isinstance(value, list | tuple | dict)
-            return json.dumps(value) if listed else _text(value)
+            parsed = isinstance(value, f.metadata.get("json", ()))
+            return json.dumps(value) if parsed else _text(value)
         if isinstance(value, bool):
             raise ValueError("a boolean")
         if kind is int and float(value) != int(value):

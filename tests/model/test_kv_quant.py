@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jserve.kv_layout import Span
 from jserve.model import kv_quant
 from jserve.model.families import family_for
 from jserve.model.kv_quant import E4M3, LARGEST, stored
@@ -44,11 +45,11 @@ def test_what_is_too_large_saturates_and_what_is_no_number_stays_none() -> None:
 @pytest.mark.parametrize("case", ["mixed", "block border", "late chunk", "one long, rest short"])
 def test_agrees_with_ref(case: str, window: int, name: str, atol: float) -> None:
     """``dense`` rounds queries and weights to bfloat16, as a GPU multiplies them."""
-    want = steps.run("ref", steps.CASES[case], window=window, stored=E4M3)
-    got = steps.run(name, steps.CASES[case], window=window, stored=E4M3)
+    want = steps.run("ref", steps.CASES[case], span=Span(window=window), stored=E4M3)
+    got = steps.run(name, steps.CASES[case], span=Span(window=window), stored=E4M3)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=atol)
-    exact = steps.run("ref", steps.CASES[case], window=window)
+    exact = steps.run("ref", steps.CASES[case], span=Span(window=window))
     assert max(np.abs(a - b).max() for a, b in zip(got, exact, strict=True)) > 1e-3
 
 
