@@ -124,7 +124,7 @@ class Roofline:
     arithmetic, then the collectives."""
 
     arch: Arch
-    itemsize: int
+    itemsize: float
     """Bytes of a weight."""
     chip: Chip
     kv_itemsize: int

@@ -55,6 +55,16 @@ class Model:
         specs = jax.tree.leaves(family.specs(self.arch, 1), is_leaf=is_spec)
         return sum(math.prod(s.shape) for s in specs)
 
+    @property
+    def itemsize(self) -> float:
+        """Bytes of a parameter that a token reads, on average: less than those of ``dtype`` where matrices are
+        quantised."""
+        if self.family.wide is None:
+            return self.dtype.itemsize
+        table = 0 if self.arch.tied else self.arch.V * self.arch.D * self.dtype.itemsize
+        wide = device_bytes(self.family.wide.specs(self.arch, 1), self.dtype, 1) - table
+        return self.dtype.itemsize * (self.weight_bytes(1) - table) / wide
+
     def weight_bytes(self, tp: int) -> int:
         return device_bytes(self.specs(tp), self.dtype, tp)
 

@@ -198,7 +198,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         active_parameters=line.active + line.unembed,
         dtype=str(model.dtype),
         weight_bytes_total=model.weight_bytes(1),
-        active_bytes_total=(line.active + line.unembed) * line.itemsize,
+        active_bytes_total=round((line.active + line.unembed) * line.itemsize),
         device=chip.name,
         devices=tp,
         device_bytes=memory.total_bytes,
@@ -269,7 +269,7 @@ def _context(laid: Layout) -> int:
 def _roofline(laid: Layout, chip: Chip) -> Roofline:
     return Roofline(
         arch=laid.model.arch,
-        itemsize=laid.model.dtype.itemsize,
+        itemsize=laid.model.itemsize,
         chip=chip,
         kv_itemsize=laid.sizes.kv.dtype.itemsize,
         tp=laid.tp,
