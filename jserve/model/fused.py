@@ -52,7 +52,7 @@ def plain(arch: Arch, layers: Any) -> bool:
         len(arch.ropes) == 1
         and arch.ropes[0].rotary in (0, arch.H)
         and not (arch.ropes[0].pairs or arch.norm.centered or arch.norm.plus_one)
-        and not any(isinstance(p["qkv"], QTensor) for p in layers)
+        and not any(isinstance(p.get("qkv"), QTensor) for p in layers)
         and all(places & set(p) == {"attn_norm", "mlp_norm"} for p in layers)
         and all(_plain_layer(layer) for layer in arch.layers)
     )

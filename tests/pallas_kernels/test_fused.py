@@ -13,6 +13,7 @@ import pytest
 from jserve.model import fused
 from jserve.model.arch import Arch, Attention, Norm, Rope, resized
 from jserve.model.hand import Row, pack
+from jserve.model.quant import Form, QTensor
 from jserve.model.shard import is_spec
 from jserve.model.view import Bucket
 from tests.model.driver import Driver
@@ -111,6 +112,8 @@ def test_which_steps_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_layers_are_not_fused(changes: dict[str, Any]) -> None:
     made, weights = arch("llama-3.2-1b"), [{"attn_norm": 1, "mlp_norm": 1}] * 2
     assert fused.plain(made, weights)
+    quantised = QTensor(q=1, scale=1, zero=None, form=Form(kind="int8"))
+    assert not fused.plain(made, [weights[0], weights[1] | {"qkv": quantised}])
     layer = dataclasses.replace(made.layers[1], **changes)
     assert not fused.plain(dataclasses.replace(made, layers=(made.layers[0], layer)), weights)
     assert not fused.plain(made, [*weights[:1], {**weights[1], "mlp_out_norm": 1}])
