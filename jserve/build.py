@@ -247,6 +247,7 @@ def _journal(path: str) -> Any:
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
+    from jserve.model.quant import n_bytes
     from jserve.model.shard import ShardRules
     from jserve.runner.programs import use_compile_cache
     from jserve.runner.runner import ModelRunner
@@ -277,6 +278,11 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         )
     else:
         params = adopted(family, arch, params, mesh, rules, dtype)
+    if scheme is not None and not scheme.widened:
+        stored, rest = (n / 1e9 for n in n_bytes(params))
+        log.info(
+            "quantization %s: %.3f GB; %.3f GB stay in %s", scheme.name, stored, rest, dtype.name
+        )
     speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
     config = _with_attention(config, arch, dtype, mesh.devices.flat[0], speculation)
     loaded = time.monotonic()

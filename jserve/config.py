@@ -82,9 +82,9 @@ class ModelOptions:
         aliases=FLOATS,
     )
     quantization: str = opt(
-        "",
-        "of weights, on load; none widens a quantised checkpoint, empty takes what it is",
-        choices=("", "none", "fp8", "int8", "int8-weight-only", "int4"),
+        "auto",
+        "of weights, on load; auto: as the checkpoint has them, none: widened to dtype",
+        choices=("auto", "none", "fp8", "int8", "int8-weight-only", "int4"),
         aliases={"fp8_per_channel": "fp8", "w8a8_int8": "int8"},
     )
     quantization_config: str = opt(

@@ -104,6 +104,16 @@ def quantised_leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QTensor))
 
 
+def n_bytes(tree: Any) -> tuple[int, int]:
+    """Bytes of a tree of parameters: of its quantised matrices, and of all else."""
+    leaves = quantised_leaves(tree)
+    found = [[x.nbytes for x in jax.tree.leaves(leaf)] for leaf in leaves]
+    stored = sum(
+        sum(sizes) for sizes, leaf in zip(found, leaves, strict=True) if isinstance(leaf, QTensor)
+    )
+    return stored, sum(map(sum, found)) - stored
+
+
 def integers(w: QTensor) -> jax.Array:
     """``q`` with a number per input: int8[..., D], or e4m3."""
     if w.form.kind != "int4":
@@ -160,7 +170,8 @@ def rounded(x_TBG: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     depend on no other token."""
     x_TBG = x_TBG.astype(jnp.float32)
     most_TB = jnp.max(jnp.abs(x_TBG), axis=-1)
-    scale_TB = jnp.where(most_TB > 0, most_TB, 1.0) / LARGEST[kind]
+    # What is not finite stays so in the scale, and with it in the result.
+    scale_TB = jnp.where(most_TB == 0, 1.0, most_TB) / LARGEST[kind]
     x_TBG = x_TBG / scale_TB[..., None]
     return (jnp.round(x_TBG) if kind == "int8" else x_TBG).astype(KINDS[kind]), scale_TB
 

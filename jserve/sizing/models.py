@@ -80,7 +80,11 @@ def device_bytes(specs: Any, dtype: Any, tp: int) -> int:
 
 
 def find(
-    name: str, revision: str = "", dtype: str = "auto", *, quantization: tuple[str, str] = ("", "")
+    name: str,
+    revision: str = "",
+    dtype: str = "auto",
+    *,
+    quantization: tuple[str, str] = ("auto", ""),
 ) -> Model:
     """The model called ``name``; a directory comes before a known shape of that name.
 

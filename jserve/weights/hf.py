@@ -115,7 +115,7 @@ class Tensors:
         Raises:
             WeightsError: as ``check``.
         """
-        Tensors.check(self, name, shape, kinds)
+        self.check(name, shape, kinds)
         found = self._resolve(name)
         self._used.add(found)
         return self._files[found].read(found).reshape(shape)

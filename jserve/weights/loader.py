@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
+from jserve.model.quant import QTensor, quantised_leaves
 from jserve.model.shard import ParamSpec, Part, ShardRules, padded, spelled
 from jserve.weights import orbax
 from jserve.weights.adopt import adopt
@@ -80,12 +81,14 @@ def load(
         tensor.
         ConfigError: the mesh does not fit the rules.
     """
-    if source.format == "orbax" and scheme is not None and scheme.on_load:
-        assert family.wide is not None, "a quantised family"
-        how = {"progress": progress, "scan_nan": scan_nan}
-        wide = load(family.wide, arch, source, mesh, rules, dtype, **how)
-        specs = _padded_specs(family, arch=arch, mesh=mesh, rules=rules)
-        return quantised_tree(wide, specs, mesh, rules)
+    if source.format == "orbax" and scheme is not None:
+        specs = _padded_specs(family, arch, mesh, rules)
+        if scheme.on_load:
+            assert family.wide is not None, "a quantised family"
+            how = {"progress": progress, "scan_nan": scan_nan}
+            wide = (family.wide, arch, source, mesh, rules, dtype)
+            return quantised_tree(load(*wide, **how), specs, mesh, rules)
+        _check_forms(family.specs(arch, 1), specs)
     tied = ("lm_head.weight",) if arch.tied else ()
     return load_tree(
         partial(family.specs, arch),
@@ -99,6 +102,17 @@ def load(
         finish=lambda tensors: _finish(tensors, tied),
         scheme=scheme,
     )
+
+
+def _check_forms(stored: Any, specs: Any) -> None:
+    """Refuse devices that would cut the groups of a stored tree, which holds the forms of one device."""
+    for a, b in zip(quantised_leaves(stored), quantised_leaves(specs), strict=True):
+        if isinstance(a, QTensor) and (a.form.kind, a.form.group) != (b.form.kind, b.form.group):
+            raise ConfigError(
+                f"tensor_parallel_size cuts groups of {a.form.group} inputs, which an Orbax checkpoint keeps whole;"
+                " serve the checkpoint that it was converted from",
+                field="tensor_parallel_size",
+            )
 
 
 def _finish(tensors: Tensors, tied: tuple[str, ...]) -> None:
@@ -122,15 +136,20 @@ def adopted(
     """``load`` of parameters that a user passes in: a copy, laid out and quantised as ``family`` wants them.
 
     Raises:
-        WeightsError, ConfigError: as ``adopt.adopt``; a family whose checkpoint is quantised.
+        WeightsError, ConfigError: as ``adopt.adopt``.
+        ConfigError: the checkpoint is quantised; ``field`` is ``quantization``.
     """
-    wide = family.wide or family
-    at = partial(_padded_specs, arch=arch, mesh=mesh, rules=rules)
-    placed = adopt(params, at(wide), mesh, rules, dtype, canonical=wide.specs(arch, 1))
-    return placed if wide is family else quantised_tree(placed, at(family), mesh, rules)
+    specs = _padded_specs(family, arch, mesh, rules)
+    if family.wide is None:
+        return adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
+    if any(isinstance(x, QTensor) and not x.form.method for x in quantised_leaves(specs)):
+        why = "the checkpoint is quantised, params are not; quantization 'none' takes them"
+        raise ConfigError(f"params: {why}", field="quantization")
+    wide = (family.wide, arch, params, mesh, rules, dtype)
+    return quantised_tree(adopted(*wide), specs, mesh, rules)
 
 
-def _padded_specs(family: Family, *, arch: Arch, mesh: Mesh, rules: ShardRules) -> Any:
+def _padded_specs(family: Family, arch: Arch, mesh: Mesh, rules: ShardRules) -> Any:
     return padded(family.specs(arch, tp_size(mesh, rules)), rules, mesh.shape)
 
 

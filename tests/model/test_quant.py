@@ -113,6 +113,18 @@ def test_a_row_does_not_depend_on_the_others(name: str):
         np.testing.assert_allclose(together, alone, rtol=2e-6, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_row_and_shows(name: str, bad: float):
+    w, _ = tensor(replace(FORMS[name], dtype="float32"))
+    x = rng.standard_normal((9, D)).astype(np.float32)
+    clean = np.asarray(dot(jnp.asarray(x), w))
+    x[4, 7] = bad
+    got = np.asarray(dot(jnp.asarray(x), w))
+    assert not np.isfinite(got[4]).any()
+    np.testing.assert_allclose(np.delete(got, 4, 0), np.delete(clean, 4, 0), rtol=1e-6)
+
+
 def test_a_gated_product_is_that_of_its_halves():
     form = replace(FORMS["int4"], dtype="float32")
     w, exact = tensor(form, (2, N))

@@ -102,16 +102,24 @@ def gptq(bits: int, group: int, symmetric: bool, version: int) -> Format:
     return Format(config=config, pack=pack)
 
 
+def fp8_blocks(
+    rng: np.random.Generator, N: int, D: int, block: int, ending: str
+) -> tuple[Tensors, np.ndarray]:
+    q = rng.normal(0, 60, (N, D)).astype(E4M3)
+    s = scales(rng, (-(-N // block), -(-D // block)))
+    wide = q.astype(np.float32)
+    for n in range(N):
+        for d in range(D):
+            wide[n, d] *= s[n // block, d // block]
+    return {"weight": q, ending: s}, wide
+
+
 def fp8(block: int) -> Format:
     def pack(rng: np.random.Generator, N: int, D: int) -> tuple[Tensors, np.ndarray]:
-        q = rng.normal(0, 60, (N, D)).astype(E4M3)
-        shape = (-(-N // block), -(-D // block)) if block else (1,)
-        s = scales(rng, shape)
-        wide = q.astype(np.float32)
-        for n in range(N):
-            for d in range(D):
-                wide[n, d] *= s[n // block, d // block] if block else s[0]
-        return {"weight": q, "weight_scale_inv" if block else "weight_scale": s}, wide
+        if block:
+            return fp8_blocks(rng, N, D, block, "weight_scale_inv")
+        q, s = rng.normal(0, 60, (N, D)).astype(E4M3), scales(rng, (1,))
+        return {"weight": q, "weight_scale": s}, q.astype(np.float32) * s
 
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     return Format(
@@ -126,6 +134,8 @@ def compressed(fmt: str, weights: Mapping[str, Any], **group: Any) -> Format:
 
     def pack(rng: np.random.Generator, N: int, D: int) -> tuple[Tensors, np.ndarray]:
         B, top = (D // size if strategy == "group" else 1), 2 ** (bits - 1)
+        if strategy == "block":
+            return fp8_blocks(rng, N, D, weights["block_structure"][0], "weight_scale")
         s = scales(rng, (1,) if strategy == "tensor" else (N, B))
         if weights["type"] == "float":
             q = rng.normal(0, 60, (N, D)).astype(E4M3)
@@ -177,6 +187,11 @@ FORMATS: dict[str, Format] = {
     ),
     "float of a matrix": compressed(
         "float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    ),
+    "float blocks": compressed(
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [40, 40]},
+        input_activations=TOKEN8 | {"type": "float", "strategy": "group"},
     ),
     "int-quantized": compressed(
         "int-quantized",

@@ -61,7 +61,7 @@ class Written(Model):
 
 
 def loaded(
-    model: Model, tp: int = 1, asked: str = "", options: str = "", dtype: Any = jnp.float32
+    model: Model, tp: int = 1, asked: str = "auto", options: str = "", dtype: Any = jnp.float32
 ) -> Any:
     source = resolve(str(model.path))
     scheme = scheme_of(source.config, dtype, asked, options)
@@ -98,7 +98,7 @@ def test_logits_are_those_of_the_widened_matrices(tmp_path: Path, name: str) -> 
     model, bucket = Written(tmp_path, FORMATS[name]), Bucket(D=2, P=24, F=1)
     for tp in (1, 2):
         logits = []
-        for asked in ("none", ""):
+        for asked in ("none", "auto"):
             driver = Driver(model.family, model.arch, model.wide.__getitem__, tp=tp)
             driver.params = loaded(model, tp, asked)
             scheme = scheme_of(model.config, jnp.float32, asked)
@@ -222,6 +222,48 @@ def test_convert_keeps_the_form(tmp_path: Path, name: str) -> None:
         how = (source, make_mesh(tp), RULES, jnp.float32)
         restored = load(family, model.arch, *how, scheme=scheme)
         assert_equal(wide(restored), wide(loaded(model, tp)))
+
+
+def test_devices_that_cut_stored_groups_are_refused(tmp_path: Path) -> None:
+    model = Written(tmp_path / "m", FORMATS["awq"])
+    source = convert(str(model.path), tmp_path / "out")
+    scheme = scheme_of(source.config, jnp.float32)
+    how = (source, make_mesh(4), RULES, jnp.float32)
+    with pytest.raises(ConfigError, match="cuts groups of 32"):
+        load(quantised(model.family, scheme), model.arch, *how, scheme=scheme)
+
+
+def test_params_beside_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None:
+    model = Written(tmp_path / "m", FORMATS["awq"])
+    scheme = scheme_of(model.config, jnp.float32)
+    how = (make_mesh(1), RULES, jnp.float32)
+    with pytest.raises(ConfigError) as caught:
+        adopted(quantised(model.family, scheme), model.arch, {}, *how)
+    assert caught.value.field == "quantization"
+
+
+def test_scales_of_kv_come_along(tmp_path: Path) -> None:
+    kv = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    fmt = FORMATS["float-quantized"]
+    config = CONFIG | {"quantization_config": fmt.config | {"kv_cache_scheme": kv}}
+    model = Written(tmp_path, fmt, base=config, kv_cache_scheme=kv)
+    for name in [n for n in model.tensors if n.endswith(("k_scale", "v_scale"))]:
+        model.tensors[name] = model.wide[name] = np.abs(model.tensors[name]) + 1
+    params = loaded(model.single())
+    assert isinstance(params["layers"][0]["qkv"], QTensor)
+    want = assemble_all(model.family.specs(model.arch, 1), model.wide.__getitem__, jnp.float32)
+    assert_equal(wide(params), want)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("asked", ON_LOAD)
+def test_what_is_not_finite_is_not_rounded_away(tmp_path: Path, asked: str, bad: float) -> None:
+    """One value among all, where a sample does not look, and with the scan off."""
+    model = Model(tmp_path, CONFIG, np.float32)
+    name = "model.layers.1.mlp.up_proj.weight"
+    model.tensors[name][3, 5] = bad
+    with pytest.raises(WeightsError, match=r"up_proj\.weight: has values that are not finite"):
+        loaded(model.single(), 1, asked)
 
 
 def test_an_orbax_directory_is_quantised_on_load(tmp_path: Path) -> None:
@@ -353,7 +395,7 @@ def test_a_setting_that_is_not_served_is_refused_by_name(case: str) -> None:
     ("asked", "options", "field"),
     [
         ("int9", "", "quantization"),
-        ("", '{"method": "mse"}', "quantization_config"),
+        ("auto", '{"method": "mse"}', "quantization_config"),
         ("int4", "[]", "quantization_config"),
         ("int4", "{", "quantization_config"),
         ("int4", '{"bits": 4}', "quantization_config"),

@@ -92,7 +92,7 @@ class Gptq:
 
     def _check_order(self, tensors: Tensors, stem: str, D: int) -> None:
         name = f"{stem}.g_idx"
-        if not self.group or name not in tensors.names():
+        if not self.group or not tensors.has(name):
             return
         found = tensors.get(name, (D,), ("int32", "int64"))
         if not np.array_equal(found, np.arange(D) // self.group):

@@ -33,15 +33,17 @@ def quantised(w_ND: np.ndarray, form: Form) -> Matrix:
 def quantised_tree(params: Any, specs: Any, mesh: Mesh, rules: ShardRules) -> Any:
     """A tree of parameters in the type of the model as ``specs`` want them, a QTensor where they have one.
 
-    One parameter at a time, on its devices; the caller gives ``params`` up, so that one matrix at a time is there
-    twice.
+    One parameter at a time, on its devices. A caller that keeps no reference to ``params`` has one matrix at a time
+    in memory twice, else all of them.
     """
     flat, structure = jax.tree.flatten(specs, is_leaf=_is_leaf)
     given = jax.tree.leaves(params)
+    del params
     made = []
     for i, spec in enumerate(flat):
         array, given[i] = given[i], None
         made.append(_placed(array, spec, mesh, rules) if isinstance(spec, QTensor) else array)
+        del array
     return jax.tree.unflatten(structure, made)
 
 
@@ -70,7 +72,7 @@ def _program(w_ND: jax.Array, form: Form) -> tuple[jax.Array, jax.Array]:
     (N, D), kind, groups = w_ND.shape, form.kind, form.groups(w_ND.shape[1])
     w_NBG = w_ND.astype(jnp.float32).reshape(N, groups, D // groups)
     most_NB = jnp.max(jnp.abs(w_NBG), axis=-1)
-    most_NB = jnp.where(most_NB > 0, most_NB, 1.0)
+    most_NB = jnp.where(most_NB == 0, 1.0, most_NB)
     clip_NB = most_NB if form.method == "rtn" else _best_clip(w_NBG, most_NB, kind)
     scale_NB = clip_NB / LARGEST[kind]
     whole = KINDS[kind] if kind == "e4m3" else jnp.int8

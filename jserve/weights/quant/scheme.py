@@ -55,14 +55,14 @@ class Scheme:
 
 
 def scheme_of(
-    config: Mapping[str, Any], dtype: Any, asked: str = "", options: str = ""
+    config: Mapping[str, Any], dtype: Any, asked: str = "auto", options: str = ""
 ) -> Scheme | None:
     """The scheme of a model; None: it is served as ``dtype``.
 
     Args:
         config: config.json.
         dtype: of the model.
-        asked: option ``quantization``: empty takes the checkpoint's, ``none`` widens a quantised one.
+        asked: option ``quantization``: ``auto`` takes the checkpoint's, ``none`` widens a quantised one.
         options: option ``quantization_config``: a JSON object, or empty.
 
     Raises:
@@ -71,7 +71,7 @@ def scheme_of(
     """
     found, name = _stated(config, jnp.dtype(dtype).name), jnp.dtype(dtype).name
     given = _options(options)
-    if asked in ("", "none"):
+    if asked in ("auto", "none"):
         if given:
             raise ConfigError("quantization_config needs quantization", field="quantization_config")
         return found and replace(found, widened=asked == "none")

@@ -64,8 +64,11 @@ class QuantisedTensors:
     def path(self, name: str) -> Path:
         """The file that holds tensor ``name``, or the first one of a quantised matrix."""
         module, _ = _parts(name)
-        found = [n for n in self._tensors.names() if module and module in n]
-        return self._tensors.path(name if name in found or not found else found[0])
+        if not module or self._tensors.has(name):
+            return self._tensors.path(name)
+        start = f"{module.removeprefix('model.')}."
+        found = [n for n in self._tensors.names() if n.removeprefix("model.").startswith(start)]
+        return self._tensors.path(found[0] if found else name)
 
     def has(self, name: str) -> bool:
         """As ``Tensors.has``; parts of a quantised matrix are always there, or ``check`` says what is missing."""
