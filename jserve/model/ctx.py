@@ -32,6 +32,8 @@ class Ctx:
     axes: Axes = flax.struct.field(pytree_node=False)
     layer: int = flax.struct.field(pytree_node=False, default=0)
     """Number of the layer, or of the first one that is like it."""
+    points: tuple[str, ...] = flax.struct.field(pytree_node=False, default=())
+    """Those of ``points.INSIDE`` that are read of the layer."""
 
     @classmethod
     def of(cls, arch: Arch, view: StepView, attn: AttentionBackend, axes: Axes) -> Ctx:
@@ -44,8 +46,8 @@ class Ctx:
         tables = tuple(rope_tables(rope, arch.H, pos_T) for rope in arch.ropes)
         return self.replace(tables=tables)  # type: ignore[attr-defined]
 
-    def at(self, layer: int) -> Ctx:
-        return self.replace(layer=layer)  # type: ignore[attr-defined]
+    def at(self, layer: int, points: tuple[str, ...] = ()) -> Ctx:
+        return self.replace(layer=layer, points=points)  # type: ignore[attr-defined]
 
     @property
     def spec(self) -> DecoderLayer:

@@ -26,6 +26,17 @@ from jserve.model.hf_values import Config, ConfigReader
 from jserve.model.layers import attend_normed, attention_block, embed, ffn_block, unembed
 from jserve.model.moe_specs import MoeNames, routed_specs
 from jserve.model.norms import normed
+from jserve.model.points import (
+    ATTN_OUT,
+    EMBED,
+    MID,
+    MLP_OUT,
+    NORMALIZED,
+    POST,
+    PRE,
+    in_layer,
+    inside,
+)
 from jserve.model.shard import Axes, ParamSpec, Part
 
 
@@ -81,26 +92,28 @@ def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[L
 
 
 def tapped(
-    ctx: Ctx, params: Any, kv: list[LayerKV], layers: Sequence[int]
+    ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
-    """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
+    """``forward``, and float32[T, D] at each of ``points`` (``jserve.model.points``)."""
     arch = ctx.arch
     x_TD = embedded(arch, params, ctx.view.tok_T, ctx.axes)
     x_TD = skip_unread(x_TD, ctx.view.pos_T >= 0)
     ctx = ctx.with_tables()
-    if fused.serves(ctx, params, kv):
-        return fused.tapped(ctx, params, kv, x_TD, layers)
+    if fused.serves(ctx, params, kv, points):
+        return fused.tapped(ctx, params, kv, x_TD, points)
     layer = _traced_layer()
-    entering, first, new_kv = {}, {}, []
+    found, first, new_kv = {EMBED: x_TD}, {}, []
     for i, p in enumerate(params["layers"]):
-        entering[i] = x_TD
-        like = first.setdefault(arch.layers[i], i)
+        found[in_layer(i, PRE)] = x_TD
+        wanted = inside(points, i)
+        like = first.setdefault((arch.layers[i], wanted), i)
         with jax.named_scope(f"layer{i}"):
-            x_TD, layer_kv = layer(p, x_TD, ctx.at(like), kv[i])
+            x_TD, layer_kv, seen = layer(p, x_TD, ctx.at(like, wanted), kv[i])
             new_kv.append(layer_kv)
-    entering[arch.L] = x_TD
-    y_TD = normed(arch.norm, x_TD, params["final_norm"])
-    return y_TD, new_kv, [entering[i] for i in layers]
+        found |= {in_layer(i, name): value_TD for name, value_TD in seen.items()}
+        found[in_layer(i, POST)] = x_TD
+    found[NORMALIZED] = normed(arch.norm, x_TD, params["final_norm"])
+    return found[NORMALIZED], new_kv, [found[name] for name in points]
 
 
 def embedded(arch: Arch, params: Any, tok_T: jax.Array, axes: Axes) -> jax.Array:
@@ -117,16 +130,22 @@ def _traced_layer() -> Any:
     return jax.jit(decoder_layer)
 
 
-def decoder_layer(p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
-    """One layer. A norm is where its scales are: before attention and MLP (``attn_norm``, ``mlp_norm``), on what
-    they add (``attn_out_norm``, ``mlp_out_norm``), or both."""
+def decoder_layer(
+    p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV
+) -> tuple[jax.Array, LayerKV, dict[str, jax.Array]]:
+    """One layer, and what it has at ``ctx.points``. A norm is where its scales are: before attention and MLP
+    (``attn_norm``, ``mlp_norm``), on what they add (``attn_out_norm``, ``mlp_out_norm``), or both."""
+    found: dict[str, jax.Array] = {}
     if ctx.spec.parallel:
         normed_TD = normed(ctx.arch.norm, x_TD, p["attn_norm"])
-        y_TD, kv = attend_normed(ctx, p, normed_TD, kv)
-        return x_TD + y_TD + ffn_block(ctx, p, normed_TD), kv
-    y_TD, kv = attention_block(ctx, p, x_TD, kv)
-    x_TD = x_TD + y_TD
-    return x_TD + ffn_block(ctx, p, x_TD), kv
+        found[ATTN_OUT], kv = attend_normed(ctx, p, normed_TD, kv)
+        x_TD = x_TD + found[ATTN_OUT]
+        found[MLP_OUT] = ffn_block(ctx, p, normed_TD)
+    else:
+        found[ATTN_OUT], kv = attention_block(ctx, p, x_TD, kv)
+        found[MID] = x_TD = x_TD + found[ATTN_OUT]
+        found[MLP_OUT] = ffn_block(ctx, p, x_TD)
+    return x_TD + found[MLP_OUT], kv, {name: found[name] for name in ctx.points}
 
 
 def logits(arch: Arch, params: Any, x_ED: jax.Array, axes: Axes) -> jax.Array:

@@ -24,9 +24,9 @@ class Family:
     forward: (ctx, params, kv) -> (x_TD after the final norm, new kv). ``params`` and ``kv`` are this
              shard's.
     logits:  (arch, params, x_ED, axes) -> float32[E, V], the whole vocabulary on every shard.
-    tapped:  forward with a last argument more, layer numbers, that also gives the residual stream
-             float32[T, D] entering each of them (L: entering the final norm). None: heads that read
-             hidden states cannot draft for this family.
+    tapped:  forward with a last argument more, names of ``jserve.model.points``, that also gives the float32[T, D]
+             at each of them. None: nothing can be read, and heads that read hidden states cannot draft for
+             this family.
     embed:   (arch, params, tok_T, axes) -> float32[T, D]. None: nor can those without a table of their own.
     """
 
@@ -38,7 +38,7 @@ class Family:
     logits: Callable[[Arch, Any, jax.Array, Axes], jax.Array]
     tapped: (
         Callable[
-            [Ctx, Any, list[LayerKV], Sequence[int]],
+            [Ctx, Any, list[LayerKV], Sequence[str]],
             tuple[jax.Array, list[LayerKV], list[jax.Array]],
         ]
         | None

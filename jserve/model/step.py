@@ -35,6 +35,7 @@ from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
 from jserve.model.family import Family
 from jserve.model.native import kernels
+from jserve.model.points import entering
 from jserve.model.sample import Chosen, logprobs, sample
 from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
 from jserve.model.slots import NONE, SlotState
@@ -330,7 +331,7 @@ def _forward(
         x_TD, kv = family.forward(ctx, params, kv)
         return x_TD, kv, []
     assert family.tapped is not None, f"{family.name} has no taps"
-    return family.tapped(ctx, params, kv, drafter.taps)
+    return family.tapped(ctx, params, kv, [entering(i, model.arch.L) for i in drafter.taps])
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:

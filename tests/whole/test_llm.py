@@ -301,14 +301,14 @@ def test_weights_handed_over_and_swapped(llm: LLM, tiny_dir: Path) -> None:
     with LLM(str(tiny_dir), params=mine, load_format="dummy", **options) as second:
         want = llm.generate("the quick", GREEDY)[0].outputs[0].token_ids
         assert second.generate("the quick", GREEDY)[0].outputs[0].token_ids == want
-        second.update_params(other)
+        second.update_weights(other)
         changed = second.generate("the quick", GREEDY)[0].outputs[0].token_ids
         assert changed != want
-        second.update_params(mine)
+        second.update_weights(mine)
         assert second.generate("the quick", GREEDY)[0].outputs[0].token_ids == want
         broken = {**mine, "norm": np.ones(3, np.float32)}
         with pytest.raises(WeightsError, match="norm"):
-            second.update_params(broken)
+            second.update_weights(broken)
         assert second.generate("the quick", GREEDY)[0].outputs[0].token_ids == want
     second.close()
     with pytest.raises(RuntimeError, match="this LLM was closed"):

@@ -84,7 +84,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 def test_a_training_loop_feeds_the_engine(llm: LLM, odd_dir: Path, train: Any) -> None:
     params = train(train(drawn(odd_dir, 0)))
     before = tokens(llm)
-    llm.update_params(params)
+    llm.update_weights(params)
     fed = tokens(llm)
     kept = jax.tree.map(np.array, params)
     train(params)
@@ -98,7 +98,7 @@ def test_a_training_loop_feeds_the_engine(llm: LLM, odd_dir: Path, train: Any) -
 def test_cached_prefixes_of_the_old_weights_are_gone(llm: LLM, odd_dir: Path) -> None:
     long = " ".join(["the quick brown fox jumps over the lazy dog"] * 2)
     for seed in (3, 4):
-        llm.update_params(drawn(odd_dir, seed))
+        llm.update_weights(drawn(odd_dir, seed))
         (first,) = llm.generate(long, GREEDY)
         (second,) = llm.generate(long, GREEDY)
         assert not first.num_cached_tokens
@@ -111,18 +111,18 @@ def test_a_donated_leaf_is_named_and_the_engine_lives(llm: LLM, odd_dir: Path, t
     params = drawn(odd_dir, 5)
     train(params)
     with pytest.raises(WeightsError, match=r"params\.embed: .*deleted"):
-        llm.update_params(params)
+        llm.update_weights(params)
     wrong = drawn(odd_dir, 5)
     wrong["layers"][1]["o"] = wrong["layers"][1]["o"][:-1]
     with pytest.raises(WeightsError, match=r"params\.layers\.1\.o: shape"):
-        llm.update_params(wrong)
+        llm.update_weights(wrong)
     assert tokens(llm) == before
 
 
 def test_min_tokens_decides_at_its_border(llm: LLM, odd_dir: Path) -> None:
     """A stop id as the token after ``min_tokens`` outputs ends the answer, and one before them is
     not drawn."""
-    llm.update_params(drawn(odd_dir, 0))
+    llm.update_weights(drawn(odd_dir, 0))
     (out,) = llm.generate(PROMPTS[0], GREEDY)
     plain = list(out.outputs[0].token_ids)
     at = next(i for i in range(3, len(plain)) if plain[i] not in plain[:i])
