@@ -11,15 +11,13 @@ tree that ``LLM(params=)`` and ``LLM.update_weights`` take.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jserve.errors import ConfigError
@@ -28,7 +26,8 @@ from jserve.model.attn_train import BLOCK, train
 from jserve.model.ctx import Ctx
 from jserve.model.families import family_for
 from jserve.model.family import Family
-from jserve.model.points import matching
+from jserve.model.norms import normed
+from jserve.model.points import POST, PRE, in_layer, matching
 from jserve.model.shard import Axes, ParamSpec, ShardRules, is_spec, make_mesh, shardings
 from jserve.model.view import SAMPLING, StepView
 from jserve.weights.hf import read_config
@@ -40,7 +39,7 @@ LOGITS_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class FunctionalModel:
     """A model without its parameters: hashable, so that it can be a static argument of ``jit``."""
 
     family: Family
@@ -54,7 +53,7 @@ class Model:
         return self.family.specs(self.arch, 1)
 
 
-def model(source: str | Path | Mapping[str, Any], *, dtype: Any = "float32") -> Model:
+def model(source: str | Path | Mapping[str, Any], *, dtype: Any = "float32") -> FunctionalModel:
     """The model of a directory, or of a config.json as a mapping; no weights are read.
 
     Raises:
@@ -65,10 +64,10 @@ def model(source: str | Path | Mapping[str, Any], *, dtype: Any = "float32") -> 
         why = "quantised weights have no gradient; convert them to a floating dtype first"
         raise ConfigError(f"quantization_config: {why}", field="quantization_config")
     family = family_for(config)
-    return Model(family=family, arch=family.arch(config), dtype=jnp.dtype(dtype))
+    return FunctionalModel(family=family, arch=family.arch(config), dtype=jnp.dtype(dtype))
 
 
-def init(model: Model, key: jax.Array) -> Any:
+def init(model: FunctionalModel, key: jax.Array) -> Any:
     """Random parameters: normal, with the mean and deviation that each spec names. Under ``jax.jit`` with
     ``out_shardings`` each device makes its own part."""
     specs, tree = jax.tree.flatten(model.specs, is_leaf=is_spec)
@@ -80,7 +79,7 @@ def init(model: Model, key: jax.Array) -> Any:
     return jax.tree.unflatten(tree, [one(i, spec) for i, spec in enumerate(specs)])
 
 
-def load_params(model: Model, directory: str | Path) -> Any:
+def load_params(model: FunctionalModel, directory: str | Path) -> Any:
     """The parameters of a checkpoint (safetensors or Orbax), whole on the first device.
 
     Raises:
@@ -93,20 +92,21 @@ def load_params(model: Model, directory: str | Path) -> Any:
 _WHOLE = ShardRules(vocab=None, kv_heads=None, ffn=None)
 
 
-def param_shardings(model: Model, mesh: Mesh, rules: ShardRules | None = None) -> Any:
+def param_shardings(model: FunctionalModel, mesh: Mesh, rules: ShardRules | None = None) -> Any:
     """The tree of NamedShardings that ``rules`` give on ``mesh``: one layout among many. ``rules.embed`` may name an
     axis here, as no collective of ours has to serve it."""
     return shardings(model.specs, mesh, rules or ShardRules())
 
 
 def forward(
-    model: Model,
+    model: FunctionalModel,
     params: Any,
     tokens: jax.Array,
     segments: jax.Array,
     *,
     longest: int | None = None,
     taps: Sequence[str] = (),
+    add: Mapping[str, Any] | None = None,
 ) -> Any:
     """float32[T, D] after the final norm; with ``taps`` (that, {point: float32[T, D]}).
 
@@ -116,20 +116,23 @@ def forward(
         longest: tokens of the longest segment, by default T. Attention costs T * longest; values of tokens further
             on in their segment are NaN.
         taps: points to read, as ``jserve.model.points`` names them; ``*`` in one stands for anything.
+        add: point of the residual stream (``hook_resid_pre`` or ``hook_resid_post``) -> [D] or [T, D] that is added to
+            it there, before it is read.
 
     Raises:
-        ConfigError: the model has no such point, or this family none; ``field`` is ``taps``.
+        ConfigError: the model has no such point, or this family none; ``field`` is ``taps`` or ``add``.
     """
     points = matching(model.arch, taps, "taps") if taps else ()
     T = tokens.shape[0]
     view = _view(tokens, segments)
-    attn = train(longest or T)
-    ctx = Ctx.of(model.arch, view, attn, Axes())
+    ctx = Ctx.of(model.arch, view, train(longest or T), Axes())
+    ctx = ctx.replace(edits=_edits(model, add or {}, view.pos_T.shape[0]))  # type: ignore[attr-defined]
     kv = _nothing_kept(model, view.pos_T.shape[0])
     found: list[jax.Array] = []
-    if points and model.family.tapped is None:
-        raise ConfigError(f"taps: the family {model.family.name} has no points", field="taps")
-    if points and model.family.tapped is not None:
+    if points or add:
+        if model.family.tapped is None:
+            field = "taps" if points else "add"
+            raise ConfigError(f"{field}: the family {model.family.name} has no points", field=field)
         x_TD, _, found = model.family.tapped(ctx, params, kv, points)
     else:
         x_TD, _ = model.family.forward(ctx, params, kv)
@@ -138,16 +141,35 @@ def forward(
     return (x_TD, dict(zip(points, found, strict=True))) if taps else x_TD
 
 
-def logits(
-    model: Model, params: Any, tokens: jax.Array, segments: jax.Array, *, longest: int | None = None
-) -> jax.Array:
-    """float32[T, V]: entry t is what the token after t is drawn by. Arguments as of ``forward``."""
-    x_TD = forward(model, params, tokens, segments, longest=longest)
+def lens(model: FunctionalModel, params: Any, x_TD: jax.Array) -> jax.Array:
+    """float32[T, V]: the logits of a residual stream as if it left the last layer (the logit lens)."""
+    return unembed(model, params, normed(model.arch.norm, x_TD, params["final_norm"]))
+
+
+def unembed(model: FunctionalModel, params: Any, x_TD: jax.Array) -> jax.Array:
+    """float32[T, V]: the logits of what ``forward`` gives."""
     return model.family.logits(model.arch, params, x_TD, Axes())
 
 
+def logits(
+    model: FunctionalModel,
+    params: Any,
+    tokens: jax.Array,
+    segments: jax.Array,
+    *,
+    longest: int | None = None,
+) -> jax.Array:
+    """float32[T, V]: entry t is what the token after t is drawn by. Arguments as of ``forward``."""
+    return unembed(model, params, forward(model, params, tokens, segments, longest=longest))
+
+
 def logprobs(
-    model: Model, params: Any, tokens: jax.Array, segments: jax.Array, *, longest: int | None = None
+    model: FunctionalModel,
+    params: Any,
+    tokens: jax.Array,
+    segments: jax.Array,
+    *,
+    longest: int | None = None,
 ) -> jax.Array:
     """float32[T]: the log-probability of each token after those before it in its segment, as the engine reports it;
     0 for the first of a segment and for padding. Arguments as of ``forward``."""
@@ -164,12 +186,29 @@ def logprobs(
     @jax.checkpoint
     def block(item: tuple[jax.Array, jax.Array]) -> jax.Array:
         x_BD, token_B = item
-        raw_BV = model.family.logits(model.arch, params, x_BD, Axes())
+        raw_BV = unembed(model, params, x_BD)
         chosen_B = jnp.take_along_axis(raw_BV, token_B[:, None], axis=1)[:, 0]
         return chosen_B - jax.nn.logsumexp(raw_BV, axis=1)
 
     after = jax.lax.map(block, items).reshape(-1)[:T]
     return jnp.where(_places(segments)[0] > 0, jnp.roll(after, 1), 0.0)
+
+
+def _edits(model: FunctionalModel, add: Mapping[str, Any], T: int) -> dict[str, jax.Array]:
+    """``add`` for a pass over ``T`` tokens."""
+    known = {in_layer(i, name) for i in range(model.arch.L) for name in (PRE, POST)}
+    for name in add:
+        if name not in known:
+            raise ConfigError(
+                f"add: {name!r} is no point of the residual stream: blocks.0 to"
+                f" {model.arch.L - 1} with {PRE} or {POST}",
+                field="add",
+            )
+    found = {name: jnp.asarray(x, jnp.float32) for name, x in add.items()}
+    return {
+        name: x if x.ndim == 1 else jnp.pad(x, ((0, T - x.shape[0]), (0, 0)))
+        for name, x in found.items()
+    }
 
 
 def _places(segments_T: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -212,7 +251,7 @@ def _view(tokens_T: jax.Array, segments_T: jax.Array) -> StepView:
     )
 
 
-def _nothing_kept(model: Model, T: int) -> list[Any]:
+def _nothing_kept(model: FunctionalModel, T: int) -> list[Any]:
     """A pool of one token a page, which says in what type keys and values are kept."""
 
     def array(heads: int, width: int) -> jax.Array:

@@ -27,7 +27,7 @@ LEAN = ("llama-tied-gqa1", "gemma2", "olmoe")
 
 
 @lru_cache(maxsize=2)
-def made(name: str) -> tuple[Any, functional.Model, Any]:
+def made(name: str) -> tuple[Any, functional.FunctionalModel, Any]:
     architecture, options = CASES[name]
     options = {k: v for k, v in options.items() if k != "seed"}
     oracle, config = hf.tiny(architecture, **options)
@@ -101,7 +101,7 @@ def test_a_text_does_not_depend_on_those_beside_it() -> None:
     assert np.isfinite(short[140:]).all()
 
 
-def layouts(model: functional.Model) -> dict[str, Any]:
+def layouts(model: functional.FunctionalModel) -> dict[str, Any]:
     mesh = make_mesh(4)
     auto = (AxisType.Auto,) * 2
     grid = jax.make_mesh((2, 2), ("data", "model"), axis_types=auto, devices=jax.devices()[:4])
@@ -166,8 +166,47 @@ def test_taps_are_the_hidden_states_of_transformers() -> None:
     assert len(found) == 3 * L + 1
 
 
+def test_what_is_added_to_the_stream_reaches_the_end() -> None:
+    """A vector after layer 0 is the same as one before layer 1; at one token it changes later ones alone."""
+    _, model, params = made("llama-tied-gqa1")
+    tokens, segments = flat(TEXTS)
+    run = jax.jit(partial(functional.forward, model), static_argnames="taps")
+    vector = jax.random.normal(jax.random.key(3), (model.arch.D,))
+    plain = run(params, tokens, segments)
+    after, found = run(
+        params,
+        tokens,
+        segments,
+        taps=("blocks.0.hook_resid_post",),
+        add={"blocks.0.hook_resid_post": vector},
+    )
+    before = run(params, tokens, segments, add={"blocks.1.hook_resid_pre": vector})
+    np.testing.assert_array_equal(np.asarray(after), np.asarray(before))
+    assert not np.allclose(after, plain)
+    _, unsteered = run(params, tokens, segments, taps=("blocks.0.hook_resid_post",))
+    for name, x_TD in unsteered.items():
+        np.testing.assert_allclose(np.asarray(found[name]), np.asarray(x_TD + vector), rtol=1e-5)
+    at = jnp.zeros((len(tokens), model.arch.D)).at[4].set(vector)
+    late = np.asarray(run(params, tokens, segments, add={"blocks.0.hook_resid_pre": at}))
+    changed = np.abs(late - np.asarray(plain)).max(axis=1) > 1e-6
+    assert changed.tolist() == [4 <= t < len(TEXTS[0]) for t in range(len(tokens))]
+    last = functional.lens(
+        model,
+        params,
+        run(params, tokens, segments, taps=("blocks.1.hook_resid_post",))[1][
+            "blocks.1.hook_resid_post"
+        ],
+    )
+    np.testing.assert_allclose(
+        last, functional.logits(model, params, tokens, segments), rtol=1e-5, atol=1e-5
+    )
+
+
 def test_points_are_checked() -> None:
     _, model, params = made("llama-tied-gqa1")
-    with pytest.raises(ConfigError, match="blocks.7") as caught:
+    with pytest.raises(ConfigError, match="no point of the residual stream") as caught:
+        functional.forward(model, params, *flat(TEXTS), add={"blocks.0.hook_mlp_out": 1.0})
+    assert caught.value.field == "add"
+    with pytest.raises(ConfigError, match=r"blocks\.7") as caught:
         functional.forward(model, params, *flat(TEXTS), taps=("blocks.7.hook_mlp_out",))
     assert caught.value.field == "taps"

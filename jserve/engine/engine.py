@@ -109,7 +109,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while a further step would do something."""
-        ours = self._inbox or self._flights or self._landed or self._answers
+        ours = self._inbox or self._flights or self._landed
         if ours or self.hold.pending is not None:
             return True
         return not self.hold.stopped and (bool(len(self._anteroom)) or self.scheduler.has_work)

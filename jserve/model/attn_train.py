@@ -27,9 +27,9 @@ from jserve.model.attention import (
     Places,
     capped,
 )
+from jserve.model.dot import activated, dot
 from jserve.model.kv_quant import stored
 from jserve.model.moe import Outputs, Params
-from jserve.model.dot import activated, dot
 from jserve.model.view import StepView
 
 BLOCK = 64

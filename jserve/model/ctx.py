@@ -27,6 +27,8 @@ class Ctx:
     tables: tuple[Tables, ...] | None
     """Of each of ``Arch.ropes``; None outside the layers."""
     view: StepView
+    edits: dict[str, jax.Array]
+    """Point of the residual stream -> float32[D] or [T, D] that is added to it there; none inside layers."""
     arch: Arch = flax.struct.field(pytree_node=False)
     attn: AttentionBackend = flax.struct.field(pytree_node=False)
     axes: Axes = flax.struct.field(pytree_node=False)
@@ -38,7 +40,7 @@ class Ctx:
     @classmethod
     def of(cls, arch: Arch, view: StepView, attn: AttentionBackend, axes: Axes) -> Ctx:
         """Of a pass over the tokens of ``view``, before its first layer."""
-        return cls(tables=None, view=view, arch=arch, attn=attn, axes=axes)
+        return cls(tables=None, view=view, edits={}, arch=arch, attn=attn, axes=axes)
 
     def with_tables(self) -> Ctx:
         """The same for layers: with the tables of the view's positions."""
@@ -47,7 +49,11 @@ class Ctx:
         return self.replace(tables=tables)  # type: ignore[attr-defined]
 
     def at(self, layer: int, points: tuple[str, ...] = ()) -> Ctx:
-        return self.replace(layer=layer, points=points)  # type: ignore[attr-defined]
+        return self.replace(layer=layer, points=points, edits={})  # type: ignore[attr-defined]
+
+    def edited(self, point: str, x_TD: jax.Array) -> jax.Array:
+        """The residual stream at ``point``, with what is to be added to it."""
+        return x_TD + self.edits[point] if point in self.edits else x_TD
 
     @property
     def spec(self) -> DecoderLayer:

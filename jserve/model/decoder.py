@@ -104,14 +104,14 @@ def tapped(
     layer = _traced_layer()
     found, first, new_kv = {EMBED: x_TD}, {}, []
     for i, p in enumerate(params["layers"]):
-        found[in_layer(i, PRE)] = x_TD
+        found[in_layer(i, PRE)] = x_TD = ctx.edited(in_layer(i, PRE), x_TD)
         wanted = inside(points, i)
         like = first.setdefault((arch.layers[i], wanted), i)
         with jax.named_scope(f"layer{i}"):
             x_TD, layer_kv, seen = layer(p, x_TD, ctx.at(like, wanted), kv[i])
             new_kv.append(layer_kv)
         found |= {in_layer(i, name): value_TD for name, value_TD in seen.items()}
-        found[in_layer(i, POST)] = x_TD
+        found[in_layer(i, POST)] = x_TD = ctx.edited(in_layer(i, POST), x_TD)
     found[NORMALIZED] = normed(arch.norm, x_TD, params["final_norm"])
     return found[NORMALIZED], new_kv, [found[name] for name in points]
 

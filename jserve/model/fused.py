@@ -42,7 +42,7 @@ def serves(ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]) -> b
     them."""
     arch, view, kernels = ctx.arch, ctx.view, ctx.attn.decode
     alone = view.P == 0 and view.J == 1 and not arch.sinks
-    alone = alone and not any(inside(points, i) for i in range(arch.L))
+    alone = alone and not ctx.edits and not any(inside(points, i) for i in range(arch.L))
     if kernels is None or not (alone and plain(arch, params["layers"])):
         return False
     return kernels.serves(arch.D, arch.H, params["layers"][0]["qkv"].dtype, kv[0][0].dtype)

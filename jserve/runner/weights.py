@@ -149,7 +149,7 @@ def _staged(match: Match, leaf: Leaf) -> jax.Array:
 
 
 def delete_leaves(source: Any, kept: Any) -> None:
-    """Delete the jax arrays of a tree but those that ``kept`` has too; of names and files there is nothing to delete."""
+    """Delete the jax arrays of a tree but those that ``kept`` has too; names and files have none to delete."""
     own = {id(leaf) for leaf in jax.tree.leaves(kept)}
     if isinstance(source, str | Path) or named_arrays(source) is not None:
         return

@@ -1,4 +1,4 @@
-"""Pause, sleep and other weights, over the real scheduler and a runner whose tokens betray the weights of every page."""
+"""Pause, sleep and other weights, over the real scheduler and a runner whose tokens betray the weights of pages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
 from jserve.engine.wire import Control
 from jserve.errors import WeightsError
@@ -17,9 +19,9 @@ from jserve.sampling import SamplingParams
 from jserve.sched.record.journal import JournalFile
 from jserve.sched.record.replay import replay
 from jserve.sched.scheduler import Scheduler
-from jserve.testing.model import Visible, mix
+from jserve.testing.model import mix
 from jserve.testing.runner import FakeRunner
-from jserve.types import Finish, Output, Request
+from jserve.types import Choice, Finish, Output, Request, RowPlan
 from tests.engine.test_with_scheduler import CONFIG, LIMITS, by_choice, workload
 
 WRONG = "wrong"
@@ -81,25 +83,18 @@ class WeighedRunner(FakeRunner):
 
 def next_token(runner: WeighedRunner, request: Request, tokens: list[int], weights: int) -> int:
     """What an engine that never had other ``weights`` draws after ``tokens``."""
-    visible = Visible()
-    for token in tokens:
-        visible.add(token)
-        placed, ctx = visible._placed[-1]
-    seen = 0
-    total = Visible()
-    from jserve.testing.model import MASK, _place
-
-    for i, token in enumerate(tokens):
-        total.total = (total.total + _place(token, i)) & MASK
-        seen = (seen + _place(mix(total.total) ^ mix(weights), i)) & MASK
-    hashed = mix(seen) ^ mix(weights)
-    return runner.model.draw(hashed, len(tokens), 0, request.params, (), 0)
+    fresh = WeighedRunner()
+    fresh.weights = weights
+    pages, n = np.arange(1, 1 + LIMITS.n_pages // 2), len(tokens)
+    choice = Choice(request=request, index=0, seed=0)
+    row = RowPlan(choice=choice, slot=0, start=0, count=n, from_slot=False, tokens=tokens)
+    fresh._write(row, pages, 0, tokens, set(), 0)
+    seen = int(fresh._seen_N(pages, 0, n)[-1])
+    return fresh.model.draw(seen, n, 0, request.params, (), 0)
 
 
 def engine_of(overlap: int = 1, *, strict: bool = True, **more: Any) -> Engine:
-    return Engine(
-        Scheduler(LIMITS, CONFIG, **more), WeighedRunner(strict=strict), overlap=overlap
-    )
+    return Engine(Scheduler(LIMITS, CONFIG, **more), WeighedRunner(strict=strict), overlap=overlap)
 
 
 def ask(engine: Engine, action: Any, **fields: Any) -> Control:
@@ -127,6 +122,7 @@ def run(engine: Engine, requests: list[Request], rng: random.Random, policies: l
             ask(engine, "update_weights", **fields)
         outputs += engine.step()
         assert all(a.error_code in (None, "operation_pending") for a in engine.take_answers())
+    assert engine.scheduler.counters()["step_faults_total"] == 0, "an assertion of the runner"
     return outputs
 
 
@@ -255,7 +251,9 @@ def test_pause_holds_new_requests_back(mode: str) -> None:
     found = by_choice(outputs)
     whole = by_choice(alone(first))["first", 0][0]
     assert found["second", 0] == (whole, [Finish.LENGTH])
-    assert found["first", 0][0] == (whole if mode != "abort" else whole[: len(found["first", 0][0])])
+    assert found["first", 0][0] == (
+        whole if mode != "abort" else whole[: len(found["first", 0][0])]
+    )
 
 
 def test_sleep_stops_all_and_wake_goes_on_with_the_same_tokens() -> None:
@@ -288,3 +286,29 @@ def test_a_journal_with_other_weights_replays(seed: int, tmp_path: Any) -> None:
     again = replay(path, LIMITS, CONFIG)
     assert again.n_steps == engine.scheduler.n_steps
     assert sorted(again.outputs, key=repr) == sorted(outputs, key=repr)
+
+
+async def test_an_engine_in_a_thread_takes_arrays_and_its_outputs_are_not_merged_across_versions() -> (
+    None
+):
+    engine = AsyncEngine(lambda: InprocClient(CONFIG, lambda *_: (engine_of(strict=False), {})))
+    await engine.start()
+    try:
+        params = SamplingParams(temperature=0, max_tokens=50)
+        stream = engine.generate(Request(id="a", prompt_ids=(1, 2, 3), params=params))
+        outputs = [await anext(stream)]
+        asked = Control(id="1", action="pause", running="keep")
+        assert (await engine.control(asked))["paused"]
+        assert engine.degraded_reasons() == ["paused"]
+        assert engine.healthy()
+        update = Control(id="2", action="update_weights", source=4, version="four", running="mix")
+        assert (await engine.control(update))["version"] == "four"
+        await engine.control(Control(id="3", action="resume"))
+        outputs += [out async for out in stream]  # all that came in between is merged
+        assert not engine.degraded_reasons()
+    finally:
+        await engine.close()
+    drew = [out.weights for out in outputs for _ in out.token_ids]
+    assert len(drew) == 50
+    assert drew == sorted(drew)
+    assert {*drew} == {"0", "four"}
