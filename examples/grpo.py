@@ -1,7 +1,7 @@
 """Reinforcement learning (GRPO) in one process: the engine samples, the trainer learns, the weights go back.
 
-Sixteen sums of two digits, eight samples of each. An answer earns 1 if it is exactly right; the advantage of a sample is
-its reward less the mean of its group. ``jserve.functional`` scores the same tokens with a gradient, and its
+Sixteen sums of two digits, eight samples of each. An answer earns 1 if it is exactly right; the advantage of a sample
+is its reward less the mean of its group. ``jserve.functional`` scores the same tokens with a gradient, and its
 log-probabilities agree with those that the engine sampled by. optax is the only package beside jserve.
 
 python examples/grpo.py [MODEL] [UPDATES]

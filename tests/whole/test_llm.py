@@ -294,7 +294,7 @@ def test_sampling_fields_are_range_checked_by_name(field: str, value: object) ->
 
 
 def test_weights_handed_over_and_swapped(llm: LLM, tiny_dir: Path) -> None:
-    """``params=`` and ``update_params``: a live program's weights serve at once, on one set of programs."""
+    """``params=`` and ``update_weights``: a live program's weights serve at once, on one set of programs."""
     mine = jax.tree.map(np.asarray, llm._engine.runner.params)  # type: ignore[attr-defined]
     other = jax.tree.map(lambda x: x[..., ::-1], mine)
     options = {k: v for k, v in SMALL_OPTIONS.items() if k != "load_format"}

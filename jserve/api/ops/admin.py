@@ -63,7 +63,7 @@ class WeightsBody(Fields):
 
 
 _MODES = {"wait": "finish"}
-_TAGS = {"kv_cache": "kv"}
+_TAGS: dict[str, str] = {"kv_cache": "kv"}
 """vLLM's name -> ours, where they differ."""
 
 
@@ -127,7 +127,8 @@ async def is_sleeping(request: web.Request, front: Front) -> web.StreamResponse:
 async def _tags(request: web.Request, front: Front) -> list[str]:
     tags = request.query.getall("tags", [])
     body = await _body(request, front, TagsBody, {"tags": tags} if tags else {})
-    return [_TAGS.get(tag, tag) for tag in body.tags or ()]
+    wanted: list[str] = body.tags or []
+    return [_TAGS.get(tag, tag) for tag in wanted]
 
 
 async def _body(request: web.Request, front: Front, kind: Any, query: dict[str, Any]) -> Any:
