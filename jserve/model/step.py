@@ -17,7 +17,7 @@ program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -34,8 +34,9 @@ from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
 from jserve.model.family import Family
+from jserve.model.feature import StepFeature
 from jserve.model.native import kernels
-from jserve.model.points import entering
+from jserve.model.points import entering, matching
 from jserve.model.sample import Chosen, logprobs, sample
 from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
 from jserve.model.slots import NONE, SlotState
@@ -251,8 +252,9 @@ def run(
     own: Any = None
     if model.drafter is not None:
         params, own = params["target"], params["drafter"]
-    x_TD, kv, taps = _forward(
-        model, params, _kept(view, model.n_pages), state.kv[: arch.L], taps=drafts
+    points = _points(model, bucket)
+    x_TD, kv, values = _forward(
+        model, params, _kept(view, model.n_pages), state.kv[: arch.L], points
     )
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
@@ -266,8 +268,8 @@ def run(
         with jax.named_scope("path"):
             n_ok_D, path_DJ = accepted(view, drawn_E)
             kv = straightened(model.backend, view, kv, path_DJ)
-            of_tree = (drawn_E, ok_E, chosen, x_TD, taps)
-            drawn_E, ok_E, chosen, x_TD, taps = along(view, path_DJ, of_tree)
+            of_tree = (drawn_E, ok_E, chosen, x_TD, values)
+            drawn_E, ok_E, chosen, x_TD, values = along(view, path_DJ, of_tree)
             view = as_chain(view, path_DJ)
     with jax.named_scope("advance"):
         token_RJ = by_row(view, drawn_E, NONE)
@@ -276,6 +278,8 @@ def run(
         penalised_R = (view.uses_R & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, penalised_R)
     drafted, target = state.kv[arch.L :], _target(model, params)
+    found = dict(zip(points, values, strict=True))
+    taps = [found[name] for name in _drafter_points(model)] if drafts else []
     outcome = StepOutcome(
         view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps
     )
@@ -283,7 +287,10 @@ def run(
         with jax.named_scope("draft"):
             draft_ctx = _draft_ctx(model, target, own)
             drafted, slots = leave_drafts(draft_ctx, drafted, outcome, slots, bucket)
-    extra = {feature.name: feature.after(target, outcome) for feature in bucket.features}
+    extra = {}
+    for feature in bucket.features:
+        read = [found[name] for name in read_by(arch, feature)]
+        extra[feature.name] = feature.after(target, replace(outcome, read=read))
     state = DeviceState(kv=[*kv, *drafted], slots=slots)
     return state, _pack(outcome, ok_E, chosen, extra)
 
@@ -322,16 +329,39 @@ def _kept(view: StepView, n_pages: int) -> StepView:
     )
 
 
+def read_by(arch: Arch, feature: StepFeature) -> tuple[str, ...]:
+    """The points of a model that ``feature`` reads.
+
+    Raises:
+        ConfigError: the model has none of that name; ``field`` is the feature's.
+    """
+    return matching(arch, feature.points, feature.name) if feature.points else ()
+
+
+def _drafter_points(model: StepModel) -> tuple[str, ...]:
+    """Those that the drafter reads."""
+    taps = () if model.drafter is None else model.drafter.taps
+    return tuple(entering(i, model.arch.L) for i in taps)
+
+
+def _points(model: StepModel, bucket: Bucket) -> tuple[str, ...]:
+    """All that are read in steps of ``bucket``, each once."""
+    asked = [name for feature in bucket.features for name in read_by(model.arch, feature)]
+    return tuple(dict.fromkeys([*(_drafter_points(model) if bucket.n_draft else ()), *asked]))
+
+
 def _forward(
-    model: StepModel, params: Any, view: StepView, kv: list[LayerKV], *, taps: bool
+    model: StepModel, params: Any, view: StepView, kv: list[LayerKV], points: tuple[str, ...]
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
-    family, drafter = model.family, model.drafter
+    family = model.family
     ctx = Ctx.of(model.arch, view, model.backend, model.axes)
-    if drafter is None or not taps or not drafter.taps:
+    if not points:
         x_TD, kv = family.forward(ctx, params, kv)
         return x_TD, kv, []
-    assert family.tapped is not None, f"{family.name} has no taps"
-    return family.tapped(ctx, params, kv, [entering(i, model.arch.L) for i in drafter.taps])
+    if family.tapped is None:
+        why = f"the family {family.name} has no points that can be read"
+        raise ConfigError(why, field="architectures")
+    return family.tapped(ctx, params, kv, points)
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:
