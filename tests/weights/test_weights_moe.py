@@ -207,7 +207,7 @@ def test_a_width_that_devices_cannot_share_is_refused_by_its_key(
     model = Model(tmp_path / "m", CONFIGS[name])
     arch = model.family.arch(model.config | {field: 42})
     with pytest.raises(ConfigError, match="not divisible") as caught:
-        model.family.specs(arch, 4)
+        padded(model.family.specs(arch, 4), ShardRules(), {"tp": 4})
     assert caught.value.field == field
 
 
