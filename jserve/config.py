@@ -98,11 +98,23 @@ class ModelOptions:
         "how the model writes tool calls; 'auto' asks its chat template",
         choices=(
             *("auto", "none", "hermes", "llama3", "mistral", "deepseek_v3", "deepseek_v31"),
-            *("phi4_mini_json", "glm4", "cohere_command", "pythonic", "llama4_pythonic", "gemma3", "openai"),
+            *(
+                "phi4_mini_json",
+                "glm4",
+                "cohere_command",
+                "pythonic",
+                "llama4_pythonic",
+                "gemma3",
+                "openai",
+            ),
         ),
         aliases={
-            **{"llama3_json": "llama3", "qwen25": "hermes", "qwen": "hermes"},
-            **{"llama4_json": "llama4_pythonic", "gpt-oss": "openai", "exaone4": "hermes"},
+            "llama3_json": "llama3",
+            "qwen25": "hermes",
+            "qwen": "hermes",
+            "llama4_json": "llama4_pythonic",
+            "gpt-oss": "openai",
+            "exaone4": "hermes",
         },
     )
     reasoning_parser: str = opt(
@@ -113,7 +125,8 @@ class ModelOptions:
         ),
         aliases={
             **dict.fromkeys(("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1"), "think"),
-            **{"gpt-oss": "openai_gptoss", "exaone4": "think"},
+            "gpt-oss": "openai_gptoss",
+            "exaone4": "think",
         },
     )
 

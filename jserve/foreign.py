@@ -14,9 +14,7 @@ _COMPILED = f"{NOTHING}: every program is compiled at the start"
 _LOGGED = f"{NOTHING}: one line a request, and no prompt is ever logged; see --log-level"
 _QUANTISED = "use --quantization"
 _ADAPTERS = "adapters are not served"
-_ONE_AXIS = (
-    "only --tensor-parallel-size and --expert-parallel-size split a model; run several servers behind a router"
-)
+_ONE_AXIS = "only --tensor-parallel-size and --expert-parallel-size split a model; run several servers behind a router"
 _EXPERTS = (
     "use --expert-parallel-size N: N times --tensor-parallel-size devices, which split each expert"
 )

@@ -139,8 +139,9 @@ def _traced_layer() -> Any:
 def decoder_layer(
     p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV
 ) -> tuple[jax.Array, LayerKV, jax.Array | None]:
-    """One layer: its output, its KV, and the tokens of each expert if they are counted. A norm is where its scales are: before attention and MLP (``attn_norm``, ``mlp_norm``), on what
-    they add (``attn_out_norm``, ``mlp_out_norm``), or both."""
+    """One layer: its output, its KV, and the tokens of each expert where they are counted. A norm is where its scales
+    are: before attention and MLP (``attn_norm``, ``mlp_norm``), on what they add (``attn_out_norm``,
+    ``mlp_out_norm``), or both."""
     if ctx.spec.parallel:
         normed_TD = normed(ctx.arch.norm, x_TD, p["attn_norm"])
         y_TD, kv = attend_normed(ctx, p, normed_TD, kv)

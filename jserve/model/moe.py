@@ -8,7 +8,8 @@ padding tokens choose expert E, which is nowhere::
     combine    weight * output, added over X in the router's order              y_TD
 
 So a token's result does not depend on the tokens beside it. A device that has some of the experts sends the
-assignments of all others nowhere (``moe_places``), and the sum over devices puts a token's outputs together. The parameters of a layer::
+assignments of all others nowhere (``moe_places``), and the sum over devices puts a token's outputs together. The
+parameters of a layer::
 
     router [E, D]   router_bias, choice_bias [E]                              float32, whole on every device
     expert_gate_up [2E, F, D]   gate, then up, of each expert in turn         split over E, F or both

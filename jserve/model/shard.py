@@ -321,7 +321,7 @@ def _with_slots(
     spec: ParamSpec, experts: ExpertSizes, rules: ShardRules, sizes: Mapping[str, int]
 ) -> ParamSpec:
     """The parameter of a layer's experts, with its spare slots."""
-    assert spec.axes[0] == "experts" and spec.concat == 0, "experts are along the first axis"
+    assert (spec.axes[0], spec.concat) == ("experts", 0), "experts are along the first axis"
     n, spare, E = n_parts(rules.split("experts", sizes), sizes), rules.redundant_experts, experts.n
     width = n_parts(rules.split("ffn_expert", sizes), sizes)
     F = spec.shape[spec.axes.index("ffn_expert")]
@@ -376,7 +376,9 @@ def make_mesh(tp: int, devices: Sequence[Any] | None = None, ep: int = 1) -> Mes
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < ep * tp:
-        asked = f"tensor_parallel_size {tp}" + (f" times expert_parallel_size {ep}" if ep > 1 else "")
+        asked = f"tensor_parallel_size {tp}" + (
+            f" times expert_parallel_size {ep}" if ep > 1 else ""
+        )
         raise ConfigError(
             f"{asked} exceeds the {len(devices)} devices of this machine",
             field="expert_parallel_size" if len(devices) >= tp else "tensor_parallel_size",

@@ -1,7 +1,7 @@
 """Expert placement: which expert each slot of a layer has, so that devices have equal loads.
 
-Pure functions of numpy arrays. After DeepSeek's EPLB: spare slots go to the experts with the highest load a copy, copies
-to devices in falling load, and then single exchanges go on for as long as the fullest device gets less.
+Pure functions of numpy arrays. After DeepSeek's EPLB: spare slots go to the experts with the highest load a copy,
+copies to devices in falling load, and then single exchanges go on for as long as the fullest device gets less.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def place(load_E: np.ndarray, n_devices: int, n_slots: int, now_S: np.ndarray) -
         now_S: the expert that each slot has; slots keep theirs where that changes no load.
     """
     E = len(load_E)
-    assert E <= n_slots <= E * n_devices and n_slots % n_devices == 0, "slots for every expert"
+    assert E <= n_slots <= E * n_devices, "slots for every expert"
+    assert n_slots % n_devices == 0, "as many on each device"
     load_E = np.asarray(load_E, float) + 1e-6 * (1.0 + np.sum(load_E)) / E
     spare, best = n_slots - E, (np.inf, [])
     for busy in sorted({spare * i // STARTS for i in range(STARTS + 1)}, reverse=True):
@@ -87,7 +88,8 @@ def moves(now_S: np.ndarray, wanted_S: np.ndarray) -> Iterator[Move]:
 def slots_by_expert(slot_S: np.ndarray, E: int, R: int) -> tuple[np.ndarray, np.ndarray]:
     """(int32[E, R] slots of each expert, int32[E] how many they are); the first one fills the rest."""
     n_E = np.bincount(slot_S, minlength=E).astype(np.int32)
-    assert n_E.min() >= 1 and n_E.max() <= R, "an expert has a slot, and at most one on each device"
+    assert n_E.min() >= 1, "an expert has a slot"
+    assert n_E.max() <= R, "and no more than the table has room for"
     slot_ER = np.empty((E, R), np.int32)
     for e in range(E):
         own = np.flatnonzero(slot_S == e)
@@ -110,9 +112,7 @@ def _copies(load_E: np.ndarray, n_devices: int, busy: int, idle: int) -> np.ndar
     return copies_E
 
 
-def _packed(
-    load_E: np.ndarray, copies_E: np.ndarray, n_devices: int, room: int
-) -> list[list[int]]:
+def _packed(load_E: np.ndarray, copies_E: np.ndarray, n_devices: int, room: int) -> list[list[int]]:
     """The experts of each device: the heaviest copies first, each on the least loaded device that has room and none
     of that expert. Where those that have room all have one, another device makes room."""
     each_E = load_E / copies_E
@@ -184,7 +184,10 @@ def _recopy(load_E: np.ndarray, copies_E: np.ndarray, devices: list[list[int]]) 
                 copies = copies_E.copy()
                 copies[e] -= 1
                 copies[new] += 1
-                trial = [[*own[:i], new, *own[i + 1 :]] if o == other else x for o, x in enumerate(devices)]
+                trial = [
+                    [*own[:i], new, *own[i + 1 :]] if o == other else x
+                    for o, x in enumerate(devices)
+                ]
                 after = load_E / copies
                 if (most := max(after[x].sum() for x in trial)) < least:
                     least, best = most, (other, trial[other], copies)

@@ -145,7 +145,9 @@ class ExpertBalancer:
         ]
         totals = self._seen_LE.sum(axis=1)
         hottest = self._seen_LE.max(axis=1) / np.maximum(totals, 1)
-        by_device = {f"expert_load_total{{device={d}}}": float(n) for d, n in enumerate(self._total_D)}
+        by_device = {
+            f"expert_load_total{{device={d}}}": float(n) for d, n in enumerate(self._total_D)
+        }
         return {
             "expert_load_max_over_mean": float(np.mean(ratios)),
             "expert_load_max_over_mean_worst": float(np.max(ratios)),

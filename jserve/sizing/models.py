@@ -78,9 +78,7 @@ class Model:
         return device_bytes(self.specs(tp * ep), self.dtype, tp, ep, redundant_experts)
 
 
-def device_bytes(
-    specs: Any, dtype: Any, tp: int, ep: int = 1, redundant_experts: int = 0
-) -> int:
+def device_bytes(specs: Any, dtype: Any, tp: int, ep: int = 1, redundant_experts: int = 0) -> int:
     """Bytes of a tree of specs on one device of ``tp * ep``: split weights divided, the others whole, as
     the engine counts them."""
     sizes = {EXPERT_AXIS: ep, AXIS: tp} if ep > 1 else {AXIS: tp}

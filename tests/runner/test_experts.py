@@ -62,7 +62,9 @@ MOVING = {"enable_eplb": True, "num_redundant_experts": 4}
 def runner(ep: int = 1, tp: int = 1, seed: int = 3, **options: Any) -> ModelRunner:
     family, mesh = family_for(CONFIG), make_mesh(tp, ep=ep)
     rules = ShardRules.of_mesh(mesh.shape, options.get("num_redundant_experts", 0))
-    params = load(family, family.arch(CONFIG), _source(), mesh, rules, jnp.dtype("float32"), seed=seed)
+    params = load(
+        family, family.arch(CONFIG), _source(), mesh, rules, jnp.dtype("float32"), seed=seed
+    )
     params = {**params, "embed": params["embed"] * 30}
     config = EngineConfig.of(**OPTIONS | options)
     ladder = Ladder(buckets=BUCKETS)
@@ -85,7 +87,9 @@ REQUESTS = [
     Request(
         id=f"r{i}",
         prompt_ids=tuple(np.random.default_rng(i).integers(0, 96, 5 + 3 * i).tolist()),
-        params=SamplingParams(max_tokens=16, temperature=0.0 if i % 2 else 0.8, seed=i, ignore_eos=True),
+        params=SamplingParams(
+            max_tokens=16, temperature=0.0 if i % 2 else 0.8, seed=i, ignore_eos=True
+        ),
     )
     for i in range(4)
 ]
@@ -132,7 +136,8 @@ def test_moves_while_requests_run_change_no_token() -> None:
     assert of.counters()["expert_moves_total"] - before > 20
     assert balancer.slot_LS.tolist() != balancer._initial().tolist()
     n_LE = np.asarray(state_of(of).places.n_E)
-    assert n_LE.sum() == 2 * balancer.n_slots and n_LE.max() > 1
+    assert n_LE.sum() == 2 * balancer.n_slots
+    assert n_LE.max() > 1
     assert tokens(of) == alone(), "and after them"
 
 
@@ -189,11 +194,14 @@ def test_loads_are_read_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["expert_load_max_over_mean"] >= 1.0
     assert 0.125 <= found["expert_load_hottest_share"] <= 0.5
     by_device = [n for name, n in found.items() if name.startswith("expert_load_total{")]
-    assert len(by_device) == 4 and sum(by_device) > 0
+    assert len(by_device) == 4
+    assert sum(by_device) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ep", "tp", "spare"), [(2, 1, 0), (4, 1, 0), (2, 2, 2), (8, 1, 8), (1, 4, 0)])
+@pytest.mark.parametrize(
+    ("ep", "tp", "spare"), [(2, 1, 0), (4, 1, 0), (2, 2, 2), (8, 1, 8), (1, 4, 0)]
+)
 def test_every_mesh_draws_what_one_device_draws(ep: int, tp: int, spare: int) -> None:
     options = {"num_redundant_experts": spare} if spare else {}
     of = runner(ep, tp, **options, **({"enable_eplb": True} if ep > 1 else {}))
@@ -237,7 +245,11 @@ def test_a_move_is_bit_for_bit() -> None:
         )
     )
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
-        x = jnp.nan_to_num(jnp.asarray(w)).astype(dtype) if dtype == jnp.int8 else jnp.asarray(w, dtype)
+        x = (
+            jnp.nan_to_num(jnp.asarray(w)).astype(dtype)
+            if dtype == jnp.int8
+            else jnp.asarray(w, dtype)
+        )
         [got] = run([x], np.array([0, 3], np.int32), np.array([3, 0], np.int32))
         assert np.asarray(got).tobytes() == np.asarray(x)[[3, 1, 2, 0]].tobytes()
         [same] = run([x], np.array([0, 0], np.int32), np.array([4, 4], np.int32))

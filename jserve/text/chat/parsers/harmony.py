@@ -51,7 +51,9 @@ class HarmonyParser:
     def feed(self, text: str) -> ParsedDelta:
         parsed = ParsedDelta()
         while text:
-            text = self._in_head(text, parsed) if self._body is None else self._in_body(text, parsed)
+            text = (
+                self._in_head(text, parsed) if self._body is None else self._in_body(text, parsed)
+            )
         return parsed
 
     def close(self) -> ParsedDelta:

@@ -12,8 +12,8 @@
     glm4            name
                     {...}
 
-Sources: the chat templates that DeepSeek-V3, -V3.1, Phi-4-mini-instruct, c4ai-command-r7b-12-2024 and GLM-4-0414 publish,
-and for ``functools`` vLLM's documentation of its parser of that name.
+Sources: the chat templates that DeepSeek-V3, -V3.1, Phi-4-mini-instruct, c4ai-command-r7b-12-2024 and GLM-4-0414
+publish, and for ``functools`` vLLM's documentation of its parser of that name.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@
     llama4_pythonic   the same, with <|python_start|> and <|python_end|> around it or without
     gemma3            the same, or one call a line between ```tool_code and ```
 
-Each of them reads the JSON form of such a call too: ``{"name": ..., "parameters": {...}}``, the answer's first character
-or a marker's next. A call is passed on when it is complete, since its arguments have to become JSON.
+Each of them reads the JSON form of such a call too: ``{"name": ..., "parameters": {...}}``, at the answer's start or
+behind a marker. A call is passed on when it is complete, since its arguments have to become JSON.
 
-Sources: Meta's prompt format of Llama 4, Google's guide to function calling with Gemma 3, and vLLM's documentation of its
-parsers of these names.
+Sources: Meta's prompt format of Llama 4, Google's guide to function calling with Gemma 3, and vLLM's documentation of
+its parsers of these names.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class _Expression:
         self._begun = False
 
     def push(self, char: str) -> str:
-        """``call`` at the end of one, ``end`` at the end of the list, ``bad`` where this is no such list; else ``""``."""
+        """``call`` at the end of one, ``end`` at that of the list, ``bad`` where there is none such; else empty."""
         if not self._begun:
             self._begun = True
             return ""

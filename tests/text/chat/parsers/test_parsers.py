@@ -97,7 +97,11 @@ CORPUS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     ],
     "deepseek_v31": [
         (f"{BEGIN}{CALL}f{SEP}{ARGS}{CALL_END}{END}", "", [("f", ARGS)]),
-        (f"x {BEGIN}{CALL}f{SEP}{ARGS}{CALL_END}{CALL}g{SEP}{{}}{CALL_END}{END}", "x", [("f", ARGS), ("g", "{}")]),
+        (
+            f"x {BEGIN}{CALL}f{SEP}{ARGS}{CALL_END}{CALL}g{SEP}{{}}{CALL_END}{END}",
+            "x",
+            [("f", ARGS), ("g", "{}")],
+        ),
     ],
     "phi4_mini_json": [
         (f"functools[{C1}, {C2}]", "", [("get_weather", C1[37:-1]), ("time", "{}")]),
@@ -157,7 +161,11 @@ CORPUS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     "openai": [
         ("plain", "plain", []),
         ("<|channel|>final<|message|>Hello.<|return|>", "Hello.", []),
-        (f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGS}<|call|>", "", [("f", ARGS)]),
+        (
+            f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGS}<|call|>",
+            "",
+            [("f", ARGS)],
+        ),
         (
             "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f"
             "<|channel|>commentary json<|message|><|call|>",
