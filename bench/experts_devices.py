@@ -3,9 +3,9 @@
     python -m bench.experts_devices [--tokens 1,16,64,256] [--turns 15] [--json FILE]
 
 The devices are XLA's forced ones, which share the cores of this machine: a step takes as long as the work of all of
-drawn evenly or by Zipf's law. ``eplb`` has an eighth of spare slots, placed for loads of other draws.
+them, not as that of the fullest. So each line has the fullest device's load over the mean beside the time, which is what
 a step of real devices would take at best. Ways take turns; weights and tokens are random, in bfloat16, and experts are
-drawn evenly or by Zipf's law. ``eplb`` has an eighth of spare slots, placed for the loads of other draws of the law.
+drawn evenly or by Zipf's law. ``eplb`` has an eighth of spare slots, placed for loads of other draws.
 """
 
 from __future__ import annotations
