@@ -3,7 +3,7 @@
     python -m bench.experts_devices [--tokens 1,16,64,256] [--turns 15] [--json FILE]
 
 The devices are XLA's forced ones, which share the cores of this machine: a step takes as long as the work of all of
-them, not as that of the fullest. So each line has the fullest device's load over the mean beside the time, which is what
+them, not as that of the fullest. So each line has the fullest device's load over the mean beside the time: about what
 a step of real devices would take at best. Ways take turns; weights and tokens are random, in bfloat16, and experts are
 drawn evenly or by Zipf's law. ``eplb`` has an eighth of spare slots, placed for loads of other draws.
 """
@@ -90,7 +90,7 @@ class Way:
             },
             {name: jax.sharding.NamedSharding(mesh, spec) for name, spec in specs.items()},
         )
-        table = eplb.slots_by_expert(order, MOE.E, ep)
+        table = [jnp.asarray(x) for x in eplb.slots_by_expert(order, MOE.E, ep)]
         self.places = None if slot_S is None else Placement(slot_ER=table[0], n_E=table[1])
         whole = PartitionSpec()
         self.function = jax.shard_map(

@@ -106,7 +106,7 @@ def _copies(load_E: np.ndarray, n_devices: int, busy: int, idle: int) -> np.ndar
         each = np.where(copies_E < n_devices, load_E / copies_E, -1.0)
         copies_E[each.argmax()] += 1
     for e in np.argsort(load_E):
-        more = min(idle, n_devices - copies_E[e])
+        more = min(idle, n_devices - int(copies_E[e]))
         copies_E[e] += more
         idle -= more
     return copies_E

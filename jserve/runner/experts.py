@@ -103,8 +103,8 @@ class ExpertBalancer:
         tables = [self._table(layer) for layer in range(self.n_layers)]
         slot_LER, n_LE = (np.stack(x) for x in zip(*tables, strict=True))
         load_LE = np.zeros((self.n_layers, self.n_experts), np.int32)
-        state = ExpertState(places=Placement(slot_ER=slot_LER, n_E=n_LE), load_LE=load_LE)
-        return jax.device_put(state, self._whole)
+        slot_ER, n_E, load = jax.device_put((slot_LER, n_LE, load_LE), self._whole)
+        return ExpertState(places=Placement(slot_ER=slot_ER, n_E=n_E), load_LE=load)
 
     def before_step(self, params: Any, state: ExpertState) -> tuple[Any, ExpertState]:
         """(parameters, state) for the next step: loads are read when that is due, and some experts move."""
@@ -113,8 +113,9 @@ class ExpertBalancer:
             self._count(np.asarray(self._arriving))
             self._arriving = None
         if self._steps % LOAD_STEPS == 0:
-            self._arriving, empty_LE = self._take(state.load_LE)
-            self._arriving.copy_to_host_async()
+            load_LE, empty_LE = self._take(state.load_LE)
+            load_LE.copy_to_host_async()
+            self._arriving = load_LE
             state = replace(state, load_LE=empty_LE)
         if self.move_experts and self._steps % self._interval == 0:
             self.rebalance()
