@@ -90,7 +90,7 @@ class Way:
             },
             {name: jax.sharding.NamedSharding(mesh, spec) for name, spec in specs.items()},
         )
-        table = [jnp.asarray(x) for x in eplb.slots_by_expert(order, MOE.E, ep)]
+        table = [jnp.asarray(x) for x in eplb.slots_by_expert(order, MOE.E, 1 + SPARE)]
         self.places = None if slot_S is None else Placement(slot_ER=table[0], n_E=table[1])
         whole = PartitionSpec()
         self.function = jax.shard_map(

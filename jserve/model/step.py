@@ -185,7 +185,7 @@ class StepModel:
         """The abstract ``ExpertState``, None where there is none."""
         if not self.experts:
             return None
-        return state_shapes(self.arch, self.rules.redundant_experts, self.ep)
+        return state_shapes(self.arch, self.rules.redundant_experts)
 
     def state_partitions(self) -> Any:
         before = (None,) * self.backend.kv_axis

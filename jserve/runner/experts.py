@@ -35,6 +35,8 @@ LOAD_STEPS = 64
 """Steps between two readings of the loads."""
 MOVES = 2
 """Moves before one step."""
+EVEN = 1.05
+"""Load of a layer's fullest device over the mean, up to which its experts stay."""
 WIDTH = 2
 """Slots that one move writes at most."""
 
@@ -86,7 +88,7 @@ class ExpertBalancer:
         self._steps = self._n_moves = self._n_plans = 0
         self._arriving: jax.Array | None = None
         self._window_LE = np.zeros((self.n_layers, self.n_experts), np.int64)
-        self._seen_LE, self._total_D = self._window_LE.copy(), np.zeros(model.ep, np.int64)
+        self._total_D, self._spread = np.zeros(model.ep), _spread(1.0, 1.0, 0.0)
         self._to_plan: deque[tuple[int, np.ndarray]] = deque()
         self._to_move: deque[tuple[int, eplb.Move]] = deque()
 
@@ -140,19 +142,9 @@ class ExpertBalancer:
 
     def counters(self) -> dict[str, float]:
         """Loads for /metrics: of the steps between the last two readings, and in all."""
-        ratios = [
-            eplb.imbalance(load_E, slot_S, self._model.ep)
-            for load_E, slot_S in zip(self._seen_LE, self.slot_LS, strict=True)
-        ]
-        totals = self._seen_LE.sum(axis=1)
-        hottest = self._seen_LE.max(axis=1) / np.maximum(totals, 1)
-        by_device = {
-            f"expert_load_total{{device={d}}}": float(n) for d, n in enumerate(self._total_D)
-        }
+        by_device = {f"expert_load_total{{device={d}}}": n for d, n in enumerate(self._total_D)}
         return {
-            "expert_load_max_over_mean": float(np.mean(ratios)),
-            "expert_load_max_over_mean_worst": float(np.max(ratios)),
-            "expert_load_hottest_share": float(hottest.max()),
+            **self._spread,
             "expert_moves_total": float(self._n_moves),
             "expert_rebalances_total": float(self._n_plans),
             **by_device,
@@ -164,21 +156,28 @@ class ExpertBalancer:
 
     def _count(self, load_LE: np.ndarray) -> None:
         """Take over the loads since the last reading."""
-        self._seen_LE = load_LE.astype(np.int64)
-        self._window_LE += self._seen_LE
-        for load_E, slot_S in zip(self._seen_LE, self.slot_LS, strict=True):
-            loads_D = eplb.device_loads(load_E, slot_S, self._model.ep)
-            self._total_D += loads_D.round().astype(np.int64)
+        self._window_LE += load_LE
+        pairs = list(zip(load_LE, self.slot_LS, strict=True))
+        self._total_D += np.sum(
+            [eplb.device_loads(*pair, self._model.ep) for pair in pairs], axis=0
+        )
+        ratios = [eplb.imbalance(*pair, self._model.ep) for pair in pairs]
+        hottest = load_LE.max(axis=1) / np.maximum(load_LE.sum(axis=1), 1)
+        self._spread = _spread(np.mean(ratios), np.max(ratios), hottest.max())
 
     def _some_moves(self, params: Any, state: ExpertState) -> tuple[Any, ExpertState]:
         if not self._to_move and self._to_plan:
-            layer, load_E = self._to_plan.popleft()
-            now_S = self.slot_LS[layer]
-            wanted_S = eplb.place(load_E, self._model.ep, self.n_slots, now_S)
-            self._to_move.extend((layer, move) for move in eplb.moves(now_S, wanted_S))
+            self._plan(*self._to_plan.popleft())
         for _ in range(min(MOVES, len(self._to_move))):
             params, state = self.move(params, state, *self._to_move.popleft())
         return params, state
+
+    def _plan(self, layer: int, load_E: np.ndarray) -> None:
+        """The moves of a layer, unless its loads are even enough."""
+        now_S, ep = self.slot_LS[layer], self._model.ep
+        if eplb.imbalance(load_E, now_S, ep) > EVEN:
+            wanted_S = eplb.place(load_E, ep, self.n_slots, now_S)
+            self._to_move.extend((layer, move) for move in eplb.moves(now_S, wanted_S))
 
     def move(
         self, params: Any, state: ExpertState, layer: int, move: eplb.Move
@@ -202,7 +201,7 @@ class ExpertBalancer:
         return params | {"layers": layers}, replace(state, places=places)
 
     def _table(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        R = self._model.expert_shapes().places.slot_ER.shape[-1]
+        R = 1 + self._model.rules.redundant_experts
         return eplb.slots_by_expert(self.slot_LS[layer], self.n_experts, R)
 
     def _move_program(self, compiler: Compiler) -> Any:
@@ -221,6 +220,15 @@ class ExpertBalancer:
         table = (ints(*places.slot_ER.shape[1:]), ints(self.n_experts))
         args = (leaves, places, ints(), ints(WIDTH), ints(WIDTH), table)
         return compiler("move_experts", _jitted_move(model, leaves), *args)
+
+
+def _spread(mean: Any, worst: Any, hottest: Any) -> dict[str, float]:
+    """How evenly experts are loaded, by name of the metric."""
+    return {
+        "expert_load_max_over_mean": float(mean),
+        "expert_load_max_over_mean_worst": float(worst),
+        "expert_load_hottest_share": float(hottest),
+    }
 
 
 def _expert_params(layer: dict[str, Any]) -> list[str]:
