@@ -69,8 +69,8 @@ def imbalance(load_E: np.ndarray, slot_S: np.ndarray, n_devices: int) -> float:
 
 
 def moves(now_S: np.ndarray, wanted_S: np.ndarray) -> Iterator[Move]:
-    """What brings the experts of ``now_S`` into the slots of ``wanted_S``, one after the other: a copy over an expert
-    that another slot has too, or an exchange of two. Every expert has a slot after each."""
+    """Yields moves that bring the experts of ``now_S`` into the slots of ``wanted_S``, one after the other: a copy over
+    an expert that another slot has too, or an exchange of two. Every expert has a slot after each."""
     now = now_S.copy()
     while wrong := np.flatnonzero(now != wanted_S).tolist():
         copies = np.bincount(now)

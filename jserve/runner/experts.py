@@ -223,7 +223,7 @@ class ExpertBalancer:
 
 
 def _spread(mean: Any, worst: Any, hottest: Any) -> dict[str, float]:
-    """How evenly experts are loaded, by name of the metric."""
+    """The evenness of experts' loads, by name of the metric."""
     return {
         "expert_load_max_over_mean": float(mean),
         "expert_load_max_over_mean_worst": float(worst),
