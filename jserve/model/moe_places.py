@@ -51,6 +51,11 @@ class ExpertState:
     load_LE: jax.Array
     """int32: tokens that chose each expert since this was last set to 0."""
 
+    def counted(self, count_LE: jax.Array | None) -> ExpertState:
+        """The same with the tokens of one step more."""
+        assert count_LE is not None, "a pass with places of experts counts"
+        return ExpertState(places=self.places, load_LE=self.load_LE + count_LE)
+
 
 def n_routed(arch: Arch) -> tuple[int, int]:
     """(layers that have experts, experts of each of them)."""

@@ -26,7 +26,7 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Arch, Moe
 from jserve.model.family import Family
 from jserve.model.moe_places import ExpertState, Placement, copied, n_routed
-from jserve.model.shard import ParamSpec, ShardRules
+from jserve.model.shard import ParamSpec, ShardRules, abstract
 from jserve.model.step import StepModel
 from jserve.runner import eplb
 from jserve.runner.compiler import Compiler
@@ -39,12 +39,6 @@ EVEN = 1.05
 """Load of a layer's fullest device over the mean, up to which its experts stay."""
 WIDTH = 2
 """Slots that one move writes at most."""
-
-
-def tracks_experts(options: DeviceOptions) -> bool:
-    """True if the state of an engine has the places of experts and the tokens of each."""
-    counts = options.enable_eplb or options.expert_load_metrics
-    return counts or options.num_redundant_experts > 0
 
 
 def check_experts(options: DeviceOptions, family: Family, arch: Arch, rules: ShardRules) -> None:
@@ -207,10 +201,11 @@ class ExpertBalancer:
     def _move_program(self, compiler: Compiler) -> Any:
         model, layer = self._model, self._layers[0]
         places = model.abstract_state().experts.places
-        own = model.abstract_target()["layers"][layer]
+        target = abstract(model.specs(), model.mesh, model.rules, model.dtype)
+        own = target["layers"][layer]
         leaves = [own[name] for name in self._names]
         for i in self._layers:
-            other = model.abstract_target()["layers"][i]
+            other = target["layers"][i]
             same = [(other[name].shape, other[name].dtype) for name in self._names]
             assert same == [(x.shape, x.dtype) for x in leaves], "layers of experts that are alike"
 
