@@ -5,7 +5,7 @@ Copies go into the device's queue between two steps, and each of them changes we
 step always sees a pair that belongs together::
 
     launch k       loads -> copy to host begins            every LOAD_STEPS steps
-    launch k+1     window of loads += copy                 every eplb_step_interval steps: a plan for one layer a step
+    launch k+1     window of loads += copy                 every eplb_step_interval steps: plans, one layer before a step
     launch k+2...  move, move -> new weights and table     MOVES of them before each step, until all are done
 """
 
@@ -32,7 +32,7 @@ from jserve.runner import eplb
 from jserve.runner.compiler import Compiler
 
 LOAD_STEPS = 64
-"""Steps between two readings of the loads."""
+"""Steps between two readings of the loads, or ``eplb_step_interval`` where that is less."""
 MOVES = 2
 """Moves before one step."""
 EVEN = 1.05
@@ -108,12 +108,13 @@ class ExpertBalancer:
         if self._arriving is not None:
             self._count(np.asarray(self._arriving))
             self._arriving = None
-        if self._steps % LOAD_STEPS == 0:
+        if self._steps % min(LOAD_STEPS, self._interval) == 0:
             load_LE, empty_LE = self._take(state.load_LE)
             load_LE.copy_to_host_async()
             self._arriving = load_LE
             state = replace(state, load_LE=empty_LE)
-        if self.move_experts and self._steps % self._interval == 0:
+        # A step after the loads of an interval began to come.
+        if self.move_experts and self._steps > 1 and (self._steps - 1) % self._interval == 0:
             self.rebalance()
         return self._some_moves(params, state)
 

@@ -47,6 +47,7 @@ def test_options_spread_experts_over_devices(model_dir: str) -> None:
     got, counters = tokens(model_dir, expert_parallel_size=2, tensor_parallel_size=2, **even)
     assert got == want
     assert counters["expert_rebalances_total"] > 0
+    assert counters["expert_moves_total"] > 0
     assert counters["compiles_after_ready_total"] == 0
     assert tokens(model_dir, mesh=make_mesh(2, ep=2))[0] == want
     assert "expert_load_hottest_share" in tokens(model_dir, expert_load_metrics=True)[1]
