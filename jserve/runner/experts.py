@@ -5,7 +5,7 @@ Copies go into the device's queue between two steps, and each of them changes we
 step always sees a pair that belongs together::
 
     launch k       loads -> copy to host begins            every LOAD_STEPS steps
-    launch k+1     window of loads += copy                 every eplb_step_interval steps: plans, one layer before a step
+    launch k+1     window of loads += copy                 every eplb_step_interval steps: plans, a layer before a step
     launch k+2...  move, move -> new weights and table     MOVES of them before each step, until all are done
 """
 
