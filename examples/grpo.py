@@ -23,7 +23,7 @@ from jserve import LLM, SamplingParams, functional
 SHIPPED = Path(__file__).parent.parent / "checkpoints" / "jserve-mini"
 PROMPT = "{a} + {b} = "
 GROUPS, SAMPLES, MAX_TOKENS, RATE, CLIP = 16, 8, 4, 3e-4, 0.2
-LONGEST = 32
+LONGEST = 16
 """Tokens of a prompt and an answer, at most."""
 OPTIONS = {
     "dtype": "float32",

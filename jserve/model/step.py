@@ -33,12 +33,21 @@ from jserve.model.attention import AttentionBackend, LayerKV, check_layers
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
-from jserve.model.family import Family
+from jserve.model.family import Family, Pass
 from jserve.model.feature import StepFeature
+from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
 from jserve.model.points import entering, matching
 from jserve.model.sample import Chosen, logprobs, sample
-from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
+from jserve.model.shard import (
+    Axes,
+    MeshAxis,
+    ShardRules,
+    abstract,
+    n_parts,
+    padded,
+    partitions,
+)
 from jserve.model.slots import NONE, SlotState
 from jserve.model.view import (
     PENALTY,
@@ -63,6 +72,8 @@ class DeviceState:
     """Of each layer, a drafter's last (in an abstract state: their shapes, shardings or
     partitions)."""
     slots: SlotState
+    experts: ExpertState | None = None
+    """None: experts stay where they are, and nobody counts their tokens."""
 
 
 @flax.struct.dataclass
@@ -90,8 +101,8 @@ class PoolArray(NamedTuple):
     """One array of the KV pool on the whole mesh."""
 
     shape: tuple[int, ...]
-    axis: str | None
-    """Mesh axis that its heads are split over; None: every device holds all of it."""
+    axis: MeshAxis
+    """Mesh axes that its heads are split over; None: every device holds all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +120,8 @@ class StepModel:
     """As the backend stores it."""
     dtype: Any
     drafter: Drafter | None = None
+    experts: bool = False
+    """The state has the places of experts, and counts the tokens of each."""
     kernels: str = ""
     """Level of the native kernels that compute products, attention and writes of KV; empty: XLA does."""
 
@@ -120,7 +133,7 @@ class StepModel:
     @property
     def tp(self) -> int:
         """Devices that share the kv heads."""
-        return self.mesh.shape[self.axes.heads] if self.axes.heads else 1
+        return n_parts(self.axes.heads, self.mesh.shape)
 
     @property
     def kv(self) -> KVLayout:
@@ -130,7 +143,7 @@ class StepModel:
     @property
     def draft_rules(self) -> ShardRules:
         whole = self.drafter is None or self.drafter.replicated
-        return REPLICATED if whole else self.rules
+        return REPLICATED if whole else self.rules.in_width
 
     @property
     def draft_axes(self) -> Axes:
@@ -165,6 +178,17 @@ class StepModel:
             return target
         return {"target": target, "drafter": partitions(self.draft_specs(), self.draft_rules)}
 
+    @property
+    def ep(self) -> int:
+        """Devices, or groups of them, that have different experts."""
+        return n_parts(self.axes.experts, self.mesh.shape)
+
+    def expert_shapes(self) -> Any:
+        """The abstract ``ExpertState``, None where there is none."""
+        if not self.experts:
+            return None
+        return state_shapes(self.arch, self.rules.redundant_experts)
+
     def state_partitions(self) -> Any:
         before = (None,) * self.backend.kv_axis
         kv: Any = [
@@ -174,6 +198,7 @@ class StepModel:
         return DeviceState(
             kv=kv,
             slots=jax.tree.map(lambda _: PartitionSpec(), slot_shapes(self.dims)),
+            experts=jax.tree.map(lambda _: PartitionSpec(), self.expert_shapes()),
         )
 
     def state_shardings(self) -> Any:
@@ -195,7 +220,8 @@ class StepModel:
             tuple(jax.ShapeDtypeStruct(array.shape, self.kv_dtype) for array in layer)
             for layer in self.kv_arrays()
         ]
-        state = DeviceState(kv=kv, slots=slot_shapes(self.dims))
+        slots, experts = slot_shapes(self.dims), self.expert_shapes()
+        state = DeviceState(kv=kv, slots=slots, experts=experts)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             state,
@@ -253,9 +279,8 @@ def run(
     if model.drafter is not None:
         params, own = params["target"], params["drafter"]
     points = _points(model, bucket)
-    x_TD, kv, values = _forward(
-        model, params, _kept(view, model.n_pages), state.kv[: arch.L], points
-    )
+    done = _forward(model, params, _kept(view, model.n_pages), state, points)
+    x_TD, kv, values = done.x_TD, done.kv, done.read
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
         raw_EV = model.family.logits(arch, params, x_ED, model.axes)
@@ -291,7 +316,8 @@ def run(
     for feature in bucket.features:
         read = [found[name] for name in read_by(arch, feature)]
         extra[feature.name] = feature.after(target, replace(outcome, read=read))
-    state = DeviceState(kv=[*kv, *drafted], slots=slots)
+    experts = state.experts and state.experts.counted(done.count_LE)
+    state = DeviceState(kv=[*kv, *drafted], slots=slots, experts=experts)
     return state, _pack(outcome, ok_E, chosen, extra)
 
 
@@ -351,17 +377,19 @@ def _points(model: StepModel, bucket: Bucket) -> tuple[str, ...]:
 
 
 def _forward(
-    model: StepModel, params: Any, view: StepView, kv: list[LayerKV], points: tuple[str, ...]
-) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
-    family = model.family
-    ctx = Ctx.of(model.arch, view, model.backend, model.axes)
+    model: StepModel, params: Any, view: StepView, state: DeviceState, points: tuple[str, ...]
+) -> Pass:
+    family, experts, kv = model.family, state.experts, state.kv[: model.arch.L]
+    ctx = Ctx.of(model.arch, view, model.backend, model.axes, experts and experts.places)
+    if experts is not None:
+        assert family.counted is not None, f"{family.name} counts nothing"
+        return family.counted(ctx, params, kv, points)
     if not points:
-        x_TD, kv = family.forward(ctx, params, kv)
-        return x_TD, kv, []
+        return Pass(*family.forward(ctx, params, kv), [], None)
     if family.tapped is None:
         why = f"the family {family.name} has no points that can be read"
         raise ConfigError(why, field="architectures")
-    return family.tapped(ctx, params, kv, points)
+    return Pass(*family.tapped(ctx, params, kv, points), None)
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:
