@@ -60,6 +60,7 @@ def test_values_are_those_of_the_whole_text_at_any_batch_and_chunking(llm: LLM) 
     params = [asked("probe"), asked("probe", "size"), asked()]
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
     outs = llm.generate(prompts, params, use_tqdm=False)
+    assert llm._engine.runner.programs.late_compiles == 0  # type: ignore[attr-defined]
     for out in outs[:2]:
         found = np.array(out.outputs[0].extra["probe"], np.float32)
         np.testing.assert_allclose(found, whole(llm, out), rtol=1e-4, atol=1e-4)
@@ -69,7 +70,6 @@ def test_values_are_those_of_the_whole_text_at_any_batch_and_chunking(llm: LLM) 
     assert "size" not in outs[0].outputs[0].extra
     assert not outs[2].outputs[0].extra
     assert outs[2].outputs[0].token_ids == outs[0].outputs[0].token_ids
-    assert llm._engine.runner.programs.late_compiles == 0  # type: ignore[attr-defined]
 
 
 def test_what_is_asked_is_checked(llm: LLM) -> None:
