@@ -31,6 +31,8 @@ KEYS = ("mesh", "mode", "rules", "params")
 MODES = ("manual", "auto")
 LOGICAL = ("vocab", "kv_heads", "ffn", "embed", "experts", "ffn_expert")
 """The axes of weights that have a rule."""
+OWN = ("tp", "ep")
+"""Mesh axes that need no rules: of tensor parallelism, and of whole experts."""
 LATER = {
     "dp": "groups of devices that serve different requests are replicas (--replicas)",
     "pp": "stages of layers are not built",
@@ -50,7 +52,7 @@ class Sharding:
     """(axis, devices); (): the mesh is given beside this."""
     mode: str = "manual"
     rules: tuple[tuple[str, MeshAxes], ...] | None = None
-    """(logical axis, mesh axes); None: those of the mesh's own axes, ``tp`` and ``ep``."""
+    """(logical axis, mesh axes); None: those of a mesh of ``OWN`` axes, or none beside ``params``."""
     params: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = ()
     """(regular expression of a parameter's path, mesh axes of each dimension); the first match counts."""
 
@@ -88,7 +90,7 @@ class Sharding:
         """Refuse what a mesh of these axis sizes cannot honour.
 
         Raises:
-            ConfigError: a rule names an axis that the mesh has not, or nothing uses an axis of several devices.
+            ConfigError: a rule names an axis that the mesh lacks, or nothing uses one of its axes.
         """
         uses = [(f"rules.{name}", axes) for name, axes in self.rules or ()]
         uses += [(f"params.{path}", sum(each, ())) for path, each in self.params]
@@ -97,8 +99,9 @@ class Sharding:
             if lacking is not None:
                 raise _bad(name, f"the mesh has no axis {lacking!r}, only {tuple(sizes)}")
         used = {axis for _, axes in uses for axis in axes}
+        used |= set(OWN) if self.rules is None and not self.params else set()
         for axis, size in sizes.items():
-            if self.rules is not None and size > 1 and axis not in used:
+            if size > 1 and axis not in used:
                 raise _bad(f"mesh.{axis}", f"no rule uses its {size} devices")
 
     def as_mapping(self) -> dict[str, Any]:
