@@ -105,7 +105,10 @@ def fingerprint(name: str, version: str, info: dict[str, Any]) -> str:
     facts = [
         name,
         version,
-        *(str(info.get(k)) for k in ("family", "dtype", "kv_dtype", "backend", "kernels")),
+        *(
+            str(info.get(k))
+            for k in ("family", "dtype", "kv_dtype", "sharding", "backend", "kernels")
+        ),
     ]
     return "fp_" + hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
@@ -241,7 +244,7 @@ def banner(
     return f"""\
 jserve is listening on {url}
   model     {text.name} ({info["family"]}), context {info["max_model_len"]}
-  device    {info["device"]}, {dtype}, attention {info["backend"]}
+  device    {info["device"]} ({info["sharding"]}), {dtype}, attention {info["backend"]}
   kernels   {kernels}
   memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
   programs  {info["programs"]} sealed, {info["programs_loaded"]} of them compiled by an earlier start

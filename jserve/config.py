@@ -224,6 +224,11 @@ class SchedulerOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
     tensor_parallel_size: int = opt(1, "devices the model is sharded over", min=1, max=256)
+    sharding: str = opt(
+        "",
+        "mesh and rules: YAML or JSON file, JSON object, or sizes as tp=4; empty: by the parallel sizes",
+        json=dict,
+    )
     attention_backend: str = opt(
         "auto",
         "attention implementation",

@@ -242,6 +242,14 @@ class ShardRules:
     def sharding(self, mesh: Mesh, axes: tuple[str | OnMesh | None, ...]) -> NamedSharding:
         return NamedSharding(mesh, self.partition(axes))
 
+    def described(self, sizes: Mapping[str, int]) -> str:
+        """These rules on a mesh of these axis sizes, as one line: equal lines are equal sums, in the same order."""
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+        laid = [(name, self.split(name, sizes)) for name in self.names()]
+        rules = [f"{name}:{'+'.join(_names(axis))}" for name, axis in laid if axis is not None]
+        paths = [f"{path}:{axes}" for path, axes in self.params]
+        return " ".join([mesh, *rules, *paths, *(["auto"] if self.auto else [])])
+
     def names(self) -> tuple[str, ...]:
         """The logical axes that have a rule."""
         known = (*_RULES, *_FOLLOWS)
