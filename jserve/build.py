@@ -133,7 +133,8 @@ def engine(
 
     Args:
         params: weights as a pytree instead of the model's files; they are copied.
-        mesh: a jax Mesh, of an axis "tp" or of those that option ``sharding`` names; by default the first devices.
+        mesh: a jax Mesh of an axis "tp", of "ep" too for experts on different devices, or of the axes that option
+            ``sharding`` names; by default the first devices.
 
     Returns:
         The engine and facts for the banner and /metrics.
@@ -247,6 +248,7 @@ def _journal(path: str) -> Any:
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
+    from jserve.model.moe_specs import check_has_experts
     from jserve.model.quant import n_bytes
     from jserve.runner.programs import use_compile_cache
     from jserve.runner.runner import ModelRunner
@@ -261,6 +263,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     family = quantised(family_for(source.config), scheme)
     arch = family.arch(source.config)
     mesh, rules = _placement(config, mesh)
+    check_has_experts(arch, rules, mesh.shape)
     config = _partitionable(config, rules, mesh.devices.flat[0].platform)
     check(config.speculative, tp_size(mesh, rules))
     if config.device.compile_cache:
@@ -410,16 +413,17 @@ def _placement(config: EngineConfig, mesh: Any) -> tuple[Any, Any]:
 
     given, options = config.device.sharding, config.device
     sharding = Sharding.of(given) if given else Sharding()
-    if given and options.tensor_parallel_size > 1:
-        why = "sharding and tensor_parallel_size both say where the model lies: one of them will do"
-        raise ConfigError(why, field="sharding")
+    for name in ("tensor_parallel_size", "expert_parallel_size"):
+        if given and getattr(options, name) > 1:
+            why = f"sharding and {name} both say where the model lies: one of them will do"
+            raise ConfigError(why, field="sharding")
     if mesh is None and given:
         mesh = mesh_of(sharding)
     mesh = _mesh(config) if mesh is None else mesh
     if sharding.mesh and dict(sharding.mesh) != dict(mesh.shape):
         why = f"{dict(sharding.mesh)} is not the mesh that is given, {dict(mesh.shape)}"
         raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
-    return mesh, ShardRules.of_sharding(sharding, mesh.shape)
+    return mesh, ShardRules.of_sharding(sharding, mesh.shape, options.num_redundant_experts)
 
 
 def _partitionable(config: EngineConfig, rules: Any, platform: str) -> EngineConfig:
@@ -449,13 +453,19 @@ def _mesh(config: EngineConfig) -> Any:
 
     from jserve.model.shard import make_mesh
 
-    tp = config.device.tensor_parallel_size
-    if tp > len(jax.devices()):
+    tp, ep = config.device.tensor_parallel_size, config.device.expert_parallel_size
+    have, kind = len(jax.devices()), jax.default_backend()
+    if tp > have:
         raise ConfigError(
-            f"tensor_parallel_size is {tp} but there are {len(jax.devices())} {jax.default_backend()} devices",
+            f"tensor_parallel_size is {tp} but there are {have} {kind} devices",
             field="tensor_parallel_size",
         )
-    return make_mesh(tp)
+    if tp * ep > have:
+        raise ConfigError(
+            f"expert_parallel_size {ep} takes {tp * ep} devices but there are {have} {kind} devices",
+            field="expert_parallel_size",
+        )
+    return make_mesh(tp, ep=ep)
 
 
 def _dtype(config: EngineConfig, source: Any) -> Any:

@@ -391,7 +391,7 @@ def _with_slots(
     spec: ParamSpec, experts: ExpertSizes, rules: ShardRules, sizes: Mapping[str, int]
 ) -> ParamSpec:
     """The parameter of a layer's experts, with its spare slots."""
-    assert spec.axes[0] == "experts" and spec.concat == 0, "experts are along the first axis"
+    assert (spec.axes[0], spec.concat) == ("experts", 0), "experts are along the first axis"
     n, spare, E = n_parts(rules.split("experts", sizes), sizes), rules.redundant_experts, experts.n
     width = n_parts(rules.split("ffn_expert", sizes), sizes)
     F = spec.shape[spec.axes.index("ffn_expert")]
