@@ -355,6 +355,9 @@ def plan(
 
     load_plugins(config.model.plugins)
     name = config.model.model or str(shipped())
+    if config.device.sharding:
+        _explain(name, config, as_json=as_json)
+        return
     found, laid = sizing.plan(name, device, sizing.lengths_of(lengths), config, acceptance)
     if compiled:
         from jserve.sizing.compiled import with_compiled
@@ -365,6 +368,23 @@ def plan(
         sys.stdout.write(show.as_json(found))
     else:
         show.as_text(found, Console(width=None if sys.stdout.isatty() else show.WIDTH))
+
+
+def _explain(name: str, config: EngineConfig, *, as_json: bool) -> None:
+    """Print where the weights of a model lie under option ``sharding``, and the collectives of its steps."""
+    import sys
+
+    from rich.console import Console
+
+    from jserve.sizing import show, show_sharding
+    from jserve.sizing.explain import explain_sharding
+
+    explained = explain_sharding(name, config.device.sharding, dtype=config.model.dtype)
+    if as_json:
+        sys.stdout.write(show_sharding.as_json(explained))
+        return
+    console = Console(width=None if sys.stdout.isatty() else show.WIDTH)
+    show_sharding.as_text(explained, console)
 
 
 def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> str:
