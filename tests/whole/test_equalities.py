@@ -93,7 +93,7 @@ def test_sharded_equals_one_device(runner, tp: int) -> None:
 XY = {"x": 2, "y": 2}
 SHARDINGS = {
     "heads on x, ffn on y": {"mesh": XY, "rules": {"kv_heads": "x", "ffn": "y", "vocab": "y"}},
-    "both axes": {"mesh": XY, "rules": dict.fromkeys(("kv_heads", "ffn", "vocab"), ["y", "x"])},
+    "both axes": {"mesh": XY, "rules": {key: ["y", "x"] for key in ("kv_heads", "ffn", "vocab")}},
     "kv heads repeated": {
         "mesh": {"x": 2, "y": 4},
         "rules": {"kv_heads": ["x", "y"], "ffn": "y"},
