@@ -3,7 +3,7 @@
     python -m bench.experts_devices [--tokens 1,16,64,256] [--turns 15] [--json FILE]
 
 The devices are XLA's forced ones, which share the cores of this machine: a step takes as long as the work of all of
-them, not as that of the fullest. So each line has the fullest device's load over the mean beside the time, which is what
+them, not as that of the fullest. So each line has the fullest device's load over the mean beside the time: about what
 a step of real devices would take at best. Ways take turns; weights and tokens are random, in bfloat16, and experts are
 drawn evenly or by Zipf's law. ``eplb`` has an eighth of spare slots, placed for loads of other draws.
 """
@@ -36,7 +36,7 @@ from jserve.runner import eplb
 
 N = 4
 """Devices."""
-D, MOE = 1024, Moe(E=64, X=4, F=512)
+D, MOE = 1024, Moe(E=64, X=4, F=256)
 SPARE = MOE.E // 8
 LAWS = {"even": 0.0, "zipf": 1.0}
 """How experts are drawn -> the exponent of their chances."""
@@ -76,8 +76,8 @@ class Way:
     def __init__(self, ep: int, slot_S: np.ndarray | None = None) -> None:
         mesh = make_mesh(N // ep, ep=ep)
         rules = ShardRules.of_mesh(mesh.shape, 0 if slot_S is None else SPARE)
-        self.axes, order = Axes.of(rules, mesh.shape), np.arange(MOE.E)
-        order = order if slot_S is None else slot_S
+        self.axes = Axes.of(rules, mesh.shape)
+        self.slot_S = order = np.arange(MOE.E) if slot_S is None else slot_S
         specs = {
             "expert_gate_up": rules.partition(("experts", "ffn_expert", "embed")),
             "expert_down": rules.partition(("experts", "embed", "ffn_expert")),
@@ -90,7 +90,7 @@ class Way:
             },
             {name: jax.sharding.NamedSharding(mesh, spec) for name, spec in specs.items()},
         )
-        table = eplb.slots_by_expert(order, MOE.E, ep)
+        table = [jnp.asarray(x) for x in eplb.slots_by_expert(order, MOE.E, 1 + SPARE)]
         self.places = None if slot_S is None else Placement(slot_ER=table[0], n_E=table[1])
         whole = PartitionSpec()
         self.function = jax.shard_map(
@@ -116,10 +116,13 @@ def _layer(axes: Axes, p: Any, places: Any, x_TD: Any, expert_TX: Any, pos_T: An
     return reduce(routed(held, p, x_TD, slot_TX, weight_TX), axes.routed)
 
 
-def measure(law: str, T: int, turns: int, level: str) -> dict[str, Any]:
-    """A line of the record."""
+def ways_of(law: str) -> dict[str, Way]:
     placed = eplb.place(loads(law), N, MOE.E + SPARE, np.arange(MOE.E + SPARE) % MOE.E)
-    ways = {"tp": Way(1), "ep": Way(N), "eplb": Way(N, placed)}
+    return {"tp": Way(1), "ep": Way(N), "eplb": Way(N, placed)}
+
+
+def measure(law: str, ways: dict[str, Way], T: int, turns: int, level: str) -> dict[str, Any]:
+    """A line of the record."""
     programs = {
         name: compiled(way.function, level, *way.args(law, T, 0)) for name, way in ways.items()
     }
@@ -133,8 +136,8 @@ def measure(law: str, T: int, turns: int, level: str) -> dict[str, Any]:
     ms = {name: statistics.median(t[1:]) * 1e3 for name, t in times.items()}
     counts = [np.bincount(choices(law, T, turn).ravel(), minlength=MOE.E) for turn in range(turns)]
     spread = {
-        name: statistics.mean(eplb.imbalance(count, slot_S, N) for count in counts)
-        for name, slot_S in (("ep", np.arange(MOE.E)), ("eplb", placed))
+        name: statistics.mean(eplb.imbalance(count, ways[name].slot_S, N) for count in counts)
+        for name in ("ep", "eplb")
     }
     return {
         "law": law,
@@ -159,8 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(HEAD, flush=True)
     lines = []
     for law in LAWS:
+        ways = ways_of(law)
         for T in map(int, args.tokens.split(",")):
-            lines.append(measure(law, T, args.turns, level))
+            lines.append(measure(law, ways, T, args.turns, level))
             print(SHOWN.format(**lines[-1]), flush=True)
     shape = {"width": D, "experts": MOE.E, "of_a_token": MOE.X, "expert_width": MOE.F}
     if args.json is not None:

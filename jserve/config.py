@@ -322,6 +322,12 @@ class DeviceOptions:
         return shape | {"tp": self.tensor_parallel_size}
 
     @property
+    def tracks_experts(self) -> bool:
+        """True if the device state has the places of experts and the tokens of each."""
+        counts = self.enable_eplb or self.expert_load_metrics
+        return counts or self.num_redundant_experts > 0
+
+    @property
     def n_devices(self) -> int:
         return self.tensor_parallel_size * self.expert_parallel_size
 

@@ -185,12 +185,11 @@ def check_tp(arch: Arch, tp: int, names: TensorNames = TensorNames()) -> None:
     for key, size in (("num_attention_heads", arch.N), *sorted(widths)):
         if size % tp:
             raise ConfigError(
-                f"{key} {size} is not divisible by tensor_parallel_size {tp}", field=key
+                f"{key} {size} is not divisible by the {tp} devices that share it", field=key
             )
     if arch.K % tp and tp % arch.K:
         raise ConfigError(
-            f"num_key_value_heads {arch.K} neither divides tensor_parallel_size {tp}"
-            " nor is divisible by it",
+            f"num_key_value_heads {arch.K} neither divides the number of devices, {tp}, nor is divisible by it",
             field="num_key_value_heads",
         )
 

@@ -51,6 +51,11 @@ class ExpertState:
     load_LE: jax.Array
     """int32: tokens that chose each expert since this was last set to 0."""
 
+    def counted(self, count_LE: jax.Array | None) -> ExpertState:
+        """The same with the tokens of one step more."""
+        assert count_LE is not None, "a pass with places of experts counts"
+        return ExpertState(places=self.places, load_LE=self.load_LE + count_LE)
+
 
 def n_routed(arch: Arch) -> tuple[int, int]:
     """(layers that have experts, experts of each of them)."""
@@ -59,16 +64,16 @@ def n_routed(arch: Arch) -> tuple[int, int]:
     return len(counts), counts[0]
 
 
-def state_shapes(arch: Arch, spare: int, n_devices: int) -> Any:
-    """The abstract ``ExpertState`` with ``spare`` slots more than experts: an expert has one on each device at
-    most."""
+def state_shapes(arch: Arch, spare: int) -> Any:
+    """The abstract ``ExpertState`` with ``spare`` slots more than experts, which one of them may have all."""
     L, E = n_routed(arch)
 
     def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    R = min(1 + spare, n_devices)
-    return ExpertState(places=Placement(slot_ER=ints(L, E, R), n_E=ints(L, E)), load_LE=ints(L, E))
+    return ExpertState(
+        places=Placement(slot_ER=ints(L, E, 1 + spare), n_E=ints(L, E)), load_LE=ints(L, E)
+    )
 
 
 def slots_of(

@@ -17,7 +17,7 @@ program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -192,7 +192,7 @@ class StepModel:
         """The abstract ``ExpertState``, None where there is none."""
         if not self.experts:
             return None
-        return state_shapes(self.arch, self.rules.redundant_experts, self.ep)
+        return state_shapes(self.arch, self.rules.redundant_experts)
 
     def state_partitions(self) -> Any:
         before = (None,) * self.backend.kv_axis
@@ -213,12 +213,8 @@ class StepModel:
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
 
-    def abstract_target(self) -> Any:
-        """The parameters of the model, without a drafter's."""
-        return abstract(self.specs(), self.mesh, self.rules, self.dtype)
-
     def abstract_params(self) -> Any:
-        target = self.abstract_target()
+        target = abstract(self.specs(), self.mesh, self.rules, self.dtype)
         if self.drafter is None:
             return target
         drafter = abstract(self.draft_specs(), self.mesh, self.draft_rules, self.dtype)
@@ -334,7 +330,7 @@ def run(
             draft_ctx = _draft_ctx(model, target, own)
             drafted, slots = leave_drafts(draft_ctx, drafted, outcome, slots, bucket)
     extra = {feature.name: feature.after(target, outcome) for feature in bucket.features}
-    experts = _counted(state.experts, done.count_LE)
+    experts = state.experts and state.experts.counted(done.count_LE)
     state = DeviceState(kv=[*kv, *drafted], slots=slots, experts=experts)
     return state, _pack(outcome, ok_E, chosen, extra)
 
@@ -386,14 +382,6 @@ def _forward(
         return Pass(*family.forward(ctx, params, kv), [], None)
     assert family.tapped is not None, f"{family.name} has no taps"
     return Pass(*family.tapped(ctx, params, kv, tapped), None)
-
-
-def _counted(experts: ExpertState | None, count_LE: jax.Array | None) -> ExpertState | None:
-    """``experts`` with the tokens of this step."""
-    if experts is None:
-        return None
-    assert count_LE is not None, "a pass with places of experts counts"
-    return replace(experts, load_LE=experts.load_LE + count_LE)
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:

@@ -69,8 +69,8 @@ def imbalance(load_E: np.ndarray, slot_S: np.ndarray, n_devices: int) -> float:
 
 
 def moves(now_S: np.ndarray, wanted_S: np.ndarray) -> Iterator[Move]:
-    """What brings the experts of ``now_S`` into the slots of ``wanted_S``, one after the other: a copy over an expert
-    that another slot has too, or an exchange of two. Every expert has a slot after each."""
+    """Yields moves that bring the experts of ``now_S`` into the slots of ``wanted_S``, one after the other: a copy over
+    an expert that another slot has too, or an exchange of two. Every expert has a slot after each."""
     now = now_S.copy()
     while wrong := np.flatnonzero(now != wanted_S).tolist():
         copies = np.bincount(now)
@@ -106,7 +106,7 @@ def _copies(load_E: np.ndarray, n_devices: int, busy: int, idle: int) -> np.ndar
         each = np.where(copies_E < n_devices, load_E / copies_E, -1.0)
         copies_E[each.argmax()] += 1
     for e in np.argsort(load_E):
-        more = min(idle, n_devices - copies_E[e])
+        more = min(idle, n_devices - int(copies_E[e]))
         copies_E[e] += more
         idle -= more
     return copies_E

@@ -5,7 +5,7 @@ Copies go into the device's queue between two steps, and each of them changes we
 step always sees a pair that belongs together::
 
     launch k       loads -> copy to host begins            every LOAD_STEPS steps
-    launch k+1     window of loads += copy                 every eplb_step_interval steps: a plan for one layer a step
+    launch k+1     window of loads += copy                 every eplb_step_interval steps: plans, a layer before a step
     launch k+2...  move, move -> new weights and table     MOVES of them before each step, until all are done
 """
 
@@ -26,23 +26,19 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Arch, Moe
 from jserve.model.family import Family
 from jserve.model.moe_places import ExpertState, Placement, copied, n_routed
-from jserve.model.shard import ParamSpec, ShardRules
+from jserve.model.shard import ParamSpec, ShardRules, abstract
 from jserve.model.step import StepModel
 from jserve.runner import eplb
 from jserve.runner.compiler import Compiler
 
 LOAD_STEPS = 64
-"""Steps between two readings of the loads."""
+"""Steps between two readings of the loads, or ``eplb_step_interval`` where that is less."""
 MOVES = 2
 """Moves before one step."""
+EVEN = 1.05
+"""Load of a layer's fullest device over the mean, up to which its experts stay."""
 WIDTH = 2
 """Slots that one move writes at most."""
-
-
-def tracks_experts(options: DeviceOptions) -> bool:
-    """True if the state of an engine has the places of experts and the tokens of each."""
-    counts = options.enable_eplb or options.expert_load_metrics
-    return counts or options.num_redundant_experts > 0
 
 
 def check_experts(options: DeviceOptions, family: Family, arch: Arch, rules: ShardRules) -> None:
@@ -86,7 +82,7 @@ class ExpertBalancer:
         self._steps = self._n_moves = self._n_plans = 0
         self._arriving: jax.Array | None = None
         self._window_LE = np.zeros((self.n_layers, self.n_experts), np.int64)
-        self._seen_LE, self._total_D = self._window_LE.copy(), np.zeros(model.ep, np.int64)
+        self._total_D, self._spread = np.zeros(model.ep), _spread(1.0, 1.0, 0.0)
         self._to_plan: deque[tuple[int, np.ndarray]] = deque()
         self._to_move: deque[tuple[int, eplb.Move]] = deque()
 
@@ -103,8 +99,8 @@ class ExpertBalancer:
         tables = [self._table(layer) for layer in range(self.n_layers)]
         slot_LER, n_LE = (np.stack(x) for x in zip(*tables, strict=True))
         load_LE = np.zeros((self.n_layers, self.n_experts), np.int32)
-        state = ExpertState(places=Placement(slot_ER=slot_LER, n_E=n_LE), load_LE=load_LE)
-        return jax.device_put(state, self._whole)
+        slot_ER, n_E, load = jax.device_put((slot_LER, n_LE, load_LE), self._whole)
+        return ExpertState(places=Placement(slot_ER=slot_ER, n_E=n_E), load_LE=load)
 
     def before_step(self, params: Any, state: ExpertState) -> tuple[Any, ExpertState]:
         """(parameters, state) for the next step: loads are read when that is due, and some experts move."""
@@ -112,11 +108,13 @@ class ExpertBalancer:
         if self._arriving is not None:
             self._count(np.asarray(self._arriving))
             self._arriving = None
-        if self._steps % LOAD_STEPS == 0:
-            self._arriving, empty_LE = self._take(state.load_LE)
-            self._arriving.copy_to_host_async()
+        if self._steps % min(LOAD_STEPS, self._interval) == 0:
+            load_LE, empty_LE = self._take(state.load_LE)
+            load_LE.copy_to_host_async()
+            self._arriving = load_LE
             state = replace(state, load_LE=empty_LE)
-        if self.move_experts and self._steps % self._interval == 0:
+        # A step after the loads of an interval began to come.
+        if self.move_experts and self._steps > 1 and (self._steps - 1) % self._interval == 0:
             self.rebalance()
         return self._some_moves(params, state)
 
@@ -139,19 +137,9 @@ class ExpertBalancer:
 
     def counters(self) -> dict[str, float]:
         """Loads for /metrics: of the steps between the last two readings, and in all."""
-        ratios = [
-            eplb.imbalance(load_E, slot_S, self._model.ep)
-            for load_E, slot_S in zip(self._seen_LE, self.slot_LS, strict=True)
-        ]
-        totals = self._seen_LE.sum(axis=1)
-        hottest = self._seen_LE.max(axis=1) / np.maximum(totals, 1)
-        by_device = {
-            f"expert_load_total{{device={d}}}": float(n) for d, n in enumerate(self._total_D)
-        }
+        by_device = {f"expert_load_total{{device={d}}}": n for d, n in enumerate(self._total_D)}
         return {
-            "expert_load_max_over_mean": float(np.mean(ratios)),
-            "expert_load_max_over_mean_worst": float(np.max(ratios)),
-            "expert_load_hottest_share": float(hottest.max()),
+            **self._spread,
             "expert_moves_total": float(self._n_moves),
             "expert_rebalances_total": float(self._n_plans),
             **by_device,
@@ -163,21 +151,28 @@ class ExpertBalancer:
 
     def _count(self, load_LE: np.ndarray) -> None:
         """Take over the loads since the last reading."""
-        self._seen_LE = load_LE.astype(np.int64)
-        self._window_LE += self._seen_LE
-        for load_E, slot_S in zip(self._seen_LE, self.slot_LS, strict=True):
-            loads_D = eplb.device_loads(load_E, slot_S, self._model.ep)
-            self._total_D += loads_D.round().astype(np.int64)
+        self._window_LE += load_LE
+        pairs = list(zip(load_LE, self.slot_LS, strict=True))
+        self._total_D += np.sum(
+            [eplb.device_loads(*pair, self._model.ep) for pair in pairs], axis=0
+        )
+        ratios = [eplb.imbalance(*pair, self._model.ep) for pair in pairs]
+        hottest = load_LE.max(axis=1) / np.maximum(load_LE.sum(axis=1), 1)
+        self._spread = _spread(np.mean(ratios), np.max(ratios), hottest.max())
 
     def _some_moves(self, params: Any, state: ExpertState) -> tuple[Any, ExpertState]:
         if not self._to_move and self._to_plan:
-            layer, load_E = self._to_plan.popleft()
-            now_S = self.slot_LS[layer]
-            wanted_S = eplb.place(load_E, self._model.ep, self.n_slots, now_S)
-            self._to_move.extend((layer, move) for move in eplb.moves(now_S, wanted_S))
+            self._plan(*self._to_plan.popleft())
         for _ in range(min(MOVES, len(self._to_move))):
             params, state = self.move(params, state, *self._to_move.popleft())
         return params, state
+
+    def _plan(self, layer: int, load_E: np.ndarray) -> None:
+        """The moves of a layer, unless its loads are even enough."""
+        now_S, ep = self.slot_LS[layer], self._model.ep
+        if eplb.imbalance(load_E, now_S, ep) > EVEN:
+            wanted_S = eplb.place(load_E, ep, self.n_slots, now_S)
+            self._to_move.extend((layer, move) for move in eplb.moves(now_S, wanted_S))
 
     def move(
         self, params: Any, state: ExpertState, layer: int, move: eplb.Move
@@ -201,16 +196,17 @@ class ExpertBalancer:
         return params | {"layers": layers}, replace(state, places=places)
 
     def _table(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        R = self._model.expert_shapes().places.slot_ER.shape[-1]
+        R = 1 + self._model.rules.redundant_experts
         return eplb.slots_by_expert(self.slot_LS[layer], self.n_experts, R)
 
     def _move_program(self, compiler: Compiler) -> Any:
         model, layer = self._model, self._layers[0]
         places = model.abstract_state().experts.places
-        own = model.abstract_target()["layers"][layer]
+        target = abstract(model.specs(), model.mesh, model.rules, model.dtype)
+        own = target["layers"][layer]
         leaves = [own[name] for name in self._names]
         for i in self._layers:
-            other = model.abstract_target()["layers"][i]
+            other = target["layers"][i]
             same = [(other[name].shape, other[name].dtype) for name in self._names]
             assert same == [(x.shape, x.dtype) for x in leaves], "layers of experts that are alike"
 
@@ -220,6 +216,15 @@ class ExpertBalancer:
         table = (ints(*places.slot_ER.shape[1:]), ints(self.n_experts))
         args = (leaves, places, ints(), ints(WIDTH), ints(WIDTH), table)
         return compiler("move_experts", _jitted_move(model, leaves), *args)
+
+
+def _spread(mean: Any, worst: Any, hottest: Any) -> dict[str, float]:
+    """The evenness of experts' loads, by name of the metric."""
+    return {
+        "expert_load_max_over_mean": float(mean),
+        "expert_load_max_over_mean_worst": float(worst),
+        "expert_load_hottest_share": float(hottest),
+    }
 
 
 def _expert_params(layer: dict[str, Any]) -> list[str]:

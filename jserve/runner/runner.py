@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jserve.config import CacheOptions, DeviceOptions, EngineConfig
+from jserve.config import CacheOptions, EngineConfig
 from jserve.errors import ConfigError
 from jserve.faults import point
 from jserve.model.arch import Arch
@@ -29,7 +29,7 @@ from jserve.model.family import Family
 from jserve.model.native import chosen
 from jserve.model.shard import ShardRules, dtype_of
 from jserve.model.slots import load_buffers, picks_buffer, text_buffers
-from jserve.model.step import DeviceState, StepModel, StepOut
+from jserve.model.step import DeviceState, StepOut
 from jserve.model.view import Bucket, numpy_views
 from jserve.ports import InFlight
 from jserve.runner import results
@@ -37,14 +37,14 @@ from jserve.runner.batch import Packer, StepBatch
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.compiler import Compiler
 from jserve.runner.disk import DiskStore
-from jserve.runner.experts import ExpertBalancer, check_experts, tracks_experts
+from jserve.runner.experts import ExpertBalancer, check_experts
 from jserve.runner.heap import give_back
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
 from jserve.runner.program_files import ProgramFiles
 from jserve.runner.programs import Programs, Progress, compile_options, starting, step_name
 from jserve.runner.rehearsal import GREEDY, rehearsal
-from jserve.runner.sizes import Sizes, sizes_of
+from jserve.runner.sizes import sizes_of, step_model
 from jserve.runner.spill import Spill
 from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
@@ -142,7 +142,9 @@ class ModelRunner:
             compiler=compiler,
         )
         self._overwrite = WeightUpdate(self.model, options, compiler)
-        self._experts = self._balancer(config.device, compiler)
+        self._experts = (
+            ExpertBalancer(self.model, config.device, compiler) if self.model.experts else None
+        )
         self._packer = Packer(
             dims=self.sizes.dims,
             n_pages=self.limits.n_pages,
@@ -299,11 +301,6 @@ class ModelRunner:
             raise ConfigError("experts move with enable_eplb only", field="enable_eplb")
         self._experts.rebalance(load_LE)
 
-    def _balancer(self, options: DeviceOptions, compiler: Compiler) -> ExpertBalancer | None:
-        if not self.model.experts:
-            return None
-        return ExpertBalancer(self.model, options, compiler)
-
     def _fresh_state(self) -> DeviceState:
         """Zeroed, but for the places where experts are."""
         state = self._new_state()
@@ -397,26 +394,6 @@ class ModelRunner:
         kv, seconds = self._mover.seconds_per_page(self.state.kv, self._clock)
         self.state = replace(self.state, kv=kv)
         return seconds
-
-
-def step_model(
-    sizes: Sizes, family: Family, mesh: Mesh, rules: ShardRules, speculation: LoadedDrafter | None
-) -> StepModel:
-    """Returns the part that all steps of an engine of these sizes share; no weights are looked at."""
-    return StepModel(
-        family=family,
-        arch=sizes.arch,
-        backend=sizes.attention,
-        dims=sizes.dims,
-        mesh=mesh,
-        rules=rules,
-        n_pages=sizes.memory.n_pages,
-        kv_dtype=sizes.kv.dtype,
-        dtype=sizes.dtype,
-        drafter=None if speculation is None else speculation.drafter,
-        experts=tracks_experts(sizes.config.device),
-        kernels=sizes.kernels,
-    )
 
 
 def _bytes_of_one_device(params: Any) -> int:

@@ -20,7 +20,7 @@ from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import Bucket, buffer_size
 from jserve.runner.programs import compile_options
-from jserve.runner.runner import step_model
+from jserve.runner.sizes import step_model
 from jserve.sizing.layout import Layout
 from jserve.sizing.plan import Plan
 from pallas_kernels import aot

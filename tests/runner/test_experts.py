@@ -59,18 +59,19 @@ BUCKETS = (Bucket(D=4, P=32, F=4),)
 MOVING = {"enable_eplb": True, "num_redundant_experts": 4}
 
 
-def runner(ep: int = 1, tp: int = 1, seed: int = 3, **options: Any) -> ModelRunner:
+def weights(mesh: Any, rules: ShardRules) -> Any:
+    """Drawn, with choices that vary."""
+    family = family_for(CONFIG)
+    params = load(family, family.arch(CONFIG), _source(), mesh, rules, jnp.dtype("float32"), seed=3)
+    return {**params, "embed": params["embed"] * 30}
+
+
+def runner(ep: int = 1, tp: int = 1, **options: Any) -> ModelRunner:
     family, mesh = family_for(CONFIG), make_mesh(tp, ep=ep)
-    rules = ShardRules.of_mesh(mesh.shape, options.get("num_redundant_experts", 0))
-    params = load(
-        family, family.arch(CONFIG), _source(), mesh, rules, jnp.dtype("float32"), seed=seed
-    )
-    params = {**params, "embed": params["embed"] * 30}
-    config = EngineConfig.of(**OPTIONS | options)
-    ladder = Ladder(buckets=BUCKETS)
-    return ModelRunner(
-        family, family.arch(CONFIG), params, mesh, config, rules=rules, ladder=ladder, strict=True
-    )
+    arch, config = family.arch(CONFIG), EngineConfig.of(**OPTIONS | options)
+    rules = ShardRules.of_mesh(mesh.shape, config.device.num_redundant_experts)
+    params, ladder = weights(mesh, rules), Ladder(buckets=BUCKETS)
+    return ModelRunner(family, arch, params, mesh, config, rules=rules, ladder=ladder, strict=True)
 
 
 def _source() -> Source:
@@ -142,7 +143,7 @@ def test_moves_while_requests_run_change_no_token() -> None:
 
 
 def test_every_slot_has_the_weights_of_its_expert() -> None:
-    of, first = moving(), runner()
+    of, first = moving(), weights(make_mesh(1), ShardRules())
     balancer = of._experts
     assert balancer is not None
     of.rebalance_experts(np.arange(16).reshape(2, 8) ** 3)
@@ -151,7 +152,7 @@ def test_every_slot_has_the_weights_of_its_expert() -> None:
         slot_S = balancer.slot_LS[layer]
         for name, rows in (("expert_gate_up", 2), ("expert_down", 1)):
             got = np.asarray(of.params["layers"][layer][name])
-            want = np.asarray(first.params["layers"][layer][name])
+            want = np.asarray(first["layers"][layer][name])
             got, want = (x.reshape(-1, rows, *x.shape[1:]) for x in (got, want))
             np.testing.assert_array_equal(got, want[slot_S])
 
@@ -167,7 +168,7 @@ def test_a_reset_keeps_the_places_and_new_weights_begin_anew() -> None:
     of.reset()
     np.testing.assert_array_equal(balancer.slot_LS, table)
     assert tokens(of) == alone()
-    of.update_params(runner(seed=3).params)
+    of.update_params(weights(make_mesh(1), ShardRules()))
     np.testing.assert_array_equal(balancer.slot_LS, balancer._initial())
     assert tokens(of) == alone()
 

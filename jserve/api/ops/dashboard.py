@@ -120,7 +120,7 @@ def _speculation(found: Samples) -> dict[str, float] | None:
 
 
 def _experts(found: Samples) -> dict[str, float] | None:
-    """How evenly experts are loaded of late, and how often they moved; None where nobody counts."""
+    """The evenness of experts' loads of late, and the number of moves; None where nobody counts."""
     if ("expert_load_max_over_mean", "") not in found:
         return None
     return {
