@@ -105,7 +105,7 @@ class Sharding:
                 raise _bad(f"mesh.{axis}", f"no rule uses its {size} devices")
 
     def as_mapping(self) -> dict[str, Any]:
-        """What ``of`` reads."""
+        """The mapping that ``of`` reads as this value."""
         found: dict[str, Any] = {"mesh": dict(self.mesh), "mode": self.mode}
         if self.rules is not None:
             found["rules"] = {name: list(axes) or None for name, axes in self.rules}

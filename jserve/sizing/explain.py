@@ -82,7 +82,7 @@ class StepCollectives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """What ``explain_sharding`` says of a model on a mesh."""
+    """The weights of a model on a mesh, and the collectives of its steps."""
 
     model: str
     sharding: Sharding
@@ -98,7 +98,7 @@ class Explained:
 def explain_sharding(
     model: str, sharding: Sharding | Mapping[str, Any] | str | Path, *, dtype: str = "auto"
 ) -> Explained:
-    """Where the weights of ``model`` lie under ``sharding``, and the collectives of two of its steps.
+    """Finds the places of the weights of ``model`` under ``sharding``, and the collectives of two of its steps.
 
     Args:
         model: a directory, config.json, hub name or known shape.
