@@ -309,7 +309,6 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "model": served_names(config, source)[0],
         "source": source.name,
         "weights": "" if given else source.stamp,
-        "sharding": rules.described(mesh.shape),
         "family": family.name,
         "quantization": scheme.name if scheme is not None and not scheme.widened else "",
         "load_s": round(loaded - began, 2),
