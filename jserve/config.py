@@ -262,6 +262,11 @@ class DeviceOptions:
     )
     eplb_step_interval: int = opt(3000, "steps between two such rearrangements", min=1)
     expert_load_metrics: bool = opt(False, "count the tokens of experts, for /metrics")
+    sharding: str = opt(
+        "",
+        "mesh and rules: YAML or JSON file, JSON object, or sizes as tp=4; empty: by the parallel sizes",
+        json=dict,
+    )
     attention_backend: str = opt(
         "auto",
         "attention implementation",

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
@@ -133,7 +134,12 @@ class StepModel:
     @property
     def tp(self) -> int:
         """Devices that share the kv heads."""
-        return n_parts(self.axes.heads, self.mesh.shape)
+        return n_parts(self.heads_axis, self.mesh.shape)
+
+    @property
+    def heads_axis(self) -> MeshAxis:
+        """The mesh axes that arrays of kv heads are split over."""
+        return self.rules.split("kv_heads", self.mesh.shape)
 
     @property
     def kv(self) -> KVLayout:
@@ -151,7 +157,8 @@ class StepModel:
 
     def draft_specs(self) -> Any:
         assert self.drafter is not None, "there is no drafter"
-        specs = self.drafter.specs(self.tp if self.draft_axes.heads else 1)
+        split = self.draft_rules.split("kv_heads", self.mesh.shape) is not None
+        specs = self.drafter.specs(self.tp if split else 1)
         return padded(specs, self.draft_rules, self.mesh.shape)
 
     def kv_arrays(self) -> list[tuple[PoolArray, ...]]:
@@ -159,7 +166,7 @@ class StepModel:
         kv, Z = self.kv, self.dims.Z
 
         def of(layer: KVLayer) -> tuple[PoolArray, ...]:
-            axis = None if layer.replicated else self.axes.heads
+            axis = None if layer.replicated else self.heads_axis
             sizes = [(kv.heads(layer, array), array.width) for array in layer.arrays]
             shapes = [self.backend.pool_shape(*size, self.n_pages, Z) for size in sizes]
             return tuple(PoolArray(shape, axis) for shape in shapes)
@@ -250,6 +257,7 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             field="attention_sinks",
         )
     check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree)
+    Axes.of(model.rules, model.mesh.shape)  # refuses what no step of this mode can honour
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)
@@ -259,6 +267,8 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             view = unpack(buf, fields, bucket, model.dims, state.slots)
             return run(model, bucket, params, state, view)
 
+    if model.rules.auto:
+        return _partitioned(model, local)
     whole = PartitionSpec()
     state_specs = model.state_partitions()
     return jax.shard_map(
@@ -268,6 +278,18 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
         out_specs=(state_specs, whole),
         check_vma=False,
     )
+
+
+def _partitioned(model: StepModel, step: Step) -> Step:
+    """``step`` of whole arrays, for XLA's partitioner: results lie as the state does, and whole."""
+    whole = NamedSharding(model.mesh, PartitionSpec())
+
+    def partitioned(params: Any, state: DeviceState, buf: jax.Array) -> tuple[DeviceState, StepOut]:
+        return lax.with_sharding_constraint(
+            step(params, state, buf), (model.state_shardings(), whole)
+        )
+
+    return partitioned
 
 
 def run(

@@ -277,9 +277,10 @@ class ModelRunner:
 
     def report(self) -> dict[str, Any]:
         """The device side's lines of the start banner."""
-        device = self.model.mesh.devices.flat[0]
+        mesh = self.model.mesh
         return {
-            "device": f"{self.model.mesh.devices.size} x {device.device_kind}",
+            "device": f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}",
+            "sharding": self.model.rules.described(mesh.shape),
             "backend": self.model.backend.name,
             "dtype": str(self.model.dtype),
             "kv_dtype": str(self.sizes.kv_dtype),
