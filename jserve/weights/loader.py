@@ -197,8 +197,18 @@ def load_tree(
         first = min(read.widened)
         n, kind = len(read.widened), np.dtype(dtype)
         log.warning("%d quantised matrices are served in %s, %s among them", n, kind, first)
+    _check_orders(params)
     finish(tensors)
     return params
+
+
+def _check_orders(params: Any) -> None:
+    """Refuse a matrix of several tensors whose inputs are in different orders; one order serves it."""
+    for leaf in quantised_leaves(params):
+        order = leaf.order if isinstance(leaf, QTensor) else None
+        if order is not None and len(order) > 1 and not bool((order == order[:1]).all()):
+            why = "tensors that make one matrix (q, k and v, or gate and up) have inputs in different orders"
+            raise ConfigError(f"{why}; quantization 'none' serves them", field="quantization")
 
 
 def _from_dummy(dtype: Any, seed: int) -> Make:

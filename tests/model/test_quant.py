@@ -59,7 +59,7 @@ def exact_product(x: np.ndarray, w: np.ndarray, form: Form) -> np.ndarray:
     """In float64, of activations rounded as the form says."""
     if form.rounded:
         x_TBG = x.reshape(len(x), form.groups(D), -1)
-        q, s = rounded(jnp.asarray(x_TBG), form.kind)
+        q, s = rounded(jnp.asarray(x_TBG), form)
         x = (np.asarray(q).astype(np.float64) * np.asarray(s)[..., None]).reshape(len(x), D)
     return x.astype(np.float64) @ w.reshape(-1, D).T
 
@@ -140,7 +140,7 @@ def test_rounded_activations(T: int, B: int, seed: int):
     x = np.random.default_rng(seed).standard_normal((T, B, 32)).astype(np.float32) * 10
     x[0] = 0
     for kind in ("int8", "e4m3"):
-        q, scale = (np.asarray(a) for a in rounded(jnp.asarray(x), kind))
+        q, scale = (np.asarray(a) for a in rounded(jnp.asarray(x), Form(kind=kind, rounded=True)))
         assert (scale > 0).all()
         top = np.abs(x).max(-1)
         np.testing.assert_allclose(scale[top > 0] * LARGEST[kind], top[top > 0], rtol=1e-6)

@@ -11,7 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
-from jserve.model.quant_specs import NUMBERS, SCALE, WEIGHT, ZERO, stem
+from jserve.model.quant_specs import (
+    ENDINGS,
+    INPUT,
+    NUMBERS,
+    ORDER,
+    SCALE,
+    SHIFT,
+    WEIGHT,
+    ZERO,
+    stem,
+)
 from jserve.weights.hf import FLOATS, Kinds, Tensors
 from jserve.weights.quant.matrix import Matrix, packed
 from jserve.weights.quant.scheme import Scheme
@@ -39,9 +49,12 @@ class QuantisedTensors:
             self._tensors.check(name, shape, kinds)
             return
         N, D = self._scheme.reader.check(self._tensors, module)
-        inputs = shape[1] if ending in ("", NUMBERS) else D
-        if shape[0] != N or inputs not in (D, D // 2 if ending else D):
-            why = f"shape {(N, D)}, the config asks for {(shape[0], inputs)}"
+        if ending == INPUT:
+            return
+        rows = N if ending == ORDER else shape[0]
+        inputs = shape[-1] if ending in ("", NUMBERS, ORDER) else D
+        if rows != N or inputs not in (D, D // 2 if ending == NUMBERS else D):
+            why = f"shape {(N, D)}, the config asks for {(rows, inputs)}"
             raise broken(self.path(name), why, module)
 
     def get(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> np.ndarray:
@@ -55,8 +68,17 @@ class QuantisedTensors:
             self.widened.add(module)
             return matrix.widened()
         if ending == NUMBERS:
-            return matrix.q if shape[1] == matrix.q.shape[1] else packed(matrix.q)
-        found = matrix.scale if ending == SCALE else matrix.zero
+            return (
+                matrix.q
+                if shape[1] == matrix.q.shape[1]
+                else packed(matrix.q, self._kind(module, matrix))
+            )
+        if ending == ORDER:
+            return np.arange(shape[0], dtype=np.int32) if matrix.order is None else matrix.order
+        if ending == INPUT:
+            assert matrix.input_scale is not None, f"{module} has no scale of activations"
+            return matrix.input_scale
+        found = {SCALE: matrix.scale, ZERO: matrix.zero, SHIFT: matrix.shift}[ending]
         if found is None:
             return np.zeros(shape, np.int8)
         return found.repeat(shape[1] // found.shape[1], axis=1)
@@ -83,6 +105,11 @@ class QuantisedTensors:
             return bool(ending)
         return self._scheme.stored(module, shape[1])
 
+    def _kind(self, module: str, matrix: Matrix) -> str:
+        form = self._scheme.form_of(module, matrix.q.shape[1])
+        assert form is not None, f"{module} is not quantised"
+        return form.kind
+
     def _matrix(self, module: str) -> Matrix:
         if module not in self._kept:
             self._kept[module] = self._scheme.reader.read(self._tensors, module)
@@ -94,7 +121,7 @@ class QuantisedTensors:
 
 def _parts(name: str) -> tuple[str, str]:
     """(module, ending) of a tensor that ``quant_specs`` names; ("", "") of one that is no weight."""
-    for ending in (NUMBERS, SCALE, ZERO):
+    for ending in ENDINGS:
         if name.endswith(WEIGHT + ending):
             return stem(name.removesuffix(ending)), ending
     return (stem(name), "") if name.endswith(WEIGHT) else ("", "")
