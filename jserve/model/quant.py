@@ -214,14 +214,14 @@ def rounded(
     depend on no other token."""
     x_TBG, top = x_TBG.astype(jnp.float32), LARGEST[form.kind]
     most_TB = jnp.max(jnp.abs(x_TBG), axis=-1)
+    # What is not finite stays so in the scale, and with it in the result; XLA:CPU's largest may pass over a NaN.
+    finite_TB = jnp.all(jnp.isfinite(x_TBG), axis=-1)
     if form.static:
         assert input_scale is not None, "a static form has scales of activations"
-        # What is not finite stays so in the scale, and with it in the result.
-        scale_TB = jnp.where(jnp.isfinite(most_TB), jnp.max(input_scale), jnp.nan)
+        scale_TB = jnp.where(finite_TB, jnp.max(input_scale), jnp.nan)
     else:
         held_TB = jnp.minimum(most_TB, form.bound) if form.bound else most_TB
-        held_TB = jnp.where(jnp.isfinite(most_TB), held_TB, most_TB)
-        scale_TB = jnp.where(most_TB == 0, 1.0, held_TB) / top
+        scale_TB = jnp.where(most_TB == 0, 1.0, jnp.where(finite_TB, held_TB, jnp.nan)) / top
     x_TBG = x_TBG / scale_TB[..., None]
     if form.static or form.bound:
         x_TBG = jnp.clip(x_TBG, -top, top)

@@ -22,9 +22,11 @@ from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import resolve
 from tests.model.assembly import assemble_all
 from tests.model.driver import Driver
-from tests.weights.quant_files import E4M3, FORMATS, Format, compressed, gptq
+from tests.weights.quant_files import E4M3, FORMATS as WHOLE, Format, compressed, gptq
+from tests.weights.quant_float_files import more
 from tests.weights.weights_kit import LLAMA, Model
 
+FORMATS = WHOLE | more(WHOLE["awq"])
 RULES = ShardRules()
 CONFIG = LLAMA | {
     "hidden_size": 64,
@@ -83,17 +85,41 @@ def assert_equal(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), jax.tree_util.keystr(path))
 
 
+def said(x: Any) -> str:
+    """The form of a parameter in words."""
+    if not isinstance(x, QTensor):
+        return "wide"
+    form = x.form
+    flags = {
+        "zeros": form.zeros,
+        "shifts": form.shifts,
+        "ordered": form.ordered,
+        "static": form.static,
+        "bounded": form.bound > 0,
+        "rounded": form.rounded and not form.static and not form.bound,
+    }
+    group = [f"g{form.group}"] if form.group else []
+    return " ".join([form.kind, *group, *(name for name, has in flags.items() if has)])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_stands_for_these_matrices(tmp_path: Path, name: str) -> None:
     model = Written(tmp_path, FORMATS[name])
     for tp in (1, 2, 4):
         params = loaded(model, tp)
-        assert isinstance(params["layers"][0]["down"], QTensor)
+        assert said(params["layers"][0]["gate_up"]) == FORMATS[name].form
+        if tp == 1:
+            assert isinstance(params["layers"][0]["down"], QTensor) == (
+                FORMATS[name].form != "wide"
+            )
         want = assemble_all(model.family.specs(model.arch, tp), model.wide.__getitem__, jnp.float32)
         assert_equal(wide(params), want)
 
 
-@pytest.mark.parametrize("name", ["awq", "pack-quantized, zeros", "gptq 8 bits, rows"])
+LOGITS = ["awq", "pack-quantized, zeros", "gptq 8 bits, rows", "gptq ordered", "nvfp4"]
+
+
+@pytest.mark.parametrize("name", LOGITS)
 def test_logits_are_those_of_the_widened_matrices(tmp_path: Path, name: str) -> None:
     model, bucket = Written(tmp_path, FORMATS[name]), Bucket(D=2, P=24, F=1)
     for tp in (1, 2):
@@ -116,6 +142,98 @@ def test_a_quantised_checkpoint_is_widened_when_asked(tmp_path: Path, name: str)
     model = Written(tmp_path, FORMATS[name])
     want = assemble_all(model.family.specs(model.arch, 2), model.wide.__getitem__, jnp.float32)
     assert_equal(loaded(model, 2, "none"), want)
+
+
+def mixed(tmp_path: Path, groups: dict[str, tuple[Format, str]]) -> tuple[Any, Any]:
+    """(model, its plain tensors): modules whose name has the key in the format beside it, all else in that of ``""``."""
+    model = Model(tmp_path, CONFIG, np.float32)
+    rng, plain = np.random.default_rng(2), dict(model.tensors)
+    for key, x in plain.items():
+        if is_matrix(key, x):
+            fmt, _ = next(g for part, g in groups.items() if part in key)
+            made, plain[key] = fmt.pack(rng, *x.shape)
+            del model.tensors[key]
+            model.tensors |= {f"{key.removesuffix('.weight')}.{e}": t for e, t in made.items()}
+    sections = {
+        str(i): fmt.config["config_groups"]["group_0"]
+        | {"targets": [target], "format": fmt.config["format"]}
+        for i, (fmt, target) in enumerate(groups.values())
+    }
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    config |= {"config_groups": sections, "ignore": ["lm_head"]}
+    model.write_json("config.json", model.config | {"quantization_config": config})
+    return model.single(), plain
+
+
+def test_one_file_of_several_formats(tmp_path: Path) -> None:
+    model, plain = mixed(
+        tmp_path,
+        {
+            "v_proj": (FORMATS["mxfp8"], "re:.*v_proj$"),
+            "up_proj": (FORMATS["pack-quantized"], "re:.*up_proj$"),
+            "o_proj": (FORMATS["float-quantized"], "re:.*o_proj$"),
+            "down_proj": (FORMATS["float static"], "re:.*down_proj$"),
+            "": (FORMATS["nvfp4"], "Linear"),
+        },
+    )
+    layer = loaded(model)["layers"][0]
+    forms = {name: said(layer[name]) for name in ("qkv", "o", "gate_up", "down")}
+    assert forms == {
+        "qkv": "e4m3 g16",
+        "o": "e4m3 rounded",
+        "gate_up": "int8 g16",
+        "down": "e4m3 static",
+    }
+    for tp in (1, 2):
+        want = assemble_all(model.family.specs(model.arch, tp), plain.__getitem__, jnp.float32)
+        assert_equal(wide(loaded(model, tp)), want)
+
+
+def test_different_orders_of_one_matrix_are_refused(tmp_path: Path) -> None:
+    model = Written(
+        tmp_path, FORMATS["gptq ordered"], edited("k_proj.g_idx", lambda x: x[::-1].copy())
+    )
+    with pytest.raises(ConfigError, match="different orders"):
+        loaded(model)
+    loaded(model, 1, "none")
+
+
+def test_devices_that_share_ordered_inputs_get_them_wide(tmp_path: Path) -> None:
+    layer = loaded(Written(tmp_path, FORMATS["gptq ordered"]), 2)["layers"][0]
+    assert said(layer["down"]) == said(layer["o"]) == "wide"
+    assert said(layer["qkv"]) == "int4 g32 ordered"
+
+
+def test_the_largest_static_scale_of_a_matrix_counts(tmp_path: Path) -> None:
+    model = Written(tmp_path, FORMATS["fp8 static"])
+    scales = [float(model.tensors[f"model.layers.0.self_attn.{x}_proj.input_scale"]) for x in "qkv"]
+    got = np.asarray(loaded(model, 2)["layers"][0]["qkv"].input_scale)
+    assert len(set(scales)) > 1
+    np.testing.assert_array_equal(got, np.array(scales, np.float32))
+
+
+def test_modules_with_settings_of_their_own(tmp_path: Path) -> None:
+    for i, (name, key) in enumerate([("gptq 4 bits", "dynamic"), ("auto-round gptq", "")]):
+        fmt, eight = FORMATS[name], gptq(8, 32, True, 1)
+        own: Any = {"dynamic": {"-:.*o_proj$": {}, "+:.*down_proj$": {"bits": 8}}}
+        if not key:
+            downs = {f"model.layers.{k}.mlp.down_proj": {"bits": 8} for k in range(2)}
+            own = {"extra_config": {".*o_proj$": {"bits": 16}} | downs}
+        model = Written(tmp_path / str(i), fmt, **own)
+        rng = np.random.default_rng(7)
+        for tensor in list(model.wide):
+            stem = tensor.removesuffix(".weight")
+            if tensor.endswith("o_proj.weight"):
+                model.tensors[tensor] = model.wide[tensor]
+            if tensor.endswith("down_proj.weight"):
+                made, model.wide[tensor] = eight.pack(rng, *model.wide[tensor].shape)
+                model.tensors |= {f"{stem}.{e}": t for e, t in made.items()}
+        params = loaded(model.single())
+        layer = params["layers"][1]
+        forms = [said(layer[n]) for n in ("qkv", "o", "down")]
+        assert forms == ["int4 g32", "wide", "int8 g32"]
+        want = assemble_all(model.family.specs(model.arch, 1), model.wide.__getitem__, jnp.float32)
+        assert_equal(wide(params), want)
 
 
 def test_parts_of_different_forms_make_a_form_that_holds_both(tmp_path: Path) -> None:
@@ -242,6 +360,23 @@ def test_params_beside_a_quantised_checkpoint_are_refused(tmp_path: Path) -> Non
     assert caught.value.field == "quantization"
 
 
+def test_scales_of_kv_of_modelopt_come_along(tmp_path: Path) -> None:
+    fmt = FORMATS["modelopt fp8"]
+    config = CONFIG | {"quantization_config": dict(fmt.config) | {"kv_cache_quant_algo": "FP8"}}
+
+    def beside(tensors: dict[str, np.ndarray]) -> None:
+        for name in [n for n in tensors if n.endswith(("k_scale", "v_scale"))]:
+            kind = name[-7]
+            value = np.abs(tensors.pop(name)) + 1
+            tensors[name.replace(f"{kind}_scale", f"{kind}_proj.{kind}_scale")] = value
+
+    model = Written(tmp_path, fmt, beside, base=config, kv_cache_quant_algo="FP8")
+    kv = np.asarray(loaded(model)["layers"][1]["kv_scale"])
+    stem = "model.layers.1.self_attn."
+    want = [float(model.tensors[f"{stem}{x}_proj.{x}_scale"].item()) for x in "kv"]
+    np.testing.assert_array_equal(kv, np.array([want] * len(kv), np.float32))
+
+
 def test_scales_of_kv_come_along(tmp_path: Path) -> None:
     kv = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     fmt = FORMATS["float-quantized"]
@@ -329,12 +464,36 @@ def with_first(value: Any) -> Any:
     return change
 
 
+def state(**changes: Any) -> Any:
+    def change(text: np.ndarray) -> np.ndarray:
+        given = json.loads(text.tobytes()) | changes
+        return np.frombuffer(json.dumps(given).encode(), np.uint8)
+
+    return change
+
+
 NAN8 = np.array([0x7F], np.uint8).view(E4M3)[0]
 FILES: dict[str, tuple[str, Any, str]] = {
     "no scales": ("awq", edited("scales", lambda x: None), "missing"),
     "short zeros": ("awq", edited("qzeros", lambda x: x[:, :-1]), "shape"),
     "wrong type": ("awq", edited("qweight", lambda x: x.astype(np.int64)), "dtype"),
     "another order": ("gptq 4 bits", edited("g_idx", lambda x: x[::-1].copy()), "order"),
+    "groups beyond": ("gptq ordered", edited("g_idx", with_first(99)), "names groups beyond"),
+    "groups below": ("gptq ordered", edited("g_idx", with_first(-1)), "names groups beyond"),
+    "uneven groups": ("gptq ordered", edited("g_idx", lambda x: np.sort(x) * 0), "more or less"),
+    "no scale of inputs": ("fp8 static", edited("input_scale", lambda x: None), "missing"),
+    "negative inputs": ("fp8 static", edited("input_scale", with_first(-1.0)), "positive"),
+    "another bound": ("fbgemm", edited("input_scale_ub", with_first(7.0)), "activation_scale_ub"),
+    "NaN power": ("mxfp4", edited("weight_scale", with_first(255)), "finite"),
+    "global scale of zero": ("nvfp4", edited("global_scale", with_first(0.0)), "positive"),
+    "half a matrix": ("modelopt nvfp4", edited("proj.weight", lambda x: x[:, :-1]), "groups"),
+    "state of no object": ("nf4", edited("__nf4", lambda x: x[:-1].copy()), "JSON"),
+    "long state": ("nf4", edited("__nf4", lambda x: np.zeros(5000, np.uint8)), "short"),
+    "state of blocks": ("nf4", edited("__nf4", state(blocksize=48)), "divide"),
+    "state of sizes": ("nf4", edited("__nf4", state(shape=[1 << 40, 1 << 40])), "blocks"),
+    "state of text": ("nf4", edited("__nf4", state(shape="ab")), "size"),
+    "another state": ("nf4", edited("__nf4", state(shape=[64, 32])), "shape"),
+    "layout of columns": ("bitsandbytes int8", edited("weight_format", with_first(2)), "layout"),
     "zeros of no version": ("gptq 4 bits", edited("qzeros", with_first(0)), "symmetric"),
     "scale of zero": ("float-quantized", edited("weight_scale", with_first(0.0)), "positive"),
     "scale not finite": ("int-quantized", edited("weight_scale", with_first(np.inf)), "finite"),
@@ -365,18 +524,62 @@ def group(**weights: Any) -> dict[str, Any]:
 
 CT = FORMATS["pack-quantized"].config
 INT4 = CT["config_groups"]["group_0"]["weights"]
+GPTQ, NVFP4 = gptq(4, 32, True, 1).config, FORMATS["nvfp4"].config
+STATIC = FORMATS["float static"].config
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"quant_method": "hqq"}, "quant_method"),
     "no method": ({}, "quant_method"),
     "awq bits": ({"quant_method": "awq", "bits": 8}, "bits"),
     "awq version": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version"),
-    "gptq order": (gptq(4, 32, True, 1).config | {"desc_act": True}, "desc_act"),
-    "gptq group": (gptq(4, 32, True, 1).config | {"group_size": 0}, "group_size"),
-    "fp8 static": ({"quant_method": "fp8", "activation_scheme": "static"}, "activation_scheme"),
-    "format": (CT | {"format": "nvfp4-pack-quantized"}, "format"),
+    "gptq group": (GPTQ | {"group_size": 0}, "group_size"),
+    "gptq rule": (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 5}}}, "bits"),
+    "gptq pattern": (GPTQ | {"dynamic": {"-:(a+)+": {}}}, "dynamic.-:(a+)+"),
+    "fp8 static": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [8, 8]},
+        "activation_scheme",
+    ),
+    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [8]}, "weight_block_size"),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 0}, "activation_scale_ub"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo"),
+    "modelopt names": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*" * 9]},
+        "exclude_modules",
+    ),
+    "both bits": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True},
+        "load_in_4bit",
+    ),
+    "storage": (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_storage": "bfloat16",
+        },
+        "bnb_4bit_quant_storage",
+    ),
+    "auto-round": ({"quant_method": "auto-round", "packing_format": "x"}, "packing_format"),
+    "auto-round of modules": (
+        dict(FORMATS["auto-round awq"].config) | {"extra_config": {"a.b": {"bits": 2}}},
+        "extra_config.a.b",
+    ),
+    "format": (CT | {"format": "marlin-24"}, "format"),
+    "nvfp4 group": (
+        NVFP4 | group(num_bits=4, type="float", strategy="tensor_group", group_size=32),
+        "config_groups.g.weights.group_size",
+    ),
+    "asymmetric inputs": (
+        STATIC
+        | {
+            "config_groups": {
+                "g": STATIC["config_groups"]["group_0"]
+                | {"input_activations": {"num_bits": 8, "type": "float", "symmetric": False}}
+            }
+        },
+        "config_groups.g.input_activations.symmetric",
+    ),
     "sparse": (CT | {"sparsity_config": {"format": "dense"}}, "sparsity_config"),
     "bits": (CT | group(**INT4 | {"num_bits": 9}), "config_groups.g.weights.num_bits"),
-    "order": (CT | group(**INT4 | {"actorder": "group"}), "config_groups.g.weights.actorder"),
+    "order": (CT | group(**INT4 | {"actorder": "random"}), "config_groups.g.weights.actorder"),
     "slow pattern": (CT | {"ignore": ["re:(a+)+$"]}, "ignore"),
     "no pattern": (CT | {"ignore": ["re:("]}, "ignore"),
     "long pattern": (CT | {"ignore": ["re:" + "a" * 300]}, "ignore"),
