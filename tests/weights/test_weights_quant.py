@@ -145,7 +145,7 @@ def test_a_quantised_checkpoint_is_widened_when_asked(tmp_path: Path, name: str)
 
 
 def mixed(tmp_path: Path, groups: dict[str, tuple[Format, str]]) -> tuple[Any, Any]:
-    """(model, its plain tensors): modules whose name has the key in the format beside it, all else in that of ``""``."""
+    """(model, its plain tensors): modules whose name has the key in the format beside it, the rest as ``""`` has them."""
     model = Model(tmp_path, CONFIG, np.float32)
     rng, plain = np.random.default_rng(2), dict(model.tensors)
     for key, x in plain.items():
