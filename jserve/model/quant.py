@@ -8,7 +8,8 @@ of G inputs, and a zero or a shift beside it where a format is not symmetric::
     int8  int8[N, D]       int4  uint8[N, D / 2], -8 to 7         e4m3  float8_e4m3fn[N, D]
                            byte j of 32 inputs: low  input j, plus 8
                                                 high input 16 + j, plus 8
-                           e2m1  alike, of 4-bit floats: q is twice the float, a whole number
+                           uint4  alike, 0 to 15, as they are
+                           e2m1   alike, of 4-bit floats: q is twice the float, a whole number
 
 Loaders (``jserve.weights.quant``) bring every format into this form, ``dot`` multiplies it, and nothing else knows of
 it: a ``QTensor`` has the shape of the matrix that it stands for.
@@ -24,11 +25,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-KINDS = {"int8": jnp.int8, "int4": jnp.uint8, "e2m1": jnp.uint8, "e4m3": jnp.float8_e4m3fn}
+KINDS = {
+    "int8": jnp.int8,
+    "int4": jnp.uint8,
+    "uint4": jnp.uint8,
+    "e2m1": jnp.uint8,
+    "e4m3": jnp.float8_e4m3fn,
+}
 """Kind of ``q`` -> its dtype."""
 WIDE = "wide"
 """Of a form that no kind holds: the matrix is served in the type of the model."""
-HALF_BYTES = ("int4", "e2m1")
+HALF_BYTES = ("int4", "uint4", "e2m1")
 """Kinds with two numbers in a byte."""
 LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0}
 """The number that a symmetric scale makes of the largest weight of a group."""
@@ -45,7 +52,7 @@ class Form:
     """The kind of numbers of a quantised matrix, and of its product."""
 
     kind: str
-    """int8, int4, e2m1, e4m3, or ``WIDE``."""
+    """int8, int4, uint4, e2m1, e4m3, or ``WIDE``."""
     group: int = 0
     """Inputs that share a scale; 0: all of a row."""
     zeros: bool = False
@@ -144,7 +151,7 @@ def integers(w: QTensor) -> jax.Array:
     *rows, n = w.q.shape
     bytes_ = w.q.reshape(*rows, n // (PACKED // 2), PACKED // 2)
     halves = jnp.stack([bytes_ & 15, bytes_ >> 4], axis=-2).astype(jnp.int8)
-    numbers = halves - 8 if w.form.kind == "int4" else _doubled(halves)
+    numbers = {"int4": lambda x: x - 8, "uint4": lambda x: x, "e2m1": _doubled}[w.form.kind](halves)
     return numbers.reshape(*rows, 2 * n)
 
 

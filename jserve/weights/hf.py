@@ -12,12 +12,18 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jserve.errors import ConfigError, WeightsError
-from jserve.weights.safetensors import DuplicateKey, SafetensorsFile, broken, unique_keys
+from jserve.weights.safetensors import (
+    DuplicateKey,
+    SafetensorsFile,
+    TensorInfo,
+    broken,
+    unique_keys,
+)
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +99,21 @@ def dtype_name(config: Mapping[str, Any]) -> str:
     return name
 
 
+class TensorFile(Protocol):
+    """A file of tensors: its header, and views of what is in it."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+
+    def read(self, name: str) -> np.ndarray:
+        """Tensor ``name``, read-only."""
+        ...
+
+    def drop_pages(self) -> None:
+        """Give back the mapped pages read so far."""
+        ...
+
+
 class Tensors:
     """All tensors of a directory by name, read lazily; ``get`` checks and remembers what was used.
 
@@ -102,9 +123,12 @@ class Tensors:
 
     __slots__ = ("_distinct", "_files", "_used", "directory")
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, file: TensorFile | None = None) -> None:
+        """``file``: the one that holds them all, where it is no safetensors file."""
         self.directory = directory
-        self._files: dict[str, SafetensorsFile] = _files_by_tensor(directory)
+        self._files: Mapping[str, TensorFile] = (
+            _files_by_tensor(directory) if file is None else dict.fromkeys(file.tensors, file)
+        )
         self._distinct = list(dict.fromkeys(self._files.values()))
         self._used: set[str] = set()
 

@@ -27,6 +27,7 @@ from jserve.model.shard import ParamSpec, Part, ShardRules, padded, spelled
 from jserve.weights import orbax
 from jserve.weights.adopt import adopt
 from jserve.weights.dummy import draw
+from jserve.weights.gguf import GgufFile
 from jserve.weights.hf import BYTES, FLOATS, INTEGERS, Kinds, Tensors
 from jserve.weights.layout import Index, pieces, shard_shape
 from jserve.weights.mxfp4 import Mxfp4
@@ -188,7 +189,7 @@ def load_tree(
         )
     if source.format == "dummy":
         return build(specs, mesh, rules, dtype, _from_dummy(dtype, seed), progress)
-    tensors = Tensors(source.weights)
+    tensors = tensors_of(source)
     read = tensors if scheme is None else QuantisedTensors(tensors, scheme)
     specs = spelled(specs, read.has)
     _check_present(specs, read)
@@ -200,6 +201,17 @@ def load_tree(
     _check_orders(params)
     finish(tensors)
     return params
+
+
+def tensors_of(source: Source) -> Tensors:
+    """The tensors of a source that has files of them.
+
+    Raises:
+        WeightsError: a file is missing or broken.
+    """
+    if source.format == "gguf":
+        return Tensors(source.weights.parent, GgufFile(source.weights))
+    return Tensors(source.weights)
 
 
 def _check_orders(params: Any) -> None:

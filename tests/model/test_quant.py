@@ -28,6 +28,7 @@ FORMS = {
     "e4m3 rounded": Form(kind="e4m3", rounded=True),
     "e4m3 groups rounded": Form(kind="e4m3", group=32, rounded=True),
     "e2m1": Form(kind="e2m1", group=16),
+    "uint4": Form(kind="uint4", group=32, shifts=True),
     "int8 shifts": Form(kind="int8", group=32, shifts=True),
     "int4 ordered": Form(kind="int4", group=32, zeros=True, ordered=True),
     "e4m3 static": Form(kind="e4m3", rounded=True, static=True),
@@ -40,8 +41,9 @@ rng = np.random.default_rng(0)
 def tensor(form: Form, rows: tuple[int, ...] = (N,)) -> tuple[QTensor, np.ndarray]:
     """A matrix in this form, and what it stands for in float64."""
     B = form.groups(D)
-    top = {"int8": 127, "int4": 7, "e4m3": 1, "e2m1": 1}[form.kind]
+    top = {"int8": 127, "int4": 7, "e4m3": 1, "e2m1": 1, "uint4": 7}[form.kind]
     q = rng.integers(-top - 1, top + 1, (*rows, D))
+    q = q + 8 if form.kind == "uint4" else q
     numbers: Any = q.astype(np.int8)
     if form.kind == "e4m3":
         numbers = np.asarray(jnp.asarray(rng.normal(0, 60, (*rows, D)), jnp.float8_e4m3fn))

@@ -145,7 +145,7 @@ def test_a_quantised_checkpoint_is_widened_when_asked(tmp_path: Path, name: str)
 
 
 def mixed(tmp_path: Path, groups: dict[str, tuple[Format, str]]) -> tuple[Any, Any]:
-    """(model, its plain tensors): modules whose name has the key in the format beside it, the rest as ``""`` has them."""
+    """(model, its plain tensors): modules whose name has the key in the format beside it; ``""`` is in all."""
     model = Model(tmp_path, CONFIG, np.float32)
     rng, plain = np.random.default_rng(2), dict(model.tensors)
     for key, x in plain.items():
@@ -489,7 +489,7 @@ FILES: dict[str, tuple[str, Any, str]] = {
     "half a matrix": ("modelopt nvfp4", edited("proj.weight", lambda x: x[:, :-1]), "groups"),
     "state of no object": ("nf4", edited("__nf4", lambda x: x[:-1].copy()), "JSON"),
     "long state": ("nf4", edited("__nf4", lambda x: np.zeros(5000, np.uint8)), "short"),
-    "state of blocks": ("nf4", edited("__nf4", state(blocksize=48)), "divide"),
+    "state of blocks": ("nf4", edited("__nf4", state(blocksize=40)), "divide"),
     "state of sizes": ("nf4", edited("__nf4", state(shape=[1 << 40, 1 << 40])), "blocks"),
     "state of text": ("nf4", edited("__nf4", state(shape="ab")), "size"),
     "another state": ("nf4", edited("__nf4", state(shape=[64, 32])), "shape"),

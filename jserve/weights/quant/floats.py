@@ -44,7 +44,8 @@ def scales(
     found = tensors.get(name, shape, kinds)
     if found.dtype.name in E8M0:
         exponents = found.view(np.uint8).astype(np.int32)
-        made = np.ldexp(np.float32(1), exponents - E8M0_BIAS)
+        with np.errstate(over="ignore"):
+            made = np.ldexp(np.float32(1), exponents - E8M0_BIAS)
         made = np.where(exponents == E8M0_NAN, np.float32(np.nan), made)
     else:
         made = found.astype(np.float32)

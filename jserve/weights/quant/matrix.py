@@ -19,6 +19,7 @@ E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.in
 CODES = np.zeros(2 * 12 + 1, np.uint8)
 """Of the numbers of ``E2M1`` plus 12."""
 CODES[E2M1[:8] + 12], CODES[E2M1[9:] + 12] = np.arange(8), np.arange(9, 16)
+MIDDLE = {"int4": 8, "uint4": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +93,9 @@ def ordered(tensors: Tensors, name: str, D: int, group: int) -> np.ndarray | Non
 
 
 def packed(q: np.ndarray, kind: str = "int4") -> np.ndarray:
-    """uint8[N, D / 2] of int8[N, D] as ``model.quant`` has them: -8 to 7, or of e2m1 twice the numbers."""
+    """uint8[N, D / 2] of int8[N, D] as ``model.quant`` has them: int4, uint4, or of e2m1 twice the numbers."""
     N, D = q.shape
-    codes = (q + 8).astype(np.uint8) if kind == "int4" else CODES[q + E2M1.max()]
+    codes = CODES[q + E2M1.max()] if kind == "e2m1" else (q + MIDDLE[kind]).astype(np.uint8)
     halves = codes.reshape(N, D // PACKED, 2, PACKED // 2)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(N, D // 2)
 

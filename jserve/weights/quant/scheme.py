@@ -18,7 +18,7 @@ from jserve.model.family import Family
 from jserve.model.hf_config import DECODED
 from jserve.model.quant import Form
 from jserve.model.quant_specs import quantised_specs
-from jserve.weights.quant import auto_round, awq, bnb, compressed_config, fp8, gptq, modelopt
+from jserve.weights.quant import auto_round, awq, bnb, compressed_config, fp8, gguf, gptq, modelopt
 from jserve.weights.quant.matrix import Modules, Reader
 from jserve.weights.quant.on_load import on_load
 from jserve.weights.quant.values import FIELD, refuse
@@ -30,6 +30,7 @@ FORMATS = {
     "compressed-tensors": compressed_config.read,
     "fbgemm_fp8": fp8.read_fbgemm,
     "fp8": fp8.read,
+    "gguf": gguf.read,
     "gptq": gptq.read,
     "intel/auto-round": auto_round.read,
     "modelopt": modelopt.read,

@@ -1,0 +1,88 @@
+"""The tensors of a GGUF file under the names of a Hugging Face checkpoint.
+
+It owns what that format does to them: rows of queries and keys of Llamas lie in another order, norms of Gemmas have 1
+added, and tables of embeddings are quantised, which ``read`` decodes. Quantised matrices are blocks for
+``jserve.weights.quant.gguf``.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jserve.gguf import header
+from jserve.gguf.config import ROPE_FACTORS
+from jserve.gguf.names import hf_name
+from jserve.gguf.types import QUANTISED, n_bytes
+from jserve.weights.quant.gguf import BLOCKS
+from jserve.weights.quant.gguf_blocks import decoded
+from jserve.weights.quant.values import is_linear
+from jserve.weights.safetensors import TensorInfo
+
+DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+PAIRED = ("llama",)
+"""Architectures whose rows of queries and keys lie in pairs that turn together."""
+PLUS_ONE = ("gemma", "gemma2", "gemma3")
+"""Architectures whose norms are stored plus 1."""
+
+
+class GgufFile:
+    """A checked, mapped file, as ``SafetensorsFile``.
+
+    Raises:
+        WeightsError: as ``jserve.gguf.header.read``.
+    """
+
+    __slots__ = ("_architecture", "_heads", "_infos", "_map", "path", "tensors")
+
+    def __init__(self, path: Path) -> None:
+        found = header.read(path)
+        self.path, self._map = path, header.mapped(path)
+        self._architecture = architecture = str(found.metadata.get("general.architecture"))
+        heads = found.metadata.get(f"{architecture}.attention.head_count")
+        kv_heads = found.metadata.get(f"{architecture}.attention.head_count_kv", heads)
+        self._heads = {"q_proj": heads, "k_proj": kv_heads}
+        self._infos: dict[str, header.TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, info in found.tensors.items():
+            hf = hf_name(name, architecture)
+            if name == ROPE_FACTORS:  # the config has it
+                continue
+            self._add(hf or name, info)
+
+    def _add(self, name: str, info: header.TensorInfo) -> None:
+        dtype, shape = np.dtype(DTYPES.get(info.kind, np.float32)), info.shape
+        module, _, ending = name.rpartition(".")
+        if info.kind in QUANTISED and ending == "weight" and is_linear(module):
+            name, dtype = module + BLOCKS, np.dtype(np.uint8)
+            shape = (*shape[:-1], n_bytes(info.kind, shape[-1]))
+        self._infos[name] = info
+        self.tensors[name] = TensorInfo(dtype=dtype, shape=shape, start=info.start, stop=info.stop)
+
+    def read(self, name: str) -> np.ndarray:
+        """Tensor ``name``: a view of the file, or a copy where it is not stored as it is asked for."""
+        info, kind = self.tensors[name], self._infos[name].kind
+        flat = np.frombuffer(self._map, np.uint8, info.stop - info.start, info.start)
+        if kind in QUANTISED and not name.endswith(BLOCKS):
+            rows = flat.reshape(-1, n_bytes(kind, info.shape[-1]))
+            return decoded(kind, rows).widened().reshape(info.shape)
+        found = flat.view(info.dtype).reshape(info.shape)
+        if self._architecture in PLUS_ONE and name.endswith("norm.weight"):
+            return found - np.asarray(1, found.dtype)
+        part = name.split(".")[-2]
+        paired = self._architecture in PAIRED and part in self._heads
+        return found[_halves(len(found), self._heads[part])] if paired else found
+
+    def drop_pages(self) -> None:
+        """As ``SafetensorsFile.drop_pages``."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _halves(rows: int, heads: Any) -> np.ndarray:
+    """The rows in the order of a rope that turns both halves of a head: of pairs, all firsts, then all seconds."""
+    return np.arange(rows).reshape(int(heads), -1, 2).swapaxes(1, 2).reshape(-1)
