@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -17,6 +17,8 @@ Config = dict[str, Any]
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What all models with such a tensor have; it is checked against it."""
+MOST = 1 << 24
+"""Of any size of a model."""
 
 
 class Keys:
@@ -35,27 +37,40 @@ class Keys:
             ConfigError: it is an array of different values, one for each layer.
         """
         found = self.header.metadata.get(self.name(key))
-        if isinstance(found, np.ndarray | list):
-            first, *rest = list(found) or [None]
-            if any(x != first for x in rest):
+        if isinstance(found, np.ndarray):
+            found = found.tolist()
+        if isinstance(found, list):
+            first = found[0] if found else None
+            if isinstance(first, list) or any(x != first for x in found):
                 refuse(self.name(key), "different values for layers are not supported")
-            found = first.item() if isinstance(first, np.generic) else first
+            found = first
         return found
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A number; ``default`` where it is missing.
+        """A finite number; ``default`` where it is missing.
 
         Raises:
             ConfigError: it is no number, or missing without a default.
         """
         found = self.get(key)
         found = default if found is None else found
-        if isinstance(found, bool) or not isinstance(found, int | float):
+        if isinstance(found, bool) or not isinstance(found, int | float) or not np.isfinite(found):
             refuse(self.name(key), "is missing" if found is None else f"{found!r} is no number")
         return found
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number from 1 to ``MOST``; ``default`` where it is missing.
 
-def refuse(key: str, why: str) -> Any:
+        Raises:
+            ConfigError: it is none, or missing without a default.
+        """
+        found = self.number(key, default)
+        if type(found) is not int or not 0 < found <= MOST:
+            refuse(self.name(key), f"{found!r} is no size from 1 to {MOST}")
+        return found
+
+
+def refuse(key: str, why: str) -> NoReturn:
     """Raise the ConfigError of a key of the metadata."""
     raise ConfigError(f"GGUF metadata: {key}: {why}", field=key)
 
@@ -68,23 +83,23 @@ def config_of(header: Header) -> Config:
         WeightsError: the table of the embedding is missing.
     """
     architecture = header.metadata.get("general.architecture")
-    if architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         shown = str(architecture)[:40]
         refuse("general.architecture", f"{shown!r} is not supported, only {', '.join(FAMILIES)}")
-    if header.metadata.get("split.count", 0) > 1:
+    if header.metadata.get("split.count", 1) not in (0, 1):
         refuse("split.count", "files in several parts are not read; merge them with gguf-split")
-    keys = Keys(header, str(architecture))
+    keys = Keys(header, architecture)
     if keys.number("expert_count", 0):
         refuse(keys.name("expert_count"), "experts are not supported")
-    own = FAMILIES[str(architecture)](keys)
-    types = _types(header, str(architecture))
+    own = FAMILIES[architecture](keys)
+    types = _types(header, architecture)
     found = _decoder(keys) | own
     return found | ({"quantization_config": types} if types else {})
 
 
 def _decoder(keys: Keys) -> Config:
-    D, N = keys.number("embedding_length"), keys.number("attention.head_count")
-    H = keys.number("attention.key_length", D // N)
+    D, N = keys.size("embedding_length"), keys.size("attention.head_count")
+    H = keys.size("attention.key_length", max(D // N, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.number(key, H) != H:
             refuse(keys.name(key), f"is {keys.number(key)}, heads have {H}")
@@ -93,13 +108,13 @@ def _decoder(keys: Keys) -> Config:
         raise broken(keys.header.path, "is missing", "token_embd.weight")
     return {
         "hidden_size": D,
-        "intermediate_size": keys.number("feed_forward_length"),
-        "num_hidden_layers": keys.number("block_count"),
+        "intermediate_size": keys.size("feed_forward_length"),
+        "num_hidden_layers": keys.size("block_count"),
         "num_attention_heads": N,
-        "num_key_value_heads": keys.number("attention.head_count_kv", N),
+        "num_key_value_heads": keys.size("attention.head_count_kv", N),
         "head_dim": H,
         "vocab_size": tensors["token_embd.weight"].shape[0],
-        "max_position_embeddings": keys.number("context_length"),
+        "max_position_embeddings": keys.size("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -143,13 +158,16 @@ def _llama3(keys: Keys) -> Config:
         WeightsError: they are not Llama 3's.
     """
     info, path = keys.header.tensors[ROPE_FACTORS], keys.header.path
+    half = keys.size("attention.key_length", 2 * info.shape[-1]) // 2
+    if info.kind != "F32" or info.shape != (half,):
+        raise broken(path, f"must be {half} numbers of F32", ROPE_FACTORS)
     data = mapped(path)
     stored = np.frombuffer(data[info.start : info.stop], "<f4").astype(np.float64)
     data.close()
-    factor = round(float(stored.max()), 3) if info.kind == "F32" and stored.size else 0.0
+    factor = round(float(stored.max()), 3)
     scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3}
-    want = llama3_factors(scaling, 2 * stored.size, keys.number("rope.freq_base", 10000.0))
-    if not factor >= 1 or not np.allclose(stored, want, rtol=1e-3):
+    want = llama3_factors(scaling, 2 * half, keys.number("rope.freq_base", 10000.0))
+    if not 1 <= factor < np.inf or not np.allclose(stored, want, rtol=1e-3):
         raise broken(path, "has other factors than those of Llama 3's scaling", ROPE_FACTORS)
     return scaling
 
@@ -157,8 +175,9 @@ def _llama3(keys: Keys) -> Config:
 def llama3_factors(scaling: Mapping[str, Any], H: int, theta: float) -> np.ndarray:
     """float64[H / 2]: what the frequencies of a head are divided by."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    wavelength = 2 * np.pi * theta ** (np.arange(0, H, 2) / H)
-    turns = scaling["original_max_position_embeddings"] / wavelength
+    with np.errstate(all="ignore"):
+        wavelength = 2 * np.pi * np.float64(theta) ** (np.arange(0, H, 2) / H)
+        turns = scaling["original_max_position_embeddings"] / wavelength
     part = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return 1.0 / ((1.0 - part) / max(scaling["factor"], 1.0) + part)
 
@@ -200,14 +219,14 @@ LARGEST_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 def _windowed_gemma(name: str, **fixed: Any) -> Callable[[Keys], Config]:
     def read(keys: Keys) -> Config:
-        D, N = keys.number("embedding_length"), keys.number("attention.head_count")
-        largest = keys.number("block_count") == LARGEST_LAYERS[keys.architecture]
+        D, N = keys.size("embedding_length"), keys.size("attention.head_count")
+        largest = keys.size("block_count") == LARGEST_LAYERS[keys.architecture]
         return {
             "architectures": [name],
             "hidden_activation": "gelu_pytorch_tanh",
-            "sliding_window": keys.number("attention.sliding_window"),
+            "sliding_window": keys.size("attention.sliding_window"),
             "query_pre_attn_scalar": (
-                D // N if largest else keys.number("attention.key_length", D // N)
+                D // N if largest else keys.size("attention.key_length", D // N)
             ),
             "attn_logit_softcapping": keys.get("attn_logit_softcapping"),
             "final_logit_softcapping": keys.get("final_logit_softcapping"),

@@ -28,6 +28,8 @@ MAX_HEADER_BYTES = 256 << 20
 MAX_KEYS, MAX_TENSORS = 1 << 16, 1 << 18
 MAX_NAME, MAX_TEXT = 256, 8 << 20
 """Bytes of a key or the name of a tensor, and of a text."""
+MAX_TEXTS = 1 << 22
+"""Of an array."""
 MAX_RANK = 4
 MAX_DEPTH = 2
 """Of arrays in arrays."""
@@ -188,6 +190,8 @@ class _Cursor:
             raise broken(self.path, f"an array of {n}, more than the file has", key)
         if kind in SCALARS:
             return np.frombuffer(self.take(n * least, key), SCALARS[kind])
+        if n > MAX_TEXTS:
+            raise broken(self.path, f"an array of {n} texts; at most {MAX_TEXTS} are read", key)
         return [self.value(kind, key, depth + 1) for _ in range(n)]
 
 

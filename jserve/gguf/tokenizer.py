@@ -16,6 +16,8 @@ Json = dict[str, Any]
 KEY = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 """Kinds of tokens."""
+MAX_TOKEN = 1024
+"""Characters."""
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
@@ -53,8 +55,8 @@ def files(path: Path) -> Mapping[str, Json]:
 def _files(path: Path, size: int, time: int) -> Mapping[str, Json]:
     given = _Given(path, read(path).metadata)
     model = given.get("model")
-    if model not in MODELS:
-        raise given.broken("model", f"{model!r} is not read, only {', '.join(MODELS)}")
+    if not isinstance(model, str) or model not in MODELS:
+        raise given.broken("model", f"{str(model)[:40]!r} is not read, only {', '.join(MODELS)}")
     return {
         "tokenizer.json": MODELS[model](given) | _around(given),
         "tokenizer_config.json": _config(given),
@@ -69,8 +71,13 @@ class _Given:
         self.tokens = self._texts("tokens")
         if not self.tokens or len(set(self.tokens)) < len(self.tokens):
             raise self.broken("tokens", "must be a list of different texts")
+        if max(map(len, self.tokens)) > MAX_TOKEN:
+            raise self.broken("tokens", f"has a token of more than {MAX_TOKEN} characters")
         kinds = metadata.get(f"{KEY}token_type", np.full(len(self.tokens), NORMAL))
-        self.kinds = [int(k) for k in self._numbers("token_type", kinds)]
+        found = self._numbers("token_type", kinds)
+        if found.dtype.kind not in "iu":
+            raise self.broken("token_type", "must be whole numbers")
+        self.kinds = found.tolist()
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(KEY + key, default)
@@ -172,7 +179,7 @@ def _special(token: str) -> Json:
 def _byte_level(given: _Given) -> Json:
     """Merges of bytes, each written as a character."""
     pre = given.get("pre", "gpt-2")
-    if pre not in PATTERNS:
+    if not isinstance(pre, str) or pre not in PATTERNS:
         why = f"{str(pre)[:40]!r} is not read, only {', '.join(PATTERNS)}; give --tokenizer"
         raise given.broken("pre", why)
     cut = {"type": "Split", "pattern": {"Regex": PATTERNS[pre]}, "behavior": "Isolated"}

@@ -180,7 +180,14 @@ class Tensors:
             return found
         places = sorted({f.path.name for f in self._files.values()})
         where = places[0] if len(places) == 1 else INDEX
-        raise broken(self.directory / where, f"missing (the file has {len(self._files)})", name)
+        raise broken(self.directory / where, f"missing ({self._instead(name)})", name)
+
+    def _instead(self, name: str) -> str:
+        """What the files have of the module of tensor ``name``, or how many they have at all."""
+        start = f"{name.rpartition('.')[0].removeprefix('model.')}."
+        found = [n for n in self._files if n.removeprefix("model.").startswith(start)]
+        endings = sorted(n.removeprefix("model.").removeprefix(start) for n in found)[:6]
+        return f"there is {', '.join(endings)}" if endings else f"the file has {len(self._files)}"
 
     def _found(self, name: str) -> str | None:
         """The name in the files, which may have a prefix more or less."""

@@ -21,6 +21,7 @@ from jserve.gguf.header import is_gguf
 from jserve.sampling import SamplingParams
 from jserve.weights import hf
 from jserve.weights.hub import download
+from jserve.weights.quant import stated
 
 FORMATS = ("auto", "safetensors", "orbax", "dummy")
 """Values of ``--load-format``; a GGUF file needs none."""
@@ -97,7 +98,7 @@ def resolve(model: str, revision: str = "", load_format: str = "auto") -> Source
         directory=directory,
         format=found,
         weights=(orbax_root(directory) or directory) if found == "orbax" else directory,
-        config=hf.read_config(directory),
+        config=stated.with_quantisation(directory, hf.read_config(directory)),
         generation=hf.read_generation_config(directory),
     )
 

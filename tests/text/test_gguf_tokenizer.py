@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from jserve.errors import WeightsError
 from jserve.gguf.tokenizer import LLAMA3, QWEN2
 from jserve.text.chat.files import load_chat_template
+from jserve.text.chat.template import Chat
 from jserve.text.tokenizer import load_tokenizer
 from tests.weights.gguf_files import gguf
 
@@ -134,8 +135,7 @@ def test_the_chat_template_of_a_header(tmp_path: Path) -> None:
     metadata["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0]['content'] }}"
     template = load_chat_template(written(tmp_path, metadata))
     assert template is not None
-    parts = template.render([{"role": "user", "content": "hi"}])
-    assert "".join(text for text, _ in parts) == "<s>hi"
+    assert template.prompt(Chat(messages=[{"role": "user", "content": "hi"}])) == "<s>hi"
 
 
 TOKENS = ["a", "b", "ab"]

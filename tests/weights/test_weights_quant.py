@@ -616,6 +616,42 @@ def test_an_option_that_is_not_valid_is_refused_by_name(
     assert caught.value.field == field
 
 
+BESIDE: dict[str, tuple[str, Any]] = {
+    "hf_quant_config.json": (
+        "modelopt fp8",
+        {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+    ),
+    "quantize_config.json": ("gptq 4 bits", GPTQ),
+    "quant_config.json": (
+        "awq",
+        {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"},
+    ),
+}
+
+
+@pytest.mark.parametrize("file", BESIDE)
+def test_a_config_of_its_own_file_is_read(tmp_path: Path, file: str) -> None:
+    name, given = BESIDE[file]
+    model = Written(tmp_path, FORMATS[name])
+    del model.config["quantization_config"]
+    model.write_json("config.json", model.config)
+    model.write_json(file, given)
+    assert said(loaded(model)["layers"][0]["gate_up"]) == FORMATS[name].form
+
+
+def test_a_file_that_contradicts_its_config_is_refused_with_both_names(tmp_path: Path) -> None:
+    model = Written(tmp_path / "a", FORMATS["awq"])
+    del model.config["quantization_config"]
+    model.write_json("config.json", model.config)
+    with pytest.raises(WeightsError, match=r"proj\.weight: missing \(there is qweight, qzeros"):
+        loaded(model)
+    model = Model(tmp_path / "b", CONFIG, np.float32).single()
+    config = model.config | {"quantization_config": dict(FORMATS["awq"].config)}
+    model.write_json("config.json", config)
+    with pytest.raises(WeightsError, match=r"qweight: missing \(there is weight\)"):
+        loaded(model)
+
+
 def test_a_quantised_checkpoint_is_not_quantised_again() -> None:
     with pytest.raises(ConfigError, match="already"):
         scheme_of({"quantization_config": dict(CT)}, jnp.float32, "int8")

@@ -123,7 +123,7 @@ class Bnb4(Skipping):
             raise broken(tensors.path(name), f"shape {shape} is no short text", name)
         try:
             return State.of(json.loads(tensors.get(name, shape, ("uint8",)).tobytes()))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             why = f"is no JSON object of a matrix: {str(error)[:80]}"
             raise broken(tensors.path(name), why, name) from None
 

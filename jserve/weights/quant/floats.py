@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from jserve.weights.hf import FLOATS, Kinds, Tensors
@@ -27,7 +29,7 @@ def matrix_shape(tensors: Tensors, name: str, kinds: Kinds) -> tuple[int, int]:
         WeightsError: it is missing, no matrix, or of another type.
     """
     shape = tensors.shape(name)
-    if len(shape) != 2:
+    if len(shape) != 2 or min(shape) < 1:
         raise broken(tensors.path(name), f"shape {shape} is no matrix", name)
     tensors.check(name, shape, kinds)
     return shape[0], shape[1]
@@ -63,7 +65,7 @@ def finite(tensors: Tensors, name: str, q: np.ndarray) -> np.ndarray:
 
 def inputs(block: int, D: int) -> int:
     """Inputs of a group: as many of a block as divide a row whose last block is cut; 0: all of a row."""
-    return int(np.gcd(block, D)) if block else 0
+    return math.gcd(block, D) if block else 0
 
 
 def spread(scale: np.ndarray, block: tuple[int, int], shape: tuple[int, int]) -> np.ndarray:

@@ -74,10 +74,9 @@ class Gptq:
     def _check(self, tensors: Tensors, stem: str) -> tuple[int, int]:
         name = f"{stem}.qweight"
         shape = tensors.shape(name)
-        whole = (
-            len(shape) == 2 and shape[0] * 32 % self.bits == 0 and shape[1] * self.bits % 32 == 0
-        )
-        D = shape[0] * 32 // self.bits
+        whole = len(shape) == 2 and min(shape) > 0
+        whole = whole and shape[0] * 32 % self.bits == shape[1] * self.bits % 32 == 0
+        D = shape[0] * 32 // self.bits if whole else 0
         if not whole or (self.group and D % self.group):
             raise broken(tensors.path(name), f"shape {shape}, groups of {self.group}", name)
         N, groups = shape[1], self._groups(D)

@@ -107,7 +107,7 @@ def _stated(config: Mapping[str, Any], dtype: str) -> Scheme | None:
     method = given.get("quant_method")
     if method == DECODED:
         return None
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         refuse("quant_method", f"{method!r} is not supported, only {', '.join(FORMATS)}")
     found = FORMATS[method](given, dtype)
     if found is None:
