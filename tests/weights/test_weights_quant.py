@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.hand import Row
-from jserve.model.quant import QTensor, widened
+from jserve.model.quant import Form, QTensor, widened
 from jserve.model.shard import ShardRules, make_mesh, partitions
 from jserve.model.view import Bucket
 from jserve.weights.convert import convert
 from jserve.weights.loader import adopted, load
+from jserve.weights.quant.gguf import FORMS as GGUF
 from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import resolve
 from tests.model.assembly import assemble_all
@@ -69,6 +71,29 @@ def loaded(
     scheme = scheme_of(source.config, dtype, asked, options)
     family = quantised(model.family, scheme)
     return load(family, model.arch, source, make_mesh(tp), RULES, dtype, scheme=scheme)
+
+
+def forms_in_docs() -> dict[str, set[str]]:
+    """Format -> the forms that the table of docs/quantisation.md has for it."""
+    page = Path(__file__).parents[2] / "docs/quantisation.md"
+    rows = [line.split("|")[1:-1] for line in page.read_text().splitlines() if line.count("|") == 5]
+    found: dict[str, set[str]] = {}
+    name = ""
+    for first, _, forms, _ in rows[2:]:
+        name = (re.findall("`(.+?)`", first) or [first.strip() or name])[-1]
+        found.setdefault(name, set()).update(re.findall("`(.+?)`", forms))
+    return found
+
+
+def test_the_table_of_the_docs_is_what_is_served() -> None:
+    want: dict[str, set[str]] = {}
+    for fmt in FORMATS.values():
+        keys = ("format", "quant_algo", "quant_method")
+        name = next(fmt.config[key] for key in keys if key in fmt.config)
+        want.setdefault(name, set()).add(re.sub(r" g\d+", "", fmt.form))
+    of_gguf = [Form(**form) for form in GGUF.values()]
+    want["GGUF"] = {f.kind + " shifts" * f.shifts for f in of_gguf}
+    assert forms_in_docs() == want
 
 
 def wide(params: Any) -> Any:
