@@ -17,6 +17,7 @@ it: a ``QTensor`` has the shape of the matrix that it stands for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,9 +125,14 @@ class QTensor:
         """With other leading dimensions; the last one stays."""
         rows = shape[:-1]
         assert shape[-1] in (-1, self.shape[-1]), "the inputs of a quantised matrix stay together"
-        leaves = (self.q, self.scale, self.zero, self.shift)
-        q, scale, zero, shift = (x if x is None else x.reshape(*rows, x.shape[-1]) for x in leaves)
-        return self.replace(q=q, scale=scale, zero=zero, shift=shift)  # type: ignore[attr-defined]
+        return self.mapped(lambda x: x.reshape(*rows, x.shape[-1]))
+
+    def mapped(self, change: Callable[[jax.Array], jax.Array]) -> QTensor:
+        """With ``change`` made to all that lies by rows: numbers, scales, zeros and shifts."""
+        names = ("q", "scale", "zero", "shift")
+        leaves = {name: getattr(self, name) for name in names}
+        made = {name: None if x is None else change(x) for name, x in leaves.items()}
+        return self.replace(**made)  # type: ignore[attr-defined]
 
 
 def quantised_leaves(tree: Any) -> list[Any]:

@@ -33,7 +33,12 @@ NUMBERS, SCALE, ZERO = ":q", ":scale", ":zero"
 SHIFT, ORDER, INPUT = ":shift", ":order", ":input"
 ENDINGS = (NUMBERS, SCALE, ZERO, SHIFT, ORDER, INPUT)
 """Of the tensors that a quantised matrix consists of, whatever a file calls them."""
-MULTIPLIED = ("qkv", "o", "gate_up", "down", "unembed")
+EXPERTS = ("expert_gate_up", "expert_down")
+MULTIPLIED = (
+    *("qkv", "q", "q_a", "kv_a", "o", "gate_up", "down", "shared_gate_up", "shared_down"),
+    *EXPERTS,
+    "unembed",
+)
 """The parameters that ``dot`` multiplies. Tables that rows are read from stay as they are."""
 DEVIATION = 36.0
 """Of dummy integers: they stay within 8 bits."""
@@ -50,6 +55,8 @@ def _specs(family: Family, form_of: FormOf, arch: Arch, tp: int) -> Any:
         if name not in MULTIPLIED:
             return spec
         form = common([form_of(stem(part.name), spec.shape[-1]) for part in spec.parts])
+        if form is not None and name in EXPERTS and (form.ordered or form.method):
+            return spec  # each has an order of its own; on load they stay as they are
         fitted = form and _fitted(form, spec, tp)
         return spec if fitted is None else quantised_spec(spec, fitted)
 
@@ -91,7 +98,7 @@ def _holding(kinds: set[str]) -> str | None:
 def _fitted(form: Form, spec: ParamSpec, tp: int) -> Form | None:
     """``form`` for a device's share of the inputs: groups that devices would cut become smaller ones of the same
     scales. None where devices share inputs that are in an order: those of a group are anywhere."""
-    split = tp if spec.axes[-1] in ("kv_heads", "ffn") else 1
+    split = tp if spec.axes[-1] in ("kv_heads", "ffn", "ffn_expert") else 1
     if split > 1 and form.ordered:
         return None
     D = spec.shape[-1] // split

@@ -170,6 +170,11 @@ class Tensors:
         found = self._resolve(name)
         return self._files[found].tensors[found].shape
 
+    def dtype(self, name: str) -> str:
+        """Of tensor ``name``, as its file states it."""
+        found = self._resolve(name)
+        return self._files[found].tensors[found].dtype.name
+
     def path(self, name: str) -> Path:
         """The file that holds tensor ``name``."""
         return self._files[self._resolve(name)].path

@@ -449,18 +449,6 @@ def test_dummy_weights_have_the_spread_of_wide_ones(tmp_path: Path) -> None:
             assert abs(values.mean()) < 0.004
 
 
-def test_experts_are_widened(tmp_path: Path) -> None:
-    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    config = CONFIG | more | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    model = Written(tmp_path, FORMATS["awq"], base=config, modules_to_not_convert=["mlp.gate"])
-    for tp in (1, 2):
-        params = loaded(model, tp)
-        assert isinstance(params["layers"][0]["qkv"], QTensor)
-        assert isinstance(params["layers"][0]["expert_down"], jax.Array)
-        want = assemble_all(model.family.specs(model.arch, tp), model.wide.__getitem__, jnp.float32)
-        assert_equal(wide(params), want)
-
-
 def test_matrices_that_are_widened_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,6 +29,8 @@ from jserve.weights.safetensors import broken
 
 KEPT = 4
 """Matrices that are kept: the most that make one parameter, and one more."""
+ROUTERS = (".gate", ".router", ".shared_expert_gate")
+"""Endings of their modules."""
 
 
 class QuantisedTensors:
@@ -103,7 +105,13 @@ class QuantisedTensors:
         """True if the reader gives this tensor."""
         if ending or not module or len(shape) != 2:
             return bool(ending)
-        return self._scheme.stored(module, shape[1])
+        return self._scheme.stored(module, shape[1]) and not self._is_router(module)
+
+    def _is_router(self, module: str) -> bool:
+        """True for a router of experts that the file has as it is: few configs name them."""
+        name = f"{module}{WEIGHT}"
+        wide = self._tensors.has(name) and self._tensors.dtype(name) in FLOATS
+        return wide and module.endswith(ROUTERS)
 
     def _kind(self, module: str, matrix: Matrix) -> str:
         form = self._scheme.form_of(module, matrix.q.shape[1])
