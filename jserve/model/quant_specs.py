@@ -33,6 +33,8 @@ NUMBERS, SCALE, ZERO = ":q", ":scale", ":zero"
 SHIFT, ORDER, INPUT = ":shift", ":order", ":input"
 ENDINGS = (NUMBERS, SCALE, ZERO, SHIFT, ORDER, INPUT)
 """Of the tensors that a quantised matrix consists of, whatever a file calls them."""
+BLOCKS = "_blocks"
+"""Ending of a tensor of all experts in mxfp4."""
 EXPERTS = ("expert_gate_up", "expert_down")
 MULTIPLIED = (
     *("qkv", "q", "q_a", "kv_a", "o", "gate_up", "down", "shared_gate_up", "shared_down"),
@@ -54,13 +56,23 @@ def _specs(family: Family, form_of: FormOf, arch: Arch, tp: int) -> Any:
         name = getattr(path[-1], "key", None)
         if name not in MULTIPLIED:
             return spec
-        form = common([form_of(stem(part.name), spec.shape[-1]) for part in spec.parts])
+        spec, form = _found(form_of, spec)
         if form is not None and name in EXPERTS and (form.ordered or form.method):
             return spec  # each has an order of its own; on load they stay as they are
         fitted = form and _fitted(form, spec, tp)
         return spec if fitted is None else quantised_spec(spec, fitted)
 
     return jax.tree_util.tree_map_with_path(one, family.specs(arch, tp), is_leaf=is_spec)
+
+
+def _found(form_of: FormOf, spec: ParamSpec) -> tuple[ParamSpec, Form | None]:
+    """``spec`` with the parts that are quantised, and their form; as it is, and None, where none are."""
+    D = spec.shape[-1]
+    packed = next((way for way in spec.spellings if way[0].scales), ())
+    if packed and (form := form_of(packed[0].name, D)) is not None:
+        parts = tuple(replace(p, scales="", shape=(*p.shape[:2], D)) for p in packed)
+        return replace(spec, parts=parts, spellings=()), form
+    return spec, common([form_of(stem(part.name), D) for part in spec.parts])
 
 
 def stem(tensor: str) -> str:
@@ -161,6 +173,7 @@ def _with_inputs(spec: ParamSpec, n: int, ending: str) -> ParamSpec:
 
     def part(of: Part) -> Part:
         view, shape = (*of.view[:-1], n), (*of.shape[:-1], n)
-        return replace(of, name=of.name + ending, shape=shape, view=view)
+        cut = (*of.cut[:-1], n) if of.cut else ()
+        return replace(of, name=of.name + ending, shape=shape, view=view, cut=cut)
 
     return replace(spec, shape=(*spec.shape[:-1], n), parts=tuple(map(part, spec.parts)))

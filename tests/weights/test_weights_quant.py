@@ -91,6 +91,7 @@ def test_the_table_of_the_docs_is_what_is_served() -> None:
         keys = ("format", "quant_algo", "quant_method")
         name = next(fmt.config[key] for key in keys if key in fmt.config)
         want.setdefault(name, set()).add(re.sub(r" g\d+", "", fmt.form))
+    want["mxfp4"] = {"e2m1"}
     of_gguf = [Form(**form) for form in GGUF.values()]
     want["GGUF"] = {f.kind + " shifts" * f.shifts for f in of_gguf}
     assert forms_in_docs() == want

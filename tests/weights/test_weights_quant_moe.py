@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jserve.errors import WeightsError
 from jserve.model.hand import Row
 from jserve.model.quant import QTensor
 from jserve.model.shard import partitions
@@ -16,6 +17,7 @@ from jserve.model.view import Bucket
 from jserve.weights.quant.scheme import quantised, scheme_of
 from tests.model.assembly import assemble_all
 from tests.model.driver import Driver
+from tests.weights.quant_float_files import bytes_of, floats4, repeated
 from tests.weights.test_weights_quant import (
     CONFIG,
     FORMATS,
@@ -26,6 +28,7 @@ from tests.weights.test_weights_quant import (
     said,
     wide,
 )
+from tests.weights.weights_kit import Model
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 QWEN = CONFIG | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
@@ -84,3 +87,49 @@ def test_logits_are_those_of_the_widened_experts(tmp_path: Path, tp: int) -> Non
         driver.param_specs = partitions(specs, RULES)
         logits.append(driver.step(bucket, prefill=[Row([1, 2, 3], 0, tokens)])[2:22])
     np.testing.assert_allclose(logits[1], logits[0], atol=1e-4 * np.abs(logits[0]).max())
+
+
+GPT_OSS = CONFIG | {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+def gpt_oss(path: Path) -> Model:
+    """With experts in mxfp4; ``wide``: what they stand for."""
+    model, rng = Model(path, GPT_OSS, np.float32), np.random.default_rng(4)
+    model.wide = dict(model.tensors)  # type: ignore[attr-defined]
+    for name in [
+        n for n in model.tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
+        E, D, N = model.tensors.pop(name).shape
+        codes = rng.integers(0, 16, (E * N, D))
+        exponents = rng.integers(115, 123, (E, N, D // 32)).astype(np.uint8)
+        blocks = bytes_of(codes).reshape(E, N, D // 32, 16)
+        model.tensors |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        scales = repeated(2.0 ** (exponents.reshape(E * N, -1).astype(np.float32) - 127), 32)
+        stands = (floats4(codes) * scales).reshape(E, N, D).swapaxes(1, 2)
+        model.wide[name] = stands  # type: ignore[attr-defined]
+    return model.single()
+
+
+def test_mxfp4_experts_stay_in_4_bits(tmp_path: Path) -> None:
+    model = gpt_oss(tmp_path)
+    plain: Any = model.wide  # type: ignore[attr-defined]
+    for tp, form in ((1, "e2m1 g32"), (2, "e2m1 g32"), (4, "int8 g16")):
+        params = loaded(model, tp)
+        assert said(params["layers"][0]["expert_gate_up"]) == "e2m1 g32"
+        assert said(params["layers"][0]["expert_down"]) == form
+        assert not isinstance(params["layers"][0]["qkv"], QTensor)
+        want = assemble_all(model.family.specs(model.arch, tp), plain.__getitem__, jnp.float32)
+        assert_equal(wide(params), want)
+        assert_equal(loaded(model, tp, "none"), want)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    model.tensors[name][1, 2, 0] = 255
+    with pytest.raises(WeightsError, match="finite"):
+        loaded(model.single())
+    del model.tensors[name]
+    with pytest.raises(WeightsError, match="down_proj_scales"):
+        loaded(model.single())

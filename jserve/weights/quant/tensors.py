@@ -6,12 +6,15 @@ a few others were asked for: its numbers and its scales are two parameters.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jserve.model.quant_specs import (
+    BLOCKS,
     ENDINGS,
     INPUT,
     NUMBERS,
@@ -24,6 +27,7 @@ from jserve.model.quant_specs import (
 )
 from jserve.weights.hf import FLOATS, Kinds, Tensors
 from jserve.weights.quant.matrix import Matrix, packed
+from jserve.weights.quant.mxfp4_experts import Mxfp4Experts
 from jserve.weights.quant.scheme import Scheme
 from jserve.weights.safetensors import broken
 
@@ -53,18 +57,21 @@ class QuantisedTensors:
         N, D = self._scheme.reader.check(self._tensors, module)
         if ending == INPUT:
             return
-        rows = N if ending == ORDER else shape[0]
+        rows = N if ending == ORDER else math.prod(shape[:-1])
         inputs = shape[-1] if ending in ("", NUMBERS, ORDER) else D
         if rows != N or inputs not in (D, D // 2 if ending == NUMBERS else D):
             why = f"shape {(N, D)}, the config asks for {(rows, inputs)}"
             raise broken(self.path(name), why, module)
 
-    def get(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> np.ndarray:
-        """As ``Tensors.get``; scales repeated where ``shape`` has more than the file."""
+    def get(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> Any:
+        """As ``Tensors.get``; scales repeated where ``shape`` has more than the file. Experts in mxfp4 come one by one:
+        ``x[e]`` reads one."""
         module, ending = _parts(name)
         if not self._quantised(module, ending, shape):
             return self._tensors.get(name, shape, kinds)
         self.check(name, shape, kinds)
+        if isinstance(self._scheme.reader, Mxfp4Experts):
+            return self._scheme.reader.part(self._tensors, module, ending, shape)
         matrix = self._matrix(module)
         if not ending:
             self.widened.add(module)
@@ -130,6 +137,8 @@ class QuantisedTensors:
 def _parts(name: str) -> tuple[str, str]:
     """(module, ending) of a tensor that ``quant_specs`` names; ("", "") of one that is no weight."""
     for ending in ENDINGS:
+        if name.endswith(BLOCKS + ending):
+            return name.removesuffix(ending), ending
         if name.endswith(WEIGHT + ending):
             return stem(name.removesuffix(ending)), ending
     return (stem(name), "") if name.endswith(WEIGHT) else ("", "")
