@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jserve.errors import ConfigError
-from jserve.gguf.header import Header, broken, mapped
+from jserve.gguf.header import GgufHeader, broken, mapped
 from jserve.gguf.names import hf_name
 from jserve.gguf.types import QUANTISED
 
@@ -21,10 +21,10 @@ MOST = 1 << 24
 """Of any size of a model."""
 
 
-class Keys:
+class ArchitectureKeys:
     """The keys of one architecture, checked."""
 
-    def __init__(self, header: Header, architecture: str) -> None:
+    def __init__(self, header: GgufHeader, architecture: str) -> None:
         self.header, self.architecture = header, architecture
 
     def name(self, key: str) -> str:
@@ -75,7 +75,7 @@ def refuse(key: str, why: str) -> NoReturn:
     raise ConfigError(f"GGUF metadata: {key}: {why}", field=key)
 
 
-def config_of(header: Header) -> Config:
+def config_of(header: GgufHeader) -> Config:
     """config.json of the model in a GGUF file; its ``quantization_config`` has the type of each quantised matrix.
 
     Raises:
@@ -88,7 +88,7 @@ def config_of(header: Header) -> Config:
         refuse("general.architecture", f"{shown!r} is not supported, only {', '.join(FAMILIES)}")
     if header.metadata.get("split.count", 1) not in (0, 1):
         refuse("split.count", "files in several parts are not read; merge them with gguf-split")
-    keys = Keys(header, architecture)
+    keys = ArchitectureKeys(header, architecture)
     if keys.number("expert_count", 0):
         refuse(keys.name("expert_count"), "experts are not supported")
     own = FAMILIES[architecture](keys)
@@ -97,7 +97,7 @@ def config_of(header: Header) -> Config:
     return found | ({"quantization_config": types} if types else {})
 
 
-def _decoder(keys: Keys) -> Config:
+def _decoder(keys: ArchitectureKeys) -> Config:
     D, N = keys.size("embedding_length"), keys.size("attention.head_count")
     H = keys.size("attention.key_length", max(D // N, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -124,7 +124,7 @@ def _decoder(keys: Keys) -> Config:
     }
 
 
-def _dtype(header: Header) -> str:
+def _dtype(header: GgufHeader) -> str:
     """Of most numbers, bfloat16 where they are quantised."""
     n: dict[str, int] = {}
     for info in header.tensors.values():
@@ -132,13 +132,13 @@ def _dtype(header: Header) -> str:
     return {"F32": "float32", "F16": "float16"}.get(max(n, key=lambda kind: n[kind]), "bfloat16")
 
 
-def _ends(header: Header) -> Config:
+def _ends(header: GgufHeader) -> Config:
     names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     ends = [header.metadata[name] for name in names if name in header.metadata]
     return {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
 
 
-def _rope_scaling(keys: Keys) -> Config:
+def _rope_scaling(keys: ArchitectureKeys) -> Config:
     kind, given = keys.get("rope.scaling.type"), keys.header.tensors.get(ROPE_FACTORS)
     if kind not in (None, "none", "linear", "yarn"):
         refuse(keys.name("rope.scaling.type"), f"{kind!r} is not supported")
@@ -151,7 +151,7 @@ def _rope_scaling(keys: Keys) -> Config:
     return {} if given is None else {"rope_scaling": _llama3(keys)}
 
 
-def _llama3(keys: Keys) -> Config:
+def _llama3(keys: ArchitectureKeys) -> Config:
     """The scaling whose factors the file has.
 
     Raises:
@@ -182,7 +182,7 @@ def llama3_factors(scaling: Mapping[str, Any], H: int, theta: float) -> np.ndarr
     return 1.0 / ((1.0 - part) / max(scaling["factor"], 1.0) + part)
 
 
-def _types(header: Header, architecture: str) -> Config:
+def _types(header: GgufHeader, architecture: str) -> Config:
     """``quantization_config``: the type of each quantised matrix but the table of the embedding."""
     found = {
         hf.removesuffix(".weight"): info.kind
@@ -193,7 +193,7 @@ def _types(header: Header, architecture: str) -> Config:
     return {"quant_method": "gguf", "types": found} if found else {}
 
 
-def _llama(keys: Keys) -> Config:
+def _llama(keys: ArchitectureKeys) -> Config:
     has = {n: f"blk.0.attn_{n}.bias" in keys.header.tensors for n in ("q", "k", "v", "output")}
     if len(set(has.values())) > 1:
         raise broken(keys.header.path, "is there without the other biases", "blk.0.attn_q.bias")
@@ -205,11 +205,11 @@ def _llama(keys: Keys) -> Config:
     return config
 
 
-def _qwen(name: str) -> Callable[[Keys], Config]:
+def _qwen(name: str) -> Callable[[ArchitectureKeys], Config]:
     return lambda _: {"architectures": [name]}
 
 
-def _gemma(keys: Keys) -> Config:
+def _gemma(keys: ArchitectureKeys) -> Config:
     return {"architectures": ["GemmaForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
 
 
@@ -217,8 +217,8 @@ LARGEST_LAYERS = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose scores are scaled by the width of the model over its heads."""
 
 
-def _windowed_gemma(name: str, **fixed: Any) -> Callable[[Keys], Config]:
-    def read(keys: Keys) -> Config:
+def _windowed_gemma(name: str, **fixed: Any) -> Callable[[ArchitectureKeys], Config]:
+    def read(keys: ArchitectureKeys) -> Config:
         D, N = keys.size("embedding_length"), keys.size("attention.head_count")
         largest = keys.size("block_count") == LARGEST_LAYERS[keys.architecture]
         return {
@@ -236,7 +236,7 @@ def _windowed_gemma(name: str, **fixed: Any) -> Callable[[Keys], Config]:
     return read
 
 
-FAMILIES: dict[str, Callable[[Keys], Config]] = {
+FAMILIES: dict[str, Callable[[ArchitectureKeys], Config]] = {
     "llama": _llama,
     "qwen2": _qwen("Qwen2ForCausalLM"),
     "qwen3": _qwen("Qwen3ForCausalLM"),

@@ -51,7 +51,7 @@ TEXT, ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
+class GgufTensor:
     """The place of one tensor: type, shape (rows first), and its bytes ``[start, stop)`` of the file."""
 
     kind: str
@@ -61,12 +61,12 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class GgufHeader:
     """All that a file says before its data. Arrays of numbers are numpy arrays, others lists."""
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, GgufTensor]
 
 
 def broken(path: Path, why: str, part: str = "") -> WeightsError:
@@ -98,7 +98,7 @@ def mapped(path: Path) -> mmap.mmap:
         raise broken(path, "is empty") from None
 
 
-def read(path: Path) -> Header:
+def read(path: Path) -> GgufHeader:
     """The header of ``path``.
 
     Raises:
@@ -111,7 +111,7 @@ def read(path: Path) -> Header:
         data.close()
 
 
-def _header(path: Path, data: mmap.mmap) -> Header:
+def _header(path: Path, data: mmap.mmap) -> GgufHeader:
     at = _Cursor(path, data)
     if at.take(4) != MAGIC:
         raise broken(path, "is no GGUF file")
@@ -127,7 +127,7 @@ def _header(path: Path, data: mmap.mmap) -> Header:
         if offset % alignment:
             raise broken(path, f"offset {offset} is no multiple of {alignment}", name)
     start = _aligned(at.at, alignment)
-    return Header(path=path, metadata=metadata, tensors=_placed(path, given, start, len(data)))
+    return GgufHeader(path=path, metadata=metadata, tensors=_placed(path, given, start, len(data)))
 
 
 def _check_version(path: Path, version: int) -> None:
@@ -232,8 +232,8 @@ def _stated(at: _Cursor) -> Stated:
     return name, shape, at.number("<u4", name), at.number("<u8", name)
 
 
-def _placed(path: Path, given: list[Stated], start: int, size: int) -> dict[str, TensorInfo]:
-    found: dict[str, TensorInfo] = {}
+def _placed(path: Path, given: list[Stated], start: int, size: int) -> dict[str, GgufTensor]:
+    found: dict[str, GgufTensor] = {}
     for name, shape, number, offset in given:
         if name in found:
             raise broken(path, "is there twice", name)
@@ -251,16 +251,16 @@ def _kind(path: Path, name: str, number: int) -> str:
 
 def _info(
     path: Path, name: str, shape: tuple[int, ...], kind: str, start: int, size: int
-) -> TensorInfo:
+) -> GgufTensor:
     if shape[-1] % block_of(kind):
         raise broken(path, f"{kind} has blocks of {block_of(kind)}, shape is {shape}", name)
     stop = start + n_bytes(kind, math.prod(shape))
     if stop > size:
         raise broken(path, f"ends at byte {stop} of {size}", name)
-    return TensorInfo(kind=kind, shape=shape, start=start, stop=stop)
+    return GgufTensor(kind=kind, shape=shape, start=start, stop=stop)
 
 
-def _check_apart(path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+def _check_apart(path: Path, tensors: Mapping[str, GgufTensor]) -> None:
     end, before = 0, ""
     for name, info in sorted(tensors.items(), key=lambda item: item[1].start):
         if info.start < end:

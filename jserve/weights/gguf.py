@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from jserve.gguf import header
-from jserve.gguf.config import ROPE_FACTORS, Keys
+from jserve.gguf.config import ROPE_FACTORS, ArchitectureKeys
 from jserve.gguf.names import hf_name
 from jserve.gguf.types import QUANTISED, n_bytes
 from jserve.weights.quant.gguf import BLOCKS
@@ -44,7 +44,7 @@ class GgufFile:
         found = header.read(path)
         self.path, self._map = path, header.mapped(path)
         self._architecture = architecture = str(found.metadata.get("general.architecture"))
-        keys = Keys(found, architecture)
+        keys = ArchitectureKeys(found, architecture)
         heads = keys.size("attention.head_count")
         self._heads = {"q_proj": heads, "k_proj": keys.size("attention.head_count_kv", heads)}
         kept = {k: v for k, v in found.tensors.items() if k != ROPE_FACTORS}  # the config has it
@@ -75,7 +75,7 @@ class GgufFile:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def _named(name: str, info: header.TensorInfo) -> tuple[str, TensorInfo]:
+def _named(name: str, info: header.GgufTensor) -> tuple[str, TensorInfo]:
     """The name and place of a tensor: the blocks of a quantised matrix, else its numbers."""
     dtype, shape = np.dtype(DTYPES.get(info.kind, np.float32)), info.shape
     module, _, ending = name.rpartition(".")

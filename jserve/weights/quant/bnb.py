@@ -116,20 +116,20 @@ class Bnb4(Skipping):
             raise broken(tensors.path(name), "scales must be finite", name)
         return Matrix(q=table[codes], scale=scale.reshape(N, -1))
 
-    def _state(self, tensors: Tensors, stem: str) -> State:
+    def _state(self, tensors: Tensors, stem: str) -> QuantState:
         name = f"{stem}.{STATE}{self.kind}"
         shape = tensors.shape(name)
         if len(shape) != 1 or not 0 < shape[0] <= MAX_STATE:
             raise broken(tensors.path(name), f"shape {shape} is no short text", name)
         try:
-            return State.of(json.loads(tensors.get(name, shape, ("uint8",)).tobytes()))
+            return QuantState.of(json.loads(tensors.get(name, shape, ("uint8",)).tobytes()))
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             why = f"is no JSON object of a matrix: {str(error)[:80]}"
             raise broken(tensors.path(name), why, name) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class QuantState:
     """What the JSON object of a matrix says."""
 
     shape: tuple[int, int]
@@ -140,7 +140,7 @@ class State:
     offset: float
 
     @classmethod
-    def of(cls, given: Any) -> State:
+    def of(cls, given: Any) -> QuantState:
         """Raises ValueError, KeyError or TypeError for any other object."""
         N, D = (_natural(n) for n in given["shape"])
         block, nested = _natural(given["blocksize"]), "nested_blocksize" in given
@@ -160,7 +160,7 @@ def _natural(n: Any) -> int:
     return n
 
 
-def _absmax(tensors: Tensors, stem: str, blocks: int, state: State) -> np.ndarray:
+def _absmax(tensors: Tensors, stem: str, blocks: int, state: QuantState) -> np.ndarray:
     """float32[blocks]."""
     name = f"{stem}.weight.absmax"
     if not state.nested:
