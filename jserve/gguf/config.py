@@ -16,7 +16,7 @@ from jserve.gguf.types import QUANTISED
 Config = dict[str, Any]
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What all models with such a tensor have; it is checked against it."""
+"""The numbers of all models with such a tensor, which is checked against them."""
 MOST = 1 << 24
 """Of any size of a model."""
 

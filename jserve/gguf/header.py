@@ -140,7 +140,7 @@ def _check_version(path: Path, version: int) -> None:
 
 
 class _Cursor:
-    """Where reading has come to; nothing beyond the file, or the most that a header has, is taken."""
+    """A place in the file; nothing beyond the file, or the most that a header has, is taken."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.at = path, 0

@@ -133,7 +133,7 @@ def _config(given: _Given) -> Json:
 
 
 def _around(given: _Given) -> Json:
-    """What all tokenizers have: tokens that are never cut, and those at both ends of a text."""
+    """The parts of all tokenizers: tokens that are never cut, and those at both ends of a text."""
     added = [
         {
             "id": i,

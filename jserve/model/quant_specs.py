@@ -94,7 +94,7 @@ def common(forms: list[Form | None]) -> Form | None:
 
 
 def _inputs(form: Form) -> tuple[Any, ...]:
-    """What a form does with the inputs of its matrix."""
+    """The ways of a form with the inputs of its matrix."""
     return form.rounded, form.static, form.bound, form.ordered
 
 

@@ -188,7 +188,7 @@ class Tensors:
         raise broken(self.directory / where, f"missing ({self._instead(name)})", name)
 
     def _instead(self, name: str) -> str:
-        """What the files have of the module of tensor ``name``, or how many they have at all."""
+        """The tensors there are of the module of tensor ``name``, or how many there are at all."""
         start = f"{name.rpartition('.')[0].removeprefix('model.')}."
         found = [n for n in self._files if n.removeprefix("model.").startswith(start)]
         endings = sorted(n.removeprefix("model.").removeprefix(start) for n in found)[:6]

@@ -16,7 +16,7 @@ OTHERS = {"auto_round:fp8": fp8.read, "auto_round:llm_compressor": compressed_co
 WIDE_BITS = (16, 32)
 """Of a module that is not quantised."""
 SPECIAL = re.compile(r"[*?+\[\](){}|^$\\]")
-"""What tells an expression from a name."""
+"""Tells an expression from a name."""
 
 
 def read(config: Mapping[str, Any], dtype: str) -> tuple[Modules, Reader]:

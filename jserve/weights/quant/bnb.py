@@ -130,7 +130,7 @@ class Bnb4(Skipping):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantState:
-    """What the JSON object of a matrix says."""
+    """The JSON object of a matrix."""
 
     shape: tuple[int, int]
     block: int

@@ -46,7 +46,7 @@ class Mxfp4Experts:
         raise AssertionError(stem)
 
     def part(self, tensors: Tensors, stem: str, ending: str, shape: tuple[int, ...]) -> Any:
-        """What gives numbers or scales expert by expert, as ``shape`` [E, N, numbers of a row] has them.
+        """Numbers or scales, ``x[e]`` those of an expert, as ``shape`` [E, N, numbers of a row] has them.
 
         Raises:
             WeightsError: as ``check``, or a scale is NaN.
