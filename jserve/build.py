@@ -130,7 +130,8 @@ def engine(
 
     Args:
         params: weights as a pytree instead of the model's files; they are copied.
-        mesh: a jax Mesh with an axis "tp"; by default the first ``tensor_parallel_size`` devices.
+        mesh: a jax Mesh with an axis "tp", and with "ep" for experts on different devices; by default the first
+            ``tensor_parallel_size`` times ``expert_parallel_size`` devices.
 
     Returns:
         The engine and facts for the banner and /metrics.
@@ -146,8 +147,8 @@ def engine(
 
     claim_memory()
     began = time.monotonic()
-    tp = config.device.tensor_parallel_size if mesh is None else mesh.shape.get("tp", 1)
-    check(config.speculative, tp)
+    sizes = config.device.mesh_shape if mesh is None else mesh.shape
+    check(config.speculative, sizes.get("tp", 1) * sizes.get("ep", 1))
     load_plugins(config.model.plugins)
     from jserve.runner.programs import starting  # imports jax
 
@@ -247,6 +248,7 @@ def _journal(path: str) -> Any:
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
+    from jserve.model.moe_specs import check_has_experts
     from jserve.model.quant import n_bytes
     from jserve.model.shard import ShardRules
     from jserve.runner.programs import use_compile_cache
@@ -255,11 +257,13 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     from jserve.weights.quant.scheme import quantised
 
     source = located(config, weights=params is None)
-    rules, dtype = ShardRules(), _dtype(config, source)
+    dtype = _dtype(config, source)
     scheme = _scheme(config, source, dtype)
     family = quantised(family_for(source.config), scheme)
     arch = family.arch(source.config)
     mesh = mesh if mesh is not None else _mesh(config)
+    rules = ShardRules.of_mesh(mesh.shape, config.device.num_redundant_experts)
+    check_has_experts(arch, rules, mesh.shape)
     if config.device.compile_cache:
         use_compile_cache(cache_directory(config.device.compile_cache))
     began, given = time.monotonic(), params is not None
@@ -400,13 +404,19 @@ def _mesh(config: EngineConfig) -> Any:
 
     from jserve.model.shard import make_mesh
 
-    tp = config.device.tensor_parallel_size
-    if tp > len(jax.devices()):
+    tp, ep = config.device.tensor_parallel_size, config.device.expert_parallel_size
+    have, kind = len(jax.devices()), jax.default_backend()
+    if tp > have:
         raise ConfigError(
-            f"tensor_parallel_size is {tp} but there are {len(jax.devices())} {jax.default_backend()} devices",
+            f"tensor_parallel_size is {tp} but there are {have} {kind} devices",
             field="tensor_parallel_size",
         )
-    return make_mesh(tp)
+    if tp * ep > have:
+        raise ConfigError(
+            f"expert_parallel_size {ep} takes {tp * ep} devices but there are {have} {kind} devices",
+            field="expert_parallel_size",
+        )
+    return make_mesh(tp, ep=ep)
 
 
 def _dtype(config: EngineConfig, source: Any) -> Any:

@@ -20,6 +20,24 @@ from jserve.errors import ConfigError
 
 AXIS = "tp"
 """The tensor-parallel mesh axis."""
+EXPERT_AXIS = "ep"
+"""The expert-parallel mesh axis: whole experts lie on different devices of it."""
+
+MeshAxis = str | tuple[str, ...] | None
+"""Axes of a mesh that one dimension is split over, the first one outermost; None: it is whole on every device."""
+
+
+def n_parts(axis: MeshAxis, sizes: Mapping[str, int]) -> int:
+    """Parts of a dimension split over ``axis`` of a mesh of these axis sizes (``Mesh.shape``)."""
+    return math.prod(sizes[name] for name in _names(axis))
+
+
+def _names(axis: MeshAxis) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else axis
+
+
+def _axis_of(names: Sequence[str]) -> MeshAxis:
+    return names[0] if len(names) == 1 else tuple(names) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +92,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSizes:
+    """The experts of a layer that a parameter has along its first axis."""
+
+    n: int
+    width_key: str
+    """The key of config.json that says how wide one is; errors name it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """A parameter: concatenation of ``parts`` along ``concat`` (one part: the part itself)."""
 
@@ -91,6 +118,11 @@ class ParamSpec:
     """Values at or below zero in a checkpoint are an error."""
     pad: int = 0
     """Entries at the end of ``concat`` that no part fills and nothing reads."""
+    copies: int = 0
+    """Entries at the end of ``concat`` that repeat its first ones: spare slots of experts, as they are before any
+    expert moves."""
+    experts: ExpertSizes | None = None
+    """Of a parameter of experts."""
     spellings: tuple[tuple[Part, ...], ...] = ()
     """Other parts that give the same parameter, of checkpoints that lack the first of ``parts`` and have the first of
     these."""
@@ -98,20 +130,47 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRules:
-    """Logical axis -> mesh axis (None: replicated)."""
+    """Logical axis -> mesh axis, or axes (None: replicated)."""
 
-    vocab: str | None = AXIS
-    kv_heads: str | None = AXIS
-    ffn: str | None = AXIS
-    embed: str | None = None
-    extra: dict[str, str | None] = field(default_factory=dict)
+    vocab: MeshAxis = AXIS
+    kv_heads: MeshAxis = AXIS
+    ffn: MeshAxis = AXIS
+    embed: MeshAxis = None
+    extra: dict[str, MeshAxis] = field(default_factory=dict)
     """Rules of other names, and of ``ffn_expert``, the width of an expert, which lies as ``ffn`` does unless it is
-    here, and ``experts``, which are whole on every device."""
+    here, and ``experts``, which are whole on every device unless they are."""
+    redundant_experts: int = 0
+    """Slots of a layer beyond one for each expert, on all devices together."""
+
+    @classmethod
+    def of_mesh(cls, sizes: Mapping[str, int], redundant_experts: int = 0) -> ShardRules:
+        """The rules of a mesh of these axis sizes: on one with an axis for experts these lie over it, their widths over
+        the other one, and all else over both.
+
+        Raises:
+            ConfigError: redundant experts, and nothing that experts are split over.
+        """
+        if sizes.get(EXPERT_AXIS, 1) == 1:
+            if redundant_experts:
+                name = "num_redundant_experts"
+                raise ConfigError(f"{name} needs an expert_parallel_size above 1", field=name)
+            return cls()
+        width = AXIS if AXIS in sizes else None
+        both = _axis_of([EXPERT_AXIS, *_names(width)])
+        extra: dict[str, MeshAxis] = {"ffn_expert": width, "experts": EXPERT_AXIS}
+        whole = {"vocab": both, "kv_heads": both, "ffn": both}
+        return cls(**whole, extra=extra, redundant_experts=redundant_experts)
+
+    @property
+    def in_width(self) -> ShardRules:
+        """The same for a model each of whose experts is split over all devices, as an MLP is."""
+        extra = {k: v for k, v in self.extra.items() if k not in _FOLLOWS}
+        return replace(self, extra=extra, redundant_experts=0)
 
     def partition(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         return PartitionSpec(*(self.axis(a) for a in axes))
 
-    def axis(self, name: str | None) -> str | None:
+    def axis(self, name: str | None) -> MeshAxis:
         """The mesh axis of logical axis ``name``.
 
         Raises:
@@ -128,20 +187,21 @@ class ShardRules:
             raise ConfigError(f"{rule(name)}: there is no such rule", field=rule(name))
         return getattr(self, name)
 
-    def split(self, name: str, sizes: Mapping[str, int]) -> str | None:
-        """The mesh axis that splits logical axis ``name`` on a mesh of these axis sizes, None where
+    def split(self, name: str, sizes: Mapping[str, int]) -> MeshAxis:
+        """The mesh axes that split logical axis ``name`` on a mesh of these axis sizes, None where
         it is whole on every device.
 
         Raises:
             ConfigError: the mesh has no such axis; ``field`` is the rule.
         """
-        axis = self.axis(name)
-        if axis is not None and axis not in sizes:
+        names = _names(self.axis(name))
+        lacking = next((axis for axis in names if axis not in sizes), None)
+        if lacking is not None:
             raise ConfigError(
-                f"{rule(name)}: the mesh has no axis {axis!r}, only {tuple(sizes)}",
+                f"{rule(name)}: the mesh has no axis {lacking!r}, only {tuple(sizes)}",
                 field=rule(name),
             )
-        return axis if axis is not None and sizes[axis] > 1 else None
+        return _axis_of([axis for axis in names if sizes[axis] > 1])
 
     def sharding(self, mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
         return NamedSharding(mesh, self.partition(axes))
@@ -158,7 +218,6 @@ _FOLLOWS = {"ffn_expert": "ffn", "experts": None}
 _WHOLE = {
     "embed": "the residual stream is whole on every device",
     "layers": "every device computes every layer",
-    "experts": "every device has a part of each expert",
 }
 """The reason why a dimension cannot be split."""
 
@@ -171,15 +230,21 @@ def rule(name: str) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """The mesh axis that each logical dimension of a decoder is split over inside shard_map. None:
-    whole on every device, so that a block over it needs no collective. Layers, experts and the
-    residual stream have no field here: a rule that splits them is refused."""
+    whole on every device, so that a block over it needs no collective. Layers and the residual stream have
+    no field here: a rule that splits them is refused."""
 
-    heads: str | None = None
+    heads: MeshAxis = None
     """Query heads and kv heads; those of one kv head lie together."""
-    ffn: str | None = None
-    ffn_expert: str | None = None
+    ffn: MeshAxis = None
+    experts: MeshAxis = None
+    ffn_expert: MeshAxis = None
     """The width of an expert."""
-    vocab: str | None = None
+    vocab: MeshAxis = None
+
+    @property
+    def routed(self) -> MeshAxis:
+        """Of the sum over the experts that devices have, and over their widths."""
+        return _axis_of([*_names(self.experts), *_names(self.ffn_expert)])
 
     @classmethod
     def of(cls, rules: ShardRules, sizes: Mapping[str, int]) -> Axes:
@@ -193,9 +258,13 @@ class Axes:
         axes = cls(
             heads=found.pop("kv_heads"),
             ffn=found.pop("ffn"),
+            experts=found.pop("experts"),
             ffn_expert=found.pop("ffn_expert"),
             vocab=found.pop("vocab"),
         )
+        if set(_names(axes.experts)) & set(_names(axes.ffn_expert)):
+            why = f"axis {axes.experts!r} splits the width of an expert already"
+            raise ConfigError(f"{rule('experts')}: {why}", field=rule("experts"))
         for name, axis in found.items():
             if axis is not None:
                 why = _WHOLE.get(name, "no collective of a step serves it")
@@ -220,18 +289,21 @@ def spelled(specs: Any, has: Callable[[str], bool]) -> Any:
 
 
 def padded(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> Any:
-    """``specs`` with their vocabulary as long as the devices that share it need for equal parts.
+    """``specs`` with as many entries as the devices that share a dimension need for equal parts: a longer vocabulary,
+    and spare slots of experts.
 
     Args:
         sizes: of the mesh's axes (``Mesh.shape``).
 
     Raises:
-        ConfigError: the mesh has no such axis; ``field`` is the rule.
+        ConfigError: the mesh has no such axis; ``field`` is the rule. Or experts do not fit it; ``field`` is the
+            option, or the key of config.json.
     """
-    axis = rules.split("vocab", sizes)
-    n = 1 if axis is None else sizes[axis]
+    n = n_parts(rules.split("vocab", sizes), sizes)
 
     def one(spec: ParamSpec) -> ParamSpec:
+        if spec.experts is not None:
+            return _with_slots(spec, spec.experts, rules, sizes)
         if "vocab" not in spec.axes:
             return spec
         d = spec.axes.index("vocab")
@@ -243,6 +315,29 @@ def padded(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> Any:
         return replace(spec, shape=shape, concat=d, pad=pad)
 
     return jax.tree.map(one, specs, is_leaf=is_spec)
+
+
+def _with_slots(
+    spec: ParamSpec, experts: ExpertSizes, rules: ShardRules, sizes: Mapping[str, int]
+) -> ParamSpec:
+    """The parameter of a layer's experts, with its spare slots."""
+    assert (spec.axes[0], spec.concat) == ("experts", 0), "experts are along the first axis"
+    n, spare, E = n_parts(rules.split("experts", sizes), sizes), rules.redundant_experts, experts.n
+    width = n_parts(rules.split("ffn_expert", sizes), sizes)
+    F = spec.shape[spec.axes.index("ffn_expert")] if "ffn_expert" in spec.axes else 0
+    if (E + spare) % n:
+        most = f"{E} experts" + (f" and {spare} redundant ones" if spare else "")
+        more = f"num_redundant_experts {spare + -(E + spare) % n} would fill them up"
+        why = f"expert_parallel_size {n} does not divide {most}; {more}"
+        raise ConfigError(why, field="expert_parallel_size")
+    if spare > E:
+        name = "num_redundant_experts"
+        raise ConfigError(f"{name} {spare} exceeds the {E} experts of a layer", field=name)
+    if F % width:
+        why = f"{experts.width_key} {F} is not divisible by tensor_parallel_size {width}"
+        raise ConfigError(why, field=experts.width_key)
+    copies = spare * (spec.shape[0] // E)
+    return replace(spec, shape=(spec.shape[0] + copies, *spec.shape[1:]), copies=copies)
 
 
 def dtype_of(params: Any, specs: Any) -> Any:
@@ -272,16 +367,22 @@ def abstract(specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
     )
 
 
-def make_mesh(tp: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A one-axis mesh of the first ``tp`` devices, Auto (shard_map refuses Explicit axes).
+def make_mesh(tp: int, devices: Sequence[Any] | None = None, ep: int = 1) -> Mesh:
+    """A mesh of the first ``ep * tp`` devices, Auto (shard_map refuses Explicit axes): of one axis, and of another one
+    outside of it where experts lie on different devices.
 
     Raises:
-        ConfigError: fewer devices than ``tp``.
+        ConfigError: fewer devices than that.
     """
     devices = list(jax.devices() if devices is None else devices)
-    if len(devices) < tp:
-        raise ConfigError(
-            f"tensor_parallel_size {tp} exceeds the {len(devices)} devices of this machine",
-            field="tensor_parallel_size",
+    if len(devices) < ep * tp:
+        asked = f"tensor_parallel_size {tp}" + (
+            f" times expert_parallel_size {ep}" if ep > 1 else ""
         )
-    return jax.make_mesh((tp,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tp])
+        raise ConfigError(
+            f"{asked} exceeds the {len(devices)} devices of this machine",
+            field="expert_parallel_size" if len(devices) >= tp else "tensor_parallel_size",
+        )
+    shape, names = ((ep, tp), (EXPERT_AXIS, AXIS)) if ep > 1 else ((tp,), (AXIS,))
+    types = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, names, axis_types=types, devices=devices[: ep * tp])

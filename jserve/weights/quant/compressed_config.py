@@ -112,7 +112,7 @@ def _block(weights: Mapping[str, Any], at: str) -> tuple[int, int]:
 
 
 def _activations(at: str, given: Any, is_float: bool, strategy: str, fmt: str) -> tuple[bool, bool]:
-    """Whether activations are rounded as the weights are, and by a scale of the checkpoint."""
+    """(activations are rounded as the weights are, and that by a scale of the checkpoint)."""
     if given is None:
         return False, False
     key = f"{at}.input_activations."

@@ -50,7 +50,7 @@ class Gptq:
         return 2 ** (self.bits - 1)
 
     def of(self, module: str) -> Gptq | None:
-        """How a module is quantised; None: it is not."""
+        """The settings of a module; None: it is not quantised."""
         if not is_linear(module) or (module == "lm_head" and not self.head):
             return None
         return next((own for pattern, own in self.rules if matches(module, pattern)), self)
