@@ -25,6 +25,7 @@ from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import resolve
 from tests.model.assembly import assemble_all
 from tests.model.driver import Driver
+from tests.text.test_gguf_tokenizer import QWEN2, header_of, trained
 from tests.weights import gguf_files as files
 from tests.weights.test_weights_quant import RULES, assert_equal, said, wide
 from tests.weights.weights_kit import tensors_of
@@ -479,3 +480,25 @@ def test_an_unknown_type_in_a_config_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         scheme_of(config, jnp.float32)
     assert caught.value.field == "quantization_config.types.a"
+
+
+@pytest.mark.slow
+def test_the_engine_serves_one_file(tmp_path: Path) -> None:
+    """Greedy tokens of the file, in its forms and widened."""
+    from jserve.llm import LLM
+    from jserve.sampling import SamplingParams
+
+    made = trained(QWEN2)
+    tokens = header_of(made, "qwen2", ("<s>", "</s>"))
+    tokens["tokenizer.chat_template"] = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    model = Written(tmp_path, "llama", CONFIG | {"vocab_size": 332}, MIXED, **tokens)
+    found = []
+    for asked in ("auto", "none"):
+        small = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 32}
+        options = small | {"dtype": "float32", "compile_cache": ""}
+        with LLM(str(model.path), quantization=asked, **options) as llm:
+            how = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+            [out] = llm.chat([[{"role": "user", "content": "hello there"}]], how)
+            found.append(out.outputs[0].token_ids)
+    assert len(found[0]) == 8
+    assert found[0] == found[1]
