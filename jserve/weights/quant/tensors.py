@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from jserve.weights.quant.scheme import Scheme
 from jserve.weights.safetensors import broken
 
 KEPT = 4
-"""Matrices that are kept: the most that make one parameter, and one more."""
+"""Matrices that are kept: the most that make one parameter of no experts, and one more."""
+KEPT_SCALES = 1024
+"""Matrices whose scales, zeros and the like are kept: those of a layer's experts."""
 ROUTERS = (".gate", ".router", ".shared_expert_gate")
 """Endings of their modules."""
 
@@ -45,6 +48,7 @@ class QuantisedTensors:
     def __init__(self, tensors: Tensors, scheme: Scheme) -> None:
         self._tensors, self._scheme = tensors, scheme
         self._kept: OrderedDict[str, Matrix] = OrderedDict()
+        self._scales: OrderedDict[str, Matrix] = OrderedDict()
         self.widened: set[str] = set()
         """Quantised modules that were asked for in the type of the model."""
 
@@ -72,16 +76,16 @@ class QuantisedTensors:
         self.check(name, shape, kinds)
         if isinstance(self._scheme.reader, Mxfp4Experts):
             return self._scheme.reader.part(self._tensors, module, ending, shape)
-        matrix = self._matrix(module)
-        if not ending:
-            self.widened.add(module)
-            return matrix.widened()
+        if ending:
+            return self._stored(module, ending, shape)
+        self.widened.add(module)
+        return self._matrix(module, self._kept).widened()
+
+    def _stored(self, module: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
+        matrix = self._matrix(module, self._kept if ending == NUMBERS else self._scales)
         if ending == NUMBERS:
-            return (
-                matrix.q
-                if shape[1] == matrix.q.shape[1]
-                else packed(matrix.q, self._kind(module, matrix))
-            )
+            as_they_are = shape[1] == matrix.q.shape[1]
+            return matrix.q if as_they_are else packed(matrix.q, self._kind(module, matrix))
         if ending == ORDER:
             return np.arange(shape[0], dtype=np.int32) if matrix.order is None else matrix.order
         if ending == INPUT:
@@ -125,13 +129,20 @@ class QuantisedTensors:
         assert form is not None, f"{module} is not quantised"
         return form.kind
 
-    def _matrix(self, module: str) -> Matrix:
-        if module not in self._kept:
-            self._kept[module] = self._scheme.reader.read(self._tensors, module)
-        self._kept.move_to_end(module)
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[module]
+    def _matrix(self, module: str, kept: OrderedDict[str, Matrix]) -> Matrix:
+        """A matrix, or of ``_scales`` one whose numbers may be missing."""
+        if module not in kept:
+            made = self._scheme.reader.read(self._tensors, module)
+            _keep(self._kept, KEPT, module, made)
+            _keep(self._scales, KEPT_SCALES, module, replace(made, q=np.empty((0, 0), np.int8)))
+        kept.move_to_end(module)
+        return kept[module]
+
+
+def _keep(kept: OrderedDict[str, Matrix], most: int, module: str, matrix: Matrix) -> None:
+    kept[module] = matrix
+    while len(kept) > most:
+        kept.popitem(last=False)
 
 
 def _parts(name: str) -> tuple[str, str]:
