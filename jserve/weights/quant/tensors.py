@@ -43,7 +43,7 @@ ROUTERS = (".gate", ".router", ".shared_expert_gate")
 class QuantisedTensors:
     """``tensors`` as the loader reads them: their quantised matrices by ``scheme``, all else as it is."""
 
-    __slots__ = ("_kept", "_scheme", "_tensors", "widened")
+    __slots__ = ("_kept", "_scales", "_scheme", "_tensors", "widened")
 
     def __init__(self, tensors: Tensors, scheme: Scheme) -> None:
         self._tensors, self._scheme = tensors, scheme
