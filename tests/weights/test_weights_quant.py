@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,30 +11,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jserve.errors import ConfigError, WeightsError
 from jserve.model.hand import Row
 from jserve.model.quant import Form, QTensor, widened
 from jserve.model.shard import ShardRules, make_mesh, partitions
 from jserve.model.view import Bucket
 from jserve.weights.convert import convert
-from jserve.weights.loader import adopted, load
+from jserve.weights.loader import load
 from jserve.weights.quant.gguf import FORMS as GGUF
 from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import resolve
 from tests.model.assembly import assemble_all
 from tests.model.driver import Driver
-from tests.weights.quant_files import E4M3, FORMATS as WHOLE, Format, compressed, gptq
+from tests.weights.quant_files import FORMATS as WHOLE, Format, compressed, gptq
 from tests.weights.quant_float_files import more
 from tests.weights.weights_kit import LLAMA, Model
 
 FORMATS = WHOLE | more(WHOLE["awq"])
+
+
 RULES = ShardRules()
+
+
 CONFIG = LLAMA | {
     "hidden_size": 64,
     "intermediate_size": 192,
     "head_dim": 16,
     "torch_dtype": "float32",
 }
+
+
 """Of two and four devices, each gets whole groups of some inputs, and parts of groups of others."""
 
 
@@ -215,15 +219,6 @@ def test_one_file_of_several_formats(tmp_path: Path) -> None:
         assert_equal(wide(loaded(model, tp)), want)
 
 
-def test_different_orders_of_one_matrix_are_refused(tmp_path: Path) -> None:
-    model = Written(
-        tmp_path, FORMATS["gptq ordered"], edited("k_proj.g_idx", lambda x: x[::-1].copy())
-    )
-    with pytest.raises(ConfigError, match="different orders"):
-        loaded(model)
-    loaded(model, 1, "none")
-
-
 def test_devices_that_share_ordered_inputs_get_them_wide(tmp_path: Path) -> None:
     layer = loaded(Written(tmp_path, FORMATS["gptq ordered"]), 2)["layers"][0]
     assert said(layer["down"]) == said(layer["o"]) == "wide"
@@ -304,58 +299,6 @@ def test_ignored_modules_stay_wide_and_take_their_fused_neighbours_along(tmp_pat
     assert_equal(wide(params), want)
 
 
-ON_LOAD = {"fp8": 2.0**-4, "int8": 1 / 254, "int8-weight-only": 1 / 254, "int4": 1 / 14}
-"""Most that a weight is off, in parts of the largest of its row or group; of e4m3 in parts of itself."""
-
-
-@pytest.mark.parametrize("asked", ON_LOAD)
-def test_on_load_a_weight_is_the_nearest_that_its_scale_has(tmp_path: Path, asked: str) -> None:
-    model = Model(tmp_path, CONFIG, np.float32).single()
-    exact = assemble_all(model.family.specs(model.arch, 1), model.tensors.__getitem__, jnp.float32)
-    rtn = loaded(model, 1, asked, json.dumps({"method": "rtn"}))
-    for name in ("qkv", "o", "gate_up", "down"):
-        x, w = rtn["layers"][0][name], np.asarray(exact["layers"][0][name])
-        assert isinstance(x, QTensor)
-        G = w.shape[-1] // x.scale.shape[-1]
-        top = np.abs(w.reshape(*w.shape[:-1], -1, G)).max(-1).repeat(G, axis=-1)
-        off = np.abs(np.asarray(widened(x)) - w)
-        allowed = np.maximum(np.abs(w), top / 448) if asked == "fp8" else top
-        assert (off <= 1.001 * ON_LOAD[asked] * allowed).all(), name
-    assert isinstance(rtn["unembed"], jax.Array), "lm_head is ignored unless it is asked for"
-
-
-@pytest.mark.parametrize("asked", ON_LOAD)
-def test_on_load_devices_get_what_one_gets(tmp_path: Path, asked: str) -> None:
-    model = Model(tmp_path, CONFIG, np.float32).single()
-    one, four = loaded(model, 1, asked), loaded(model, 4, asked)
-    for name in ("o", "gate_up", "down"):
-        want, got = (widened(params["layers"][0][name]) for params in (one, four))
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
-
-
-def test_a_clip_by_squared_error_beats_the_largest_weight(tmp_path: Path) -> None:
-    model = Model(tmp_path, CONFIG, np.float32).single()
-    errors = []
-    for method in ("rtn", "mse"):
-        x = loaded(model, 1, "int4", json.dumps({"method": method, "group_size": 64}))
-        w = model.tensors["model.layers.0.mlp.down_proj.weight"]
-        errors.append(float(np.sum((np.asarray(widened(x["layers"][0]["down"])) - w) ** 2)))
-    assert errors[1] < 0.97 * errors[0]
-
-
-@pytest.mark.parametrize("asked", ["int8", "int4"])
-def test_given_parameters_are_quantised_as_files_are(tmp_path: Path, asked: str) -> None:
-    model = Model(tmp_path, CONFIG, np.float32).single()
-    for tp in (1, 2):
-        from_file = loaded(model, tp, asked)
-        scheme = scheme_of(model.config, jnp.float32, asked)
-        family, mesh = quantised(model.family, scheme), make_mesh(tp)
-        given = assemble_all(
-            model.family.specs(model.arch, 1), model.tensors.__getitem__, jnp.float32
-        )
-        assert_equal(adopted(family, model.arch, given, mesh, RULES, jnp.float32), from_file)
-
-
 @pytest.mark.parametrize("name", ["awq", "float-quantized"])
 def test_convert_keeps_the_form(tmp_path: Path, name: str) -> None:
     model = Written(tmp_path / "m", FORMATS[name])
@@ -366,24 +309,6 @@ def test_convert_keeps_the_form(tmp_path: Path, name: str) -> None:
         how = (source, make_mesh(tp), RULES, jnp.float32)
         restored = load(family, model.arch, *how, scheme=scheme)
         assert_equal(wide(restored), wide(loaded(model, tp)))
-
-
-def test_devices_that_cut_stored_groups_are_refused(tmp_path: Path) -> None:
-    model = Written(tmp_path / "m", FORMATS["awq"])
-    source = convert(str(model.path), tmp_path / "out")
-    scheme = scheme_of(source.config, jnp.float32)
-    how = (source, make_mesh(4), RULES, jnp.float32)
-    with pytest.raises(ConfigError, match="cuts groups of 32"):
-        load(quantised(model.family, scheme), model.arch, *how, scheme=scheme)
-
-
-def test_params_beside_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None:
-    model = Written(tmp_path / "m", FORMATS["awq"])
-    scheme = scheme_of(model.config, jnp.float32)
-    how = (make_mesh(1), RULES, jnp.float32)
-    with pytest.raises(ConfigError) as caught:
-        adopted(quantised(model.family, scheme), model.arch, {}, *how)
-    assert caught.value.field == "quantization"
 
 
 def test_scales_of_kv_of_modelopt_come_along(tmp_path: Path) -> None:
@@ -416,40 +341,6 @@ def test_scales_of_kv_come_along(tmp_path: Path) -> None:
     assert_equal(wide(params), want)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("asked", ON_LOAD)
-def test_what_is_not_finite_is_not_rounded_away(tmp_path: Path, asked: str, bad: float) -> None:
-    """One value among all, where a sample does not look, and with the scan off."""
-    model = Model(tmp_path, CONFIG, np.float32)
-    name = "model.layers.1.mlp.up_proj.weight"
-    model.tensors[name][3, 5] = bad
-    with pytest.raises(WeightsError, match=r"up_proj\.weight: has values that are not finite"):
-        loaded(model.single(), 1, asked)
-
-
-def test_an_orbax_directory_is_quantised_on_load(tmp_path: Path) -> None:
-    model = Model(tmp_path / "m", CONFIG, np.float32).single()
-    source = convert(str(model.path), tmp_path / "out")
-    scheme = scheme_of(source.config, jnp.float32, "int4")
-    how = (source, make_mesh(2), RULES, jnp.float32)
-    got = load(quantised(model.family, scheme), model.arch, *how, scheme=scheme)
-    assert_equal(got, loaded(model, 2, "int4"))
-
-
-def test_dummy_weights_have_the_spread_of_wide_ones(tmp_path: Path) -> None:
-    model = Model(tmp_path, CONFIG, np.float32)
-    source = resolve(str(model.path), load_format="dummy")
-    for asked in ON_LOAD:
-        scheme = scheme_of(source.config, jnp.float32, asked)
-        family = quantised(model.family, scheme)
-        params = load(family, model.arch, source, make_mesh(1), RULES, jnp.float32, scheme=scheme)
-        for x in (params["layers"][0][name] for name in ("qkv", "down")):
-            assert isinstance(x, QTensor)
-            values = np.asarray(widened(x))
-            assert 0.01 < values.std() < 0.05, asked
-            assert abs(values.mean()) < 0.004
-
-
 def test_matrices_that_are_widened_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -470,172 +361,12 @@ def edited(ending: str, change: Any) -> Any:
     return edit
 
 
-def with_first(value: Any) -> Any:
-    def change(x: np.ndarray) -> np.ndarray:
-        x.reshape(-1)[0] = value
-        return x
-
-    return change
-
-
-def state(**changes: Any) -> Any:
-    def change(text: np.ndarray) -> np.ndarray:
-        given = json.loads(text.tobytes()) | changes
-        return np.frombuffer(json.dumps(given).encode(), np.uint8)
-
-    return change
-
-
-NAN8 = np.array([0x7F], np.uint8).view(E4M3)[0]
-FILES: dict[str, tuple[str, Any, str]] = {
-    "no scales": ("awq", edited("scales", lambda x: None), "missing"),
-    "short zeros": ("awq", edited("qzeros", lambda x: x[:, :-1]), "shape"),
-    "wrong type": ("awq", edited("qweight", lambda x: x.astype(np.int64)), "dtype"),
-    "another order": ("gptq 4 bits", edited("g_idx", lambda x: x[::-1].copy()), "order"),
-    "groups beyond": ("gptq ordered", edited("g_idx", with_first(99)), "names groups beyond"),
-    "groups below": ("gptq ordered", edited("g_idx", with_first(-1)), "names groups beyond"),
-    "uneven groups": ("gptq ordered", edited("g_idx", lambda x: np.sort(x) * 0), "more or less"),
-    "no scale of inputs": ("fp8 static", edited("input_scale", lambda x: None), "missing"),
-    "negative inputs": ("fp8 static", edited("input_scale", with_first(-1.0)), "positive"),
-    "another bound": ("fbgemm", edited("input_scale_ub", with_first(7.0)), "activation_scale_ub"),
-    "NaN power": ("mxfp4", edited("weight_scale", with_first(255)), "finite"),
-    "global scale of zero": ("nvfp4", edited("global_scale", with_first(0.0)), "positive"),
-    "half a matrix": ("modelopt nvfp4", edited("proj.weight", lambda x: x[:, :-1]), "groups"),
-    "state of no object": ("nf4", edited("__nf4", lambda x: x[:-1].copy()), "JSON"),
-    "long state": ("nf4", edited("__nf4", lambda x: np.zeros(5000, np.uint8)), "short"),
-    "state of blocks": ("nf4", edited("__nf4", state(blocksize=40)), "divide"),
-    "state of sizes": ("nf4", edited("__nf4", state(shape=[1 << 40, 1 << 40])), "blocks"),
-    "state of text": ("nf4", edited("__nf4", state(shape="ab")), "size"),
-    "another state": ("nf4", edited("__nf4", state(shape=[64, 32])), "shape"),
-    "layout of columns": ("bitsandbytes int8", edited("weight_format", with_first(2)), "layout"),
-    "zeros of no version": ("gptq 4 bits", edited("qzeros", with_first(0)), "symmetric"),
-    "scale of zero": ("float-quantized", edited("weight_scale", with_first(0.0)), "positive"),
-    "scale not finite": ("int-quantized", edited("weight_scale", with_first(np.inf)), "finite"),
-    "NaN": ("fp8", edited("proj.weight", with_first(NAN8)), "NaN"),
-    "blocks": ("fp8 blocks", edited("scale_inv", lambda x: x[:-1]), "shape"),
-    "shape of its own": ("pack-quantized", edited("weight_shape", with_first(63)), "weight_packed"),
-    "not quantised": (
-        "int-quantized",
-        edited("proj.weight", lambda x: x.astype(np.float32)),
-        "dtype",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_a_broken_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
-    name, edit, says = FILES[case]
-    model = Written(tmp_path, FORMATS[name], edit)
-    with pytest.raises(WeightsError, match=says) as caught:
-        loaded(model)
-    assert "model.safetensors:model.layers.0" in str(caught.value.field)
-    assert "\n" not in caught.value.message
-
-
-def group(**weights: Any) -> dict[str, Any]:
-    return {"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
-
-
-CT = FORMATS["pack-quantized"].config
-INT4 = CT["config_groups"]["group_0"]["weights"]
-GPTQ, NVFP4 = gptq(4, 32, True, 1).config, FORMATS["nvfp4"].config
-STATIC = FORMATS["float static"].config
-SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "method": ({"quant_method": "hqq"}, "quant_method"),
-    "no method": ({}, "quant_method"),
-    "awq bits": ({"quant_method": "awq", "bits": 8}, "bits"),
-    "awq version": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version"),
-    "gptq group": (GPTQ | {"group_size": 0}, "group_size"),
-    "gptq rule": (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 5}}}, "bits"),
-    "gptq pattern": (GPTQ | {"dynamic": {"-:(a+)+": {}}}, "dynamic.-:(a+)+"),
-    "fp8 static": (
-        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [8, 8]},
-        "activation_scheme",
-    ),
-    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [8]}, "weight_block_size"),
-    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 0}, "activation_scale_ub"),
-    "modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo"),
-    "modelopt names": (
-        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*" * 9]},
-        "exclude_modules",
-    ),
-    "both bits": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True},
-        "load_in_4bit",
-    ),
-    "storage": (
-        {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "bnb_4bit_quant_storage": "bfloat16",
-        },
-        "bnb_4bit_quant_storage",
-    ),
-    "auto-round": ({"quant_method": "auto-round", "packing_format": "x"}, "packing_format"),
-    "auto-round of modules": (
-        dict(FORMATS["auto-round awq"].config) | {"extra_config": {"a.b": {"bits": 2}}},
-        "extra_config.a.b",
-    ),
-    "format": (CT | {"format": "marlin-24"}, "format"),
-    "nvfp4 group": (
-        NVFP4 | group(num_bits=4, type="float", strategy="tensor_group", group_size=32),
-        "config_groups.g.weights.group_size",
-    ),
-    "asymmetric inputs": (
-        STATIC
-        | {
-            "config_groups": {
-                "g": STATIC["config_groups"]["group_0"]
-                | {"input_activations": {"num_bits": 8, "type": "float", "symmetric": False}}
-            }
-        },
-        "config_groups.g.input_activations.symmetric",
-    ),
-    "sparse": (CT | {"sparsity_config": {"format": "dense"}}, "sparsity_config"),
-    "bits": (CT | group(**INT4 | {"num_bits": 9}), "config_groups.g.weights.num_bits"),
-    "order": (CT | group(**INT4 | {"actorder": "random"}), "config_groups.g.weights.actorder"),
-    "slow pattern": (CT | {"ignore": ["re:(a+)+$"]}, "ignore"),
-    "no pattern": (CT | {"ignore": ["re:("]}, "ignore"),
-    "long pattern": (CT | {"ignore": ["re:" + "a" * 300]}, "ignore"),
-}
-
-
-@pytest.mark.parametrize("case", SETTINGS)
-def test_a_setting_that_is_not_served_is_refused_by_name(case: str) -> None:
-    config, key = SETTINGS[case]
-    with pytest.raises(ConfigError) as caught:
-        scheme_of({"quantization_config": config}, jnp.float32)
-    assert caught.value.field == f"quantization_config.{key}"
-
-
-@pytest.mark.parametrize(
-    ("asked", "options", "field"),
-    [
-        ("int9", "", "quantization"),
-        ("auto", '{"method": "mse"}', "quantization_config"),
-        ("int4", "[]", "quantization_config"),
-        ("int4", "{", "quantization_config"),
-        ("int4", '{"bits": 4}', "quantization_config"),
-        ("int4", '{"group_size": 48}', "quantization_config.group_size"),
-        ("int8", '{"group_size": 64}', "quantization_config.group_size"),
-        ("int4", '{"method": "best"}', "quantization_config.method"),
-        ("int4", '{"ignore": "lm_head"}', "quantization_config.ignore"),
-    ],
-)
-def test_an_option_that_is_not_valid_is_refused_by_name(
-    asked: str, options: str, field: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        scheme_of({}, jnp.float32, asked, options)
-    assert caught.value.field == field
-
-
 BESIDE: dict[str, tuple[str, Any]] = {
     "hf_quant_config.json": (
         "modelopt fp8",
         {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
     ),
-    "quantize_config.json": ("gptq 4 bits", GPTQ),
+    "quantize_config.json": ("gptq 4 bits", dict(FORMATS["gptq 4 bits"].config)),
     "quant_config.json": (
         "awq",
         {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"},
@@ -651,21 +382,3 @@ def test_a_config_of_its_own_file_is_read(tmp_path: Path, file: str) -> None:
     model.write_json("config.json", model.config)
     model.write_json(file, given)
     assert said(loaded(model)["layers"][0]["gate_up"]) == FORMATS[name].form
-
-
-def test_a_file_that_contradicts_its_config_is_refused_with_both_names(tmp_path: Path) -> None:
-    model = Written(tmp_path / "a", FORMATS["awq"])
-    del model.config["quantization_config"]
-    model.write_json("config.json", model.config)
-    with pytest.raises(WeightsError, match=r"proj\.weight: missing \(there is qweight, qzeros"):
-        loaded(model)
-    model = Model(tmp_path / "b", CONFIG, np.float32).single()
-    config = model.config | {"quantization_config": dict(FORMATS["awq"].config)}
-    model.write_json("config.json", config)
-    with pytest.raises(WeightsError, match=r"qweight: missing \(there is weight\)"):
-        loaded(model)
-
-
-def test_a_quantised_checkpoint_is_not_quantised_again() -> None:
-    with pytest.raises(ConfigError, match="already"):
-        scheme_of({"quantization_config": dict(CT)}, jnp.float32, "int8")
