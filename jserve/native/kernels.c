@@ -113,6 +113,8 @@ typedef struct {
   i64 groups;          /* of a row */
   RoundedRow *rounded; /* [L] */
   bf16 *room;          /* for the weights of a chunk, widened; of the thread alone */
+  i64 rows_ahead;      /* weight rows from a thread's chunk to its next one, about */
+  const char *next_chunk; /* of a product with weights in room: where the numbers of that begin */
 } Product;
 
 /* Results of rows i of the live ones go to y + row[i] * ld. */
@@ -573,7 +575,8 @@ T_BF16 INLINE void put(const __m512 *s, Target t, i64 i, i64 rows, i64 n, i64 co
 T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Target t, int two, int ahead) {
   const i64 K = p->K, pairs = up_to(K, 2) / 2;
   const uint32_t *x = (const uint32_t *)p->packed + i * pairs, *u = x + 16 * pairs;
-  const char *next = (const char *)(p->w + min64(n + 16, p->N - 1) * K);
+  const i64 per_weight = !p->next_chunk ? 16 : p->kind == INT4 ? 4 : 8; /* bytes of eight rows */
+  const char *next = p->next_chunk ? p->next_chunk + n * K * per_weight / 8 : (const char *)(p->w + min64(n + 16, p->N - 1) * K);
 #define BEGIN(r)                                                                                                       \
   const bf16 *w##r = p->w + min64(n + r, n1 - 1) * K;                                                                  \
   __m512 s##r = _mm512_setzero_ps(), t##r = s##r;
@@ -586,12 +589,12 @@ T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Ta
   i64 k = 0;
   for (; !two && k + 4 <= K; k += 4) {
     __m512i a = _mm512_loadu_si512(x + k * 8), b = _mm512_loadu_si512(x + k * 8 + 16);
-    if (ahead) _mm_prefetch(next + k * 16, _MM_HINT_T1);
+    if (ahead) _mm_prefetch(next + k * per_weight, _MM_HINT_T1);
     EIGHT(STEPS)
   }
   for (; k + 2 <= K; k += 2) {
     __m512i v, a = _mm512_loadu_si512(x + k * 8), b = two ? _mm512_loadu_si512(u + k * 8) : a;
-    if (ahead && k % 4 == 0) _mm_prefetch(next + k * 16, _MM_HINT_T1);
+    if (ahead && k % 4 == 0) _mm_prefetch(next + k * per_weight, _MM_HINT_T1);
     EIGHT(STEP)
   }
 #undef STEPS
@@ -969,6 +972,7 @@ static int product(int level, Product p, float *y, int fused, const FfiCall *cal
   if (p.L && !job->n_first) with->pack(&work.p, 0, p.L);
   const i64 rows = chunk_rows(N, K, p.L, fused);
   work.rows_per_chunk = rows;
+  work.p.rows_ahead = rows * pool_threads(call);
   work.n_column_chunks = p.L ? (N + rows - 1) / rows : 0;
   job->n_chunks = job->n_first + work.n_column_chunks + (M - p.L + ZEROED_AT_ONCE - 1) / ZEROED_AT_ONCE;
   job->chunk = fused ? gate_up_chunk : product_chunk;

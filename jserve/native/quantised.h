@@ -90,8 +90,13 @@ static int fits_quantised(const Product *p) {
 
 /* Results of weights that were widened without their scale. */
 static void scale_results(const Product *p, i64 n0, i64 n1, Target t) {
-  for (i64 i = 0; i < p->L; i++)
-    for (i64 n = n0; n < n1; n++) at(t, i)[n - n0] *= p->scale[n];
+  typedef float Some __attribute__((vector_size(64), aligned(4), may_alias));
+  for (i64 i = 0; i < p->L; i++) {
+    float *y = at(t, i);
+    i64 n = n0;
+    for (; n + 16 <= n1; n += 16) *(Some *)(y + n - n0) *= *(const Some *)(p->scale + n);
+    for (; n < n1; n++) y[n - n0] *= p->scale[n];
+  }
 }
 
 #define WIDENED(NAME)                                                                                                  \
@@ -100,6 +105,7 @@ static void scale_results(const Product *p, i64 n0, i64 n1, Target t) {
     Product wide = *p;                                                                                                 \
     wide.w = p->room;                                                                                                  \
     wide.N = n1 - n0;                                                                                                  \
+    wide.next_chunk = (const char *)numbers_of(p, n0 + p->rows_ahead);                                                 \
     NAME##_rows(&wide, 0, n1 - n0, t);                                                                                 \
     if (p->groups == 1) scale_results(p, n0, n1, t);                                                                   \
   }
@@ -173,8 +179,49 @@ T_BF16 INLINE void bf16_store16(bf16 *to, avx512f_f x) { _mm256_storeu_si256((__
 
 WIDENING(avx2, avx2, T_AVX2, 8, avx2_signed, avx2_unsigned, avx2_store16)
 WIDENING(avx512f, avx512f, T_AVX512F, 16, avx512f_signed, avx512f_unsigned, avx512f_store16)
-WIDENING(bf16, avx512f, T_BF16, 16, avx512f_signed, avx512f_unsigned, bf16_store16)
+WIDENING(any, avx512f, T_BF16, 16, avx512f_signed, avx512f_unsigned, bf16_store16)
 #undef WIDENING
+
+/* Numbers without groups or zeros, 32 at a time. */
+T_BF16 INLINE void bf16_widen_exactly(const Product *p, i64 n, bf16 *to, int kind) {
+  const char *row = weight_row(p, n, kind);
+  i64 k = 0;
+  for (; k + 32 <= p->K; k += 32) _mm512_storeu_si512(to + k, weights(row, k, kind));
+  widen_some(p, n, 0, k, p->K, to);
+}
+
+/* int4: a table has the weights of all sixteen numbers of a group; the four of a word are brought to the low bits of four
+ * words, which are what a permutation looks at, and then into the order of weights. */
+T_BF16 static void int4_widen(const Product *p, i64 n, bf16 *to) {
+  const __m512i shifts = _mm512_set_epi64(0x000c000c000c000c, 0x000c000c000c000c, 0x0008000800080008, 0x0008000800080008,
+                                          0x0004000400040004, 0x0004000400040004, 0, 0);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                         20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512 every = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+  const i64 G = p->K / p->groups;
+  const uint8_t *row = numbers_of(p, n);
+  for (i64 g = 0; g < p->groups; g++) {
+    __m512 of = _mm512_sub_ps(every, _mm512_set1_ps(zero_of(p, n, g)));
+    const __m512i table = _mm512_broadcast_i64x4(rounded(_mm512_mul_ps(of, _mm512_set1_ps(scale_of(p, n, g)))));
+    for (i64 k = g * G; k < (g + 1) * G; k += 32) {
+      __m512i v = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(row + k / 2)));
+      v = _mm512_permutexvar_epi16(_mm512_srlv_epi16(v, shifts), table);
+      _mm512_storeu_si512(to + k, _mm512_permutexvar_epi16(order, v));
+    }
+  }
+}
+
+T_BF16 static void bf16_widen(const Product *p, i64 n, bf16 *to) {
+  const int row_scales = p->groups == 1 && !p->zero;
+  if (p->kind == INT4 && p->K / p->groups % 32 == 0)
+    int4_widen(p, n, to);
+  else if (p->kind == INT8 && row_scales)
+    bf16_widen_exactly(p, n, to, INT8);
+  else if (p->kind == E4M3 && row_scales)
+    bf16_widen_exactly(p, n, to, E4M3);
+  else
+    any_widen(p, n, to);
+}
 WIDENED(avx2)
 WIDENED(avx512f)
 WIDENED(bf16)
