@@ -9,12 +9,16 @@ import numpy as np
 from jserve.model import native
 from jserve.model.quant import QTensor, rounded
 
+INT4_ROWS = 64
+"""Rows of a product with int4 up to which any level beats XLA, which unpacks the matrix in memory."""
+
 
 def takes(x_TD: jax.Array, w: QTensor) -> bool:
     """True if the kernels in use multiply these. Of activations that are rounded they take one scale a token."""
-    form = w.form
+    form, level, T = w.form, native.kernels.value, len(x_TD)
     fits = not form.rounded or not (form.group or form.zeros)
-    return fits and w.dtype == jnp.bfloat16 and native.takes_rows(native.kernels.value, len(x_TD))
+    few = native.takes_rows(level, T) or (form.kind == "int4" and bool(level) and T <= INT4_ROWS)
+    return fits and few and w.dtype == jnp.bfloat16
 
 
 def fuses(w: QTensor) -> bool:

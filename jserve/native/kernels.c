@@ -1843,24 +1843,61 @@ EXPORT int jserve_run_quantised(int level, int kind, const float *x, const void 
          product(level, p, y, fused, NULL);
 }
 
+static uint32_t drawn(uint32_t *state) { return (*state = *state * 1664525u + 1013904223u) >> 8; }
+static float drawn_float(uint32_t *state) { return (float)drawn(state) / (1 << 24) - 0.5f; }
+
+/* Sizes of the products that a level is checked by. */
+enum { CHECK_M = 19, CHECK_N = 21, CHECK_K = 96 };
+static const int CHECK_ROWS[] = {1, 3, 8, 9, CHECK_M};
+
+static int agree(const float *got, const float *want, int n) {
+  for (int i = 0; i < n; i++)
+    if (!(fabsf(got[i] - want[i]) < 1e-3f)) return 0;
+  return 1;
+}
+
+static int check_wide(int level, const float *x, int fused, uint32_t *state) {
+  enum { K = 75 };
+  float want[CHECK_M * CHECK_N], got[CHECK_M * CHECK_N];
+  bf16 w[2 * CHECK_N * K];
+  for (int i = 0; i < 2 * CHECK_N * K; i++) w[i] = narrow(drawn_float(state));
+  for (size_t r = 0; r < sizeof CHECK_ROWS / sizeof *CHECK_ROWS; r++) {
+    const int M = CHECK_ROWS[r];
+    if (!jserve_run_product(level, x, w, got, M, CHECK_N, K, fused)) return 0;
+    if (!jserve_run_product(PLAIN, x, w, want, M, CHECK_N, K, fused) || !agree(got, want, M * CHECK_N)) return 0;
+  }
+  return 1;
+}
+
+/* Scales are powers of two, with which widening rounds nothing. */
+static int check_quantised(int level, const float *x, int kind, int fused, uint32_t *state) {
+  const int groups = kind == INT4 ? 3 : 1;
+  float want[CHECK_M * CHECK_N], got[CHECK_M * CHECK_N], scale[2 * CHECK_N * 3];
+  uint8_t q[2 * CHECK_N * CHECK_K];
+  int8_t zero[2 * CHECK_N * 3];
+  for (int i = 0; i < 2 * CHECK_N * CHECK_K; i++) q[i] = (uint8_t)(drawn(state) & (kind == E4M3 ? 0xbf : 0xff));
+  for (int i = 0; i < 2 * CHECK_N * 3; i++)
+    scale[i] = ldexpf(1, -9 + (int)(drawn(state) & 1)), zero[i] = (int8_t)(drawn(state) % 15) - 7;
+  for (size_t r = 0; r < sizeof CHECK_ROWS / sizeof *CHECK_ROWS; r++) {
+    const int M = CHECK_ROWS[r];
+    const int8_t *zeros = kind == INT4 ? zero : NULL;
+    if (!jserve_run_quantised(level, kind, x, q, scale, zeros, groups, got, M, CHECK_N, CHECK_K, fused)) return 0;
+    if (!jserve_run_quantised(PLAIN, kind, x, q, scale, zeros, groups, want, M, CHECK_N, CHECK_K, fused)) return 0;
+    if (!agree(got, want, M * CHECK_N)) return 0;
+  }
+  return 1;
+}
+
 /* Small products of a level against plain C: 1 where they agree. */
 EXPORT int jserve_self_check(int level) {
-  enum { M = 19, N = 21, K = 75 };
-  static const int rows[] = {1, 3, 8, 9, M};
-  float x[M * K], want[M * N], got[M * N];
-  bf16 w[2 * N * K];
+  float x[CHECK_M * CHECK_K];
   uint32_t state = 1;
-#define DRAW() ((float)((state = state * 1664525u + 1013904223u) >> 8) / (1 << 24) - 0.5f)
-  for (int i = 0; i < M * K; i++) x[i] = DRAW();
-  for (int i = 0; i < 2 * N * K; i++) w[i] = narrow(DRAW());
-#undef DRAW
-  memset(x + 2 * K, 0, K * sizeof *x);
-  for (int fused = 0; fused < 2; fused++)
-    for (size_t r = 0; r < sizeof rows / sizeof *rows; r++) {
-      if (!jserve_run_product(level, x, w, got, rows[r], N, K, fused)) return 0;
-      if (!jserve_run_product(PLAIN, x, w, want, rows[r], N, K, fused)) return 0;
-      for (int i = 0; i < rows[r] * N; i++)
-        if (!(fabsf(got[i] - want[i]) < 1e-3f)) return 0;
-    }
+  for (int i = 0; i < CHECK_M * CHECK_K; i++) x[i] = drawn_float(&state);
+  memset(x + 2 * CHECK_K, 0, CHECK_K * sizeof *x);
+  for (int fused = 0; fused < 2; fused++) {
+    if (!check_wide(level, x, fused, &state)) return 0;
+    for (int kind = INT8; kind < N_KINDS; kind++)
+      if (!check_quantised(level, x, kind, fused, &state)) return 0;
+  }
   return 1;
 }
