@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -26,7 +27,7 @@ class Weights:
     """float32[N, groups]."""
     zero: np.ndarray | None = None
 
-    @property
+    @cached_property
     def numbers(self) -> np.ndarray:
         """float64[N, K]."""
         if self.kind == "int4":
@@ -35,7 +36,7 @@ class Weights:
             return halves.reshape(len(self.q), -1)
         return self.q.astype(np.float64)
 
-    @property
+    @cached_property
     def wide(self) -> np.ndarray:
         """float64[N, K]: the weights."""
         N, groups = self.scale.shape
