@@ -5,7 +5,7 @@
 MODEL is a shape of ``bench.models`` or a directory with a config.json (default: llama-60m); weights are random. Forms
 are names of ``--quantization``. A turn runs one call of each side, A B A B, with the kernels; ratios are medians over
 turns of the time in bfloat16 over that of the form. ``xla_ms`` is the form without the kernels, a few calls behind the
-turns. GB/s counts each stored byte once, beside what reading memory alone reaches.
+turns; 0 with ``--no-xla``. GB/s counts each stored byte once, beside what reading memory alone reaches.
 """
 
 from __future__ import annotations
@@ -73,7 +73,13 @@ def seconds_of(call: Call) -> float:
 
 
 def measure(
-    name: str, forms: Sequence[str], rows: Sequence[int], context: int, level: str, turns: int
+    name: str,
+    forms: Sequence[str],
+    rows: Sequence[int],
+    context: int,
+    level: str,
+    turns: int,
+    with_xla: bool,
 ) -> list[dict[str, Any]]:
     """Lines of the record of one model."""
     pages = -(-context // PAGE)
@@ -92,7 +98,8 @@ def measure(
             times = in_turns(before, ours, turns)
             line = {"model": Path(name).name, "form": form, "rows": n}
             line |= {"bf16_ms": times["xla_ms"], "form_ms": times["native_ms"]}
-            line |= {"ratio": times["ratio"], "xla_ms": round(seconds_of(xla) * 1e3, 3)}
+            seconds = seconds_of(xla) if with_xla else 0.0
+            line |= {"ratio": times["ratio"], "xla_ms": round(seconds * 1e3, 3)}
             line["gb_s"] = round(stored / line["form_ms"] / 1e6, 1)
             line["read_gb_s"] = round(read_gb_s(), 1)
             line["of_bytes"] = round(stored / of_bf16, 3)
@@ -110,12 +117,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.quantised", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("models", nargs="*", default=["llama-60m"], metavar="MODEL")
-    forms = "int8,int8-weight-only,int4,fp8"
-    parser.add_argument("--forms", default=forms, help=f"names of --quantization ({forms})")
+    every = "int8,int8-weight-only,int4,fp8"
+    parser.add_argument("--forms", default=every, help=f"names of --quantization ({every})")
     parser.add_argument("--rows", default="1,16", help="numbers of rows (1,16)")
     parser.add_argument("--context", type=int, default=320, help="tokens of each sequence (320)")
     parser.add_argument("--level", default="", help="a lower level of the kernels")
     parser.add_argument("--turns", type=int, default=15, help="calls of either side (15)")
+    parser.add_argument("--no-xla", action="store_true", help="leave out XLA's products")
     parser.add_argument("--json", type=Path, default=None, help="result file to write")
     args = parser.parse_args(argv)
     rows = [int(n) for n in args.rows.split(",")]
@@ -123,11 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not level:
         parser.error(f"there are no kernels: {reason}")
     print(HEAD, flush=True)
-    lines = [
-        line
-        for name in args.models
-        for line in measure(name, args.forms.split(","), rows, args.context, level, args.turns)
-    ]
+    forms, how = args.forms.split(","), (args.context, level, args.turns, not args.no_xla)
+    lines = [line for name in args.models for line in measure(name, forms, rows, *how)]
     if args.json is not None:
         options = {"level": level, "context": args.context, "turns": args.turns}
         report.write(record("quantised", options, lines), args.json)
