@@ -93,12 +93,13 @@ def measure(
         numbers = drawn_numbers(model.abstract_params())
         stored, of_bf16 = size(numbers), size(params)
         for n in rows:
-            _, before = decode(wide, params, n, context, level)
-            xla, ours = decode(model, numbers, n, context, level)
+            before = decode(wide, params, n, context, level)
+            ours = decode(model, numbers, n, context, level)
             times = in_turns(before, ours, turns)
             line = {"model": Path(name).name, "form": form, "rows": n}
             line |= {"bf16_ms": times["xla_ms"], "form_ms": times["native_ms"]}
-            seconds = seconds_of(xla) if with_xla else 0.0
+            xla = decode(model, numbers, n, context, "") if with_xla else None
+            seconds = seconds_of(xla) if xla else 0.0
             line |= {"ratio": times["ratio"], "xla_ms": round(seconds * 1e3, 3)}
             line["gb_s"] = round(stored / line["form_ms"] / 1e6, 1)
             line["read_gb_s"] = round(read_gb_s(), 1)
