@@ -576,7 +576,8 @@ T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Ta
   const i64 K = p->K, pairs = up_to(K, 2) / 2;
   const uint32_t *x = (const uint32_t *)p->packed + i * pairs, *u = x + 16 * pairs;
   const i64 per_weight = !p->next_chunk ? 16 : p->kind == INT4 ? 4 : 8; /* bytes of eight rows */
-  const char *next = p->next_chunk ? p->next_chunk + n * K * per_weight / 8 : (const char *)(p->w + min64(n + 16, p->N - 1) * K);
+  const char *next = (const char *)(p->w + min64(n + 16, p->N - 1) * K);
+  if (p->next_chunk) next = p->next_chunk + n * K * per_weight / 8;
 #define BEGIN(r)                                                                                                       \
   const bf16 *w##r = p->w + min64(n + r, n1 - 1) * K;                                                                  \
   __m512 s##r = _mm512_setzero_ps(), t##r = s##r;

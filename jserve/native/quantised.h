@@ -391,8 +391,10 @@ T_VNNI static void vnni_four_by_four(const Product *p, i64 n0, i64 n1, Target t)
         const char *next = w[0] + 4 * (K + k);
         NEXT(0) NEXT(1) NEXT(2) NEXT(3)
         const __mmask64 there = first_bytes(K - k);
-        __m512i v0 = plus_128(_mm512_maskz_loadu_epi8(there, w[0] + k)), v1 = plus_128(_mm512_maskz_loadu_epi8(there, w[1] + k));
-        __m512i v2 = plus_128(_mm512_maskz_loadu_epi8(there, w[2] + k)), v3 = plus_128(_mm512_maskz_loadu_epi8(there, w[3] + k));
+        __m512i v0 = plus_128(_mm512_maskz_loadu_epi8(there, w[0] + k));
+        __m512i v1 = plus_128(_mm512_maskz_loadu_epi8(there, w[1] + k));
+        __m512i v2 = plus_128(_mm512_maskz_loadu_epi8(there, w[2] + k));
+        __m512i v3 = plus_128(_mm512_maskz_loadu_epi8(there, w[3] + k));
         __m512i u = _mm512_loadu_si512(x + k);
         a0 = dp8(a0, v0, u), a1 = dp8(a1, v1, u), a2 = dp8(a2, v2, u), a3 = dp8(a3, v3, u);
         u = _mm512_loadu_si512(x + width + k);
@@ -558,10 +560,8 @@ T_BF16 INLINE __m512 lane_scales(const float *row, Groups g, int wide) {
 }
 T_BF16 INLINE __m512 lane_zeros(const int8_t *row, Groups g, int wide) {
   if (wide) return _mm512_set1_ps(row[g.group]);
-  int8_t some[4] = {0};
-  for (int i = 0; i < 4; i++)
-    if (g.there >> i & 1) some[i] = row[g.group + i];
-  __m128 four = _mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_loadu_si32(some)));
+  __m128i some = _mm_maskz_loadu_epi8((__mmask16)g.there, row + g.group);
+  __m128 four = _mm_cvtepi32_ps(_mm_cvtepi8_epi32(some));
   return _mm512_permutexvar_ps(g.lane, _mm512_castps128_ps512(four));
 }
 
