@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def widens(w: Weights, level: str, M: int) -> bool:
     return groups > 1 and not (in_registers and level == LEVELS[-1] and M <= FEW)
 
 
-def check(library: Library, level: str, x: np.ndarray, w: Weights, **how: object) -> None:
+def check(library: Library, level: str, x: np.ndarray, w: Weights, **how: Any) -> None:
     got, want = multiply(library, level, x, w, **how), exact(x, w, widened=widens(w, level, len(x)))
     if how.get("fused"):
         want = quantised.silu(want)
