@@ -24,6 +24,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 KINDS = {
@@ -233,8 +234,11 @@ def rounded(
         assert input_scale is not None, "a static form has scales of activations"
         scale_TB = jnp.where(finite_TB, jnp.max(input_scale), jnp.nan)
     else:
+        # XLA divides by a constant like this anyway; the native kernels do as it says here.
         held_TB = jnp.minimum(most_TB, form.bound) if form.bound else most_TB
-        scale_TB = jnp.where(most_TB == 0, 1.0, jnp.where(finite_TB, held_TB, jnp.nan)) / top
+        scale_TB = jnp.where(
+            most_TB == 0, 1.0, jnp.where(finite_TB, held_TB, jnp.nan)
+        ) * np.float32(1 / top)
     x_TBG = x_TBG / scale_TB[..., None]
     if form.static or form.bound:
         x_TBG = jnp.clip(x_TBG, -top, top)
