@@ -91,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
         "shapes",
         "pallas_kernels",
     },
+    "quality": {"build", "feed", "model", "outputs", "prompts", "text", "weights"},
     "progress": set(),
     "plugins": set(),
     "commands": {
@@ -103,6 +104,7 @@ ALLOWED: dict[str, set[str]] = {
         "sim",
         "sizing",
         "native",
+        "quality",
     },
     "outputs": {"text"},
     "feed": {"engine"},
@@ -110,7 +112,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"build", "prompts", "outputs", "progress", "feed", "engine", "text"},
     "foreign": set(),
     "cli_options": {"foreign"},
-    "cli": {"cli_options", "build", "commands", "llm", "engine"},
+    "cli": {"cli_options", "build", "commands", "llm", "engine", "quality", "weights"},
     "build": set(),
     "__init__": set(),
 }
