@@ -1,4 +1,5 @@
-"""The command line: ``jserve serve | generate | chat | run-batch | convert | quantize | quality | plan | simulate | bench | native | env``.
+"""The command line: ``jserve serve | generate | chat | run-batch | convert | quantize | quality | plan | simulate |
+bench | native | env``.
 
 It owns the commands and exit codes; the only file that reads ``os.environ`` and ``sys.argv`` (``xla`` has what is
 passed to XLA). Imports neither jax nor transformers at module level: ``--help`` must be quick. Results go to stdout,
@@ -223,12 +224,12 @@ def quantize(
     config: Annotated[str, typer.Option(help="JSON object with ignore and group_size")] = "",
 ) -> None:
     """Quantise a model a layer at a time, as a compressed-tensors directory. An unfinished job goes on."""
-    from jserve import commands
+    from jserve import quant_commands
     from jserve.weights.offline.wish import Wish
 
     with reported():
         wish = Wish(scheme=scheme, method=method, smooth=smooth, rotate=rotate, config=config)
-        commands.quantize(source, target, wish, calibration, err)
+        quant_commands.quantize(source, target, wish, calibration, err)
         typer.echo(str(target))
 
 
@@ -266,7 +267,7 @@ def quality(
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
     """Judge a quantised model beside its reference, on the engine that serves it."""
-    from jserve import commands
+    from jserve import quant_commands
     from jserve.quality.run import Asked
 
     asked = Asked(
@@ -276,7 +277,7 @@ def quality(
         drift=drift,
         directory=references or Path.home() / ".cache" / "jserve" / "quality",
     )
-    code = commands.quality(config, asked, gate, report, as_json=as_json, console=err)
+    code = quant_commands.quality(config, asked, gate, report, as_json=as_json, console=err)
     raise typer.Exit(code)
 
 

@@ -1,6 +1,6 @@
 """The error of each matrix product of a model, beside its reference on the reference's own activations.
 
-It finds one broken tensor among many: a matrix with doubled scales is off by its own size, the layers behind it are not.
+It finds one broken tensor among many: a matrix with doubled scales is off by its own size, other layers are not.
 """
 
 from __future__ import annotations

@@ -1,18 +1,22 @@
 """Compares two models on the same tokens: divergence, agreement, perplexity, with 95 % intervals.
 
-It owns the arithmetic alone, in numpy. Both models give their most likely ids; the ids that both name count one by one,
-and all else together, so a divergence is a lower bound of the true one.
+It owns the arithmetic alone, in numpy. Both models give their most likely ids, so a divergence is a lower bound of the
+true one: what lies beyond both lists counts as one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 RESAMPLES = 1000
 ROWS = 64
 """Tokens that are compared at once."""
+NOISE = 1e-6
+"""Of a sum of probabilities in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +55,8 @@ class Metric:
 def compared(reference: Scores, model: Scores, n_vocab: int) -> Compared:
     """``model`` beside ``reference``; both of the same tokens."""
     n = len(reference.logprob_n)
-    kl = [
-        _divergence(
-            *(x[i : i + ROWS] for x in (reference.ids_nK, reference.top_nK)),
-            *(x[i : i + ROWS] for x in (model.ids_nK, model.top_nK)),
-            n_vocab,
-        )
-        for i in range(0, n, ROWS)
-    ]
+    cuts = [slice(i, i + ROWS) for i in range(0, n, ROWS)]
+    kl = [_divergence(_cut(reference, cut), _cut(model, cut), n_vocab) for cut in cuts]
     return Compared(
         kl_n=np.concatenate(kl) if kl else np.zeros(0),
         same_n=reference.ids_nK[:, 0] == model.ids_nK[:, 0],
@@ -66,24 +64,37 @@ def compared(reference: Scores, model: Scores, n_vocab: int) -> Compared:
     )
 
 
+def _cut(scores: Scores, cut: slice) -> tuple[np.ndarray, np.ndarray]:
+    return scores.ids_nK[cut], scores.top_nK[cut]
+
+
 def _divergence(
-    p_ids: np.ndarray, p_top: np.ndarray, q_ids: np.ndarray, q_top: np.ndarray, n_vocab: int
+    reference: tuple[np.ndarray, np.ndarray], model: tuple[np.ndarray, np.ndarray], n_vocab: int
 ) -> np.ndarray:
-    """float64[n]: KL(p || q) over the ids that both name, and the rest as one."""
-    rows = np.arange(len(p_ids))[:, None]
-    q_nV = np.full((len(p_ids), n_vocab), np.nan)
-    q_nV[rows, np.where(np.isfinite(q_top), q_ids, q_ids[:, :1])] = np.where(
-        np.isfinite(q_top), q_top, q_top[:, :1]
-    )
-    log_p, log_q = p_top.astype(np.float64), q_nV[rows, p_ids]
-    both = np.isfinite(log_p) & np.isfinite(log_q)
-    p = np.where(both, np.exp(log_p), 0.0)
-    q = np.where(both, np.exp(log_q), 0.0)
-    within = np.sum(p * np.where(both, log_p - log_q, 0.0), axis=1)
+    """float64[n]: at least KL(reference || model), exact but for what lies beyond both lists.
+
+    An id that the model does not list is at most as likely as the last one that it lists; all ids that the reference
+    does not list count as one. Infinite where the model gives no numbers.
+    """
+    (p_ids, p_top), (q_ids, q_top) = reference, model
+    listed = np.isfinite(q_top)
+    rows, n_listed = np.arange(len(q_ids))[:, None], np.maximum(listed.sum(axis=1), 1)
+    last_n1 = q_top[rows, n_listed[:, None] - 1].astype(np.float64)
+    q_nV = np.broadcast_to(last_n1, (len(q_ids), n_vocab)).copy()
+    both_nV = np.zeros((len(q_ids), n_vocab), bool)
+    q_nV[np.nonzero(listed)[0], q_ids[listed]] = q_top[listed]
+    both_nV[np.nonzero(listed)[0], q_ids[listed]] = True
+    known = np.isfinite(p_top)
+    log_p, log_q = np.where(known, p_top, 0.0).astype(np.float64), q_nV[rows, p_ids]
+    p = np.where(known, np.exp(log_p), 0.0)
+    q = np.where(known & both_nV[rows, p_ids], np.exp(log_q), 0.0)
+    within = np.sum(p * np.where(known, log_p - log_q, 0.0), axis=1)
     p_rest, q_rest = (np.clip(1.0 - x.sum(axis=1), 0.0, 1.0) for x in (p, q))
-    seen = (p_rest > 1e-6) & (q_rest > 0)
-    rest = p_rest * np.log(np.where(seen, p_rest, 1.0) / np.where(seen, q_rest, 1.0))
-    return np.maximum(within + rest, 0.0)
+    counts = p_rest > NOISE
+    rest = np.where(
+        counts, p_rest * np.log(np.maximum(p_rest, NOISE) / np.maximum(q_rest, NOISE)), 0
+    )
+    return np.where(np.isfinite(within), np.maximum(within + rest, 0.0), np.inf)
 
 
 def metrics(found: Compared, text_n: np.ndarray) -> dict[str, Metric]:
@@ -92,14 +103,12 @@ def metrics(found: Compared, text_n: np.ndarray) -> dict[str, Metric]:
     Args:
         text_n: int, the number of the text that each token belongs to, from 0 on, in order.
     """
-    starts = np.flatnonzero(np.diff(text_n, prepend=-1))
-    ends = np.append(starts[1:], len(text_n))
+    texts = np.split(np.arange(len(text_n)), np.flatnonzero(np.diff(text_n)) + 1)
     rng = np.random.default_rng(0)
-    picks = rng.integers(0, len(starts), (RESAMPLES, len(starts)))
-    samples = [np.concatenate([np.arange(starts[i], ends[i]) for i in row]) for row in picks]
+    picks = rng.integers(0, len(texts), (RESAMPLES, len(texts)))
+    samples = [np.concatenate([texts[i] for i in row]) for row in picks]
 
-    def of(values_n: np.ndarray, how: object) -> Metric:
-        assert callable(how)
+    def of(values_n: np.ndarray, how: Callable[[np.ndarray], Any]) -> Metric:
         drawn = [how(values_n[at]) for at in samples]
         low, high = np.percentile(drawn, [2.5, 97.5])
         return Metric(float(how(values_n)), float(low), float(high))

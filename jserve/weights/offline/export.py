@@ -22,7 +22,7 @@ def tensors_of(spec: ParamSpec, array: np.ndarray) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     at = 0
     for part in spec.parts:
-        assert not part.cut and not part.scales, f"{part.name} has a layout of its own"
+        assert not any([part.cut, part.scales]), f"{part.name} has a layout of its own"
         n = part.view[spec.concat] * (part.repeat if spec.concat == 0 else 1)
         piece = np.take(array, range(at, at + n), axis=spec.concat)
         at += n

@@ -1,7 +1,7 @@
 """Changes of a layer that leave its function as it is: inputs of a matrix divided by scales, and rotations.
 
-It owns who takes what up: a norm, the rows of ``up`` or of the values gives back what the matrix behind it takes, and the
-residual stream turns with everything that reads or writes it. Parameters are float32, in the layout of one device.
+It owns who takes what up: a norm, the rows of ``up`` or of the values gives back what the matrix behind it takes, and
+the residual stream turns with everything that reads or writes it. Parameters are float32, in the layout of one device.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def alike(spec: DecoderLayer, product: str, values_D: np.ndarray) -> np.ndarray:
 def divided(
     arch: Arch, spec: DecoderLayer, p: Layer, product: str, s_D: np.ndarray, dtype: Any
 ) -> tuple[Layer, np.ndarray]:
-    """``p`` with the inputs of ``product`` divided by ``s_D``, and the scales that it took: a norm's weights are rounded
-    to ``dtype``, and the matrix takes up what they really have."""
+    """``p`` with the inputs of ``product`` divided by ``s_D``, and the scales that it took: a norm's weights are
+    rounded to ``dtype``, and the matrix takes up what they really have."""
     p = dict(p)
     if product in NORMS:
         plus = 1.0 if arch.norm.plus_one else 0.0

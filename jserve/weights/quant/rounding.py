@@ -24,7 +24,8 @@ METHODS = ("rtn", "mse", "hqq")
 CLIPS = 20
 """Clips that ``mse`` tries, each a hundredth of the largest weight less."""
 STEPS, POWER, BETA, GROWTH = 20, 0.7, 10.0, 1.05
-"""Of ``hqq``: steps, the power of an error that is summed, and how strongly errors are kept, at first and a step more."""
+"""Of ``hqq``: steps, the power of an error that is summed, how strongly errors are kept at first, and by what factor
+more a step later."""
 
 
 def quantised(w_ND: np.ndarray, form: Form) -> Matrix:
