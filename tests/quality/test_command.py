@@ -110,7 +110,7 @@ def test_a_quantised_checkpoint_needs_a_reference(tmp_path: Path) -> None:
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "config.json").write_text(config)
     quantised = EngineConfig.of(model=str(tmp_path))
-    with pytest.raises(ConfigError, match="is quantised .fp8.; name the model") as caught:
+    with pytest.raises(ConfigError, match=r"is quantised \(fp8\); name the model") as caught:
         reference_config(quantised, "")
     assert caught.value.field == "reference"
     assert reference_config(quantised, str(source.directory)).model.model == str(source.directory)
