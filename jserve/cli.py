@@ -268,9 +268,9 @@ def quality(
 ) -> None:
     """Judge a quantised model beside its reference, on the engine that serves it."""
     from jserve import quant_commands
-    from jserve.quality.run import Asked
+    from jserve.quality.run import QualityWish
 
-    asked = Asked(
+    asked = QualityWish(
         reference=reference,
         text=text,
         questions=questions,

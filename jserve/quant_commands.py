@@ -12,7 +12,7 @@ from jserve.errors import ConfigError
 from jserve.progress import start_progress
 
 if TYPE_CHECKING:
-    from jserve.quality.run import Asked
+    from jserve.quality.run import QualityWish
     from jserve.weights.offline.wish import Wish
 
 
@@ -38,7 +38,7 @@ def quantize(source: str, target: Path, wish: Wish, calibration: Path | None, co
 
 def quality(
     config: EngineConfig,
-    asked: Asked,
+    asked: QualityWish,
     gate: Path | None,
     report: Path | None,
     *,

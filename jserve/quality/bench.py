@@ -12,7 +12,7 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.feed import Feed
 from jserve.outputs import failure_of
-from jserve.quality.metrics import Scores
+from jserve.quality.metrics import TokenScores
 from jserve.quality.texts import Question
 from jserve.request_options import RequestOptions
 from jserve.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
@@ -61,7 +61,7 @@ class Bench:
         if longest > most:
             raise ConfigError(f"text: {longest} tokens, the model takes {most}", field="text")
 
-    def scores(self, texts: Sequence[Sequence[int]]) -> Iterator[Scores]:
+    def scores(self, texts: Sequence[Sequence[int]]) -> Iterator[TokenScores]:
         """What the model says of each text but its first token, some texts at a time, in order."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP)
         for i in range(0, len(texts), AT_ONCE):
@@ -110,8 +110,8 @@ def _first(outputs: list[Output]) -> list[TokenLogprob]:
     return [entry for entry in entries if entry is not None]
 
 
-def _scores(entries: list[TokenLogprob]) -> Scores:
-    return Scores(
+def _scores(entries: list[TokenLogprob]) -> TokenScores:
+    return TokenScores(
         logprob_n=np.array([entry.logprob for entry in entries], np.float32),
         ids_nK=np.array([entry.top_ids for entry in entries], np.int32),
         top_nK=np.array([entry.top_logprobs for entry in entries], np.float32),

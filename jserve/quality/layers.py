@@ -19,7 +19,7 @@ from jserve.model.families import family_for
 from jserve.model.layer_pass import PRODUCTS, check_dense, layer_pass
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.weights.loader import load_tree
-from jserve.weights.offline.calibration import Stream
+from jserve.weights.offline.calibration import LayerStream
 from jserve.weights.quant.scheme import Scheme, quantised
 from jserve.weights.source import Source
 
@@ -78,7 +78,7 @@ def layer_errors(
     give back, whose outputs show them. Empty: the models have different streams, as after a rotation.
     """
     arch = family_for(reference.source.config).arch(reference.source.config)
-    stream, table = Stream(arch, texts[:TEXTS]), reference.embedding()
+    stream, table = LayerStream(arch, texts[:TEXTS]), reference.embedding()
     if not jnp.array_equal(table, model.embedding()):
         return []
     stream.enter(table)

@@ -20,7 +20,7 @@ NOISE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class TokenScores:
     """What one model says of n tokens, each after those before it."""
 
     logprob_n: np.ndarray
@@ -52,7 +52,7 @@ class Metric:
     high: float
 
 
-def compared(reference: Scores, model: Scores, n_vocab: int) -> Compared:
+def compared(reference: TokenScores, model: TokenScores, n_vocab: int) -> Compared:
     """``model`` beside ``reference``; both of the same tokens."""
     n = len(reference.logprob_n)
     cuts = [slice(i, i + ROWS) for i in range(0, n, ROWS)]
@@ -64,7 +64,7 @@ def compared(reference: Scores, model: Scores, n_vocab: int) -> Compared:
     )
 
 
-def _cut(scores: Scores, cut: slice) -> tuple[np.ndarray, np.ndarray]:
+def _cut(scores: TokenScores, cut: slice) -> tuple[np.ndarray, np.ndarray]:
     return scores.ids_nK[cut], scores.top_nK[cut]
 
 

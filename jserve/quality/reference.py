@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from jserve.quality.metrics import Scores
+from jserve.quality.metrics import TokenScores
 from jserve.quality.texts import Texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Scores of all texts, end to end, and answers to all questions."""
+    """TokenScores of all texts, end to end, and answers to all questions."""
 
-    scores: Scores
+    scores: TokenScores
     answers: tuple[str, ...]
 
 
@@ -46,7 +46,7 @@ def read(path: Path) -> Reference | None:
     try:
         with np.load(path, allow_pickle=False) as found:
             answers = json.loads(found["answers"].tobytes().decode())
-            scores = Scores(
+            scores = TokenScores(
                 logprob_n=found["logprob_n"], ids_nK=found["ids_nK"], top_nK=found["top_nK"]
             )
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
@@ -70,18 +70,18 @@ def write(path: Path, reference: Reference) -> None:
     unfinished.rename(path)
 
 
-def joined(parts: Sequence[Scores]) -> Scores:
+def joined(parts: Sequence[TokenScores]) -> TokenScores:
     """The scores of all texts, end to end."""
-    return Scores(
+    return TokenScores(
         logprob_n=np.concatenate([p.logprob_n for p in parts]),
         ids_nK=np.concatenate([p.ids_nK for p in parts]),
         top_nK=np.concatenate([p.top_nK for p in parts]),
     )
 
 
-def part(scores: Scores, first: int, n: int) -> Scores:
+def part(scores: TokenScores, first: int, n: int) -> TokenScores:
     """``n`` tokens from ``first`` on."""
     cut = slice(first, first + n)
-    return Scores(
+    return TokenScores(
         logprob_n=scores.logprob_n[cut], ids_nK=scores.ids_nK[cut], top_nK=scores.top_nK[cut]
     )

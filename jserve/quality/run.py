@@ -25,7 +25,7 @@ from jserve.weights.source import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class QualityWish:
     """What a judgement is asked for."""
 
     reference: str = ""
@@ -39,7 +39,7 @@ class Asked:
     """Where references are kept."""
 
 
-def judge(config: EngineConfig, asked: Asked, progress: build.Progress) -> dict[str, Any]:
+def judge(config: EngineConfig, asked: QualityWish, progress: build.Progress) -> dict[str, Any]:
     """The report of ``config``'s model, without a gate.
 
     Raises:

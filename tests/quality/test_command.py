@@ -16,7 +16,7 @@ from jserve.errors import ConfigError
 from jserve.quality import run
 from jserve.quality.metrics import Metric
 from jserve.quality.report import assembled, form_of, identity
-from jserve.quality.run import Asked, judge, reference_config
+from jserve.quality.run import QualityWish, judge, reference_config
 
 CONFIG = EngineConfig.of(quantization="int8")
 
@@ -42,7 +42,7 @@ def run_quality(tmp_path: Path, bound: float, *, as_json: bool = False) -> tuple
     console = Console(record=True, file=(tmp_path / "stderr").open("w"), width=200)
     gate, report = tmp_path / "gate.json", tmp_path / "report.json"
     gate.write_text(json.dumps({"forms": {"int8": {"mean_kl": bound, "skills": 0.99}}}))
-    asked = Asked(directory=tmp_path)
+    asked = QualityWish(directory=tmp_path)
     code = quant_commands.quality(CONFIG, asked, gate, report, as_json=as_json, console=console)
     return code, console.export_text()
 
@@ -117,7 +117,7 @@ def test_a_quantised_checkpoint_needs_a_reference(tmp_path: Path) -> None:
 
 
 def test_drift_is_refused_by_name(tmp_path: Path) -> None:
-    asked = Asked(directory=tmp_path, drift=tmp_path / "prompts.jsonl")
+    asked = QualityWish(directory=tmp_path, drift=tmp_path / "prompts.jsonl")
     with pytest.raises(ConfigError, match="no static scales") as caught:
         judge(EngineConfig(), asked, lambda *_: None)
     assert caught.value.field == "drift"

@@ -15,7 +15,7 @@ from jserve.model.norms import normed
 from jserve.model.shard import Axes
 from jserve.model.view import Bucket
 from jserve.quality.layers import Loadable, layer_errors, why_not
-from jserve.weights.offline.calibration import Stream
+from jserve.weights.offline.calibration import LayerStream
 from jserve.weights.offline.job import quantize
 from jserve.weights.offline.wish import Wish
 from jserve.weights.quant.scheme import scheme_of
@@ -86,7 +86,7 @@ def test_layers_one_by_one_are_the_step(name: str, tmp_path: Path) -> None:
     want = driver.step(Bucket(D=2, P=24, F=1), prefill=[Row([1, 2, 3], 0, tokens)])[2:22]
     specs = model.family.specs(model.arch, 1)
     params = assemble_all(specs, model.tensors.__getitem__, jnp.float32)
-    stream = Stream(model.arch, [tokens])
+    stream = LayerStream(model.arch, [tokens])
     stream.enter(params["embed"])
     for i in range(model.arch.L):
         stream.pass_layer(i, params["layers"][i])

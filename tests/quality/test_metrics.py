@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jserve.quality.metrics import Scores, compared, metrics
+from jserve.quality.metrics import TokenScores, compared, metrics
 
 
-def scores(logits_nV: np.ndarray, tokens_n: np.ndarray, k: int) -> Scores:
+def scores(logits_nV: np.ndarray, tokens_n: np.ndarray, k: int) -> TokenScores:
     log_nV = logits_nV - np.log(np.exp(logits_nV).sum(axis=1, keepdims=True))
     ids_nK = np.argsort(-log_nV, axis=1, kind="stable")[:, :k]
-    return Scores(
+    return TokenScores(
         logprob_n=np.take_along_axis(log_nV, tokens_n[:, None], 1)[:, 0].astype(np.float32),
         ids_nK=ids_nK.astype(np.int32),
         top_nK=np.take_along_axis(log_nV, ids_nK, 1).astype(np.float32),
@@ -54,14 +54,14 @@ def test_places_beyond_the_vocabulary_say_nothing() -> None:
         made = scores(x, tokens, 6)
         ids = np.pad(made.ids_nK, ((0, 0), (0, 3)))
         top = np.pad(made.top_nK, ((0, 0), (0, 3)), constant_values=-np.inf)
-        longer.append(Scores(logprob_n=made.logprob_n, ids_nK=ids, top_nK=top))
+        longer.append(TokenScores(logprob_n=made.logprob_n, ids_nK=ids, top_nK=top))
     np.testing.assert_allclose(compared(*longer, 6).kl_n, exact, atol=1e-12)
 
 
 def test_a_model_without_numbers_is_infinitely_far() -> None:
     p, _, tokens = pair()
     good, bad = scores(p, tokens, 8), scores(p, tokens, 8)
-    bad = Scores(logprob_n=bad.logprob_n, ids_nK=bad.ids_nK, top_nK=bad.top_nK * np.nan)
+    bad = TokenScores(logprob_n=bad.logprob_n, ids_nK=bad.ids_nK, top_nK=bad.top_nK * np.nan)
     assert np.isinf(compared(good, bad, 40).kl_n).all()
 
 

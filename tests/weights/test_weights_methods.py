@@ -12,7 +12,7 @@ from jserve.model.quant import LARGEST, Form
 from jserve.weights.quant.methods.gptq import gptq_numbers
 from jserve.weights.quant.methods.rotation import rotation
 from jserve.weights.quant.methods.scales import awq_scales, smooth_scales
-from jserve.weights.quant.methods.stats import Stats
+from jserve.weights.quant.methods.stats import InputStats
 from jserve.weights.quant.rounding import numbers_of, quantised, scales_of
 
 RNG = np.random.default_rng(0)
@@ -22,9 +22,9 @@ def form(kind: str = "int4", group: int = 32, method: str = "mse") -> Form:
     return Form(kind=kind, group=group, method=method)
 
 
-def stats_of(x_TD: np.ndarray) -> Stats:
+def stats_of(x_TD: np.ndarray) -> InputStats:
     kept = jnp.arange(len(x_TD)) < len(x_TD)
-    return Stats.empty(x_TD.shape[1]).with_more(jnp.asarray(x_TD), kept)
+    return InputStats.empty(x_TD.shape[1]).with_more(jnp.asarray(x_TD), kept)
 
 
 def correlated(n: int, D: int, *, outlier: float = 1.0) -> np.ndarray:
@@ -139,7 +139,7 @@ def test_a_rotation_is_orthogonal_and_spreads_one_channel(n: int) -> None:
 def test_stats_of_parts_are_those_of_the_whole() -> None:
     x = correlated(40, 16)
     whole = stats_of(x)
-    parts = Stats.empty(16)
+    parts = InputStats.empty(16)
     for part in (x[:7], x[7:]):
         kept = jnp.arange(64) < len(part)
         padded = np.concatenate([part, np.full((64 - len(part), 16), 99, np.float32)])

@@ -16,7 +16,7 @@ from jserve.model.arch import Arch
 from jserve.model.decoder import embedded
 from jserve.model.layer_pass import PRODUCTS, layer_pass
 from jserve.model.shard import Axes
-from jserve.weights.quant.methods.stats import Stats
+from jserve.weights.quant.methods.stats import InputStats
 
 LENGTH = 2048
 """Tokens of a text that are used."""
@@ -59,7 +59,7 @@ def _batch(texts: Sequence[Sequence[int]], S: int) -> Batch:
     return Batch(tok_BS, np.arange(S) < lengths_B[:, None])
 
 
-class Stream:
+class LayerStream:
     """The residual stream of all batches before the next layer."""
 
     def __init__(self, arch: Arch, texts: Sequence[Sequence[int]]) -> None:
@@ -78,9 +78,9 @@ class Stream:
         for batch in self.batches:
             batch.x_BSD = layer_pass(self._arch, layer, p, batch.x_BSD)[0]
 
-    def stats(self, layer: int, p: Mapping[str, Any]) -> dict[str, Stats]:
+    def stats(self, layer: int, p: Mapping[str, Any]) -> dict[str, InputStats]:
         """Of the inputs of each matrix of a layer; the stream stays before it."""
-        found = {name: Stats.empty(p[name].shape[-1]) for name in PRODUCTS}
+        found = {name: InputStats.empty(p[name].shape[-1]) for name in PRODUCTS}
         for batch in self.batches:
             inputs = layer_pass(self._arch, layer, p, batch.x_BSD)[1]
             kept_T = jnp.asarray(batch.kept_BS.reshape(-1))

@@ -30,7 +30,7 @@ from jserve.model.quant_specs import stem
 from jserve.model.shard import ShardRules, make_mesh, spelled
 from jserve.weights.hf import INDEX, Tensors, dtype_name
 from jserve.weights.loader import load_tree
-from jserve.weights.offline.calibration import Stream
+from jserve.weights.offline.calibration import LayerStream
 from jserve.weights.offline.export import config_of, tensors_of
 from jserve.weights.offline.folds import Turn, check_rotates
 from jserve.weights.offline.layer import LayerQuantiser
@@ -76,13 +76,13 @@ def quantize(
         ConfigError: as ``check_source``; ``out`` is not empty; an unfinished job there is another one.
         WeightsError: a tensor of ``src`` is broken.
     """
-    job = _Job(check_source(src), out, wish, texts if wish.needs_texts else ())
+    job = _QuantizeJob(check_source(src), out, wish, texts if wish.needs_texts else ())
     job.begin()
     job.run(told)
     return job.finish()
 
 
-class _Job:
+class _QuantizeJob:
     def __init__(
         self, source: Source, out: Path, wish: Wish, texts: Sequence[Sequence[int]]
     ) -> None:
@@ -99,7 +99,7 @@ class _Job:
         if wish.rotate:
             check_rotates(self._arch, self._specs["layers"])
         self._turn = Turn(self._arch) if wish.rotate else None
-        self._stream = Stream(self._arch, texts) if texts else None
+        self._stream = LayerStream(self._arch, texts) if texts else None
         self._texts = texts
         self._maker = LayerQuantiser(self._arch, wish, self._modules, self._dtype)
 

@@ -19,7 +19,7 @@ from jserve.weights.offline.wish import Wish
 from jserve.weights.quant.matrix import Matrix
 from jserve.weights.quant.methods.gptq import gptq_numbers
 from jserve.weights.quant.methods.scales import awq_scales, smooth_scales
-from jserve.weights.quant.methods.stats import Stats
+from jserve.weights.quant.methods.stats import InputStats
 from jserve.weights.quant.on_load import OnLoad
 from jserve.weights.quant.rounding import numbers_of, scales_of
 
@@ -36,7 +36,7 @@ class LayerQuantiser:
         self._dtype = np.dtype(dtype)
 
     def tensors(
-        self, layer: int, specs: Mapping[str, ParamSpec], p: Layer, stats: Mapping[str, Stats]
+        self, layer: int, specs: Mapping[str, ParamSpec], p: Layer, stats: Mapping[str, InputStats]
     ) -> dict[str, np.ndarray]:
         """The tensors of a layer.
 
@@ -61,8 +61,8 @@ class LayerQuantiser:
         return self._modules.form_of(stem(tensor), x.shape[-1])
 
     def _scaled(
-        self, layer: int, specs: Mapping[str, ParamSpec], p: Layer, stats: Mapping[str, Stats]
-    ) -> tuple[Layer, Mapping[str, Stats]]:
+        self, layer: int, specs: Mapping[str, ParamSpec], p: Layer, stats: Mapping[str, InputStats]
+    ) -> tuple[Layer, Mapping[str, InputStats]]:
         """``p`` with inputs scaled as the wish says, and the inputs that it has then."""
         if not (self._wish.smooth or self._wish.method == "awq"):
             return p, stats
@@ -77,7 +77,7 @@ class LayerQuantiser:
                 stats[name] = stats[name].divided(s_D)
         return p, stats
 
-    def _scales(self, spec: Any, name: str, parts: list[Any], stats: Stats) -> np.ndarray:
+    def _scales(self, spec: Any, name: str, parts: list[Any], stats: InputStats) -> np.ndarray:
         matrices = [x for x, _ in parts]
         if self._wish.smooth:
             return smooth_scales(stats.most_D, matrices, self._wish.smooth)
@@ -88,7 +88,7 @@ class LayerQuantiser:
         size_D = alike(spec, name, stats.mean_D)
         return awq_scales(stats, size_D, matrices, [rounded(form) for _, form in parts])
 
-    def _matrix(self, w_ND: np.ndarray, form: Form, stats: Stats | None) -> Matrix:
+    def _matrix(self, w_ND: np.ndarray, form: Form, stats: InputStats | None) -> Matrix:
         """``w_ND`` in this form, with scales that the files hold exactly."""
         wide = jnp.asarray(w_ND)
         scale = np.asarray(scales_of(wide, form)).astype(self._dtype).astype(np.float32)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jserve.weights.quant.methods.stats import Stats
+from jserve.weights.quant.methods.stats import InputStats
 
 POWERS = 20
 """Powers of the mean activation that AWQ tries, from 0 (no scales) on."""
@@ -36,7 +36,7 @@ def smooth_scales(
 
 
 def awq_scales(
-    stats: Stats,
+    stats: InputStats,
     size_D: np.ndarray,
     matrices: Sequence[np.ndarray],
     rounded: Sequence[Rounded],

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
+class InputStats:
     """Sums over tokens."""
 
     n: int
@@ -22,23 +22,23 @@ class Stats:
     """float32: the largest ``|x|``."""
 
     @classmethod
-    def empty(cls, D: int) -> Stats:
+    def empty(cls, D: int) -> InputStats:
         zeros = np.zeros(D)
         return cls(n=0, hessian_DD=np.zeros((D, D)), size_D=zeros, most_D=zeros.astype(np.float32))
 
-    def with_more(self, x_TD: jax.Array, kept_T: jax.Array) -> Stats:
+    def with_more(self, x_TD: jax.Array, kept_T: jax.Array) -> InputStats:
         """With the tokens of ``x_TD`` where ``kept_T`` is true."""
         square_DD, size_D, most_D = (np.asarray(a) for a in _of_tokens(x_TD, kept_T))
-        return Stats(
+        return InputStats(
             n=self.n + int(np.sum(kept_T)),
             hessian_DD=self.hessian_DD + square_DD,
             size_D=self.size_D + size_D,
             most_D=np.maximum(self.most_D, most_D),
         )
 
-    def divided(self, s_D: np.ndarray) -> Stats:
+    def divided(self, s_D: np.ndarray) -> InputStats:
         """Of activations that are divided by ``s_D``."""
-        return Stats(
+        return InputStats(
             n=self.n,
             hessian_DD=self.hessian_DD / np.outer(s_D, s_D),
             size_D=self.size_D / s_D,
