@@ -66,7 +66,7 @@ def _pass(
     def one(x_SD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         ctx = Ctx.of(arch, _view(x_SD.shape[0]), WHOLE, Axes()).with_tables().at(like)
         with watched() as products:
-                y_SD = decoder_layer(p, x_SD, ctx, (x_SD, x_SD))[0]
+            y_SD = decoder_layer(p, x_SD, ctx, (x_SD, x_SD))[0]
         names = {id(p[name]): name for name in PRODUCTS}
         return y_SD, {names[id(w)]: x for x, w in products if id(w) in names}
 
