@@ -11,7 +11,8 @@ full speed only if all of these hold (GPUs do not care), so no other file has to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,25 @@ from jserve.model.arch import Clamped
 
 Weight = jax.Array | quant.QTensor
 MIN_ROWS = 2
+Products = list[tuple[jax.Array, Weight]]
+_WATCHERS: list[Products] = []
+
+
+@contextmanager
+def watched() -> Iterator[Products]:
+    """The (activations, weight) of every product that is traced inside, in order: for calibration and checks of single
+    matrices. Not for functions that other traces share."""
+    found: Products = []
+    _WATCHERS.append(found)
+    try:
+        yield found
+    finally:
+        _WATCHERS.remove(found)
+
+
+def _noted(x_TD: jax.Array, w_ND: Weight) -> None:
+    for found in _WATCHERS:
+        found.append((x_TD, w_ND))
 
 
 def dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
@@ -31,6 +51,7 @@ def dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
 
     ``w_ND`` may have more dimensions: all but the last are flattened to N (a free reshape).
     """
+    _noted(x_TD, w_ND)
     return product_as(x_TD, w_ND, jnp.float32)
 
 
@@ -39,6 +60,7 @@ def narrow_dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
     weight, half the bytes of a large batch. A product whose sums are split is not rounded there either."""
     if isinstance(w_ND, quant.QTensor):
         return dot(x_TD, w_ND)
+    _noted(x_TD, w_ND)
     return lax.platform_dependent(
         x_TD,
         w_ND,
