@@ -134,6 +134,23 @@ class DiskTier(Protocol):
         ...
 
 
+@runtime_checkable
+class LiveWeights(Protocol):
+    """The further interface of a runner whose weights and memory an operator may change. Nothing is in flight."""
+
+    def update_weights(self, source: Any, *, partial: bool, donate: bool) -> None:
+        """Copy other weights over those in use. Raises WeightsError; the old ones stay then."""
+        ...
+
+    def sleep(self, parts: Seq[str]) -> None:
+        """Give the device memory of ``parts`` back."""
+        ...
+
+    def wake(self, parts: Seq[str]) -> None:
+        """Take it again: KV empty, the weights as they were."""
+        ...
+
+
 class Profiler(Protocol):
     """Records what the device does, into a place of its own."""
 
@@ -311,3 +328,5 @@ class Journal(Protocol):
     def guided(self, request_id: str, index: int, verdict: Verdict) -> None: ...
 
     def recover(self, now: float, error: str) -> None: ...
+
+    def weights(self, now: float, version: str, keep: bool) -> None: ...
