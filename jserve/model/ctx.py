@@ -47,6 +47,10 @@ class Ctx:
     def at(self, layer: int) -> Ctx:
         return self.replace(layer=layer)  # type: ignore[attr-defined]
 
+    def of_layer(self, layer: int, like: int) -> Ctx:
+        """Of ``layer``, which is like the layer ``like``: its pages, and that one's number."""
+        return self.replace(layer=like, view=self.view.of_layer(layer))  # type: ignore[attr-defined]
+
     @property
     def spec(self) -> DecoderLayer:
         """Of the layer."""

@@ -76,7 +76,7 @@ def plain(
 
 
 def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
-    """(float32[T, D] after the final norm, the new KV of every layer)."""
+    """(float32[T, D] after the final norm, the new KV of every layer, or of every array that groups of layers share)."""
     return tapped(ctx, params, kv, ())[:2]
 
 
@@ -91,13 +91,12 @@ def tapped(
     if fused.serves(ctx, params, kv):
         return fused.tapped(ctx, params, kv, x_TD, layers)
     layer = _traced_layer()
-    entering, first, new_kv = {}, {}, []
+    entering, first, new_kv = {}, {}, list(kv)
     for i, p in enumerate(params["layers"]):
         entering[i] = x_TD
-        like = first.setdefault(arch.layers[i], i)
+        like, at = first.setdefault(arch.layers[i], i), ctx.view.array(i)
         with jax.named_scope(f"layer{i}"):
-            x_TD, layer_kv = layer(p, x_TD, ctx.at(like), kv[i])
-            new_kv.append(layer_kv)
+            x_TD, new_kv[at] = layer(p, x_TD, ctx.of_layer(i, like), new_kv[at])
     entering[arch.L] = x_TD
     y_TD = normed(arch.norm, x_TD, params["final_norm"])
     return y_TD, new_kv, [entering[i] for i in layers]

@@ -72,16 +72,16 @@ def tapped(
     """As ``decoder.tapped``, from the embedding on."""
     arch, layers = ctx.arch, params["layers"]
     layer = jax.jit(_layer)
-    entering, first, new_kv = {}, {}, []
+    entering, first, new_kv = {}, {}, list(kv)
     after = [*(p["attn_norm"] for p in layers[1:]), params["final_norm"]]
     normed_TD = rms_norm(x_TD, layers[0]["attn_norm"], arch.norm.eps)
     normed_TD = normed_TD.astype(layers[0]["qkv"].dtype)
     for i, (p, norm_D) in enumerate(zip(layers, after, strict=True)):
         entering[i] = x_TD
-        like = first.setdefault(arch.layers[i], i)
+        like, at = first.setdefault(arch.layers[i], i), ctx.view.array(i)
+        of_layer = ctx.of_layer(i, like)
         with jax.named_scope(f"layer{i}"):
-            x_TD, normed_TD, layer_kv = layer(p, norm_D, x_TD, normed_TD, ctx.at(like), kv[i])
-            new_kv.append(layer_kv)
+            x_TD, normed_TD, new_kv[at] = layer(p, norm_D, x_TD, normed_TD, of_layer, new_kv[at])
     entering[arch.L] = x_TD
     return normed_TD.astype(jnp.float32), new_kv, [entering[i] for i in taps]
 

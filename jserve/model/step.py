@@ -17,7 +17,7 @@ program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -58,7 +58,7 @@ class DeviceState:
     """Everything that survives a step; donated to it and replaced whole."""
 
     kv: list[LayerKV]
-    """Of each layer, a drafter's last (in an abstract state: their shapes, shardings or
+    """Of each layer, or each array that groups of layers share; a drafter's last (in an abstract state: their shapes, shardings or
     partitions)."""
     slots: SlotState
 
@@ -123,7 +123,8 @@ class StepModel:
     @property
     def kv(self) -> KVLayout:
         Z, tp = self.dims.Z, self.tp
-        return kv_layout(self.arch, self.drafter, page_size=Z, dtype=self.kv_dtype, tp=tp)
+        kv = kv_layout(self.arch, self.drafter, page_size=Z, dtype=self.kv_dtype, tp=tp)
+        return replace(kv, groups=self.dims.groups)
 
     @property
     def draft_rules(self) -> ShardRules:
@@ -140,7 +141,7 @@ class StepModel:
         return padded(specs, self.draft_rules, self.mesh.shape)
 
     def kv_arrays(self) -> list[tuple[PoolArray, ...]]:
-        """The arrays of every layer of ``kv``, as the pool has them on the whole mesh."""
+        """The arrays of every layer of ``kv.pool_layers``, as the pool has them on the whole mesh."""
         kv, Z = self.kv, self.dims.Z
 
         def of(layer: KVLayer) -> tuple[PoolArray, ...]:
@@ -149,7 +150,12 @@ class StepModel:
             shapes = [self.backend.pool_shape(*size, self.n_pages, Z) for size in sizes]
             return tuple(PoolArray(shape, axis) for shape in shapes)
 
-        return [of(layer) for layer in kv.layers]
+        return [of(layer) for layer in kv.pool_layers]
+
+    @property
+    def n_own(self) -> int:
+        """Entries of ``DeviceState.kv`` that are the target's."""
+        return self.arch.L if self.dims.groups is None else self.dims.groups.n_arrays
 
     def fields(self, bucket: Bucket) -> tuple[Field, ...]:
         return layout(bucket, self.dims, self.backend.plan_shapes(bucket, self.dims))
@@ -251,7 +257,7 @@ def run(
     if model.drafter is not None:
         params, own = params["target"], params["drafter"]
     x_TD, kv, taps = _forward(
-        model, params, _kept(view, model.n_pages), state.kv[: arch.L], taps=drafts
+        model, params, _kept(view, model.n_pages), state.kv[: model.n_own], taps=drafts
     )
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
@@ -274,7 +280,7 @@ def run(
         len_R = _new_len(view, n_ok_R)
         penalised_R = (view.uses_R & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, penalised_R)
-    drafted, target = state.kv[arch.L :], _target(model, params)
+    drafted, target = state.kv[model.n_own :], _target(model, params)
     outcome = StepOutcome(
         view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps
     )

@@ -19,13 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.kv_layout import KVGroups
 from jserve.model.draft_tree import DraftMask, TreeShape, mask_of
 from jserve.model.feature import StepFeature
 from jserve.sampling import MAX_STOP_IDS
@@ -88,6 +89,10 @@ class StepDims:
     have neither these nor the ranks of drawn tokens."""
     n_vocab_rows: int = 0
     """Sequences that can have penalties or biases at once; 0: programs have neither."""
+    groups: KVGroups | None = None
+    """The groups of layers that pages belong to; None: a page holds its tokens for all layers."""
+    columns: tuple[int, ...] = ()
+    """Of the page tables of each of ``groups.reaches``; the first has M."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +166,28 @@ def layout(
         *(Field(c.name, (R, *c.shape), c.is_float, per_row=True) for c in COLUMNS),
         Field("tok_T", (T,)),
         Field("row_T", (T,)),
-        Field("page_table_RM", (R, dims.M)),
+        *_tables(dims, R),
     ]
     fields += [f for feature in bucket.features for f in feature.fields(bucket, dims)]
     if bucket.n_draft and bucket.F:
         fields += [Field("next_F", (bucket.F,)), Field("backfill_F", (bucket.F,))]
     fields += [Field(f"attn.{name}", shape) for name, shape in sorted(attn.items())]
     return tuple(fields)
+
+
+def _tables(dims: StepDims, R: int) -> list[Field]:
+    """One page table, or those of the groups of each reach."""
+    if dims.groups is None:
+        return [Field("page_table_RM", (R, dims.M))]
+    return [
+        Field(group_table(i), (reach.n_groups, R, width))
+        for i, (reach, width) in enumerate(zip(dims.groups.reaches, dims.columns, strict=True))
+    ]
+
+
+def group_table(reach: int) -> str:
+    """The field with the page tables of the groups of a reach, by its number."""
+    return f"page_table{reach}_NRW"
 
 
 def buffer_size(fields: tuple[Field, ...]) -> int:
@@ -205,6 +225,13 @@ def _parts(fields: tuple[Field, ...]) -> list[tuple[Field | None, int, int, tupl
             parts.append((None, at, n, (f.shape[0], ROW_WIDTH)))
             at += n
     return parts
+
+
+class GroupPages(NamedTuple):
+    """The pages of a step in one group of layers, as ``StepView`` has them of all."""
+
+    table_RM: jax.Array
+    write_T: jax.Array
 
 
 @flax.struct.dataclass
@@ -265,6 +292,23 @@ class StepView:
     J: int = flax.struct.field(pytree_node=False)
     tree: DraftMask | None = None
     """The visibility among the tokens of a decode row; None: each sees those before it."""
+    groups: tuple[GroupPages, ...] = ()
+    """Of each group of layers; empty: ``page_table_RM`` and ``write_page_T`` are those of all layers."""
+    places: tuple[tuple[int, int], ...] = flax.struct.field(pytree_node=False, default=())
+    """As ``KVGroups.places``."""
+
+    def array(self, layer: int) -> int:
+        """Number of the pool's array that has the KV of ``layer``."""
+        return self.places[layer][1] if self.places else layer
+
+    def of_layer(self, layer: int) -> StepView:
+        """The view with the pages of ``layer``."""
+        if not self.places:
+            return self
+        pages = self.groups[self.places[layer][0]]
+        return self.replace(  # type: ignore[attr-defined]
+            page_table_RM=pages.table_RM, write_page_T=pages.write_T, groups=(), places=()
+        )
 
 
 def unpack(
@@ -291,7 +335,11 @@ def unpack(
         tree = mask_of(bucket.tree)
         pos_T = _by_depth(bucket, tree, place_T)
     tok_T = jnp.where(asked_T, held_T, raw["tok_T"])
-    page = raw["page_table_RM"][row, jnp.clip(place_T // Z, 0, dims.M - 1)]
+    number_T = jnp.clip(place_T // Z, 0, dims.M - 1)
+    groups = _groups(raw, dims, row, number_T, real_T)
+    if groups:
+        raw["page_table_RM"] = groups[0].table_RM
+    page = raw["page_table_RM"][row, number_T]
     attn = {f.name.removeprefix("attn."): raw[f.name] for f in fields if f.name.startswith("attn.")}
     plain = {k: raw[k] for k in _PASSED if k in raw}
     return StepView(
@@ -316,7 +364,27 @@ def unpack(
         F=bucket.F,
         J=bucket.J,
         tree=tree,
+        groups=groups,
+        places=() if dims.groups is None else dims.groups.places,
     )
+
+
+def _groups(
+    raw: dict[str, jax.Array], dims: StepDims, row_T: jax.Array, number_T: jax.Array, real_T: jax.Array
+) -> tuple[GroupPages, ...]:
+    """The pages of each group; ``number_T`` are those of the tokens' own pages in their rows.
+
+    A table of W columns repeats in one of M: what is not among the last W pages of a row is out of its sight."""
+    if dims.groups is None:
+        return ()
+    groups = []
+    for i, width in enumerate(dims.columns):
+        table_NRW = raw[group_table(i)]
+        for table_RW in table_NRW:
+            write_T = jnp.where(real_T, table_RW[row_T, number_T % width], 0)
+            table_RM = jnp.tile(table_RW, (1, -(-dims.M // width)))[:, : dims.M]
+            groups.append(GroupPages(table_RM, write_T))
+    return tuple(groups)
 
 
 def _held(bucket: Bucket, slots: Any, slot_R: jax.Array, last_T: jax.Array) -> jax.Array:

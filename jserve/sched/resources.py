@@ -10,10 +10,13 @@ over-run row. What that row leaves behind (last token, length, counts, KV behind
 before it is read.
 
 With a window a sequence takes pages a row ahead and gives others back. One that is protected and longer
-than ``window_pages`` rolls: it enters with that many pages of its own, which no other sequence finds, so
-each that slides out of the window is free at once and becomes its next page ahead::
+than the bound of its window (``PageDemand``) rolls: it enters with that many pages of its own, which no other sequence
+finds, so each that slides out of the window is free at once and becomes its next page ahead::
 
     own   [ 4 ][ 5 ][ 6 ][ 7 ][ 8 ]      slid: 4      [ 5 ][ 6 ][ 7 ][ 8 ][ 9 ]     never asks again
+
+Where groups of layers look back differently far, each reach does so by itself: those that see all take their pages as
+without a window.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Callable
 
 from jserve.config import EngineConfig, SchedulerOptions
 from jserve.kv.cache import PageCache
+from jserve.kv.groups import Cache, GroupedCache, Lease
 from jserve.kv.handles import quota_of
 from jserve.kv.pages import PageLease
 from jserve.ports import RunnerLimits
@@ -34,7 +38,7 @@ from jserve.sched.cache.swap import SwapPolicy
 from jserve.sched.vocab_rows import VocabRows
 from jserve.timing.prefill_cap import PrefillCap
 from jserve.types import Lane, Request, SeqState, Sequence
-from jserve.window import chunk_of, tokens_ahead
+from jserve.window import PageDemand, Window, chunk_of, tokens_ahead
 
 
 class Resources:
@@ -45,20 +49,19 @@ class Resources:
         *,
         n_slots: int,
         max_running: int,
-        cache: PageCache,
+        cache: Cache,
         waiting: WaitQueue,
         vocab_rows: VocabRows | None = None,
         retention: CacheRetention | None = None,
         chunk: int = 0,
-        window_pages: int = 0,
+        demand: PageDemand | None = None,
         swap_policy: SwapPolicy | None = None,
     ) -> None:
         self.cache = cache
         self.swap_policy = swap_policy or SwapPolicy(cache, None, mode="recompute", page_move_s=0.0)
         self.chunk = chunk
         """Most tokens of a prefill row: with a window, pages are taken a row ahead."""
-        self.window_pages = window_pages
-        """Most pages that a sequence holds where a window gives pages back; 0 where none does."""
+        self.demand = demand or PageDemand(page_size=cache.page_size)
         self.retention = retention or CacheRetention(cache)
         self.max_running = max_running
         self.waiting = waiting
@@ -102,7 +105,7 @@ class Resources:
         n_cached = self.swap_policy.reach(seq, n_found)
         cache.slide(lease, n_cached)
         first, later = self._at_entry(seq, n_cached, lease)
-        if not cache.extend(lease, first, keep=self._keep(seq) + later):
+        if not cache.admit(lease, first, keep=self._keep(seq) + later):
             cache.release_hold(below)
             cache.release(lease)
             self._refused = state
@@ -123,46 +126,81 @@ class Resources:
 
     def _keep(self, seq: Sequence) -> int:
         """Pages that must stay available when ``seq`` is admitted, for the growth of all running sequences."""
-        least = policy.headroom(len(self.running))
+        demand = self.demand
+        least = policy.headroom(len(self.running)) * demand.n_groups
         if not len(self.running) or self._most_pages + self._most(seq) <= self.cache.pool.n_usable:
             return least  # alone, or all can grow to their end side by side
-        most = self.window_pages
-        return max(least, reserve(self.running, seq, self.lengths, self.cache.page_size, most))
+        reserved = [
+            n * reserve(self.running, seq, self.lengths, demand.page_size, bound, part)
+            for part, (n, bound) in enumerate(demand.parts)
+        ]
+        return max(least, sum(reserved))
 
     def _most(self, seq: Sequence) -> int:
         """Pages that ``seq`` ever holds at once."""
-        n = -(-policy.kv_tokens(seq) // self.cache.page_size)
-        return min(n, self.window_pages * (2 if self._rolls(seq) else 1) or n)
+        shares = self._rolls(seq) and self._may_share
+        return self.demand.most(policy.kv_tokens(seq), scale=2 if shares else 1)
 
     def _rolls(self, seq: Sequence) -> bool:
         """True for one that is protected and longer than its window of pages."""
-        bound = self.window_pages * self.cache.page_size
-        return bool(bound) and policy.protected(seq) and policy.kv_tokens(seq) > bound
+        return (
+            self.demand.slides
+            and policy.protected(seq)
+            and self.demand.exceeds(policy.kv_tokens(seq))
+        )
+
+    @property
+    def _may_share(self) -> bool:
+        """One that rolls may hold pages of others beside its own. The tables of groups have no room for both."""
+        return len(self.demand.parts) == 1
 
     def _reuses(self, seq: Sequence) -> bool:
         """One that rolls shares pages only where there is room for them beside its own."""
-        roomy = self.cache.n_available >= 2 * self.window_pages
-        return reuses_cache(seq) and (roomy or not self._rolls(seq))
+        if not self._rolls(seq):
+            return reuses_cache(seq)
+        roomy = self.cache.n_available >= self.demand.most(policy.kv_tokens(seq), scale=2)
+        return reuses_cache(seq) and self._may_share and roomy
 
-    def _rolled(self, lease: PageLease) -> int:
-        """Tokens whose pages ``lease`` has when ``window_pages`` of them are its own."""
-        return (len(lease.pages) + self.window_pages - lease.n_own) * self.cache.page_size
+    def _rolled(self, lease: PageLease, bound: int) -> int:
+        """Tokens whose pages ``lease`` has when ``bound`` of them are its own."""
+        return (len(lease.pages) + bound - lease.n_own) * self.cache.page_size
 
     def _at_entry(
-        self, seq: Sequence, n_cached: int, lease: PageLease | None = None
-    ) -> tuple[int, int]:
-        """(tokens whose pages ``seq`` takes at admission, pages that its prompt needs later beside
+        self, seq: Sequence, n_cached: int, lease: Lease | None = None
+    ) -> tuple[list[int], int]:
+        """(tokens of each part whose pages ``seq`` takes at admission, pages that its prompt needs later beside
         those): with a window it takes them a row ahead, since it gives others back meanwhile."""
-        wanted = policy.tokens_wanted(seq)
-        if self._rolls(seq):
-            own = self.window_pages * self.cache.page_size
-            return min(wanted, own if lease is None else self._rolled(lease)), 0
-        if not self.window_pages or policy.protected(seq):
+        wanted, later, first = policy.tokens_wanted(seq), 0, []
+        parts = (None,) * len(self.demand.parts) if lease is None else lease.parts
+        for (n, bound), part, cache in zip(
+            self.demand.parts, parts, self.cache.parts, strict=True
+        ):
+            tokens, more = self._of_part(seq, wanted, n_cached, bound, part, cache.window)
+            first.append(tokens)
+            later += n * more
+        return first, later
+
+    def _of_part(
+        self,
+        seq: Sequence,
+        wanted: int,
+        n_cached: int,
+        bound: int,
+        lease: PageLease | None,
+        window: Window,
+    ) -> tuple[int, int]:
+        """``_at_entry`` of one part, in pages of one group."""
+        Z = self.cache.page_size
+        if not bound:
             return wanted, 0
-        first, Z = min(wanted, n_cached + self.chunk), self.cache.page_size
-        n_gone = len(self.cache.window.gone(n_cached))
+        if policy.protected(seq):
+            if policy.kv_tokens(seq) <= bound * Z:
+                return wanted, 0
+            return min(wanted, bound * Z if lease is None else self._rolled(lease, bound)), 0
+        first = min(wanted, n_cached + self.chunk)
+        n_gone = len(window.gone(n_cached))
         held, whole = -(-first // Z) - n_gone, -(-wanted // Z) - n_gone
-        return first, max(0, min(whole, self.window_pages) - held)
+        return first, max(0, min(whole, bound) - held)
 
     def slide(self, seq: Sequence, n_tokens: int) -> None:
         """Give back the pages of ``seq`` that no token from position ``n_tokens`` on reads; one that rolls
@@ -171,12 +209,17 @@ class Resources:
         assert lease is not None
         self.cache.slide(lease, n_tokens)
         if self._rolls(seq):
-            rolled = self.cache.extend(lease, min(policy.kv_tokens(seq), self._rolled(lease)))
+            most = policy.kv_tokens(seq)
+            wanted = [
+                min(most, self._rolled(part, bound) if bound else most)
+                for part, (_, bound) in zip(lease.parts, self.demand.parts, strict=True)
+            ]
+            rolled = self.cache.admit(lease, wanted)
             assert rolled, f"{seq.request.id} gave pages back and finds none"
 
     def tokens_ahead(self, seq: Sequence) -> int:
         """Tokens whose pages ``seq`` must hold before its next row of known tokens is planned."""
-        if not self.window_pages:
+        if not self.demand.slides:
             return seq.given
         return min(seq.given, seq.scheduled + self.chunk)
 
@@ -190,7 +233,11 @@ class Resources:
         if seq is None:
             return
         first, later = self._at_entry(seq, 0)
-        wanted = -(-first // self.cache.page_size) + later + self._keep(seq)
+        taken = [
+            n * self.demand.pages(tokens)
+            for tokens, (n, _) in zip(first, self.demand.parts, strict=True)
+        ]
+        wanted = sum(taken) + later + self._keep(seq)
         short, chosen = wanted - self.cache.n_available, []
         victims, lacks_row = policy.preemptible_bulk(self.running), self.vocab_rows.lacks(seq)
         if lacks_row:  # somebody who holds one comes first
@@ -326,19 +373,15 @@ def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) ->
     """Builds the page cache, wait queue and slot allocator from limits and options."""
     options = config.scheduler
     per_slot = -(-limits.max_model_len // limits.page_size)
-    cache = PageCache(
-        n_pages=limits.n_pages,
-        page_size=limits.page_size,
-        n_slots=limits.n_slots,
-        pages_per_slot=per_slot,
-        reuse=config.cache.prefix_caching,
-        n_host_pages=limits.n_host_pages,
-        window=limits.window,
-        sinks=limits.sinks,
+    demand = PageDemand.of(
+        limits.reaches,
+        limits.page_size,
+        tokens_ahead(options, limits.max_prefill_tokens, limits.max_drafts),
+        limits.window,
+        limits.sinks,
     )
-    ahead = tokens_ahead(options, limits.max_prefill_tokens, limits.max_drafts)
-    window_pages = cache.window.most_pages(ahead)
-    longest = min(per_slot, window_pages or per_slot)
+    cache = _cache_of(limits, demand, per_slot, reuse=config.cache.prefix_caching)
+    longest = demand.most(limits.max_model_len)
     return Resources(
         n_slots=limits.n_slots,
         max_running=_most_running(limits, options),
@@ -351,8 +394,32 @@ def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) ->
             session_ttl_s=config.cache.session_ttl_s,
         ),
         chunk=chunk_of(options, limits.max_prefill_tokens),
-        window_pages=window_pages,
+        demand=demand,
         swap_policy=SwapPolicy(cache, cap, mode=options.preemption, page_move_s=limits.page_move_s),
+    )
+
+
+def _cache_of(limits: RunnerLimits, demand: PageDemand, per_slot: int, *, reuse: bool) -> Cache:
+    if limits.reaches:
+        assert not limits.n_host_pages, "groups of layers have no tier below the device"
+        return GroupedCache(
+            limits.reaches,
+            demand,
+            n_pages=limits.n_pages,
+            n_slots=limits.n_slots,
+            pages_per_slot=per_slot,
+            reuse=reuse,
+            columns=limits.group_columns,
+        )
+    return PageCache(
+        n_pages=limits.n_pages,
+        page_size=limits.page_size,
+        n_slots=limits.n_slots,
+        pages_per_slot=per_slot,
+        reuse=reuse,
+        n_host_pages=limits.n_host_pages,
+        window=limits.window,
+        sinks=limits.sinks,
     )
 
 

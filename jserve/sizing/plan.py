@@ -16,7 +16,7 @@ from jserve.model.features import SCORE
 from jserve.model.view import Bucket
 from jserve.runner.memory import MemoryPlan
 from jserve.runner.programs import step_name
-from jserve.runner.sizes import longest_pages
+from jserve.runner.sizes import page_demand
 from jserve.sim.roofline import CHIPS, Chip, Roofline
 from jserve.sizing import speculation as drafts
 from jserve.sizing.layout import Layout, lay_out, with_advice
@@ -278,8 +278,7 @@ def _roofline(laid: Layout, chip: Chip) -> Roofline:
 
 def _residents(laid: Layout, length: int) -> Residents:
     dims, window = laid.sizes.dims, laid.sizes.limits.window
-    most = longest_pages(laid.model.arch, laid.config, dims, window)
-    pages = min(-(-length // dims.Z), most)
+    pages = page_demand(laid.model.arch, laid.config, dims, window, dims.groups).most(length)
     held = (laid.sizes.memory.n_pages - 1) // pages
     return Residents(length=length, pages=pages, sequences=held, admitted=min(held, dims.C))
 
