@@ -87,7 +87,12 @@ class PageDemand:
 
     @classmethod
     def of(
-        cls, reaches: tuple[Reach, ...], page_size: int, n_ahead: int, window: int = 0, sinks: int = 0
+        cls,
+        reaches: tuple[Reach, ...],
+        page_size: int,
+        n_ahead: int,
+        window: int = 0,
+        sinks: int = 0,
     ) -> PageDemand:
         """Of ``reaches``, or of one group that sees ``window`` and ``sinks`` where there are none. ``n_ahead`` as of
         ``Window.most_pages``."""
@@ -116,8 +121,10 @@ class PageDemand:
         return sum([groups * min(n, scale * bound or n) for groups, bound in self.parts])
 
     def columns(self, pages_per_slot: int) -> tuple[int, ...]:
-        """Columns that the page table of each reach needs."""
-        return tuple(min(bound or pages_per_slot, pages_per_slot) for _, bound in self.parts)
+        """Columns of the page tables of each reach: of the first one for every page of a sequence, of others for as
+        many as one holds at once."""
+        others = [min(bound or pages_per_slot, pages_per_slot) for _, bound in self.parts[1:]]
+        return (pages_per_slot, *others)
 
     def exceeds(self, n_tokens: int) -> bool:
         """True if some group gives pages back before ``n_tokens`` are there."""

@@ -58,7 +58,9 @@ def check_group_table(table: GroupTable, sets: PageSets, leases: list[PageLease]
         for number, page in enumerate(lease.pages):
             if page:
                 expected[:, lease.slot, number % table.width] = sets.pages_of(page)
-    assert np.array_equal(table.pages_NCW, expected), "the table of a group is not that of its leases"
+    assert np.array_equal(table.pages_NCW, expected), (
+        "the table of a group is not that of its leases"
+    )
 
 
 def _references(

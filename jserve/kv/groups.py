@@ -228,8 +228,9 @@ class GroupedCache:
         lease.sync()
 
     def release(self, lease: GroupedLease) -> None:
-        """As ``PageCache.release``."""
-        for part, own in zip(self.parts, lease.parts, strict=True):
+        """As ``PageCache.release``. The narrowest reach counts as used first, so it is evicted before the others: whole
+        prefixes that others share may still be had without it."""
+        for part, own in reversed([*zip(self.parts, lease.parts, strict=True)]):
             part.release(own)
         lease.released = True
 
@@ -237,21 +238,15 @@ class GroupedCache:
         """Forget cached pages that nobody holds until ``n`` pages are free of them; gives how many became free."""
         freed = 0
         while freed < n:
-            least = [
-                (worth, -i) for i, part in enumerate(self.parts) if (worth := part.tree.least(self.now))
-            ]
-            if not least:
+            worths = [(part.tree.least(self.now), i) for i, part in enumerate(self.parts)]
+            least = min([(worth, i) for worth, i in worths if worth is not None], default=None)
+            if least is None:
                 break
-            # Of what was used last together the narrowest reach goes first: whole prefixes that others share
-            # may still be had without it.
-            i = -min(least)[1]
-            freed += self.parts[i].evict(1) * self.groups[i]
+            freed += self.parts[least[1]].evict(1) * self.groups[least[1]]
         return freed
 
     def clear(self, *, same_weights: bool = True) -> int:
-        return sum(
-            [n * part.clear(same_weights=same_weights) for n, part in self._weighted()]
-        )
+        return sum([n * part.clear(same_weights=same_weights) for n, part in self._weighted()])
 
     def snapshot(self, slots: list[int], n_tokens: int) -> np.ndarray:
         """int32[len(slots), ceil(n_tokens / Z)]: the pages of the first group."""
@@ -262,7 +257,10 @@ class GroupedCache:
         width = self.demand.pages(n_tokens)
         return (
             self._table(0).groups(slots, width),
-            *(self._table(i).groups(slots, self._table(i).width) for i in range(1, len(self.parts))),
+            *(
+                self._table(i).groups(slots, self._table(i).width)
+                for i in range(1, len(self.parts))
+            ),
         )
 
     def _table(self, i: int) -> GroupTable:

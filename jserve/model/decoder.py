@@ -76,7 +76,7 @@ def plain(
 
 
 def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
-    """(float32[T, D] after the final norm, the new KV of every layer, or of every array that groups of layers share)."""
+    """(float32[T, D] after the final norm, the new KV: of every layer, or of every array that groups share)."""
     return tapped(ctx, params, kv, ())[:2]
 
 

@@ -58,8 +58,8 @@ class DeviceState:
     """Everything that survives a step; donated to it and replaced whole."""
 
     kv: list[LayerKV]
-    """Of each layer, or each array that groups of layers share; a drafter's last (in an abstract state: their shapes, shardings or
-    partitions)."""
+    """Of each layer, or each array that groups of layers share; a drafter's last (in an abstract state: their
+    shapes, shardings or partitions)."""
     slots: SlotState
 
 

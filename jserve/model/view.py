@@ -370,7 +370,11 @@ def unpack(
 
 
 def _groups(
-    raw: dict[str, jax.Array], dims: StepDims, row_T: jax.Array, number_T: jax.Array, real_T: jax.Array
+    raw: dict[str, jax.Array],
+    dims: StepDims,
+    row_T: jax.Array,
+    number_T: jax.Array,
+    real_T: jax.Array,
 ) -> tuple[GroupPages, ...]:
     """The pages of each group; ``number_T`` are those of the tokens' own pages in their rows.
 

@@ -159,7 +159,7 @@ def with_groups(
     columns = demand.columns(dims.M)
     if asked == "auto" and min(columns) == dims.M:
         return dims
-    return dataclasses.replace(dims, groups=groups, columns=(dims.M, *columns[1:]))
+    return dataclasses.replace(dims, groups=groups, columns=columns)
 
 
 def _obstacles(

@@ -172,9 +172,7 @@ class Resources:
         those): with a window it takes them a row ahead, since it gives others back meanwhile."""
         wanted, later, first = policy.tokens_wanted(seq), 0, []
         parts = (None,) * len(self.demand.parts) if lease is None else lease.parts
-        for (n, bound), part, cache in zip(
-            self.demand.parts, parts, self.cache.parts, strict=True
-        ):
+        for (n, bound), part, cache in zip(self.demand.parts, parts, self.cache.parts, strict=True):
             tokens, more = self._of_part(seq, wanted, n_cached, bound, part, cache.window)
             first.append(tokens)
             later += n * more

@@ -5,12 +5,14 @@ Sizes are those of the engine (``layout``), so a plan promises what it will do; 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.kv_layout import KVGroups
 from jserve.model.draft_tree import chain
 from jserve.model.features import SCORE
 from jserve.model.view import Bucket
@@ -34,9 +36,24 @@ class Residents:
     length: int
     """Tokens, prompt and answer together."""
     pages: int
+    over: float
+    """Bytes of these pages / bytes of KV that the layers still read of such a sequence."""
     sequences: int
     admitted: int
     """As many of them as ``max_num_seqs`` lets run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroups:
+    """Groups of layers that look back equally far, each with pages of its own."""
+
+    reads: int
+    """Tokens that a token reads in them at most; 0: all."""
+    chunked: bool
+    groups: int
+    layers: int
+    arrays: int
+    """Layers that a page of these groups has room for, in all of them together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +133,8 @@ class Plan:
     kv_bytes_per_token: int
     kv_bytes_per_token_total: int
     page_size: int
+    kv_groups: tuple[LayerGroups, ...]
+    """By how far layers look back, where pages belong to groups of them; empty: a page is of all layers."""
     max_model_len: int
     max_num_seqs: int
     max_penalized_seqs: int
@@ -188,7 +207,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
     model, sizes, tp = laid.model, laid.sizes, laid.tp
     memory = sizes.memory
     line, context = _roofline(laid, chip), lengths[len(lengths) // 2]
-    per_token = memory.page_bytes // sizes.dims.Z
+    per_token = dataclasses.replace(sizes.kv, groups=None).page_bytes // sizes.dims.Z
     rates = tuple(_rate(laid, line, b, n) for n in lengths for b in BATCHES)
     drafting = None if laid.speculation is None else DraftCosts.of(laid.speculation.drafter, line)
     return Plan(
@@ -207,6 +226,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         kv_bytes_per_token=per_token,
         kv_bytes_per_token_total=per_token * tp,
         page_size=sizes.dims.Z,
+        kv_groups=_groups(sizes.dims.groups),
         max_model_len=_context(laid),
         max_num_seqs=sizes.dims.C,
         max_penalized_seqs=sizes.dims.n_vocab_rows,
@@ -262,6 +282,25 @@ def _speculated(
     )
 
 
+def _groups(groups: KVGroups | None) -> tuple[LayerGroups, ...]:
+    if groups is None:
+        return ()
+    found, first = [], 0
+    for reach in groups.reaches:
+        numbers = range(first, first + reach.n_groups)
+        found.append(
+            LayerGroups(
+                reads=reach.span.most,
+                chunked=reach.span.chunk > 0,
+                groups=reach.n_groups,
+                layers=sum(group in numbers for group, _ in groups.places),
+                arrays=reach.n_groups * groups.n_arrays,
+            )
+        )
+        first = numbers.stop
+    return tuple(found)
+
+
 def _context(laid: Layout) -> int:
     return laid.config.model.max_model_len or laid.model.arch.max_position
 
@@ -280,7 +319,14 @@ def _residents(laid: Layout, length: int) -> Residents:
     dims, window = laid.sizes.dims, laid.sizes.limits.window
     pages = page_demand(laid.model.arch, laid.config, dims, window, dims.groups).most(length)
     held = (laid.sizes.memory.n_pages - 1) // pages
-    return Residents(length=length, pages=pages, sequences=held, admitted=min(held, dims.C))
+    kv = laid.sizes.kv
+    return Residents(
+        length=length,
+        pages=pages,
+        over=pages * kv.page_bytes / kv.step_bytes(1, 0, length),
+        sequences=held,
+        admitted=min(held, dims.C),
+    )
 
 
 def _rate(laid: Layout, line: Roofline, batch: int, context: int) -> DecodeRate:

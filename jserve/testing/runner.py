@@ -175,7 +175,9 @@ class FakeRunner:
         """
         wanted, limits = request.params.max_tokens, self._limits
         most = limits.max_model_len if wanted is None else len(request.prompt_ids) + wanted
-        if not (limits.window or limits.reaches):  # with one, pages go round: a long output passes through a small pool
+        if not (
+            limits.window or limits.reaches
+        ):  # with one, pages go round: a long output passes through a small pool
             most = min(most, (limits.n_pages - 1) * limits.page_size + 1)
         if seed is None:
             seed = (request.params.seed or 0) + index
@@ -253,9 +255,7 @@ class FakeRunner:
             "other tokens are shown than were computed"
         )
         end, slot = row.start + row.count, self._slots[row.slot]
-        after = (
-            slot.last if end == slot.length else self.token_PZ[pages.cells(np.array(end))]
-        )
+        after = slot.last if end == slot.length else self.token_PZ[pages.cells(np.array(end))]
         assert row.next_token == after, "the token after them is another"
         assert not row.emits, "a row that shows tokens draws one"
         self.shown_PZ[cells] = True

@@ -20,7 +20,10 @@ _LANES = tuple(lane.value for lane in Lane)
 
 
 def check(
-    request: Request, limits: RunnerLimits, vocab: int | None = None, demand: PageDemand | None = None
+    request: Request,
+    limits: RunnerLimits,
+    vocab: int | None = None,
+    demand: PageDemand | None = None,
 ) -> int:
     """The most tokens (prompt and output) that ``request`` may reach.
 

@@ -25,9 +25,7 @@ class CacheRetention:
         session_ttl_s: how long a session's KV is kept for its next turn.
     """
 
-    def __init__(
-        self, cache: Cache, *, handle_pages: int = 0, session_ttl_s: float = 0.0
-    ) -> None:
+    def __init__(self, cache: Cache, *, handle_pages: int = 0, session_ttl_s: float = 0.0) -> None:
         self.cache = cache
         self.handles = Handles(cache, handle_pages)
         self.sessions = Sessions(cache, session_ttl_s)
