@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.kv_layout import KVGroups
+from jserve.model import group_pages
 from jserve.model.draft_tree import DraftMask, TreeShape, mask_of
 from jserve.model.feature import StepFeature
 from jserve.sampling import MAX_STOP_IDS
@@ -179,15 +180,8 @@ def _tables(dims: StepDims, R: int) -> list[Field]:
     """One page table, or those of the groups of each reach."""
     if dims.groups is None:
         return [Field("page_table_RM", (R, dims.M))]
-    return [
-        Field(group_table(i), (reach.n_groups, R, width))
-        for i, (reach, width) in enumerate(zip(dims.groups.reaches, dims.columns, strict=True))
-    ]
-
-
-def group_table(reach: int) -> str:
-    """The field with the page tables of the groups of a reach, by its number."""
-    return f"page_table{reach}_NRW"
+    tables = group_pages.shapes(dims.groups, dims.columns, R)
+    return [Field(name, shape) for name, shape in tables.items()]
 
 
 def buffer_size(fields: tuple[Field, ...]) -> int:
@@ -225,13 +219,6 @@ def _parts(fields: tuple[Field, ...]) -> list[tuple[Field | None, int, int, tupl
             parts.append((None, at, n, (f.shape[0], ROW_WIDTH)))
             at += n
     return parts
-
-
-class GroupPages(NamedTuple):
-    """The pages of a step in one group of layers, as ``StepView`` has them of all."""
-
-    table_RM: jax.Array
-    write_T: jax.Array
 
 
 @flax.struct.dataclass
@@ -292,7 +279,7 @@ class StepView:
     J: int = flax.struct.field(pytree_node=False)
     tree: DraftMask | None = None
     """The visibility among the tokens of a decode row; None: each sees those before it."""
-    groups: tuple[GroupPages, ...] = ()
+    groups: tuple[group_pages.GroupPages, ...] = ()
     """Of each group of layers; empty: ``page_table_RM`` and ``write_page_T`` are those of all layers."""
     places: tuple[tuple[int, int], ...] = flax.struct.field(pytree_node=False, default=())
     """As ``KVGroups.places``."""
@@ -336,7 +323,7 @@ def unpack(
         pos_T = _by_depth(bucket, tree, place_T)
     tok_T = jnp.where(asked_T, held_T, raw["tok_T"])
     number_T = jnp.clip(place_T // Z, 0, dims.M - 1)
-    groups = _groups(raw, dims, row, number_T, real_T)
+    groups = group_pages.unpacked(raw, dims.columns, dims.M, row, number_T, real_T)
     if groups:
         raw["page_table_RM"] = groups[0].table_RM
     page = raw["page_table_RM"][row, number_T]
@@ -367,28 +354,6 @@ def unpack(
         groups=groups,
         places=() if dims.groups is None else dims.groups.places,
     )
-
-
-def _groups(
-    raw: dict[str, jax.Array],
-    dims: StepDims,
-    row_T: jax.Array,
-    number_T: jax.Array,
-    real_T: jax.Array,
-) -> tuple[GroupPages, ...]:
-    """The pages of each group; ``number_T`` are those of the tokens' own pages in their rows.
-
-    A table of W columns repeats in one of M: what is not among the last W pages of a row is out of its sight."""
-    if dims.groups is None:
-        return ()
-    groups = []
-    for i, width in enumerate(dims.columns):
-        table_NRW = raw[group_table(i)]
-        for table_RW in table_NRW:
-            write_T = jnp.where(real_T, table_RW[row_T, number_T % width], 0)
-            table_RM = jnp.tile(table_RW, (1, -(-dims.M // width)))[:, : dims.M]
-            groups.append(GroupPages(table_RM, write_T))
-    return tuple(groups)
 
 
 def _held(bucket: Bucket, slots: Any, slot_R: jax.Array, last_T: jax.Array) -> jax.Array:

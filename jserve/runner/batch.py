@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jserve.model.feature import in_range
+from jserve.model.group_pages import field_of
 from jserve.model.view import (
     BAD_WORDS,
     BIAS,
@@ -35,7 +36,6 @@ from jserve.model.view import (
     Field,
     StepDims,
     buffer_size,
-    group_table,
     numpy_views,
     row_columns,
 )
@@ -205,7 +205,7 @@ class Packer:
     def _pages(self, slate: _Slate, plan: StepPlan, bucket: Bucket, needs: Needs) -> None:
         if plan.group_tables:
             for i, table in enumerate(plan.group_tables):
-                _put_pages(slate.views[group_table(i)], table, bucket, needs, slate.width)
+                _put_pages(slate.views[field_of(i)], table, bucket, needs, slate.width)
         else:
             out = slate.views["page_table_RM"]
             _put_pages(out, plan.page_table_RM, bucket, needs, slate.width)

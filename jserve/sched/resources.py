@@ -8,15 +8,6 @@ one more row of it: programs run in launch order. The next sequence that gets th
 later, so its ``SlotLoad``, its first row (which carries ids and an exact start) and its KV writes come after the
 over-run row. What that row leaves behind (last token, length, counts, KV behind the published pages) is overwritten
 before it is read.
-
-With a window a sequence takes pages a row ahead and gives others back. One that is protected and longer
-than the bound of its window (``PageDemand``) rolls: it enters with that many pages of its own, which no other sequence
-finds, so each that slides out of the window is free at once and becomes its next page ahead::
-
-    own   [ 4 ][ 5 ][ 6 ][ 7 ][ 8 ]      slid: 4      [ 5 ][ 6 ][ 7 ][ 8 ][ 9 ]     never asks again
-
-Where groups of layers look back differently far, each reach does so by itself: those that see all take their pages as
-without a window.
 """
 
 from __future__ import annotations
@@ -26,19 +17,19 @@ from collections.abc import Callable
 
 from jserve.config import EngineConfig, SchedulerOptions
 from jserve.kv.cache import PageCache
-from jserve.kv.groups import Cache, GroupedCache, Lease
+from jserve.kv.groups import Cache, GroupedCache
 from jserve.kv.handles import quota_of
-from jserve.kv.pages import PageLease
 from jserve.ports import RunnerLimits
 from jserve.sched import policy
 from jserve.sched.admission.forecast import Lengths, reserve
 from jserve.sched.admission.queue import OrderedSeqs, WaitQueue, weights_of
+from jserve.sched.cache.entry import EntryPages
 from jserve.sched.cache.retention import CacheRetention, root_of
 from jserve.sched.cache.swap import SwapPolicy
 from jserve.sched.vocab_rows import VocabRows
 from jserve.timing.prefill_cap import PrefillCap
 from jserve.types import Lane, Request, SeqState, Sequence
-from jserve.window import PageDemand, Window, chunk_of, tokens_ahead
+from jserve.window import PageDemand, chunk_of, tokens_ahead
 
 
 class Resources:
@@ -62,6 +53,7 @@ class Resources:
         self.chunk = chunk
         """Most tokens of a prefill row: with a window, pages are taken a row ahead."""
         self.demand = demand or PageDemand(page_size=cache.page_size)
+        self.entry = EntryPages(cache, self.demand, chunk)
         self.retention = retention or CacheRetention(cache)
         self.max_running = max_running
         self.waiting = waiting
@@ -97,14 +89,14 @@ class Resources:
             seq.tokens,
             slot=self._slots[0],
             reuse=reuse,
-            cacheable=not seq.request.skip_prefix_cache and not self._rolls(seq),
+            cacheable=not seq.request.skip_prefix_cache and not self.entry.rolls(seq),
             keeps=self.retention.keeps(seq.request),
         )
         below = cache.below(lease, seq.tokens) if reuse else []
         n_found = lease.capacity + len(below) * cache.page_size
         n_cached = self.swap_policy.reach(seq, n_found)
         cache.slide(lease, n_cached)
-        first, later = self._at_entry(seq, n_cached, lease)
+        first, later = self.entry.tokens(seq, n_cached, lease)
         if not cache.admit(lease, first, keep=self._keep(seq) + later):
             cache.release_hold(below)
             cache.release(lease)
@@ -138,67 +130,11 @@ class Resources:
 
     def _most(self, seq: Sequence) -> int:
         """Pages that ``seq`` ever holds at once."""
-        shares = self._rolls(seq) and self._may_share
-        return self.demand.most(policy.kv_tokens(seq), scale=2 if shares else 1)
-
-    def _rolls(self, seq: Sequence) -> bool:
-        """True for one that is protected and longer than its window of pages."""
-        return (
-            self.demand.slides
-            and policy.protected(seq)
-            and self.demand.exceeds(policy.kv_tokens(seq))
-        )
-
-    @property
-    def _may_share(self) -> bool:
-        """One that rolls may hold pages of others beside its own. The tables of groups have no room for both."""
-        return len(self.demand.parts) == 1
+        return self.entry.most(seq)
 
     def _reuses(self, seq: Sequence) -> bool:
         """One that rolls shares pages only where there is room for them beside its own."""
-        if not self._rolls(seq):
-            return reuses_cache(seq)
-        roomy = self.cache.n_available >= self.demand.most(policy.kv_tokens(seq), scale=2)
-        return reuses_cache(seq) and self._may_share and roomy
-
-    def _rolled(self, lease: PageLease, bound: int) -> int:
-        """Tokens whose pages ``lease`` has when ``bound`` of them are its own."""
-        return (len(lease.pages) + bound - lease.n_own) * self.cache.page_size
-
-    def _at_entry(
-        self, seq: Sequence, n_cached: int, lease: Lease | None = None
-    ) -> tuple[list[int], int]:
-        """(tokens of each part whose pages ``seq`` takes at admission, pages that its prompt needs later beside
-        those): with a window it takes them a row ahead, since it gives others back meanwhile."""
-        wanted, later, first = policy.tokens_wanted(seq), 0, []
-        parts = (None,) * len(self.demand.parts) if lease is None else lease.parts
-        for (n, bound), part, cache in zip(self.demand.parts, parts, self.cache.parts, strict=True):
-            tokens, more = self._of_part(seq, wanted, n_cached, bound, part, cache.window)
-            first.append(tokens)
-            later += n * more
-        return first, later
-
-    def _of_part(
-        self,
-        seq: Sequence,
-        wanted: int,
-        n_cached: int,
-        bound: int,
-        lease: PageLease | None,
-        window: Window,
-    ) -> tuple[int, int]:
-        """``_at_entry`` of one part, in pages of one group."""
-        Z = self.cache.page_size
-        if not bound:
-            return wanted, 0
-        if policy.protected(seq):
-            if policy.kv_tokens(seq) <= bound * Z:
-                return wanted, 0
-            return min(wanted, bound * Z if lease is None else self._rolled(lease, bound)), 0
-        first = min(wanted, n_cached + self.chunk)
-        n_gone = len(window.gone(n_cached))
-        held, whole = -(-first // Z) - n_gone, -(-wanted // Z) - n_gone
-        return first, max(0, min(whole, bound) - held)
+        return reuses_cache(seq) and self.entry.may_share(seq)
 
     def slide(self, seq: Sequence, n_tokens: int) -> None:
         """Give back the pages of ``seq`` that no token from position ``n_tokens`` on reads; one that rolls
@@ -206,18 +142,13 @@ class Resources:
         lease = seq.lease
         assert lease is not None
         self.cache.slide(lease, n_tokens)
-        if self._rolls(seq):
-            most = policy.kv_tokens(seq)
-            wanted = [
-                min(most, self._rolled(part, bound) if bound else most)
-                for part, (_, bound) in zip(lease.parts, self.demand.parts, strict=True)
-            ]
-            rolled = self.cache.admit(lease, wanted)
+        if self.entry.rolls(seq):
+            rolled = self.cache.admit(lease, self.entry.rolled(seq, lease))
             assert rolled, f"{seq.request.id} gave pages back and finds none"
 
     def tokens_ahead(self, seq: Sequence) -> int:
         """Tokens whose pages ``seq`` must hold before its next row of known tokens is planned."""
-        if not self.demand.slides:
+        if not self.entry.slides:
             return seq.given
         return min(seq.given, seq.scheduled + self.chunk)
 
@@ -230,12 +161,7 @@ class Resources:
         seq = self._urgent(now, held_back)
         if seq is None:
             return
-        first, later = self._at_entry(seq, 0)
-        taken = [
-            n * self.demand.pages(tokens)
-            for tokens, (n, _) in zip(first, self.demand.parts, strict=True)
-        ]
-        wanted = sum(taken) + later + self._keep(seq)
+        wanted = self.entry.pages(seq) + self._keep(seq)
         short, chosen = wanted - self.cache.n_available, []
         victims, lacks_row = policy.preemptible_bulk(self.running), self.vocab_rows.lacks(seq)
         if lacks_row:  # somebody who holds one comes first

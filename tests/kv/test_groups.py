@@ -76,7 +76,7 @@ def test_each_part_holds_what_it_still_reads(name):
 
 def test_a_chunk_is_given_back_whole_where_the_next_begins():
     window = Window(page_size=Z, tokens=8, chunked=True)
-    gone = [len(window.gone(n)) for n in range(0, 33)]
+    gone = [len(window.gone(n)) for n in range(33)]
     assert gone == [2 * (n // 8) for n in range(33)]
 
 
