@@ -122,6 +122,7 @@ def plan_memory(
     options: CacheOptions,
     memory: DeviceMemory,
     demand: PageDemand | None = None,
+    resting: PageDemand | None = None,
 ) -> MemoryPlan:
     """Size the KV pool; ``n_pages`` or ``kv_memory_gb`` of the options decide if they are given.
 
@@ -129,13 +130,15 @@ def plan_memory(
         kv: what a page holds.
         weight_bytes: of one device, a drafter's too.
         demand: the pages that a sequence holds at once; None: those of all its tokens.
+        resting: those that it holds once its prompt is computed; None: as ``demand``.
 
     Raises:
         ConfigError: not even one sequence of the full context fits; ``field`` is the option that
         limits it.
     """
     length = dims.M * dims.Z
-    longest = (demand or PageDemand(page_size=dims.Z)).most(length)
+    demand = demand or PageDemand(page_size=dims.Z)
+    longest, held = demand.most(length), (resting or demand).most(length)
     one, slots = kv.page_bytes, slot_bytes(dims)
     free = memory.room(options.memory_utilization, weight_bytes)
     name, n_pages = "memory_utilization", _steady((free - slots) // one, is_host=memory.is_host)
@@ -160,7 +163,7 @@ def plan_memory(
         slot_bytes=slots,
         vocab_row_bytes=_bytes_of(slot_shapes(dims).vocab),
         total_bytes=memory.total,
-        tokens=(n_pages - 1) * dims.Z if kv.groups is None else (n_pages - 1) * length // longest,
+        tokens=(n_pages - 1) * dims.Z if kv.groups is None else (n_pages - 1) * length // held,
     )
 
 

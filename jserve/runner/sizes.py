@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.kv_layout import KVGroups, KVLayout, chosen_groups
+from jserve.kv_layout import KVLayout, chosen_groups
 from jserve.model.arch import Arch
 from jserve.model.attention import (
     AttentionBackend,
@@ -126,13 +126,14 @@ def attention_name(
 
 
 def page_demand(
-    arch: Arch, config: EngineConfig, dims: StepDims, window: int, groups: KVGroups | None
+    arch: Arch, config: EngineConfig, dims: StepDims, window: int, *, prefills: bool = True
 ) -> PageDemand:
     """The pages that a sequence holds at once. ``window``: tokens that layers read at most, where no groups have
-    pages of their own (0: some read all)."""
+    pages of their own (0: some read all); ``prefills`` False: once its prompt is computed."""
     drafts = dims.drafts or config.n_drafts
-    ahead = tokens_ahead(config.scheduler, config.scheduler.max_num_batched_tokens, drafts)
-    reaches = () if groups is None else groups.reaches
+    budget = config.scheduler.max_num_batched_tokens if prefills else 1
+    ahead = tokens_ahead(config.scheduler, budget, drafts)
+    reaches = () if dims.groups is None else dims.groups.reaches
     return PageDemand.of(reaches, dims.Z, ahead, window, arch.sinks)
 
 
@@ -155,11 +156,11 @@ def with_groups(
     groups = chosen_groups(arch.kv_layers, asked, obstacles)
     if groups is None:
         return dims
-    demand = page_demand(arch, config, dims, 0, groups)
-    columns = demand.columns(dims.M)
+    grouped = dataclasses.replace(dims, groups=groups)
+    columns = page_demand(arch, config, grouped, 0).columns(dims.M)
     if asked == "auto" and min(columns) == dims.M:
         return dims
-    return dataclasses.replace(dims, groups=groups, columns=columns)
+    return dataclasses.replace(grouped, columns=columns)
 
 
 def _obstacles(
@@ -331,7 +332,8 @@ def sizes_of(
         weight_bytes=weight_bytes,
         options=config.cache,
         memory=memory,
-        demand=page_demand(arch, config, dims, kv.window, dims.groups),
+        demand=page_demand(arch, config, dims, kv.window),
+        resting=page_demand(arch, config, dims, kv.window, prefills=False),
     )
     n_host = host_pages(config.cache.host_memory_gb, kv.host_page_bytes)
     limits = runner_limits(arch, config, dims, pool.n_pages, n_host, kv.window)

@@ -36,6 +36,7 @@ class Residents:
     length: int
     """Tokens, prompt and answer together."""
     pages: int
+    """Of all groups of layers, where they have pages of their own: once the prompt is computed."""
     over: float
     """Bytes of these pages / bytes of KV that the layers still read of such a sequence."""
     sequences: int
@@ -317,7 +318,9 @@ def _roofline(laid: Layout, chip: Chip) -> Roofline:
 
 def _residents(laid: Layout, length: int) -> Residents:
     dims, window = laid.sizes.dims, laid.sizes.limits.window
-    pages = page_demand(laid.model.arch, laid.config, dims, window, dims.groups).most(length)
+    grouped = dims.groups is not None
+    demand = page_demand(laid.model.arch, laid.config, dims, window, prefills=not grouped)
+    pages = demand.most(length)
     held = (laid.sizes.memory.n_pages - 1) // pages
     kv = laid.sizes.kv
     return Residents(
