@@ -29,7 +29,7 @@ from jserve.request_options import Lane, RequestOptions
 from jserve.sampling import SamplingParams, Thinking
 
 if TYPE_CHECKING:
-    from jserve.kv.groups import Lease
+    from jserve.kv.ledger import Lease
     from jserve.kv.swap import Swapped
     from jserve.ports import Guide
 

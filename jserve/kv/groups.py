@@ -26,6 +26,7 @@ from jserve.kv.cache import PageCache, PageListener
 from jserve.kv.pages import GroupTable, PageLease, PagePool, PageSets
 from jserve.kv.radix import Node, RootKey, Ticks
 from jserve.kv.retention import Keep
+from jserve.kv.tiers import HostPage, HostTier
 from jserve.kv_layout import Reach
 from jserve.types import PageMove
 from jserve.window import PageDemand, Window, windows_of
@@ -91,7 +92,7 @@ class GroupedCache:
         columns: of the page tables of each reach; empty: as many as that takes.
     """
 
-    tier = None
+    tier: HostTier | None = None
 
     def __init__(
         self,
@@ -296,14 +297,14 @@ class GroupedCache:
         for part, before, after in zip(self.parts, old, new, strict=True):
             part.leave_branch(before, after)
 
-    def below(self, lease: GroupedLease, tokens: Seq[int]) -> list:
+    def below(self, lease: GroupedLease, tokens: Seq[int]) -> list[HostPage]:
         """There is no tier: nothing."""
         return []
 
-    def load(self, lease: GroupedLease, below: Seq) -> None:
+    def load(self, lease: GroupedLease, below: Seq[HostPage]) -> None:
         assert not below, "there is no tier"
 
-    def release_hold(self, below: Seq) -> None:
+    def release_hold(self, below: Seq[HostPage]) -> None:
         assert not below, "there is no tier"
 
     def fetch(self, key: RootKey, tokens: Seq[int]) -> list[int]:
@@ -325,12 +326,12 @@ class GroupedCache:
         pinned: Iterable[Ends] = (),
     ) -> None:
         """As ``PageCache.check``, part by part, and of the pages behind their ids."""
-        leases, pinned = list(leases), list(pinned)
+        held_by, pinned = list(leases), list(pinned)
         for i, part in enumerate(self.parts):
-            own = [lease.parts[i] for lease in leases]
+            own = [lease.parts[i] for lease in held_by]
             part.check(own, (), [pin[i] for pin in pinned])
             audit.check_group_table(self._table(i), self._sets(i), own)
-        for lease in leases:
+        for lease in held_by:
             assert len({part.n_published for part in lease.parts}) == 1, "parts publish apart"
             assert lease.capacity == min(part.capacity for part in lease.parts), "a stale capacity"
         audit.check_sets(self.pool, [self._sets(i) for i in range(len(self.parts))], list(held))
@@ -343,7 +344,3 @@ class GroupedCache:
     def _weighted(self) -> Iterable[tuple[int, PageCache]]:
         """(pages behind an id, part)."""
         return zip(self.groups, self.parts, strict=True)
-
-
-Cache = PageCache | GroupedCache
-Lease = PageLease | GroupedLease

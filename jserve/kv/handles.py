@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jserve.errors import BadRequest, CacheFull, CacheNotFound
-from jserve.kv.groups import Cache, Lease
+from jserve.kv.ledger import Cache, Lease
 from jserve.kv.radix import RootKey
 from jserve.types import HandleInfo
 

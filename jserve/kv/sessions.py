@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from jserve.kv.groups import Cache, Lease
+from jserve.kv.ledger import Cache, Lease
 from jserve.kv.retention import SESSION, Keep
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from jserve.kv.groups import Cache
+from jserve.kv.ledger import Cache
 from jserve.types import RowPlan, Sequence, SlotLoad, StepPlan
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable
 
 from jserve.config import EngineConfig, SchedulerOptions
 from jserve.kv.cache import PageCache
-from jserve.kv.groups import Cache, GroupedCache
+from jserve.kv.groups import GroupedCache
 from jserve.kv.handles import quota_of
+from jserve.kv.ledger import Cache
 from jserve.ports import RunnerLimits
 from jserve.sched import policy
 from jserve.sched.admission.forecast import Lengths, reserve

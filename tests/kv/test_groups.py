@@ -36,7 +36,7 @@ def test_random_operations_keep_every_invariant():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_random_operations_keep_every_invariant_nightly():
-    nightly = settings(max_examples=500, stateful_step_count=60, derandomize=True, **COMMON)
+    nightly = settings(max_examples=150, stateful_step_count=60, derandomize=True, **COMMON)
     run_state_machine_as_test(GroupMachine, settings=nightly)
 
 

@@ -15,6 +15,11 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Arch, resized
 from jserve.runner.runner import ModelRunner
 from jserve.sched.scheduler import Scheduler
+from tests.kv.test_groups import (
+    a_hit_without_the_last_window,
+    given_back_one_token_early,
+    the_page_of_another_group,
+)
 from tests.kv.test_real_reuse import BUCKETS, Z, text, tokens_of
 from tests.kv.test_real_window import all_of
 from tests.runner.harness import ARCH, OPTIONS, make_runner
@@ -34,14 +39,14 @@ def _chunked(arch: Arch) -> Arch:
 
 
 KINDS = {
-    "gemma3": resized(ARCH, windows=(W, W, 0, W, W)),
+    "gemma3": resized(ARCH, windows=(W, W, 0)),
     "gpt-oss": resized(ARCH, windows=(W, 0, W, 0), sink_logits=True),
     "padded": resized(ARCH, windows=(W, 0, 0, W, W)),
     "llama4": _chunked(resized(ARCH, windows=(W, W, W, 0))),
     "two windows": resized(ARCH, windows=(40, 12)),
 }
 GROUPS = {
-    "gemma3": [1, 4],
+    "gemma3": [1, 2],
     "gpt-oss": [1, 1],
     "padded": [1, 2],
     "llama4": [1, 3],
@@ -118,6 +123,22 @@ def test_cached_equals_cold(kind):
     )
     assert tokens_of(engine, prompt, "again")[0] == cold[97][0]
     engine.scheduler.resources.check()
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [given_back_one_token_early, a_hit_without_the_last_window, the_page_of_another_group],
+    ids=lambda bug: bug.__name__,
+)
+def test_a_planted_bug_changes_tokens(bug, monkeypatch):
+    prompt, n = text(97, seed=5), 60
+    cold = tokens_of(engine_of(runner("gemma3")), prompt[:n], "c")[0]
+    bug(monkeypatch)
+    engine = engine_of(runner("gemma3"), max_prefill_chunk=5)
+    changed = all_of(engine, PROMPTS, N) != expected("gemma3")
+    tokens_of(engine, prompt, "whole")
+    engine.scheduler.resources.cache.evict(25)  # what slid out of windows
+    assert changed or tokens_of(engine, prompt[:n], "hit")[0] != cold
 
 
 @pytest.mark.parametrize("kind", ALL)

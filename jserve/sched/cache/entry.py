@@ -12,7 +12,7 @@ without a window.
 
 from __future__ import annotations
 
-from jserve.kv.groups import Cache, Lease
+from jserve.kv.ledger import Cache, Lease
 from jserve.kv.pages import PageLease
 from jserve.sched import policy
 from jserve.types import Sequence

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jserve.errors import BadRequest
-from jserve.kv.groups import Cache, Lease
 from jserve.kv.handles import Handle, Handles
+from jserve.kv.ledger import Cache, Lease
 from jserve.kv.radix import RootKey
 from jserve.kv.retention import Keep, keeps_of
 from jserve.kv.sessions import Sessions

@@ -13,7 +13,7 @@ its last few tokens again; one that may not publish, or whose prefill is slow, g
 from __future__ import annotations
 
 from jserve.kv import swap
-from jserve.kv.groups import Cache
+from jserve.kv.ledger import Cache
 from jserve.sched import policy
 from jserve.timing.prefill_cap import PrefillCap
 from jserve.types import Sequence
