@@ -140,6 +140,8 @@ class Resources:
     def slide(self, seq: Sequence, n_tokens: int) -> None:
         """Give back the pages of ``seq`` that no token from position ``n_tokens`` on reads; one that rolls
         takes as many for what comes next."""
+        if not self.entry.slides:
+            return
         lease = seq.lease
         assert lease is not None
         self.cache.slide(lease, n_tokens)
