@@ -249,7 +249,7 @@ def _journal(path: str) -> Any:
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
     from jserve.model.moe_specs import check_has_experts
-    from jserve.model.quant import n_bytes
+    from jserve.model.quant import bytes_by_form, form_name, n_bytes
     from jserve.runner.programs import use_compile_cache
     from jserve.runner.runner import ModelRunner
     from jserve.speculation.host.methods import check
@@ -311,6 +311,8 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "weights": "" if given else source.stamp,
         "family": family.name,
         "quantization": scheme.name if scheme is not None and not scheme.widened else "",
+        "form": form_name(params),
+        "form_bytes": bytes_by_form(params, dtype),
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),
     }
@@ -488,17 +490,6 @@ def cache_directory(given: str) -> Path:
     return Path.home() / ".cache" / "jserve" / "programs" if given == "auto" else Path(given)
 
 
-def update_params(engine: Engine, params: Any) -> None:
-    """Copy ``params`` over the weights: running sequences are recomputed, cached prefixes dropped,
-    nothing compiles.
-
-    Raises:
-        WeightsError: a leaf does not fit; the old weights stay.
-    """
-    runner: Any = engine.runner
-    engine.swap(lambda: runner.update_params(params))
-
-
 def close(engine: Engine) -> None:
     """Give the KV pool and the slots back to the device."""
     import jax
@@ -509,4 +500,5 @@ def close(engine: Engine) -> None:
     engine.close()
     runner: Any = engine.runner
     for leaf in jax.tree.leaves(runner.state):
-        leaf.delete()
+        if not leaf.is_deleted():  # asleep
+            leaf.delete()
