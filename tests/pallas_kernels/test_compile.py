@@ -232,12 +232,21 @@ def check_step(
     moved = [copy for copy in large if " bf16[" in copy or " f8e4m3fn[" in copy]
     assert not moved, moved
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
-    assert "kDynamicSliceFusion" not in report.thunks, "a kernel reads a slice of another array"
+    if not reads_queries_where_they_lie(model, bucket):
+        assert "kDynamicSliceFusion" not in report.thunks, "a kernel reads a slice of another array"
     assert len(re.findall(r"\d: kCustomCall ", report.thunks)) == parts * arch.L
     assert max(report.sorts(), default=0) <= PARTS * BY_KERNEL, "a sort of the vocabulary"
     check_weights(report, model)
     check_collectives(report, model)
     return report
+
+
+def reads_queries_where_they_lie(model: Any, bucket: Bucket) -> bool:
+    """Beside chunks, where a device has one kv head and its queries of a row need no padding: nothing is done to the
+    queries of decode rows, which are the first of all tokens'."""
+    heads = max(model.arch.K // model.tp, 1)
+    rows = bucket.J * model.arch.N // model.tp // heads
+    return bucket.P > 0 and heads == 1 and rows % 8 == 0
 
 
 def check_weights(report: aot.Report, model: Any) -> None:
