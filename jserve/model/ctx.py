@@ -11,6 +11,7 @@ import jax
 
 from jserve.model.arch import Arch, DecoderLayer
 from jserve.model.attention import AttentionBackend
+from jserve.model.moe_places import Placement
 from jserve.model.rope import rope_tables, rotate
 from jserve.model.shard import Axes
 from jserve.model.view import StepView
@@ -27,16 +28,30 @@ class Ctx:
     tables: tuple[Tables, ...] | None
     """Of each of ``Arch.ropes``; None outside the layers."""
     view: StepView
+    edits: dict[str, jax.Array]
+    """Point of the residual stream -> float32[D] or [T, D] that is added to it there; none inside layers."""
     arch: Arch = flax.struct.field(pytree_node=False)
     attn: AttentionBackend = flax.struct.field(pytree_node=False)
     axes: Axes = flax.struct.field(pytree_node=False)
+    places: Placement | None = None
+    """Of the layer's experts, of all such layers outside of these; None: an expert has the slot of its number, and no
+    tokens are counted."""
     layer: int = flax.struct.field(pytree_node=False, default=0)
     """Number of the layer, or of the first one that is like it."""
+    points: tuple[str, ...] = flax.struct.field(pytree_node=False, default=())
+    """Those of ``points.INSIDE`` that are read of the layer."""
 
     @classmethod
-    def of(cls, arch: Arch, view: StepView, attn: AttentionBackend, axes: Axes) -> Ctx:
+    def of(
+        cls,
+        arch: Arch,
+        view: StepView,
+        attn: AttentionBackend,
+        axes: Axes,
+        places: Placement | None = None,
+    ) -> Ctx:
         """Of a pass over the tokens of ``view``, before its first layer."""
-        return cls(tables=None, view=view, arch=arch, attn=attn, axes=axes)
+        return cls(tables=None, view=view, edits={}, arch=arch, attn=attn, axes=axes, places=places)
 
     def with_tables(self) -> Ctx:
         """The same for layers: with the tables of the view's positions."""
@@ -44,8 +59,24 @@ class Ctx:
         tables = tuple(rope_tables(rope, arch.H, pos_T) for rope in arch.ropes)
         return self.replace(tables=tables)  # type: ignore[attr-defined]
 
-    def at(self, layer: int) -> Ctx:
-        return self.replace(layer=layer)  # type: ignore[attr-defined]
+    def at(self, layer: int, places: Placement | None = None, points: tuple[str, ...] = ()) -> Ctx:
+        """The same for a layer like ``layer``, whose experts have these places, and of which ``points`` are read."""
+        return self.replace(layer=layer, places=places, points=points, edits={})  # type: ignore[attr-defined]
+
+    def edited(self, point: str, x_TD: jax.Array) -> jax.Array:
+        """The residual stream at ``point``, with what is to be added to it."""
+        return x_TD + self.edits[point] if point in self.edits else x_TD
+
+    def of_layer(
+        self,
+        layer: int,
+        like: int,
+        places: Placement | None = None,
+        points: tuple[str, ...] = (),
+    ) -> Ctx:
+        """``at`` the layer ``like``, with the pages of ``layer``, which is like it."""
+        ctx = self.replace(view=self.view.of_layer(layer))  # type: ignore[attr-defined]
+        return ctx.at(like, places, points)
 
     @property
     def spec(self) -> DecoderLayer:

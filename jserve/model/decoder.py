@@ -21,11 +21,23 @@ from jserve.model.arch import Arch, Attention, Mlp, Moe, Norm
 from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
-from jserve.model.family import Family
+from jserve.model.family import Family, Pass
 from jserve.model.hf_values import Config, ConfigReader
 from jserve.model.layers import attend_normed, attention_block, embed, ffn_block, unembed
+from jserve.model.moe_places import Placement
 from jserve.model.moe_specs import MoeNames, routed_specs
 from jserve.model.norms import normed
+from jserve.model.points import (
+    ATTN_OUT,
+    EMBED,
+    MID,
+    MLP_OUT,
+    NORMALIZED,
+    POST,
+    PRE,
+    in_layer,
+    inside,
+)
 from jserve.model.shard import Axes, ParamSpec, Part
 
 
@@ -71,36 +83,57 @@ def plain(
         forward=forward,
         logits=logits,
         tapped=tapped,
+        counted=counted,
         embed=embedded,
     )
 
 
 def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
-    """(float32[T, D] after the final norm, the new KV of every layer)."""
+    """(float32[T, D] after the final norm, the new KV: of every layer, or of every array that groups share)."""
     return tapped(ctx, params, kv, ())[:2]
 
 
 def tapped(
-    ctx: Ctx, params: Any, kv: list[LayerKV], layers: Sequence[int]
+    ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
-    """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
+    """``forward``, and float32[T, D] at each of ``points`` (``jserve.model.points``)."""
+    done = counted(ctx, params, kv, points)
+    return done.x_TD, done.kv, done.read
+
+
+def counted(ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]) -> Pass:
+    """``tapped``, and how many tokens each expert of a layer got, where ``ctx`` has a placement of experts."""
     arch = ctx.arch
     x_TD = embedded(arch, params, ctx.view.tok_T, ctx.axes)
     x_TD = skip_unread(x_TD, ctx.view.pos_T >= 0)
     ctx = ctx.with_tables()
-    if fused.serves(ctx, params, kv):
-        return fused.tapped(ctx, params, kv, x_TD, layers)
-    layer = _traced_layer()
-    entering, first, new_kv = {}, {}, []
+    if fused.serves(ctx, params, kv, points):
+        return Pass(*fused.tapped(ctx, params, kv, x_TD, points), None)
+    layer, places = _traced_layer(), _placements(ctx)
+    found, first, new_kv, counts = {EMBED: x_TD}, {}, list(kv), []
     for i, p in enumerate(params["layers"]):
-        entering[i] = x_TD
-        like = first.setdefault(arch.layers[i], i)
+        found[in_layer(i, PRE)] = x_TD = ctx.edited(in_layer(i, PRE), x_TD)
+        wanted = inside(points, i)
+        like, at = first.setdefault((arch.layers[i], wanted), i), ctx.view.array(i)
+        of_layer = ctx.of_layer(i, like, places[i], wanted)
         with jax.named_scope(f"layer{i}"):
-            x_TD, layer_kv = layer(p, x_TD, ctx.at(like), kv[i])
-            new_kv.append(layer_kv)
-    entering[arch.L] = x_TD
-    y_TD = normed(arch.norm, x_TD, params["final_norm"])
-    return y_TD, new_kv, [entering[i] for i in layers]
+            x_TD, new_kv[at], count_E, seen = layer(p, x_TD, of_layer, new_kv[at])
+            counts.append(count_E)
+        found |= {in_layer(i, name): value_TD for name, value_TD in seen.items()}
+        found[in_layer(i, POST)] = x_TD = ctx.edited(in_layer(i, POST), x_TD)
+    found[NORMALIZED] = normed(arch.norm, x_TD, params["final_norm"])
+    tokens = [count_E for count_E in counts if count_E is not None]
+    read = [found[name] for name in points]
+    return Pass(found[NORMALIZED], new_kv, read, jnp.stack(tokens) if tokens else None)
+
+
+def _placements(ctx: Ctx) -> list[Placement | None]:
+    """Of the experts of each layer; None: it has none, or each expert has the slot of its number."""
+    routed = iter(range(ctx.arch.L))
+    return [
+        ctx.places.of_layer(next(routed)) if ctx.places and isinstance(layer.ffn, Moe) else None
+        for layer in ctx.arch.layers
+    ]
 
 
 def embedded(arch: Arch, params: Any, tok_T: jax.Array, axes: Axes) -> jax.Array:
@@ -117,16 +150,23 @@ def _traced_layer() -> Any:
     return jax.jit(decoder_layer)
 
 
-def decoder_layer(p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
-    """One layer. A norm is where its scales are: before attention and MLP (``attn_norm``, ``mlp_norm``), on what
+def decoder_layer(
+    p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV
+) -> tuple[jax.Array, LayerKV, jax.Array | None, dict[str, jax.Array]]:
+    """One layer: its output, its KV, the tokens of each expert where they are counted, and what it has at
+    ``ctx.points``. A norm is where its scales are: before attention and MLP (``attn_norm``, ``mlp_norm``), on what
     they add (``attn_out_norm``, ``mlp_out_norm``), or both."""
+    found: dict[str, jax.Array] = {}
     if ctx.spec.parallel:
         normed_TD = normed(ctx.arch.norm, x_TD, p["attn_norm"])
-        y_TD, kv = attend_normed(ctx, p, normed_TD, kv)
-        return x_TD + y_TD + ffn_block(ctx, p, normed_TD), kv
-    y_TD, kv = attention_block(ctx, p, x_TD, kv)
-    x_TD = x_TD + y_TD
-    return x_TD + ffn_block(ctx, p, x_TD), kv
+        found[ATTN_OUT], kv = attend_normed(ctx, p, normed_TD, kv)
+        x_TD = x_TD + found[ATTN_OUT]
+        found[MLP_OUT], count_E = ffn_block(ctx, p, normed_TD)
+    else:
+        found[ATTN_OUT], kv = attention_block(ctx, p, x_TD, kv)
+        found[MID] = x_TD = x_TD + found[ATTN_OUT]
+        found[MLP_OUT], count_E = ffn_block(ctx, p, x_TD)
+    return x_TD + found[MLP_OUT], kv, count_E, {name: found[name] for name in ctx.points}
 
 
 def logits(arch: Arch, params: Any, x_ED: jax.Array, axes: Axes) -> jax.Array:
@@ -161,22 +201,20 @@ def check_tp(arch: Arch, tp: int, names: TensorNames = TensorNames()) -> None:
     for key, size in (("num_attention_heads", arch.N), *sorted(widths)):
         if size % tp:
             raise ConfigError(
-                f"{key} {size} is not divisible by tensor_parallel_size {tp}", field=key
+                f"{key} {size} is not divisible by the {tp} devices that share it", field=key
             )
     if arch.K % tp and tp % arch.K:
         raise ConfigError(
-            f"num_key_value_heads {arch.K} neither divides tensor_parallel_size {tp}"
-            " nor is divisible by it",
+            f"num_key_value_heads {arch.K} neither divides the number of devices, {tp}, nor is divisible by it",
             field="num_key_value_heads",
         )
 
 
 def _widths(ffn: Mlp | Moe, names: MoeNames) -> list[tuple[str, int]]:
-    """(key of config.json, size) of each width that is split."""
+    """(key of config.json, size) of each width that all devices split; that of routed experts is ``padded``'s."""
     if isinstance(ffn, Mlp):
         return [("intermediate_size", ffn.F)]
-    shared = [(names.shared_width_key, ffn.shared.F)] if ffn.shared else []
-    return [(names.width_key, ffn.F), *shared]
+    return [(names.shared_width_key, ffn.shared.F)] if ffn.shared else []
 
 
 def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, ParamSpec]:
@@ -276,15 +314,19 @@ def qkv(arch: Arch, at: str, K: int, kind: str, width: int = 0, fused: str = "")
 
 def kv_scale(at: str, K: int) -> ParamSpec:
     """float32 [K, 2]: what stored keys and values of a kv head are multiplied by; a checkpoint has one
-    number for all heads."""
-    parts = tuple(
-        Part(name=f"{at}.{name}", shape=(1,), view=(1, 1), repeat=K)
-        for name in ("k_scale", "v_scale")
+    number for all heads, beside the attention or, of modelopt, beside its projections."""
+    parts, beside = (
+        tuple(
+            Part(name=f"{at}.{name}", shape=(1,), view=(1, 1), repeat=K)
+            for name in (f"{first}k_scale", f"{second}v_scale")
+        )
+        for first, second in (("", ""), ("k_proj.", "v_proj."))
     )
     return ParamSpec(
         shape=(K, 2),
         axes=("kv_heads", None),
         parts=parts,
+        spellings=(beside,),
         concat=1,
         init=0.0,
         init_mean=1.0,

@@ -17,12 +17,13 @@ program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
@@ -33,10 +34,21 @@ from jserve.model.attention import AttentionBackend, LayerKV, check_layers
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
-from jserve.model.family import Family
+from jserve.model.family import Family, Pass
+from jserve.model.feature import StepFeature
+from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
+from jserve.model.points import entering, matching
 from jserve.model.sample import Chosen, logprobs, sample
-from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
+from jserve.model.shard import (
+    Axes,
+    MeshAxis,
+    ShardRules,
+    abstract,
+    n_parts,
+    padded,
+    partitions,
+)
 from jserve.model.slots import NONE, SlotState
 from jserve.model.view import (
     PENALTY,
@@ -58,9 +70,11 @@ class DeviceState:
     """Everything that survives a step; donated to it and replaced whole."""
 
     kv: list[LayerKV]
-    """Of each layer, a drafter's last (in an abstract state: their shapes, shardings or
-    partitions)."""
+    """Of each layer, or each array that groups of layers share; a drafter's last (in an abstract state: their
+    shapes, shardings or partitions)."""
     slots: SlotState
+    experts: ExpertState | None = None
+    """None: experts stay where they are, and nobody counts their tokens."""
 
 
 @flax.struct.dataclass
@@ -88,8 +102,8 @@ class PoolArray(NamedTuple):
     """One array of the KV pool on the whole mesh."""
 
     shape: tuple[int, ...]
-    axis: str | None
-    """Mesh axis that its heads are split over; None: every device holds all of it."""
+    axis: MeshAxis
+    """Mesh axes that its heads are split over; None: every device holds all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +121,8 @@ class StepModel:
     """As the backend stores it."""
     dtype: Any
     drafter: Drafter | None = None
+    experts: bool = False
+    """The state has the places of experts, and counts the tokens of each."""
     kernels: str = ""
     """Level of the native kernels that compute products, attention and writes of KV; empty: XLA does."""
 
@@ -118,17 +134,23 @@ class StepModel:
     @property
     def tp(self) -> int:
         """Devices that share the kv heads."""
-        return self.mesh.shape[self.axes.heads] if self.axes.heads else 1
+        return n_parts(self.heads_axis, self.mesh.shape)
+
+    @property
+    def heads_axis(self) -> MeshAxis:
+        """The mesh axes that arrays of kv heads are split over."""
+        return self.rules.split("kv_heads", self.mesh.shape)
 
     @property
     def kv(self) -> KVLayout:
         Z, tp = self.dims.Z, self.tp
-        return kv_layout(self.arch, self.drafter, page_size=Z, dtype=self.kv_dtype, tp=tp)
+        kv = kv_layout(self.arch, self.drafter, page_size=Z, dtype=self.kv_dtype, tp=tp)
+        return replace(kv, groups=self.dims.groups)
 
     @property
     def draft_rules(self) -> ShardRules:
         whole = self.drafter is None or self.drafter.replicated
-        return REPLICATED if whole else self.rules
+        return REPLICATED if whole else self.rules.in_width
 
     @property
     def draft_axes(self) -> Axes:
@@ -136,20 +158,26 @@ class StepModel:
 
     def draft_specs(self) -> Any:
         assert self.drafter is not None, "there is no drafter"
-        specs = self.drafter.specs(self.tp if self.draft_axes.heads else 1)
+        split = self.draft_rules.split("kv_heads", self.mesh.shape) is not None
+        specs = self.drafter.specs(self.tp if split else 1)
         return padded(specs, self.draft_rules, self.mesh.shape)
 
     def kv_arrays(self) -> list[tuple[PoolArray, ...]]:
-        """The arrays of every layer of ``kv``, as the pool has them on the whole mesh."""
+        """The arrays of every layer of ``kv.pool_layers``, as the pool has them on the whole mesh."""
         kv, Z = self.kv, self.dims.Z
 
         def of(layer: KVLayer) -> tuple[PoolArray, ...]:
-            axis = None if layer.replicated else self.axes.heads
+            axis = None if layer.replicated else self.heads_axis
             sizes = [(kv.heads(layer, array), array.width) for array in layer.arrays]
             shapes = [self.backend.pool_shape(*size, self.n_pages, Z) for size in sizes]
             return tuple(PoolArray(shape, axis) for shape in shapes)
 
-        return [of(layer) for layer in kv.layers]
+        return [of(layer) for layer in kv.pool_layers]
+
+    @property
+    def n_own(self) -> int:
+        """Entries of ``DeviceState.kv`` that are the target's."""
+        return self.arch.L if self.dims.groups is None else self.dims.groups.n_arrays
 
     def fields(self, bucket: Bucket) -> tuple[Field, ...]:
         return layout(bucket, self.dims, self.backend.plan_shapes(bucket, self.dims))
@@ -163,6 +191,17 @@ class StepModel:
             return target
         return {"target": target, "drafter": partitions(self.draft_specs(), self.draft_rules)}
 
+    @property
+    def ep(self) -> int:
+        """Devices, or groups of them, that have different experts."""
+        return n_parts(self.axes.experts, self.mesh.shape)
+
+    def expert_shapes(self) -> Any:
+        """The abstract ``ExpertState``, None where there is none."""
+        if not self.experts:
+            return None
+        return state_shapes(self.arch, self.rules.redundant_experts)
+
     def state_partitions(self) -> Any:
         before = (None,) * self.backend.kv_axis
         kv: Any = [
@@ -172,6 +211,7 @@ class StepModel:
         return DeviceState(
             kv=kv,
             slots=jax.tree.map(lambda _: PartitionSpec(), slot_shapes(self.dims)),
+            experts=jax.tree.map(lambda _: PartitionSpec(), self.expert_shapes()),
         )
 
     def state_shardings(self) -> Any:
@@ -193,7 +233,8 @@ class StepModel:
             tuple(jax.ShapeDtypeStruct(array.shape, self.kv_dtype) for array in layer)
             for layer in self.kv_arrays()
         ]
-        state = DeviceState(kv=kv, slots=slot_shapes(self.dims))
+        slots, experts = slot_shapes(self.dims), self.expert_shapes()
+        state = DeviceState(kv=kv, slots=slots, experts=experts)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             state,
@@ -222,6 +263,7 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             field="attention_sinks",
         )
     check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree)
+    Axes.of(model.rules, model.mesh.shape)  # refuses what no step of this mode can honour
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)
@@ -231,6 +273,8 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             view = unpack(buf, fields, bucket, model.dims, state.slots)
             return run(model, bucket, params, state, view)
 
+    if model.rules.auto:
+        return _partitioned(model, local)
     whole = PartitionSpec()
     state_specs = model.state_partitions()
     return jax.shard_map(
@@ -242,6 +286,18 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
     )
 
 
+def _partitioned(model: StepModel, step: Step) -> Step:
+    """``step`` of whole arrays, for XLA's partitioner: results lie as the state does, and whole."""
+    whole = NamedSharding(model.mesh, PartitionSpec())
+
+    def partitioned(params: Any, state: DeviceState, buf: jax.Array) -> tuple[DeviceState, StepOut]:
+        return lax.with_sharding_constraint(
+            step(params, state, buf), (model.state_shardings(), whole)
+        )
+
+    return partitioned
+
+
 def run(
     model: StepModel, bucket: Bucket, params: Any, state: DeviceState, view: StepView
 ) -> tuple[DeviceState, StepOut]:
@@ -250,9 +306,9 @@ def run(
     own: Any = None
     if model.drafter is not None:
         params, own = params["target"], params["drafter"]
-    x_TD, kv, taps = _forward(
-        model, params, _kept(view, model.n_pages), state.kv[: arch.L], taps=drafts
-    )
+    points = _points(model, bucket)
+    done = _forward(model, params, _kept(view, model.n_pages), state, points)
+    x_TD, kv, values = done.x_TD, done.kv, done.read
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
         raw_EV = model.family.logits(arch, params, x_ED, model.axes)
@@ -265,8 +321,8 @@ def run(
         with jax.named_scope("path"):
             n_ok_D, path_DJ = accepted(view, drawn_E)
             kv = straightened(model.backend, view, kv, path_DJ)
-            of_tree = (drawn_E, ok_E, chosen, x_TD, taps)
-            drawn_E, ok_E, chosen, x_TD, taps = along(view, path_DJ, of_tree)
+            of_tree = (drawn_E, ok_E, chosen, x_TD, values)
+            drawn_E, ok_E, chosen, x_TD, values = along(view, path_DJ, of_tree)
             view = as_chain(view, path_DJ)
     with jax.named_scope("advance"):
         token_RJ = by_row(view, drawn_E, NONE)
@@ -274,7 +330,9 @@ def run(
         len_R = _new_len(view, n_ok_R)
         penalised_R = (view.uses_R & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, penalised_R)
-    drafted, target = state.kv[arch.L :], _target(model, params)
+    drafted, target = state.kv[model.n_own :], _target(model, params)
+    found = dict(zip(points, values, strict=True))
+    taps = [found[name] for name in _drafter_points(model)] if drafts else []
     outcome = StepOutcome(
         view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps
     )
@@ -282,8 +340,12 @@ def run(
         with jax.named_scope("draft"):
             draft_ctx = _draft_ctx(model, target, own)
             drafted, slots = leave_drafts(draft_ctx, drafted, outcome, slots, bucket)
-    extra = {feature.name: feature.after(target, outcome) for feature in bucket.features}
-    state = DeviceState(kv=[*kv, *drafted], slots=slots)
+    extra = {}
+    for feature in bucket.features:
+        read = [found[name] for name in read_by(arch, feature)]
+        extra[feature.name] = feature.after(target, replace(outcome, read=read))
+    experts = state.experts and state.experts.counted(done.count_LE)
+    state = DeviceState(kv=[*kv, *drafted], slots=slots, experts=experts)
     return state, _pack(outcome, ok_E, chosen, extra)
 
 
@@ -300,6 +362,7 @@ def _target(model: StepModel, params: Any) -> Target:
         unembedding=model.family.logits,
         attn=model.backend,
         axes=model.axes,
+        scored=model.dims.scored,
     )
 
 
@@ -321,16 +384,41 @@ def _kept(view: StepView, n_pages: int) -> StepView:
     )
 
 
+def read_by(arch: Arch, feature: StepFeature) -> tuple[str, ...]:
+    """The points of a model that ``feature`` reads.
+
+    Raises:
+        ConfigError: the model has none of that name; ``field`` is the feature's.
+    """
+    return matching(arch, feature.points, feature.name) if feature.points else ()
+
+
+def _drafter_points(model: StepModel) -> tuple[str, ...]:
+    """Those that the drafter reads."""
+    taps = () if model.drafter is None else model.drafter.taps
+    return tuple(entering(i, model.arch.L) for i in taps)
+
+
+def _points(model: StepModel, bucket: Bucket) -> tuple[str, ...]:
+    """All that are read in steps of ``bucket``, each once."""
+    asked = [name for feature in bucket.features for name in read_by(model.arch, feature)]
+    return tuple(dict.fromkeys([*(_drafter_points(model) if bucket.n_draft else ()), *asked]))
+
+
 def _forward(
-    model: StepModel, params: Any, view: StepView, kv: list[LayerKV], *, taps: bool
-) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
-    family, drafter = model.family, model.drafter
-    ctx = Ctx.of(model.arch, view, model.backend, model.axes)
-    if drafter is None or not taps or not drafter.taps:
-        x_TD, kv = family.forward(ctx, params, kv)
-        return x_TD, kv, []
-    assert family.tapped is not None, f"{family.name} has no taps"
-    return family.tapped(ctx, params, kv, drafter.taps)
+    model: StepModel, params: Any, view: StepView, state: DeviceState, points: tuple[str, ...]
+) -> Pass:
+    family, experts, kv = model.family, state.experts, state.kv[: model.n_own]
+    ctx = Ctx.of(model.arch, view, model.backend, model.axes, experts and experts.places)
+    if experts is not None:
+        assert family.counted is not None, f"{family.name} counts nothing"
+        return family.counted(ctx, params, kv, points)
+    if not points:
+        return Pass(*family.forward(ctx, params, kv), [], None)
+    if family.tapped is None:
+        why = f"the family {family.name} has no points that can be read"
+        raise ConfigError(why, field="architectures")
+    return Pass(*family.tapped(ctx, params, kv, points), None)
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:

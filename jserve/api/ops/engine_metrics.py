@@ -91,6 +91,12 @@ _HELP = {
     "disk_read_only": "1 while a failed write keeps the disk read-only.",
     "disk_writes_dropped_total": "KV pages not written because too many writes waited.",
     "disk_writes_failed_total": "Writes of KV pages that failed.",
+    "expert_load": "Tokens that experts on each device computed, all layers together; a token counts once an expert.",
+    "expert_load_hottest_share": "Share of the busiest expert of any layer in the choices of its layer, of late.",
+    "expert_load_max_over_mean": "Load of the fullest device over the mean of all, mean of the layers, of late.",
+    "expert_load_max_over_mean_worst": "The same of the layer where it is highest.",
+    "expert_moves_total": "Copies and exchanges of experts between slots.",
+    "expert_rebalances_total": "Times that new places of experts were planned.",
     "host_pages": "KV pages that host memory holds at most.",
     "host_pages_used": "KV pages in host memory.",
     "host_pages_private": "Of these, pages of swapped sequences.",
@@ -98,6 +104,8 @@ _HELP = {
     "host_pages_stowed_total": "KV pages of swapped sequences copied to host memory.",
     "host_pages_loaded_total": "KV pages copied back to the device.",
     "host_pages_dropped_total": "KV pages evicted from host memory.",
+    "paused": "1 while an operator holds new requests back.",
+    "weight_updates_total": "Times that the weights were replaced.",
     "prefill_tokens_total": "Tokens planned to be computed before their sequence decodes, recomputed ones too.",
     "prefix_waits_total": "Sequences that waited for a prefix that another one was computing.",
     "requests_faulty_total": "Requests ended because their steps raise, found by bisection.",
@@ -143,6 +151,7 @@ class EngineCollector(Collector):
         yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
         yield self._kernels()
+        yield self._forms()
         yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
         values = dict(stats.values)
         yield self._gauge(
@@ -166,6 +175,17 @@ class EngineCollector(Collector):
         info = self._engine.info
         labels = [str(info.get("kernels", "xla")), str(info.get("no_kernels", ""))]
         family.add_metric([self._model, *labels], 1.0)
+        return family
+
+    def _forms(self) -> Any:
+        """Bytes of the weights in each form, what stayed in the type of the model among them."""
+        family = GaugeMetricFamily(
+            "jserve:weight_form_bytes",
+            "Bytes of the weights in each form; those that are not quantised have the name of their type.",
+            labels=["model_name", "form"],
+        )
+        for form, n in self._engine.info.get("form_bytes", {}).items():
+            family.add_metric([self._model, form], float(n))
         return family
 
     def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:

@@ -27,8 +27,9 @@ from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
-from jserve.model.shard import Axes, ShardRules
+from jserve.model.shard import AXIS, Axes, ShardRules, padded
 from jserve.model.view import StepView
+from jserve.sampling import MAX_LOGPROBS
 
 REPLICATED = ShardRules(vocab=None, kv_heads=None, ffn=None)
 
@@ -45,6 +46,8 @@ class Target:
     """``Family.logits``"""
     attn: AttentionBackend
     axes: Axes
+    scored: int = MAX_LOGPROBS
+    """``StepDims.scored``"""
 
     def embed(self, tok_T: jax.Array) -> jax.Array:
         """float32[T, D]: the target's embedding."""
@@ -153,7 +156,7 @@ def split_over(drafter: Drafter, tp: int, wished: int = 0) -> Drafter:
     if tp == 1 or wished == 1:
         return replace(drafter, replicated=tp > 1)
     try:
-        drafter.specs(tp)
+        padded(drafter.specs(tp), ShardRules(), {AXIS: tp})
     except ConfigError as error:
         if wished:
             field = "speculative.tensor_parallel_size"
