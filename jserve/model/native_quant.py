@@ -7,18 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.model import native
-from jserve.model.quant import QTensor, rounded
+from jserve.model.quant import Form, QTensor, rounded
 
+KINDS = ("int8", "int4", "e4m3")
+"""The numbers that they read."""
 INT4_ROWS = 64
 """Rows of a product with int4 up to which any level beats XLA, which unpacks the matrix in memory."""
 
 
 def takes(x_TD: jax.Array, w: QTensor) -> bool:
-    """True if the kernels in use multiply these. Of activations that are rounded they take one scale a token."""
+    """True if the kernels in use multiply these."""
     form, level, T = w.form, native.kernels.value, len(x_TD)
-    fits = not form.rounded or not (form.group or form.zeros)
     few = native.takes_rows(level, T) or (form.kind == "int4" and bool(level) and T <= INT4_ROWS)
-    return fits and few and w.dtype == jnp.bfloat16
+    return _reads(form) and few and w.dtype == jnp.bfloat16
+
+
+def _reads(form: Form) -> bool:
+    """True if there are kernels for a form. Of activations that are rounded they take one scale a token."""
+    if form.kind not in KINDS or form.shifts or form.ordered or form.static or form.bound:
+        return False
+    return not form.rounded or not (form.group or form.zeros)
 
 
 def fuses(w: QTensor) -> bool:
@@ -31,7 +39,7 @@ def product(x_TD: jax.Array, w_ND: QTensor) -> jax.Array:
     if fuses(w_ND):
         return _call("jserve.quantised_product.v1", x_TD, w_ND, w_ND.shape[0])
     # Numbers of e4m3 are bfloat16, too.
-    x_T1D, scale_T1 = rounded(x_TD[:, None], "e4m3")
+    x_T1D, scale_T1 = rounded(x_TD[:, None], w_ND.form)
     y_TN = _call("jserve.quantised_product.v1", x_T1D[:, 0], w_ND, w_ND.shape[0])
     return y_TN * scale_T1
 

@@ -64,13 +64,20 @@ function showLower(now) {
     ...[n.waiting, n.running, n.finished, n.refused, n.expired].map((value) => el("td", {}, short(value))))));
   const levels = ["", "bulk is refused", "bulk is refused, prefills are short", "only interactive is taken"];
   byId("overload").textContent = now.overload_level ? `Overload: ${levels[now.overload_level]}.` : "";
-  const { kv, prefix, speculation } = now;
+  const { kv, prefix, speculation, experts } = now;
   stack("kv", kv.pages, [["In use", used(kv)], ["Kept for reuse", kv.pages_cached], ["Free", kv.pages_free]]);
   stack("prefix", prefix.looked_up, [["Found", prefix.found], ["", 0], ["Computed", prefix.looked_up - prefix.found]]);
   byId("speculation-card").hidden = speculation === null;
   if (speculation) {
     const { drafted, accepted } = speculation;
     stack("speculation", drafted, [["Accepted", accepted], ["", 0], ["Rejected", drafted - accepted]]);
+  }
+  byId("experts-card").hidden = experts === null;
+  if (experts) {
+    const times = (value) => `${(Math.round(100 * value) / 100).toFixed(2)} ×`;
+    const facts = [["Fullest device, of the mean", times(experts.fullest)], ["In the worst layer", times(experts.worst)],
+      ["Busiest expert", `${short(Math.round(1000 * experts.hottest) / 10)} %`], ["Moves", short(experts.moves)]];
+    byId("experts").replaceChildren(...facts.map(([title, value]) => el("div", {}, el("dt", {}, title), el("dd", {}, value))));
   }
 }
 
