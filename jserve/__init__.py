@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from jserve.model.families import register_family
     from jserve.model.feature import StepFeature
     from jserve.model.features import register_feature
+    from jserve.model.features.tap import tap
     from jserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jserve.request_options import Lane, RequestOptions, Retention
     from jserve.sampling import SamplingParams, StructuredOutputs
+    from jserve.sharding import Sharding
+    from jserve.sizing.explain import explain_sharding
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,10 +33,13 @@ __all__ = [
     "RequestOutput",
     "Retention",
     "SamplingParams",
+    "Sharding",
     "StepFeature",
     "StructuredOutputs",
+    "explain_sharding",
     "register_family",
     "register_feature",
+    "tap",
 ]
 
 _HOMES = {
@@ -47,10 +53,13 @@ _HOMES = {
     "Logprob": "jserve.outputs",
     "Retention": "jserve.request_options",
     "SamplingParams": "jserve.sampling",
+    "Sharding": "jserve.sharding",
     "StructuredOutputs": "jserve.sampling",
+    "explain_sharding": "jserve.sizing.explain",
     "StepFeature": "jserve.model.feature",
     "register_family": "jserve.model.families",
     "register_feature": "jserve.model.features",
+    "tap": "jserve.model.features.tap",
 }
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+KERNEL_BACKENDS = ("native", "hopper", "hopper_fused")
+"""Attention by kernels, which work on one device's share of the heads."""
+
 SHIPPED = "jserve-mini"
 Progress = Callable[[str, int, int], None]
 """(stage, done, total)."""
@@ -130,8 +133,8 @@ def engine(
 
     Args:
         params: weights as a pytree instead of the model's files; they are copied.
-        mesh: a jax Mesh with an axis "tp", and with "ep" for experts on different devices; by default the first
-            ``tensor_parallel_size`` times ``expert_parallel_size`` devices.
+        mesh: a jax Mesh of an axis "tp", of "ep" too for experts on different devices, or of the axes that option
+            ``sharding`` names; by default the first devices.
 
     Returns:
         The engine and facts for the banner and /metrics.
@@ -142,13 +145,10 @@ def engine(
     from jserve.engine.engine import Engine
     from jserve.plugins import load_plugins
     from jserve.sched.scheduler import Scheduler
-    from jserve.speculation.host.methods import check
     from jserve.xla import claim_memory
 
     claim_memory()
     began = time.monotonic()
-    sizes = config.device.mesh_shape if mesh is None else mesh.shape
-    check(config.speculative, sizes.get("tp", 1) * sizes.get("ep", 1))
     load_plugins(config.model.plugins)
     from jserve.runner.programs import starting  # imports jax
 
@@ -249,11 +249,12 @@ def _journal(path: str) -> Any:
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
     from jserve.model.moe_specs import check_has_experts
-    from jserve.model.quant import n_bytes
-    from jserve.model.shard import ShardRules
+    from jserve.model.quant import bytes_by_form, form_name, n_bytes
     from jserve.runner.programs import use_compile_cache
     from jserve.runner.runner import ModelRunner
+    from jserve.speculation.host.methods import check
     from jserve.weights.loader import adopted, load
+    from jserve.weights.place import tp_size
     from jserve.weights.quant.scheme import quantised
 
     source = located(config, weights=params is None)
@@ -261,9 +262,10 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     scheme = _scheme(config, source, dtype)
     family = quantised(family_for(source.config), scheme)
     arch = family.arch(source.config)
-    mesh = mesh if mesh is not None else _mesh(config)
-    rules = ShardRules.of_mesh(mesh.shape, config.device.num_redundant_experts)
+    mesh, rules = _placement(config, mesh)
     check_has_experts(arch, rules, mesh.shape)
+    config = _partitionable(config, rules, mesh.devices.flat[0].platform)
+    check(config.speculative, tp_size(mesh, rules))
     if config.device.compile_cache:
         use_compile_cache(cache_directory(config.device.compile_cache))
     began, given = time.monotonic(), params is not None
@@ -309,6 +311,8 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "weights": "" if given else source.stamp,
         "family": family.name,
         "quantization": scheme.name if scheme is not None and not scheme.widened else "",
+        "form": form_name(params),
+        "form_bytes": bytes_by_form(params, dtype),
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),
     }
@@ -399,6 +403,52 @@ def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progres
     )
 
 
+def _placement(config: EngineConfig, mesh: Any) -> tuple[Any, Any]:
+    """(mesh, rules): those of option ``sharding``, else those of the parallel sizes; on ``mesh`` where one is given.
+
+    Raises:
+        ConfigError: they contradict each other, or there are fewer devices; ``field`` is the option or key.
+    """
+    from jserve.model.shard import ShardRules, mesh_of
+    from jserve.sharding import Sharding
+
+    given, options = config.device.sharding, config.device
+    sharding = Sharding.of(given) if given else Sharding()
+    for name in ("tensor_parallel_size", "expert_parallel_size"):
+        if given and getattr(options, name) > 1:
+            why = f"sharding and {name} both say where the model lies: one of them will do"
+            raise ConfigError(why, field="sharding")
+    if mesh is None and given:
+        mesh = mesh_of(sharding)
+    mesh = _mesh(config) if mesh is None else mesh
+    if sharding.mesh and dict(sharding.mesh) != dict(mesh.shape):
+        why = f"{dict(sharding.mesh)} is not the mesh that is given, {dict(mesh.shape)}"
+        raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
+    return mesh, ShardRules.of_sharding(sharding, mesh.shape, options.num_redundant_experts)
+
+
+def _partitionable(config: EngineConfig, rules: Any, platform: str) -> EngineConfig:
+    """``config`` without kernels that XLA's partitioner cannot cut, where it is to do that.
+
+    Raises:
+        ConfigError: an option asks for such a kernel.
+    """
+    import dataclasses
+
+    device = config.device
+    if not rules.auto:
+        return config
+    for name, kernels in (("kernels", ("native",)), ("attention_backend", KERNEL_BACKENDS)):
+        if (asked := getattr(device, name)) in kernels:
+            why = f"{name} {asked}: XLA's partitioner (sharding.mode auto) cannot cut these kernels"
+            raise ConfigError(why, field=name)
+    attention = device.attention_backend
+    if attention == "auto":
+        attention = "xla" if platform == "cpu" else "dense"
+    device = dataclasses.replace(device, kernels="xla", attention_backend=attention)
+    return dataclasses.replace(config, device=device)
+
+
 def _mesh(config: EngineConfig) -> Any:
     import jax
 
@@ -440,17 +490,6 @@ def cache_directory(given: str) -> Path:
     return Path.home() / ".cache" / "jserve" / "programs" if given == "auto" else Path(given)
 
 
-def update_params(engine: Engine, params: Any) -> None:
-    """Copy ``params`` over the weights: running sequences are recomputed, cached prefixes dropped,
-    nothing compiles.
-
-    Raises:
-        WeightsError: a leaf does not fit; the old weights stay.
-    """
-    runner: Any = engine.runner
-    engine.swap(lambda: runner.update_params(params))
-
-
 def close(engine: Engine) -> None:
     """Give the KV pool and the slots back to the device."""
     import jax
@@ -461,4 +500,5 @@ def close(engine: Engine) -> None:
     engine.close()
     runner: Any = engine.runner
     for leaf in jax.tree.leaves(runner.state):
-        leaf.delete()
+        if not leaf.is_deleted():  # asleep
+            leaf.delete()

@@ -13,7 +13,7 @@ from typing import Any
 from jserve.errors import ConfigError
 from jserve.option_names import dotted, flat_name, hint
 from jserve.options import checked, opt
-from jserve.sampling import MAX_LOGPROB_TOKEN_IDS
+from jserve.sampling import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 
 DEVICE_SHARE = 0.95
 """Of an accelerator's memory: what this process takes (``xla`` tells XLA, whose own choice is three
@@ -262,6 +262,11 @@ class DeviceOptions:
     )
     eplb_step_interval: int = opt(3000, "steps between two such rearrangements", min=1)
     expert_load_metrics: bool = opt(False, "count the tokens of experts, for /metrics")
+    sharding: str = opt(
+        "",
+        "mesh and rules: YAML or JSON file, JSON object, or sizes as tp=4; empty: by the parallel sizes",
+        json=dict,
+    )
     attention_backend: str = opt(
         "auto",
         "attention implementation",
@@ -290,6 +295,12 @@ class DeviceOptions:
         max=15,
     )
     prompt_logprobs: bool = opt(True, "compile the program that scores prompt tokens")
+    max_prompt_logprobs: int = opt(
+        MAX_LOGPROBS,
+        "most likely tokens beside each prompt token at most, of requests by Python",
+        min=1,
+        max=MAX_PROMPT_LOGPROBS,
+    )
     max_logprob_token_ids: int = opt(
         MAX_LOGPROB_TOKEN_IDS,
         "most ids in logprob_token_ids; 0 refuses it and ranks beyond the top 20",
@@ -393,6 +404,10 @@ class ServerOptions:
     )
     allowed_origins: tuple[str, ...] = opt(
         (), "origin whose pages may call the API from a browser; * is any (repeatable)"
+    )
+    quality_gate: str = opt(
+        "",
+        "report of jserve quality --gate --report: serve only if it is of this model and holds",
     )
     reasoning_field: str = opt(
         "both",

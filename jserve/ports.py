@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jserve.sampling import MAX_LOGPROBS
 from jserve.types import PageFetch, Request, Sequence, StepPlan, StepResult
 
 
@@ -51,6 +52,8 @@ class RunnerLimits:
     """False refuses structured output (no program takes a mask)."""
     scores_prompts: bool = True
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
+    max_prompt_logprobs: int = MAX_LOGPROBS
+    """Most likely tokens that the scoring program finds beside each prompt token."""
     features: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
     """Registered step features that programs have: what ``extra_args`` may name, each with the check of
     what it is asked, which raises ValueError."""
@@ -128,6 +131,23 @@ class DiskTier(Protocol):
 
     def flush(self, pages: list[tuple[int, bytes]]) -> None:
         """Write (device page, digest) and everything that waits, then stop."""
+        ...
+
+
+@runtime_checkable
+class LiveWeights(Protocol):
+    """The further interface of a runner whose weights and memory an operator may change. Nothing is in flight."""
+
+    def update_weights(self, source: Any, *, partial: bool, donate: bool) -> None:
+        """Copy other weights over those in use. Raises WeightsError; the old ones stay then."""
+        ...
+
+    def sleep(self, parts: Seq[str]) -> None:
+        """Give the device memory of ``parts`` back."""
+        ...
+
+    def wake(self, parts: Seq[str]) -> None:
+        """Take it again: KV empty, the weights as they were."""
         ...
 
 
@@ -308,3 +328,5 @@ class Journal(Protocol):
     def guided(self, request_id: str, index: int, verdict: Verdict) -> None: ...
 
     def recover(self, now: float, error: str) -> None: ...
+
+    def weights(self, now: float, version: str, keep: bool) -> None: ...

@@ -25,8 +25,17 @@ Show = Callable[[str, int, int], None]
 SAY_EVERY_S = 10.0
 
 
+UNITS = {
+    "load weights": "bytes",
+    "quantize": "layers",
+    "score": "tokens",
+    "score the reference": "tokens",
+}
+"""What the stages count; the others: programs."""
+
+
 def _unit(stage: str) -> str:
-    return "bytes" if stage == "load weights" else "programs"
+    return UNITS.get(stage, "programs")
 
 
 class Lines:

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from jserve.ports import Guide
 
 
+FIRST_WEIGHTS = "0"
+"""The version of the weights that an engine starts with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(RequestOptions):
     """A client's request, tokenised. Frozen; checked against the model by ``admission.check.check``."""
@@ -365,3 +369,5 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     """The seed in use, on the first output."""
     attempt: int = 0
     """That of the request which it answers."""
+    weights: str = FIRST_WEIGHTS
+    """The version of the weights that drew ``token_ids``."""

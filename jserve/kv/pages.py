@@ -116,6 +116,8 @@ class PageLease:
     """False keeps the pages out of the tree."""
     keeps: tuple[Keep, ...] = ()
     """Retention of its published pages once it finishes."""
+    n_weights: int = 0
+    """``PageCache.n_weights`` when it was made."""
     released: bool = False
 
     @property

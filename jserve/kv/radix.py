@@ -2,7 +2,7 @@
 
 It owns the shape of the tree, its locks, its pins and the order of eviction.
 
-    (tenant, salt, adapter)             one root per key: nothing is shared across keys
+    (tenant, salt, adapter, weights)    one root per key: nothing is shared across keys
         |- (t0 .. tZ-1) -> page 7       one node per full page; its key is the page's own tokens,
         |     |- (...)  -> page 12      compared exactly, so there are no hash collisions to craft
         |     '- (...)  -> page 30
@@ -31,9 +31,8 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 from jserve.kv.retention import EVERYONE, SESSION, Keep, strongest
 from jserve.window import NOTHING, Window
 
-RootKey = tuple[str, str, str | None]
-"""(tenant, cache salt, adapter). Weights are in no key: where they change, nothing that they made stays
-(``PageCache.clear``)."""
+RootKey = tuple[str, str, str | None] | tuple[str, str, str | None, int]
+"""(tenant, cache salt, adapter), and of weights that replaced the first ones their number."""
 
 
 class Node:

@@ -159,5 +159,5 @@ def unembed(table_VD: jax.Array, x_ED: jax.Array, axes: Axes, V: int) -> jax.Arr
     Columns from V on, of rows that only make the shards equal (``shard.padded``), end here: what reads
     logits knows V tokens.
     """
-    y_EV = dot(x_ED, table_VD)
-    return y_EV if axes.vocab is None else gather(y_EV, axes.vocab, 1)[:, :V]
+    y_EV = gather(dot(x_ED, table_VD), axes.vocab, 1)
+    return y_EV if y_EV.shape[1] == V else y_EV[:, :V]

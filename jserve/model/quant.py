@@ -17,6 +17,7 @@ it: a ``QTensor`` has the shape of the matrix that it stands for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 KINDS = {
@@ -82,6 +84,12 @@ class Form:
         )
         assert not (self.zeros and self.shifts), "zeros or shifts"
         assert self.rounded or not (self.static or self.bound), "scales of rounded activations"
+
+    @property
+    def name(self) -> str:
+        """Of ``--quantization``, as far as that has this form; a gate file names forms so."""
+        kind = "fp8" if self.kind == "e4m3" else self.kind
+        return kind if self.rounded or kind == "int4" else f"{kind}-weight-only"
 
     def groups(self, D: int) -> int:
         """Scales of a row of ``D`` inputs."""
@@ -148,6 +156,24 @@ def n_bytes(tree: Any) -> tuple[int, int]:
         sum(sizes) for sizes, leaf in zip(found, leaves, strict=True) if isinstance(leaf, QTensor)
     )
     return stored, sum(map(sum, found)) - stored
+
+
+def bytes_by_form(tree: Any, dtype: Any) -> dict[str, int]:
+    """Name of a form -> bytes of the matrices that have it, in a tree of parameters or of their specs; the dtype of
+    what has none. ``dtype``: of specs that state none."""
+    found: dict[str, int] = {}
+    for leaf in quantised_leaves(tree):
+        name = leaf.form.name if isinstance(leaf, QTensor) else str(jnp.dtype(leaf.dtype or dtype))
+        parts = jax.tree.leaves(leaf)
+        n = sum(math.prod(x.shape) * jnp.dtype(x.dtype or dtype).itemsize for x in parts)
+        found[name] = found.get(name, 0) + n
+    return dict(sorted(found.items()))
+
+
+def form_name(tree: Any) -> str:
+    """The names of the forms in a tree of parameters with a plus between them; none: it is not quantised."""
+    forms = {leaf.form.name for leaf in quantised_leaves(tree) if isinstance(leaf, QTensor)}
+    return "+".join(sorted(forms)) or "none"
 
 
 def integers(w: QTensor) -> jax.Array:
@@ -233,8 +259,11 @@ def rounded(
         assert input_scale is not None, "a static form has scales of activations"
         scale_TB = jnp.where(finite_TB, jnp.max(input_scale), jnp.nan)
     else:
+        # XLA divides by a constant like this anyway; the native kernels do as it says here.
         held_TB = jnp.minimum(most_TB, form.bound) if form.bound else most_TB
-        scale_TB = jnp.where(most_TB == 0, 1.0, jnp.where(finite_TB, held_TB, jnp.nan)) / top
+        scale_TB = jnp.where(
+            most_TB == 0, 1.0, jnp.where(finite_TB, held_TB, jnp.nan)
+        ) * np.float32(1 / top)
     x_TBG = x_TBG / scale_TB[..., None]
     if form.static or form.bound:
         x_TBG = jnp.clip(x_TBG, -top, top)

@@ -9,6 +9,7 @@ It owns ``ParamSpec``, the rules that map logical axes to mesh axes, and ``Axes`
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
+from jserve.sharding import Sharding
 
 AXIS = "tp"
 """The tensor-parallel mesh axis."""
@@ -100,13 +102,20 @@ class ExpertSizes:
     """The key of config.json that says how wide one is; errors name it."""
 
 
+@dataclass(frozen=True, slots=True)
+class OnMesh:
+    """A dimension that lies over these mesh axes, whatever the rules say."""
+
+    axis: MeshAxis
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """A parameter: concatenation of ``parts`` along ``concat`` (one part: the part itself)."""
 
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    """Logical axis per dimension, a key of ``ShardRules`` or None."""
+    axes: tuple[str | OnMesh | None, ...]
+    """Logical axis per dimension, a key of ``ShardRules``, or None; or where it lies."""
     parts: tuple[Part, ...]
     concat: int = 0
     init: float = 0.02
@@ -141,6 +150,32 @@ class ShardRules:
     here, and ``experts``, which are whole on every device unless they are."""
     redundant_experts: int = 0
     """Slots of a layer beyond one for each expert, on all devices together."""
+    auto: bool = False
+    """The step is written for one device, and XLA's partitioner inserts its collectives: any rule is honoured. Else
+    it runs under shard_map with the collectives of ``Axes``."""
+    params: tuple[tuple[str, tuple[MeshAxis, ...]], ...] = ()
+    """With ``auto``: (regular expression of a parameter's path, mesh axes of each of its dimensions), before the rules;
+    the first match counts."""
+
+    @classmethod
+    def of_sharding(
+        cls, sharding: Sharding, sizes: Mapping[str, int], redundant_experts: int = 0
+    ) -> ShardRules:
+        """The rules of a sharding on a mesh of these axis sizes; of one without rules they are ``of_mesh``.
+
+        Raises:
+            ConfigError: the mesh does not go with it; ``field`` is the key.
+        """
+        sharding.check(sizes)
+        if sharding.rules is None and not sharding.params:
+            rules = cls.of_mesh(sizes, redundant_experts)
+        else:
+            given = sharding.rules or ()
+            found: dict[str, Any] = {name: _axis_of(axes) for name, axes in given}
+            own = {name: found.pop(name, None) for name in _RULES}
+            rules = cls(**own, extra=found, redundant_experts=redundant_experts)
+        paths = tuple((path, tuple(map(_axis_of, axes))) for path, axes in sharding.params)
+        return replace(rules, auto=sharding.mode == "auto", params=paths)
 
     @classmethod
     def of_mesh(cls, sizes: Mapping[str, int], redundant_experts: int = 0) -> ShardRules:
@@ -163,19 +198,21 @@ class ShardRules:
 
     @property
     def in_width(self) -> ShardRules:
-        """The same for a model each of whose experts is split over all devices, as an MLP is."""
+        """The same for another model, each of whose experts is split over all devices, as an MLP is."""
         extra = {k: v for k, v in self.extra.items() if k not in _FOLLOWS}
-        return replace(self, extra=extra, redundant_experts=0)
+        return replace(self, extra=extra, redundant_experts=0, params=())
 
-    def partition(self, axes: tuple[str | None, ...]) -> PartitionSpec:
+    def partition(self, axes: tuple[str | OnMesh | None, ...]) -> PartitionSpec:
         return PartitionSpec(*(self.axis(a) for a in axes))
 
-    def axis(self, name: str | None) -> MeshAxis:
+    def axis(self, name: str | OnMesh | None) -> MeshAxis:
         """The mesh axis of logical axis ``name``.
 
         Raises:
             ConfigError: no rule has that name; ``field`` is the rule.
         """
+        if isinstance(name, OnMesh):
+            return name.axis
         if name is None:
             return None
         if name in self.extra:
@@ -187,7 +224,7 @@ class ShardRules:
             raise ConfigError(f"{rule(name)}: there is no such rule", field=rule(name))
         return getattr(self, name)
 
-    def split(self, name: str, sizes: Mapping[str, int]) -> MeshAxis:
+    def split(self, name: str | OnMesh, sizes: Mapping[str, int]) -> MeshAxis:
         """The mesh axes that split logical axis ``name`` on a mesh of these axis sizes, None where
         it is whole on every device.
 
@@ -197,14 +234,21 @@ class ShardRules:
         names = _names(self.axis(name))
         lacking = next((axis for axis in names if axis not in sizes), None)
         if lacking is not None:
-            raise ConfigError(
-                f"{rule(name)}: the mesh has no axis {lacking!r}, only {tuple(sizes)}",
-                field=rule(name),
-            )
+            field = rule(name)
+            why = f"the mesh has no axis {lacking!r}, only {tuple(sizes)}"
+            raise ConfigError(f"{field}: {why}", field=field)
         return _axis_of([axis for axis in names if sizes[axis] > 1])
 
-    def sharding(self, mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
+    def sharding(self, mesh: Mesh, axes: tuple[str | OnMesh | None, ...]) -> NamedSharding:
         return NamedSharding(mesh, self.partition(axes))
+
+    def described(self, sizes: Mapping[str, int]) -> str:
+        """These rules on a mesh of these axis sizes, as one line: equal lines are equal sums, in the same order."""
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+        laid = [(name, self.split(name, sizes)) for name in self.names()]
+        rules = [f"{name}:{'+'.join(_names(axis))}" for name, axis in laid if axis is not None]
+        paths = [f"{path}:{axes}" for path, axes in self.params]
+        return " ".join([mesh, *rules, *paths, *(["auto"] if self.auto else [])])
 
     def names(self) -> tuple[str, ...]:
         """The logical axes that have a rule."""
@@ -222,9 +266,9 @@ _WHOLE = {
 """The reason why a dimension cannot be split."""
 
 
-def rule(name: str) -> str:
-    """The name that errors give the rule of a logical axis."""
-    return f"sharding.rules.{name}"
+def rule(name: str | OnMesh, table: str = "rules") -> str:
+    """The name that errors give the rule of a logical axis, or the entry of another table."""
+    return f"sharding.{table}.{name}" if isinstance(name, str) else "sharding.params"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +299,8 @@ class Axes:
             rule.
         """
         found = {name: rules.split(name, sizes) for name in rules.names()}
+        if rules.auto:
+            return cls()
         axes = cls(
             heads=found.pop("kv_heads"),
             ffn=found.pop("ffn"),
@@ -314,7 +360,31 @@ def padded(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> Any:
         shape = (*spec.shape[:d], spec.shape[d] + pad, *spec.shape[d + 1 :])
         return replace(spec, shape=shape, concat=d, pad=pad)
 
-    return jax.tree.map(one, specs, is_leaf=is_spec)
+    return _by_path(jax.tree.map(one, specs, is_leaf=is_spec), rules)
+
+
+def _by_path(specs: Any, rules: ShardRules) -> Any:
+    """``specs`` whose dimensions lie where ``rules.params`` says."""
+    unused = {pattern for pattern, _ in rules.params}
+
+    def one(path: Any, spec: ParamSpec) -> ParamSpec:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found = next((p for p in rules.params if re.fullmatch(p[0], name)), None)
+        if found is None:
+            return spec
+        pattern, axes = found
+        unused.discard(pattern)
+        if len(axes) != len(spec.shape):
+            field = rule(pattern, "params")
+            why = f"{len(axes)} entries, but {name} has the dimensions {spec.shape}"
+            raise ConfigError(f"{field}: {why}", field=field)
+        return replace(spec, axes=tuple(map(OnMesh, axes)))
+
+    laid = jax.tree_util.tree_map_with_path(one, specs, is_leaf=is_spec) if unused else specs
+    if unused:
+        field = rule(min(unused), "params")
+        raise ConfigError(f"{field}: no parameter has such a path", field=field)
+    return laid
 
 
 def _with_slots(
@@ -365,6 +435,21 @@ def abstract(specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
         specs,
         is_leaf=is_spec,
     )
+
+
+def mesh_of(sharding: Sharding, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a sharding, of the first devices, Auto (shard_map refuses Explicit axes).
+
+    Raises:
+        ConfigError: there are fewer devices.
+    """
+    devices, n = list(jax.devices() if devices is None else devices), sharding.n_devices
+    if len(devices) < n:
+        why = f"{n} devices are asked for, and there are {len(devices)}"
+        raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
+    names, sizes = zip(*sharding.mesh, strict=True)
+    types = (AxisType.Auto,) * len(names)
+    return jax.make_mesh(sizes, names, axis_types=types, devices=devices[:n])
 
 
 def make_mesh(tp: int, devices: Sequence[Any] | None = None, ep: int = 1) -> Mesh:

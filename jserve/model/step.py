@@ -17,12 +17,13 @@ program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
@@ -34,8 +35,10 @@ from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
 from jserve.model.family import Family, Pass
+from jserve.model.feature import StepFeature
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
+from jserve.model.points import entering, matching
 from jserve.model.sample import Chosen, logprobs, sample
 from jserve.model.shard import (
     Axes,
@@ -131,7 +134,12 @@ class StepModel:
     @property
     def tp(self) -> int:
         """Devices that share the kv heads."""
-        return n_parts(self.axes.heads, self.mesh.shape)
+        return n_parts(self.heads_axis, self.mesh.shape)
+
+    @property
+    def heads_axis(self) -> MeshAxis:
+        """The mesh axes that arrays of kv heads are split over."""
+        return self.rules.split("kv_heads", self.mesh.shape)
 
     @property
     def kv(self) -> KVLayout:
@@ -149,7 +157,8 @@ class StepModel:
 
     def draft_specs(self) -> Any:
         assert self.drafter is not None, "there is no drafter"
-        specs = self.drafter.specs(self.tp if self.draft_axes.heads else 1)
+        split = self.draft_rules.split("kv_heads", self.mesh.shape) is not None
+        specs = self.drafter.specs(self.tp if split else 1)
         return padded(specs, self.draft_rules, self.mesh.shape)
 
     def kv_arrays(self) -> list[tuple[PoolArray, ...]]:
@@ -157,7 +166,7 @@ class StepModel:
         kv, Z = self.kv, self.dims.Z
 
         def of(layer: KVLayer) -> tuple[PoolArray, ...]:
-            axis = None if layer.replicated else self.axes.heads
+            axis = None if layer.replicated else self.heads_axis
             sizes = [(kv.heads(layer, array), array.width) for array in layer.arrays]
             shapes = [self.backend.pool_shape(*size, self.n_pages, Z) for size in sizes]
             return tuple(PoolArray(shape, axis) for shape in shapes)
@@ -248,6 +257,7 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             field="attention_sinks",
         )
     check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree)
+    Axes.of(model.rules, model.mesh.shape)  # refuses what no step of this mode can honour
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)
@@ -257,6 +267,8 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             view = unpack(buf, fields, bucket, model.dims, state.slots)
             return run(model, bucket, params, state, view)
 
+    if model.rules.auto:
+        return _partitioned(model, local)
     whole = PartitionSpec()
     state_specs = model.state_partitions()
     return jax.shard_map(
@@ -268,6 +280,18 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
     )
 
 
+def _partitioned(model: StepModel, step: Step) -> Step:
+    """``step`` of whole arrays, for XLA's partitioner: results lie as the state does, and whole."""
+    whole = NamedSharding(model.mesh, PartitionSpec())
+
+    def partitioned(params: Any, state: DeviceState, buf: jax.Array) -> tuple[DeviceState, StepOut]:
+        return lax.with_sharding_constraint(
+            step(params, state, buf), (model.state_shardings(), whole)
+        )
+
+    return partitioned
+
+
 def run(
     model: StepModel, bucket: Bucket, params: Any, state: DeviceState, view: StepView
 ) -> tuple[DeviceState, StepOut]:
@@ -276,8 +300,9 @@ def run(
     own: Any = None
     if model.drafter is not None:
         params, own = params["target"], params["drafter"]
-    done = _forward(model, params, _kept(view, model.n_pages), state, taps=drafts)
-    x_TD, kv, taps = done.x_TD, done.kv, done.entering
+    points = _points(model, bucket)
+    done = _forward(model, params, _kept(view, model.n_pages), state, points)
+    x_TD, kv, values = done.x_TD, done.kv, done.read
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
         raw_EV = model.family.logits(arch, params, x_ED, model.axes)
@@ -290,8 +315,8 @@ def run(
         with jax.named_scope("path"):
             n_ok_D, path_DJ = accepted(view, drawn_E)
             kv = straightened(model.backend, view, kv, path_DJ)
-            of_tree = (drawn_E, ok_E, chosen, x_TD, taps)
-            drawn_E, ok_E, chosen, x_TD, taps = along(view, path_DJ, of_tree)
+            of_tree = (drawn_E, ok_E, chosen, x_TD, values)
+            drawn_E, ok_E, chosen, x_TD, values = along(view, path_DJ, of_tree)
             view = as_chain(view, path_DJ)
     with jax.named_scope("advance"):
         token_RJ = by_row(view, drawn_E, NONE)
@@ -300,6 +325,8 @@ def run(
         penalised_R = (view.uses_R & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, penalised_R)
     drafted, target = state.kv[arch.L :], _target(model, params)
+    found = dict(zip(points, values, strict=True))
+    taps = [found[name] for name in _drafter_points(model)] if drafts else []
     outcome = StepOutcome(
         view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps
     )
@@ -307,7 +334,10 @@ def run(
         with jax.named_scope("draft"):
             draft_ctx = _draft_ctx(model, target, own)
             drafted, slots = leave_drafts(draft_ctx, drafted, outcome, slots, bucket)
-    extra = {feature.name: feature.after(target, outcome) for feature in bucket.features}
+    extra = {}
+    for feature in bucket.features:
+        read = [found[name] for name in read_by(arch, feature)]
+        extra[feature.name] = feature.after(target, replace(outcome, read=read))
     experts = state.experts and state.experts.counted(done.count_LE)
     state = DeviceState(kv=[*kv, *drafted], slots=slots, experts=experts)
     return state, _pack(outcome, ok_E, chosen, extra)
@@ -326,6 +356,7 @@ def _target(model: StepModel, params: Any) -> Target:
         unembedding=model.family.logits,
         attn=model.backend,
         axes=model.axes,
+        scored=model.dims.scored,
     )
 
 
@@ -347,19 +378,41 @@ def _kept(view: StepView, n_pages: int) -> StepView:
     )
 
 
+def read_by(arch: Arch, feature: StepFeature) -> tuple[str, ...]:
+    """The points of a model that ``feature`` reads.
+
+    Raises:
+        ConfigError: the model has none of that name; ``field`` is the feature's.
+    """
+    return matching(arch, feature.points, feature.name) if feature.points else ()
+
+
+def _drafter_points(model: StepModel) -> tuple[str, ...]:
+    """Those that the drafter reads."""
+    taps = () if model.drafter is None else model.drafter.taps
+    return tuple(entering(i, model.arch.L) for i in taps)
+
+
+def _points(model: StepModel, bucket: Bucket) -> tuple[str, ...]:
+    """All that are read in steps of ``bucket``, each once."""
+    asked = [name for feature in bucket.features for name in read_by(model.arch, feature)]
+    return tuple(dict.fromkeys([*(_drafter_points(model) if bucket.n_draft else ()), *asked]))
+
+
 def _forward(
-    model: StepModel, params: Any, view: StepView, state: DeviceState, *, taps: bool
+    model: StepModel, params: Any, view: StepView, state: DeviceState, points: tuple[str, ...]
 ) -> Pass:
-    family, drafter, experts = model.family, model.drafter, state.experts
-    kv, tapped = state.kv[: model.arch.L], drafter.taps if drafter and taps else ()
+    family, experts, kv = model.family, state.experts, state.kv[: model.arch.L]
     ctx = Ctx.of(model.arch, view, model.backend, model.axes, experts and experts.places)
     if experts is not None:
         assert family.counted is not None, f"{family.name} counts nothing"
-        return family.counted(ctx, params, kv, tapped)
-    if not tapped:
+        return family.counted(ctx, params, kv, points)
+    if not points:
         return Pass(*family.forward(ctx, params, kv), [], None)
-    assert family.tapped is not None, f"{family.name} has no taps"
-    return Pass(*family.tapped(ctx, params, kv, tapped), None)
+    if family.tapped is None:
+        why = f"the family {family.name} has no points that can be read"
+        raise ConfigError(why, field="architectures")
+    return Pass(*family.tapped(ctx, params, kv, points), None)
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:

@@ -260,6 +260,19 @@ class Resources:
         self.retention.lose()
         self.cache.clear(same_weights=same_weights)
 
+    def keep_running(self) -> None:
+        """Other weights: all who run keep their pages, and nobody else finds those, nor any of before."""
+        tier = self.cache.tier
+        for seq in self.running.snapshot():
+            assert seq.lease is not None
+            if tier is not None and tier.loading(seq.lease.pages):
+                self._requeue(seq)  # no plan has brought its pages yet, and none will
+        for seq in self.waiting:
+            self.swap_policy.forget(seq)
+        self.retention.lose()
+        self.cache.clear(same_weights=False)
+        self._refused = None
+
     def _requeue(self, seq: Sequence) -> None:
         self._vacate(seq)
         seq.state = SeqState.PREEMPTED

@@ -21,6 +21,7 @@ from jserve.gguf.header import is_gguf
 from jserve.model.arch import Arch
 from jserve.model.families import family_for
 from jserve.model.family import Family
+from jserve.model.quant import bytes_by_form
 from jserve.model.shard import (
     AXIS,
     EXPERT_AXIS,
@@ -73,6 +74,10 @@ class Model:
         table = 0 if self.arch.tied else self.arch.V * self.arch.D * self.dtype.itemsize
         wide = device_bytes(self.family.wide.specs(self.arch, 1), self.dtype, 1) - table
         return self.dtype.itemsize * (self.weight_bytes(1) - table) / wide
+
+    def form_bytes(self) -> dict[str, int]:
+        """Bytes of the parameters in each form, of one device that has all of them."""
+        return bytes_by_form(self.family.specs(self.arch, 1), self.dtype)
 
     def weight_bytes(self, tp: int, ep: int = 1, redundant_experts: int = 0) -> int:
         """Bytes on one device of ``tp * ep``, experts spread over groups of ``tp``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jserve.errors import WeightsError
@@ -42,7 +42,7 @@ def matched(params: Any, specs: Any, canonical: Any = None) -> list[Match]:
         WeightsError: a path is missing or unknown, or a leaf was deleted, has another shape or no
             floating dtype; ``field`` is ``params.<path>``.
     """
-    given = dict(_leaves(params, ()))
+    given = dict(leaves_of(params))
     wanted = named(specs)
     _check_paths(given, [name for name, _ in wanted])
     bases = wanted if canonical is None else named(canonical)
@@ -89,18 +89,19 @@ def in_host_memory(match: Match, dtype: Any) -> np.ndarray:
     return array.astype(dtype, copy=False)
 
 
-def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def leaves_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """(dotted path, array) of every leaf."""
-    if isinstance(tree, nnx.State):
+    nnx = sys.modules.get("flax.nnx")  # who has its types has loaded it
+    if nnx is not None and isinstance(tree, nnx.State):
         tree = nnx.to_pure_dict(tree)
-    if isinstance(tree, nnx.Variable):
+    if nnx is not None and isinstance(tree, nnx.Variable):
         tree = tree[...]
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _leaves(value, (*path, str(key)))
+            yield from leaves_of(value, (*path, str(key)))
     elif isinstance(tree, list | tuple):
         for i, value in enumerate(tree):
-            yield from _leaves(value, (*path, str(i)))
+            yield from leaves_of(value, (*path, str(i)))
     else:
         yield ".".join(path), tree
 

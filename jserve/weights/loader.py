@@ -24,7 +24,6 @@ from jserve.model.arch import Arch
 from jserve.model.family import Family
 from jserve.model.quant import QTensor, quantised_leaves
 from jserve.model.shard import ParamSpec, Part, ShardRules, padded, spelled
-from jserve.weights import orbax
 from jserve.weights.adopt import adopt
 from jserve.weights.dummy import draw
 from jserve.weights.gguf import GgufFile
@@ -177,6 +176,8 @@ def load_tree(
         )
     specs = padded(specs_at(tp_size(mesh, rules)), rules, mesh.shape)
     if source.format == "orbax":
+        from jserve.weights import orbax  # half a second that few starts need
+
         return orbax.restore(
             source.weights,
             specs_at(1),

@@ -49,7 +49,7 @@ def save(directory: Path, params: Any, beside: Path) -> None:
         with _checkpointer() as checkpointer:
             args = ocp.args.PyTreeSave(params, save_args=chunks)
             checkpointer.save((directory / ORBAX_DIR).absolute(), args=args)
-        _copy_beside(beside, directory)
+        copy_beside(beside, directory)
     except OSError as error:
         raise ConfigError(
             f"{directory} cannot be written: {error.strerror or error}", field=str(directory)
@@ -221,7 +221,8 @@ def _how(leaf: Any) -> ocp.RestoreArgs:
     )
 
 
-def _copy_beside(source: Path, directory: Path) -> None:
+def copy_beside(source: Path, directory: Path) -> None:
+    """Copy tokenizer, template and configuration files; config.json last."""
     if is_gguf(source):
         _write_beside(source, directory)
         return

@@ -104,6 +104,8 @@ _HELP = {
     "host_pages_stowed_total": "KV pages of swapped sequences copied to host memory.",
     "host_pages_loaded_total": "KV pages copied back to the device.",
     "host_pages_dropped_total": "KV pages evicted from host memory.",
+    "paused": "1 while an operator holds new requests back.",
+    "weight_updates_total": "Times that the weights were replaced.",
     "prefill_tokens_total": "Tokens planned to be computed before their sequence decodes, recomputed ones too.",
     "prefix_waits_total": "Sequences that waited for a prefix that another one was computing.",
     "requests_faulty_total": "Requests ended because their steps raise, found by bisection.",
@@ -149,6 +151,7 @@ class EngineCollector(Collector):
         yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
         yield self._kernels()
+        yield self._forms()
         yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
         values = dict(stats.values)
         yield self._gauge(
@@ -172,6 +175,17 @@ class EngineCollector(Collector):
         info = self._engine.info
         labels = [str(info.get("kernels", "xla")), str(info.get("no_kernels", ""))]
         family.add_metric([self._model, *labels], 1.0)
+        return family
+
+    def _forms(self) -> Any:
+        """Bytes of the weights in each form, what stayed in the type of the model among them."""
+        family = GaugeMetricFamily(
+            "jserve:weight_form_bytes",
+            "Bytes of the weights in each form; those that are not quantised have the name of their type.",
+            labels=["model_name", "form"],
+        )
+        for form, n in self._engine.info.get("form_bytes", {}).items():
+            family.add_metric([self._model, form], float(n))
         return family
 
     def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:

@@ -77,7 +77,9 @@ class CacheRetention:
     def settle(self, request: Request, lease: PageLease | None) -> None:
         """Pin the handle that ``request`` uses, once all of it is published and nothing pins it."""
         handle = self.handles.get(request.tenant, request.cache)
-        if handle is not None and lease is not None and handle.root == root_of(request):
+        if lease is None or lease.n_weights != self.cache.n_weights:
+            return
+        if handle is not None and handle.root == root_of(request):
             self.handles.settle(handle, lease)
 
     def ended(self, request: Request, lease: PageLease) -> None:

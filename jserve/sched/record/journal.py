@@ -18,6 +18,7 @@ One line per event, in order; ``plan`` lines hold the decision, which a replay c
     {"type": "fetched", "now": 4.5, "answers": [[1, true]]}
     {"type": "guided", "id": "r1", "index": 0, "forced": [5, 6], "ended": false, ...}
     {"type": "recover", "now": 5.0, "error": "..."}
+    {"type": "weights", "now": 6.0, "version": "step-7", "keep": false}
 """
 
 from __future__ import annotations
@@ -233,9 +234,18 @@ class Recovered(msgspec.Struct, frozen=True, tag="recover"):
     error: str
 
 
+class Reweighed(msgspec.Struct, frozen=True, tag="weights"):
+    """The weights were replaced; running sequences kept their KV or were requeued."""
+
+    now: float
+    version: str
+    keep: bool
+
+
 Handled = Created | Renewed | Dropped
 Disk = Stored | Fetched
-Event = Arrival | Cancelled | Handled | Disk | Planned | Committed | Guided | Expired | Recovered
+Ended = Expired | Recovered | Reweighed
+Event = Arrival | Cancelled | Handled | Disk | Planned | Committed | Guided | Ended
 
 
 class JournalFile:
@@ -300,6 +310,9 @@ class JournalFile:
 
     def recover(self, now: float, error: str) -> None:
         self._write(Recovered(now=now, error=error))
+
+    def weights(self, now: float, version: str, keep: bool) -> None:
+        self._write(Reweighed(now=now, version=version, keep=keep))
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")
