@@ -29,9 +29,9 @@ import numpy as np
 
 from jserve.faults import point
 from jserve.kv import audit
-from jserve.kv.pages import PageLease, PagePool, PageTable
-from jserve.kv.radix import Node, RadixTree, RootKey
-from jserve.kv.retention import Keep
+from jserve.kv.pages import PageLease, PagePool, PageSets, PageTable
+from jserve.kv.radix import Node, RadixTree, RootKey, Ticks, path_to
+from jserve.kv.retention import SESSION, Keep
 from jserve.kv.tiers import HostPage, HostTier, digest_of, next_digest
 from jserve.types import PageMove
 from jserve.window import Window
@@ -59,13 +59,19 @@ class PageCache:
         n_host_pages: int = 0,
         window: int = 0,
         sinks: int = 0,
+        chunked: bool = False,
+        pool: PagePool | PageSets | None = None,
+        table: PageTable | None = None,
+        clock: Ticks | None = None,
     ) -> None:
+        """``window``, ``sinks``, ``chunked`` as of ``Window``. ``pool`` in place of one of ``n_pages``, ``table`` and
+        ``clock`` are those of a part of a ``GroupedCache``."""
         self.page_size = page_size
-        self.window = Window(page_size=page_size, tokens=window, sinks=sinks)
+        self.window = Window(page_size=page_size, tokens=window, sinks=sinks, chunked=chunked)
         self.reuse = reuse
-        self.pool = PagePool(n_pages)
-        self.table = PageTable(n_slots, pages_per_slot)
-        self.tree = RadixTree(page_size, self.window)
+        self.pool = pool or PagePool(n_pages)
+        self.table = table or PageTable(n_slots, pages_per_slot)
+        self.tree = RadixTree(page_size, self.window, clock)
         self.tier = HostTier(n_host_pages) if n_host_pages else None
         self.listener: PageListener | None = None
         self.n_weights = 0
@@ -80,6 +86,21 @@ class PageCache:
     def n_available(self) -> int:
         """Pages that ``extend`` can hand out: free ones and unlocked cached ones."""
         return self.pool.n_free + self.tree.n_evictable
+
+    @property
+    def parts(self) -> tuple[PageCache, ...]:
+        """The caches of each reach of layers: itself alone."""
+        return (self,)
+
+    @property
+    def n_evictable(self) -> int:
+        """Pages that can be found and that nobody holds."""
+        return self.tree.n_evictable
+
+    @property
+    def n_evicted(self) -> int:
+        """Counter: pages forgotten since the start."""
+        return self.tree.n_evicted
 
     def match(
         self,
@@ -100,6 +121,12 @@ class PageCache:
         root = self.tree.root(self._of_weights(key))
         limit = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
         path = self.tree.match(root, tokens, limit)
+        return self.lease(slot, root, path, cacheable=cacheable, keeps=keeps)
+
+    def lease(
+        self, slot: int, root: Node, path: list[Node], *, cacheable: bool, keeps: tuple[Keep, ...]
+    ) -> PageLease:
+        """``match`` of the nodes that were found."""
         node = path[-1] if path else root
         gone = self.window.gone(len(path) * self.page_size)
         self.tree.lock_path(node, gone)
@@ -138,6 +165,10 @@ class PageCache:
 
         False, with nothing changed, when fewer than ``keep`` pages would stay available.
         """
+        return self.take(lease, n_tokens, keep)
+
+    def take(self, lease: PageLease, n_tokens: int, keep: int = 0) -> bool:
+        """``extend``, also of one part among several."""
         short = -(-n_tokens // self.page_size) - len(lease.pages)
         if short <= 0:
             return True
@@ -150,6 +181,10 @@ class PageCache:
         lease.pages += fresh
         lease.capacity = len(lease.pages) * self.page_size
         return True
+
+    def admit(self, lease: PageLease, n_tokens: Seq[int], *, keep: int = 0) -> bool:
+        """``extend`` to the tokens that each of ``parts`` shall hold pages for."""
+        return self.extend(lease, n_tokens[0], keep=keep)
 
     def slide(self, lease: PageLease, n_tokens: int) -> None:
         """Give back the pages of ``lease`` that no token from position ``n_tokens`` on reads. All
@@ -241,6 +276,10 @@ class PageCache:
     @point("kv.publish")
     def publish(self, lease: PageLease, tokens: Seq[int], n_tokens: int) -> None:
         """Let others find the full pages among the first ``n_tokens``, all known and computed."""
+        self.insert(lease, tokens, n_tokens)
+
+    def insert(self, lease: PageLease, tokens: Seq[int], n_tokens: int) -> None:
+        """``publish``, also of one part among several."""
         Z, full, node = self.page_size, n_tokens // self.page_size, lease.node
         if lease.cacheable:
             for i in range(lease.n_published, full):
@@ -304,6 +343,34 @@ class PageCache:
     def snapshot(self, slots: list[int], n_tokens: int) -> np.ndarray:
         """int32[len(slots), ceil(n_tokens / Z)]: a copy of the table rows of ``slots``."""
         return self.table.snapshot(slots, -(-n_tokens // self.page_size))
+
+    def group_tables(self, slots: list[int], n_tokens: int) -> tuple[np.ndarray, ...]:
+        """``StepPlan.group_tables``: a page holds its tokens for all layers here, so there are none."""
+        return ()
+
+    def hit_pages(self, n: int) -> int:
+        """Pages that a hit of ``n`` full pages of tokens holds at the most."""
+        return n
+
+    def pin(self, lease: PageLease, n: int) -> Node | None:
+        """Pin what a hit of the first ``n`` published pages of ``lease`` needs; the pin, or None where some of it is
+        gone."""
+        node = path_to(lease.node)[lease.n_published - n]
+        if not self.tree.pinnable(node):
+            return None
+        self.tree.pin(node)
+        return node
+
+    def unpin(self, pin: Node) -> None:
+        """Let go of what was pinned."""
+        self.tree.unpin(pin, self.now)
+
+    def leave_branch(self, old: Node, new: Node) -> None:
+        """A session went on at ``new``: pages on the way to ``old`` alone are like any others."""
+        stays = {id(node) for node in path_to(new)}
+        for node in path_to(old):
+            if id(node) not in stays and node.priority == SESSION:
+                self.tree.release_priority(node)
 
     def check(
         self,

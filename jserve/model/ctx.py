@@ -67,6 +67,17 @@ class Ctx:
         """The residual stream at ``point``, with what is to be added to it."""
         return x_TD + self.edits[point] if point in self.edits else x_TD
 
+    def of_layer(
+        self,
+        layer: int,
+        like: int,
+        places: Placement | None = None,
+        points: tuple[str, ...] = (),
+    ) -> Ctx:
+        """``at`` the layer ``like``, with the pages of ``layer``, which is like it."""
+        ctx = self.replace(view=self.view.of_layer(layer))  # type: ignore[attr-defined]
+        return ctx.at(like, places, points)
+
     @property
     def spec(self) -> DecoderLayer:
         """Of the layer."""

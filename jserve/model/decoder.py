@@ -89,7 +89,7 @@ def plain(
 
 
 def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
-    """(float32[T, D] after the final norm, the new KV of every layer)."""
+    """(float32[T, D] after the final norm, the new KV: of every layer, or of every array that groups share)."""
     return tapped(ctx, params, kv, ())[:2]
 
 
@@ -110,14 +110,14 @@ def counted(ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]) -> 
     if fused.serves(ctx, params, kv, points):
         return Pass(*fused.tapped(ctx, params, kv, x_TD, points), None)
     layer, places = _traced_layer(), _placements(ctx)
-    found, first, new_kv, counts = {EMBED: x_TD}, {}, [], []
+    found, first, new_kv, counts = {EMBED: x_TD}, {}, list(kv), []
     for i, p in enumerate(params["layers"]):
         found[in_layer(i, PRE)] = x_TD = ctx.edited(in_layer(i, PRE), x_TD)
         wanted = inside(points, i)
-        like = first.setdefault((arch.layers[i], wanted), i)
+        like, at = first.setdefault((arch.layers[i], wanted), i), ctx.view.array(i)
+        of_layer = ctx.of_layer(i, like, places[i], wanted)
         with jax.named_scope(f"layer{i}"):
-            x_TD, layer_kv, count_E, seen = layer(p, x_TD, ctx.at(like, places[i], wanted), kv[i])
-            new_kv.append(layer_kv)
+            x_TD, new_kv[at], count_E, seen = layer(p, x_TD, of_layer, new_kv[at])
             counts.append(count_E)
         found |= {in_layer(i, name): value_TD for name, value_TD in seen.items()}
         found[in_layer(i, POST)] = x_TD = ctx.edited(in_layer(i, POST), x_TD)

@@ -76,16 +76,16 @@ def tapped(
     """As ``decoder.tapped``, from the embedding on."""
     arch, layers = ctx.arch, params["layers"]
     layer = jax.jit(_layer)
-    found, first, new_kv = {EMBED: x_TD}, {}, []
+    found, first, new_kv = {EMBED: x_TD}, {}, list(kv)
     after = [*(p["attn_norm"] for p in layers[1:]), params["final_norm"]]
     normed_TD = rms_norm(x_TD, layers[0]["attn_norm"], arch.norm.eps)
     normed_TD = normed_TD.astype(layers[0]["qkv"].dtype)
     for i, (p, norm_D) in enumerate(zip(layers, after, strict=True)):
         found[in_layer(i, PRE)] = x_TD
-        like = first.setdefault(arch.layers[i], i)
+        like, at = first.setdefault(arch.layers[i], i), ctx.view.array(i)
+        of_layer = ctx.of_layer(i, like)
         with jax.named_scope(f"layer{i}"):
-            x_TD, normed_TD, layer_kv = layer(p, norm_D, x_TD, normed_TD, ctx.at(like), kv[i])
-            new_kv.append(layer_kv)
+            x_TD, normed_TD, new_kv[at] = layer(p, norm_D, x_TD, normed_TD, of_layer, new_kv[at])
         found[in_layer(i, POST)] = x_TD
     found[NORMALIZED] = normed_TD.astype(jnp.float32)
     return found[NORMALIZED], new_kv, [found[name] for name in points]

@@ -70,8 +70,8 @@ class DeviceState:
     """Everything that survives a step; donated to it and replaced whole."""
 
     kv: list[LayerKV]
-    """Of each layer, a drafter's last (in an abstract state: their shapes, shardings or
-    partitions)."""
+    """Of each layer, or each array that groups of layers share; a drafter's last (in an abstract state: their
+    shapes, shardings or partitions)."""
     slots: SlotState
     experts: ExpertState | None = None
     """None: experts stay where they are, and nobody counts their tokens."""
@@ -144,7 +144,8 @@ class StepModel:
     @property
     def kv(self) -> KVLayout:
         Z, tp = self.dims.Z, self.tp
-        return kv_layout(self.arch, self.drafter, page_size=Z, dtype=self.kv_dtype, tp=tp)
+        kv = kv_layout(self.arch, self.drafter, page_size=Z, dtype=self.kv_dtype, tp=tp)
+        return replace(kv, groups=self.dims.groups)
 
     @property
     def draft_rules(self) -> ShardRules:
@@ -162,7 +163,7 @@ class StepModel:
         return padded(specs, self.draft_rules, self.mesh.shape)
 
     def kv_arrays(self) -> list[tuple[PoolArray, ...]]:
-        """The arrays of every layer of ``kv``, as the pool has them on the whole mesh."""
+        """The arrays of every layer of ``kv.pool_layers``, as the pool has them on the whole mesh."""
         kv, Z = self.kv, self.dims.Z
 
         def of(layer: KVLayer) -> tuple[PoolArray, ...]:
@@ -171,7 +172,12 @@ class StepModel:
             shapes = [self.backend.pool_shape(*size, self.n_pages, Z) for size in sizes]
             return tuple(PoolArray(shape, axis) for shape in shapes)
 
-        return [of(layer) for layer in kv.layers]
+        return [of(layer) for layer in kv.pool_layers]
+
+    @property
+    def n_own(self) -> int:
+        """Entries of ``DeviceState.kv`` that are the target's."""
+        return self.arch.L if self.dims.groups is None else self.dims.groups.n_arrays
 
     def fields(self, bucket: Bucket) -> tuple[Field, ...]:
         return layout(bucket, self.dims, self.backend.plan_shapes(bucket, self.dims))
@@ -324,7 +330,7 @@ def run(
         len_R = _new_len(view, n_ok_R)
         penalised_R = (view.uses_R & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, penalised_R)
-    drafted, target = state.kv[arch.L :], _target(model, params)
+    drafted, target = state.kv[model.n_own :], _target(model, params)
     found = dict(zip(points, values, strict=True))
     taps = [found[name] for name in _drafter_points(model)] if drafts else []
     outcome = StepOutcome(
@@ -402,7 +408,7 @@ def _points(model: StepModel, bucket: Bucket) -> tuple[str, ...]:
 def _forward(
     model: StepModel, params: Any, view: StepView, state: DeviceState, points: tuple[str, ...]
 ) -> Pass:
-    family, experts, kv = model.family, state.experts, state.kv[: model.arch.L]
+    family, experts, kv = model.family, state.experts, state.kv[: model.n_own]
     ctx = Ctx.of(model.arch, view, model.backend, model.axes, experts and experts.places)
     if experts is not None:
         assert family.counted is not None, f"{family.name} counts nothing"

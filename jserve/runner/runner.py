@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jserve.config import CacheOptions, EngineConfig
 from jserve.errors import ConfigError, WeightsError
 from jserve.faults import point
+from jserve.model import decoder
 from jserve.model.arch import Arch
 from jserve.model.family import Family
 from jserve.model.native import chosen
@@ -128,6 +129,7 @@ class ModelRunner:
             speculation=speculation,
             penalises=penalises,
             kernels=kernels,
+            shared_pass=family.forward is decoder.forward,
         )
         self.memory, self.limits = self.sizes.memory, self.sizes.limits
         self.ladder = ladder or self.sizes.ladder

@@ -134,7 +134,7 @@ class Scheduler:
 
     def check(self, request: Request) -> int:
         """The most tokens that ``request`` may reach. Raises what ``submit`` would raise at any time."""
-        return admission.check(request, self.limits, window_pages=self.resources.window_pages)
+        return admission.check(request, self.limits, demand=self.resources.demand)
 
     def enqueue(self, request: Request, now: float) -> None:
         """``submit`` without the journal, of a prompt that is complete."""
@@ -367,7 +367,7 @@ class Scheduler:
     @property
     def n_evicted(self) -> int:
         """Counter: pages evicted from the prefix cache."""
-        return self.resources.cache.tree.n_evicted
+        return self.resources.cache.n_evicted
 
     def device_fault(self, now: float) -> str | None:
         """The reason why the device itself must be at fault for the steps that raised; None while it need not be."""

@@ -104,11 +104,19 @@ class Decision(msgspec.Struct, frozen=True):
             id=plan.id,
             rows=tuple(DecidedRow.of(row) for row in plan.rows),
             loads=tuple(load.slot for load in plan.loads),
-            pages=zlib.crc32(np.ascontiguousarray(plan.page_table_RM).tobytes()),
+            pages=_checksum(plan),
             moves=tuple((move.page, move.host, move.out) for move in plan.moves),
             n_draft=plan.n_draft,
             vocab_rows=tuple(load.vocab_row for load in plan.loads),
         )
+
+
+def _checksum(plan: StepPlan) -> int:
+    """Of all page tables."""
+    found = 0
+    for table in plan.group_tables or (plan.page_table_RM,):
+        found = zlib.crc32(np.ascontiguousarray(table).tobytes(), found)
+    return found
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
