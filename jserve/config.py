@@ -57,7 +57,7 @@ FLOATS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     model: str = opt(
-        "", "HF directory, Orbax directory or hub name; empty serves the shipped model"
+        "", "HF or Orbax directory, GGUF file or hub name; empty serves the shipped model"
     )
     served_model_name: tuple[str, ...] = opt(
         (), "names in the API, the first one in answers; none takes the last part of the path"

@@ -1,8 +1,8 @@
 """The products of every layer, and the one place that chooses who computes them.
 
-On a CPU the native kernels take products of few rows with bfloat16 weights (``native.takes``); those of quantised
-weights are in ``quant``; everything else is XLA's. XLA:CPU multiplies bfloat16 at full speed only if all of these hold
-(GPUs do not care), so no other file has to think of them:
+On a CPU the native kernels take products of few rows with bfloat16 and with quantised weights (``native.takes``,
+``native_quant.takes``); other quantised ones are in ``quant``; everything else is XLA's. XLA:CPU multiplies bfloat16 at
+full speed only if all of these hold (GPUs do not care), so no other file has to think of them:
 
 * weights are stored ``[out, in]`` and contracted over the last dimension of both operands;
 * the result is float32 (``preferred_element_type``), as all activations here are;
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model import native, quant
+from jserve.model import native, native_quant, quant
 from jserve.model.arch import Clamped
 
 Weight = jax.Array | quant.QTensor
@@ -71,9 +71,10 @@ def narrow_dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
 
 def product_as(x_TD: jax.Array, w_ND: Weight, dtype: Any) -> jax.Array:
     """``dot`` with a result of ``dtype``."""
-    if isinstance(w_ND, quant.QTensor):
-        return quant.product(x_TD, w_ND.reshape(-1, w_ND.shape[-1])).astype(dtype)
     w_ND = w_ND.reshape(-1, w_ND.shape[-1])
+    if isinstance(w_ND, quant.QTensor):
+        multiply = native_quant.product if native_quant.takes(x_TD, w_ND) else quant.product
+        return multiply(x_TD, w_ND).astype(dtype)
     if dtype == jnp.float32 and native.takes(x_TD, w_ND):
         return native.product(x_TD, w_ND)
     T = x_TD.shape[0]
@@ -117,9 +118,12 @@ def gate_up(
     activation: str | Clamped = "silu",
 ) -> jax.Array:
     """``activated`` of gate and up as float32[T, F]; these are ``dot(x_TD, w_2FD) + bias_2F``."""
-    wide = not isinstance(w_2FD, quant.QTensor)
-    if wide and bias_2F is None and activation == "silu" and native.takes(x_TD, w_2FD):
-        return native.gate_up(x_TD, w_2FD)
+    if bias_2F is None and activation == "silu":
+        if isinstance(w_2FD, quant.QTensor):
+            if native_quant.takes(x_TD, w_2FD) and native_quant.fuses(w_2FD):
+                return native_quant.gate_up(x_TD, w_2FD)
+        elif native.takes(x_TD, w_2FD):
+            return native.gate_up(x_TD, w_2FD)
     y_T2F = narrow_dot(x_TD, w_2FD).reshape(x_TD.shape[0], 2, -1)
     if bias_2F is not None:
         y_T2F = y_T2F + bias_2F

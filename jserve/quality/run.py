@@ -47,7 +47,8 @@ def judge(config: EngineConfig, asked: QualityWish, progress: build.Progress) ->
     """
     source, base = build.located(config), reference_config(config, asked.reference)
     if asked.drift is not None:
-        _refuse_drift(source)
+        why = f"{source.name}: how far static scales of activations are off is not measured yet"
+        raise ConfigError(f"drift: {why}", field="drift")
     texts = held_out(build.text_side(config), asked.text, questions=asked.questions)
     origin = build.located(base)
     reference = _reference(base, origin, texts, asked.directory, progress)
@@ -103,12 +104,6 @@ def reference_config(config: EngineConfig, reference: str) -> EngineConfig:
 
 def _dtype(config: EngineConfig) -> str:
     return identity(config, build.located(config))["dtype"]
-
-
-def _refuse_drift(source: Source) -> None:
-    """No form that is read has a scale of activations in the file: readers refuse those."""
-    why = f"{source.name} has no static scales of activations; all are computed per token"
-    raise ConfigError(f"drift: {why}", field="drift")
 
 
 def _reference(

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError, WeightsError
+from jserve.gguf.header import is_gguf
 from jserve.model.arch import Arch
 from jserve.model.families import family_for
 from jserve.model.family import Family
@@ -150,11 +151,11 @@ def source_of(name: str, revision: str = "", load_format: str = "dummy") -> Sour
     path = Path(name)
     if not path.exists() and name.lower() in SHAPES:
         return _without_weights(name.lower(), path, SHAPES[name.lower()])
-    if path.is_file():
+    if path.is_file() and not is_gguf(path):
         found = _without_weights(path.absolute().parent.name, path.parent, hf.read_json(path))
         return dataclasses.replace(found, generation=hf.read_generation_config(path.parent))
     try:
-        return resolve(name, revision, load_format if path.is_dir() else "dummy")
+        return resolve(name, revision, load_format if path.exists() else "dummy")
     except WeightsError:
         return resolve(name, revision, "dummy")
     except ConfigError as error:
