@@ -104,7 +104,9 @@ class AsyncEngine:
         self._supervisor = self._replica.supervisor
         self._resumption = Resumption()
         self._streams: dict[str, Stream] = {}
-        self._asked: dict[str, asyncio.Future[list[HandleInfo]]] = {}
+        self._asked: dict[str, asyncio.Future[HandleReply]] = {}
+        self._held = False
+        """An operator holds the engine back, so that it makes no steps is no fault."""
         self.steps: deque[tuple[int, StepRecord]] = deque(maxlen=WATCHED_STEPS)
         self._n_watched = 0
         self.draining = False
@@ -184,22 +186,28 @@ class AsyncEngine:
         async with aclosing(self._outputs(request, ttl_s)) as outputs:
             return [output async for output in outputs]
 
-    async def control(self, message: Control) -> None:
-        """Send an operator's command to the engine; ``message.id`` must be new.
+    async def control(self, message: Control) -> dict[str, Any]:
+        """Send an operator's command to the engine; the facts that answer it. ``message.id`` must be new.
 
         Raises:
-            BadRequest: as the engine says.
+            BadRequest, WeightsError: as the engine says.
             NotReady, EngineDead: as ``generate``.
         """
-        await self.handles(message)
+        info = (await self._ask(message)).info
+        if "paused" in info:
+            self._held = bool(info["paused"] or info["asleep"])
+        return info
 
-    async def handles(self, message: HandleCommand | Control) -> list[HandleInfo]:
+    async def handles(self, message: HandleCommand) -> list[HandleInfo]:
         """Renew, drop or look at cache handles; ``message.id`` must be new.
 
         Raises:
             CacheNotFound, BadRequest: as the engine says.
             NotReady, EngineDead: as ``generate``.
         """
+        return (await self._ask(message)).handles
+
+    async def _ask(self, message: HandleCommand | Control) -> HandleReply:
         self._check_open()
         assert self.client is not None
         answer = self._asked[message.id] = asyncio.get_running_loop().create_future()
@@ -246,11 +254,12 @@ class AsyncEngine:
 
     def healthy(self) -> bool:
         """The engine is up, and makes steps whenever work is waiting."""
-        return self.ready and self._replica.without_step_s() <= self._stall_timeout_s
+        moves = self._held or self._replica.without_step_s() <= self._stall_timeout_s
+        return self.ready and moves
 
     def degraded_reasons(self) -> list[str]:
         """The reasons why an engine that is up should get no new requests; empty: it should."""
-        return self._replica.degraded_reasons()
+        return ["paused"] if self._held else self._replica.degraded_reasons()
 
     @point("engine.open")
     def _open(self, request: Request, ttl_s: float | None) -> Stream:
@@ -321,6 +330,7 @@ class AsyncEngine:
                 self.steps.extend(enumerate(message.steps, self._n_watched))
                 self._n_watched += len(message.steps)
             case Ready():
+                self._held = False
                 self._go_on()
             case Fault():
                 self._on_fault(message)
@@ -330,7 +340,7 @@ class AsyncEngine:
         if answer is None or answer.done():
             return
         if message.error is None:
-            answer.set_result(message.handles)
+            answer.set_result(message)
         else:
             field = message.error_field
             answer.set_exception(error_of(message.error_code, message.error, field=field))
