@@ -1,4 +1,4 @@
-"""What an operator or a trainer may do to an engine from Python, the same for ``LLM`` and ``AsyncLLM``.
+"""The operations that an operator or a trainer may do to an engine from Python, the same for ``LLM`` and ``AsyncLLM``.
 
 It owns ``Operations`` and the facts they answer with. With ``AsyncLLM`` each of them is awaited.
 """

@@ -56,7 +56,7 @@ class CompletionOutput:
     seed: int | None = None
     """The seed in use; giving it again gives the same tokens."""
     weight_versions: list[WeightSpan] = field(default_factory=list)
-    """Which weights drew ``token_ids``: one span after the other, without gaps."""
+    """The weights that drew ``token_ids``: one span after the other, without gaps."""
 
 
 @dataclass(slots=True)

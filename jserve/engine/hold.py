@@ -16,11 +16,11 @@ from jserve.errors import BadRequest
 
 PAUSES = ("abort", "finish", "keep")
 PARTS = ("kv", "weights")
-"""What ``sleep`` gives back."""
+"""The parts that ``sleep`` gives back."""
 
 
 class Hold:
-    """What an engine holds back.
+    """The work that an engine holds back.
 
     Attributes:
         paused: True from ``pause`` to ``resume``.

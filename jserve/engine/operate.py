@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jserve.engine.engine import Engine
 
 POLICIES = ("recompute", "mix", "finish", "abort")
-"""What becomes of running requests when the weights change."""
+"""The fates of running requests when the weights change."""
 
 
 def obey(engine: Engine, command: Control) -> dict[str, Any] | None:

@@ -15,10 +15,12 @@ from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
 from jserve.engine.wire import Control
 from jserve.errors import WeightsError
+from jserve.kv_layout import Span
 from jserve.sampling import SamplingParams
 from jserve.sched.record.journal import JournalFile
 from jserve.sched.record.replay import replay
 from jserve.sched.scheduler import Scheduler
+from jserve.testing.group_rows import GroupRow
 from jserve.testing.model import mix
 from jserve.testing.runner import FakeRunner
 from jserve.types import Choice, Finish, Output, Request, RowPlan
@@ -64,28 +66,39 @@ class WeighedRunner(FakeRunner):
 
     def _write(self, row: Any, pages: Any, start: int, tokens: Any, *rest: Any) -> None:
         super()._write(row, pages, start, tokens, *rest)
-        new = self._cells(pages, np.arange(start, start + len(tokens)))
-        self.ctx_PZ[new] ^= np.uint64(mix(self.weights))
-        self.weights_PZ[new] = self.weights
-        self.written_PZ[new] += 1
-        cells = self._cells(pages, np.arange(start + len(tokens)))
-        read = zip(*cells, self.weights_PZ[cells], self.written_PZ[cells], strict=True)
         mine = self.seen[row.choice.request.id, row.choice.index]
-        for page, off, weights, n in read:
-            known = (int(page), int(off), int(n))
-            fits = weights == self.weights or (not self.strict and known in mine)
-            assert fits, f"KV of weights {weights} is read under {self.weights}"
-            mine.add(known)
+        for group in pages:
+            new = group.cells(np.arange(start, start + len(tokens)))
+            self.ctx_PZ[new] ^= np.uint64(mix(self.weights))
+            self.weights_PZ[new] = self.weights
+            self.written_PZ[new] += 1
+            cells = group.cells(np.arange(start + len(tokens)))
+            read = zip(*cells, self.weights_PZ[cells], self.written_PZ[cells], strict=True)
+            for page, off, weights, n in read:
+                known = (int(page), int(off), int(n))
+                fits = weights == self.weights or (not self.strict and known in mine)
+                assert fits, f"KV of weights {weights} is read under {self.weights}"
+                mine.add(known)
 
-    def _seen_N(self, pages: Any, start: int, n: int) -> Any:
-        return super()._seen_N(pages, start, n) ^ np.uint64(mix(self.weights))
+    def _seen_N(self, pages: Any, start: int, n: int) -> list[int]:
+        return [seen ^ mix(self.weights) for seen in super()._seen_N(pages, start, n)]
 
 
-def next_token(runner: WeighedRunner, request: Request, tokens: list[int], weights: int) -> int:
+def next_token(request: Request, tokens: list[int], weights: int) -> int:
     """What an engine that never had other ``weights`` draws after ``tokens``."""
     fresh = WeighedRunner()
     fresh.weights = weights
-    pages, n = np.arange(1, 1 + LIMITS.n_pages // 2), len(tokens)
+    n, Z = len(tokens), LIMITS.page_size
+    pages = [
+        GroupRow(
+            pages_M=np.arange(1, 1 + LIMITS.max_model_len // Z),
+            number=0,
+            span=Span(),
+            sinks=0,
+            page_size=Z,
+            wraps=False,
+        )
+    ]
     choice = Choice(request=request, index=0, seed=0)
     row = RowPlan(choice=choice, slot=0, start=0, count=n, from_slot=False, tokens=tokens)
     fresh._write(row, pages, 0, tokens, set(), 0)
@@ -152,7 +165,7 @@ def test_after_a_recompute_a_sequence_goes_on_as_in_a_fresh_engine(overlap: int,
             mixed += len({*drew[r.id, i]}) > 1
             for k, weights in enumerate(drew[r.id, i]):
                 text = [*r.prompt_ids, *tokens[:k]]
-                assert tokens[k] == next_token(engine.runner, r, text, weights), (r.id, i, k)
+                assert tokens[k] == next_token(r, text, weights), (r.id, i, k)
     assert mixed, "no sequence lived through an update"
 
 
@@ -270,7 +283,8 @@ def test_sleep_stops_all_and_wake_goes_on_with_the_same_tokens() -> None:
     assert refused.error_code == "asleep"
     answer, more = told(engine, "wake", parts=["weights"])
     assert answer.info["asleep"] == ["kv"]
-    assert engine.runner.asleep == {"kv"}
+    runner: Any = engine.runner
+    assert runner.asleep == {"kv"}
     ask(engine, "wake")
     outputs += more + engine.drain()
     assert by_choice(outputs) == by_choice(alone(r))

@@ -49,7 +49,7 @@ def whole(llm: LLM, out: Any) -> np.ndarray:
     """float32[tokens, points, D] of the text in one pass."""
     model = functional.model(json.loads((Path(llm.config.model.model) / "config.json").read_text()))
     ids = jnp.array([*out.prompt_token_ids, *out.outputs[0].token_ids])
-    params = llm._engine.runner.params
+    params = llm._engine.runner.params  # type: ignore[attr-defined]
     run = jax.jit(partial(functional.forward, model), static_argnames="taps")
     _, found = run(params, ids, jnp.zeros_like(ids), taps=POINTS)
     first = len(out.prompt_token_ids) - 1

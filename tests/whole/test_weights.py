@@ -231,7 +231,8 @@ def test_amid_a_stream(llm: LLM, odd_dir: Path, running: str) -> None:
 
 @pytest.mark.usefixtures("nothing_compiles")
 def test_sleep_gives_the_memory_back(llm: LLM) -> None:
-    before, runner = tokens(llm), llm._engine.runner
+    before = tokens(llm)
+    runner: Any = llm._engine.runner
     llm.sleep()
     leaves = jax.tree.leaves((runner.params, runner.state))
     assert all(leaf.is_deleted() for leaf in leaves)

@@ -42,14 +42,14 @@ class PauseBody(Fields):
     """POST /pause."""
 
     mode: Literal["abort", "wait", "keep"] | None = None
-    """What becomes of running requests: they end, are waited for, or stand still."""
+    """Running requests end, are waited for, or stand still."""
 
 
 class TagsBody(Fields):
     """POST /sleep and /wake_up."""
 
     tags: list[Literal["kv_cache", "weights"]] | None = None
-    """What leaves the device, or comes back; by default both."""
+    """The memory that leaves the device, or comes back; by default both."""
 
 
 class WeightsBody(Fields):
@@ -59,7 +59,7 @@ class WeightsBody(Fields):
     """A directory of safetensors or Orbax that this server can read."""
     version: str | None = None
     running: Literal["recompute", "mix", "finish", "abort"] | None = None
-    """What becomes of running requests."""
+    """The fate of running requests."""
 
 
 _MODES = {"wait": "finish"}
@@ -141,7 +141,7 @@ async def _body(request: web.Request, front: Front, kind: Any, query: dict[str, 
 
 
 async def _told(front: Front, action: Any, **given: Any) -> dict[str, Any]:
-    """What the engine answers to a command."""
+    """The engine's answer to a command."""
     command = Control(id=uuid.uuid4().hex, action=action, **given)
     try:
         return await front.engine.control(command)
