@@ -23,7 +23,7 @@ from bench.probe import record
 from jserve.fleet.pages import digests_of
 from jserve.fleet.route import Asked
 from jserve.fleet.router import ReplicaRouter
-from jserve.fleet.view import PageEvent, View
+from jserve.engine.view import PageEvent, View
 
 PREFIXES = 200
 

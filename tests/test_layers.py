@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"kv", "sched"},
     "kv": set(),
     "timing": set(),
-    "fleet": {"kv", "sched"},
+    "fleet": {"kv", "sched", "engine"},
     "speculation": set(),
     "speculation.host": set(),
     "speculation.policy": {"kv", "timing"},

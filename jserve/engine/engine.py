@@ -31,6 +31,7 @@ from jserve.types import Finish, Output, Request, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
+STATS_EVERY_S = 0.25
 COMPILE_WAIT_S = 0.005
 """Seconds that an idle engine waits for a grammar before it reads its inbox."""
 
@@ -60,7 +61,13 @@ class Engine:
         self.runner = runner
         self.clock = clock
         self.n_steps = 0
+        self.n_read = 0
+        """Requests that were taken from the inbox."""
         self.log = StepLog()
+        self.describer: Callable[[Stats], Stats] | None = None
+        """Adds to ``stats`` what those need who choose between several engines."""
+        self.stats_every_s = STATS_EVERY_S
+        """Between two statistics while there is work."""
         self._overlap = overlap
         self._profiler = profiler
         self._inbox: deque[Submit | Cancel | Create | HandleCommand | Control] = deque()
@@ -181,7 +188,7 @@ class Engine:
             counters = getattr(side, "counters", None)
             if counters is not None:
                 values |= counters()
-        return Stats(
+        made = Stats(
             step=self.n_steps,
             waiting=values.pop("waiting"),
             running=values.pop("running"),
@@ -189,6 +196,7 @@ class Engine:
             values=values,
             steps=self.log.take(),
         )
+        return made if self.describer is None else self.describer(made)
 
     def close(self) -> None:
         """Write what is worth it to disk. The engine is not stepped again."""
@@ -215,6 +223,7 @@ class Engine:
                 case Create():
                     outputs += self._create(message)
                 case Submit():
+                    self.n_read += 1
                     opened = self._anteroom.put(message.request, self.clock())
                     outputs += [] if opened is None else self._enter(*opened)
         idle = not self._flights and not self.scheduler.has_work

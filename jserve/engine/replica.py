@@ -101,16 +101,22 @@ class Replica:
             self.client.create(request, ttl_s)
         if not any(other.open for other in self.streams.values()):
             self._moved_at = self._clock()
-        self.streams[request.id] = stream
+        self.streams[request.id], stream.replica = stream, self
         if not any(stream.said):
             stream.weights = self.weights
 
     def give_up(self) -> list[Stream]:
         """End its work on all requests; those that it had, oldest first."""
-        streams, self.streams = list(self.streams.values()), {}
+        streams = self._take_streams()
         for stream in streams:
             if stream.open:
                 self.cancel(stream.request.id)
+        return streams
+
+    def _take_streams(self) -> list[Stream]:
+        streams, self.streams = list(self.streams.values()), {}
+        for stream in streams:
+            stream.replica = None
         return streams
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -150,5 +156,4 @@ class Replica:
             self._moved_at = self._clock()
 
     def _on_lost(self, why: str) -> None:
-        streams, self.streams = list(self.streams.values()), {}
-        self._listener.lost(self, streams, why)
+        self._listener.lost(self, self._take_streams(), why)

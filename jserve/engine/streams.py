@@ -16,13 +16,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jserve.faults import point
 from jserve.ports import Clock
 from jserve.types import Finish, Output, Request
+
+if TYPE_CHECKING:
+    from jserve.engine.replica import Replica
 
 MERGED_TOKENS = 64
 """Most tokens in a merged output, so that no single write to a slow reader gets large."""
@@ -38,6 +41,7 @@ class Stream:
         open: choices without a terminal output.
         said: for each choice the ids that came.
         weights: what they come from; None where nobody says.
+        replica: works on it; None while nobody does.
         n_bytes: roughly what the outputs weigh that wait here.
     """
 
@@ -47,6 +51,7 @@ class Stream:
         self.open = set(range(request.params.n))
         self.said: list[list[int]] = [[] for _ in self.open]
         self.weights: Any = None
+        self.replica: Replica | None = None
         self.n_bytes = 0
         self._moves = True
         """This attempt told something, or is the first one."""

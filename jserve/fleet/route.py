@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex
-from jserve.fleet.view import View
+from jserve.engine.view import View
 from jserve.request_options import Lane
 
 SLACK = 1.25

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from jserve.fleet.pages import PageIndex
 from jserve.fleet.route import Asked, Candidate, ReplicaChoice, route
-from jserve.fleet.view import PageEvent, View
+from jserve.engine.view import PageEvent, View
 
 
 @dataclass(slots=True)

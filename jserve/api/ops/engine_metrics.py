@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.face import EngineFace
 from jserve.types import Lane
 
 # Names of the scheduler's counters -> (metric, help). Anything else is exported under its own name.
@@ -126,7 +126,7 @@ _HELP = {
 class EngineCollector(Collector):
     """Reads the engine's latest counters when scraped."""
 
-    def __init__(self, model: str, engine: AsyncEngine) -> None:
+    def __init__(self, model: str, engine: EngineFace) -> None:
         self._model = model
         self._engine = engine
 
