@@ -23,6 +23,7 @@ from jserve.cli_options import FAULTS, OptionsCommand, err, reported
 from jserve.config import (
     DeviceOptions,
     EngineConfig,
+    FleetOptions,
     ModelOptions,
     ServerOptions,
     SpeculativeOptions,
@@ -81,7 +82,7 @@ def _arm_faults(module: str) -> None:
 
 
 @app.command(cls=OptionsCommand)
-@with_options(ServerOptions)
+@with_options(ServerOptions, FleetOptions)
 def generate(
     config: EngineConfig,
     prompt: Annotated[
@@ -111,7 +112,7 @@ def generate(
 
 
 @app.command(cls=OptionsCommand)
-@with_options(ServerOptions)
+@with_options(ServerOptions, FleetOptions)
 def chat(
     config: EngineConfig,
     model: Model = None,
@@ -159,7 +160,7 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> None:
 
 
 @app.command("run-batch", cls=OptionsCommand)
-@with_options(ServerOptions)
+@with_options(ServerOptions, FleetOptions)
 def run_batch(
     config: EngineConfig,
     source: Annotated[Path, typer.Argument(metavar="INPUT", help="OpenAI batch file, JSONL")],
@@ -200,7 +201,9 @@ def convert(
 
 
 @app.command(cls=OptionsCommand)
-@with_options(ModelOptions, DeviceOptions, SpeculativeOptions, ServerOptions, also=["plugins"])
+@with_options(
+    ModelOptions, DeviceOptions, SpeculativeOptions, ServerOptions, FleetOptions, also=["plugins"]
+)
 def simulate(
     config: EngineConfig,
     trace: Annotated[
@@ -257,7 +260,7 @@ def simulate(
 
 
 @app.command(cls=OptionsCommand)
-@with_options(ServerOptions)
+@with_options(ServerOptions, FleetOptions)
 def plan(
     config: EngineConfig,
     model: Annotated[
@@ -297,7 +300,7 @@ def plan(
 
 
 @bench.command(cls=OptionsCommand)
-@with_options(ServerOptions)
+@with_options(ServerOptions, FleetOptions)
 def steps(
     config: EngineConfig,
     model: Model = None,

@@ -232,7 +232,7 @@ class EngineFace(ABC):
         match message:
             case Outputs():
                 for output in message.outputs:
-                    self._hand_over(output)
+                    self._hand_over(replica, output)
             case HandleReply():
                 self._on_handles(message)
             case Stats():
@@ -285,10 +285,10 @@ class EngineFace(ABC):
 
     # -- outputs
 
-    def _hand_over(self, output: Output) -> None:
+    def _hand_over(self, replica: Replica, output: Output) -> None:
         """Deliver an output; an error on the way ends this request and no other."""
         try:
-            self._deliver(output)
+            self._deliver(replica, output)
         except Exception as error:
             log.error("an output was lost: %s", where(error))
             stream = self._streams.get(output.request_id)
@@ -296,12 +296,12 @@ class EngineFace(ABC):
                 _cancel(stream)
                 stream.end(Finish.ERROR, "an output was lost", RequestFailed.code)
 
-    def _deliver(self, output: Output) -> None:
-        """Hand an output to its stream, unless its choice has already ended."""
+    def _deliver(self, replica: Replica, output: Output) -> None:
+        """Hand an output to its stream, unless its choice has already ended or is no longer at ``replica``."""
         stream = self._streams.get(output.request_id)
         # Checked before this output is added: the consumer has had no time to take it, and one may be large.
         too_slow = stream is not None and self._too_slow(stream)
-        if stream is None or not stream.put(output):
+        if stream is None or stream.replica is not replica or not stream.put(output):
             self._counts["dropped_outputs"] += 1
         elif too_slow and stream.open:
             self._counts["slow_readers"] += 1

@@ -115,6 +115,10 @@ def serve(
         EngineDead: see ``Engine.step``.
     """
     messages, told, watchdog = early, 0.0, watchdog or Watchdog(0.0)
+    if (
+        engine.describer is not None
+    ):  # those who choose need to know of an engine that has not worked yet
+        link.send(engine.stats())
     while True:
         for message in messages:
             if isinstance(message, Shutdown):

@@ -72,6 +72,10 @@ class Stream:
         engines."""
         return bool(self.open) and self._moves
 
+    def excuse(self) -> None:
+        """The attempt is given up for no fault of its own: nobody's engine ended."""
+        self._moves = True
+
     def next_attempt(self) -> Request:
         """The request that goes on behind what was told, as another attempt. Outputs of earlier ones are
         not taken any more."""

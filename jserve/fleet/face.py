@@ -1,0 +1,391 @@
+"""The asyncio interface over several engines, of which requests choose by price and outlive any.
+
+It owns who is a member, which request is where, and what becomes of requests whose replica is lost, silent, slow or
+stopped: they go on elsewhere behind what was told (``engine.resume``). Who places replicas and starts others is the
+``ReplicaSource``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from jserve.engine.face import EngineFace
+from jserve.engine.health import HealthLimits
+from jserve.engine.process import OnProgress
+from jserve.engine.replica import Replica
+from jserve.engine.streams import Stream
+from jserve.engine.wire import Control, HandleCommand, Message, Stats
+from jserve.errors import CacheNotFound, EngineDead, JserveError, NotReady, shown
+from jserve.fleet.asking import Asking
+from jserve.fleet.member import Member, Sent
+from jserve.fleet.router import ReplicaRouter
+from jserve.fleet.source import ReplicaSource
+from jserve.fleet.suspicion import RetryBudget, Suspicion
+from jserve.fleet.totals import totals
+from jserve.ports import Clock
+from jserve.types import Finish, HandleInfo, Lane, Output, Request
+
+log = logging.getLogger(__name__)
+
+LOOKS_S = 0.05
+"""Between two looks at silent and slow replicas."""
+MOST_HANDLES = 1 << 16
+"""Names of cache handles that are kept; those that expired are among them."""
+REJOIN_S = 0.25
+"""Until a replica that runs and whose connection broke is connected to again."""
+
+
+class FleetEngine(EngineFace):
+    """Requests in, async iterators of outputs back, over the replicas of ``source``.
+
+    Args:
+        source: places replicas and keeps them alive.
+        policy: one of ``fleet.router.POLICIES``.
+        health: limits of ``degraded_reasons`` of each replica.
+        clock: monotonic seconds.
+        rest: as ``EngineFace``.
+
+    Attributes:
+        counters: engine_deaths (replicas lost without being stopped), resumed, silent and ejected (times that a
+            replica was found so), moved (requests that went on elsewhere though their replica lives), aborted ...
+    """
+
+    def __init__(
+        self,
+        source: ReplicaSource,
+        *,
+        policy: str = "seconds",
+        health: HealthLimits | None = None,
+        clock: Clock = time.monotonic,
+        **rest: Any,
+    ) -> None:
+        super().__init__(clock=clock, **rest)
+        self._source, self._health = source, health
+        self._router = ReplicaRouter(policy=policy)
+        self.suspicion, self._budget = Suspicion(), RetryBudget()
+        self._asking = Asking()
+        self._members: dict[str, Member] = {}
+        self._wanted: set[str] = set()
+        self._sent: dict[str, Sent] = {}
+        self._handles: dict[tuple[str, str], Member] = {}
+        """By tenant and name, the replica that has the cache handle."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._info: dict[str, Any] = {}
+        self._closing = False
+        self._gave_up = asyncio.Event()
+        self._fleet = dict.fromkeys(["engine_deaths", "silent", "moved"], 0)
+
+    @property
+    def members(self) -> list[Member]:
+        """Those that take part, oldest first."""
+        return [one for one in self._members.values() if one.ready]
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.members)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self._info
+
+    @property
+    def gave_up(self) -> asyncio.Event:
+        return self._gave_up
+
+    @property
+    def gave_up_reason(self) -> str:
+        return "the fleet was closed"
+
+    @property
+    def counters(self) -> dict[str, int]:
+        told = {"resumed": self._resumption.n_resumed, "ejected": self.suspicion.n_ejected}
+        degraded = sum(one.health.n_degraded for one in self.members)
+        return {**told, **self._fleet, "degraded": degraded, **self._counts}
+
+    async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
+        n = await self._source.start(self._on_change, on_progress)
+        while len(self.members) < n:
+            if on_progress is not None:
+                on_progress("replicas", len(self.members), n)
+            await asyncio.sleep(LOOKS_S)
+        self._info = dict(self.members[0].info)
+        self._spawn(self._watch())
+        return self._info
+
+    async def close(self) -> None:
+        self._closing = True
+        self._fail_all("the engine was closed", EngineDead.code, cancel=False)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(one.supervisor.close() for one in self._members.values()))
+        await self._source.close()
+
+    def stats(self) -> Stats:
+        return totals(one.stats for one in self.members)
+
+    def healthy(self) -> bool:
+        return any(one.without_step_s() <= self._stall_timeout_s for one in self.members)
+
+    def degraded_reasons(self) -> list[str]:
+        """Those of all replicas; none while any is fit."""
+        reasons = {one.name: one.degraded_reasons() for one in self.members}
+        if not all(reasons.values()):
+            return []
+        return [f"{name}: {reason}" for name, found in reasons.items() for reason in found]
+
+    # -- members
+
+    def _on_change(self, names: Iterable[str]) -> None:
+        """The source has these replicas now."""
+        self._wanted = set(names)
+        for name in [name for name in self._members if name not in self._wanted]:
+            self._leave(self._members[name])
+        for name in self._wanted - set(self._members):
+            self._join(name)
+
+    def _join(self, name: str) -> None:
+        if self._closing or name in self._members or name not in self._wanted:
+            return
+        client = self._source.client(name)
+        number = self._router.join()
+        made = Member(name, number, client, self, health=self._health, clock=self._clock)
+        self._members[name] = made
+        self.suspicion.join(name)
+        self._spawn(self._connect(made))
+
+    async def _connect(self, member: Member) -> None:
+        with contextlib.suppress(JserveError):  # ``lost`` has heard of it
+            await member.supervisor.start()
+
+    def _leave(self, member: Member) -> None:
+        """It is being stopped: what it works on goes on elsewhere."""
+        self._forget(member)
+        member.supervisor.stop()
+        self._move(member, "the replica was stopped", blamed=False)
+        self._spawn(member.supervisor.close())
+
+    def lost(self, replica: Replica, streams: list[Stream], why: str) -> None:
+        """What it worked on goes on elsewhere, or waits for the next replica."""
+        assert isinstance(replica, Member)
+        if self._members.get(replica.name) is not replica:
+            return
+        self._forget(replica)
+        self._fleet["engine_deaths"] += not self._closing
+        log.warning("replica %s is lost: %s", replica.name, why)
+        self._park(streams, f"the engine died: {why}")
+        self._fail_asked(f"the engine died: {why}", EngineDead.code, replica)
+        if not self._closing:
+            asyncio.get_running_loop().call_later(REJOIN_S, self._join, replica.name)
+            self._go_on()
+
+    def _forget(self, member: Member) -> None:
+        del self._members[member.name]
+        self.suspicion.leave(member.name)
+        for key in [key for key, one in self._handles.items() if one is member]:
+            del self._handles[key]
+        self._router.leave(member.number)
+
+    def heard(self, replica: Replica, message: Message) -> None:
+        assert isinstance(replica, Member)
+        if self._members.get(replica.name) is not replica:
+            return
+        replica.heard_at, replica.silent = self._clock(), False
+        match message:
+            case Stats() if message.view is not None:
+                self._router.hear(replica.number, message.view, message.pages)
+                if message.steps and message.values.get("step_slowness"):
+                    self.suspicion.observe(replica.name, message.values["step_slowness"])
+                self._weigh(replica)
+                self._go_on()
+        super().heard(replica, message)
+
+    def _weigh(self, member: Member) -> None:
+        """Let the router know how far ``member`` is trusted."""
+        record = self.suspicion.records[member.name]
+        candidate = self._router.candidates[member.number]
+        candidate.suspicion, candidate.out = record.factor, record.out or member.silent
+
+    # -- requests
+
+    def _check_open(self) -> None:
+        self._check_draining()
+        if self._closing:
+            raise NotReady("the server is shutting down", code="draining", retry_after=5.0)
+        if not self.ready:
+            raise EngineDead("no replica is ready", retry_after=5.0)
+
+    def _place(self, stream: Stream, ttl_s: float | None) -> None:
+        request = stream.request
+        asked = self._asking.of(request, self._info["page_size"])
+        if request.cache is not None:
+            member = self._member_of_handle(request.tenant, request.cache, ttl_s)
+            choice = self._router.assign(asked, member.number)
+        elif (probed := self._to_be_tried(request)) is not None:
+            member = probed
+            choice = self._router.assign(asked, member.number)
+            self.suspicion.probe(member.name, request.id)
+        else:
+            choice = self._router.choose(asked)
+            member = self._numbered(choice.replica)
+        self._sent[request.id] = Sent(asked, member, choice, self._clock())
+        try:
+            member.work_on(stream, request, ttl_s)
+        except JserveError:
+            self._over(stream)
+            raise
+
+    def _to_be_tried(self, request: Request) -> Member | None:
+        """A replica that has rested and gets this request, where that is in no hurry."""
+        if request.lane == Lane.INTERACTIVE or request.ttft_deadline_ms is not None:
+            return None
+        name = self.suspicion.due(self._clock())
+        found = None if name is None else self._members[name]
+        return found if found is not None and found.ready and not found.silent else None
+
+    def _member_of_handle(self, tenant: str, name: str, ttl_s: float | None) -> Member:
+        """The replica that has the handle, or one that will."""
+        found = self._handles.get((tenant, name))
+        if found is None:
+            if ttl_s is None:
+                raise CacheNotFound(f"there is no cache {shown(name)}", field="cache")
+            found = min(self.members, key=lambda one: one.n_open)
+            self._handles[tenant, name] = found
+            if len(self._handles) > MOST_HANDLES:
+                del self._handles[next(iter(self._handles))]
+        return found
+
+    def _numbered(self, number: int) -> Member:
+        return next(one for one in self._members.values() if one.number == number)
+
+    def _deliver(self, replica: Replica, output: Output) -> None:
+        sent = self._sent.get(output.request_id)
+        if sent is not None and sent.member is replica and sent.first and output.token_ids:
+            sent.first = False
+            self._measure(sent, output.request_id)
+        if output.finish in (Finish.STOP, Finish.LENGTH):
+            self._budget.earned()
+        super()._deliver(replica, output)
+
+    def _measure(self, sent: Sent, request_id: str) -> None:
+        """The first token came."""
+        now = self._clock()
+        ratio, name = sent.ratio(now), sent.member.name
+        self.suspicion.observe(name, ratio)
+        self.suspicion.probed(name, request_id, ratio, now)
+
+    def _over(self, stream: Stream) -> None:
+        sent = self._sent.pop(stream.request.id, None)
+        if sent is not None:
+            self._asking.learn(sum(map(len, stream.said)))
+            self.suspicion.probed(sent.member.name, stream.request.id, None, self._clock())
+            self._router.over(sent.asked, sent.member.number)
+
+    def _park(self, streams: list[Stream], why: str) -> None:
+        for stream in streams:
+            sent = self._sent.pop(stream.request.id, None)
+            if sent is not None:
+                self._router.over(sent.asked, sent.member.number)
+        self._resumption.park(streams, why, EngineDead.code)
+
+    def _move(self, member: Member, why: str, *, blamed: bool) -> None:
+        """All that it works on goes on elsewhere. ``blamed``: it may be why the replica hangs."""
+        streams = member.give_up()
+        for stream in () if blamed else streams:
+            stream.excuse()
+        self._fleet["moved"] += len(streams)
+        self._park(streams, why)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Resume all that wait, each at the replica that is cheapest for it; those for whom there is none now
+        wait on."""
+        for stream in self._resumption.take():
+            target = self._target(stream)
+            if target is None:
+                self._resumption.park([stream], "no replica", EngineDead.code)
+            else:
+                self._sent[stream.request.id] = target
+                self._resumption.go_on(stream, target.member)
+
+    def _target(self, stream: Stream) -> Sent | None:
+        """Where to go on with ``stream``; one that was told something needs the same weights."""
+        if self._closing or not self._info:
+            return None
+        said = any(stream.said)
+        asked = self._asking.of(stream.request, self._info["page_size"], stream.said)
+        try:
+            choice = self._router.choose(replace(asked, weights=stream.weights if said else None))
+        except NotReady:
+            able = [one for one in self.members if not one.silent and one.view.ready]
+            if not able or any(one.weights == stream.weights for one in self._members.values()):
+                return None
+            choice = self._router.assign(asked, able[0].number)  # which ends it: other weights
+        return Sent(asked, self._numbered(choice.replica), choice, self._clock())
+
+    # -- commands
+
+    async def handles(self, message: HandleCommand | Control) -> list[HandleInfo]:
+        """As ``EngineFace``; a command goes to all replicas, and so does the search for all handles."""
+        self._check_open()
+        if isinstance(message, HandleCommand) and message.name is not None:
+            return await self._ask_of_handle(message, message.name)
+        asks = [
+            self._ask(one, msgspec.structs.replace(message, id=f"{message.id}-{one.number}"))
+            for one in self.members
+        ]
+        return [info for found in await asyncio.gather(*asks) for info in found]
+
+    async def _ask_of_handle(self, message: HandleCommand, name: str) -> list[HandleInfo]:
+        member, gone = self._member_of_handle(message.tenant, name, None), message.action == "drop"
+        try:
+            return await self._ask(member, message)
+        except CacheNotFound:
+            gone = True
+            raise
+        finally:
+            if gone:
+                self._handles.pop((message.tenant, name), None)
+
+    # -- watching
+
+    async def _watch(self) -> None:
+        """Look for replicas that are silent or slow. Time in which this process itself did not run counts for
+        nobody."""
+        while True:
+            began = self._clock()
+            await asyncio.sleep(LOOKS_S)
+            if self._clock() - began < 4 * LOOKS_S:
+                self.look()
+
+    def look(self) -> None:
+        """Move the work of silent and of slow replicas elsewhere."""
+        for member in self.members:
+            if not member.silent and member.overdue():
+                log.warning("replica %s is silent", member.name)
+                self._fleet["silent"] += 1
+                self._out(member, silent=True)
+        for name in self.suspicion.look(self._clock()):
+            log.warning("replica %s is out: it is slow", name)
+            self._out(self._members[name], silent=False)
+        for member in self.members:
+            self._weigh(member)
+
+    def _out(self, member: Member, *, silent: bool) -> None:
+        member.silent = member.silent or silent
+        self._weigh(member)
+        if silent or self._budget.spend():
+            self._move(member, "the replica does not answer", blamed=silent)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

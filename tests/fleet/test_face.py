@@ -1,0 +1,200 @@
+"""Requests over several replicas: whatever becomes of a replica, every client gets the answer of an undisturbed one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from jserve.engine.wire import Control, HandleCommand
+from jserve.errors import CacheNotFound, EngineDead
+from jserve.fleet.face import FleetEngine
+from jserve.sampling import SamplingParams
+from jserve.types import Finish, Output, Request
+from tests.fleet.fakes import ThreadSource
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.CRITICAL)
+
+
+class World:
+    def __init__(self, n: int = 2, **options) -> None:
+        self.source = ThreadSource(n)
+        self.fleet = FleetEngine(self.source, **options)
+
+    async def __aenter__(self):
+        await self.fleet.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.fleet.close()
+
+
+def requests(n: int = 6, max_tokens: int = 40) -> list[Request]:
+    return [
+        Request(
+            id=f"q{i}",
+            prompt_ids=tuple((7 * i + j) % 250 for j in range(40)),
+            params=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=1.0,
+                seed=i,
+                presence_penalty=0.5 * (i % 2),
+                n=1 + i % 2,
+                logprobs=2 if i % 3 == 0 else None,
+            ),
+        )
+        for i in range(n)
+    ]
+
+
+async def answer(fleet: FleetEngine, request: Request) -> tuple:
+    """(ids by choice, ends, log-probabilities, attempts, error) as the client is told."""
+    outputs = [out async for out in fleet.generate(request)]
+    ids = [
+        [t for o in outputs if o.index == i for t in o.token_ids] for i in range(request.params.n)
+    ]
+    ends = sorted((o.index, o.finish) for o in outputs if o.finish is not None)
+    logprobs = [entry for o in _by_choice(outputs) for entry in o.logprobs or ()]
+    errors = [o.error for o in outputs if o.error]
+    return ids, ends, logprobs, errors
+
+
+def _by_choice(outputs: list[Output]) -> list[Output]:
+    return sorted(outputs, key=lambda o: o.index)
+
+
+async def answers(fleet: FleetEngine, asked: list[Request]) -> list[tuple]:
+    return await asyncio.gather(*(answer(fleet, one) for one in asked))
+
+
+async def undisturbed(asked: list[Request]) -> list[tuple]:
+    async with World(1) as world:
+        return await answers(world.fleet, asked)
+
+
+async def until(condition, timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        await asyncio.sleep(0.005)
+
+
+async def begun(fleet: FleetEngine, n: int) -> None:
+    """Wait until ``n`` requests were told something."""
+    await until(lambda: sum(any(s.said) for s in fleet._streams.values()) >= n)
+
+
+async def test_whatever_becomes_of_replicas_every_answer_is_the_undisturbed_one():
+    """Lost, stopped for good, its stream broken, silent for a while: the same world suffers all of it in turn."""
+    asked = requests()
+    whole = await undisturbed(asked)
+    async with World(3) as world:
+        fleet, source = world.fleet, world.source
+
+        async def play(disturb) -> None:
+            running = asyncio.ensure_future(answers(fleet, asked))
+            await begun(fleet, len(asked))
+            busy = max(fleet.members, key=lambda one: one.n_open)
+            assert busy.n_open
+            done = disturb(busy)
+            if done is not None:
+                await done
+            assert await asyncio.wait_for(running, 20.0) == whole
+            await until(lambda: not fleet._streams)
+
+        assert await answers(fleet, asked) == whole
+        await play(lambda busy: source.kill(busy.name))
+        assert fleet.counters["engine_deaths"] == 1
+        await source.add()
+        await until(lambda: len(fleet.members) == 3)
+        await play(lambda busy: source.remove(busy.name))
+        await play(lambda busy: source.clients[busy.name].cut())
+        await until(lambda: len(fleet.members) == 2)  # it lives, so it is connected to again
+        resumed = fleet.counters["resumed"]
+        held = []
+        await play(lambda busy: (held.append(busy.name), source.hold(busy.name, True))[1])
+        assert fleet.counters["silent"] == 1
+        assert fleet.counters["resumed"] > resumed
+        dropped = fleet.counters["dropped_outputs"]
+        source.hold(held[0], False)
+        await until(lambda: not any(one.silent for one in fleet.members))
+        assert await answers(fleet, asked) == whole  # what it says of before is dropped
+        assert fleet.counters["dropped_outputs"] >= dropped
+        for name, host in source.hosts.items():
+            assert not host._connections[source.clients[name].connection].requests
+
+
+async def test_with_no_replica_left_requests_wait_for_the_next():
+    asked = requests(3)
+    whole = await undisturbed(asked)
+    async with World(1) as world:
+        running = asyncio.ensure_future(answers(world.fleet, asked))
+        await begun(world.fleet, 3)
+        world.source.kill("r0")
+        await until(lambda: not world.fleet.ready)
+        with pytest.raises(EngineDead):
+            await answer(world.fleet, requests(4)[3])
+        await world.source.add()
+        assert await asyncio.wait_for(running, 10.0) == whole
+
+
+async def test_one_that_is_moved_again_and_again_is_not_blamed():
+    """Scale-down after scale-down while a request waits in the queue: nothing speaks against it."""
+    async with World(3) as world:
+        fleet, source = world.fleet, world.source
+        (asked,) = requests(1, max_tokens=5)
+        for one in fleet.members:
+            source.hold(one.name, True)
+        running = asyncio.ensure_future(answer(fleet, asked))
+        await until(lambda: any(one.n_open for one in fleet.members))
+        for _ in range(2):
+            busy = next(one for one in fleet.members if one.n_open)
+            source.hosts.pop(busy.name)
+            source._on_change(source.hosts)
+            await until(lambda: any(one.n_open for one in fleet.members))
+        source.hold(fleet.members[0].name, False)
+        ids, ends, _, errors = await asyncio.wait_for(running, 10.0)
+        assert (len(ids[0]), ends, errors) == (5, [(0, Finish.LENGTH)], [])
+
+
+async def test_a_cache_handle_is_where_it_was_made():
+    async with World(2) as world:
+        fleet = world.fleet
+        made = Request(
+            id="make",
+            prompt_ids=tuple(range(1, 60)),
+            params=SamplingParams(max_tokens=0),
+            cache="doc",
+        )
+        await fleet.create(made, 60.0)
+        (info,) = await fleet.handles(HandleCommand(id="1", action="find", name="doc"))
+        assert info.n_tokens == 59
+        assert len(await fleet.handles(HandleCommand(id="2", action="find"))) == 1
+        use = Request(id="use", prompt_ids=(1, 2), params=SamplingParams(max_tokens=3), cache="doc")
+        outputs = [out async for out in fleet.generate(use)]
+        assert outputs[0].n_cached == 48
+        await fleet.control(Control(id="3", action="reset_prefix_cache"))
+        await fleet.handles(HandleCommand(id="4", action="drop", name="doc"))
+        with pytest.raises(CacheNotFound):
+            await fleet.handles(HandleCommand(id="5", action="find", name="doc"))
+
+
+async def test_a_prefix_goes_to_where_it_is():
+    async with World(2) as world:
+        fleet = world.fleet
+        stem = tuple(range(100, 180))
+        found = []
+        for i in range(6):
+            asked = Request(
+                id=f"p{i}", prompt_ids=(*stem, i, i), params=SamplingParams(max_tokens=2)
+            )
+            outputs = [out async for out in fleet.generate(asked)]
+            found.append(outputs[0].n_cached)
+            await asyncio.sleep(0.06)
+        assert found == [0, 80, 80, 80, 80, 80]
+        assert sorted(one.n_requests for one in fleet.members) == [0, 6]
