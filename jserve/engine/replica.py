@@ -105,17 +105,18 @@ class Replica:
         if not any(stream.said):
             stream.weights = self.weights
 
-    def give_up(self) -> list[Stream]:
-        """End its work on all requests; those that it had, oldest first."""
-        streams = self._take_streams()
+    def give_up(self, n: int | None = None) -> list[Stream]:
+        """End its work on the ``n`` oldest requests, or on all; these."""
+        streams = self._take_streams(n)
         for stream in streams:
             if stream.open:
                 self.cancel(stream.request.id)
         return streams
 
-    def _take_streams(self) -> list[Stream]:
-        streams, self.streams = list(self.streams.values()), {}
+    def _take_streams(self, n: int | None = None) -> list[Stream]:
+        streams = list(self.streams.values())[:n]
         for stream in streams:
+            del self.streams[stream.request.id]
             stream.replica = None
         return streams
 

@@ -296,9 +296,9 @@ class FleetEngine(EngineFace):
                 self._router.over(sent.asked, sent.member.number)
         self._resumption.park(streams, why, EngineDead.code)
 
-    def _move(self, member: Member, why: str, *, blamed: bool) -> None:
-        """All that it works on goes on elsewhere. ``blamed``: it may be why the replica hangs."""
-        streams = member.give_up()
+    def _move(self, member: Member, why: str, *, blamed: bool, n: int | None = None) -> None:
+        """All that it works on, or the ``n`` oldest, go on elsewhere. ``blamed``: they may be why it hangs."""
+        streams = member.give_up(n)
         for stream in () if blamed else streams:
             stream.excuse()
         self._fleet["moved"] += len(streams)
@@ -382,8 +382,8 @@ class FleetEngine(EngineFace):
     def _out(self, member: Member, *, silent: bool) -> None:
         member.silent = member.silent or silent
         self._weigh(member)
-        if silent or self._budget.spend():
-            self._move(member, "the replica does not answer", blamed=silent)
+        n = None if silent else self._budget.spend(len(member.streams))
+        self._move(member, "the replica does not answer", blamed=silent, n=n)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

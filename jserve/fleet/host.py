@@ -71,12 +71,15 @@ class Connection:
         self._unread: deque[int] = deque()
         """Numbers of those that it has not."""
         self._loop, self._wake = loop, asyncio.Event()
-        self._frames = bytearray()
+        self._lock, self._frames = threading.Lock(), bytearray()
+        """Frames come from the engine's thread and leave from the loop's."""
         self.closed = False
 
     def put(self, message: Message) -> None:
-        """Queue a message; called under the host's lock. Raises TooLarge."""
-        self._frames += pack(message)
+        """Queue a message. Raises TooLarge."""
+        frame = pack(message)
+        with self._lock:
+            self._frames += frame
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def submitted(self, number: int, request: Request) -> None:
@@ -115,7 +118,8 @@ class Connection:
         except TimeoutError:
             return b""
         self._wake.clear()
-        frames, self._frames = bytes(self._frames), bytearray()
+        with self._lock:
+            frames, self._frames = bytes(self._frames), bytearray()
         return frames or (None if self.closed else b"")
 
 

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -37,6 +37,7 @@ from jserve.engine.wire import (
     take_frames,
 )
 from jserve.errors import ConfigError, EngineDead
+from jserve.fleet import membership
 from jserve.fleet.host import EngineHost
 from jserve.fleet.source import OnChange
 from jserve.types import Request
@@ -44,6 +45,7 @@ from jserve.types import Request
 for _name, _value in {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a Ray that we start listens on the loopback address only
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -69,25 +71,13 @@ MANY = 1 << 20
 OBJECT_STORE_BYTES = 128 << 20
 """Of a Ray that we start: no item of ours is large enough to lie there."""
 
-_WATCHERS: dict[str, Callable[[list[str]], None]] = {}
-"""By application, who is told which replicas run."""
-
 
 class Pinned(RequestRouter):
     """Serve's router of our calls: to the replica that their first argument names."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._tell()
-
-    def on_replica_actor_died(self, replica_id: Any) -> None:
-        super().on_replica_actor_died(replica_id)
-        self._tell()
-
-    def _tell(self) -> None:
-        watcher = _WATCHERS.get(self.app_name)
-        if watcher is not None:
-            watcher([one.unique_id for one in self.curr_replicas])
+        membership.tell(self.app_name, [one.unique_id for one in self.curr_replicas])
 
     async def choose_replicas(
         self,
@@ -213,7 +203,7 @@ class RayReplicas:
             loop.call_soon_threadsafe(on_change, list(names))
 
         await asyncio.to_thread(self._connect, options)
-        _WATCHERS[self._app] = changed
+        membership.WATCHERS[self._app] = changed
         try:
             self._handle = await asyncio.to_thread(self._deploy, options)
         except RuntimeError as error:
@@ -225,7 +215,7 @@ class RayReplicas:
         return RayClient(self._handle, name)
 
     async def close(self) -> None:
-        _WATCHERS.pop(self._app, None)
+        membership.WATCHERS.pop(self._app, None)
         if ray.is_initialized():
             await asyncio.to_thread(self._end)
 
@@ -237,13 +227,11 @@ class RayReplicas:
             if options.ray_address:
                 ray.init(address=options.ray_address, namespace="jserve", **quiet)
                 return
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine only
             ray.init(
                 address="local",
                 namespace="jserve",
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
                 **quiet,
             )
             self._ours = True

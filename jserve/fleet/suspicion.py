@@ -147,9 +147,8 @@ class RetryBudget:
         """A request ended well."""
         self._left = min(self._most, self._left + self._share)
 
-    def spend(self) -> bool:
-        """Whether one more may be moved, which it then is."""
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
+    def spend(self, n: int) -> int:
+        """Of ``n`` requests, how many may be moved, which they then are."""
+        n = min(n, int(self._left))
+        self._left -= n
+        return n

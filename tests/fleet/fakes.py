@@ -61,7 +61,7 @@ class SlowRunner(FakeRunner):
     def collect(self, flight: InFlight) -> StepResult:
         slow = self.slow
         if isinstance(slow, Path):
-            slow = float(slow.read_text()) if slow.exists() else 1.0
+            slow = float(slow.read_text() or 1) if slow.exists() else 1.0
         time.sleep(STEP_S * slow)
         result = super().collect(flight)
         return dataclasses.replace(result, device_us=STEP_S * slow * 1e6)

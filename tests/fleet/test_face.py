@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
+import uuid
 
 import pytest
 
@@ -54,6 +56,7 @@ def requests(n: int = 6, max_tokens: int = 40) -> list[Request]:
 
 async def answer(fleet: FleetEngine, request: Request) -> tuple:
     """(ids by choice, ends, log-probabilities, attempts, error) as the client is told."""
+    request = dataclasses.replace(request, id=uuid.uuid4().hex)  # one id is never asked twice
     outputs = [out async for out in fleet.generate(request)]
     ids = [
         [t for o in outputs if o.index == i for t in o.token_ids] for i in range(request.params.n)

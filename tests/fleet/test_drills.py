@@ -1,0 +1,174 @@
+"""Drills on Ray Serve with a fake device: a replica is killed, stopped, slowed down, cut off, scaled and replaced
+while clients wait, and every one of them gets the answer of an undisturbed engine.
+
+One cluster for all; a replica is a process of Ray's, which the drills kill by its number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray Serve is not installed: pip install 'jserve[ray]'", allow_module_level=True)
+
+from jserve.config import EngineConfig
+from jserve.fleet.face import FleetEngine
+from jserve.fleet.on_ray import RayReplicas
+from tests.fleet.fakes import OPTIONS
+from tests.fleet.test_face import answers, begun, requests, undisturbed, until
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+]
+ROOT = Path(__file__).parents[2]
+N = 3
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory) -> Path:
+    """The directory of orders of ``fakes.build``."""
+    return tmp_path_factory.mktemp("orders")
+
+
+class Drill:
+    def __init__(self, orders: Path) -> None:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        config = EngineConfig.of(**OPTIONS, replicas=N, model=str(orders))
+        self.orders = orders
+        self.source = RayReplicas(config, "tests.fleet.fakes:build", app="drills")
+        self.fleet = FleetEngine(self.source)
+
+    def pid(self, member: Any) -> int:
+        return member.info["pid"]
+
+    def busiest(self) -> Any:
+        return max(self.fleet.members, key=lambda one: one.n_open)
+
+    async def whole(self, n: int = N) -> None:
+        """Wait until ``n`` replicas take part and are trusted."""
+        await until(lambda: len(self.fleet.members) == n, 60.0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def drill(orders):
+    made = Drill(orders)
+    began = time.monotonic()
+    try:
+        await made.fleet.start()
+        print(f"the cluster took {time.monotonic() - began:.1f} s")
+        yield made
+    finally:
+        await made.fleet.close()
+
+
+async def disturbed(drill: Drill, disturb, n: int = 9, max_tokens: int = 120) -> float:
+    """All answers while ``disturb`` is done to the busiest replica; the longest that a client then waited
+    for a token."""
+    asked = requests(n, max_tokens)
+    whole = await undisturbed(asked)
+    running = asyncio.ensure_future(answers(drill.fleet, asked))
+    await begun(drill.fleet, n)
+    disturb(drill.busiest())
+    gap = await _longest_gap(drill.fleet, running)
+    found = await asyncio.wait_for(running, 60.0)
+    assert [one[3] for one in found] == [[]] * n
+    assert found == whole
+    await until(lambda: not drill.fleet._streams)
+    return gap
+
+
+async def _longest_gap(fleet: FleetEngine, running: asyncio.Future) -> float:
+    """Over all requests, until they are over."""
+    said: dict[str, tuple[int, float]] = {}
+    longest = 0.0
+    while not running.done():
+        now = time.monotonic()
+        for id, stream in list(fleet._streams.items()):
+            n = sum(map(len, stream.said))
+            before, at = said.get(id, (-1, now))
+            if n != before:
+                longest = max(longest, now - at)
+                said[id] = n, now
+        await asyncio.sleep(0.002)
+    return longest
+
+
+async def test_d1_a_replica_is_killed_while_it_answers(drill):
+    deaths = drill.fleet.counters["engine_deaths"]
+    gap = await disturbed(drill, lambda one: os.kill(drill.pid(one), signal.SIGKILL))
+    print(f"D1: the longest gap was {1e3 * gap:.0f} ms")
+    assert drill.fleet.counters["engine_deaths"] == deaths + 1
+    assert gap < 2.0
+    await drill.whole()  # Serve started another one
+
+
+async def test_d2_a_replica_is_stopped_and_goes_on_later(drill):
+    stopped: list[Any] = []
+
+    def stop(one: Any) -> None:
+        stopped.append(one)
+        os.kill(drill.pid(one), signal.SIGSTOP)
+
+    try:
+        gap = await disturbed(drill, stop)
+    finally:
+        for one in stopped:
+            os.kill(drill.pid(one), signal.SIGCONT)
+    print(f"D2: the longest gap was {1e3 * gap:.0f} ms")
+    assert gap < 2.5
+    assert drill.fleet.counters["silent"] == 1
+    await until(lambda: not any(one.silent for one in drill.fleet.members), 30.0)
+    asked = requests(9)
+    assert await answers(drill.fleet, asked) == await undisturbed(asked)  # what it says late reaches nobody
+    await drill.whole()
+
+
+async def test_d3_a_replica_becomes_slow(drill):
+    """Four times slower: it gets fewer requests, then none; what it had goes on elsewhere, and it comes back."""
+    fleet, served = drill.fleet, 0
+    asked = requests(6, 60)
+    whole = await undisturbed(asked)
+    for _ in range(4):  # what is usual is learned
+        assert await answers(fleet, asked) == whole
+    slow = fleet.members[0]
+    order = drill.orders / f"slow.{drill.pid(slow)}"
+    order.write_text("4")
+    until_s = time.monotonic() + 40.0
+    while not fleet.suspicion.records[slow.name].out:
+        assert time.monotonic() < until_s, fleet.suspicion.records
+        assert await answers(fleet, asked) == whole
+        served += 1
+    assert fleet.counters["ejected"] == 1
+    before = slow.n_requests
+    assert await answers(fleet, asked) == whole
+    assert slow.n_requests == before, "it is out and got one"
+    order.unlink()
+    while fleet.suspicion.records[slow.name].out:
+        assert time.monotonic() < until_s + 60.0
+        assert await answers(fleet, asked) == whole
+    assert slow.n_requests > before
+
+
+async def test_d4_a_stream_breaks_and_the_replica_lives(drill):
+    broken: list[Any] = []
+
+    def cut(one: Any) -> None:
+        broken.append(one)
+        one.client._cancel()
+
+    gap = await disturbed(drill, cut)
+    print(f"D4: the longest gap was {1e3 * gap:.0f} ms")
+    await drill.whole()
+    assert drill.pid(broken[0]) in [drill.pid(one) for one in drill.fleet.members]
