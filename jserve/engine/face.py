@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from jserve.engine.process import OnProgress
@@ -47,6 +48,28 @@ log = logging.getLogger(__name__)
 
 WATCHED_STEPS = 600
 """Records of steps that are kept for those who watch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaState:
+    """One replica, for those who watch."""
+
+    name: str
+    state: str
+    """ready; suspected: slower than it promises; out: it gets nothing; silent: it says nothing."""
+    suspicion: float
+    """By which its price is multiplied."""
+    requests: int
+    """That it was given."""
+    running: int
+    waiting: int
+    pages: float
+    pages_used: float
+    """KV pages of sequences."""
+    looked_up: float
+    """Prompt tokens."""
+    found: float
+    """Of these, tokens that its prefix cache had."""
 
 
 class EngineFace(ABC):
@@ -163,6 +186,10 @@ class EngineFace(ABC):
     @abstractmethod
     def _go_on(self) -> None:
         """Resume all that wait for an engine, as far as there is one."""
+
+    def replicas(self) -> list[ReplicaState]:
+        """The replicas that take part, for those who watch; none where there is one engine."""
+        return []
 
     def _over(self, stream: Stream) -> None:  # noqa: B027
         """Nobody waits for ``stream`` any more."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from jserve.engine.face import EngineFace
+from jserve.engine.face import EngineFace, ReplicaState
 from jserve.engine.health import HealthLimits
 from jserve.engine.process import OnProgress
 from jserve.engine.replica import Replica
@@ -25,7 +25,7 @@ from jserve.engine.streams import Stream
 from jserve.engine.wire import Control, HandleCommand, Message, Stats
 from jserve.errors import CacheNotFound, EngineDead, JserveError, NotReady, shown
 from jserve.fleet.asking import Asking
-from jserve.fleet.member import Member, Sent
+from jserve.fleet.member import Member, Sent, state_of
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.source import ReplicaSource
 from jserve.fleet.suspicion import RetryBudget, Suspicion
@@ -141,6 +141,9 @@ class FleetEngine(EngineFace):
         if not all(reasons.values()):
             return []
         return [f"{name}: {reason}" for name, found in reasons.items() for reason in found]
+
+    def replicas(self) -> list[ReplicaState]:
+        return [state_of(one, self.suspicion.records[one.name]) for one in self.members]
 
     # -- members
 

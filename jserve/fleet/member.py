@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jserve.engine.client import EngineClient
+from jserve.engine.face import ReplicaState
 from jserve.engine.health import HealthLimits
 from jserve.engine.replica import Listener, Replica
 from jserve.engine.streams import Stream
 from jserve.engine.view import View
 from jserve.fleet.route import Asked, ReplicaChoice
+from jserve.fleet.suspicion import Record
 from jserve.ports import Clock
 from jserve.types import Request
 
@@ -69,6 +71,24 @@ class Member(Replica):
         it cannot."""
         limit_s = OVERDUE_STEPS * self.view.step_s + OVERDUE_S
         return self._clock() - self.heard_at > limit_s and self.n_open > 0
+
+
+def state_of(member: Member, record: Record) -> ReplicaState:
+    """``member`` as those see it who watch, with what ``record`` holds of it."""
+    values, used = member.stats.values, ("pages_free", "pages_cached")
+    suspected = "suspected" if record.factor > 1.0 else "ready"
+    return ReplicaState(
+        name=member.name,
+        state="silent" if member.silent else "out" if record.out else suspected,
+        suspicion=record.factor,
+        requests=member.n_requests,
+        running=member.stats.running,
+        waiting=member.stats.waiting,
+        pages=values.get("pages_total", 0.0),
+        pages_used=values.get("pages_total", 0.0) - sum(values.get(name, 0.0) for name in used),
+        looked_up=values.get("cache_query_tokens", 0.0),
+        found=values.get("cache_hit_tokens", 0.0),
+    )
 
 
 @dataclass(slots=True)

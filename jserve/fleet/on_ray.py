@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from jserve.config import EngineConfig, FleetOptions
+from jserve.config import EngineConfig, FleetOptions, ServerOptions
 from jserve.engine.client import OnMessage, pack_request
 from jserve.engine.process import EXIT_CRASH, OnProgress
 from jserve.engine.wire import (
@@ -197,19 +198,29 @@ class RayReplicas:
 
     async def start(self, on_change: OnChange, on_progress: OnProgress | None) -> int:
         loop = asyncio.get_running_loop()
-        options = self._config.fleet
 
         def changed(names: Iterable[str]) -> None:
             loop.call_soon_threadsafe(on_change, list(names))
 
-        await asyncio.to_thread(self._connect, options)
+        await asyncio.to_thread(self._connect, self._config.fleet)
         membership.WATCHERS[self._app] = changed
+        await self.deploy(self._config)
+        return self._config.fleet.replicas
+
+    async def deploy(self, config: EngineConfig) -> None:
+        """Have Serve run the replicas of ``config`` in place of those of now, and wait until they do: started or
+        stopped where their number differs, replaced one after the other where their options do.
+
+        Raises:
+            EngineDead: they do not start.
+        """
+        self._config = config
         try:
-            self._handle = await asyncio.to_thread(self._deploy, options)
+            handle = await asyncio.to_thread(self._deploy, config.fleet)
         except RuntimeError as error:
             raise EngineDead(f"the replicas did not start: {error}") from None
-        self._handle = self._handle.options(stream=True)  # which makes its router
-        return options.replicas
+        if self._handle is None:
+            self._handle = handle.options(stream=True)  # which makes its router
 
     def client(self, name: str) -> RayClient:
         return RayClient(self._handle, name)
@@ -253,8 +264,13 @@ class RayReplicas:
             graceful_shutdown_timeout_s=10.0,
             ray_actor_options=self._resources(),
             request_router_config=RequestRouterConfig(request_router_class=_path(Pinned)),
-        ).bind(self._config.flat(), self._build)
+        ).bind(self._engine_options(), self._build)
         return serve.run(bound, name=self._app, route_prefix=None)
+
+    def _engine_options(self) -> dict[str, Any]:
+        """What replicas are made of: Serve replaces them where it differs."""
+        own = dataclasses.replace(self._config, fleet=FleetOptions(), server=ServerOptions())
+        return own.flat()
 
     def _resources(self) -> dict[str, Any]:
         """Of one replica: its GPUs where the cluster has some. On CPUs a replica takes what it finds."""

@@ -7,10 +7,13 @@ One cluster for all; a replica is a process of Ray's, which the drills kill by i
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import os
 import signal
+import statistics
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from jserve.config import EngineConfig
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.on_ray import RayReplicas
 from tests.fleet.fakes import OPTIONS
-from tests.fleet.test_face import answers, begun, requests, undisturbed, until
+from tests.fleet.test_face import World, answers, begun, requests, undisturbed, until
 
 pytestmark = [
     pytest.mark.ray,
@@ -45,9 +48,9 @@ def orders(tmp_path_factory) -> Path:
 class Drill:
     def __init__(self, orders: Path) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        config = EngineConfig.of(**OPTIONS, replicas=N, model=str(orders))
+        self.config = EngineConfig.of(**OPTIONS, replicas=N, model=str(orders))
         self.orders = orders
-        self.source = RayReplicas(config, "tests.fleet.fakes:build", app="drills")
+        self.source = RayReplicas(self.config, "tests.fleet.fakes:build", app="drills")
         self.fleet = FleetEngine(self.source)
 
     def pid(self, member: Any) -> int:
@@ -172,3 +175,85 @@ async def test_d4_a_stream_breaks_and_the_replica_lives(drill):
     print(f"D4: the longest gap was {1e3 * gap:.0f} ms")
     await drill.whole()
     assert drill.pid(broken[0]) in [drill.pid(one) for one in drill.fleet.members]
+
+
+async def test_d8_the_controller_of_serve_is_killed(drill):
+    """It places and watches; what runs goes on without it, and Ray starts another one."""
+    import ray
+
+    def kill(one: Any) -> None:
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        ray.kill(controller, no_restart=False)
+
+    resumed = drill.fleet.counters["resumed"]
+    await disturbed(drill, kill)
+    assert drill.fleet.counters["resumed"] == resumed
+    os.kill(drill.pid(drill.fleet.members[0]), signal.SIGKILL)
+    await until(lambda: len(drill.fleet.members) == N - 1, 30.0)
+    await drill.whole()  # the new one knows what the old one was told
+
+
+async def under_load(drill: Drill, change, n: int = 6) -> int:
+    """Answers all the while ``change`` takes place; how many rounds of them."""
+    asked = requests(n, 60)
+    whole = await undisturbed(asked)
+    changing, rounds = asyncio.ensure_future(change), 0
+    while not changing.done():
+        assert await asyncio.wait_for(answers(drill.fleet, asked), 60.0) == whole
+        rounds += 1
+    await changing
+    return rounds
+
+
+async def test_d9_replicas_are_replaced_one_after_the_other(drill):
+    """Other options: Serve stops one replica after the other. No request is lost or told anything else."""
+    before = {drill.pid(one) for one in drill.fleet.members}
+    scheduler = dataclasses.replace(drill.config.scheduler, max_waiting=4000)
+    config = dataclasses.replace(drill.config, scheduler=scheduler)
+    assert await under_load(drill, drill.source.deploy(config)) > 2
+    await until(lambda: len(drill.fleet.members) == N, 60.0)
+    assert not before & {drill.pid(one) for one in drill.fleet.members}
+    drill.config = config
+
+
+async def test_d10_one_three_one_replicas(drill):
+    async def scaled(n: int) -> None:
+        fleet = dataclasses.replace(drill.config.fleet, replicas=n)
+        await drill.source.deploy(dataclasses.replace(drill.config, fleet=fleet))
+        await until(lambda: len(drill.fleet.members) == n, 60.0)
+
+    async def one_three_one() -> None:
+        for n in (1, N, 1, N):
+            await scaled(n)
+
+    assert await under_load(drill, one_three_one()) > 2
+    assert drill.fleet.counters["moved"] > 0
+
+
+async def test_d11_ten_times_what_fits(drill):
+    """Every request has its one end; those that run are right."""
+    asked = requests(80 * N, 30)
+    found = await asyncio.wait_for(answers(drill.fleet, asked), 120.0)
+    whole = await undisturbed(asked)
+    assert [bool(one[3]) for one in found] == [False] * len(asked)
+    assert found == whole
+    shares = [one.n_requests for one in drill.fleet.members]
+    assert min(shares) > 0
+
+
+async def test_what_a_first_token_costs_more_than_in_one_process(drill):
+    """Idle, one request at a time: the hops of Ray and of Serve."""
+
+    async def first_ms(face: Any) -> float:
+        times = []
+        for one in requests(30, 2):
+            asked = dataclasses.replace(one, id=uuid.uuid4().hex)
+            began = time.perf_counter()
+            async for _ in face.generate(asked):
+                times.append(1e3 * (time.perf_counter() - began))
+                break
+        return statistics.median(times)
+
+    async with World(1) as alone:
+        print(f"first token: {await first_ms(alone.fleet):.1f} ms in one process")
+    print(f"first token: {await first_ms(drill.fleet):.1f} ms over Ray Serve")

@@ -92,6 +92,7 @@ def snapshot(front: Front, after: int, now: float) -> dict[str, Any]:
             "found": found.get(("prefix_cache_hits_total", ""), 0),
         },
         "speculation": _speculation(found),
+        "replicas": [asdict(one) for one in front.engine.replicas()],
         "steps": {"columns": STEP_COLUMNS, "rows": _steps(front, after)},
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -116,8 +117,11 @@ _HELP = {
     "engine_deaths": "Ends of the engine's process that nobody asked for.",
     "engine_dropped_outputs": "Outputs of choices that had ended.",
     "engine_faults": "Faults that the engine reported.",
+    "engine_ejected": "Times that a replica was put out because it was slow.",
+    "engine_moved": "Requests that went on elsewhere though their replica lived.",
     "engine_restarts": "Starts of the engine's process after a death.",
     "engine_resumed": "Requests that another engine went on with, each time.",
+    "engine_silent": "Times that a replica with work said nothing for too long.",
     "engine_slow_readers": "Requests ended because their client read too slowly.",
     "engine_degraded": "Times that the engine became degraded and refused new requests.",
 }
@@ -143,6 +147,7 @@ class EngineCollector(Collector):
         yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
         yield self._kernels()
+        yield from self._replicas()
         yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
         values = dict(stats.values)
         yield self._gauge(
@@ -167,6 +172,17 @@ class EngineCollector(Collector):
         labels = [str(info.get("kernels", "xla")), str(info.get("no_kernels", ""))]
         family.add_metric([self._model, *labels], 1.0)
         return family
+
+    def _replicas(self) -> Iterator[Any]:
+        """Replicas by state, where there are several engines."""
+        states = Counter(one.state for one in self._engine.replicas())
+        family = GaugeMetricFamily(
+            "jserve:replicas", "Replicas that take part, by state.", labels=["model_name", "state"]
+        )
+        for state, n in sorted(states.items()):
+            family.add_metric([self._model, state], float(n))
+        if states:
+            yield family
 
     def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:
         """One family per name with a label for the lane; takes what it tells out of ``values``."""
