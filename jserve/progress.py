@@ -26,7 +26,7 @@ SAY_EVERY_S = 10.0
 
 
 def _unit(stage: str) -> str:
-    return "bytes" if stage == "load weights" else "programs"
+    return {"load weights": "bytes", "start replicas": "replicas"}.get(stage, "programs")
 
 
 class Lines:

@@ -106,7 +106,7 @@ class AsyncEngine(EngineFace):
         return self._replica.degraded_reasons()
 
     def lost(self, replica: Replica, streams: list[Stream], why: str) -> None:
-        """What it worked on waits for the next engine, if one comes."""
+        """Its requests wait for the next engine, if one comes."""
         why = f"the engine died: {why}"
         if self._supervisor.returns:
             self._fail_asked(why, EngineDead.code)

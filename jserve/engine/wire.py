@@ -137,9 +137,9 @@ class Stats(Message, frozen=True):
     steps: list[StepRecord] = []
     """The steps since the last Stats, oldest first."""
     view: View | None = None
-    """What one more request would cost; None where nobody chooses between several engines."""
+    """The cost of one more request; None where nobody chooses between several engines."""
     pages: list[PageEvent] = []
-    """What happened to findable pages since the last Stats, oldest first."""
+    """Pages that can be found or no longer, since the last Stats, oldest first."""
 
 
 class Fault(Message, frozen=True):

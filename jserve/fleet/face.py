@@ -35,6 +35,7 @@ from jserve.types import Finish, HandleInfo, Lane, Output, Request
 
 log = logging.getLogger(__name__)
 
+STARTING = "start replicas"
 LOOKS_S = 0.05
 """Between two looks at silent and slow replicas."""
 MOST_HANDLES = 1 << 16
@@ -111,11 +112,13 @@ class FleetEngine(EngineFace):
         return {**told, **self._fleet, "degraded": degraded, **self._counts}
 
     async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
-        n = await self._source.start(self._on_change, on_progress)
-        while len(self.members) < n:
-            if on_progress is not None:
-                on_progress("replicas", len(self.members), n)
+        told = on_progress or (lambda *_: None)
+        told(STARTING, 0, self._source.n)
+        await self._source.start(self._on_change)
+        while len(self.members) < self._source.n:
+            told(STARTING, len(self.members), self._source.n)
             await asyncio.sleep(LOOKS_S)
+        told(STARTING, self._source.n, self._source.n)
         self._info = dict(self.members[0].info)
         self._spawn(self._watch())
         return self._info
@@ -177,13 +180,14 @@ class FleetEngine(EngineFace):
         self._spawn(member.supervisor.close())
 
     def lost(self, replica: Replica, streams: list[Stream], why: str) -> None:
-        """What it worked on goes on elsewhere, or waits for the next replica."""
+        """Its requests go on elsewhere, or waits for the next replica."""
         assert isinstance(replica, Member)
         if self._members.get(replica.name) is not replica:
             return
         self._forget(replica)
-        self._fleet["engine_deaths"] += not self._closing
-        log.warning("replica %s is lost: %s", replica.name, why)
+        if not self._closing:
+            self._fleet["engine_deaths"] += 1
+            log.warning("replica %s is lost: %s", replica.name, why)
         self._park(streams, f"the engine died: {why}")
         self._fail_asked(f"the engine died: {why}", EngineDead.code, replica)
         if not self._closing:
@@ -320,7 +324,7 @@ class FleetEngine(EngineFace):
                 self._resumption.go_on(stream, target.member)
 
     def _target(self, stream: Stream) -> Sent | None:
-        """Where to go on with ``stream``; one that was told something needs the same weights."""
+        """The replica that goes on with ``stream``, if there is one now; a stream that was told something needs the same weights."""
         if self._closing or not self._info:
             return None
         said = any(stream.said)
@@ -366,8 +370,10 @@ class FleetEngine(EngineFace):
         while True:
             began = self._clock()
             await asyncio.sleep(LOOKS_S)
-            if self._clock() - began < 4 * LOOKS_S:
-                self.look()
+            if self._clock() - began > 4 * LOOKS_S:
+                for member in self.members:
+                    member.heard_at = self._clock()
+            self.look()
 
     def look(self) -> None:
         """Move the work of silent and of slow replicas elsewhere."""

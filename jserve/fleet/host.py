@@ -59,7 +59,7 @@ class NoConnection(Exception):
     """The front's connection is not open here (any more): it must open another one."""
 
 
-class Connection:
+class FrontConnection:
     """One front's side: frames that it is to be told, and the requests that are its own."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -112,7 +112,7 @@ class Connection:
         self._loop.call_soon_threadsafe(self._wake.set)
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """What came since the last call, waiting for it; b"" after ``timeout_s``, None: it is closed."""
+        """The frames since the last call, waiting for it; b"" after ``timeout_s``, None: it is closed."""
         try:
             await asyncio.wait_for(self._wake.wait(), timeout_s)
         except TimeoutError:
@@ -138,8 +138,8 @@ class EngineHost:
     def __init__(self, config: dict[str, Any], build: str, end: Any = os._exit) -> None:
         self._end = end
         self._lock = threading.Lock()
-        self._connections: dict[str, Connection] = {}
-        self._asked: dict[str, Connection] = {}
+        self._connections: dict[str, FrontConnection] = {}
+        self._asked: dict[str, FrontConnection] = {}
         self._pages: set[bytes] = set()
         self._stats = Stats()
         self._n_submitted = 0
@@ -184,8 +184,8 @@ class EngineHost:
         for payload in take_frames(bytearray(frames)):
             self._send(opened, self._decoder.decode(payload))
 
-    def _open(self, name: str) -> Connection:
-        opened = Connection(asyncio.get_running_loop())
+    def _open(self, name: str) -> FrontConnection:
+        opened = FrontConnection(asyncio.get_running_loop())
         with self._lock:
             opened.put(Ready(info=self._client.info))
             pages = [PageEvent(True, digest) for digest in self._pages]
@@ -201,7 +201,7 @@ class EngineHost:
         for id, _ in list(dropped.requests) if dropped is not None else ():
             self._client.cancel(id)
 
-    def _send(self, front: Connection, message: Message) -> None:
+    def _send(self, front: FrontConnection, message: Message) -> None:
         match message:
             case Submit():
                 with self._lock:
@@ -257,7 +257,7 @@ class EngineHost:
         for front in self._connections.values():
             front.put(self._as_told(front, stats, stats.pages))
 
-    def _as_told(self, front: Connection, stats: Stats, pages: list[PageEvent]) -> Stats:
+    def _as_told(self, front: FrontConnection, stats: Stats, pages: list[PageEvent]) -> Stats:
         """``stats`` with ``pages``, where only the front's own requests count as read."""
         view = stats.view
         if view is not None:

@@ -11,7 +11,7 @@ from jserve.engine.replica import Listener, Replica
 from jserve.engine.streams import Stream
 from jserve.engine.view import View
 from jserve.fleet.route import Asked, ReplicaChoice
-from jserve.fleet.suspicion import Record
+from jserve.fleet.suspicion import TrustRecord
 from jserve.ports import Clock
 from jserve.types import Request
 
@@ -73,7 +73,7 @@ class Member(Replica):
         return self._clock() - self.heard_at > limit_s and self.n_open > 0
 
 
-def state_of(member: Member, record: Record) -> ReplicaState:
+def state_of(member: Member, record: TrustRecord) -> ReplicaState:
     """``member`` as those see it who watch, with what ``record`` holds of it."""
     values, used = member.stats.values, ("pages_free", "pages_cached")
     suspected = "suspected" if record.factor > 1.0 else "ready"

@@ -1,4 +1,4 @@
-"""Which replicas run, for those of this process who want to know.
+"""Tells those of this process who want to know which replicas run.
 
 Apart from ``fleet.on_ray``, whose router class Serve copies by value, so that the copy finds this one.
 """

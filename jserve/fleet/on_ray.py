@@ -23,7 +23,7 @@ import msgspec
 
 from jserve.config import EngineConfig, FleetOptions, ServerOptions
 from jserve.engine.client import OnMessage, pack_request
-from jserve.engine.process import EXIT_CRASH, OnProgress
+from jserve.engine.process import EXIT_CRASH
 from jserve.engine.wire import (
     Cancel,
     Control,
@@ -51,10 +51,14 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 try:
-    import ray
-    from ray import serve
-    from ray.serve.config import RequestRouterConfig
-    from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray import serve  # pyright: ignore[reportMissingImports]
+    from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
+    from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
+        PendingRequest,
+        RequestRouter,
+        RunningReplica,
+    )
 except ImportError as error:
     raise ConfigError(
         f"replicas needs Ray Serve ({error}): pip install 'jserve[ray]'", field="replicas"
@@ -196,7 +200,11 @@ class RayReplicas:
         self._handle: Any = None
         self._ours = False
 
-    async def start(self, on_change: OnChange, on_progress: OnProgress | None) -> int:
+    @property
+    def n(self) -> int:
+        return self._config.fleet.replicas
+
+    async def start(self, on_change: OnChange) -> None:
         loop = asyncio.get_running_loop()
 
         def changed(names: Iterable[str]) -> None:
@@ -205,7 +213,6 @@ class RayReplicas:
         await asyncio.to_thread(self._connect, self._config.fleet)
         membership.WATCHERS[self._app] = changed
         await self.deploy(self._config)
-        return self._config.fleet.replicas
 
     async def deploy(self, config: EngineConfig) -> None:
         """Have Serve run the replicas of ``config`` in place of those of now, and wait until they do: started or
@@ -268,7 +275,7 @@ class RayReplicas:
         return serve.run(bound, name=self._app, route_prefix=None)
 
     def _engine_options(self) -> dict[str, Any]:
-        """What replicas are made of: Serve replaces them where it differs."""
+        """The options that replicas are made of: Serve replaces those that have others."""
         own = dataclasses.replace(self._config, fleet=FleetOptions(), server=ServerOptions())
         return own.flat()
 

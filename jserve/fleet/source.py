@@ -1,4 +1,4 @@
-"""What a fleet's face asks of whoever places replicas and keeps them alive."""
+"""The contract with whoever places replicas and keeps them alive."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from jserve.engine.client import EngineClient
-from jserve.engine.process import OnProgress
 
 OnChange = Callable[[Iterable[str]], None]
 """Called on the event loop with the names of all replicas that run now; one that is being stopped is left out."""
@@ -15,8 +14,13 @@ OnChange = Callable[[Iterable[str]], None]
 class ReplicaSource(Protocol):
     """Starts replicas, starts others where they end, and says which there are."""
 
-    async def start(self, on_change: OnChange, on_progress: OnProgress | None) -> int:
-        """Start as many as are wanted and wait until they run; how many.
+    @property
+    def n(self) -> int:
+        """Replicas that are wanted."""
+        ...
+
+    async def start(self, on_change: OnChange) -> None:
+        """Start as many as are wanted and wait until they run.
 
         Raises:
             ConfigError: an option cannot be honoured.

@@ -27,8 +27,8 @@ SHARE_OUT = 3
 
 
 @dataclass(slots=True)
-class Record:
-    """What is known of one replica."""
+class TrustRecord:
+    """The standing of one replica."""
 
     ratios: list[float] = field(default_factory=list)
     """Of the window that is open."""
@@ -49,12 +49,12 @@ class Suspicion:
     """The records of all replicas, by name."""
 
     def __init__(self) -> None:
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, TrustRecord] = {}
         self.n_ejected = 0
         self._window_ends = 0.0
 
     def join(self, name: str) -> None:
-        self.records[name] = Record()
+        self.records[name] = TrustRecord()
 
     def leave(self, name: str) -> None:
         self.records.pop(name, None)
@@ -80,7 +80,7 @@ class Suspicion:
             self._judge(self.records[name], mean / usual)
         return self._eject(now, [n for n in means if self.records[n].n_bad >= WINDOWS])
 
-    def _judge(self, record: Record, ratio: float) -> None:
+    def _judge(self, record: TrustRecord, ratio: float) -> None:
         record.factor = ratio if ratio >= SUSPECT else 1.0
         record.n_bad = record.n_bad + 1 if ratio >= OUT else 0
 
@@ -94,7 +94,7 @@ class Suspicion:
         self.n_ejected += len(worst)
         return worst
 
-    def _put_out(self, record: Record, now: float) -> None:
+    def _put_out(self, record: TrustRecord, now: float) -> None:
         record.out, record.n_bad, record.n_good, record.probe = True, 0, 0, None
         record.rests_until = now + record.rest_s
         record.rest_s = min(2 * record.rest_s, MAX_REST_S)
@@ -123,7 +123,7 @@ class Suspicion:
             return
         record.n_good += 1
         if record.n_good >= PROBES:
-            self.records[name] = Record(rest_s=record.rest_s)
+            self.records[name] = TrustRecord(rest_s=record.rest_s)
 
 
 def n_may_be_out(n: int) -> int:

@@ -152,7 +152,7 @@ class ThreadSource:
     """A ``ReplicaSource`` of ``n`` hosts in this process."""
 
     def __init__(self, n: int, build: str = "tests.fleet.fakes:build", **options: Any) -> None:
-        self._n, self._build = n, build
+        self.n, self._build = n, build
         self._config = EngineConfig.of(**OPTIONS | options).flat()
         self.hosts: dict[str, EngineHost] = {}
         self._all: list[EngineHost] = []
@@ -160,11 +160,10 @@ class ThreadSource:
         self.clients: dict[str, HostClient] = {}
         self.held: dict[str, asyncio.Event] = {}
 
-    async def start(self, on_change: Any, on_progress: Any) -> int:
+    async def start(self, on_change: Any) -> None:
         self._on_change = on_change
-        for _ in range(self._n):
+        for _ in range(self.n):
             await self.add()
-        return self._n
 
     async def add(self) -> str:
         """One more replica; its name."""

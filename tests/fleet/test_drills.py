@@ -131,10 +131,12 @@ async def test_d2_a_replica_is_stopped_and_goes_on_later(drill):
             os.kill(drill.pid(one), signal.SIGCONT)
     print(f"D2: the longest gap was {1e3 * gap:.0f} ms")
     assert gap < 2.5
-    assert drill.fleet.counters["silent"] == 1
+    assert drill.fleet.counters["silent"] >= 1
     await until(lambda: not any(one.silent for one in drill.fleet.members), 30.0)
     asked = requests(9)
-    assert await answers(drill.fleet, asked) == await undisturbed(asked)  # what it says late reaches nobody
+    assert await answers(drill.fleet, asked) == await undisturbed(
+        asked
+    )  # what it says late reaches nobody
     await drill.whole()
 
 

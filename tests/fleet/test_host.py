@@ -11,7 +11,7 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.engine.wire import Fault, Submit, pack, take_frames
 from jserve.errors import EngineDead
-from jserve.fleet.host import Connection, EngineHost, NoConnection
+from jserve.fleet.host import FrontConnection, EngineHost, NoConnection
 from tests.fleet.fakes import OPTIONS
 from tests.fleet.test_face import requests
 
@@ -21,7 +21,7 @@ async def test_frames_of_another_thread_come_once_and_in_order():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        connection = Connection(asyncio.get_running_loop())
+        connection = FrontConnection(asyncio.get_running_loop())
         n = 4000
         writer = threading.Thread(
             target=lambda: [connection.put(Fault(message=str(i))) for i in range(n)]
@@ -38,7 +38,7 @@ async def test_frames_of_another_thread_come_once_and_in_order():
 
 
 async def test_a_closed_connection_ends_and_an_unknown_one_is_refused():
-    connection = Connection(asyncio.get_running_loop())
+    connection = FrontConnection(asyncio.get_running_loop())
     connection.put(Fault(message="last words"))
     connection.close()
     assert await connection.next(1.0)
