@@ -324,7 +324,8 @@ class FleetEngine(EngineFace):
                 self._resumption.go_on(stream, target.member)
 
     def _target(self, stream: Stream) -> Sent | None:
-        """The replica that goes on with ``stream``, if there is one now; a stream that was told something needs the same weights."""
+        """The replica that goes on with ``stream``, if there is one now: with the same weights, where something was
+        told."""
         if self._closing or not self._info:
             return None
         said = any(stream.said)

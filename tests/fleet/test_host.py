@@ -11,7 +11,7 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.engine.wire import Fault, Submit, pack, take_frames
 from jserve.errors import EngineDead
-from jserve.fleet.host import FrontConnection, EngineHost, NoConnection
+from jserve.fleet.host import EngineHost, FrontConnection, NoConnection
 from tests.fleet.fakes import OPTIONS
 from tests.fleet.test_face import requests
 
