@@ -170,7 +170,8 @@ def rounded(x_TBG: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     depend on no other token."""
     x_TBG = x_TBG.astype(jnp.float32)
     most_TB = jnp.max(jnp.abs(x_TBG), axis=-1)
-    # What is not finite stays so in the scale, and with it in the result.
+    # What is not finite stays so in the scale, and with it in the result; XLA:CPU's largest may pass over a NaN.
+    most_TB = jnp.where(jnp.all(jnp.isfinite(x_TBG), axis=-1), most_TB, jnp.nan)
     scale_TB = jnp.where(most_TB == 0, 1.0, most_TB) / LARGEST[kind]
     x_TBG = x_TBG / scale_TB[..., None]
     return (jnp.round(x_TBG) if kind == "int8" else x_TBG).astype(KINDS[kind]), scale_TB

@@ -125,6 +125,15 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(name: str, bad: float):
     np.testing.assert_allclose(np.delete(got, 4, 0), np.delete(clean, 4, 0), rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+def test_the_scale_of_many_inputs_shows_a_nan(kind: str):
+    """In rows of this length the largest number by XLA:CPU is that of the others."""
+    x = np.ones((16, 1, 4096), np.float32)
+    x[3, 0, 100] = np.nan
+    _, scale = jax.jit(rounded, static_argnums=1)(x, kind)
+    assert np.isnan(np.asarray(scale)[:, 0]).tolist() == [i == 3 for i in range(16)]
+
+
 def test_a_gated_product_is_that_of_its_halves():
     form = replace(FORMS["int4"], dtype="float32")
     w, exact = tensor(form, (2, N))

@@ -302,6 +302,16 @@ def test_a_row_with_a_broken_logit_is_told(bad):
         assert np.asarray(ok).tolist() == [True, False, True, True, True]
 
 
+def test_one_broken_logit_of_many_is_told():
+    """Among so many the largest number by XLA:CPU is that of the others."""
+    rows = [(SamplingParams(temperature=0.0), Context(prompt=[1], output=[]))] * 5
+    raw = np.random.default_rng(0).standard_normal((5, 4096)).astype(np.float32)
+    raw[1, 2048] = np.nan
+    draws, _ = draws_of(rows)
+    _, ok = jitted()["sample"](raw, draws, slots_of(rows, 4096), 0)
+    assert np.asarray(ok).tolist() == [True, False, True, True, True]
+
+
 def test_a_row_with_everything_forbidden_is_told():
     params = SamplingParams(
         allowed_token_ids=(4, 5), logit_bias={4: -100.0}, bad_token_ids=((5,),), temperature=0.7
