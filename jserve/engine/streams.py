@@ -53,8 +53,8 @@ class Stream:
         self.weights: Any = None
         self.replica: Replica | None = None
         self.n_bytes = 0
-        self._moves = True
-        """This attempt told something, or is the first one."""
+        self.n_idle = 0
+        """Attempts in a row that were to go on, this one included, and have told nothing."""
         self._clock = clock
         self._outputs: deque[Output] = deque()
         self._waiting_since = 0.0
@@ -66,20 +66,14 @@ class Stream:
         nothing waits."""
         return self._clock() - self._waiting_since if self._outputs else 0.0
 
-    @property
-    def may_go_on(self) -> bool:
-        """False for one whose attempt was not the first, told nothing and is lost: it may be what ends
-        engines."""
-        return bool(self.open) and self._moves
-
     def excuse(self) -> None:
-        """The attempt is given up for no fault of its own: nobody's engine ended."""
-        self._moves = True
+        """The attempt is given up, and its engine lives: nothing speaks against it."""
+        self.n_idle = max(0, self.n_idle - 1)
 
     def next_attempt(self) -> Request:
         """The request that goes on behind what was told, as another attempt. Outputs of earlier ones are
         not taken any more."""
-        self.attempt, self._moves = self.attempt + 1, False
+        self.attempt, self.n_idle = self.attempt + 1, self.n_idle + 1
         said = tuple(tuple(ids) if i in self.open else None for i, ids in enumerate(self.said))
         return replace(self.request, attempt=self.attempt, said=said)
 
@@ -93,7 +87,7 @@ class Stream:
             self.open.discard(output.index)
         if output.token_ids:
             self.said[output.index] += output.token_ids
-            self._moves = True
+            self.n_idle = 0
         if not self._outputs:
             self._waiting_since = self._clock()
         last = self._outputs[-1] if self._outputs else None

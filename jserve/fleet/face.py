@@ -21,6 +21,7 @@ from jserve.engine.face import EngineFace, ReplicaState
 from jserve.engine.health import HealthLimits
 from jserve.engine.process import OnProgress
 from jserve.engine.replica import Replica
+from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
 from jserve.engine.wire import Control, HandleCommand, Message, Stats
 from jserve.errors import CacheNotFound, EngineDead, JserveError, NotReady, shown
@@ -36,6 +37,8 @@ from jserve.types import Finish, HandleInfo, Lane, Output, Request
 log = logging.getLogger(__name__)
 
 STARTING = "start replicas"
+PATIENCE = 2
+"""A machine takes several replicas with it, so a request may meet more than one loss by chance."""
 LOOKS_S = 0.05
 """Between two looks at silent and slow replicas."""
 MOST_HANDLES = 1 << 16
@@ -70,6 +73,7 @@ class FleetEngine(EngineFace):
     ) -> None:
         super().__init__(clock=clock, **rest)
         self._source, self._health = source, health
+        self._resumption = Resumption(PATIENCE)
         self._router = ReplicaRouter(policy=policy)
         self.suspicion, self._budget = Suspicion(), RetryBudget()
         self._asking = Asking()

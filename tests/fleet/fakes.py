@@ -27,26 +27,14 @@ from jserve.engine.wire import (
     take_frames,
 )
 from jserve.fleet.host import EngineHost, NoConnection
-from jserve.grammar.guides import TokenGuides
-from jserve.grammar.vocab import vocabulary
-from jserve.ports import InFlight, RunnerLimits
+from jserve.ports import InFlight
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
 from jserve.types import StepResult
-from tests.api.fake import EOS, VOCAB, byte_tokenizer
+from tests.grammar import kit
 
-LIMITS = RunnerLimits(
-    n_slots=8,
-    max_rows=8,
-    max_decode_rows=8,
-    max_prefill_tokens=64,
-    max_prefill_rows=4,
-    max_drafts=0,
-    n_pages=200,
-    page_size=16,
-    max_model_len=512,
-    vocab_size=VOCAB,
-    features={"echo": lambda asked: None},
+LIMITS = kit.limits(
+    max_prefill_tokens=64, page_size=16, max_model_len=512, features={"echo": lambda asked: None}
 )
 OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 72}
 STEP_S = 0.004
@@ -70,13 +58,17 @@ class SlowRunner(FakeRunner):
 def build(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
     """The engine of the drills. ``config.model.model`` is a directory of orders: the file ``slow.PID`` holds how
     many times slower the steps of process PID are."""
-    guides = TokenGuides(lambda: vocabulary(byte_tokenizer(), VOCAB, (EOS,)), mask_threads=1)
     runner = SlowRunner(LIMITS)
     orders = config.model.model
     if orders:
         runner.slow = Path(orders) / f"slow.{os.getpid()}"
-    engine = Engine(Scheduler(LIMITS, config, guides=guides), runner)
-    return engine, {"weights": "w1", "max_model_len": 512, "vocab_size": VOCAB, "max_num_seqs": 8}
+    engine = Engine(Scheduler(LIMITS, config, guides=kit.guides()), runner)
+    return engine, {
+        "weights": "w1",
+        "max_model_len": 512,
+        "vocab_size": kit.VOCAB,
+        "max_num_seqs": 8,
+    }
 
 
 class HostClient:

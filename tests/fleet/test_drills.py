@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import os
+import random
 import signal
 import statistics
 import time
@@ -27,8 +28,9 @@ from jserve.config import EngineConfig
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.on_ray import RayReplicas
 from jserve.fleet.router import POLICIES
+from tests.engine.test_resume import any_request
 from tests.fleet.fakes import OPTIONS
-from tests.fleet.test_face import World, answers, begun, requests, undisturbed, until
+from tests.fleet.test_face import World, all_told, answers, begun, requests, undisturbed, until
 
 pytestmark = [
     pytest.mark.ray,
@@ -116,6 +118,21 @@ async def test_d1_a_replica_is_killed_while_it_answers(drill):
     assert drill.fleet.counters["engine_deaths"] == deaths + 1
     assert gap < 2.0
     await drill.whole()  # Serve started another one
+
+
+async def test_d1_whatever_was_asked_for(drill):
+    """Requests with any fields, while the busiest replica is killed."""
+    rng = random.Random(7)
+    asked = [any_request(rng, f"any-{i}") for i in range(24)]
+    async with World(1) as alone:
+        whole = await all_told(alone.fleet, asked)
+    running = asyncio.ensure_future(all_told(drill.fleet, asked))
+    resumed = drill.fleet.counters["resumed"]
+    await begun(drill.fleet, 4)
+    os.kill(drill.pid(drill.busiest()), signal.SIGKILL)
+    assert await asyncio.wait_for(running, 60.0) == whole
+    assert drill.fleet.counters["resumed"] > resumed
+    await drill.whole()
 
 
 async def test_d2_a_replica_is_stopped_and_goes_on_later(drill):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import random
 import subprocess
 import sys
 import time
@@ -15,13 +16,16 @@ import pytest
 from jserve.build import serving_engine
 from jserve.config import EngineConfig
 from jserve.engine.wire import Control, HandleCommand
-from jserve.errors import CacheNotFound, ConfigError, EngineDead
+from jserve.errors import CacheNotFound, ConfigError, EngineDead, JserveError
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.member import OVERDUE_S
 from jserve.llm import LLM
+from jserve.outputs import PartialOutput, RequestOutput
 from jserve.sampling import SamplingParams
 from jserve.types import Finish, Output, Request
+from tests.engine.test_resume import any_request
 from tests.fleet.fakes import ThreadSource
+from tests.grammar import kit
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +88,22 @@ async def answers(fleet: FleetEngine, asked: list[Request]) -> list[tuple]:
 async def undisturbed(asked: list[Request]) -> list[tuple]:
     async with World(1) as world:
         return await answers(world.fleet, asked)
+
+
+async def told(fleet: FleetEngine, request: Request) -> RequestOutput:
+    """All that a client makes of its answer, text and stop strings included; an error is an end."""
+    job = PartialOutput(request, None, kit.tokenizer())
+    async for out in fleet.generate(request):
+        try:
+            if job.take(out) is not None:
+                fleet.abort(request.id, out.index)
+        except JserveError as error:
+            job.output.outputs[out.index].finish_reason = f"{error.code}: {error.message}"
+    return dataclasses.replace(job.output, finished=True, num_cached_tokens=0, metrics=None)  # type: ignore[arg-type]
+
+
+async def all_told(fleet: FleetEngine, asked: list[Request]) -> list[RequestOutput]:
+    return await asyncio.gather(*(told(fleet, one) for one in asked))
 
 
 async def until(condition, timeout_s: float = 10.0) -> None:
@@ -269,3 +289,25 @@ def test_one_engine_loads_no_fleet_and_no_ray():
 def test_llm_has_one_engine():
     with pytest.raises(ConfigError, match="AsyncLLM takes replicas"):
         LLM(replicas=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+async def test_any_request_is_told_the_same_wherever_its_replicas_die(seed):
+    """All fields: structures, thoughts, penalties, stop strings over the cut, several choices."""
+    rng = random.Random(seed)
+    asked = [any_request(rng, f"{seed}-{i}") for i in range(10)]
+    async with World(1) as alone:
+        whole = await all_told(alone.fleet, asked)
+    async with World(3) as world:
+        fleet, source = world.fleet, world.source
+        running = asyncio.ensure_future(all_told(fleet, asked))
+        for _ in range(2):
+            await asyncio.sleep(rng.uniform(0.0, 0.05))
+            ways = [source.kill, lambda name: source.clients[name].cut()]
+            busy = [one.name for one in fleet.members if one.n_open]
+            if busy:
+                rng.choice(ways)(rng.choice(busy))
+            await source.add()
+        assert await asyncio.wait_for(running, 30.0) == whole
+        assert fleet.counters["resumed"] > 0
