@@ -24,9 +24,10 @@ from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
 from jserve.engine.wire import Control, HandleCommand, Message, Stats
-from jserve.errors import CacheNotFound, EngineDead, JserveError, NotReady, shown
+from jserve.errors import CacheNotFound, EngineDead, JserveError, NotReady, Overloaded
 from jserve.fleet.asking import Asking
-from jserve.fleet.member import Member, Sent, state_of
+from jserve.fleet.handles import HandlePlaces
+from jserve.fleet.member import Member, Sent, all_unfit, state_of
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.source import ReplicaSource
 from jserve.fleet.suspicion import RetryBudget, Suspicion
@@ -36,13 +37,9 @@ from jserve.types import Finish, HandleInfo, Lane, Output, Request
 
 log = logging.getLogger(__name__)
 
-STARTING = "start replicas"
+STARTING, LOOKS_S = "start replicas", 0.05
 PATIENCE = 2
 """A machine takes several replicas with it, so a request may meet more than one loss by chance."""
-LOOKS_S = 0.05
-"""Between two looks at silent and slow replicas."""
-MOST_HANDLES = 1 << 16
-"""Names of cache handles that are kept; those that expired are among them."""
 REJOIN_S = 0.25
 """Until a replica that runs and whose connection broke is connected to again."""
 
@@ -80,8 +77,7 @@ class FleetEngine(EngineFace):
         self._members: dict[str, Member] = {}
         self._wanted: set[str] = set()
         self._sent: dict[str, Sent] = {}
-        self._handles: dict[tuple[str, str], Member] = {}
-        """By tenant and name, the replica that has the cache handle."""
+        self._handles = HandlePlaces()
         self._tasks: set[asyncio.Task[None]] = set()
         self._info: dict[str, Any] = {}
         self._closing = False
@@ -116,13 +112,12 @@ class FleetEngine(EngineFace):
         return {**told, **self._fleet, "degraded": degraded, **self._counts}
 
     async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
-        told = on_progress or (lambda *_: None)
-        told(STARTING, 0, self._source.n)
+        told, n = on_progress or (lambda *_: None), self._source.n
+        told(STARTING, 0, n)
         await self._source.start(self._on_change)
-        while len(self.members) < self._source.n:
-            told(STARTING, len(self.members), self._source.n)
+        while len(self.members) < n:
             await asyncio.sleep(LOOKS_S)
-        told(STARTING, self._source.n, self._source.n)
+        told(STARTING, n, n)
         self._info = dict(self.members[0].info)
         self._spawn(self._watch())
         return self._info
@@ -144,10 +139,7 @@ class FleetEngine(EngineFace):
 
     def degraded_reasons(self) -> list[str]:
         """Those of all replicas; none while any is fit."""
-        reasons = {one.name: one.degraded_reasons() for one in self.members}
-        if not all(reasons.values()):
-            return []
-        return [f"{name}: {reason}" for name, found in reasons.items() for reason in found]
+        return all_unfit(self.members)
 
     def replicas(self) -> list[ReplicaState]:
         return [state_of(one, self.suspicion.records[one.name]) for one in self.members]
@@ -201,8 +193,7 @@ class FleetEngine(EngineFace):
     def _forget(self, member: Member) -> None:
         del self._members[member.name]
         self.suspicion.leave(member.name)
-        for key in [key for key, one in self._handles.items() if one is member]:
-            del self._handles[key]
+        self._handles.leave(member)
         self._router.leave(member.number)
 
     def heard(self, replica: Replica, message: Message) -> None:
@@ -235,18 +226,11 @@ class FleetEngine(EngineFace):
             raise EngineDead("no replica is ready", retry_after=5.0)
 
     def _place(self, stream: Stream, ttl_s: float | None) -> None:
-        request = stream.request
+        request, router = stream.request, self._router
         asked = self._asking.of(request, self._info["page_size"])
-        if request.cache is not None:
-            member = self._member_of_handle(request.tenant, request.cache, ttl_s)
-            choice = self._router.assign(asked, member.number)
-        elif (probed := self._to_be_tried(request)) is not None:
-            member = probed
-            choice = self._router.assign(asked, member.number)
-            self.suspicion.probe(member.name, request.id)
-        else:
-            choice = self._router.choose(asked)
-            member = self._numbered(choice.replica)
+        bound = self._bound_to(request, ttl_s)
+        choice = router.choose(asked) if bound is None else router.assign(asked, bound.number)
+        member = bound or self._numbered(choice.replica)
         self._sent[request.id] = Sent(asked, member, choice, self._clock())
         try:
             member.work_on(stream, request, ttl_s)
@@ -254,25 +238,20 @@ class FleetEngine(EngineFace):
             self._over(stream)
             raise
 
-    def _to_be_tried(self, request: Request) -> Member | None:
-        """A replica that has rested and gets this request, where that is in no hurry."""
+    def _bound_to(self, request: Request, ttl_s: float | None) -> Member | None:
+        """The replica that has to take ``request`` at any price: that of its cache, or one that has rested and is
+        tried with a request that is in no hurry."""
+        if request.cache is not None:
+            if ttl_s is None:
+                return self._handles.find(request.tenant, request.cache)
+            return self._handles.make(request.tenant, request.cache, self.members)
         if request.lane == Lane.INTERACTIVE or request.ttft_deadline_ms is not None:
             return None
         name = self.suspicion.due(self._clock())
-        found = None if name is None else self._members[name]
-        return found if found is not None and found.ready and not found.silent else None
-
-    def _member_of_handle(self, tenant: str, name: str, ttl_s: float | None) -> Member:
-        """The replica that has the handle, or one that will."""
-        found = self._handles.get((tenant, name))
-        if found is None:
-            if ttl_s is None:
-                raise CacheNotFound(f"there is no cache {shown(name)}", field="cache")
-            found = min(self.members, key=lambda one: one.n_open)
-            self._handles[tenant, name] = found
-            if len(self._handles) > MOST_HANDLES:
-                del self._handles[next(iter(self._handles))]
-        return found
+        if name is None or self._members[name].silent or not self._members[name].ready:
+            return None
+        self.suspicion.probe(name, request.id)
+        return self._members[name]
 
     def _numbered(self, number: int) -> Member:
         return next(one for one in self._members.values() if one.number == number)
@@ -280,18 +259,34 @@ class FleetEngine(EngineFace):
     def _deliver(self, replica: Replica, output: Output) -> None:
         sent = self._sent.get(output.request_id)
         if sent is not None and sent.member is replica and sent.first and output.token_ids:
-            sent.first = False
-            self._measure(sent, output.request_id)
+            sent.first, now = False, self._clock()
+            self.suspicion.observe(sent.member.name, sent.ratio(now))
+            self.suspicion.probed(sent.member.name, output.request_id, sent.ratio(now), now)
         if output.finish in (Finish.STOP, Finish.LENGTH):
             self._budget.earned()
-        super()._deliver(replica, output)
+        if output.error_code != Overloaded.code or not self._asks_another(replica, output):
+            super()._deliver(replica, output)
 
-    def _measure(self, sent: Sent, request_id: str) -> None:
-        """The first token came."""
-        now = self._clock()
-        ratio, name = sent.ratio(now), sent.member.name
-        self.suspicion.observe(name, ratio)
-        self.suspicion.probed(name, request_id, ratio, now)
+    def _asks_another(self, replica: Replica, refusal: Output) -> bool:
+        """A refused request goes to another replica, if one is left that may have room: views are never new
+        enough to know."""
+        stream, sent = self._streams.get(refusal.request_id), self._sent.get(refusal.request_id)
+        if stream is None or sent is None or sent.member is not replica:
+            return False
+        left = len(self.members) - 1 - stream.attempt
+        late = refusal.attempt != stream.attempt
+        if late or any(stream.said) or left <= 0 or not self._budget.spend(1):
+            return False
+        candidate = self._router.candidates[sent.member.number]
+        out, candidate.out = candidate.out, True
+        replica.streams.pop(refusal.request_id)
+        stream.replica = None
+        stream.excuse()
+        self._fleet["moved"] += 1
+        self._park([stream], refusal.error or "refused")
+        self._go_on()
+        candidate.out = out
+        return True
 
     def _over(self, stream: Stream) -> None:
         sent = self._sent.pop(stream.request.id, None)
@@ -357,7 +352,7 @@ class FleetEngine(EngineFace):
         return [info for found in await asyncio.gather(*asks) for info in found]
 
     async def _ask_of_handle(self, message: HandleCommand, name: str) -> list[HandleInfo]:
-        member, gone = self._member_of_handle(message.tenant, name, None), message.action == "drop"
+        member, gone = self._handles.find(message.tenant, name), message.action == "drop"
         try:
             return await self._ask(member, message)
         except CacheNotFound:
@@ -365,7 +360,7 @@ class FleetEngine(EngineFace):
             raise
         finally:
             if gone:
-                self._handles.pop((message.tenant, name), None)
+                self._handles.drop(message.tenant, name)
 
     # -- watching
 

@@ -114,7 +114,8 @@ class FrontConnection:
     async def next(self, timeout_s: float) -> bytes | None:
         """The frames since the last call, waiting for it; b"" after ``timeout_s``, None: it is closed."""
         try:
-            await asyncio.wait_for(self._wake.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for of 3.11 may swallow a cancellation
+                await self._wake.wait()
         except TimeoutError:
             return b""
         self._wake.clear()

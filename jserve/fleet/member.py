@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jserve.engine.client import EngineClient
@@ -89,6 +90,14 @@ def state_of(member: Member, record: TrustRecord) -> ReplicaState:
         looked_up=values.get("cache_query_tokens", 0.0),
         found=values.get("cache_hit_tokens", 0.0),
     )
+
+
+def all_unfit(members: Iterable[Member]) -> list[str]:
+    """The reasons of all, each with its name, where none of ``members`` is fit."""
+    reasons = {one.name: one.degraded_reasons() for one in members}
+    if not all(reasons.values()):
+        return []
+    return [f"{name}: {reason}" for name, found in reasons.items() for reason in found]
 
 
 @dataclass(slots=True)

@@ -177,7 +177,8 @@ class RayClient:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), BEAT_S)
+                    async with asyncio.timeout(BEAT_S):
+                        await self._wake.wait()
                 self._wake.clear()
                 frames, self._outbox = b"".join(self._outbox), []
                 await handle.remote(self._name, self._connection, frames)

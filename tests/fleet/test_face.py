@@ -35,8 +35,8 @@ def quiet(caplog):
 
 class World:
     def __init__(self, n: int = 2, **options) -> None:
-        self.source = ThreadSource(n)
-        self.fleet = FleetEngine(self.source, **options)
+        self.source = ThreadSource(n, **options)
+        self.fleet = FleetEngine(self.source)
 
     async def __aenter__(self):
         await self.fleet.start()
@@ -240,6 +240,37 @@ async def test_a_pause_of_the_front_is_no_replicas_fault():
         await asyncio.sleep(0.1)
         assert fleet.counters["silent"] == 0
         running.cancel()
+
+
+async def test_who_is_refused_by_one_replica_asks_another(monkeypatch):
+    """A replica's queue is full and the front does not know it yet; a budget bounds how often it asks again."""
+    async with World(2, max_waiting=1, max_num_seqs=1) as world:
+        fleet = world.fleet
+        monkeypatch.setattr(fleet, "_weigh", lambda member: None)
+        full, free = fleet.members
+
+        async def begin(n: int) -> asyncio.Future:
+            """One more at the first replica, which then has ``n``."""
+            fleet._router.candidates[free.number].out = True
+            one = Request(
+                id=uuid.uuid4().hex, prompt_ids=(1, 2, n), params=SamplingParams(max_tokens=90)
+            )
+            running = asyncio.ensure_future(answer(fleet, one))
+            await asyncio.sleep(0)
+            fleet._router.candidates[free.number].out = False
+            await until(lambda: full.stats.waiting + full.stats.running == min(n, 2))
+            return running
+
+        running = [await begin(1), await begin(2), await begin(3)]
+        assert [errors for _, _, _, errors in await asyncio.gather(*running)] == [[]] * 3
+        assert (fleet.counters["moved"], free.n_requests) == (1, 1)
+        await until(lambda: not full.stats.running)
+        fleet._budget.spend(99)
+        running = [await begin(1), await begin(2), await begin(3)]
+        found = [errors for _, _, _, errors in await asyncio.gather(*running)]
+        assert found[:2] == [[], []]
+        assert "overloaded" in found[2][0], "nothing is left to ask again with"
+        assert (fleet.counters["moved"], free.n_requests) == (1, 1)
 
 
 async def test_a_slow_replica_gives_up_as_much_as_may_be_moved_and_comes_back(monkeypatch):
