@@ -65,13 +65,21 @@ METRICS = f"""{FROM}
 `GET /metrics` answers in Prometheus' text format, or in OpenMetrics where that is asked for. Names follow vLLM's under
 the prefix `jserve:`; a table has [the names of other servers](http.md#coming-from-vllm-sglang-or-llamacpp). Counters
 end in `_total` and run since the start; times are in seconds. No label holds a client's text; nearly all metrics have
-the label `model_name`. Those of speculation, host memory and disk are there while these are in use.
+the label `model_name`. Those of speculation, experts, host memory and disk are there while these are in use.
 
 | metric | type | labels | |
 |---|---|---|---|
 """
 BOUNDS = {"min": "at least", "max": "at most"}
-SMALL = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+SMALL = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 """What makes the shipped model's config.json one of a model that compiles quickly."""
 EVERYTHING = {
     "load_format": "dummy",
@@ -81,6 +89,7 @@ EVERYTHING = {
     "prompt_logprobs": False,
     "max_logprob_token_ids": 0,
     "structured_outputs": False,
+    "expert_load_metrics": True,
     "compile_cache": "",
     "host_memory_gb": 0.01,
     "disk_gb": 0.01,

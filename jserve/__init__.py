@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from jserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jserve.request_options import Lane, RequestOptions, Retention
     from jserve.sampling import SamplingParams, StructuredOutputs
+    from jserve.sharding import Sharding
+    from jserve.sizing.explain import explain_sharding
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,8 +32,10 @@ __all__ = [
     "RequestOutput",
     "Retention",
     "SamplingParams",
+    "Sharding",
     "StepFeature",
     "StructuredOutputs",
+    "explain_sharding",
     "register_family",
     "register_feature",
 ]
@@ -47,7 +51,9 @@ _HOMES = {
     "Logprob": "jserve.outputs",
     "Retention": "jserve.request_options",
     "SamplingParams": "jserve.sampling",
+    "Sharding": "jserve.sharding",
     "StructuredOutputs": "jserve.sampling",
+    "explain_sharding": "jserve.sizing.explain",
     "StepFeature": "jserve.model.feature",
     "register_family": "jserve.model.families",
     "register_feature": "jserve.model.features",

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+KERNEL_BACKENDS = ("native", "hopper", "hopper_fused")
+"""Attention by kernels, which work on one device's share of the heads."""
+
 SHIPPED = "jserve-mini"
 Progress = Callable[[str, int, int], None]
 """(stage, done, total)."""
@@ -131,7 +134,8 @@ def engine(
 
     Args:
         params: weights as a pytree instead of the model's files; they are copied.
-        mesh: a jax Mesh with an axis "tp"; by default the first ``tensor_parallel_size`` devices.
+        mesh: a jax Mesh of an axis "tp", of "ep" too for experts on different devices, or of the axes that option
+            ``sharding`` names; by default the first devices.
 
     Returns:
         The engine and facts for the banner and /metrics.
@@ -142,13 +146,10 @@ def engine(
     from jserve.engine.engine import Engine
     from jserve.plugins import load_plugins
     from jserve.sched.scheduler import Scheduler
-    from jserve.speculation.host.methods import check
     from jserve.xla import claim_memory
 
     claim_memory()
     began = time.monotonic()
-    tp = config.device.tensor_parallel_size if mesh is None else mesh.shape.get("tp", 1)
-    check(config.speculative, tp)
     load_plugins(config.model.plugins)
     from jserve.runner.programs import starting  # imports jax
 
@@ -248,19 +249,24 @@ def _journal(path: str) -> Any:
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
+    from jserve.model.moe_specs import check_has_experts
     from jserve.model.quant import n_bytes
-    from jserve.model.shard import ShardRules
     from jserve.runner.programs import use_compile_cache
     from jserve.runner.runner import ModelRunner
+    from jserve.speculation.host.methods import check
     from jserve.weights.loader import adopted, load
+    from jserve.weights.place import tp_size
     from jserve.weights.quant.scheme import quantised
 
     source = located(config, weights=params is None)
-    rules, dtype = ShardRules(), _dtype(config, source)
+    dtype = _dtype(config, source)
     scheme = _scheme(config, source, dtype)
     family = quantised(family_for(source.config), scheme)
     arch = family.arch(source.config)
-    mesh = mesh if mesh is not None else _mesh(config)
+    mesh, rules = _placement(config, mesh)
+    check_has_experts(arch, rules, mesh.shape)
+    config = _partitionable(config, rules, mesh.devices.flat[0].platform)
+    check(config.speculative, tp_size(mesh, rules))
     if config.device.compile_cache:
         use_compile_cache(cache_directory(config.device.compile_cache))
     began, given = time.monotonic(), params is not None
@@ -396,18 +402,70 @@ def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progres
     )
 
 
+def _placement(config: EngineConfig, mesh: Any) -> tuple[Any, Any]:
+    """(mesh, rules): those of option ``sharding``, else those of the parallel sizes; on ``mesh`` where one is given.
+
+    Raises:
+        ConfigError: they contradict each other, or there are fewer devices; ``field`` is the option or key.
+    """
+    from jserve.model.shard import ShardRules, mesh_of
+    from jserve.sharding import Sharding
+
+    given, options = config.device.sharding, config.device
+    sharding = Sharding.of(given) if given else Sharding()
+    for name in ("tensor_parallel_size", "expert_parallel_size"):
+        if given and getattr(options, name) > 1:
+            why = f"sharding and {name} both say where the model lies: one of them will do"
+            raise ConfigError(why, field="sharding")
+    if mesh is None and given:
+        mesh = mesh_of(sharding)
+    mesh = _mesh(config) if mesh is None else mesh
+    if sharding.mesh and dict(sharding.mesh) != dict(mesh.shape):
+        why = f"{dict(sharding.mesh)} is not the mesh that is given, {dict(mesh.shape)}"
+        raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
+    return mesh, ShardRules.of_sharding(sharding, mesh.shape, options.num_redundant_experts)
+
+
+def _partitionable(config: EngineConfig, rules: Any, platform: str) -> EngineConfig:
+    """``config`` without kernels that XLA's partitioner cannot cut, where it is to do that.
+
+    Raises:
+        ConfigError: an option asks for such a kernel.
+    """
+    import dataclasses
+
+    device = config.device
+    if not rules.auto:
+        return config
+    for name, kernels in (("kernels", ("native",)), ("attention_backend", KERNEL_BACKENDS)):
+        if (asked := getattr(device, name)) in kernels:
+            why = f"{name} {asked}: XLA's partitioner (sharding.mode auto) cannot cut these kernels"
+            raise ConfigError(why, field=name)
+    attention = device.attention_backend
+    if attention == "auto":
+        attention = "xla" if platform == "cpu" else "dense"
+    device = dataclasses.replace(device, kernels="xla", attention_backend=attention)
+    return dataclasses.replace(config, device=device)
+
+
 def _mesh(config: EngineConfig) -> Any:
     import jax
 
     from jserve.model.shard import make_mesh
 
-    tp = config.device.tensor_parallel_size
-    if tp > len(jax.devices()):
+    tp, ep = config.device.tensor_parallel_size, config.device.expert_parallel_size
+    have, kind = len(jax.devices()), jax.default_backend()
+    if tp > have:
         raise ConfigError(
-            f"tensor_parallel_size is {tp} but there are {len(jax.devices())} {jax.default_backend()} devices",
+            f"tensor_parallel_size is {tp} but there are {have} {kind} devices",
             field="tensor_parallel_size",
         )
-    return make_mesh(tp)
+    if tp * ep > have:
+        raise ConfigError(
+            f"expert_parallel_size {ep} takes {tp * ep} devices but there are {have} {kind} devices",
+            field="expert_parallel_size",
+        )
+    return make_mesh(tp, ep=ep)
 
 
 def _dtype(config: EngineConfig, source: Any) -> Any:

@@ -27,6 +27,7 @@ FAULTS = "JSERVE_FAULTS"
 """For tests of a whole server: fault points to arm, as ``faults.arm_all`` reads them."""
 ALIASES = {
     "tensor_parallel_size": ["--tp", "-tp"],
+    "expert_parallel_size": ["--ep"],
     "page_size": ["--block-size"],
     "memory_utilization": ["--gpu-memory-utilization"],
     "prefix_caching": ["--enable-prefix-caching/--no-enable-prefix-caching"],

@@ -90,7 +90,10 @@ def fingerprint(name: str, version: str, info: dict[str, Any]) -> str:
     facts = [
         name,
         version,
-        *(str(info.get(k)) for k in ("family", "dtype", "kv_dtype", "backend", "kernels")),
+        *(
+            str(info.get(k))
+            for k in ("family", "dtype", "kv_dtype", "sharding", "backend", "kernels")
+        ),
     ]
     return "fp_" + hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
@@ -223,10 +226,11 @@ def banner(
     kv = f"{info['kv_gib']} GiB = {info['kv_tokens']} tokens in {info['kv_pages']} pages"
     dtype = ", ".join(filter(None, (info["dtype"], info.get("quantization"))))
     kernels = f"{info['kernels']} ({info['no_kernels']})" if info["no_kernels"] else info["kernels"]
+    laid = "" if info["sharding"] == "tp=1" else f" ({info['sharding']})"
     return f"""\
 jserve is listening on {url}
   model     {text.name} ({info["family"]}), context {info["max_model_len"]}
-  device    {info["device"]}, {dtype}, attention {info["backend"]}
+  device    {info["device"]}{laid}, {dtype}, attention {info["backend"]}
   kernels   {kernels}
   memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
   programs  {info["programs"]} sealed, {info["programs_loaded"]} of them compiled by an earlier start
@@ -337,6 +341,9 @@ def plan(
 
     load_plugins(config.model.plugins)
     name = config.model.model or str(shipped())
+    if config.device.sharding:
+        _explain(name, config, as_json=as_json)
+        return
     found, laid = sizing.plan(name, device, sizing.lengths_of(lengths), config, acceptance)
     if compiled:
         from jserve.sizing.compiled import with_compiled
@@ -347,6 +354,23 @@ def plan(
         sys.stdout.write(show.as_json(found))
     else:
         show.as_text(found, Console(width=None if sys.stdout.isatty() else show.WIDTH))
+
+
+def _explain(name: str, config: EngineConfig, *, as_json: bool) -> None:
+    """Print where the weights of a model lie under option ``sharding``, and the collectives of its steps."""
+    import sys
+
+    from rich.console import Console
+
+    from jserve.sizing import show, show_sharding
+    from jserve.sizing.explain import explain_sharding
+
+    explained = explain_sharding(name, config.device.sharding, dtype=config.model.dtype)
+    if as_json:
+        sys.stdout.write(show_sharding.as_json(explained))
+        return
+    console = Console(width=None if sys.stdout.isatty() else show.WIDTH)
+    show_sharding.as_text(explained, console)
 
 
 def bench_steps(config: EngineConfig, out: Path, repeats: int, console: Any) -> str:

@@ -96,14 +96,38 @@ class ModelOptions:
     tool_call_parser: str = opt(
         "auto",
         "how the model writes tool calls; 'auto' asks its chat template",
-        choices=("auto", "none", "hermes", "llama3", "mistral"),
-        aliases={"llama3_json": "llama3", "qwen25": "hermes", "qwen": "hermes"},
+        choices=(
+            *("auto", "none", "hermes", "llama3", "mistral", "deepseek_v3", "deepseek_v31"),
+            *(
+                "phi4_mini_json",
+                "glm4",
+                "cohere_command",
+                "pythonic",
+                "llama4_pythonic",
+                "gemma3",
+                "openai",
+            ),
+        ),
+        aliases={
+            "llama3_json": "llama3",
+            "qwen25": "hermes",
+            "qwen": "hermes",
+            "llama4_json": "llama4_pythonic",
+            "gpt-oss": "openai",
+            "exaone4": "hermes",
+        },
     )
     reasoning_parser: str = opt(
         "auto",
         "how the model writes thoughts; 'auto' asks its vocabulary",
-        choices=("auto", "none", "think", "mistral"),
-        aliases=dict.fromkeys(("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1"), "think"),
+        choices=(
+            *("auto", "none", "think", "mistral", "exaone_deep", "cohere_command", "openai_gptoss"),
+        ),
+        aliases={
+            **dict.fromkeys(("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1"), "think"),
+            "gpt-oss": "openai_gptoss",
+            "exaone4": "think",
+        },
     )
 
 
@@ -224,6 +248,25 @@ class SchedulerOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
     tensor_parallel_size: int = opt(1, "devices the model is sharded over", min=1, max=256)
+    expert_parallel_size: int = opt(
+        1,
+        "times so many devices: each has whole experts of its own, and a share of everything else",
+        min=1,
+        max=256,
+    )
+    num_redundant_experts: int = opt(
+        0, "slots for copies of busy experts, in each layer, all devices together", min=0, max=1024
+    )
+    enable_eplb: bool = opt(
+        False, "move experts between devices while requests run, so that their loads stay even"
+    )
+    eplb_step_interval: int = opt(3000, "steps between two such rearrangements", min=1)
+    expert_load_metrics: bool = opt(False, "count the tokens of experts, for /metrics")
+    sharding: str = opt(
+        "",
+        "mesh and rules: YAML or JSON file, JSON object, or sizes as tp=4; empty: by the parallel sizes",
+        json=dict,
+    )
     attention_backend: str = opt(
         "auto",
         "attention implementation",
@@ -271,6 +314,22 @@ class DeviceOptions:
         "seconds without progress of a start or a step before the engine process ends; 0 is never",
         min=0.0,
     )
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Devices along each axis of the mesh."""
+        shape = {"ep": self.expert_parallel_size} if self.expert_parallel_size > 1 else {}
+        return shape | {"tp": self.tensor_parallel_size}
+
+    @property
+    def tracks_experts(self) -> bool:
+        """True if the device state has the places of experts and the tokens of each."""
+        counts = self.enable_eplb or self.expert_load_metrics
+        return counts or self.num_redundant_experts > 0
+
+    @property
+    def n_devices(self) -> int:
+        return self.tensor_parallel_size * self.expert_parallel_size
 
 
 DEFAULT_DRAFTS = 7

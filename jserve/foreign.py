@@ -14,7 +14,10 @@ _COMPILED = f"{NOTHING}: every program is compiled at the start"
 _LOGGED = f"{NOTHING}: one line a request, and no prompt is ever logged; see --log-level"
 _QUANTISED = "use --quantization"
 _ADAPTERS = "adapters are not served"
-_ONE_AXIS = "only --tensor-parallel-size splits a model; run several servers behind a router"
+_ONE_AXIS = "only --tensor-parallel-size and --expert-parallel-size split a model; run several servers behind a router"
+_EXPERTS = (
+    "use --expert-parallel-size N: N times --tensor-parallel-size devices, which split each expert"
+)
 _TLS = "let a proxy in front do TLS"
 _REQUEST = "a request says this, or the model's generation_config.json"
 _THREADS = f"{NOTHING}: XLA takes the cores that the process may use"
@@ -42,7 +45,8 @@ ADVICE = {
     "--distributed-executor-backend": NOTHING,
     "--pipeline-parallel-size": _ONE_AXIS,
     "--data-parallel-size": _ONE_AXIS,
-    "--enable-expert-parallel": _ONE_AXIS,
+    "--enable-expert-parallel": _EXPERTS,
+    "--eplb-config": "use --num-redundant-experts and --eplb-step-interval",
     "--enable-lora": _ADAPTERS,
     "--lora-modules": _ADAPTERS,
     "--limit-mm-per-prompt": "only text is served",
@@ -78,7 +82,9 @@ ADVICE = {
     "--tokenizer-path": "use --tokenizer",
     "--tp-size": "use --tensor-parallel-size",
     "--dp-size": _ONE_AXIS,
-    "--ep-size": _ONE_AXIS,
+    "--ep-size": _EXPERTS,
+    "--ep-num-redundant-experts": "use --num-redundant-experts",
+    "--eplb-rebalance-num-iterations": "use --eplb-step-interval",
     "--pp-size": _ONE_AXIS,
     "--context-length": "use --max-model-len",
     "--mem-fraction-static": "use --memory-utilization",

@@ -66,7 +66,8 @@ class LLM(_Door):
         params: weights as a pytree (a live training program's, an ``nnx`` state); no files are read then
             but config.json and the tokenizer of ``model``. They are copied: while the caller keeps its
             arrays, the weights take twice the memory.
-        mesh: a ``jax.sharding.Mesh`` with an axis "tp"; by default the first devices.
+        mesh: a ``jax.sharding.Mesh`` with an axis "tp", or with any that option ``sharding`` (a ``Sharding``, or what
+            it is made of) names; by default the first devices.
 
     Raises:
         ConfigError: an option, config.json key, tokenizer or weight cannot be honoured.

@@ -17,7 +17,8 @@ from jserve.progress import Lines, start_progress
 INFO = {
     "family": "llama",
     "max_model_len": 64,
-    "device": "cpu",
+    "device": "2 x cpu",
+    "sharding": "tp=2 kv_heads:tp",
     "dtype": "float32",
     "backend": "xla",
     "kernels": "xla",
@@ -89,6 +90,12 @@ def test_the_banner_says_which_kernels_multiply_or_why_there_are_none() -> None:
     text, info = SimpleNamespace(name="tiny", chat=None), {"kernels": "avx2", "no_kernels": ""}
     said = banner("http://x", text, INFO | info, 1.5)  # type: ignore[arg-type]
     assert "  kernels   avx2\n" in said
+
+
+def test_the_banner_says_how_a_model_lies_on_several_devices() -> None:
+    assert "  device    2 x cpu (tp=2 kv_heads:tp), " in shown("http://127.0.0.1:8000", keyed=False)
+    text, alone = SimpleNamespace(name="tiny", chat=None), {"device": "cpu", "sharding": "tp=1"}
+    assert "  device    cpu, " in banner("http://x", text, INFO | alone, 1.5)  # type: ignore[arg-type]
 
 
 def test_the_curl_line_has_an_address_that_works() -> None:

@@ -11,6 +11,7 @@ import jax
 
 from jserve.model.arch import Arch, DecoderLayer
 from jserve.model.attention import AttentionBackend
+from jserve.model.moe_places import Placement
 from jserve.model.rope import rope_tables, rotate
 from jserve.model.shard import Axes
 from jserve.model.view import StepView
@@ -30,13 +31,23 @@ class Ctx:
     arch: Arch = flax.struct.field(pytree_node=False)
     attn: AttentionBackend = flax.struct.field(pytree_node=False)
     axes: Axes = flax.struct.field(pytree_node=False)
+    places: Placement | None = None
+    """Of the layer's experts, of all such layers outside of these; None: an expert has the slot of its number, and no
+    tokens are counted."""
     layer: int = flax.struct.field(pytree_node=False, default=0)
     """Number of the layer, or of the first one that is like it."""
 
     @classmethod
-    def of(cls, arch: Arch, view: StepView, attn: AttentionBackend, axes: Axes) -> Ctx:
+    def of(
+        cls,
+        arch: Arch,
+        view: StepView,
+        attn: AttentionBackend,
+        axes: Axes,
+        places: Placement | None = None,
+    ) -> Ctx:
         """Of a pass over the tokens of ``view``, before its first layer."""
-        return cls(tables=None, view=view, arch=arch, attn=attn, axes=axes)
+        return cls(tables=None, view=view, arch=arch, attn=attn, axes=axes, places=places)
 
     def with_tables(self) -> Ctx:
         """The same for layers: with the tables of the view's positions."""
@@ -44,8 +55,9 @@ class Ctx:
         tables = tuple(rope_tables(rope, arch.H, pos_T) for rope in arch.ropes)
         return self.replace(tables=tables)  # type: ignore[attr-defined]
 
-    def at(self, layer: int) -> Ctx:
-        return self.replace(layer=layer)  # type: ignore[attr-defined]
+    def at(self, layer: int, places: Placement | None = None) -> Ctx:
+        """The same for a layer like ``layer``, whose experts have these places."""
+        return self.replace(layer=layer, places=places)  # type: ignore[attr-defined]
 
     @property
     def spec(self) -> DecoderLayer:

@@ -21,9 +21,10 @@ from jserve.model.arch import Arch, Attention, Mlp, Moe, Norm
 from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
-from jserve.model.family import Family
+from jserve.model.family import Family, Pass
 from jserve.model.hf_values import Config, ConfigReader
 from jserve.model.layers import attend_normed, attention_block, embed, ffn_block, unembed
+from jserve.model.moe_places import Placement
 from jserve.model.moe_specs import MoeNames, routed_specs
 from jserve.model.norms import normed
 from jserve.model.shard import Axes, ParamSpec, Part
@@ -71,6 +72,7 @@ def plain(
         forward=forward,
         logits=logits,
         tapped=tapped,
+        counted=counted,
         embed=embedded,
     )
 
@@ -84,23 +86,40 @@ def tapped(
     ctx: Ctx, params: Any, kv: list[LayerKV], layers: Sequence[int]
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
     """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
+    done = counted(ctx, params, kv, layers)
+    return done.x_TD, done.kv, done.entering
+
+
+def counted(ctx: Ctx, params: Any, kv: list[LayerKV], layers: Sequence[int]) -> Pass:
+    """``tapped``, and how many tokens each expert of a layer got, where ``ctx`` has a placement of experts."""
     arch = ctx.arch
     x_TD = embedded(arch, params, ctx.view.tok_T, ctx.axes)
     x_TD = skip_unread(x_TD, ctx.view.pos_T >= 0)
     ctx = ctx.with_tables()
     if fused.serves(ctx, params, kv):
-        return fused.tapped(ctx, params, kv, x_TD, layers)
-    layer = _traced_layer()
-    entering, first, new_kv = {}, {}, []
+        return Pass(*fused.tapped(ctx, params, kv, x_TD, layers), None)
+    layer, places = _traced_layer(), _placements(ctx)
+    entering, first, new_kv, counts = {}, {}, [], []
     for i, p in enumerate(params["layers"]):
         entering[i] = x_TD
         like = first.setdefault(arch.layers[i], i)
         with jax.named_scope(f"layer{i}"):
-            x_TD, layer_kv = layer(p, x_TD, ctx.at(like), kv[i])
+            x_TD, layer_kv, count_E = layer(p, x_TD, ctx.at(like, places[i]), kv[i])
             new_kv.append(layer_kv)
+            counts.append(count_E)
     entering[arch.L] = x_TD
     y_TD = normed(arch.norm, x_TD, params["final_norm"])
-    return y_TD, new_kv, [entering[i] for i in layers]
+    tokens = [count_E for count_E in counts if count_E is not None]
+    return Pass(y_TD, new_kv, [entering[i] for i in layers], jnp.stack(tokens) if tokens else None)
+
+
+def _placements(ctx: Ctx) -> list[Placement | None]:
+    """Of the experts of each layer; None: it has none, or each expert has the slot of its number."""
+    routed = iter(range(ctx.arch.L))
+    return [
+        ctx.places.of_layer(next(routed)) if ctx.places and isinstance(layer.ffn, Moe) else None
+        for layer in ctx.arch.layers
+    ]
 
 
 def embedded(arch: Arch, params: Any, tok_T: jax.Array, axes: Axes) -> jax.Array:
@@ -117,16 +136,21 @@ def _traced_layer() -> Any:
     return jax.jit(decoder_layer)
 
 
-def decoder_layer(p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
-    """One layer. A norm is where its scales are: before attention and MLP (``attn_norm``, ``mlp_norm``), on what
-    they add (``attn_out_norm``, ``mlp_out_norm``), or both."""
+def decoder_layer(
+    p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV
+) -> tuple[jax.Array, LayerKV, jax.Array | None]:
+    """One layer: its output, its KV, and the tokens of each expert where they are counted. A norm is where its scales
+    are: before attention and MLP (``attn_norm``, ``mlp_norm``), on what they add (``attn_out_norm``,
+    ``mlp_out_norm``), or both."""
     if ctx.spec.parallel:
         normed_TD = normed(ctx.arch.norm, x_TD, p["attn_norm"])
         y_TD, kv = attend_normed(ctx, p, normed_TD, kv)
-        return x_TD + y_TD + ffn_block(ctx, p, normed_TD), kv
+        z_TD, count_E = ffn_block(ctx, p, normed_TD)
+        return x_TD + y_TD + z_TD, kv, count_E
     y_TD, kv = attention_block(ctx, p, x_TD, kv)
     x_TD = x_TD + y_TD
-    return x_TD + ffn_block(ctx, p, x_TD), kv
+    z_TD, count_E = ffn_block(ctx, p, x_TD)
+    return x_TD + z_TD, kv, count_E
 
 
 def logits(arch: Arch, params: Any, x_ED: jax.Array, axes: Axes) -> jax.Array:
@@ -161,22 +185,20 @@ def check_tp(arch: Arch, tp: int, names: TensorNames = TensorNames()) -> None:
     for key, size in (("num_attention_heads", arch.N), *sorted(widths)):
         if size % tp:
             raise ConfigError(
-                f"{key} {size} is not divisible by tensor_parallel_size {tp}", field=key
+                f"{key} {size} is not divisible by the {tp} devices that share it", field=key
             )
     if arch.K % tp and tp % arch.K:
         raise ConfigError(
-            f"num_key_value_heads {arch.K} neither divides tensor_parallel_size {tp}"
-            " nor is divisible by it",
+            f"num_key_value_heads {arch.K} neither divides the number of devices, {tp}, nor is divisible by it",
             field="num_key_value_heads",
         )
 
 
 def _widths(ffn: Mlp | Moe, names: MoeNames) -> list[tuple[str, int]]:
-    """(key of config.json, size) of each width that is split."""
+    """(key of config.json, size) of each width that all devices split; that of routed experts is ``padded``'s."""
     if isinstance(ffn, Mlp):
         return [("intermediate_size", ffn.F)]
-    shared = [(names.shared_width_key, ffn.shared.F)] if ffn.shared else []
-    return [(names.width_key, ffn.F), *shared]
+    return [(names.shared_width_key, ffn.shared.F)] if ffn.shared else []
 
 
 def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, ParamSpec]:

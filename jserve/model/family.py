@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,6 +12,18 @@ from jserve.model.arch import Arch
 from jserve.model.attention import LayerKV
 from jserve.model.ctx import Ctx
 from jserve.model.shard import Axes
+
+
+class Pass(NamedTuple):
+    """All that a pass over the layers gives."""
+
+    x_TD: jax.Array
+    """float32, after the final norm."""
+    kv: list[LayerKV]
+    entering: list[jax.Array]
+    """float32[T, D]: the residual stream that enters each of the layers that were named."""
+    count_LE: jax.Array | None
+    """int32: tokens of each expert, of the layers that have experts; None: they are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +39,8 @@ class Family:
     tapped:  forward with a last argument more, layer numbers, that also gives the residual stream
              float32[T, D] entering each of them (L: entering the final norm). None: heads that read
              hidden states cannot draft for this family.
+    counted: as ``tapped``, and it counts the tokens of each expert where ``ctx`` has places of experts. None: experts
+             of this family cannot move, nor be counted.
     embed:   (arch, params, tok_T, axes) -> float32[T, D]. None: nor can those without a table of their own.
     """
 
@@ -43,6 +57,7 @@ class Family:
         ]
         | None
     ) = None
+    counted: Callable[[Ctx, Any, list[LayerKV], Sequence[int]], Pass] | None = None
     embed: Callable[[Arch, Any, jax.Array, Axes], jax.Array] | None = None
     wide: Family | None = None
     """Of a quantised family, the same one with its matrices in the type of the model."""

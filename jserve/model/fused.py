@@ -25,6 +25,7 @@ from jserve.model.ctx import Ctx
 from jserve.model.layers import gated
 from jserve.model.norms import rms_norm
 from jserve.model.quant import QTensor
+from jserve.model.shard import MeshAxis
 
 TILE = 64
 """Outputs that one block of a product computes, by XLA's choice for few rows."""
@@ -134,7 +135,7 @@ def split_product(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
     return lax.dot_general(x_TSX, w_NSX, dims, preferred_element_type=jnp.float32)
 
 
-def _whole(y_STD: jax.Array, bias_D: jax.Array | None, axis: str | None) -> jax.Array:
+def _whole(y_STD: jax.Array, bias_D: jax.Array | None, axis: MeshAxis) -> jax.Array:
     """Partial sums that lack nothing: with a bias, or those of other devices, one in place of several."""
     if axis is None and bias_D is None:
         return y_STD

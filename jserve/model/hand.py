@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, backend
 from jserve.model.families import family_for
+from jserve.model.family import Family
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.step import StepModel
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, numpy_views
@@ -57,8 +59,34 @@ def step_model(
     Raises:
         ConfigError: the model, the rules or the attention backend is not supported.
     """
-    family, attn = family_for(config), backend(attention)
-    arch = family.arch(config)
+    family = family_for(config)
+    return step_model_of(
+        family,
+        family.arch(config),
+        slots=slots,
+        row_pages=row_pages,
+        page_size=page_size,
+        mesh=mesh,
+        rules=rules,
+        attention=attention,
+        dtype=dtype,
+    )
+
+
+def step_model_of(
+    family: Family,
+    arch: Arch,
+    *,
+    slots: int = 2,
+    row_pages: int = 4,
+    page_size: int = 16,
+    mesh: Mesh | None = None,
+    rules: ShardRules | None = None,
+    attention: str = "xla",
+    dtype: Any = jnp.float32,
+) -> StepModel:
+    """``step_model`` of a family and what it made of a config."""
+    attn = backend(attention)
     return StepModel(
         family=family,
         arch=arch,

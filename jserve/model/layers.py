@@ -113,11 +113,15 @@ def _width_norm(ctx: Ctx, x_TNH: jax.Array, weight: jax.Array) -> jax.Array:
     return x_TNH * lax.rsqrt(mean_T11 + ctx.arch.norm.eps) * scale_NH
 
 
-def ffn_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
-    """Computes what the layer's MLP, or its experts, add to the residual stream."""
-    x_TD = normed(ctx.arch.norm, x_TD, p.get("mlp_norm"))
-    y_TD = mixture(ctx, p, x_TD) if isinstance(ctx.spec.ffn, Moe) else _mlp(ctx, p, x_TD)
-    return _added(ctx, y_TD, p.get("mlp_out_norm"))
+def ffn_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Computes what the layer's MLP, or its experts, add to the residual stream, and the tokens int32[E] of each
+    expert where they are counted."""
+    x_TD, count_E = normed(ctx.arch.norm, x_TD, p.get("mlp_norm")), None
+    if isinstance(ctx.spec.ffn, Moe):
+        y_TD, count_E = mixture(ctx, p, x_TD)
+    else:
+        y_TD = _mlp(ctx, p, x_TD)
+    return _added(ctx, y_TD, p.get("mlp_out_norm")), count_E
 
 
 def _mlp(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
@@ -155,5 +159,5 @@ def unembed(table_VD: jax.Array, x_ED: jax.Array, axes: Axes, V: int) -> jax.Arr
     Columns from V on, of rows that only make the shards equal (``shard.padded``), end here: what reads
     logits knows V tokens.
     """
-    y_EV = dot(x_ED, table_VD)
-    return y_EV if axes.vocab is None else gather(y_EV, axes.vocab, 1)[:, :V]
+    y_EV = gather(dot(x_ED, table_VD), axes.vocab, 1)
+    return y_EV if y_EV.shape[1] == V else y_EV[:, :V]

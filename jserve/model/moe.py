@@ -7,18 +7,20 @@ padding tokens choose expert E, which is nowhere::
     a form     x_TD, expert_TX -> each assignment's output, and where it is     of ``FORMS``, or the backend's kernel
     combine    weight * output, added over X in the router's order              y_TD
 
-So a token's result does not depend on the tokens beside it. The parameters of a layer::
+So a token's result does not depend on the tokens beside it. A device that has some of the experts sends the
+assignments of all others nowhere (``moe_places``), and the sum over devices puts a token's outputs together. The
+parameters of a layer::
 
     router [E, D]   router_bias, choice_bias [E]                              float32, whole on every device
-    expert_gate_up [2E, F, D]   gate, then up, of each expert in turn         split over E or F
-    expert_down [E, D, F]       row-parallel, psum over ``axes.ffn_expert``   split over E or F
+    expert_gate_up [2E, F, D]   gate, then up, of each expert in turn         split over E, F or both
+    expert_down [E, D, F]       row-parallel, psum over ``axes.routed``       split over E, F or both
     shared_gate_up [2, F', D]   shared_down [D, F']   shared_gate [1, D]      as of a dense MLP
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -31,6 +33,7 @@ from jserve.model.attention import ExpertKernel
 from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.dot import activated, dot, gate_up
+from jserve.model.moe_places import slots_of, tokens_of_each
 
 Params = Mapping[str, jax.Array]
 
@@ -42,22 +45,26 @@ Form = Callable[[Moe, Params, jax.Array, jax.Array, jax.Array], Outputs]
 assignments to expert E is not read."""
 
 
-def mixture(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
-    """float32[T, D]: what the experts of a layer, and its shared expert, make of what is normed already."""
-    moe = ctx.spec.ffn
+def mixture(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """(float32[T, D]: what the experts of a layer, and its shared expert, make of what is normed already, int32[E]:
+    the tokens of each expert, None where they are not counted)."""
+    moe, pos_T = ctx.spec.ffn, ctx.view.pos_T
     assert isinstance(moe, Moe)
-    expert_TX, weight_TX = route(moe.router, p, x_TD, moe.X, ctx.view.pos_T >= 0)
-    y_TD = routed(moe, p, x_TD, expert_TX, weight_TX, ctx.attn.experts)
+    expert_TX, weight_TX = route(moe.router, p, x_TD, moe.X, pos_T >= 0)
+    slots = p["expert_down"].shape[0]
+    slot_TX = slots_of(expert_TX, pos_T, moe.E, slots, ctx.axes.experts, ctx.places)
+    held = replace(moe, E=slots)
+    y_TD = routed(held, p, x_TD, slot_TX, weight_TX, ctx.attn.experts)
     if moe.shared is None:
-        y_TD = reduce(y_TD, ctx.axes.ffn_expert)
-    elif ctx.axes.ffn == ctx.axes.ffn_expert:
+        y_TD = reduce(y_TD, ctx.axes.routed)
+    elif ctx.axes.ffn == ctx.axes.routed:
         y_TD = reduce(y_TD + _shared(moe, p, x_TD), ctx.axes.ffn)
     else:
         shared_TD = reduce(_shared(moe, p, x_TD), ctx.axes.ffn)
-        y_TD = reduce(y_TD, ctx.axes.ffn_expert) + shared_TD
+        y_TD = reduce(y_TD, ctx.axes.routed) + shared_TD
     if moe.expert_bias:
         y_TD = y_TD + _down_bias(moe, p, expert_TX, weight_TX)
-    return y_TD
+    return y_TD, None if ctx.places is None else tokens_of_each(expert_TX, moe.E)
 
 
 def _shared(moe: Moe, p: Params, x_TD: jax.Array) -> jax.Array:
@@ -148,7 +155,8 @@ def routed(
     weight_TX: jax.Array,
     kernel: ExpertKernel | None = None,
 ) -> jax.Array:
-    """float32[T, D]: the weighted outputs of each token's experts, partial sums where their width is split. By the
+    """float32[T, D]: the weighted outputs of those experts of each token that this device has, partial sums where
+    their width is split. By the
     kernel where the step's backend has one that takes these experts, but for few assignments."""
     if kernel is not None and expert_TX.size > GATHER_MOST and kernel.serves(moe, p):
         return through(kernel.form, moe, p, x_TD, expert_TX, weight_TX)
@@ -308,7 +316,7 @@ class Tiles:
         """Tiles of at most ``Q`` assignments; experts of E and more are nowhere."""
         expert_A = expert_TX.reshape(-1)
         A = expert_A.size
-        count_E = jnp.sum(expert_A[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+        count_E = tokens_of_each(expert_A, E)
         n_E = (count_E + Q - 1) // Q
         end_E, start_E = jnp.cumsum(n_E), jnp.cumsum(count_E) - count_E
         tile_I = jnp.arange(-(-A // Q) + min(A, E), dtype=jnp.int32)

@@ -12,14 +12,15 @@ or a column of each in turn (``alternating``).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
-from jserve.model.arch import Moe
-from jserve.model.shard import ParamSpec, Part
+from jserve.errors import ConfigError
+from jserve.model.arch import Arch, Moe
+from jserve.model.shard import ExpertSizes, ParamSpec, Part, ShardRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class MoeNames:
 def routed_specs(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamSpec]:
     """Router and experts of the layer called ``at``; its shared expert apart."""
     E, F, router = moe.E, moe.F, moe.router
+    experts = ExpertSizes(n=E, width_key=names.width_key)
     both = [(_gate_up(f"{at}.{name}", E, F, D, names.columns),) for name, _ in names.all]
     down = [(_down(f"{at}.{name}", E, F, D, names.columns),) for _, name in names.all]
     if names.mxfp4 and D % 32 == 0 and F % 32 == 0:
@@ -65,11 +67,13 @@ def routed_specs(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamS
             (2 * E, F, D),
             ("experts", "ffn_expert", "embed"),
             [_each(E, at, names, (names.gate, names.up), (F, D)), *both],
+            experts=experts,
         ),
         "expert_down": _spec(
             (E, D, F),
             ("experts", "embed", "ffn_expert"),
             [_each(E, at, names, (names.down,), (D, F)), *down],
+            experts=experts,
         ),
     }
     if router.logit_bias:
@@ -83,14 +87,22 @@ def routed_specs(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamS
     return layer
 
 
+def check_has_experts(arch: Arch, rules: ShardRules, sizes: Mapping[str, int]) -> None:
+    """Refuse to spread the experts of a model that has none over a mesh of these axis sizes."""
+    if rules.split("experts", sizes) and not any(isinstance(x.ffn, Moe) for x in arch.layers):
+        name = "expert_parallel_size"
+        raise ConfigError(f"{name}: the model has no experts", field=name)
+
+
 def _biases(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamSpec]:
     """Of all experts together."""
     E, F = moe.E, moe.F
+    experts = ExpertSizes(n=E, width_key=names.width_key)
     both = [(_gate_up_bias(f"{at}.{name}_bias", E, F, names.columns),) for name, _ in names.all]
     down = [_whole(f"{at}.{name}_bias", (E, D), (E, D)) for _, name in names.all]
     return {
-        "expert_gate_up_bias": _spec((2 * E, F), ("experts", "ffn_expert"), both),
-        "expert_down_bias": _spec((E, D), ("experts", "embed"), down),
+        "expert_gate_up_bias": _spec((2 * E, F), ("experts", "ffn_expert"), both, experts=experts),
+        "expert_down_bias": _spec((E, D), (None, "embed"), down),
     }
 
 
@@ -163,7 +175,15 @@ def _spec(
     axes: tuple[str | None, ...],
     ways: Sequence[tuple[Part, ...]],
     dtype: Any = None,
+    experts: ExpertSizes | None = None,
 ) -> ParamSpec:
     """A parameter that checkpoints spell in these ways; those that are empty do not count."""
     parts, *spellings = (way for way in ways if way)
-    return ParamSpec(shape=shape, axes=axes, parts=parts, spellings=tuple(spellings), dtype=dtype)
+    return ParamSpec(
+        shape=shape,
+        axes=axes,
+        parts=parts,
+        spellings=tuple(spellings),
+        dtype=dtype,
+        experts=experts,
+    )

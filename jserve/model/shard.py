@@ -9,6 +9,7 @@ It owns ``ParamSpec``, the rules that map logical axes to mesh axes, and ``Axes`
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,9 +18,28 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
+from jserve.sharding import Sharding
 
 AXIS = "tp"
 """The tensor-parallel mesh axis."""
+EXPERT_AXIS = "ep"
+"""The expert-parallel mesh axis: whole experts lie on different devices of it."""
+
+MeshAxis = str | tuple[str, ...] | None
+"""Axes of a mesh that one dimension is split over, the first one outermost; None: it is whole on every device."""
+
+
+def n_parts(axis: MeshAxis, sizes: Mapping[str, int]) -> int:
+    """Parts of a dimension split over ``axis`` of a mesh of these axis sizes (``Mesh.shape``)."""
+    return math.prod(sizes[name] for name in _names(axis))
+
+
+def _names(axis: MeshAxis) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else axis
+
+
+def _axis_of(names: Sequence[str]) -> MeshAxis:
+    return names[0] if len(names) == 1 else tuple(names) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +94,28 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSizes:
+    """The experts of a layer that a parameter has along its first axis."""
+
+    n: int
+    width_key: str
+    """The key of config.json that says how wide one is; errors name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnMesh:
+    """A dimension that lies over these mesh axes, whatever the rules say."""
+
+    axis: MeshAxis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """A parameter: concatenation of ``parts`` along ``concat`` (one part: the part itself)."""
 
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    """Logical axis per dimension, a key of ``ShardRules`` or None."""
+    axes: tuple[str | OnMesh | None, ...]
+    """Logical axis per dimension, a key of ``ShardRules``, or None; or where it lies."""
     parts: tuple[Part, ...]
     concat: int = 0
     init: float = 0.02
@@ -91,6 +127,11 @@ class ParamSpec:
     """Values at or below zero in a checkpoint are an error."""
     pad: int = 0
     """Entries at the end of ``concat`` that no part fills and nothing reads."""
+    copies: int = 0
+    """Entries at the end of ``concat`` that repeat its first ones: spare slots of experts, as they are before any
+    expert moves."""
+    experts: ExpertSizes | None = None
+    """Of a parameter of experts."""
     spellings: tuple[tuple[Part, ...], ...] = ()
     """Other parts that give the same parameter, of checkpoints that lack the first of ``parts`` and have the first of
     these."""
@@ -98,25 +139,80 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRules:
-    """Logical axis -> mesh axis (None: replicated)."""
+    """Logical axis -> mesh axis, or axes (None: replicated)."""
 
-    vocab: str | None = AXIS
-    kv_heads: str | None = AXIS
-    ffn: str | None = AXIS
-    embed: str | None = None
-    extra: dict[str, str | None] = field(default_factory=dict)
+    vocab: MeshAxis = AXIS
+    kv_heads: MeshAxis = AXIS
+    ffn: MeshAxis = AXIS
+    embed: MeshAxis = None
+    extra: dict[str, MeshAxis] = field(default_factory=dict)
     """Rules of other names, and of ``ffn_expert``, the width of an expert, which lies as ``ffn`` does unless it is
-    here, and ``experts``, which are whole on every device."""
+    here, and ``experts``, which are whole on every device unless they are."""
+    redundant_experts: int = 0
+    """Slots of a layer beyond one for each expert, on all devices together."""
+    auto: bool = False
+    """The step is written for one device, and XLA's partitioner inserts its collectives: any rule is honoured. Else
+    it runs under shard_map with the collectives of ``Axes``."""
+    params: tuple[tuple[str, tuple[MeshAxis, ...]], ...] = ()
+    """With ``auto``: (regular expression of a parameter's path, mesh axes of each of its dimensions), before the rules;
+    the first match counts."""
 
-    def partition(self, axes: tuple[str | None, ...]) -> PartitionSpec:
+    @classmethod
+    def of_sharding(
+        cls, sharding: Sharding, sizes: Mapping[str, int], redundant_experts: int = 0
+    ) -> ShardRules:
+        """The rules of a sharding on a mesh of these axis sizes; of one without rules they are ``of_mesh``.
+
+        Raises:
+            ConfigError: the mesh does not go with it; ``field`` is the key.
+        """
+        sharding.check(sizes)
+        if sharding.rules is None and not sharding.params:
+            rules = cls.of_mesh(sizes, redundant_experts)
+        else:
+            given = sharding.rules or ()
+            found: dict[str, Any] = {name: _axis_of(axes) for name, axes in given}
+            own = {name: found.pop(name, None) for name in _RULES}
+            rules = cls(**own, extra=found, redundant_experts=redundant_experts)
+        paths = tuple((path, tuple(map(_axis_of, axes))) for path, axes in sharding.params)
+        return replace(rules, auto=sharding.mode == "auto", params=paths)
+
+    @classmethod
+    def of_mesh(cls, sizes: Mapping[str, int], redundant_experts: int = 0) -> ShardRules:
+        """The rules of a mesh of these axis sizes: on one with an axis for experts these lie over it, their widths over
+        the other one, and all else over both.
+
+        Raises:
+            ConfigError: redundant experts, and nothing that experts are split over.
+        """
+        if sizes.get(EXPERT_AXIS, 1) == 1:
+            if redundant_experts:
+                name = "num_redundant_experts"
+                raise ConfigError(f"{name} needs an expert_parallel_size above 1", field=name)
+            return cls()
+        width = AXIS if AXIS in sizes else None
+        both = _axis_of([EXPERT_AXIS, *_names(width)])
+        extra: dict[str, MeshAxis] = {"ffn_expert": width, "experts": EXPERT_AXIS}
+        whole = {"vocab": both, "kv_heads": both, "ffn": both}
+        return cls(**whole, extra=extra, redundant_experts=redundant_experts)
+
+    @property
+    def in_width(self) -> ShardRules:
+        """The same for another model, each of whose experts is split over all devices, as an MLP is."""
+        extra = {k: v for k, v in self.extra.items() if k not in _FOLLOWS}
+        return replace(self, extra=extra, redundant_experts=0, params=())
+
+    def partition(self, axes: tuple[str | OnMesh | None, ...]) -> PartitionSpec:
         return PartitionSpec(*(self.axis(a) for a in axes))
 
-    def axis(self, name: str | None) -> str | None:
+    def axis(self, name: str | OnMesh | None) -> MeshAxis:
         """The mesh axis of logical axis ``name``.
 
         Raises:
             ConfigError: no rule has that name; ``field`` is the rule.
         """
+        if isinstance(name, OnMesh):
+            return name.axis
         if name is None:
             return None
         if name in self.extra:
@@ -128,23 +224,31 @@ class ShardRules:
             raise ConfigError(f"{rule(name)}: there is no such rule", field=rule(name))
         return getattr(self, name)
 
-    def split(self, name: str, sizes: Mapping[str, int]) -> str | None:
-        """The mesh axis that splits logical axis ``name`` on a mesh of these axis sizes, None where
+    def split(self, name: str | OnMesh, sizes: Mapping[str, int]) -> MeshAxis:
+        """The mesh axes that split logical axis ``name`` on a mesh of these axis sizes, None where
         it is whole on every device.
 
         Raises:
             ConfigError: the mesh has no such axis; ``field`` is the rule.
         """
-        axis = self.axis(name)
-        if axis is not None and axis not in sizes:
-            raise ConfigError(
-                f"{rule(name)}: the mesh has no axis {axis!r}, only {tuple(sizes)}",
-                field=rule(name),
-            )
-        return axis if axis is not None and sizes[axis] > 1 else None
+        names = _names(self.axis(name))
+        lacking = next((axis for axis in names if axis not in sizes), None)
+        if lacking is not None:
+            field = rule(name)
+            why = f"the mesh has no axis {lacking!r}, only {tuple(sizes)}"
+            raise ConfigError(f"{field}: {why}", field=field)
+        return _axis_of([axis for axis in names if sizes[axis] > 1])
 
-    def sharding(self, mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
+    def sharding(self, mesh: Mesh, axes: tuple[str | OnMesh | None, ...]) -> NamedSharding:
         return NamedSharding(mesh, self.partition(axes))
+
+    def described(self, sizes: Mapping[str, int]) -> str:
+        """These rules on a mesh of these axis sizes, as one line: equal lines are equal sums, in the same order."""
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+        laid = [(name, self.split(name, sizes)) for name in self.names()]
+        rules = [f"{name}:{'+'.join(_names(axis))}" for name, axis in laid if axis is not None]
+        paths = [f"{path}:{axes}" for path, axes in self.params]
+        return " ".join([mesh, *rules, *paths, *(["auto"] if self.auto else [])])
 
     def names(self) -> tuple[str, ...]:
         """The logical axes that have a rule."""
@@ -158,28 +262,33 @@ _FOLLOWS = {"ffn_expert": "ffn", "experts": None}
 _WHOLE = {
     "embed": "the residual stream is whole on every device",
     "layers": "every device computes every layer",
-    "experts": "every device has a part of each expert",
 }
 """The reason why a dimension cannot be split."""
 
 
-def rule(name: str) -> str:
-    """The name that errors give the rule of a logical axis."""
-    return f"sharding.rules.{name}"
+def rule(name: str | OnMesh, table: str = "rules") -> str:
+    """The name that errors give the rule of a logical axis, or the entry of another table."""
+    return f"sharding.{table}.{name}" if isinstance(name, str) else "sharding.params"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """The mesh axis that each logical dimension of a decoder is split over inside shard_map. None:
-    whole on every device, so that a block over it needs no collective. Layers, experts and the
-    residual stream have no field here: a rule that splits them is refused."""
+    whole on every device, so that a block over it needs no collective. Layers and the residual stream have
+    no field here: a rule that splits them is refused."""
 
-    heads: str | None = None
+    heads: MeshAxis = None
     """Query heads and kv heads; those of one kv head lie together."""
-    ffn: str | None = None
-    ffn_expert: str | None = None
+    ffn: MeshAxis = None
+    experts: MeshAxis = None
+    ffn_expert: MeshAxis = None
     """The width of an expert."""
-    vocab: str | None = None
+    vocab: MeshAxis = None
+
+    @property
+    def routed(self) -> MeshAxis:
+        """Of the sum over the experts that devices have, and over their widths."""
+        return _axis_of([*_names(self.experts), *_names(self.ffn_expert)])
 
     @classmethod
     def of(cls, rules: ShardRules, sizes: Mapping[str, int]) -> Axes:
@@ -190,12 +299,18 @@ class Axes:
             rule.
         """
         found = {name: rules.split(name, sizes) for name in rules.names()}
+        if rules.auto:
+            return cls()
         axes = cls(
             heads=found.pop("kv_heads"),
             ffn=found.pop("ffn"),
+            experts=found.pop("experts"),
             ffn_expert=found.pop("ffn_expert"),
             vocab=found.pop("vocab"),
         )
+        if set(_names(axes.experts)) & set(_names(axes.ffn_expert)):
+            why = f"axis {axes.experts!r} splits the width of an expert already"
+            raise ConfigError(f"{rule('experts')}: {why}", field=rule("experts"))
         for name, axis in found.items():
             if axis is not None:
                 why = _WHOLE.get(name, "no collective of a step serves it")
@@ -220,18 +335,21 @@ def spelled(specs: Any, has: Callable[[str], bool]) -> Any:
 
 
 def padded(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> Any:
-    """``specs`` with their vocabulary as long as the devices that share it need for equal parts.
+    """``specs`` with as many entries as the devices that share a dimension need for equal parts: a longer vocabulary,
+    and spare slots of experts.
 
     Args:
         sizes: of the mesh's axes (``Mesh.shape``).
 
     Raises:
-        ConfigError: the mesh has no such axis; ``field`` is the rule.
+        ConfigError: the mesh has no such axis; ``field`` is the rule. Or experts do not fit it; ``field`` is the
+            option, or the key of config.json.
     """
-    axis = rules.split("vocab", sizes)
-    n = 1 if axis is None else sizes[axis]
+    n = n_parts(rules.split("vocab", sizes), sizes)
 
     def one(spec: ParamSpec) -> ParamSpec:
+        if spec.experts is not None:
+            return _with_slots(spec, spec.experts, rules, sizes)
         if "vocab" not in spec.axes:
             return spec
         d = spec.axes.index("vocab")
@@ -242,7 +360,54 @@ def padded(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> Any:
         shape = (*spec.shape[:d], spec.shape[d] + pad, *spec.shape[d + 1 :])
         return replace(spec, shape=shape, concat=d, pad=pad)
 
-    return jax.tree.map(one, specs, is_leaf=is_spec)
+    return _by_path(jax.tree.map(one, specs, is_leaf=is_spec), rules)
+
+
+def _by_path(specs: Any, rules: ShardRules) -> Any:
+    """``specs`` whose dimensions lie where ``rules.params`` says."""
+    unused = {pattern for pattern, _ in rules.params}
+
+    def one(path: Any, spec: ParamSpec) -> ParamSpec:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found = next((p for p in rules.params if re.fullmatch(p[0], name)), None)
+        if found is None:
+            return spec
+        pattern, axes = found
+        unused.discard(pattern)
+        if len(axes) != len(spec.shape):
+            field = rule(pattern, "params")
+            why = f"{len(axes)} entries, but {name} has the dimensions {spec.shape}"
+            raise ConfigError(f"{field}: {why}", field=field)
+        return replace(spec, axes=tuple(map(OnMesh, axes)))
+
+    laid = jax.tree_util.tree_map_with_path(one, specs, is_leaf=is_spec) if unused else specs
+    if unused:
+        field = rule(min(unused), "params")
+        raise ConfigError(f"{field}: no parameter has such a path", field=field)
+    return laid
+
+
+def _with_slots(
+    spec: ParamSpec, experts: ExpertSizes, rules: ShardRules, sizes: Mapping[str, int]
+) -> ParamSpec:
+    """The parameter of a layer's experts, with its spare slots."""
+    assert (spec.axes[0], spec.concat) == ("experts", 0), "experts are along the first axis"
+    n, spare, E = n_parts(rules.split("experts", sizes), sizes), rules.redundant_experts, experts.n
+    width = n_parts(rules.split("ffn_expert", sizes), sizes)
+    F = spec.shape[spec.axes.index("ffn_expert")]
+    if (E + spare) % n:
+        most = f"{E} experts" + (f" and {spare} redundant ones" if spare else "")
+        more = f"num_redundant_experts {spare + -(E + spare) % n} would fill them up"
+        why = f"expert_parallel_size {n} does not divide {most}; {more}"
+        raise ConfigError(why, field="expert_parallel_size")
+    if spare > E:
+        name = "num_redundant_experts"
+        raise ConfigError(f"{name} {spare} exceeds the {E} experts of a layer", field=name)
+    if F % width:
+        why = f"{experts.width_key} {F} is not divisible by tensor_parallel_size {width}"
+        raise ConfigError(why, field=experts.width_key)
+    copies = spare * (spec.shape[0] // E)
+    return replace(spec, shape=(spec.shape[0] + copies, *spec.shape[1:]), copies=copies)
 
 
 def dtype_of(params: Any, specs: Any) -> Any:
@@ -272,16 +437,37 @@ def abstract(specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
     )
 
 
-def make_mesh(tp: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A one-axis mesh of the first ``tp`` devices, Auto (shard_map refuses Explicit axes).
+def mesh_of(sharding: Sharding, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a sharding, of the first devices, Auto (shard_map refuses Explicit axes).
 
     Raises:
-        ConfigError: fewer devices than ``tp``.
+        ConfigError: there are fewer devices.
+    """
+    devices, n = list(jax.devices() if devices is None else devices), sharding.n_devices
+    if len(devices) < n:
+        why = f"{n} devices are asked for, and there are {len(devices)}"
+        raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
+    names, sizes = zip(*sharding.mesh, strict=True)
+    types = (AxisType.Auto,) * len(names)
+    return jax.make_mesh(sizes, names, axis_types=types, devices=devices[:n])
+
+
+def make_mesh(tp: int, devices: Sequence[Any] | None = None, ep: int = 1) -> Mesh:
+    """A mesh of the first ``ep * tp`` devices, Auto (shard_map refuses Explicit axes): of one axis, and of another one
+    outside of it where experts lie on different devices.
+
+    Raises:
+        ConfigError: fewer devices than that.
     """
     devices = list(jax.devices() if devices is None else devices)
-    if len(devices) < tp:
-        raise ConfigError(
-            f"tensor_parallel_size {tp} exceeds the {len(devices)} devices of this machine",
-            field="tensor_parallel_size",
+    if len(devices) < ep * tp:
+        asked = f"tensor_parallel_size {tp}" + (
+            f" times expert_parallel_size {ep}" if ep > 1 else ""
         )
-    return jax.make_mesh((tp,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tp])
+        raise ConfigError(
+            f"{asked} exceeds the {len(devices)} devices of this machine",
+            field="expert_parallel_size" if len(devices) >= tp else "tensor_parallel_size",
+        )
+    shape, names = ((ep, tp), (EXPERT_AXIS, AXIS)) if ep > 1 else ((tp,), (AXIS,))
+    types = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, names, axis_types=types, devices=devices[: ep * tp])

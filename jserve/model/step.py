@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
@@ -33,10 +34,19 @@ from jserve.model.attention import AttentionBackend, LayerKV, check_layers
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
-from jserve.model.family import Family
+from jserve.model.family import Family, Pass
+from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
 from jserve.model.sample import Chosen, logprobs, sample
-from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
+from jserve.model.shard import (
+    Axes,
+    MeshAxis,
+    ShardRules,
+    abstract,
+    n_parts,
+    padded,
+    partitions,
+)
 from jserve.model.slots import NONE, SlotState
 from jserve.model.view import (
     PENALTY,
@@ -61,6 +71,8 @@ class DeviceState:
     """Of each layer, a drafter's last (in an abstract state: their shapes, shardings or
     partitions)."""
     slots: SlotState
+    experts: ExpertState | None = None
+    """None: experts stay where they are, and nobody counts their tokens."""
 
 
 @flax.struct.dataclass
@@ -88,8 +100,8 @@ class PoolArray(NamedTuple):
     """One array of the KV pool on the whole mesh."""
 
     shape: tuple[int, ...]
-    axis: str | None
-    """Mesh axis that its heads are split over; None: every device holds all of it."""
+    axis: MeshAxis
+    """Mesh axes that its heads are split over; None: every device holds all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +119,8 @@ class StepModel:
     """As the backend stores it."""
     dtype: Any
     drafter: Drafter | None = None
+    experts: bool = False
+    """The state has the places of experts, and counts the tokens of each."""
     kernels: str = ""
     """Level of the native kernels that compute products, attention and writes of KV; empty: XLA does."""
 
@@ -118,7 +132,12 @@ class StepModel:
     @property
     def tp(self) -> int:
         """Devices that share the kv heads."""
-        return self.mesh.shape[self.axes.heads] if self.axes.heads else 1
+        return n_parts(self.heads_axis, self.mesh.shape)
+
+    @property
+    def heads_axis(self) -> MeshAxis:
+        """The mesh axes that arrays of kv heads are split over."""
+        return self.rules.split("kv_heads", self.mesh.shape)
 
     @property
     def kv(self) -> KVLayout:
@@ -128,7 +147,7 @@ class StepModel:
     @property
     def draft_rules(self) -> ShardRules:
         whole = self.drafter is None or self.drafter.replicated
-        return REPLICATED if whole else self.rules
+        return REPLICATED if whole else self.rules.in_width
 
     @property
     def draft_axes(self) -> Axes:
@@ -136,7 +155,8 @@ class StepModel:
 
     def draft_specs(self) -> Any:
         assert self.drafter is not None, "there is no drafter"
-        specs = self.drafter.specs(self.tp if self.draft_axes.heads else 1)
+        split = self.draft_rules.split("kv_heads", self.mesh.shape) is not None
+        specs = self.drafter.specs(self.tp if split else 1)
         return padded(specs, self.draft_rules, self.mesh.shape)
 
     def kv_arrays(self) -> list[tuple[PoolArray, ...]]:
@@ -144,7 +164,7 @@ class StepModel:
         kv, Z = self.kv, self.dims.Z
 
         def of(layer: KVLayer) -> tuple[PoolArray, ...]:
-            axis = None if layer.replicated else self.axes.heads
+            axis = None if layer.replicated else self.heads_axis
             sizes = [(kv.heads(layer, array), array.width) for array in layer.arrays]
             shapes = [self.backend.pool_shape(*size, self.n_pages, Z) for size in sizes]
             return tuple(PoolArray(shape, axis) for shape in shapes)
@@ -163,6 +183,17 @@ class StepModel:
             return target
         return {"target": target, "drafter": partitions(self.draft_specs(), self.draft_rules)}
 
+    @property
+    def ep(self) -> int:
+        """Devices, or groups of them, that have different experts."""
+        return n_parts(self.axes.experts, self.mesh.shape)
+
+    def expert_shapes(self) -> Any:
+        """The abstract ``ExpertState``, None where there is none."""
+        if not self.experts:
+            return None
+        return state_shapes(self.arch, self.rules.redundant_experts)
+
     def state_partitions(self) -> Any:
         before = (None,) * self.backend.kv_axis
         kv: Any = [
@@ -172,6 +203,7 @@ class StepModel:
         return DeviceState(
             kv=kv,
             slots=jax.tree.map(lambda _: PartitionSpec(), slot_shapes(self.dims)),
+            experts=jax.tree.map(lambda _: PartitionSpec(), self.expert_shapes()),
         )
 
     def state_shardings(self) -> Any:
@@ -193,7 +225,8 @@ class StepModel:
             tuple(jax.ShapeDtypeStruct(array.shape, self.kv_dtype) for array in layer)
             for layer in self.kv_arrays()
         ]
-        state = DeviceState(kv=kv, slots=slot_shapes(self.dims))
+        slots, experts = slot_shapes(self.dims), self.expert_shapes()
+        state = DeviceState(kv=kv, slots=slots, experts=experts)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             state,
@@ -222,6 +255,7 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             field="attention_sinks",
         )
     check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree)
+    Axes.of(model.rules, model.mesh.shape)  # refuses what no step of this mode can honour
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)
@@ -231,6 +265,8 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             view = unpack(buf, fields, bucket, model.dims, state.slots)
             return run(model, bucket, params, state, view)
 
+    if model.rules.auto:
+        return _partitioned(model, local)
     whole = PartitionSpec()
     state_specs = model.state_partitions()
     return jax.shard_map(
@@ -242,6 +278,18 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
     )
 
 
+def _partitioned(model: StepModel, step: Step) -> Step:
+    """``step`` of whole arrays, for XLA's partitioner: results lie as the state does, and whole."""
+    whole = NamedSharding(model.mesh, PartitionSpec())
+
+    def partitioned(params: Any, state: DeviceState, buf: jax.Array) -> tuple[DeviceState, StepOut]:
+        return lax.with_sharding_constraint(
+            step(params, state, buf), (model.state_shardings(), whole)
+        )
+
+    return partitioned
+
+
 def run(
     model: StepModel, bucket: Bucket, params: Any, state: DeviceState, view: StepView
 ) -> tuple[DeviceState, StepOut]:
@@ -250,9 +298,8 @@ def run(
     own: Any = None
     if model.drafter is not None:
         params, own = params["target"], params["drafter"]
-    x_TD, kv, taps = _forward(
-        model, params, _kept(view, model.n_pages), state.kv[: arch.L], taps=drafts
-    )
+    done = _forward(model, params, _kept(view, model.n_pages), state, taps=drafts)
+    x_TD, kv, taps = done.x_TD, done.kv, done.entering
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
         raw_EV = model.family.logits(arch, params, x_ED, model.axes)
@@ -283,7 +330,8 @@ def run(
             draft_ctx = _draft_ctx(model, target, own)
             drafted, slots = leave_drafts(draft_ctx, drafted, outcome, slots, bucket)
     extra = {feature.name: feature.after(target, outcome) for feature in bucket.features}
-    state = DeviceState(kv=[*kv, *drafted], slots=slots)
+    experts = state.experts and state.experts.counted(done.count_LE)
+    state = DeviceState(kv=[*kv, *drafted], slots=slots, experts=experts)
     return state, _pack(outcome, ok_E, chosen, extra)
 
 
@@ -322,15 +370,18 @@ def _kept(view: StepView, n_pages: int) -> StepView:
 
 
 def _forward(
-    model: StepModel, params: Any, view: StepView, kv: list[LayerKV], *, taps: bool
-) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
-    family, drafter = model.family, model.drafter
-    ctx = Ctx.of(model.arch, view, model.backend, model.axes)
-    if drafter is None or not taps or not drafter.taps:
-        x_TD, kv = family.forward(ctx, params, kv)
-        return x_TD, kv, []
+    model: StepModel, params: Any, view: StepView, state: DeviceState, *, taps: bool
+) -> Pass:
+    family, drafter, experts = model.family, model.drafter, state.experts
+    kv, tapped = state.kv[: model.arch.L], drafter.taps if drafter and taps else ()
+    ctx = Ctx.of(model.arch, view, model.backend, model.axes, experts and experts.places)
+    if experts is not None:
+        assert family.counted is not None, f"{family.name} counts nothing"
+        return family.counted(ctx, params, kv, tapped)
+    if not tapped:
+        return Pass(*family.forward(ctx, params, kv), [], None)
     assert family.tapped is not None, f"{family.name} has no taps"
-    return family.tapped(ctx, params, kv, drafter.taps)
+    return Pass(*family.tapped(ctx, params, kv, tapped), None)
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:

@@ -229,7 +229,8 @@ def identity(model: StepModel, params: Any) -> str:
 
     digest = hashlib.blake2b(digest_size=8)
     pages = [stack.shape for stack in _stacks(model, 0) for _ in stack.arrays]
-    about = (FORMAT, model.family.name, repr(model.arch), model.backend.name, pages)
+    laid = model.rules.described(model.mesh.shape)
+    about = (FORMAT, model.family.name, repr(model.arch), model.backend.name, laid, pages)
     digest.update(repr((*about, model.dims.Z, str(model.kv_dtype))).encode())
     if model.drafter is not None:
         digest.update(repr((model.drafter.name, model.drafter.arch, model.drafter.taps)).encode())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from jserve.model.family import Family
 from jserve.model.native import chosen
 from jserve.model.shard import ShardRules, dtype_of
 from jserve.model.slots import load_buffers, picks_buffer, text_buffers
-from jserve.model.step import DeviceState, StepModel, StepOut
+from jserve.model.step import DeviceState, StepOut
 from jserve.model.view import Bucket, numpy_views
 from jserve.ports import InFlight
 from jserve.runner import results
@@ -37,13 +37,14 @@ from jserve.runner.batch import Packer, StepBatch
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.compiler import Compiler
 from jserve.runner.disk import DiskStore
+from jserve.runner.experts import ExpertBalancer, check_experts
 from jserve.runner.heap import give_back
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
 from jserve.runner.program_files import ProgramFiles
 from jserve.runner.programs import Programs, Progress, compile_options, starting, step_name
 from jserve.runner.rehearsal import GREEDY, rehearsal
-from jserve.runner.sizes import Sizes, sizes_of
+from jserve.runner.sizes import sizes_of, step_model
 from jserve.runner.spill import Spill
 from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
@@ -110,6 +111,7 @@ class ModelRunner:
         self.params, self.speculation = params, speculation
         self._clock = clock
         device, tp = mesh.devices.flat[0], tp_size(mesh, rules)
+        check_experts(config.device, family, arch, rules)
         dtype = dtype_of(params, family.specs(arch, tp))
         kernels, self._no_kernels = chosen(config.device.kernels, device.platform, dtype)
         self.sizes = sizes_of(
@@ -140,6 +142,9 @@ class ModelRunner:
             compiler=compiler,
         )
         self._overwrite = WeightUpdate(self.model, options, compiler)
+        self._experts = (
+            ExpertBalancer(self.model, config.device, compiler) if self.model.experts else None
+        )
         self._packer = Packer(
             dims=self.sizes.dims,
             n_pages=self.limits.n_pages,
@@ -151,7 +156,7 @@ class ModelRunner:
         self._mover = PageMover(self.model, n_host, compiler) if n_host else None
         self._spill = self._open_disk(config.cache)
         self._new_state = state_maker(self.model, compiler)
-        self.state: DeviceState = self._new_state()
+        self.state: DeviceState = self._fresh_state()
         self._busy_until = 0.0
         self._get_ready(progress or (lambda *_: None))
 
@@ -172,6 +177,10 @@ class ModelRunner:
         leaving = self._move(plan)
         for item in plan.loads:
             self._load(item)
+        if self._experts is not None:
+            assert self.state.experts is not None
+            self.params, experts = self._experts.before_step(self.params, self.state.experts)
+            self.state = replace(self.state, experts=experts)
         out = self._run(batch)
         # Only now: the time of a step is the device's alone, whether or not another step hides the host's.
         now = self._clock()
@@ -190,7 +199,7 @@ class ModelRunner:
                 slots = self.programs.load_text(slots, buf)
         if item.params.logprob_token_ids:
             slots = self.programs.load_picks(slots, picks_buffer(item, dims.picks))
-        self.state = DeviceState(kv=self.state.kv, slots=slots)
+        self.state = replace(self.state, slots=slots)
 
     @point("runner.collect")
     def collect(self, flight: InFlight) -> StepResult:
@@ -221,6 +230,8 @@ class ModelRunner:
             WeightsError: a leaf does not fit; ``field`` is ``params.<path>``, and the old weights stay.
         """
         self.params = self._overwrite(self.params, params)
+        if self._experts is not None:
+            self.state = replace(self.state, experts=self._experts.initial())
 
     @point("runner.reset")
     def reset(self) -> None:
@@ -233,14 +244,15 @@ class ModelRunner:
         for leaf in jax.tree.leaves(self.state):
             if not leaf.is_deleted():
                 leaf.delete()  # there is no room for two pools
-        self.state = self._new_state()
+        self.state = self._fresh_state()
         self._rehearse(self.ladder.buckets[0], GREEDY)
 
     def report(self) -> dict[str, Any]:
         """The device side's lines of the start banner."""
-        device = self.model.mesh.devices.flat[0]
+        mesh = self.model.mesh
         return {
-            "device": f"{self.model.mesh.devices.size} x {device.device_kind}",
+            "device": f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}",
+            "sharding": self.model.rules.described(mesh.shape),
             "backend": self.model.backend.name,
             "dtype": str(self.model.dtype),
             "kv_dtype": str(self.sizes.kv_dtype),
@@ -254,7 +266,9 @@ class ModelRunner:
     def counters(self) -> dict[str, float]:
         """The device side's counters for /metrics."""
         disk = {} if self._spill is None else self._spill.counters()
-        return {"compiles_after_ready_total": float(self.programs.late_compiles)} | disk
+        experts = {} if self._experts is None else self._experts.counters()
+        late = {"compiles_after_ready_total": float(self.programs.late_compiles)}
+        return late | disk | experts
 
     def stored(self) -> list[bytes] | None:
         """Digests of the pages on disk, None when there is no disk tier."""
@@ -273,6 +287,25 @@ class ModelRunner:
         """The last call: write device pages (page, digest) to disk."""
         if self._mover is not None:
             self._mover.flush(self.state.kv, pages)
+
+    def rebalance_experts(self, load_LE: np.ndarray | None = None) -> None:
+        """Begin to move experts to where loads are even, before each of the next steps some of them.
+
+        Args:
+            load_LE: tokens of each expert, of the layers that have experts; by default those counted since the
+                last time.
+
+        Raises:
+            ConfigError: experts of this engine do not move.
+        """
+        if self._experts is None or not self._experts.move_experts:
+            raise ConfigError("experts move with enable_eplb only", field="enable_eplb")
+        self._experts.rebalance(load_LE)
+
+    def _fresh_state(self) -> DeviceState:
+        """Zeroed, but for the places where experts are."""
+        state = self._new_state()
+        return state if self._experts is None else replace(state, experts=self._experts.state())
 
     def _open_disk(self, options: CacheOptions) -> Spill | None:
         if not options.disk_dir:
@@ -305,7 +338,7 @@ class ModelRunner:
         if min(pages) < 1 or max(pages) >= self.limits.n_pages:
             raise ValueError(f"page out of range [1, {self.limits.n_pages - 1}] in a move")
         kv, leaving = self._mover.launch(self.state.kv, plan.moves)
-        self.state = DeviceState(kv=kv, slots=self.state.slots)
+        self.state = replace(self.state, kv=kv)
         return leaving
 
     def _run(self, batch: StepBatch) -> StepOut:
@@ -345,34 +378,23 @@ class ModelRunner:
         self.limits = dataclasses.replace(
             self.limits, step_times=times, page_move_s=self._time_moves()
         )
+        self._rehearse_experts()
         self.programs.seal()
         give_back()
+
+    def _rehearse_experts(self) -> None:
+        """Run the programs of experts once, and forget the loads of made-up rows."""
+        if self._experts is not None:
+            assert self.state.experts is not None
+            self.params = self._experts.rehearse(self.params, self.state.experts)
+            self.state = replace(self.state, experts=self._experts.initial())
 
     def _time_moves(self) -> float:
         if self._mover is None:
             return 0.0
         kv, seconds = self._mover.seconds_per_page(self.state.kv, self._clock)
-        self.state = DeviceState(kv=kv, slots=self.state.slots)
+        self.state = replace(self.state, kv=kv)
         return seconds
-
-
-def step_model(
-    sizes: Sizes, family: Family, mesh: Mesh, rules: ShardRules, speculation: LoadedDrafter | None
-) -> StepModel:
-    """Returns the part that all steps of an engine of these sizes share; no weights are looked at."""
-    return StepModel(
-        family=family,
-        arch=sizes.arch,
-        backend=sizes.attention,
-        dims=sizes.dims,
-        mesh=mesh,
-        rules=rules,
-        n_pages=sizes.memory.n_pages,
-        kv_dtype=sizes.kv.dtype,
-        dtype=sizes.dtype,
-        drafter=None if speculation is None else speculation.drafter,
-        kernels=sizes.kernels,
-    )
 
 
 def _bytes_of_one_device(params: Any) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
@@ -23,10 +24,13 @@ from jserve.model.attention import (
     check_layers,
 )
 from jserve.model.draft_tree import TreeShape
+from jserve.model.family import Family
 from jserve.model.features import registered
 from jserve.model.kv_quant import E4M3
 from jserve.model.native import has_attention, takes_rows
+from jserve.model.shard import ShardRules
 from jserve.model.sinks import with_sinks
+from jserve.model.step import StepModel
 from jserve.model.view import StepDims
 from jserve.ports import RunnerLimits
 from jserve.runner.buckets import Ladder, beside_prefill
@@ -305,4 +309,24 @@ def sizes_of(
             masks_drafts=config.speculative.method == "synthetic",
             skips_padding=name == "native" and takes_rows(kernels, _most_rows(limits)),
         ),
+    )
+
+
+def step_model(
+    sizes: Sizes, family: Family, mesh: Mesh, rules: ShardRules, speculation: LoadedDrafter | None
+) -> StepModel:
+    """Returns the part that all steps of an engine of these sizes share; no weights are looked at."""
+    return StepModel(
+        family=family,
+        arch=sizes.arch,
+        backend=sizes.attention,
+        dims=sizes.dims,
+        mesh=mesh,
+        rules=rules,
+        n_pages=sizes.memory.n_pages,
+        kv_dtype=sizes.kv.dtype,
+        dtype=sizes.dtype,
+        drafter=None if speculation is None else speculation.drafter,
+        experts=sizes.config.device.tracks_experts,
+        kernels=sizes.kernels,
     )

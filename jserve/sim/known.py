@@ -10,7 +10,7 @@ from jserve.errors import ConfigError
 from jserve.ports import StepTime
 from jserve.sim.costs import TableFile, read_table
 
-KEY = ("source", "dtype", "kv_dtype", "device", "backend", "kernels")
+KEY = ("source", "dtype", "kv_dtype", "device", "sharding", "backend", "kernels")
 """Facts on which a step's time depends, besides its bucket."""
 
 

@@ -5,7 +5,8 @@
     bytes of one device   read / tp + KV of the rows / tp + KV of the new tokens / tp
     flops of one device   (2 * active * tokens + 2 * unembed * drawn + 4 * N * H * tokens * seen) / tp
     read                  weights; of a layer's E experts E * (1 - (1 - X/E) ** tokens), as many as tokens choose that
-                          choose at random. One token alone meets X of them: ``active``
+                          choose at random. One token alone meets X of them: ``active``. With ``ep`` groups of
+                          devices, those of the fullest group
     seen                  tokens that one token reads, in all layers together
     links                 2 L + 1 sums of float32[tokens, hidden], one gather of float32[drawn, vocab]
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 
@@ -129,6 +131,9 @@ class Roofline:
     chip: Chip
     kv_itemsize: int
     tp: int = 1
+    """Chips that share every dense product."""
+    ep: int = 1
+    """Groups of these that have different experts."""
     kv: KVLayout = field(init=False)
     """In pages of one token."""
 
@@ -147,11 +152,12 @@ class Roofline:
         """Parameters of all layers that one token meets."""
         return int(self._layers(1))
 
-    def _layers(self, tokens: float) -> float:
-        """Parameters of all layers that a step of so many tokens meets."""
+    def _layers(self, tokens: float, ep: int = 1) -> float:
+        """Parameters of all layers that a step of so many tokens meets, as many on each of ``ep`` groups as on the
+        fullest."""
         arch = self.arch
         attention = sum(layer.attn.n_weights(arch.D) for layer in arch.layers)
-        return attention + sum(_ffn(x.ffn, arch.D, tokens) for x in arch.layers)
+        return attention + sum(_ffn(x.ffn, arch.D, tokens, ep) for x in arch.layers)
 
     @property
     def unembed(self) -> int:
@@ -168,7 +174,7 @@ class Roofline:
         n_sums = 2 * arch.L + 1 if tp > 1 else 0
         summed, gathered = 4.0 * tokens * arch.D, 4.0 * drawn * arch.V
         return Work(
-            weight_bytes=self.itemsize * (self._layers(tokens) + self.unembed) / tp,
+            weight_bytes=self.itemsize * (self._layers(tokens, self.ep) + self.unembed) / tp,
             kv_bytes=self.kv.step_bytes(rows, tokens, n_context),
             flops=flops / tp,
             n_collectives=n_sums + 1 if tp > 1 else 0,
@@ -230,10 +236,22 @@ class Roofline:
         return n
 
 
-def _ffn(ffn: Mlp | Moe, D: int, tokens: float) -> float:
-    """Parameters of a layer beside attention that a step of so many tokens meets."""
+def _ffn(ffn: Mlp | Moe, D: int, tokens: float, ep: int = 1) -> float:
+    """Parameters of a layer beside attention that a step of so many tokens meets, with ``ep`` times the experts of
+    the fullest group."""
     if isinstance(ffn, Mlp):
         return 3 * D * ffn.F
-    met = ffn.E * (1 - (1 - ffn.X / ffn.E) ** tokens)
+    met = ep * _of_fullest(ffn.E * (1 - (1 - ffn.X / ffn.E) ** tokens), ffn.E, ep)
     shared = ffn.shared.F if ffn.shared else 0
     return D * (ffn.E + 3 * (met * ffn.F + shared))
+
+
+def _of_fullest(met: float, E: int, ep: int) -> float:
+    """Experts that the fullest of ``ep`` groups has of ``met`` out of ``E``, each in any place: the mean, and the
+    largest of as many normal deviations (Blom)."""
+    if ep == 1:
+        return met
+    mean = met / ep
+    deviation = math.sqrt(mean * (1 - 1 / ep) * (1 - met / E))
+    largest = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))
+    return min(mean + largest * deviation, met, E / ep)

@@ -20,7 +20,7 @@ from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import Bucket, buffer_size
 from jserve.runner.programs import compile_options
-from jserve.runner.runner import step_model
+from jserve.runner.sizes import step_model
 from jserve.sizing.layout import Layout
 from jserve.sizing.plan import Plan
 from pallas_kernels import aot
@@ -43,8 +43,10 @@ def with_compiled(
     reason = aot.available()
     if reason is not None:
         raise ConfigError(f"compile: {reason} (docs/kernels.md lists the wheels)", field="compile")
-    mesh, programs = make_mesh(laid.tp, aot.h200(laid.tp)), list(found.programs)
-    model = step_model(laid.sizes, laid.model.family, mesh, ShardRules(), laid.speculation)
+    options, programs = laid.config.device, list(found.programs)
+    mesh = make_mesh(options.tensor_parallel_size, aot.h200(laid.tp), options.expert_parallel_size)
+    rules = ShardRules.of_mesh(mesh.shape, options.num_redundant_experts)
+    model = step_model(laid.sizes, laid.model.family, mesh, rules, laid.speculation)
     plain = [i for i, b in enumerate(laid.buckets) if not b.features]
     for done, i in enumerate(plain):
         progress("compile", done, len(plain))

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.moe_specs import check_has_experts
 from jserve.model.native import chosen
+from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket
+from jserve.runner.experts import check_experts
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.sizes import Sizes, sizes_of
 from jserve.sim.roofline import Chip
@@ -39,7 +42,8 @@ class Layout:
 
     @property
     def tp(self) -> int:
-        return self.config.device.tensor_parallel_size
+        """Devices, all of which share attention and dense layers."""
+        return self.config.device.n_devices
 
     @property
     def draft_page_bytes(self) -> int:
@@ -50,10 +54,13 @@ class Layout:
 
 def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     """Raises ConfigError as the engine would: it does not fit, or an option cannot be honoured."""
-    tp = config.device.tensor_parallel_size
+    options, tp = config.device, config.device.n_devices
+    rules = ShardRules.of_mesh(options.mesh_shape, options.num_redundant_experts)
+    check_has_experts(model.arch, rules, options.mesh_shape)
+    check_experts(options, model.family, model.arch, rules)
     speculation = drafts.drafter_of(model, config)
     drafter = drafts.weight_bytes(speculation, model, tp)
-    weights = model.weight_bytes(tp) + drafter
+    weights = _weights(model, config) + drafter
     platform = "cuda" if chip.memory else "cpu"
     sizes = sizes_of(
         model.arch,
@@ -78,6 +85,13 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     )
 
 
+def _weights(model: Model, config: EngineConfig) -> int:
+    """Bytes of the model's weights on each device."""
+    options = config.device
+    tp, ep = options.tensor_parallel_size, options.expert_parallel_size
+    return model.weight_bytes(tp, ep, options.num_redundant_experts)
+
+
 def _memory(chip: Chip, weights: int) -> DeviceMemory:
     if chip.memory:
         return DeviceMemory(total=int(chip.memory * DEVICE_SHARE), taken=0, is_host=False)
@@ -89,14 +103,14 @@ def with_advice(error: ConfigError, model: Model, config: EngineConfig, chip: Ch
     """The error of a model that does not fit, and the smallest number of devices on which it does."""
     if error.field not in ("memory_utilization", "kv_memory_gb", "n_pages"):
         return error
-    have = config.device.tensor_parallel_size
-    more = range(have + 1, MOST_DEVICES + 1) if chip.memory else ()
+    have, ep = config.device.tensor_parallel_size, config.device.expert_parallel_size
+    more = range(have + 1, MOST_DEVICES // ep + 1) if chip.memory else ()
     need = next((n for n in more if _fits(model, config, chip, n)), 0)
-    gb = model.weight_bytes(have) / 1e9
-    text = f"{model.name} does not fit on {have} x {chip.name} ({gb:.2f} GB of weights each): "
+    gb = _weights(model, config) / 1e9
+    text = f"{model.name} does not fit on {have * ep} x {chip.name} ({gb:.2f} GB of weights each): "
     text += error.message
     if need:
-        text += f"; it takes {need} devices (--tp {need})"
+        text += f"; it takes {need * ep} devices (--tp {need})"
     return ConfigError(f"{text}; or lower --max-model-len", field=error.field)
 
 

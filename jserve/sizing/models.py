@@ -20,7 +20,15 @@ from jserve.errors import ConfigError, WeightsError
 from jserve.model.arch import Arch
 from jserve.model.families import family_for
 from jserve.model.family import Family
-from jserve.model.shard import AXIS, ParamSpec, ShardRules, is_spec, padded
+from jserve.model.shard import (
+    AXIS,
+    EXPERT_AXIS,
+    ParamSpec,
+    ShardRules,
+    is_spec,
+    n_parts,
+    padded,
+)
 from jserve.shapes import SHAPES
 from jserve.sim.costs import SimulatedModel
 from jserve.weights import hf
@@ -65,17 +73,19 @@ class Model:
         wide = device_bytes(self.family.wide.specs(self.arch, 1), self.dtype, 1) - table
         return self.dtype.itemsize * (self.weight_bytes(1) - table) / wide
 
-    def weight_bytes(self, tp: int) -> int:
-        return device_bytes(self.specs(tp), self.dtype, tp)
+    def weight_bytes(self, tp: int, ep: int = 1, redundant_experts: int = 0) -> int:
+        """Bytes on one device of ``tp * ep``, experts spread over groups of ``tp``."""
+        return device_bytes(self.specs(tp * ep), self.dtype, tp, ep, redundant_experts)
 
 
-def device_bytes(specs: Any, dtype: Any, tp: int) -> int:
-    """Bytes of a tree of specs on one device of ``tp``: split weights divided, the others whole, as
+def device_bytes(specs: Any, dtype: Any, tp: int, ep: int = 1, redundant_experts: int = 0) -> int:
+    """Bytes of a tree of specs on one device of ``tp * ep``: split weights divided, the others whole, as
     the engine counts them."""
-    rules, total = ShardRules(), 0
-    for spec in jax.tree.leaves(padded(specs, rules, {AXIS: tp}), is_leaf=is_spec):
+    sizes = {EXPERT_AXIS: ep, AXIS: tp} if ep > 1 else {AXIS: tp}
+    rules, total = ShardRules.of_mesh(sizes, redundant_experts), 0
+    for spec in jax.tree.leaves(padded(specs, rules, sizes), is_leaf=is_spec):
         size = math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize
-        total += size // (tp if any(rules.partition(spec.axes)) else 1)
+        total += size // math.prod(n_parts(axis, sizes) for axis in rules.partition(spec.axes))
     return total
 
 

@@ -273,6 +273,7 @@ def _roofline(laid: Layout, chip: Chip) -> Roofline:
         chip=chip,
         kv_itemsize=laid.sizes.kv.dtype.itemsize,
         tp=laid.tp,
+        ep=laid.config.device.expert_parallel_size,
     )
 
 

@@ -83,7 +83,7 @@ def drafter_of(model: Model, config: EngineConfig) -> LoadedDrafter | None:
     Raises:
         ConfigError: what an engine would refuse.
     """
-    options, tp = config.speculative, config.device.tensor_parallel_size
+    options, tp = config.speculative, config.device.n_devices
     check(options, tp)
     if options.method == "ngram":
         return copying(options, config.n_drafts, model.arch)

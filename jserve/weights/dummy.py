@@ -28,14 +28,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jserve.model.shard import ParamSpec, Part, ShardRules, is_spec
+from jserve.weights.layout import laid
 
 _SIGMA = math.sqrt(4 * (256**2 - 1) / 12)
 
 
 def draw(spec: ParamSpec, sharding: NamedSharding, dtype: Any, seed: int) -> jax.Array:
     """The parameter as ``sharding`` lays it, with mean ``init_mean`` and deviation ``init``."""
-    columns = [_column(part, spec.concat, seed) for part in spec.parts]
-    extents = [part.view[spec.concat] * _repeat(part, spec.concat) for part in spec.parts]
+    columns = [_column(part, spec.concat, seed) for part, _ in laid(spec)]
+    extents = [extent for _, extent in laid(spec)]
     if len(extents) > 1:
         columns = [np.repeat(c[:, None], n, 1) for c, n in zip(columns, extents, strict=True)]
         offsets = np.repeat(np.cumsum([0, *extents[:-1]]), extents).astype(np.uint32)
@@ -62,10 +63,6 @@ def _column(part: Part, concat: int, seed: int) -> np.ndarray:
     strides = [math.prod(part.view[d + 1 :]) % 2**32 for d in range(len(part.view))]
     tail = np.array([part.repeat, *strides], np.uint32)
     return np.concatenate([np.frombuffer(digest, "<u4").astype(np.uint32), tail])
-
-
-def _repeat(part: Part, axis: int) -> int:
-    return part.repeat if axis == 0 else 1
 
 
 @functools.lru_cache(maxsize=256)

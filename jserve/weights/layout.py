@@ -89,7 +89,8 @@ def check(spec: ParamSpec, name: str) -> None:
         assert fits, f"{name}: {part.name} viewed as {part.view}"
         fits = (*shape[:c], *shape[c + 1 :]) == (*spec.shape[:c], *spec.shape[c + 1 :])
         assert fits, f"{name}: {part.name} is {shape} in {spec.shape}"
-    total = sum(_repeated(p)[c] for p in spec.parts) + spec.pad
+    assert not (spec.copies and c), f"{name}: copies along axis {c}"
+    total = sum(_repeated(p)[c] for p in spec.parts) + spec.pad + spec.copies
     assert total == spec.shape[c], f"{name}: parts give {total}, not {spec.shape}"
 
 
@@ -98,8 +99,7 @@ def pieces(spec: ParamSpec, index: Index) -> Iterator[ShardPiece]:
     padding."""
     want = [range(*s.indices(n)) for s, n in zip(index, spec.shape, strict=True)]
     start = 0
-    for part in spec.parts:
-        extent = _repeated(part)[spec.concat]
+    for part, extent in laid(spec):
         low = max(want[spec.concat].start, start)
         high = min(want[spec.concat].stop, start + extent)
         if low < high:
@@ -110,6 +110,18 @@ def pieces(spec: ParamSpec, index: Index) -> Iterator[ShardPiece]:
             out[spec.concat] = slice(low - begin, high - begin)
             yield ShardPiece(part=part, rows=tuple(rows), out=tuple(out))
         start += extent
+
+
+def laid(spec: ParamSpec) -> Iterator[tuple[Part, int]]:
+    """Each part and the entries of it along ``concat``, one after the other; those that are repeated come again, the
+    last one as far as it is."""
+    left = spec.copies
+    extents = [(part, _repeated(part)[spec.concat]) for part in spec.parts]
+    yield from extents
+    for part, extent in extents:
+        if left > 0:
+            yield part, min(extent, left)
+        left -= extent
 
 
 def shard_shape(spec: ParamSpec, index: Index) -> tuple[int, ...]:

@@ -100,7 +100,9 @@ def restore(
         for i, array in zip(group, arrays, strict=True):
             if why := bad_values_on_device(array, scan_nan):
                 raise _broken(root, names[i], why)
-            leaves.append(place(array, bases[i], wanted[i][1], shardings[i], array.dtype))
+            spec = wanted[i][1]
+            array = _with_copies(array, spec)
+            leaves.append(place(array, bases[i], spec, shardings[i], array.dtype))
             done += _n_bytes(abstract[i])
             if progress is not None:
                 progress(names[i], done, total)
@@ -144,11 +146,23 @@ def _abstract(
     base: ParamSpec, name: str, spec: ParamSpec, mesh: Mesh, rules: ShardRules, dtype: Any
 ) -> jax.ShapeDtypeStruct:
     """The arrays to restore: the final shards, or replicas where kv heads are repeated afterwards."""
-    if base.shape == spec.shape or spec.pad:
+    if base.shape == spec.shape or spec.pad or spec.copies:
         shape, sharding = spec.shape, sharding_of(spec, name, mesh, rules)
     else:
         shape, sharding = base.shape, rules.sharding(mesh, (None,) * len(base.shape))
     return jax.ShapeDtypeStruct(shape, spec.dtype or dtype, sharding=sharding)
+
+
+def _with_copies(array: jax.Array, spec: ParamSpec) -> jax.Array:
+    """``array`` with its first entries once more at its end, where Orbax put zeros."""
+    if not spec.copies:
+        return array
+    n = spec.copies
+
+    def copied(x: jax.Array) -> jax.Array:
+        return x.at[-n:].set(x[:n])
+
+    return jax.jit(copied, donate_argnums=0, out_shardings=array.sharding)(array)
 
 
 def _groups(sizes: list[int]) -> Iterator[list[int]]:
@@ -194,8 +208,8 @@ def _is_left_out(leaf: Any) -> bool:
 
 
 def _how(leaf: Any) -> ocp.RestoreArgs:
-    """Shapes were compared before: one that is larger than the stored one is a padded vocabulary,
-    which Orbax fills with zeros."""
+    """Shapes were compared before: one that is larger than the stored one is a padded vocabulary, or has spare slots
+    of experts; Orbax fills it with zeros."""
     if _is_left_out(leaf):
         return ocp.RestoreArgs()
     return ocp.ArrayRestoreArgs(

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jserve.errors import ConfigError
-from jserve.model.shard import ParamSpec, ShardRules, is_spec, rule
+from jserve.model.shard import ParamSpec, ShardRules, is_spec, n_parts, rule
 from jserve.weights.layout import Index, check
 
 Progress = Callable[[str, int, int], None]
@@ -42,8 +42,7 @@ def tp_size(mesh: Mesh, rules: ShardRules) -> int:
     Raises:
         ConfigError: the mesh lacks the rule's axis; ``field`` is the rule.
     """
-    axis = rules.split("kv_heads", mesh.shape)
-    return 1 if axis is None else mesh.shape[axis]
+    return n_parts(rules.split("kv_heads", mesh.shape), mesh.shape)
 
 
 def named(specs: Any) -> list[tuple[str, ParamSpec]]:
@@ -61,9 +60,9 @@ def sharding_of(spec: ParamSpec, name: str, mesh: Mesh, rules: ShardRules) -> Na
     """
     for n, logical in zip(spec.shape, spec.axes, strict=True):
         axis = None if logical is None else rules.split(logical, mesh.shape)
-        if logical is not None and axis is not None and n % mesh.shape[axis]:
+        if logical is not None and n % (parts := n_parts(axis, mesh.shape)):
             raise ConfigError(
-                f"{rule(logical)}: {name} {spec.shape} does not split over the {mesh.shape[axis]}"
+                f"{rule(logical)}: {name} {spec.shape} does not split over the {parts}"
                 f" devices of mesh axis {axis!r}",
                 field=rule(logical),
             )

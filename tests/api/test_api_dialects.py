@@ -9,7 +9,7 @@ import json
 from hypothesis import given, settings, strategies as st
 
 from jserve.types import Finish
-from tests.api.talk import FORMATS, TIME, WEATHER, Script, talking
+from tests.api.talk import CHATML, FORMATS, TIME, WEATHER, Script, talking
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER = [{"role": "user", "content": "hi"}]
@@ -18,6 +18,24 @@ CALLS = {
     "mistral": '[TOOL_CALLS][{"name": "time", "arguments": {"a": "é🙂"}}, {"name": "f", "arguments": {}}]',
     "llama3": '<|python_tag|>{"name": "time", "parameters": {"a": "é🙂"}}',
 }
+MORE = {
+    "openai": (
+        "<|channel|>",
+        '<|channel|>commentary to=functions.time<|message|>{"a": "é🙂"}<|call|>',
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜>",
+        '<｜tool▁call▁begin｜>time<｜tool▁sep｜>{"a": "é🙂"}<｜tool▁call▁end｜>',
+    ),
+    "cohere_command": (
+        "<|START_ACTION|>",
+        '<|START_ACTION|>[{"tool_name": "time", "parameters": {"a": "é🙂"}}]<|END_ACTION|>',
+    ),
+    "llama4_pythonic": ("<|python_start|>", '<|python_start|>[time(a="é🙂")]<|python_end|>'),
+}
+"""What a template shows of a format, and a call."""
+TEMPLATES = FORMATS | {kind: "{# " + sign + " #}" + CHATML for kind, (sign, _) in MORE.items()}
+CALLS |= {kind: call for kind, (_, call) in MORE.items()}
 THOUGHTS = ("", "<think>\nhm, <b>\n</think>\n\n", "<think></think>", "<think>never ends")
 
 
@@ -213,9 +231,9 @@ def from_response(response: dict) -> dict:
     return found | {"finish": finish, "tokens": (usage["input_tokens"], usage["output_tokens"])}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
-    kind=st.sampled_from(sorted(FORMATS)),
+    kind=st.sampled_from(sorted(TEMPLATES)),
     thought=st.sampled_from(THOUGHTS),
     words=st.lists(st.sampled_from(["Hé ", "🙂", " <b>", "\n", "CALL", "[", "{"]), max_size=6),
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -229,7 +247,7 @@ def test_all_dialects_tell_one_answer(kind, thought, words, cuts, end, calls, n_
     async def run():
         script = Script((parsed,))
         script.end, script.n_cached = end, n_cached
-        async with talking(script, FORMATS[kind]) as srv:
+        async with talking(script, TEMPLATES[kind]) as srv:
 
             async def both(path: str, **more) -> tuple[dict, list]:
                 body = body_of(path, calls)

@@ -29,7 +29,8 @@ def assemble(spec: ParamSpec, get: Get) -> np.ndarray:
         x = rows[: np.prod(part.view)].reshape(part.view)
         pieces.append(np.repeat(x, part.repeat, axis=0))
     pad = [(0, spec.pad if d == spec.concat else 0) for d in range(len(spec.shape))]
-    return np.pad(np.concatenate(pieces, axis=spec.concat), pad).reshape(spec.shape)
+    whole = np.pad(np.concatenate(pieces, axis=spec.concat), pad)
+    return np.concatenate([whole, whole[: spec.copies]]).reshape(spec.shape)
 
 
 def assemble_all(specs: Any, get: Get, dtype: Any) -> Any:

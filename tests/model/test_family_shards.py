@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from jserve.model.families import family_for
 from jserve.model.hand import Row
+from jserve.model.moe_places import n_routed
+from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
 from tests.model.driver import Driver
 
@@ -21,6 +25,24 @@ BUCKET = Bucket(D=2, P=40, F=1)
 @pytest.mark.parametrize("case", CASES)
 def test_devices_agree(case: str) -> None:
     """Two kv heads, so four devices hold each of them twice."""
+    logits = of_case(case)
+    one = logits(1)
+    for tp in (2, 4):
+        assert np.abs(logits(tp) - one).max() < 1e-5 * np.ptp(one), f"{tp} devices"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[CASES.index("mixtral") :])
+def test_devices_with_different_experts_agree(case: str) -> None:
+    """As many redundant experts as fill the slots up."""
+    logits = of_case(case)
+    one = logits(1)
+    for ep, tp in ((2, 1), (4, 1), (2, 2)):
+        assert np.abs(logits(tp, ep) - one).max() < 1e-5 * np.ptp(one), f"{ep} groups of {tp}"
+
+
+def of_case(case: str) -> Callable[..., np.ndarray]:
+    """(devices of a group, groups) -> the logits of one prompt."""
     from tests.model import hf
     from tests.model.test_parity import CASES as OF
 
@@ -29,10 +51,11 @@ def test_devices_agree(case: str) -> None:
     arch, get = family.arch(config), hf.weights(model)
     prompt = np.random.default_rng(1).integers(0, 128, 39).tolist()
 
-    def logits(tp: int) -> np.ndarray:
-        driver = Driver(family, arch, get, attn="ref", tp=tp)
+    def logits(tp: int, ep: int = 1) -> np.ndarray:
+        mesh = make_mesh(tp, ep=ep)
+        spare = -n_routed(arch)[1] % ep if ep > 1 else 0
+        rules = ShardRules.of_mesh(mesh.shape, spare)
+        driver = Driver(family, arch, get, attn="ref", mesh=mesh, rules=rules)
         return driver.step(BUCKET, prefill=[Row(list(range(1, 17)), 0, prompt)])[2:41]
 
-    one = logits(1)
-    for tp in (2, 4):
-        assert np.abs(logits(tp) - one).max() < 1e-5 * np.ptp(one), f"{tp} devices"
+    return logits

@@ -12,17 +12,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jserve
 from jserve.errors import ConfigError
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY
 from jserve.model.hand import Row, pack
-from jserve.model.shard import Axes, ParamSpec, Part, ShardRules, is_spec, make_mesh, padded
+from jserve.model.shard import (
+    Axes,
+    ParamSpec,
+    Part,
+    ShardRules,
+    is_spec,
+    make_mesh,
+    mesh_of,
+    padded,
+)
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import RANDOM, Bucket, StepDims, numpy_views
 from jserve.runner.state import new_state
+from jserve.sharding import Sharding
 from jserve.weights.adopt import adopt
 from jserve.weights.layout import split as parts_of
 from jserve.weights.place import tp_size
@@ -211,6 +221,73 @@ def test_steps_on_one_axis_of_eight_draw_what_one_device_draws(
 ) -> None:
     """More devices than kv heads, and a vocabulary with three rows of padding."""
     assert run(make_mesh(8), rules_of(*("tp" if on else None for on in split))) == stepped
+
+
+BY_DATA = {
+    "both axes": {"rules": {"kv_heads": ["x", "y"], "ffn": ["y", "x"], "vocab": ["x", "y"]}},
+    "auto": {"mode": "auto", "rules": {"kv_heads": "y", "ffn": ["x", "y"], "vocab": ["x", "y"]}},
+    "auto, 2D": {
+        "mode": "auto",
+        "rules": {"embed": "x", "kv_heads": "y", "ffn": "y", "vocab": "y"},
+    },
+    "auto, by path": {
+        "mode": "auto",
+        "rules": {"kv_heads": "x"},
+        "params": {
+            r"layers/\d/down": [None, ["x", "y"]],
+            r"layers/1/.*norm": ["y"],
+            "embed": [None, ["y", "x"]],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", BY_DATA)
+def test_a_sharding_as_data_draws_what_one_device_draws(
+    name: str, stepped: list[list[int]]
+) -> None:
+    sharding = Sharding.of({"mesh": {"x": 2, "y": 4}, **BY_DATA[name]})
+    mesh = mesh_of(sharding)
+    rules = ShardRules.of_sharding(sharding, mesh.shape)
+    assert run(mesh, rules) == stepped
+    laid = jax.tree.leaves(model_on(mesh, rules).param_partitions())
+    assert any(any(axes) for axes in laid), "everything is whole"
+
+
+def test_paths_win_over_rules() -> None:
+    sharding = Sharding.of({"mesh": {"x": 2, "y": 4}, **BY_DATA["auto, by path"]})
+    model = model_on(mesh_of(sharding), ShardRules.of_sharding(sharding, {"x": 2, "y": 4}))
+    found = model.param_partitions()
+    assert found["layers"][0]["down"] == PartitionSpec(None, ("x", "y"))
+    assert found["layers"][0]["attn_norm"] == PartitionSpec(None)
+    assert found["layers"][1]["attn_norm"] == PartitionSpec("y")
+    assert found["layers"][1]["qkv"] == PartitionSpec("x", None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"layers/9/down": [None, ["x", "y"]]}, "sharding.params.layers/9/down"),
+        ({"layers/0/down": [["x", "y"]]}, "sharding.params.layers/0/down"),
+        ({"layers/0/attn_norm": [["x", "y"]]}, None),
+        ({"embed": [["x", "y"], None]}, "sharding.params"),
+    ],
+)
+def test_paths_that_cannot_be_honoured_are_refused(params: Any, field: str | None) -> None:
+    sharding = Sharding.of({"mesh": {"x": 2, "y": 4}, "mode": "auto", "params": params})
+    mesh = mesh_of(sharding)
+    rules = ShardRules.of_sharding(sharding, mesh.shape)
+
+    def placed() -> Any:
+        specs = padded(FAMILY.specs(ARCH, 1), rules, mesh.shape)
+        return adopt(weights(), specs, mesh, rules, jnp.float32)
+
+    if field is None:
+        placed()
+        return
+    with pytest.raises(ConfigError) as caught:
+        placed()
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("split", [(True, False, True), (False, True, False)])

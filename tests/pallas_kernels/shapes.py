@@ -28,17 +28,26 @@ FAMILIES = {arch.family: family_for(SHAPES[name]) for name, arch in ARCHS.items(
 
 
 def step_model(
-    arch: Arch, *, tp: int = 1, n_pages: int = 2048, C: int = 256, kv_dtype: Any = jnp.bfloat16
+    arch: Arch,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    n_pages: int = 2048,
+    C: int = 256,
+    kv_dtype: Any = jnp.bfloat16,
 ) -> StepModel:
-    """A step over described H200s; KV of ``n_pages`` pages of 64 tokens, 8192 tokens a row."""
+    """A step over described H200s; KV of ``n_pages`` pages of 64 tokens, 8192 tokens a row. With ``ep`` experts lie on
+    different devices and move."""
     attention = backend("hopper", "cuda")
+    mesh = make_mesh(tp, aot.h200(tp * ep), ep)
     return StepModel(
         family=FAMILIES[arch.family],
         arch=arch,
         backend=attention,
         dims=StepDims(C=C, M=128, Z=64, V=arch.V, n_vocab_rows=64),
-        mesh=make_mesh(tp, aot.h200(tp)),
-        rules=ShardRules(),
+        mesh=mesh,
+        rules=ShardRules.of_mesh(mesh.shape, ep if ep > 1 else 0),
+        experts=ep > 1,
         n_pages=n_pages,
         kv_dtype=attention.kv_dtype(kv_dtype),
         dtype=jnp.bfloat16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -114,3 +115,17 @@ def test_steps_of_few_tokens_gather() -> None:
     report = compile_step(model, Bucket(D=4, P=0, F=0))
     assert report.launches() == ["kCommandBuffer"]
     assert len(re.findall(r"\d: kCustomCall ", report.thunks)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", [Bucket(D=64, P=0, F=0), Bucket(D=4, P=0, F=0)], ids=str)
+def test_steps_over_devices_with_different_experts(bucket: Bucket) -> None:
+    """By the kernel and by the gather: one CUDA graph, and the sums that tensor parallelism has."""
+    model = step_model(resized(ARCHS["qwen3-30b-a3b"], L=1), tp=2, ep=2)
+    report = compile_step(model, bucket)
+    assert report.launches() == ["kCommandBuffer"]
+    assert report.spills == 0, report.kernels
+    assert not report.ignored
+    kernels = 4 if bucket.D > 4 else 2
+    assert len(re.findall(r"\d: kCustomCall ", report.thunks)) == kernels
+    assert Counter(report.collectives()) == {"all-reduce": 3, "all-gather": 1}

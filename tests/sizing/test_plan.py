@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -365,3 +366,43 @@ def test_the_shipped_model_on_this_machine() -> None:
     done = CliRunner().invoke(app, ["plan", "--device", "cpu", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["model"] == "jserve-mini"
+
+
+def test_experts_over_devices_are_counted_on_each() -> None:
+    """A fourth of the experts and of all else on each; spare slots are weights too."""
+
+    def found(**options: Any) -> sizing.Plan:
+        config = EngineConfig.of(page_size=64, max_model_len=4096, **options)
+        return sizing.plan("qwen3-30b-a3b", "h200", (1024,), config)[0]
+
+    split = found(tensor_parallel_size=4)
+    whole = found(expert_parallel_size=4)
+    mixed = found(expert_parallel_size=2, tensor_parallel_size=2)
+    spare = found(expert_parallel_size=4, num_redundant_experts=16)
+    assert {p.devices for p in (split, whole, mixed, spare)} == {4}
+    assert whole.memory.weight_bytes == split.memory.weight_bytes == mixed.memory.weight_bytes
+    expert = 3 * 2048 * 768 * 2
+    assert spare.memory.weight_bytes - whole.memory.weight_bytes == 48 * 4 * expert
+    slow, even = whole.rates[0].limit_ms, split.rates[0].limit_ms
+    assert slow > 1.2 * even, "the fullest device has more than its share at batch 1"
+    at_256 = [rate for plan in (whole, split) for rate in plan.rates if rate.batch == 256]
+    assert at_256[0].limit_ms == pytest.approx(at_256[1].limit_ms, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "field"),
+    [
+        ("qwen3-30b-a3b", {"expert_parallel_size": 3}, "num_attention_heads"),
+        ("mixtral-8x7b", {"expert_parallel_size": 16}, "expert_parallel_size"),
+        ("llama-3.2-1b", {"expert_parallel_size": 2}, "expert_parallel_size"),
+        ("llama-3.2-1b", {"expert_load_metrics": True}, "expert_load_metrics"),
+        ("qwen3-30b-a3b", {"enable_eplb": True}, "enable_eplb"),
+        ("qwen3-30b-a3b", {"num_redundant_experts": 8}, "num_redundant_experts"),
+    ],
+)
+def test_experts_that_devices_cannot_share_are_refused(
+    model: str, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sizing.plan(model, "h200", (100,), EngineConfig.of(max_model_len=1024, **options))
+    assert caught.value.field == field

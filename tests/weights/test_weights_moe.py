@@ -12,11 +12,11 @@ import pytest
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, is_spec, make_mesh
+from jserve.model.shard import ShardRules, is_spec, make_mesh, padded
 from jserve.weights import layout
 from jserve.weights.convert import convert
 from jserve.weights.dummy import draw_all
-from jserve.weights.loader import load
+from jserve.weights.loader import adopted, load
 from jserve.weights.source import resolve
 from tests.model.assembly import assemble_all
 from tests.weights.weights_kit import BF16, LLAMA, Model, same
@@ -127,6 +127,56 @@ def test_orbax_gives_the_same_experts(tmp_path: Path) -> None:
     assert_equal(load(model.family, model.arch, source, mesh, RULES, BF16), loaded(model, 2))
 
 
+def on_groups(model: Model, source: Any, spare: int, ep: int = 2, tp: int = 2) -> Any:
+    """The parameters with experts over ``ep`` groups of devices."""
+    mesh = make_mesh(tp, ep=ep)
+    rules = ShardRules.of_mesh(mesh.shape, spare)
+    return load(model.family, model.arch, source, mesh, rules, BF16)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("spare", [0, 2])
+def test_experts_over_devices_come_from_every_source(tmp_path: Path, name: str, spare: int) -> None:
+    """One by one, all together, from Orbax and from a live tree; spare slots repeat the first experts."""
+    model = Model(tmp_path / "m", CONFIGS[name])
+    sizes = {"ep": 2, "tp": 2}
+    specs = padded(model.family.specs(model.arch, 4), ShardRules.of_mesh(sizes, spare), sizes)
+    want = assemble_all(specs, model.tensors.__getitem__, BF16)
+    assert want["layers"][1]["expert_down"].shape[0] == 6 + spare
+    got = on_groups(model, resolve(str(model.single().path)), spare)
+    assert_equal(got, want)
+    assert got["layers"][1]["expert_down"].sharding.shard_shape((8, 64, 24))[0] == 4
+    assert_equal(on_groups(model, convert(str(model.path), tmp_path / "orbax"), spare), want)
+    mesh = make_mesh(2, ep=2)
+    given = (loaded(model), mesh, ShardRules.of_mesh(mesh.shape, spare), BF16)
+    assert_equal(adopted(model.family, model.arch, *given), want)
+    assert_equal(on_groups(model, resolve(str(respelled(model).single().path)), spare), want)
+
+
+def test_a_device_reads_the_tensors_of_its_own_experts(tmp_path: Path) -> None:
+    model = Model(tmp_path / "m", CONFIGS["qwen2_moe"])
+    sizes = {"ep": 2, "tp": 1}
+    specs = padded(model.family.specs(model.arch, 2), ShardRules.of_mesh(sizes, 2), sizes)
+    down, found = specs["layers"][1]["expert_down"], []
+    for first in (0, 4):
+        index = (slice(first, first + 4), slice(None), slice(None))
+        names = [piece.part.name for piece in layout.pieces(down, index)]
+        found.append([int(name.split(".experts.")[1].split(".")[0]) for name in names])
+    assert found == [[0, 1, 2, 3], [4, 5, 0, 1]]
+
+
+def test_spare_slots_of_dummy_experts_are_copies(tmp_path: Path) -> None:
+    model = Model(tmp_path / "m", CONFIGS["granite_moe"])
+    source = resolve(str(model.path), "", "dummy")
+    got, one = (
+        on_groups(model, source, 2),
+        load(model.family, model.arch, source, make_mesh(1), RULES, BF16),
+    )
+    for name, rows in (("expert_gate_up", 2), ("expert_down", 1)):
+        have, want = (np.asarray(tree["layers"][1][name]) for tree in (got, one))
+        np.testing.assert_array_equal(have, np.concatenate([want, want[: 2 * rows]]))
+
+
 def test_dummy_experts_differ_and_do_not_depend_on_the_mesh(tmp_path: Path) -> None:
     model = Model(tmp_path / "m", CONFIGS["qwen2_moe"])
 
@@ -207,7 +257,7 @@ def test_a_width_that_devices_cannot_share_is_refused_by_its_key(
     model = Model(tmp_path / "m", CONFIGS[name])
     arch = model.family.arch(model.config | {field: 42})
     with pytest.raises(ConfigError, match="not divisible") as caught:
-        model.family.specs(arch, 4)
+        padded(model.family.specs(arch, 4), ShardRules(), {"tp": 4})
     assert caught.value.field == field
 
 

@@ -20,7 +20,7 @@ from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.shard import ShardRules, mesh_of
 from jserve.model.view import Bucket
 from jserve.ports import InFlight, Proposer, StepTime
 from jserve.runner.buckets import Ladder, Needs
@@ -28,6 +28,7 @@ from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
 from jserve.sched import policy
 from jserve.sched.scheduler import Scheduler
+from jserve.sharding import Sharding
 from jserve.testing import FakeProposer
 from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import Output, Request, Sequence, StepPlan
@@ -73,15 +74,18 @@ def make_runner(
     tp: int = 1,
     speculation: Callable[..., Any] | None = None,
     buckets: Seq[Bucket] = BUCKETS,
+    sharding: Any = None,
     **options: Any,
 ) -> ModelRunner:
-    """The tiny model with drawn weights, large enough in scale that its choices vary; drafted for by
-    what ``speculation`` makes of its arch, its parameters and the mesh."""
+    """The tiny model with drawn weights, large enough in scale that its choices vary, over ``tp`` devices or as
+    ``sharding`` says; drafted for by what ``speculation`` makes of its arch, its parameters and the mesh."""
     family = family_for(TINY)
     source = Source(
         name="tiny", directory=None, format="dummy", weights=None, config=TINY, generation={}
     )  # type: ignore[arg-type]
-    mesh, rules, dtype = make_mesh(tp), ShardRules(), jnp.dtype("float32")
+    asked = Sharding.of(sharding or f"tp={tp}")
+    mesh, dtype = mesh_of(asked), jnp.dtype("float32")
+    rules = ShardRules.of_sharding(asked, mesh.shape)
     params = load(family, family.arch(TINY), source, mesh, rules, dtype, seed=3)
     params = {**params, "embed": params["embed"] * 30}
     config = EngineConfig.of(**OPTIONS | options)

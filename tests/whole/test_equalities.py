@@ -90,6 +90,37 @@ def test_sharded_equals_one_device(runner, tp: int) -> None:
         check_workload(runner, seed, sharded)
 
 
+XY = {"x": 2, "y": 2}
+SHARDINGS = {
+    "heads on x, ffn on y": {"mesh": XY, "rules": {"kv_heads": "x", "ffn": "y", "vocab": "y"}},
+    "both axes": {"mesh": XY, "rules": {key: ["y", "x"] for key in ("kv_heads", "ffn", "vocab")}},
+    "kv heads repeated": {
+        "mesh": {"x": 2, "y": 4},
+        "rules": {"kv_heads": ["x", "y"], "ffn": "y"},
+    },
+    "vocabulary alone": {"mesh": {"x": 4}, "rules": {"vocab": "x"}},
+    "auto": {"mesh": XY, "mode": "auto", "rules": {"kv_heads": "x", "ffn": ["x", "y"]}},
+    "auto, 2D": {
+        "mesh": XY,
+        "mode": "auto",
+        "rules": {"embed": "x", "kv_heads": "y", "ffn": "y", "vocab": "y"},
+    },
+    "auto, by path": {
+        "mesh": XY,
+        "mode": "auto",
+        "params": {"layers/0/down": [None, ["x", "y"]], "layers/1/qkv": [None, None, None, "x"]},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_any_sharding_equals_one_device(runner, name: str) -> None:
+    sharded = equal.make_runner(sharding=SHARDINGS[name])
+    for seed in range(60, 62):
+        check_workload(runner, seed, sharded)
+
+
 def test_nothing_compiles_after_ready(runner) -> None:
     """500 requests of every kind in one run, in every bucket."""
     before = runner.programs.late_compiles

@@ -43,7 +43,7 @@ class MessageReply:
     ) -> None:
         (self._parser,) = choice_parsers(ask, served, tokenizer, requests)
         self._blocks = AnswerBlocks(self._parser)
-        self._thinks = served.card.speech.tags is not None
+        self._thinks = served.card.speech.thinks
         self._id, self._model = new_id("msg_"), served.card.name
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 

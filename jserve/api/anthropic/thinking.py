@@ -58,12 +58,14 @@ def budget_of(value: Any, max_tokens: int, served: Served) -> int | None:
     kind = (value or {}).get("type")
     speech, template = served.card.speech, served.template
     reads = template is not None and template.takes("enable_thinking")
-    if kind == "disabled" and speech.tags is not None and not reads:
+    if kind == "disabled" and speech.thinks and not reads:
         raise Unsupported("this model's thoughts cannot be switched off", field="thinking.type")
     if kind != "enabled":
         return None
-    if speech.tags is None:
+    if not speech.thinks:
         raise Unsupported("this model writes no thoughts", field="thinking.type")
+    if speech.thinking is None:
+        raise Unsupported("this model's thoughts cannot be limited", field="thinking.type")
     where, budget = "thinking.budget_tokens", value["budget_tokens"]
     if budget >= max_tokens:
         raise BadRequest(f"{where} must be below max_tokens", field=where)

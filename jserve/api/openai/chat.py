@@ -107,6 +107,7 @@ def talk(
         if budget >= 0 and (card.speech.thinking is None or not card.masks):
             raise Unsupported("this model's thoughts cannot be limited", field=field)
         found["thinking_token_budget"] = budget
-    if card.speech.keeps_special and (shape.calls or card.speech.tags is not None):
+    speech = card.speech
+    if speech.keeps_special and (shape.calls or speech.thinks or speech.framed):
         found["skip_special_tokens"] = False
     return found

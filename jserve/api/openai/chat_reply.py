@@ -41,7 +41,7 @@ class ChatReply:
     ) -> None:
         self._body: ChatBody = ask.body
         self._requests = requests
-        self._thinks = served.card.speech.tags is not None
+        self._thinks = served.card.speech.thinks
         shows = self._body.include_reasoning is not False
         self._null_names = served.thought_names
         self._thought_names = served.thought_names if shows and self._thinks else ()

@@ -92,6 +92,7 @@ def snapshot(front: Front, after: int, now: float) -> dict[str, Any]:
             "found": found.get(("prefix_cache_hits_total", ""), 0),
         },
         "speculation": _speculation(found),
+        "experts": _experts(found),
         "replicas": [asdict(one) for one in front.engine.replicas()],
         "steps": {"columns": STEP_COLUMNS, "rows": _steps(front, after)},
     }
@@ -117,6 +118,18 @@ def _speculation(found: Samples) -> dict[str, float] | None:
         for name in (_DRAFTED, _ACCEPTED)
     }
     return {"drafted": sums[_DRAFTED], "accepted": sums[_ACCEPTED]} if sums[_DRAFTED] else None
+
+
+def _experts(found: Samples) -> dict[str, float] | None:
+    """The evenness of experts' loads of late, and the number of moves; None where nobody counts."""
+    if ("expert_load_max_over_mean", "") not in found:
+        return None
+    return {
+        "fullest": found["expert_load_max_over_mean", ""],
+        "worst": found["expert_load_max_over_mean_worst", ""],
+        "hottest": found["expert_load_hottest_share", ""],
+        "moves": found.get(("expert_moves_total", ""), 0),
+    }
 
 
 def _steps(front: Front, after: int) -> list[tuple[float, ...]]:

@@ -57,7 +57,7 @@ def shape_of(
     required = choice not in (None, "auto")
     strict = any(tool["function"].get("strict") is True for _, tool in named)
     if not (required or strict or single or shape.spec is not None):
-        return replace(shape, calls=speech.form is not None)
+        return replace(shape, calls=speech.calls != "none")
     if speech.form is None:
         raise Unsupported(
             "this model's way to call tools is not known, so it cannot be held to it",

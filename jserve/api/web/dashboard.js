@@ -64,7 +64,7 @@ function showLower(now) {
     ...[n.waiting, n.running, n.finished, n.refused, n.expired].map((value) => el("td", {}, short(value))))));
   const levels = ["", "bulk is refused", "bulk is refused, prefills are short", "only interactive is taken"];
   byId("overload").textContent = now.overload_level ? `Overload: ${levels[now.overload_level]}.` : "";
-  const { kv, prefix, replicas, speculation } = now;
+  const { kv, prefix, replicas, speculation, experts } = now;
   byId("replicas-card").hidden = !replicas.length;
   byId("replicas").replaceChildren(...replicas.map((r) => el("tr", {}, el("th", { scope: "row" }, r.name), el("td", {}, r.state),
     ...[r.running, r.waiting, r.requests].map((value) => el("td", {}, short(value))),
@@ -76,6 +76,13 @@ function showLower(now) {
   if (speculation) {
     const { drafted, accepted } = speculation;
     stack("speculation", drafted, [["Accepted", accepted], ["", 0], ["Rejected", drafted - accepted]]);
+  }
+  byId("experts-card").hidden = experts === null;
+  if (experts) {
+    const times = (value) => `${(Math.round(100 * value) / 100).toFixed(2)} ×`;
+    const facts = [["Fullest device, of the mean", times(experts.fullest)], ["In the worst layer", times(experts.worst)],
+      ["Busiest expert", `${short(Math.round(1000 * experts.hottest) / 10)} %`], ["Moves", short(experts.moves)]];
+    byId("experts").replaceChildren(...facts.map(([title, value]) => el("div", {}, el("dt", {}, title), el("dd", {}, value))));
   }
 }
 

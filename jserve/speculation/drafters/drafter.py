@@ -27,7 +27,7 @@ from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
-from jserve.model.shard import Axes, ShardRules
+from jserve.model.shard import AXIS, Axes, ShardRules, padded
 from jserve.model.view import StepView
 
 REPLICATED = ShardRules(vocab=None, kv_heads=None, ffn=None)
@@ -153,7 +153,7 @@ def split_over(drafter: Drafter, tp: int, wished: int = 0) -> Drafter:
     if tp == 1 or wished == 1:
         return replace(drafter, replicated=tp > 1)
     try:
-        drafter.specs(tp)
+        padded(drafter.specs(tp), ShardRules(), {AXIS: tp})
     except ConfigError as error:
         if wished:
             field = "speculative.tensor_parallel_size"

@@ -157,7 +157,7 @@ class _Head:
         ctx = ctx.with_tables()
         y_TD, layer_kv = attend_normed(ctx, p, x_TX, kv[0])
         h_TD = (normed_TD if self.norm_before_residual else f_TD) + y_TD
-        return h_TD + ffn_block(ctx, p, h_TD), [layer_kv]
+        return h_TD + ffn_block(ctx, p, h_TD)[0], [layer_kv]
 
     def specs(self, tp: int) -> dict[str, Any]:
         """The parameter tree.

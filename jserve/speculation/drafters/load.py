@@ -93,7 +93,7 @@ class FoundDrafter:
         return FoundDrafter(split_over(self.drafter, tp, wished), self.load)
 
     def loaded(self, mesh: Mesh, rules: ShardRules, dtype: Any, **how: Any) -> Any:
-        laid = REPLICATED if self.drafter.replicated else rules
+        laid = REPLICATED if self.drafter.replicated else rules.in_width
         return self.load(mesh, laid, dtype, **how)
 
 

@@ -12,22 +12,59 @@ from jserve.config import ModelOptions
 from jserve.errors import ConfigError
 from jserve.grammar.tools import NAME, CallForm, Piece
 from jserve.sampling import Thinking
-from jserve.text.chat.parsers.calls import CALL_PARSERS, CallParser
+from jserve.text.chat.parsers.calls import CallParser
 from jserve.text.chat.parsers.delta import ParsedDelta
+from jserve.text.chat.parsers.harmony import HarmonyParser
+from jserve.text.chat.parsers.marked import CohereCalls
 from jserve.text.chat.parsers.reasoning import State, ThoughtParser
+from jserve.text.chat.parsers.table import CALL_PARSERS
 from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
 
 TAIL = 24
 """Prompt tokens that decide whether it ends inside a thought."""
-_TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+_TAGS = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "exaone_deep": ("<thought>", "</thought>"),
+    "cohere_command": ("<|START_THINKING|>", "<|END_THINKING|>"),
+}
+_HARMONY = "openai_gptoss"
+_SHOWN = {
+    "llama3": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    "phi4_mini_json": ("<|tool_call|>", "<|/tool_call|>"),
+    "glm4": ("<|assistant|>",),
+    "cohere_command": ("<|START_ACTION|>", "<|START_RESPONSE|>"),
+    "llama4_pythonic": ("<|python_start|>", "<|python_end|>"),
+    "openai": ("<|channel|>", "<|message|>"),
+}
+"""Control tokens that a parser of calls has to see."""
+_FRAMED = ("openai", "cohere_command")
+"""Formats that put the answer, too, between control tokens."""
+_SIGNS = (
+    ("<|channel|>", "openai"),
+    ("<|START_ACTION|>", "cohere_command"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<arg_key>", "none"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_start|>", "llama4_pythonic"),
+    ("functools", "phi4_mini_json"),
+    ("<|tool_call|>", "phi4_mini_json"),
+    ("<|tool|>", "phi4_mini_json"),
+    ("<|observation|>", "glm4"),
+)
+"""Text of a chat template -> the parser of its calls; the first one that is there counts."""
 
 
 class AnswerParser:
     """Text in, ``ParsedDelta`` out; any cut of a text gives the same pieces, concatenated.
 
     Args:
-        thought: None where all text is the answer.
+        thought: None where all text is the answer, or its parser finds thoughts itself.
         calls: reads the answer.
     """
 
@@ -37,6 +74,8 @@ class AnswerParser:
     @property
     def thinking(self) -> bool:
         """True while the text so far ends inside a thought."""
+        if isinstance(self._calls, HarmonyParser):
+            return self._calls.thinking
         return self._thought is not None and self._thought.state is State.THOUGHT
 
     def feed(self, text: str) -> ParsedDelta:
@@ -52,7 +91,7 @@ class AnswerParser:
 
     def _both(self, reasoning: str, answer: str) -> ParsedDelta:
         parsed = self._calls.feed(answer) if answer else ParsedDelta()
-        parsed.reasoning = reasoning
+        parsed.reasoning = reasoning + parsed.reasoning
         return parsed
 
 
@@ -70,6 +109,18 @@ class Speech:
     """The opening and the closing tag of a thought."""
     thinking: Thinking | None = None
     """Their ids, where ``tags`` are."""
+    channels: bool = False
+    """Thoughts are messages of the harmony format, so they have no tags."""
+
+    @property
+    def thinks(self) -> bool:
+        """True where thoughts are told from answers."""
+        return self.tags is not None or self.channels
+
+    @property
+    def framed(self) -> bool:
+        """True where control tokens are around every answer, which the text must then show."""
+        return self.calls in _FRAMED
 
     def state(self, prompt_ids: Sequence[int], tokenizer: TextTokenizer) -> State:
         """The parser state at which an answer to this prompt begins."""
@@ -94,7 +145,14 @@ class Speech:
         thought = None
         if self.tags is not None and state is not State.ANSWER:
             thought = ThoughtParser(*self.tags, state)
-        return AnswerParser(thought, CALL_PARSERS[self.calls if calls else "none"]())
+        return AnswerParser(thought, self._call_parser(calls=calls))
+
+    def _call_parser(self, *, calls: bool) -> CallParser:
+        if self.calls == "openai":
+            return HarmonyParser(calls=calls, thoughts=self.channels)
+        if self.calls == "cohere_command":
+            return CohereCalls(calls=calls)
+        return CALL_PARSERS[self.calls if calls else "none"]()
 
 
 PLAIN = Speech()
@@ -108,25 +166,32 @@ def speech_of(
     Raises:
         ConfigError: the reasoning parser named needs tags that are no tokens of this model.
     """
-    name = options.tool_call_parser
+    name, thoughts = options.tool_call_parser, options.reasoning_parser
     calls = _calls(template) if name == "auto" else name
-    tags = _tags(options.reasoning_parser, tokenizer)
+    if thoughts == _HARMONY and calls != "openai":
+        why = f"reasoning_parser {thoughts} goes with tool_call_parser openai only"
+        raise ConfigError(why, field="reasoning_parser")
+    tags = None if calls == "openai" else _tags(thoughts, tokenizer)
     return Speech(
         calls=calls,
         form=_form(calls, tokenizer),
         keeps_special=_keeps_special(calls, tags, tokenizer),
         tags=tags,
         thinking=None if tags is None else _thinking(tags, tokenizer),
+        channels=calls == "openai" and thoughts in ("auto", _HARMONY),
     )
 
 
 def _calls(template: ChatTemplate | None) -> str:
     if template is None:
         return "none"
-    if template.mentions("<tool_call>"):
-        return "hermes"
-    if template.mentions("[TOOL_CALLS]"):
-        return "mistral"
+    found = next((name for sign, name in _SIGNS if template.mentions(sign)), "")
+    if found == "deepseek_v3" and not template.mentions("```json"):
+        return "deepseek_v31"
+    if found:
+        return found
+    if template.mentions("<start_of_turn>") and template.takes_tools:
+        return "gemma3"
     return "llama3" if template.mentions('"parameters": ') else "none"
 
 
@@ -157,8 +222,7 @@ def _thinking(tags: tuple[str, str], tokenizer: TextTokenizer) -> Thinking:
 
 
 def _keeps_special(calls: str, tags: tuple[str, str] | None, tokenizer: TextTokenizer) -> bool:
-    marks = {"llama3": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]", "[ARGS]")}.get(calls, ())
-    ids = {tokenizer.token_id(mark) for mark in (*marks, *(tags or ()))}
+    ids = {tokenizer.token_id(mark) for mark in (*_SHOWN.get(calls, ()), *(tags or ()))}
     return not ids.isdisjoint(tokenizer.special_ids)
 
 
@@ -180,4 +244,31 @@ def _form(calls: str, tokenizer: TextTokenizer) -> CallForm | None:
     if calls == "mistral":
         begin = (mark("[TOOL_CALLS]"), "[")
         return CallForm(begin=begin, head=(named,), tail=("}",), between=(", ",), end=("]",))
+    if calls == "deepseek_v3":
+        sep, call = mark("<｜tool▁sep｜>"), mark("<｜tool▁call▁begin｜>")
+        return CallForm(
+            begin=(mark("<｜tool▁calls▁begin｜>"),),
+            head=(call, "function", sep, f"{NAME}\n```json\n"),
+            tail=("\n```", mark("<｜tool▁call▁end｜>")),
+            between=("\n",),
+            end=(mark("<｜tool▁calls▁end｜>"),),
+        )
+    if calls == "deepseek_v31":
+        return CallForm(
+            begin=(mark("<｜tool▁calls▁begin｜>"),),
+            head=(mark("<｜tool▁call▁begin｜>"), NAME, mark("<｜tool▁sep｜>")),
+            tail=(mark("<｜tool▁call▁end｜>"),),
+            end=(mark("<｜tool▁calls▁end｜>"),),
+        )
+    if calls == "phi4_mini_json":
+        begin = ("functools[",)
+        return CallForm(begin=begin, head=(named,), tail=("}",), between=(", ",), end=("]",))
+    if calls == "cohere_command":
+        head = (f'{{"tool_call_id": "0", "tool_name": "{NAME}", "parameters": ',)
+        begin, end = (mark("<|START_ACTION|>"), "["), ("]", mark("<|END_ACTION|>"))
+        return CallForm(begin=begin, head=head, tail=("}",), between=(", ",), end=end)
+    if calls in ("pythonic", "llama4_pythonic", "gemma3"):
+        # A grammar of arguments is one of JSON, which these parsers read too.
+        head = (named.replace("arguments", "parameters"),)
+        return CallForm(head=head, tail=("}",), between=("; ",), bare=True)
     return None

@@ -12,7 +12,6 @@ import json
 
 from jserve.text.chat.parsers.delta import ParsedDelta
 
-NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -64,8 +63,9 @@ class ObjectCall:
         raw: all characters read.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, name_key: str = "name") -> None:
         self.index = index
+        self._name_key = name_key
         self.begun = self.done = self.bad = False
         self.raw = ""
         self._wants = "{"
@@ -138,7 +138,7 @@ class ObjectCall:
             self._key, self._wants = self._loaded(), ":"
             return
         self._wants = ","
-        if self._key in NAME_KEYS and not self.begun:
+        if self._key == self._name_key and not self.begun:
             self._name(parsed)
         elif self._key in ARGUMENT_KEYS and self._text[0] != "{":
             value = self._loaded() if self._text[0] == '"' else self._text

@@ -32,13 +32,15 @@ State = Callable[[str, ParsedDelta], str]
 """Takes text, adds to ``parsed``, returns the text it leaves for the next state."""
 
 
-class _Machine(ABC):
+class CallMachine(ABC):
     """States that hand on the rest of the text, and the content between calls."""
 
-    def __init__(self, marker: str) -> None:
+    _name_key = "name"
+    """Of a call that is an object, the key of its tool's name."""
+
+    def __init__(self, *markers: str) -> None:
         self.n_calls = 0
-        self._marker = marker
-        self._until = Until(marker)
+        self._until = Until(*markers)
         self._space = ""
         self._told = False
         """True where there was content since the last call."""
@@ -61,6 +63,10 @@ class _Machine(ABC):
             parsed.add_text(self._space)
         return parsed
 
+    def _took(self) -> None:
+        """A call began: white space around it is no content."""
+        self.n_calls, self._space, self._told = self.n_calls + 1, "", False
+
     def _emit_text(self, text: str, parsed: ParsedDelta) -> None:
         """Content; white space waits, for around calls it is none."""
         text = self._space + text
@@ -80,11 +86,11 @@ class _Machine(ABC):
         return rest
 
     def _after_marker(self) -> None:
-        self._expect(self._marker)
+        self._expect(self._until.found)
 
     def _expect(self, lead: str) -> None:
         """An object is to come; ``lead`` is the text before it, in case it is no call."""
-        self._call, self._lead = ObjectCall(self.n_calls), lead
+        self._call, self._lead = ObjectCall(self.n_calls, self._name_key), lead
         self._state = self._object
 
     def _object(self, text: str, parsed: ParsedDelta) -> str:
@@ -93,7 +99,7 @@ class _Machine(ABC):
         for at, char in enumerate(text, 1):
             call.push(char, parsed)
             if call.begun and self.n_calls == call.index:
-                self.n_calls, self._space, self._told = call.index + 1, "", False
+                self._took()
             if call.bad or call.done:
                 self._call = None
                 if call.bad and not call.begun:
@@ -109,7 +115,7 @@ class _Machine(ABC):
         """The state behind an object that was a call."""
 
 
-class HermesCalls(_Machine):
+class HermesCalls(CallMachine):
     """``<tool_call>`` around each object; text between object and closing tag is dropped."""
 
     def __init__(self) -> None:
@@ -124,7 +130,7 @@ class HermesCalls(_Machine):
         return rest
 
 
-class LlamaCalls(_Machine):
+class LlamaCalls(CallMachine):
     """Objects from the first character on, or behind ``<|python_tag|>``, parted by semicolons."""
 
     def __init__(self) -> None:
@@ -153,7 +159,7 @@ class LlamaCalls(_Machine):
         return bare
 
 
-class MistralCalls(_Machine):
+class MistralCalls(CallMachine):
     """An array behind ``[TOOL_CALLS]``, or a name and its arguments behind each."""
 
     def __init__(self) -> None:
@@ -169,7 +175,7 @@ class MistralCalls(_Machine):
         return parsed
 
     def _after_marker(self) -> None:
-        self._lead, self._name, self._state = self._marker, "", self._head
+        self._lead, self._name, self._state = self._until.found, "", self._head
 
     def _head(self, text: str, parsed: ParsedDelta) -> str:
         bare = text.lstrip()
@@ -186,7 +192,7 @@ class MistralCalls(_Machine):
         for at, char in enumerate(text, 1):
             if char == "{" and _plain_name(self._name):
                 parsed.begin(self.n_calls, _plain_name(self._name))
-                self.n_calls, self._space, self._told = self.n_calls + 1, "", False
+                self._took()
                 self._value, self._state = ValueEnd(), self._arguments
                 return text[at - 1 :]
             self._name += char
@@ -219,23 +225,3 @@ class MistralCalls(_Machine):
 def _plain_name(head: str) -> str:
     """The name in ``name``, ``name[ARGS]`` or ``name[CALL_ID]id[ARGS]``."""
     return head.split("[", 1)[0].strip()
-
-
-class NoCalls:
-    """A model that writes none, or a request without tools: all is content."""
-
-    def feed(self, text: str) -> ParsedDelta:
-        parsed = ParsedDelta()
-        parsed.add_text(text)
-        return parsed
-
-    def close(self) -> ParsedDelta:
-        return ParsedDelta()
-
-
-CALL_PARSERS: dict[str, Callable[[], CallParser]] = {
-    "none": NoCalls,
-    "hermes": HermesCalls,
-    "llama3": LlamaCalls,
-    "mistral": MistralCalls,
-}

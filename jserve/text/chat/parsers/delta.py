@@ -69,19 +69,22 @@ class ParsedDelta:
 
 
 class Until:
-    """Text up to a marker. What may be the marker's beginning waits."""
+    """Text up to the first of some markers. What may be the beginning of one waits; none may begin another."""
 
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
+    def __init__(self, *markers: str) -> None:
+        self.markers = markers
+        self.found = ""
+        """The marker that was found last."""
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """(text before the marker, text behind it or None while there is no marker)."""
         text, self._held = self._held + text, ""
-        at = text.find(self.marker)
-        if at >= 0:
-            return text[:at], text[at + len(self.marker) :]
-        keep = _overlap(text, self.marker)
+        places = [(at, marker) for marker in self.markers if (at := text.find(marker)) >= 0]
+        if places:
+            at, self.found = min(places)
+            return text[:at], text[at + len(self.found) :]
+        keep = max(_overlap(text, marker) for marker in self.markers)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
 

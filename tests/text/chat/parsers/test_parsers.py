@@ -8,13 +8,26 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jserve.text.chat.parsers.calls import CALL_PARSERS
+from jserve.config import ModelOptions
+from jserve.errors import ConfigError
 from jserve.text.chat.parsers.delta import ParsedDelta
 from jserve.text.chat.parsers.reasoning import State, ThoughtParser
-from jserve.text.chat.speech import AnswerParser
+from jserve.text.chat.parsers.table import CALL_PARSERS
+from jserve.text.chat.speech import AnswerParser, Speech, speech_of
+from jserve.text.chat.template import ChatTemplate
 
 C1 = '{"name": "get_weather", "arguments": {"city": "Paris", "deep": {"x": "}\\"{"}}}'
 C2 = '{"name": "time", "arguments": {}}'
+ARGS = '{"city": "Paris", "n": [1, "}"]}'
+BEGIN, END, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
+CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+
+
+def deepseek(name: str, arguments: str) -> str:
+    """A call as the templates of DeepSeek V3 and R1 write it."""
+    return f"{CALL}function{SEP}{name}\n```json\n{arguments}\n```{CALL_END}"
+
+
 CORPUS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     # text, content, [(name, arguments)]
     "hermes": [
@@ -68,6 +81,105 @@ CORPUS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("ok [TOOL_CALLS] na\nme", "ok [TOOL_CALLS] na\nme", []),
         ('ok [TOOL_CALLS] [ {"na', 'ok [TOOL_CALLS] [ {"na', []),
         ('[TOOL_CALLS]f{"a":1}[TOOL_CALLS]', "[TOOL_CALLS]", [("f", '{"a":1}')]),
+    ],
+    "deepseek_v3": [
+        ("plain", "plain", []),
+        (f"{BEGIN}{deepseek('f', '{}')}{END}", "", [("f", "{}")]),
+        (
+            f"Let me see.\n{BEGIN}{deepseek('get_weather', ARGS)}\n{deepseek('time', '{}')}{END}",
+            "Let me see.",
+            [("get_weather", ARGS), ("time", "{}")],
+        ),
+        (f"{BEGIN}{CALL}function{SEP}f\n```json\n{ARGS[:9]}", "", [("f", ARGS[:9])]),
+        (f"{BEGIN}{CALL}function{SEP}f\n```json\nno", f"{CALL}function{SEP}f\n```json\nno", []),
+        (f"{CALL}{{}}", f"{CALL}{{}}", []),
+        (f"{BEGIN}{CALL}a b{SEP}{{}}", f"{CALL}a b{SEP}{{}}", []),
+    ],
+    "deepseek_v31": [
+        (f"{BEGIN}{CALL}f{SEP}{ARGS}{CALL_END}{END}", "", [("f", ARGS)]),
+        (
+            f"x {BEGIN}{CALL}f{SEP}{ARGS}{CALL_END}{CALL}g{SEP}{{}}{CALL_END}{END}",
+            "x",
+            [("f", ARGS), ("g", "{}")],
+        ),
+    ],
+    "phi4_mini_json": [
+        (f"functools[{C1}, {C2}]", "", [("get_weather", C1[37:-1]), ("time", "{}")]),
+        (f"ok <|tool_call|>[{C2}]<|/tool_call|>", "ok", [("time", "{}")]),
+        ("functools and functools[3]", "functools and functools[3]", []),
+        ("<|tool_call|>no", "<|tool_call|>no", []),
+        ("<|tool_call|> ", "<|tool_call|> ", []),
+    ],
+    "cohere_command": [
+        ("<|START_RESPONSE|>Hello.<|END_RESPONSE|>", "Hello.", []),
+        (
+            '<|START_ACTION|>[\n  {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n'
+            '  {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+            "",
+            [("f", '{"a": 1}'), ("g", "{}")],
+        ),
+        ("<|START_ACTION|>no JSON<|END_ACTION|>", "<|START_ACTION|>no JSON", []),
+        ('<|START_ACTION|>[{"name": "f"}]', '<|START_ACTION|>[{"name": "f"}]', []),
+    ],
+    "glm4": [
+        ('get_weather\n{"city": "Paris"}', "", [("get_weather", '{"city": "Paris"}')]),
+        ('\nf\n{"a": {}}<|assistant|>g\n{}', "", [("f", '{"a": {}}'), ("g", "{}")]),
+        ("Hello\nworld {}", "Hello\nworld {}", []),
+        ("Yes", "Yes", []),
+        ("two words\n{}", "two words\n{}", []),
+        ('f\n{"a": 1', "", [("f", '{"a": 1')]),
+    ],
+    "pythonic": [
+        ('[f(a="x", b=[1, {"k": None}])]', "", [("f", '{"a": "x", "b": [1, {"k": null}]}')]),
+        (" [f(), m.g(t=true, x=-1.5)]\n", "", [("f", "{}"), ("m.g", '{"t": true, "x": -1.5}')]),
+        ("[f(s='it\\'s ) ]', t=\"é\")]", "", [("f", '{"s": "it\'s ) ]", "t": "é"}')]),
+        ("[1] says so", "[1] says so", []),
+        ("[see here](there)", "[see here](there)", []),
+        ("[f(1)]", "[f(1)]", []),
+        ("[f(a=open(1))]", "[f(a=open(1))]", []),
+        ("[f(a=1e999)]", "[f(a=1e999)]", []),
+        ("[f(a=1), 3]", ", 3]", [("f", '{"a": 1}')]),
+        ("[f(a=", "[f(a=", []),
+        ("see [f()]", "see [f()]", []),
+        (C2, "", [("time", "{}")]),
+    ],
+    "llama4_pythonic": [
+        ("<|python_start|>[f(a=1)]<|python_end|>", "", [("f", '{"a": 1}')]),
+        (f"ok <|python_start|>{C2}<|python_end|>", "ok", [("time", "{}")]),
+        ("<|python_start|>print(1)", "<|python_start|>print(1)", []),
+        ("[f(a=1)]", "", [("f", '{"a": 1}')]),
+    ],
+    "gemma3": [
+        ("```tool_code\nf(a=1)\n```", "", [("f", '{"a": 1}')]),
+        ("ok\n```tool_code\nf(a=1)\ng()\n```\n", "ok", [("f", '{"a": 1}'), ("g", "{}")]),
+        ("```tool_code\nprint(1)\n```", "```tool_code\nprint(1)\n```", []),
+        ("```tool_code\nf(a=", "```tool_code\nf(a=", []),
+        ("```python\nf(a=1)\n```", "```python\nf(a=1)\n```", []),
+        ("[f(a=1)]", "", [("f", '{"a": 1}')]),
+        ('{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+    ],
+    "openai": [
+        ("plain", "plain", []),
+        ("<|channel|>final<|message|>Hello.<|return|>", "Hello.", []),
+        (
+            f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGS}<|call|>",
+            "",
+            [("f", ARGS)],
+        ),
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f"
+            "<|channel|>commentary json<|message|><|call|>",
+            "I look.",
+            [("f", "{}")],
+        ),
+        (
+            "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+            "a\nb",
+            [],
+        ),
+        ("<|channel|>fin", "", []),
+        ("<|chan or not", "<|chan or not", []),
+        ("<|channel|>commentary to=python<|message|>x", "x", []),
     ],
 }
 THOUGHTS = [
@@ -173,6 +285,12 @@ FRAGMENTS = st.sampled_from(
         "</think>",
         C1,
         C2,
+        *(BEGIN, END, SEP, CALL, CALL_END, "function", "\n```json\n", "```"),
+        *("functools[", "<|tool_call|>", "<|/tool_call|>", "<|assistant|>", "f\n{"),
+        *("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", '{"tool_name": "f"'),
+        *("<|python_start|>", "<|python_end|>", "```tool_code\n", "f(a=", "'x'", "(", ")"),
+        *("<|channel|>", "<|start|>assistant", "<|message|>", "<|end|>", "<|call|>"),
+        *("analysis", "commentary to=functions.f", "final", "="),
         '{"name": "f", "arguments": ',
         '"parameters": "x\\',
         "{",
@@ -207,6 +325,75 @@ def test_no_text_depends_on_its_cuts(kind, state, text, data):
     assert flat(parse(kind, list(text), state)) == whole
     if "tool_call" not in text and kind == "hermes" and state is State.ANSWER:
         assert whole == ("", text, []), "content without markers stays to the letter"
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant<|channel|>analysis<|message|>More."
+    f"<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGS}<|call|>"
+)
+
+
+def test_channels_tell_thoughts_from_answers():
+    for n in (1, 3, len(HARMONY)):
+        pieces = [HARMONY[i : i + n] for i in range(0, len(HARMONY), n)]
+        assert flat(spoken("openai", pieces)) == ("Let me think.\nMore.", "", [("f", ARGS)])
+    assert not spoken("openai", [HARMONY], calls=False).calls
+    thinking = Speech(calls="openai", channels=True).parser(State.ANSWER, calls=True)
+    thinking.feed(HARMONY[:40])
+    assert thinking.thinking
+    thinking.feed(HARMONY[40:])
+    assert not thinking.thinking
+
+
+def spoken(kind: str, pieces: list[str], *, calls: bool = True) -> ParsedDelta:
+    parser = Speech(calls=kind, channels=kind == "openai").parser(State.ANSWER, calls=calls)
+    parsed = ParsedDelta()
+    for piece in pieces:
+        parsed.add(parser.feed(piece))
+    parsed.add(parser.close())
+    return parsed
+
+
+def test_an_answer_between_control_tokens_is_read_without_tools():
+    text = "<|START_RESPONSE|>Hello.<|END_RESPONSE|>"
+    assert spoken("cohere_command", [text], calls=False).content == "Hello."
+    final = "<|channel|>final<|message|>Hello.<|return|>"
+    assert spoken("openai", [final], calls=False).content == "Hello."
+
+
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate({"default": "{{ messages[0].content }}{% if tools %}x{% endif %}" + text})
+
+
+@pytest.mark.parametrize(
+    ("signs", "name"),
+    [
+        ("<|start|>{{ '<|channel|>' }}", "openai"),
+        ("<|START_ACTION|>", "cohere_command"),
+        ("<｜tool▁calls▁begin｜>```json", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
+        ("<|python_start|>", "llama4_pythonic"),
+        ("<|tool|>", "phi4_mini_json"),
+        ("<|observation|>", "glm4"),
+        ("<start_of_turn>", "gemma3"),
+        ("<tool_call>", "hermes"),
+        ("<tool_call><arg_key>", "none"),
+        ("", "none"),
+    ],
+)
+def test_a_chat_template_shows_how_calls_are_written(signs, name, byte_tokenizer):
+    found = speech_of(ModelOptions(), template(signs), byte_tokenizer)
+    assert found.calls == name
+
+
+def test_the_reasoning_parser_of_channels_goes_with_their_calls(byte_tokenizer):
+    options = ModelOptions(reasoning_parser="openai_gptoss")
+    with pytest.raises(ConfigError) as caught:
+        speech_of(options, template(""), byte_tokenizer)
+    assert caught.value.field == "reasoning_parser"
+    off = ModelOptions(reasoning_parser="none")
+    assert not speech_of(off, template("<|channel|>"), byte_tokenizer).thinks
+    assert speech_of(ModelOptions(), template("<|channel|>"), byte_tokenizer).thinks
 
 
 def test_arguments_are_passed_on_while_they_are_written():

@@ -1,0 +1,191 @@
+"""Explains a sharding: where each weight of a model lies, and which collectives its steps have.
+
+It owns ``explain_sharding``. Nothing is loaded, and mode manual needs no devices: its steps are traced on an abstract
+mesh. The collectives of mode auto are XLA's, so they are known only once it has compiled a step for as many devices.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jserve.errors import ConfigError
+from jserve.model.hand import step_model_of
+from jserve.model.shard import MeshAxis, ParamSpec, ShardRules, is_spec, mesh_of, n_parts
+from jserve.model.step import StepModel, make_step
+from jserve.model.view import Bucket, buffer_size
+from jserve.sharding import Sharding
+from jserve.sizing.models import find
+
+BUCKETS = (Bucket(D=8, P=0, F=0), Bucket(D=2, P=256, F=1))
+"""A step of eight sequences, and one of 256 prompt tokens."""
+PRIMITIVES = {"psum": "all-reduce", "all_gather": "all-gather"}
+"""The primitives of ``model.collectives`` -> what XLA calls them."""
+_KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "pred": "bool"}
+_HLO = re.compile(
+    r"= \(?(f|bf|s|u|pred)(\d*)\[([\d,]*)\][^=]*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
+    r"(?:-start)?\("
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPlace:
+    """One parameter on the mesh."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    partition: tuple[MeshAxis, ...]
+    """Mesh axes of each dimension."""
+    device_bytes: int
+    """On each device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Collectives of one step that are alike."""
+
+    op: str
+    """As XLA calls it: all-reduce, all-gather ..."""
+    axes: tuple[str, ...]
+    """Mesh axes; () where XLA chose the devices."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the result on a device."""
+    count: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all their results on a device."""
+        return self.count * math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCollectives:
+    """The collectives of one program."""
+
+    decode_rows: int
+    prefill_tokens: int
+    collectives: tuple[Collective, ...] | None
+    """None: mode auto, and this process has not as many devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """The weights of a model on a mesh, and the collectives of its steps."""
+
+    model: str
+    sharding: Sharding
+    weights: tuple[WeightPlace, ...]
+    programs: tuple[StepCollectives, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        """Of all weights, on each device."""
+        return sum(weight.device_bytes for weight in self.weights)
+
+
+def explain_sharding(
+    model: str, sharding: Sharding | Mapping[str, Any] | str | Path, *, dtype: str = "auto"
+) -> Explained:
+    """Finds the places of the weights of ``model`` under ``sharding``, and the collectives of two of its steps.
+
+    Args:
+        model: a directory, config.json, hub name or known shape.
+        sharding: as ``Sharding.of`` takes it; it states a mesh.
+        dtype: of weights; ``auto`` is the model's.
+
+    Raises:
+        ConfigError: the sharding cannot be honoured for this model; ``field`` is its key.
+    """
+    asked, found = Sharding.of(sharding), find(model, dtype=dtype)
+    mesh: Any = _mesh(asked)
+    rules = ShardRules.of_sharding(asked, mesh.shape)
+    made = step_model_of(found.family, found.arch, mesh=mesh, rules=rules, dtype=found.dtype)
+    return Explained(
+        model=found.name,
+        sharding=asked,
+        weights=tuple(_places(made)),
+        programs=tuple(_program(made, bucket) for bucket in BUCKETS),
+    )
+
+
+def _mesh(sharding: Sharding) -> Mesh | AbstractMesh:
+    """Real devices only for XLA's partitioner, and only where there are enough of them."""
+    if not sharding.mesh:
+        raise ConfigError("sharding.mesh: is missing", field="sharding.mesh")
+    names, sizes = zip(*sharding.mesh, strict=True)
+    if sharding.mode == "auto" and sharding.n_devices <= len(jax.devices()):
+        return mesh_of(sharding)
+    return AbstractMesh(tuple(sizes), tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+def _places(model: StepModel) -> Iterator[WeightPlace]:
+    found = jax.tree_util.tree_leaves_with_path(model.specs(), is_leaf=is_spec)
+    for path, spec in found:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        axes = tuple(model.rules.partition(spec.axes))
+        dtype = jnp.dtype(spec.dtype or model.dtype)
+        yield WeightPlace(
+            path=name,
+            shape=spec.shape,
+            dtype=dtype.name,
+            partition=axes,
+            device_bytes=_numbers(spec, axes, model.mesh.shape) * dtype.itemsize,
+        )
+
+
+def _numbers(spec: ParamSpec, axes: tuple[MeshAxis, ...], sizes: Mapping[str, int]) -> int:
+    """Of a parameter, on one device."""
+    pairs = zip(spec.shape, axes, strict=True)
+    return math.prod(-(-n // n_parts(axis, sizes)) for n, axis in pairs)
+
+
+def _program(model: StepModel, bucket: Bucket) -> StepCollectives:
+    buf = jax.ShapeDtypeStruct((buffer_size(model.fields(bucket)),), jnp.int32)
+    args, step = (model.abstract_params(), model.abstract_state(), buf), make_step(model, bucket)
+    found: list[Collective] | None = None
+    if not model.rules.auto:
+        found = list(_traced(jax.make_jaxpr(step)(*args).jaxpr))
+    elif isinstance(model.mesh, Mesh):
+        found = list(_compiled(jax.jit(step, donate_argnums=1).lower(*args).compile().as_text()))
+    return StepCollectives(
+        decode_rows=bucket.D if not bucket.F else 0,
+        prefill_tokens=bucket.P,
+        collectives=None if found is None else tuple(found),
+    )
+
+
+def _traced(jaxpr: Any) -> Iterator[Collective]:
+    counts = Counter(_equations(jaxpr))
+    for (op, axes, dtype, shape), count in counts.items():
+        yield Collective(op=op, axes=axes, dtype=dtype, shape=shape, count=count)
+
+
+def _equations(jaxpr: Any) -> Iterator[tuple[Any, ...]]:
+    """(op, axes, dtype, shape) of every collective, those of inner functions each time that they are called."""
+    for eqn in jaxpr.eqns:
+        if op := PRIMITIVES.get(eqn.primitive.name):
+            axes = eqn.params.get("axes") or eqn.params["axis_name"]
+            names = (axes,) if isinstance(axes, str) else tuple(axes)
+            for out in eqn.outvars:
+                yield op, names, out.aval.dtype.name, tuple(out.aval.shape)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _equations(inner)
+
+
+def _compiled(text: str) -> Iterator[Collective]:
+    """Of a program's text as XLA made it."""
+    for (kind, bits, dims, op), count in Counter(_HLO.findall(text)).items():
+        shape = tuple(int(n) for n in dims.split(",") if n)
+        yield Collective(op=op, axes=(), dtype=f"{_KINDS[kind]}{bits}", shape=shape, count=count)
