@@ -34,9 +34,15 @@ from jserve.types import StepResult
 from tests.grammar import kit
 
 LIMITS = kit.limits(
-    max_prefill_tokens=64, page_size=16, max_model_len=512, features={"echo": lambda asked: None}
+    n_slots=16,
+    max_rows=16,
+    max_decode_rows=16,
+    max_prefill_tokens=64,
+    page_size=16,
+    max_model_len=512,
+    features={"echo": lambda asked: None},
 )
-OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 72}
+OPTIONS = {"max_num_seqs": 16, "max_num_batched_tokens": 80}
 STEP_S = 0.004
 
 
@@ -67,7 +73,7 @@ def build(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
         "weights": "w1",
         "max_model_len": 512,
         "vocab_size": kit.VOCAB,
-        "max_num_seqs": 8,
+        "max_num_seqs": 16,
     }
 
 

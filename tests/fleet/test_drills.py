@@ -253,7 +253,7 @@ async def test_d10_one_three_one_replicas(drill):
 
 async def test_d11_ten_times_what_fits(drill):
     """Every request has its one end; those that run are right."""
-    asked = requests(80 * N, 30)
+    asked = requests(110 * N, 30)
     found = await asyncio.wait_for(answers(drill.fleet, asked), 120.0)
     whole = await undisturbed(asked)
     assert [bool(one[3]) for one in found] == [False] * len(asked)

@@ -153,7 +153,7 @@ class EngineCollector(Collector):
         yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
         yield self._kernels()
-        yield from self._replicas()
+        yield self._replicas()
         yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
         values = dict(stats.values)
         yield self._gauge(
@@ -179,16 +179,16 @@ class EngineCollector(Collector):
         family.add_metric([self._model, *labels], 1.0)
         return family
 
-    def _replicas(self) -> Iterator[Any]:
-        """Replicas by state, where there are several engines."""
+    def _replicas(self) -> Any:
+        """Replicas by state; a single engine is one."""
         states = Counter(one.state for one in self._engine.replicas())
+        states = states or Counter({"ready": int(self._engine.ready)})
         family = GaugeMetricFamily(
             "jserve:replicas", "Replicas that take part, by state.", labels=["model_name", "state"]
         )
         for state, n in sorted(states.items()):
             family.add_metric([self._model, state], float(n))
-        if states:
-            yield family
+        return family
 
     def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:
         """One family per name with a label for the lane; takes what it tells out of ``values``."""
