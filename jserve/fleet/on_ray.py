@@ -43,12 +43,7 @@ from jserve.fleet.host import EngineHost
 from jserve.fleet.source import OnChange
 from jserve.types import Request
 
-for _name, _value in {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a Ray that we start listens on the loopback address only
-}.items():
-    os.environ.setdefault(_name, _value)
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 try:
     import ray  # pyright: ignore[reportMissingImports]
@@ -246,6 +241,7 @@ class RayReplicas:
             if options.ray_address:
                 ray.init(address=options.ray_address, namespace="jserve", **quiet)
                 return
+            _listen_here_only()
             ray.init(
                 address="local",
                 namespace="jserve",
@@ -292,6 +288,15 @@ class RayReplicas:
             ray.shutdown()
         else:
             serve.delete(self._app)
+
+
+def _listen_here_only() -> None:
+    """Let a Ray that is started now, and its processes, use the loopback address. Ray does so where it supports
+    no clusters, and has no other switch for it."""
+    from ray._private import ray_constants  # pyright: ignore[reportMissingImports]
+
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _path(thing: type) -> str:

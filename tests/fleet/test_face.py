@@ -15,7 +15,7 @@ import pytest
 
 from jserve.build import serving_engine
 from jserve.config import EngineConfig
-from jserve.engine.wire import Control, HandleCommand
+from jserve.engine.wire import Control, HandleCommand, Outputs
 from jserve.errors import CacheNotFound, ConfigError, EngineDead, JserveError
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.member import OVERDUE_S
@@ -157,6 +157,21 @@ async def test_whatever_becomes_of_replicas_every_answer_is_the_undisturbed_one(
         for name, host in source.hosts.items():
             connection = host._connections[source.clients[name].connection]
             await until(lambda c=connection: not c.requests)
+
+
+async def test_what_another_replica_says_of_a_request_is_dropped():
+    (asked,) = requests(1, 60)
+    whole = await undisturbed([asked])
+    async with World(2) as world:
+        fleet = world.fleet
+        running = asyncio.ensure_future(answers(fleet, [asked]))
+        await begun(fleet, 1)
+        (other,) = (one for one in fleet.members if not one.n_open)
+        (id,) = fleet._streams
+        late = Output(request_id=id, index=0, token_ids=(1, 2), finish=Finish.STOP)
+        fleet.heard(other, Outputs(step=1, outputs=[late]))
+        assert fleet.counters["dropped_outputs"] == 1
+        assert await running == whole
 
 
 async def test_with_no_replica_left_requests_wait_for_the_next():

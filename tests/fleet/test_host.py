@@ -6,10 +6,11 @@ import asyncio
 import sys
 import threading
 
+import msgspec
 import pytest
 
 from jserve.config import EngineConfig
-from jserve.engine.wire import Fault, Submit, pack, take_frames
+from jserve.engine.wire import Fault, FromEngine, Stats, Submit, pack, take_frames
 from jserve.errors import EngineDead
 from jserve.fleet.host import EngineHost, FrontConnection, NoConnection
 from tests.fleet.fakes import OPTIONS
@@ -66,10 +67,36 @@ async def test_a_front_that_hangs_up_takes_its_requests_with_it():
         await talk.aclose()
         while host._stats.running:
             await asyncio.sleep(0.01)
+        assert host._stats.step < 300, "they ran to their end"
         with pytest.raises(NoConnection):
             await host.take("r", "front", b"")
     finally:
         await asyncio.to_thread(host._client.close)
+
+
+async def test_a_front_that_comes_later_is_told_of_all_pages_and_counts_its_own_requests():
+    host = await asyncio.to_thread(EngineHost, config(), "tests.fleet.fakes:build", lambda code: 0)
+    try:
+        first, (asked, *_) = host.talk("r", "first"), requests(1, 2)
+        await anext(first)
+        await host.take("r", "first", pack(Submit(request=asked)))
+        while not host._pages:
+            await asyncio.sleep(0.01)
+        while host._stats.running or host._stats.view.n_taken < 1:
+            await asyncio.sleep(0.01)
+        later = host.talk("r", "later")
+        stats = _stats_of(await anext(later))
+        assert {event.digest for event in stats.pages} == host._pages
+        assert (host._stats.view.n_taken, stats.view.n_taken) == (1, 0)
+        assert _stats_of(await anext(first)).view.n_taken == 1
+    finally:
+        await asyncio.to_thread(host._client.close)
+
+
+def _stats_of(frames: bytes) -> Stats:
+    """The last one among them."""
+    decode = msgspec.msgpack.Decoder(FromEngine).decode
+    return [m for m in map(decode, take_frames(bytearray(frames))) if isinstance(m, Stats)][-1]
 
 
 async def _to_the_end(talk) -> None:
