@@ -278,3 +278,28 @@ async def test_what_a_first_token_costs_more_than_in_one_process(drill):
     async with World(1) as alone:
         print(f"first token: {await first_ms(alone.fleet):.1f} ms in one process")
     print(f"first token: {await first_ms(drill.fleet):.1f} ms over Ray Serve")
+
+
+async def test_a_replica_of_the_shipped_model_is_killed(drill):
+    """The real step, in float32: what is drawn after a prefill of prompt and answer is what was drawn before."""
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 256}
+    small |= {"structured_outputs": False, "prompt_logprobs": False, "dtype": "float32"}
+    source = RayReplicas(EngineConfig.of(**small, replicas=2), "jserve.build:engine", app="shipped")
+    fleet = FleetEngine(source)
+    try:
+        await fleet.start()
+        asked = requests(3, 150)
+        whole = await answers(fleet, asked)
+        assert [one[3] for one in whole] == [[]] * len(asked)
+        running = asyncio.ensure_future(answers(fleet, asked))
+        await begun(fleet, 1)
+        os.kill(max(fleet.members, key=lambda one: one.n_open).info["pid"], signal.SIGKILL)
+        found = await asyncio.wait_for(running, 120.0)
+        assert fleet.counters["resumed"] > 0
+        assert [one[:2] for one in found] == [one[:2] for one in whole]
+        for now, before in zip(found, whole, strict=True):
+            assert [entry.token for entry in now[2]] == [entry.token for entry in before[2]]
+            logprobs = [entry.logprob for entry in before[2]]
+            assert [entry.logprob for entry in now[2]] == pytest.approx(logprobs, abs=1e-4)
+    finally:
+        await fleet.close()
