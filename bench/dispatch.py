@@ -24,7 +24,7 @@ import numpy as np
 from bench import report
 from bench.probe import record
 
-ARGUMENTS = ((2, 1), (16, 8), (64, 24), (98, 38), (194, 70))
+ARGUMENTS = ((2, 1), (16, 8), (64, 24), (98, 38), (194, 70), (130, 70), (194, 8), (130, 8))
 """(kept, donated) of each measured call."""
 
 

@@ -111,31 +111,24 @@ def products(params: Any, rows: int, level: str) -> tuple[Call, Call]:
     return call(""), call(level)
 
 
-def decode(model: StepModel, params: Any, rows: int, context: int, level: str) -> tuple[Call, Call]:
-    """Whole decode steps of ``rows`` sequences of ``context`` tokens."""
-
-    def call(model: StepModel) -> Call:
-        bucket = Bucket(D=max(2, rows), P=0, F=0)
-        M = model.dims.M
-        pages = [range(1 + r * M, 1 + (r + 1) * M) for r in range(rows)]
-        tokens = [Row(list(pages[r]), context - 1, [5 + r]) for r in range(rows)]
-        buf = pack(bucket, model.dims, model.backend, tokens, [])
-        held = [new_state(model)]
-        step = (
-            jax.jit(make_step(model, bucket), donate_argnums=1)
-            .lower(params, held[0], buf)
-            .compile()
-        )
-
-        def run() -> Any:
-            held[0], out = step(params, held[0], buf)
-            return out.packed_RX
-
-        return run
-
+def decode(model: StepModel, params: Any, rows: int, context: int, level: str) -> Call:
+    """Whole decode steps of ``rows`` sequences of ``context`` tokens, with kernels of ``level``; empty: by XLA."""
     attention = backend("native" if native.has_attention(level) else "xla")
-    ours = dataclasses.replace(model, kernels=level, backend=attention)
-    return call(model), call(ours)
+    model = dataclasses.replace(model, kernels=level, backend=attention)
+    bucket = Bucket(D=max(2, rows), P=0, F=0)
+    M = model.dims.M
+    pages = [range(1 + r * M, 1 + (r + 1) * M) for r in range(rows)]
+    tokens = [Row(list(pages[r]), context - 1, [5 + r]) for r in range(rows)]
+    buf = pack(bucket, model.dims, model.backend, tokens, [])
+    held = [new_state(model)]
+    step = jax.jit(make_step(model, bucket), donate_argnums=1)
+    compiled = step.lower(params, held[0], buf).compile()
+
+    def run() -> Any:
+        held[0], out = compiled(params, held[0], buf)
+        return out.packed_RX
+
+    return run
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -164,7 +157,10 @@ def measure(
             calls = (
                 products(params, n, level)
                 if what == "products"
-                else decode(model, params, n, context, level)
+                else (
+                    decode(model, params, n, context, ""),
+                    decode(model, params, n, context, level),
+                )
             )
             about = {
                 "model": Path(name).name,

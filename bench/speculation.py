@@ -14,7 +14,8 @@ when that is over: nobody answers within a millisecond.
   engine (``auto``) with its share of the best fixed k's speed. k = 0 is the price of being able to. A step of k
   drafts runs in the program of the next width (``policy.ktable.widths``).
 * ``auto``: k chosen by the engine, at concurrency 1, 4, 16 and 64, over all texts in one queue; also the
-  slowest request's share of its speed without (of each request the median of all pairs).
+  slowest request's share of its speed without (of each request the median of all pairs), the tokens of its
+  answer and its share until the first of them.
 
 ``speedup`` is of whole requests, prompts included; ``decode`` is of the time from the first token to the last,
 which is where drafts act: answers here are short, so prompts are a large part. ``predicted``, to be compared with
@@ -260,8 +261,8 @@ def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
         for name in ("draft", "accepted")
     )
     speed = [plain.seconds / spec.seconds for plain, spec in pairs]
-    slowest = min(
-        statistics.median(plain.ended[i] / spec.ended[i] for plain, spec in pairs)
+    slowest, which = min(
+        (statistics.median(plain.ended[i] / spec.ended[i] for plain, spec in pairs), i)
         for i in pairs[0][0].ended
     )
     return {
@@ -276,6 +277,8 @@ def account(pairs: Seq[tuple[Ran, Ran]]) -> dict[str, Any]:
         "speedup_range": [min(speed), max(speed)],
         "decode": statistics.median(plain.decode_s / spec.decode_s for plain, spec in pairs),
         "slowest_request": slowest,
+        "slowest_tokens": len(runs[0].tokens.get(which, ())),
+        "slowest_first": statistics.median(p.first[which] / s.first[which] for p, s in pairs),
         "tok_s": statistics.median(spec.n_tokens / spec.seconds for spec in runs),
         "tok_s_off": statistics.median(plain.n_tokens / plain.seconds for plain, _ in pairs),
     }
@@ -293,7 +296,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         most = max([*args.k, FEWEST])
         options = (most, args.dtype, args.tree, args.rest)
         on = Side(method, max(args.concurrency), text.eos_ids, *options)
-        for name, asked in texts.items():
+        for name, asked in texts.items() if args.k else ():
             for k in (k for k in args.k if k <= AHEAD.get(method, MOST)):
                 on.fix(k)
                 found = paired(on, off, asked, 1, args.rounds, args.max_tokens)
@@ -379,10 +382,15 @@ def main(argv: Seq[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.speculation", description=(__doc__ or "").split("\n")[0]
     )
-    words = lambda kind: lambda text: tuple(kind(part) for part in text.split(","))  # noqa: E731
+    words = lambda kind: lambda text: tuple(kind(x) for x in text.split(",") if x)  # noqa: E731
     parser.add_argument("--methods", type=words(str), default=("ngram", "suffix"))
     parser.add_argument("--texts", type=words(str), default=TEXTS)
-    parser.add_argument("--k", type=words(int), default=tuple(range(MOST + 1)))
+    parser.add_argument(
+        "--k",
+        type=words(int),
+        default=tuple(range(MOST + 1)),
+        help="drafts per step; empty: no runs text by text, only those of many requests",
+    )
     parser.add_argument("--concurrency", type=words(int), default=CONCURRENCY)
     parser.add_argument("--requests", type=int, default=12, help="conversations of each text")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of runs per figure")

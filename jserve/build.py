@@ -250,7 +250,7 @@ def _journal(path: str) -> Any:
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
     from jserve.model.moe_specs import check_has_experts
-    from jserve.model.quant import n_bytes
+    from jserve.model.quant import bytes_by_form, form_name, n_bytes
     from jserve.runner.programs import use_compile_cache
     from jserve.runner.runner import ModelRunner
     from jserve.speculation.host.methods import check
@@ -312,6 +312,8 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "weights": "" if given else source.stamp,
         "family": family.name,
         "quantization": scheme.name if scheme is not None and not scheme.widened else "",
+        "form": form_name(params),
+        "form_bytes": bytes_by_form(params, dtype),
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),
     }

@@ -1,4 +1,5 @@
-"""The command line: ``jserve serve | generate | chat | run-batch | convert | plan | simulate | bench | native | env``.
+"""The command line: ``jserve serve | generate | chat | run-batch | convert | quantize | quality | plan | simulate |
+bench | native | env``.
 
 It owns the commands and exit codes; the only file that reads ``os.environ`` and ``sys.argv`` (``xla`` has what is
 passed to XLA). Imports neither jax nor transformers at module level: ``--help`` must be quick. Results go to stdout,
@@ -198,6 +199,87 @@ def convert(
     with reported():
         commands.convert(source, target, dtype, plugins or (), err)
         typer.echo(str(target))
+
+
+@app.command()
+def quantize(
+    source: Annotated[str, typer.Argument(help="HF directory or hub name, in 16 or 32 bits")],
+    target: Annotated[Path, typer.Argument(help="directory to write; must not exist")],
+    scheme: Annotated[str, typer.Option(help="int4, int8, fp8 or int8-weight-only")] = "int4",
+    method: Annotated[
+        str, typer.Option(help="rtn, mse, hqq, gptq or awq (default mse for int4, rtn for 8 bits)")
+    ] = "",
+    smooth: Annotated[
+        float, typer.Option(help="SmoothQuant: how much moves into the weights, 0 to 1")
+    ] = 0.0,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="rotate the residual stream and the values first")
+    ] = False,
+    calibration: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="texts, JSONL with text, prompt or messages (default what ships)",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[str, typer.Option(help="JSON object with ignore and group_size")] = "",
+) -> None:
+    """Quantise a model a layer at a time, as a compressed-tensors directory. An unfinished job goes on."""
+    from jserve import quant_commands
+    from jserve.weights.offline.wish import Wish
+
+    with reported():
+        wish = Wish(scheme=scheme, method=method, smooth=smooth, rotate=rotate, config=config)
+        quant_commands.quantize(source, target, wish, calibration, err)
+        typer.echo(str(target))
+
+
+@app.command(cls=OptionsCommand)
+@with_options(ServerOptions)
+def quality(
+    config: EngineConfig,
+    model: Model = None,
+    reference: Annotated[
+        str, typer.Option(help="model to compare with (default the same without quantisation)")
+    ] = "",
+    text: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="text, or JSONL with text, prompt or messages (default what ships)"),
+    ] = None,
+    gate: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="JSON file of bounds; exit code 1 if one does not hold"),
+    ] = None,
+    report: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="file for the report, which serve --quality-gate reads"),
+    ] = None,
+    questions: Annotated[
+        bool, typer.Option("--questions/--no-questions", help="also needles, JSON and skills")
+    ] = True,
+    drift: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="prompts: share of activations beyond static scales"),
+    ] = None,
+    references: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="directory where references are kept (default the user's cache)"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Judge a quantised model beside its reference, on the engine that serves it."""
+    from jserve import quant_commands
+    from jserve.quality.run import QualityWish
+
+    asked = QualityWish(
+        reference=reference,
+        text=text,
+        questions=questions,
+        drift=drift,
+        directory=references or Path.home() / ".cache" / "jserve" / "quality",
+    )
+    code = quant_commands.quality(config, asked, gate, report, as_json=as_json, console=err)
+    raise typer.Exit(code)
 
 
 @app.command(cls=OptionsCommand)

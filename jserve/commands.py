@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jserve.build import TextSide, cache_directory, engine, text_side
+from jserve.build import TextSide, cache_directory, engine, located, text_side
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.progress import batch_progress, progress_bar, start_progress
@@ -39,6 +39,11 @@ def serve(config: EngineConfig, console: Any) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     text = text_side(config)
+    if config.server.quality_gate:
+        from jserve.quality.gate import check_report
+        from jserve.quality.report import identity
+
+        check_report(Path(config.server.quality_gate), identity(config, located(config)))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, text, console))
 

@@ -13,7 +13,7 @@ from typing import Any
 from jserve.errors import ConfigError
 from jserve.option_names import dotted, flat_name, hint
 from jserve.options import checked, opt
-from jserve.sampling import MAX_LOGPROB_TOKEN_IDS
+from jserve.sampling import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 
 DEVICE_SHARE = 0.95
 """Of an accelerator's memory: what this process takes (``xla`` tells XLA, whose own choice is three
@@ -57,7 +57,7 @@ FLOATS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     model: str = opt(
-        "", "HF directory, Orbax directory or hub name; empty serves the shipped model"
+        "", "HF or Orbax directory, GGUF file or hub name; empty serves the shipped model"
     )
     served_model_name: tuple[str, ...] = opt(
         (), "names in the API, the first one in answers; none takes the last part of the path"
@@ -295,6 +295,12 @@ class DeviceOptions:
         max=15,
     )
     prompt_logprobs: bool = opt(True, "compile the program that scores prompt tokens")
+    max_prompt_logprobs: int = opt(
+        MAX_LOGPROBS,
+        "most likely tokens beside each prompt token at most, of requests by Python",
+        min=1,
+        max=MAX_PROMPT_LOGPROBS,
+    )
     max_logprob_token_ids: int = opt(
         MAX_LOGPROB_TOKEN_IDS,
         "most ids in logprob_token_ids; 0 refuses it and ranks beyond the top 20",
@@ -398,6 +404,10 @@ class ServerOptions:
     )
     allowed_origins: tuple[str, ...] = opt(
         (), "origin whose pages may call the API from a browser; * is any (repeatable)"
+    )
+    quality_gate: str = opt(
+        "",
+        "report of jserve quality --gate --report: serve only if it is of this model and holds",
     )
     reasoning_field: str = opt(
         "both",

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jserve.sampling import MAX_LOGPROBS
 from jserve.types import PageFetch, Request, Sequence, StepPlan, StepResult
 
 
@@ -51,6 +52,8 @@ class RunnerLimits:
     """False refuses structured output (no program takes a mask)."""
     scores_prompts: bool = True
     """False refuses ``prompt_logprobs`` (the scoring program is not compiled)."""
+    max_prompt_logprobs: int = MAX_LOGPROBS
+    """Most likely tokens that the scoring program finds beside each prompt token."""
     features: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
     """Registered step features that programs have: what ``extra_args`` may name, each with the check of
     what it is asked, which raises ValueError."""

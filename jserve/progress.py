@@ -25,8 +25,18 @@ Show = Callable[[str, int, int], None]
 SAY_EVERY_S = 10.0
 
 
+UNITS = {
+    "load weights": "bytes",
+    "quantize": "layers",
+    "start replicas": "replicas",
+    "score": "tokens",
+    "score the reference": "tokens",
+}
+"""What the stages count; the others: programs."""
+
+
 def _unit(stage: str) -> str:
-    return {"load weights": "bytes", "start replicas": "replicas"}.get(stage, "programs")
+    return UNITS.get(stage, "programs")
 
 
 class Lines:

@@ -10,6 +10,8 @@ from typing import Any
 from jserve.errors import BadRequest
 
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1024
+"""Of a server whose option ``max_prompt_logprobs`` allows so many."""
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 16
@@ -74,7 +76,7 @@ RANGES: Mapping[str, Range] = {
     "min_tokens": Range(0, 2**31 - 1, whole=True),
     "thinking_token_budget": Range(-1, 2**31 - 1, whole=True),
     "logprobs": Range(0, MAX_LOGPROBS, whole=True),
-    "prompt_logprobs": Range(0, MAX_LOGPROBS, whole=True),
+    "prompt_logprobs": Range(0, MAX_PROMPT_LOGPROBS, whole=True),
 }
 """Of the numbers of ``SamplingParams``; one that is None is not checked."""
 _OPTIONAL = ("seed", "max_tokens", "thinking_token_budget", "logprobs", "prompt_logprobs")

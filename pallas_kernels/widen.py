@@ -1,4 +1,4 @@
-"""KV of 8 bits on its way to the matrix unit: copied as it is, made wider by the warpgroup that loads.
+"""KV of 8 bits on its way to the matrix unit of a chunk: copied as it is, made wider by the warpgroup that loads.
 
 It owns the ring of raw blocks: which is copied when, and who waits for it::
 

@@ -298,15 +298,19 @@ def qkv(arch: Arch, at: str, K: int, kind: str, width: int = 0, fused: str = "")
 
 def kv_scale(at: str, K: int) -> ParamSpec:
     """float32 [K, 2]: what stored keys and values of a kv head are multiplied by; a checkpoint has one
-    number for all heads."""
-    parts = tuple(
-        Part(name=f"{at}.{name}", shape=(1,), view=(1, 1), repeat=K)
-        for name in ("k_scale", "v_scale")
+    number for all heads, beside the attention or, of modelopt, beside its projections."""
+    parts, beside = (
+        tuple(
+            Part(name=f"{at}.{name}", shape=(1,), view=(1, 1), repeat=K)
+            for name in (f"{first}k_scale", f"{second}v_scale")
+        )
+        for first, second in (("", ""), ("k_proj.", "v_proj."))
     )
     return ParamSpec(
         shape=(K, 2),
         axes=("kv_heads", None),
         parts=parts,
+        spellings=(beside,),
         concat=1,
         init=0.0,
         init_mean=1.0,

@@ -1,8 +1,8 @@
 """The products of every layer, and the one place that chooses who computes them.
 
-On a CPU the native kernels take products of few rows with bfloat16 weights (``native.takes``); those of quantised
-weights are in ``quant``; everything else is XLA's. XLA:CPU multiplies bfloat16 at full speed only if all of these hold
-(GPUs do not care), so no other file has to think of them:
+On a CPU the native kernels take products of few rows with bfloat16 and with quantised weights (``native.takes``,
+``native_quant.takes``); other quantised ones are in ``quant``; everything else is XLA's. XLA:CPU multiplies bfloat16 at
+full speed only if all of these hold (GPUs do not care), so no other file has to think of them:
 
 * weights are stored ``[out, in]`` and contracted over the last dimension of both operands;
 * the result is float32 (``preferred_element_type``), as all activations here are;
@@ -11,7 +11,8 @@ weights are in ``quant``; everything else is XLA's. XLA:CPU multiplies bfloat16 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model import native, quant
+from jserve.model import native, native_quant, quant
 from jserve.model.arch import Clamped
 
 Weight = jax.Array | quant.QTensor
 MIN_ROWS = 2
+Products = list[tuple[jax.Array, Weight]]
+_WATCHERS: list[Products] = []
+
+
+@contextmanager
+def watched() -> Iterator[Products]:
+    """The (activations, weight) of every product that is traced inside, in order: for calibration and checks of single
+    matrices. Not for functions that other traces share."""
+    found: Products = []
+    _WATCHERS.append(found)
+    try:
+        yield found
+    finally:
+        _WATCHERS.remove(found)
+
+
+def _noted(x_TD: jax.Array, w_ND: Weight) -> None:
+    for found in _WATCHERS:
+        found.append((x_TD, w_ND))
 
 
 def dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
@@ -31,6 +51,7 @@ def dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
 
     ``w_ND`` may have more dimensions: all but the last are flattened to N (a free reshape).
     """
+    _noted(x_TD, w_ND)
     return product_as(x_TD, w_ND, jnp.float32)
 
 
@@ -39,6 +60,7 @@ def narrow_dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
     weight, half the bytes of a large batch. A product whose sums are split is not rounded there either."""
     if isinstance(w_ND, quant.QTensor):
         return dot(x_TD, w_ND)
+    _noted(x_TD, w_ND)
     return lax.platform_dependent(
         x_TD,
         w_ND,
@@ -49,9 +71,10 @@ def narrow_dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
 
 def product_as(x_TD: jax.Array, w_ND: Weight, dtype: Any) -> jax.Array:
     """``dot`` with a result of ``dtype``."""
-    if isinstance(w_ND, quant.QTensor):
-        return quant.product(x_TD, w_ND.reshape(-1, w_ND.shape[-1])).astype(dtype)
     w_ND = w_ND.reshape(-1, w_ND.shape[-1])
+    if isinstance(w_ND, quant.QTensor):
+        multiply = native_quant.product if native_quant.takes(x_TD, w_ND) else quant.product
+        return multiply(x_TD, w_ND).astype(dtype)
     if dtype == jnp.float32 and native.takes(x_TD, w_ND):
         return native.product(x_TD, w_ND)
     T = x_TD.shape[0]
@@ -95,9 +118,12 @@ def gate_up(
     activation: str | Clamped = "silu",
 ) -> jax.Array:
     """``activated`` of gate and up as float32[T, F]; these are ``dot(x_TD, w_2FD) + bias_2F``."""
-    wide = not isinstance(w_2FD, quant.QTensor)
-    if wide and bias_2F is None and activation == "silu" and native.takes(x_TD, w_2FD):
-        return native.gate_up(x_TD, w_2FD)
+    if bias_2F is None and activation == "silu":
+        if isinstance(w_2FD, quant.QTensor):
+            if native_quant.takes(x_TD, w_2FD) and native_quant.fuses(w_2FD):
+                return native_quant.gate_up(x_TD, w_2FD)
+        elif native.takes(x_TD, w_2FD):
+            return native.gate_up(x_TD, w_2FD)
     y_T2F = narrow_dot(x_TD, w_2FD).reshape(x_TD.shape[0], 2, -1)
     if bias_2F is not None:
         y_T2F = y_T2F + bias_2F

@@ -207,13 +207,21 @@ def kv_scales(config: Config, decoded: Sequence[str] = ()) -> bool:
         refuse(key, f"quant_method {method!r}: {only}")
     scheme = given.get("kv_cache_scheme") if isinstance(given, Mapping) else None
     if scheme is None:
-        return False
+        return isinstance(given, Mapping) and _modelopt_kv(given, key)
     if not isinstance(scheme, Mapping):
         refuse(f"{key}.kv_cache_scheme", f"{scheme!r} is no object")
     for name, value in KV_SCHEME.items():
         if scheme.get(name, value) != value:
             refuse(f"{key}.kv_cache_scheme.{name}", f"must be {value!r}, not {scheme[name]!r}")
     return True
+
+
+def _modelopt_kv(given: Mapping[str, Any], key: str) -> bool:
+    """``kv_scales`` as modelopt spells it."""
+    algo = given.get("kv_cache_quant_algo")
+    if algo not in (None, "FP8"):
+        refuse(f"{key}.kv_cache_quant_algo", f"{algo!r} is not supported, only 'FP8'")
+    return algo is not None
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

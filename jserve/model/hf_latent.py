@@ -38,8 +38,6 @@ def latent_fields(config: Config, *, pairs: bool = True) -> LatentFields:
     )
     if latent.turned % 2:
         refuse("qk_rope_head_dim", f"{latent.turned} is odd; rotary embedding needs pairs")
-    if config.get("quantization_config"):
-        refuse("quantization_config", "quantised checkpoints of this attention are not supported")
     turns = replace(rope(config, pairs=pairs), rotary=latent.turned)
     return {
         "latent": latent,

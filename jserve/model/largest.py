@@ -36,7 +36,8 @@ def largest(x_EV: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
 
 
 def largest_ids(x_EV: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-    """The ``n`` largest of each row, n at most 32, and their int32 ids, equal ones by id: ``lax.top_k``."""
+    """The ``n`` largest of each row and their int32 ids, equal ones by id: ``lax.top_k``. More than 32 are a sort on
+    a GPU."""
     if n <= BY_KERNEL:
         return _top_k(x_EV, n)
     return jax.lax.platform_dependent(

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,10 @@ from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.dot import activated, dot, gate_up
 from jserve.model.moe_places import slots_of, tokens_of_each
+from jserve.model.quant import QTensor
 
-Params = Mapping[str, jax.Array]
+Params = Mapping[str, Any]
+"""Arrays, or QTensors of what ``dot`` multiplies."""
 
 Outputs = tuple[jax.Array, jax.Array]
 """(float32[n, D] outputs of experts, int32[T, X] where in them each assignment's is)."""
@@ -156,8 +159,10 @@ def routed(
     kernel: ExpertKernel | None = None,
 ) -> jax.Array:
     """float32[T, D]: the weighted outputs of those experts of each token that this device has, partial sums where
-    their width is split. By the
-    kernel where the step's backend has one that takes these experts, but for few assignments."""
+    their width is split. By the kernel where the step's backend has one that takes these experts, but for few
+    assignments. Quantised ones are read tile by tile on every platform."""
+    if any(isinstance(p[name], QTensor) for name in ("expert_gate_up", "expert_down")):
+        return through(tiled, moe, p, x_TD, expert_TX, weight_TX)
     if kernel is not None and expert_TX.size > GATHER_MOST and kernel.serves(moe, p):
         return through(kernel.form, moe, p, x_TD, expert_TX, weight_TX)
     if native.takes_experts(expert_TX.size, moe.E, p["expert_gate_up"]):
@@ -222,17 +227,24 @@ def _expert(moe: Moe, p: Params, e: jax.Array, x_QD: jax.Array) -> jax.Array:
     """float32[Q, D]: the outputs of expert ``e``, without its last bias."""
     bias_2F = _slice(p["expert_gate_up_bias"], 2 * e, 2) if moe.expert_bias else None
     h_QF = gate_up(x_QD, _slice(p["expert_gate_up"], 2 * e, 2), bias_2F, moe.activation)
-    return dot(h_QF, _slice(p["expert_down"], e, 1)[0])
+    return dot(h_QF, _slice(p["expert_down"], e, 1))
 
 
-def _slice(w: jax.Array, first: jax.Array, n: int) -> jax.Array:
-    """Rows ``first`` to ``first + n``. Without the barrier, which ties all of ``w`` to the loop, XLA:CPU converts
-    bfloat16 weights of all experts to float32 before it, in every step; without the bits it converts a slice there and
-    back."""
+def _slice(w: Any, first: jax.Array, n: int) -> Any:
+    """Rows ``first`` to ``first + n`` of an array or a QTensor. Without the barrier, which ties all of ``w`` to the
+    loop, XLA:CPU converts weights of all experts to float32 before it, in every step; without the bits it converts a
+    slice there and back."""
     w, first = lax.optimization_barrier((w, first))
-    if w.dtype.itemsize != 2:
+    if isinstance(w, QTensor):
+        return w.mapped(partial(_rows, first=first, n=n))
+    return _rows(w, first=first, n=n)
+
+
+def _rows(w: jax.Array, *, first: jax.Array, n: int) -> jax.Array:
+    as_bits = {1: jnp.uint8, 2: jnp.uint16}.get(w.dtype.itemsize)
+    if as_bits is None or jnp.issubdtype(w.dtype, jnp.integer):
         return lax.dynamic_slice_in_dim(w, first, n)
-    bits = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(w, jnp.uint16), first, n)
+    bits = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(w, as_bits), first, n)
     return lax.bitcast_convert_type(bits, w.dtype)
 
 

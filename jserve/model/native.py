@@ -91,7 +91,7 @@ def takes_rows(level: str, n: int) -> bool:
 def product(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
     """``x_TD @ w_ND.T`` as float32[T, N], x rounded to bfloat16. Rows of x that are all zeros cost nothing."""
     return _call("jserve.product.v1", (x_TD.shape[0], w_ND.shape[0]))(
-        x_TD.astype(jnp.float32), w_ND, level=_level()
+        x_TD.astype(jnp.float32), w_ND, level=level_number()
     )
 
 
@@ -99,7 +99,7 @@ def gate_up(x_TD: jax.Array, w_2FD: jax.Array) -> jax.Array:
     """``silu(x_TD @ w[0].T) * (x_TD @ w[1].T)`` as float32[T, F]."""
     w_ND = w_2FD.reshape(-1, w_2FD.shape[-1])
     return _call("jserve.gate_up.v1", (x_TD.shape[0], w_2FD.shape[1]))(
-        x_TD.astype(jnp.float32), w_ND, level=_level()
+        x_TD.astype(jnp.float32), w_ND, level=level_number()
     )
 
 
@@ -122,14 +122,14 @@ def expert_product(x_RD: jax.Array, w_END: jax.Array, expert_A: jax.Array) -> ja
         expert_A: int32; E and more are nowhere and give zeros.
     """
     return _call("jserve.expert_product.v1", (expert_A.size, w_END.shape[1]))(
-        x_RD.astype(jnp.float32), w_END, expert_A, level=_level()
+        x_RD.astype(jnp.float32), w_END, expert_A, level=level_number()
     )
 
 
 def expert_gate_up(x_RD: jax.Array, w_ZFD: jax.Array, expert_A: jax.Array) -> jax.Array:
     """float32[A, F]: ``gate_up`` likewise; ``w_ZFD`` has gate, then up, of each expert in turn."""
     return _call("jserve.expert_gate_up.v1", (expert_A.size, w_ZFD.shape[1]))(
-        x_RD.astype(jnp.float32), w_ZFD, expert_A, level=_level()
+        x_RD.astype(jnp.float32), w_ZFD, expert_A, level=level_number()
     )
 
 
@@ -185,7 +185,7 @@ def attention(
         *kv,
         *rows,
         *far,
-        level=_level(),
+        level=level_number(),
         scale=np.float32(scale),
         window=np.int64(window),
         sinks=np.int64(n_sinks),
@@ -211,7 +211,8 @@ def write_kv(
     return keys, values
 
 
-def _level() -> np.int64:
+def level_number() -> np.int64:
+    """Of the kernels in use, as these take it."""
     return np.int64(LEVELS.index(kernels.value))
 
 

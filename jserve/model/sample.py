@@ -90,7 +90,7 @@ class Chosen:
 
     logprob_E: jax.Array
     top_ids_EL: jax.Array
-    """int32[E, MAX_LOGPROBS]: the most likely ids, best first."""
+    """int32[E, n_top]: the most likely ids, best first."""
     top_logprobs_EL: jax.Array
     rank_E: jax.Array | None = None
     """int32: one more than the tokens of a greater logit; None: programs do not count it."""
@@ -186,16 +186,21 @@ def argmax(x_EV: jax.Array) -> jax.Array:
 
 
 def logprobs(
-    raw_EV: jax.Array, token_E: jax.Array, flags: jax.Array, pick_EK: jax.Array | None = None
+    raw_EV: jax.Array,
+    token_E: jax.Array,
+    flags: jax.Array,
+    pick_EK: jax.Array | None = None,
+    *,
+    n_top: int = MAX_LOGPROBS,
 ) -> Chosen:
-    """Log-probabilities of the tokens, of the most likely ids and of the ids ``pick_EK``."""
+    """Log-probabilities of the tokens, of the ``n_top`` most likely ids and of the ids ``pick_EK``."""
     E, V = raw_EV.shape
-    n = min(MAX_LOGPROBS, V)
+    n = min(n_top, V)
 
     def some(raw_EV):
         lse_E = jax.nn.logsumexp(raw_EV, axis=-1)
         top_EL, ids_EL = largest_ids(raw_EV, n)
-        pad = ((0, 0), (0, MAX_LOGPROBS - n))
+        pad = ((0, 0), (0, n_top - n))
         chosen_E = jnp.take_along_axis(raw_EV, token_E[:, None], axis=1)[:, 0]
         found = Chosen(
             logprob_E=chosen_E - lse_E,
@@ -208,8 +213,8 @@ def logprobs(
         return found.replace(rank_E=ranks(raw_EV, chosen_E), picked_EK=picked_EK)  # type: ignore[attr-defined]
 
     def none(raw_EV):
-        ids_EL = jnp.zeros((E, MAX_LOGPROBS), jnp.int32)
-        found = Chosen(jnp.zeros(E), ids_EL, jnp.zeros((E, MAX_LOGPROBS)))
+        ids_EL = jnp.zeros((E, n_top), jnp.int32)
+        found = Chosen(jnp.zeros(E), ids_EL, jnp.zeros((E, n_top)))
         if pick_EK is None:
             return found
         zeros = jnp.zeros(E, jnp.int32), jnp.zeros(pick_EK.shape)

@@ -394,7 +394,7 @@ def _with_slots(
     assert (spec.axes[0], spec.concat) == ("experts", 0), "experts are along the first axis"
     n, spare, E = n_parts(rules.split("experts", sizes), sizes), rules.redundant_experts, experts.n
     width = n_parts(rules.split("ffn_expert", sizes), sizes)
-    F = spec.shape[spec.axes.index("ffn_expert")]
+    F = spec.shape[spec.axes.index("ffn_expert")] if "ffn_expert" in spec.axes else 0
     if (E + spare) % n:
         most = f"{E} experts" + (f" and {spare} redundant ones" if spare else "")
         more = f"num_redundant_experts {spare + -(E + spare) % n} would fill them up"

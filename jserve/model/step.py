@@ -348,6 +348,7 @@ def _target(model: StepModel, params: Any) -> Target:
         unembedding=model.family.logits,
         attn=model.backend,
         axes=model.axes,
+        scored=model.dims.scored,
     )
 
 

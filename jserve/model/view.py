@@ -28,7 +28,7 @@ import numpy as np
 
 from jserve.model.draft_tree import DraftMask, TreeShape, mask_of
 from jserve.model.feature import StepFeature
-from jserve.sampling import MAX_STOP_IDS
+from jserve.sampling import MAX_LOGPROBS, MAX_STOP_IDS
 
 # Bits of ``flags``: what any row of the step needs, so that lax.cond can skip the rest.
 RANDOM, TRUNCATE, PENALTY, BIAS, BAD_WORDS, LOGPROBS, MIN_TOKENS = (1 << i for i in range(7))
@@ -83,6 +83,8 @@ class StepDims:
     """Drafts that a slot holds; 0: there is no device drafter."""
     text: int = 0
     """Newest tokens of its text that a slot holds; 0: nobody reads them."""
+    scored: int = MAX_LOGPROBS
+    """Most likely tokens that are found beside each prompt token."""
     picks: int = 0
     """Ids that a request may name to have their log-probabilities beside every token's; 0: programs
     have neither these nor the ranks of drawn tokens."""

@@ -16,7 +16,7 @@ enum { FFI_EXTENSION_METADATA = 1 };
 enum { FFI_STAGE_EXECUTE = 3 };
 enum { FFI_ATTR_SCALAR = 3 };
 enum { FFI_ERROR_INVALID_ARGUMENT = 3, FFI_ERROR_FAILED_PRECONDITION = 9 };
-enum { FFI_S32 = 4, FFI_S64 = 5, FFI_U16 = 7, FFI_F32 = 11, FFI_BF16 = 16 };
+enum { FFI_S8 = 2, FFI_S32 = 4, FFI_S64 = 5, FFI_U8 = 6, FFI_U16 = 7, FFI_F32 = 11, FFI_BF16 = 16, FFI_F8E4M3FN = 20 };
 
 typedef struct FfiError FfiError;
 typedef struct FfiContext FfiContext;

@@ -3,6 +3,7 @@
  *
  *   product     y[M, N] f32 = x[M, K] f32 @ w[N, K]^T bf16          x is rounded to bf16, sums are float32
  *   gate_up     h[M, F] f32 = silu(x @ gate^T) * (x @ up^T)         w[2, F, K]: gate, then up
+ *   quantised_  the same of weights in 8 or 4 bits with scales
  *   expert_...  the same of each assignment with the weights of its expert, which are read where they lie
  *   attention   o[T, N, H] of tokens in rows, over pages [P, K, Z, H]
  *   write_kv    keys and values of tokens, rounded, to their places in these pages, which are changed in place
@@ -10,6 +11,8 @@
  * Weights stay as they are: nothing is packed or copied. A row of x that is all zeros is a row that nobody reads: it gives
  * zeros and costs nothing, so that the number of live rows is data. Work is cut into chunks that the caller and the threads
  * of XLA's own pool claim from a counter (see Job).
+ *
+ * Quantised weights are multiplied by the same means (quantised.h).
  *
  * Levels: what the processor has, one set of functions each, chosen by cpuid and xgetbv, since __builtin_cpu_supports
  * answers 0 for everything in a library built for an old glibc. */
@@ -68,12 +71,12 @@ static int detect(void) {
   if (!fma || !osxsave) return PLAIN;
   __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
   if ((lo & 0x06) != 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return PLAIN;
-  unsigned subleaves = a;
+  unsigned subleaves = a, vnni = c >> 11 & 1;
   int avx2 = b >> 5 & 1;
   int avx512 = (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1); /* F, DQ, BW, VL */
   if (!avx2) return PLAIN;
   if (!avx512 || (lo & 0xe6) != 0xe6) return AVX2;
-  if (subleaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return AVX512F;
+  if (subleaves < 1 || !vnni || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return AVX512F;
   return a >> 5 & 1 ? AVX512_BF16 : AVX512F;
 }
 #else
@@ -81,6 +84,16 @@ static int detect(void) { return PLAIN; }
 #endif
 
 /* --- a product, ready for a level's functions --- */
+
+/* What weights are: bfloat16, or numbers of which (q - zero) * scale are the weights, with a scale for each of ``groups``
+ * parts of a row. ROUNDED: int8 that multiplies x rounded to int8, with a scale per row of x. */
+enum { BF16, INT8, INT4, E4M3, ROUNDED, N_KINDS };
+
+/* A row of x that was rounded to int8. */
+typedef struct {
+  float scale;
+  int32_t sum; /* of its numbers */
+} RoundedRow;
 
 /* x as a level wants it, and where rows of results go. */
 typedef struct {
@@ -92,6 +105,16 @@ typedef struct {
   const float *x;     /* [M, K] as given */
   void *packed;       /* in the level's own form */
   int few;            /* whether that is the form for few live rows */
+  /* Where kind is not BF16: */
+  int kind;
+  const uint8_t *q;    /* [N, K]; INT4: [N, K / 2], byte j of 32 weights has weight j in its low half, 16 + j in the other */
+  const float *scale;  /* [N, groups] */
+  const int8_t *zero;  /* [N, groups], NULL: all are 0 */
+  i64 groups;          /* of a row */
+  RoundedRow *rounded; /* [L] */
+  bf16 *room;          /* for the weights of a chunk, widened; of the thread alone */
+  i64 rows_ahead;      /* weight rows from a thread's chunk to its next one, about */
+  const char *next_chunk; /* of a product with weights in room: where the numbers of that begin */
 } Product;
 
 /* Results of rows i of the live ones go to y + row[i] * ld. */
@@ -399,65 +422,105 @@ static void bf16_pack(const Product *p, i64 i0, i64 i1) {
 
 #define EIGHT(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
 
+/* 32 numbers of int8 or e4m3, exactly. */
+T_BF16 INLINE __m512i int8_values(__m256i q) {
+  __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)));
+  __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)));
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+T_BF16 INLINE __m512i e4m3_values(__m256i q) {
+  const __m512i small = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  const __m512i signs = _mm512_set1_epi16((short)0x8000);
+  __m512i words = _mm512_cvtepu8_epi16(q), size = _mm512_and_si512(words, _mm512_set1_epi16(0x7f));
+  __m512i value = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+  value = _mm512_mask_permutexvar_epi16(value, _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8)), size, small);
+  value = _mm512_mask_mov_epi16(value, _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(0x7f)), _mm512_set1_epi16(0x7fc0));
+  return _mm512_or_si512(value, _mm512_and_si512(_mm512_slli_epi16(words, 8), signs));
+}
+
+/* 32 weights of a row from its k-th on: as bfloat16, numbers of another kind without their scale; at ``n`` of them and less
+ * the others are 0. */
+T_BF16 INLINE __m512i weights(const char *row, i64 k, int kind) {
+  if (kind == BF16) return load((const bf16 *)row + k);
+  __m256i q = _mm256_loadu_si256((const __m256i *)(row + k));
+  return kind == INT8 ? int8_values(q) : e4m3_values(q);
+}
+T_BF16 INLINE __m512i weights_n(const char *row, i64 k, i64 n, int kind) {
+  if (kind == BF16) return load_n((const bf16 *)row + k, n);
+  __m256i q = _mm256_maskz_loadu_epi8(n >= 32 ? 0xffffffffu : (1u << n) - 1, row + k);
+  return kind == INT8 ? int8_values(q) : e4m3_values(q);
+}
+INLINE const char *weight_row(const Product *p, i64 n, int kind) {
+  return kind == BF16 ? (const char *)(p->w + n * p->K) : (const char *)(p->q + n * p->K);
+}
+INLINE i64 weight_bytes(int kind) { return kind == BF16 ? 2 : 1; }
+
 /* Several weight rows at once defeat the processor's own prefetcher where they lie in one page: lines of the next rows are
  * fetched in the order of memory while these are read, as many of them. */
-#define NEXT(i) _mm_prefetch((const char *)(next + 32 * i), _MM_HINT_T0);
+#define NEXT(i) _mm_prefetch(next + 64 * i, _MM_HINT_T0);
 
 /* One row of x, eight weight rows at once. Beyond the last row the pointers repeat it. */
-T_BF16 static void bf16_eight(const Product *p, i64 n0, i64 n1, float *y) {
+T_BF16 INLINE void bf16_eight(const Product *p, i64 n0, i64 n1, float *y, int kind) {
   const bf16 *x = p->packed;
   const i64 K = p->K;
   for (i64 n = n0; n < n1; n += 8, y += 8) {
 #define BEGIN(i)                                                                                                       \
-  const bf16 *w##i = p->w + min64(n + i, n1 - 1) * K;                                                                  \
+  const char *w##i = weight_row(p, min64(n + i, n1 - 1), kind);                                                        \
   __m512 s##i = _mm512_setzero_ps();
     EIGHT(BEGIN)
     i64 k = 0;
     for (; k + 32 <= K; k += 32) {
       __m512i v = load(x + k);
-      const bf16 *next = w0 + 8 * (K + k);
-      EIGHT(NEXT)
-#define STEP(i) s##i = dp(s##i, v, load(w##i + k));
+      const char *next = w0 + 8 * (K + k) * weight_bytes(kind);
+      NEXT(0) NEXT(1) NEXT(2) NEXT(3)
+      if (kind == BF16) {
+        NEXT(4) NEXT(5) NEXT(6) NEXT(7)
+      }
+#define STEP(i) s##i = dp(s##i, v, weights(w##i, k, kind));
       EIGHT(STEP)
     }
     if (k < K) {
       __m512i v = load(x + k);
-#define LAST(i) s##i = dp(s##i, v, load_n(w##i + k, K - k));
+#define LAST(i) s##i = dp(s##i, v, weights_n(w##i, k, K - k, kind));
       EIGHT(LAST)
     }
 #undef BEGIN
 #undef STEP
 #undef LAST
+    const __mmask16 there = (__mmask16)((1u << min64(8, n1 - n)) - 1);
     __m512 four = folded(sums4(s0, s1, s2, s3), sums4(s4, s5, s6, s7));
     __m512 sum = folded(four, four);
-    _mm512_mask_storeu_ps(y, (__mmask16)((1u << min64(8, n1 - n)) - 1), sum);
+    if (kind != BF16) sum = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, p->scale + n));
+    _mm512_mask_storeu_ps(y, there, sum);
   }
 }
 
 /* Four rows of x against four weight rows: sixteen sums. */
-T_BF16 static void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t) {
+T_BF16 INLINE void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t, int kind) {
   const i64 K = p->K, width = up_to(K, 32);
   for (i64 n = n0; n < n1; n += 4)
     for (i64 i = 0; i < p->L; i += 4) {
       const bf16 *x = (const bf16 *)p->packed + i * width;
-      const bf16 *w0 = p->w + n * K, *w1 = p->w + min64(n + 1, n1 - 1) * K;
-      const bf16 *w2 = p->w + min64(n + 2, n1 - 1) * K, *w3 = p->w + min64(n + 3, n1 - 1) * K;
+      const char *w0 = weight_row(p, n, kind), *w1 = weight_row(p, min64(n + 1, n1 - 1), kind);
+      const char *w2 = weight_row(p, min64(n + 2, n1 - 1), kind), *w3 = weight_row(p, min64(n + 3, n1 - 1), kind);
       __m512 z = _mm512_setzero_ps();
       __m512 a0 = z, a1 = z, a2 = z, a3 = z, b0 = z, b1 = z, b2 = z, b3 = z;
       __m512 c0 = z, c1 = z, c2 = z, c3 = z, d0 = z, d1 = z, d2 = z, d3 = z;
 #define TILE(LOAD)                                                                                                     \
   {                                                                                                                    \
-    const bf16 *next = w0 + 4 * (K + k);                                                                               \
-    NEXT(0) NEXT(1) NEXT(2) NEXT(3)                                                                                    \
-    __m512i v0 = LOAD(w0 + k), v1 = LOAD(w1 + k), v2 = LOAD(w2 + k), v3 = LOAD(w3 + k);                                \
+    const char *next = w0 + 4 * (K + k) * weight_bytes(kind);                                                          \
+    NEXT(0) NEXT(1)                                                                                                    \
+    if (kind == BF16) { NEXT(2) NEXT(3) }                                                                              \
+    __m512i v0 = LOAD(w0), v1 = LOAD(w1), v2 = LOAD(w2), v3 = LOAD(w3);                                                \
     __m512i u = load(x + k);                                                                                           \
     a0 = dp(a0, u, v0), a1 = dp(a1, u, v1), a2 = dp(a2, u, v2), a3 = dp(a3, u, v3), u = load(x + width + k);           \
     b0 = dp(b0, u, v0), b1 = dp(b1, u, v1), b2 = dp(b2, u, v2), b3 = dp(b3, u, v3), u = load(x + 2 * width + k);       \
     c0 = dp(c0, u, v0), c1 = dp(c1, u, v1), c2 = dp(c2, u, v2), c3 = dp(c3, u, v3), u = load(x + 3 * width + k);       \
     d0 = dp(d0, u, v0), d1 = dp(d1, u, v1), d2 = dp(d2, u, v2), d3 = dp(d3, u, v3);                                    \
   }
-#define WHOLE(p) load(p)
-#define PART(p) load_n(p, K - k)
+#define WHOLE(row) weights(row, k, kind)
+#define PART(row) weights_n(row, k, K - k, kind)
       i64 k = 0;
       for (; k + 32 <= K; k += 32) TILE(WHOLE)
       if (k < K) TILE(PART)
@@ -466,8 +529,13 @@ T_BF16 static void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t)
 #undef PART
       __m512 ab = folded(sums4(a0, a1, a2, a3), sums4(b0, b1, b2, b3));
       __m512 cd = folded(sums4(c0, c1, c2, c3), sums4(d0, d1, d2, d3));
+      __m512 all = folded(ab, cd);
+      if (kind != BF16) {
+        __m128 scale = _mm_maskz_loadu_ps((__mmask8)((1u << min64(4, n1 - n)) - 1), p->scale + n);
+        all = _mm512_mul_ps(all, _mm512_broadcast_f32x4(scale));
+      }
       float y[16];
-      _mm512_storeu_ps(y, folded(ab, cd));
+      _mm512_storeu_ps(y, all);
       for (i64 j = 0; j < min64(4, p->L - i); j++)
         memcpy(at(t, i + j) + n - n0, y + 4 * j, (size_t)min64(4, n1 - n) * sizeof(float));
     }
@@ -507,7 +575,9 @@ T_BF16 INLINE void put(const __m512 *s, Target t, i64 i, i64 rows, i64 n, i64 co
 T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Target t, int two, int ahead) {
   const i64 K = p->K, pairs = up_to(K, 2) / 2;
   const uint32_t *x = (const uint32_t *)p->packed + i * pairs, *u = x + 16 * pairs;
+  const i64 per_weight = !p->next_chunk ? 16 : p->kind == INT4 ? 4 : 8; /* bytes of eight rows */
   const char *next = (const char *)(p->w + min64(n + 16, p->N - 1) * K);
+  if (p->next_chunk) next = p->next_chunk + n * K * per_weight / 8;
 #define BEGIN(r)                                                                                                       \
   const bf16 *w##r = p->w + min64(n + r, n1 - 1) * K;                                                                  \
   __m512 s##r = _mm512_setzero_ps(), t##r = s##r;
@@ -520,12 +590,12 @@ T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Ta
   i64 k = 0;
   for (; !two && k + 4 <= K; k += 4) {
     __m512i a = _mm512_loadu_si512(x + k * 8), b = _mm512_loadu_si512(x + k * 8 + 16);
-    if (ahead) _mm_prefetch(next + k * 16, _MM_HINT_T1);
+    if (ahead) _mm_prefetch(next + k * per_weight, _MM_HINT_T1);
     EIGHT(STEPS)
   }
   for (; k + 2 <= K; k += 2) {
     __m512i v, a = _mm512_loadu_si512(x + k * 8), b = two ? _mm512_loadu_si512(u + k * 8) : a;
-    if (ahead && k % 4 == 0) _mm_prefetch(next + k * 16, _MM_HINT_T1);
+    if (ahead && k % 4 == 0) _mm_prefetch(next + k * per_weight, _MM_HINT_T1);
     EIGHT(STEP)
   }
 #undef STEPS
@@ -570,15 +640,27 @@ T_BF16 static void bf16_many(const Product *p, i64 n0, i64 n1, Target t) {
       }
 }
 
+#define FEW_ROWS(NAME, KIND)                                                                                           \
+  T_BF16 static void NAME(const Product *p, i64 n0, i64 n1, Target t) {                                                \
+    if (p->L == 1)                                                                                                     \
+      bf16_eight(p, n0, n1, at(t, 0), KIND);                                                                           \
+    else                                                                                                               \
+      bf16_four_by_four(p, n0, n1, t, KIND);                                                                           \
+  }
+FEW_ROWS(bf16_few, BF16)
+FEW_ROWS(int8_few, INT8)
+FEW_ROWS(e4m3_few, E4M3)
+#undef FEW_ROWS
+
 T_BF16 static void bf16_rows(const Product *p, i64 n0, i64 n1, Target t) {
-  if (!p->few)
-    bf16_many(p, n0, n1, t);
-  else if (p->L == 1)
-    bf16_eight(p, n0, n1, at(t, 0));
+  if (p->few)
+    bf16_few(p, n0, n1, t);
   else
-    bf16_four_by_four(p, n0, n1, t);
+    bf16_many(p, n0, n1, t);
 }
 #endif /* X86 */
+
+#include "quantised.h"
 
 static const Level LEVELS[N_LEVELS] = {
     {plain_bytes, plain_pack, plain_rows, plain_silu},
@@ -588,6 +670,40 @@ static const Level LEVELS[N_LEVELS] = {
     {bf16_bytes, bf16_pack, bf16_rows, avx512f_silu},
 #endif
 };
+
+static const Level WIDENED_LEVELS[N_LEVELS] = {
+    {plain_bytes, plain_pack, plain_widened, plain_silu},
+#if X86
+    {avx2_bytes, avx2_pack, avx2_widened, avx2_silu},
+    {avx512f_bytes, avx512f_pack, avx512f_widened, avx512f_silu},
+    {bf16_bytes, bf16_pack, bf16_widened, avx512f_silu},
+#endif
+};
+
+static const Level ROUNDED_LEVELS[N_LEVELS] = {
+    {int8_bytes, plain_round_pack, plain_round_rows, plain_silu},
+#if X86
+    {int8_bytes, plain_round_pack, avx2_round_rows, avx2_silu},
+    {int8_bytes, plain_round_pack, avx2_round_rows, avx512f_silu},
+    {vnni_bytes, vnni_pack, vnni_rows, avx512f_silu},
+#endif
+};
+
+/* The functions for weights like those of ``p``. */
+static const Level *functions_for(int level, const Product *p) {
+  if (p->kind == BF16) return &LEVELS[level];
+  if (p->kind == ROUNDED) return &ROUNDED_LEVELS[level];
+#if X86
+  static const Level int8 = {bf16_bytes, bf16_pack, int8_rows, avx512f_silu};
+  static const Level e4m3 = {bf16_bytes, bf16_pack, e4m3_rows, avx512f_silu};
+  static const Level int4 = {int4_bytes, int4_pack, int4_rows, avx512f_silu};
+  const int row_scales = p->groups == 1 && !p->zero;
+  if (level == AVX512_BF16 && p->kind == INT8 && row_scales) return &int8;
+  if (level == AVX512_BF16 && p->kind == E4M3 && row_scales) return &e4m3;
+  if (level == AVX512_BF16 && p->kind == INT4 && fits_int4(p->K, p->groups)) return &int4;
+#endif
+  return &WIDENED_LEVELS[level];
+}
 
 static int best_level(void) {
   static atomic_int found = -1;
@@ -607,9 +723,10 @@ typedef struct Job Job;
 struct Job {
   atomic_long next, done;
   atomic_int holders;
+  atomic_int seats; /* threads that have begun to work on it */
   i64 n_chunks;
   i64 n_first; /* chunks that all others wait for */
-  void (*chunk)(const Job *, i64 number);
+  void (*chunk)(const Job *, i64 number, int seat);
   const void *work; /* of the caller, there until all chunks are done */
   void *scratch;
   size_t scratch_bytes;
@@ -642,6 +759,7 @@ static Job *new_job(size_t scratch_bytes) {
   if (job) {
     job->n_first = 0;
     atomic_store(&job->next, 0), atomic_store(&job->done, 0), atomic_store(&job->holders, 1);
+    atomic_store(&job->seats, 0);
   }
   return job;
 }
@@ -670,11 +788,12 @@ static void await(Job *job, i64 n) {
 }
 
 static void claim_chunks(Job *job) {
+  const int seat = atomic_fetch_add_explicit(&job->seats, 1, memory_order_relaxed);
   for (;;) {
     i64 number = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
     if (number >= job->n_chunks) return;
     if (number >= job->n_first) await(job, job->n_first); /* all of these have been claimed before */
-    job->chunk(job, number);
+    job->chunk(job, number, seat);
     atomic_fetch_add_explicit(&job->done, 1, memory_order_release);
   }
 }
@@ -692,6 +811,7 @@ static void drop_error(const FfiApi *api, FfiError *error) {
 /* Threads of the pool, the caller's among them; 1 where there is none. */
 static i64 pool_threads(const FfiCall *call) {
   int64_t n = 1;
+  if (!call) return 1;
   FfiNumThreads args = {FFI_SIZE(FfiNumThreads, num_threads), NULL, call->ctx, &n};
   FfiError *error = call->api->num_threads(&args);
   drop_error(call->api, error);
@@ -700,7 +820,7 @@ static i64 pool_threads(const FfiCall *call) {
 
 /* Run all chunks of ``job``, with helpers where ``call`` has a pool, and put it down. */
 static void run_job(Job *job, const FfiCall *call) {
-  i64 helpers = call ? min64(pool_threads(call), job->n_chunks) - 1 : 0;
+  i64 helpers = min64(pool_threads(call), job->n_chunks) - 1;
   for (i64 i = 0; i < helpers; i++) {
     atomic_fetch_add_explicit(&job->holders, 1, memory_order_relaxed);
     FfiSchedule args = {FFI_SIZE(FfiSchedule, data), NULL, call->ctx, help, job};
@@ -735,6 +855,7 @@ typedef struct {
   i64 rows_per_chunk;
   i64 n_column_chunks;
   const int32_t *zero; /* [M - L] dead rows of x */
+  i64 room_bytes;      /* of each thread's room, the first of which is p.room */
 } ProductWork;
 
 /* Chunks before those of the product pack x, those after them zero the results of dead rows. */
@@ -748,13 +869,20 @@ static int aside(const Job *job, i64 number) {
   return number < job->n_first || first >= 0;
 }
 
-static void product_chunk(const Job *job, i64 number) {
+static Product with_room(const ProductWork *work, int seat) {
+  Product p = work->p;
+  if (p.room) p.room = (bf16 *)((char *)p.room + seat * work->room_bytes);
+  return p;
+}
+
+static void product_chunk(const Job *job, i64 number, int seat) {
   const ProductWork *work = job->work;
   if (aside(job, number)) return;
   number -= job->n_first;
   i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
   Target t = {work->y + n0, work->N, work->p.row};
-  work->level->rows(&work->p, n0, n1, t);
+  const Product p = with_room(work, seat);
+  work->level->rows(&p, n0, n1, t);
 }
 
 /* Live rows i .. i+n-1 of ``p``; i is a multiple of PACKED. */
@@ -763,6 +891,7 @@ static Product part_of(const Level *level, const Product *p, i64 i, i64 n) {
   part.L = n;
   part.row += i;
   part.packed = (char *)p->packed + (i ? level->packed_bytes(i, p->K) : 0);
+  if (part.rounded) part.rounded += i;
   return part;
 }
 
@@ -780,12 +909,13 @@ static void gated(const Level *level, const Product *p, i64 n0, i64 n1, Target t
   }
 }
 
-static void gate_up_chunk(const Job *job, i64 number) {
+static void gate_up_chunk(const Job *job, i64 number, int seat) {
   const ProductWork *work = job->work;
   if (aside(job, number)) return;
   number -= job->n_first;
   const i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
-  gated(work->level, &work->p, n0, n1, (Target){work->y + n0, work->N, work->p.row});
+  const Product p = with_room(work, seat);
+  gated(work->level, &p, n0, n1, (Target){work->y + n0, work->N, work->p.row});
 }
 
 typedef uint32_t Bits __attribute__((vector_size(64), aligned(4), may_alias));
@@ -819,30 +949,33 @@ static i64 chunk_rows(i64 N, i64 K, i64 L, int fused) {
   return fused ? min64(rows, HELD / min64(max64(L, 8), PART) / 8 * 8) : rows;
 }
 
-/* Product, or gate_up where ``fused``: then N counts rows of the gate. Returns 0 where there is no memory. */
-static int product(int level, const float *x, const bf16 *w, float *y, i64 M, i64 N, i64 K, int fused,
-                   const FfiCall *call) {
+/* ``p``, of which weights, sizes and x are given, or gate_up where ``fused``. Returns 0 where there is no memory. */
+static int product(int level, Product p, float *y, int fused, const FfiCall *call) {
+  const i64 M = p.M, K = p.K, N = fused ? p.N / 2 : p.N;
   if (M == 0 || N == 0) return 1;
-  const Level *with = &LEVELS[level];
-  size_t rows_bytes = (size_t)up_to(M * 4, 64);
-  Job *job = new_job(rows_bytes + max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, 8), K)));
+  const Level *with = functions_for(level, &p);
+  if (p.N * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
+  const i64 rows_bytes = up_to(M * 4, 64), rounded_bytes = p.kind == ROUNDED ? up_to(M * (i64)sizeof(RoundedRow), 64) : 0;
+  const i64 packed = max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, 8), K));
+  const i64 room = p.kind == BF16 || p.kind == ROUNDED ? 0 : up_to(chunk_rows(N, K, 1, fused) * K * (i64)sizeof(bf16), 64);
+  Job *job = new_job((size_t)(rows_bytes + rounded_bytes + up_to(packed, 64) + room * (room ? pool_threads(call) : 0)));
   if (!job) return 0;
   int32_t *row = job->scratch;
-  i64 L = sort_rows(x, M, K, row);
-  ProductWork work = {
-      .p = {w, fused ? 2 * N : N, K, M, L, row, x, (char *)job->scratch + rows_bytes, L <= FEW},
-      .level = with,
-      .y = y,
-      .N = N,
-      .zero = row + L,
-  };
-  job->n_first = L > PACK_AT_ONCE ? (L + PACK_AT_ONCE - 1) / PACK_AT_ONCE : 0;
-  if (L && !job->n_first) with->pack(&work.p, 0, L);
-  const i64 rows = chunk_rows(N, K, L, fused);
-  if (N * (fused ? 2 : 1) * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
+  char *rest = (char *)job->scratch + rows_bytes;
+  p.L = sort_rows(p.x, M, K, row);
+  p.row = row;
+  p.few = p.L <= FEW;
+  if (rounded_bytes) p.rounded = (RoundedRow *)rest;
+  p.packed = rest + rounded_bytes;
+  if (room) p.room = (bf16 *)((char *)p.packed + up_to(packed, 64));
+  ProductWork work = {.p = p, .level = with, .y = y, .N = N, .zero = row + p.L, .room_bytes = room};
+  job->n_first = p.L > PACK_AT_ONCE ? (p.L + PACK_AT_ONCE - 1) / PACK_AT_ONCE : 0;
+  if (p.L && !job->n_first) with->pack(&work.p, 0, p.L);
+  const i64 rows = chunk_rows(N, K, p.L, fused);
   work.rows_per_chunk = rows;
-  work.n_column_chunks = L ? (N + rows - 1) / rows : 0;
-  job->n_chunks = job->n_first + work.n_column_chunks + (M - L + ZEROED_AT_ONCE - 1) / ZEROED_AT_ONCE;
+  work.p.rows_ahead = rows * pool_threads(call);
+  work.n_column_chunks = p.L ? (N + rows - 1) / rows : 0;
+  job->n_chunks = job->n_first + work.n_column_chunks + (M - p.L + ZEROED_AT_ONCE - 1) / ZEROED_AT_ONCE;
   job->chunk = fused ? gate_up_chunk : product_chunk;
   job->work = &work;
   run_job(job, call);
@@ -863,8 +996,9 @@ typedef struct {
   int fused;
 } ExpertWork;
 
-static void expert_chunk(const Job *job, i64 number) {
+static void expert_chunk(const Job *job, i64 number, int seat) {
   const ExpertWork *work = job->work;
+  (void)seat;
   i64 g = number / work->chunks_each, n0 = number % work->chunks_each * work->rows_per_chunk;
   i64 n1 = min64(work->N, n0 + work->rows_per_chunk);
   Target t = {work->y + n0, work->N, work->to[g]};
@@ -924,7 +1058,17 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
   for (i64 i = 0; i < e->E; begin = end[i++]) {
     i64 L = end[i] - begin;
     if (!L) continue;
-    p[n] = (Product){e->w + i * rows_each * K, rows_each, K, e->R, L, from + begin, e->x, rest, L <= FEW};
+    p[n] = (Product){
+        .w = e->w + i * rows_each * K,
+        .N = rows_each,
+        .K = K,
+        .M = e->R,
+        .L = L,
+        .row = from + begin,
+        .x = e->x,
+        .packed = rest,
+        .few = L <= FEW,
+    };
     with->pack(&p[n], 0, L);
     rest += up_to((i64)with->packed_bytes(L, K), 64);
     rows_of_y[n++] = to + begin;
@@ -1345,7 +1489,8 @@ T_BF16 INLINE void tile_attention(const Attention *a, const Item *item, i64 head
   }
 }
 
-T_BF16 static void bf16_attention_chunk(const Job *job, i64 number) {
+T_BF16 static void bf16_attention_chunk(const Job *job, i64 number, int seat) {
+  (void)seat;
   const Attention *a = job->work;
   const Item *item = a->items + number % a->n_items;
   const i64 head = number / a->n_items;
@@ -1439,7 +1584,8 @@ T_BF16 static void bf16_narrow(const float *from, bf16 *to, i64 n) {
 #define bf16_narrow plain_narrow
 #endif
 
-static void writes_chunk(const Job *job, i64 number) {
+static void writes_chunk(const Job *job, i64 number, int seat) {
+  (void)seat;
   const Writes *w = job->work;
   for (i64 t = number * WRITTEN_AT_ONCE; t < min64(w->T, (number + 1) * WRITTEN_AT_ONCE); t++) {
     if (w->page[t] <= 0 || w->page[t] >= w->P || w->offset[t] < 0 || w->offset[t] >= w->Z) continue;
@@ -1521,6 +1667,14 @@ static int level_of(const FfiCall *call) {
   return asked < 0 || asked >= N_LEVELS ? -1 : (int)min64(asked, best_level());
 }
 
+static FfiError *run_product(const FfiCall *call, const FfiBuffer *x, const FfiBuffer *y, Product p, int level, int fused) {
+  if (x->dims[1] != p.K || y->dims[1] * (fused ? 2 : 1) != p.N || y->dims[0] != p.M)
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes do not match");
+  if (!product(level, p, y->data, fused, call))
+    return failed(call, FFI_ERROR_FAILED_PRECONDITION, "jserve: no memory for a product");
+  return NULL;
+}
+
 static FfiError *handle_product(const FfiCall *call, int fused) {
   FfiError *error;
   if (asks_metadata(call, &error)) return error;
@@ -1528,13 +1682,43 @@ static FfiError *handle_product(const FfiCall *call, int fused) {
   const FfiBuffer *w = buffer(&call->args, 1, FFI_BF16, 2);
   int level = level_of(call);
   if (!x || !y || !w || level < 0) return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments");
-  i64 M = x->dims[0], K = x->dims[1], N = y->dims[1];
-  if (w->dims[1] != K || w->dims[0] != (fused ? 2 * N : N) || y->dims[0] != M)
-    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes do not match");
-  if (!product(level, x->data, w->data, y->data, M, N, K, fused, call))
-    return failed(call, FFI_ERROR_FAILED_PRECONDITION, "jserve: no memory for a product");
-  return NULL;
+  const Product p = {.w = w->data, .N = w->dims[0], .K = w->dims[1], .M = x->dims[0], .x = x->data};
+  return run_product(call, x, y, p, level, fused);
 }
+
+/* What numbers of these are; -1: none. */
+static int kind_of(const FfiBuffer *q, int rounded) {
+  if (rounded) return q->dtype == FFI_S8 ? ROUNDED : -1;
+  return q->dtype == FFI_S8 ? INT8 : q->dtype == FFI_U8 ? INT4 : q->dtype == FFI_F8E4M3FN ? E4M3 : -1;
+}
+
+static FfiError *handle_quantised(const FfiCall *call, int fused) {
+  FfiError *error;
+  if (asks_metadata(call, &error)) return error;
+  const FfiBuffer *x = buffer(&call->args, 0, FFI_F32, 2), *y = buffer(&call->rets, 0, FFI_F32, 2);
+  const FfiBuffer *q = call->args.size > 1 ? call->args.items[1] : NULL;
+  const FfiBuffer *scale = buffer(&call->args, 2, FFI_F32, 2), *zero = buffer(&call->args, 3, FFI_S8, 2);
+  const int level = level_of(call), kind = q && q->rank == 2 ? kind_of(q, integer(call, "rounded") == 1) : -1;
+  if (!x || !y || !scale || level < 0 || kind < 0 || (call->args.size > 3 && !zero))
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments of a quantised product");
+  const Product p = {
+      .N = q->dims[0],
+      .K = q->dims[1] * (kind == INT4 ? 2 : 1),
+      .M = x->dims[0],
+      .x = x->data,
+      .kind = kind,
+      .q = q->data,
+      .scale = scale->data,
+      .zero = zero ? zero->data : NULL,
+      .groups = scale->dims[1],
+  };
+  if (!fits_quantised(&p) || scale->dims[0] != p.N || (zero && memcmp(zero->dims, scale->dims, 2 * sizeof *zero->dims)))
+    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: scales or zeros do not match the weights");
+  return run_product(call, x, y, p, level, fused);
+}
+
+EXPORT FfiError *jserve_quantised_product(FfiCall *call) { return handle_quantised(call, 0); }
+EXPORT FfiError *jserve_quantised_gate_up(FfiCall *call) { return handle_quantised(call, 1); }
 
 EXPORT FfiError *jserve_product(FfiCall *call) { return handle_product(call, 0); }
 EXPORT FfiError *jserve_gate_up(FfiCall *call) { return handle_product(call, 1); }
@@ -1645,29 +1829,76 @@ EXPORT const char *jserve_source_hash(void) { return JSERVE_SOURCE_HASH; }
 /* The number of the processor's level. */
 EXPORT int jserve_level(void) { return best_level(); }
 
-/* A product in the caller's thread, for tests; 0 where there is no memory. */
+/* Products in the caller's thread, for tests; 0 where there is no memory, or sizes do not match. */
 EXPORT int jserve_run_product(int level, const float *x, const bf16 *w, float *y, i64 M, i64 N, i64 K, int fused) {
-  return level >= 0 && level <= best_level() && product(level, x, w, y, M, N, K, fused, NULL);
+  const Product p = {.w = w, .N = fused ? 2 * N : N, .K = K, .M = M, .x = x};
+  return level >= 0 && level <= best_level() && product(level, p, y, fused, NULL);
+}
+
+/* ``kind``: by number; groups: of a row. */
+EXPORT int jserve_run_quantised(int level, int kind, const float *x, const void *q, const float *scale, const int8_t *zero,
+                                i64 groups, float *y, i64 M, i64 N, i64 K, int fused) {
+  const Product p = {
+      .N = fused ? 2 * N : N, .K = K, .M = M, .x = x, .kind = kind, .q = q, .scale = scale, .zero = zero, .groups = groups};
+  return level >= 0 && level <= best_level() && kind > BF16 && kind < N_KINDS && fits_quantised(&p) &&
+         product(level, p, y, fused, NULL);
+}
+
+static uint32_t drawn(uint32_t *state) { return (*state = *state * 1664525u + 1013904223u) >> 8; }
+static float drawn_float(uint32_t *state) { return (float)drawn(state) / (1 << 24) - 0.5f; }
+
+/* Sizes of the products that a level is checked by. */
+enum { CHECK_M = 19, CHECK_N = 21, CHECK_K = 96 };
+static const int CHECK_ROWS[] = {1, 3, 8, 9, CHECK_M};
+
+static int agree(const float *got, const float *want, int n) {
+  for (int i = 0; i < n; i++)
+    if (!(fabsf(got[i] - want[i]) < 1e-3f)) return 0;
+  return 1;
+}
+
+static int check_wide(int level, const float *x, int fused, uint32_t *state) {
+  enum { K = 75 };
+  float want[CHECK_M * CHECK_N], got[CHECK_M * CHECK_N];
+  bf16 w[2 * CHECK_N * K];
+  for (int i = 0; i < 2 * CHECK_N * K; i++) w[i] = narrow(drawn_float(state));
+  for (size_t r = 0; r < sizeof CHECK_ROWS / sizeof *CHECK_ROWS; r++) {
+    const int M = CHECK_ROWS[r];
+    if (!jserve_run_product(level, x, w, got, M, CHECK_N, K, fused)) return 0;
+    if (!jserve_run_product(PLAIN, x, w, want, M, CHECK_N, K, fused) || !agree(got, want, M * CHECK_N)) return 0;
+  }
+  return 1;
+}
+
+/* Scales are powers of two, with which widening rounds nothing. */
+static int check_quantised(int level, const float *x, int kind, int fused, uint32_t *state) {
+  const int groups = kind == INT4 ? 3 : 1;
+  float want[CHECK_M * CHECK_N], got[CHECK_M * CHECK_N], scale[2 * CHECK_N * 3];
+  uint8_t q[2 * CHECK_N * CHECK_K];
+  int8_t zero[2 * CHECK_N * 3];
+  for (int i = 0; i < 2 * CHECK_N * CHECK_K; i++) q[i] = (uint8_t)(drawn(state) & (kind == E4M3 ? 0xbf : 0xff));
+  for (int i = 0; i < 2 * CHECK_N * 3; i++)
+    scale[i] = ldexpf(1, -9 + (int)(drawn(state) & 1)), zero[i] = (int8_t)(drawn(state) % 15) - 7;
+  for (size_t r = 0; r < sizeof CHECK_ROWS / sizeof *CHECK_ROWS; r++) {
+    const int M = CHECK_ROWS[r];
+    const int8_t *zeros = kind == INT4 ? zero : NULL;
+    if (!jserve_run_quantised(level, kind, x, q, scale, zeros, groups, got, M, CHECK_N, CHECK_K, fused)) return 0;
+    if (!jserve_run_quantised(PLAIN, kind, x, q, scale, zeros, groups, want, M, CHECK_N, CHECK_K, fused)) return 0;
+    if (!agree(got, want, M * CHECK_N)) return 0;
+  }
+  return 1;
 }
 
 /* Small products of a level against plain C: 1 where they agree. */
 EXPORT int jserve_self_check(int level) {
-  enum { M = 19, N = 21, K = 75 };
-  static const int rows[] = {1, 3, 8, 9, M};
-  float x[M * K], want[M * N], got[M * N];
-  bf16 w[2 * N * K];
+  float x[CHECK_M * CHECK_K];
   uint32_t state = 1;
-#define DRAW() ((float)((state = state * 1664525u + 1013904223u) >> 8) / (1 << 24) - 0.5f)
-  for (int i = 0; i < M * K; i++) x[i] = DRAW();
-  for (int i = 0; i < 2 * N * K; i++) w[i] = narrow(DRAW());
-#undef DRAW
-  memset(x + 2 * K, 0, K * sizeof *x);
-  for (int fused = 0; fused < 2; fused++)
-    for (size_t r = 0; r < sizeof rows / sizeof *rows; r++) {
-      if (!jserve_run_product(level, x, w, got, rows[r], N, K, fused)) return 0;
-      if (!jserve_run_product(PLAIN, x, w, want, rows[r], N, K, fused)) return 0;
-      for (int i = 0; i < rows[r] * N; i++)
-        if (!(fabsf(got[i] - want[i]) < 1e-3f)) return 0;
-    }
+  for (int i = 0; i < CHECK_M * CHECK_K; i++) x[i] = drawn_float(&state);
+  memset(x + 2 * CHECK_K, 0, CHECK_K * sizeof *x);
+  for (int fused = 0; fused < 2; fused++) {
+    if (!check_wide(level, x, fused, &state)) return 0;
+    for (int kind = INT8; kind < N_KINDS; kind++)
+      if (!check_quantised(level, x, kind, fused, &state)) return 0;
+  }
   return 1;
 }

@@ -19,6 +19,8 @@ LEVELS = ("plain", "avx2", "avx512f", "avx512_bf16")
 HANDLERS = {
     "jserve.product.v1": "jserve_product",
     "jserve.gate_up.v1": "jserve_gate_up",
+    "jserve.quantised_product.v1": "jserve_quantised_product",
+    "jserve.quantised_gate_up.v1": "jserve_quantised_gate_up",
     "jserve.expert_product.v1": "jserve_expert_product",
     "jserve.expert_gate_up.v1": "jserve_expert_gate_up",
     "jserve.attention.v2": "jserve_attention",

@@ -26,7 +26,7 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Arch, Moe
 from jserve.model.family import Family
 from jserve.model.moe_places import ExpertState, Placement, copied, n_routed
-from jserve.model.shard import ParamSpec, ShardRules, abstract
+from jserve.model.shard import ShardRules, abstract, is_spec
 from jserve.model.step import StepModel
 from jserve.runner import eplb
 from jserve.runner.compiler import Compiler
@@ -74,7 +74,7 @@ class ExpertBalancer:
         self.n_slots = self.n_experts + model.rules.redundant_experts
         self._layers = [i for i, x in enumerate(model.arch.layers) if isinstance(x.ffn, Moe)]
         self._whole = NamedSharding(model.mesh, PartitionSpec())
-        self._names = _expert_params(model.specs()["layers"][self._layers[0]])
+        self._at = _expert_leaves(model.specs()["layers"][self._layers[0]])
         self._take = _take_program(model, compiler)
         self._move = self._move_program(compiler) if self.move_experts else None
         self.slot_LS = self._initial()
@@ -185,15 +185,22 @@ class ExpertBalancer:
             from_M[i], to_M[i] = source, to
             self.slot_LS[layer, to] = before[source]
         at = self._layers[layer]
-        own = params["layers"][at]
-        leaves = [own[name] for name in self._names]
+        flat, structure = jax.tree.flatten(params["layers"][at])
+        leaves = [flat[i] for i in self._at]
         leaves, places = self._move(
             leaves, state.places, np.asarray(layer, np.int32), from_M, to_M, self._table(layer)
         )
+        for i, leaf in zip(self._at, leaves, strict=True):
+            flat[i] = leaf
         layers = list(params["layers"])
-        layers[at] = own | dict(zip(self._names, leaves, strict=True))
+        layers[at] = jax.tree.unflatten(structure, flat)
         self._n_moves += 1
         return params | {"layers": layers}, replace(state, places=places)
+
+    def _of(self, layer: Any) -> list[Any]:
+        """The leaves of a layer's parameters that lie with their expert."""
+        flat = jax.tree.leaves(layer)
+        return [flat[i] for i in self._at]
 
     def _table(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         R = 1 + self._model.rules.redundant_experts
@@ -203,12 +210,12 @@ class ExpertBalancer:
         model, layer = self._model, self._layers[0]
         places = model.abstract_state().experts.places
         target = abstract(model.specs(), model.mesh, model.rules, model.dtype)
-        own = target["layers"][layer]
-        leaves = [own[name] for name in self._names]
+        leaves = self._of(target["layers"][layer])
         for i in self._layers:
-            other = target["layers"][i]
-            same = [(other[name].shape, other[name].dtype) for name in self._names]
-            assert same == [(x.shape, x.dtype) for x in leaves], "layers of experts that are alike"
+            same = [(x.shape, x.dtype) for x in self._of(target["layers"][i])]
+            if same != [(x.shape, x.dtype) for x in leaves]:
+                why = "layers of experts differ in how they are quantised"
+                raise ConfigError(f"enable_eplb: {why}", field="enable_eplb")
 
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._whole)
@@ -227,10 +234,11 @@ def _spread(mean: Any, worst: Any, hottest: Any) -> dict[str, float]:
     }
 
 
-def _expert_params(layer: dict[str, Any]) -> list[str]:
-    """Names of the parameters that lie with their expert."""
-    specs = {name: x for name, x in layer.items() if isinstance(x, ParamSpec)}
-    return sorted(name for name, spec in specs.items() if spec.experts is not None)
+def _expert_leaves(layer: Any) -> list[int]:
+    """Places of the parameters that lie with their expert among the leaves of a layer's specs; of a quantised one all
+    parts but those that its tensors share."""
+    flat = jax.tree.leaves(layer, is_leaf=is_spec)
+    return [i for i, spec in enumerate(flat) if spec.experts is not None]
 
 
 def _take_program(model: StepModel, compiler: Compiler) -> Any:

@@ -63,7 +63,8 @@ def step_dims(
     C, M = config.scheduler.max_num_seqs, -(-length // Z)
     picks = config.device.max_logprob_token_ids
     n_vocab_rows = config.scheduler.n_vocab_rows(penalises=penalises)
-    dims = StepDims(C=C, M=M, Z=Z, V=arch.V, picks=picks, n_vocab_rows=n_vocab_rows)
+    scored = config.device.max_prompt_logprobs
+    dims = StepDims(C=C, M=M, Z=Z, V=arch.V, scored=scored, picks=picks, n_vocab_rows=n_vocab_rows)
     if speculation is None:
         return dims
     return dataclasses.replace(
@@ -172,6 +173,7 @@ def runner_limits(
         vocab_size=arch.V,
         masks=config.device.structured_outputs,
         scores_prompts=config.device.prompt_logprobs,
+        max_prompt_logprobs=dims.scored,
         features={feature.name: feature.check for feature in registered()},
         picks=dims.picks,
         n_vocab_rows=dims.n_vocab_rows,

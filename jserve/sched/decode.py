@@ -63,17 +63,13 @@ class DecodePlanner:
         ]
 
     def _load(self, n_context: int, n_flights: int) -> StepLoad:
-        """The prefill that waits among the running, and for a drafter of the device also in the queue;
-        who is admitted in this step is not known yet."""
+        """Beside the decode rows: who waits among the running for the rest of a prompt, and for a drafter of the
+        device also who waits in the queue; who is admitted in this step is not known yet."""
         entering = [seq for seq in self.resources.running if seq.scheduled < seq.given]
-        n_prefill = sum([seq.given - seq.scheduled for seq in entering])
         if self.speculation.device and not self.resources.full:
             free = self.resources.max_running - len(self.resources.running)
-            waiting = list(islice(self.resources.waiting, free))
-            n_prefill += sum([len(seq.tokens) for seq in waiting])
-            entering += waiting
-        n_prefill = min(n_prefill, self.limits.max_prefill_tokens)
-        return StepLoad(n_prefill, n_context, behind=not n_flights, entering=entering)
+            entering += islice(self.resources.waiting, free)
+        return StepLoad(n_context, behind=not n_flights, entering=entering)
 
     def _grow_given(self) -> None:
         """Pages for known tokens: those that guides forced, and with a window the next row's of a

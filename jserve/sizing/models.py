@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError, WeightsError
+from jserve.gguf.header import is_gguf
 from jserve.model.arch import Arch
 from jserve.model.families import family_for
 from jserve.model.family import Family
+from jserve.model.quant import bytes_by_form
 from jserve.model.shard import (
     AXIS,
     EXPERT_AXIS,
@@ -72,6 +74,10 @@ class Model:
         table = 0 if self.arch.tied else self.arch.V * self.arch.D * self.dtype.itemsize
         wide = device_bytes(self.family.wide.specs(self.arch, 1), self.dtype, 1) - table
         return self.dtype.itemsize * (self.weight_bytes(1) - table) / wide
+
+    def form_bytes(self) -> dict[str, int]:
+        """Bytes of the parameters in each form, of one device that has all of them."""
+        return bytes_by_form(self.family.specs(self.arch, 1), self.dtype)
 
     def weight_bytes(self, tp: int, ep: int = 1, redundant_experts: int = 0) -> int:
         """Bytes on one device of ``tp * ep``, experts spread over groups of ``tp``."""
@@ -145,11 +151,11 @@ def source_of(name: str, revision: str = "", load_format: str = "dummy") -> Sour
     path = Path(name)
     if not path.exists() and name.lower() in SHAPES:
         return _without_weights(name.lower(), path, SHAPES[name.lower()])
-    if path.is_file():
+    if path.is_file() and not is_gguf(path):
         found = _without_weights(path.absolute().parent.name, path.parent, hf.read_json(path))
         return dataclasses.replace(found, generation=hf.read_generation_config(path.parent))
     try:
-        return resolve(name, revision, load_format if path.is_dir() else "dummy")
+        return resolve(name, revision, load_format if path.exists() else "dummy")
     except WeightsError:
         return resolve(name, revision, "dummy")
     except ConfigError as error:

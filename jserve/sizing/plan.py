@@ -105,6 +105,8 @@ class Plan:
     """That one token meets: all but the embedding's rows and the experts that it does not choose."""
     dtype: str
     weight_bytes_total: int
+    form_bytes: dict[str, int]
+    """Bytes of the weights in each form; what is not quantised has the name of its type."""
     active_bytes_total: int
     """Of the active parameters."""
     device: str
@@ -198,6 +200,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         active_parameters=line.active + line.unembed,
         dtype=str(model.dtype),
         weight_bytes_total=model.weight_bytes(1),
+        form_bytes=model.form_bytes(),
         active_bytes_total=round((line.active + line.unembed) * line.itemsize),
         device=chip.name,
         devices=tp,

@@ -61,6 +61,9 @@ def _memory(plan: Plan) -> Table:
     pool = f"{m.n_pages} pages of {plan.page_size} = {m.tokens} tokens, {plan.kv_dtype}"
     per_token = f", {plan.kv_bytes_per_token / 1024:g} KiB a token"
     table.add_row("weights", _gib(m.weight_bytes), billions + share)
+    if len(plan.form_bytes) > 1:
+        forms = ", ".join(f"{form} {n / 1e9:.2f}" for form, n in plan.form_bytes.items())
+        table.add_row("  by form", "", f"{forms} GB in all")
     active = f"{plan.active_parameters / 1e9:.2f} B parameters"
     read = f"{active}, {plan.active_bytes_total / 1e9:.2f} GB in all"
     table.add_row("  one token reads", "", read)

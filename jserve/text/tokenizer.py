@@ -21,6 +21,8 @@ from typing import Any
 from tokenizers import Tokenizer as HFTokenizer
 
 from jserve.errors import BadRequest, WeightsError
+from jserve.gguf.header import is_gguf
+from jserve.gguf.tokenizer import files as gguf_files
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
@@ -148,12 +150,14 @@ class TextTokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> TextTokenizer:
-    """The tokenizer of a model directory.
+    """The tokenizer of a model directory, or of a GGUF file.
 
     Raises:
         WeightsError: a file is missing, truncated or not a tokenizer; ``field`` is the file.
     """
     folder = Path(directory)
+    if is_gguf(folder):
+        return _from_gguf(folder)
     config = _read_json(folder / "tokenizer_config.json")
     names = _read_json(folder / "special_tokens_map.json")
     config = {**{k: names[k] for k in _NAMED if k in names}, **config}
@@ -225,6 +229,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WeightsError(f"{path} must hold a JSON object", field=path.name)
     return value
+
+
+def _from_gguf(path: Path) -> TextTokenizer:
+    files = gguf_files(path)
+    try:
+        hf = HFTokenizer.from_str(json.dumps(files["tokenizer.json"]))
+    except Exception as error:  # as above
+        why = f"{path}: the header has no readable tokenizer: {str(error)[:200]}"
+        raise WeightsError(why, field=f"{path}:tokenizer.ggml") from error
+    return TextTokenizer(hf, dict(files["tokenizer_config.json"]))
 
 
 def _from_transformers(folder: Path) -> HFTokenizer:

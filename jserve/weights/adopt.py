@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jserve.errors import WeightsError
@@ -91,9 +91,10 @@ def in_host_memory(match: Match, dtype: Any) -> np.ndarray:
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """(dotted path, array) of every leaf."""
-    if isinstance(tree, nnx.State):
+    nnx = sys.modules.get("flax.nnx")  # who has its types has loaded it
+    if nnx is not None and isinstance(tree, nnx.State):
         tree = nnx.to_pure_dict(tree)
-    if isinstance(tree, nnx.Variable):
+    if nnx is not None and isinstance(tree, nnx.Variable):
         tree = tree[...]
     if isinstance(tree, Mapping):
         for key, value in tree.items():

@@ -12,12 +12,18 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jserve.errors import ConfigError, WeightsError
-from jserve.weights.safetensors import DuplicateKey, SafetensorsFile, broken, unique_keys
+from jserve.weights.safetensors import (
+    DuplicateKey,
+    SafetensorsFile,
+    TensorInfo,
+    broken,
+    unique_keys,
+)
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +99,21 @@ def dtype_name(config: Mapping[str, Any]) -> str:
     return name
 
 
+class TensorFile(Protocol):
+    """A file of tensors: its header, and views of what is in it."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+
+    def read(self, name: str) -> np.ndarray:
+        """Tensor ``name``, read-only."""
+        ...
+
+    def drop_pages(self) -> None:
+        """Give back the mapped pages read so far."""
+        ...
+
+
 class Tensors:
     """All tensors of a directory by name, read lazily; ``get`` checks and remembers what was used.
 
@@ -102,9 +123,12 @@ class Tensors:
 
     __slots__ = ("_distinct", "_files", "_used", "directory")
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, file: TensorFile | None = None) -> None:
+        """``file``: the one that holds them all, where it is no safetensors file."""
         self.directory = directory
-        self._files: dict[str, SafetensorsFile] = _files_by_tensor(directory)
+        self._files: Mapping[str, TensorFile] = (
+            _files_by_tensor(directory) if file is None else dict.fromkeys(file.tensors, file)
+        )
         self._distinct = list(dict.fromkeys(self._files.values()))
         self._used: set[str] = set()
 
@@ -146,6 +170,11 @@ class Tensors:
         found = self._resolve(name)
         return self._files[found].tensors[found].shape
 
+    def dtype(self, name: str) -> str:
+        """Of tensor ``name``, as its file states it."""
+        found = self._resolve(name)
+        return self._files[found].tensors[found].dtype.name
+
     def path(self, name: str) -> Path:
         """The file that holds tensor ``name``."""
         return self._files[self._resolve(name)].path
@@ -156,7 +185,14 @@ class Tensors:
             return found
         places = sorted({f.path.name for f in self._files.values()})
         where = places[0] if len(places) == 1 else INDEX
-        raise broken(self.directory / where, f"missing (the file has {len(self._files)})", name)
+        raise broken(self.directory / where, f"missing ({self._instead(name)})", name)
+
+    def _instead(self, name: str) -> str:
+        """The tensors there are of the module of tensor ``name``, or how many there are at all."""
+        start = f"{name.rpartition('.')[0].removeprefix('model.')}."
+        found = [n for n in self._files if n.removeprefix("model.").startswith(start)]
+        endings = sorted(n.removeprefix("model.").removeprefix(start) for n in found)[:6]
+        return f"there is {', '.join(endings)}" if endings else f"the file has {len(self._files)}"
 
     def _found(self, name: str) -> str | None:
         """The name in the files, which may have a prefix more or less."""

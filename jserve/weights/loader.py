@@ -24,9 +24,9 @@ from jserve.model.arch import Arch
 from jserve.model.family import Family
 from jserve.model.quant import QTensor, quantised_leaves
 from jserve.model.shard import ParamSpec, Part, ShardRules, padded, spelled
-from jserve.weights import orbax
 from jserve.weights.adopt import adopt
 from jserve.weights.dummy import draw
+from jserve.weights.gguf import GgufFile
 from jserve.weights.hf import BYTES, FLOATS, INTEGERS, Kinds, Tensors
 from jserve.weights.layout import Index, pieces, shard_shape
 from jserve.weights.mxfp4 import Mxfp4
@@ -176,6 +176,8 @@ def load_tree(
         )
     specs = padded(specs_at(tp_size(mesh, rules)), rules, mesh.shape)
     if source.format == "orbax":
+        from jserve.weights import orbax  # half a second that few starts need
+
         return orbax.restore(
             source.weights,
             specs_at(1),
@@ -188,7 +190,7 @@ def load_tree(
         )
     if source.format == "dummy":
         return build(specs, mesh, rules, dtype, _from_dummy(dtype, seed), progress)
-    tensors = Tensors(source.weights)
+    tensors = tensors_of(source)
     read = tensors if scheme is None else QuantisedTensors(tensors, scheme)
     specs = spelled(specs, read.has)
     _check_present(specs, read)
@@ -197,8 +199,29 @@ def load_tree(
         first = min(read.widened)
         n, kind = len(read.widened), np.dtype(dtype)
         log.warning("%d quantised matrices are served in %s, %s among them", n, kind, first)
+    _check_orders(params)
     finish(tensors)
     return params
+
+
+def tensors_of(source: Source) -> Tensors:
+    """The tensors of a source that has files of them.
+
+    Raises:
+        WeightsError: a file is missing or broken.
+    """
+    if source.format == "gguf":
+        return Tensors(source.weights.parent, GgufFile(source.weights))
+    return Tensors(source.weights)
+
+
+def _check_orders(params: Any) -> None:
+    """Refuse a matrix of several tensors whose inputs are in different orders; one order serves it."""
+    for leaf in quantised_leaves(params):
+        order = leaf.order if isinstance(leaf, QTensor) else None
+        if order is not None and len(order) > 1 and not bool((order == order[:1]).all()):
+            why = "tensors that make one matrix (q, k and v, or gate and up) have inputs in different orders"
+            raise ConfigError(f"{why}; quantization 'none' serves them", field="quantization")
 
 
 def _from_dummy(dtype: Any, seed: int) -> Make:

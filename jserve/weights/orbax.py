@@ -11,6 +11,7 @@ and the vocabulary is padded by it.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from jserve.errors import ConfigError, WeightsError
+from jserve.gguf.config import config_of
+from jserve.gguf.header import is_gguf, read
+from jserve.gguf.tokenizer import files as gguf_files
 from jserve.model.shard import ParamSpec, ShardRules, is_spec
 from jserve.weights.adopt import place
 from jserve.weights.place import Progress, bad_values_on_device, named, sharding_of
@@ -45,7 +49,7 @@ def save(directory: Path, params: Any, beside: Path) -> None:
         with _checkpointer() as checkpointer:
             args = ocp.args.PyTreeSave(params, save_args=chunks)
             checkpointer.save((directory / ORBAX_DIR).absolute(), args=args)
-        _copy_beside(beside, directory)
+        copy_beside(beside, directory)
     except OSError as error:
         raise ConfigError(
             f"{directory} cannot be written: {error.strerror or error}", field=str(directory)
@@ -217,12 +221,22 @@ def _how(leaf: Any) -> ocp.RestoreArgs:
     )
 
 
-def _copy_beside(source: Path, directory: Path) -> None:
+def copy_beside(source: Path, directory: Path) -> None:
+    """Copy tokenizer, template and configuration files; config.json last."""
+    if is_gguf(source):
+        _write_beside(source, directory)
+        return
     for pattern in BESIDE:
         for path in sorted(source.glob(pattern)):
             if path.name != "config.json" and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, directory / path.name)
     shutil.copyfile(source / "config.json", directory / "config.json")
+
+
+def _write_beside(source: Path, directory: Path) -> None:
+    """The files that a GGUF file's header stands for, config.json last."""
+    for name, value in (*gguf_files(source).items(), ("config.json", config_of(read(source)))):
+        (directory / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
 
 
 def _n_bytes(a: jax.ShapeDtypeStruct) -> int:

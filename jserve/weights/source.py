@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from jserve.errors import BadRequest, ConfigError, WeightsError
+from jserve.gguf import header
+from jserve.gguf.config import config_of
+from jserve.gguf.header import is_gguf
 from jserve.sampling import SamplingParams
 from jserve.weights import hf
 from jserve.weights.hub import download
+from jserve.weights.quant import stated
 
 FORMATS = ("auto", "safetensors", "orbax", "dummy")
+"""Values of ``--load-format``; a GGUF file needs none."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 ORBAX_DIR = "params"
 ORBAX_MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
@@ -32,11 +37,11 @@ class Source:
     name: str
     """Last part of the directory or hub name: the default model name in the API."""
     directory: Path
-    """Holds config.json and the tokenizer files."""
+    """Holds config.json and the tokenizer files; or the GGUF file, whose header has what they say."""
     format: str
-    """safetensors, orbax or dummy."""
+    """safetensors, orbax, gguf or dummy."""
     weights: Path
-    """Directory of the weights (the Orbax directory, else ``directory``)."""
+    """Directory of the weights (the Orbax directory, else ``directory``), or the GGUF file."""
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
     """generation_config.json; {} if missing or broken."""
@@ -59,7 +64,8 @@ class Source:
         """16 hex digits of the names, sizes and times of all files: other ones are other weights. Dummy weights
         have none."""
         digest = hashlib.blake2b(digest_size=8)
-        for path in sorted(self.weights.rglob("*")) if self.format != "dummy" else ():
+        files = [self.weights] if self.weights.is_file() else sorted(self.weights.rglob("*"))
+        for path in files if self.format != "dummy" else ():
             if path.is_file():
                 about = path.stat()
                 digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
@@ -72,7 +78,7 @@ class Source:
 
 
 def resolve(model: str, revision: str = "", load_format: str = "auto") -> Source:
-    """Find a model: a local directory, a config.json (dummy weights only), or a hub name
+    """Find a model: a local directory, a GGUF file, a config.json (dummy weights only), or a hub name
     ``owner/name``.
 
     Raises:
@@ -83,6 +89,8 @@ def resolve(model: str, revision: str = "", load_format: str = "auto") -> Source
         raise ConfigError(f"load_format must be one of {', '.join(FORMATS)}", field="load_format")
     if not model:
         raise ConfigError("model is empty", field="model")
+    if is_gguf(model) and Path(model).is_file():
+        return _of_gguf(Path(model).absolute(), load_format)
     directory = _directory(model, revision, dummy=load_format == "dummy")
     found = _format(directory, load_format)
     return Source(
@@ -90,8 +98,22 @@ def resolve(model: str, revision: str = "", load_format: str = "auto") -> Source
         directory=directory,
         format=found,
         weights=(orbax_root(directory) or directory) if found == "orbax" else directory,
-        config=hf.read_config(directory),
+        config=stated.with_quantisation(directory, hf.read_config(directory)),
         generation=hf.read_generation_config(directory),
+    )
+
+
+def _of_gguf(path: Path, load_format: str) -> Source:
+    if load_format not in ("auto", "dummy"):
+        why = f"{path.name} is a GGUF file, not {load_format}"
+        raise ConfigError(f"load_format: {why}", field="load_format")
+    return Source(
+        name=path.stem,
+        directory=path,
+        format="gguf" if load_format == "auto" else "dummy",
+        weights=path,
+        config=config_of(header.read(path)),
+        generation={},
     )
 
 
@@ -115,7 +137,8 @@ def _directory(model: str, revision: str, *, dummy: bool) -> Path:
     if is_file and dummy and path.name == "config.json":
         return path.absolute().parent
     if is_file:
-        raise ConfigError(f"model {model!r} is a file; give the directory it is in", field="model")
+        why = "is a file; give the directory it is in, or a file.gguf"
+        raise ConfigError(f"model {model!r} {why}", field="model")
     if not HUB_NAME.fullmatch(model):
         raise ConfigError(
             f"model {model[:200]!r}: no such directory (and no hub name, which is owner/name)",

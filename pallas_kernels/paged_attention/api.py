@@ -28,6 +28,8 @@ from pallas_kernels.spec import AttentionSpec, Pages, Rows
 
 Array = jax.Array
 MAX_TOKENS = 16
+SMALL_PAGE = 16
+"""Pages of fewer tokens are so many copies a block that the warpgroup that loads needs more registers."""
 
 
 def paged_attention(
@@ -52,8 +54,7 @@ def paged_attention(
         scales_2K: float32, what the stored keys and values of each kv head are multiplied by;
             None: 1.
         dtype: of the result: what the caller multiplies next, so that nothing has to be cast.
-        spec: its ``tune`` may have ``block``, ``stages``, ``raw_stages``, ``teams``, ``split_blocks`` and
-            ``register_p``.
+        spec: its ``tune`` may have ``block``, ``stages``, ``teams``, ``split_blocks`` and ``register_p``.
 
     Returns:
         ``dtype``[D, J, N, H]; zero for rows of length 0; finite but meaningless for tokens at or
@@ -138,8 +139,9 @@ def tile_of(q_DJNH: Any, keys_PKZH: Any, spec: AttentionSpec, tree: Tree | None 
     check_tree(tree, J, H)
     # The interpreter has no multiprocessors to fill, and every block of the grid costs it time.
     few = {} if spec.interpret is None else {"sms": 4}
-    narrow = tree is not None and spec.window > 0
-    chosen = {**tuned(H, keys_PKZH.dtype, narrow=narrow), **few, **(spec.tune or {})}
+    widens = keys_PKZH.dtype.itemsize == 1
+    short = (tree is not None and spec.window > 0) or (widens and Z < SMALL_PAGE)
+    chosen = {**tuned(H, keys_PKZH.dtype, short=short), **few, **(spec.tune or {})}
     block, teams = chosen["block"], chosen["teams"]
     check_page(Z, block)
     tile = Tile(
@@ -157,7 +159,7 @@ def tile_of(q_DJNH: Any, keys_PKZH: Any, spec: AttentionSpec, tree: Tree | None 
         window=spec.window,
         soft_cap=spec.soft_cap,
         tree=tree,
-        raw_stages=chosen.get("raw_stages", 0),
+        widens=widens,
         register_p=bool(chosen.get("register_p", spec.interpret is None)),
     )
     return dataclasses.replace(tile, splits=_splits(tile, chosen["sms"]))
@@ -170,11 +172,12 @@ def _splits(tile: Tile, sms: int) -> int:
     return max(sms // (tile.K * tile.tiles), 1) * tile.teams
 
 
-def tuned(H: int, dtype: Any, *, narrow: bool = False) -> dict[str, Any]:
-    """The tuning of one head dimension: ``block``, ``stages``, ``teams``, ``split_blocks`` and ``sms``; with
-    KV of 8 bits also ``raw_stages``. ``narrow``: a tree under a window, whose masks need registers."""
+def tuned(H: int, dtype: Any, *, short: bool = False) -> dict[str, Any]:
+    """The tuning of one head dimension: ``block``, ``stages``, ``teams``, ``split_blocks`` and ``sms``.
+    ``short``: registers are, for the masks of a tree under a window or the copies of small pages of 8 bits."""
     table = tuning("pallas_kernels.paged_attention")
     found = of_dtype(table, H, dtype)
-    if narrow and jnp.dtype(dtype).itemsize == 2:
-        found = table["tree and window"].get(str(H), found)
+    if short:
+        bits = table if jnp.dtype(dtype).itemsize == 2 else table["8 bits"]
+        found = bits["short of registers"].get(str(H), found)
     return {"sms": table["sms"], "split_blocks": table["split_blocks"], **found}

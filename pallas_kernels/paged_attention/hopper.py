@@ -32,7 +32,6 @@ from pallas_kernels.flash import M, Sums, along_rows, swizzled
 from pallas_kernels.paged_attention.tree import MAX_PLACES, Tree
 from pallas_kernels.registers import set_compute, set_load
 from pallas_kernels.spec import Pages, Rows
-from pallas_kernels.widen import Raw, load_widened
 
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
 
@@ -65,9 +64,8 @@ class Tile:
     soft_cap: float = 0.0
     tree: Tree | None = None
     """The visibility of the newest keys for the J tokens; None: they are a chain."""
-    raw_stages: int = 0
-    """KV of 8 bits is copied to a ring of its own of so many blocks, from which the warpgroup that
-    loads makes the 16-bit values that are multiplied. 0: KV has 16 bits."""
+    widens: bool = False
+    """KV has 8 bits: the warpgroup that computes makes the 16-bit values that are multiplied."""
     register_p: bool = True
     """Weights stay in registers and sums in the accumulator. The interpreter knows only the other
     way, through shared memory and a fresh accumulator."""
@@ -140,7 +138,7 @@ class Tile:
     @property
     def q_stages(self) -> int:
         """Queries of this many segments lie in shared memory."""
-        narrow = 64 if self.raw_stages else 128
+        narrow = 64 if self.widens else 128
         return 2 if narrow >= self.H else 1
 
 
@@ -207,23 +205,21 @@ def attend(
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
     room = partial(swizzled, dtype=dtype)
     teams, copies = tile.teams, tile.copies
-    arrivals = 1 if tile.raw_stages else copies
+    ring = swizzled(teams, tile.stages, tile.block, tile.H, dtype=kv_dtype)
     scratch = {
         "q_in": room(teams, tile.q_stages, M, tile.H),
-        "k": room(teams, tile.stages, tile.block, tile.H),
-        "v": room(teams, tile.stages, tile.block, tile.H),
+        "k": ring,
+        "v": ring,
         "o_out": swizzled(teams, tile.warpgroups, M, OUT_COLUMNS, dtype=jnp.float32),
         "log_out": plgpu.SMEM((teams, M), jnp.float32),
         "q_here": plgpu.Barrier(num_barriers=teams * tile.q_stages),
         "q_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.q_stages),
-        "k_here": plgpu.Barrier(num_arrivals=arrivals, num_barriers=teams * tile.stages),
-        "v_here": plgpu.Barrier(num_arrivals=arrivals, num_barriers=teams * tile.stages),
+        "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
+        "v_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
         "free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.stages),
     }
-    for name in ("k_raw", "v_raw") if tile.raw_stages else ():
-        scratch[name] = swizzled(teams, tile.raw_stages, tile.block, tile.H, dtype=kv_dtype)
-        barriers = plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.raw_stages)
-        scratch[f"{name}_here"] = barriers
+    for name in ("k_wide", "v_wide") if tile.widens else ():
+        scratch[name] = room(teams, tile.block, tile.H)
     if not tile.register_p:
         scratch["p"] = room(teams, tile.warpgroups, M, tile.block)
     return scratch
@@ -246,7 +242,6 @@ class _Team(NamedTuple):
 
     def barrier(self, name: str, slot: Any) -> Any:
         n = self.tile.q_stages if name.startswith("q") else self.tile.stages
-        n = self.tile.raw_stages if "raw" in name else n
         return self.sm[name].at[self.index * n + slot]
 
     def slot(self, i: Any) -> Any:
@@ -314,8 +309,7 @@ def _attend(
 
         def load(seg: _Segment, n) -> None:
             _load_q(team, q.at[seg.row, team.head, pl.ds(team.m_tile * M, tile.tile_rows)], n)
-            load_kv = _load_widened if tile.raw_stages else _load
-            load_kv(team, keys, values, table, length[seg.row], seg)
+            _load(team, keys, values, table, length[seg.row], seg)
 
         n = segments(team, load)
         n_blocks = jnp.clip(cum[table.shape[0]] - team.low, 0, per[0])
@@ -333,8 +327,6 @@ def _drain(team: _Team, name: str, n, stages: int) -> None:
 
 def _load_budget(tile: Tile) -> int:
     """Registers per thread of a warpgroup that loads: it holds the page ids of a block, and of the next."""
-    if tile.raw_stages:
-        return 56
     return 24 if tile.teams == 1 and tile.copies <= 2 else 40
 
 
@@ -388,36 +380,6 @@ def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
     lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin) if early else ())
 
 
-def _load_widened(team: _Team, keys, values, table, length, seg: _Segment) -> None:
-    """``_load`` of 8-bit KV."""
-    tile = team.tile
-    last = lax.div(length - 1, jnp.int32(tile.Z))
-
-    def raw(name, pool):
-        return Raw(name, pool, team.room(f"{name}_raw"), partial(team.barrier, f"{name}_raw_here"))
-
-    def pages(i):
-        return flash.page_ids(table, seg.row, i + seg.base, last, tile.Z, tile.block)
-
-    def copy(ids, pool, i, to, here):
-        flash.copy_block(ids, pool, team.head, i + seg.base, to, here, tile.Z, tile.block)
-
-    def put(name, i, block):
-        slot = team.slot(i)
-        if name == "k":  # both rings of wide blocks are freed at once
-
-            @pl.when(i - team.low >= tile.stages)
-            def _():
-                plgpu.barrier_wait(team.barrier("free", slot))
-
-        flash.widen(block, team.room(name).at[slot])
-        plgpu.barrier_arrive(team.barrier(f"{name}_here", slot))
-
-    raws = (raw("k", keys), raw("v", values))
-    early = tile.copies <= EARLY_COPIES
-    load_widened(raws, seg.begin, seg.end, tile.raw_stages, pages, early, copy, put)
-
-
 def _compute(team: _Team, start, length, seg: _Segment, n, part) -> Sums:
     """The segment's softmax sums over the columns of this warpgroup."""
     slot = lax.rem(n, jnp.int32(team.tile.q_stages))
@@ -451,20 +413,37 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     """Add block ``i`` of the common line."""
     tile, slot = team.tile, team.slot(i)
     at = (i + base) * tile.block
-    plgpu.barrier_wait(team.barrier("k_here", slot))
-    x = flash.scores(q, team.room("k").at[slot], tile.scale, tile.soft_cap, None)
+    _arrived(team, "k", slot)
+    issued = partial(_arrived, team, "v", slot) if tile.widens else None
+    x = flash.scores(q, _multiplied(team, "k", slot), tile.scale, tile.soft_cap, issued)
     if masked:
         x = _mask(team, x, at, start, length)
     p, keep, m, total = flash.weights(x, sums)
-    plgpu.barrier_wait(team.barrier("v_here", slot))
-    v = team.room("v").at[slot, :, pl.ds(part * tile.chunk, tile.chunk)]
+    if not tile.widens:
+        _arrived(team, "v", slot)
+    v = _multiplied(team, "v", slot).at[:, pl.ds(part * tile.chunk, tile.chunk)]
     if masked:
         low = start + (tile.base - tile.window + 1) if tile.window else 0
         flash.blank(v, at, low, length)
     room = None if tile.register_p else team.room("p").at[part]
     o = flash.weigh(p, sums.o, keep, v, room)
-    plgpu.barrier_arrive(team.barrier("free", slot))
+    if not tile.widens:
+        plgpu.barrier_arrive(team.barrier("free", slot))
     return Sums(o, m, total)
+
+
+def _arrived(team: _Team, name: str, slot: Any) -> None:
+    """Wait for a block's keys or values; of 8 bits, make them wider. Once both are, their slot is free."""
+    plgpu.barrier_wait(team.barrier(f"{name}_here", slot))
+    if team.tile.widens:
+        flash.widen(team.room(name).at[slot], team.room(f"{name}_wide"))
+        if name == "v":
+            plgpu.barrier_arrive(team.barrier("free", slot))
+
+
+def _multiplied(team: _Team, name: str, slot: Any) -> Any:
+    """[block, H] in shared memory, as the matrix unit reads it."""
+    return team.room(f"{name}_wide") if team.tile.widens else team.room(name).at[slot]
 
 
 def _mask(team: _Team, x, at, start, length):

@@ -23,20 +23,22 @@ def ran(seconds: float, rows: int, tokens: int, step_s: float, **more: float) ->
         "spec_decode_num_accepted_tokens_total{proposer=ngram,lane=standard}": more.pop("stood", 0),
     }
     ended = {"0": seconds, "1": more.pop("last", seconds)}
-    first = {name: more.get("ttft", 0.0) for name in ended}
+    first = {name: more.get("ttft", 0.1) for name in ended}
     tokens_of = {"0": [1] * tokens}
     return Ran(seconds=seconds, tokens=tokens_of, first=first, ended=ended, counters=counters)
 
 
 def test_predicted_is_tokens_per_step_over_what_a_step_costs_more():
     plain = ran(1.0, rows=100, tokens=100, step_s=0.010)
-    spec = ran(0.5, rows=40, tokens=100, step_s=0.012, host_s=0.12, drafted=120, stood=60, last=2.0)
+    more = {"host_s": 0.12, "drafted": 120, "stood": 60, "last": 2.0, "ttft": 0.4}
+    spec = ran(0.5, rows=40, tokens=100, step_s=0.012, **more)
     found = account([(plain, spec)] * 3)
     assert found["acceptance"] == 0.5
     assert found["tokens_per_step"] == 2.5
     assert found["predicted"] == pytest.approx(2.5 * 0.010 / (0.012 + 0.12 / 40))
     assert found["speedup"] == 2.0
     assert found["slowest_request"] == 0.5
+    assert (found["slowest_tokens"], found["slowest_first"]) == (0, 0.25)
     assert found["tok_s"] == 200.0
     assert account([(plain, plain)])["acceptance"] is None
 

@@ -452,7 +452,6 @@ NEW = [
     (V3, {"topk_method": "greedy"}, "topk_method"),
     (V3, {"n_group": 7}, "n_group"),
     (V3, {"rope_interleave": 1}, "rope_interleave"),
-    (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     (V2_LITE, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
     (GPT_OSS, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     (GPT_OSS, {"sliding_window": None}, "sliding_window"),

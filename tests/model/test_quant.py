@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jserve.model.dot import dot, gate_up
-from jserve.model.quant import LARGEST, Form, QTensor, integers, rounded, widened
+from jserve.model.quant import HALF_BYTES, LARGEST, Form, QTensor, integers, rounded, widened
 from jserve.weights.quant.matrix import packed
 
 N, D = 24, 128
@@ -27,6 +27,13 @@ FORMS = {
     "int8 groups rounded": Form(kind="int8", group=32, zeros=True, rounded=True),
     "e4m3 rounded": Form(kind="e4m3", rounded=True),
     "e4m3 groups rounded": Form(kind="e4m3", group=32, rounded=True),
+    "e2m1": Form(kind="e2m1", group=16),
+    "uint4": Form(kind="uint4", group=32, shifts=True),
+    "int8 shifts": Form(kind="int8", group=32, shifts=True),
+    "int4 ordered": Form(kind="int4", group=32, zeros=True, ordered=True),
+    "e4m3 static": Form(kind="e4m3", rounded=True, static=True),
+    "int8 static": Form(kind="int8", rounded=True, static=True),
+    "e4m3 bounded": Form(kind="e4m3", rounded=True, bound=1.5),
 }
 rng = np.random.default_rng(0)
 
@@ -34,32 +41,59 @@ rng = np.random.default_rng(0)
 def tensor(form: Form, rows: tuple[int, ...] = (N,)) -> tuple[QTensor, np.ndarray]:
     """A matrix in this form, and what it stands for in float64."""
     B = form.groups(D)
-    top = {"int8": 127, "int4": 7, "e4m3": 1}[form.kind]
+    top = {"int8": 127, "int4": 7, "e4m3": 1, "e2m1": 1, "uint4": 7}[form.kind]
     q = rng.integers(-top - 1, top + 1, (*rows, D))
+    q = q + 8 if form.kind == "uint4" else q
     numbers: Any = q.astype(np.int8)
     if form.kind == "e4m3":
         numbers = np.asarray(jnp.asarray(rng.normal(0, 60, (*rows, D)), jnp.float8_e4m3fn))
         q = numbers.astype(np.float64)
+    if form.kind == "e2m1":
+        q = numbers = rng.choice([0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12], (*rows, D))
     scale = rng.uniform(0.01, 0.1, (*rows, B)).astype(np.float32)
     zero = rng.integers(-8, 8, (*rows, B)).astype(np.int8) if form.zeros else None
+    if form.shifts:  # of few bits, as in files: then products are exact
+        scale = np.round(scale * 1024) / np.float32(1024)
+    shift = rng.integers(-99, 99, (*rows, B)) / np.float32(1024) if form.shifts else None
+    order = rng.permutation(D).astype(np.int32) if form.ordered else None
     at = np.arange(D) // (D // B)
     exact = (q - (0 if zero is None else zero[..., at])) * scale[..., at].astype(np.float64)
-    if form.kind == "int4":
-        numbers = packed(numbers.reshape(-1, D)).reshape(*rows, D // 2)
+    if shift is not None:
+        exact = exact - shift[..., at]
+    if order is not None:
+        placed = np.empty_like(exact)
+        placed[..., order] = exact
+        exact = placed
+    if form.kind in HALF_BYTES:
+        numbers = packed(numbers.reshape(-1, D), form.kind).reshape(*rows, D // 2)
     made = QTensor(
         q=jnp.asarray(numbers),
         scale=jnp.asarray(scale),
         zero=None if zero is None else jnp.asarray(zero),
         form=form,
+        shift=None if shift is None else jnp.asarray(shift),
+        order=None if order is None else jnp.asarray(np.stack([order, order])),
+        input_scale=jnp.asarray(INPUT_SCALES) if form.static else None,
     )
     return made, exact
 
 
+INPUT_SCALES = np.array([0.005, 0.01, 0.008], np.float32)
+"""Of three tensors that make a matrix; the largest counts."""
+
+
 def exact_product(x: np.ndarray, w: np.ndarray, form: Form) -> np.ndarray:
     """In float64, of activations rounded as the form says."""
-    if form.rounded:
+    if form.static or form.bound:
+        top = LARGEST[form.kind]
+        most = np.abs(x).max(-1, keepdims=True)
+        s = np.float32(0.01) if form.static else np.minimum(most, form.bound) / np.float32(top)
+        x = np.clip(x / s, -top, top)
+        x = np.round(x) if form.kind == "int8" else np.asarray(jnp.asarray(x, jnp.float8_e4m3fn))
+        x = x.astype(np.float64) * s
+    elif form.rounded:
         x_TBG = x.reshape(len(x), form.groups(D), -1)
-        q, s = rounded(jnp.asarray(x_TBG), form.kind)
+        q, s = rounded(jnp.asarray(x_TBG), form)
         x = (np.asarray(q).astype(np.float64) * np.asarray(s)[..., None]).reshape(len(x), D)
     return x.astype(np.float64) @ w.reshape(-1, D).T
 
@@ -130,7 +164,7 @@ def test_the_scale_of_many_inputs_shows_a_nan(kind: str):
     """In rows of this length the largest number by XLA:CPU is that of the others."""
     x = np.ones((16, 1, 4096), np.float32)
     x[3, 0, 100] = np.nan
-    _, scale = jax.jit(rounded, static_argnums=1)(x, kind)
+    _, scale = jax.jit(rounded, static_argnums=1)(x, Form(kind=kind, rounded=True))
     assert np.isnan(np.asarray(scale)[:, 0]).tolist() == [i == 3 for i in range(16)]
 
 
@@ -149,7 +183,7 @@ def test_rounded_activations(T: int, B: int, seed: int):
     x = np.random.default_rng(seed).standard_normal((T, B, 32)).astype(np.float32) * 10
     x[0] = 0
     for kind in ("int8", "e4m3"):
-        q, scale = (np.asarray(a) for a in rounded(jnp.asarray(x), kind))
+        q, scale = (np.asarray(a) for a in rounded(jnp.asarray(x), Form(kind=kind, rounded=True)))
         assert (scale > 0).all()
         top = np.abs(x).max(-1)
         np.testing.assert_allclose(scale[top > 0] * LARGEST[kind], top[top > 0], rtol=1e-6)

@@ -14,6 +14,7 @@ from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder
 from jserve.runner.runner import ModelRunner
 from jserve.weights.loader import load
+from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import Source
 from tests.whole import equal
 
@@ -29,9 +30,10 @@ BUCKETS = (Bucket(D=2, P=0, F=0), Bucket(D=8, P=0, F=0), Bucket(D=8, P=64, F=8))
 
 
 @lru_cache(maxsize=4)
-def runner(kernels: str, tp: int = 1) -> ModelRunner:
+def runner(kernels: str, tp: int = 1, quantization: str = "auto") -> ModelRunner:
     """With pages of 16, which attention takes."""
-    family = family_for(CONFIG)
+    scheme = scheme_of(CONFIG, "bfloat16", quantization)
+    family = quantised(family_for(CONFIG), scheme)
     source: Any = Source(
         name="tiny",
         directory=None,  # type: ignore[arg-type]
@@ -42,7 +44,7 @@ def runner(kernels: str, tp: int = 1) -> ModelRunner:
     )
     mesh, rules = make_mesh(tp), ShardRules()
     arch = family.arch(CONFIG)
-    params = load(family, arch, source, mesh, rules, jnp.dtype(jnp.bfloat16), seed=3)
+    params = load(family, arch, source, mesh, rules, jnp.bfloat16, seed=3, scheme=scheme)
     params = {**params, "embed": params["embed"] * 30}
     options = equal.OPTIONS | {"page_size": 16, "max_drafts": 0, "kernels": kernels}
     config = EngineConfig.of(**options)

@@ -58,13 +58,14 @@ STRUCTS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
 }
+TYPES = ("S8", "S32", "S64", "U8", "U16", "F32", "BF16", "F8E4M3FN")
 CONSTANTS = {
     "FFI_MAJOR": "XLA_FFI_API_MAJOR",
     "FFI_STAGE_EXECUTE": "XLA_FFI_ExecutionStage_EXECUTE",
     "FFI_ATTR_SCALAR": "XLA_FFI_AttrType_SCALAR",
     "FFI_ERROR_INVALID_ARGUMENT": "XLA_FFI_Error_Code_INVALID_ARGUMENT",
     "FFI_ERROR_FAILED_PRECONDITION": "XLA_FFI_Error_Code_FAILED_PRECONDITION",
-    **{f"FFI_{name}": f"XLA_FFI_DataType_{name}" for name in ("S32", "S64", "U16", "F32", "BF16")},
+    **{f"FFI_{name}": f"XLA_FFI_DataType_{name}" for name in TYPES},
 }
 SIZED = {"FfiVersion", "FfiErrorCreate", "FfiErrorDestroy", "FfiSchedule", "FfiNumThreads"}
 """Structures that the kernels fill, whose size they name by the last field."""

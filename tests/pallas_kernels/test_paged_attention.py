@@ -120,7 +120,7 @@ def test_trees_of_drafts(name: str, window: int) -> None:
     run(((B - 2, J), (tree.n_before, J), (90, 2), (0, 0)), J=J, G=2, tree=tree, window=window)
 
 
-@pytest.mark.parametrize("tune", [{"raw_stages": 1}, {"raw_stages": 3, "stages": 3}])
+@pytest.mark.parametrize("tune", [{"stages": 1}, {"stages": 3}, {"teams": 1}])
 def test_eight_bits_of_every_kind(tune: dict[str, int]) -> None:
     """Long and short rows, a window, a soft cap, sinks and a tree, over rings of any depth."""
     variant: Any = {"window": 150, "soft_cap": 3.0, "sinks": True, "tree": Tree.of((-1, 0, 0))}

@@ -17,6 +17,9 @@ from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
 from jserve.model import moe_places
 from jserve.model.families import family_for
+from jserve.model.family import Family
+from jserve.model.quant import Form
+from jserve.model.quant_specs import quantised_specs
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
 from jserve.runner import eplb, experts
@@ -59,18 +62,18 @@ BUCKETS = (Bucket(D=4, P=32, F=4),)
 MOVING = {"enable_eplb": True, "num_redundant_experts": 4}
 
 
-def weights(mesh: Any, rules: ShardRules) -> Any:
+def weights(mesh: Any, rules: ShardRules, family: Family | None = None) -> Any:
     """Drawn, with choices that vary."""
-    family = family_for(CONFIG)
+    family = family or family_for(CONFIG)
     params = load(family, family.arch(CONFIG), _source(), mesh, rules, jnp.dtype("float32"), seed=3)
     return {**params, "embed": params["embed"] * 30}
 
 
-def runner(ep: int = 1, tp: int = 1, **options: Any) -> ModelRunner:
-    family, mesh = family_for(CONFIG), make_mesh(tp, ep=ep)
+def runner(ep: int = 1, tp: int = 1, family: Family | None = None, **options: Any) -> ModelRunner:
+    family, mesh = family or family_for(CONFIG), make_mesh(tp, ep=ep)
     arch, config = family.arch(CONFIG), EngineConfig.of(**OPTIONS | options)
     rules = ShardRules.of_mesh(mesh.shape, config.device.num_redundant_experts)
-    params, ladder = weights(mesh, rules), Ladder(buckets=BUCKETS)
+    params, ladder = weights(mesh, rules, family), Ladder(buckets=BUCKETS)
     return ModelRunner(family, arch, params, mesh, config, rules=rules, ladder=ladder, strict=True)
 
 
@@ -140,6 +143,26 @@ def test_moves_while_requests_run_change_no_token() -> None:
     assert n_LE.sum() == 2 * balancer.n_slots
     assert n_LE.max() > 1
     assert tokens(of) == alone(), "and after them"
+
+
+def quantised_family() -> Family:
+    """In the form of a checkpoint in int8 with zeros."""
+    form = Form(kind="int8", group=16, zeros=True, dtype="float32")
+    return quantised_specs(family_for(CONFIG), lambda module, D: form if "proj" in module else None)
+
+
+@pytest.mark.slow
+def test_quantised_experts_move_whole() -> None:
+    family = quantised_family()
+    want, of = tokens(runner(family=family)), runner(ep=4, family=family, **MOVING)
+    rng = np.random.default_rng(5)
+
+    def between(step: int) -> None:
+        if step % 4 == 1:
+            of.rebalance_experts(rng.integers(1, 1000, (2, 8)))
+
+    assert tokens(of, between) == want
+    assert of.counters()["expert_moves_total"] > 10
 
 
 def test_every_slot_has_the_weights_of_its_expert() -> None:

@@ -384,7 +384,7 @@ def test_experts_over_devices_are_counted_on_each() -> None:
     expert = 3 * 2048 * 768 * 2
     assert spare.memory.weight_bytes - whole.memory.weight_bytes == 48 * 4 * expert
     slow, even = whole.rates[0].limit_ms, split.rates[0].limit_ms
-    assert slow > 1.2 * even, "the fullest device has more than its share at batch 1"
+    assert slow > 1.05 * even, "the fullest device has more than its share at batch 1"
     at_256 = [rate for plan in (whole, split) for rate in plan.rates if rate.batch == 256]
     assert at_256[0].limit_ms == pytest.approx(at_256[1].limit_ms, rel=0.02)
 

@@ -25,8 +25,8 @@ class Format:
 
     config: Mapping[str, Any]
     pack: Packer
-    head: bool = False
-    """lm_head is quantised, too."""
+    form: str = "int4"
+    """In which a matrix of gate and up is served on one device, see ``test_weights_quant.said``."""
 
 
 def words(values: np.ndarray, bits: int) -> np.ndarray:
@@ -77,17 +77,23 @@ def awq(group: int, zeros: bool) -> Format:
         "zero_point": zeros,
         "version": "gemm",
     }
-    return Format(config=config, pack=pack)
+    return Format(config=config, pack=pack, form=f"int4 g{group}" + " zeros" * zeros)
 
 
-def gptq(bits: int, group: int, symmetric: bool, version: int) -> Format:
+def order_of(D: int) -> np.ndarray:
+    """The group of each input is that of its place in this order; one of all matrices with D inputs."""
+    return np.random.default_rng(D).permutation(D)
+
+
+def gptq(bits: int, group: int, symmetric: bool, version: int, order: bool = False) -> Format:
     def pack(rng: np.random.Generator, N: int, D: int) -> tuple[Tensors, np.ndarray]:
         B, top = (D // group if group > 0 else 1), 2**bits
         z = np.full((B, N), top // 2) if symmetric else rng.integers(0, top, (B, N))
         q, s = rng.integers(0, top, (D, N)), scales(rng, (B, N), np.float16)
         stored = (z - 1) % top if version == 1 else z
-        made = {"qweight": words(q.T, bits).T.copy(), "qzeros": words(stored, bits), "scales": s}
-        at = np.arange(D) // (D // B)
+        into = words if 32 % bits == 0 else dense_words
+        made = {"qweight": into(q.T, bits).T.copy(), "qzeros": into(stored, bits), "scales": s}
+        at = (order_of(D) if order else np.arange(D)) // (D // B)
         made["g_idx"] = at.astype(np.int32)
         return made, ((q - z[at]).astype(np.float32) * s[at].astype(np.float32)).T
 
@@ -96,10 +102,12 @@ def gptq(bits: int, group: int, symmetric: bool, version: int) -> Format:
         "bits": bits,
         "group_size": group,
         "sym": symmetric,
-        "desc_act": False,
+        "desc_act": order,
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
     }
-    return Format(config=config, pack=pack)
+    kind = "int8" if bits == 8 else "int4"
+    form = kind + f" g{group}" * (group > 0) + " zeros" * (not symmetric) + " ordered" * order
+    return Format(config=config, pack=pack, form=form)
 
 
 def fp8_blocks(
@@ -123,14 +131,17 @@ def fp8(block: int) -> Format:
 
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     return Format(
-        config=config | ({"weight_block_size": [block, block]} if block else {}), pack=pack
+        config=config | ({"weight_block_size": [block, block]} if block else {}),
+        pack=pack,
+        form="e4m3" + f" g{int(np.gcd(block, 64))}" * (block > 0) + " rounded",
     )
 
 
 def compressed(fmt: str, weights: Mapping[str, Any], **group: Any) -> Format:
     bits, strategy = weights["num_bits"], weights["strategy"]
     size, symmetric = weights.get("group_size", 0), weights.get("symmetric", True)
-    dense = group.pop("dense", False)
+    dense, order = group.pop("dense", False), bool(weights.get("actorder"))
+    form = group.pop("form", "")
 
     def pack(rng: np.random.Generator, N: int, D: int) -> tuple[Tensors, np.ndarray]:
         B, top = (D // size if strategy == "group" else 1), 2 ** (bits - 1)
@@ -143,6 +154,7 @@ def compressed(fmt: str, weights: Mapping[str, Any], **group: Any) -> Format:
         q = rng.integers(-top, top, (N, D))
         z = np.zeros((N, B), int) if symmetric else rng.integers(-top, top, (N, B))
         at, wide_s = np.arange(D) // (D // B), np.broadcast_to(s, (N, B))
+        at = order_of(D) // (D // B) if order else at
         wide = (q - z[:, at]).astype(np.float32) * wide_s[:, at]
         if fmt != "pack-quantized":
             made = {"weight": q.astype(np.int8), "weight_scale": s}
@@ -154,6 +166,8 @@ def compressed(fmt: str, weights: Mapping[str, Any], **group: Any) -> Format:
             "weight_shape": np.array([N, D], np.int64),
         }
         wide_s = made["weight_scale"].astype(np.float32)
+        if order:
+            made["weight_g_idx"] = at.astype(np.int32)
         if not symmetric:
             made["weight_zero_point"] = into((z + top).T, bits).T.copy()
         return made, (q - z[:, at]).astype(np.float32) * wide_s[:, at]
@@ -165,7 +179,7 @@ def compressed(fmt: str, weights: Mapping[str, Any], **group: Any) -> Format:
         "ignore": ["lm_head"],
         "config_groups": {"group_0": scheme | group},
     }
-    return Format(config=config, pack=pack)
+    return Format(config=config, pack=pack, form=form)
 
 
 TOKEN8 = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
@@ -178,34 +192,49 @@ FORMATS: dict[str, Format] = {
     "gptq version 2": gptq(4, 32, False, 2),
     "gptq 8 bits, rows": gptq(8, -1, True, 1),
     "gptq 2 bits": gptq(2, 64, False, 1),
+    "gptq 3 bits": gptq(3, 32, False, 1),
+    "gptq ordered": gptq(4, 32, True, 1, order=True),
+    "gptq ordered, zeros": gptq(8, 16, False, 2, order=True),
     "fp8": fp8(0),
     "fp8 blocks": fp8(40),
     "float-quantized": compressed(
         "float-quantized",
         {"num_bits": 8, "type": "float", "strategy": "channel"},
         input_activations=TOKEN8 | {"type": "float"},
+        form="e4m3 rounded",
     ),
     "float of a matrix": compressed(
-        "float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}
+        "float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, form="e4m3"
     ),
     "float blocks": compressed(
         "float-quantized",
         {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [40, 40]},
         input_activations=TOKEN8 | {"type": "float", "strategy": "group"},
+        form="e4m3 g8 rounded",
     ),
     "int-quantized": compressed(
         "int-quantized",
         {"num_bits": 8, "type": "int", "strategy": "channel"},
         input_activations=TOKEN8 | {"type": "int"},
+        form="int8 rounded",
     ),
     "int-quantized, zeros": compressed(
-        "int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
+        form="int8 zeros",
     ),
-    "pack-quantized": compressed("pack-quantized", INT4),
-    "pack-quantized, zeros": compressed("pack-quantized", INT4 | {"symmetric": False}),
-    "pack 3 bits": compressed("pack-quantized", INT4 | {"num_bits": 3}),
-    "pack 3 bits, dense": compressed("pack-quantized", INT4 | {"num_bits": 3}, dense=True),
+    "pack-quantized": compressed("pack-quantized", INT4, form="int4 g32"),
+    "pack-quantized, zeros": compressed(
+        "pack-quantized", INT4 | {"symmetric": False}, form="int4 g32 zeros"
+    ),
+    "pack 3 bits": compressed("pack-quantized", INT4 | {"num_bits": 3}, form="int4 g32"),
+    "pack 3 bits, dense": compressed(
+        "pack-quantized", INT4 | {"num_bits": 3}, dense=True, form="int4 g32"
+    ),
     "pack 8 bits": compressed(
-        "pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}
+        "pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, form="int8"
+    ),
+    "pack ordered": compressed(
+        "pack-quantized", INT4 | {"actorder": "group"}, form="int4 g32 ordered"
     ),
 }

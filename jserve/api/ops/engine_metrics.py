@@ -153,6 +153,7 @@ class EngineCollector(Collector):
         yield self._gauge("server_tasks", "Asyncio tasks of the HTTP process.", _n_tasks())
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
         yield self._kernels()
+        yield self._forms()
         yield self._replicas()
         yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
         values = dict(stats.values)
@@ -188,6 +189,17 @@ class EngineCollector(Collector):
         )
         for state, n in sorted(states.items()):
             family.add_metric([self._model, state], float(n))
+        return family
+
+    def _forms(self) -> Any:
+        """Bytes of the weights in each form, what stayed in the type of the model among them."""
+        family = GaugeMetricFamily(
+            "jserve:weight_form_bytes",
+            "Bytes of the weights in each form; those that are not quantised have the name of their type.",
+            labels=["model_name", "form"],
+        )
+        for form, n in self._engine.info.get("form_bytes", {}).items():
+            family.add_metric([self._model, form], float(n))
         return family
 
     def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:

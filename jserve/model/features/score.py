@@ -57,7 +57,7 @@ def after(target: Target, outcome: StepOutcome) -> Scores:
     def block(item: tuple[jax.Array, jax.Array]) -> Scores:
         x_BD, target_B = item
         raw_BV = target.logits(x_BD)
-        scored = logprobs(raw_BV, target_B, jnp.int32(LOGPROBS))
+        scored = logprobs(raw_BV, target_B, jnp.int32(LOGPROBS), n_top=target.scored)
         chosen_B = jnp.take_along_axis(raw_BV, target_B[:, None], axis=1)[:, 0]
         return Scores(
             logprob_P=scored.logprob_E,

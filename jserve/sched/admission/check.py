@@ -87,6 +87,10 @@ def _check_features(request: Request, limits: RunnerLimits) -> None:
         )
     if params.prompt_logprobs is not None and not limits.scores_prompts:
         raise BadRequest("prompt_logprobs is switched off on this server", field="prompt_logprobs")
+    if (params.prompt_logprobs or 0) > limits.max_prompt_logprobs:
+        raise BadRequest(
+            f"prompt_logprobs must be at most {limits.max_prompt_logprobs}", field="prompt_logprobs"
+        )
     _check_picks(params, limits)
     _check_vocab_row(params, limits)
     _check_extra(params, limits)

@@ -29,6 +29,7 @@ from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.shard import AXIS, Axes, ShardRules, padded
 from jserve.model.view import StepView
+from jserve.sampling import MAX_LOGPROBS
 
 REPLICATED = ShardRules(vocab=None, kv_heads=None, ffn=None)
 
@@ -45,6 +46,8 @@ class Target:
     """``Family.logits``"""
     attn: AttentionBackend
     axes: Axes
+    scored: int = MAX_LOGPROBS
+    """``StepDims.scored``"""
 
     def embed(self, tok_T: jax.Array) -> jax.Array:
         """float32[T, D]: the target's embedding."""

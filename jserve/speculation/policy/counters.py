@@ -6,7 +6,6 @@ A key with braces carries labels, which the HTTP side turns into Prometheus labe
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from jserve.types import Lane
 
@@ -23,7 +22,6 @@ class SpeculationCounters:
         self._stood: Counter[tuple[str, Lane]] = Counter()
         self._tried_at: Counter[tuple[str, Lane, int]] = Counter()
         self._stood_at: Counter[tuple[str, Lane, int]] = Counter()
-        self._reader: Any = None
 
     def row(
         self, source: str, lane: Lane, n_drafts: int, n_deep: int, n_stood: int, n_drawn: int

@@ -28,7 +28,6 @@ class RowDrafts:
 class StepLoad:
     """The load of the planned step beside its decode rows."""
 
-    n_prefill: int
     n_context: int
     behind: bool
     """True when no step is in flight: the host's time is not hidden."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jserve.errors import ConfigError
+from jserve.gguf.header import is_gguf
+from jserve.gguf.tokenizer import files as gguf_files
 from jserve.text.chat.template import ChatTemplate
 
 
@@ -21,7 +23,7 @@ def load_chat_template(
     """The chat template of a model directory, or of ``file`` when given; None when there is none.
 
     Args:
-        directory: holds ``chat_template.jinja`` or ``tokenizer_config.json``.
+        directory: holds ``chat_template.jinja`` or ``tokenizer_config.json``; or a GGUF file.
         file: a jinja2 file to use instead.
         control: strings of the tokenizer's control tokens.
 
@@ -29,7 +31,8 @@ def load_chat_template(
         ConfigError: a template or ``tokenizer_config.json`` is unreadable or broken.
     """
     root = Path(directory)
-    config = _json(root / "tokenizer_config.json")
+    at = "tokenizer_config.json"
+    config = dict(gguf_files(root)[at]) if is_gguf(root) else _json(root / at)
     sources = _sources(root, config) if not file else {"default": _read(Path(file))}
     if not sources:
         return None

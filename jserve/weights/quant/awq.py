@@ -44,7 +44,8 @@ class Awq:
         """As ``Reader.check``."""
         name = f"{stem}.qweight"
         shape = tensors.shape(name)
-        if len(shape) != 2 or (self.group and shape[0] % self.group):
+        whole = len(shape) == 2 and min(shape) > 0
+        if not whole or (self.group and shape[0] % self.group):
             raise broken(tensors.path(name), f"shape {shape}, groups of {self.group}", name)
         D, N = shape[0], shape[1] * 8
         groups = D // (self.group or D)

@@ -1,38 +1,42 @@
-"""compressed-tensors checkpoints: ``float-quantized``, ``int-quantized`` and ``pack-quantized``.
+"""compressed-tensors checkpoints: the tensors of their modules.
 
-    weight              e4m3 or int8 [N, D]
-    weight_packed       int32[N, ceil(D * bits / 32)]   value + 2^(bits - 1), lowest bits first
-    weight_scale        [1] of a matrix, [N, 1] of rows, [N, D / g] of groups, [ceil(N / b), ceil(D / b)] of blocks
-    weight_zero_point   int8 [N, 1], or packed along N: int32[ceil(N * bits / 32), D / g]
-    weight_shape        int64[2]
-
-Modules are named by groups of ``targets``, less those of ``ignore``; each group has its own scheme.
+weight              e4m3 or int8 [N, D]
+weight_packed       int32[N, ceil(D * bits / 32)]   value + 2^(bits - 1), lowest bits first
+                    uint8[N, D / 2]                 4-bit floats, the first of two in the low half
+weight_scale        [1] of a matrix, [N, 1] of rows, [N, D / g] of groups, [ceil(N / b), ceil(D / b)] of blocks;
+                    nvfp4: e4m3, over weight_global_scale float32[1]; mxfp4, mxfp8: exponents of two
+weight_zero_point   int8 [N, 1], or packed along N: int32[ceil(N * bits / 32), D / g]
+weight_g_idx        int32[D]: the group of each input
+weight_shape        int64[2]
+input_scale         [1], of activations
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from jserve.model.quant import Form
-from jserve.weights.hf import FLOATS, Tensors
-from jserve.weights.quant.fp8 import E4M3, check_scales, finite, inputs, spread
-from jserve.weights.quant.matrix import Matrix, dense_fields, fields
-from jserve.weights.quant.values import group_size, is_linear, matches, names, one_of, refuse
+from jserve.weights.hf import FLOATS, Kinds, Tensors
+from jserve.weights.quant.floats import (
+    E4M3,
+    E8M0,
+    doubled,
+    finite,
+    inputs,
+    matrix_shape,
+    scales,
+    spread,
+)
+from jserve.weights.quant.matrix import Matrix, dense_fields, fields, ordered
+from jserve.weights.quant.values import is_linear, matches
 from jserve.weights.safetensors import broken
 
-FORMATS = (
-    "float-quantized",
-    "int-quantized",
-    "pack-quantized",
-    "naive-quantized",
-    "mixed-precision",
-)
-STRATEGIES = ("tensor", "channel", "group", "block")
-GROUPS = "config_groups"
+PACKED = "pack-quantized"
+NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+SCALES: dict[str, Kinds] = {NVFP4: E4M3, MXFP4: E8M0, MXFP8: E8M0}
+"""Types of the scales of these formats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +51,29 @@ class Group:
     group: int
     block: tuple[int, int]
     symmetric: bool
+    ordered: bool
     rounded: bool
+    static: bool
     dtype: str
+
+    @property
+    def kind(self) -> str:
+        if self.format in (NVFP4, MXFP4):
+            return "e2m1"
+        if self.is_float:
+            return "e4m3"
+        return "int8" if self.bits > 4 or self.rounded else "int4"
 
     def form(self, D: int) -> Form:
         """The form of a module with ``D`` inputs."""
-        kind = "e4m3" if self.is_float else "int8" if self.bits > 4 or self.rounded else "int4"
-        size = inputs(self.block[1], D) if self.strategy == "block" else self.group
         return Form(
-            kind=kind, group=size, zeros=not self.symmetric, rounded=self.rounded, dtype=self.dtype
+            kind=self.kind,
+            group=inputs(self.block[1], D) if self.strategy == "block" else self.group,
+            zeros=not self.symmetric,
+            ordered=self.ordered,
+            rounded=self.rounded,
+            static=self.static,
+            dtype=self.dtype,
         )
 
     def scales(self, N: int, D: int) -> tuple[int, ...]:
@@ -64,7 +82,7 @@ class Group:
             return (1,)
         if self.strategy == "channel":
             return (N, 1)
-        if self.strategy == "group":
+        if self.group:
             return (N, D // self.group)
         return (-(-N // self.block[0]), -(-D // self.block[1]))
 
@@ -90,37 +108,46 @@ class Compressed:
 
     def check(self, tensors: Tensors, stem: str) -> tuple[int, int]:
         """As ``Reader.check``."""
-        group = self._known(stem)
-        if group.format == "pack-quantized":
-            N, D = _packed_shape(tensors, stem, group.bits)
-        else:
-            name = f"{stem}.weight"
-            shape = tensors.shape(name)
-            if len(shape) != 2:
-                raise broken(tensors.path(name), f"shape {shape} is no matrix", name)
-            tensors.check(name, shape, E4M3 if group.is_float else ("int8",))
-            N, D = shape
+        group, name = self._known(stem), f"{stem}.weight_scale"
+        N, D = _shape(tensors, stem, group)
         if group.group and D % group.group:
-            name = f"{stem}.weight_scale"
             raise broken(tensors.path(name), f"groups of {group.group} in {D} inputs", name)
-        tensors.check(f"{stem}.weight_scale", group.scales(N, D), FLOATS)
+        tensors.check(name, group.scales(N, D), SCALES.get(group.format, FLOATS))
+        if group.format == NVFP4:
+            tensors.check(f"{stem}.weight_global_scale", (1,), FLOATS)
+        if group.static:
+            tensors.check(f"{stem}.input_scale", (1,), FLOATS)
         return N, D
 
     def read(self, tensors: Tensors, stem: str) -> Matrix:
         """As ``Reader.read``."""
         (N, D), group = self.check(tensors, stem), self._known(stem)
-        name = f"{stem}.weight_scale"
-        found = tensors.get(name, group.scales(N, D), FLOATS).astype(np.float32)
-        check_scales(tensors, name, found)
-        whole = group.strategy in ("tensor", "block")
-        scale = spread(found, group.block, (N, D)) if whole else found
-        zero = None if group.symmetric else _zeros(tensors, stem, group, scale.shape)
-        return Matrix(q=_values(tensors, stem, group, (N, D)), scale=scale, zero=zero)
+        scale = _scales(tensors, stem, group, (N, D))
+        q, order = _values(tensors, stem, group, (N, D)), None
+        if group.ordered and tensors.has(name := f"{stem}.weight_g_idx"):
+            order = ordered(tensors, name, D, group.group)
+        return Matrix(
+            q=q if order is None else q[:, order],
+            scale=scale,
+            zero=None if group.symmetric else _zeros(tensors, stem, group, scale.shape),
+            order=order,
+            input_scale=scales(tensors, f"{stem}.input_scale", (1,)) if group.static else None,
+        )
 
     def _known(self, stem: str) -> Group:
         group = self.group_of(stem)
         assert group is not None, f"{stem} is not quantised"
         return group
+
+
+def _shape(tensors: Tensors, stem: str, group: Group) -> tuple[int, int]:
+    """(N, D) of a matrix, by what holds its numbers."""
+    if group.format == PACKED:
+        return _packed_shape(tensors, stem, group.bits)
+    if group.kind == "e2m1":
+        N, half = matrix_shape(tensors, f"{stem}.weight_packed", ("uint8",))
+        return N, 2 * half
+    return matrix_shape(tensors, f"{stem}.weight", E4M3 if group.is_float else ("int8",))
 
 
 def _packed_shape(tensors: Tensors, stem: str, bits: int) -> tuple[int, int]:
@@ -133,13 +160,36 @@ def _packed_shape(tensors: Tensors, stem: str, bits: int) -> tuple[int, int]:
     return N, D
 
 
+def _scales(tensors: Tensors, stem: str, group: Group, shape: tuple[int, int]) -> np.ndarray:
+    """float32[N, groups]."""
+    name, kinds = f"{stem}.weight_scale", SCALES.get(group.format, FLOATS)
+    found = scales(tensors, name, group.scales(*shape), kinds)
+    if group.strategy in ("tensor", "block"):
+        return spread(found, group.block, shape)
+    if group.format == NVFP4:
+        found = found / scales(tensors, f"{stem}.weight_global_scale", (1,))
+        _use(tensors, f"{stem}.input_global_scale")
+    return found * np.float32(0.5) if group.kind == "e2m1" else found
+
+
+def _use(tensors: Tensors, name: str) -> None:
+    """Count a tensor as used that is known and plays no part."""
+    if tensors.has(name):
+        tensors.get(name, (1,), FLOATS)
+
+
 def _values(tensors: Tensors, stem: str, group: Group, shape: tuple[int, int]) -> np.ndarray:
-    if group.format != "pack-quantized":
-        q = tensors.get(f"{stem}.weight", shape, E4M3 if group.is_float else ("int8",))
-        return finite(tensors, stem, q) if group.is_float else q
+    """int8 or e4m3 [N, D]."""
     name = f"{stem}.weight_packed"
-    words = tensors.get(name, tensors.shape(name), ("int32",))
-    return _unpacked(words, group.bits, shape[1])
+    if group.format == PACKED:
+        words = tensors.get(name, tensors.shape(name), ("int32",))
+        return _unpacked(words, group.bits, shape[1])
+    if group.kind == "e2m1":
+        return doubled(tensors, name, shape)
+    name = f"{stem}.weight"
+    if group.is_float:
+        return finite(tensors, name, tensors.get(name, shape, E4M3))
+    return tensors.get(name, shape, ("int8",))
 
 
 def _unpacked(words: np.ndarray, bits: int, n: int) -> np.ndarray:
@@ -152,95 +202,9 @@ def _unpacked(words: np.ndarray, bits: int, n: int) -> np.ndarray:
 def _zeros(tensors: Tensors, stem: str, group: Group, shape: tuple[int, ...]) -> np.ndarray:
     """int8[N, groups]."""
     name, (N, B) = f"{stem}.weight_zero_point", shape
-    if group.format == "pack-quantized":
+    if group.format == PACKED:
         words = tensors.get(name, (tensors.shape(name)[0], B), ("int32",))
         return _unpacked(np.ascontiguousarray(words.T), group.bits, N).T
     stored = (1,) if group.strategy == "tensor" else (N, B)
     found = tensors.get(name, stored, ("int8",))
     return np.broadcast_to(found.reshape(-1, 1) if len(stored) == 1 else found, (N, B))
-
-
-def read(config: Mapping[str, Any], dtype: str) -> tuple[Compressed, Compressed] | None:
-    """The format of a ``quantization_config``; None: it has scales of KV alone.
-
-    Raises:
-        ConfigError: it has what is not read; ``field`` is the key.
-    """
-    for key in ("sparsity_config", "transform_config"):
-        if config.get(key):
-            refuse(key, "is not supported")
-    given = config.get(GROUPS) or {}
-    if not isinstance(given, Mapping):
-        refuse(GROUPS, "must be an object")
-    if not given:
-        return None
-    top = one_of(config, "format", *FORMATS)
-    groups = tuple(_group(f"{GROUPS}.{name}", g, top, dtype) for name, g in given.items())
-    made = Compressed(groups=groups, ignore=names(config, "ignore"))
-    return made, made
-
-
-def _group(at: str, given: Any, top: str, dtype: str) -> Group:
-    if not isinstance(given, Mapping) or not isinstance(given.get("weights"), Mapping):
-        refuse(at, "must be an object with weights")
-    weights, inside = given["weights"], f"{at}.weights."
-    is_float = one_of(weights, "type", "int", "float", at=inside) == "float"
-    bits = one_of(weights, "num_bits", *((8,) if is_float else (2, 3, 4, 5, 6, 7, 8)), at=inside)
-    strategy = one_of(weights, "strategy", *STRATEGIES, at=inside)
-    if weights.get("dynamic"):
-        refuse(f"{inside}dynamic", "weights with scales of run time are not supported")
-    if strategy == "group" and weights.get("actorder") in ("group", True):
-        refuse(f"{inside}actorder", "inputs in an order of their own are not supported")
-    if given.get("output_activations"):
-        refuse(f"{at}.output_activations", "rounded outputs are not supported")
-    found = given.get("format")
-    if found is not None:
-        one_of(given, "format", *FORMATS[:-1], at=f"{at}.")
-    return Group(
-        targets=names(given, "targets", at=f"{at}."),
-        format=_format(top if found is None else found, at),
-        bits=bits,
-        is_float=is_float,
-        strategy=strategy,
-        group=group_size(weights, at=inside) if strategy == "group" else 0,
-        block=_block(weights, inside) if strategy == "block" else (0, 0),
-        symmetric=one_of(weights, "symmetric", True, False, at=inside),
-        rounded=_rounded(at, given.get("input_activations"), is_float, strategy),
-        dtype=dtype,
-    )
-
-
-def _format(found: str, at: str) -> str:
-    if found == "mixed-precision":
-        refuse(f"{at}.format", "is missing")
-    return found
-
-
-def _block(weights: Mapping[str, Any], at: str) -> tuple[int, int]:
-    size = weights.get("block_structure")
-    if isinstance(size, str):
-        size = [int(n) if n.isdigit() else 0 for n in size.split("x")]
-    if (
-        not isinstance(size, list)
-        or len(size) != 2
-        or any(type(n) is not int or n < 1 for n in size)
-    ):
-        refuse(f"{at}block_structure", f"must be two positive numbers, not {size!r}")
-    return size[0], size[1]
-
-
-def _rounded(at: str, given: Any, is_float: bool, strategy: str) -> bool:
-    """True if activations are rounded as the weights are."""
-    if given is None:
-        return False
-    key = f"{at}.input_activations."
-    if not isinstance(given, Mapping):
-        refuse(key[:-1], "must be an object")
-    one_of(given, "num_bits", 8, at=key)
-    one_of(given, "type", "float" if is_float else "int", at=key)
-    if not given.get("symmetric", True):
-        refuse(f"{key}symmetric", "asymmetric activations are not supported")
-    if not given.get("dynamic"):
-        refuse(f"{key}dynamic", "static scales of activations are not supported")
-    one_of(given, "strategy", "group" if strategy in ("group", "block") else "token", at=key)
-    return True

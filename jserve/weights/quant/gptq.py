@@ -1,23 +1,32 @@
-"""GPTQ checkpoints, versions 1 and 2, of 2, 4 and 8 bits.
+"""GPTQ checkpoints, versions 1 and 2, of 2, 3, 4 and 8 bits.
 
 qweight  int32[D * bits / 32, N]   values along D, lowest bits first
 qzeros   int32[D / g, N * bits / 32]   along N; version 1 has them less one
 scales   float16[D / g, N]         w[n, d] = (q - zero) * scale, of group g_idx[d]
 g_idx    int32[D]                  missing or d // g unless ``desc_act``
+
+3 bits lie end to end over the borders of words. ``dynamic`` has modules with bits of their own, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jserve.model.quant import Form
 from jserve.weights.hf import FLOATS, Tensors
-from jserve.weights.quant.matrix import Matrix, fields
-from jserve.weights.quant.values import group_size, is_linear, one_of, refuse
+from jserve.weights.quant.matrix import Matrix, ordered, values
+from jserve.weights.quant.values import (
+    check_pattern,
+    group_size,
+    is_linear,
+    matches,
+    one_of,
+    refuse,
+)
 from jserve.weights.safetensors import broken
 
 
@@ -29,32 +38,51 @@ class Gptq:
     group: int
     symmetric: bool
     version: int
+    ordered: bool
     head: bool
     """``lm_head`` is quantised, too."""
     dtype: str
+    rules: tuple[tuple[str, Gptq | None], ...] = ()
+    """Patterns of modules, and how those are quantised, None: they are not; the first that matches holds."""
 
     @property
     def middle(self) -> int:
         return 2 ** (self.bits - 1)
 
-    def form_of(self, module: str, D: int) -> Form | None:
-        """As ``Modules.form_of``."""
+    def of(self, module: str) -> Gptq | None:
+        """The settings of a module; None: it is not quantised."""
         if not is_linear(module) or (module == "lm_head" and not self.head):
             return None
+        return next((own for pattern, own in self.rules if matches(module, pattern)), self)
+
+    def form_of(self, module: str, D: int) -> Form | None:
+        """As ``Modules.form_of``."""
+        own = self.of(module)
+        return None if own is None else own._form()
+
+    def _form(self) -> Form:
         kind = "int8" if self.bits == 8 else "int4"
-        return Form(kind=kind, group=self.group, zeros=not self.symmetric, dtype=self.dtype)
+        zeros, order = not self.symmetric, self.ordered and self.group > 0
+        return Form(kind=kind, group=self.group, zeros=zeros, ordered=order, dtype=self.dtype)
 
     def check(self, tensors: Tensors, stem: str) -> tuple[int, int]:
         """As ``Reader.check``."""
-        name, per = f"{stem}.qweight", 32 // self.bits
+        own = self.of(stem)
+        assert own is not None, f"{stem} is not quantised"
+        return own._check(tensors, stem)
+
+    def _check(self, tensors: Tensors, stem: str) -> tuple[int, int]:
+        name = f"{stem}.qweight"
         shape = tensors.shape(name)
-        D = shape[0] * per
-        if len(shape) != 2 or (self.group and D % self.group) or shape[1] % per:
+        whole = len(shape) == 2 and min(shape) > 0
+        whole = whole and shape[0] * 32 % self.bits == shape[1] * self.bits % 32 == 0
+        D = shape[0] * 32 // self.bits if whole else 0
+        if not whole or (self.group and D % self.group):
             raise broken(tensors.path(name), f"shape {shape}, groups of {self.group}", name)
         N, groups = shape[1], self._groups(D)
         tensors.check(name, shape, ("int32",))
         tensors.check(f"{stem}.scales", (groups, N), FLOATS)
-        tensors.check(f"{stem}.qzeros", (groups, N // per), ("int32",))
+        tensors.check(f"{stem}.qzeros", (groups, N * self.bits // 32), ("int32",))
         return N, D
 
     def read(self, tensors: Tensors, stem: str) -> Matrix:
@@ -63,17 +91,23 @@ class Gptq:
         Raises:
             WeightsError: ``g_idx`` puts the inputs in another order, or zeros that a symmetric file cannot have.
         """
-        N, D = self.check(tensors, stem)
-        groups, per = self._groups(D), 32 // self.bits
-        self._check_order(tensors, stem, D)
-        words = tensors.get(f"{stem}.qweight", (D // per, N), ("int32",))
-        q_ND = fields(np.ascontiguousarray(words.T), self.bits).astype(np.int16)
+        own = self.of(stem)
+        assert own is not None, f"{stem} is not quantised"
+        return own._read(tensors, stem)
+
+    def _read(self, tensors: Tensors, stem: str) -> Matrix:
+        N, D = self._check(tensors, stem)
+        groups, order = self._groups(D), self._order(tensors, stem, D)
+        words = tensors.get(f"{stem}.qweight", (D * self.bits // 32, N), ("int32",))
+        q_ND = values(np.ascontiguousarray(words.T), self.bits, D).astype(np.int16)
+        q_ND = q_ND if order is None else q_ND[:, order]
         scale_BN = tensors.get(f"{stem}.scales", (groups, N), FLOATS).astype(np.float32)
         zero_BN = self._zeros(tensors, stem, (groups, N))
         return Matrix(
             q=(q_ND - self.middle).astype(np.int8),
             scale=np.ascontiguousarray(scale_BN.T),
             zero=None if self.symmetric else np.ascontiguousarray(zero_BN.T),
+            order=order,
         )
 
     def _groups(self, D: int) -> int:
@@ -83,21 +117,22 @@ class Gptq:
         """int8[groups, N]: zeros less the middle of the range."""
         name, (groups, N) = f"{stem}.qzeros", shape
         words = tensors.get(name, (groups, N * self.bits // 32), ("int32",))
-        stored = fields(words, self.bits).astype(np.int16)
+        stored = values(words, self.bits, N).astype(np.int16)
         zeros = (stored + 1) % 2**self.bits if self.version == 1 else stored
         if self.symmetric and (zeros != self.middle).any():
             why = f"a symmetric checkpoint of version {self.version} has zeros of {self.middle}"
             raise broken(tensors.path(name), f"{why} alone", name)
         return (zeros - self.middle).astype(np.int8)
 
-    def _check_order(self, tensors: Tensors, stem: str, D: int) -> None:
+    def _order(self, tensors: Tensors, stem: str, D: int) -> np.ndarray | None:
         name = f"{stem}.g_idx"
         if not self.group or not tensors.has(name):
-            return
-        found = tensors.get(name, (D,), ("int32", "int64"))
-        if not np.array_equal(found, np.arange(D) // self.group):
-            why = "inputs in an order of their own (desc_act) are not supported"
+            return None
+        order = ordered(tensors, name, D, self.group)
+        if order is not None and not self.ordered:
+            why = "has inputs in another order, though the config has no desc_act"
             raise broken(tensors.path(name), why, name)
+        return order
 
 
 def read(config: Mapping[str, Any], dtype: str) -> tuple[Gptq, Gptq]:
@@ -106,19 +141,36 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Gptq, Gptq]:
     Raises:
         ConfigError: it has what is not read; ``field`` is the key.
     """
-    bits = one_of(config, "bits", 2, 4, 8)
-    group = group_size(config)
-    if config.get("desc_act") and group:
-        refuse("desc_act", "inputs in an order of their own are not supported with groups")
-    if config.get("dynamic"):
-        refuse("dynamic", "rules by module are not supported")
+    made = _of(config, dtype)
+    given = config.get("dynamic") or {}
+    if not isinstance(given, Mapping):
+        refuse("dynamic", "must be an object")
+    rules = tuple(_rule(config, pattern, own, dtype) for pattern, own in given.items())
+    made = replace(made, rules=rules)
+    return made, made
+
+
+def _of(config: Mapping[str, Any], dtype: str) -> Gptq:
     version = one_of(config, "checkpoint_format", "gptq", "gptq_v2", None)
-    made = Gptq(
-        bits=bits,
-        group=group,
+    return Gptq(
+        bits=one_of(config, "bits", 2, 3, 4, 8),
+        group=group_size(config),
         symmetric=one_of(config, "sym", True, False),
         version=2 if version == "gptq_v2" else 1,
+        ordered=bool(one_of(config, "desc_act", True, False, None)),
         head=bool(config.get("lm_head")),
         dtype=dtype,
     )
-    return made, made
+
+
+def _rule(config: Mapping[str, Any], pattern: str, own: Any, dtype: str) -> tuple[str, Gptq | None]:
+    """A line of ``dynamic``: ``-:`` and an expression of modules that are not quantised, ``+:``, or nothing, and one of
+    those with settings of their own."""
+    key = f"dynamic.{pattern[:80]}"
+    found = "re:" + pattern.removeprefix("-:").removeprefix("+:")
+    check_pattern(found, key)
+    if pattern.startswith("-:"):
+        return found, None
+    if not isinstance(own, Mapping):
+        refuse(key, "must be an object")
+    return found, _of({**config, **own}, dtype)

@@ -12,21 +12,32 @@ import numpy as np
 
 from jserve.model.quant import PACKED, Form
 from jserve.weights.hf import Tensors
+from jserve.weights.safetensors import broken
 
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """The sixteen numbers of 4-bit floats, twice: whole numbers hold them exactly."""
+CODES = np.zeros(2 * 12 + 1, np.uint8)
+"""Of the numbers of ``E2M1`` plus 12."""
+CODES[E2M1[:8] + 12], CODES[E2M1[9:] + 12] = np.arange(8), np.arange(9, 16)
+MIDDLE = {"int4": 8, "uint4": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """w[n, d] = (q[n, d] - zero[n, d // g]) * scale[n, d // g], where g = D / groups."""
+    """w[n, order[d]] = (q[n, d] - zero[n, d // g]) * scale[n, d // g] - shift[n, d // g], where g = D / groups."""
 
     q: np.ndarray
-    """int8[N, D], or float8_e4m3fn."""
+    """int8[N, D], or float8_e4m3fn. Of e2m1 twice the numbers; of what no kind holds, float32."""
     scale: np.ndarray
     """float32[N, groups]."""
     zero: np.ndarray | None = None
     """int8[N, groups]; None: 0."""
+    shift: np.ndarray | None = None
+    """float32[N, groups]; None: 0."""
+    order: np.ndarray | None = None
+    """int32[D]; None: as they are."""
+    input_scale: np.ndarray | None = None
+    """float32[1], of activations where the checkpoint states it."""
 
     def widened(self) -> np.ndarray:
         """float32[N, D]."""
@@ -35,7 +46,11 @@ class Matrix:
         wide = self.q.astype(np.float32).reshape(N, groups, D // groups)
         if self.zero is not None:
             wide -= self.zero[..., None]
-        return (wide * self.scale[..., None]).reshape(N, D)
+        wide *= self.scale[..., None]
+        if self.shift is not None:
+            wide -= self.shift[..., None]
+        wide = wide.reshape(N, D)
+        return wide if self.order is None else wide[:, np.argsort(self.order)]
 
 
 class Modules(Protocol):
@@ -62,10 +77,26 @@ class Reader(Protocol):
         ...
 
 
-def packed(q: np.ndarray) -> np.ndarray:
-    """uint8[N, D / 2] of int8[N, D], -8 to 7, as ``model.quant`` has them."""
+def ordered(tensors: Tensors, name: str, D: int, group: int) -> np.ndarray | None:
+    """The order int32[D] of inputs whose groups tensor ``name`` gives; None: they are as they lie.
+
+    Raises:
+        WeightsError: a group that is none, or that has not ``group`` inputs.
+    """
+    found = tensors.get(name, (D,), ("int32", "int64"))
+    if found.size and (found.min() < 0 or found.max() >= D // group):
+        raise broken(tensors.path(name), f"names groups beyond the {D // group} there are", name)
+    if (np.bincount(found, minlength=D // group) != group).any():
+        raise broken(tensors.path(name), f"has groups of more or less than {group} inputs", name)
+    order = np.argsort(found, kind="stable").astype(np.int32)
+    return None if np.array_equal(order, np.arange(D)) else order
+
+
+def packed(q: np.ndarray, kind: str = "int4") -> np.ndarray:
+    """uint8[N, D / 2] of int8[N, D] as ``model.quant`` has them: int4, uint4, or of e2m1 twice the numbers."""
     N, D = q.shape
-    halves = (q + 8).astype(np.uint8).reshape(N, D // PACKED, 2, PACKED // 2)
+    codes = CODES[q + E2M1.max()] if kind == "e2m1" else (q + MIDDLE[kind]).astype(np.uint8)
+    halves = codes.reshape(N, D // PACKED, 2, PACKED // 2)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(N, D // 2)
 
 
@@ -79,6 +110,11 @@ def fields(words: np.ndarray, bits: int) -> np.ndarray:
     shifts = np.arange(per, dtype=np.uint32) * np.uint32(bits)
     values = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
     return values.astype(np.uint8).reshape(*words.shape[:-1], -1)
+
+
+def values(words: np.ndarray, bits: int, n: int) -> np.ndarray:
+    """The first ``n`` values of rows of words, end to end: uint8[..., n]."""
+    return dense_fields(words, bits, n) if 32 % bits else fields(words, bits)[..., :n]
 
 
 def dense_fields(words: np.ndarray, bits: int, n: int) -> np.ndarray:

@@ -18,16 +18,33 @@ from jserve.model.family import Family
 from jserve.model.hf_config import DECODED
 from jserve.model.quant import Form
 from jserve.model.quant_specs import quantised_specs
-from jserve.weights.quant import awq, compressed, fp8, gptq
+from jserve.weights.quant import (
+    auto_round,
+    awq,
+    bnb,
+    compressed_config,
+    fp8,
+    gguf,
+    gptq,
+    modelopt,
+    mxfp4_experts,
+)
 from jserve.weights.quant.matrix import Modules, Reader
 from jserve.weights.quant.on_load import on_load
 from jserve.weights.quant.values import FIELD, refuse
 
 FORMATS = {
+    "auto-round": auto_round.read,
     "awq": awq.read,
-    "compressed-tensors": compressed.read,
+    "bitsandbytes": bnb.read,
+    "compressed-tensors": compressed_config.read,
+    "fbgemm_fp8": fp8.read_fbgemm,
     "fp8": fp8.read,
+    "gguf": gguf.read,
     "gptq": gptq.read,
+    "intel/auto-round": auto_round.read,
+    "modelopt": modelopt.read,
+    DECODED: mxfp4_experts.read,
 }
 """``quant_method`` -> (its section of config.json, dtype of the model) -> (modules, reader)."""
 
@@ -99,9 +116,7 @@ def _stated(config: Mapping[str, Any], dtype: str) -> Scheme | None:
     if not isinstance(given, Mapping):
         refuse("", f"{given!r} is no object")
     method = given.get("quant_method")
-    if method == DECODED:
-        return None
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         refuse("quant_method", f"{method!r} is not supported, only {', '.join(FORMATS)}")
     found = FORMATS[method](given, dtype)
     if found is None:

@@ -6,29 +6,49 @@ a few others were asked for: its numbers and its scales are two parameters.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jserve.model.quant_specs import NUMBERS, SCALE, WEIGHT, ZERO, stem
+from jserve.model.quant_specs import (
+    BLOCKS,
+    ENDINGS,
+    INPUT,
+    NUMBERS,
+    ORDER,
+    SCALE,
+    SHIFT,
+    WEIGHT,
+    ZERO,
+    stem,
+)
 from jserve.weights.hf import FLOATS, Kinds, Tensors
 from jserve.weights.quant.matrix import Matrix, packed
+from jserve.weights.quant.mxfp4_experts import Mxfp4Experts
 from jserve.weights.quant.scheme import Scheme
 from jserve.weights.safetensors import broken
 
 KEPT = 4
-"""Matrices that are kept: the most that make one parameter, and one more."""
+"""Matrices that are kept: the most that make one parameter of no experts, and one more."""
+KEPT_SCALES = 1024
+"""Matrices whose scales, zeros and the like are kept: those of a layer's experts."""
+ROUTERS = (".gate", ".router", ".shared_expert_gate")
+"""Endings of their modules."""
 
 
 class QuantisedTensors:
     """``tensors`` as the loader reads them: their quantised matrices by ``scheme``, all else as it is."""
 
-    __slots__ = ("_kept", "_scheme", "_tensors", "widened")
+    __slots__ = ("_kept", "_scales", "_scheme", "_tensors", "widened")
 
     def __init__(self, tensors: Tensors, scheme: Scheme) -> None:
         self._tensors, self._scheme = tensors, scheme
         self._kept: OrderedDict[str, Matrix] = OrderedDict()
+        self._scales: OrderedDict[str, Matrix] = OrderedDict()
         self.widened: set[str] = set()
         """Quantised modules that were asked for in the type of the model."""
 
@@ -39,24 +59,39 @@ class QuantisedTensors:
             self._tensors.check(name, shape, kinds)
             return
         N, D = self._scheme.reader.check(self._tensors, module)
-        inputs = shape[1] if ending in ("", NUMBERS) else D
-        if shape[0] != N or inputs not in (D, D // 2 if ending else D):
-            why = f"shape {(N, D)}, the config asks for {(shape[0], inputs)}"
+        if ending == INPUT:
+            return
+        rows = N if ending == ORDER else math.prod(shape[:-1])
+        inputs = shape[-1] if ending in ("", NUMBERS, ORDER) else D
+        if rows != N or inputs not in (D, D // 2 if ending == NUMBERS else D):
+            why = f"shape {(N, D)}, the config asks for {(rows, inputs)}"
             raise broken(self.path(name), why, module)
 
-    def get(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> np.ndarray:
-        """As ``Tensors.get``; scales repeated where ``shape`` has more than the file."""
+    def get(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> Any:
+        """As ``Tensors.get``; scales repeated where ``shape`` has more than the file. Experts in mxfp4 come one by one:
+        ``x[e]`` reads one."""
         module, ending = _parts(name)
         if not self._quantised(module, ending, shape):
             return self._tensors.get(name, shape, kinds)
         self.check(name, shape, kinds)
-        matrix = self._matrix(module)
-        if not ending:
-            self.widened.add(module)
-            return matrix.widened()
+        if isinstance(self._scheme.reader, Mxfp4Experts):
+            return self._scheme.reader.part(self._tensors, module, ending, shape)
+        if ending:
+            return self._stored(module, ending, shape)
+        self.widened.add(module)
+        return self._matrix(module, self._kept).widened()
+
+    def _stored(self, module: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
+        matrix = self._matrix(module, self._kept if ending == NUMBERS else self._scales)
         if ending == NUMBERS:
-            return matrix.q if shape[1] == matrix.q.shape[1] else packed(matrix.q)
-        found = matrix.scale if ending == SCALE else matrix.zero
+            as_they_are = shape[1] == matrix.q.shape[1]
+            return matrix.q if as_they_are else packed(matrix.q, self._kind(module, matrix))
+        if ending == ORDER:
+            return np.arange(shape[0], dtype=np.int32) if matrix.order is None else matrix.order
+        if ending == INPUT:
+            assert matrix.input_scale is not None, f"{module} has no scale of activations"
+            return matrix.input_scale
+        found = {SCALE: matrix.scale, ZERO: matrix.zero, SHIFT: matrix.shift}[ending]
         if found is None:
             return np.zeros(shape, np.int8)
         return found.repeat(shape[1] // found.shape[1], axis=1)
@@ -81,20 +116,40 @@ class QuantisedTensors:
         """True if the reader gives this tensor."""
         if ending or not module or len(shape) != 2:
             return bool(ending)
-        return self._scheme.stored(module, shape[1])
+        return self._scheme.stored(module, shape[1]) and not self._is_router(module)
 
-    def _matrix(self, module: str) -> Matrix:
-        if module not in self._kept:
-            self._kept[module] = self._scheme.reader.read(self._tensors, module)
-        self._kept.move_to_end(module)
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[module]
+    def _is_router(self, module: str) -> bool:
+        """True for a router of experts that the file has as it is: few configs name them."""
+        name = f"{module}{WEIGHT}"
+        wide = self._tensors.has(name) and self._tensors.dtype(name) in FLOATS
+        return wide and module.endswith(ROUTERS)
+
+    def _kind(self, module: str, matrix: Matrix) -> str:
+        form = self._scheme.form_of(module, matrix.q.shape[1])
+        assert form is not None, f"{module} is not quantised"
+        return form.kind
+
+    def _matrix(self, module: str, kept: OrderedDict[str, Matrix]) -> Matrix:
+        """A matrix, or of ``_scales`` one whose numbers may be missing."""
+        if module not in kept:
+            made = self._scheme.reader.read(self._tensors, module)
+            _keep(self._kept, KEPT, module, made)
+            _keep(self._scales, KEPT_SCALES, module, replace(made, q=np.empty((0, 0), np.int8)))
+        kept.move_to_end(module)
+        return kept[module]
+
+
+def _keep(kept: OrderedDict[str, Matrix], most: int, module: str, matrix: Matrix) -> None:
+    kept[module] = matrix
+    while len(kept) > most:
+        kept.popitem(last=False)
 
 
 def _parts(name: str) -> tuple[str, str]:
     """(module, ending) of a tensor that ``quant_specs`` names; ("", "") of one that is no weight."""
-    for ending in (NUMBERS, SCALE, ZERO):
+    for ending in ENDINGS:
+        if name.endswith(BLOCKS + ending):
+            return name.removesuffix(ending), ending
         if name.endswith(WEIGHT + ending):
             return stem(name.removesuffix(ending)), ending
     return (stem(name), "") if name.endswith(WEIGHT) else ("", "")

@@ -342,6 +342,6 @@ def test_the_policy_alone_without_steps():
     """No proposer, no device: nothing is chosen whatever the limits."""
     lim = limits(max_drafts=7)
     alone = SpeculationController(lim, MeasuredCosts(), SpeculativeOptions())
-    assert alone.choose([], StepLoad(0, 0, True)) == []
-    assert not alone.waits([], 1, StepLoad(0, 0, False))
+    assert alone.choose([], StepLoad(0, True)) == []
+    assert not alone.waits([], 1, StepLoad(0, False))
     assert not SpeculationController(limits(), MeasuredCosts(), SpeculativeOptions()).on

@@ -280,8 +280,8 @@ def test_a_benchmark_may_fix_it():
     (one,) = drive.scheduler.resources.running
     for k in (5, 0):
         drafting.fix(k)
-        drafting.choose([one], StepLoad(0, 100, False))
+        drafting.choose([one], StepLoad(100, False))
         assert drafting.n_draft == k
     drafting.fix(5)
-    drafting.choose([one], StepLoad(16, 100, False, [one]))
+    drafting.choose([one], StepLoad(100, False, [one]))
     assert drafting.n_draft == 3, "as many as there are programs for beside prompts"

@@ -1,0 +1,1 @@
+"""GGUF files: header, config and tokenizer. Imports no jax."""

@@ -1,0 +1,1 @@
+"""Arithmetic of quantisation with data: statistics of activations, GPTQ, scales of inputs, rotations."""

@@ -1,0 +1,185 @@
+"""Every level's products with quantised weights against float64 of the stored numbers."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jserve.native.library import LEVELS, Library
+from tests.native import quantised
+from tests.native.direct import Guarded
+from tests.native.quantised import Weights, exact, multiply, weights
+
+ROWS = (*range(1, 41), 64, 65, 128)
+FEW = 8
+FORMS = {
+    "rounded": ("rounded", 0, False),
+    "int8": ("int8", 0, False),
+    "int8 with zeros": ("int8", 0, True),
+    "int8 by 32": ("int8", 32, True),
+    "e4m3": ("e4m3", 0, False),
+    "e4m3 by 16": ("e4m3", 16, False),
+    "int4": ("int4", 0, False),
+    "int4 by 32": ("int4", 32, False),
+    "int4 by 32 with zeros": ("int4", 32, True),
+    "int4 by 64": ("int4", 64, False),
+    "int4 by 64 with zeros": ("int4", 64, True),
+    "int4 by 96": ("int4", 96, True),
+    "int4 by 128": ("int4", 128, False),
+    "int4 by 128 with zeros": ("int4", 128, True),
+    "int4 by 256": ("int4", 256, True),
+}
+"""Name -> kind, inputs of a scale (0: a row), zeros."""
+ODD = ("rounded", "int8", "int8 with zeros", "e4m3")
+"""Those of any number of inputs."""
+APART = 3e-6
+"""Largest error over the largest result."""
+
+
+@pytest.fixture(params=LEVELS)
+def each(request: pytest.FixtureRequest, kernels: Library) -> str:
+    if request.param not in kernels.levels():
+        pytest.skip(f"this processor has no {request.param}")
+    return request.param
+
+
+def drawn(M: int, K: int) -> np.ndarray:
+    """float32[M, K]."""
+    return np.random.default_rng([M, K]).standard_normal((M, K), np.float32)
+
+
+def made(form: str, N: int, K: int) -> Weights:
+    kind, group, zeros = FORMS[form]
+    return weights(kind, N, K, group=group, zeros=zeros)
+
+
+@lru_cache(maxsize=64)
+def kept(form: str, N: int, K: int) -> Weights:
+    """For tests that do not change them."""
+    return made(form, N, K)
+
+
+def widens(w: Weights, level: str, M: int) -> bool:
+    """Scales are widened into the weights, which are rounded."""
+    groups, K = w.scale.shape[1], w.wide.shape[1]
+    in_registers = w.kind == "int4" and (K // groups in (32, 64) or K // groups % 128 == 0)
+    return groups > 1 and not (in_registers and level == LEVELS[-1] and M <= FEW)
+
+
+def check(library: Library, level: str, x: np.ndarray, w: Weights, **how: Any) -> None:
+    got, want = multiply(library, level, x, w, **how), exact(x, w, widened=widens(w, level, len(x)))
+    if how.get("fused"):
+        want = quantised.silu(want)
+    elif w.kind == "rounded":
+        assert np.array_equal(got, want), "integers are exact"
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= APART * max(np.abs(want).max(), 1.0)
+
+
+def sizes(form: str) -> list[tuple[int, int]]:
+    group = FORMS[form][1]
+    if form in ODD:
+        return [(5, 7), (37, 33), (40, 96), (8, 130), (3, 1)]
+    return [(5, group or 32), (13, (group or 96) * 3), (9, (group or 64) * 5)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_any_number_of_rows(kernels, each, form):
+    for M in ROWS:
+        for N, K in sizes(form)[: 3 if M < 20 else 2]:
+            check(kernels, each, drawn(M, K), kept(form, N, K))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gate_and_up_with_silu(kernels, each, form):
+    for M in (1, 2, 5, 8, 9, 17, 64, 65, 130):
+        for N, K in sizes(form)[:2]:
+            w = made(form, 2 * N, K)
+            w.scale *= 0.05
+            check(kernels, each, drawn(M, K), w, fused=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sizes_of_several_chunks(kernels, each, form):
+    """More chunks of weights than one, the last not whole; packed rows beyond what stays near."""
+    group = FORMS[form][1] or 32
+    long = 3 if group > 64 else 9
+    for M, N, K in ((1, 1037, long * group), (7, 517, long * group), (100, 133, 3 * group)):
+        check(kernels, each, drawn(M, K), kept(form, N, K))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_zeros_give_zeros_and_leave_the_others(kernels, each, form):
+    N, K = sizes(form)[1]
+    for M in (3, 8, 12, 50):
+        x, w = drawn(M, K), made(form, 2 * N, K)
+        dead = np.random.default_rng(M).permutation(M)[: M // 2 + 1]
+        x[dead] = 0.0
+        w.scale[3] = np.inf
+        alive = np.setdiff1d(np.arange(M), dead)
+        for fused in (False, True):
+            got = multiply(kernels, each, x, w, fused=fused)
+            assert (got[dead] == 0).all()
+            whole = multiply(kernels, each, x[alive].copy(), w, fused=fused)
+            assert np.array_equal(got[alive], whole, equal_nan=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_not_finite_stays_in_its_row(kernels, each, form):
+    N, K = sizes(form)[1]
+    for M in (1, 4, 9, 40):
+        x, w = drawn(M, K), made(form, N, K)
+        clean = multiply(kernels, each, x, w)
+        for bad in (np.nan, np.inf):
+            x[M // 2, K - 1] = bad
+            got = multiply(kernels, each, x, w)
+            others = np.arange(M) != M // 2
+            assert not np.isfinite(got[M // 2][w.numbers[:, -1] != 0]).any()
+            assert np.array_equal(got[others], clean[others])
+        x, w = drawn(M, K), made(form, N, K)
+        w.scale[N - 1, -1] = np.nan
+        got = multiply(kernels, each, x, w)
+        assert np.isnan(got[:, N - 1]).all()
+        assert np.array_equal(got[:, : N - 1], clean[:, : N - 1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_beyond_the_end_of_a_buffer_is_touched(kernels, each, form):
+    for M in (1, 2, 7, 9, 33):
+        memory = Guarded()
+        for N, K in sizes(form):
+            w = made(form, 2 * N, K)
+            w.q, w.scale = memory.like(w.q), memory.like(w.scale)
+            w.zero = None if w.zero is None else memory.like(w.zero)
+            x = memory.like(drawn(M, K))
+            for fused in (False, True):
+                y = memory.like(np.zeros((M, N if fused else 2 * N), np.float32))
+                multiply(kernels, each, x, w, fused=fused, out=y)
+                assert np.array_equal(y, multiply(kernels, each, x.copy(), w, fused=fused))
+
+
+def test_every_number_of_e4m3_has_its_value(kernels, each):
+    """Subnormal ones too, and what is not a number."""
+    for M in (1, 3, 16):
+        w = weights("e4m3", 256, 33)
+        w.q.view(np.uint8)[:] = 0
+        w.q.view(np.uint8)[:, 5] = np.arange(256)
+        w.scale[:] = 1
+        x = np.ones((M, 33), np.float32)
+        got = multiply(kernels, each, x, w)
+        assert np.array_equal(got, np.tile(w.numbers[:, 5], (M, 1)), equal_nan=True)
+        assert np.isnan(got[:, [0x7F, 0xFF]]).all()
+
+
+def test_extremes_of_integers_are_exact(kernels, each):
+    """The largest sums, and the number that has no opposite."""
+    for M in (1, 5, 20):
+        w = weights("rounded", 17, 500)
+        w.q[:] = -128
+        w.q[3] = 127
+        x = np.tile(np.where(np.arange(500) % 7, 1.0, -1.0).astype(np.float32), (M, 1))
+        x[-1] = 1e-30
+        check(kernels, each, x, w)

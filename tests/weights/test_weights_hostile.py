@@ -1,0 +1,229 @@
+"""Headers and configs of quantised checkpoints that anything was done to: our errors and nothing else, in bounded
+memory."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from jserve.errors import ConfigError, WeightsError
+from jserve.model.families import family_for
+from jserve.text.tokenizer import load_tokenizer
+from jserve.weights.hf import Tensors
+from jserve.weights.loader import tensors_of
+from jserve.weights.quant.scheme import quantised, scheme_of
+from jserve.weights.quant.tensors import QuantisedTensors
+from jserve.weights.source import resolve
+from tests.weights.gguf_files import gguf
+from tests.weights.test_weights_gguf import CONFIG as GGUF_CONFIG, MIXED, Written as Gguf
+from tests.weights.test_weights_quant import CONFIG, FORMATS
+from tests.weights.weights_kit import pack
+
+OURS = (ConfigError, WeightsError)
+CASES = sorted(FORMATS)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.sampled_from(["", "group", "re:(a+)+$", "\x00", "gptq", "float", "Linear", "re:["])
+    | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values in a JSON value."""
+    found = [path] if path else []
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    )
+    for key in keys:
+        found += places(value[key], (*path, key))
+    return found
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    made = json.loads(json.dumps(value))
+    inner = made
+    for key in path[:-1]:
+        inner = inner[key]
+    if new is DROPPED:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = new
+    return made
+
+
+DROPPED = object()
+
+
+class Small:
+    """The tensors of one matrix in each format, so that a file costs little."""
+
+    N, D = 16, 64
+    STEM = "model.layers.0.mlp.down_proj"
+
+    def __init__(self) -> None:
+        self.made = {
+            name: FORMATS[name].pack(np.random.default_rng(0), self.N, self.D)[0] for name in CASES
+        }
+
+    def read(self, path: Path, name: str, config: Any, tensors: dict[str, np.ndarray]) -> None:
+        """What a load does with the matrix, by headers and then by values."""
+        named = {f"{self.STEM}.{ending}": x for ending, x in tensors.items()}
+        (path / "model.safetensors").write_bytes(pack(named))
+        scheme = scheme_of({"quantization_config": config}, jnp.float32)
+        if scheme is None:
+            return
+        form = scheme.form_of(self.STEM, self.D)
+        read = QuantisedTensors(Tensors(path), scheme)
+        for ending in ("", ":q", ":scale"):
+            groups = form.groups(self.D) if form is not None and ending == ":scale" else self.D
+            read.get(f"{self.STEM}.weight{ending}", (self.N, groups))
+
+
+SMALL = Small()
+
+
+def survives(do: Any) -> None:
+    """Runs to the end or to one of our errors, which has one line and names a field."""
+    error = None
+    try:
+        do()
+    except OURS as caught:
+        error = caught
+    assert error is None or (error.field and "\n" not in error.message)
+
+
+def fuzz_configs(path: Path, n: int) -> None:
+    @settings(max_examples=n, **QUIET)  # type: ignore[arg-type]
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(CASES))
+        config = json.loads(json.dumps(dict(FORMATS[name].config)))
+        for _ in range(data.draw(st.integers(1, 2))):
+            at = data.draw(st.sampled_from(places(config) or [("quant_method",)]))
+            config = replaced(config, at, data.draw(st.just(DROPPED) | JSON))
+        survives(lambda: SMALL.read(path, name, config, SMALL.made[name]))
+
+        def specs() -> None:
+            family = family_for(CONFIG)
+            given = CONFIG | {"quantization_config": config}
+            made = quantised(family, scheme_of(given, jnp.float32))
+            made.specs(family.arch(given), 2)
+
+        survives(specs)
+
+    run()
+
+
+SHAPES = st.lists(st.integers(0, 70), max_size=3).map(tuple)
+KINDS = st.sampled_from([np.int8, np.int32, np.uint8, np.float32, np.float16, np.int64])
+
+
+def fuzz_tensors(path: Path, n: int) -> None:
+    @settings(max_examples=n, **QUIET)  # type: ignore[arg-type]
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(CASES))
+        tensors = dict(SMALL.made[name])
+        ending = data.draw(st.sampled_from(sorted(tensors)))
+        what = data.draw(st.sampled_from(["drop", "shape", "kind", "bytes"]))
+        x = tensors.pop(ending)
+        if what == "shape":
+            tensors[ending] = np.resize(x, data.draw(SHAPES))
+        elif what == "kind":
+            tensors[ending] = np.zeros(x.shape, data.draw(KINDS))
+        elif what == "bytes":
+            raw = np.array(x).reshape(-1).view(np.uint8).copy()
+            for _ in range(3):
+                raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+            tensors[ending] = raw.view(x.dtype).reshape(x.shape)
+        survives(lambda: SMALL.read(path, name, dict(FORMATS[name].config), tensors))
+
+    run()
+
+
+TOKENS = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.tokens": ["a", "b", "ab", "<s>"],
+    "tokenizer.ggml.token_type": [1, 1, 1, 3],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.bos_token_id": 3,
+}
+HEADER_VALUES = (
+    st.integers(0, 2**32 - 1)
+    | st.floats(width=32)
+    | st.booleans()
+    | st.text(max_size=6)
+    | st.lists(st.integers(-5, 5), max_size=4)
+    | st.lists(st.text(max_size=3), max_size=4)
+)
+
+
+def fuzz_gguf(path: Path, n: int) -> None:
+    model = Gguf(path, "llama", GGUF_CONFIG | {"num_hidden_layers": 2}, MIXED, **TOKENS)
+    whole = model.path.read_bytes()
+    header = whole.index(b"output.weight") + 64
+    target = path / "fuzzed.gguf"
+
+    def used() -> None:
+        source = resolve(str(target))
+        scheme = scheme_of(source.config, jnp.float32)
+        family = quantised(family_for(source.config), scheme)
+        family.specs(family.arch(source.config), 1)
+        tensors = tensors_of(source)
+        for name in list(tensors.names())[:8]:
+            tensors.get(name, tensors.shape(name), ("uint8", "float32", "float16", "bfloat16"))
+        load_tokenizer(target)
+
+    @settings(max_examples=n, **QUIET)  # type: ignore[arg-type]
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        if data.draw(st.booleans()):
+            raw = bytearray(whole)
+            for _ in range(data.draw(st.integers(1, 3))):
+                at = data.draw(st.integers(0, header))
+                raw[at : at + 1] = data.draw(st.binary(min_size=0, max_size=9))
+            target.write_bytes(raw[: data.draw(st.integers(0, len(raw)) | st.just(len(raw)))])
+        else:
+            key = data.draw(st.sampled_from(sorted(model.metadata)))
+            value = data.draw(HEADER_VALUES)
+            target.write_bytes(gguf(model.metadata | {key: value}, model.tensors))
+        tracemalloc.start()
+        survives(used)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 8 << 20, peak
+
+    run()
+
+
+FUZZERS = {"configs": fuzz_configs, "tensors": fuzz_tensors, "gguf": fuzz_gguf}
+
+
+@pytest.mark.parametrize("name", FUZZERS)
+def test_anything_ends_in_our_errors(tmp_path: Path, name: str) -> None:
+    FUZZERS[name](tmp_path, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUZZERS)
+def test_anything_ends_in_our_errors_for_long(tmp_path: Path, name: str) -> None:
+    FUZZERS[name](tmp_path, 1000)

@@ -1,0 +1,215 @@
+"""Quantised checkpoints that are broken, or ask for what is not read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jserve.errors import ConfigError, WeightsError
+from jserve.model.shard import make_mesh
+from jserve.weights.convert import convert
+from jserve.weights.loader import adopted, load
+from jserve.weights.quant.scheme import quantised, scheme_of
+from tests.weights.quant_files import E4M3, gptq
+from tests.weights.test_weights_quant import (
+    CONFIG,
+    FORMATS,
+    RULES,
+    Written,
+    edited,
+    loaded,
+)
+from tests.weights.weights_kit import Model
+
+
+def test_different_orders_of_one_matrix_are_refused(tmp_path: Path) -> None:
+    model = Written(
+        tmp_path, FORMATS["gptq ordered"], edited("k_proj.g_idx", lambda x: x[::-1].copy())
+    )
+    with pytest.raises(ConfigError, match="different orders"):
+        loaded(model)
+    loaded(model, 1, "none")
+
+
+def test_devices_that_cut_stored_groups_are_refused(tmp_path: Path) -> None:
+    model = Written(tmp_path / "m", FORMATS["awq"])
+    source = convert(str(model.path), tmp_path / "out")
+    scheme = scheme_of(source.config, jnp.float32)
+    how = (source, make_mesh(4), RULES, jnp.float32)
+    with pytest.raises(ConfigError, match="cuts groups of 32"):
+        load(quantised(model.family, scheme), model.arch, *how, scheme=scheme)
+
+
+def test_params_beside_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None:
+    model = Written(tmp_path / "m", FORMATS["awq"])
+    scheme = scheme_of(model.config, jnp.float32)
+    how = (make_mesh(1), RULES, jnp.float32)
+    with pytest.raises(ConfigError) as caught:
+        adopted(quantised(model.family, scheme), model.arch, {}, *how)
+    assert caught.value.field == "quantization"
+
+
+def with_first(value: Any) -> Any:
+    def change(x: np.ndarray) -> np.ndarray:
+        x.reshape(-1)[0] = value
+        return x
+
+    return change
+
+
+def state(**changes: Any) -> Any:
+    def change(text: np.ndarray) -> np.ndarray:
+        given = json.loads(text.tobytes()) | changes
+        return np.frombuffer(json.dumps(given).encode(), np.uint8)
+
+    return change
+
+
+NAN8 = np.array([0x7F], np.uint8).view(E4M3)[0]
+
+
+FILES: dict[str, tuple[str, Any, str]] = {
+    "no scales": ("awq", edited("scales", lambda x: None), "missing"),
+    "short zeros": ("awq", edited("qzeros", lambda x: x[:, :-1]), "shape"),
+    "wrong type": ("awq", edited("qweight", lambda x: x.astype(np.int64)), "dtype"),
+    "another order": ("gptq 4 bits", edited("g_idx", lambda x: x[::-1].copy()), "order"),
+    "groups beyond": ("gptq ordered", edited("g_idx", with_first(99)), "names groups beyond"),
+    "groups below": ("gptq ordered", edited("g_idx", with_first(-1)), "names groups beyond"),
+    "uneven groups": ("gptq ordered", edited("g_idx", lambda x: np.sort(x) * 0), "more or less"),
+    "no scale of inputs": ("fp8 static", edited("input_scale", lambda x: None), "missing"),
+    "negative inputs": ("fp8 static", edited("input_scale", with_first(-1.0)), "positive"),
+    "another bound": ("fbgemm", edited("input_scale_ub", with_first(7.0)), "activation_scale_ub"),
+    "NaN power": ("mxfp4", edited("weight_scale", with_first(255)), "finite"),
+    "global scale of zero": ("nvfp4", edited("global_scale", with_first(0.0)), "positive"),
+    "half a matrix": ("modelopt nvfp4", edited("proj.weight", lambda x: x[:, :-1]), "groups"),
+    "state of no object": ("nf4", edited("__nf4", lambda x: x[:-1].copy()), "JSON"),
+    "long state": ("nf4", edited("__nf4", lambda x: np.zeros(5000, np.uint8)), "short"),
+    "state of blocks": ("nf4", edited("__nf4", state(blocksize=40)), "divide"),
+    "state of sizes": ("nf4", edited("__nf4", state(shape=[1 << 40, 1 << 40])), "blocks"),
+    "state of text": ("nf4", edited("__nf4", state(shape="ab")), "size"),
+    "another state": ("nf4", edited("__nf4", state(shape=[64, 32])), "shape"),
+    "layout of columns": ("bitsandbytes int8", edited("weight_format", with_first(2)), "layout"),
+    "zeros of no version": ("gptq 4 bits", edited("qzeros", with_first(0)), "symmetric"),
+    "scale of zero": ("float-quantized", edited("weight_scale", with_first(0.0)), "positive"),
+    "scale not finite": ("int-quantized", edited("weight_scale", with_first(np.inf)), "finite"),
+    "NaN": ("fp8", edited("proj.weight", with_first(NAN8)), "NaN"),
+    "blocks": ("fp8 blocks", edited("scale_inv", lambda x: x[:-1]), "shape"),
+    "shape of its own": ("pack-quantized", edited("weight_shape", with_first(63)), "weight_packed"),
+    "not quantised": (
+        "int-quantized",
+        edited("proj.weight", lambda x: x.astype(np.float32)),
+        "dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_broken_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    name, edit, says = FILES[case]
+    model = Written(tmp_path, FORMATS[name], edit)
+    with pytest.raises(WeightsError, match=says) as caught:
+        loaded(model)
+    assert "model.safetensors:model.layers.0" in str(caught.value.field)
+    assert "\n" not in caught.value.message
+
+
+def group(**weights: Any) -> dict[str, Any]:
+    return {"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
+
+
+CT = FORMATS["pack-quantized"].config
+
+
+INT4 = CT["config_groups"]["group_0"]["weights"]
+
+
+GPTQ, NVFP4 = gptq(4, 32, True, 1).config, FORMATS["nvfp4"].config
+
+
+STATIC = FORMATS["float static"].config
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "method": ({"quant_method": "hqq"}, "quant_method"),
+    "no method": ({}, "quant_method"),
+    "awq bits": ({"quant_method": "awq", "bits": 8}, "bits"),
+    "awq version": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version"),
+    "gptq group": (GPTQ | {"group_size": 0}, "group_size"),
+    "gptq rule": (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 5}}}, "bits"),
+    "gptq pattern": (GPTQ | {"dynamic": {"-:(a+)+": {}}}, "dynamic.-:(a+)+"),
+    "fp8 static": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [8, 8]},
+        "activation_scheme",
+    ),
+    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [8]}, "weight_block_size"),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 0}, "activation_scale_ub"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo"),
+    "modelopt names": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*" * 9]},
+        "exclude_modules",
+    ),
+    "both bits": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True},
+        "load_in_4bit",
+    ),
+    "storage": (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_storage": "bfloat16",
+        },
+        "bnb_4bit_quant_storage",
+    ),
+    "auto-round": ({"quant_method": "auto-round", "packing_format": "x"}, "packing_format"),
+    "auto-round of modules": (
+        dict(FORMATS["auto-round awq"].config) | {"extra_config": {"a.b": {"bits": 2}}},
+        "extra_config.a.b",
+    ),
+    "format": (CT | {"format": "marlin-24"}, "format"),
+    "nvfp4 group": (
+        NVFP4 | group(num_bits=4, type="float", strategy="tensor_group", group_size=32),
+        "config_groups.g.weights.group_size",
+    ),
+    "asymmetric inputs": (
+        STATIC
+        | {
+            "config_groups": {
+                "g": STATIC["config_groups"]["group_0"]
+                | {"input_activations": {"num_bits": 8, "type": "float", "symmetric": False}}
+            }
+        },
+        "config_groups.g.input_activations.symmetric",
+    ),
+    "sparse": (CT | {"sparsity_config": {"format": "dense"}}, "sparsity_config"),
+    "bits": (CT | group(**INT4 | {"num_bits": 9}), "config_groups.g.weights.num_bits"),
+    "order": (CT | group(**INT4 | {"actorder": "random"}), "config_groups.g.weights.actorder"),
+    "slow pattern": (CT | {"ignore": ["re:(a+)+$"]}, "ignore"),
+    "no pattern": (CT | {"ignore": ["re:("]}, "ignore"),
+    "long pattern": (CT | {"ignore": ["re:" + "a" * 300]}, "ignore"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_setting_that_is_not_served_is_refused_by_name(case: str) -> None:
+    config, key = SETTINGS[case]
+    with pytest.raises(ConfigError) as caught:
+        scheme_of({"quantization_config": config}, jnp.float32)
+    assert caught.value.field == f"quantization_config.{key}"
+
+
+def test_a_file_that_contradicts_its_config_is_refused_with_both_names(tmp_path: Path) -> None:
+    model = Written(tmp_path / "a", FORMATS["awq"])
+    del model.config["quantization_config"]
+    model.write_json("config.json", model.config)
+    with pytest.raises(WeightsError, match=r"proj\.weight: missing \(there is qweight, qzeros"):
+        loaded(model)
+    model = Model(tmp_path / "b", CONFIG, np.float32).single()
+    config = model.config | {"quantization_config": dict(FORMATS["awq"].config)}
+    model.write_json("config.json", config)
+    with pytest.raises(WeightsError, match=r"qweight: missing \(there is weight\)"):
+        loaded(model)
