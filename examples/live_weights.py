@@ -35,7 +35,7 @@ def main(model_dir: str = str(SHIPPED)) -> None:
         prompt, answer = (tokenizer.encode(t, add_special_tokens=False) for t in (PROMPT, ANSWER))
         print(f"before: {llm.generate(PROMPT, sampling)[0].outputs[0].text!r}")
         params = trained(model, params, prompt, answer)
-        llm.update_params(params)
+        llm.update_weights(params)
         told = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=len(answer)))
         print(f"after: {told[0].outputs[0].text!r}")
 

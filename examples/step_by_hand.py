@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jserve.model.ctx import Ctx
 from jserve.model.hand import Row, pack, step_model
+from jserve.model.points import entering
 from jserve.model.shard import ShardRules
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import Bucket, unpack
@@ -53,15 +54,16 @@ def main(model_dir: str = str(SHIPPED), load_format: str = "auto") -> None:
 def sizes(model: StepModel, bucket: Bucket, params: object, buf: object) -> jax.Array:
     """float32[L]: the mean size of the residual stream as it enters each layer."""
     state = new_state(model)
-    layers, forward = tuple(range(model.arch.L)), model.family.tapped
+    points = [entering(i, model.arch.L) for i in range(model.arch.L)]
+    forward = model.family.tapped
     assert forward is not None, "this family has no taps"
 
     @jax.jit
     def tapped(params, buf):
         view = unpack(buf, model.fields(bucket), bucket, model.dims, state.slots)
         ctx = Ctx.of(model.arch, view, model.backend, model.axes)
-        _, _, entering = forward(ctx, params, state.kv, layers)
-        return jnp.stack([jnp.abs(x_TD[-1]).mean() for x_TD in entering])
+        _, _, found = forward(ctx, params, state.kv, points)
+        return jnp.stack([jnp.abs(x_TD[-1]).mean() for x_TD in found])
 
     return tapped(params, buf)
 

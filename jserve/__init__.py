@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jserve.model.families import register_family
     from jserve.model.feature import StepFeature
     from jserve.model.features import register_feature
+    from jserve.model.features.tap import tap
     from jserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jserve.request_options import Lane, RequestOptions, Retention
     from jserve.sampling import SamplingParams, StructuredOutputs
@@ -38,6 +39,7 @@ __all__ = [
     "explain_sharding",
     "register_family",
     "register_feature",
+    "tap",
 ]
 
 _HOMES = {
@@ -57,6 +59,7 @@ _HOMES = {
     "StepFeature": "jserve.model.feature",
     "register_family": "jserve.model.families",
     "register_feature": "jserve.model.features",
+    "tap": "jserve.model.features.tap",
 }
 
 

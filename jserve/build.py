@@ -525,17 +525,6 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
     return AsyncEngine(client, **{"max_restarts": server.max_restarts, **given, **options})
 
 
-def update_params(engine: Engine, params: Any) -> None:
-    """Copy ``params`` over the weights: running sequences are recomputed, cached prefixes dropped,
-    nothing compiles.
-
-    Raises:
-        WeightsError: a leaf does not fit; the old weights stay.
-    """
-    runner: Any = engine.runner
-    engine.swap(lambda: runner.update_params(params))
-
-
 def close(engine: Engine) -> None:
     """Give the KV pool and the slots back to the device."""
     import jax
@@ -546,4 +535,5 @@ def close(engine: Engine) -> None:
     engine.close()
     runner: Any = engine.runner
     for leaf in jax.tree.leaves(runner.state):
-        leaf.delete()
+        if not leaf.is_deleted():  # asleep
+            leaf.delete()

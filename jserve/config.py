@@ -147,6 +147,12 @@ class CacheOptions:
         choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3"),
         aliases=FLOATS | {"fp8": "fp8_e4m3"},
     )
+    kv_groups: str = opt(
+        "auto",
+        "KV pages of groups of layers, so that those with a window keep no more than it: auto where layers"
+        " differ and nothing else needs pages of all layers, on (or an error), off",
+        choices=("auto", "on", "off"),
+    )
     prefix_caching: bool = opt(True, "reuse the KV of shared prefixes")
     host_memory_gb: float = opt(
         0.0, "GiB of host memory for evicted KV pages; 0 is none", min=0.0, max=65536.0

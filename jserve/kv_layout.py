@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from jserve.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -65,22 +67,69 @@ class KVLayer:
 
     arrays: tuple[KVArray, ...]
     window: int = 0
-    """Newest tokens that it reads, the token's own among them; 0: all."""
+    """Tokens that a token reads at most, its own among them; 0: all."""
+    chunked: bool = False
+    """True: the text is cut every ``window`` tokens, and a token reads its own piece alone."""
     replicated: bool = False
     """True: every device holds all of it; False: its heads are split over the devices."""
 
     @classmethod
     def attention(
-        cls, heads: int, width: int, *, window: int = 0, replicated: bool = False
+        cls,
+        heads: int,
+        width: int,
+        *,
+        window: int = 0,
+        chunked: bool = False,
+        replicated: bool = False,
     ) -> KVLayer:
         """Keys and values of ``heads`` kv heads."""
         array = KVArray(heads, width)
-        return cls(arrays=(array, array), window=window, replicated=replicated)
+        return cls(arrays=(array, array), window=window, chunked=chunked, replicated=replicated)
 
     @classmethod
     def latent(cls, width: int) -> KVLayer:
         """One vector of ``width`` numbers, of which all heads make their keys and values."""
         return cls(arrays=(KVArray(0, width),), replicated=True)
+
+    @property
+    def span(self) -> Span:
+        """The positions that a token sees in it."""
+        return Span(chunk=self.window) if self.chunked else Span(self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Groups of layers that look back equally far."""
+
+    span: Span
+    n_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroups:
+    """The layers of a model in groups of ``n_arrays``, each of one reach; a page holds ``page_size`` tokens of one
+    group, and may go to any::
+
+        array 0    layers 5, 0, 3, 7      the pool has as many arrays as a group has layers
+        array 1    layers 11, 1, 4, 8
+        group      0     1  2  3
+        reach      0     1  1  1          the widest first
+    """
+
+    n_arrays: int
+    reaches: tuple[Reach, ...]
+    places: tuple[tuple[int, int], ...]
+    """(group, array) of each layer."""
+
+    @property
+    def n_groups(self) -> int:
+        return sum(reach.n_groups for reach in self.reaches)
+
+    @property
+    def n_padding(self) -> int:
+        """Arrays of groups that no layer uses: of their pages, that part is wasted."""
+        return self.n_groups * self.n_arrays - len(self.places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +144,8 @@ class KVLayout:
     """numpy dtype of a number as the pool stores it, perhaps its bits."""
     tp: int = 1
     """Devices that split the heads."""
+    groups: KVGroups | None = None
+    """None: a page holds its tokens for all layers."""
     _kinds: tuple[tuple[KVLayer, int], ...] = field(init=False, compare=False, repr=False)
     """Layers that are alike, and how many."""
 
@@ -106,14 +157,28 @@ class KVLayout:
         """Bytes of a page on one device."""
         return self.page_size * sum(
             n * self._numbers(layer) // self._share(layer) * self.dtype.itemsize
-            for layer, n in self._kinds
+            for layer, n in self._kept
         )
 
     @property
     def host_page_bytes(self) -> int:
         """Bytes of a page in host memory or on disk, where what every device holds whole lies once."""
-        numbers = sum(n * self._numbers(layer) for layer, n in self._kinds)
+        numbers = sum(n * self._numbers(layer) for layer, n in self._kept)
         return self.page_size * numbers * self.dtype.itemsize
+
+    @property
+    def pool_layers(self) -> tuple[KVLayer, ...]:
+        """The layers whose arrays the pool has: all, or as many as are in a group."""
+        if self.groups is None:
+            return self.layers
+        return self.layers[:1] * self.groups.n_arrays
+
+    @property
+    def _kept(self) -> tuple[tuple[KVLayer, int], ...]:
+        """The layers that a page holds, and how many of each."""
+        if self.groups is None:
+            return self._kinds
+        return ((self.layers[0], self.groups.n_arrays),)
 
     @property
     def window(self) -> int:
@@ -155,3 +220,49 @@ def widest(layers: Iterable[KVLayer]) -> int:
     """Tokens that any of ``layers`` reads at most; 0: some read all."""
     windows = [layer.window for layer in layers]
     return max(windows, default=0) if all(windows) else 0
+
+
+MOST_GROUPS = 16
+"""A row of a step has a page table for each group."""
+NEARLY = 1.25
+"""Counts of layers that differ by less are padded to the larger one, in place of many small groups."""
+
+
+def grouped(layers: tuple[KVLayer, ...]) -> KVGroups | None:
+    """``layers`` in groups; None where all have one reach, or keep different things of a token.
+
+    A group has as many layers as the rarest reach. Where that does not divide another's, its last group is padded.
+    """
+    kinds = {(layer.arrays, layer.replicated) for layer in layers}
+    counts = Counter(layer.span for layer in layers)
+    if len(kinds) > 1 or len(counts) < 2:
+        return None
+    least, most = min(counts.values()), max(counts.values())
+    size = most if most < NEARLY * least else least
+    size = max(size, -(-len(layers) // (MOST_GROUPS - len(counts) + 1)))
+    spans = sorted(counts, key=lambda span: (bool(span), -span.most))
+    reaches = tuple(Reach(span, -(-counts[span] // size)) for span in spans)
+    first, at = {}, 0
+    for reach in reaches:
+        first[reach.span], at = at * size, at + reach.n_groups
+    places = []
+    for layer in layers:
+        places.append(divmod(first[layer.span], size))
+        first[layer.span] += 1
+    return KVGroups(n_arrays=size, reaches=reaches, places=tuple(places))
+
+
+def chosen_groups(
+    layers: tuple[KVLayer, ...], asked: str, obstacles: Iterable[str]
+) -> KVGroups | None:
+    """The groups that option ``kv_groups`` gives ``layers``; None: pages are of all layers. ``obstacles``: what needs
+    such pages, in words.
+
+    Raises:
+        ConfigError: ``asked`` is on, and it cannot be.
+    """
+    groups, why = grouped(layers), next(iter(obstacles), "")
+    if asked == "on" and (groups is None or why):
+        why = why or "all layers look back equally far, or keep different KV"
+        raise ConfigError(f"kv_groups on: {why}", field="kv_groups")
+    return None if why or asked == "off" else groups

@@ -14,10 +14,12 @@ from typing import Any
 
 from jserve import build
 from jserve.config import EngineConfig
+from jserve.engine import operate
 from jserve.engine.engine import Engine
 from jserve.engine.wire import HandleCommand
 from jserve.errors import BadRequest, ConfigError, error_of
 from jserve.feed import Feed
+from jserve.operations import EngineState, Operations, control_of
 from jserve.outputs import PartialOutput, RequestOutput, failure_of
 from jserve.progress import progress_bar
 from jserve.prompts import Message, Prompt, Prompts, listed
@@ -57,7 +59,7 @@ class _Door:
         return SamplingParams(**self._defaults)
 
 
-class LLM(_Door):
+class LLM(_Door, Operations):
     """Offline generation in this process.
 
     Args:
@@ -126,7 +128,7 @@ class LLM(_Door):
         """
         many = listed(prompts)
         params = self._params(sampling_params, len(many))
-        with self._turn():
+        with self._turn(works=True):
             jobs = [
                 self._prompts.request(p, s, options=options)
                 for p, s in zip(many, params, strict=True)
@@ -161,7 +163,7 @@ class LLM(_Door):
             BadRequest: as ``generate``. RuntimeError: another stream of this thread is open.
         """
         job = self._prompts.request(prompt, params or self.get_default_sampling_params())
-        with self._turn():
+        with self._turn(works=True):
             self._streams_in = threading.get_ident()
             self._engine.submit(job.request)
             sent = 0
@@ -202,7 +204,7 @@ class LLM(_Door):
             options=replace(options or RequestOptions(), cache=name),
             drawn=False,
         )
-        with self._turn():
+        with self._turn(works=True):
             self._engine.create(job.request, ttl_s)
             for out in self._engine.drain():
                 if out.request_id == job.request.id and out.finish is Finish.ERROR:
@@ -235,37 +237,37 @@ class LLM(_Door):
             raise error_of(answer.error_code, answer.error, field=answer.error_field)
         return list(answer.handles)
 
-    def update_params(self, params: Any) -> None:
-        """Copy ``params`` over the weights between two steps; nothing compiles.
-
-        Running sequences are recomputed and cached prefixes dropped. The arrays are only read: a
-        trainer may donate or delete them as soon as this returns.
-
-        Args:
-            params: the tree that ``params=`` takes, of numpy or jax arrays in any floating dtype and
-                on any devices. Leaves of the engine's own shape and sharding, in its dtype or float32,
-                are copied on the device; others go through host memory.
-
-        Raises:
-            WeightsError: a leaf is missing, unknown, deleted or of another shape or kind; ``field`` is
-                ``params.<path>``. The old weights stay.
-        """
-        with self._turn():
-            build.update_params(self._engine, params)
+    def _operate(self, **command: Any) -> EngineState:
+        """Also between two pieces of a stream of this thread, which then goes on."""
+        asked, streaming = control_of(command), self._streams_in == threading.get_ident()
+        with contextlib.nullcontext() if streaming else self._turn():
+            info = operate.obey(self._engine, asked)
+            if info is None and streaming:
+                self._engine.hold.pending = None
+                raise RuntimeError("the open stream would wait for its own end")
+            if info is None:
+                self._engine.drain()
+                (answer,) = self._engine.take_answers()
+                if answer.error is not None:
+                    raise error_of(answer.error_code, answer.error, field=answer.error_field)
+                info = answer.info
+        return EngineState.of(info)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """The engine is this thread's alone inside.
+    def _turn(self, *, works: bool = False) -> Iterator[None]:
+        """The engine is this thread's alone inside; ``works``: it is to take requests.
 
         Raises:
-            RuntimeError: it is closed; or a stream of this thread has it, so that to wait would be for
-            ever.
+            RuntimeError: it is closed; or a stream of this thread has it, or it is paused or asleep, so that to wait
+            would be for ever.
         """
         if self._closed:
             raise RuntimeError("this LLM was closed")
         if self._streams_in == threading.get_ident():
             raise RuntimeError("a stream of this LLM is open: read it to its end or close it")
         with self._lock:
+            if works and self._engine.hold.closed:
+                raise RuntimeError("this LLM is paused or asleep: call resume() or wake() first")
             yield
 
     def _params(
@@ -315,7 +317,7 @@ class LLM(_Door):
         self._engine.drain()
 
 
-class AsyncLLM(_Door):
+class AsyncLLM(_Door, Operations):
     """The same for asyncio: one engine thread, or ``replicas=N`` on Ray Serve; many concurrent ``generate`` calls.
 
     Raises:
@@ -366,3 +368,6 @@ class AsyncLLM(_Door):
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
+
+    async def _operate(self, **command: Any) -> EngineState:
+        return EngineState.of(await self.engine.control(control_of(command)))

@@ -30,6 +30,15 @@ Logprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
+class WeightSpan:
+    """Tokens ``start`` to before ``end`` of an output were drawn by the weights ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One choice of a request."""
 
@@ -46,6 +55,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     seed: int | None = None
     """The seed in use; giving it again gives the same tokens."""
+    weight_versions: list[WeightSpan] = field(default_factory=list)
+    """Which weights drew ``token_ids``: one span after the other, without gaps."""
 
 
 @dataclass(slots=True)
@@ -122,6 +133,8 @@ class PartialOutput:
         self.output.metrics.num_draft_tokens += out.n_drafted
         self.output.metrics.num_accepted_tokens += min(out.n_accepted, len(taken))
         choice.token_ids.extend(taken)
+        if taken:
+            _extend(choice.weight_versions, out.weights, len(choice.token_ids))
         if out.logprobs is not None:
             kept = out.logprobs[: len(taken)]
             choice.logprobs = (choice.logprobs or []) + [self._by_id(entry) for entry in kept]
@@ -140,6 +153,14 @@ class PartialOutput:
             token: Logprob(logprob, rank, self._tokenizer.token_text(token))
             for token, logprob, rank in ranked
         }
+
+
+def _extend(spans: list[WeightSpan], version: str, end: int) -> None:
+    """Let ``spans`` reach to ``end``; the tokens since their end are of ``version``."""
+    if spans and spans[-1].version == version:
+        spans[-1].end = end
+    else:
+        spans.append(WeightSpan(version, spans[-1].end if spans else 0, end))
 
 
 def failure_of(out: Output) -> JserveError:

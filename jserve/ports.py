@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jserve.kv_layout import Reach
 from jserve.sampling import MAX_LOGPROBS
 from jserve.types import PageFetch, Request, Sequence, StepPlan, StepResult
 
@@ -69,6 +70,11 @@ class RunnerLimits:
     """Tokens that any layer reads at most, where all layers have a window; 0: some read all."""
     sinks: int = 0
     """First tokens of a sequence that are read beside the window."""
+    reaches: tuple[Reach, ...] = ()
+    """Where a page holds its tokens for one group of layers: the groups, by how far they look back, the widest first.
+    Empty: a page holds them for all layers."""
+    group_columns: tuple[int, ...] = ()
+    """Columns of the page tables of each reach; empty: as many as its pages take."""
     device_drafts: int = 0
     """Most drafts that the device drafter leaves in a slot; 0: there is no device drafter."""
     draft_rows: int = 0
@@ -131,6 +137,23 @@ class DiskTier(Protocol):
 
     def flush(self, pages: list[tuple[int, bytes]]) -> None:
         """Write (device page, digest) and everything that waits, then stop."""
+        ...
+
+
+@runtime_checkable
+class LiveWeights(Protocol):
+    """The further interface of a runner whose weights and memory an operator may change. Nothing is in flight."""
+
+    def update_weights(self, source: Any, *, partial: bool, donate: bool) -> None:
+        """Copy other weights over those in use. Raises WeightsError; the old ones stay then."""
+        ...
+
+    def sleep(self, parts: Seq[str]) -> None:
+        """Give the device memory of ``parts`` back."""
+        ...
+
+    def wake(self, parts: Seq[str]) -> None:
+        """Take it again: KV empty, the weights as they were."""
         ...
 
 
@@ -311,3 +334,5 @@ class Journal(Protocol):
     def guided(self, request_id: str, index: int, verdict: Verdict) -> None: ...
 
     def recover(self, now: float, error: str) -> None: ...
+
+    def weights(self, now: float, version: str, keep: bool) -> None: ...

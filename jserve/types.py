@@ -29,9 +29,13 @@ from jserve.request_options import Lane, RequestOptions
 from jserve.sampling import SamplingParams, Thinking
 
 if TYPE_CHECKING:
-    from jserve.kv.pages import PageLease
+    from jserve.kv.ledger import Lease
     from jserve.kv.swap import Swapped
     from jserve.ports import Guide
+
+
+FIRST_WEIGHTS = "0"
+"""The version of the weights that an engine starts with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +157,7 @@ class Sequence:
     slot: int = -1
     vocab_row: int = -1
     """Number of the vocab row that holds its counts and biases; -1: none, as most need none."""
-    lease: PageLease | None = None
+    lease: Lease | None = None
     swapped: Swapped | None = None
     """Pages it has in host memory since it was preempted."""
     guide: Guide | None = None
@@ -261,6 +265,10 @@ class StepPlan:
     loads: tuple[SlotLoad, ...] = ()
     moves: tuple[PageMove, ...] = ()
     """Pages to copy first, in this order: those that go out, then those that come in."""
+    group_tables: tuple[np.ndarray, ...] = ()
+    """Where a page holds its tokens for one group of layers: int32[groups, R, m] of each reach, of which
+    ``page_table_RM`` is the first group's. Position p lies in column ``p // page_size % m``; of all reaches but the
+    first m is the same in every plan."""
     n_draft: int = 0
     """Drafts that the device drafter leaves in the slot of each emitting row at the end of this step, in
     place of those it held; at most ``RunnerLimits.device_drafts``. 0: it does not run, sees nothing of
@@ -365,3 +373,5 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     """The seed in use, on the first output."""
     attempt: int = 0
     """That of the request which it answers."""
+    weights: str = FIRST_WEIGHTS
+    """The version of the weights that drew ``token_ids``."""

@@ -117,7 +117,9 @@ ALLOWED: dict[str, set[str]] = {
     "outputs": {"text"},
     "feed": {"engine"},
     "prompts": {"outputs", "text"},
-    "llm": {"build", "prompts", "outputs", "progress", "feed", "engine", "text"},
+    "operations": {"engine"},
+    "functional": {"model", "weights"},
+    "llm": {"build", "prompts", "outputs", "operations", "progress", "feed", "engine", "text"},
     "foreign": set(),
     "cli_options": {"foreign"},
     "cli": {
@@ -156,6 +158,7 @@ HOST = [
     "testing",
     "outputs",
     "prompts",
+    "operations",
     "feed",
     "foreign",
 ]

@@ -13,7 +13,7 @@ from jserve.engine.health import HealthLimits
 from jserve.engine.process import OnProgress
 from jserve.engine.replica import Replica
 from jserve.engine.streams import Stream
-from jserve.engine.wire import Control, HandleCommand, Stats
+from jserve.engine.wire import Control, HandleCommand, Message, Ready, Stats
 from jserve.errors import EngineDead, NotReady
 from jserve.ports import Clock
 from jserve.types import HandleInfo
@@ -92,18 +92,23 @@ class AsyncEngine(EngineFace):
         self._fail_all("the engine was closed", EngineDead.code, cancel=False)
         await self._supervisor.close()
 
-    async def handles(self, message: HandleCommand | Control) -> list[HandleInfo]:
+    async def control(self, message: Control) -> dict[str, Any]:
         self._check_open()
-        return await self._ask(self._replica, message)
+        return self._obeyed((await self._ask(self._replica, message)).info)
+
+    async def handles(self, message: HandleCommand) -> list[HandleInfo]:
+        self._check_open()
+        return (await self._ask(self._replica, message)).handles
 
     def stats(self) -> Stats:
         return self._replica.stats
 
     def healthy(self) -> bool:
-        return self.ready and self._replica.without_step_s() <= self._stall_timeout_s
+        moves = self._held or self._replica.without_step_s() <= self._stall_timeout_s
+        return self.ready and moves
 
     def degraded_reasons(self) -> list[str]:
-        return self._replica.degraded_reasons()
+        return ["paused"] if self._held else self._replica.degraded_reasons()
 
     def lost(self, replica: Replica, streams: list[Stream], why: str) -> None:
         """Its requests wait for the next engine, if one comes."""
@@ -113,6 +118,11 @@ class AsyncEngine(EngineFace):
             self._resumption.park(streams, why, EngineDead.code)
         else:
             self._fail_all(why, EngineDead.code, cancel=False)
+
+    def heard(self, replica: Replica, message: Message) -> None:
+        if isinstance(message, Ready):
+            self._held = False
+        super().heard(replica, message)
 
     def _check_open(self) -> None:
         self._check_draining()

@@ -20,14 +20,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from jserve.engine import operate
+from jserve.engine.hold import Hold
 from jserve.engine.pending_compile import PendingCompile
 from jserve.engine.steplog import StepLog
 from jserve.engine.wire import Cancel, Control, Create, HandleCommand, HandleReply, Stats, Submit
-from jserve.errors import BadRequest, EngineDead, JserveError, RequestFailed, where
+from jserve.errors import EngineDead, JserveError, RequestFailed, where
 from jserve.ports import Clock, DiskTier, InFlight, Profiler, Runner
 from jserve.sched.cache import handles as caching, tiers as tiering
 from jserve.sched.scheduler import Scheduler
-from jserve.types import Finish, Output, Request, StepPlan, StepResult
+from jserve.types import FIRST_WEIGHTS, Finish, Output, Request, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +70,13 @@ class Engine:
         """Adds to ``stats`` what those need who choose between several engines."""
         self.stats_every_s = STATS_EVERY_S
         """Between two statistics while there is work."""
+        self.hold = Hold()
+        self.version = FIRST_WEIGHTS
+        """The name of the weights in use."""
+        self.n_updates = 0
+        """Counter: times that they were replaced."""
+        self.profiler = profiler
         self._overlap = overlap
-        self._profiler = profiler
         self._inbox: deque[Submit | Cancel | Create | HandleCommand | Control] = deque()
         self._answers: list[HandleReply] = []
         self._anteroom = PendingCompile(scheduler.guides)
@@ -109,13 +116,20 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while a further step would do something."""
-        ours = self._inbox or self._flights or self._landed or len(self._anteroom)
-        return bool(ours) or self.scheduler.has_work
+        ours = self._inbox or self._flights or self._landed
+        if ours or self.hold.pending is not None:
+            return True
+        return not self.hold.stopped and (bool(len(self._anteroom)) or self.scheduler.has_work)
 
     @property
     def n_waiting(self) -> int:
         """Sequences and messages that have not been admitted."""
-        return self.scheduler.n_waiting + self.n_unread + len(self._anteroom)
+        return self.scheduler.n_waiting + self.n_unread + self.n_compiling + len(self.hold)
+
+    @property
+    def n_compiling(self) -> int:
+        """Requests whose grammar is being compiled."""
+        return len(self._anteroom)
 
     @property
     def n_unread(self) -> int:
@@ -140,7 +154,7 @@ class Engine:
             minute.
         """
         outputs = self._read_inbox()
-        plan = self.scheduler.plan(self.clock())
+        plan = None if self.hold.stopped else self.scheduler.plan(self.clock())
         result = None
         try:
             if plan is not None:
@@ -169,21 +183,32 @@ class Engine:
         return outputs
 
     def swap(self, change: Callable[[], None]) -> None:
-        """Change what the runner computes with (its weights) between two steps.
+        """Change what the runner computes with between two steps.
 
         Steps in flight land first; their outputs come with the next ``step``. Then every running
-        sequence is recomputed and no cached prefix survives, since the KV no longer belongs.
+        sequence is recomputed and no cached prefix survives.
         """
-        while self._flights:
-            self._landed += self._commit(self.runner.collect(self._flights[0]))
+        self.land()
         change()
         self.scheduler.recover((), "", self.clock())
+
+    def land(self) -> None:
+        """Wait for all steps in flight; their outputs come with the next ``step``."""
+        while self._flights:
+            self._landed += self._commit(self.runner.collect(self._flights[0]))
+
+    def abort_all(self) -> None:
+        """End all requests that the scheduler has, with what they drew so far."""
+        self.land()
+        for request_id in list(self.scheduler.groups):
+            self._landed += self.scheduler.cancel(request_id, self.clock())
 
     def stats(self) -> Stats:
         """Counters of the scheduler and the runner by their names, with what is in flight here and
         the steps since the last call."""
         values: dict[str, Any] = dataclasses.asdict(self.scheduler.stats())
         values |= values.pop("lanes", {})
+        values |= {"weight_updates_total": self.n_updates, "paused": float(self.hold.closed)}
         for side in (self.scheduler, self.runner):
             counters = getattr(side, "counters", None)
             if counters is not None:
@@ -209,28 +234,41 @@ class Engine:
             answers = self._disk.take_fetched()
             if answers:
                 tiering.fetched(self.scheduler, answers, self.clock())
+        self._settle()
+        self._inbox.extendleft(reversed(self.hold.take()))
         while self._inbox:
             message = self._inbox.popleft()
             match message:
                 case Cancel():
-                    now = self.clock()
-                    outputs += self._anteroom.cancel(message.request_id, message.index)
-                    outputs += self.scheduler.cancel(message.request_id, now, message.index)
+                    outputs += self._cancel(message)
                 case HandleCommand():
                     self._answers.append(self._answer(message))
                 case Control():
-                    self._answers.append(self._run_command(message))
+                    self._answers += self._run_command(message)
+                    self._inbox.extendleft(reversed(self.hold.take()))
+                case Create() | Submit() if self.hold.closed:
+                    self.hold.put(message)
                 case Create():
                     outputs += self._create(message)
                 case Submit():
                     self.n_read += 1
                     opened = self._anteroom.put(message.request, self.clock())
                     outputs += [] if opened is None else self._enter(*opened)
+        outputs += self._landed
+        self._landed = []
         idle = not self._flights and not self.scheduler.has_work
         wait_s = COMPILE_WAIT_S if idle else 0.0
         for request, error in self._anteroom.take(wait_s, self.clock()):
             outputs += self._enter(request, error)
         return outputs + self.scheduler.expire(self.clock())
+
+    def _cancel(self, message: Cancel) -> list[Output]:
+        now, (request_id, index) = self.clock(), (message.request_id, message.index)
+        held = self.hold.cancel(request_id) if index is None else None
+        if held is not None:
+            return aborted(held.request)
+        outputs = self._anteroom.cancel(request_id, index)
+        return outputs + self.scheduler.cancel(request_id, now, index)
 
     def _create(self, message: Create) -> list[Output]:
         """Nothing, or the refusal of a cache handle."""
@@ -250,28 +288,31 @@ class Engine:
             else:
                 found = [caching.renew(self.scheduler, tenant, name or "", asked.ttl_s, now)]
         except JserveError as error:
-            return HandleReply(
-                id=asked.id, error=error.message, error_code=error.code, error_field=error.field
-            )
+            return _failed(asked.id, error)
         return HandleReply(id=asked.id, handles=found)
 
-    def _run_command(self, command: Control) -> HandleReply:
+    def _run_command(self, command: Control) -> list[HandleReply]:
+        """The answer, unless ``command`` waits."""
         try:
-            if command.action == "reset_prefix_cache":
-                self._forget()
-            elif self._profiler is None:
-                raise BadRequest("this server has no profile_dir", field="profile_dir")
-            elif command.action == "start_profile":
-                self._profiler.start()
-            else:
-                self._profiler.stop()
+            info = operate.obey(self, command)
         except JserveError as error:
-            return HandleReply(
-                id=command.id, error=error.message, error_code=error.code, error_field=error.field
-            )
-        return HandleReply(id=command.id)
+            return [_failed(command.id, error)]
+        return [] if info is None else [HandleReply(id=command.id, info=info)]
 
-    def _forget(self) -> None:
+    def _settle(self) -> None:
+        """Answer the command that waited for running requests, if they have ended."""
+        waited = self.hold.pending
+        if waited is None:
+            return
+        try:
+            done = operate.settle(self)
+        except JserveError as error:
+            self._answers.append(_failed(waited.id, error))
+            return
+        if done is not None:
+            self._answers.append(HandleReply(id=waited.id, info=done[1]))
+
+    def forget(self) -> None:
         """Drop every cached prefix; those who run are recomputed."""
         try:
             self.swap(lambda: None)
@@ -316,6 +357,20 @@ class Engine:
             raise EngineDead(
                 f"a step failed with {name}, and the reset after it with {type(again).__name__}"
             ) from again
+
+
+def aborted(request: Request) -> list[Output]:
+    """The terminal outputs of a request that was ended before the scheduler had it, one per choice."""
+    return [
+        Output(request_id=request.id, index=i, finish=Finish.ABORT, attempt=request.attempt)
+        for i in request.open_choices
+    ]
+
+
+def _failed(asked: str, error: JserveError) -> HandleReply:
+    return HandleReply(
+        id=asked, error=error.message, error_code=error.code, error_field=error.field
+    )
 
 
 def refusal(request: Request, error: JserveError) -> list[Output]:

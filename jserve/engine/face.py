@@ -100,7 +100,9 @@ class EngineFace(ABC):
         self._clock = clock
         self._resumption = Resumption()
         self._streams: dict[str, Stream] = {}
-        self._asked: dict[str, tuple[Replica, asyncio.Future[list[HandleInfo]]]] = {}
+        self._asked: dict[str, tuple[Replica, asyncio.Future[HandleReply]]] = {}
+        self._held = False
+        """An operator holds the engine back, so that it makes no steps is no fault."""
         self.steps: deque[tuple[int, StepRecord]] = deque(maxlen=WATCHED_STEPS)
         self._n_watched = 0
         self.draining = False
@@ -163,7 +165,16 @@ class EngineFace(ABC):
         """The engine of ``replica`` is gone, and with it the work on ``streams``."""
 
     @abstractmethod
-    async def handles(self, message: HandleCommand | Control) -> list[HandleInfo]:
+    async def control(self, message: Control) -> dict[str, Any]:
+        """Send an operator's command to the engine; the facts that answer it. ``message.id`` must be new.
+
+        Raises:
+            BadRequest, WeightsError: as the engine says.
+            NotReady, EngineDead: as ``generate``.
+        """
+
+    @abstractmethod
+    async def handles(self, message: HandleCommand) -> list[HandleInfo]:
         """Renew, drop or look at cache handles; ``message.id`` must be new.
 
         Raises:
@@ -218,15 +229,6 @@ class EngineFace(ABC):
         async with aclosing(self._outputs(request, ttl_s)) as outputs:
             return [output async for output in outputs]
 
-    async def control(self, message: Control) -> None:
-        """Send an operator's command to the engine; ``message.id`` must be new.
-
-        Raises:
-            BadRequest: as the engine says.
-            NotReady, EngineDead: as ``generate``.
-        """
-        await self.handles(message)
-
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice of it that reached a stop string: its consumer gets a
         terminal output with ABORT. Idempotent."""
@@ -270,10 +272,16 @@ class EngineFace(ABC):
             case Fault():
                 self._on_fault(replica, message)
 
-    async def _ask(self, replica: Replica, message: HandleCommand | Control) -> list[HandleInfo]:
+    def _obeyed(self, info: dict[str, Any]) -> dict[str, Any]:
+        """``info``, which answers a command, once it was taken note of."""
+        if "paused" in info:
+            self._held = bool(info["paused"] or info["asleep"])
+        return info
+
+    async def _ask(self, replica: Replica, message: HandleCommand | Control) -> HandleReply:
         """The answer of ``replica`` to ``message``."""
         assert replica.client is not None
-        answer: asyncio.Future[list[HandleInfo]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[HandleReply] = asyncio.get_running_loop().create_future()
         self._asked[message.id] = replica, answer
         try:
             replica.client.ask(message)
@@ -361,7 +369,7 @@ class EngineFace(ABC):
         if answer is None or answer.done():
             return
         if message.error is None:
-            answer.set_result(message.handles)
+            answer.set_result(message)
         else:
             field = message.error_field
             answer.set_exception(error_of(message.error_code, message.error, field=field))

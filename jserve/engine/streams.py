@@ -101,12 +101,13 @@ class Stream:
         return True
 
     def _may_merge(self, last: Output, output: Output) -> bool:
-        """True when both can be sent as one: the same choice and attempt, neither in error. Where a stop string may
-        cut, drafts stay with the tokens that they became, so that those cut off are not counted."""
+        """True when both can be sent as one: the same choice, attempt and weights, neither in error. Where a stop
+        string may cut, drafts stay with the tokens that they became, so that those cut off are not counted."""
         n_tokens = len(last.token_ids) + len(output.token_ids)
         good = output.finish in (None, Finish.STOP, Finish.LENGTH)
         cuts = bool(self.request.params.stop) and (last.n_drafted or output.n_drafted)
         same = last.index == output.index and last.attempt == output.attempt
+        same = same and last.weights == output.weights
         return same and good and not cuts and n_tokens <= MERGED_TOKENS
 
     async def get(self) -> Output | None:

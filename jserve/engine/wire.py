@@ -74,7 +74,26 @@ class Control(Message, frozen=True):
     """An operator's command; answered by one ``HandleReply`` of the same id, without handles."""
 
     id: str
-    action: Literal["reset_prefix_cache", "start_profile", "stop_profile"]
+    action: Literal[
+        "reset_prefix_cache",
+        "start_profile",
+        "stop_profile",
+        "pause",
+        "resume",
+        "sleep",
+        "wake",
+        "update_weights",
+        "weight_info",
+    ]
+    running: str = ""
+    """What becomes of running requests: of ``hold.PAUSES``, or of ``updates.POLICIES``; "": the default."""
+    parts: list[str] = []
+    """Of ``hold.PARTS``, for "sleep" and "wake"; []: all."""
+    source: Any = None
+    """For "update_weights": a directory; within one process also what ``LLM.update_weights`` takes."""
+    version: str = ""
+    partial: bool = False
+    donate: bool = False
 
 
 class Shutdown(Message, frozen=True):
@@ -110,6 +129,8 @@ class HandleReply(Message, frozen=True):
     error: str | None = None
     error_code: str | None = None
     error_field: str | None = None
+    info: dict[str, Any] = {}
+    """Facts that answer a command."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -23,8 +23,8 @@ from jserve.engine.process import OnProgress
 from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
-from jserve.engine.wire import Control, HandleCommand, Message, Stats
-from jserve.errors import CacheNotFound, EngineDead, JserveError, NotReady, Overloaded
+from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Stats
+from jserve.errors import BadRequest, CacheNotFound, EngineDead, JserveError, NotReady, Overloaded
 from jserve.fleet.asking import Asking
 from jserve.fleet.handles import HandlePlaces
 from jserve.fleet.member import Member, Sent, all_unfit, state_of
@@ -38,6 +38,8 @@ from jserve.types import Finish, HandleInfo, Lane, Output, Request
 log = logging.getLogger(__name__)
 
 STARTING, LOOKS_S = "start replicas", 0.05
+FOR_ALL = ("reset_prefix_cache", "start_profile", "stop_profile", "pause", "resume", "weight_info")
+"""Commands that all replicas obey: what others leave behind, a replica that takes another's place would not have."""
 PATIENCE = 2
 """A machine takes several replicas with it, so a request may meet more than one loss by chance."""
 REJOIN_S = 0.25
@@ -135,11 +137,12 @@ class FleetEngine(EngineFace):
         return totals(one.stats for one in self.members)
 
     def healthy(self) -> bool:
-        return any(one.without_step_s() <= self._stall_timeout_s for one in self.members)
+        moves = [one.without_step_s() <= self._stall_timeout_s for one in self.members]
+        return any(moves) or (self._held and self.ready)
 
     def degraded_reasons(self) -> list[str]:
         """Those of all replicas; none while any is fit."""
-        return all_unfit(self.members)
+        return ["paused"] if self._held else all_unfit(self.members)
 
     def replicas(self) -> list[ReplicaState]:
         return [state_of(one, self.suspicion.records[one.name]) for one in self.members]
@@ -340,21 +343,33 @@ class FleetEngine(EngineFace):
 
     # -- commands
 
-    async def handles(self, message: HandleCommand | Control) -> list[HandleInfo]:
-        """As ``EngineFace``; a command goes to all replicas, and so does the search for all handles."""
+    async def control(self, message: Control) -> dict[str, Any]:
+        """As ``EngineFace``, of all replicas; the facts are those of the first."""
         self._check_open()
-        if isinstance(message, HandleCommand) and message.name is not None:
+        if message.action not in FOR_ALL:
+            raise BadRequest(
+                f"{message.action} is of one engine; there are replicas", field="action"
+            )
+        return self._obeyed((await self._ask_all(message))[0].info)
+
+    async def handles(self, message: HandleCommand) -> list[HandleInfo]:
+        """As ``EngineFace``; the search for all handles goes to all replicas."""
+        self._check_open()
+        if message.name is not None:
             return await self._ask_of_handle(message, message.name)
-        asks = [
-            self._ask(one, msgspec.structs.replace(message, id=f"{message.id}-{one.number}"))
+        return [info for reply in await self._ask_all(message) for info in reply.handles]
+
+    async def _ask_all(self, message: HandleCommand | Control) -> list[HandleReply]:
+        named = [
+            (one, msgspec.structs.replace(message, id=f"{message.id}-{one.number}"))
             for one in self.members
         ]
-        return [info for found in await asyncio.gather(*asks) for info in found]
+        return await asyncio.gather(*(self._ask(*each) for each in named))
 
     async def _ask_of_handle(self, message: HandleCommand, name: str) -> list[HandleInfo]:
         member, gone = self._handles.find(message.tenant, name), message.action == "drop"
         try:
-            return await self._ask(member, message)
+            return (await self._ask(member, message)).handles
         except CacheNotFound:
             gone = True
             raise

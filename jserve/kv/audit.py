@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from jserve.kv.pages import PageLease, PagePool, PageTable
+import numpy as np
+
+from jserve.kv.pages import GroupTable, PageLease, PagePool, PageSets, PageTable
 from jserve.kv.radix import Node, RadixTree
 
 
 def check(
-    pool: PagePool,
+    pool: PagePool | PageSets,
     table: PageTable,
     tree: RadixTree,
     leases: list[PageLease],
@@ -33,8 +35,36 @@ def check(
     _pins(tree, pinned)
 
 
+def check_sets(pool: PagePool, sets: list[PageSets], held: list[int]) -> None:
+    """Raises AssertionError unless every page of ``pool`` is free, in one set that is in use, or held outside."""
+    owners = Counter(held)
+    for part in sets:
+        for one in range(1, part.n_pages):
+            pages = part.pages_of(one)
+            assert all(pages) == any(pages) == (part.refs[one] > 0), f"set {one} is {pages}"
+            owners.update(page for page in pages if page)
+    _free_list(pool)
+    wrong = [page for page in range(1, pool.n_pages) if pool.refs[page] != owners[page]]
+    assert not wrong, f"pages {wrong[:8]} count other owners than they have"
+    assert max(owners.values(), default=0) < 2, "a page is in two sets"
+    n_free = len(pool.free_pages())
+    assert len(owners) + n_free == pool.n_usable, f"{len(owners)} owned + {n_free} free pages"
+
+
+def check_group_table(table: GroupTable, sets: PageSets, leases: list[PageLease]) -> None:
+    """Raises AssertionError unless the device finds the pages of every lease in its columns, and nothing else."""
+    expected = np.zeros_like(table.pages_NCW)
+    for lease in leases:
+        for number, page in enumerate(lease.pages):
+            if page:
+                expected[:, lease.slot, number % table.width] = sets.pages_of(page)
+    assert np.array_equal(table.pages_NCW, expected), (
+        "the table of a group is not that of its leases"
+    )
+
+
 def _references(
-    pool: PagePool, cached: list[int], leases: list[PageLease], held: list[int]
+    pool: PagePool | PageSets, cached: list[int], leases: list[PageLease], held: list[int]
 ) -> None:
     """I1 and I2: each page's count equals its owners, and owned + free pages are all pages."""
     owners = Counter(cached) + Counter(held)
@@ -49,12 +79,13 @@ def _references(
         refs = pool.refs[page]
         assert refs == owners[page], f"page {page} counts {refs} owners, has {owners[page]}"
     n_owned = sum(1 for page in owners if owners[page])
-    assert n_owned + pool.n_free == pool.n_usable, (
-        f"{n_owned} owned + {pool.n_free} free != {pool.n_usable} pages"
+    n_free = len(pool.free_pages())
+    assert n_owned + n_free == pool.n_usable, (
+        f"{n_owned} owned + {n_free} free != {pool.n_usable} pages"
     )
 
 
-def _free_list(pool: PagePool) -> None:
+def _free_list(pool: PagePool | PageSets) -> None:
     """I5: no duplicates, nothing that is owned, never scratch."""
     free = pool.free_pages()
     assert len(free) == len(set(free)), "a page is in the free list twice"
@@ -75,7 +106,7 @@ def _tables(table: PageTable, leases: list[PageLease]) -> None:
         assert not row[len(pages) :].any(), f"slot {slot} keeps stale pages behind its own: {row}"
 
 
-def _writers(pool: PagePool, cached: set[int], leases: list[PageLease]) -> None:
+def _writers(pool: PagePool | PageSets, cached: set[int], leases: list[PageLease]) -> None:
     """I3: a page that is still written has one owner and is not in the tree."""
     for lease in leases:
         for page in lease.pages[max(lease.n_published, lease.n_shared, lease.gone.stop) :]:

@@ -29,9 +29,9 @@ import numpy as np
 
 from jserve.faults import point
 from jserve.kv import audit
-from jserve.kv.pages import PageLease, PagePool, PageTable
-from jserve.kv.radix import Node, RadixTree, RootKey
-from jserve.kv.retention import Keep
+from jserve.kv.pages import PageLease, PagePool, PageSets, PageTable
+from jserve.kv.radix import Node, RadixTree, RootKey, Ticks, path_to
+from jserve.kv.retention import SESSION, Keep
 from jserve.kv.tiers import HostPage, HostTier, digest_of, next_digest
 from jserve.types import PageMove
 from jserve.window import Window
@@ -59,15 +59,23 @@ class PageCache:
         n_host_pages: int = 0,
         window: int = 0,
         sinks: int = 0,
+        chunked: bool = False,
+        pool: PagePool | PageSets | None = None,
+        table: PageTable | None = None,
+        clock: Ticks | None = None,
     ) -> None:
+        """``window``, ``sinks``, ``chunked`` as of ``Window``. ``pool`` in place of one of ``n_pages``, ``table`` and
+        ``clock`` are those of a part of a ``GroupedCache``."""
         self.page_size = page_size
-        self.window = Window(page_size=page_size, tokens=window, sinks=sinks)
+        self.window = Window(page_size=page_size, tokens=window, sinks=sinks, chunked=chunked)
         self.reuse = reuse
-        self.pool = PagePool(n_pages)
-        self.table = PageTable(n_slots, pages_per_slot)
-        self.tree = RadixTree(page_size, self.window)
+        self.pool = pool or PagePool(n_pages)
+        self.table = table or PageTable(n_slots, pages_per_slot)
+        self.tree = RadixTree(page_size, self.window, clock)
         self.tier = HostTier(n_host_pages) if n_host_pages else None
         self.listener: PageListener | None = None
+        self.n_weights = 0
+        """Counter: times that the weights changed; nothing is shared across one."""
         self.now = 0.0
 
     def advance(self, now: float) -> None:
@@ -78,6 +86,21 @@ class PageCache:
     def n_available(self) -> int:
         """Pages that ``extend`` can hand out: free ones and unlocked cached ones."""
         return self.pool.n_free + self.tree.n_evictable
+
+    @property
+    def parts(self) -> tuple[PageCache, ...]:
+        """The caches of each reach of layers: itself alone."""
+        return (self,)
+
+    @property
+    def n_evictable(self) -> int:
+        """Pages that can be found and that nobody holds."""
+        return self.tree.n_evictable
+
+    @property
+    def n_evicted(self) -> int:
+        """Counter: pages forgotten since the start."""
+        return self.tree.n_evicted
 
     def match(
         self,
@@ -95,9 +118,15 @@ class PageCache:
         ``reuse`` False looks nothing up; ``cacheable`` False also keeps the pages out of the tree.
         ``keeps`` are the priorities that the pages get when the lease is given back.
         """
-        root = self.tree.root(key)
+        root = self.tree.root(self._of_weights(key))
         limit = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
         path = self.tree.match(root, tokens, limit)
+        return self.lease(slot, root, path, cacheable=cacheable, keeps=keeps)
+
+    def lease(
+        self, slot: int, root: Node, path: list[Node], *, cacheable: bool, keeps: tuple[Keep, ...]
+    ) -> PageLease:
+        """``match`` of the nodes that were found."""
         node = path[-1] if path else root
         gone = self.window.gone(len(path) * self.page_size)
         self.tree.lock_path(node, gone)
@@ -117,11 +146,16 @@ class PageCache:
             capacity=len(pages) * self.page_size,
             cacheable=cacheable and self.reuse,
             keeps=keeps,
+            n_weights=self.n_weights,
         )
+
+    def _of_weights(self, key: RootKey) -> RootKey:
+        """The root key of ``key`` under the weights in use; of the first ones it is ``key``, as names on disk are."""
+        return (*key[:3], self.n_weights) if self.n_weights else key
 
     def n_known(self, key: RootKey, tokens: Seq[int]) -> int:
         """Pages of the longest known prefix of ``tokens``; nothing is locked or touched."""
-        root = self.tree.roots.get(key)
+        root = self.tree.roots.get(self._of_weights(key))
         limit = (len(tokens) - 1) // self.page_size if self.reuse else 0
         return len(self.tree.match(root, tokens, limit)) if root is not None else 0
 
@@ -131,6 +165,10 @@ class PageCache:
 
         False, with nothing changed, when fewer than ``keep`` pages would stay available.
         """
+        return self.take(lease, n_tokens, keep)
+
+    def take(self, lease: PageLease, n_tokens: int, keep: int = 0) -> bool:
+        """``extend``, also of one part among several."""
         short = -(-n_tokens // self.page_size) - len(lease.pages)
         if short <= 0:
             return True
@@ -143,6 +181,10 @@ class PageCache:
         lease.pages += fresh
         lease.capacity = len(lease.pages) * self.page_size
         return True
+
+    def admit(self, lease: PageLease, n_tokens: Seq[int], *, keep: int = 0) -> bool:
+        """``extend`` to the tokens that each of ``parts`` shall hold pages for."""
+        return self.extend(lease, n_tokens[0], keep=keep)
 
     def slide(self, lease: PageLease, n_tokens: int) -> None:
         """Give back the pages of ``lease`` that no token from position ``n_tokens`` on reads. All
@@ -199,6 +241,7 @@ class PageCache:
         if tier is None or not tier.on_disk or not self.reuse:
             return []
         limit = (len(tokens) - 1) // Z
+        key = self._of_weights(key)
         root = self.tree.roots.get(key) or Node(None, key, 0)
         path, tickets = self.tree.match(root, tokens, limit), []
         digest = digest_of(path[-1] if path else root)
@@ -233,6 +276,10 @@ class PageCache:
     @point("kv.publish")
     def publish(self, lease: PageLease, tokens: Seq[int], n_tokens: int) -> None:
         """Let others find the full pages among the first ``n_tokens``, all known and computed."""
+        self.insert(lease, tokens, n_tokens)
+
+    def insert(self, lease: PageLease, tokens: Seq[int], n_tokens: int) -> None:
+        """``publish``, also of one part among several."""
         Z, full, node = self.page_size, n_tokens // self.page_size, lease.node
         if lease.cacheable:
             for i in range(lease.n_published, full):
@@ -275,6 +322,7 @@ class PageCache:
         self.pool.drop(pages)
         if self.tier is not None:
             self.tier.lose(same_weights=same_weights)
+        self.n_weights += not same_weights
         return len(pages)
 
     @property
@@ -295,6 +343,34 @@ class PageCache:
     def snapshot(self, slots: list[int], n_tokens: int) -> np.ndarray:
         """int32[len(slots), ceil(n_tokens / Z)]: a copy of the table rows of ``slots``."""
         return self.table.snapshot(slots, -(-n_tokens // self.page_size))
+
+    def group_tables(self, slots: list[int], n_tokens: int) -> tuple[np.ndarray, ...]:
+        """``StepPlan.group_tables``: a page holds its tokens for all layers here, so there are none."""
+        return ()
+
+    def hit_pages(self, n: int) -> int:
+        """Pages that a hit of ``n`` full pages of tokens holds at the most."""
+        return n
+
+    def pin(self, lease: PageLease, n: int) -> Node | None:
+        """Pin what a hit of the first ``n`` published pages of ``lease`` needs; the pin, or None where some of it is
+        gone."""
+        node = path_to(lease.node)[lease.n_published - n]
+        if not self.tree.pinnable(node):
+            return None
+        self.tree.pin(node)
+        return node
+
+    def unpin(self, pin: Node) -> None:
+        """Let go of what was pinned."""
+        self.tree.unpin(pin, self.now)
+
+    def leave_branch(self, old: Node, new: Node) -> None:
+        """A session went on at ``new``: pages on the way to ``old`` alone are like any others."""
+        stays = {id(node) for node in path_to(new)}
+        for node in path_to(old):
+            if id(node) not in stays and node.priority == SESSION:
+                self.tree.release_priority(node)
 
     def check(
         self,

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import Any
 
 from jserve.errors import BadRequest, CacheFull, CacheNotFound
-from jserve.kv.cache import PageCache
-from jserve.kv.pages import PageLease
-from jserve.kv.radix import Node, RootKey, path_to
+from jserve.kv.ledger import Cache, Lease
+from jserve.kv.radix import RootKey
 from jserve.types import HandleInfo
 
 MAX_TTL_S = 7 * 86400.0
@@ -28,17 +28,18 @@ MAX_NAME = 128
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Handle:
-    """A named prefix. ``node`` is its last pinned page, None while it is not settled."""
+    """A named prefix. ``pin`` is what the cache holds for it, None while it is not settled."""
 
     name: str
     root: RootKey
     tokens: tuple[int, ...]
     n_pages: int
+    """Pages that its pin holds at the most."""
     maker: str
     """Id of the request that computes it first."""
     ttl_s: float
     expires: float
-    node: Node | None = None
+    pin: Any = None
     settled: bool = False
     """True once it was pinned: from then on it no longer goes when its maker fails."""
     n_uses: int = 0
@@ -47,7 +48,7 @@ class Handle:
 class Handles:
     """All handles over one ``PageCache``. ``quota`` is in pages."""
 
-    def __init__(self, cache: PageCache, quota: int) -> None:
+    def __init__(self, cache: Cache, quota: int) -> None:
         self.cache = cache
         self.quota = quota
         self.n_pages = 0
@@ -71,7 +72,7 @@ class Handles:
             CacheFull: the quota has no room for it.
         """
         self._check(root[0], name, tokens, ttl_s)
-        n_pages = len(tokens) // self.cache.page_size
+        n_pages = self.cache.hit_pages(len(tokens) // self.cache.page_size)
         if self.n_pages + n_pages > self.quota:
             raise CacheFull(
                 f"cache {name!r} needs {n_pages} pages; {self.n_pages} of the {self.quota} that"
@@ -107,15 +108,14 @@ class Handles:
         """The tenant's handles, oldest first."""
         return [handle for (owner, _), handle in self._handles.items() if owner == tenant]
 
-    def settle(self, handle: Handle, lease: PageLease) -> None:
+    def settle(self, handle: Handle, lease: Lease) -> None:
         """Pin ``handle`` on the path of ``lease``, as soon as that holds all its pages."""
-        if handle.node is not None or not lease.cacheable or lease.n_published < handle.n_pages:
+        n = len(handle.tokens) // self.cache.page_size
+        if handle.pin is not None or not lease.cacheable or lease.n_published < n:
             return
-        node = path_to(lease.node)[lease.n_published - handle.n_pages]
-        if not self.cache.tree.pinnable(node):
+        handle.pin = self.cache.pin(lease, n)
+        if handle.pin is None:
             return  # part of its window was evicted meanwhile; whoever uses it next computes it
-        handle.node = node
-        self.cache.tree.pin(node)
         if not handle.settled:
             handle.settled = True
             self._prolong(handle, handle.ttl_s)
@@ -151,9 +151,9 @@ class Handles:
         for handle in self._handles.values():
             self._unpin(handle)
 
-    def pinned(self) -> list[Node]:
-        """The pinned nodes, one per settled handle."""
-        return [handle.node for handle in self._handles.values() if handle.node is not None]
+    def pinned(self) -> list[Any]:
+        """The pins, one per settled handle."""
+        return [handle.pin for handle in self._handles.values() if handle.pin is not None]
 
     def info(self, handle: Handle, now: float = 0.0) -> HandleInfo:
         """Its info; ``now`` counts where it is later than the cache's time."""
@@ -161,7 +161,7 @@ class Handles:
             name=handle.name,
             n_tokens=len(handle.tokens),
             n_pages=handle.n_pages,
-            pinned=handle.node is not None,
+            pinned=handle.pin is not None,
             expires_in_s=max(0.0, handle.expires - max(now, self.cache.now)),
             n_uses=handle.n_uses,
         )
@@ -192,9 +192,9 @@ class Handles:
         del self._handles[handle.root[0], handle.name]
 
     def _unpin(self, handle: Handle) -> None:
-        if handle.node is not None:
-            self.cache.tree.unpin(handle.node, self.cache.now)
-            handle.node = None
+        if handle.pin is not None:
+            self.cache.unpin(handle.pin)
+            handle.pin = None
 
 
 def quota_of(n_pages: int, pages_per_slot: int, wanted: int) -> int:

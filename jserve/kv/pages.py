@@ -66,6 +66,64 @@ class PagePool:
                 self._free.append(page)
         return len(self._free) - before
 
+    def pages_of(self, page: int) -> tuple[int, ...]:
+        """The pages of the device behind an id."""
+        return (page,)
+
+
+class PageSets:
+    """Ids that stand for ``n`` pages of ``pool`` each, which are taken and given back together; otherwise as
+    ``PagePool``. Several of them share a pool."""
+
+    def __init__(self, pool: PagePool, n: int) -> None:
+        self.pool, self.n = pool, n
+        self.n_pages = 1 + pool.n_usable // n
+        """Ids, 0 included."""
+        self.refs = [0] * self.n_pages
+        self.pages_PN = np.zeros((self.n_pages, n), np.int32)
+        """The pages of each id; scratch for 0 and for those that are free."""
+        self._free = deque(range(1, self.n_pages))
+
+    @property
+    def n_free(self) -> int:
+        """Ids that can be taken."""
+        return self.pool.n_free // self.n
+
+    @property
+    def n_usable(self) -> int:
+        return self.n_pages - 1
+
+    def free_pages(self) -> tuple[int, ...]:
+        return tuple(self._free)
+
+    def take(self, n: int) -> list[int]:
+        pages = self.pool.take(n * self.n)
+        ids = [self._free.popleft() for _ in range(n)]
+        self.pages_PN[ids] = np.array(pages, np.int32).reshape(n, self.n)
+        for one in ids:
+            self.refs[one] = 1
+        return ids
+
+    def share(self, ids: Iterable[int]) -> None:
+        for one in ids:
+            assert self.refs[one] > 0, f"set {one} is free and cannot be shared"
+            self.refs[one] += 1
+
+    def drop(self, ids: Iterable[int]) -> int:
+        n_freed = 0
+        for one in ids:
+            assert self.refs[one] > 0, f"set {one} is free already"
+            self.refs[one] -= 1
+            if self.refs[one] == 0:
+                self.pool.drop(self.pages_PN[one].tolist())
+                self.pages_PN[one] = 0
+                self._free.append(one)
+                n_freed += 1
+        return n_freed
+
+    def pages_of(self, page: int) -> tuple[int, ...]:
+        return tuple(self.pages_PN[page].tolist())
+
 
 class PageTable:
     """int32[C, M]: the pages of each slot in order of position. While a sequence lives its row grows at
@@ -88,6 +146,45 @@ class PageTable:
     def snapshot(self, slots: list[int], width: int) -> np.ndarray:
         """int32[len(slots), width]: a copy that later changes do not touch."""
         return self.rows[slots, :width]
+
+
+class GroupTable(PageTable):
+    """A page table over the ids of ``sets``, and the pages behind them as the device reads them: int32[groups, C, W],
+    where position p of a slot lies in the page of column ``p // Z % W``.
+
+    So W columns serve sequences of any length that hold at most W pages of a group at once.
+    """
+
+    def __init__(self, n_slots: int, pages_per_slot: int, sets: PageSets, width: int) -> None:
+        super().__init__(n_slots, pages_per_slot)
+        self.sets, self.width = sets, width
+        self.pages_NCW = np.zeros((sets.n, n_slots, width), np.int32)
+        self._low = [0] * n_slots
+        """Number of the first page that a slot still holds."""
+
+    def append(self, slot: int, at: int, pages: list[int]) -> None:
+        super().append(slot, at, pages)
+        n_gone = 0 if at else next((i for i, page in enumerate(pages) if page), len(pages))
+        if not at:
+            self._low[slot] = n_gone
+        end = at + len(pages)
+        assert end - self._low[slot] <= self.width, f"slot {slot}: over {self.width} pages at once"
+        columns = np.arange(at + n_gone, end) % self.width
+        self.pages_NCW[:, slot, columns] = self.sets.pages_PN[pages[n_gone:]].T
+
+    def clear(self, slot: int, n: int) -> None:
+        super().clear(slot, n)
+        self.pages_NCW[:, slot] = 0
+        self._low[slot] = 0
+
+    def forget(self, slot: int, pages: range) -> None:
+        super().forget(slot, pages)
+        self.pages_NCW[:, slot, np.arange(pages.start, pages.stop) % self.width] = 0
+        self._low[slot] = pages.stop
+
+    def groups(self, slots: list[int], width: int) -> np.ndarray:
+        """int32[groups, len(slots), min(width, W)]: a copy that later changes do not touch."""
+        return self.pages_NCW[:, slots, :width]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -116,6 +213,8 @@ class PageLease:
     """False keeps the pages out of the tree."""
     keeps: tuple[Keep, ...] = ()
     """Retention of its published pages once it finishes."""
+    n_weights: int = 0
+    """``PageCache.n_weights`` when it was made."""
     released: bool = False
 
     @property
@@ -123,3 +222,8 @@ class PageLease:
         """Pages that it took from the pool and still has."""
         n_gone = max(0, self.gone.stop - max(self.gone.start, self.n_shared))
         return len(self.pages) - self.n_shared - n_gone
+
+    @property
+    def parts(self) -> tuple[PageLease, ...]:
+        """One lease of each part of the cache: itself alone."""
+        return (self,)

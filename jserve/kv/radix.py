@@ -2,7 +2,7 @@
 
 It owns the shape of the tree, its locks, its pins and the order of eviction.
 
-    (tenant, salt, adapter)             one root per key: nothing is shared across keys
+    (tenant, salt, adapter, weights)    one root per key: nothing is shared across keys
         |- (t0 .. tZ-1) -> page 7       one node per full page; its key is the page's own tokens,
         |     |- (...)  -> page 12      compared exactly, so there are no hash collisions to craft
         |     '- (...)  -> page 30
@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence as Seq
+from dataclasses import dataclass
 
 from jserve.kv.retention import EVERYONE, SESSION, Keep, strongest
 from jserve.window import NOTHING, Window
 
-RootKey = tuple[str, str, str | None]
-"""(tenant, cache salt, adapter). Weights are in no key: where they change, nothing that they made stays
-(``PageCache.clear``)."""
+RootKey = tuple[str, str, str | None] | tuple[str, str, str | None, int]
+"""(tenant, cache salt, adapter), and of weights that replaced the first ones their number."""
 
 
 class Node:
@@ -71,6 +71,13 @@ class Node:
         """Name of the whole prefix, once ``kv.tiers`` asked for it."""
 
 
+@dataclass(slots=True)
+class Ticks:
+    """Counts what happens to the pages of one pool, so that the last use of any two can be compared."""
+
+    now: int = 0
+
+
 def path_to(node: Node) -> list[Node]:
     """``node`` and its ancestors below the root, deepest first."""
     path = []
@@ -83,7 +90,9 @@ def path_to(node: Node) -> list[Node]:
 class RadixTree:
     """Longest-prefix match, insertion, path locks, pins and eviction over pages."""
 
-    def __init__(self, page_size: int, window: Window | None = None) -> None:
+    def __init__(
+        self, page_size: int, window: Window | None = None, clock: Ticks | None = None
+    ) -> None:
         self.page_size = page_size
         self.window = window or Window(page_size=page_size)
         self.roots: dict[RootKey, Node] = {}
@@ -94,7 +103,7 @@ class RadixTree:
         self.n_pinned = 0
         self.n_evicted = 0
         """Counter: pages forgotten since the start."""
-        self._tick = 0
+        self._clock = clock or Ticks()
         self._serial = 0
         self._leaves: list[tuple[int, int, int, Node]] = []
         """Heap of (priority, used, serial, node); stale when the node changed since."""
@@ -171,7 +180,7 @@ class RadixTree:
     ) -> None:
         """Undo ``lock_path``. ``keeps`` say how long the pages of the path are worth keeping; one
         of low priority counts only for pages from number ``own`` on, which nobody else made."""
-        self._tick += 1
+        self._clock.now += 1
         path = path_to(node)
         if keeps:
             self._favour(path, keeps, own, gone, now)
@@ -187,7 +196,7 @@ class RadixTree:
 
     def pass_by(self, node: Node, pages: range, now: float) -> None:
         """Whoever locked the path to ``node`` needs its ``pages`` (numbers) no longer."""
-        self._tick += 1
+        self._clock.now += 1
         while node.parent is not None and node.depth > pages.start:
             if node.depth <= pages.stop:
                 self._let_go(node, now)
@@ -240,6 +249,16 @@ class RadixTree:
                     on_evict(node)
                 pages.append(self._remove(node))
         return pages
+
+    def least(self, now: float) -> tuple[int, int] | None:
+        """(priority, last use) of the page that ``evict`` would forget first; None: there is none."""
+        self._lapse(now)
+        while self._leaves:
+            priority, used, _, node = self._leaves[0]
+            if self._may_go(node) and (node.priority, node.used) == (priority, used):
+                return priority, used
+            heapq.heappop(self._leaves)
+        return None
 
     def nodes(self) -> Iterator[tuple[RootKey, Node]]:
         """(root key, node) for every node, hollow ones too, parents first."""
@@ -296,7 +315,7 @@ class RadixTree:
             node.seconds = max(node.seconds, keep.seconds)
 
     def _touch(self, node: Node, now: float) -> None:
-        node.used = self._tick
+        node.used = self._clock.now
         if node.priority != EVERYONE:
             node.until = now + node.seconds
             self._serial += 1

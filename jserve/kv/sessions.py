@@ -12,26 +12,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
-from jserve.kv.cache import PageCache
-from jserve.kv.pages import PageLease
-from jserve.kv.radix import Node, path_to
+from jserve.kv.ledger import Cache, Lease
 from jserve.kv.retention import SESSION, Keep
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """The end of the turn of ``request_id`` in the tree: one node per choice."""
+    """The ends of the turn of ``request_id`` in the cache: the ``node`` of a lease per choice."""
 
     request_id: str
-    nodes: list[Node]
+    nodes: list[Any]
     until: float
 
 
 class Sessions:
     """All sessions over one ``PageCache``; each lives for ``ttl_s`` after its last turn."""
 
-    def __init__(self, cache: PageCache, ttl_s: float) -> None:
+    def __init__(self, cache: Cache, ttl_s: float) -> None:
         self.cache = cache
         self.ttl_s = ttl_s
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
@@ -43,7 +42,7 @@ class Sessions:
         """The retention of a turn's pages."""
         return Keep(priority=SESSION, seconds=self.ttl_s)
 
-    def ended(self, tenant: str, name: str, request_id: str, lease: PageLease) -> None:
+    def ended(self, tenant: str, name: str, request_id: str, lease: Lease) -> None:
         """A choice of a turn is over, its ``lease`` just given back."""
         self.expire()
         old = self._sessions.pop((tenant, name), None)
@@ -68,9 +67,6 @@ class Sessions:
         """The device lost its pages."""
         self._sessions.clear()
 
-    def _leave(self, old: Session, now_at: Node) -> None:
-        stays = {id(node) for node in path_to(now_at)}
+    def _leave(self, old: Session, now_at: Any) -> None:
         for end in old.nodes:
-            for node in path_to(end):
-                if id(node) not in stays and node.priority == SESSION:
-                    self.cache.tree.release_priority(node)
+            self.cache.leave_branch(end, now_at)

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jserve.kv.cache import PageCache
-from jserve.kv.pages import PageLease
+from jserve.kv.ledger import Cache, Lease
 from jserve.kv.tiers import HostPage
 
 
@@ -29,14 +28,14 @@ class Swapped:
     n_tokens: int
 
 
-def private(cache: PageCache, lease: PageLease, n_tokens: int) -> list[int]:
+def private(cache: Cache, lease: Lease, n_tokens: int) -> list[int]:
     """Numbers of the private pages among the first ``n_tokens``."""
     first = lease.n_published if lease.cacheable else lease.n_shared
     end = -(-n_tokens // cache.page_size)
     return [i for i in range(first, end) if lease.pages[i]]
 
 
-def leave(cache: PageCache, lease: PageLease, n_tokens: int) -> Swapped | None:
+def leave(cache: Cache, lease: Lease, n_tokens: int) -> Swapped | None:
     """Have the private pages of ``lease`` saved by the next plan; None if the host has no room."""
     numbers = private(cache, lease, n_tokens)
     if cache.tier is None or not numbers:
@@ -47,23 +46,23 @@ def leave(cache: PageCache, lease: PageLease, n_tokens: int) -> Swapped | None:
     return Swapped(pages=dict(zip(numbers, kept, strict=True)), n_tokens=n_tokens)
 
 
-def under_way(cache: PageCache, swapped: Swapped) -> bool:
+def under_way(cache: Cache, swapped: Swapped) -> bool:
     """True while a step in flight carries pages to the host."""
     return cache.tier is not None and any(map(cache.tier.landing, swapped.pages.values()))
 
 
-def reach(cache: PageCache, swapped: Swapped, n_cached: int, n_most: int) -> int:
+def reach(cache: Cache, swapped: Swapped, n_cached: int, n_most: int) -> int:
     """Tokens, ``n_most`` at the most, that need not be computed with ``swapped`` where ``n_cached`` (in
     full pages) are had without; 0 if something between is missing."""
     n, tier = min(swapped.n_tokens, n_most), cache.tier
     if tier is None or not all(map(tier.has, swapped.pages.values())):
         return 0
-    gone = cache.window.gone(n)
+    gone = cache.parts[0].window.gone(n)
     needed = range(n_cached // cache.page_size, -(-n // cache.page_size))
     return n if all(i in swapped.pages or i in gone for i in needed) else 0
 
 
-def enter(cache: PageCache, lease: PageLease, swapped: Swapped, n_cached: int) -> None:
+def enter(cache: Cache, lease: Lease, swapped: Swapped, n_cached: int) -> None:
     """Load what ``lease`` lacks beyond ``n_cached`` tokens; the next plan carries it. The rest is
     given up."""
     assert cache.tier is not None
@@ -74,7 +73,7 @@ def enter(cache: PageCache, lease: PageLease, swapped: Swapped, n_cached: int) -
             cache.tier.discard(kept)
 
 
-def drop(cache: PageCache, swapped: Swapped) -> None:
+def drop(cache: Cache, swapped: Swapped) -> None:
     """Its sequence has no use for it."""
     for kept in swapped.pages.values():
         if cache.tier is not None:

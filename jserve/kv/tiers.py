@@ -252,6 +252,11 @@ class HostTier:
         else:
             self._remove(kept)
 
+    def loading(self, pages: Iterable[int]) -> bool:
+        """True while one of these device pages waits for a plan that fills it."""
+        coming = {page for _, page in self._loads}
+        return any(page in coming for page in pages)
+
     def lose(self, *, same_weights: bool) -> None:
         """Nothing that was kept in host memory is of use any more: other weights, or a device that
         failed. What is on disk was made by the first weights: with others it is left alone until the

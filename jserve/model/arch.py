@@ -119,7 +119,8 @@ class Attention:
         """The KV that it keeps of a token."""
         if self.latent is not None:
             return KVLayer.latent(self.latent.width)
-        return KVLayer.attention(self.K, self.H, window=self.span.most)
+        span = self.span
+        return KVLayer.attention(self.K, self.H, window=span.most, chunked=span.chunk > 0)
 
     def n_weights(self, D: int) -> int:
         """Parameters of the matrices of a layer that is D wide."""

@@ -28,6 +28,8 @@ class Ctx:
     tables: tuple[Tables, ...] | None
     """Of each of ``Arch.ropes``; None outside the layers."""
     view: StepView
+    edits: dict[str, jax.Array]
+    """Point of the residual stream -> float32[D] or [T, D] that is added to it there; none inside layers."""
     arch: Arch = flax.struct.field(pytree_node=False)
     attn: AttentionBackend = flax.struct.field(pytree_node=False)
     axes: Axes = flax.struct.field(pytree_node=False)
@@ -36,6 +38,8 @@ class Ctx:
     tokens are counted."""
     layer: int = flax.struct.field(pytree_node=False, default=0)
     """Number of the layer, or of the first one that is like it."""
+    points: tuple[str, ...] = flax.struct.field(pytree_node=False, default=())
+    """Those of ``points.INSIDE`` that are read of the layer."""
 
     @classmethod
     def of(
@@ -47,7 +51,7 @@ class Ctx:
         places: Placement | None = None,
     ) -> Ctx:
         """Of a pass over the tokens of ``view``, before its first layer."""
-        return cls(tables=None, view=view, arch=arch, attn=attn, axes=axes, places=places)
+        return cls(tables=None, view=view, edits={}, arch=arch, attn=attn, axes=axes, places=places)
 
     def with_tables(self) -> Ctx:
         """The same for layers: with the tables of the view's positions."""
@@ -55,9 +59,24 @@ class Ctx:
         tables = tuple(rope_tables(rope, arch.H, pos_T) for rope in arch.ropes)
         return self.replace(tables=tables)  # type: ignore[attr-defined]
 
-    def at(self, layer: int, places: Placement | None = None) -> Ctx:
-        """The same for a layer like ``layer``, whose experts have these places."""
-        return self.replace(layer=layer, places=places)  # type: ignore[attr-defined]
+    def at(self, layer: int, places: Placement | None = None, points: tuple[str, ...] = ()) -> Ctx:
+        """The same for a layer like ``layer``, whose experts have these places, and of which ``points`` are read."""
+        return self.replace(layer=layer, places=places, points=points, edits={})  # type: ignore[attr-defined]
+
+    def edited(self, point: str, x_TD: jax.Array) -> jax.Array:
+        """The residual stream at ``point``, with what is to be added to it."""
+        return x_TD + self.edits[point] if point in self.edits else x_TD
+
+    def of_layer(
+        self,
+        layer: int,
+        like: int,
+        places: Placement | None = None,
+        points: tuple[str, ...] = (),
+    ) -> Ctx:
+        """``at`` the layer ``like``, with the pages of ``layer``, which is like it."""
+        ctx = self.replace(view=self.view.of_layer(layer))  # type: ignore[attr-defined]
+        return ctx.at(like, places, points)
 
     @property
     def spec(self) -> DecoderLayer:

@@ -27,6 +27,17 @@ from jserve.model.layers import attend_normed, attention_block, embed, ffn_block
 from jserve.model.moe_places import Placement
 from jserve.model.moe_specs import MoeNames, routed_specs
 from jserve.model.norms import normed
+from jserve.model.points import (
+    ATTN_OUT,
+    EMBED,
+    MID,
+    MLP_OUT,
+    NORMALIZED,
+    POST,
+    PRE,
+    in_layer,
+    inside,
+)
 from jserve.model.shard import Axes, ParamSpec, Part
 
 
@@ -78,39 +89,42 @@ def plain(
 
 
 def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[LayerKV]]:
-    """(float32[T, D] after the final norm, the new KV of every layer)."""
+    """(float32[T, D] after the final norm, the new KV: of every layer, or of every array that groups share)."""
     return tapped(ctx, params, kv, ())[:2]
 
 
 def tapped(
-    ctx: Ctx, params: Any, kv: list[LayerKV], layers: Sequence[int]
+    ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
-    """``forward``, and the residual stream float32[T, D] that enters each of ``layers``."""
-    done = counted(ctx, params, kv, layers)
-    return done.x_TD, done.kv, done.entering
+    """``forward``, and float32[T, D] at each of ``points`` (``jserve.model.points``)."""
+    done = counted(ctx, params, kv, points)
+    return done.x_TD, done.kv, done.read
 
 
-def counted(ctx: Ctx, params: Any, kv: list[LayerKV], layers: Sequence[int]) -> Pass:
+def counted(ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]) -> Pass:
     """``tapped``, and how many tokens each expert of a layer got, where ``ctx`` has a placement of experts."""
     arch = ctx.arch
     x_TD = embedded(arch, params, ctx.view.tok_T, ctx.axes)
     x_TD = skip_unread(x_TD, ctx.view.pos_T >= 0)
     ctx = ctx.with_tables()
-    if fused.serves(ctx, params, kv):
-        return Pass(*fused.tapped(ctx, params, kv, x_TD, layers), None)
+    if fused.serves(ctx, params, kv, points):
+        return Pass(*fused.tapped(ctx, params, kv, x_TD, points), None)
     layer, places = _traced_layer(), _placements(ctx)
-    entering, first, new_kv, counts = {}, {}, [], []
+    found, first, new_kv, counts = {EMBED: x_TD}, {}, list(kv), []
     for i, p in enumerate(params["layers"]):
-        entering[i] = x_TD
-        like = first.setdefault(arch.layers[i], i)
+        found[in_layer(i, PRE)] = x_TD = ctx.edited(in_layer(i, PRE), x_TD)
+        wanted = inside(points, i)
+        like, at = first.setdefault((arch.layers[i], wanted), i), ctx.view.array(i)
+        of_layer = ctx.of_layer(i, like, places[i], wanted)
         with jax.named_scope(f"layer{i}"):
-            x_TD, layer_kv, count_E = layer(p, x_TD, ctx.at(like, places[i]), kv[i])
-            new_kv.append(layer_kv)
+            x_TD, new_kv[at], count_E, seen = layer(p, x_TD, of_layer, new_kv[at])
             counts.append(count_E)
-    entering[arch.L] = x_TD
-    y_TD = normed(arch.norm, x_TD, params["final_norm"])
+        found |= {in_layer(i, name): value_TD for name, value_TD in seen.items()}
+        found[in_layer(i, POST)] = x_TD = ctx.edited(in_layer(i, POST), x_TD)
+    found[NORMALIZED] = normed(arch.norm, x_TD, params["final_norm"])
     tokens = [count_E for count_E in counts if count_E is not None]
-    return Pass(y_TD, new_kv, [entering[i] for i in layers], jnp.stack(tokens) if tokens else None)
+    read = [found[name] for name in points]
+    return Pass(found[NORMALIZED], new_kv, read, jnp.stack(tokens) if tokens else None)
 
 
 def _placements(ctx: Ctx) -> list[Placement | None]:
@@ -138,19 +152,21 @@ def _traced_layer() -> Any:
 
 def decoder_layer(
     p: Any, x_TD: jax.Array, ctx: Ctx, kv: LayerKV
-) -> tuple[jax.Array, LayerKV, jax.Array | None]:
-    """One layer: its output, its KV, and the tokens of each expert where they are counted. A norm is where its scales
-    are: before attention and MLP (``attn_norm``, ``mlp_norm``), on what they add (``attn_out_norm``,
-    ``mlp_out_norm``), or both."""
+) -> tuple[jax.Array, LayerKV, jax.Array | None, dict[str, jax.Array]]:
+    """One layer: its output, its KV, the tokens of each expert where they are counted, and what it has at
+    ``ctx.points``. A norm is where its scales are: before attention and MLP (``attn_norm``, ``mlp_norm``), on what
+    they add (``attn_out_norm``, ``mlp_out_norm``), or both."""
+    found: dict[str, jax.Array] = {}
     if ctx.spec.parallel:
         normed_TD = normed(ctx.arch.norm, x_TD, p["attn_norm"])
-        y_TD, kv = attend_normed(ctx, p, normed_TD, kv)
-        z_TD, count_E = ffn_block(ctx, p, normed_TD)
-        return x_TD + y_TD + z_TD, kv, count_E
-    y_TD, kv = attention_block(ctx, p, x_TD, kv)
-    x_TD = x_TD + y_TD
-    z_TD, count_E = ffn_block(ctx, p, x_TD)
-    return x_TD + z_TD, kv, count_E
+        found[ATTN_OUT], kv = attend_normed(ctx, p, normed_TD, kv)
+        x_TD = x_TD + found[ATTN_OUT]
+        found[MLP_OUT], count_E = ffn_block(ctx, p, normed_TD)
+    else:
+        found[ATTN_OUT], kv = attention_block(ctx, p, x_TD, kv)
+        found[MID] = x_TD = x_TD + found[ATTN_OUT]
+        found[MLP_OUT], count_E = ffn_block(ctx, p, x_TD)
+    return x_TD + found[MLP_OUT], kv, count_E, {name: found[name] for name in ctx.points}
 
 
 def logits(arch: Arch, params: Any, x_ED: jax.Array, axes: Axes) -> jax.Array:

@@ -20,8 +20,8 @@ class Pass(NamedTuple):
     x_TD: jax.Array
     """float32, after the final norm."""
     kv: list[LayerKV]
-    entering: list[jax.Array]
-    """float32[T, D]: the residual stream that enters each of the layers that were named."""
+    read: list[jax.Array]
+    """float32[T, D] at each of the points that were named."""
     count_LE: jax.Array | None
     """int32: tokens of each expert, of the layers that have experts; None: they are not counted."""
 
@@ -36,9 +36,9 @@ class Family:
     forward: (ctx, params, kv) -> (x_TD after the final norm, new kv). ``params`` and ``kv`` are this
              shard's.
     logits:  (arch, params, x_ED, axes) -> float32[E, V], the whole vocabulary on every shard.
-    tapped:  forward with a last argument more, layer numbers, that also gives the residual stream
-             float32[T, D] entering each of them (L: entering the final norm). None: heads that read
-             hidden states cannot draft for this family.
+    tapped:  forward with a last argument more, names of ``jserve.model.points``, that also gives the float32[T, D]
+             at each of them. None: nothing can be read, and heads that read hidden states cannot draft for
+             this family.
     counted: as ``tapped``, and it counts the tokens of each expert where ``ctx`` has places of experts. None: experts
              of this family cannot move, nor be counted.
     embed:   (arch, params, tok_T, axes) -> float32[T, D]. None: nor can those without a table of their own.
@@ -52,12 +52,12 @@ class Family:
     logits: Callable[[Arch, Any, jax.Array, Axes], jax.Array]
     tapped: (
         Callable[
-            [Ctx, Any, list[LayerKV], Sequence[int]],
+            [Ctx, Any, list[LayerKV], Sequence[str]],
             tuple[jax.Array, list[LayerKV], list[jax.Array]],
         ]
         | None
     ) = None
-    counted: Callable[[Ctx, Any, list[LayerKV], Sequence[int]], Pass] | None = None
+    counted: Callable[[Ctx, Any, list[LayerKV], Sequence[str]], Pass] | None = None
     embed: Callable[[Arch, Any, jax.Array, Axes], jax.Array] | None = None
     wide: Family | None = None
     """Of a quantised family, the same one with its matrices in the type of the model."""

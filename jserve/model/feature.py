@@ -49,6 +49,8 @@ class StepFeature:
     On the device, inside the step's shard_map:
     fields: (bucket, dims) -> its fields of the packed buffer, which ``StepView.extra`` holds by name.
     after:  (target, what came of the step) -> its output, a pytree; None: it has none.
+    points: places of the model that it reads, as ``jserve.model.points`` names them (``*`` stands for anything);
+            ``after`` finds their values, float32[T, D] each and in the order of a pass, in ``StepOutcome.read``.
 
     On the host, in numpy:
     check:  (what a request asks of it in ``extra_args``) -> None; raises ValueError where ``pack`` could
@@ -64,6 +66,7 @@ class StepFeature:
     """
 
     name: str
+    points: tuple[str, ...] = field(compare=False, default=())
     fields: Callable[[Bucket, StepDims], tuple[Field, ...]] = field(
         compare=False, default=_no_fields
     )

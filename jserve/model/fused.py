@@ -24,6 +24,7 @@ from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.layers import gated
 from jserve.model.norms import rms_norm
+from jserve.model.points import EMBED, NORMALIZED, POST, PRE, in_layer, inside
 from jserve.model.quant import QTensor
 from jserve.model.shard import MeshAxis
 
@@ -37,10 +38,12 @@ DEPTH = 64
 """The depth of a part is a multiple of this."""
 
 
-def serves(ctx: Ctx, params: Any, kv: list[LayerKV]) -> bool:
-    """True if this step's layers are of the kind that the backend has kernels for."""
+def serves(ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]) -> bool:
+    """True if this step's layers are of the kind that the backend has kernels for, and nothing is read inside of
+    them."""
     arch, view, kernels = ctx.arch, ctx.view, ctx.attn.decode
     alone = view.P == 0 and view.J == 1 and not arch.sinks
+    alone = alone and not ctx.edits and not any(inside(points, i) for i in range(arch.L))
     if kernels is None or not (alone and plain(arch, params["layers"])):
         return False
     return kernels.serves(arch.D, arch.H, params["layers"][0]["qkv"].dtype, kv[0][0].dtype)
@@ -68,23 +71,24 @@ def _plain_layer(layer: DecoderLayer) -> bool:
 
 
 def tapped(
-    ctx: Ctx, params: Any, kv: list[LayerKV], x_TD: jax.Array, taps: Sequence[int]
+    ctx: Ctx, params: Any, kv: list[LayerKV], x_TD: jax.Array, points: Sequence[str]
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
     """As ``decoder.tapped``, from the embedding on."""
     arch, layers = ctx.arch, params["layers"]
     layer = jax.jit(_layer)
-    entering, first, new_kv = {}, {}, []
+    found, first, new_kv = {EMBED: x_TD}, {}, list(kv)
     after = [*(p["attn_norm"] for p in layers[1:]), params["final_norm"]]
     normed_TD = rms_norm(x_TD, layers[0]["attn_norm"], arch.norm.eps)
     normed_TD = normed_TD.astype(layers[0]["qkv"].dtype)
     for i, (p, norm_D) in enumerate(zip(layers, after, strict=True)):
-        entering[i] = x_TD
-        like = first.setdefault(arch.layers[i], i)
+        found[in_layer(i, PRE)] = x_TD
+        like, at = first.setdefault(arch.layers[i], i), ctx.view.array(i)
+        of_layer = ctx.of_layer(i, like)
         with jax.named_scope(f"layer{i}"):
-            x_TD, normed_TD, layer_kv = layer(p, norm_D, x_TD, normed_TD, ctx.at(like), kv[i])
-            new_kv.append(layer_kv)
-    entering[arch.L] = x_TD
-    return normed_TD.astype(jnp.float32), new_kv, [entering[i] for i in taps]
+            x_TD, normed_TD, new_kv[at] = layer(p, norm_D, x_TD, normed_TD, of_layer, new_kv[at])
+        found[in_layer(i, POST)] = x_TD
+    found[NORMALIZED] = normed_TD.astype(jnp.float32)
+    return found[NORMALIZED], new_kv, [found[name] for name in points]
 
 
 def _layer(

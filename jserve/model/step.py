@@ -17,7 +17,7 @@ program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -35,8 +35,10 @@ from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
 from jserve.model.family import Family, Pass
+from jserve.model.feature import StepFeature
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
+from jserve.model.points import entering, matching
 from jserve.model.sample import Chosen, logprobs, sample
 from jserve.model.shard import (
     Axes,
@@ -68,8 +70,8 @@ class DeviceState:
     """Everything that survives a step; donated to it and replaced whole."""
 
     kv: list[LayerKV]
-    """Of each layer, a drafter's last (in an abstract state: their shapes, shardings or
-    partitions)."""
+    """Of each layer, or each array that groups of layers share; a drafter's last (in an abstract state: their
+    shapes, shardings or partitions)."""
     slots: SlotState
     experts: ExpertState | None = None
     """None: experts stay where they are, and nobody counts their tokens."""
@@ -142,7 +144,8 @@ class StepModel:
     @property
     def kv(self) -> KVLayout:
         Z, tp = self.dims.Z, self.tp
-        return kv_layout(self.arch, self.drafter, page_size=Z, dtype=self.kv_dtype, tp=tp)
+        kv = kv_layout(self.arch, self.drafter, page_size=Z, dtype=self.kv_dtype, tp=tp)
+        return replace(kv, groups=self.dims.groups)
 
     @property
     def draft_rules(self) -> ShardRules:
@@ -160,7 +163,7 @@ class StepModel:
         return padded(specs, self.draft_rules, self.mesh.shape)
 
     def kv_arrays(self) -> list[tuple[PoolArray, ...]]:
-        """The arrays of every layer of ``kv``, as the pool has them on the whole mesh."""
+        """The arrays of every layer of ``kv.pool_layers``, as the pool has them on the whole mesh."""
         kv, Z = self.kv, self.dims.Z
 
         def of(layer: KVLayer) -> tuple[PoolArray, ...]:
@@ -169,7 +172,12 @@ class StepModel:
             shapes = [self.backend.pool_shape(*size, self.n_pages, Z) for size in sizes]
             return tuple(PoolArray(shape, axis) for shape in shapes)
 
-        return [of(layer) for layer in kv.layers]
+        return [of(layer) for layer in kv.pool_layers]
+
+    @property
+    def n_own(self) -> int:
+        """Entries of ``DeviceState.kv`` that are the target's."""
+        return self.arch.L if self.dims.groups is None else self.dims.groups.n_arrays
 
     def fields(self, bucket: Bucket) -> tuple[Field, ...]:
         return layout(bucket, self.dims, self.backend.plan_shapes(bucket, self.dims))
@@ -298,8 +306,9 @@ def run(
     own: Any = None
     if model.drafter is not None:
         params, own = params["target"], params["drafter"]
-    done = _forward(model, params, _kept(view, model.n_pages), state, taps=drafts)
-    x_TD, kv, taps = done.x_TD, done.kv, done.entering
+    points = _points(model, bucket)
+    done = _forward(model, params, _kept(view, model.n_pages), state, points)
+    x_TD, kv, values = done.x_TD, done.kv, done.read
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
         raw_EV = model.family.logits(arch, params, x_ED, model.axes)
@@ -312,8 +321,8 @@ def run(
         with jax.named_scope("path"):
             n_ok_D, path_DJ = accepted(view, drawn_E)
             kv = straightened(model.backend, view, kv, path_DJ)
-            of_tree = (drawn_E, ok_E, chosen, x_TD, taps)
-            drawn_E, ok_E, chosen, x_TD, taps = along(view, path_DJ, of_tree)
+            of_tree = (drawn_E, ok_E, chosen, x_TD, values)
+            drawn_E, ok_E, chosen, x_TD, values = along(view, path_DJ, of_tree)
             view = as_chain(view, path_DJ)
     with jax.named_scope("advance"):
         token_RJ = by_row(view, drawn_E, NONE)
@@ -321,7 +330,9 @@ def run(
         len_R = _new_len(view, n_ok_R)
         penalised_R = (view.uses_R & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, penalised_R)
-    drafted, target = state.kv[arch.L :], _target(model, params)
+    drafted, target = state.kv[model.n_own :], _target(model, params)
+    found = dict(zip(points, values, strict=True))
+    taps = [found[name] for name in _drafter_points(model)] if drafts else []
     outcome = StepOutcome(
         view=view, token_RJ=token_RJ, n_ok_R=n_ok_R, len_R=len_R, x_TD=x_TD, taps=taps
     )
@@ -329,7 +340,10 @@ def run(
         with jax.named_scope("draft"):
             draft_ctx = _draft_ctx(model, target, own)
             drafted, slots = leave_drafts(draft_ctx, drafted, outcome, slots, bucket)
-    extra = {feature.name: feature.after(target, outcome) for feature in bucket.features}
+    extra = {}
+    for feature in bucket.features:
+        read = [found[name] for name in read_by(arch, feature)]
+        extra[feature.name] = feature.after(target, replace(outcome, read=read))
     experts = state.experts and state.experts.counted(done.count_LE)
     state = DeviceState(kv=[*kv, *drafted], slots=slots, experts=experts)
     return state, _pack(outcome, ok_E, chosen, extra)
@@ -370,19 +384,41 @@ def _kept(view: StepView, n_pages: int) -> StepView:
     )
 
 
+def read_by(arch: Arch, feature: StepFeature) -> tuple[str, ...]:
+    """The points of a model that ``feature`` reads.
+
+    Raises:
+        ConfigError: the model has none of that name; ``field`` is the feature's.
+    """
+    return matching(arch, feature.points, feature.name) if feature.points else ()
+
+
+def _drafter_points(model: StepModel) -> tuple[str, ...]:
+    """Those that the drafter reads."""
+    taps = () if model.drafter is None else model.drafter.taps
+    return tuple(entering(i, model.arch.L) for i in taps)
+
+
+def _points(model: StepModel, bucket: Bucket) -> tuple[str, ...]:
+    """All that are read in steps of ``bucket``, each once."""
+    asked = [name for feature in bucket.features for name in read_by(model.arch, feature)]
+    return tuple(dict.fromkeys([*(_drafter_points(model) if bucket.n_draft else ()), *asked]))
+
+
 def _forward(
-    model: StepModel, params: Any, view: StepView, state: DeviceState, *, taps: bool
+    model: StepModel, params: Any, view: StepView, state: DeviceState, points: tuple[str, ...]
 ) -> Pass:
-    family, drafter, experts = model.family, model.drafter, state.experts
-    kv, tapped = state.kv[: model.arch.L], drafter.taps if drafter and taps else ()
+    family, experts, kv = model.family, state.experts, state.kv[: model.n_own]
     ctx = Ctx.of(model.arch, view, model.backend, model.axes, experts and experts.places)
     if experts is not None:
         assert family.counted is not None, f"{family.name} counts nothing"
-        return family.counted(ctx, params, kv, tapped)
-    if not tapped:
+        return family.counted(ctx, params, kv, points)
+    if not points:
         return Pass(*family.forward(ctx, params, kv), [], None)
-    assert family.tapped is not None, f"{family.name} has no taps"
-    return Pass(*family.tapped(ctx, params, kv, tapped), None)
+    if family.tapped is None:
+        why = f"the family {family.name} has no points that can be read"
+        raise ConfigError(why, field="architectures")
+    return Pass(*family.tapped(ctx, params, kv, points), None)
 
 
 def _accepted(view: StepView, token_RJ: jax.Array) -> jax.Array:

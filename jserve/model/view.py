@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.kv_layout import KVGroups
+from jserve.model import group_pages
 from jserve.model.draft_tree import DraftMask, TreeShape, mask_of
 from jserve.model.feature import StepFeature
 from jserve.sampling import MAX_LOGPROBS, MAX_STOP_IDS
@@ -90,6 +92,10 @@ class StepDims:
     have neither these nor the ranks of drawn tokens."""
     n_vocab_rows: int = 0
     """Sequences that can have penalties or biases at once; 0: programs have neither."""
+    groups: KVGroups | None = None
+    """The groups of layers that pages belong to; None: a page holds its tokens for all layers."""
+    columns: tuple[int, ...] = ()
+    """Of the page tables of each of ``groups.reaches``; the first has M."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +169,21 @@ def layout(
         *(Field(c.name, (R, *c.shape), c.is_float, per_row=True) for c in COLUMNS),
         Field("tok_T", (T,)),
         Field("row_T", (T,)),
-        Field("page_table_RM", (R, dims.M)),
+        *_tables(dims, R),
     ]
     fields += [f for feature in bucket.features for f in feature.fields(bucket, dims)]
     if bucket.n_draft and bucket.F:
         fields += [Field("next_F", (bucket.F,)), Field("backfill_F", (bucket.F,))]
     fields += [Field(f"attn.{name}", shape) for name, shape in sorted(attn.items())]
     return tuple(fields)
+
+
+def _tables(dims: StepDims, R: int) -> list[Field]:
+    """One page table, or those of the groups of each reach."""
+    if dims.groups is None:
+        return [Field("page_table_RM", (R, dims.M))]
+    tables = group_pages.shapes(dims.groups, dims.columns, R)
+    return [Field(name, shape) for name, shape in tables.items()]
 
 
 def buffer_size(fields: tuple[Field, ...]) -> int:
@@ -267,6 +281,23 @@ class StepView:
     J: int = flax.struct.field(pytree_node=False)
     tree: DraftMask | None = None
     """The visibility among the tokens of a decode row; None: each sees those before it."""
+    groups: tuple[group_pages.GroupPages, ...] = ()
+    """Of each group of layers; empty: ``page_table_RM`` and ``write_page_T`` are those of all layers."""
+    places: tuple[tuple[int, int], ...] = flax.struct.field(pytree_node=False, default=())
+    """As ``KVGroups.places``."""
+
+    def array(self, layer: int) -> int:
+        """Number of the pool's array that has the KV of ``layer``."""
+        return self.places[layer][1] if self.places else layer
+
+    def of_layer(self, layer: int) -> StepView:
+        """The view with the pages of ``layer``."""
+        if not self.places:
+            return self
+        pages = self.groups[self.places[layer][0]]
+        return self.replace(  # type: ignore[attr-defined]
+            page_table_RM=pages.table_RM, write_page_T=pages.write_T, groups=(), places=()
+        )
 
 
 def unpack(
@@ -293,7 +324,11 @@ def unpack(
         tree = mask_of(bucket.tree)
         pos_T = _by_depth(bucket, tree, place_T)
     tok_T = jnp.where(asked_T, held_T, raw["tok_T"])
-    page = raw["page_table_RM"][row, jnp.clip(place_T // Z, 0, dims.M - 1)]
+    number_T = jnp.clip(place_T // Z, 0, dims.M - 1)
+    groups = group_pages.unpacked(raw, dims.columns, dims.M, row, number_T, real_T)
+    if groups:
+        raw["page_table_RM"] = groups[0].table_RM
+    page = raw["page_table_RM"][row, number_T]
     attn = {f.name.removeprefix("attn."): raw[f.name] for f in fields if f.name.startswith("attn.")}
     plain = {k: raw[k] for k in _PASSED if k in raw}
     return StepView(
@@ -318,6 +353,8 @@ def unpack(
         F=bucket.F,
         J=bucket.J,
         tree=tree,
+        groups=groups,
+        places=() if dims.groups is None else dims.groups.places,
     )
 
 

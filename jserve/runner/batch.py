@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jserve.model.feature import in_range
+from jserve.model.group_pages import field_of
 from jserve.model.view import (
     BAD_WORDS,
     BIAS,
@@ -178,8 +179,21 @@ class Packer:
         if table.shape[0] != len(slots) or table.shape[1] > dims.M:
             raise ValueError(f"page table {table.shape} for {len(slots)} rows of {dims.M} pages")
         in_range("start + count", ends, 1, table.shape[1] * dims.Z)
-        if int(table.min()) < 0 or int(table.max()) >= self.n_pages:
-            raise ValueError(f"page out of range [0, {self.n_pages - 1}]")
+        if dims.groups is not None:
+            self._check_groups(plan, table.shape)
+        for pages in plan.group_tables or (table,):
+            if int(pages.min()) < 0 or int(pages.max()) >= self.n_pages:
+                raise ValueError(f"page out of range [0, {self.n_pages - 1}]")
+
+    def _check_groups(self, plan: StepPlan, shape: tuple[int, ...]) -> None:
+        """The tables of groups are those that programs read; ``shape`` of the first group's."""
+        assert self.dims.groups is not None
+        ns, (first, *others) = [r.n_groups for r in self.dims.groups.reaches], self.dims.columns
+        assert first == self.dims.M, "the widest reach has a column for every page"
+        expected = [(n, shape[0], w) for n, w in zip(ns, (shape[1], *others), strict=True)]
+        if [table.shape for table in plan.group_tables] != expected:
+            found = [table.shape for table in plan.group_tables]
+            raise ValueError(f"page tables of groups {found}, not {expected}")
 
     def _learn(self, rows: tuple[RowPlan, ...]) -> None:
         owner = self._owner
@@ -189,13 +203,24 @@ class Packer:
                 _fill(self._known, row.slot, row.choice)
 
     def _pages(self, slate: _Slate, plan: StepPlan, bucket: Bucket, needs: Needs) -> None:
-        table, out = plan.page_table_RM, slate.views["page_table_RM"]
-        n, width = needs.D, table.shape[1]
-        out[:n, :width] = table[:n]
-        out[_prefill(bucket, needs), :width] = table[n:]
-        if width < slate.width:
-            out[:, width : slate.width] = 0
-        slate.width = width
+        if plan.group_tables:
+            for i, table in enumerate(plan.group_tables):
+                _put_pages(slate.views[field_of(i)], table, bucket, needs, slate.width)
+        else:
+            out = slate.views["page_table_RM"]
+            _put_pages(out, plan.page_table_RM, bucket, needs, slate.width)
+        slate.width = plan.page_table_RM.shape[1]
+
+
+def _put_pages(
+    out: np.ndarray, table: np.ndarray, bucket: Bucket, needs: Needs, before: int
+) -> None:
+    """Page tables [..., rows, columns] of a plan's rows; ``before``: columns that the last plan may have filled."""
+    n, width = needs.D, table.shape[-1]
+    out[..., :n, :width] = table[..., :n, :]
+    out[..., _prefill(bucket, needs), :width] = table[..., n:, :]
+    if width < before:
+        out[..., width:before] = 0
 
 
 def _prefill(bucket: Bucket, needs: Needs) -> slice:

@@ -20,6 +20,7 @@ from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayout
 from jserve.model.step import slot_shapes
 from jserve.model.view import StepDims
+from jserve.window import PageDemand
 
 GIB = 2**30
 CPU_SHARE = 0.25
@@ -40,7 +41,7 @@ class MemoryPlan:
     total_bytes: int
     """Memory of the device (on a CPU: of the host)."""
     tokens: int
-    """Tokens of KV the pool holds."""
+    """Tokens of KV the pool holds, of sequences of the full context where groups of layers differ."""
 
     def report(self) -> dict[str, float | int]:
         """Figures for the start banner; GiB rounded to 0.01."""
@@ -120,24 +121,28 @@ def plan_memory(
     weight_bytes: int,
     options: CacheOptions,
     memory: DeviceMemory,
-    longest: int = 0,
+    demand: PageDemand | None = None,
+    resting: PageDemand | None = None,
 ) -> MemoryPlan:
     """Size the KV pool; ``n_pages`` or ``kv_memory_gb`` of the options decide if they are given.
 
     Args:
         kv: what a page holds.
         weight_bytes: of one device, a drafter's too.
-        longest: pages that a sequence of the full context holds at once; 0: those of all its tokens.
+        demand: the pages that a sequence holds at once; None: those of all its tokens.
+        resting: those that it holds once its prompt is computed; None: as ``demand``.
 
     Raises:
         ConfigError: not even one sequence of the full context fits; ``field`` is the option that
         limits it.
     """
-    longest = longest or dims.M
+    length = dims.M * dims.Z
+    demand = demand or PageDemand(page_size=dims.Z)
+    longest, held = demand.most(length), (resting or demand).most(length)
     one, slots = kv.page_bytes, slot_bytes(dims)
     free = memory.room(options.memory_utilization, weight_bytes)
     name, n_pages = "memory_utilization", _steady((free - slots) // one, is_host=memory.is_host)
-    useful = 2 * dims.C * dims.M + 1
+    useful = 2 * dims.C * (dims.M if kv.groups is None else longest) + 1
     if options.n_pages:
         name, n_pages = "n_pages", options.n_pages
     elif options.kv_memory_gb:
@@ -147,7 +152,7 @@ def plan_memory(
     if n_pages < longest + 1:
         raise ConfigError(
             f"{name} leaves {max(n_pages, 0)} KV pages of {one} bytes; one sequence of "
-            f"{dims.M * dims.Z} tokens needs {longest + 1}",
+            f"{length} tokens needs {longest + 1}",
             field=name,
         )
     return MemoryPlan(
@@ -158,7 +163,7 @@ def plan_memory(
         slot_bytes=slots,
         vocab_row_bytes=_bytes_of(slot_shapes(dims).vocab),
         total_bytes=memory.total,
-        tokens=(n_pages - 1) * dims.Z,
+        tokens=(n_pages - 1) * dims.Z if kv.groups is None else (n_pages - 1) * length // held,
     )
 
 

@@ -43,7 +43,18 @@ def rehearsal(bucket: Bucket, dims: StepDims, params: SamplingParams) -> StepPla
             rows.append(_prefill(choice, count, score=SCORE in bucket.features))
         left -= count
     table_RM = np.zeros((len(rows), dims.M), np.int32)
-    return StepPlan(id=-1, rows=tuple(rows), page_table_RM=table_RM, n_draft=bucket.n_draft)
+    reaches = () if dims.groups is None else dims.groups.reaches
+    tables = tuple(
+        np.zeros((reach.n_groups, len(rows), width), np.int32)
+        for reach, width in zip(reaches, dims.columns, strict=True)
+    )
+    return StepPlan(
+        id=-1,
+        rows=tuple(rows),
+        page_table_RM=table_RM,
+        group_tables=tables,
+        n_draft=bucket.n_draft,
+    )
 
 
 def _choice(params: SamplingParams, length: int) -> Choice:

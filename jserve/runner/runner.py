@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jserve.config import CacheOptions, EngineConfig
-from jserve.errors import ConfigError
+from jserve.errors import ConfigError, WeightsError
 from jserve.faults import point
+from jserve.model import decoder
 from jserve.model.arch import Arch
 from jserve.model.family import Family
 from jserve.model.native import chosen
@@ -48,7 +49,7 @@ from jserve.runner.sizes import sizes_of, step_model
 from jserve.runner.spill import Spill
 from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
-from jserve.runner.weights import WeightUpdate
+from jserve.runner.weights import WeightUpdate, delete_leaves, to_devices, to_host
 from jserve.sampling import SamplingParams
 from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
@@ -73,7 +74,7 @@ class ModelRunner:
         family: the model family.
         arch: its dimensions.
         params: the tree of ``StepModel.specs``, placed on ``mesh`` by ``rules``. The runner owns these
-            arrays: ``update_params`` overwrites them.
+            arrays: ``update_weights`` overwrites them.
         mesh: Auto axes; one device is a mesh too.
         config: options of the cache, the scheduler and the device are read.
         rules: logical axis to mesh axis.
@@ -109,6 +110,8 @@ class ModelRunner:
     ) -> None:
         rules = rules or ShardRules()
         self.params, self.speculation = params, speculation
+        self._asleep: Any = None
+        """The weights in host memory while they are on no device."""
         self._clock = clock
         device, tp = mesh.devices.flat[0], tp_size(mesh, rules)
         check_experts(config.device, family, arch, rules)
@@ -126,6 +129,7 @@ class ModelRunner:
             speculation=speculation,
             penalises=penalises,
             kernels=kernels,
+            shared_pass=family.forward is decoder.forward,
         )
         self.memory, self.limits = self.sizes.memory, self.sizes.limits
         self.ladder = ladder or self.sizes.ladder
@@ -220,18 +224,46 @@ class ModelRunner:
         """Until the device has done a step."""
         np.asarray(out.packed_RX)
 
-    def update_params(self, params: Any) -> None:
+    def update_weights(self, source: Any, *, partial: bool = False, donate: bool = False) -> None:
         """Copy other weights over those in use, for the next launch on; nothing compiles.
 
-        ``params`` is as ``WeightUpdate`` takes it. KV written with the old weights stays; the caller
-        empties the prefix cache.
+        KV written with the old weights stays; the caller sees to it.
+
+        Args:
+            source: as ``WeightUpdate`` takes it.
+            partial: parameters that ``source`` lacks keep their values.
+            donate: delete the jax arrays of ``source`` afterwards, where it is a tree.
 
         Raises:
             WeightsError: a leaf does not fit; ``field`` is ``params.<path>``, and the old weights stay.
         """
-        self.params = self._overwrite(self.params, params)
+        if partial and self._experts is not None:
+            why = "experts that move are replaced together with all else"
+            raise WeightsError(f"params: a partial update: {why}", field="params")
+        self.params = self._overwrite(self.params, source, some=partial)
         if self._experts is not None:
             self.state = replace(self.state, experts=self._experts.initial())
+        if donate:
+            delete_leaves(source, self.params)
+
+    def sleep(self, parts: Sequence[str]) -> None:
+        """Give device memory back: ``kv`` is lost, ``weights`` go to host memory. No step is in flight."""
+        if "kv" in parts:
+            self._drop_state()
+        if "weights" in parts:
+            self._asleep = to_host(self.params)
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """Take it again: KV of zeros, the weights as they were. Nothing compiles."""
+        if "weights" in parts:
+            self.params, self._asleep = to_devices(self.params, self._asleep), None
+        if "kv" in parts:
+            self.state = self._fresh_state()
+
+    def _drop_state(self) -> None:
+        for leaf in jax.tree.leaves(self.state):
+            if not leaf.is_deleted():
+                leaf.delete()
 
     @point("runner.reset")
     def reset(self) -> None:
@@ -241,9 +273,7 @@ class ModelRunner:
         Raises:
             Exception: it does not; whatever JAX says.
         """
-        for leaf in jax.tree.leaves(self.state):
-            if not leaf.is_deleted():
-                leaf.delete()  # there is no room for two pools
+        self._drop_state()  # there is no room for two pools
         self.state = self._fresh_state()
         self._rehearse(self.ladder.buckets[0], GREEDY)
 

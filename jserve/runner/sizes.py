@@ -7,6 +7,7 @@ allocated.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.kv_layout import KVLayout
+from jserve.kv_layout import KVLayout, chosen_groups
 from jserve.model.arch import Arch
 from jserve.model.attention import (
     AttentionBackend,
@@ -37,7 +38,7 @@ from jserve.runner.buckets import Ladder, beside_prefill
 from jserve.runner.memory import DeviceMemory, MemoryPlan, host_pages, plan_memory
 from jserve.speculation.drafters.drafter import kv_layout
 from jserve.speculation.drafters.load import LoadedDrafter
-from jserve.window import Window, tokens_ahead
+from jserve.window import PageDemand, tokens_ahead
 
 MAX_PREFILL_ROWS = 8
 
@@ -129,13 +130,56 @@ def attention_name(
     return last
 
 
-def longest_pages(arch: Arch, config: EngineConfig, dims: StepDims, window: int) -> int:
-    """Pages that a sequence of the full context holds at once, where no layer reads more than ``window``
-    tokens (0: some read all)."""
+def page_demand(
+    arch: Arch, config: EngineConfig, dims: StepDims, window: int, *, prefills: bool = True
+) -> PageDemand:
+    """The pages that a sequence holds at once. ``window``: tokens that layers read at most, where no groups have
+    pages of their own (0: some read all); ``prefills`` False: once its prompt is computed."""
     drafts = dims.drafts or config.n_drafts
-    budget = config.scheduler.max_num_batched_tokens
-    pages = Window(page_size=dims.Z, tokens=window, sinks=arch.sinks)
-    return min(dims.M, pages.most_pages(tokens_ahead(config.scheduler, budget, drafts)) or dims.M)
+    budget = config.scheduler.max_num_batched_tokens if prefills else 1
+    ahead = tokens_ahead(config.scheduler, budget, drafts)
+    reaches = () if dims.groups is None else dims.groups.reaches
+    return PageDemand.of(reaches, dims.Z, ahead, window, arch.sinks)
+
+
+def with_groups(
+    arch: Arch,
+    config: EngineConfig,
+    dims: StepDims,
+    speculation: LoadedDrafter | None,
+    *,
+    shared_pass: bool,
+) -> StepDims:
+    """``dims`` with the groups of layers that pages belong to, where it pays: where a window gives pages back before
+    the context ends.
+
+    Raises:
+        ConfigError: option ``kv_groups`` is on, and it cannot be.
+    """
+    asked = config.cache.kv_groups
+    obstacles = _obstacles(arch, config, speculation, shared_pass=shared_pass)
+    groups = chosen_groups(arch.kv_layers, asked, obstacles)
+    if groups is None:
+        return dims
+    grouped = dataclasses.replace(dims, groups=groups)
+    columns = page_demand(arch, config, grouped, 0).columns(dims.M)
+    if asked == "auto" and min(columns) == dims.M:
+        return dims
+    return dataclasses.replace(grouped, columns=columns)
+
+
+def _obstacles(
+    arch: Arch, config: EngineConfig, speculation: LoadedDrafter | None, *, shared_pass: bool
+) -> Iterator[str]:
+    """What needs pages of all layers, in words."""
+    if config.cache.host_memory_gb:
+        yield "host_memory_gb moves pages of all layers"
+    if arch.sinks:
+        yield "attention_sinks keep pages of all layers"
+    if not shared_pass:
+        yield f"the forward pass of family {arch.family} is its own"
+    if speculation is not None and (speculation.drafter.kv_layers or speculation.tree):
+        yield f"speculative drafter {speculation.drafter.name} shares the pages of all layers"
 
 
 CPU_DRAFT_ROWS, DRAFT_ROWS = 8, 32
@@ -180,6 +224,8 @@ def runner_limits(
         n_host_pages=n_host_pages,
         window=window,
         sinks=arch.sinks,
+        reaches=() if dims.groups is None else dims.groups.reaches,
+        group_columns=dims.columns,
     )
 
 
@@ -259,6 +305,7 @@ def sizes_of(
     penalises: bool = False,
     capability: str = "",
     kernels: str = "",
+    shared_pass: bool = True,
 ) -> Sizes:
     """
     Args:
@@ -270,6 +317,7 @@ def sizes_of(
         weight_bytes: on one device, a drafter's too.
         memory: of one device.
         penalises: whether requests that say nothing have a penalty, by the model's generation_config.json.
+        shared_pass: whether the family's forward pass is the decoder that all share, which reads groups of layers.
 
     Raises:
         ConfigError: an option cannot be honoured, or there is no room; ``field`` is its name.
@@ -280,15 +328,18 @@ def sizes_of(
     arch = with_sinks(arch, attention, config.device.attention_sinks)
     stored = stored_kv(config, attention, dtype, arch, speculation)
     dims = step_dims(arch, config, speculation, penalises=penalises)
+    dims = with_groups(arch, config, dims, speculation, shared_pass=shared_pass)
     drafter = None if speculation is None else speculation.drafter
     kv = kv_layout(arch, drafter, page_size=dims.Z, dtype=stored, tp=tp)
+    kv = dataclasses.replace(kv, groups=dims.groups)
     pool = plan_memory(
         kv=kv,
         dims=dims,
         weight_bytes=weight_bytes,
         options=config.cache,
         memory=memory,
-        longest=longest_pages(arch, config, dims, kv.window),
+        demand=page_demand(arch, config, dims, kv.window),
+        resting=page_demand(arch, config, dims, kv.window, prefills=False),
     )
     n_host = host_pages(config.cache.host_memory_gb, kv.host_page_bytes)
     limits = runner_limits(arch, config, dims, pool.n_pages, n_host, kv.window)

@@ -2,9 +2,11 @@
 
 The caller's arrays are only read, so a trainer may donate or delete its own right after::
 
-    the caller's leaf   in a layout that is compiled    as it is
-                        any other                       through host memory: cast, laid out, on the mesh
-    program             (own, donated; given) -> own    one launch overwrites all leaves or none
+    source              a tree, checkpoint names, a directory    to leaves (``weights.handed``)
+    a leaf of it        in a layout that is compiled             as it is
+                        any other                                through host memory: cast, laid out, on the mesh
+                        none, in a partial update                the engine's own, through host memory
+    program             (own, donated; given) -> own             one launch overwrites all leaves or none
 
 The engine's buffers are the destination, so no second copy of the weights is held beside the caller's,
 and they keep their addresses. Leaves that take the way through host memory are on the device twice
@@ -14,6 +16,8 @@ until the program has run.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +29,8 @@ from jserve.model.quant import Form, QTensor, quantised_leaves
 from jserve.model.shard import abstract, padded
 from jserve.model.step import StepModel
 from jserve.runner.compiler import Compiler
-from jserve.weights.adopt import Match, in_host_memory, matched
+from jserve.weights.adopt import Match, in_host_memory, leaves_of, matched
+from jserve.weights.handed import from_directory, from_names, named_arrays
 from jserve.weights.quant.rounding import as_tensor
 
 Leaf = jax.ShapeDtypeStruct
@@ -42,6 +47,10 @@ class WeightUpdate:
         compiler: Compiler | None = None,
     ) -> None:
         wide, at = model.family.wide or model.family, (model.mesh, model.rules, model.dtype)
+        self._read = partial(
+            from_directory, family=wide, arch=model.arch, mesh=at[0], rules=at[1], dtype=at[2]
+        )
+        self._tied = ("lm_head.weight",) if model.arch.tied else ()
         self._specs = padded(wide.specs(model.arch, model.tp), model.rules, model.mesh.shape)
         self._canonical = wide.specs(model.arch, 1)
         own = abstract(model.specs(), *at)
@@ -51,6 +60,7 @@ class WeightUpdate:
         in_float32 = [_as(leaf, np.float32) for leaf in given]
         layouts = [given] if in_float32 == given else [given, in_float32]
         forms = [x.form if isinstance(x, QTensor) else None for x in quantised_leaves(own)]
+        self._quantised = any(form is not None for form in forms)
         self._made_elsewhere = any(form is not None and not form.method for form in forms)
         update, make = _update(leaves, forms), compiler or Compiler()
         self._programs = [
@@ -58,26 +68,44 @@ class WeightUpdate:
             for layout in ([] if self._made_elsewhere else layouts)
         ]
 
-    def __call__(self, own: Any, params: Any) -> Any:
-        """The tree ``own`` with the values of ``params``, once they are there; ``own`` is donated.
+    def __call__(self, own: Any, source: Any, *, some: bool = False) -> Any:
+        """The tree ``own`` with the values of ``source``, once they are there; ``own`` is donated.
 
-        ``params``: the same tree of numpy or jax arrays of any floating dtype and sharding, or what
-        ``adopt`` takes besides; ``own`` is left as it is if this raises.
+        Args:
+            source: the same tree of numpy or jax arrays of any floating dtype and sharding, or what ``adopt`` or
+                ``weights.handed`` take besides; ``own`` is left as it is if this raises.
+            some: parameters that ``source`` lacks keep their values.
 
         Raises:
             WeightsError: a leaf is missing, unknown, deleted, or has another shape or no floating
-                dtype; ``field`` is ``params.<path>``. Or the engine's checkpoint is quantised.
+                dtype; ``field`` is ``params.<path>``. Or the engine's checkpoint is quantised, or its weights were
+                quantised on load and the update is partial.
         """
         if self._made_elsewhere:
             why = "the checkpoint is quantised; only weights quantised on load can be replaced"
             raise WeightsError(f"params: {why}", field="params")
-        matches = matched(params, self._specs, self._canonical)
+        matches = self._matches(own, source, some)
         layout, program = max(
             self._programs, key=lambda p: sum(map(_fits, (m.array for m in matches), p[0]))
         )
         given = [_staged(m, leaf) for m, leaf in zip(matches, layout, strict=True)]
         new = program(jax.tree.leaves(own), given)
         return jax.tree.unflatten(self._structure, jax.block_until_ready(new))
+
+    def _matches(self, own: Any, source: Any, some: bool) -> list[Match]:
+        if isinstance(source, str | Path):
+            source = self._read(source)
+        pairs = named_arrays(source)
+        if pairs is not None:
+            source = from_names(pairs, self._canonical, ignore=self._tied)
+        given = dict(leaves_of(source))
+        if some:
+            if self._quantised:
+                why = "weights that were quantised on load are replaced together"
+                raise WeightsError(f"params: a partial update: {why}", field="params")
+            kept = {name: np.asarray(x) for name, x in leaves_of(own) if name not in given}
+            given |= kept
+        return matched(given, self._specs, self._canonical)
 
 
 def _as(leaf: Leaf, dtype: Any) -> Leaf:
@@ -118,3 +146,29 @@ def _staged(match: Match, leaf: Leaf) -> jax.Array:
     sharding: Any = leaf.sharding
     arrays = [parts[device] for device in sharding.addressable_devices_indices_map(leaf.shape)]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
+
+
+def delete_leaves(source: Any, kept: Any) -> None:
+    """Delete the jax arrays of a tree but those that ``kept`` has too; names and files have none to delete."""
+    own = {id(leaf) for leaf in jax.tree.leaves(kept)}
+    if isinstance(source, str | Path) or named_arrays(source) is not None:
+        return
+    for _, leaf in leaves_of(source):
+        if isinstance(leaf, jax.Array) and id(leaf) not in own and not leaf.is_deleted():
+            leaf.delete()
+
+
+def to_host(params: Any) -> Any:
+    """``params`` as numpy arrays; those on devices are deleted."""
+
+    def one(leaf: jax.Array) -> np.ndarray:
+        kept = np.array(leaf)  # a copy: on a CPU asarray shares the buffer that is deleted
+        leaf.delete()
+        return kept
+
+    return jax.tree.map(one, params)
+
+
+def to_devices(params: Any, kept: Any) -> Any:
+    """The arrays ``kept`` where the deleted ``params`` lay."""
+    return jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), kept, params)

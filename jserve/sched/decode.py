@@ -38,7 +38,7 @@ class DecodePlanner:
 
     def fill(self, builder: PlanBuilder, n_flights: int, n_context: int) -> None:
         """Add the rows, in order."""
-        if self.guided or self.resources.window_pages:
+        if self.guided or self.resources.entry.slides:
             self._grow_given()
         ready = self.ready()
         if self.speculation.on and (ready or self.speculation.device):

@@ -18,7 +18,16 @@ from jserve.sched.prompt_scores import PromptScores
 from jserve.sched.resources import Resources
 from jserve.sched.stats import LaneCounts
 from jserve.speculation.policy.controller import SpeculationController
-from jserve.types import Finish, Lane, Output, RowPlan, Sequence, StepPlan, StepResult
+from jserve.types import (
+    FIRST_WEIGHTS,
+    Finish,
+    Lane,
+    Output,
+    RowPlan,
+    Sequence,
+    StepPlan,
+    StepResult,
+)
 
 NON_FINITE = "the model gave logits that are not finite"
 NON_FINITE_CODE, GRAMMAR_FAILED = "nonfinite_logits", "grammar_failed"
@@ -64,6 +73,8 @@ class Finalizer:
         self.finish_intervals = finish_intervals
         self.groups, self.counts, self.remember = groups, counts, remember
         self.vocab_size, self.journal = vocab_size, journal
+        self.weights = FIRST_WEIGHTS
+        """The version of those that draw; outputs carry it."""
         self.n_nonfinite = 0
         """Counter: sequences that ended because their logits were not finite."""
 
@@ -105,6 +116,7 @@ class Finalizer:
                         token_ids=(drawn[0],),
                         n_cached=seq.n_cached,
                         attempt=seq.request.attempt,
+                        weights=self.weights,
                     )
                 )
                 continue
@@ -176,6 +188,7 @@ class Finalizer:
             n_cached=seq.n_cached,
             seed=seq.seed if first else None,
             attempt=seq.request.attempt,
+            weights=self.weights,
         )
 
     def _publish(self, seq: Sequence, n_sound: int) -> None:
@@ -209,6 +222,7 @@ class Finalizer:
             n_cached=seq.n_cached,
             seed=seq.seed if seq.n_output == 0 else None,
             attempt=seq.request.attempt,
+            weights=self.weights,
         )
 
     def _end_nonfinite(self, seq: Sequence, drawn: list[int], now: float) -> Output:

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from jserve.kv.cache import PageCache
+from jserve.kv.ledger import Cache
 from jserve.types import RowPlan, Sequence, SlotLoad, StepPlan
 
 
@@ -181,15 +181,16 @@ class PlanBuilder:
                 )
             )
 
-    def freeze(self, step: int, cache: PageCache) -> StepPlan:
+    def freeze(self, step: int, cache: Cache) -> StepPlan:
         """The plan, with the current page table."""
-        rows = self.rows
+        rows, longest = self.rows, self.longest() + self.n_draft
         slots = [row.slot for row in rows]
         return StepPlan(
             id=step,
             rows=tuple(rows),
             loads=tuple(self.loads),
             moves=cache.moves(step),
-            page_table_RM=cache.snapshot(slots, self.longest() + self.n_draft),
+            page_table_RM=cache.snapshot(slots, longest),
+            group_tables=cache.group_tables(slots, longest),
             n_draft=self.n_draft,
         )

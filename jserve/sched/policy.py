@@ -70,12 +70,8 @@ def waste(seq: Sequence) -> int:
     if lease is None:
         return 0
     full = lease.n_published if lease.cacheable else lease.n_shared
-    return max(0, seq.scheduled - full * _page_size(seq))
-
-
-def _page_size(seq: Sequence) -> int:
-    lease = seq.lease
-    return lease.capacity // len(lease.pages) if lease is not None and lease.pages else 0
+    page_size = lease.next_full // (lease.n_published + 1)
+    return max(0, seq.scheduled - full * page_size)
 
 
 def victim(later: Seq[Sequence]) -> Sequence | None:
@@ -98,7 +94,7 @@ def preemptible_bulk(running: Iterable[Sequence]) -> list[Sequence]:
 
 
 def headroom(n_running: int) -> int:
-    """Pages that admission reserves for running sequences: one each, for their next page."""
+    """Pages of a group that admission reserves for running sequences: one each, for their next page."""
     return n_running
 
 

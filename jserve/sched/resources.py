@@ -8,12 +8,6 @@ one more row of it: programs run in launch order. The next sequence that gets th
 later, so its ``SlotLoad``, its first row (which carries ids and an exact start) and its KV writes come after the
 over-run row. What that row leaves behind (last token, length, counts, KV behind the published pages) is overwritten
 before it is read.
-
-With a window a sequence takes pages a row ahead and gives others back. One that is protected and longer
-than ``window_pages`` rolls: it enters with that many pages of its own, which no other sequence finds, so
-each that slides out of the window is free at once and becomes its next page ahead::
-
-    own   [ 4 ][ 5 ][ 6 ][ 7 ][ 8 ]      slid: 4      [ 5 ][ 6 ][ 7 ][ 8 ][ 9 ]     never asks again
 """
 
 from __future__ import annotations
@@ -23,18 +17,20 @@ from collections.abc import Callable
 
 from jserve.config import EngineConfig, SchedulerOptions
 from jserve.kv.cache import PageCache
+from jserve.kv.groups import GroupedCache
 from jserve.kv.handles import quota_of
-from jserve.kv.pages import PageLease
+from jserve.kv.ledger import Cache
 from jserve.ports import RunnerLimits
 from jserve.sched import policy
 from jserve.sched.admission.forecast import Lengths, reserve
 from jserve.sched.admission.queue import OrderedSeqs, WaitQueue, weights_of
+from jserve.sched.cache.entry import EntryPages
 from jserve.sched.cache.retention import CacheRetention, root_of
 from jserve.sched.cache.swap import SwapPolicy
 from jserve.sched.vocab_rows import VocabRows
 from jserve.timing.prefill_cap import PrefillCap
 from jserve.types import Lane, Request, SeqState, Sequence
-from jserve.window import chunk_of, tokens_ahead
+from jserve.window import PageDemand, chunk_of, tokens_ahead
 
 
 class Resources:
@@ -45,20 +41,20 @@ class Resources:
         *,
         n_slots: int,
         max_running: int,
-        cache: PageCache,
+        cache: Cache,
         waiting: WaitQueue,
         vocab_rows: VocabRows | None = None,
         retention: CacheRetention | None = None,
         chunk: int = 0,
-        window_pages: int = 0,
+        demand: PageDemand | None = None,
         swap_policy: SwapPolicy | None = None,
     ) -> None:
         self.cache = cache
         self.swap_policy = swap_policy or SwapPolicy(cache, None, mode="recompute", page_move_s=0.0)
         self.chunk = chunk
         """Most tokens of a prefill row: with a window, pages are taken a row ahead."""
-        self.window_pages = window_pages
-        """Most pages that a sequence holds where a window gives pages back; 0 where none does."""
+        self.demand = demand or PageDemand(page_size=cache.page_size)
+        self.entry = EntryPages(cache, self.demand, chunk)
         self.retention = retention or CacheRetention(cache)
         self.max_running = max_running
         self.waiting = waiting
@@ -94,15 +90,15 @@ class Resources:
             seq.tokens,
             slot=self._slots[0],
             reuse=reuse,
-            cacheable=not seq.request.skip_prefix_cache and not self._rolls(seq),
+            cacheable=not seq.request.skip_prefix_cache and not self.entry.rolls(seq),
             keeps=self.retention.keeps(seq.request),
         )
         below = cache.below(lease, seq.tokens) if reuse else []
         n_found = lease.capacity + len(below) * cache.page_size
         n_cached = self.swap_policy.reach(seq, n_found)
         cache.slide(lease, n_cached)
-        first, later = self._at_entry(seq, n_cached, lease)
-        if not cache.extend(lease, first, keep=self._keep(seq) + later):
+        first, later = self.entry.tokens(seq, n_cached, lease)
+        if not cache.admit(lease, first, keep=self._keep(seq) + later):
             cache.release_hold(below)
             cache.release(lease)
             self._refused = state
@@ -123,60 +119,39 @@ class Resources:
 
     def _keep(self, seq: Sequence) -> int:
         """Pages that must stay available when ``seq`` is admitted, for the growth of all running sequences."""
-        least = policy.headroom(len(self.running))
+        demand = self.demand
+        least = policy.headroom(len(self.running)) * demand.n_groups
         if not len(self.running) or self._most_pages + self._most(seq) <= self.cache.pool.n_usable:
             return least  # alone, or all can grow to their end side by side
-        most = self.window_pages
-        return max(least, reserve(self.running, seq, self.lengths, self.cache.page_size, most))
+        reserved = [
+            n * reserve(self.running, seq, self.lengths, demand.page_size, bound, part)
+            for part, (n, bound) in enumerate(demand.parts)
+        ]
+        return max(least, sum(reserved))
 
     def _most(self, seq: Sequence) -> int:
         """Pages that ``seq`` ever holds at once."""
-        n = -(-policy.kv_tokens(seq) // self.cache.page_size)
-        return min(n, self.window_pages * (2 if self._rolls(seq) else 1) or n)
-
-    def _rolls(self, seq: Sequence) -> bool:
-        """True for one that is protected and longer than its window of pages."""
-        bound = self.window_pages * self.cache.page_size
-        return bool(bound) and policy.protected(seq) and policy.kv_tokens(seq) > bound
+        return self.entry.most(seq)
 
     def _reuses(self, seq: Sequence) -> bool:
         """One that rolls shares pages only where there is room for them beside its own."""
-        roomy = self.cache.n_available >= 2 * self.window_pages
-        return reuses_cache(seq) and (roomy or not self._rolls(seq))
-
-    def _rolled(self, lease: PageLease) -> int:
-        """Tokens whose pages ``lease`` has when ``window_pages`` of them are its own."""
-        return (len(lease.pages) + self.window_pages - lease.n_own) * self.cache.page_size
-
-    def _at_entry(
-        self, seq: Sequence, n_cached: int, lease: PageLease | None = None
-    ) -> tuple[int, int]:
-        """(tokens whose pages ``seq`` takes at admission, pages that its prompt needs later beside
-        those): with a window it takes them a row ahead, since it gives others back meanwhile."""
-        wanted = policy.tokens_wanted(seq)
-        if self._rolls(seq):
-            own = self.window_pages * self.cache.page_size
-            return min(wanted, own if lease is None else self._rolled(lease)), 0
-        if not self.window_pages or policy.protected(seq):
-            return wanted, 0
-        first, Z = min(wanted, n_cached + self.chunk), self.cache.page_size
-        n_gone = len(self.cache.window.gone(n_cached))
-        held, whole = -(-first // Z) - n_gone, -(-wanted // Z) - n_gone
-        return first, max(0, min(whole, self.window_pages) - held)
+        return reuses_cache(seq) and self.entry.may_share(seq)
 
     def slide(self, seq: Sequence, n_tokens: int) -> None:
         """Give back the pages of ``seq`` that no token from position ``n_tokens`` on reads; one that rolls
         takes as many for what comes next."""
+        if not self.entry.slides:
+            return
         lease = seq.lease
         assert lease is not None
         self.cache.slide(lease, n_tokens)
-        if self._rolls(seq):
-            rolled = self.cache.extend(lease, min(policy.kv_tokens(seq), self._rolled(lease)))
+        if self.entry.rolls(seq):
+            rolled = self.cache.admit(lease, self.entry.rolled(seq, lease))
             assert rolled, f"{seq.request.id} gave pages back and finds none"
 
     def tokens_ahead(self, seq: Sequence) -> int:
         """Tokens whose pages ``seq`` must hold before its next row of known tokens is planned."""
-        if not self.window_pages:
+        if not self.entry.slides:
             return seq.given
         return min(seq.given, seq.scheduled + self.chunk)
 
@@ -189,8 +164,7 @@ class Resources:
         seq = self._urgent(now, held_back)
         if seq is None:
             return
-        first, later = self._at_entry(seq, 0)
-        wanted = -(-first // self.cache.page_size) + later + self._keep(seq)
+        wanted = self.entry.pages(seq) + self._keep(seq)
         short, chosen = wanted - self.cache.n_available, []
         victims, lacks_row = policy.preemptible_bulk(self.running), self.vocab_rows.lacks(seq)
         if lacks_row:  # somebody who holds one comes first
@@ -260,6 +234,19 @@ class Resources:
         self.retention.lose()
         self.cache.clear(same_weights=same_weights)
 
+    def keep_running(self) -> None:
+        """Other weights: all who run keep their pages, and nobody else finds those, nor any of before."""
+        tier = self.cache.tier
+        for seq in self.running.snapshot():
+            assert seq.lease is not None
+            if tier is not None and tier.loading(seq.lease.pages):
+                self._requeue(seq)  # no plan has brought its pages yet, and none will
+        for seq in self.waiting:
+            self.swap_policy.forget(seq)
+        self.retention.lose()
+        self.cache.clear(same_weights=False)
+        self._refused = None
+
     def _requeue(self, seq: Sequence) -> None:
         self._vacate(seq)
         seq.state = SeqState.PREEMPTED
@@ -326,19 +313,15 @@ def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) ->
     """Builds the page cache, wait queue and slot allocator from limits and options."""
     options = config.scheduler
     per_slot = -(-limits.max_model_len // limits.page_size)
-    cache = PageCache(
-        n_pages=limits.n_pages,
-        page_size=limits.page_size,
-        n_slots=limits.n_slots,
-        pages_per_slot=per_slot,
-        reuse=config.cache.prefix_caching,
-        n_host_pages=limits.n_host_pages,
-        window=limits.window,
-        sinks=limits.sinks,
+    demand = PageDemand.of(
+        limits.reaches,
+        limits.page_size,
+        tokens_ahead(options, limits.max_prefill_tokens, limits.max_drafts),
+        limits.window,
+        limits.sinks,
     )
-    ahead = tokens_ahead(options, limits.max_prefill_tokens, limits.max_drafts)
-    window_pages = cache.window.most_pages(ahead)
-    longest = min(per_slot, window_pages or per_slot)
+    cache = _cache_of(limits, demand, per_slot, reuse=config.cache.prefix_caching)
+    longest = demand.most(limits.max_model_len)
     return Resources(
         n_slots=limits.n_slots,
         max_running=_most_running(limits, options),
@@ -351,8 +334,32 @@ def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) ->
             session_ttl_s=config.cache.session_ttl_s,
         ),
         chunk=chunk_of(options, limits.max_prefill_tokens),
-        window_pages=window_pages,
+        demand=demand,
         swap_policy=SwapPolicy(cache, cap, mode=options.preemption, page_move_s=limits.page_move_s),
+    )
+
+
+def _cache_of(limits: RunnerLimits, demand: PageDemand, per_slot: int, *, reuse: bool) -> Cache:
+    if limits.reaches:
+        assert not limits.n_host_pages, "groups of layers have no tier below the device"
+        return GroupedCache(
+            limits.reaches,
+            demand,
+            n_pages=limits.n_pages,
+            n_slots=limits.n_slots,
+            pages_per_slot=per_slot,
+            reuse=reuse,
+            columns=limits.group_columns,
+        )
+    return PageCache(
+        n_pages=limits.n_pages,
+        page_size=limits.page_size,
+        n_slots=limits.n_slots,
+        pages_per_slot=per_slot,
+        reuse=reuse,
+        n_host_pages=limits.n_host_pages,
+        window=limits.window,
+        sinks=limits.sinks,
     )
 
 

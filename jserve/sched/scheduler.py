@@ -134,7 +134,7 @@ class Scheduler:
 
     def check(self, request: Request) -> int:
         """The most tokens that ``request`` may reach. Raises what ``submit`` would raise at any time."""
-        return admission.check(request, self.limits, window_pages=self.resources.window_pages)
+        return admission.check(request, self.limits, demand=self.resources.demand)
 
     def enqueue(self, request: Request, now: float) -> None:
         """``submit`` without the journal, of a prompt that is complete."""
@@ -281,9 +281,27 @@ class Scheduler:
         program = self.costs.program(n_decode, n_prefill, n_context, width, plan.n_draft)
         self.slowness.observe(program, sum([row.start for row in plan.rows]), took)
 
+    def reweigh(self, version: str, now: float, *, keep: bool = False) -> None:
+        """The weights are those of ``version`` from the next plan on; no step is in flight. What others may find in
+        the cache is forgotten.
+
+        Args:
+            keep: running sequences go on with the KV that they have; else they requeue with their tokens.
+        """
+        assert not self._in_flight, f"{len(self._in_flight)} more steps are in flight"
+        self.resources.retention.advance(now)
+        if self.journal is not None:
+            self.journal.weights(now, version, keep)
+        self.finalizer.weights = version
+        if keep:
+            self.resources.keep_running()
+        else:
+            self.speculation.lost()
+            self.resources.requeue_all(same_weights=False)
+
     def recover(self, plans: Iterable[StepPlan], error: str, now: float) -> list[Output]:
         """A step raised with ``error`` and the device lost its state; ``plans`` are all that were in
-        flight. Or the weights are others now: then there is neither.
+        flight. Or an operator wants the cache emptied: then there is neither.
 
         All running sequences requeue with their tokens, and the prefix cache is empty. The requests of
         those plans are retried by ``FaultBisection``; one found faulty ends with ``error``.
@@ -349,7 +367,7 @@ class Scheduler:
     @property
     def n_evicted(self) -> int:
         """Counter: pages evicted from the prefix cache."""
-        return self.resources.cache.tree.n_evicted
+        return self.resources.cache.n_evicted
 
     def device_fault(self, now: float) -> str | None:
         """The reason why the device itself must be at fault for the steps that raised; None while it need not be."""

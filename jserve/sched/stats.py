@@ -66,7 +66,7 @@ def stats_of(
         running=len(resources.running),
         pages_total=resources.cache.pool.n_usable,
         pages_free=resources.cache.pool.n_free,
-        pages_cached=resources.cache.tree.n_evictable,
+        pages_cached=resources.cache.n_evictable,
         cache_query_tokens=resources.n_looked_up,
         cache_hit_tokens=resources.n_hit,
         preemptions=resources.n_preemptions,

@@ -20,6 +20,7 @@ import msgspec
 
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError
+from jserve.kv_layout import Reach
 from jserve.model.arch import Arch
 from jserve.ports import StepCosts, StepTime
 from jserve.sim.roofline import CHIPS, GIB, Roofline
@@ -45,6 +46,8 @@ class TableFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_model_len: int
     window: int = 0
     """``RunnerLimits.window``."""
+    reaches: tuple[Reach, ...] = ()
+    """``RunnerLimits.reaches``."""
     page_bytes: int = 0
     """Bytes of a page of ``page_size``; 0 in files that were measured before this was written down."""
     page_move_s: float = 0.0
@@ -73,6 +76,8 @@ class Device:
     host_s: float = 0.0
     window: int = 0
     """``RunnerLimits.window`` of the model."""
+    reaches: tuple[Reach, ...] = ()
+    """``RunnerLimits.reaches`` of the model."""
     page_bytes: int = 0
     """Of a KV page; 0: unknown."""
     move_s: float = 0.0
@@ -156,11 +161,16 @@ def from_table(path: Path, options: CacheOptions) -> Device:
         ConfigError: the file, or an option that only sizes memory and has no meaning here.
     """
     file = read_table(path, "costs")
-    for name in ("memory_utilization", "kv_memory_gb", "kv_cache_dtype"):
+    for name in ("memory_utilization", "kv_memory_gb", "kv_cache_dtype", "kv_groups"):
         if getattr(options, name) != getattr(CacheOptions(), name):
             raise ConfigError(
                 f"{name} has no meaning with a measured table; set n_pages", field=name
             )
+    if file.reaches and options.host_memory_gb:
+        raise ConfigError(
+            f"host_memory_gb: {path} was measured with pages of groups of layers; measure with kv_groups off",
+            field="host_memory_gb",
+        )
     page_size = options.on("cpu").page_size
     in_tokens, pages = (file.n_pages - 1) * file.page_size, page_size / file.page_size
     return Device(
@@ -169,6 +179,7 @@ def from_table(path: Path, options: CacheOptions) -> Device:
         n_pages=options.n_pages or 1 + in_tokens // page_size,
         max_model_len=file.max_model_len,
         window=file.window,
+        reaches=file.reaches,
         page_bytes=round(file.page_bytes * pages),
         move_s=file.page_move_s * pages,
         host_s=file.host_seconds,
@@ -203,12 +214,14 @@ def from_roofline(model: SimulatedModel, gpu: str, options: CacheOptions) -> Dev
     costs = Roofline(
         arch=model.arch, itemsize=model.itemsize, chip=CHIPS[gpu], kv_itemsize=kv_itemsize
     )
+    groups = costs.groups(options)
     return Device(
         name=f"{model.name} on one {CHIPS[gpu].name} (roofline)",
         costs=costs,
         n_pages=costs.n_pages(options),
         max_model_len=model.arch.max_position,
         window=costs.kv.window,
+        reaches=() if groups is None else groups.reaches,
         page_bytes=costs.page_bytes(options),
         move_s=costs.page_bytes(options) / CHIPS[gpu].copy_bytes_per_s,
         host_s=GPU_HOST_S,

@@ -93,6 +93,7 @@ def measure(
         page_size=limits.page_size,
         max_model_len=limits.max_model_len,
         window=limits.window,
+        reaches=limits.reaches,
         page_bytes=page_bytes,
         page_move_s=limits.page_move_s,
         steps=tuple(steps),
@@ -182,7 +183,20 @@ class _Plans:
         width = -(-max(row.start + row.count for row in rows) // limits.page_size)
         at_RM = np.array([row.slot for row in rows])[:, None] * width + np.arange(width)
         table_RM = (1 + at_RM % (limits.n_pages - 1)).astype(np.int32)
-        return StepPlan(id=self.n_steps, rows=tuple(rows), page_table_RM=table_RM)
+        return StepPlan(
+            id=self.n_steps,
+            rows=tuple(rows),
+            page_table_RM=table_RM,
+            group_tables=self._groups(table_RM),
+        )
+
+    def _groups(self, table_RM: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The tables of groups of layers, where there are some: the same pages, or as many as fit their columns."""
+        widths = (table_RM.shape[1], *self.limits.group_columns[1:])
+        return tuple(
+            np.resize(table_RM, (reach.n_groups, len(table_RM), width))
+            for reach, width in zip(self.limits.reaches, widths, strict=False)
+        )
 
 
 def _choice(slot: int) -> Choice:

@@ -14,14 +14,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 import numpy as np
 
 from jserve.config import DEVICE_SHARE, SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
-from jserve.kv_layout import KVLayout
+from jserve.kv_layout import KVGroups, KVLayout, chosen_groups
 from jserve.model.arch import Arch, Mlp, Moe
 
 GIB = 2**30
@@ -206,9 +206,19 @@ class Roofline:
         tokens = n_decode + n_prefill
         return self.expected(self.work(rows=rows, tokens=tokens, drawn=rows, n_context=n_context))
 
+    def groups(self, options: CacheOptions) -> KVGroups | None:
+        """The groups of layers that pages belong to with these options; None: to all.
+
+        Raises:
+            ConfigError: option ``kv_groups`` is on, and it cannot be.
+        """
+        moved = ["host_memory_gb moves pages of all layers"] if options.host_memory_gb else []
+        return chosen_groups(self.kv.layers, options.kv_groups, moved)
+
     def page_bytes(self, options: CacheOptions) -> int:
         """Bytes of a KV page on one device, of a CPU's size where the options leave it to the device."""
-        return self.kv.page_bytes * options.on("cpu").page_size
+        kv = replace(self.kv, groups=self.groups(options))
+        return kv.page_bytes * options.on("cpu").page_size
 
     def n_pages(self, options: CacheOptions) -> int:
         """Pages that fit on one chip, as the cache options say.

@@ -122,6 +122,7 @@ def limits_of(setup: Setup) -> RunnerLimits:
         max_model_len=length,
         vocab_size=VOCAB,
         window=device.window,
+        reaches=device.reaches,
         sinks=setup.config.device.attention_sinks if device.window else 0,
         n_vocab_rows=options.n_vocab_rows(penalises=False),
         n_host_pages=device.n_host_pages(setup.config.cache.host_memory_gb),

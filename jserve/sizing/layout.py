@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
+from jserve.model import decoder
 from jserve.model.moe_specs import check_has_experts
 from jserve.model.native import chosen
 from jserve.model.shard import ShardRules
@@ -49,7 +50,7 @@ class Layout:
     def draft_page_bytes(self) -> int:
         """Bytes that a page takes on each device for the drafter."""
         own = () if self.speculation is None else self.speculation.drafter.kv_layers
-        return dataclasses.replace(self.sizes.kv, layers=own).page_bytes
+        return dataclasses.replace(self.sizes.kv, layers=own, groups=None).page_bytes
 
 
 def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
@@ -74,6 +75,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         speculation=speculation,
         penalises=model.penalises,
         kernels=chosen(config.device.kernels, platform, model.dtype)[0],
+        shared_pass=model.family.forward is decoder.forward,
     )
     return Layout(
         model=dataclasses.replace(model, arch=sizes.arch),

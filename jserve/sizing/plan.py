@@ -5,18 +5,20 @@ Sizes are those of the engine (``layout``), so a plan promises what it will do; 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.kv_layout import KVGroups
 from jserve.model.draft_tree import chain
 from jserve.model.features import SCORE
 from jserve.model.view import Bucket
 from jserve.runner.memory import MemoryPlan
 from jserve.runner.programs import step_name
-from jserve.runner.sizes import longest_pages
+from jserve.runner.sizes import page_demand
 from jserve.sim.roofline import CHIPS, Chip, Roofline
 from jserve.sizing import speculation as drafts
 from jserve.sizing.layout import Layout, lay_out, with_advice
@@ -34,9 +36,25 @@ class Residents:
     length: int
     """Tokens, prompt and answer together."""
     pages: int
+    """Of all groups of layers, where they have pages of their own: once the prompt is computed."""
+    over: float
+    """Bytes of these pages / bytes of KV that the layers still read of such a sequence."""
     sequences: int
     admitted: int
     """As many of them as ``max_num_seqs`` lets run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroups:
+    """Groups of layers that look back equally far, each with pages of its own."""
+
+    reads: int
+    """Tokens that a token reads in them at most; 0: all."""
+    chunked: bool
+    groups: int
+    layers: int
+    arrays: int
+    """Layers that a page of these groups has room for, in all of them together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +136,8 @@ class Plan:
     kv_bytes_per_token: int
     kv_bytes_per_token_total: int
     page_size: int
+    kv_groups: tuple[LayerGroups, ...]
+    """By how far layers look back, where pages belong to groups of them; empty: a page is of all layers."""
     max_model_len: int
     max_num_seqs: int
     max_penalized_seqs: int
@@ -190,7 +210,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
     model, sizes, tp = laid.model, laid.sizes, laid.tp
     memory = sizes.memory
     line, context = _roofline(laid, chip), lengths[len(lengths) // 2]
-    per_token = memory.page_bytes // sizes.dims.Z
+    per_token = dataclasses.replace(sizes.kv, groups=None).page_bytes // sizes.dims.Z
     rates = tuple(_rate(laid, line, b, n) for n in lengths for b in BATCHES)
     drafting = None if laid.speculation is None else DraftCosts.of(laid.speculation.drafter, line)
     return Plan(
@@ -210,6 +230,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         kv_bytes_per_token=per_token,
         kv_bytes_per_token_total=per_token * tp,
         page_size=sizes.dims.Z,
+        kv_groups=_groups(sizes.dims.groups),
         max_model_len=_context(laid),
         max_num_seqs=sizes.dims.C,
         max_penalized_seqs=sizes.dims.n_vocab_rows,
@@ -265,6 +286,25 @@ def _speculated(
     )
 
 
+def _groups(groups: KVGroups | None) -> tuple[LayerGroups, ...]:
+    if groups is None:
+        return ()
+    found, first = [], 0
+    for reach in groups.reaches:
+        numbers = range(first, first + reach.n_groups)
+        found.append(
+            LayerGroups(
+                reads=reach.span.most,
+                chunked=reach.span.chunk > 0,
+                groups=reach.n_groups,
+                layers=sum(group in numbers for group, _ in groups.places),
+                arrays=reach.n_groups * groups.n_arrays,
+            )
+        )
+        first = numbers.stop
+    return tuple(found)
+
+
 def _context(laid: Layout) -> int:
     return laid.config.model.max_model_len or laid.model.arch.max_position
 
@@ -282,10 +322,18 @@ def _roofline(laid: Layout, chip: Chip) -> Roofline:
 
 def _residents(laid: Layout, length: int) -> Residents:
     dims, window = laid.sizes.dims, laid.sizes.limits.window
-    most = longest_pages(laid.model.arch, laid.config, dims, window)
-    pages = min(-(-length // dims.Z), most)
+    grouped = dims.groups is not None
+    demand = page_demand(laid.model.arch, laid.config, dims, window, prefills=not grouped)
+    pages = demand.most(length)
     held = (laid.sizes.memory.n_pages - 1) // pages
-    return Residents(length=length, pages=pages, sequences=held, admitted=min(held, dims.C))
+    kv = laid.sizes.kv
+    return Residents(
+        length=length,
+        pages=pages,
+        over=pages * kv.page_bytes / kv.step_bytes(1, 0, length),
+        sequences=held,
+        admitted=min(held, dims.C),
+    )
 
 
 def _rate(laid: Layout, line: Roofline, batch: int, context: int) -> DecodeRate:

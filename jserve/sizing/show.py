@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from jserve.sizing.plan import DecodeRate, Plan
+from jserve.sizing.plan import DecodeRate, LayerGroups, Plan
 from jserve.sizing.speculation import DraftRate, Speculated
 
 WIDTH = 132
@@ -72,6 +72,8 @@ def _memory(plan: Plan) -> Table:
         own = plan.speculation.kv_bytes_per_token / 1024
         per_token += f", {own:g} of them the drafter's"
     table.add_row("KV pool", _gib(m.kv_bytes), pool + per_token)
+    for g in plan.kv_groups:
+        table.add_row("  of these", "", _group(g))
     table.add_row("slots", _gib(m.slot_bytes), f"{plan.max_num_seqs} sequences at once")
     penalised = f"counts and biases of {plan.max_penalized_seqs} of them (--max-penalized-seqs)"
     table.add_row("  of these", _gib(m.vocab_row_bytes), penalised)
@@ -82,10 +84,22 @@ def _memory(plan: Plan) -> Table:
 
 def _residents(plan: Plan) -> Table:
     limit = f"run at once (--max-num-seqs {plan.max_num_seqs})"
-    table = _table("sequences in the pool", "tokens each", "pages each", "fit", limit)
+    title, over = "sequences in the pool", "bytes / what is read"
+    table = _table(title, "tokens each", "pages each", over, "fit", limit)
     for r in plan.residents:
-        table.add_row(*(f"{x}" for x in (r.length, r.pages, r.sequences, r.admitted)))
+        cells = (r.length, r.pages, f"{r.over:.2f}", r.sequences, r.admitted)
+        table.add_row(*(f"{x}" for x in cells))
     return table
+
+
+def _group(g: LayerGroups) -> str:
+    """A line on groups of layers of one reach."""
+    reads = "read all tokens"
+    if g.reads:
+        reads = f"read {'chunks' if g.chunked else 'windows'} of {g.reads}"
+    groups = f"{g.groups} group{'s' * (g.groups > 1)}"
+    padded = f" ({g.arrays - g.layers} of {g.arrays} places empty)" if g.arrays > g.layers else ""
+    return f"{g.layers} layers {reads}: {groups} of {g.arrays // g.groups}{padded}"
 
 
 def _rates(plan: Plan) -> Table:

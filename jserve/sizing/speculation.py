@@ -192,7 +192,7 @@ class DraftCosts:
     def _work(self, read: int, rows: int, tokens: int, drawn: int, context: float) -> Work:
         """A pass over ``tokens`` that reads so many weights, ``n_drawn`` of them for ``drawn`` logits."""
         line, arch = self.line, self.drafter.arch
-        kv = dataclasses.replace(line.kv, layers=self.drafter.kv_layers)
+        kv = dataclasses.replace(line.kv, layers=self.drafter.kv_layers, groups=None)
         tp = 1 if self.drafter.replicated else line.tp
         body = read - (self.n_drawn if drawn else 0)
         attention = arch.layers[0].attn.key_flops * tokens * kv.seen(context)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jserve.kv_layout import Reach, Span
 from jserve.sampling import MAX_LOGPROBS, SamplingParams
 from jserve.types import Request
 
@@ -60,6 +61,15 @@ class FakeModel:
     """Positions that each position sees, its own included; 0 for all."""
     sinks: int = 0
     """First positions that all later ones see beside the window."""
+    reaches: tuple[Reach, ...] = ()
+    """The groups of layers that see different positions; empty: one group, which sees the window and the sinks."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Of each group."""
+        if not self.reaches:
+            return (Span(self.window),)
+        return tuple(reach.span for reach in self.reaches for _ in range(reach.n_groups))
 
     def draw(
         self,
@@ -135,26 +145,50 @@ def rank_of(seen: int, token: int, vocab: int) -> int:
 
 
 class Visible:
-    """The view of the newest position as two sums: of placed tokens, of placed ctx. All before it is
-    visible, or with a window what lies in that and the sinks."""
+    """The view of the newest position: of each group of layers two sums, of placed tokens and of placed ctx. All
+    before it is visible, or what lies in the group's span, and the sinks."""
 
-    def __init__(self, window: int = 0, sinks: int = 0) -> None:
-        self.window, self.sinks = window, sinks
-        self.total = self.seen = 0
-        self._placed: list[tuple[int, int]] = []
+    def __init__(self, model: FakeModel) -> None:
+        self._groups = [_GroupView(span, model.sinks, i) for i, span in enumerate(model.spans)]
+
+    @property
+    def seen(self) -> int:
+        return joined([group.seen for group in self._groups])
 
     def add(self, token: int) -> None:
         """One more token."""
+        for group in self._groups:
+            group.add(token)
+
+
+class _GroupView:
+    """``Visible`` of one group."""
+
+    def __init__(self, span: Span, sinks: int, number: int) -> None:
+        self.span, self.sinks, self.number = span, sinks, number
+        self.total = self.seen = 0
+        self._low = sinks
+        self._placed: list[tuple[int, int]] = []
+
+    def add(self, token: int) -> None:
         at = len(self._placed)
-        left = at - self.window if self.window else -1
-        if left >= self.sinks:
-            token_left, ctx_left = self._placed[left]
+        lowest = int(self.span.lowest(np.int64(at)))
+        for token_left, ctx_left in self._placed[self._low : max(self._low, lowest)]:
             self.total, self.seen = self.total - token_left, self.seen - ctx_left
+        self._low = max(self._low, lowest)
         placed = _place(token, at)
         self.total = (self.total + placed) & MASK
-        ctx = _place(mix(self.total), at)
+        ctx = _place(mix(self.total ^ self.number), at)
         self.seen = (self.seen + ctx) & MASK
         self._placed.append((placed, ctx))
+
+
+def joined(seen: Seq[int]) -> int:
+    """One number for what each group of layers sees; of one group, what it sees."""
+    *others, found = seen
+    for other in reversed(others):
+        found = (other + mix(found)) & MASK
+    return found
 
 
 def counted(token: int, drawn: bool) -> int:
@@ -172,7 +206,7 @@ def expected(model: FakeModel, request: Request, seed: int, most: int) -> list[i
     """The output tokens of ``request`` by the definition, up to ``most`` tokens with the prompt."""
     params, stops = request.params, stops_of(request)
     tokens, n_prompt = list(request.prompt_ids), len(request.prompt_ids)
-    visible = Visible(model.window, model.sinks)
+    visible = Visible(model)
     for token in tokens:
         visible.add(token)
     history = sum(counted(t, False) for t in tokens) & MASK

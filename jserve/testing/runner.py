@@ -10,7 +10,8 @@ visible when it was computed (as KV depends on the whole prefix)::
     ctx_p = mix(sum_p)                                stored beside the token
     draw  = mix(sum over i <= p of  mix(ctx_i, i))    read from the ctx that the table points at
 
-(with a window: over the i that p sees). So a page that is stale, shared too early, freed too early,
+(with a window: over the i that p sees; of several groups of layers each has a ctx of its own, and a draw reads all).
+So a page that is stale, shared too early, freed too early,
 or off by one changes the next token. Reading a position that was never written (scratch among them),
 writing scratch, or two rows writing one position raises
 ``AssertionError``. ``FakeRunner.expected`` computes the same function from a plain list of tokens,
@@ -28,16 +29,17 @@ import numpy as np
 from jserve.faults import point
 from jserve.ports import InFlight, RunnerLimits
 from jserve.sampling import MAX_LOGPROBS
+from jserve.testing.group_rows import GroupRow, group_rows
 from jserve.testing.model import (
     MASK,
     FakeModel,
     bias_digest,
     counted,
     expected,
+    joined,
     logprob_at,
     logprob_of,
     mix,
-    mix_N,
     place_at,
     rank_of,
     sampling_hash,
@@ -106,6 +108,10 @@ class FakeRunner:
             eos_rate=eos_rate,
             window=limits.window,
             sinks=limits.sinks,
+            reaches=limits.reaches,
+        )
+        assert not (limits.reaches and limits.device_drafts and not limits.drafts_from_text), (
+            "a drafter keeps its KV in the pages of all layers"
         )
         self.step_s = step_s
         self.acceptance = acceptance
@@ -169,7 +175,9 @@ class FakeRunner:
         """
         wanted, limits = request.params.max_tokens, self._limits
         most = limits.max_model_len if wanted is None else len(request.prompt_ids) + wanted
-        if not limits.window:  # with one, pages go round: a long output passes through a small pool
+        if not (
+            limits.window or limits.reaches
+        ):  # with one, pages go round: a long output passes through a small pool
             most = min(most, (limits.n_pages - 1) * limits.page_size + 1)
         if seed is None:
             seed = (request.params.seed or 0) + index
@@ -207,29 +215,29 @@ class FakeRunner:
         out = _blank(len(plan.rows), J, top=wants_top, picks=self._limits.picks)
         scores: dict[int, PromptLogprobs] = {}
         written: set[tuple[int, int]] = set()
-        for row, pages in zip(plan.rows, plan.page_table_RM, strict=True):
+        pages_R = [self._groups(plan, r) for r in range(len(plan.rows))]
+        for row, pages in zip(plan.rows, pages_R, strict=True):
             if row.backfill:  # before anybody drafts
-                self._show(row, pages)
+                self._show(row, pages[0])
         for r, row in enumerate(plan.rows):
-            pages = plan.page_table_RM[r]
+            pages = pages_R[r]
             if row.backfill:
                 continue
             tokens, start = self._inputs(row)
             drafts = tokens[1:] if row.from_slot else ()
             self._write(row, pages, start, tokens, written, plan.id)
-            self.shown_PZ[self._cells(pages, np.arange(start, start + row.count))] = (
-                plan.n_draft > 0
-            )
+            self.shown_PZ[pages[0].cells(np.arange(start, start + row.count))] = plan.n_draft > 0
             if row.targets:
                 scores[r] = self._score(row, pages, start)
             if row.emits:
                 self._draw(row, pages, start, drafts, out, r)
-                self._slots[row.slot].drafts = self._draft(row, pages, plan.n_draft)
+                self._slots[row.slot].drafts = self._draft(row, pages[0], plan.n_draft)
             else:
                 self._slots[row.slot].length = start + row.count
                 self._slots[row.slot].drafts = ()
-            cells = self._cells(pages, self._visible(start, start + row.count))
-            out.finite_R[r] &= not self.poison_PZ[cells].any()
+            for group in pages:
+                cells = group.cells(group.visible(start, start + row.count))
+                out.finite_R[r] &= not self.poison_PZ[cells].any()
         return replace(out, prompt=scores, extra=self._extra(plan, out))
 
     def _extra(self, plan: StepPlan, out: StepResult) -> dict[str, dict[int, list[int]]]:
@@ -240,16 +248,14 @@ class FakeRunner:
             for name in self._limits.features
         }
 
-    def _show(self, row: RowPlan, pages: np.ndarray) -> None:
+    def _show(self, row: RowPlan, pages: GroupRow) -> None:
         """Of tokens that were computed; the one after them is known too."""
-        cells = self._cells(pages, np.arange(row.start, row.start + row.count))
+        cells = pages.cells(np.arange(row.start, row.start + row.count))
         assert self.token_PZ[cells].tolist() == list(row.tokens), (
             "other tokens are shown than were computed"
         )
         end, slot = row.start + row.count, self._slots[row.slot]
-        after = (
-            slot.last if end == slot.length else self.token_PZ[self._cells(pages, np.array(end))]
-        )
+        after = slot.last if end == slot.length else self.token_PZ[pages.cells(np.array(end))]
         assert row.next_token == after, "the token after them is another"
         assert not row.emits, "a row that shows tokens draws one"
         self.shown_PZ[cells] = True
@@ -270,64 +276,67 @@ class FakeRunner:
         assert wanted <= len(held), f"{wanted} drafts wanted, the slot holds {len(held)}"
         return held[:wanted]
 
-    def _cells(self, pages: np.ndarray, at_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(page, offset) of positions ``at_N``."""
-        return pages[at_N // self._limits.page_size], at_N % self._limits.page_size
-
-    def _visible(self, start: int, n: int) -> np.ndarray:
-        """int64[S]: positions, ascending, that tokens ``start`` to ``n - 1`` see."""
-        window = self.model.window
-        first = max(0, start - window + 1) if window else 0
-        return np.concatenate([np.arange(min(self.model.sinks, first)), np.arange(first, n)])
-
-    def _sums(self, value_S: np.ndarray, at_S: np.ndarray, start: int) -> np.ndarray:
-        """uint64[N]: what each position from ``start`` on sees of ``value_S``, which lies at positions
-        ``at_S``, as one sum."""
-        cum_S1 = np.zeros(len(at_S) + 1, np.uint64)
-        cum_S1[1:] = np.cumsum(place_at(value_S.astype(np.uint64), at_S))
-        n_new = len(at_S) - int(np.searchsorted(at_S, start))
-        window, skip = self.model.window, int(np.searchsorted(at_S, self.model.sinks))
-        if not window:
-            return cum_S1[len(cum_S1) - n_new :]
-        low_N = np.searchsorted(at_S, start + np.arange(n_new) - window + 1)
-        return cum_S1[len(cum_S1) - n_new :] - (cum_S1[np.maximum(low_N, skip)] - cum_S1[skip])
+    def _groups(self, plan: StepPlan, r: int) -> list[GroupRow]:
+        """Row ``r`` of ``plan`` in each group of layers."""
+        limits = self._limits
+        return group_rows(
+            plan, r, limits.reaches, limits.page_size, self.model.window, limits.sinks
+        )
 
     def _write(
         self,
         row: RowPlan,
-        pages: np.ndarray,
+        pages: list[GroupRow],
         start: int,
         tokens: list[int],
         written: set[tuple[int, int]],
         step: int,
     ) -> None:
-        at_S = self._visible(start, start + len(tokens))
-        page_S, off_S = self._cells(pages, at_S)
+        key = (row.choice.request.id, row.choice.index)
+        is_bad = key in self.nan
+        self.nan.discard(key)
+        for group in pages:
+            is_bad |= self._write_group(group, start, tokens, written, step)
+        for group in pages:  # what one group computes the next ones read
+            new = group.cells(np.arange(start, start + len(tokens)))
+            self.poison_PZ[new] = is_bad
+
+    def _write_group(
+        self,
+        group: GroupRow,
+        start: int,
+        tokens: list[int],
+        written: set[tuple[int, int]],
+        step: int,
+    ) -> bool:
+        """Write the row's KV of one group; True if something that it reads is not finite."""
+        at_S = group.visible(start, start + len(tokens))
+        page_S, off_S = group.cells(at_S)
         n_old = len(at_S) - len(tokens)
         new = (page_S[n_old:], off_S[n_old:])
         assert new[0].min() > 0, "a token is written to the scratch page"
         cells = set(zip(new[0].tolist(), new[1].tolist(), strict=True))
-        assert not cells & written, "two rows write one position"
+        assert not cells & written, "two rows or groups write one position"
         written |= cells
         self.token_PZ[new] = tokens
         token_S = self.token_PZ[page_S, off_S]
         assert token_S.min() >= 0, "a position is read that was never written"
-        self.ctx_PZ[new] = mix_N(self._sums(token_S, at_S, start))
+        self.ctx_PZ[new] = group.ctx(token_S, at_S, start)
         self.step_P[new[0]] = step
-        key = (row.choice.request.id, row.choice.index)
-        old = (page_S[:n_old], off_S[:n_old])
-        self.poison_PZ[new] = key in self.nan or self.poison_PZ[old].any()
-        self.nan.discard(key)
+        return bool(self.poison_PZ[page_S[:n_old], off_S[:n_old]].any())
 
-    def _seen_N(self, pages: np.ndarray, start: int, n: int) -> np.ndarray:
-        """uint64[n - start]: hash of everything visible up to each position from ``start`` on."""
-        at_S = self._visible(start, n)
-        return mix_N(self._sums(self.ctx_PZ[self._cells(pages, at_S)], at_S, start))
+    def _seen_N(self, pages: list[GroupRow], start: int, n: int) -> list[int]:
+        """[n - start]: hash of everything visible up to each position from ``start`` on."""
+        sums = []
+        for group in pages:
+            at_S = group.visible(start, n)
+            sums.append(group.sums(self.ctx_PZ[group.cells(at_S)], at_S, start).tolist())
+        return [mix(joined(seen)) for seen in zip(*sums, strict=True)]
 
     def _draw(
         self,
         row: RowPlan,
-        pages: np.ndarray,
+        pages: list[GroupRow],
         start: int,
         drafts: Seq[int],
         out: StepResult,
@@ -341,7 +350,7 @@ class FakeRunner:
         lock = choice.n_prompt + params.min_tokens
         for j in range(1 + len(drafts)):
             salt = sampling_hash(params, slot.vocab.history, slot.vocab.bias)
-            seen = int(seen_N[first - start + j]) ^ salt
+            seen = seen_N[first - start + j] ^ salt
             mask_W = None if row.mask is None else row.mask[j]
             redraw = row.redraw[j] if row.redraw else -1
             asked = (seen, first + j + 1, choice.seed, params, stops, lock)
@@ -360,19 +369,19 @@ class FakeRunner:
             if j < len(drafts) and token != drafts[j]:
                 break
 
-    def _draft(self, row: RowPlan, pages: np.ndarray, n: int) -> tuple[int, ...]:
+    def _draft(self, row: RowPlan, pages: GroupRow, n: int) -> tuple[int, ...]:
         """``n`` drafts of what the row's sequence will draw next, some of them wrong. No mask holds."""
         if self._limits.drafts_from_text:
             return self._copied(row, n)
         choice, slot, vocab = row.choice, self._slots[row.slot], self._limits.vocab_size
         params, stops = choice.request.params, stops_of(choice.request)
         first, history = slot.length, slot.vocab.history
-        sees = self.shown_PZ[self._cells(pages, np.arange(first))].all()
+        sees = self.shown_PZ[pages.cells(np.arange(first))].all()
         sure = self.acceptance if sees or not self._limits.drafts_from_kv else 0.0
         tokens, ctxs, drafts = [slot.last], [], []
         for at in range(first, first + n):
-            at_S = np.append(self._visible(at, at), at)
-            cells, new = self._cells(pages, at_S[at_S < first]), at_S[at_S >= first] - first
+            at_S = np.append(pages.visible(at, at), at)
+            cells, new = pages.cells(at_S[at_S < first]), at_S[at_S >= first] - first
             token_S = [*self.token_PZ[cells].tolist(), *(tokens[i] for i in new)]
             ctxs.append(mix(_sum_of(token_S, at_S)))
             ctx_S = [*self.ctx_PZ[cells].tolist(), *(ctxs[i] for i in new)]
@@ -395,10 +404,10 @@ class FakeRunner:
         period = len(slot.text) - ends[-1] if ends else 1
         return tuple(slot.text[i % period - period] for i in range(n))
 
-    def _score(self, row: RowPlan, pages: np.ndarray, start: int) -> PromptLogprobs:
+    def _score(self, row: RowPlan, pages: list[GroupRow], start: int) -> PromptLogprobs:
         tokens, n = row.targets, len(row.targets)
         assert n == min(row.count, row.choice.n_prompt - 1 - start), "targets of another row"
-        seen = [int(s) for s in self._seen_N(pages, start, start + n)]
+        seen = self._seen_N(pages, start, start + n)
         top = [top_of(s, self._limits.vocab_size) for s in seen]
         return PromptLogprobs(
             start=start,

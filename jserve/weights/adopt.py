@@ -42,7 +42,7 @@ def matched(params: Any, specs: Any, canonical: Any = None) -> list[Match]:
         WeightsError: a path is missing or unknown, or a leaf was deleted, has another shape or no
             floating dtype; ``field`` is ``params.<path>``.
     """
-    given = dict(_leaves(params, ()))
+    given = dict(leaves_of(params))
     wanted = named(specs)
     _check_paths(given, [name for name, _ in wanted])
     bases = wanted if canonical is None else named(canonical)
@@ -89,7 +89,7 @@ def in_host_memory(match: Match, dtype: Any) -> np.ndarray:
     return array.astype(dtype, copy=False)
 
 
-def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def leaves_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """(dotted path, array) of every leaf."""
     nnx = sys.modules.get("flax.nnx")  # who has its types has loaded it
     if nnx is not None and isinstance(tree, nnx.State):
@@ -98,10 +98,10 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         tree = tree[...]
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _leaves(value, (*path, str(key)))
+            yield from leaves_of(value, (*path, str(key)))
     elif isinstance(tree, list | tuple):
         for i, value in enumerate(tree):
-            yield from _leaves(value, (*path, str(i)))
+            yield from leaves_of(value, (*path, str(i)))
     else:
         yield ".".join(path), tree
 

@@ -102,6 +102,7 @@ class FakeEngine:
         self.n_cached = self.n_buffered_bytes = 0
         self.states: list[ReplicaState] = []
         self.commands: list[str] = []
+        self.asked: list = []
         self.disobeys: Exception | None = None
         self.values: dict[str, float] = {
             "pages_total": 100,
@@ -153,10 +154,12 @@ class FakeEngine:
         name = message.name or "c"
         return [HandleInfo(name=name, n_tokens=1, n_pages=1, pinned=True, expires_in_s=9.0)]
 
-    async def control(self, message) -> None:
+    async def control(self, message) -> dict:
         self.commands.append(message.action)
+        self.asked.append(message)
         if self.disobeys is not None:
             raise self.disobeys
+        return {"version": message.version or "0", "paused": False, "asleep": [], "held": 0}
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         for record in self.records:

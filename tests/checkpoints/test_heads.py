@@ -27,6 +27,7 @@ from jserve.model.ctx import Ctx
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
+from jserve.model.points import entering
 from jserve.model.shard import Axes, ShardRules, make_mesh
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.speculation.drafters.drafter import Drafter, Seen, Target
@@ -320,7 +321,8 @@ def _pass(served: Served, view: Any) -> tuple[jax.Array, list[jax.Array]]:
     of, drafter, tapped = served.target, served.drafter, served.family.tapped
     assert tapped is not None
     kv = [_pages(of, of.arch) for _ in range(of.arch.L)]
-    x_TD, _, taps = tapped(Ctx.of(of.arch, view, of.attn, Axes()), of.params, kv, drafter.taps)
+    points = [entering(i, of.arch.L) for i in drafter.taps]
+    x_TD, _, taps = tapped(Ctx.of(of.arch, view, of.attn, Axes()), of.params, kv, points)
     return x_TD, taps
 
 

@@ -103,6 +103,35 @@ def test_live_weights(in_root: Callable, capsys) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_probe(in_root: Callable, capsys) -> None:
+    in_root(None)
+    start("probe")
+    lines = capsys.readouterr().out.splitlines()
+    said = dict(line.split(": ", 1) for line in lines)
+    assert said["blocks.4.hook_resid_post"].startswith("'<think>'")
+    assert said["steered by 0"].startswith("'<think>'")
+    assert not said["steered by 4"].startswith("'<think>'")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_grpo_learns_and_does_so_again(in_root: Callable, capsys) -> None:
+    in_root(None)
+    curves = []
+    for _ in range(2):
+        start("grpo")
+        lines = capsys.readouterr().out.splitlines()
+        curves.append(lines)
+    assert curves[0] == curves[1]
+    *updates, end = curves[0]
+    assert len(updates) == 20
+    rewards = [float(line.split("reward ")[1].split(",")[0]) for line in [*updates, end]]
+    assert max(rewards[-5:]) >= rewards[0] + 0.3
+    assert all(float(line.rsplit(" ", 1)[1]) <= 1e-4 for line in updates)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CLIENTS)
 def test_clients_of_the_shipped_model(name: str, shipped_url: str, capsys) -> None:
     start(name, shipped_url)

@@ -173,4 +173,4 @@ def test_stats_are_those_of_the_scheduler():
     engine.step()
     stats = engine.stats()
     assert (stats.step, stats.running, stats.in_flight) == (0, 1, 1)
-    assert stats.values == {"resets_total": 0}
+    assert stats.values == {"resets_total": 0, "weight_updates_total": 0, "paused": 0}

@@ -196,7 +196,7 @@ def first_free(r: Request) -> int:
 def _draw(
     model: FakeModel, r: Request, drawn: list[int], seed: int, mask_W: np.ndarray | None
 ) -> int:
-    visible = Visible()
+    visible = Visible(model)
     for token in (*r.prompt_ids, *drawn):
         visible.add(token)
     at = len(r.prompt_ids) + len(drawn)

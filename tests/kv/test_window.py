@@ -67,7 +67,7 @@ def test_a_long_prompt_never_holds_more_than_window_and_chunks(depth: int):
     while drive.step():
         if drive.scheduler.resources.running.snapshot():
             most = max(most, held(drive, "p"))
-    assert most <= drive.scheduler.resources.window_pages < 180 // Z // 3
+    assert most <= drive.scheduler.resources.demand.parts[0][1] < 180 // Z // 3
     assert drive.computed["p"] == 180
 
 
@@ -99,7 +99,7 @@ def give_way_thrice(drive, id: str) -> None:
 @pytest.mark.parametrize("sinks", [0, 6])
 def test_contexts_longer_than_the_pool_are_served(depth: int, sinks: int):
     drive = CountingDrive(windowed(n_pages=13, sinks=sinks, **ROLLING), depth=depth)
-    assert drive.scheduler.resources.window_pages <= 12
+    assert drive.scheduler.resources.demand.parts[0][1] <= 12
     for i in range(3):
         drive.add(request(f"r{i}", [(i + k) % 7 for k in range(90)], max_tokens=100))
     drive.run()
@@ -116,10 +116,10 @@ def test_who_gave_way_thrice_rolls_through_a_pool_that_is_full_beside_it():
     while drive.step():
         for seq in resources.running:
             if seq.request.id == "a":
-                assert seq.lease.n_own == resources.window_pages or seq.lease.capacity >= 149
+                assert seq.lease.n_own == resources.demand.parts[0][1] or seq.lease.capacity >= 149
                 most = max(most, held(drive, "a"))
     drive.run()
-    assert most == resources.window_pages == 8
+    assert most == resources.demand.parts[0][1] == 8
     assert resources.n_preemptions == 3, "nobody was asked for a page again"
 
 

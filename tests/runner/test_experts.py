@@ -191,7 +191,7 @@ def test_a_reset_keeps_the_places_and_new_weights_begin_anew() -> None:
     of.reset()
     np.testing.assert_array_equal(balancer.slot_LS, table)
     assert tokens(of) == alone()
-    of.update_params(weights(make_mesh(1), ShardRules()))
+    of.update_weights(weights(make_mesh(1), ShardRules()))
     np.testing.assert_array_equal(balancer.slot_LS, balancer._initial())
     assert tokens(of) == alone()
 

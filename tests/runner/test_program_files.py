@@ -137,7 +137,7 @@ def test_a_warm_start_traces_nothing_and_says_the_same(tmp_path: Path) -> None:
     assert Rig(warm).run(some) == Rig(cold).run(some)
     assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(warm.state.kv)} == before
     assert warm.programs.late_compiles == 0
-    warm.update_params(tiny_params(make_mesh(1), seed=1))
+    warm.update_weights(tiny_params(make_mesh(1), seed=1))
     warm.reset()
     assert warm.programs.late_compiles == 0
 

@@ -111,17 +111,17 @@ def test_other_weights_take_effect_without_a_compile():
     r = shared()
     (job,) = jobs(1, temperature=0.0)
     first = Rig(r).run([job])
-    r.update_params(tiny_params(make_mesh(1), seed=1))
+    r.update_weights(tiny_params(make_mesh(1), seed=1))
     second = Rig(r).run([job])
-    r.update_params(tiny_params(make_mesh(1), seed=0))
+    r.update_weights(tiny_params(make_mesh(1), seed=0))
     assert first != second
     assert Rig(r).run([job]) == first
     wrong = tiny_params(make_mesh(1))
     wrong["embed"] = wrong["embed"][:, :-1]
     with pytest.raises(WeightsError, match="embed"):
-        r.update_params(wrong)
+        r.update_weights(wrong)
     with pytest.raises(WeightsError, match="missing"):
-        r.update_params({"embed": wrong["embed"]})
+        r.update_weights({"embed": wrong["embed"]})
     assert Rig(r).run([job]) == first
 
 

@@ -156,9 +156,9 @@ def test_the_model_would_draw_a_padded_id() -> None:
     """What the other tests rest on: a logit of 0 beats every token of this model."""
     raised = dict(weights()) | {"unembed": weights()["unembed"].copy()}
     raised["unembed"][50] = 0
-    one_device().update_params(raised)
+    one_device().update_weights(raised)
     tokens = Rig(one_device()).run([replace(jobs()[0], n=3)])[0]
-    one_device().update_params(weights())
+    one_device().update_weights(weights())
     assert tokens == [50, 50, 50]
 
 

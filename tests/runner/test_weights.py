@@ -77,7 +77,7 @@ def test_any_input_serves_as_if_started_with_it(
     for seed in (1, 0):
         given = INPUTS[form](host(seed))
         before = n_compiles()
-        runner.update_params(given)
+        runner.update_weights(given)
         assert n_compiles() == before
         for leaf in jax.tree.leaves(given):
             if isinstance(leaf, jax.Array):
@@ -90,10 +90,10 @@ def test_the_engines_own_layout_is_overwritten_in_place(
     runner: ModelRunner, want: dict[int, Any]
 ) -> None:
     """Arrays that lie as the engine's do are copied on the device, into the buffers it has."""
-    runner.update_params(host(0))
+    runner.update_weights(host(0))
     before = pointers(runner.params)
     given = tiny_params(runner.model.mesh, seed=1)
-    runner.update_params(given)
+    runner.update_weights(given)
     assert pointers(runner.params) == before
     assert not set(pointers(given)) & set(before)
     assert Rig(runner).run([JOB]) == want[1]
@@ -106,7 +106,7 @@ def pointers(params: Any) -> list[int]:
 
 def test_a_numpy_array_may_be_changed_afterwards(runner: ModelRunner, want: dict[int, Any]) -> None:
     given = jax.tree.map(np.copy, host(1))
-    runner.update_params(given)
+    runner.update_weights(given)
     for leaf in jax.tree.leaves(given):
         leaf[...] = 7
     assert Rig(runner).run([JOB]) == want[1]
@@ -124,7 +124,7 @@ def test_a_trainer_may_donate_what_it_handed_over(runner: ModelRunner) -> None:
     step = jax.jit(descend, donate_argnums=0)
     trained = step(tiny_params(runner.model.mesh, seed=1), jnp.float32(0.1))
     kept = jax.tree.map(np.array, trained)
-    runner.update_params(trained)
+    runner.update_weights(trained)
     first = Rig(runner).run([JOB])
     assert first == [whole.greedy(kept, JOB.prompt, JOB.n)]
     step(trained, jnp.float32(0.2))
@@ -168,9 +168,9 @@ def gone(x: np.ndarray) -> jax.Array:
 def test_a_wrong_leaf_is_named_and_the_old_weights_serve_on(
     runner: ModelRunner, want: dict[int, Any], change: Any, path: str, says: str
 ) -> None:
-    runner.update_params(host(0))
+    runner.update_weights(host(0))
     with pytest.raises(WeightsError, match=says) as caught:
-        runner.update_params(change(host(1)))
+        runner.update_weights(change(host(1)))
     assert caught.value.field == f"params.{path}"
     assert path in caught.value.message
     assert Rig(runner).run([JOB]) == want[0]
@@ -179,7 +179,7 @@ def test_a_wrong_leaf_is_named_and_the_old_weights_serve_on(
 def test_a_failure_half_way_leaves_the_old_weights(
     runner: ModelRunner, want: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner.update_params(host(0))
+    runner.update_weights(host(0))
     copies: list[str] = []
 
     def full(match: Match, dtype: Any) -> np.ndarray:
@@ -190,7 +190,7 @@ def test_a_failure_half_way_leaves_the_old_weights(
 
     monkeypatch.setattr("jserve.runner.weights.in_host_memory", full)
     with pytest.raises(MemoryError):
-        runner.update_params(host(1))
+        runner.update_weights(host(1))
     assert len(copies) == 6
     assert Rig(runner).run([JOB]) == want[0]
 

@@ -80,6 +80,14 @@ def step_times() -> tuple[StepTime, ...]:
     )
 
 
+def known_pages(cache):
+    """(root key, node, page of the device) of all that can be found."""
+    for part in cache.parts:
+        for key, node in part.tree.nodes():
+            if node.page:  # else it went from the middle of a path; the audit judges that
+                yield from ((key, node, page) for page in part.pool.pages_of(node.page))
+
+
 def folded(req: Request, vocab: int) -> Request:
     """``req`` over the first ``vocab`` ids. Over two of them prefixes collide and branch at every page."""
 
@@ -395,7 +403,7 @@ class Drive:
         assert out.prompt_logprobs is not None
         assert out.prompt_logprobs[0] is None
         assert [p.token for p in out.prompt_logprobs[1:]] == prompt[1:]
-        visible = fake_model.Visible(self.limits.window, self.limits.sinks)
+        visible = fake_model.Visible(self.runner.model)
         for i, entry in enumerate(out.prompt_logprobs[1:]):
             visible.add(prompt[i])
             now = fake_model.mix(visible.seen)
@@ -409,7 +417,7 @@ class Drive:
         self, prompt: list[int], tokens: list[int], out: Output, picks: tuple[int, ...] | None
     ) -> None:
         """Ranks and the log-probabilities of named ids are those of the definition."""
-        visible = fake_model.Visible(self.limits.window, self.limits.sinks)
+        visible = fake_model.Visible(self.runner.model)
         for token in [*prompt, *tokens[: len(tokens) - len(out.token_ids)]]:
             visible.add(token)
         for entry in out.logprobs or ():
@@ -441,14 +449,10 @@ class Drive:
         resources = self.scheduler.resources
         resources.check(tuple(self.held))  # I1 - I8
         self._check_states()
-        for key, node in resources.cache.tree.nodes():
-            if not node.page:
-                continue  # it went from the middle of a path; the audit judges that
-            assert int(self.runner.step_P[node.page]) in self.committed, (
-                "I9: a page is known too soon"
-            )
-            assert not self.runner.poison_PZ[node.page].any(), "a page that is not finite is known"
-            stored = tuple(self.runner.token_PZ[node.page].tolist())
+        for key, node, page in known_pages(resources.cache):
+            assert int(self.runner.step_P[page]) in self.committed, "I9: a page is known too soon"
+            assert not self.runner.poison_PZ[page].any(), "a page that is not finite is known"
+            stored = tuple(self.runner.token_PZ[page].tolist())
             assert stored == node.key, (
                 f"I6: the tree says {node.key}, the page holds {stored}, {key}"
             )
@@ -497,13 +501,16 @@ class Drive:
             assert queue.tokens == tokens
             assert queue.tenants.keys() == tokens.keys()
         for seq in running:
-            n_held = sum(1 for page in seq.lease.pages if page)
-            assert n_held <= resources._most(seq) + self.limits.max_drafts, (
-                "more pages than foreseen"
+            counts = resources.demand.parts
+            n_held = sum(
+                n * sum(1 for page in part.pages if page)
+                for (n, _), part in zip(counts, seq.lease.parts, strict=True)
             )
+            spare = self.limits.max_drafts * resources.demand.n_groups
+            assert n_held <= resources._most(seq) + spare, "more pages than foreseen"
         Z = self.limits.page_size
         assert resources._most_pages == sum(resources._most(s) for s in running)
-        assert self.limits.window or resources._most_pages == sum(
+        assert resources.demand.slides or resources._most_pages == sum(
             -(-policy.kv_tokens(s) // Z) for s in running
         )
         assert set(resources.waiting._passed) <= set(waiting), "someone holds the door from outside"
@@ -522,11 +529,14 @@ class Drive:
         assert not sched.resources.waiting._arrivals
         assert not len(sched.speculation), "I17: a watched text is left"
         assert sched.stats().running == sched.stats().waiting == sched.stats().preempted == 0
-        cached = cache.tree.n_nodes
+        parts = list(zip(sched.resources.demand.parts, cache.parts, strict=True))
+        cached = sum(n * part.tree.n_nodes for (n, _), part in parts)
         assert cache.pool.n_free + cached == cache.pool.n_usable, "I17: pages are lost"
-        assert cache.tree.n_evictable == cached - cache.tree.n_pinned, "I17: a lock is left"
-        assert cache.tree.n_hollow == 0 or self.limits.window, "I17: a node without a page is left"
-        assert not cache.table.rows.any(), "I17: a table row is left"
+        for (_, bound), part in parts:
+            tree = part.tree
+            assert tree.n_evictable == tree.n_nodes - tree.n_pinned, "I17: a lock is left"
+            assert tree.n_hollow == 0 or bound, "I17: a node without a page is left"
+            assert not part.table.rows.any(), "I17: a table row is left"
         if self.checks:
             sched.resources.check()
 

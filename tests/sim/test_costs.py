@@ -7,9 +7,11 @@ import pytest
 
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError
+from jserve.kv_layout import Reach, Span
 from jserve.ports import StepTime
 from jserve.sim import costs
 from jserve.sim.costs import StepTimeTable, TableFile
+from jserve.sizing.models import simulated
 from tests.sim.models import MODEL
 
 
@@ -111,6 +113,22 @@ def test_a_table_file_is_a_device(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match="steps"):
         costs.from_table(path, CacheOptions())
+
+
+def test_groups_of_layers_follow_the_model(tmp_path: Path) -> None:
+    groups = (Reach(Span(), 1), Reach(Span(128), 1))
+    path = write_table(tmp_path / "groups.json", reaches=groups)
+    assert costs.from_table(path, CacheOptions()).reaches == groups
+    with pytest.raises(ConfigError, match="measure with kv_groups off") as caught:
+        costs.from_table(path, CacheOptions(host_memory_gb=1.0))
+    assert caught.value.field == "host_memory_gb"
+    model = simulated("gpt-oss-20b")
+    with_groups = costs.from_roofline(model, "h200", CacheOptions())
+    without = costs.from_roofline(model, "h200", CacheOptions(kv_groups="off"))
+    assert (with_groups.reaches, without.reaches) == (groups, ())
+    assert without.page_bytes == 2 * with_groups.page_bytes
+    assert with_groups.n_pages // 2 == without.n_pages
+    assert costs.from_roofline(model, "h200", CacheOptions(host_memory_gb=1.0)).reaches == ()
 
 
 def test_the_roofline_of_a_model() -> None:

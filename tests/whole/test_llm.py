@@ -294,21 +294,21 @@ def test_sampling_fields_are_range_checked_by_name(field: str, value: object) ->
 
 
 def test_weights_handed_over_and_swapped(llm: LLM, tiny_dir: Path) -> None:
-    """``params=`` and ``update_params``: a live program's weights serve at once, on one set of programs."""
+    """``params=`` and ``update_weights``: a live program's weights serve at once, on one set of programs."""
     mine = jax.tree.map(np.asarray, llm._engine.runner.params)  # type: ignore[attr-defined]
     other = jax.tree.map(lambda x: x[..., ::-1], mine)
     options = {k: v for k, v in SMALL_OPTIONS.items() if k != "load_format"}
     with LLM(str(tiny_dir), params=mine, load_format="dummy", **options) as second:
         want = llm.generate("the quick", GREEDY)[0].outputs[0].token_ids
         assert second.generate("the quick", GREEDY)[0].outputs[0].token_ids == want
-        second.update_params(other)
+        second.update_weights(other)
         changed = second.generate("the quick", GREEDY)[0].outputs[0].token_ids
         assert changed != want
-        second.update_params(mine)
+        second.update_weights(mine)
         assert second.generate("the quick", GREEDY)[0].outputs[0].token_ids == want
         broken = {**mine, "norm": np.ones(3, np.float32)}
         with pytest.raises(WeightsError, match="norm"):
-            second.update_params(broken)
+            second.update_weights(broken)
         assert second.generate("the quick", GREEDY)[0].outputs[0].token_ids == want
     second.close()
     with pytest.raises(RuntimeError, match="this LLM was closed"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jserve import LLM, SamplingParams
 from jserve.errors import WeightsError
 from jserve.model.families import family_for
 from jserve.model.shard import ParamSpec, is_spec
+from jserve.weights.layout import split
+from jserve.weights.place import named
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
@@ -84,7 +88,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 def test_a_training_loop_feeds_the_engine(llm: LLM, odd_dir: Path, train: Any) -> None:
     params = train(train(drawn(odd_dir, 0)))
     before = tokens(llm)
-    llm.update_params(params)
+    llm.update_weights(params)
     fed = tokens(llm)
     kept = jax.tree.map(np.array, params)
     train(params)
@@ -98,7 +102,7 @@ def test_a_training_loop_feeds_the_engine(llm: LLM, odd_dir: Path, train: Any) -
 def test_cached_prefixes_of_the_old_weights_are_gone(llm: LLM, odd_dir: Path) -> None:
     long = " ".join(["the quick brown fox jumps over the lazy dog"] * 2)
     for seed in (3, 4):
-        llm.update_params(drawn(odd_dir, seed))
+        llm.update_weights(drawn(odd_dir, seed))
         (first,) = llm.generate(long, GREEDY)
         (second,) = llm.generate(long, GREEDY)
         assert not first.num_cached_tokens
@@ -111,18 +115,148 @@ def test_a_donated_leaf_is_named_and_the_engine_lives(llm: LLM, odd_dir: Path, t
     params = drawn(odd_dir, 5)
     train(params)
     with pytest.raises(WeightsError, match=r"params\.embed: .*deleted"):
-        llm.update_params(params)
+        llm.update_weights(params)
     wrong = drawn(odd_dir, 5)
     wrong["layers"][1]["o"] = wrong["layers"][1]["o"][:-1]
     with pytest.raises(WeightsError, match=r"params\.layers\.1\.o: shape"):
-        llm.update_params(wrong)
+        llm.update_weights(wrong)
     assert tokens(llm) == before
+
+
+def names_of(params: Any, root: Path) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint."""
+    config = json.loads((root / "config.json").read_text())
+    family = family_for(config)
+    specs = family.specs(family.arch(config), 1)
+    found: dict[str, np.ndarray] = {}
+    for (_, spec), leaf in zip(named(specs), jax.tree.leaves(params), strict=True):
+        found |= split(spec, np.asarray(leaf))
+    return found
+
+
+@pytest.fixture
+def nothing_compiles(llm: LLM) -> Iterator[None]:
+    programs = llm._engine.runner.programs  # type: ignore[attr-defined]
+    before = programs.late_compiles
+    yield
+    assert programs.late_compiles == before
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_checkpoint_names_and_files_are_other_ways_in(
+    llm: LLM, odd_dir: Path, tmp_path: Path
+) -> None:
+    """A mapping, a stream in any order, a directory, and a part of the parameters."""
+    first, other = drawn(odd_dir, 6), drawn(odd_dir, 7)
+    llm.update_weights(first)
+    want = tokens(llm)
+    tensors = names_of(first, odd_dir)
+    shutil.copytree(odd_dir, tmp_path / "saved")
+    save_file(tensors, tmp_path / "saved" / "model.safetensors")
+    for source in (tensors, reversed(tensors.items()), str(tmp_path / "saved")):
+        llm.update_weights(other)
+        assert tokens(llm) != want
+        llm.update_weights(source)
+        assert tokens(llm) == want
+    some = {k: v for k, v in names_of(other, odd_dir).items() if ".self_attn." in k}
+    with pytest.raises(WeightsError, match=r"params\.embed: missing"):
+        llm.update_weights(some)
+    llm.update_weights(some, partial=True)
+    mixed = {
+        **first,
+        "layers": [
+            {**a, **{k: b[k] for k in ("qkv", "o")}}
+            for a, b in zip(first["layers"], other["layers"], strict=True)
+        ],
+    }
+    changed = tokens(llm)
+    llm.update_weights(mixed)
+    assert tokens(llm) == changed != want
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "k_proj.weight: missing"),
+        (lambda t: t.update({"model.layers.9.x": np.ones(3, np.float32)}), "layers.9.x: no param"),
+        (lambda t: t.update({"model.norm.weight": np.ones(3, np.float32)}), "norm.weight: shape"),
+        (lambda t: t["model.norm.weight"].fill(np.nan), "norm.weight: has NaN"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(llm: LLM, odd_dir: Path, fault: Any, match: str) -> None:
+    before = tokens(llm)
+    tensors = {k: v.copy() for k, v in names_of(drawn(odd_dir, 8), odd_dir).items()}
+    fault(tensors)
+    with pytest.raises(WeightsError, match=match):
+        llm.update_weights(tensors)
+    assert tokens(llm) == before
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+@pytest.mark.parametrize("running", ["recompute", "mix"])
+def test_amid_a_stream(llm: LLM, odd_dir: Path, running: str) -> None:
+    """A wrong leaf changes nothing; other weights do from the next token on, and after a recompute the text goes
+    on as in an engine that is given the prompt and the tokens so far."""
+    llm.update_weights(drawn(odd_dir, 9), version="old")
+    (old,) = llm.generate(PROMPTS[0], GREEDY)
+    wrong, new = drawn(odd_dir, 10), drawn(odd_dir, 10)
+    wrong["final_norm"] = np.asarray(wrong["final_norm"])[:-1]
+    job = llm._prompts.request(PROMPTS[0], GREEDY)  # as ``stream``, with ids
+    engine = llm._engine
+    engine.submit(job.request)
+    llm._streams_in = threading.get_ident()
+    while engine.busy:
+        for out in engine.step():
+            job.take(out)
+        n = len(job.output.outputs[0].token_ids)
+        if n == 3:
+            with pytest.raises(WeightsError, match="final_norm"):
+                llm.update_weights(wrong, running=running)
+        if n == 5 and llm.state().version == "old":
+            state = llm.update_weights(new, running=running, version="new")
+            assert state.seconds > 0
+    llm._streams_in = None
+    (choice,) = job.output.outputs
+    (first, second) = choice.weight_versions
+    assert (first.version, first.start, second.version, second.end) == ("old", 0, "new", 12)
+    assert first.end == second.start
+    at = first.end
+    assert choice.token_ids[:at] == old.outputs[0].token_ids[:at]
+    rest = SamplingParams(temperature=0, max_tokens=12 - at, ignore_eos=True)
+    prompt = [*job.request.prompt_ids, *choice.token_ids[:at]]
+    (fresh,) = llm.generate({"prompt_token_ids": prompt}, rest)
+    goes_on = fresh.outputs[0].token_ids == choice.token_ids[at:]
+    assert goes_on or running == "mix"
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_sleep_gives_the_memory_back(llm: LLM) -> None:
+    before, runner = tokens(llm), llm._engine.runner
+    llm.sleep()
+    leaves = jax.tree.leaves((runner.params, runner.state))
+    assert all(leaf.is_deleted() for leaf in leaves)
+    with pytest.raises(RuntimeError, match="asleep"):
+        llm.generate(PROMPTS[0], GREEDY)
+    assert llm.wake(["weights"]).asleep == ("kv",)
+    llm.wake()
+    assert tokens(llm) == before
+
+
+def test_donated_trees_are_deleted_and_pauses_are_errors_here(llm: LLM, odd_dir: Path) -> None:
+    params = drawn(odd_dir, 11)
+    llm.update_weights(params, donate=True)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    assert llm.pause("keep").paused
+    with pytest.raises(RuntimeError, match="resume"):
+        llm.generate(PROMPTS[0], GREEDY)
+    llm.resume()
+    tokens(llm)
 
 
 def test_min_tokens_decides_at_its_border(llm: LLM, odd_dir: Path) -> None:
     """A stop id as the token after ``min_tokens`` outputs ends the answer, and one before them is
     not drawn."""
-    llm.update_params(drawn(odd_dir, 0))
+    llm.update_weights(drawn(odd_dir, 0))
     (out,) = llm.generate(PROMPTS[0], GREEDY)
     plain = list(out.outputs[0].token_ids)
     at = next(i for i in range(3, len(plain)) if plain[i] not in plain[:i])

@@ -110,5 +110,20 @@ OPERATOR: Table = (
     Route(
         "POST", "/stop_profile", _ADMIN, admin.stop_profile, "Write the profile", admin.NothingBody
     ),
+    Route("POST", "/pause", _ADMIN, admin.pause, "Let new requests wait", admin.PauseBody),
+    Route("POST", "/resume", _ADMIN, admin.resume, "End a pause", admin.NothingBody),
+    Route("GET", "/is_paused", _ADMIN, admin.is_paused, "Whether it is paused"),
+    Route("POST", "/sleep", _ADMIN, admin.sleep, "Give device memory back", admin.TagsBody),
+    Route("POST", "/wake_up", _ADMIN, admin.wake, "Take it again", admin.TagsBody),
+    Route("GET", "/is_sleeping", _ADMIN, admin.is_sleeping, "Whether anything is asleep"),
+    Route(
+        "POST",
+        "/update_weights",
+        _ADMIN,
+        admin.update_weights,
+        "Replace the weights",
+        admin.WeightsBody,
+    ),
+    Route("GET", "/weight_info", _ADMIN, admin.weight_info, "The version of the weights"),
     Route("GET", METRICS, _ADMIN, health.metrics, "Prometheus metrics"),
 )

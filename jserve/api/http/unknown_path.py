@@ -39,6 +39,11 @@ ELSEWHERE = {
     "/reset_prefix_cache": _OPERATOR,
     "/start_profile": _OPERATOR,
     "/stop_profile": _OPERATOR,
+    "/pause": _OPERATOR,
+    "/resume": _OPERATOR,
+    "/sleep": _OPERATOR,
+    "/wake_up": _OPERATOR,
+    "/update_weights": _OPERATOR,
 }
 """Paths of vLLM, SGLang, llama.cpp, TGI and Ollama, and of our other port."""
 _STORED = "responses are not stored, so there is none to get, list or delete"

@@ -5,12 +5,18 @@ The port is off unless asked for, and never that of the public API. ::
     POST /abort                {"request_id": "..."} or {"all": true}
     POST /reset_prefix_cache   running requests are recomputed, named caches at their next use
     POST /start_profile  /stop_profile
+    POST /pause  /resume       {"mode": "abort", "wait" or "keep"}; GET /is_paused
+    POST /sleep  /wake_up      {"tags": ["kv_cache", "weights"]}; GET /is_sleeping
+    POST /update_weights       {"weight_dir": "...", "version": "...", "running": "recompute"}; GET /weight_info
+
+Names and modes are vLLM's; those of ``/pause``, ``/sleep`` and ``/wake_up`` may stand in the query, as its clients send
+them.
 """
 
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -18,7 +24,7 @@ from jserve.api.http.errors import HttpError
 from jserve.api.http.front import Front, json_response
 from jserve.api.request.fields import Fields, validate
 from jserve.engine.wire import Control
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, WeightsError
 
 
 class AbortBody(Fields):
@@ -30,6 +36,35 @@ class AbortBody(Fields):
 
 class NothingBody(Fields):
     """POST without fields."""
+
+
+class PauseBody(Fields):
+    """POST /pause."""
+
+    mode: Literal["abort", "wait", "keep"] | None = None
+    """What becomes of running requests: they end, are waited for, or stand still."""
+
+
+class TagsBody(Fields):
+    """POST /sleep and /wake_up."""
+
+    tags: list[Literal["kv_cache", "weights"]] | None = None
+    """What leaves the device, or comes back; by default both."""
+
+
+class WeightsBody(Fields):
+    """POST /update_weights."""
+
+    weight_dir: str
+    """A directory of safetensors or Orbax that this server can read."""
+    version: str | None = None
+    running: Literal["recompute", "mix", "finish", "abort"] | None = None
+    """What becomes of running requests."""
+
+
+_MODES = {"wait": "finish"}
+_TAGS: dict[str, str] = {"kv_cache": "kv"}
+"""vLLM's name -> ours, where they differ."""
 
 
 async def abort(request: web.Request, front: Front) -> web.StreamResponse:
@@ -52,9 +87,70 @@ async def stop_profile(request: web.Request, front: Front) -> web.StreamResponse
     return await _controlled(request, front, "stop_profile")
 
 
+async def pause(request: web.Request, front: Front) -> web.StreamResponse:
+    body = await _body(request, front, PauseBody, dict(request.query))
+    mode = body.mode or "abort"
+    return json_response(await _told(front, "pause", running=_MODES.get(mode, mode)))
+
+
+async def resume(request: web.Request, front: Front) -> web.StreamResponse:
+    await _body(request, front, NothingBody, {})
+    return json_response(await _told(front, "resume"))
+
+
+async def sleep(request: web.Request, front: Front) -> web.StreamResponse:
+    return json_response(await _told(front, "sleep", parts=await _tags(request, front)))
+
+
+async def wake(request: web.Request, front: Front) -> web.StreamResponse:
+    return json_response(await _told(front, "wake", parts=await _tags(request, front)))
+
+
+async def update_weights(request: web.Request, front: Front) -> web.StreamResponse:
+    body = await _body(request, front, WeightsBody, {})
+    given = {"version": body.version or "", "running": body.running or ""}
+    return json_response(await _told(front, "update_weights", source=body.weight_dir, **given))
+
+
+async def weight_info(request: web.Request, front: Front) -> web.StreamResponse:
+    return json_response(await _told(front, "weight_info"))
+
+
+async def is_paused(request: web.Request, front: Front) -> web.StreamResponse:
+    return json_response({"is_paused": (await _told(front, "weight_info"))["paused"]})
+
+
+async def is_sleeping(request: web.Request, front: Front) -> web.StreamResponse:
+    return json_response({"is_sleeping": bool((await _told(front, "weight_info"))["asleep"])})
+
+
+async def _tags(request: web.Request, front: Front) -> list[str]:
+    tags = request.query.getall("tags", [])
+    body = await _body(request, front, TagsBody, {"tags": tags} if tags else {})
+    wanted: list[str] = body.tags or []
+    return [_TAGS.get(tag, tag) for tag in wanted]
+
+
+async def _body(request: web.Request, front: Front, kind: Any, query: dict[str, Any]) -> Any:
+    """The body, with what ``query`` has beside it."""
+
+    def make(raw: dict[str, Any]) -> Any:
+        return validate(kind, {**query, **raw}, strict=True)
+
+    return await front.read(request, make) if request.can_read_body else make({})
+
+
+async def _told(front: Front, action: Any, **given: Any) -> dict[str, Any]:
+    """What the engine answers to a command."""
+    command = Control(id=uuid.uuid4().hex, action=action, **given)
+    try:
+        return await front.engine.control(command)
+    except WeightsError as e:
+        raise BadRequest(e.message, field=e.field, code=e.code) from None
+
+
 async def _controlled(request: web.Request, front: Front, action: Any) -> web.StreamResponse:
-    if request.can_read_body:
-        await front.read(request, lambda raw: validate(NothingBody, raw, strict=True))
+    await _body(request, front, NothingBody, {})
     try:
         await front.engine.control(Control(id=uuid.uuid4().hex, action=action))
     except BadRequest as e:

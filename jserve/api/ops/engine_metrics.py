@@ -105,6 +105,8 @@ _HELP = {
     "host_pages_stowed_total": "KV pages of swapped sequences copied to host memory.",
     "host_pages_loaded_total": "KV pages copied back to the device.",
     "host_pages_dropped_total": "KV pages evicted from host memory.",
+    "paused": "1 while an operator holds new requests back.",
+    "weight_updates_total": "Times that the weights were replaced.",
     "prefill_tokens_total": "Tokens planned to be computed before their sequence decodes, recomputed ones too.",
     "prefix_waits_total": "Sequences that waited for a prefix that another one was computing.",
     "requests_faulty_total": "Requests ended because their steps raise, found by bisection.",

@@ -13,18 +13,22 @@ from jserve.ports import RunnerLimits
 from jserve.sampling import MAX_STOP_IDS, SamplingParams
 from jserve.sched.admission import constraints
 from jserve.types import Lane, Request
+from jserve.window import PageDemand
 
 MAX_DEADLINE_MS = 1e9
 _LANES = tuple(lane.value for lane in Lane)
 
 
 def check(
-    request: Request, limits: RunnerLimits, vocab: int | None = None, window_pages: int = 0
+    request: Request,
+    limits: RunnerLimits,
+    vocab: int | None = None,
+    demand: PageDemand | None = None,
 ) -> int:
     """The most tokens (prompt and output) that ``request`` may reach.
 
     ``vocab`` is the number of real token ids where it is below the padded ``limits.vocab_size``.
-    ``window_pages`` are the most that one sequence holds where a window gives pages back; 0 where none does.
+    ``demand``: the pages that one sequence holds; None: those of all its tokens.
 
     Raises:
         BadRequest: an id out of range, an empty prompt, an option the engine was built without.
@@ -37,7 +41,7 @@ def check(
     constraints.check_static(request, vocab or limits.vocab_size)
     _check_features(request, limits)
     _check_service(request)
-    max_len = _max_len(request, limits, _room(limits, window_pages))
+    max_len = _max_len(request, limits, _room(limits, demand))
     if any(ids and len(request.prompt_ids) + len(ids) >= max_len for ids in request.said):
         raise BadRequest("said leaves a choice no token to be drawn", field="said")
     return max_len
@@ -168,13 +172,11 @@ def _check_guided(request: Request, limits: RunnerLimits) -> None:
     _in_range(ids, limits.vocab_size, "thinking")
 
 
-def _room(limits: RunnerLimits, window_pages: int) -> int:
+def _room(limits: RunnerLimits, demand: PageDemand | None) -> int:
     """Tokens that one sequence alone may reach in the pool; the last one drawn is never computed, so it
     needs no page."""
-    n_usable = limits.n_pages - 1
-    if window_pages and window_pages <= n_usable:
-        return limits.max_model_len + 1
-    return n_usable * limits.page_size + 1
+    demand = demand or PageDemand(page_size=limits.page_size)
+    return demand.room(limits.n_pages - 1, limits.max_model_len) + 1
 
 
 def _max_len(request: Request, limits: RunnerLimits, pool: int) -> int:

@@ -72,13 +72,17 @@ def reserve(
     lengths: Lengths,
     page_size: int,
     most_pages: int = 0,
+    part: int = 0,
 ) -> int:
-    """Pages to reserve for ``running`` and ``seq`` when ``seq`` is admitted with its known tokens.
+    """Pages to reserve for ``running`` and ``seq`` when ``seq`` is admitted with its known tokens, of a group of
+    ``part`` of the cache.
 
     Those who are protected hold all their pages already and only give back. ``most_pages`` is what
     one holds at the most where a window gives pages back; 0 where none does.
     """
-    members = [(lengths.left(s), _own(s, page_size)) for s in running if not policy.protected(s)]
+    members = [
+        (lengths.left(s), _own(s, page_size, part)) for s in running if not policy.protected(s)
+    ]
     if not policy.protected(seq):
         members.append((lengths.left(seq), len(seq.tokens)))
     if most_pages:
@@ -87,7 +91,7 @@ def reserve(
     return -(-peak_tokens(members) // page_size)
 
 
-def _own(seq: Sequence, page_size: int) -> int:
+def _own(seq: Sequence, page_size: int, part: int) -> int:
     """Tokens in pages that come back when ``seq`` ends: all but those it found in the cache."""
     lease = seq.lease
-    return 0 if lease is None else lease.n_own * page_size
+    return 0 if lease is None else lease.parts[part].n_own * page_size

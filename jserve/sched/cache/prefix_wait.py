@@ -88,9 +88,12 @@ class PrefixWaits:
         Z, key = cache.page_size, root_of(seq.request)
         most, leader = 0, None
         for other in self._floor.running:
+            lease = other.lease
+            if lease is None or lease.n_weights != cache.n_weights:
+                continue
             if _computes(other, Z) and root_of(other.request) == key:
                 n = common_pages(seq.tokens[:-1], other.tokens[: other.given], Z)
-                if n > most and other.lease is not None and n > other.lease.n_published:
+                if n > most and n > lease.n_published:
                     most, leader = n, other
         if leader is None:
             return None

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jserve.errors import BadRequest
-from jserve.kv.cache import PageCache
 from jserve.kv.handles import Handle, Handles
-from jserve.kv.pages import PageLease
+from jserve.kv.ledger import Cache, Lease
 from jserve.kv.radix import RootKey
 from jserve.kv.retention import Keep, keeps_of
 from jserve.kv.sessions import Sessions
@@ -26,9 +25,7 @@ class CacheRetention:
         session_ttl_s: how long a session's KV is kept for its next turn.
     """
 
-    def __init__(
-        self, cache: PageCache, *, handle_pages: int = 0, session_ttl_s: float = 0.0
-    ) -> None:
+    def __init__(self, cache: Cache, *, handle_pages: int = 0, session_ttl_s: float = 0.0) -> None:
         self.cache = cache
         self.handles = Handles(cache, handle_pages)
         self.sessions = Sessions(cache, session_ttl_s)
@@ -74,13 +71,15 @@ class CacheRetention:
             return request
         return replace(request, prompt_ids=(*handle.tokens, *request.prompt_ids))
 
-    def settle(self, request: Request, lease: PageLease | None) -> None:
+    def settle(self, request: Request, lease: Lease | None) -> None:
         """Pin the handle that ``request`` uses, once all of it is published and nothing pins it."""
         handle = self.handles.get(request.tenant, request.cache)
-        if handle is not None and lease is not None and handle.root == root_of(request):
+        if lease is None or lease.n_weights != self.cache.n_weights:
+            return
+        if handle is not None and handle.root == root_of(request):
             self.handles.settle(handle, lease)
 
-    def ended(self, request: Request, lease: PageLease) -> None:
+    def ended(self, request: Request, lease: Lease) -> None:
         """A choice of ``request`` is over; its ``lease`` was just given back."""
         if request.session is not None:
             self.sessions.ended(request.tenant, request.session, request.id, lease)

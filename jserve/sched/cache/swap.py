@@ -13,7 +13,7 @@ its last few tokens again; one that may not publish, or whose prefill is slow, g
 from __future__ import annotations
 
 from jserve.kv import swap
-from jserve.kv.cache import PageCache
+from jserve.kv.ledger import Cache
 from jserve.sched import policy
 from jserve.timing.prefill_cap import PrefillCap
 from jserve.types import Sequence
@@ -29,7 +29,7 @@ class SwapPolicy:
     """
 
     def __init__(
-        self, cache: PageCache, cap: PrefillCap | None, *, mode: str, page_move_s: float
+        self, cache: Cache, cap: PrefillCap | None, *, mode: str, page_move_s: float
     ) -> None:
         self.cache, self.cap, self.mode, self.page_move_s = cache, cap, mode, page_move_s
         self.n_out = self.n_back = self.n_lost = 0

@@ -18,6 +18,7 @@ One line per event, in order; ``plan`` lines hold the decision, which a replay c
     {"type": "fetched", "now": 4.5, "answers": [[1, true]]}
     {"type": "guided", "id": "r1", "index": 0, "forced": [5, 6], "ended": false, ...}
     {"type": "recover", "now": 5.0, "error": "..."}
+    {"type": "weights", "now": 6.0, "version": "step-7", "keep": false}
 """
 
 from __future__ import annotations
@@ -103,11 +104,19 @@ class Decision(msgspec.Struct, frozen=True):
             id=plan.id,
             rows=tuple(DecidedRow.of(row) for row in plan.rows),
             loads=tuple(load.slot for load in plan.loads),
-            pages=zlib.crc32(np.ascontiguousarray(plan.page_table_RM).tobytes()),
+            pages=_checksum(plan),
             moves=tuple((move.page, move.host, move.out) for move in plan.moves),
             n_draft=plan.n_draft,
             vocab_rows=tuple(load.vocab_row for load in plan.loads),
         )
+
+
+def _checksum(plan: StepPlan) -> int:
+    """Of all page tables."""
+    found = 0
+    for table in plan.group_tables or (plan.page_table_RM,):
+        found = zlib.crc32(np.ascontiguousarray(table).tobytes(), found)
+    return found
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
@@ -233,9 +242,18 @@ class Recovered(msgspec.Struct, frozen=True, tag="recover"):
     error: str
 
 
+class Reweighed(msgspec.Struct, frozen=True, tag="weights"):
+    """The weights were replaced; running sequences kept their KV or were requeued."""
+
+    now: float
+    version: str
+    keep: bool
+
+
 Handled = Created | Renewed | Dropped
 Disk = Stored | Fetched
-Event = Arrival | Cancelled | Handled | Disk | Planned | Committed | Guided | Expired | Recovered
+Ended = Expired | Recovered | Reweighed
+Event = Arrival | Cancelled | Handled | Disk | Planned | Committed | Guided | Ended
 
 
 class JournalFile:
@@ -300,6 +318,9 @@ class JournalFile:
 
     def recover(self, now: float, error: str) -> None:
         self._write(Recovered(now=now, error=error))
+
+    def weights(self, now: float, version: str, keep: bool) -> None:
+        self._write(Reweighed(now=now, version=version, keep=keep))
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")

@@ -31,6 +31,7 @@ from jserve.sched.record.journal import (
     Planned,
     Recovered,
     Renewed,
+    Reweighed,
     Stored,
 )
 from jserve.sched.scheduler import Scheduler
@@ -190,6 +191,9 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
     if isinstance(event, Recovered):
         lost = [plans.pop(step) for step in sorted(plans)]
         return scheduler.recover(lost, event.error, event.now)
+    if isinstance(event, Reweighed):
+        scheduler.reweigh(event.version, event.now, keep=event.keep)
+        return []
     with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
         _ask(scheduler, event)
     return []

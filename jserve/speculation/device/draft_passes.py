@@ -15,7 +15,7 @@ the scratch page and are merely bad.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +59,7 @@ class DraftContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """The results of a step that a drafter reads, for chains."""
+    """The results of a step that drafters and step features read, for chains."""
 
     view: StepView
     token_RJ: jax.Array
@@ -69,6 +69,8 @@ class StepOutcome:
     """int32: position of the newest token of each row."""
     x_TD: jax.Array
     taps: list[jax.Array]
+    read: list[jax.Array] = field(default_factory=list)
+    """float32[T, D] at each point that the step feature at hand reads."""
 
     @property
     def newest_R(self) -> jax.Array:

@@ -14,7 +14,7 @@ from jserve.api.http.errors import Aborted
 from jserve.api.http.server import HttpServer, serve
 from jserve.api.reply.generate import Generation
 from jserve.config import EngineConfig
-from jserve.errors import BadRequest
+from jserve.errors import BadRequest, WeightsError
 from jserve.sampling import SamplingParams
 from jserve.types import Request
 from tests.api.fake import FakeEngine, byte_tokenizer, card, live, until
@@ -22,7 +22,11 @@ from tests.api.http.test_api_quota import bearer, hashed, written
 from tests.api.test_api_engine import host, idle
 
 COMP = "/v1/completions"
-PATHS = {"/abort", "/reset_prefix_cache", "/start_profile", "/stop_profile"}
+COMMANDS = {"/reset_prefix_cache", "/start_profile", "/stop_profile"}
+"""Those that need no body and answer nothing but that it is done."""
+HOLDS = {"/pause", "/resume", "/sleep", "/wake_up", "/update_weights"}
+ASKED = {"/is_paused", "/is_sleeping", "/weight_info"}
+PATHS = {"/abort", *COMMANDS, *HOLDS}
 METRICS = "/metrics"
 
 
@@ -46,7 +50,7 @@ async def operated(srv):
 
 async def test_the_public_port_has_none_of_it(srv):
     async with operated(srv) as post:
-        assert set(post.app[ACCESS]) == {*PATHS, METRICS}
+        assert set(post.app[ACCESS]) == {*PATHS, *ASKED, METRICS}
         assert set(post.app[ACCESS].values()) == {"admin"}
     assert not PATHS & set(srv.app[ACCESS])
     for path in PATHS:
@@ -116,7 +120,7 @@ async def test_abort_wants_one_of_two(srv, body):
 
 async def test_commands_reach_the_engine_and_its_refusals_come_back(srv):
     async with operated(srv) as post:
-        for path in sorted(PATHS - {"/abort"}):
+        for path in sorted(COMMANDS):
             assert await post(path) == (200, {"status": "done"})
         assert srv.engine.commands == ["reset_prefix_cache", "start_profile", "stop_profile"]
         srv.engine.disobeys = BadRequest("no", field="profile_dir")
@@ -126,6 +130,36 @@ async def test_commands_reach_the_engine_and_its_refusals_come_back(srv):
         status, body = await post("/start_profile", {})
         assert (status, body["error"]["code"]) == (409, "profiler_active")
         assert body["error"]["type"] == "conflict_error"
+
+
+async def test_pause_sleep_and_weights_have_vllms_names_and_modes(srv):
+    async with operated(srv) as post:
+        asked = srv.engine.asked
+        for path, body in (
+            ("/pause", {"mode": "wait"}),
+            ("/pause?mode=keep", None),
+            ("/pause", None),
+        ):
+            assert (await post(path, body))[0] == 200
+        assert [message.running for message in asked] == ["finish", "keep", "abort"]
+        asked.clear()
+        for path, body in (("/sleep?level=1", None), ("/wake_up?tags=kv_cache", None)):
+            await post(path, body)
+        await post("/wake_up", {"tags": ["weights"]})
+        assert [(m.action, m.parts) for m in asked] == [
+            ("sleep", []),
+            ("wake", ["kv"]),
+            ("wake", ["weights"]),
+        ]
+        body = {"weight_dir": "/w", "version": "step-3", "running": "mix"}
+        status, answer = await post("/update_weights", body)
+        assert (status, answer["version"]) == (200, "step-3")
+        assert (asked[-1].source, asked[-1].running) == ("/w", "mix")
+        srv.engine.disobeys = WeightsError("no", field="params.embed")
+        status, answer = await post("/update_weights", {"weight_dir": "/w"})
+        assert (status, answer["error"]["param"]) == (400, "params.embed")
+        for path, wrong in (("/pause", {"mode": "slow"}), ("/sleep", {"tags": ["x"]})):
+            assert (await post(path, wrong))[0] == 400
 
 
 async def test_with_an_operators_key_no_other_opens_it(tmp_path):

@@ -19,6 +19,7 @@ from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.norms import rms_norm
+from jserve.model.points import entering
 from jserve.model.rope import rope_tables, rotate
 from jserve.model.shard import Axes
 from jserve.model.slots import empty
@@ -117,7 +118,8 @@ def _tapped() -> Any:
         shape = attn.kv_shape(ARCH.K, ARCH.H, 17, DIMS.Z)
         kv = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(ARCH.L)]
         assert LLAMA.tapped is not None
-        x_TD, _, taps = LLAMA.tapped(Ctx.of(ARCH, view, attn, Axes()), params, kv, TAPS)
+        points = [entering(i, ARCH.L) for i in TAPS]
+        x_TD, _, taps = LLAMA.tapped(Ctx.of(ARCH, view, attn, Axes()), params, kv, points)
         return x_TD, taps
 
     return jax.jit(run), fields

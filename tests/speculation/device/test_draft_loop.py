@@ -493,21 +493,21 @@ def test_params_of_the_target_are_swapped_alone():
     runner = drafting("same", ())
     params = SamplingParams(max_tokens=64, temperature=0.0)
     job = replace(jobs(1)[0], params=params)
-    runner.update_params(tiny_params(make_mesh(1), seed=1))
+    runner.update_weights(tiny_params(make_mesh(1), seed=1))
     other = Rig(runner, device="all").run([job])
-    runner.update_params(tiny_params(make_mesh(1), seed=0))
+    runner.update_weights(tiny_params(make_mesh(1), seed=0))
     assert other != Rig(runner, device="all").run([job]) == Rig(shared()).run([job])
 
 
 def test_a_head_that_shares_the_targets_embedding_sees_other_weights():
     runner = drafting("eagle3", TREE)
     first = jax.tree.map(np.asarray, runner.params)
-    runner.update_params(tiny_params(make_mesh(1), seed=1))
+    runner.update_weights(tiny_params(make_mesh(1), seed=1))
     rig = Watched(runner, device="some", chunk=-1, seed=3)
     rig.run([replace(job, n=6) for job in jobs(3, seed=9, temperature=0.0)])
     guess = guess_of("eagle3", runner)
     right = [left == draft_oracle.expected(guess, tokens, TREE) for tokens, left in rig.left]
-    runner.update_params(first)
+    runner.update_weights(first)
     assert len(right) > 4
     assert all(right)
 

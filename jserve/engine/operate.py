@@ -1,0 +1,164 @@
+"""Carries out an operator's commands between steps: pause, sleep, other weights, caches, profiles.
+
+It owns what each command does to the scheduler and the runner. ``obey`` gives the facts that answer a command, or None
+while it waits for running requests to end (``Hold.pending``). For weights::
+
+    recompute   running sequences are computed anew under the new weights, and go on
+    mix         they go on with the KV that they have
+    finish      they end under the old weights, and so does all that was handed in before; new ones wait
+    abort       they end now
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from jserve.engine.hold import PARTS, PAUSES
+from jserve.engine.wire import Control
+from jserve.errors import BadRequest, JserveError, WeightsError, where
+from jserve.ports import LiveWeights
+
+if TYPE_CHECKING:
+    from jserve.engine.engine import Engine
+
+POLICIES = ("recompute", "mix", "finish", "abort")
+"""What becomes of running requests when the weights change."""
+
+
+def obey(engine: Engine, command: Control) -> dict[str, Any] | None:
+    """Carry out ``command``.
+
+    Raises:
+        BadRequest: it cannot be carried out, or names what there is not.
+        WeightsError: the weights do not fit; the old ones stay.
+    """
+    match command.action:
+        case "pause":
+            return _pause(engine, command)
+        case "resume":
+            engine.hold.refuse_pending()
+            engine.hold.resume()
+        case "sleep":
+            _sleep(engine, _parts(command))
+        case "wake":
+            _wake(engine, _parts(command))
+        case "update_weights":
+            return _update(engine, command)
+        case "reset_prefix_cache":
+            engine.forget()
+        case "start_profile" | "stop_profile":
+            _profile(engine, command.action)
+    return _info(engine)
+
+
+def settle(engine: Engine) -> tuple[Control, dict[str, Any]] | None:
+    """The command that waited, and its answer, once all that ran has ended.
+
+    Raises:
+        JserveError: it failed; it waits no longer.
+    """
+    command = engine.hold.pending
+    if command is None or engine.scheduler.has_work or engine.n_in_flight or engine.n_compiling:
+        return None
+    engine.hold.pending = None
+    if command.action == "pause":
+        engine.hold.pause("finish")
+        return command, _info(engine)
+    return command, _replace(engine, command)
+
+
+def _info(engine: Engine) -> dict[str, Any]:
+    return {"version": engine.version, **engine.hold.info()}
+
+
+def _pause(engine: Engine, command: Control) -> dict[str, Any] | None:
+    mode = _one_of("running", command.running or "abort", PAUSES)
+    if mode == "finish":
+        engine.hold.wait(command)
+        return None
+    engine.hold.refuse_pending()
+    if mode == "abort":
+        engine.abort_all()
+    engine.hold.pause(mode)
+    return _info(engine)
+
+
+def _update(engine: Engine, command: Control) -> dict[str, Any] | None:
+    policy = _one_of("running", command.running or "recompute", POLICIES)
+    _live(engine)
+    if "weights" in engine.hold.asleep:
+        raise BadRequest("the weights are asleep: wake them first", field="action", code="asleep")
+    if policy == "finish":
+        engine.hold.wait(command)
+        return None
+    engine.hold.refuse_pending()
+    return _replace(engine, command)
+
+
+def _replace(engine: Engine, command: Control) -> dict[str, Any]:
+    """Other weights, now; those who are to be aborted are, once the new weights are in place."""
+    began, runner = time.perf_counter(), _live(engine)
+
+    def change() -> None:
+        try:
+            runner.update_weights(command.source, partial=command.partial, donate=command.donate)
+        except JserveError:
+            raise
+        except Exception as error:  # of the caller's source, or a device without room
+            raise WeightsError(
+                f"params: the update failed at {where(error)}", field="params"
+            ) from error
+
+    engine.land()
+    change()
+    if command.running == "abort":
+        engine.abort_all()
+    engine.n_updates += 1
+    engine.version = command.version or str(engine.n_updates)
+    engine.scheduler.reweigh(engine.version, engine.clock(), keep=command.running == "mix")
+    return _info(engine) | {"seconds": time.perf_counter() - began}
+
+
+def _sleep(engine: Engine, parts: list[str]) -> None:
+    """Running sequences are computed anew after ``wake``."""
+    runner = _live(engine)
+    engine.hold.refuse_pending()
+    fresh = [part for part in parts if part not in engine.hold.asleep]
+    if "kv" in fresh:
+        engine.swap(lambda: None)
+    else:
+        engine.land()
+    runner.sleep(fresh)
+    engine.hold.asleep |= {*fresh}
+
+
+def _wake(engine: Engine, parts: list[str]) -> None:
+    asleep = [part for part in parts if part in engine.hold.asleep]
+    _live(engine).wake(asleep)
+    engine.hold.asleep -= {*asleep}
+
+
+def _profile(engine: Engine, action: str) -> None:
+    if engine.profiler is None:
+        raise BadRequest("this server has no profile_dir", field="profile_dir")
+    if action == "start_profile":
+        engine.profiler.start()
+    else:
+        engine.profiler.stop()
+
+
+def _live(engine: Engine) -> LiveWeights:
+    if not isinstance(engine.runner, LiveWeights):
+        raise BadRequest("this engine's weights cannot be replaced", field="action")
+    return engine.runner
+
+
+def _parts(command: Control) -> list[str]:
+    return [_one_of("parts", part, PARTS) for part in command.parts] or [*PARTS]
+
+
+def _one_of(field: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise BadRequest(f"{field} must be one of {', '.join(known)}, not {value!r}", field=field)
+    return value

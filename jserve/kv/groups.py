@@ -1,0 +1,346 @@
+"""The page cache of a model whose layers look back differently far.
+
+It owns what holds between the parts: one ``PageCache`` for each reach, with a tree and a table of its own, over one
+pool. A hit is as long as all parts can have it, pages are given out to all parts or to none, and the page that is
+evicted is the one least worth keeping of any part::
+
+    reach      full: 1 group          window: 5 groups
+    a page of  Z tokens, 1 page       the same tokens, 5 pages (a ``PageSets`` id)
+    tokens     |-------------- 900 --------------|
+    held       [ 7 ][ 3 ] ... [ 12 ][ 40 ]       all
+                                  [ 1 ][ 2 ]     what the window still reads, 5 pages each
+
+There is no tier below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from jserve.faults import point
+from jserve.kv import audit
+from jserve.kv.cache import PageCache, PageListener
+from jserve.kv.pages import GroupTable, PageLease, PagePool, PageSets
+from jserve.kv.radix import Node, RootKey, Ticks
+from jserve.kv.retention import Keep
+from jserve.kv.tiers import HostPage, HostTier
+from jserve.kv_layout import Reach
+from jserve.types import PageMove
+from jserve.window import PageDemand, Window, windows_of
+
+Ends = tuple[Node, ...]
+"""A node in the tree of each part."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GroupedLease:
+    """A sequence's lease: one of each part, always of the same tokens. As ``PageLease``, of which it repeats what the
+    scheduler reads."""
+
+    parts: tuple[PageLease, ...]
+    groups: tuple[int, ...]
+    """Pages behind one id of each part."""
+    capacity: int = 0
+    """Tokens that fit the pages held in every part."""
+    n_published: int = 0
+    next_full: int = 0
+    released: bool = False
+
+    def sync(self) -> GroupedLease:
+        """Repeat what the parts say now."""
+        first = self.parts[0]
+        self.capacity = min([part.capacity for part in self.parts])
+        self.n_published, self.next_full = first.n_published, first.next_full
+        return self
+
+    @property
+    def slot(self) -> int:
+        return self.parts[0].slot
+
+    @property
+    def node(self) -> Ends:
+        return tuple(part.node for part in self.parts)
+
+    @property
+    def pages(self) -> list[int]:
+        """Of the first part."""
+        return self.parts[0].pages
+
+    @property
+    def n_shared(self) -> int:
+        return self.parts[0].n_shared
+
+    @property
+    def cacheable(self) -> bool:
+        return self.parts[0].cacheable
+
+    @property
+    def n_own(self) -> int:
+        """Pages of the pool that it took and still has."""
+        return sum([n * part.n_own for n, part in zip(self.groups, self.parts, strict=True)])
+
+
+class GroupedCache:
+    """As ``PageCache``, over the parts of ``reaches``.
+
+    Args:
+        n_pages: of the pool, page 0 (scratch) included.
+        demand: the most pages that a sequence holds in each group.
+        columns: of the page tables of each reach; empty: as many as that takes.
+    """
+
+    tier: HostTier | None = None
+
+    def __init__(
+        self,
+        reaches: tuple[Reach, ...],
+        demand: PageDemand,
+        *,
+        n_pages: int,
+        n_slots: int,
+        pages_per_slot: int,
+        reuse: bool = True,
+        columns: tuple[int, ...] = (),
+    ) -> None:
+        self.page_size, self.reuse, self.demand = demand.page_size, reuse, demand
+        self.pool = PagePool(n_pages)
+        self.groups = tuple(reach.n_groups for reach in reaches)
+        clock, windows = Ticks(), windows_of(reaches, self.page_size)
+        columns = columns or demand.columns(pages_per_slot)
+        self.parts = tuple(
+            self._part(window, PageSets(self.pool, n), width, n_slots, pages_per_slot, clock)
+            for (n, window), width in zip(windows, columns, strict=True)
+        )
+
+    def _part(
+        self, window: Window, sets: PageSets, width: int, n_slots: int, per_slot: int, clock: Ticks
+    ) -> PageCache:
+        return PageCache(
+            n_pages=0,
+            page_size=self.page_size,
+            n_slots=n_slots,
+            pages_per_slot=per_slot,
+            reuse=self.reuse,
+            window=window.tokens,
+            chunked=window.chunked,
+            pool=sets,
+            table=GroupTable(n_slots, per_slot, sets, width),
+            clock=clock,
+        )
+
+    @property
+    def now(self) -> float:
+        return self.parts[0].now
+
+    @property
+    def listener(self) -> PageListener | None:
+        """Hears of the pages of the widest reach."""
+        return self.parts[0].listener
+
+    @listener.setter
+    def listener(self, listener: PageListener | None) -> None:
+        self.parts[0].listener = listener
+
+    @property
+    def n_available(self) -> int:
+        return self.pool.n_free + self.n_evictable
+
+    @property
+    def n_evictable(self) -> int:
+        return sum([n * part.n_evictable for n, part in self._weighted()])
+
+    @property
+    def n_evicted(self) -> int:
+        return sum([n * part.n_evicted for n, part in self._weighted()])
+
+    def advance(self, now: float) -> None:
+        for part in self.parts:
+            part.advance(now)
+
+    def match(
+        self,
+        key: RootKey,
+        tokens: Seq[int],
+        *,
+        slot: int,
+        reuse: bool = True,
+        cacheable: bool = True,
+        keeps: tuple[Keep, ...] = (),
+    ) -> GroupedLease:
+        """As ``PageCache.match``: of the longest prefix that every part has all its pages of."""
+        roots = [part.tree.root(key) for part in self.parts]
+        paths = self._paths(roots, tokens, reuse=reuse)
+        leases = [
+            part.lease(slot, root, path, cacheable=cacheable, keeps=keeps)
+            for part, root, path in zip(self.parts, roots, paths, strict=True)
+        ]
+        return GroupedLease(parts=tuple(leases), groups=self.groups).sync()
+
+    def n_known(self, key: RootKey, tokens: Seq[int]) -> int:
+        roots = [part.tree.roots.get(key) for part in self.parts]
+        known = [root for root in roots if root is not None]
+        return len(self._paths(known, tokens)[0]) if len(known) == len(roots) else 0
+
+    def _paths(self, roots: Seq[Node], tokens: Seq[int], *, reuse: bool = True) -> list[list[Node]]:
+        """A path below each root, all as long as every part can have them."""
+        n = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
+        while True:
+            paths: list[list[Node]] = []
+            for part, root in zip(self.parts, roots, strict=True):
+                paths.append(part.tree.match(root, tokens, n))
+                n = len(paths[-1])
+            if n == len(paths[0]):
+                return paths
+
+    def extend(self, lease: GroupedLease, n_tokens: int, *, keep: int = 0) -> bool:
+        """As ``PageCache.extend``, in every part."""
+        if n_tokens <= lease.capacity:
+            return True
+        return self.admit(lease, [n_tokens] * len(self.parts), keep=keep)
+
+    @point("kv.extend")
+    def admit(self, lease: GroupedLease, n_tokens: Seq[int], *, keep: int = 0) -> bool:
+        """``extend`` to the tokens that each part shall hold pages for."""
+        wanted = [
+            n * max(0, self.demand.pages(tokens) - len(part.pages))
+            for n, tokens, part in zip(self.groups, n_tokens, lease.parts, strict=True)
+        ]
+        short = sum(wanted)
+        if short and short + keep > self.n_available:
+            return False
+        if short > self.pool.n_free:
+            self.evict(short - self.pool.n_free)
+        for part, own, tokens in zip(self.parts, lease.parts, n_tokens, strict=True):
+            part.take(own, tokens)
+        lease.sync()
+        return True
+
+    def slide(self, lease: GroupedLease, n_tokens: int) -> None:
+        for part, own in zip(self.parts, lease.parts, strict=True):
+            part.slide(own, n_tokens)
+
+    @point("kv.publish")
+    def publish(self, lease: GroupedLease, tokens: Seq[int], n_tokens: int) -> None:
+        for part, own in zip(self.parts, lease.parts, strict=True):
+            part.insert(own, tokens, n_tokens)
+        lease.sync()
+
+    def release(self, lease: GroupedLease) -> None:
+        """As ``PageCache.release``. The narrowest reach counts as used first, so it is evicted before the others: whole
+        prefixes that others share may still be had without it."""
+        for part, own in reversed([*zip(self.parts, lease.parts, strict=True)]):
+            part.release(own)
+        lease.released = True
+
+    def evict(self, n: int) -> int:
+        """Forget cached pages that nobody holds until ``n`` pages are free of them; gives how many became free."""
+        freed = 0
+        while freed < n:
+            worths = [(part.tree.least(self.now), i) for i, part in enumerate(self.parts)]
+            least = min([(worth, i) for worth, i in worths if worth is not None], default=None)
+            if least is None:
+                break
+            freed += self.parts[least[1]].evict(1) * self.groups[least[1]]
+        return freed
+
+    def clear(self, *, same_weights: bool = True) -> int:
+        return sum([n * part.clear(same_weights=same_weights) for n, part in self._weighted()])
+
+    def snapshot(self, slots: list[int], n_tokens: int) -> np.ndarray:
+        """int32[len(slots), ceil(n_tokens / Z)]: the pages of the first group."""
+        return self._table(0).groups(slots, self.demand.pages(n_tokens))[0]
+
+    def group_tables(self, slots: list[int], n_tokens: int) -> tuple[np.ndarray, ...]:
+        """``StepPlan.group_tables``."""
+        width = self.demand.pages(n_tokens)
+        return (
+            self._table(0).groups(slots, width),
+            *(
+                self._table(i).groups(slots, self._table(i).width)
+                for i in range(1, len(self.parts))
+            ),
+        )
+
+    def _table(self, i: int) -> GroupTable:
+        table = self.parts[i].table
+        assert isinstance(table, GroupTable)
+        return table
+
+    def hit_pages(self, n: int) -> int:
+        """As ``PageCache.hit_pages``; a window needs those of its last tokens, which may begin within one."""
+        return sum(
+            [
+                k * (min(n, -(-part.window.tokens // self.page_size) + 1) if part.window else n)
+                for k, part in self._weighted()
+            ]
+        )
+
+    def pin(self, lease: GroupedLease, n: int) -> Ends | None:
+        pins: list[Node] = []
+        for part, own in zip(self.parts, lease.parts, strict=True):
+            pin = part.pin(own, n)
+            if pin is None:
+                for other, made in zip(self.parts, pins, strict=False):
+                    other.unpin(made)
+                return None
+            pins.append(pin)
+        return tuple(pins)
+
+    def unpin(self, pin: Ends) -> None:
+        for part, node in zip(self.parts, pin, strict=True):
+            part.unpin(node)
+
+    def leave_branch(self, old: Ends, new: Ends) -> None:
+        for part, before, after in zip(self.parts, old, new, strict=True):
+            part.leave_branch(before, after)
+
+    def below(self, lease: GroupedLease, tokens: Seq[int]) -> list[HostPage]:
+        """There is no tier: nothing."""
+        return []
+
+    def load(self, lease: GroupedLease, below: Seq[HostPage]) -> None:
+        assert not below, "there is no tier"
+
+    def release_hold(self, below: Seq[HostPage]) -> None:
+        assert not below, "there is no tier"
+
+    def fetch(self, key: RootKey, tokens: Seq[int]) -> list[int]:
+        return []
+
+    def unstored_pages(self) -> list[tuple[int, bytes]]:
+        return []
+
+    def moves(self, step: int) -> tuple[PageMove, ...]:
+        return ()
+
+    def landed(self, step: int) -> None:
+        """Plan ``step`` was committed; it moved nothing."""
+
+    def check(
+        self,
+        leases: Iterable[GroupedLease],
+        held: Iterable[int] = (),
+        pinned: Iterable[Ends] = (),
+    ) -> None:
+        """As ``PageCache.check``, part by part, and of the pages behind their ids."""
+        held_by, pinned = list(leases), list(pinned)
+        for i, part in enumerate(self.parts):
+            own = [lease.parts[i] for lease in held_by]
+            part.check(own, (), [pin[i] for pin in pinned])
+            audit.check_group_table(self._table(i), self._sets(i), own)
+        for lease in held_by:
+            assert len({part.n_published for part in lease.parts}) == 1, "parts publish apart"
+            assert lease.capacity == min(part.capacity for part in lease.parts), "a stale capacity"
+        audit.check_sets(self.pool, [self._sets(i) for i in range(len(self.parts))], list(held))
+
+    def _sets(self, i: int) -> PageSets:
+        sets = self.parts[i].pool
+        assert isinstance(sets, PageSets)
+        return sets
+
+    def _weighted(self) -> Iterable[tuple[int, PageCache]]:
+        """(pages behind an id, part)."""
+        return zip(self.groups, self.parts, strict=True)

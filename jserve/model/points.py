@@ -1,0 +1,67 @@
+"""Names the places of a decoder pass whose values can be read; they are TransformerLens's::
+
+    hook_embed                  what enters layer 0
+    blocks.I.hook_resid_pre     the residual stream that enters layer I
+    blocks.I.hook_attn_out      what its attention adds
+    blocks.I.hook_resid_mid     the stream between both; parallel layers have none
+    blocks.I.hook_mlp_out       what its MLP, or its experts, add
+    blocks.I.hook_resid_post    the stream that leaves it
+    ln_final.hook_normalized    after the final norm, what logits are made of
+
+All are float32[T, D], the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from jserve.errors import ConfigError
+from jserve.model.arch import Arch
+
+EMBED, NORMALIZED = "hook_embed", "ln_final.hook_normalized"
+PRE, POST = "hook_resid_pre", "hook_resid_post"
+ATTN_OUT, MID, MLP_OUT = "hook_attn_out", "hook_resid_mid", "hook_mlp_out"
+INSIDE = (ATTN_OUT, MID, MLP_OUT)
+"""The points of a layer that only the layer itself sees."""
+
+
+def in_layer(layer: int, name: str) -> str:
+    """The whole name of a layer's point."""
+    return f"blocks.{layer}.{name}"
+
+
+def entering(layer: int, L: int) -> str:
+    """The point of the residual stream that enters ``layer``; L: that enters the final norm."""
+    return in_layer(layer, PRE) if layer < L else in_layer(L - 1, POST)
+
+
+def inside(points: Sequence[str], layer: int) -> tuple[str, ...]:
+    """Those of ``INSIDE`` that ``points`` has of ``layer``."""
+    return tuple(name for name in INSIDE if in_layer(layer, name) in points)
+
+
+def all_points(arch: Arch) -> tuple[str, ...]:
+    """Every point of a model, in the order in which a pass comes to them."""
+    names = [EMBED]
+    for i, layer in enumerate(arch.layers):
+        middle = [name for name in INSIDE if name != MID or not layer.parallel]
+        names += [in_layer(i, name) for name in (PRE, *middle, POST)]
+    return (*names, NORMALIZED)
+
+
+def matching(arch: Arch, patterns: Sequence[str], field: str) -> tuple[str, ...]:
+    """The points that any of ``patterns`` names, in the order of a pass; ``*`` in a pattern stands for anything.
+
+    Raises:
+        ConfigError: a pattern names none; ``field`` is the field that it was given in.
+    """
+    known = all_points(arch)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise ConfigError(
+                f"{field}: {pattern!r} names no point of this model; its points are {EMBED},"
+                f" blocks.0 to {arch.L - 1} with {', '.join((PRE, *INSIDE, POST))}, and {NORMALIZED}",
+                field=field,
+            )
+    return tuple(name for name in known if any(fnmatchcase(name, p) for p in patterns))

@@ -1,0 +1,110 @@
+"""What an operator or a trainer may do to an engine from Python, the same for ``LLM`` and ``AsyncLLM``.
+
+It owns ``Operations`` and the facts they answer with. With ``AsyncLLM`` each of them is awaited.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jserve.engine.wire import Control
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """An engine's state after an operation."""
+
+    version: str
+    """Of the weights in use; "0": those that it started with."""
+    paused: bool
+    asleep: tuple[str, ...]
+    """Of "kv" and "weights", what is on no device."""
+    held: int
+    """Requests that wait because of either."""
+    seconds: float = 0.0
+    """The time that new weights took, once all that was in flight had landed."""
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> EngineState:
+        return cls(**{**info, "asleep": tuple(info["asleep"])})
+
+
+def control_of(command: Mapping[str, Any]) -> Control:
+    """The message of a command."""
+    return Control(id=uuid.uuid4().hex, **command)
+
+
+class Operations:
+    """Pause, sleep, other weights."""
+
+    def _operate(self, **command: Any) -> Any:
+        """Carry out a ``Control`` of these fields: the ``EngineState`` after it, or an awaitable of it."""
+        raise NotImplementedError
+
+    def update_weights(
+        self,
+        source: Any,
+        *,
+        version: str = "",
+        running: str = "recompute",
+        partial: bool = False,
+        donate: bool = False,
+    ) -> Any:
+        """Copy other weights over those in use, between two steps: all of them or, if it raises, none. Nothing
+        compiles.
+
+        The arrays are only read: a trainer may donate or delete them as soon as this returns.
+
+        Args:
+            source: the tree that ``params=`` takes, of numpy or jax arrays in any floating dtype and on any devices;
+                or a mapping or an iterable of (checkpoint name, array), read as it comes; or a directory of
+                safetensors or Orbax. Leaves of the engine's own shape and sharding, in its dtype or float32, are
+                copied on the device; others go through host memory.
+            version: their name in outputs (``CompletionOutput.weight_versions``); by default the number of the update.
+            running: what becomes of running requests: "recompute" (their KV anew), "mix" (they go on with the KV of
+                the old weights), "finish" (they end first, under the old ones), "abort".
+            partial: parameters that ``source`` lacks keep their values.
+            donate: delete the jax arrays of a tree afterwards.
+
+        Raises:
+            WeightsError: a leaf is missing, unknown, deleted or of another shape or kind; ``field`` is
+                ``params.<path>``. The old weights stay, and requests go on.
+            BadRequest: ``running`` is none of these; the weights are asleep.
+        """
+        return self._operate(
+            action="update_weights",
+            source=source,
+            version=version,
+            running=running,
+            partial=partial,
+            donate=donate,
+        )
+
+    def pause(self, running: str = "abort") -> Any:
+        """Take no new request until ``resume``; those that come wait.
+
+        Args:
+            running: what becomes of running requests: "abort" (they end with what they drew), "finish" (this waits
+                until they have ended), "keep" (they stand still).
+        """
+        return self._operate(action="pause", running=running)
+
+    def resume(self) -> Any:
+        """End ``pause``. Raises BadRequest while something is asleep."""
+        return self._operate(action="resume")
+
+    def sleep(self, parts: Sequence[str] = ("kv", "weights")) -> Any:
+        """Give device memory back until ``wake``: KV is dropped, weights go to host memory. Running requests are
+        computed anew afterwards; new ones wait."""
+        return self._operate(action="sleep", parts=list(parts))
+
+    def wake(self, parts: Sequence[str] = ("kv", "weights")) -> Any:
+        """Take the memory of ``parts`` again."""
+        return self._operate(action="wake", parts=list(parts))
+
+    def state(self) -> Any:
+        """The ``EngineState`` now."""
+        return self._operate(action="weight_info")

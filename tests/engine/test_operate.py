@@ -1,0 +1,314 @@
+"""Pause, sleep and other weights, over the real scheduler and a runner whose tokens betray the weights of pages."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.client import InprocClient
+from jserve.engine.engine import Engine
+from jserve.engine.wire import Control
+from jserve.errors import WeightsError
+from jserve.sampling import SamplingParams
+from jserve.sched.record.journal import JournalFile
+from jserve.sched.record.replay import replay
+from jserve.sched.scheduler import Scheduler
+from jserve.testing.model import mix
+from jserve.testing.runner import FakeRunner
+from jserve.types import Choice, Finish, Output, Request, RowPlan
+from tests.engine.test_with_scheduler import CONFIG, LIMITS, by_choice, workload
+
+WRONG = "wrong"
+
+
+class WeighedRunner(FakeRunner):
+    """A fake whose weights are a number: KV and draws depend on it. With ``strict`` no row may read KV of other
+    weights; else only a sequence that read it before they changed."""
+
+    def __init__(self, limits: Any = LIMITS, *, strict: bool = True) -> None:
+        self.weights, self.strict = 0, strict
+        self.asleep: set[str] = set()
+        self.seen: dict[tuple[str, int], set[tuple[int, int, int]]] = defaultdict(set)
+        super().__init__(limits)
+
+    def reset(self) -> None:
+        super().reset()
+        self.weights_PZ = np.full(self.token_PZ.shape, -1, np.int64)
+        self.written_PZ = np.zeros(self.token_PZ.shape, np.int64)
+
+    def update_weights(self, source: Any, *, partial: bool, donate: bool) -> None:
+        assert self.n_collected == self.n_launched, "a step is in flight"
+        if source == WRONG:
+            raise WeightsError("params.a: shape", field="params.a")
+        if source is None:
+            raise ZeroDivisionError
+        self.weights = source
+
+    def sleep(self, parts: Any) -> None:
+        self.asleep |= {*parts}
+        if "kv" in parts:
+            self.token_PZ[...] = -1
+
+    def wake(self, parts: Any) -> None:
+        self.asleep -= {*parts}
+
+    def launch(self, plan: Any) -> Any:
+        assert not self.asleep, "a step while asleep"
+        return super().launch(plan)
+
+    def _write(self, row: Any, pages: Any, start: int, tokens: Any, *rest: Any) -> None:
+        super()._write(row, pages, start, tokens, *rest)
+        new = self._cells(pages, np.arange(start, start + len(tokens)))
+        self.ctx_PZ[new] ^= np.uint64(mix(self.weights))
+        self.weights_PZ[new] = self.weights
+        self.written_PZ[new] += 1
+        cells = self._cells(pages, np.arange(start + len(tokens)))
+        read = zip(*cells, self.weights_PZ[cells], self.written_PZ[cells], strict=True)
+        mine = self.seen[row.choice.request.id, row.choice.index]
+        for page, off, weights, n in read:
+            known = (int(page), int(off), int(n))
+            fits = weights == self.weights or (not self.strict and known in mine)
+            assert fits, f"KV of weights {weights} is read under {self.weights}"
+            mine.add(known)
+
+    def _seen_N(self, pages: Any, start: int, n: int) -> Any:
+        return super()._seen_N(pages, start, n) ^ np.uint64(mix(self.weights))
+
+
+def next_token(runner: WeighedRunner, request: Request, tokens: list[int], weights: int) -> int:
+    """What an engine that never had other ``weights`` draws after ``tokens``."""
+    fresh = WeighedRunner()
+    fresh.weights = weights
+    pages, n = np.arange(1, 1 + LIMITS.n_pages // 2), len(tokens)
+    choice = Choice(request=request, index=0, seed=0)
+    row = RowPlan(choice=choice, slot=0, start=0, count=n, from_slot=False, tokens=tokens)
+    fresh._write(row, pages, 0, tokens, set(), 0)
+    seen = int(fresh._seen_N(pages, 0, n)[-1])
+    return fresh.model.draw(seen, n, 0, request.params, (), 0)
+
+
+def engine_of(overlap: int = 1, *, strict: bool = True, **more: Any) -> Engine:
+    return Engine(Scheduler(LIMITS, CONFIG, **more), WeighedRunner(strict=strict), overlap=overlap)
+
+
+def ask(engine: Engine, action: Any, **fields: Any) -> Control:
+    asked = Control(id=f"{action}-{engine.n_steps}", action=action, **fields)
+    engine.ask(asked)
+    return asked
+
+
+def told(engine: Engine, action: Any, **fields: Any) -> tuple[Any, list[Output]]:
+    ask(engine, action, **fields)
+    outputs = engine.step()
+    (answer,) = engine.take_answers()
+    return answer, outputs
+
+
+def run(engine: Engine, requests: list[Request], rng: random.Random, policies: list[str]) -> Any:
+    """Outputs, while weights change now and then."""
+    outputs, left, version = [], list(requests), 0
+    while left or engine.busy:
+        while left and rng.random() < 0.4:
+            engine.submit(left.pop())
+        if policies and rng.random() < 0.12:
+            version += 1
+            fields = {"source": version, "version": f"v{version}", "running": rng.choice(policies)}
+            ask(engine, "update_weights", **fields)
+        outputs += engine.step()
+        assert all(a.error_code in (None, "operation_pending") for a in engine.take_answers())
+    assert engine.scheduler.counters()["step_faults_total"] == 0, "an assertion of the runner"
+    return outputs
+
+
+def versions(outputs: list[Output]) -> dict[tuple[str, int], list[int]]:
+    """Of each choice the weights of each of its tokens."""
+    found: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for out in outputs:
+        found[out.request_id, out.index] += [int(out.weights.lstrip("v"))] * len(out.token_ids)
+    return found
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_after_a_recompute_a_sequence_goes_on_as_in_a_fresh_engine(overlap: int, seed: int) -> None:
+    rng = random.Random(seed)
+    engine, requests = engine_of(overlap), workload(rng)
+    outputs = run(engine, requests, rng, ["recompute"])
+    found, drew = by_choice(outputs), versions(outputs)
+    assert engine.n_updates > 1
+    mixed = 0
+    for r in requests:
+        for i in range(r.params.n):
+            tokens, ends = found[r.id, i]
+            assert ends == [Finish.LENGTH]
+            assert len(tokens) == r.params.max_tokens
+            assert all(a <= b for a, b in pairwise(drew[r.id, i]))
+            mixed += len({*drew[r.id, i]}) > 1
+            for k, weights in enumerate(drew[r.id, i]):
+                text = [*r.prompt_ids, *tokens[:k]]
+                assert tokens[k] == next_token(engine.runner, r, text, weights), (r.id, i, k)
+    assert mixed, "no sequence lived through an update"
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_under_any_policy_nobody_reads_kv_of_others_weights(overlap: int, seed: int) -> None:
+    """The runner asserts it of each row; every choice has one end."""
+    rng = random.Random(seed)
+    engine, requests = engine_of(overlap, strict=False), workload(rng, 16)
+    policies = ["mix", "mix", "recompute", "abort", "finish"]
+    outputs = run(engine, requests, rng, policies)
+    found, drew = by_choice(outputs), versions(outputs)
+    for r in requests:
+        for i in range(r.params.n):
+            tokens, ends = found[r.id, i]
+            assert len(ends) == 1
+            assert ends[0] is Finish.ABORT or len(tokens) == r.params.max_tokens
+            assert all(a <= b for a, b in pairwise(drew[r.id, i]))
+    engine.scheduler.resources.check()
+    assert not engine.scheduler.has_work
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_finish_ends_those_of_before_under_the_old_weights(overlap: int) -> None:
+    rng = random.Random(7)
+    requests, late = workload(rng), workload(rng, 3)
+    late = [Request(id=f"late{r.id}", prompt_ids=r.prompt_ids, params=r.params) for r in late]
+    engine, still = engine_of(overlap), engine_of(overlap)
+    for r in requests:
+        engine.submit(r)
+        still.submit(r)
+    asked = ask(engine, "update_weights", source=5, running="finish", version="five")
+    for r in late:
+        engine.submit(r)
+    outputs = engine.step()
+    assert len(engine.hold) == 3
+    busy, _ = told(engine, "update_weights", source=6)
+    assert busy.error_code == "operation_pending"
+    outputs += _ + engine.drain()
+    (answer,) = engine.take_answers()
+    assert (answer.id, answer.info["version"]) == (asked.id, "five")
+    found, before = by_choice(outputs), by_choice(still.drain())
+    assert {key: found[key] for key in before} == before
+    assert {out.weights for out in outputs if out.request_id.startswith("late")} == {"five"}
+    assert {out.weights for out in outputs if not out.request_id.startswith("late")} == {"0"}
+
+
+def test_weights_that_do_not_fit_leave_all_as_it_was() -> None:
+    engine, r = engine_of(), workload(random.Random(1))[0]
+    engine.submit(r)
+    outputs = engine.step() + engine.step()
+    for source, code in ((WRONG, "params.a"), (None, "params")):
+        answer, more = told(engine, "update_weights", source=source, running="abort")
+        assert (answer.error_field, engine.version) == (code, "0")
+        outputs += more
+    answer, more = told(engine, "update_weights", source=1, running="sideways")
+    assert answer.error_field == "running"
+    outputs += more + engine.drain()
+    assert by_choice(outputs)[r.id, 0][0] == by_choice(alone(r))[r.id, 0][0]
+
+
+def alone(r: Request) -> list[Output]:
+    engine = engine_of()
+    engine.submit(r)
+    return engine.drain()
+
+
+@pytest.mark.parametrize("mode", ["abort", "finish", "keep"])
+def test_pause_holds_new_requests_back(mode: str) -> None:
+    engine = engine_of()
+    first, second, third = (
+        Request(id=name, prompt_ids=(1, 2, 3), params=SamplingParams(temperature=0, max_tokens=9))
+        for name in ("first", "second", "third")
+    )
+    engine.submit(first)
+    outputs = engine.step() + engine.step()
+    ask(engine, "pause", running=mode)
+    for r in (second, third):
+        engine.submit(r)
+    engine.cancel("third")
+    outputs += engine.drain()
+    (answer,) = engine.take_answers()
+    assert answer.info["paused"]
+    assert not engine.busy
+    assert len(engine.hold) == 1
+    found = by_choice(outputs)
+    assert found["third", 0] == ([], [Finish.ABORT])
+    assert "second" not in {key[0] for key in found}
+    ended = {"abort": [Finish.ABORT], "finish": [Finish.LENGTH], "keep": []}[mode]
+    assert found["first", 0][1] == ended
+    if mode == "keep":
+        refused, _ = told(engine, "pause", running="finish")
+        assert refused.error_code == "paused"
+    ask(engine, "resume")
+    outputs += engine.drain()
+    found = by_choice(outputs)
+    whole = by_choice(alone(first))["first", 0][0]
+    assert found["second", 0] == (whole, [Finish.LENGTH])
+    assert found["first", 0][0] == (
+        whole if mode != "abort" else whole[: len(found["first", 0][0])]
+    )
+
+
+def test_sleep_stops_all_and_wake_goes_on_with_the_same_tokens() -> None:
+    engine, r = engine_of(), workload(random.Random(2))[3]
+    engine.submit(r)
+    outputs = engine.step() + engine.step()
+    answer, more = told(engine, "sleep")
+    assert answer.info["asleep"] == ["kv", "weights"]
+    outputs += more
+    assert not engine.busy
+    refused, _ = told(engine, "resume")
+    assert refused.error_code == "asleep"
+    refused, _ = told(engine, "update_weights", source=3)
+    assert refused.error_code == "asleep"
+    answer, more = told(engine, "wake", parts=["weights"])
+    assert answer.info["asleep"] == ["kv"]
+    assert engine.runner.asleep == {"kv"}
+    ask(engine, "wake")
+    outputs += more + engine.drain()
+    assert by_choice(outputs) == by_choice(alone(r))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_journal_with_other_weights_replays(seed: int, tmp_path: Any) -> None:
+    path, rng = tmp_path / "journal.jsonl", random.Random(seed)
+    with path.open("wb") as file:
+        engine = engine_of(strict=False, journal=JournalFile(file))
+        outputs = run(engine, workload(rng), rng, ["mix", "recompute", "abort"])
+    assert b'"type":"weights"' in path.read_bytes()
+    again = replay(path, LIMITS, CONFIG)
+    assert again.n_steps == engine.scheduler.n_steps
+    assert sorted(again.outputs, key=repr) == sorted(outputs, key=repr)
+
+
+async def test_an_engine_in_a_thread_takes_arrays_and_its_outputs_are_not_merged_across_versions() -> (
+    None
+):
+    engine = AsyncEngine(lambda: InprocClient(CONFIG, lambda *_: (engine_of(strict=False), {})))
+    await engine.start()
+    try:
+        params = SamplingParams(temperature=0, max_tokens=50)
+        stream = engine.generate(Request(id="a", prompt_ids=(1, 2, 3), params=params))
+        outputs = [await anext(stream)]
+        asked = Control(id="1", action="pause", running="keep")
+        assert (await engine.control(asked))["paused"]
+        assert engine.degraded_reasons() == ["paused"]
+        assert engine.healthy()
+        update = Control(id="2", action="update_weights", source=4, version="four", running="mix")
+        assert (await engine.control(update))["version"] == "four"
+        await engine.control(Control(id="3", action="resume"))
+        outputs += [out async for out in stream]  # all that came in between is merged
+        assert not engine.degraded_reasons()
+    finally:
+        await engine.close()
+    drew = [out.weights for out in outputs for _ in out.token_ids]
+    assert len(drew) == 50
+    assert drew == sorted(drew)
+    assert {*drew} == {"0", "four"}
