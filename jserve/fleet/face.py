@@ -24,9 +24,9 @@ from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
 from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Stats
-from jserve.errors import BadRequest, CacheNotFound, EngineDead, JserveError, NotReady, Overloaded
+from jserve.errors import EngineDead, JserveError, NotReady, Overloaded
 from jserve.fleet.asking import Asking
-from jserve.fleet.handles import HandlePlaces
+from jserve.fleet.commands import HandlePlaces, check_for_all
 from jserve.fleet.member import Member, Sent, all_unfit, state_of
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.source import ReplicaSource
@@ -38,8 +38,6 @@ from jserve.types import Finish, HandleInfo, Lane, Output, Request
 log = logging.getLogger(__name__)
 
 STARTING, LOOKS_S = "start replicas", 0.05
-FOR_ALL = ("reset_prefix_cache", "start_profile", "stop_profile", "pause", "resume", "weight_info")
-"""Commands that all replicas obey: what others leave behind, a replica that takes another's place would not have."""
 PATIENCE = 2
 """A machine takes several replicas with it, so a request may meet more than one loss by chance."""
 REJOIN_S = 0.25
@@ -346,17 +344,14 @@ class FleetEngine(EngineFace):
     async def control(self, message: Control) -> dict[str, Any]:
         """As ``EngineFace``, of all replicas; the facts are those of the first."""
         self._check_open()
-        if message.action not in FOR_ALL:
-            raise BadRequest(
-                f"{message.action} is of one engine; there are replicas", field="action"
-            )
+        check_for_all(message)
         return self._obeyed((await self._ask_all(message))[0].info)
 
     async def handles(self, message: HandleCommand) -> list[HandleInfo]:
         """As ``EngineFace``; the search for all handles goes to all replicas."""
         self._check_open()
         if message.name is not None:
-            return await self._ask_of_handle(message, message.name)
+            return await self._handles.ask(message, self._ask)
         return [info for reply in await self._ask_all(message) for info in reply.handles]
 
     async def _ask_all(self, message: HandleCommand | Control) -> list[HandleReply]:
@@ -365,17 +360,6 @@ class FleetEngine(EngineFace):
             for one in self.members
         ]
         return await asyncio.gather(*(self._ask(*each) for each in named))
-
-    async def _ask_of_handle(self, message: HandleCommand, name: str) -> list[HandleInfo]:
-        member, gone = self._handles.find(message.tenant, name), message.action == "drop"
-        try:
-            return (await self._ask(member, message)).handles
-        except CacheNotFound:
-            gone = True
-            raise
-        finally:
-            if gone:
-                self._handles.drop(message.tenant, name)
 
     # -- watching
 

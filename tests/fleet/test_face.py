@@ -16,7 +16,7 @@ import pytest
 from jserve.build import serving_engine
 from jserve.config import EngineConfig
 from jserve.engine.wire import Control, HandleCommand, Outputs
-from jserve.errors import CacheNotFound, ConfigError, EngineDead, JserveError
+from jserve.errors import BadRequest, CacheNotFound, ConfigError, EngineDead, JserveError
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.member import OVERDUE_S
 from jserve.llm import LLM
@@ -224,6 +224,8 @@ async def test_a_cache_handle_is_where_it_was_made():
         outputs = [out async for out in fleet.generate(use)]
         assert outputs[0].n_cached == 48
         await fleet.control(Control(id="3", action="reset_prefix_cache"))
+        with pytest.raises(BadRequest, match="of one engine"):
+            await fleet.control(Control(id="6", action="update_weights", source="x"))
         await fleet.handles(HandleCommand(id="4", action="drop", name="doc"))
         with pytest.raises(CacheNotFound):
             await fleet.handles(HandleCommand(id="5", action="find", name="doc"))
