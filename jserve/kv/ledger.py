@@ -1,4 +1,4 @@
-"""The protocols of a page cache as the scheduler uses it, of one part (``PageCache``) or of several (``GroupedCache``)."""
+"""The protocols of a page cache as the scheduler uses it: of one part (``PageCache``), of several (``GroupedCache``)."""
 
 from __future__ import annotations
 
