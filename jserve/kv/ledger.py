@@ -1,4 +1,4 @@
-"""The protocols of a page cache as the scheduler uses it: of one part (``PageCache``), of several (``GroupedCache``)."""
+"""The protocols of a page cache and its leases, as the scheduler uses ``PageCache`` and ``GroupedCache``."""
 
 from __future__ import annotations
 
