@@ -1,4 +1,4 @@
-"""The Protocols between the engine and its parts. Nothing concrete is defined here. Nothing concrete lives here."""
+"""The Protocols between the engine and its parts. Nothing concrete is defined here."""
 
 from __future__ import annotations
 
