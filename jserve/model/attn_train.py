@@ -130,7 +130,7 @@ def _softmax(score: jax.Array, seen: jax.Array, sink_KG: jax.Array | None) -> ja
     top = score.max(-1, keepdims=True)
     sink = 0.0
     if sink_KG is not None:
-        top = jnp.maximum(top, sink_KG[..., None])
+        top = lax.stop_gradient(jnp.maximum(top, sink_KG[..., None]))
         sink = jnp.exp(sink_KG[..., None] - top)
     p = jnp.where(seen, jnp.exp(score - lax.stop_gradient(top)), 0.0)
     return p / jnp.maximum(p.sum(-1, keepdims=True) + sink, jnp.finfo(jnp.float32).tiny)
