@@ -118,7 +118,7 @@ class PageCache:
         ``reuse`` False looks nothing up; ``cacheable`` False also keeps the pages out of the tree.
         ``keeps`` are the priorities that the pages get when the lease is given back.
         """
-        root = self.tree.root(self._of_weights(key))
+        root = self.tree.root(self.of_weights(key))
         limit = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
         path = self.tree.match(root, tokens, limit)
         return self.lease(slot, root, path, cacheable=cacheable, keeps=keeps)
@@ -149,13 +149,13 @@ class PageCache:
             n_weights=self.n_weights,
         )
 
-    def _of_weights(self, key: RootKey) -> RootKey:
+    def of_weights(self, key: RootKey) -> RootKey:
         """The root key of ``key`` under the weights in use; of the first ones it is ``key``, as names on disk are."""
         return (*key[:3], self.n_weights) if self.n_weights else key
 
     def n_known(self, key: RootKey, tokens: Seq[int]) -> int:
         """Pages of the longest known prefix of ``tokens``; nothing is locked or touched."""
-        root = self.tree.roots.get(self._of_weights(key))
+        root = self.tree.roots.get(self.of_weights(key))
         limit = (len(tokens) - 1) // self.page_size if self.reuse else 0
         return len(self.tree.match(root, tokens, limit)) if root is not None else 0
 
@@ -241,7 +241,7 @@ class PageCache:
         if tier is None or not tier.on_disk or not self.reuse:
             return []
         limit = (len(tokens) - 1) // Z
-        key = self._of_weights(key)
+        key = self.of_weights(key)
         root = self.tree.roots.get(key) or Node(None, key, 0)
         path, tickets = self.tree.match(root, tokens, limit), []
         digest = digest_of(path[-1] if path else root)

@@ -78,6 +78,10 @@ class GroupedLease:
         return self.parts[0].cacheable
 
     @property
+    def n_weights(self) -> int:
+        return self.parts[0].n_weights
+
+    @property
     def n_own(self) -> int:
         """Pages of the pool that it took and still has."""
         return sum([n * part.n_own for n, part in zip(self.groups, self.parts, strict=True)])
@@ -136,6 +140,10 @@ class GroupedCache:
         return self.parts[0].now
 
     @property
+    def n_weights(self) -> int:
+        return self.parts[0].n_weights
+
+    @property
     def listener(self) -> PageListener | None:
         """Hears of the pages of the widest reach."""
         return self.parts[0].listener
@@ -171,7 +179,7 @@ class GroupedCache:
         keeps: tuple[Keep, ...] = (),
     ) -> GroupedLease:
         """As ``PageCache.match``: of the longest prefix that every part has all its pages of."""
-        roots = [part.tree.root(key) for part in self.parts]
+        roots = [part.tree.root(part.of_weights(key)) for part in self.parts]
         paths = self._paths(roots, tokens, reuse=reuse)
         leases = [
             part.lease(slot, root, path, cacheable=cacheable, keeps=keeps)
@@ -180,7 +188,7 @@ class GroupedCache:
         return GroupedLease(parts=tuple(leases), groups=self.groups).sync()
 
     def n_known(self, key: RootKey, tokens: Seq[int]) -> int:
-        roots = [part.tree.roots.get(key) for part in self.parts]
+        roots = [part.tree.roots.get(part.of_weights(key)) for part in self.parts]
         known = [root for root in roots if root is not None]
         return len(self._paths(known, tokens)[0]) if len(known) == len(roots) else 0
 

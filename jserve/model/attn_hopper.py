@@ -54,8 +54,8 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     if D:
         o_DJNH = paged_attention(
             q_TNH[: D * J].reshape(D, J, N, H),
-            Pages(keys, values, page_table(view.page_table_RM[:D])),
-            Rows(view.start_R[:D], view.kv_len_R[:D]),
+            Pages(keys, values, placed(view.page_table_RM[:D])),
+            Rows(placed(view.start_R[:D]), placed(view.kv_len_R[:D])),
             spec,
             sinks_N=args.sink_logits_N,
             tree=None if view.tree is None else Tree(view.tree.sees, view.tree.depth),
@@ -65,8 +65,8 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     if view.P:
         o_PNH = ragged_prefill(
             q_TNH[D * J :],
-            Pages(keys, values, page_table(view.page_table_RM[D:])),
-            Chunks(view.first_R[D:] - D * J, view.start_R[D:], view.count_R[D:]),
+            Pages(keys, values, placed(view.page_table_RM[D:])),
+            Chunks(view.first_R[D:] - D * J, placed(view.start_R[D:]), placed(view.count_R[D:])),
             spec,
             sinks_N=args.sink_logits_N,
         )
@@ -74,10 +74,11 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     return jnp.concatenate(parts)
 
 
-def page_table(table_RM: jax.Array) -> jax.Array:
-    """The same page ids with a place of their own. A part of the step's buffer as it came would have XLA wrap
-    each call in a dynamic-slice fusion, and update all of these nodes of the graph every step."""
-    return jnp.maximum(table_RM, 0)
+def placed(numbers: jax.Array) -> jax.Array:
+    """The same numbers, none of them negative, with a place of their own. A part of another array (the step's buffer,
+    or what all rows have) would have XLA wrap the call in a dynamic-slice fusion, a node of the graph that is updated
+    every step."""
+    return jnp.maximum(numbers, 0)
 
 
 def check(H: int, stored_as: Any, tree: TreeShape) -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.model.attention import AttentionBackend, DecodeKernels, LayerKV, Projected
-from jserve.model.attn_hopper import hopper, page_table
+from jserve.model.attn_hopper import hopper, placed
 from jserve.model.kv_pool import NOBODY
 from jserve.model.view import StepView
 from pallas_kernels.add_norm import add_norm, serves as serves_rows
@@ -44,7 +44,7 @@ def attend(
         interpret=interpret,
     )
     keys, values = written
-    pages = Pages(keys, values, page_table(view.page_table_RM))
+    pages = Pages(keys, values, placed(view.page_table_RM))
     spec = AttentionSpec(scale=x.scale, window=x.window, interpret=interpret)
     rows = Rows(view.start_R, view.kv_len_R)
     o_TNH = paged_attention_of_heads(q_TKQH, G, pages, rows, spec, keys.dtype)

@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
+from jserve.model.feature import StepFeature
 
 EMBED, NORMALIZED = "hook_embed", "ln_final.hook_normalized"
 PRE, POST = "hook_resid_pre", "hook_resid_post"
@@ -65,3 +66,12 @@ def matching(arch: Arch, patterns: Sequence[str], field: str) -> tuple[str, ...]
                 field=field,
             )
     return tuple(name for name in known if any(fnmatchcase(name, p) for p in patterns))
+
+
+def read_by(arch: Arch, feature: StepFeature) -> tuple[str, ...]:
+    """The points of a model that a step feature reads.
+
+    Raises:
+        ConfigError: the model has none of that name; ``field`` is the feature's.
+    """
+    return matching(arch, feature.points, feature.name) if feature.points else ()

@@ -89,7 +89,9 @@ class Form:
     def name(self) -> str:
         """Of ``--quantization``, as far as that has this form; a gate file names forms so."""
         kind = "fp8" if self.kind == "e4m3" else self.kind
-        return kind if self.rounded or kind == "int4" else f"{kind}-weight-only"
+        if self.static:
+            return f"{kind}-static"
+        return kind if self.rounded or kind in (*HALF_BYTES, WIDE) else f"{kind}-weight-only"
 
     def groups(self, D: int) -> int:
         """Scales of a row of ``D`` inputs."""

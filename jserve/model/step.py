@@ -35,10 +35,9 @@ from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
 from jserve.model.family import Family, Pass
-from jserve.model.feature import StepFeature
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
-from jserve.model.points import entering, matching
+from jserve.model.points import entering, read_by
 from jserve.model.sample import Chosen, logprobs, sample
 from jserve.model.shard import (
     Axes,
@@ -384,25 +383,15 @@ def _kept(view: StepView, n_pages: int) -> StepView:
     )
 
 
-def read_by(arch: Arch, feature: StepFeature) -> tuple[str, ...]:
-    """The points of a model that ``feature`` reads.
-
-    Raises:
-        ConfigError: the model has none of that name; ``field`` is the feature's.
-    """
-    return matching(arch, feature.points, feature.name) if feature.points else ()
-
-
-def _drafter_points(model: StepModel) -> tuple[str, ...]:
-    """Those that the drafter reads."""
-    taps = () if model.drafter is None else model.drafter.taps
-    return tuple(entering(i, model.arch.L) for i in taps)
-
-
 def _points(model: StepModel, bucket: Bucket) -> tuple[str, ...]:
     """All that are read in steps of ``bucket``, each once."""
     asked = [name for feature in bucket.features for name in read_by(model.arch, feature)]
     return tuple(dict.fromkeys([*(_drafter_points(model) if bucket.n_draft else ()), *asked]))
+
+
+def _drafter_points(model: StepModel) -> tuple[str, ...]:
+    taps = () if model.drafter is None else model.drafter.taps
+    return tuple(entering(i, model.arch.L) for i in taps)
 
 
 def _forward(

@@ -456,14 +456,41 @@ INLINE const char *weight_row(const Product *p, i64 n, int kind) {
 }
 INLINE i64 weight_bytes(int kind) { return kind == BF16 ? 2 : 1; }
 
-/* Several weight rows at once defeat the processor's own prefetcher where they lie in one page: lines of the next rows are
- * fetched in the order of memory while these are read, as many of them. */
-#define NEXT(i) _mm_prefetch(next + 64 * i, _MM_HINT_T0);
+/* Several weight rows at once defeat the processor's own prefetcher where they lie in one page: lines of later rows are
+ * fetched in the order of memory while these are read, as many of them, so far ahead that memory answers in time, and into
+ * the second-level cache, since the first would lose them again. */
+enum { AHEAD_BYTES = 16 << 10, LONGEST_LINEAR = 2048 };
+#define NEXT(i) _mm_prefetch(next + 64 * i, _MM_HINT_T1);
+INLINE i64 bytes_ahead(i64 block) { return up_to(AHEAD_BYTES, max64(block, 1)); }
+
+/* One row of x and one weight row. */
+T_BF16 INLINE __m512 row_sums(const bf16 *x, const bf16 *w, i64 K) {
+  __m512 a = _mm512_setzero_ps(), b = a, c = a, d = a;
+  i64 k = 0;
+  for (; k + 128 <= K; k += 128) {
+    a = dp(a, load(x + k), load(w + k)), b = dp(b, load(x + k + 32), load(w + k + 32));
+    c = dp(c, load(x + k + 64), load(w + k + 64)), d = dp(d, load(x + k + 96), load(w + k + 96));
+  }
+  for (; k + 32 <= K; k += 32) a = dp(a, load(x + k), load(w + k));
+  if (k < K) b = dp(b, load(x + k), load_n(w + k, K - k));
+  return _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
+}
+
+/* One row of x, short weight rows one after the other: one stream, which the processor prefetches by itself. */
+T_BF16 static void bf16_linear(const Product *p, i64 n0, i64 n1, float *y) {
+  for (i64 n = n0; n < n1; n += 8, y += 8) {
+#define SUM(i) const __m512 s##i = row_sums(p->packed, p->w + min64(n + i, n1 - 1) * p->K, p->K);
+    EIGHT(SUM)
+#undef SUM
+    __m512 four = folded(sums4(s0, s1, s2, s3), sums4(s4, s5, s6, s7));
+    _mm512_mask_storeu_ps(y, (__mmask16)((1u << min64(8, n1 - n)) - 1), folded(four, four));
+  }
+}
 
 /* One row of x, eight weight rows at once. Beyond the last row the pointers repeat it. */
 T_BF16 INLINE void bf16_eight(const Product *p, i64 n0, i64 n1, float *y, int kind) {
   const bf16 *x = p->packed;
-  const i64 K = p->K;
+  const i64 K = p->K, ahead = bytes_ahead(8 * K * weight_bytes(kind));
   for (i64 n = n0; n < n1; n += 8, y += 8) {
 #define BEGIN(i)                                                                                                       \
   const char *w##i = weight_row(p, min64(n + i, n1 - 1), kind);                                                        \
@@ -472,7 +499,7 @@ T_BF16 INLINE void bf16_eight(const Product *p, i64 n0, i64 n1, float *y, int ki
     i64 k = 0;
     for (; k + 32 <= K; k += 32) {
       __m512i v = load(x + k);
-      const char *next = w0 + 8 * (K + k) * weight_bytes(kind);
+      const char *next = w0 + ahead + 8 * k * weight_bytes(kind);
       NEXT(0) NEXT(1) NEXT(2) NEXT(3)
       if (kind == BF16) {
         NEXT(4) NEXT(5) NEXT(6) NEXT(7)
@@ -498,7 +525,7 @@ T_BF16 INLINE void bf16_eight(const Product *p, i64 n0, i64 n1, float *y, int ki
 
 /* Four rows of x against four weight rows: sixteen sums. */
 T_BF16 INLINE void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t, int kind) {
-  const i64 K = p->K, width = up_to(K, 32);
+  const i64 K = p->K, width = up_to(K, 32), ahead = bytes_ahead(4 * K * weight_bytes(kind));
   for (i64 n = n0; n < n1; n += 4)
     for (i64 i = 0; i < p->L; i += 4) {
       const bf16 *x = (const bf16 *)p->packed + i * width;
@@ -509,7 +536,7 @@ T_BF16 INLINE void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t,
       __m512 c0 = z, c1 = z, c2 = z, c3 = z, d0 = z, d1 = z, d2 = z, d3 = z;
 #define TILE(LOAD)                                                                                                     \
   {                                                                                                                    \
-    const char *next = w0 + 4 * (K + k) * weight_bytes(kind);                                                          \
+    const char *next = w0 + ahead + 4 * k * weight_bytes(kind);                                                        \
     NEXT(0) NEXT(1)                                                                                                    \
     if (kind == BF16) { NEXT(2) NEXT(3) }                                                                              \
     __m512i v0 = LOAD(w0), v1 = LOAD(w1), v2 = LOAD(w2), v3 = LOAD(w3);                                                \
@@ -642,7 +669,9 @@ T_BF16 static void bf16_many(const Product *p, i64 n0, i64 n1, Target t) {
 
 #define FEW_ROWS(NAME, KIND)                                                                                           \
   T_BF16 static void NAME(const Product *p, i64 n0, i64 n1, Target t) {                                                \
-    if (p->L == 1)                                                                                                     \
+    if (p->L == 1 && KIND == BF16 && p->K <= LONGEST_LINEAR)                                                           \
+      bf16_linear(p, n0, n1, at(t, 0));                                                                                \
+    else if (p->L == 1)                                                                                                \
       bf16_eight(p, n0, n1, at(t, 0), KIND);                                                                           \
     else                                                                                                               \
       bf16_four_by_four(p, n0, n1, t, KIND);                                                                           \

@@ -346,7 +346,7 @@ T_VNNI static void vnni_pack(const Product *p, i64 i0, i64 i1) {
 /* One row of x, eight weight rows at once, which are made unsigned by adding 128. */
 T_VNNI static void vnni_eight(const Product *p, i64 n0, i64 n1, float *y) {
   const int8_t *x = p->packed;
-  const i64 K = p->K;
+  const i64 K = p->K, ahead = bytes_ahead(8 * K);
   for (i64 n = n0; n < n1; n += 8, y += 8) {
 #define BEGIN(i)                                                                                                       \
   const char *w##i = weight_row(p, min64(n + i, n1 - 1), INT8);                                                        \
@@ -355,7 +355,7 @@ T_VNNI static void vnni_eight(const Product *p, i64 n0, i64 n1, float *y) {
     i64 k = 0;
     for (; k + 64 <= K; k += 64) {
       __m512i v = _mm512_loadu_si512(x + k);
-      const char *next = w0 + 8 * (K + k);
+      const char *next = w0 + ahead + 8 * k;
       EIGHT(NEXT)
 #define STEP(i) s##i = dp8(s##i, plus_128(_mm512_loadu_si512(w##i + k)), v);
       EIGHT(STEP)
@@ -378,7 +378,7 @@ T_VNNI static void vnni_eight(const Product *p, i64 n0, i64 n1, float *y) {
 
 /* Four rows of x against four weight rows. */
 T_VNNI static void vnni_four_by_four(const Product *p, i64 n0, i64 n1, Target t) {
-  const i64 K = p->K, width = up_to(K, 64);
+  const i64 K = p->K, width = up_to(K, 64), ahead = bytes_ahead(4 * K);
   for (i64 n = n0; n < n1; n += 4)
     for (i64 i = 0; i < p->L; i += 4) {
       const int8_t *x = (const int8_t *)p->packed + i * width;
@@ -388,7 +388,7 @@ T_VNNI static void vnni_four_by_four(const Product *p, i64 n0, i64 n1, Target t)
       __m512i a0 = z, a1 = z, a2 = z, a3 = z, b0 = z, b1 = z, b2 = z, b3 = z;
       __m512i c0 = z, c1 = z, c2 = z, c3 = z, d0 = z, d1 = z, d2 = z, d3 = z;
       for (i64 k = 0; k < K; k += 64) {
-        const char *next = w[0] + 4 * (K + k);
+        const char *next = w[0] + ahead + 4 * k;
         NEXT(0) NEXT(1) NEXT(2) NEXT(3)
         const __mmask64 there = first_bytes(K - k);
         __m512i v0 = plus_128(_mm512_maskz_loadu_epi8(there, w[0] + k));
@@ -604,7 +604,7 @@ T_BF16 INLINE __m512 block_sum(Numbers x) {
 
 T_BF16 INLINE void int4_eight(const Product *p, i64 n0, i64 n1, float *y, int wide, int zeros) {
   const bf16 *x = p->packed;
-  const i64 K = p->K, G = K / p->groups, half = K / 2;
+  const i64 K = p->K, G = K / p->groups, half = K / 2, ahead = bytes_ahead(8 * half);
   for (i64 n = n0; n < n1; n += 8, y += 8) {
 #define BEGIN(i)                                                                                                       \
   const i64 row##i = min64(n + i, n1 - 1);                                                                              \
@@ -612,7 +612,7 @@ T_BF16 INLINE void int4_eight(const Product *p, i64 n0, i64 n1, float *y, int wi
   __m512 s##i = _mm512_setzero_ps();
     EIGHT(BEGIN)
     for (i64 k = 0; k < K; k += INT4_BLOCK) {
-      const char *next = (const char *)w0 + 8 * (half + k / 2);
+      const char *next = (const char *)w0 + ahead + 4 * k;
       EIGHT(NEXT)
       const Groups g = groups_at(p, k, G, wide);
       const Numbers v = block_of(x + k);
@@ -633,7 +633,7 @@ T_BF16 INLINE void int4_eight(const Product *p, i64 n0, i64 n1, float *y, int wi
 }
 
 T_BF16 INLINE void int4_four_by_four(const Product *p, i64 n0, i64 n1, Target t, int wide, int zeros) {
-  const i64 K = p->K, G = K / p->groups, half = K / 2, width = up_to(K, INT4_BLOCK);
+  const i64 K = p->K, G = K / p->groups, half = K / 2, width = up_to(K, INT4_BLOCK), ahead = bytes_ahead(4 * half);
   for (i64 n = n0; n < n1; n += 4)
     for (i64 i = 0; i < p->L; i += 4) {
       const bf16 *x = (const bf16 *)p->packed + i * width;
@@ -641,7 +641,7 @@ T_BF16 INLINE void int4_four_by_four(const Product *p, i64 n0, i64 n1, Target t,
       __m512 a0 = z, a1 = z, a2 = z, a3 = z, b0 = z, b1 = z, b2 = z, b3 = z;
       __m512 c0 = z, c1 = z, c2 = z, c3 = z, d0 = z, d1 = z, d2 = z, d3 = z;
       for (i64 k = 0; k < K; k += INT4_BLOCK) {
-        const char *next = (const char *)p->q + n * half + 4 * (half + k / 2);
+        const char *next = (const char *)p->q + n * half + ahead + 2 * k;
         NEXT(0) NEXT(1) NEXT(2) NEXT(3)
         const Groups g = groups_at(p, k, G, wide);
         __m512 sum0 = z, sum1 = z, sum2 = z, sum3 = z;

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jserve.config import EngineConfig
 from jserve.quality.answers import Tally
@@ -16,6 +16,9 @@ from jserve.quality.gate import METRICS, Failure
 from jserve.quality.metrics import Metric
 from jserve.weights.hf import dtype_name
 from jserve.weights.source import Source
+
+if TYPE_CHECKING:
+    from jserve.quality.drift import Drift
 
 FORMAT = 1
 SHOWN_LAYERS = 5
@@ -48,6 +51,7 @@ def assembled(
     metrics: Mapping[str, Metric],
     tallies: Mapping[str, Tally],
     layers: Sequence[tuple[str, float]],
+    drift: Sequence[Drift],
     notes: Sequence[str],
 ) -> dict[str, Any]:
     """The report as JSON holds it, without a gate."""
@@ -59,6 +63,7 @@ def assembled(
         "metrics": {name: asdict(metrics[name]) for name in METRICS if name in metrics},
         "questions": {name: asdict(tally) for name, tally in tallies.items()},
         "layers": [{"product": name, "error": error} for name, error in layers],
+        "drift": [asdict(one) for one in drift],
         "notes": list(notes),
     }
 
@@ -88,5 +93,9 @@ def shown(report: Mapping[str, Any]) -> str:
         )
     for layer in report["layers"][:SHOWN_LAYERS]:
         lines.append(f"  layer {layer['product']:14} {layer['error']:.4f}")
+    for one in report["drift"][:SHOWN_LAYERS]:
+        lines.append(
+            f"  drift {one['product']:14} {one['over']:.6f} over, largest {one['most']:.3f}"
+        )
     lines += [f"  {note}" for note in report["notes"]]
     return "\n".join(lines) + "\n"

@@ -15,11 +15,12 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.quality import answers, reference as kept
 from jserve.quality.bench import Bench
+from jserve.quality.drift import Drift, drift
 from jserve.quality.layers import Loadable, layer_errors, why_not
 from jserve.quality.metrics import Compared, Metric, compared, metrics
 from jserve.quality.reference import Reference
 from jserve.quality.report import assembled, form_of, identity
-from jserve.quality.texts import Texts, held_out
+from jserve.quality.texts import Texts, held_out, token_texts
 from jserve.weights.quant.scheme import scheme_of
 from jserve.weights.source import Source
 
@@ -46,10 +47,9 @@ def judge(config: EngineConfig, asked: QualityWish, progress: build.Progress) ->
         ConfigError: an option, file or model cannot be used, or there is no reference.
     """
     source, base = build.located(config), reference_config(config, asked.reference)
-    if asked.drift is not None:
-        why = f"{source.name}: how far static scales of activations are off is not measured yet"
-        raise ConfigError(f"drift: {why}", field="drift")
-    texts = held_out(build.text_side(config), asked.text, questions=asked.questions)
+    side = build.text_side(config)
+    drifted = [] if asked.drift is None else _drift(config, source, token_texts(side, asked.drift))
+    texts = held_out(side, asked.text, questions=asked.questions)
     origin = build.located(base)
     reference = _reference(base, origin, texts, asked.directory, progress)
     found, said, info = _measured(config, texts, reference, progress)
@@ -75,6 +75,7 @@ def judge(config: EngineConfig, asked: QualityWish, progress: build.Progress) ->
         metrics=figures,
         tallies=tallies,
         layers=layers,
+        drift=drifted,
         notes=[note] if note else [],
     )
 
@@ -100,6 +101,19 @@ def reference_config(config: EngineConfig, reference: str) -> EngineConfig:
         why = f"{source.name} is quantised ({scheme.name}); name the model it was made of"
         raise ConfigError(f"reference: {why}", field="reference")
     return made
+
+
+def _drift(config: EngineConfig, source: Source, texts: Sequence[Sequence[int]]) -> list[Drift]:
+    why = why_not(source, source)
+    if why:
+        raise ConfigError(f"drift: {why}", field="drift")
+    return drift(_loadable(config, source), texts)
+
+
+def _loadable(config: EngineConfig, source: Source) -> Loadable:
+    dtype, options = jnp.dtype(_dtype(config)), config.model
+    scheme = scheme_of(source.config, dtype, options.quantization, options.quantization_config)
+    return Loadable(source=source, scheme=scheme, dtype=dtype)
 
 
 def _dtype(config: EngineConfig) -> str:
@@ -168,11 +182,5 @@ def _layers(
     why = why_not(origin, source)
     if why:
         return [], f"no errors of layers: {why}"
-    dtype, options = jnp.dtype(_dtype(config)), config.model
-    scheme = scheme_of(source.config, dtype, options.quantization, options.quantization_config)
-    found = layer_errors(
-        Loadable(source=origin, scheme=None, dtype=dtype),
-        Loadable(source=source, scheme=scheme, dtype=dtype),
-        texts.scored,
-    )
+    found = layer_errors(_loadable(base, origin), _loadable(config, source), texts.scored)
     return found, "" if found else "no errors of layers: the embedding is another one (rotated?)"

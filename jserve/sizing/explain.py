@@ -158,7 +158,8 @@ def _program(model: StepModel, bucket: Bucket) -> StepCollectives:
     if not model.rules.auto:
         found = list(_traced(jax.make_jaxpr(step)(*args).jaxpr))
     elif isinstance(model.mesh, Mesh):
-        found = list(_compiled(jax.jit(step, donate_argnums=1).lower(*args).compile().as_text()))
+        program = jax.jit(step, donate_argnums=1).lower(*args).compile()
+        found = list(_compiled(program.as_text() or ""))
     return StepCollectives(
         decode_rows=bucket.D if not bucket.F else 0,
         prefill_tokens=bucket.P,

@@ -26,7 +26,8 @@ BLOCKS = blocks("sh", "bash")
 COMMANDS = [(b, words) for b in BLOCKS for words in b.commands()]
 ELSEWHERE = {"serve": "tests/whole/test_serve.py", "chat": "tests/test_cli.py"}
 """Commands that do not end by themselves: other tests run them."""
-LONG = ("bench", "convert", "generate", "run-batch", "simulate")
+LONG = ("bench", "convert", "generate", "quality", "quantize", "run-batch", "simulate")
+FILES = ("in.jsonl", "out.jsonl", "out/", "steps.json", "report.json")
 LINE = {
     "custom_id": "a",
     "method": "POST",
@@ -100,7 +101,7 @@ def test_long_ones_run(words: list[str], tmp_path: Path, monkeypatch) -> None:
     if {"trace.jsonl", "run.journal"} & set(words):
         pytest.skip("reads what a simulation or a server wrote; tests/sim/test_recorded.py does")
     (tmp_path / "in.jsonl").write_text(json.dumps(LINE) + "\n")
-    model, files = str(shipped()), ("in.jsonl", "out.jsonl", "out/", "steps.json")
+    model, files = str(shipped()), FILES
     places = {"path/to/hf-model": model, "my-model": model} | {f: str(tmp_path / f) for f in files}
     ran([places.get(word, word) for word in words])
 

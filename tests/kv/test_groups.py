@@ -155,6 +155,22 @@ def test_a_pin_that_lacks_a_window_holds_nothing():
     cache.check([lease])
 
 
+def test_other_weights_find_nothing_and_take_nothing():
+    tokens = list(range(60))
+    cache = cache_of()
+    lease = computed(cache, tokens)
+    cache.clear(same_weights=False)
+    assert (lease.n_weights, cache.n_weights) == (0, 1)
+    assert cache.n_known(KEY, [*tokens, 1]) == 0
+    other = cache.match(KEY, [*tokens, 1], slot=1)
+    assert other.capacity == 0
+    cache.check([lease, other])
+    for held in (lease, other):
+        cache.release(held)
+    cache.clear()
+    assert cache.pool.n_free == cache.pool.n_usable
+
+
 def test_a_long_sequence_holds_its_reach_on_the_real_scheduler():
     """Decoding far beyond the window, the pool holds all pages of the full group and a window of the others."""
     lim = limits(max_model_len=400, n_pages=200, reaches=MIXED)

@@ -65,10 +65,11 @@ def runner(kind: str, kv_groups: str = "on") -> ModelRunner:
     return make_runner(BUCKETS, strict=True, arch=KINDS[kind], kv_groups=kv_groups, **SHORT)
 
 
-def engine_of(device: ModelRunner, *, n_pages: int = 0, **options) -> Engine:
+def engine_of(device: ModelRunner, *, n_pages: int = 0, overlap: int = 1, **options) -> Engine:
     device.programs.seal()
     limits = dataclasses.replace(device.limits, n_pages=n_pages or device.limits.n_pages)
-    return Engine(Scheduler(limits, EngineConfig.of(**OPTIONS | SHORT | options)), device)
+    config = EngineConfig.of(**OPTIONS | SHORT | options)
+    return Engine(Scheduler(limits, config), device, overlap=overlap)
 
 
 @lru_cache(maxsize=8)
@@ -143,7 +144,7 @@ def scored(engine: Engine, prompts: list[list[int]], n: int) -> list[tuple[int, 
 def life(kind: str) -> list[tuple[int, float]]:
     """Chunks that end within pages, long answers, and a hit of a prefix whose window is gone."""
     whole = text(97, seed=5)
-    engine = engine_of(runner(kind), max_prefill_chunk=5)
+    engine = engine_of(runner(kind), max_prefill_chunk=5, overlap=0)
     found = scored(engine, [whole], 8)
     slid = (97 - W + 1) // Z
     engine.scheduler.resources.cache.evict(GROUPS[kind][1] * slid)

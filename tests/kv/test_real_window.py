@@ -26,9 +26,12 @@ from jserve.sched.scheduler import Scheduler
 from jserve.types import Request
 from tests.kv.test_real_reuse import text, tokens_of
 from tests.model.test_sinks import literal
-from tests.runner.harness import ARCH, OPTIONS, RULES, tiny_params
+from tests.runner import harness
+from tests.runner.harness import ARCH, RULES, tiny_params
 
 W = 20
+OPTIONS = harness.OPTIONS | {"kv_groups": "off"}
+"""With pages of all layers: ``test_real_groups`` has those of groups."""
 WINDOWED = resized(ARCH, windows=(W, 12))
 LADDER = Ladder(buckets=(Bucket(D=6, P=48, F=6),))
 

@@ -19,10 +19,8 @@ def test_products(name: str, level: str) -> None:
     w, exact = tensor(form)
     rng = np.random.default_rng(1)
     with native.kernels(level):
-        for T in (3, 40):
-            x = np.asarray(jnp.asarray(rng.standard_normal((T, D)), jnp.bfloat16), np.float32)
-            want = exact_product(x, exact, form)
-            assert error(dot(jnp.asarray(x), w), want) < 8e-3, T
+        x = np.asarray(jnp.asarray(rng.standard_normal((3, D)), jnp.bfloat16), np.float32)
+        assert error(dot(jnp.asarray(x), w), exact_product(x, exact, form)) < 8e-3
 
 
 @pytest.mark.parametrize("name", ["uint4", "e2m1", "int4 ordered", "e4m3 static", "int8 shifts"])

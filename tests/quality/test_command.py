@@ -29,6 +29,7 @@ def made(config: EngineConfig = CONFIG) -> dict[str, Any]:
         metrics={"mean_kl": Metric(0.1, 0.05, 0.2), "skills": Metric(1.0, 1.0, 1.0)},
         tallies={},
         layers=[("3.down", 0.7)],
+        drift=[],
         notes=[],
     )
 
@@ -117,6 +118,7 @@ def test_a_quantised_checkpoint_needs_a_reference(tmp_path: Path) -> None:
 
 
 def test_drift_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"text": "Hello there"}\n')
     asked = QualityWish(directory=tmp_path, drift=tmp_path / "prompts.jsonl")
     with pytest.raises(ConfigError, match="no static scales") as caught:
         judge(EngineConfig(), asked, lambda *_: None)

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
+from jserve.errors import ConfigError
 from jserve.model.hand import Row
 from jserve.model.layer_pass import layer_pass
 from jserve.model.norms import normed
 from jserve.model.shard import Axes
 from jserve.model.view import Bucket
+from jserve.quality.drift import drift
 from jserve.quality.layers import Loadable, layer_errors, why_not
 from jserve.weights.offline.calibration import LayerStream
 from jserve.weights.offline.job import quantize
@@ -101,3 +104,39 @@ def test_layers_one_by_one_are_the_step(name: str, tmp_path: Path) -> None:
         "gate_up": 64,
         "down": 96,
     }
+
+
+def test_activations_beyond_a_static_scale_are_counted(tmp_path: Path) -> None:
+    """Scales of half the largest activation, and of twice it."""
+    wide = Model(tmp_path / "wide", CONFIG, np.float32)
+    wide.single()
+    stream = LayerStream(wide.arch, TEXTS)
+    params = assemble_all(wide.family.specs(wide.arch, 1), wide.tensors.__getitem__, jnp.float32)
+    stream.enter(params["embed"])
+    most = float(stream.stats(0, params["layers"][0])["qkv"].most_D.max())
+    for factor in (0.5, 2.0):
+        path = tmp_path / f"static {factor}"
+        made = Model(path, CONFIG, np.float32)
+        for name in [n for n in made.tensors if n.endswith("_proj.weight")]:
+            w = made.tensors.pop(name)
+            scale = np.abs(w).max() / 448
+            made.tensors[name] = (w / scale).astype(ml_dtypes.float8_e4m3fn)
+            made.tensors[f"{name}_scale"] = np.array([scale], np.float32)
+            limit = factor * most if "layers.0.self_attn" in name else 1e6
+            made.tensors[name.removesuffix("weight") + "input_scale"] = np.array(
+                [limit / 448], np.float32
+            )
+        section = {"quant_method": "fp8", "activation_scheme": "static"}
+        made.write_json("config.json", {**made.config, "quantization_config": section})
+        made.single()
+        found = {one.product: one for one in drift(loadable(path), TEXTS)}
+        assert len(found) == 8
+        assert found["0.qkv"].most == pytest.approx(1 / factor, rel=0.01)
+        assert (found["0.qkv"].over > 0) is (factor < 1)
+        assert found["1.down"].over == 0
+
+
+def test_a_model_without_static_scales_has_no_drift(tmp_path: Path) -> None:
+    Model(tmp_path / "wide", CONFIG, np.float32).single()
+    with pytest.raises(ConfigError, match="no static scales"):
+        drift(loadable(tmp_path / "wide"), TEXTS)

@@ -220,7 +220,7 @@ FUZZERS = {"configs": fuzz_configs, "tensors": fuzz_tensors, "gguf": fuzz_gguf}
 
 @pytest.mark.parametrize("name", FUZZERS)
 def test_anything_ends_in_our_errors(tmp_path: Path, name: str) -> None:
-    FUZZERS[name](tmp_path, 60)
+    FUZZERS[name](tmp_path, 25)
 
 
 @pytest.mark.slow

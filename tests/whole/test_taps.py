@@ -56,6 +56,8 @@ def whole(llm: LLM, out: Any) -> np.ndarray:
     return np.stack([found[name][first:-1] for name in POINTS], axis=1)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_values_are_those_of_the_whole_text_at_any_batch_and_chunking(llm: LLM) -> None:
     params = [asked("probe"), asked("probe", "size"), asked()]
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
@@ -72,6 +74,8 @@ def test_values_are_those_of_the_whole_text_at_any_batch_and_chunking(llm: LLM) 
     assert outs[2].outputs[0].token_ids == outs[0].outputs[0].token_ids
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_is_asked_is_checked(llm: LLM) -> None:
     with pytest.raises(BadRequest, match="probe"):
         llm.generate("x", SamplingParams(extra_args={"probe": "all"}))

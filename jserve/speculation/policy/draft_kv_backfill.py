@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jserve.kv.pages import PageLease
+from jserve.kv.ledger import Lease
 from jserve.ports import RunnerLimits
 from jserve.timing.prefill_cap import PrefillCap
 from jserve.types import PageFetch, PageMove, RowPlan, Sequence, StepPlan
@@ -43,7 +43,7 @@ class _MissingRange:
 
     low: int
     high: int
-    lease: PageLease | None
+    lease: Lease | None
 
 
 class DraftKVBackfill:

@@ -5,10 +5,11 @@ It owns the residual stream of the texts, in batches of equal length, and what i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -81,10 +82,16 @@ class LayerStream:
     def stats(self, layer: int, p: Mapping[str, Any]) -> dict[str, InputStats]:
         """Of the inputs of each matrix of a layer; the stream stays before it."""
         found = {name: InputStats.empty(p[name].shape[-1]) for name in PRODUCTS}
-        for batch in self.batches:
-            inputs = layer_pass(self._arch, layer, p, batch.x_BSD)[1]
-            kept_T = jnp.asarray(batch.kept_BS.reshape(-1))
-            for name, x_BSD in inputs.items():
-                x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-                found[name] = found[name].with_more(x_TD, kept_T)
+        for x_TD, name, kept_T in self.inputs(layer, p):
+            found[name] = found[name].with_more(x_TD, kept_T)
         return found
+
+    def inputs(
+        self, layer: int, p: Mapping[str, Any]
+    ) -> Iterator[tuple[jax.Array, str, jax.Array]]:
+        """(float32[T, D], name of the product that they enter, bool[T]: tokens of a text), batch by batch."""
+        for batch in self.batches:
+            found = layer_pass(self._arch, layer, p, batch.x_BSD)[1]
+            kept_T = jnp.asarray(batch.kept_BS.reshape(-1))
+            for name, x_BSD in found.items():
+                yield x_BSD.reshape(-1, x_BSD.shape[-1]), name, kept_T
