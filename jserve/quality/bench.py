@@ -62,7 +62,7 @@ class Bench:
             raise ConfigError(f"text: {longest} tokens, the model takes {most}", field="text")
 
     def scores(self, texts: Sequence[Sequence[int]]) -> Iterator[TokenScores]:
-        """What the model says of each text but its first token, some texts at a time, in order."""
+        """The scores of each text but its first token, some texts at a time, in order."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP)
         for i in range(0, len(texts), AT_ONCE):
             found = self._run([(ids, params) for ids in texts[i : i + AT_ONCE]])
@@ -70,7 +70,7 @@ class Bench:
             yield _scores([entry for entries in told for entry in entries])
 
     def answers(self, questions: Sequence[Question]) -> list[str]:
-        """What the model says to each, greedily."""
+        """The greedy answer to each."""
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER)
         found = self._run([(q.prompt_ids, params) for q in questions])
         decode = self._text.tokenizer.decode

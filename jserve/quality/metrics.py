@@ -21,7 +21,7 @@ NOISE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What one model says of n tokens, each after those before it."""
+    """The scores that one model gives n tokens, each after those before it."""
 
     logprob_n: np.ndarray
     """float32: of the token itself."""

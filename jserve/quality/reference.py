@@ -1,4 +1,4 @@
-"""What a reference says of the texts, kept in a file for the next comparison.
+"""The words of a reference on the texts, kept in a file for the next comparison.
 
 It owns the file: arrays without pickles, named by a digest of all that they depend on.
 """
@@ -42,7 +42,7 @@ def place(directory: Path, identity: Mapping[str, Any], texts: Texts) -> Path:
 
 
 def read(path: Path) -> Reference | None:
-    """What ``write`` wrote; None: there is no such file, or it is broken."""
+    """The reference that ``write`` kept; None: there is no such file, or it is broken."""
     try:
         with np.load(path, allow_pickle=False) as found:
             answers = json.loads(found["answers"].tobytes().decode())

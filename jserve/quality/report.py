@@ -25,7 +25,7 @@ SHOWN_LAYERS = 5
 
 
 def identity(config: EngineConfig, source: Source) -> dict[str, Any]:
-    """What the answers of a model depend on, by options and files alone."""
+    """All that the answers of a model depend on, by options and files alone."""
     options = config.model
     given = options.quantization_config
     return {

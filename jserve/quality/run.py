@@ -27,7 +27,7 @@ from jserve.weights.source import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityWish:
-    """What a judgement is asked for."""
+    """The options of a judgement."""
 
     reference: str = ""
     """A model; empty: the judged one without quantisation, KV as activations."""
@@ -37,7 +37,7 @@ class QualityWish:
     drift: Path | None = None
     """Prompts for the share of activations beyond static scales."""
     directory: Path
-    """Where references are kept."""
+    """The directory that keeps references."""
 
 
 def judge(config: EngineConfig, asked: QualityWish, progress: build.Progress) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def shipped(name: str) -> Path:
 
 
 def held_out(side: TextSide, file: Path | None, *, questions: bool) -> Texts:
-    """What a model is judged on: the texts of ``file`` (None: those that ship), and the shipped questions that the
+    """All that a model is judged on: the texts of ``file`` (None: those that ship), and the shipped questions that the
     model's tokenizer and chat template can put."""
     own = shipped("held_out.jsonl")
     found = Texts(name=(file or own).name)

@@ -1,4 +1,4 @@
-"""What a quantised model is on disk: tensors and config of compressed-tensors.
+"""A quantised model on disk: tensors and config of compressed-tensors.
 
 It owns the way back from parameters to the tensors of a checkpoint, and the words of ``quantization_config``.
 """

@@ -1,4 +1,4 @@
-"""What ``jserve quantize`` is asked for, checked."""
+"""The options of ``jserve quantize``, checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calibration keeps of the activations that enter a matrix."""
+"""The sums that calibration keeps of the activations that enter a matrix."""
 
 from __future__ import annotations
 
