@@ -242,11 +242,11 @@ def check_step(
 
 
 def reads_queries_where_they_lie(model: Any, bucket: Bucket) -> bool:
-    """Beside chunks, where a device has one kv head and its queries of a row need no padding: nothing is done to the
-    queries of decode rows, which are the first of all tokens'."""
+    """Beside chunks, where a row's queries of a kv head need neither padding nor another order: nothing is done to
+    those of decode rows, which are the first of all tokens'."""
     heads = max(model.arch.K // model.tp, 1)
     rows = bucket.J * model.arch.N // model.tp // heads
-    return bucket.P > 0 and heads == 1 and rows % 8 == 0
+    return bucket.P > 0 and (heads == 1 or bucket.J == 1) and rows % 8 == 0
 
 
 def check_weights(report: aot.Report, model: Any) -> None:
