@@ -109,7 +109,7 @@ def _decoder(keys: ArchitectureKeys) -> Config:
     return {
         "hidden_size": D,
         "intermediate_size": keys.size("feed_forward_length"),
-        "num_hidden_layers": keys.size("block_count"),
+        "num_hidden_layers": _layers(keys),
         "num_attention_heads": N,
         "num_key_value_heads": keys.size("attention.head_count_kv", N),
         "head_dim": H,
@@ -122,6 +122,15 @@ def _decoder(keys: ArchitectureKeys) -> Config:
         **_rope_scaling(keys),
         **_ends(keys.header),
     }
+
+
+def _layers(keys: ArchitectureKeys) -> int:
+    """Layers of the model: as many as the file has tensors of."""
+    n, names = keys.size("block_count"), keys.header.tensors
+    found = len({name.split(".")[1] for name in names if name.startswith("blk.")})
+    if n != found:
+        refuse(keys.name("block_count"), f"is {n}, the file has {found} layers")
+    return n
 
 
 def _dtype(header: GgufHeader) -> str:

@@ -347,6 +347,7 @@ CONFIGS: dict[str, tuple[Edit, str]] = {
     "rope": (key("llama.rope.dimension_count", 4), "llama.rope.dimension_count"),
     "rope type": (key("llama.rope.scaling.type", "odd"), "llama.rope.scaling.type"),
     "absurd": (key("llama.block_count", 1 << 31), "llama.block_count"),
+    "more layers than tensors": (key("llama.block_count", 1395), "llama.block_count"),
     "no heads": (key("llama.attention.head_count", 0), "llama.attention.head_count"),
 }
 
