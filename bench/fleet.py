@@ -20,10 +20,10 @@ from rich.table import Table
 
 from bench import report
 from bench.probe import record
+from jserve.engine.view import PageEvent, View
 from jserve.fleet.pages import digests_of
 from jserve.fleet.route import Asked
 from jserve.fleet.router import ReplicaRouter
-from jserve.fleet.view import PageEvent, View
 
 PREFIXES = 200
 

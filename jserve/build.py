@@ -19,6 +19,7 @@ from jserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from jserve.engine.engine import Engine
+    from jserve.engine.face import EngineFace
     from jserve.text.chat.template import ChatTemplate
     from jserve.text.tokenizer import TextTokenizer
 
@@ -488,6 +489,40 @@ def _scheme(config: EngineConfig, source: Any, dtype: Any) -> Any:
 def cache_directory(given: str) -> Path:
     """The directory of compiled programs: "auto" is the user's cache."""
     return Path.home() / ".cache" / "jserve" / "programs" if given == "auto" else Path(given)
+
+
+def serving_engine(config: EngineConfig, *, in_process: bool = False, **options: Any) -> EngineFace:
+    """The asyncio interface of what ``config`` asks for: one engine, in a thread (``in_process``) or in a process
+    of its own, or ``replicas`` on Ray Serve. ``options`` are those of ``AsyncEngine``.
+
+    Raises:
+        ConfigError: replicas are asked for and Ray Serve is not installed.
+    """
+    from jserve.engine.health import HealthLimits
+
+    server = config.server
+    limits = HealthLimits(
+        failed_steps=server.ready_failed_steps,
+        nonfinite_share=server.ready_nonfinite_share,
+        slowness=server.ready_slowness,
+        step_s=server.ready_step_s,
+    )
+    given: dict[str, Any] = {"stall_timeout_s": server.stall_timeout_s, "health": limits}
+    if config.fleet.replicas:
+        from jserve.fleet.face import FleetEngine
+        from jserve.fleet.on_ray import RayReplicas
+
+        replicas = RayReplicas(config, "jserve.build:engine")
+        return FleetEngine(replicas, policy=config.fleet.router, **given)
+    from jserve.engine.async_engine import AsyncEngine
+    from jserve.engine.client import InprocClient, ProcClient
+
+    def client() -> Any:
+        if in_process or server.in_process:
+            return InprocClient(config, engine)
+        return ProcClient(config)
+
+    return AsyncEngine(client, **{"max_restarts": server.max_restarts, **given, **options})
 
 
 def close(engine: Engine) -> None:

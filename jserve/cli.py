@@ -24,6 +24,7 @@ from jserve.cli_options import FAULTS, OptionsCommand, err, reported
 from jserve.config import (
     DeviceOptions,
     EngineConfig,
+    FleetOptions,
     ModelOptions,
     ServerOptions,
     SpeculativeOptions,
@@ -82,7 +83,7 @@ def _arm_faults(module: str) -> None:
 
 
 @app.command(cls=OptionsCommand)
-@with_options(ServerOptions)
+@with_options(ServerOptions, FleetOptions)
 def generate(
     config: EngineConfig,
     prompt: Annotated[
@@ -112,7 +113,7 @@ def generate(
 
 
 @app.command(cls=OptionsCommand)
-@with_options(ServerOptions)
+@with_options(ServerOptions, FleetOptions)
 def chat(
     config: EngineConfig,
     model: Model = None,
@@ -160,7 +161,7 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> None:
 
 
 @app.command("run-batch", cls=OptionsCommand)
-@with_options(ServerOptions)
+@with_options(ServerOptions, FleetOptions)
 def run_batch(
     config: EngineConfig,
     source: Annotated[Path, typer.Argument(metavar="INPUT", help="OpenAI batch file, JSONL")],
@@ -282,7 +283,9 @@ def quality(
 
 
 @app.command(cls=OptionsCommand)
-@with_options(ModelOptions, DeviceOptions, SpeculativeOptions, ServerOptions, also=["plugins"])
+@with_options(
+    ModelOptions, DeviceOptions, SpeculativeOptions, ServerOptions, FleetOptions, also=["plugins"]
+)
 def simulate(
     config: EngineConfig,
     trace: Annotated[
@@ -339,7 +342,7 @@ def simulate(
 
 
 @app.command(cls=OptionsCommand)
-@with_options(ServerOptions)
+@with_options(ServerOptions, FleetOptions)
 def plan(
     config: EngineConfig,
     model: Annotated[
@@ -379,7 +382,7 @@ def plan(
 
 
 @bench.command(cls=OptionsCommand)
-@with_options(ServerOptions)
+@with_options(ServerOptions, FleetOptions)
 def steps(
     config: EngineConfig,
     model: Model = None,

@@ -58,27 +58,12 @@ def _loop_factory() -> Any:
 
 async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
     from jserve.api.http.server import serve as listen
-    from jserve.engine.async_engine import AsyncEngine
-    from jserve.engine.client import InprocClient, ProcClient
-    from jserve.engine.health import HealthLimits
+    from jserve.build import serving_engine
     from jserve.errors import EngineDead
-
-    def client() -> Any:
-        return InprocClient(config, engine) if config.server.in_process else ProcClient(config)
 
     began = time.monotonic()
     options = config.server
-    async_engine = AsyncEngine(
-        client,
-        max_restarts=options.max_restarts,
-        stall_timeout_s=options.stall_timeout_s,
-        health=HealthLimits(
-            failed_steps=options.ready_failed_steps,
-            nonfinite_share=options.ready_nonfinite_share,
-            slowness=options.ready_slowness,
-            step_s=options.ready_step_s,
-        ),
-    )
+    async_engine = serving_engine(config)
     try:
         with start_progress(console, start_notes(config)) as shown:
             info = await async_engine.start(shown)

@@ -467,6 +467,23 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Several replicas behind one server, on Ray Serve (the extra ``ray``)."""
+
+    replicas: int = opt(
+        0, "engines behind this server, on Ray Serve; 0: one engine, without Ray", min=0, max=256
+    )
+    ray_address: str = opt(
+        "", "address of a Ray cluster, or auto; empty starts Ray on this machine"
+    )
+    router: str = opt(
+        "seconds",
+        "who gets a request: least price, least tokens times rows, emptier of two, in turn, any",
+        choices=("seconds", "lmetric", "p2c", "round_robin", "random"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All options. Frozen; build changed copies with ``dataclasses.replace`` or ``EngineConfig.of``."""
 
@@ -476,6 +493,7 @@ class EngineConfig:
     device: DeviceOptions = field(default_factory=DeviceOptions)
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
+    fleet: FleetOptions = field(default_factory=FleetOptions)
 
     @classmethod
     def of(cls, **flat: Any) -> EngineConfig:
@@ -530,4 +548,5 @@ def sections() -> list[tuple[str, type]]:
         ("device", DeviceOptions),
         ("speculative", SpeculativeOptions),
         ("server", ServerOptions),
+        ("fleet", FleetOptions),
     ]

@@ -15,11 +15,9 @@ from typing import Any
 from jserve import build
 from jserve.config import EngineConfig
 from jserve.engine import operate
-from jserve.engine.async_engine import AsyncEngine
-from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
 from jserve.engine.wire import HandleCommand
-from jserve.errors import BadRequest, error_of
+from jserve.errors import BadRequest, ConfigError, error_of
 from jserve.feed import Feed
 from jserve.operations import EngineState, Operations, control_of
 from jserve.outputs import PartialOutput, RequestOutput, failure_of
@@ -87,6 +85,8 @@ class LLM(_Door, Operations):
         **options: Any,
     ) -> None:
         super().__init__(model, config, options, weights=params is None)
+        if self.config.fleet.replicas:
+            raise ConfigError("LLM has one engine; AsyncLLM takes replicas", field="replicas")
         self._lock = threading.Lock()
         self._closed = False
         self._streams_in: int | None = None
@@ -318,13 +318,17 @@ class LLM(_Door, Operations):
 
 
 class AsyncLLM(_Door, Operations):
-    """The same for asyncio: one engine thread, many concurrent ``generate`` calls."""
+    """The same for asyncio: one engine thread, or ``replicas=N`` on Ray Serve; many concurrent ``generate`` calls.
+
+    Raises:
+        ConfigError: as ``LLM``; or replicas without Ray Serve, which the extra ``jserve[ray]`` installs.
+    """
 
     def __init__(
         self, model: str = "", *, config: EngineConfig | None = None, **options: Any
     ) -> None:
         super().__init__(model, config, options)
-        self.engine = AsyncEngine(lambda: InprocClient(self.config, build.engine), max_restarts=0)
+        self.engine = build.serving_engine(self.config, in_process=True, max_restarts=0)
 
     async def start(self) -> dict[str, Any]:
         """Load and compile. Returns facts about model, device and memory."""

@@ -71,8 +71,8 @@ class RunnerLimits:
     sinks: int = 0
     """First tokens of a sequence that are read beside the window."""
     reaches: tuple[Reach, ...] = ()
-    """Where a page holds its tokens for one group of layers: the groups, by how far they look back, the widest first.
-    Empty: a page holds them for all layers."""
+    """The groups of layers that pages belong to, by how far they look back, the widest first. Empty: a page holds its
+    tokens for all layers."""
     group_columns: tuple[int, ...] = ()
     """Columns of the page tables of each reach; empty: as many as its pages take."""
     device_drafts: int = 0

@@ -28,6 +28,7 @@ SAY_EVERY_S = 10.0
 UNITS = {
     "load weights": "bytes",
     "quantize": "layers",
+    "start replicas": "replicas",
     "score": "tokens",
     "score the reference": "tokens",
 }

@@ -266,7 +266,7 @@ class StepPlan:
     moves: tuple[PageMove, ...] = ()
     """Pages to copy first, in this order: those that go out, then those that come in."""
     group_tables: tuple[np.ndarray, ...] = ()
-    """Where a page holds its tokens for one group of layers: int32[groups, R, m] of each reach, of which
+    """The tables of groups of layers, where pages belong to those: int32[groups, R, m] of each reach, of which
     ``page_table_RM`` is the first group's. Position p lies in column ``p // page_size % m``; of all reaches but the
     first m is the same in every plan."""
     n_draft: int = 0

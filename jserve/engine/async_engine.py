@@ -1,81 +1,39 @@
-"""Asyncio interface of the engine: one output stream per request.
-
-It owns the requests that run, each with its queue of outputs and exactly one terminal output per choice. All state
-is touched on one event loop::
-
-    generate(request) --Submit--> client --> engine
-        ^                            |
-        '---- queue of Outputs <-----'   one message per step, dealt out by request id
-
-A request whose engine dies goes on in the next one (``engine.resume``); its consumer sees a pause.
-"""
+"""The asyncio interface over one engine, which is started again when it dies."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 from jserve.engine.client import EngineClient
+from jserve.engine.face import EngineFace
 from jserve.engine.health import HealthLimits
 from jserve.engine.process import OnProgress
 from jserve.engine.replica import Replica
-from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
-from jserve.engine.wire import (
-    Control,
-    Fault,
-    HandleCommand,
-    HandleReply,
-    Message,
-    Outputs,
-    Ready,
-    Stats,
-    StepRecord,
-)
-from jserve.errors import (
-    BadRequest,
-    EngineDead,
-    NotReady,
-    RequestFailed,
-    error_of,
-    where,
-)
-from jserve.faults import point
+from jserve.engine.wire import Control, HandleCommand, Message, Ready, Stats
+from jserve.errors import EngineDead, NotReady
 from jserve.ports import Clock
-from jserve.types import Finish, HandleInfo, Output, Request
-
-log = logging.getLogger(__name__)
-
-WATCHED_STEPS = 600
-"""Records of steps that are kept for those who watch."""
+from jserve.types import HandleInfo
 
 
-class AsyncEngine:
+class AsyncEngine(EngineFace):
     """Requests in, async iterators of outputs back; restarts an engine that died.
 
     Args:
         make_client: makes a fresh, unstarted client, also for every restart.
         max_restarts: restarts before giving up.
-        stall_timeout_s: seconds without a step, with work waiting, until ``healthy`` is False.
         health: limits of ``degraded_reasons``.
-        max_buffered_bytes: outputs of one request that may wait for its consumer; more end it in
-            error. Until then a sequence runs on at its own pace, however slow its reader is.
-        slow_reader_s: a consumer that takes nothing for so long ends the same way.
         backoff_s: wait before the first restart; doubles each time.
         clock: monotonic seconds.
+        rest: as ``EngineFace``.
 
     Attributes:
         counters: engine_deaths, restarts, degraded, resumed (attempts that went on behind another one),
             faults, aborted (requests given up before their end), slow_readers, dropped_outputs.
-        gave_up: set when the engine is dead for good; ``gave_up_reason`` says why.
-        draining: True once ``drain`` was called.
         client: the current engine's, None before the start.
-        steps: the latest steps as (number, record); numbers go on over restarts.
     """
 
     def __init__(
@@ -83,16 +41,12 @@ class AsyncEngine:
         make_client: Callable[[], EngineClient],
         *,
         max_restarts: int = 3,
-        stall_timeout_s: float = 120.0,
         health: HealthLimits | None = None,
-        max_buffered_bytes: int = 4 << 20,
-        slow_reader_s: float = 30.0,
         backoff_s: float = 0.5,
         clock: Clock = time.monotonic,
+        **rest: Any,
     ) -> None:
-        self._stall_timeout_s = stall_timeout_s
-        self._max_buffered, self._slow_reader_s = max_buffered_bytes, slow_reader_s
-        self._clock = clock
+        super().__init__(clock=clock, **rest)
         self._replica = Replica(
             make_client,
             self,
@@ -102,16 +56,6 @@ class AsyncEngine:
             clock=clock,
         )
         self._supervisor = self._replica.supervisor
-        self._resumption = Resumption()
-        self._streams: dict[str, Stream] = {}
-        self._asked: dict[str, asyncio.Future[HandleReply]] = {}
-        self._held = False
-        """An operator holds the engine back, so that it makes no steps is no fault."""
-        self.steps: deque[tuple[int, StepRecord]] = deque(maxlen=WATCHED_STEPS)
-        self._n_watched = 0
-        self.draining = False
-        names = "faults aborted slow_readers dropped_outputs"
-        self._counts = dict.fromkeys(names.split(), 0)
 
     @property
     def client(self) -> EngineClient | None:
@@ -141,231 +85,55 @@ class AsyncEngine:
         return {**started, "degraded": degraded, **self._counts}
 
     async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
-        """Start the engine and wait until it takes requests; returns the info of its Ready message.
-
-        Raises:
-            ConfigError, WeightsError: an option or a file is at fault; ``field`` names it.
-            EngineDead: the engine ended during its start. A first start is not tried again.
-        """
         return await self._supervisor.start(on_progress)
 
-    async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, wait for those that run, end the rest; returns how many were
-        ended."""
-        self.draining = True
-        until = self._clock() + timeout_s
-        while self._streams and self._clock() < until:
-            await asyncio.sleep(0.02)
-        return self._fail_all("the server is shutting down", "draining", cancel=True)
-
     async def close(self) -> None:
-        """End the engine; whatever still runs gets an error. Idempotent."""
         self._supervisor.stop()
         self._fail_all("the engine was closed", EngineDead.code, cancel=False)
         await self._supervisor.close()
 
-    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Run a request: its outputs as they come, one terminal one per choice; then it ends.
-
-        Leaving early (``aclose``, cancellation) cancels the request in the engine. Refusals by the
-        scheduler and faults come as terminal outputs in error, see ``errors.error_of``.
-
-        Raises:
-            NotReady: starting or draining. EngineDead: restarting, or given up.
-            BadRequest: the id is in use, or the request is too large to be sent.
-        """
-        return self._outputs(request, None)
-
-    async def create(self, request: Request, ttl_s: float) -> list[Output]:
-        """Compute the prompt of ``request`` and pin it as the handle ``request.cache``: its
-        outputs, the last one in error if it failed. Cancelling this gives the handle up.
-
-        Raises:
-            As ``generate``.
-        """
-        async with aclosing(self._outputs(request, ttl_s)) as outputs:
-            return [output async for output in outputs]
-
     async def control(self, message: Control) -> dict[str, Any]:
-        """Send an operator's command to the engine; the facts that answer it. ``message.id`` must be new.
-
-        Raises:
-            BadRequest, WeightsError: as the engine says.
-            NotReady, EngineDead: as ``generate``.
-        """
-        info = (await self._ask(message)).info
-        if "paused" in info:
-            self._held = bool(info["paused"] or info["asleep"])
-        return info
+        self._check_open()
+        return self._obeyed((await self._ask(self._replica, message)).info)
 
     async def handles(self, message: HandleCommand) -> list[HandleInfo]:
-        """Renew, drop or look at cache handles; ``message.id`` must be new.
-
-        Raises:
-            CacheNotFound, BadRequest: as the engine says.
-            NotReady, EngineDead: as ``generate``.
-        """
-        return (await self._ask(message)).handles
-
-    async def _ask(self, message: HandleCommand | Control) -> HandleReply:
         self._check_open()
-        assert self.client is not None
-        answer = self._asked[message.id] = asyncio.get_running_loop().create_future()
-        try:
-            self.client.ask(message)
-            return await answer
-        finally:
-            self._asked.pop(message.id, None)
-
-    async def _outputs(self, request: Request, ttl_s: float | None) -> AsyncGenerator[Output, None]:
-        stream = self._open(request, ttl_s)
-        try:
-            while (output := await stream.get()) is not None:
-                yield output
-        finally:
-            self._streams.pop(request.id, None)
-            if stream.open:
-                self._counts["aborted"] += 1
-                self._replica.cancel(request.id)
-            self._replica.streams.pop(request.id, None)
-            self._resumption.forget(request.id)
-
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one choice of it that reached a stop string: its consumer gets a
-        terminal output with ABORT. Idempotent."""
-        stream = self._streams.get(request_id)
-        if stream is not None and stream.end(Finish.ABORT, index=index):
-            self._counts["aborted"] += index is None
-            self._replica.cancel(request_id, index if stream.open else None)
-
-    @property
-    def n_active(self) -> int:
-        """Requests whose consumer has not finished."""
-        return len(self._streams)
-
-    @property
-    def n_buffered_bytes(self) -> int:
-        """Bytes of outputs that consumers have not taken yet, over all requests."""
-        return sum(stream.n_bytes for stream in self._streams.values())
+        return (await self._ask(self._replica, message)).handles
 
     def stats(self) -> Stats:
-        """The engine's latest statistics."""
         return self._replica.stats
 
     def healthy(self) -> bool:
-        """The engine is up, and makes steps whenever work is waiting."""
         moves = self._held or self._replica.without_step_s() <= self._stall_timeout_s
         return self.ready and moves
 
     def degraded_reasons(self) -> list[str]:
-        """The reasons why an engine that is up should get no new requests; empty: it should."""
         return ["paused"] if self._held else self._replica.degraded_reasons()
 
-    @point("engine.open")
-    def _open(self, request: Request, ttl_s: float | None) -> Stream:
-        self._check_open()
-        if request.id in self._streams:
-            raise BadRequest(f"request id {request.id[:64]!r} is in use", field="id")
-        stream = Stream(request, clock=self._clock)
-        self._replica.work_on(stream, request, ttl_s)
-        self._streams[request.id] = stream
-        return stream
-
-    def _check_open(self) -> None:
-        if self.draining or self._supervisor.closing:
-            raise NotReady("the server is shutting down", code="draining", retry_after=5.0)
-        self._supervisor.check_ready()
-
-    def _hand_over(self, output: Output) -> None:
-        """Deliver an output; an error on the way ends this request and no other."""
-        try:
-            self._deliver(output)
-        except Exception as error:
-            log.error("an output was lost: %s", where(error))
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                self._replica.cancel(output.request_id)
-                stream.end(Finish.ERROR, "an output was lost", RequestFailed.code)
-
-    def _deliver(self, output: Output) -> None:
-        """Hand an output to its stream, unless its choice has already ended."""
-        stream = self._streams.get(output.request_id)
-        # Checked before this output is added: the consumer has had no time to take it, and one may be large.
-        too_slow = stream is not None and self._too_slow(stream)
-        if stream is None or not stream.put(output):
-            self._counts["dropped_outputs"] += 1
-        elif too_slow and stream.open:
-            self._counts["slow_readers"] += 1
-            self._replica.cancel(output.request_id)
-            stream.end(Finish.ERROR, "the client reads too slowly", "slow_reader")
-
-    def _too_slow(self, stream: Stream) -> bool:
-        return stream.n_bytes > self._max_buffered or stream.lag_s > self._slow_reader_s
-
-    def _fail_asked(self, message: str, code: str | None) -> None:
-        """Commands that were not answered end in error."""
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(error_of(code, message))
-
-    def _fail_all(self, message: str, code: str | None, *, cancel: bool) -> int:
-        """End every running request in error; returns how many there were."""
-        self._fail_asked(message, code)
-        n = 0
-        for stream in self._streams.values():
-            if cancel and stream.open:
-                self._replica.cancel(stream.request.id)
-            n += stream.end(Finish.ERROR, message, code)
-        return n
-
-    def heard(self, replica: Replica, message: Message) -> None:
-        """Take over what the engine of ``replica`` says."""
-        match message:
-            case Outputs():
-                for output in message.outputs:
-                    self._hand_over(output)
-            case HandleReply():
-                self._on_handles(message)
-            case Stats():
-                self.steps.extend(enumerate(message.steps, self._n_watched))
-                self._n_watched += len(message.steps)
-            case Ready():
-                self._held = False
-                self._go_on()
-            case Fault():
-                self._on_fault(message)
-
-    def _on_handles(self, message: HandleReply) -> None:
-        answer = self._asked.get(message.id)
-        if answer is None or answer.done():
-            return
-        if message.error is None:
-            answer.set_result(message)
-        else:
-            field = message.error_field
-            answer.set_exception(error_of(message.error_code, message.error, field=field))
-
-    def _on_fault(self, fault: Fault) -> None:
-        """Handle a fault that the engine reports: a fatal one says why it will end; after another one any request
-        may lack an output, so all go on behind what came."""
-        self._counts["faults"] += 1
-        if not fault.fatal:
-            log.error("engine: %s", fault.message)
-            self._fail_asked(fault.message, RequestFailed.code)
-            self._resumption.park(self._replica.give_up(), fault.message, RequestFailed.code)
-            self._go_on()
-
     def lost(self, replica: Replica, streams: list[Stream], why: str) -> None:
-        """The engine of ``replica`` is gone: what it worked on waits for the next one, if one comes."""
+        """Its requests wait for the next engine, if one comes."""
         why = f"the engine died: {why}"
-        if replica.supervisor.returns:
+        if self._supervisor.returns:
             self._fail_asked(why, EngineDead.code)
             self._resumption.park(streams, why, EngineDead.code)
         else:
             self._fail_all(why, EngineDead.code, cancel=False)
 
+    def heard(self, replica: Replica, message: Message) -> None:
+        if isinstance(message, Ready):
+            self._held = False
+        super().heard(replica, message)
+
+    def _check_open(self) -> None:
+        self._check_draining()
+        if self._supervisor.closing:
+            raise NotReady("the server is shutting down", code="draining", retry_after=5.0)
+        self._supervisor.check_ready()
+
+    def _place(self, stream: Stream, ttl_s: float | None) -> None:
+        self._replica.work_on(stream, stream.request, ttl_s)
+
     def _go_on(self) -> None:
-        """Resume all that wait for an engine."""
         if self.ready:
             for stream in self._resumption.take():
                 self._resumption.go_on(stream, self._replica)

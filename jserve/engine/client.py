@@ -91,17 +91,30 @@ class EngineClient(Protocol):
         ...
 
 
+def pack_request(message: Submit | Create) -> bytes:
+    """The frame of a message that holds a request.
+
+    Raises:
+        BadRequest: it is too large for the boundary, or holds what cannot cross it.
+    """
+    try:
+        return pack(message)
+    except (TooLarge, TypeError, OverflowError) as error:
+        raise BadRequest(f"prompt cannot be sent to the engine: {error}", field="prompt") from error
+
+
 class InprocClient:
     """The engine in a thread of this process.
 
     Args:
         config: options of the engine.
         build: see ``jserve.engine.process.Build``.
+        alone: the process is the engine's, see ``jserve.engine.process.run``.
     """
 
-    def __init__(self, config: EngineConfig, build: Build) -> None:
+    def __init__(self, config: EngineConfig, build: Build, *, alone: bool = False) -> None:
         self.info: dict[str, Any] = {}
-        self._config, self._build = config, build
+        self._config, self._build, self._alone = config, build, alone
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._on_message: OnMessage = lambda message: None
@@ -156,7 +169,7 @@ class InprocClient:
     def _run(self) -> None:
         code = EXIT_CRASH
         try:
-            code = run(self, self._build, alone=False)
+            code = run(self, self._build, alone=self._alone)
         finally:
             self._on_message(Gone(exit_code=code))
 
@@ -230,12 +243,7 @@ class ProcClient:
         self._outbox.put(pack(message))
 
     def _post(self, message: Submit | Create) -> None:
-        try:
-            self._outbox.put(pack(message))
-        except (TooLarge, TypeError, OverflowError) as error:
-            raise BadRequest(
-                f"prompt cannot be sent to the engine: {error}", field="prompt"
-            ) from error
+        self._outbox.put(pack_request(message))
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         self._outbox.put(pack(Cancel(request_id=request_id, index=index)))

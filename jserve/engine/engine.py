@@ -33,6 +33,7 @@ from jserve.types import FIRST_WEIGHTS, Finish, Output, Request, StepPlan, StepR
 
 log = logging.getLogger(__name__)
 
+STATS_EVERY_S = 0.25
 COMPILE_WAIT_S = 0.005
 """Seconds that an idle engine waits for a grammar before it reads its inbox."""
 
@@ -62,7 +63,13 @@ class Engine:
         self.runner = runner
         self.clock = clock
         self.n_steps = 0
+        self.n_read = 0
+        """Requests that were taken from the inbox."""
         self.log = StepLog()
+        self.describer: Callable[[Stats], Stats] | None = None
+        """Adds to ``stats`` what those need who choose between several engines."""
+        self.stats_every_s = STATS_EVERY_S
+        """Between two statistics while there is work."""
         self.hold = Hold()
         self.version = FIRST_WEIGHTS
         """The name of the weights in use."""
@@ -206,7 +213,7 @@ class Engine:
             counters = getattr(side, "counters", None)
             if counters is not None:
                 values |= counters()
-        return Stats(
+        made = Stats(
             step=self.n_steps,
             waiting=values.pop("waiting"),
             running=values.pop("running"),
@@ -214,6 +221,7 @@ class Engine:
             values=values,
             steps=self.log.take(),
         )
+        return made if self.describer is None else self.describer(made)
 
     def close(self) -> None:
         """Write what is worth it to disk. The engine is not stepped again."""
@@ -243,6 +251,7 @@ class Engine:
                 case Create():
                     outputs += self._create(message)
                 case Submit():
+                    self.n_read += 1
                     opened = self._anteroom.put(message.request, self.clock())
                     outputs += [] if opened is None else self._enter(*opened)
         outputs += self._landed

@@ -50,7 +50,6 @@ OnProgress = Callable[[str, int, int], None]
 Build = Callable[[EngineConfig, OnProgress], tuple[Engine, dict[str, Any]]]
 """Makes the engine and the ``info`` of its Ready message (values that msgpack can carry)."""
 
-STATS_EVERY_S = 0.25
 BLOCKED_WAIT_S = 0.02
 ORPHAN_GRACE_S = 5.0
 EXIT_OK, EXIT_CRASH, EXIT_CONFIG = 0, 1, 2
@@ -116,6 +115,10 @@ def serve(
         EngineDead: see ``Engine.step``.
     """
     messages, told, watchdog = early, 0.0, watchdog or Watchdog(0.0)
+    if (
+        engine.describer is not None
+    ):  # those who choose need to know of an engine that has not worked yet
+        link.send(engine.stats())
     while True:
         for message in messages:
             if isinstance(message, Shutdown):
@@ -131,7 +134,7 @@ def serve(
                 _send_outputs(engine, link, outputs)
             for answer in engine.take_answers():
                 link.send(answer)
-            if not engine.busy or time.monotonic() - told > STATS_EVERY_S:
+            if not engine.busy or time.monotonic() - told > engine.stats_every_s:
                 link.send(engine.stats())
                 told = time.monotonic()
             moved = outputs or engine.n_steps > before or engine.n_in_flight

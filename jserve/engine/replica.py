@@ -101,16 +101,23 @@ class Replica:
             self.client.create(request, ttl_s)
         if not any(other.open for other in self.streams.values()):
             self._moved_at = self._clock()
-        self.streams[request.id] = stream
+        self.streams[request.id], stream.replica = stream, self
         if not any(stream.said):
             stream.weights = self.weights
 
-    def give_up(self) -> list[Stream]:
-        """End its work on all requests; those that it had, oldest first."""
-        streams, self.streams = list(self.streams.values()), {}
+    def give_up(self, n: int | None = None) -> list[Stream]:
+        """End its work on the ``n`` oldest requests, or on all; these."""
+        streams = self._take_streams(n)
         for stream in streams:
             if stream.open:
                 self.cancel(stream.request.id)
+        return streams
+
+    def _take_streams(self, n: int | None = None) -> list[Stream]:
+        streams = list(self.streams.values())[:n]
+        for stream in streams:
+            del self.streams[stream.request.id]
+            stream.replica = None
         return streams
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -150,5 +157,4 @@ class Replica:
             self._moved_at = self._clock()
 
     def _on_lost(self, why: str) -> None:
-        streams, self.streams = list(self.streams.values()), {}
-        self._listener.lost(self, streams, why)
+        self._listener.lost(self, self._take_streams(), why)

@@ -2,7 +2,7 @@
 
 It owns who may go on, and where. A draw is a function of (seed, position), penalties and structures are functions of
 the tokens alone, so what follows is what the lost engine would have said. One that ends every engine it meets must not
-end them all: who was taken up again and is lost before it told anything new ends.
+end them all: who was taken up again and is lost, so many times in a row, before it told anything new ends.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from jserve.types import Finish
 class Resumption:
     """Streams between two engines.
 
+    Args:
+        patience: attempts to go on, in a row, that may be lost with their engine before they told something.
+            Whoever used them up may be what ends engines.
+
     Attributes:
         n_resumed: attempts that went on behind another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: int = 0) -> None:
         self.n_resumed = 0
+        self._patience = patience
         self._waiting: dict[str, Stream] = {}
 
     def park(self, streams: Iterable[Stream], message: str, code: str | None) -> None:
         """Keep those of ``streams`` that may go on; the others end in error with ``message`` and ``code``."""
         for stream in streams:
-            if stream.may_go_on and stream.request.cache is None:
+            if stream.n_idle <= self._patience and stream.request.cache is None:
                 self._waiting[stream.request.id] = stream
             else:  # a cache handle is gone with its engine
                 stream.end(Finish.ERROR, message, code)

@@ -16,13 +16,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jserve.faults import point
 from jserve.ports import Clock
 from jserve.types import Finish, Output, Request
+
+if TYPE_CHECKING:
+    from jserve.engine.replica import Replica
 
 MERGED_TOKENS = 64
 """Most tokens in a merged output, so that no single write to a slow reader gets large."""
@@ -38,6 +41,7 @@ class Stream:
         open: choices without a terminal output.
         said: for each choice the ids that came.
         weights: what they come from; None where nobody says.
+        replica: works on it; None while nobody does.
         n_bytes: roughly what the outputs weigh that wait here.
     """
 
@@ -47,9 +51,10 @@ class Stream:
         self.open = set(range(request.params.n))
         self.said: list[list[int]] = [[] for _ in self.open]
         self.weights: Any = None
+        self.replica: Replica | None = None
         self.n_bytes = 0
-        self._moves = True
-        """This attempt told something, or is the first one."""
+        self.n_idle = 0
+        """Attempts in a row that were to go on, this one included, and have told nothing."""
         self._clock = clock
         self._outputs: deque[Output] = deque()
         self._waiting_since = 0.0
@@ -61,16 +66,14 @@ class Stream:
         nothing waits."""
         return self._clock() - self._waiting_since if self._outputs else 0.0
 
-    @property
-    def may_go_on(self) -> bool:
-        """False for one whose attempt was not the first, told nothing and is lost: it may be what ends
-        engines."""
-        return bool(self.open) and self._moves
+    def excuse(self) -> None:
+        """The attempt is given up, and its engine lives: nothing speaks against it."""
+        self.n_idle = max(0, self.n_idle - 1)
 
     def next_attempt(self) -> Request:
         """The request that goes on behind what was told, as another attempt. Outputs of earlier ones are
         not taken any more."""
-        self.attempt, self._moves = self.attempt + 1, False
+        self.attempt, self.n_idle = self.attempt + 1, self.n_idle + 1
         said = tuple(tuple(ids) if i in self.open else None for i, ids in enumerate(self.said))
         return replace(self.request, attempt=self.attempt, said=said)
 
@@ -84,7 +87,7 @@ class Stream:
             self.open.discard(output.index)
         if output.token_ids:
             self.said[output.index] += output.token_ids
-            self._moves = True
+            self.n_idle = 0
         if not self._outputs:
             self._waiting_since = self._clock()
         last = self._outputs[-1] if self._outputs else None

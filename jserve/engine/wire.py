@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from jserve.engine.view import PageEvent, View
 from jserve.faults import point
 from jserve.types import HandleInfo, Output, Request
 
@@ -156,6 +157,10 @@ class Stats(Message, frozen=True):
     values: dict[str, float] = {}
     steps: list[StepRecord] = []
     """The steps since the last Stats, oldest first."""
+    view: View | None = None
+    """The cost of one more request; None where nobody chooses between several engines."""
+    pages: list[PageEvent] = []
+    """Pages that can be found or no longer, since the last Stats, oldest first."""
 
 
 class Fault(Message, frozen=True):

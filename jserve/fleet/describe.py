@@ -1,13 +1,34 @@
-"""Describes a scheduler to those who choose between several (``fleet.view``)."""
+"""Describes an engine to those who choose between several (``engine.view``)."""
 
 from __future__ import annotations
 
-from jserve.fleet.view import View
+import msgspec
+
+from jserve.engine.engine import Engine
+from jserve.engine.view import View
+from jserve.engine.wire import Stats
+from jserve.fleet.page_log import PageLog
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Lane
 
 ROWS = 8
 """Rows over which the cost of one more is averaged: programs come in sizes."""
+
+
+EVERY_S = 0.05
+"""Between two views of an engine that works."""
+
+
+def describe(engine: Engine, weights: str) -> None:
+    """From now on the statistics of ``engine`` hold its view and what happened to its pages."""
+    pages = PageLog()
+    engine.scheduler.resources.cache.listener = pages
+
+    def described(stats: Stats) -> Stats:
+        view = view_of(engine.scheduler, engine.n_read, weights)
+        return msgspec.structs.replace(stats, view=view, pages=pages.take())
+
+    engine.describer, engine.stats_every_s = described, EVERY_S
 
 
 def view_of(scheduler: Scheduler, n_taken: int, weights: str = "") -> View:
@@ -23,6 +44,7 @@ def view_of(scheduler: Scheduler, n_taken: int, weights: str = "") -> View:
         wait_s={lane.value: _wait_s(scheduler, lane) for lane in Lane},
         prefill_token_s=max(0.0, pace.step_s - plain_s) / max(1.0, pace.chunk),
         row_s=max(0.0, seconds(n + ROWS, 0, context) - plain_s) / ROWS,
+        step_s=max(pace.step_s, plain_s),
     )
 
 

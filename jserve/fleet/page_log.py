@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jserve.fleet.view import DIGEST_BYTES, PageEvent
+from jserve.engine.view import DIGEST_BYTES, PageEvent
 
 
 class PageLog:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence as Seq
 
-from jserve.fleet.view import DIGEST_BYTES, PageEvent
+from jserve.engine.view import DIGEST_BYTES, PageEvent
 from jserve.kv.tiers import next_digest, root_digest
 
 

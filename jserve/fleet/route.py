@@ -16,9 +16,9 @@ import hashlib
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 
+from jserve.engine.view import View
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex
-from jserve.fleet.view import View
 from jserve.request_options import Lane
 
 SLACK = 1.25
@@ -54,6 +54,8 @@ class Candidate:
     """Seconds of prefill that these bring."""
     suspicion: float = 1.0
     """Its times over those that its prices promise, at least 1."""
+    out: bool = False
+    """It gets nothing new, whatever its view says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ def route(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Replica
         NotReady: none of them may take it.
     """
     known = pages.known(asked.pages, len(candidates))
-    able = [i for i, one in enumerate(candidates) if _serves(one.view, asked)]
+    able = [i for i, one in enumerate(candidates) if not one.out and _serves(one.view, asked)]
     if not able:
         raise NotReady("no replica takes this request now", retry_after=5.0)
     prices = {i: _price(asked, candidates[i], known[i]) for i in able}

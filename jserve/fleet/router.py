@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from jserve.engine.view import PageEvent, View
+from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex
 from jserve.fleet.route import Asked, Candidate, ReplicaChoice, route
-from jserve.fleet.view import PageEvent, View
 
 
 @dataclass(slots=True)
@@ -42,20 +43,36 @@ class ReplicaRouter:
     """Chooses among ``n`` replicas.
 
     Args:
-        n: replicas, numbered from 0.
+        n: replicas at first, numbered from 0.
         policy: one of ``POLICIES``.
         seed: of policies that draw.
     """
 
-    def __init__(self, n: int, policy: str = "seconds", seed: int = 0) -> None:
+    def __init__(self, n: int = 0, policy: str = "seconds", seed: int = 0) -> None:
         self.pages = PageIndex()
-        self._replicas = [_Replica(Candidate(view=View(ready=False))) for _ in range(n)]
+        self._replicas: list[_Replica] = []
+        self._vacant: list[int] = []
+        """Numbers of replicas that are gone for good."""
+        for _ in range(n):
+            self.join()
         self._policy = POLICIES[policy]
         self._rng, self.n_chosen = random.Random(seed), 0
 
     @property
     def candidates(self) -> list[Candidate]:
         return [one.candidate for one in self._replicas]
+
+    def join(self) -> int:
+        """The number of a new replica, which takes nothing until it was heard."""
+        if self._vacant:
+            return self._vacant.pop()
+        self._replicas.append(_Replica(Candidate(view=View(ready=False))))
+        return len(self._replicas) - 1
+
+    def leave(self, replica: int) -> None:
+        """``replica`` is gone for good; another may get its number once all that it had is ``over``."""
+        self.lost(replica)
+        self._vacant.insert(0, replica)
 
     def hear(self, replica: int, view: View, events: Iterable[PageEvent] = ()) -> None:
         """``replica`` says how it is, and what happened to its pages since it last did."""
@@ -76,6 +93,16 @@ class ReplicaRouter:
             NotReady: none may take it.
         """
         choice = self._policy(self, asked)
+        self._send(asked, choice)
+        return choice
+
+    def assign(self, asked: Asked, replica: int) -> ReplicaChoice:
+        """``asked`` goes to ``replica``, whatever that costs."""
+        choice = self._at(asked, replica)
+        self._send(asked, choice)
+        return choice
+
+    def _send(self, asked: Asked, choice: ReplicaChoice) -> None:
         one = self._replicas[choice.replica]
         new = asked.n_prompt - choice.n_cached
         one.sent.append(_Sent(one.n_sent, new * one.candidate.view.prefill_token_s))
@@ -83,7 +110,6 @@ class ReplicaRouter:
         one.settle()
         self.pages.send(choice.replica, asked.pages)
         self.n_chosen += 1
-        return choice
 
     def over(self, asked: Asked, replica: int) -> None:
         """``asked``, which was sent to ``replica``, has ended."""
@@ -114,7 +140,11 @@ class ReplicaRouter:
         return candidate.view.n_rows + candidate.n_sent
 
     def _able(self) -> list[int]:
-        return [i for i, one in enumerate(self._replicas) if one.candidate.view.ready]
+        """Raises NotReady where there is none."""
+        able = [i for i, one in enumerate(self.candidates) if one.view.ready and not one.out]
+        if not able:
+            raise NotReady("no replica takes this request now", retry_after=5.0)
+        return able
 
     def _at(self, asked: Asked, replica: int) -> ReplicaChoice:
         n_cached = self.pages.known(asked.pages, len(self._replicas))[replica] * asked.page_size

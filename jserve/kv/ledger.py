@@ -1,4 +1,4 @@
-"""What the scheduler asks of a page cache, of one part (``PageCache``) or of several (``GroupedCache``)."""
+"""The protocols of a page cache and its leases, as the scheduler uses ``PageCache`` and ``GroupedCache``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Lease(Protocol):
-    """What a sequence holds; see ``PageLease``."""
+    """The pages of a sequence; see ``PageLease``."""
 
     released: bool
     capacity: int

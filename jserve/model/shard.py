@@ -193,8 +193,13 @@ class ShardRules:
         width = AXIS if AXIS in sizes else None
         both = _axis_of([EXPERT_AXIS, *_names(width)])
         extra: dict[str, MeshAxis] = {"ffn_expert": width, "experts": EXPERT_AXIS}
-        whole = {"vocab": both, "kv_heads": both, "ffn": both}
-        return cls(**whole, extra=extra, redundant_experts=redundant_experts)
+        return cls(
+            vocab=both,
+            kv_heads=both,
+            ffn=both,
+            extra=extra,
+            redundant_experts=redundant_experts,
+        )
 
     @property
     def in_width(self) -> ShardRules:

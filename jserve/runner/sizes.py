@@ -171,7 +171,7 @@ def with_groups(
 def _obstacles(
     arch: Arch, config: EngineConfig, speculation: LoadedDrafter | None, *, shared_pass: bool
 ) -> Iterator[str]:
-    """What needs pages of all layers, in words."""
+    """The options and parts that need pages of all layers, in words."""
     if config.cache.host_memory_gb:
         yield "host_memory_gb moves pages of all layers"
     if arch.sinks:

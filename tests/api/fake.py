@@ -21,6 +21,7 @@ from jserve.api.http.front import Limits
 from jserve.api.http.server import HttpServer
 from jserve.api.request.parsed import ModelCard
 from jserve.config import EngineConfig
+from jserve.engine.face import ReplicaState
 from jserve.engine.wire import StepRecord
 from jserve.errors import NotReady
 from jserve.text.chat.template import ChatTemplate
@@ -99,6 +100,7 @@ class FakeEngine:
         self.counters = {"restarts": 0, "engine_deaths": 0}
         self.info: dict[str, object] = {"kernels": "xla", "no_kernels": "a fake engine"}
         self.n_cached = self.n_buffered_bytes = 0
+        self.states: list[ReplicaState] = []
         self.commands: list[str] = []
         self.asked: list = []
         self.disobeys: Exception | None = None
@@ -126,6 +128,9 @@ class FakeEngine:
 
     def degraded_reasons(self) -> list[str]:
         return self.reasons
+
+    def replicas(self) -> list[ReplicaState]:
+        return self.states
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(

@@ -58,7 +58,7 @@ async def test_a_handle_over_the_wire(engine):
         engine.handles(ask("2", "renew", ttl_s=500.0)),
         engine.handles(ask("3", "find", None)),
     )
-    assert answers[0][0].expires_in_s == 500.0
+    assert answers[0][0].expires_in_s == pytest.approx(500.0)
     assert [info.n_uses for info in answers[1]] == [1]
     with pytest.raises(BadRequest) as e:
         await engine.handles(ask("4", "renew", ttl_s=-1.0))

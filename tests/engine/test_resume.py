@@ -11,6 +11,7 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.engine.streams import Stream
+from jserve.errors import JserveError
 from jserve.outputs import PartialOutput, RequestOutput
 from jserve.sampling import SamplingParams, StructuredOutputs
 from jserve.sched.record.journal import JournalFile
@@ -88,10 +89,21 @@ class Front:
 
     def hear(self, engine: Engine, outputs: list[Output]) -> None:
         for out in outputs:
-            stream, job = self.streams[out.request_id], self.jobs[out.request_id]
-            if stream.put(out) and job.take(out) is not None:
+            stream = self.streams[out.request_id]
+            if stream.put(out) and self._take(out):
                 engine.cancel(out.request_id, out.index)
                 stream.end(Finish.ABORT, index=out.index)
+
+    def _take(self, out: Output) -> bool:
+        """Whether a stop string ends the choice now. An error is an end like another, with its words."""
+        output = self.jobs[out.request_id].output
+        try:
+            return self.jobs[out.request_id].take(out) is not None
+        except JserveError as error:
+            end = f"{error.code} {error.field}: {error.message}"
+            output.outputs[out.index].finish_reason = end
+            output.finished = all(c.finish_reason is not None for c in output.outputs)
+            return False
 
     def told(self) -> dict[str, RequestOutput]:
         return {id: _comparable(job.output) for id, job in self.jobs.items()}

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
+from jserve.engine.view import PageEvent, View
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex, digests_of
 from jserve.fleet.route import SLACK, Asked, Candidate, route
 from jserve.fleet.router import POLICIES, ReplicaRouter
-from jserve.fleet.view import PageEvent, View
 
 PAGE = 16
 PAGES = tuple(bytes([i]) * 8 for i in range(8))

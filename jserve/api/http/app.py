@@ -21,7 +21,7 @@ from jserve.api.ops.metrics import Metrics
 from jserve.api.request.parsed import ModelCard
 from jserve.api.request.prepare import Preparer
 from jserve.config import EngineConfig
-from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.face import EngineFace
 from jserve.text.chat.speech import speech_of
 from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
@@ -32,7 +32,7 @@ ACCESS = web.AppKey("access", dict)
 
 def make_app(
     config: EngineConfig,
-    engine: AsyncEngine,
+    engine: EngineFace,
     tokenizer: TextTokenizer,
     chat: ChatTemplate | None,
     card: ModelCard,

@@ -24,7 +24,7 @@ from jserve.api.reply.generate import Generation
 from jserve.api.request.parsed import THOUGHT_NAMES, ModelCard, Served
 from jserve.api.request.prepare import Preparer
 from jserve.config import ServerOptions
-from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.face import EngineFace
 from jserve.errors import where
 from jserve.faults import point
 
@@ -103,7 +103,7 @@ class RunningRequests:
 class Front:
     """One server's parts. ``close`` ends its threads."""
 
-    engine: AsyncEngine
+    engine: EngineFace
     prepare: Preparer
     card: ModelCard
     options: ServerOptions

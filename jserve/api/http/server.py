@@ -25,7 +25,7 @@ from jserve.api.http.connection import Connection
 from jserve.api.http.front import Front, Limits
 from jserve.api.request.parsed import ModelCard
 from jserve.config import EngineConfig, ServerOptions
-from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.face import EngineFace
 from jserve.errors import ConfigError
 from jserve.text.chat.template import ChatTemplate
 from jserve.text.tokenizer import TextTokenizer
@@ -103,7 +103,7 @@ class HttpServer:
 
 async def serve(
     config: EngineConfig,
-    engine: AsyncEngine,
+    engine: EngineFace,
     tokenizer: TextTokenizer,
     chat: ChatTemplate | None,
     card: ModelCard,
@@ -168,7 +168,7 @@ def _is_loopback(host: str) -> bool:
 
 
 async def _until_end(
-    engine: AsyncEngine, signals: asyncio.Queue[int], options: ServerOptions, server: HttpServer
+    engine: EngineFace, signals: asyncio.Queue[int], options: ServerOptions, server: HttpServer
 ) -> int:
     signalled = asyncio.ensure_future(signals.get())
     gave_up = asyncio.ensure_future(engine.gave_up.wait())
@@ -192,7 +192,7 @@ async def _until_end(
             task.cancel()
 
 
-async def _drain(engine: AsyncEngine, server: HttpServer, options: ServerOptions) -> None:
+async def _drain(engine: EngineFace, server: HttpServer, options: ServerOptions) -> None:
     drained = engine.drain(options.drain_timeout_s)
     n_aborted, _ = await asyncio.gather(drained, asyncio.sleep(options.drain_delay_s))
     if n_aborted:

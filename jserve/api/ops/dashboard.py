@@ -93,6 +93,7 @@ def snapshot(front: Front, after: int, now: float) -> dict[str, Any]:
         },
         "speculation": _speculation(found),
         "experts": _experts(found),
+        "replicas": [asdict(one) for one in front.engine.replicas()],
         "steps": {"columns": STEP_COLUMNS, "rows": _steps(front, after)},
     }
 

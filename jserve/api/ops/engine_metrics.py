@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.face import EngineFace
 from jserve.types import Lane
 
 # Names of the scheduler's counters -> (metric, help). Anything else is exported under its own name.
@@ -124,8 +125,11 @@ _HELP = {
     "engine_deaths": "Ends of the engine's process that nobody asked for.",
     "engine_dropped_outputs": "Outputs of choices that had ended.",
     "engine_faults": "Faults that the engine reported.",
+    "engine_ejected": "Times that a replica was put out because it was slow.",
+    "engine_moved": "Requests that went on elsewhere though their replica lived.",
     "engine_restarts": "Starts of the engine's process after a death.",
     "engine_resumed": "Requests that another engine went on with, each time.",
+    "engine_silent": "Times that a replica with work said nothing for too long.",
     "engine_slow_readers": "Requests ended because their client read too slowly.",
     "engine_degraded": "Times that the engine became degraded and refused new requests.",
 }
@@ -134,7 +138,7 @@ _HELP = {
 class EngineCollector(Collector):
     """Reads the engine's latest counters when scraped."""
 
-    def __init__(self, model: str, engine: AsyncEngine) -> None:
+    def __init__(self, model: str, engine: EngineFace) -> None:
         self._model = model
         self._engine = engine
 
@@ -152,6 +156,7 @@ class EngineCollector(Collector):
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
         yield self._kernels()
         yield self._forms()
+        yield self._replicas()
         yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
         values = dict(stats.values)
         yield self._gauge(
@@ -175,6 +180,17 @@ class EngineCollector(Collector):
         info = self._engine.info
         labels = [str(info.get("kernels", "xla")), str(info.get("no_kernels", ""))]
         family.add_metric([self._model, *labels], 1.0)
+        return family
+
+    def _replicas(self) -> Any:
+        """Replicas by state; a single engine is one."""
+        states = Counter(one.state for one in self._engine.replicas())
+        states = states or Counter({"ready": int(self._engine.ready)})
+        family = GaugeMetricFamily(
+            "jserve:replicas", "Replicas that take part, by state.", labels=["model_name", "state"]
+        )
+        for state, n in sorted(states.items()):
+            family.add_metric([self._model, state], float(n))
         return family
 
     def _forms(self) -> Any:

@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from jserve.api.ops.engine_metrics import EngineCollector
 from jserve.api.ops.recent import Recent
 from jserve.api.reply.generate import TextPiece
-from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.face import EngineFace
 from jserve.types import Request
 
 _OPENMETRICS = "application/openmetrics-text"
@@ -32,7 +32,7 @@ class Metrics:
         engine: asked for the engine's counters at every scrape.
     """
 
-    def __init__(self, model: str, engine: AsyncEngine) -> None:
+    def __init__(self, model: str, engine: EngineFace) -> None:
         self.registry = CollectorRegistry()
         labels = {"labelnames": ("model_name",), "registry": self.registry}
 

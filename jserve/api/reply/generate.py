@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jserve.api.http.errors import Aborted
 from jserve.api.request.parsed import Usage
-from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.face import EngineFace
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
 from jserve.faults import point
 from jserve.text.stream import TextStream
@@ -79,7 +79,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: EngineFace,
         tokenizer: TextTokenizer,
         requests: Sequence[Request],
         timer: RequestTimer | None = None,

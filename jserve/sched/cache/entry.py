@@ -20,7 +20,7 @@ from jserve.window import PageDemand, Window
 
 
 class EntryPages:
-    """What sequences take of ``cache``; ``chunk``: most tokens of a prefill row."""
+    """The pages that sequences take of ``cache``; ``chunk``: most tokens of a prefill row."""
 
     def __init__(self, cache: Cache, demand: PageDemand, chunk: int) -> None:
         self.cache, self.demand, self.chunk = cache, demand, chunk

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from jserve.api.ops.recent import Recent
+from jserve.engine.face import ReplicaState
 from jserve.engine.wire import StepRecord
 from tests.api.fake import FakeEngine, chat_body, live
 
@@ -49,9 +50,32 @@ async def test_figures_are_those_of_the_metrics() -> None:
     assert body["kv"] == {"pages": 100, "pages_free": 30, "pages_cached": 20}
     assert body["prefix"] == {"looked_up": 40, "found": 10}
     assert body["speculation"] is None
+    assert body["replicas"] == []
     assert body["latency_ms"]["ttft"]["n"] == 1
     assert body["latency_ms"]["itl"]["n"] == 4
     assert 0 < body["latency_ms"]["ttft"]["p50"] < 10_000
+
+
+def replica(name: str, state: str) -> ReplicaState:
+    figures = {"requests": 9, "running": 2, "waiting": 1, "pages": 100, "pages_used": 50}
+    return ReplicaState(name=name, state=state, suspicion=1.0, looked_up=8, found=4, **figures)
+
+
+async def test_replicas_are_told_and_counted_by_state() -> None:
+    engine = FakeEngine()
+    engine.states = [replica("a", "ready"), replica("b", "ready"), replica("c", "out")]
+    async with live(engine) as srv:
+        _, body, _ = await srv.get("/v1/dashboard")
+        async with srv.http.get(srv.url + "/metrics") as response:
+            text = await response.text()
+    assert [(one["name"], one["state"]) for one in body["replicas"]] == [
+        ("a", "ready"),
+        ("b", "ready"),
+        ("c", "out"),
+    ]
+    assert body["replicas"][0]["found"] == 4
+    assert 'jserve:replicas{model_name="tiny",state="ready"} 2.0' in text
+    assert 'jserve:replicas{model_name="tiny",state="out"} 1.0' in text
 
 
 async def test_speculation_is_told_where_there_is_some() -> None:

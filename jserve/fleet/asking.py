@@ -1,0 +1,38 @@
+"""Turns requests into what a choice between replicas reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from jserve.fleet.pages import digests_of
+from jserve.fleet.route import Asked
+from jserve.sched.cache.retention import root_of
+from jserve.types import Request
+
+FIRST_GUESS, GAIN = 128.0, 0.05
+
+
+class Asking:
+    """Knows how long answers are: a decayed mean of those that ended."""
+
+    def __init__(self) -> None:
+        self._mean = FIRST_GUESS
+
+    def learn(self, n_tokens: int) -> None:
+        """An answer ended after ``n_tokens``."""
+        self._mean += GAIN * (n_tokens - self._mean)
+
+    def of(self, request: Request, page_size: int, said: Seq[Seq[int]] = ()) -> Asked:
+        """``request`` for a choice. What its longest choice ``said`` is computed again like a prompt."""
+        longest = max(said, key=len, default=())
+        tokens = (*request.prompt_ids, *longest)
+        most = request.params.max_tokens
+        ttft_ms = request.ttft_deadline_ms
+        return Asked(
+            pages=digests_of(root_of(request), tokens, page_size),
+            page_size=page_size,
+            n_prompt=len(tokens),
+            n_out=round(self._mean if most is None else min(most, self._mean)),
+            lane=request.lane,
+            ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
+        )

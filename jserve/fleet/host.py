@@ -1,0 +1,291 @@
+"""Runs one replica: an engine in a thread of this process, and the fronts that use it.
+
+It owns the connections of fronts, each with what it is to be told next. A front that is gone takes its requests with
+it; an engine that is gone takes the process with it, so that whoever started it starts another one::
+
+    front --take(frames)--> engine           Submit, Cancel, Create, HandleCommand, Control
+    front <--talk()-------- connection <---- Ready, Outputs, Stats, HandleReply, Fault: what came since, as one item
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+
+from jserve.config import EngineConfig
+from jserve.engine.client import InprocClient
+from jserve.engine.engine import Engine
+from jserve.engine.process import EXIT_CRASH, Build, OnProgress
+from jserve.engine.view import PageEvent
+from jserve.engine.wire import (
+    Cancel,
+    Control,
+    Create,
+    Fault,
+    Gone,
+    HandleCommand,
+    HandleReply,
+    Message,
+    Outputs,
+    Ready,
+    Stats,
+    Submit,
+    ToEngine,
+    pack,
+    take_frames,
+)
+from jserve.errors import EngineDead
+from jserve.fleet.describe import describe
+from jserve.types import Output, Request
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 15.0
+"""A front that sends nothing for so long, not even an empty frame, is gone."""
+LAST_WORDS_S = 0.5
+"""Between the end of the engine and that of its process."""
+
+
+class NoConnection(Exception):
+    """The front's connection is not open here (any more): it must open another one."""
+
+
+class FrontConnection:
+    """One front's side: frames that it is to be told, and the requests that are its own."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.heard_at = time.monotonic()
+        self.requests: dict[tuple[str, int], int] = {}
+        """By id and attempt, choices that are open."""
+        self.n_taken = 0
+        """Requests of this front that the engine has read."""
+        self._unread: deque[int] = deque()
+        """Numbers of those that it has not."""
+        self._loop, self._wake = loop, asyncio.Event()
+        self._lock, self._frames = threading.Lock(), bytearray()
+        """Frames come from the engine's thread and leave from the loop's."""
+        self.closed = False
+
+    def put(self, message: Message) -> None:
+        """Queue a message. Raises TooLarge."""
+        frame = pack(message)
+        with self._lock:
+            self._frames += frame
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def submitted(self, number: int, request: Request) -> None:
+        """``request`` was handed to the engine as its ``number``-th."""
+        self.created(request)
+        self._unread.append(number)
+
+    def created(self, request: Request) -> None:
+        self.requests[request.id, request.attempt] = len(request.open_choices)
+
+    def has(self, out: Output) -> bool:
+        return (out.request_id, out.attempt) in self.requests
+
+    def ended(self, out: Output) -> None:
+        """One choice of the front's own has its end."""
+        key = out.request_id, out.attempt
+        self.requests[key] -= 1
+        if not self.requests[key]:
+            del self.requests[key]
+
+    def told(self, n_read: int) -> int:
+        """Of this front's requests, how many are among the first ``n_read`` of the engine."""
+        while self._unread and self._unread[0] < n_read:
+            self._unread.popleft()
+            self.n_taken += 1
+        return self.n_taken
+
+    def close(self) -> None:
+        self.closed = True
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    async def next(self, timeout_s: float) -> bytes | None:
+        """The frames since the last call, waiting for it; b"" after ``timeout_s``, None: it is closed."""
+        try:
+            async with asyncio.timeout(timeout_s):  # wait_for of 3.11 may swallow a cancellation
+                await self._wake.wait()
+        except TimeoutError:
+            return b""
+        self._wake.clear()
+        with self._lock:
+            frames, self._frames = bytes(self._frames), bytearray()
+        return frames or (None if self.closed else b"")
+
+
+class EngineHost:
+    """One engine, started when this returns.
+
+    Args:
+        config: ``EngineConfig.flat()``.
+        build: ``module:function`` of an ``engine.process.Build``.
+        end: ends the process.
+
+    Raises:
+        EngineDead: the engine did not start; says why.
+    """
+
+    def __init__(self, config: dict[str, Any], build: str, end: Any = os._exit) -> None:
+        self._end = end
+        self._lock = threading.Lock()
+        self._connections: dict[str, FrontConnection] = {}
+        self._asked: dict[str, FrontConnection] = {}
+        self._pages: set[bytes] = set()
+        self._stats = Stats()
+        self._n_submitted = 0
+        self._why, self._gone = "", False
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._started = threading.Event()
+        self._client = InprocClient(EngineConfig.of(**config), described(build), alone=True)
+        self._client.start(self._on_message)
+        self._started.wait()
+        if self._gone:
+            raise EngineDead(f"the engine did not start: {self._why}")
+
+    def check_health(self) -> None:
+        """Raises EngineDead where the engine is gone."""
+        if self._gone:
+            raise EngineDead(self._why)
+
+    async def talk(self, name: str, connection: str) -> AsyncGenerator[bytes, None]:
+        """Open ``connection``: all that its front is told, as frames, until it is gone. ``name`` is this
+        replica's, for whoever routes the call."""
+        opened = self._open(connection)
+        try:
+            while time.monotonic() - opened.heard_at < SILENT_S:
+                frames = await opened.next(SILENT_S / 3)
+                if frames is None:
+                    return
+                if frames:
+                    yield frames
+        finally:
+            self._drop(connection)
+
+    async def take(self, name: str, connection: str, frames: bytes) -> None:
+        """Take over the front's ``frames``; none of them says that it is there.
+
+        Raises:
+            NoConnection: it has to open another one.
+        """
+        opened = self._connections.get(connection)
+        if opened is None or self._gone:
+            raise NoConnection(connection)
+        opened.heard_at = time.monotonic()
+        for payload in take_frames(bytearray(frames)):
+            self._send(opened, self._decoder.decode(payload))
+
+    def _open(self, name: str) -> FrontConnection:
+        opened = FrontConnection(asyncio.get_running_loop())
+        with self._lock:
+            opened.put(Ready(info=self._client.info))
+            pages = [PageEvent(True, digest) for digest in self._pages]
+            opened.put(self._as_told(opened, self._stats, pages))
+            self._connections[name] = opened
+            if self._gone:
+                opened.close()
+        return opened
+
+    def _drop(self, name: str) -> None:
+        with self._lock:
+            dropped = self._connections.pop(name, None)
+        for id, _ in list(dropped.requests) if dropped is not None else ():
+            self._client.cancel(id)
+
+    def _send(self, front: FrontConnection, message: Message) -> None:
+        match message:
+            case Submit():
+                with self._lock:
+                    front.submitted(self._n_submitted, message.request)
+                    self._n_submitted += 1
+                self._client.submit(message.request)
+            case Create():
+                with self._lock:
+                    front.created(message.request)
+                self._client.create(message.request, message.ttl_s)
+            case Cancel():
+                self._client.cancel(message.request_id, message.index)
+            case HandleCommand() | Control():
+                self._asked[message.id] = front
+                self._client.ask(message)
+
+    # -- the engine's thread
+
+    def _on_message(self, message: Message) -> None:
+        with self._lock:
+            match message:
+                case Ready():
+                    self._started.set()
+                case Outputs():
+                    self._deal(message)
+                case Stats():
+                    self._on_stats(message)
+                case HandleReply():
+                    front = self._asked.pop(message.id, None)
+                    if front is not None:
+                        front.put(message)
+                case Fault():
+                    self._why = message.message
+                    for front in self._connections.values():
+                        front.put(message)
+                case Gone():
+                    self._on_gone(message)
+
+    def _deal(self, message: Outputs) -> None:
+        """Each front gets the outputs of its own requests."""
+        for front in self._connections.values():
+            own = [out for out in message.outputs if front.has(out)]
+            if own:
+                front.put(Outputs(step=message.step, outputs=own))
+            for out in own:
+                if out.finish is not None:
+                    front.ended(out)
+
+    def _on_stats(self, stats: Stats) -> None:
+        for event in stats.pages:
+            (self._pages.add if event.added else self._pages.discard)(event.digest)
+        self._stats = msgspec.structs.replace(stats, steps=[], pages=[])
+        for front in self._connections.values():
+            front.put(self._as_told(front, stats, stats.pages))
+
+    def _as_told(self, front: FrontConnection, stats: Stats, pages: list[PageEvent]) -> Stats:
+        """``stats`` with ``pages``, where only the front's own requests count as read."""
+        view = stats.view
+        if view is not None:
+            view = msgspec.structs.replace(view, n_taken=front.told(view.n_taken))
+        return msgspec.structs.replace(stats, view=view, pages=pages)
+
+    def _on_gone(self, message: Gone) -> None:
+        self._gone = True
+        self._why = self._why or f"it ended with code {message.exit_code}"
+        for front in self._connections.values():
+            front.close()
+        if self._started.is_set():
+            log.error("the engine is gone, and this replica with it: %s", self._why)
+            timer = threading.Timer(LAST_WORDS_S, self._end, [message.exit_code or EXIT_CRASH])
+            timer.daemon = True
+            timer.start()
+        self._started.set()
+
+
+def described(build: str) -> Build:
+    """``build`` with an engine that describes itself to fronts."""
+    module, _, name = build.partition(":")
+
+    def built(config: EngineConfig, progress: OnProgress) -> tuple[Engine, dict[str, Any]]:
+        engine, info = getattr(importlib.import_module(module), name)(config, progress)
+        describe(engine, str(info.get("weights", "")))
+        page_size = engine.scheduler.resources.cache.page_size
+        return engine, {**info, "page_size": page_size, "pid": os.getpid()}
+
+    return built

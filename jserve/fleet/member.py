@@ -1,0 +1,116 @@
+"""One replica as the fleet's face sees it: its number in the router, what was sent there, how long it is overdue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jserve.engine.client import EngineClient
+from jserve.engine.face import ReplicaState
+from jserve.engine.health import HealthLimits
+from jserve.engine.replica import Listener, Replica
+from jserve.engine.streams import Stream
+from jserve.engine.view import View
+from jserve.fleet.route import Asked, ReplicaChoice
+from jserve.fleet.suspicion import TrustRecord
+from jserve.ports import Clock
+from jserve.types import Request
+
+OVERDUE_STEPS, OVERDUE_S = 5, 1.0
+"""A replica that has work is silent when it says nothing for so many of its usual steps and so many seconds."""
+NEAR_S = 0.2
+"""Added to both sides where a first token is compared to its price: below it a price is no promise."""
+
+
+class Member(Replica):
+    """A replica whose engine somebody else keeps alive.
+
+    Attributes:
+        name: of the replica.
+        number: in the router.
+        silent: it was overdue, and has said nothing since.
+        heard_at: when it last said something, or got something to do.
+        n_requests: that it was given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        client: EngineClient,
+        listener: Listener,
+        *,
+        health: HealthLimits | None,
+        clock: Clock,
+    ) -> None:
+        super().__init__(
+            lambda: client, listener, max_restarts=0, backoff_s=0.0, health=health, clock=clock
+        )
+        self.name, self.number = name, number
+        self.silent = False
+        self.n_requests = 0
+        self.heard_at = clock()
+
+    @property
+    def view(self) -> View:
+        return self.stats.view or View(ready=False)
+
+    def work_on(self, stream: Stream, request: Request, ttl_s: float | None = None) -> None:
+        idle = not self.n_open
+        super().work_on(stream, request, ttl_s)
+        self.n_requests += 1
+        if idle:
+            self.heard_at = self._clock()
+
+    @property
+    def n_open(self) -> int:
+        """Requests that it works on."""
+        return sum(bool(stream.open) for stream in self.streams.values())
+
+    def overdue(self) -> bool:
+        """It has said nothing for too long while there is work: an engine that lives makes steps, or says that
+        it cannot."""
+        limit_s = OVERDUE_STEPS * self.view.step_s + OVERDUE_S
+        return self._clock() - self.heard_at > limit_s and self.n_open > 0
+
+
+def state_of(member: Member, record: TrustRecord) -> ReplicaState:
+    """``member`` as those see it who watch, with what ``record`` holds of it."""
+    values, used = member.stats.values, ("pages_free", "pages_cached")
+    suspected = "suspected" if record.factor > 1.0 else "ready"
+    return ReplicaState(
+        name=member.name,
+        state="silent" if member.silent else "out" if record.out else suspected,
+        suspicion=record.factor,
+        requests=member.n_requests,
+        running=member.stats.running,
+        waiting=member.stats.waiting,
+        pages=values.get("pages_total", 0.0),
+        pages_used=values.get("pages_total", 0.0) - sum(values.get(name, 0.0) for name in used),
+        looked_up=values.get("cache_query_tokens", 0.0),
+        found=values.get("cache_hit_tokens", 0.0),
+    )
+
+
+def all_unfit(members: Iterable[Member]) -> list[str]:
+    """The reasons of all, each with its name, where none of ``members`` is fit."""
+    reasons = {one.name: one.degraded_reasons() for one in members}
+    if not all(reasons.values()):
+        return []
+    return [f"{name}: {reason}" for name, found in reasons.items() for reason in found]
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that was sent to a replica, and what it was chosen by."""
+
+    asked: Asked
+    member: Member
+    choice: ReplicaChoice
+    at: float
+    first: bool = True
+    """Nothing of it came yet."""
+
+    def ratio(self, now: float) -> float:
+        """Its first token's time, which is now, over the promised one."""
+        return (now - self.at + NEAR_S) / (self.choice.first_s + NEAR_S)

@@ -1,0 +1,303 @@
+"""Replicas on Ray Serve: the only file that imports ray.
+
+Serve places replicas, starts others where they end, replaces them one after the other and scales them. A front's
+calls go to the replica that the front has chosen, by ``Pinned``; Serve's HTTP proxy is not started. ::
+
+    front (RayClient)  --take(name, connection, frames)-->  Serve replica (fleet.host.EngineHost)
+                       <--talk(name, connection)----------  one item: all frames since the last one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from jserve.config import EngineConfig, FleetOptions, ServerOptions
+from jserve.engine.client import OnMessage, pack_request
+from jserve.engine.process import EXIT_CRASH
+from jserve.engine.wire import (
+    Cancel,
+    Control,
+    Create,
+    Fault,
+    FromEngine,
+    Gone,
+    HandleCommand,
+    Ready,
+    Submit,
+    pack,
+    take_frames,
+)
+from jserve.errors import ConfigError, EngineDead
+from jserve.fleet import membership
+from jserve.fleet.host import EngineHost
+from jserve.fleet.source import OnChange
+from jserve.types import Request
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+try:
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray import serve  # pyright: ignore[reportMissingImports]
+    from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
+    from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
+        PendingRequest,
+        RequestRouter,
+        RunningReplica,
+    )
+except ImportError as error:
+    raise ConfigError(
+        f"replicas needs Ray Serve ({error}): pip install 'jserve[ray]'", field="replicas"
+    ) from None
+
+log = logging.getLogger(__name__)
+
+DEPLOYMENT = "engine"
+BEAT_S = 3.0
+"""A front with nothing to say sends an empty frame so often."""
+HEALTH_S, HEALTH_TIMEOUT_S = 2.0, 30.0
+"""Serve asks a replica for its health so often, and replaces one that has not answered thrice."""
+MANY = 1 << 20
+"""Calls at once that Serve lets through: engines refuse by themselves."""
+OBJECT_STORE_BYTES = 128 << 20
+"""Of a Ray that we start: no item of ours is large enough to lie there."""
+
+
+class Pinned(RequestRouter):
+    """Serve's router of our calls: to the replica that their first argument names."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        membership.tell(self.app_name, [one.unique_id for one in self.curr_replicas])
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return []
+        pending_request.routing_context.should_backoff = True  # else it asks again at once
+        name = pending_request.args[0]
+        return [[one for one in candidate_replicas if one.replica_id.unique_id == name]]
+
+
+class RayClient:
+    """The engine of one replica, over Serve's handle: an ``engine.client.EngineClient``.
+
+    All but ``close`` is called on the event loop of ``start``.
+    """
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self.info: dict[str, Any] = {}
+        self._handle, self._name = handle, name
+        self._connection = uuid.uuid4().hex
+        self._outbox: list[bytes] = []
+        self._wake, self._over = asyncio.Event(), threading.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._tasks) and not self._over.is_set()
+
+    def start(self, on_message: OnMessage) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tasks.append(self._loop.create_task(self._talk(on_message)))
+
+    def submit(self, request: Request) -> None:
+        self._post(pack_request(Submit(request=request)))
+
+    def create(self, request: Request, ttl_s: float) -> None:
+        self._post(pack_request(Create(request=request, ttl_s=ttl_s)))
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        self._post(pack(Cancel(request_id=request_id, index=index)))
+
+    def ask(self, message: HandleCommand | Control) -> None:
+        self._post(pack(message))
+
+    def kill(self) -> None:
+        """Hang up. The replica is Serve's."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        if self._tasks:
+            self.kill()
+            self._over.wait(timeout_s)
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _post(self, frame: bytes) -> None:
+        self._outbox.append(frame)
+        self._wake.set()
+
+    async def _talk(self, on_message: OnMessage) -> None:
+        """All that the replica says, until one of both ends it."""
+        stream = self._handle.options(stream=True).talk.remote(self._name, self._connection)
+        why = "its stream ended"
+        try:
+            async for frames in stream:
+                for payload in take_frames(bytearray(frames)):
+                    message = self._decoder.decode(payload)
+                    if isinstance(message, Ready):
+                        self.info = message.info
+                        self._tasks.append(self._loop.create_task(self._write()))
+                    on_message(message)
+        except asyncio.CancelledError:
+            why = "the connection was given up"
+            stream.cancel()
+        except Exception as error:
+            why = type(error).__name__
+        finally:
+            self._cancel()
+            self._over.set()
+            on_message(Fault(message=why, fatal=True))
+            on_message(Gone(exit_code=EXIT_CRASH))
+
+    async def _write(self) -> None:
+        """Send what was posted, in order: while one call is under way the rest gathers for the next one."""
+        handle = self._handle.options(stream=False).take
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BEAT_S):
+                        await self._wake.wait()
+                self._wake.clear()
+                frames, self._outbox = b"".join(self._outbox), []
+                await handle.remote(self._name, self._connection, frames)
+        except Exception as error:
+            log.warning("replica %s takes nothing: %s", self._name, type(error).__name__)
+            self._cancel()
+
+
+class RayReplicas:
+    """A ``ReplicaSource``: a Serve application of one deployment.
+
+    Args:
+        config: options of all engines; ``config.fleet`` says how many and where.
+        build: ``module:function`` of an ``engine.process.Build``, found in the replicas' Python path.
+        app: name of the application; one of that name is replaced replica by replica.
+    """
+
+    def __init__(self, config: EngineConfig, build: str, app: str = "jserve") -> None:
+        self._config, self._build, self._app = config, build, app
+        self._handle: Any = None
+        self._ours = False
+
+    @property
+    def n(self) -> int:
+        return self._config.fleet.replicas
+
+    async def start(self, on_change: OnChange) -> None:
+        loop = asyncio.get_running_loop()
+
+        def changed(names: Iterable[str]) -> None:
+            loop.call_soon_threadsafe(on_change, list(names))
+
+        await asyncio.to_thread(self._connect, self._config.fleet)
+        membership.WATCHERS[self._app] = changed
+        await self.deploy(self._config)
+
+    async def deploy(self, config: EngineConfig) -> None:
+        """Have Serve run the replicas of ``config`` in place of those of now, and wait until they do: started or
+        stopped where their number differs, replaced one after the other where their options do.
+
+        Raises:
+            EngineDead: they do not start.
+        """
+        self._config = config
+        try:
+            handle = await asyncio.to_thread(self._deploy, config.fleet)
+        except RuntimeError as error:
+            raise EngineDead(f"the replicas did not start: {error}") from None
+        if self._handle is None:
+            self._handle = handle.options(stream=True)  # which makes its router
+
+    def client(self, name: str) -> RayClient:
+        return RayClient(self._handle, name)
+
+    async def close(self) -> None:
+        membership.WATCHERS.pop(self._app, None)
+        if ray.is_initialized():
+            await asyncio.to_thread(self._end)
+
+    def _connect(self, options: FleetOptions) -> None:
+        if ray.is_initialized():
+            return
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+        try:
+            if options.ray_address:
+                ray.init(address=options.ray_address, namespace="jserve", **quiet)
+                return
+            _listen_here_only()
+            ray.init(
+                address="local",
+                namespace="jserve",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                **quiet,
+            )
+            self._ours = True
+        except (ConnectionError, ValueError) as error:
+            raise ConfigError(
+                f"no Ray at {options.ray_address}: {error}", field="ray_address"
+            ) from None
+
+    def _deploy(self, options: FleetOptions) -> Any:
+        serve.start(proxy_location="Disabled")
+        deployment: Any = serve.deployment(EngineHost)
+        bound = deployment.options(
+            name=DEPLOYMENT,
+            num_replicas=options.replicas,
+            max_ongoing_requests=MANY,
+            health_check_period_s=HEALTH_S,
+            health_check_timeout_s=HEALTH_TIMEOUT_S,
+            graceful_shutdown_wait_loop_s=0.5,
+            graceful_shutdown_timeout_s=10.0,
+            ray_actor_options=self._resources(),
+            request_router_config=RequestRouterConfig(request_router_class=_path(Pinned)),
+        ).bind(self._engine_options(), self._build)
+        return serve.run(bound, name=self._app, route_prefix=None)
+
+    def _engine_options(self) -> dict[str, Any]:
+        """The options that replicas are made of: Serve replaces those that have others."""
+        own = dataclasses.replace(self._config, fleet=FleetOptions(), server=ServerOptions())
+        return own.flat()
+
+    def _resources(self) -> dict[str, Any]:
+        """Of one replica: its GPUs where the cluster has some. On CPUs a replica takes what it finds."""
+        if ray.cluster_resources().get("GPU"):
+            return {"num_cpus": 1, "num_gpus": self._config.device.tensor_parallel_size}
+        return {"num_cpus": 0}
+
+    def _end(self) -> None:
+        if self._ours:
+            serve.shutdown()
+            ray.shutdown()
+        else:
+            serve.delete(self._app)
+
+
+def _listen_here_only() -> None:
+    """Let a Ray that is started now, and its processes, use the loopback address. Ray does so where it supports
+    no clusters, and has no other switch for it."""
+    from ray._private import ray_constants  # pyright: ignore[reportMissingImports]
+
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _path(thing: type) -> str:
+    return f"{thing.__module__}:{thing.__qualname__}"

@@ -1,0 +1,205 @@
+"""Replicas with a fake device: the engine that they build, and a source that keeps them in threads of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jserve.config import EngineConfig
+from jserve.engine.engine import Engine
+from jserve.engine.wire import (
+    Cancel,
+    Create,
+    Fault,
+    FromEngine,
+    Gone,
+    Message,
+    Submit,
+    pack,
+    take_frames,
+)
+from jserve.fleet.host import EngineHost, NoConnection
+from jserve.ports import InFlight
+from jserve.sched.scheduler import Scheduler
+from jserve.testing import FakeRunner
+from jserve.types import StepResult
+from tests.grammar import kit
+
+LIMITS = kit.limits(
+    n_slots=16,
+    max_rows=16,
+    max_decode_rows=16,
+    max_prefill_tokens=64,
+    page_size=16,
+    max_model_len=512,
+    features={"echo": lambda asked: None},
+)
+OPTIONS = {"max_num_seqs": 16, "max_num_batched_tokens": 80}
+STEP_S = 0.004
+
+
+class SlowRunner(FakeRunner):
+    """A step takes ``STEP_S``, and as many times that as ``slow`` says: a number, or a file that holds
+    one. What it took is what the device is said to have taken."""
+
+    slow: float | Path = 1.0
+
+    def collect(self, flight: InFlight) -> StepResult:
+        slow = self.slow
+        if isinstance(slow, Path):
+            slow = float(slow.read_text() or 1) if slow.exists() else 1.0
+        time.sleep(STEP_S * slow)
+        result = super().collect(flight)
+        return dataclasses.replace(result, device_us=STEP_S * slow * 1e6)
+
+
+def build(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
+    """The engine of the drills. ``config.model.model`` is a directory of orders: the file ``slow.PID`` holds how
+    many times slower the steps of process PID are."""
+    runner = SlowRunner(LIMITS)
+    orders = config.model.model
+    if orders:
+        runner.slow = Path(orders) / f"slow.{os.getpid()}"
+    engine = Engine(Scheduler(LIMITS, config, guides=kit.guides()), runner)
+    return engine, {
+        "weights": "w1",
+        "max_model_len": 512,
+        "vocab_size": kit.VOCAB,
+        "max_num_seqs": 16,
+    }
+
+
+class HostClient:
+    """A client of a host in this process, as ``on_ray.RayClient`` is of one in another."""
+
+    def __init__(self, source: ThreadSource, name: str) -> None:
+        self.info: dict[str, Any] = {}
+        self._host, self._name, self._source = source.hosts[name], name, source
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._over = threading.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.connection = f"{name}-{time.monotonic_ns()}"
+
+    @property
+    def alive(self) -> bool:
+        return self._task is not None and not self._over.is_set()
+
+    def start(self, on_message: Callable[[Message], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._talk(on_message))
+
+    async def _talk(self, on_message: Callable[[Message], None]) -> None:
+        why = "the stream ended"
+        try:
+            async for frames in self._host.talk(self._name, self.connection):
+                await self._source.let(self._name)
+                for payload in take_frames(bytearray(frames)):
+                    on_message(self._decoder.decode(payload))
+        except asyncio.CancelledError:
+            why = "it was closed"
+        finally:
+            self._over.set()
+            on_message(Fault(message=why, fatal=True))
+            on_message(Gone(exit_code=1))
+
+    def cut(self) -> None:
+        """The stream breaks; the engine lives."""
+        assert self._task is not None
+        self._task.cancel()
+
+    def _post(self, message: Any) -> None:
+        async def take() -> None:
+            try:
+                await self._source.let(self._name)
+                await self._host.take(self._name, self.connection, pack(message))
+            except NoConnection:
+                self.cut()
+
+        self._source.tasks.append(self._loop.create_task(take()))
+
+    def submit(self, request: Any) -> None:
+        self._post(Submit(request=request))
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        self._post(Cancel(request_id=request_id, index=index))
+
+    def create(self, request: Any, ttl_s: float) -> None:
+        self._post(Create(request=request, ttl_s=ttl_s))
+
+    def ask(self, message: Any) -> None:
+        self._post(message)
+
+    def kill(self) -> None:
+        if self._task is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self.kill()
+        self._over.wait(timeout_s)
+
+
+class ThreadSource:
+    """A ``ReplicaSource`` of ``n`` hosts in this process."""
+
+    def __init__(self, n: int, build: str = "tests.fleet.fakes:build", **options: Any) -> None:
+        self.n, self._build = n, build
+        self._config = EngineConfig.of(**OPTIONS | options).flat()
+        self.hosts: dict[str, EngineHost] = {}
+        self._all: list[EngineHost] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.clients: dict[str, HostClient] = {}
+        self.held: dict[str, asyncio.Event] = {}
+
+    async def start(self, on_change: Any) -> None:
+        self._on_change = on_change
+        for _ in range(self.n):
+            await self.add()
+
+    async def add(self) -> str:
+        """One more replica; its name."""
+        name = f"r{len(self.held)}"
+        self.held[name] = asyncio.Event()
+        self.held[name].set()
+        self.hosts[name] = await asyncio.to_thread(
+            EngineHost, self._config, self._build, lambda code: None
+        )
+        self._all.append(self.hosts[name])
+        self._on_change(self.hosts)
+        return name
+
+    async def remove(self, name: str) -> None:
+        """``name`` is stopped, as by a scale-down."""
+        host = self.hosts.pop(name)
+        self._on_change(self.hosts)
+        await asyncio.to_thread(host._client.close)
+
+    def kill(self, name: str) -> None:
+        """``name`` ends without a word; another takes its place when ``add`` is called."""
+        host = self.hosts.pop(name)
+        host._client.kill()
+        self.clients[name].cut()
+
+    async def let(self, name: str) -> None:
+        """Wait while ``name`` is stopped (``hold``)."""
+        await self.held[name].wait()
+
+    def hold(self, name: str, stopped: bool) -> None:
+        (self.held[name].clear if stopped else self.held[name].set)()
+
+    def client(self, name: str) -> HostClient:
+        made = self.clients[name] = HostClient(self, name)
+        return made
+
+    async def close(self) -> None:
+        for host in self._all:
+            await asyncio.to_thread(host._client.close)
+        for task in self.tasks:
+            task.cancel()

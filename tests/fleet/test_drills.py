@@ -1,0 +1,305 @@
+"""Drills on Ray Serve with a fake device: a replica is killed, stopped, slowed down, cut off, scaled and replaced
+while clients wait, and every one of them gets the answer of an undisturbed engine.
+
+One cluster for all; a replica is a process of Ray's, which the drills kill by its number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import os
+import random
+import signal
+import statistics
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray Serve is not installed: pip install 'jserve[ray]'", allow_module_level=True)
+
+from jserve.config import EngineConfig
+from jserve.fleet.face import FleetEngine
+from jserve.fleet.on_ray import RayReplicas
+from jserve.fleet.router import POLICIES
+from tests.engine.test_resume import any_request
+from tests.fleet.fakes import OPTIONS
+from tests.fleet.test_face import World, all_told, answers, begun, requests, undisturbed, until
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+]
+ROOT = Path(__file__).parents[2]
+N = 3
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory) -> Path:
+    """The directory of orders of ``fakes.build``."""
+    return tmp_path_factory.mktemp("orders")
+
+
+class Drill:
+    def __init__(self, orders: Path) -> None:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        self.config = EngineConfig.of(**OPTIONS, replicas=N, model=str(orders))
+        self.orders = orders
+        self.source = RayReplicas(self.config, "tests.fleet.fakes:build", app="drills")
+        self.fleet = FleetEngine(self.source)
+
+    def pid(self, member: Any) -> int:
+        return member.info["pid"]
+
+    def busiest(self) -> Any:
+        return max(self.fleet.members, key=lambda one: one.n_open)
+
+    async def whole(self, n: int = N) -> None:
+        """Wait until ``n`` replicas take part and are trusted."""
+        await until(lambda: len(self.fleet.members) == n, 60.0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def drill(orders):
+    made = Drill(orders)
+    began = time.monotonic()
+    try:
+        await made.fleet.start()
+        print(f"the cluster took {time.monotonic() - began:.1f} s")
+        yield made
+    finally:
+        await made.fleet.close()
+
+
+async def disturbed(drill: Drill, disturb, n: int = 9, max_tokens: int = 120) -> float:
+    """All answers while ``disturb`` is done to the busiest replica; the longest that a client then waited
+    for a token."""
+    asked = requests(n, max_tokens)
+    whole = await undisturbed(asked)
+    running = asyncio.ensure_future(answers(drill.fleet, asked))
+    await begun(drill.fleet, n)
+    disturb(drill.busiest())
+    gap = await _longest_gap(drill.fleet, running)
+    found = await asyncio.wait_for(running, 60.0)
+    assert [one[3] for one in found] == [[]] * n
+    assert found == whole
+    await until(lambda: not drill.fleet._streams)
+    return gap
+
+
+async def _longest_gap(fleet: FleetEngine, running: asyncio.Future) -> float:
+    """Over all requests, until they are over."""
+    said: dict[str, tuple[int, float]] = {}
+    longest = 0.0
+    while not running.done():
+        now = time.monotonic()
+        for id, stream in list(fleet._streams.items()):
+            n = sum(map(len, stream.said))
+            before, at = said.get(id, (-1, now))
+            if n != before:
+                longest = max(longest, now - at)
+                said[id] = n, now
+        await asyncio.sleep(0.002)
+    return longest
+
+
+async def test_d1_a_replica_is_killed_while_it_answers(drill):
+    deaths = drill.fleet.counters["engine_deaths"]
+    gap = await disturbed(drill, lambda one: os.kill(drill.pid(one), signal.SIGKILL))
+    print(f"D1: the longest gap was {1e3 * gap:.0f} ms")
+    assert drill.fleet.counters["engine_deaths"] == deaths + 1
+    assert gap < 2.0
+    await drill.whole()  # Serve started another one
+
+
+async def test_d1_whatever_was_asked_for(drill):
+    """Requests with any fields, while the busiest replica is killed."""
+    rng = random.Random(7)
+    asked = [any_request(rng, f"any-{i}") for i in range(24)]
+    async with World(1) as alone:
+        whole = await all_told(alone.fleet, asked)
+    running = asyncio.ensure_future(all_told(drill.fleet, asked))
+    resumed = drill.fleet.counters["resumed"]
+    await begun(drill.fleet, 4)
+    os.kill(drill.pid(drill.busiest()), signal.SIGKILL)
+    assert await asyncio.wait_for(running, 60.0) == whole
+    assert drill.fleet.counters["resumed"] > resumed
+    await drill.whole()
+
+
+async def test_d2_a_replica_is_stopped_and_goes_on_later(drill):
+    stopped: list[Any] = []
+
+    def stop(one: Any) -> None:
+        stopped.append(one)
+        os.kill(drill.pid(one), signal.SIGSTOP)
+
+    try:
+        gap = await disturbed(drill, stop)
+    finally:
+        for one in stopped:
+            os.kill(drill.pid(one), signal.SIGCONT)
+    print(f"D2: the longest gap was {1e3 * gap:.0f} ms")
+    assert gap < 2.5
+    assert drill.fleet.counters["silent"] >= 1
+    await until(lambda: not any(one.silent for one in drill.fleet.members), 30.0)
+    asked = requests(9)
+    assert await answers(drill.fleet, asked) == await undisturbed(
+        asked
+    )  # what it says late reaches nobody
+    await drill.whole()
+
+
+async def test_d3_a_replica_becomes_slow(drill, monkeypatch):
+    """Four times slower: it is put out, what it had goes on elsewhere, and it comes back. Requests go to each in
+    turn, so that it keeps getting some whatever its price becomes."""
+    fleet = drill.fleet
+    monkeypatch.setattr(fleet._router, "_policy", POLICIES["round_robin"])
+    asked = requests(6, 60)
+    whole = await undisturbed(asked)
+    for _ in range(8):  # what is usual is learned
+        assert await answers(fleet, asked) == whole
+    slow = fleet.members[0]
+    order = drill.orders / f"slow.{drill.pid(slow)}"
+    order.write_text("4")
+    until_s = time.monotonic() + 60.0
+    while not fleet.suspicion.records[slow.name].out:
+        assert time.monotonic() < until_s, fleet.suspicion.records
+        assert await answers(fleet, asked) == whole
+    assert fleet.counters["ejected"] == 1
+    before = slow.n_requests
+    assert await answers(fleet, asked) == whole
+    assert slow.n_requests == before, "it is out and got one"
+    order.unlink()
+    while fleet.suspicion.records[slow.name].out:
+        assert time.monotonic() < until_s + 60.0
+        assert await answers(fleet, asked) == whole
+    assert slow.n_requests > before
+
+
+async def test_d4_a_stream_breaks_and_the_replica_lives(drill):
+    broken: list[Any] = []
+
+    def cut(one: Any) -> None:
+        broken.append(one)
+        one.client._cancel()
+
+    gap = await disturbed(drill, cut)
+    print(f"D4: the longest gap was {1e3 * gap:.0f} ms")
+    await drill.whole()
+    assert drill.pid(broken[0]) in [drill.pid(one) for one in drill.fleet.members]
+
+
+async def test_d8_the_controller_of_serve_is_killed(drill):
+    """It places and watches; what runs goes on without it, and Ray starts another one."""
+    import ray
+
+    def kill(one: Any) -> None:
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        ray.kill(controller, no_restart=False)
+
+    resumed = drill.fleet.counters["resumed"]
+    await disturbed(drill, kill)
+    assert drill.fleet.counters["resumed"] == resumed
+    os.kill(drill.pid(drill.fleet.members[0]), signal.SIGKILL)
+    await until(lambda: len(drill.fleet.members) == N - 1, 30.0)
+    await drill.whole()  # the new one knows what the old one was told
+
+
+async def under_load(drill: Drill, change, n: int = 6) -> int:
+    """Answers all the while ``change`` takes place; how many rounds of them."""
+    asked = requests(n, 60)
+    whole = await undisturbed(asked)
+    changing, rounds = asyncio.ensure_future(change), 0
+    while not changing.done():
+        assert await asyncio.wait_for(answers(drill.fleet, asked), 60.0) == whole
+        rounds += 1
+    await changing
+    return rounds
+
+
+async def test_d9_replicas_are_replaced_one_after_the_other(drill):
+    """Other options: Serve stops one replica after the other. No request is lost or told anything else."""
+    before = {drill.pid(one) for one in drill.fleet.members}
+    scheduler = dataclasses.replace(drill.config.scheduler, max_waiting=4000)
+    config = dataclasses.replace(drill.config, scheduler=scheduler)
+    assert await under_load(drill, drill.source.deploy(config)) > 2
+    await until(lambda: len(drill.fleet.members) == N, 60.0)
+    assert not before & {drill.pid(one) for one in drill.fleet.members}
+    drill.config = config
+
+
+async def test_d10_one_three_one_replicas(drill):
+    async def scaled(n: int) -> None:
+        fleet = dataclasses.replace(drill.config.fleet, replicas=n)
+        await drill.source.deploy(dataclasses.replace(drill.config, fleet=fleet))
+        await until(lambda: len(drill.fleet.members) == n, 60.0)
+
+    async def one_three_one() -> None:
+        for n in (1, N, 1, N):
+            await scaled(n)
+
+    assert await under_load(drill, one_three_one()) > 2
+    assert drill.fleet.counters["moved"] > 0
+
+
+async def test_d11_ten_times_what_fits(drill):
+    """Every request has its one end; those that run are right."""
+    asked = requests(110 * N, 30)
+    found = await asyncio.wait_for(answers(drill.fleet, asked), 120.0)
+    whole = await undisturbed(asked)
+    assert [bool(one[3]) for one in found] == [False] * len(asked)
+    assert found == whole
+    shares = [one.n_requests for one in drill.fleet.members]
+    assert min(shares) > 0
+
+
+async def test_what_a_first_token_costs_more_than_in_one_process(drill):
+    """Idle, one request at a time: the hops of Ray and of Serve."""
+
+    async def first_ms(face: Any) -> float:
+        times = []
+        for one in requests(30, 2):
+            asked = dataclasses.replace(one, id=uuid.uuid4().hex)
+            began = time.perf_counter()
+            async for _ in face.generate(asked):
+                times.append(1e3 * (time.perf_counter() - began))
+                break
+        return statistics.median(times)
+
+    async with World(1) as alone:
+        print(f"first token: {await first_ms(alone.fleet):.1f} ms in one process")
+    print(f"first token: {await first_ms(drill.fleet):.1f} ms over Ray Serve")
+
+
+async def test_a_replica_of_the_shipped_model_is_killed(drill):
+    """The real step, in float32: what is drawn after a prefill of prompt and answer is what was drawn before."""
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 256}
+    small |= {"structured_outputs": False, "prompt_logprobs": False, "dtype": "float32"}
+    source = RayReplicas(EngineConfig.of(**small, replicas=2), "jserve.build:engine", app="shipped")
+    fleet = FleetEngine(source)
+    try:
+        await fleet.start()
+        asked = requests(3, 150)
+        whole = await answers(fleet, asked)
+        assert [one[3] for one in whole] == [[]] * len(asked)
+        running = asyncio.ensure_future(answers(fleet, asked))
+        await begun(fleet, 1)
+        os.kill(max(fleet.members, key=lambda one: one.n_open).info["pid"], signal.SIGKILL)
+        found = await asyncio.wait_for(running, 120.0)
+        assert fleet.counters["resumed"] > 0
+        assert [one[:2] for one in found] == [one[:2] for one in whole]
+        for now, before in zip(found, whole, strict=True):
+            assert [entry.token for entry in now[2]] == [entry.token for entry in before[2]]
+            logprobs = [entry.logprob for entry in before[2]]
+            assert [entry.logprob for entry in now[2]] == pytest.approx(logprobs, abs=1e-4)
+    finally:
+        await fleet.close()

@@ -1,0 +1,361 @@
+"""Requests over several replicas: whatever becomes of a replica, every client gets the answer of an undisturbed one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+from jserve.build import serving_engine
+from jserve.config import EngineConfig
+from jserve.engine.wire import Control, HandleCommand, Outputs
+from jserve.errors import BadRequest, CacheNotFound, ConfigError, EngineDead, JserveError
+from jserve.fleet.face import FleetEngine
+from jserve.fleet.member import OVERDUE_S
+from jserve.llm import LLM
+from jserve.outputs import PartialOutput, RequestOutput
+from jserve.sampling import SamplingParams
+from jserve.types import Finish, Output, Request
+from tests.engine.test_resume import any_request
+from tests.fleet.fakes import ThreadSource
+from tests.grammar import kit
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.CRITICAL)
+
+
+class World:
+    def __init__(self, n: int = 2, **options) -> None:
+        self.source = ThreadSource(n, **options)
+        self.fleet = FleetEngine(self.source)
+
+    async def __aenter__(self):
+        await self.fleet.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.fleet.close()
+
+
+def requests(n: int = 6, max_tokens: int = 40) -> list[Request]:
+    return [
+        Request(
+            id=f"q{i}",
+            prompt_ids=tuple((7 * i + j) % 250 for j in range(40)),
+            params=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=1.0,
+                seed=i,
+                presence_penalty=0.5 * (i % 2),
+                n=1 + i % 2,
+                logprobs=2 if i % 3 == 0 else None,
+            ),
+        )
+        for i in range(n)
+    ]
+
+
+async def answer(fleet: FleetEngine, request: Request) -> tuple:
+    """(ids by choice, ends, log-probabilities, attempts, error) as the client is told."""
+    request = dataclasses.replace(request, id=uuid.uuid4().hex)  # one id is never asked twice
+    outputs = [out async for out in fleet.generate(request)]
+    ids = [
+        [t for o in outputs if o.index == i for t in o.token_ids] for i in range(request.params.n)
+    ]
+    ends = sorted((o.index, o.finish) for o in outputs if o.finish is not None)
+    logprobs = [entry for o in _by_choice(outputs) for entry in o.logprobs or ()]
+    errors = [o.error for o in outputs if o.error]
+    return ids, ends, logprobs, errors
+
+
+def _by_choice(outputs: list[Output]) -> list[Output]:
+    return sorted(outputs, key=lambda o: o.index)
+
+
+async def answers(fleet: FleetEngine, asked: list[Request]) -> list[tuple]:
+    return await asyncio.gather(*(answer(fleet, one) for one in asked))
+
+
+async def undisturbed(asked: list[Request]) -> list[tuple]:
+    async with World(1) as world:
+        return await answers(world.fleet, asked)
+
+
+async def told(fleet: FleetEngine, request: Request) -> RequestOutput:
+    """All that a client makes of its answer, text and stop strings included; an error is an end."""
+    job = PartialOutput(request, None, kit.tokenizer())
+    async for out in fleet.generate(request):
+        try:
+            if job.take(out) is not None:
+                fleet.abort(request.id, out.index)
+        except JserveError as error:
+            job.output.outputs[out.index].finish_reason = f"{error.code}: {error.message}"
+    return dataclasses.replace(job.output, finished=True, num_cached_tokens=0, metrics=None)  # type: ignore[arg-type]
+
+
+async def all_told(fleet: FleetEngine, asked: list[Request]) -> list[RequestOutput]:
+    return await asyncio.gather(*(told(fleet, one) for one in asked))
+
+
+async def until(condition, timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        await asyncio.sleep(0.005)
+
+
+async def begun(fleet: FleetEngine, n: int) -> None:
+    """Wait until ``n`` requests were told something."""
+    await until(lambda: sum(any(s.said) for s in fleet._streams.values()) >= n)
+
+
+async def test_whatever_becomes_of_replicas_every_answer_is_the_undisturbed_one():
+    """Lost, stopped for good, its stream broken, silent for a while: the same world suffers all of it in turn."""
+    asked = requests()
+    whole = await undisturbed(asked)
+    async with World(3) as world:
+        fleet, source = world.fleet, world.source
+
+        async def play(disturb) -> None:
+            running = asyncio.ensure_future(answers(fleet, asked))
+            await begun(fleet, len(asked))
+            busy = max(fleet.members, key=lambda one: one.n_open)
+            assert busy.n_open
+            done = disturb(busy)
+            if done is not None:
+                await done
+            assert await asyncio.wait_for(running, 20.0) == whole
+            await until(lambda: not fleet._streams)
+
+        assert await answers(fleet, asked) == whole
+        await play(lambda busy: source.kill(busy.name))
+        assert fleet.counters["engine_deaths"] == 1
+        await source.add()
+        await until(lambda: len(fleet.members) == 3)
+        await play(lambda busy: source.remove(busy.name))
+        await play(lambda busy: source.clients[busy.name].cut())
+        await until(lambda: len(fleet.members) == 2)  # it lives, so it is connected to again
+        resumed = fleet.counters["resumed"]
+        held = []
+        await play(lambda busy: (held.append(busy.name), source.hold(busy.name, True))[1])
+        assert fleet.counters["silent"] >= 1
+        assert fleet.counters["resumed"] > resumed
+        dropped = fleet.counters["dropped_outputs"]
+        source.hold(held[0], False)
+        await until(lambda: not any(one.silent for one in fleet.members))
+        assert await answers(fleet, asked) == whole  # what it says of before is dropped
+        assert fleet.counters["dropped_outputs"] >= dropped
+        for name, host in source.hosts.items():
+            connection = host._connections[source.clients[name].connection]
+            await until(lambda c=connection: not c.requests)
+
+
+async def test_what_another_replica_says_of_a_request_is_dropped():
+    (asked,) = requests(1, 60)
+    whole = await undisturbed([asked])
+    async with World(2) as world:
+        fleet = world.fleet
+        running = asyncio.ensure_future(answers(fleet, [asked]))
+        await begun(fleet, 1)
+        (other,) = (one for one in fleet.members if not one.n_open)
+        (id,) = fleet._streams
+        late = Output(request_id=id, index=0, token_ids=(1, 2), finish=Finish.STOP)
+        fleet.heard(other, Outputs(step=1, outputs=[late]))
+        assert fleet.counters["dropped_outputs"] == 1
+        assert await running == whole
+
+
+async def test_with_no_replica_left_requests_wait_for_the_next():
+    asked = requests(3)
+    whole = await undisturbed(asked)
+    async with World(1) as world:
+        running = asyncio.ensure_future(answers(world.fleet, asked))
+        await begun(world.fleet, 3)
+        world.source.kill("r0")
+        await until(lambda: not world.fleet.ready)
+        with pytest.raises(EngineDead):
+            await answer(world.fleet, requests(4)[3])
+        await world.source.add()
+        assert await asyncio.wait_for(running, 10.0) == whole
+
+
+async def test_one_that_is_moved_again_and_again_is_not_blamed():
+    """Scale-down after scale-down while a request waits in the queue: nothing speaks against it."""
+    async with World(3) as world:
+        fleet, source = world.fleet, world.source
+        (asked,) = requests(1, max_tokens=5)
+        for one in fleet.members:
+            source.hold(one.name, True)
+        running = asyncio.ensure_future(answer(fleet, asked))
+        await until(lambda: any(one.n_open for one in fleet.members))
+        for _ in range(2):
+            busy = next(one for one in fleet.members if one.n_open)
+            source.hosts.pop(busy.name)
+            source._on_change(source.hosts)
+            await until(lambda: any(one.n_open for one in fleet.members))
+        source.hold(fleet.members[0].name, False)
+        ids, ends, _, errors = await asyncio.wait_for(running, 10.0)
+        assert (len(ids[0]), ends, errors) == (5, [(0, Finish.LENGTH)], [])
+
+
+async def test_a_cache_handle_is_where_it_was_made():
+    async with World(2) as world:
+        fleet = world.fleet
+        made = Request(
+            id="make",
+            prompt_ids=tuple(range(1, 60)),
+            params=SamplingParams(max_tokens=0),
+            cache="doc",
+        )
+        await fleet.create(made, 60.0)
+        (info,) = await fleet.handles(HandleCommand(id="1", action="find", name="doc"))
+        assert info.n_tokens == 59
+        assert len(await fleet.handles(HandleCommand(id="2", action="find"))) == 1
+        use = Request(id="use", prompt_ids=(1, 2), params=SamplingParams(max_tokens=3), cache="doc")
+        outputs = [out async for out in fleet.generate(use)]
+        assert outputs[0].n_cached == 48
+        await fleet.control(Control(id="3", action="reset_prefix_cache"))
+        with pytest.raises(BadRequest, match="of one engine"):
+            await fleet.control(Control(id="6", action="update_weights", source="x"))
+        await fleet.handles(HandleCommand(id="4", action="drop", name="doc"))
+        with pytest.raises(CacheNotFound):
+            await fleet.handles(HandleCommand(id="5", action="find", name="doc"))
+
+
+async def test_a_prefix_goes_to_where_it_is():
+    async with World(2) as world:
+        fleet = world.fleet
+        stem = tuple(range(100, 180))
+        found = []
+        for i in range(6):
+            asked = Request(
+                id=f"p{i}", prompt_ids=(*stem, i, i), params=SamplingParams(max_tokens=2)
+            )
+            outputs = [out async for out in fleet.generate(asked)]
+            found.append(outputs[0].n_cached)
+            await asyncio.sleep(0.06)
+        assert found == [0, 80, 80, 80, 80, 80]
+        assert sorted(one.n_requests for one in fleet.members) == [0, 6]
+
+
+async def test_a_pause_of_the_front_is_no_replicas_fault():
+    """What replicas said meanwhile is heard late."""
+    async with World(2) as world:
+        fleet = world.fleet
+        running = asyncio.ensure_future(answers(fleet, requests(4, 300)))
+        await begun(fleet, 4)
+        time.sleep(OVERDUE_S + 0.5)
+        await asyncio.sleep(0.1)
+        assert fleet.counters["silent"] == 0
+        running.cancel()
+
+
+async def test_who_is_refused_by_one_replica_asks_another(monkeypatch):
+    """A replica's queue is full and the front does not know it yet; a budget bounds how often it asks again."""
+    async with World(2, max_waiting=1, max_num_seqs=1) as world:
+        fleet = world.fleet
+        monkeypatch.setattr(fleet, "_weigh", lambda member: None)
+        full, free = fleet.members
+
+        async def begin(n: int) -> asyncio.Future:
+            """One more at the first replica, which then has ``n``."""
+            fleet._router.candidates[free.number].out = True
+            one = Request(
+                id=uuid.uuid4().hex, prompt_ids=(1, 2, n), params=SamplingParams(max_tokens=90)
+            )
+            running = asyncio.ensure_future(answer(fleet, one))
+            await asyncio.sleep(0)
+            fleet._router.candidates[free.number].out = False
+            await until(lambda: full.stats.waiting + full.stats.running == min(n, 2))
+            return running
+
+        running = [await begin(1), await begin(2), await begin(3)]
+        assert [errors for _, _, _, errors in await asyncio.gather(*running)] == [[]] * 3
+        assert (fleet.counters["moved"], free.n_requests) == (1, 1)
+        await until(lambda: not full.stats.running)
+        fleet._budget.spend(99)
+        running = [await begin(1), await begin(2), await begin(3)]
+        found = [errors for _, _, _, errors in await asyncio.gather(*running)]
+        assert found[:2] == [[], []]
+        assert "overloaded" in found[2][0], "nothing is left to ask again with"
+        assert (fleet.counters["moved"], free.n_requests) == (1, 1)
+
+
+async def test_a_slow_replica_gives_up_as_much_as_may_be_moved_and_comes_back(monkeypatch):
+    """The ways of ``suspicion`` in a fleet: put out, tried, trusted again."""
+    async with World(2) as world:
+        fleet = world.fleet
+        asked = requests(4, 60)
+        whole = await undisturbed(asked)
+        slow = fleet.members[0]
+        running = asyncio.ensure_future(answers(fleet, asked))
+        await until(lambda: slow.n_open > 0)
+        n = slow.n_open
+        record = fleet.suspicion.records[slow.name]
+        monkeypatch.setattr(fleet.suspicion, "look", lambda now: [])
+        fleet.suspicion._put_out(record, time.monotonic())
+        fleet._out(slow, silent=False)
+        assert (slow.n_open, fleet.counters["moved"]) == (0, n)
+        assert await running == whole
+        before = slow.n_requests
+        assert await answers(fleet, asked) == whole
+        assert slow.n_requests == before, "it is out"
+        record.rests_until = 0.0
+        assert await answers(fleet, asked) == whole
+        assert slow.n_requests == before + 1, "it is tried with one at a time"
+        assert await answers(fleet, asked[:1]) == whole[:1]
+        assert not fleet.suspicion.records[slow.name].out
+
+
+def test_without_ray_replicas_are_an_error_that_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "jserve.fleet.on_ray", raising=False)
+    with pytest.raises(ConfigError, match=r"jserve\[ray\]") as error:
+        serving_engine(EngineConfig.of(replicas=2))
+    assert error.value.field == "replicas"
+
+
+def test_one_engine_loads_no_fleet_and_no_ray():
+    code = (
+        "import sys; from jserve.build import serving_engine; from jserve.config import EngineConfig\n"
+        "serving_engine(EngineConfig())\n"
+        "print([m for m in sys.modules if m.startswith(('ray', 'jserve.fleet'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_llm_has_one_engine():
+    with pytest.raises(ConfigError, match="AsyncLLM takes replicas"):
+        LLM(replicas=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+async def test_any_request_is_told_the_same_wherever_its_replicas_die(seed):
+    """All fields: structures, thoughts, penalties, stop strings over the cut, several choices."""
+    rng = random.Random(seed)
+    asked = [any_request(rng, f"{seed}-{i}") for i in range(10)]
+    async with World(1) as alone:
+        whole = await all_told(alone.fleet, asked)
+    async with World(3) as world:
+        fleet, source = world.fleet, world.source
+        running = asyncio.ensure_future(all_told(fleet, asked))
+        for _ in range(2):
+            await asyncio.sleep(rng.uniform(0.0, 0.05))
+            ways = [source.kill, lambda name: source.clients[name].cut()]
+            busy = [one.name for one in fleet.members if one.n_open]
+            if busy:
+                rng.choice(ways)(rng.choice(busy))
+            await source.add()
+        assert await asyncio.wait_for(running, 30.0) == whole
+        assert fleet.counters["resumed"] > 0
