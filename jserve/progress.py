@@ -32,7 +32,7 @@ UNITS = {
     "score": "tokens",
     "score the reference": "tokens",
 }
-"""What the stages count; the others: programs."""
+"""The things that stages count; stages that are not here count programs."""
 
 
 def _unit(stage: str) -> str:

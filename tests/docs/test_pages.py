@@ -14,7 +14,8 @@ from packaging.requirements import Requirement
 
 from docs import generate
 from jserve.api.http.auth import load_tenants
-from tests.docs.pages import PAGES, ROOT, WRITTEN, blocks
+from jserve.sharding import Sharding
+from tests.docs.pages import PAGES, ROOT, WRITTEN, Block, blocks
 
 README_BYTES = 8000
 FOLDERS = "jserve|pallas_kernels|checkpoints|tests|bench|docs|examples|\\.ci"
@@ -94,8 +95,21 @@ def test_the_page_of_metrics_is_what_a_server_says() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text() == written
 
 
+def yaml_of(page: str) -> list[Block]:
+    return [block for block in blocks("yaml") if block.page.name == page]
+
+
+def test_every_piece_of_yaml_is_read_by_a_test() -> None:
+    assert {b.page.name for b in blocks("yaml")} == {"security.md", "sharding.md"}
+
+
+def test_shardings_on_the_page_are_ones() -> None:
+    made = [Sharding.of(yaml.safe_load(block.text)) for block in yaml_of("sharding.md")]
+    assert {sharding.mode for sharding in made} == {"manual", "auto"}
+
+
 def test_the_file_of_tenants_is_one(tmp_path: Path) -> None:
-    [block] = blocks("yaml")
+    [block] = yaml_of("security.md")
     file = tmp_path / "tenants.yaml"
     file.write_text(block.text)
     assert {tenant.name for _, tenant in load_tenants(str(file))} == {"team-a", "operators"}
