@@ -67,7 +67,7 @@ def test_int8_is_as_near_as_it_was_simulated(green: dict) -> None:
 def test_a_scale_per_tensor_of_activations_is_red(
     green: dict, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def per_tensor(x_TBG: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+    def per_tensor(x_TBG: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
         scale_TB = jnp.full(x_TBG.shape[:2], jnp.max(jnp.abs(x_TBG)) / 127)
         return jnp.round(x_TBG / scale_TB[..., None]).astype(jnp.int8), scale_TB
 
