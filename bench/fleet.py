@@ -39,7 +39,7 @@ def router_of(n: int, prompts: list[tuple[bytes, ...]], rng: random.Random) -> R
             row_s=1e-5,
         )
         held = {d for p in prompts if rng.random() < 0.125 for d in p[: rng.randrange(len(p) + 1)]}
-        router.hear(i, view, [PageEvent(True, digest) for digest in held])
+        router.update(i, view, [PageEvent(True, digest) for digest in held])
     return router
 
 

@@ -241,7 +241,7 @@ class LLM(_Door, Operations):
         """Also between two pieces of a stream of this thread, which then goes on."""
         asked, streaming = control_of(command), self._streams_in == threading.get_ident()
         with contextlib.nullcontext() if streaming else self._turn():
-            info = operate.obey(self._engine, asked)
+            info = operate.carry_out(self._engine, asked)
             if info is None and streaming:
                 self._engine.hold.pending = None
                 raise RuntimeError("the open stream would wait for its own end")

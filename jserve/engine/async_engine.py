@@ -119,10 +119,10 @@ class AsyncEngine(EngineFace):
         else:
             self._fail_all(why, EngineDead.code, cancel=False)
 
-    def heard(self, replica: Replica, message: Message) -> None:
+    def received(self, replica: Replica, message: Message) -> None:
         if isinstance(message, Ready):
             self._held = False
-        super().heard(replica, message)
+        super().received(replica, message)
 
     def _check_open(self) -> None:
         self._check_draining()

@@ -294,7 +294,7 @@ class Engine:
     def _run_command(self, command: Control) -> list[HandleReply]:
         """The answer, unless ``command`` waits."""
         try:
-            info = operate.obey(self, command)
+            info = operate.carry_out(self, command)
         except JserveError as error:
             return [_failed(command.id, error)]
         return [] if info is None else [HandleReply(id=command.id, info=info)]

@@ -256,7 +256,7 @@ class EngineFace(ABC):
         """Bytes of outputs that consumers have not taken yet, over all requests."""
         return sum(stream.n_bytes for stream in self._streams.values())
 
-    def heard(self, replica: Replica, message: Message) -> None:
+    def received(self, replica: Replica, message: Message) -> None:
         """Take over what the engine of ``replica`` says."""
         match message:
             case Outputs():

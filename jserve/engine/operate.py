@@ -1,6 +1,6 @@
 """Carries out an operator's commands between steps: pause, sleep, other weights, caches, profiles.
 
-It owns what each command does to the scheduler and the runner. ``obey`` gives the facts that answer a command, or None
+It owns what each command does to the scheduler and the runner. ``carry_out`` gives the facts that answer a command, or None
 while it waits for running requests to end (``Hold.pending``). For weights::
 
     recompute   running sequences are computed anew under the new weights, and go on
@@ -26,7 +26,7 @@ POLICIES = ("recompute", "mix", "finish", "abort")
 """The fates of running requests when the weights change."""
 
 
-def obey(engine: Engine, command: Control) -> dict[str, Any] | None:
+def carry_out(engine: Engine, command: Control) -> dict[str, Any] | None:
     """Carry out ``command``.
 
     Raises:

@@ -20,9 +20,9 @@ from jserve.types import Request
 
 
 class Listener(Protocol):
-    """Hears of all replicas."""
+    """Gets the messages of all replicas."""
 
-    def heard(self, replica: Replica, message: Message) -> None:
+    def received(self, replica: Replica, message: Message) -> None:
         """``message`` came, and ``replica`` has taken note of it."""
         ...
 
@@ -149,7 +149,7 @@ class Replica:
                 self.health.observe(message.step, message.values, self._clock())
             case Ready():
                 self._moved_at = self._clock()
-        self._listener.heard(self, message)
+        self._listener.received(self, message)
 
     def _progress_to(self, step: int) -> None:
         if step != self.stats.step:

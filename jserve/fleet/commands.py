@@ -1,4 +1,4 @@
-"""Commands to several replicas: those that all obey, and those to the one that has a named cache.
+"""Commands to several replicas: those that all carry out, and those to the one that has a named cache.
 
 A cache is where it was made, and gone with its replica.
 """
@@ -13,7 +13,7 @@ from jserve.fleet.member import Member
 from jserve.types import HandleInfo
 
 FOR_ALL = ("reset_prefix_cache", "start_profile", "stop_profile", "pause", "resume", "weight_info")
-"""Commands that all replicas obey. Of the others a replica that takes another's place would know nothing."""
+"""Commands that all replicas carry out. Of the others a replica that takes another's place would know nothing."""
 MOST = 1 << 16
 """Names that are kept; those that expired are among them."""
 

@@ -197,19 +197,19 @@ class FleetEngine(EngineFace):
         self._handles.leave(member)
         self._router.leave(member.number)
 
-    def heard(self, replica: Replica, message: Message) -> None:
+    def received(self, replica: Replica, message: Message) -> None:
         assert isinstance(replica, Member)
         if self._members.get(replica.name) is not replica:
             return
         replica.heard_at, replica.silent = self._clock(), False
         match message:
             case Stats() if message.view is not None:
-                self._router.hear(replica.number, message.view, message.pages)
+                self._router.update(replica.number, message.view, message.pages)
                 if message.steps and message.values.get("step_slowness"):
                     self.suspicion.observe(replica.name, message.values["step_slowness"])
                 self._weigh(replica)
                 self._go_on()
-        super().heard(replica, message)
+        super().received(replica, message)
 
     def _weigh(self, member: Member) -> None:
         """Let the router know how far ``member`` is trusted."""

@@ -22,7 +22,7 @@ class PageIndex:
         self._counts: dict[int, dict[bytes, int]] = defaultdict(dict)
         """Replica -> digest -> requests there that have the page."""
 
-    def hear(self, replica: int, events: Iterable[PageEvent]) -> None:
+    def update(self, replica: int, events: Iterable[PageEvent]) -> None:
         """Take over what ``replica`` says of its pages."""
         bit = 1 << replica
         for event in events:

@@ -63,7 +63,7 @@ class ReplicaRouter:
         return [one.candidate for one in self._replicas]
 
     def join(self) -> int:
-        """The number of a new replica, which takes nothing until it was heard."""
+        """The number of a new replica, which takes nothing before its first view."""
         if self._vacant:
             return self._vacant.pop()
         self._replicas.append(_Replica(Candidate(view=View(ready=False))))
@@ -74,12 +74,12 @@ class ReplicaRouter:
         self.lost(replica)
         self._vacant.insert(0, replica)
 
-    def hear(self, replica: int, view: View, events: Iterable[PageEvent] = ()) -> None:
+    def update(self, replica: int, view: View, events: Iterable[PageEvent] = ()) -> None:
         """``replica`` says how it is, and what happened to its pages since it last did."""
         one = self._replicas[replica]
         one.candidate.view = view
         one.settle()
-        self.pages.hear(replica, events)
+        self.pages.update(replica, events)
 
     def lost(self, replica: int) -> None:
         """The engine of ``replica`` is gone, with its pages; the next one has read nothing."""

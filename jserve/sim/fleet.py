@@ -130,7 +130,7 @@ class FleetSimulation:
         one = self.replicas[number]
         engine = one.simulation.engine
         view = view_of(one.simulation.scheduler, one.n_sent - engine.n_unread)
-        self.router.hear(number, view, one.log.take())
+        self.router.update(number, view, one.log.take())
         one.told_at = one.now
 
     def _sample(self, now: float) -> None:

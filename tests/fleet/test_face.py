@@ -169,7 +169,7 @@ async def test_what_another_replica_says_of_a_request_is_dropped():
         (other,) = (one for one in fleet.members if not one.n_open)
         (id,) = fleet._streams
         late = Output(request_id=id, index=0, token_ids=(1, 2), finish=Finish.STOP)
-        fleet.heard(other, Outputs(step=1, outputs=[late]))
+        fleet.received(other, Outputs(step=1, outputs=[late]))
         assert fleet.counters["dropped_outputs"] == 1
         assert await running == whole
 

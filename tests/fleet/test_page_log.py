@@ -28,7 +28,7 @@ def test_the_events_say_what_can_be_found(seed):
         if rng.random() < 0.1:
             drive.run()
             cache.clear()
-        index.hear(0, log.take())
+        index.update(0, log.take())
         for req in asked:
             known = cache.n_known(root_of(req), req.prompt_ids)
             names = digests_of(root_of(req), req.prompt_ids, cache.page_size)

@@ -52,7 +52,7 @@ def index(held: list[int]) -> PageIndex:
     """Replica i holds the first ``held[i]`` pages."""
     made = PageIndex()
     for i, n in enumerate(held):
-        made.hear(i, [PageEvent(True, d) for d in PAGES[:n]])
+        made.update(i, [PageEvent(True, d) for d in PAGES[:n]])
     return made
 
 
@@ -155,7 +155,7 @@ def test_prefixes_of_nobody_are_spread_and_stay_where_they_are():
 def test_a_stampede_meets_where_the_first_one_went():
     router = ReplicaRouter(4)
     for i in range(4):
-        router.hear(i, view())
+        router.update(i, view())
     first, *others = [router.choose(asked()) for _ in range(3)]
     assert {one.replica for one in others} == {first.replica}
     assert [one.n_cached for one in others] == [8 * PAGE] * 2
@@ -165,19 +165,19 @@ def test_a_stampede_meets_where_the_first_one_went():
 
 def test_what_was_sent_counts_until_the_view_says_so():
     router = ReplicaRouter(1)
-    router.hear(0, view(n_taken=0))
+    router.update(0, view(n_taken=0))
     router.choose(asked(pages=()))
     assert router.candidates[0].sent_s == pytest.approx(0.14)
-    router.hear(0, view(n_taken=0))
+    router.update(0, view(n_taken=0))
     assert router.candidates[0].n_sent == 1
-    router.hear(0, view(n_taken=1))
+    router.update(0, view(n_taken=1))
     assert (router.candidates[0].n_sent, router.candidates[0].sent_s) == (0, 0.0)
 
 
 def test_a_replica_that_is_lost_has_nothing():
     router = ReplicaRouter(2)
     for i in range(2):
-        router.hear(i, view(), [PageEvent(True, d) for d in PAGES])
+        router.update(i, view(), [PageEvent(True, d) for d in PAGES])
     router.lost(0)
     assert router.pages.known(PAGES, 2) == [0, 8]
     assert router.choose(asked()).replica == 1
@@ -192,7 +192,7 @@ def test_a_replica_that_is_lost_has_nothing():
 def test_every_policy_leaves_out_who_takes_nothing(policy):
     router = ReplicaRouter(4, policy, seed=1)
     for i in range(4):
-        router.hear(i, view(ready=i % 2 == 1))
+        router.update(i, view(ready=i % 2 == 1))
     assert {router.choose(asked()).replica for _ in range(40)} <= {1, 3}
 
 
@@ -205,10 +205,10 @@ def test_the_index_knows_what_a_plain_account_knows(seed):
         r, d = rng.randrange(3), rng.choice(PAGES)
         match rng.randrange(5):
             case 0 | 1:
-                pages.hear(r, [PageEvent(True, d)])
+                pages.update(r, [PageEvent(True, d)])
                 holds[r].add(d)
             case 2:
-                pages.hear(r, [PageEvent(False, d)])
+                pages.update(r, [PageEvent(False, d)])
                 holds[r].discard(d)
             case 3:
                 sent.append((r, PAGES[: rng.randrange(9)]))
