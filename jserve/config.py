@@ -149,8 +149,7 @@ class CacheOptions:
     )
     kv_groups: str = opt(
         "auto",
-        "KV pages of groups of layers, so that those with a window keep no more than it: auto where layers"
-        " differ and nothing else needs pages of all layers, on (or an error), off",
+        "pages of layers that look back alike, so that windows keep no more: if they can, on, off",
         choices=("auto", "on", "off"),
     )
     prefix_caching: bool = opt(True, "reuse the KV of shared prefixes")
@@ -270,7 +269,7 @@ class DeviceOptions:
     expert_load_metrics: bool = opt(False, "count the tokens of experts, for /metrics")
     sharding: str = opt(
         "",
-        "mesh and rules: YAML or JSON file, JSON object, or sizes as tp=4; empty: by the parallel sizes",
+        "mesh and rules: a YAML or JSON file, a JSON object, or sizes as tp=4",
         json=dict,
     )
     attention_backend: str = opt(

@@ -1,7 +1,7 @@
 """Carries out an operator's commands between steps: pause, sleep, other weights, caches, profiles.
 
-It owns what each command does to the scheduler and the runner. ``carry_out`` gives the facts that answer a command, or None
-while it waits for running requests to end (``Hold.pending``). For weights::
+It owns what each command does to the scheduler and the runner. ``carry_out`` gives the facts that answer a command,
+or None while it waits for running requests to end (``Hold.pending``). For weights::
 
     recompute   running sequences are computed anew under the new weights, and go on
     mix         they go on with the KV that they have

@@ -61,7 +61,7 @@ def _counts(
     stream: LayerStream, layer: int, p: dict, limits: dict[str, jax.Array]
 ) -> dict[str, tuple[int, int, float]]:
     """(activations, those over the limit, the largest) of the inputs of each product."""
-    found = dict.fromkeys(limits, (0, 0, 0.0))
+    found: dict[str, tuple[int, int, float]] = dict.fromkeys(limits, (0, 0, 0.0))
     for x_TD, name, kept_T in stream.inputs(layer, p):
         if name in limits:
             n, over, most = found[name]

@@ -271,7 +271,6 @@ def _latent(**changed: Any) -> Any:
         ({"kv_lora_rank": None}, "kv_lora_rank"),
         ({"qk_rope_head_dim": 5}, "qk_rope_head_dim"),
         ({"n_routed_experts": 4, "scoring_func": "softmax"}, "scoring_func"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
 def test_what_is_not_served_is_refused_by_its_key(changed: dict[str, Any], field: str) -> None:

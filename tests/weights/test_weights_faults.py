@@ -226,7 +226,7 @@ CONFIG_FAULTS: dict[str, tuple[Any, str | None, str]] = {
     "quantised": (
         config(quantization_config={"quant_method": "hqq"}),
         "quantization_config.quant_method",
-        "only awq",
+        "only auto-round, awq",
     ),
     "no vocabulary": (config(vocab_size=None), "vocab_size", "missing"),
 }
