@@ -137,6 +137,7 @@ def _fields(shape: models.Shape) -> dict:
     return {name: getattr(shape, name) for name in shape.__slots__}
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_every_turn(run: dict) -> None:
     order = [(t["round"], t["engine"]) for t in run["turns"]]
     assert order == [(0, "jserve"), (0, "vllm"), (1, "vllm"), (1, "jserve")]
@@ -152,6 +153,7 @@ def test_a_comparison_runs_every_turn(run: dict) -> None:
     assert run["machine"]["cores"] >= 1
 
 
+@pytest.mark.slow
 def test_limits_are_worked_out_from_the_model(run: dict) -> None:
     s1, model = run["turns"][0]["workloads"]["S1"], run["model"]
     share = s1["decode_tok_s_p50"] * model["weight_bytes"] / 1e9 / 10.0 * 100
@@ -161,6 +163,7 @@ def test_limits_are_worked_out_from_the_model(run: dict) -> None:
     assert "share_of_bandwidth" not in run["turns"][0]["workloads"]["chat@2"]
 
 
+@pytest.mark.slow
 def test_tables_hold_the_numbers_and_the_ratios(run: dict) -> None:
     console = Console(width=220, record=True, file=io.StringIO())
     report.show(run, console)

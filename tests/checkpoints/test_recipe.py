@@ -145,6 +145,7 @@ def _plan(steps: int) -> train.Plan:
     return train.Plan(TINY, 0.0, steps, tokens=1024, length=128, long_from=1, long_every=2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(tiny_tokenizer, tmp_path):
     """Interrupted after every step, the parameters come out bit for bit the same."""
     plan = dataclasses.replace(_plan(3), save_every=1)

@@ -37,14 +37,14 @@ def check_workload(
     return device
 
 
-@pytest.mark.parametrize("kind", ["draft", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("draft", marks=pytest.mark.slow), "eagle3"])
 def test_any_way_of_running_equals_alone(runner, kind: str) -> None:
     """Chunks, cache hits, preemption, overlap, penalties, logprobs, n, stops: six workloads."""
     stood = [check_workload(runner, kind, seed).stood for seed in range(300, 306)]
     assert sum(stood) > (100 if kind == "draft" else 0)
 
 
-@pytest.mark.parametrize("kind", ["draft", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("draft", marks=pytest.mark.slow), "eagle3"])
 def test_preempted_at_every_step_equals_alone(runner, kind: str) -> None:
     for seed in (400, 401):
         check_workload(runner, kind, seed, preempts=True)
