@@ -99,8 +99,9 @@ def test_groups_and_chunks_change_no_token(kind, options):
     engine.scheduler.resources.check()
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", [case for case in ALL if case.values[0] != "llama4"])
 def test_preemption_changes_no_token(kind):
+    """Not of chunks (llama4): admission counts them at their largest, so nobody is preempted."""
     device = runner(kind)
     n_pages = 2 + engine_of(device).scheduler.resources.demand.most(128)
     engine = engine_of(device, n_pages=n_pages)

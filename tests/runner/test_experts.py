@@ -18,7 +18,7 @@ from jserve.errors import ConfigError
 from jserve.model import moe_places
 from jserve.model.families import family_for
 from jserve.model.family import Family
-from jserve.model.quant import Form
+from jserve.model.quant import Form, QTensor
 from jserve.model.quant_specs import quantised_specs
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
@@ -67,8 +67,12 @@ def weights(mesh: Any, rules: ShardRules, family: Family | None = None) -> Any:
     family = family or family_for(CONFIG)
     params = load(family, family.arch(CONFIG), _source(), mesh, rules, jnp.dtype("float32"), seed=3)
     scales = {"qkv": 12, "o": 12, "router": 40, "expert_gate_up": 12, "expert_down": 12}
-    layers = [{k: x * scales.get(k, 1) for k, x in p.items()} for p in params["layers"]]
-    return params | {"layers": layers, "unembed": params["unembed"] * 30}
+    layers = [{k: times(x, scales.get(k, 1)) for k, x in p.items()} for p in params["layers"]]
+    return params | {"layers": layers, "unembed": times(params["unembed"], 30)}
+
+
+def times(x: Any, factor: int) -> Any:
+    return x.replace(scale=x.scale * factor) if isinstance(x, QTensor) else x * factor
 
 
 def runner(ep: int = 1, tp: int = 1, family: Family | None = None, **options: Any) -> ModelRunner:

@@ -203,7 +203,8 @@ def _zeros(tensors: Tensors, stem: str, group: Group, shape: tuple[int, ...]) ->
     """int8[N, groups]."""
     name, (N, B) = f"{stem}.weight_zero_point", shape
     if group.format == PACKED:
-        words = tensors.get(name, (tensors.shape(name)[0], B), ("int32",))
+        rows = next(iter(tensors.shape(name)), 0)
+        words = tensors.get(name, (rows, B), ("int32",))
         return _unpacked(np.ascontiguousarray(words.T), group.bits, N).T
     stored = (1,) if group.strategy == "tensor" else (N, B)
     found = tensors.get(name, stored, ("int8",))
