@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import threading
 import uuid
 from collections.abc import Iterable
@@ -62,6 +63,8 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 DEPLOYMENT = "engine"
+NOT_STARTED = re.compile(r"EngineDead: the engine did not start: (.+)")
+"""As ``fleet.host`` says it."""
 BEAT_S = 3.0
 """A front with nothing to say sends an empty frame so often."""
 HEALTH_S, HEALTH_TIMEOUT_S = 2.0, 30.0
@@ -221,7 +224,8 @@ class RayReplicas:
         try:
             handle = await asyncio.to_thread(self._deploy, config.fleet)
         except RuntimeError as error:
-            raise EngineDead(f"the replicas did not start: {error}") from None
+            why = await asyncio.to_thread(self._reason)
+            raise EngineDead(f"the replicas did not start: {why or error}") from None
         if self._handle is None:
             self._handle = handle.options(stream=True)  # which makes its router
 
@@ -271,6 +275,13 @@ class RayReplicas:
         ).bind(self._engine_options(), self._build)
         return serve.run(bound, name=self._app, route_prefix=None)
 
+    def _reason(self) -> str:
+        """The engine's own words, which Serve has at the end of a traceback; empty: it has none."""
+        app = serve.status().applications.get(self._app)
+        texts = [] if app is None else [each.message for each in app.deployments.values()]
+        found = [NOT_STARTED.search(text) for text in texts]
+        return next((match[1] for match in found if match is not None), "")
+
     def _engine_options(self) -> dict[str, Any]:
         """The options that replicas are made of: Serve replaces those that have others."""
         own = dataclasses.replace(self._config, fleet=FleetOptions(), server=ServerOptions())
@@ -279,7 +290,7 @@ class RayReplicas:
     def _resources(self) -> dict[str, Any]:
         """Of one replica: its GPUs where the cluster has some. On CPUs a replica takes what it finds."""
         if ray.cluster_resources().get("GPU"):
-            return {"num_cpus": 1, "num_gpus": self._config.device.tensor_parallel_size}
+            return {"num_cpus": 1, "num_gpus": self._config.device.n_devices}
         return {"num_cpus": 0}
 
     def _end(self) -> None:
