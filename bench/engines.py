@@ -162,6 +162,8 @@ class Running:
     def __init__(self, engine: Engine, log_dir: Path | None = None) -> None:
         self.engine, self.port = engine, free_port()
         self.cold = engine.is_cold()
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f"{engine.name}-", suffix=".log", dir=log_dir)
         self.log = Path(name)
         self.begin = time.perf_counter()

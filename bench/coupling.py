@@ -1,0 +1,129 @@
+"""How often the first draft of a step is accepted, exactly, under ways to couple drafter and target.
+
+No draws and no engine: the distributions of target and draft model after each token of held-out answers, and of
+these the chance that both choose the same token (means over tokens):
+
+* ``gumbel``: both add the same noise to their logits and take the largest, as jserve does;
+* ``inverse``: both invert their cumulative distribution at the same two uniform numbers, one for a block of ids,
+  one within it, as jserve did before;
+* ``rejection``: 1 - TV, TV being the total variation distance: what rejection sampling accepts, and the most that
+  any coupling can.
+
+    python -m bench.coupling [--temperatures 0.7,1] [--requests 6] [--json F]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import probe
+from bench.speculation import HEADS
+from checkpoints.recipe.chat import prompt_and_answer
+from checkpoints.recipe.skills import dialogue, extract, story, tools
+from jserve import build, functional
+from jserve.config import EngineConfig
+
+SKILLS = {"dialogue": dialogue, "json": extract, "tools": tools, "free": story}
+BLOCK = 64
+"""Ids of a block of ``inverse``."""
+
+
+def gumbel(p_V: np.ndarray, q_V: np.ndarray) -> float:
+    """The sum over i of 1 / sum_j max(p_j / p_i, q_j / q_i)."""
+    kept = (p_V > 0) & (q_V > 0)
+    p_I, q_I = p_V[kept, None], q_V[kept, None]
+    return float((1 / np.maximum(p_V / p_I, q_V / q_I).sum(1)).sum())
+
+
+def one_number(p_N: np.ndarray, q_N: np.ndarray) -> np.ndarray:
+    """float[N]: for each, the share of [0, 1) in which both cumulative distributions give it."""
+    p_end_N, q_end_N = np.cumsum(p_N), np.cumsum(q_N)
+    begin_N = np.maximum(p_end_N - p_N, q_end_N - q_N)
+    return np.maximum(0.0, np.minimum(p_end_N, q_end_N) - begin_N)
+
+
+def inverse(p_V: np.ndarray, q_V: np.ndarray) -> float:
+    """Two stages: the same block, then the same id of it."""
+    p_NB, q_NB = (np.pad(x_V, (0, -len(x_V) % BLOCK)).reshape(-1, BLOCK) for x_V in (p_V, q_V))
+    p_N, q_N = p_NB.sum(1), q_NB.sum(1)
+    same_N = one_number(p_N, q_N)
+    within = [
+        one_number(p_NB[n] / p_N[n], q_NB[n] / q_N[n]).sum() if same_N[n] else 0.0
+        for n in range(len(same_N))
+    ]
+    return float(same_N @ np.array(within))
+
+
+def rejection(p_V: np.ndarray, q_V: np.ndarray) -> float:
+    return float(np.minimum(p_V, q_V).sum())
+
+
+COUPLINGS = {"gumbel": gumbel, "inverse": inverse, "rejection": rejection}
+
+
+def answers(n: int) -> Iterator[tuple[list[int], int]]:
+    """Held-out chats as ids, and how many of them are the prompt."""
+    tokenizer = build.text_side(EngineConfig()).tokenizer
+    for skill in SKILLS.values():
+        rng = np.random.default_rng(0)
+        for _ in range(n):
+            prompt, answer = map(tokenizer.encode, prompt_and_answer(skill.generate(rng, "test")))
+            yield [*prompt, *answer], len(prompt)
+
+
+def measure(temperatures: tuple[float, ...], n: int) -> list[dict[str, Any]]:
+    """A line for each temperature."""
+    models = [functional.model(path) for path in (build.shipped(), HEADS / "jserve-mini-draft")]
+    paths = (build.shipped(), HEADS / "jserve-mini-draft")
+    params = [functional.load_params(m, path) for m, path in zip(models, paths, strict=True)]
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    for ids, n_prompt in answers(n):
+        tokens = jnp.array(ids)
+        target_TV, draft_TV = (
+            np.asarray(functional.logits(m, p, tokens, jnp.zeros_like(tokens)), np.float64)
+            for m, p in zip(models, params, strict=True)
+        )
+        rows += zip(target_TV[n_prompt - 1 : -1], draft_TV[n_prompt - 1 : -1], strict=True)
+    return [_line(rows, temperature) for temperature in temperatures]
+
+
+def _line(rows: list[tuple[np.ndarray, np.ndarray]], temperature: float) -> dict[str, Any]:
+    pairs = [(_softmax(x_V / temperature), _softmax(y_V / temperature)) for x_V, y_V in rows]
+    means = {name: np.mean([of(*pair) for pair in pairs]) for name, of in COUPLINGS.items()}
+    about = {"method": "draft", "temperature": temperature, "tokens": len(rows)}
+    return about | {name: round(float(mean), 4) for name, mean in means.items()}
+
+
+def _softmax(x_V: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.nn.softmax(jnp.asarray(x_V, jnp.float32)), np.float64)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="bench.coupling", description=(__doc__ or "").split("\n")[0]
+    )
+    many = lambda text: tuple(map(float, text.split(",")))  # noqa: E731
+    parser.add_argument("--temperatures", type=many, default=(0.7, 1.0))
+    parser.add_argument("--requests", type=int, default=6, help="chats of each skill")
+    parser.add_argument("--json", type=Path, help="file to write")
+    args = parser.parse_args()
+    lines = measure(args.temperatures, args.requests)
+    for line in lines:
+        print(line)
+    if args.json is not None:
+        found = probe.record("coupling", {"requests": args.requests}, lines)
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
