@@ -231,14 +231,13 @@ def banner(
     kv = f"{info['kv_gib']} GiB = {info['kv_tokens']} tokens in {info['kv_pages']} pages"
     dtype = ", ".join(filter(None, (info["dtype"], info.get("quantization"))))
     kernels = f"{info['kernels']} ({info['no_kernels']})" if info["no_kernels"] else info["kernels"]
-    huge = f" ({info['huge_page_gib']} on huge pages)" if info.get("huge_page_gib") else ""
     laid = "" if info["sharding"] == "tp=1" else f" ({info['sharding']})"
     return f"""\
 jserve is listening on {url}
   model     {text.name} ({info["family"]}), context {info["max_model_len"]}
   device    {info["device"]}{laid}, {dtype}, attention {info["backend"]}
   kernels   {kernels}
-  memory    weights {info["weights_gib"]} GiB{huge}, KV {kv} ({info["kv_dtype"]})
+  memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
   programs  {info["programs"]} sealed, {info["programs_loaded"]} of them compiled by an earlier start
   start     {ready_s:.1f} s (weights {info["load_s"]} s, programs {info["compile_s"]} s)
 

@@ -40,8 +40,7 @@ from jserve.runner.compiler import Compiler
 from jserve.runner.disk import DiskStore
 from jserve.runner.experts import ExpertBalancer, check_experts
 from jserve.runner.heap import give_back
-from jserve.runner.huge_pages import HugePages, use_huge_pages
-from jserve.runner.memory import GIB, DeviceMemory
+from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
 from jserve.runner.program_files import ProgramFiles
 from jserve.runner.programs import Programs, Progress, compile_options, starting, step_name
@@ -111,7 +110,6 @@ class ModelRunner:
     ) -> None:
         rules = rules or ShardRules()
         self.params, self.speculation = params, speculation
-        huge_pages = HugePages(self._all_params())
         self._asleep: Any = None
         """The weights in host memory while they are on no device."""
         self._clock = clock
@@ -164,7 +162,6 @@ class ModelRunner:
         self._new_state = state_maker(self.model, compiler)
         self.state: DeviceState = self._fresh_state()
         self._busy_until = 0.0
-        self._huge_page_bytes = huge_pages.wait()
         self._get_ready(progress or (lambda *_: None))
 
     @property
@@ -260,7 +257,6 @@ class ModelRunner:
         """Take it again: KV of zeros, the weights as they were. Nothing compiles."""
         if "weights" in parts:
             self.params, self._asleep = to_devices(self.params, self._asleep), None
-            self._huge_page_bytes = use_huge_pages(self.params)
         if "kv" in parts:
             self.state = self._fresh_state()
 
@@ -292,7 +288,6 @@ class ModelRunner:
             "kv_dtype": str(self.sizes.kv_dtype),
             "kernels": self.sizes.kernels or "xla",
             "no_kernels": self._no_kernels,
-            "huge_page_gib": round(self._huge_page_bytes / GIB, 2),
             "programs": len(self.programs),
             "programs_loaded": self.programs.n_loaded,
             **self.memory.report(),
