@@ -129,13 +129,11 @@ def serve_turn(engine: Engine, plan: Plan) -> dict[str, Any]:
     return turn
 
 
-def compare(engines: Sequence[Engine], plan: Plan, rounds: int) -> list[dict[str, Any]]:
-    """All turns of all rounds, in the order they ran."""
-    done = []
+def compare(engines: Sequence[Engine], plan: Plan, rounds: int) -> Iterator[dict[str, Any]]:
+    """All turns of all rounds, each as it ends."""
     for n, engine in turns(engines, rounds):
         err.print(f"[bold]round {n}: {engine.name}[/]")
-        done.append({"round": n, **serve_turn(engine, plan)})
-    return done
+        yield {"round": n, **serve_turn(engine, plan)}
 
 
 def chosen(names: Sequence[str], paths: Paths) -> list[Engine]:
@@ -259,8 +257,12 @@ def run(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
             raise EngineError("no engine can run")
         head["model"] = facts(args.model)
         head["engines"] = {e.name: e.version() for e in engines}
-        result = head | {"turns": compare(engines, plan, args.rounds)}
-        report.add_limits(result)
+        result = head | {"turns": []}
+        for turn in compare(engines, plan, args.rounds):
+            result["turns"].append(turn)
+            report.add_limits(result)
+            if args.json:  # a run that is ended keeps its turns
+                report.write(result, args.json)
         return result
 
 

@@ -187,7 +187,7 @@ def test_a_failing_engine_is_reported_and_the_others_still_run(
         names=("chat@2",), seed=0, scale=0.1, request_timeout_s=10, ready_timeout_s=30
     )
     liar = fake("liar", model="boasts")
-    done = serving.compare([liar, fake("good")], plan, 1)
+    done = list(serving.compare([liar, fake("good")], plan, 1))
     assert "warm-up failed" in done[0]["error"] or "first request failed" in done[0]["error"]
     assert done[1]["workloads"]["chat@2"]["errors"] == 0
     assert report.exit_code({"turns": done}) == 1
