@@ -225,12 +225,13 @@ def test_ending_the_benchmark_ends_its_server(tmp_path: Path) -> None:
         "plan = serving.Plan(names=(), seed=0, scale=1, request_timeout_s=9, ready_timeout_s=50,\n"
         "                    log_dir=Path(sys.argv[1]))\n"
         "with serving.ending_unwinds():\n"
-        "    serving.compare([Engine(name='deaf', argv=(sys.executable, '-c', deaf))], plan, 1)\n"
+        "    list(serving.compare([Engine(name='deaf', argv=(sys.executable, '-c', deaf))], plan, 1))\n"
     )
     harness = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     deadline = time.monotonic() + 30
     while not (said := "".join(f.read_text() for f in tmp_path.iterdir())).strip():
         assert time.monotonic() < deadline
+        assert harness.poll() is None
         time.sleep(0.02)
     server = psutil.Process(int(said))
     harness.terminate()
