@@ -33,8 +33,12 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    short_factor: tuple[float, ...] = ()
+    factors: tuple[float, ...] = ()
     """Of longrope: what each frequency is divided by."""
+    long_factors: tuple[float, ...] = ()
+    """The same in a context beyond ``original_max_position``."""
+    longest: int = 0
+    """Tokens of context under ``long_factors``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

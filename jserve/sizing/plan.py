@@ -192,7 +192,13 @@ def plan(
     chip, acceptance = CHIPS[device], drafts.acceptance_of(acceptance, config)
     options = config.model
     forms = (options.quantization, options.quantization_config)
-    model = find(name, options.revision, options.dtype, quantization=forms)
+    model = find(
+        name,
+        options.revision,
+        options.dtype,
+        quantization=forms,
+        max_model_len=options.max_model_len,
+    )
     try:
         laid = lay_out(model, config, chip)
     except ConfigError as error:
