@@ -25,8 +25,8 @@ KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def for_context(arch: Arch, n_tokens: int) -> Arch:
-    """``arch`` as it serves texts of up to ``n_tokens`` tokens: where that is more than longrope's original context, all
-    texts have its long factors, as in vLLM. transformers decides by the length of each text, so that KV of a text
+    """``arch`` as it serves texts of up to ``n_tokens`` tokens: beyond longrope's original context all texts
+    have its long factors, as in vLLM. transformers decides by the length of each text, so that KV of a text
     that grows beyond it has to be computed anew."""
     if n_tokens <= arch.max_position or not any(map(_grows, arch.ropes)):
         return arch
