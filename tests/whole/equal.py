@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
-from jserve.model.shard import ShardRules, mesh_of
+from jserve.model.shard import ShardRules, make_mesh, mesh_of, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight, Proposer, StepTime
 from jserve.runner.buckets import Ladder, Needs
@@ -34,6 +35,7 @@ from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import Output, Request, Sequence, StepPlan
 from jserve.weights.loader import load
 from jserve.weights.source import Source
+from tests.model.assembly import assemble_all
 
 V = 96
 TINY = {
@@ -88,11 +90,32 @@ def make_runner(
     rules = ShardRules.of_sharding(asked, mesh.shape)
     params = load(family, family.arch(TINY), source, mesh, rules, dtype, seed=3)
     params = {**params, "embed": params["embed"] * 30}
-    config = EngineConfig.of(**OPTIONS | options)
     arch, ladder = family.arch(TINY), Ladder(buckets=tuple(buckets))
     drafts = None if speculation is None else speculation(arch, params, mesh)
+    config = EngineConfig.of(**OPTIONS | options)
     return ModelRunner(
         family, arch, params, mesh, config, rules=rules, ladder=ladder, speculation=drafts
+    )
+
+
+def runner_of(architecture: str, config: dict[str, Any], **options: Any) -> ModelRunner:
+    """As ``make_runner``, of transformers' tiny model of an architecture: norms, biases and sinks are drawn too."""
+    from tests.model import hf  # skips where torch is absent
+
+    size = {"vocab_size": V, "max_position_embeddings": 256}
+    model, config = hf.tiny(architecture, **size | config)
+    family, mesh = family_for(config), make_mesh(1)
+    arch, rules = family.arch(config), ShardRules.of_mesh(mesh.shape)
+    specs = family.specs(arch, 1)
+    params = assemble_all(specs, hf.weights(model), jnp.dtype("float32"))
+    return ModelRunner(
+        family,
+        arch,
+        jax.device_put(params, shardings(specs, mesh, rules)),
+        mesh,
+        EngineConfig.of(**OPTIONS | options),
+        rules=rules,
+        ladder=Ladder(buckets=BUCKETS),
     )
 
 
