@@ -21,6 +21,7 @@ from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
+from jserve.model.rope import for_context
 from jserve.model.shard import ShardRules, make_mesh, mesh_of, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight, Proposer, StepTime
@@ -105,7 +106,8 @@ def runner_of(architecture: str, config: dict[str, Any], **options: Any) -> Mode
     size = {"vocab_size": V, "max_position_embeddings": 256}
     model, config = hf.tiny(architecture, **size | config)
     family, mesh = family_for(config), make_mesh(1)
-    arch, rules = family.arch(config), ShardRules.of_mesh(mesh.shape)
+    arch = for_context(family.arch(config), OPTIONS["max_model_len"])
+    rules = ShardRules.of_mesh(mesh.shape)
     specs = family.specs(arch, 1)
     params = assemble_all(specs, hf.weights(model), jnp.dtype("float32"))
     return ModelRunner(
