@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import KV_FORMS
 from jserve.option_names import dotted, flat_name, hint
 from jserve.options import checked, opt
 from jserve.sampling import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
@@ -144,8 +145,12 @@ class CacheOptions:
     kv_cache_dtype: str = opt(
         "auto",
         "KV storage; auto is the dtype of the activations",
-        choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3"),
+        choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3", *KV_FORMS),
         aliases=FLOATS | {"fp8": "fp8_e4m3"},
+    )
+    kv_cache_dtype_skip_layers: tuple[str, ...] = opt(
+        (),
+        "layers whose KV stays in the dtype of the activations: numbers from 0, and sliding_window",
     )
     kv_groups: str = opt(
         "auto",

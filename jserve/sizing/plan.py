@@ -232,7 +232,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         devices=tp,
         device_bytes=memory.total_bytes,
         attention_backend=sizes.attention.name,
-        kv_dtype=str(sizes.kv_dtype),
+        kv_dtype=sizes.kv_name,
         kv_bytes_per_token=per_token,
         kv_bytes_per_token_total=per_token * tp,
         page_size=sizes.dims.Z,

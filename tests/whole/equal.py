@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -78,20 +79,23 @@ def make_runner(
     speculation: Callable[..., Any] | None = None,
     buckets: Seq[Bucket] = BUCKETS,
     sharding: Any = None,
+    model: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> ModelRunner:
     """The tiny model with drawn weights, large enough in scale that its choices vary, over ``tp`` devices or as
-    ``sharding`` says; drafted for by what ``speculation`` makes of its arch, its parameters and the mesh."""
-    family = family_for(TINY)
+    ``sharding`` says; drafted for by what ``speculation`` makes of its arch, its parameters and the mesh. ``model``:
+    other values in its config."""
+    stated = {**TINY, **model}
+    family = family_for(stated)
     source = Source(
-        name="tiny", directory=None, format="dummy", weights=None, config=TINY, generation={}
+        name="tiny", directory=None, format="dummy", weights=None, config=stated, generation={}
     )  # type: ignore[arg-type]
     asked = Sharding.of(sharding or f"tp={tp}")
     mesh, dtype = mesh_of(asked), jnp.dtype("float32")
     rules = ShardRules.of_sharding(asked, mesh.shape)
-    params = load(family, family.arch(TINY), source, mesh, rules, dtype, seed=3)
+    params = load(family, family.arch(stated), source, mesh, rules, dtype, seed=3)
     params = {**params, "embed": params["embed"] * 30}
-    arch, ladder = family.arch(TINY), Ladder(buckets=tuple(buckets))
+    arch, ladder = family.arch(stated), Ladder(buckets=tuple(buckets))
     drafts = None if speculation is None else speculation(arch, params, mesh)
     config = EngineConfig.of(**OPTIONS | options)
     return ModelRunner(
