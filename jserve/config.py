@@ -152,6 +152,10 @@ class CacheOptions:
         (),
         "layers whose KV stays in the dtype of the activations: numbers from 0, and sliding_window",
     )
+    kv_cache_rotate: bool = opt(
+        False,
+        "turn queries and keys by a Hadamard matrix before keys are rounded to a *_per_token_head form",
+    )
     kv_groups: str = opt(
         "auto",
         "pages of layers that look back alike, so that windows keep no more: if they can, on, off",

@@ -248,6 +248,8 @@ class Arch:
     kv_forms: tuple[str, ...] = ()
     """The form in which each layer's KV is kept as bytes (``kv_bytes``); empty: all in the pool's own type. An option
     of the engine, too."""
+    kv_rotated: bool = False
+    """Queries and keys meet turned by a Hadamard matrix, in which a channel of outliers is spread over all."""
 
     @property
     def L(self) -> int:
@@ -320,18 +322,26 @@ LEAST_HEAD = 16
 """Numbers of the smallest heads, of which all forms of KV differ in width."""
 
 
-def with_kv_forms(arch: Arch, form: str, skipped: Sequence[str], dtype: str) -> Arch:
+def with_kv_forms(
+    arch: Arch, form: str, skipped: Sequence[str], dtype: str, *, rotate: bool = False
+) -> Arch:
     """``arch`` with the form of each layer's KV, where it is not one plain type for all.
 
     Args:
         form: option ``kv_cache_dtype``.
         skipped: option ``kv_cache_dtype_skip_layers``: numbers of layers, from 0, or ``sliding_window``.
         dtype: of the activations, which skipped layers keep (float16 in float32).
+        rotate: option ``kv_cache_rotate``.
 
     Raises:
         ConfigError: these heads or this attention have no such form, or a layer does not exist; ``field`` is the
             option.
     """
+    if rotate and (form not in KV_FORMS or arch.H & (arch.H - 1)):
+        why = f"needs kv_cache_dtype {' or '.join(KV_FORMS)} and heads of a power of two"
+        raise ConfigError(
+            f"kv_cache_rotate {why}, not {form} and {arch.H}", field="kv_cache_rotate"
+        )
     if form not in KV_FORMS and not (skipped and form == "fp8_e4m3"):
         if skipped:
             raise _not_skipped(f"kv_cache_dtype {form} leaves nothing to skip")
@@ -344,12 +354,13 @@ def with_kv_forms(arch: Arch, form: str, skipped: Sequence[str], dtype: str) -> 
     if why:
         raise ConfigError(f"kv_cache_dtype {form} {why}", field="kv_cache_dtype")
     whole, kept = "bfloat16" if dtype == "bfloat16" else "float32", _skipped(arch, skipped)
-    return replace(arch, kv_forms=tuple(whole if i in kept else form for i in range(arch.L)))
+    forms = tuple(whole if i in kept else form for i in range(arch.L))
+    return replace(arch, kv_forms=forms, kv_rotated=rotate)
 
 
 def _skipped(arch: Arch, names: Sequence[str]) -> set[int]:
     found: set[int] = set()
-    for name in names:
+    for name in ",".join(names).replace(" ", "").split(",") if names else ():
         if name == "sliding_window":
             found |= {i for i, layer in enumerate(arch.layers) if layer.attn.window}
         elif name.isdecimal() and int(name) < arch.L:

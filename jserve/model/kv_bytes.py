@@ -71,6 +71,17 @@ def decode(x: jax.Array, H: int) -> jax.Array:
     return _numbers_of(x, _SKIPPED[form]).astype(jnp.float32)
 
 
+def rotated(x: jax.Array) -> jax.Array:
+    """``x[..., H]`` times the orthogonal Hadamard matrix of H, a power of two. By sums alone, so that a vector's bits
+    do not depend on how many there are."""
+    shape, H, n = x.shape, x.shape[-1], 1
+    while n < H:
+        pairs = x.reshape(*shape[:-1], H // (2 * n), 2, n)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x, n = jnp.stack([a + b, a - b], axis=-2).reshape(shape), 2 * n
+    return x * H**-0.5
+
+
 def _encode_int8(x: jax.Array) -> jax.Array:
     scale = _or_nan(x, jnp.abs(x).max(-1, keepdims=True) * (1 / 127))
     q = jnp.clip(jnp.round(_ratio(x, scale)), -127, 127).astype(BYTES)

@@ -13,6 +13,7 @@ dimension is split; each collective reads the axis of its own dimension and is l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jserve.model.attention import AttendArgs, LayerKV
 from jserve.model.collectives import gather, n_shards, reduce, shard_index
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot, gate_up
+from jserve.model.kv_bytes import rotated
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.moe import mixture
 from jserve.model.norms import l2_norm, normed
@@ -52,10 +54,12 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         return mla.attend_normed(ctx, p, x_TD, kv)
     scale_K2, spec = scales_of(p, kv[0], ctx.spec.attn.H), ctx.spec.attn
     q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(ctx, p, x_TD))
-    kv = ctx.attn.write_kv(kv, _turned(ctx, k_TKH), v_TKH, ctx.view)
+    kv = ctx.attn.write_kv(kv, _spread(ctx, _turned(ctx, k_TKH)), v_TKH, ctx.view)
     sinks = sinks_of(ctx, q_TNH)
+    if sinks is not None:
+        sinks = replace(sinks, q_TNH=_spread(ctx, sinks.q_TNH))
     args = AttendArgs(
-        q_TNH=_warmer(ctx, _turned(ctx, q_TNH)),
+        q_TNH=_spread(ctx, _warmer(ctx, _turned(ctx, q_TNH))),
         window=spec.window,
         chunk=spec.chunk,
         sink_logits_N=p["sink_logits"].reshape(-1) if spec.sink_logits else None,
@@ -93,6 +97,11 @@ def _turned(ctx: Ctx, x_TNH: jax.Array) -> jax.Array:
     """Heads turned to their tokens' positions, normed after it where the layer says so."""
     x_TNH, eps = ctx.turned(x_TNH), ctx.arch.norm.eps
     return l2_norm(x_TNH, eps) if ctx.spec.attn.qk_norm == "turned" else x_TNH
+
+
+def _spread(ctx: Ctx, x_TNH: jax.Array) -> jax.Array:
+    """Queries or keys as they meet, where KV is rotated."""
+    return rotated(x_TNH) if ctx.arch.kv_rotated else x_TNH
 
 
 def _warmer(ctx: Ctx, q_TNH: jax.Array) -> jax.Array:

@@ -94,11 +94,12 @@ def _with_kv_forms(
     Raises:
         ConfigError: as ``with_kv_forms``, also for a drafter's layers.
     """
-    form, skipped = config.cache.kv_cache_dtype, config.cache.kv_cache_dtype_skip_layers
-    name = jnp.dtype(dtype).name
+    options, name = config.cache, jnp.dtype(dtype).name
+    form = options.kv_cache_dtype
     if speculation is not None and speculation.drafter.kv_layers and form in KV_FORMS:
         with_kv_forms(speculation.drafter.arch, form, (), name)
-    return with_kv_forms(arch, form, skipped, name)
+    skipped, rotate = options.kv_cache_dtype_skip_layers, options.kv_cache_rotate
+    return with_kv_forms(arch, form, skipped, name, rotate=rotate)
 
 
 def stored_kv(

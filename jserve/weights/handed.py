@@ -42,7 +42,7 @@ def from_directory(
     source = resolve(str(path))
     if source.config.get("quantization_config"):
         raise WeightsError(f"{path}: a quantised checkpoint cannot be handed over", field=str(path))
-    plain = replace(arch, sinks=0, kv_forms=())  # these are options of the engine
+    plain = replace(arch, sinks=0, kv_forms=(), kv_rotated=False)  # these are options of the engine
     if for_context(family.arch(source.config), arch.max_position) != plain:
         raise WeightsError(f"{path}: config.json is of another model", field=str(path))
     return load(family, arch, source, mesh, rules, dtype)

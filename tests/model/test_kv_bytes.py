@@ -17,8 +17,9 @@ from jserve.kv_layout import KV_FORMS, KVArray, KVLayer, KVLayout, stored_width
 from jserve.model import kv_bytes
 from jserve.model.arch import resized, with_kv_forms
 from jserve.model.attention import AttendArgs, backend
+from jserve.model.families import family_for
 from jserve.model.view import Bucket, StepDims, layout, unpack
-from tests.model.driver import NoSlots, Row, pack
+from tests.model.driver import Driver, NoSlots, Row, pack
 from tests.runner.harness import ARCH
 
 H, K, G, Z, N_PAGES = 16, 2, 2, 8, 40
@@ -157,6 +158,43 @@ def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch, plant: str) -> N
     assert np.abs(got - want).max() > 1e-2 * np.abs(want).max()
 
 
+def test_a_rotation_keeps_products_and_spreads_outliers() -> None:
+    from scipy.linalg import hadamard
+
+    x, y = vectors(), vectors()[::-1]
+    turned = np.asarray(kv_bytes.rotated(jnp.asarray(x)))
+    np.testing.assert_allclose(
+        turned, x @ hadamard(H) / H**0.5, rtol=2e-5, atol=1e-6 * np.abs(x).max()
+    )
+    products = (turned * np.asarray(kv_bytes.rotated(jnp.asarray(y)))).sum(-1)
+    np.testing.assert_allclose(products, (x * y).sum(-1), rtol=1e-3, atol=1e-2)
+    outliers = np.random.default_rng(1).standard_normal((300, 64)).astype(np.float32)
+    outliers[:, 7] *= 30  # a channel, as keys have them
+    width = stored_width("int4_per_token_head", 64)
+
+    def error(x: jax.Array) -> float:
+        return float(jnp.abs(kv_bytes.decode(kv_bytes.encode(x, width), 64) - x).mean())
+
+    plain = jnp.asarray(outliers)
+    assert error(kv_bytes.rotated(plain)) < 0.5 * error(plain)
+
+
+def test_rotated_queries_meet_rotated_keys() -> None:
+    """In float32, where nothing is rounded, the logits stay. Windows with attention sinks have queries of their own."""
+    from tests.model import hf
+
+    model, config = hf.tiny("MistralForCausalLM", head_dim=16, sliding_window=13)
+    family = family_for(config)
+    prompt = np.random.default_rng(1).integers(0, 128, 39).tolist()
+    for sinks in (0, 3):
+        arch = replace(family.arch(config), sinks=sinks)
+        plain, turned = (
+            Driver(family, replace(arch, kv_rotated=r), hf.weights(model)).greedy(prompt, 4)[0]
+            for r in (False, True)
+        )
+        assert 0 < np.abs(turned - plain).max() < 1e-5 * np.ptp(plain)
+
+
 # --- which layer has which form
 
 
@@ -169,6 +207,7 @@ def test_skipped_layers_keep_the_type_of_the_activations() -> None:
     int8, whole = "int8_per_token_head", "bfloat16"
     assert forms(()).kv_forms == (int8,) * 3
     assert forms(("0", "2")).kv_forms == (whole, int8, whole)
+    assert forms(("0, 2",)).kv_forms == forms(("0,2",)).kv_forms == (whole, int8, whole)
     assert forms(("sliding_window",)).kv_forms == (int8, whole, int8)
     assert forms(("0",), dtype="float32").kv_forms == ("float32", int8, int8)
     assert forms(("1",), form="fp8_e4m3").kv_forms == ("fp8_e4m3", whole, "fp8_e4m3")
@@ -182,6 +221,8 @@ def test_skipped_layers_keep_the_type_of_the_activations() -> None:
     ("skipped", "form", "field"),
     [
         (("3",), "int8_per_token_head", "kv_cache_dtype_skip_layers"),
+        (("0,3",), "int8_per_token_head", "kv_cache_dtype_skip_layers"),
+        (("0,",), "int8_per_token_head", "kv_cache_dtype_skip_layers"),
         (("-1",), "int8_per_token_head", "kv_cache_dtype_skip_layers"),
         (("full",), "int4_per_token_head", "kv_cache_dtype_skip_layers"),
         (("0",), "auto", "kv_cache_dtype_skip_layers"),
@@ -203,6 +244,15 @@ def test_heads_and_latents_without_such_a_form_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="latents"):
         with_kv_forms(LATENT, "int8_per_token_head", (), "float32")
+
+
+@pytest.mark.parametrize(
+    ("form", "n"), [("auto", 16), ("fp8_e4m3", 16), ("int4_per_token_head", 24)]
+)
+def test_a_rotation_that_nothing_asks_for_is_refused(form: str, n: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_kv_forms(resized(ARCH, H=n), form, (), "float32", rotate=True)
+    assert caught.value.field == "kv_cache_rotate"
 
 
 def test_the_backends_without_them_are_refused_by_name() -> None:

@@ -25,6 +25,7 @@ OF = {
     },
     "e4m3, a layer skipped": {"kv_cache_dtype": "fp8_e4m3", "kv_cache_dtype_skip_layers": "0"},
     "int8 on ref": {"kv_cache_dtype": "int8_per_token_head", "attention_backend": "ref"},
+    "int4, rotated": {"kv_cache_dtype": "int4_per_token_head", "kv_cache_rotate": True},
     "int4 on dense": {"kv_cache_dtype": "int4_per_token_head", "attention_backend": "dense"},
 }
 
