@@ -315,6 +315,12 @@ class DeviceOptions:
         min=1,
         max=MAX_PROMPT_LOGPROBS,
     )
+    logprobs_mode: str = opt(
+        "raw_logprobs",
+        "log-probabilities are of the model's own logits, or of those that are drawn from: after penalties,"
+        " biases, masks, temperature and truncation; those of prompts are always the model's own",
+        choices=("raw_logprobs", "processed_logprobs"),
+    )
     max_logprob_token_ids: int = opt(
         MAX_LOGPROB_TOKEN_IDS,
         "most ids in logprob_token_ids; 0 refuses it and ranks beyond the top 20",

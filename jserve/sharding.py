@@ -9,6 +9,7 @@ It owns the format and the checks that need no model. What the rules do to weigh
       kv_heads: y
       ffn: [x, y]
       vocab: [x, y]
+    sums: weights               # type in which devices exchange partial sums: float32 (the default), or the weights'
     params:                     # mode auto only: regular expression of a parameter's path -> an entry per dimension
       layers/.*/down: [null, [x, y]]
 """
@@ -27,8 +28,9 @@ from jserve.errors import ConfigError
 from jserve.option_names import hint
 
 FIELD = "sharding"
-KEYS = ("mesh", "mode", "rules", "params")
+KEYS = ("mesh", "mode", "rules", "sums", "params")
 MODES = ("manual", "auto")
+SUMS = ("float32", "weights")
 LOGICAL = ("vocab", "kv_heads", "ffn", "embed", "experts", "ffn_expert")
 """The axes of weights that have a rule."""
 OWN = ("tp", "ep")
@@ -53,6 +55,8 @@ class Sharding:
     mode: str = "manual"
     rules: tuple[tuple[str, MeshAxes], ...] | None = None
     """(logical axis, mesh axes); None: those of a mesh of ``OWN`` axes, or none beside ``params``."""
+    sums: str = "float32"
+    """The type in which devices exchange partial sums, which are added in float32: that, or the one of the weights."""
     params: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = ()
     """(regular expression of a parameter's path, mesh axes of each dimension); the first match counts."""
 
@@ -76,6 +80,7 @@ class Sharding:
             mesh=_mesh(found.get("mesh") or {}),
             mode=mode,
             rules=_rules(found["rules"]) if "rules" in found else None,
+            sums=_sums(found.get("sums", "float32"), mode),
             params=_params(found.get("params") or {}, mode),
         )
         if sharding.mesh:
@@ -109,6 +114,8 @@ class Sharding:
         found: dict[str, Any] = {"mesh": dict(self.mesh), "mode": self.mode}
         if self.rules is not None:
             found["rules"] = {name: list(axes) or None for name, axes in self.rules}
+        if self.sums != "float32":
+            found["sums"] = self.sums
         if self.params:
             found["params"] = {
                 path: [list(axes) or None for axes in each] for path, each in self.params
@@ -118,7 +125,7 @@ class Sharding:
     def __str__(self) -> str:
         """One line: the sizes, and the rest as JSON where it says more."""
         sizes = ",".join(f"{axis}={size}" for axis, size in self.mesh)
-        if self.rules is None and self.mode == "manual":
+        if self.rules is None and self.mode == "manual" and self.sums == "float32":
             return sizes
         return json.dumps(self.as_mapping(), separators=(",", ":"))
 
@@ -181,6 +188,14 @@ def _rules(given: Any) -> tuple[tuple[str, MeshAxes], ...]:
         if name not in LOGICAL:
             raise _bad(f"rules.{name}", f"there is no such rule{hint(str(name), LOGICAL)}")
     return tuple((name, _axes(f"rules.{name}", axes)) for name, axes in given.items())
+
+
+def _sums(given: Any, mode: str) -> str:
+    if given not in SUMS:
+        raise _bad("sums", f"must be {' or '.join(SUMS)}, not {given!r}")
+    if given != "float32" and mode == "auto":
+        raise _bad("sums", "is for mode manual; XLA's partitioner adds as it does")
+    return given
 
 
 def _params(given: Any, mode: str) -> tuple[tuple[str, tuple[MeshAxes, ...]], ...]:

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, strategies as st
 
 from jserve.errors import ConfigError
-from jserve.sharding import LOGICAL, Sharding
+from jserve.sharding import LOGICAL, SUMS, Sharding
 
 AXES = ("x", "y", "tensor")
 SPEC = {
@@ -27,7 +27,7 @@ def specs(draw: Any) -> dict[str, Any]:
     one = st.sampled_from(sorted(mesh))
     axes = st.one_of(st.none(), one, st.lists(one, unique=True))
     rules = {name: draw(axes) for name in LOGICAL if draw(st.booleans())}
-    return {"mesh": mesh, "rules": rules}
+    return {"mesh": mesh, "rules": rules, "sums": draw(st.sampled_from(SUMS))}
 
 
 @given(specs())
@@ -80,6 +80,9 @@ def test_sizes_alone_are_a_mesh_with_its_own_rules():
         ({"mesh": "tp"}, ".mesh"),
         ({"meshes": {}}, ".meshes"),
         ({"mesh": {"tp": 2}, "mode": "manually"}, ".mode"),
+        ({"mesh": {"tp": 2}, "sums": "bfloat16"}, ".sums"),
+        ({"mesh": {"tp": 2}, "sums": ["weights"]}, ".sums"),
+        ({"mesh": {"tp": 2}, "mode": "auto", "sums": "weights"}, ".sums"),
         ({"mesh": {"tp": 2}, "rules": {"heads": "tp"}}, ".rules.heads"),
         ({"mesh": {"tp": 2}, "rules": {"ffn": "x"}}, ".rules.ffn"),
         ({"mesh": {"tp": 2}, "rules": {"ffn": ["tp", "tp"]}}, ".rules.ffn"),

@@ -69,7 +69,9 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         o_dtype=p["o"].dtype if scale_K2 is None else jnp.float32,
     )
     o_TNH = unfold(scale_K2, ctx.attn.attend(args, kv, ctx.view))
-    y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), ctx.axes.heads)
+    y_TD = reduce(
+        dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), ctx.axes.heads, ctx.axes.exchanged(p["o"])
+    )
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 
@@ -134,7 +136,8 @@ def ffn_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _mlp(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
-    y_TD = reduce(dot(gated(ctx, p, x_TD), p["down"]), ctx.axes.ffn)
+    y_TD = dot(gated(ctx, p, x_TD), p["down"])
+    y_TD = reduce(y_TD, ctx.axes.ffn, ctx.axes.exchanged(p["down"]))
     return y_TD + p["down_bias"] if "down_bias" in p else y_TD
 
 
@@ -152,7 +155,7 @@ def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
     local_T = tok_T - shard_index(axes.vocab) * V
     mine_T = (local_T >= 0) & (local_T < V)
     x_TD = _rows(table_VD, jnp.where(mine_T, local_T, 0))
-    return reduce(jnp.where(mine_T[:, None], x_TD, 0.0), axes.vocab)
+    return reduce(jnp.where(mine_T[:, None], x_TD, 0.0), axes.vocab, axes.exchanged(table_VD))
 
 
 def _rows(table_VD: jax.Array, at_T: jax.Array) -> jax.Array:

@@ -49,7 +49,9 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         scale=spec.scale,
     )
     o_TNV = ctx.attn.attend_latent(args, kv[0], ctx.view)
-    y_TD = reduce(dot(o_TNV.reshape(o_TNV.shape[0], -1), p["o"]), ctx.axes.heads)
+    y_TD = reduce(
+        dot(o_TNV.reshape(o_TNV.shape[0], -1), p["o"]), ctx.axes.heads, ctx.axes.exchanged(p["o"])
+    )
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
@@ -150,6 +151,8 @@ class ShardRules:
     here, and ``experts``, which are whole on every device unless they are."""
     redundant_experts: int = 0
     """Slots of a layer beyond one for each expert, on all devices together."""
+    sums: str = "float32"
+    """As ``Sharding.sums``."""
     auto: bool = False
     """The step is written for one device, and XLA's partitioner inserts its collectives: any rule is honoured. Else
     it runs under shard_map with the collectives of ``Axes``."""
@@ -175,7 +178,7 @@ class ShardRules:
             own = {name: found.pop(name, None) for name in _RULES}
             rules = cls(**own, extra=found, redundant_experts=redundant_experts)
         paths = tuple((path, tuple(map(_axis_of, axes))) for path, axes in sharding.params)
-        return replace(rules, auto=sharding.mode == "auto", params=paths)
+        return replace(rules, sums=sharding.sums, auto=sharding.mode == "auto", params=paths)
 
     @classmethod
     def of_mesh(cls, sizes: Mapping[str, int], redundant_experts: int = 0) -> ShardRules:
@@ -253,7 +256,8 @@ class ShardRules:
         laid = [(name, self.split(name, sizes)) for name in self.names()]
         rules = [f"{name}:{'+'.join(_names(axis))}" for name, axis in laid if axis is not None]
         paths = [f"{path}:{axes}" for path, axes in self.params]
-        return " ".join([mesh, *rules, *paths, *(["auto"] if self.auto else [])])
+        others = ["auto"] * self.auto + [f"sums:{self.sums}"] * (self.sums != "float32")
+        return " ".join([mesh, *rules, *paths, *others])
 
     def names(self) -> tuple[str, ...]:
         """The logical axes that have a rule."""
@@ -289,6 +293,12 @@ class Axes:
     ffn_expert: MeshAxis = None
     """The width of an expert."""
     vocab: MeshAxis = None
+    sums: str = "float32"
+    """As ``Sharding.sums``."""
+
+    def exchanged(self, weights: Any) -> Any:
+        """The type of partial sums between devices, of a product with ``weights``."""
+        return weights.dtype if self.sums == "weights" else jnp.float32
 
     @property
     def routed(self) -> MeshAxis:
@@ -312,6 +322,7 @@ class Axes:
             experts=found.pop("experts"),
             ffn_expert=found.pop("ffn_expert"),
             vocab=found.pop("vocab"),
+            sums=rules.sums,
         )
         if set(_names(axes.experts)) & set(_names(axes.ffn_expert)):
             why = f"axis {axes.experts!r} splits the width of an expert already"

@@ -38,7 +38,7 @@ from jserve.model.family import Family, Pass
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
 from jserve.model.points import entering, read_by
-from jserve.model.sample import Chosen, logprobs, sample
+from jserve.model.sample import Chosen, logprobs, processed, sample
 from jserve.model.shard import (
     Axes,
     MeshAxis,
@@ -122,6 +122,8 @@ class StepModel:
     drafter: Drafter | None = None
     experts: bool = False
     """The state has the places of experts, and counts the tokens of each."""
+    logprobs_mode: str = "raw_logprobs"
+    """Option ``logprobs_mode``."""
     kernels: str = ""
     """Level of the native kernels that compute products, attention and writes of KV; empty: XLA does."""
 
@@ -242,7 +244,7 @@ class StepModel:
 
 
 # Jitted only so that buckets with as many draws trace them once; XLA inlines the calls.
-_SAMPLE, _LOGPROBS = jax.jit(sample), jax.jit(logprobs)
+_SAMPLE, _LOGPROBS, _PROCESSED = jax.jit(sample), jax.jit(logprobs), jax.jit(processed)
 _ADVANCE = jax.jit(slot_rows.advance)
 
 Step = Callable[[Any, DeviceState, jax.Array], tuple[DeviceState, StepOut]]
@@ -314,7 +316,10 @@ def run(
     with jax.named_scope("sample"):
         draws = draws_of(view)
         drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags)
-        chosen = _LOGPROBS(raw_EV, drawn_E, view.flags, _picks(state.slots, draws.slot_E))
+        seen_EV = raw_EV
+        if model.logprobs_mode == "processed_logprobs":
+            seen_EV = _PROCESSED(raw_EV, draws, state.slots, view.flags)
+        chosen = _LOGPROBS(seen_EV, drawn_E, view.flags, _picks(state.slots, draws.slot_E))
     n_ok_D = None
     if view.tree is not None:
         with jax.named_scope("path"):

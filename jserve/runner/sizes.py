@@ -407,5 +407,6 @@ def step_model(
         dtype=sizes.dtype,
         drafter=None if speculation is None else speculation.drafter,
         experts=sizes.config.device.tracks_experts,
+        logprobs_mode=sizes.config.device.logprobs_mode,
         kernels=sizes.kernels,
     )

@@ -29,7 +29,7 @@ from jserve.sizing.models import find
 
 BUCKETS = (Bucket(D=8, P=0, F=0), Bucket(D=2, P=256, F=1))
 """A step of eight sequences, and one of 256 prompt tokens."""
-PRIMITIVES = {"psum": "all-reduce", "all_gather": "all-gather"}
+PRIMITIVES = {"psum": "all-reduce", "all_gather": "all-gather", "all_to_all": "all-to-all"}
 """The primitives of ``model.collectives`` -> what XLA calls them."""
 _KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "pred": "bool"}
 _HLO = re.compile(
@@ -171,6 +171,12 @@ def _traced(jaxpr: Any) -> Iterator[Collective]:
     counts = Counter(_equations(jaxpr))
     for (op, axes, dtype, shape), count in counts.items():
         yield Collective(op=op, axes=axes, dtype=dtype, shape=shape, count=count)
+
+
+def traced_collectives(jaxpr: Any) -> Iterator[str]:
+    """``op dtype[shape] over axes`` of every collective that our code asks for."""
+    for op, axes, dtype, shape in _equations(jaxpr):
+        yield f"{op} {dtype}[{','.join(map(str, shape))}] over {','.join(axes)}"
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[Any, ...]]:

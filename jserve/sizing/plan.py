@@ -215,7 +215,7 @@ def plan(
 def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float) -> Plan:
     model, sizes, tp = laid.model, laid.sizes, laid.tp
     memory = sizes.memory
-    line, context = _roofline(laid, chip), lengths[len(lengths) // 2]
+    line, context = roofline_of(laid, chip), lengths[len(lengths) // 2]
     per_token = dataclasses.replace(sizes.kv, groups=None).page_bytes // sizes.dims.Z
     rates = tuple(_rate(laid, line, b, n) for n in lengths for b in BATCHES)
     drafting = None if laid.speculation is None else DraftCosts.of(laid.speculation.drafter, line)
@@ -315,7 +315,8 @@ def _context(laid: Layout) -> int:
     return laid.config.model.max_model_len or laid.model.arch.max_position
 
 
-def _roofline(laid: Layout, chip: Chip) -> Roofline:
+def roofline_of(laid: Layout, chip: Chip) -> Roofline:
+    """What prices the steps of a layout."""
     return Roofline(
         arch=laid.model.arch,
         itemsize=laid.model.itemsize,
