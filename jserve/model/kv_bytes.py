@@ -49,7 +49,7 @@ def encode(x: jax.Array, width: int) -> jax.Array:
 
 
 def as_e4m3(x: jax.Array) -> jax.Array:
-    """What exceeds e4m3 becomes its largest number; what is not finite becomes NaN."""
+    """Rounds to e4m3: numbers beyond it become its largest, those that are not finite NaN."""
     most = float(jnp.finfo(E4M3).max)
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), jnp.nan).astype(E4M3)
 

@@ -308,7 +308,7 @@ class Sizes:
 
     @property
     def kv_name(self) -> str:
-        """What KV is kept in: a form of option ``kv_cache_dtype``, or a type."""
+        """The form of option ``kv_cache_dtype`` that KV is kept in, or its type."""
         return self.arch.kv_form or str(self.kv_dtype)
 
 

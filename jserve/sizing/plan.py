@@ -316,7 +316,7 @@ def _context(laid: Layout) -> int:
 
 
 def roofline_of(laid: Layout, chip: Chip) -> Roofline:
-    """What prices the steps of a layout."""
+    """Returns the prices of a layout's steps."""
     return Roofline(
         arch=laid.model.arch,
         itemsize=laid.model.itemsize,

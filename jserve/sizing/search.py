@@ -34,7 +34,7 @@ GOOD = 0.99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class TriedLayout:
     """One layout, and what became of it."""
 
     tp: int
@@ -73,15 +73,15 @@ class Found:
     model: str
     device: str
     devices: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TriedLayout, ...]
 
     @property
-    def winner(self) -> Candidate | None:
+    def winner(self) -> TriedLayout | None:
         """The one that serves on the fewest devices; None: no layout does."""
         first = self.candidates[0]
         return first if first.serves else None
 
-    def why_not(self, lost: Candidate) -> str:
+    def why_not(self, lost: TriedLayout) -> str:
         """The reason why another one is better."""
         if lost.refused:
             return lost.refused
@@ -126,10 +126,10 @@ def search(
         quantization=forms,
         max_model_len=options.max_model_len,
     )
-    shapes, found = list(layouts(model, n_devices)), list[Candidate]()
+    shapes, found = list(layouts(model, n_devices)), list[TriedLayout]()
     for done, (tp, ep, replicas) in enumerate(shapes):
         progress("simulate", done, len(shapes))
-        one = Candidate(tp=tp, ep=ep, replicas=replicas)
+        one = TriedLayout(tp=tp, ep=ep, replicas=replicas)
         fewer = any(c.serves and c.devices < one.devices for c in found)
         found.append(one if fewer else _tried(one, model, config, chip, trace, slo))
     progress("simulate", len(shapes), len(shapes))
@@ -148,7 +148,7 @@ def layouts(model: Model, n_devices: int) -> Iterator[tuple[int, int, int]]:
                     yield tp, ep, n // (tp * ep)
 
 
-def _rank(c: Candidate) -> tuple[float, ...]:
+def _rank(c: TriedLayout) -> tuple[float, ...]:
     """The best first: those that serve, on few devices, with early first tokens; then those that nearly do."""
     if c.serves:
         return (0, c.devices, c.ttft_ms)
@@ -156,13 +156,13 @@ def _rank(c: Candidate) -> tuple[float, ...]:
 
 
 def _tried(
-    made: Candidate,
+    made: TriedLayout,
     model: Model,
     config: EngineConfig,
     chip: Chip,
     trace: Sequence[TraceItem],
     slo: Slo,
-) -> Candidate:
+) -> TriedLayout:
     tp, ep, replicas = made.tp, made.ep, made.replicas
     split = dataclasses.replace(config.device, tensor_parallel_size=tp, expert_parallel_size=ep)
     try:

@@ -8,7 +8,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from jserve.sizing.search import Candidate, Found, as_mapping
+from jserve.sizing.search import Found, TriedLayout, as_mapping
 
 
 def as_json(found: Found) -> str:
@@ -33,7 +33,7 @@ def as_text(found: Found, console: Console) -> None:
     console.print("[dim]Simulated over a roofline: nothing here is measured.[/]", highlight=False)
 
 
-def _cells(found: Found, c: Candidate) -> tuple[str, ...]:
+def _cells(found: Found, c: TriedLayout) -> tuple[str, ...]:
     layout, counts = str(c.sharding), (f"{c.replicas}", f"{c.devices}")
     if c.refused or c.good_share is None:
         return (layout, *counts, "", "", "", "", "", found.why_not(c))
@@ -42,12 +42,12 @@ def _cells(found: Found, c: Candidate) -> tuple[str, ...]:
     return (layout, *counts, *figures, *rest, "" if c is found.winner else found.why_not(c))
 
 
-def command(winner: Candidate) -> str:
-    """What serves like this."""
+def command(winner: TriedLayout) -> str:
+    """The command that serves like this."""
     replicas = f" --replicas {winner.replicas}" if winner.replicas > 1 else ""
     return f"jserve serve MODEL --sharding {winner.sharding}{replicas}"
 
 
-def as_spec(winner: Candidate) -> str:
+def as_spec(winner: TriedLayout) -> str:
     """The file for ``--sharding``; its first line has the number of engines, which is no part of it."""
     return f"# {command(winner)}\n" + yaml.safe_dump(winner.sharding.as_mapping(), sort_keys=False)

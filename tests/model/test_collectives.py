@@ -72,7 +72,7 @@ def exchanged(tp: int, dtype: str, sums: str) -> list[tuple[str, str, tuple[int,
 def test_the_collectives_are_half_as_wide() -> None:
     before, after = exchanged(4, "bfloat16", "float32"), exchanged(4, "bfloat16", "weights")
     [(_, _, (T, D), n)] = [c for c in before if c[0] == "all-reduce"]
-    assert ("all-to-all", "bfloat16", (4, T, D // 4), n) in after
+    assert ("all-to-all", "bfloat16", (4, T, 1, D // 4), n) in after
     assert ("all-gather", "bfloat16", (T, D), n) in after
     assert not [c for c in after if c[0] == "all-reduce"]
     assert [c for c in after if c[1] == "float32"] == [c for c in before if c[0] == "all-gather"]
