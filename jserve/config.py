@@ -154,7 +154,7 @@ class CacheOptions:
     )
     kv_cache_rotate: bool = opt(
         False,
-        "turn queries and keys by a Hadamard matrix before keys are rounded to a *_per_token_head form",
+        "turn queries and keys by a Hadamard matrix; with *_per_token_head",
     )
     kv_groups: str = opt(
         "auto",
@@ -317,8 +317,7 @@ class DeviceOptions:
     )
     logprobs_mode: str = opt(
         "raw_logprobs",
-        "log-probabilities are of the model's own logits, or of those that are drawn from: after penalties,"
-        " biases, masks, temperature and truncation; those of prompts are always the model's own",
+        "log-probabilities of the model's own logits, or of what is drawn from",
         choices=("raw_logprobs", "processed_logprobs"),
     )
     max_logprob_token_ids: int = opt(
