@@ -11,6 +11,8 @@ It owns the format and the checks that need no model. What the rules do to weigh
       vocab: [x, y]
     params:                     # mode auto only: regular expression of a parameter's path -> an entry per dimension
       layers/.*/down: [null, [x, y]]
+    sums: float32               # or weights: partial sums travel in the type of the weights, mode manual only
+    logits: gathered            # or split: sampling over the parts of a split vocabulary, mode manual only
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from jserve.errors import ConfigError
 from jserve.option_names import hint
 
 FIELD = "sharding"
-KEYS = ("mesh", "mode", "rules", "params")
+KEYS = ("mesh", "mode", "rules", "params", "sums", "logits")
 MODES = ("manual", "auto")
+SUMS = ("float32", "weights")
+LOGITS = ("gathered", "split")
 LOGICAL = ("vocab", "kv_heads", "ffn", "embed", "experts", "ffn_expert")
 """The axes of weights that have a rule."""
 OWN = ("tp", "ep")
@@ -55,6 +59,10 @@ class Sharding:
     """(logical axis, mesh axes); None: those of a mesh of ``OWN`` axes, or none beside ``params``."""
     params: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = ()
     """(regular expression of a parameter's path, mesh axes of each dimension); the first match counts."""
+    sums: str = "float32"
+    """The type in which partial sums travel between devices: float32, or weights."""
+    logits: str = "gathered"
+    """gathered: whole on every device where tokens are drawn; split: they stay split as ``vocab`` is."""
 
     @classmethod
     def of(cls, given: Sharding | Mapping[str, Any] | str | Path) -> Sharding:
@@ -69,14 +77,14 @@ class Sharding:
         for key in found:
             if key not in KEYS:
                 raise _bad(str(key), f"there is no such key{hint(str(key), KEYS)}")
-        mode = found.get("mode", "manual")
-        if mode not in MODES:
-            raise _bad("mode", f"must be {' or '.join(MODES)}, not {mode!r}")
+        mode = _one_of("mode", found.get("mode", "manual"), MODES)
         sharding = cls(
             mesh=_mesh(found.get("mesh") or {}),
             mode=mode,
             rules=_rules(found["rules"]) if "rules" in found else None,
             params=_params(found.get("params") or {}, mode),
+            sums=_one_of("sums", found.get("sums", SUMS[0]), SUMS, mode),
+            logits=_one_of("logits", found.get("logits", LOGITS[0]), LOGITS, mode),
         )
         if sharding.mesh:
             sharding.check(dict(sharding.mesh))
@@ -113,12 +121,17 @@ class Sharding:
             found["params"] = {
                 path: [list(axes) or None for axes in each] for path, each in self.params
             }
+        if self.sums != SUMS[0]:
+            found["sums"] = self.sums
+        if self.logits != LOGITS[0]:
+            found["logits"] = self.logits
         return found
 
     def __str__(self) -> str:
         """One line: the sizes, and the rest as JSON where it says more."""
         sizes = ",".join(f"{axis}={size}" for axis, size in self.mesh)
-        if self.rules is None and self.mode == "manual":
+        own = (self.mode, self.sums, self.logits) != (MODES[0], SUMS[0], LOGITS[0])
+        if self.rules is None and not own:
             return sizes
         return json.dumps(self.as_mapping(), separators=(",", ":"))
 
@@ -126,6 +139,15 @@ class Sharding:
 def _bad(name: str, why: str) -> ConfigError:
     field = f"{FIELD}.{name}"
     return ConfigError(f"{field}: {why}", field=field)
+
+
+def _one_of(name: str, given: Any, known: tuple[str, ...], mode: str = MODES[0]) -> str:
+    """``given``, one of ``known``; of mode auto only the first."""
+    if given not in known:
+        raise _bad(name, f"must be {' or '.join(known)}, not {given!r}")
+    if mode == "auto" and given != known[0]:
+        raise _bad(name, f"{given} is for mode manual; XLA chooses the collectives of mode auto")
+    return given
 
 
 def _read(text: str) -> Mapping[str, Any]:

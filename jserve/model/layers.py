@@ -21,7 +21,7 @@ from jax import lax
 from jserve.model import mla
 from jserve.model.arch import Moe
 from jserve.model.attention import AttendArgs, LayerKV
-from jserve.model.collectives import gather, n_shards, reduce, shard_index
+from jserve.model.collectives import gather, n_shards, reduce, reduce_partial, shard_index
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot, gate_up
 from jserve.model.kv_quant import fold, scales_of, unfold
@@ -65,7 +65,9 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         o_dtype=p["o"].dtype if scale_K2 is None else jnp.float32,
     )
     o_TNH = unfold(scale_K2, ctx.attn.attend(args, kv, ctx.view))
-    y_TD = reduce(dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), ctx.axes.heads)
+    y_TD = reduce_partial(
+        dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), ctx.axes.heads, ctx.axes.sums
+    )
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 
@@ -125,7 +127,7 @@ def ffn_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _mlp(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
-    y_TD = reduce(dot(gated(ctx, p, x_TD), p["down"]), ctx.axes.ffn)
+    y_TD = reduce_partial(dot(gated(ctx, p, x_TD), p["down"]), ctx.axes.ffn, ctx.axes.sums)
     return y_TD + p["down_bias"] if "down_bias" in p else y_TD
 
 
@@ -143,7 +145,7 @@ def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
     local_T = tok_T - shard_index(axes.vocab) * V
     mine_T = (local_T >= 0) & (local_T < V)
     x_TD = _rows(table_VD, jnp.where(mine_T, local_T, 0))
-    return reduce(jnp.where(mine_T[:, None], x_TD, 0.0), axes.vocab)
+    return reduce_partial(jnp.where(mine_T[:, None], x_TD, 0.0), axes.vocab, axes.sums)
 
 
 def _rows(table_VD: jax.Array, at_T: jax.Array) -> jax.Array:
@@ -154,10 +156,13 @@ def _rows(table_VD: jax.Array, at_T: jax.Array) -> jax.Array:
 
 
 def unembed(table_VD: jax.Array, x_ED: jax.Array, axes: Axes, V: int) -> jax.Array:
-    """float32[E, V], the whole vocabulary on every shard.
+    """float32[E, V], the whole vocabulary on every shard, or with ``axes.split_logits`` the columns of its part.
 
     Columns from V on, of rows that only make the shards equal (``shard.padded``), end here: what reads
     logits knows V tokens.
     """
-    y_EV = gather(dot(x_ED, table_VD), axes.vocab, 1)
+    y_EV = dot(x_ED, table_VD)
+    if axes.split_logits:
+        return y_EV
+    y_EV = gather(y_EV, axes.vocab, 1)
     return y_EV if y_EV.shape[1] == V else y_EV[:, :V]

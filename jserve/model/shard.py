@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
@@ -156,6 +157,10 @@ class ShardRules:
     params: tuple[tuple[str, tuple[MeshAxis, ...]], ...] = ()
     """With ``auto``: (regular expression of a parameter's path, mesh axes of each of its dimensions), before the rules;
     the first match counts."""
+    sums: str = "float32"
+    """The type in which partial sums travel: float32, or weights for that of the model."""
+    logits: str = "gathered"
+    """gathered: whole on every device; split: they lie as ``vocab`` does, and sampling is over the parts."""
 
     @classmethod
     def of_sharding(
@@ -175,7 +180,13 @@ class ShardRules:
             own = {name: found.pop(name, None) for name in _RULES}
             rules = cls(**own, extra=found, redundant_experts=redundant_experts)
         paths = tuple((path, tuple(map(_axis_of, axes))) for path, axes in sharding.params)
-        return replace(rules, auto=sharding.mode == "auto", params=paths)
+        return replace(
+            rules,
+            auto=sharding.mode == "auto",
+            params=paths,
+            sums=sharding.sums,
+            logits=sharding.logits,
+        )
 
     @classmethod
     def of_mesh(cls, sizes: Mapping[str, int], redundant_experts: int = 0) -> ShardRules:
@@ -205,7 +216,7 @@ class ShardRules:
     def in_width(self) -> ShardRules:
         """The same for another model, each of whose experts is split over all devices, as an MLP is."""
         extra = {k: v for k, v in self.extra.items() if k not in _FOLLOWS}
-        return replace(self, extra=extra, redundant_experts=0, params=())
+        return replace(self, extra=extra, redundant_experts=0, params=(), logits="gathered")
 
     def partition(self, axes: tuple[str | OnMesh | None, ...]) -> PartitionSpec:
         return PartitionSpec(*(self.axis(a) for a in axes))
@@ -253,7 +264,10 @@ class ShardRules:
         laid = [(name, self.split(name, sizes)) for name in self.names()]
         rules = [f"{name}:{'+'.join(_names(axis))}" for name, axis in laid if axis is not None]
         paths = [f"{path}:{axes}" for path, axes in self.params]
-        return " ".join([mesh, *rules, *paths, *(["auto"] if self.auto else [])])
+        modes = ["auto"] if self.auto else []
+        modes += ["sums:weights"] if self.sums == "weights" else []
+        modes += ["logits:split"] if self.logits == "split" else []
+        return " ".join([mesh, *rules, *paths, *modes])
 
     def names(self) -> tuple[str, ...]:
         """The logical axes that have a rule."""
@@ -289,6 +303,15 @@ class Axes:
     ffn_expert: MeshAxis = None
     """The width of an expert."""
     vocab: MeshAxis = None
+    sums: str = ""
+    """The type in which partial sums travel; empty: float32."""
+    split_logits: bool = False
+    """Logits of a split vocabulary stay where they are."""
+
+    @property
+    def gathered(self) -> Axes:
+        """The same for logits that are whole on every device."""
+        return replace(self, split_logits=False)
 
     @property
     def routed(self) -> MeshAxis:
@@ -296,8 +319,8 @@ class Axes:
         return _axis_of([*_names(self.experts), *_names(self.ffn_expert)])
 
     @classmethod
-    def of(cls, rules: ShardRules, sizes: Mapping[str, int]) -> Axes:
-        """The axes that ``rules`` give on a mesh of these axis sizes (``Mesh.shape``).
+    def of(cls, rules: ShardRules, sizes: Mapping[str, int], dtype: Any = None) -> Axes:
+        """The axes that ``rules`` give on a mesh of these axis sizes (``Mesh.shape``), for weights of ``dtype``.
 
         Raises:
             ConfigError: the mesh lacks an axis, or no collective serves the rule; ``field`` is the
@@ -312,7 +335,12 @@ class Axes:
             experts=found.pop("experts"),
             ffn_expert=found.pop("ffn_expert"),
             vocab=found.pop("vocab"),
+            sums=jnp.dtype(dtype).name if rules.sums == "weights" and dtype is not None else "",
+            split_logits=rules.logits == "split",
         )
+        if axes.split_logits and axes.vocab is None:
+            field = "sharding.logits"
+            raise ConfigError(f"{field}: split needs a rule that splits vocab", field=field)
         if set(_names(axes.experts)) & set(_names(axes.ffn_expert)):
             why = f"axis {axes.experts!r} splits the width of an expert already"
             raise ConfigError(f"{rule('experts')}: {why}", field=rule("experts"))

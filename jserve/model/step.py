@@ -58,6 +58,7 @@ from jserve.model.view import (
     layout,
     unpack,
 )
+from jserve.model.vocab_part import VocabPart
 from jserve.speculation.device.accepted_path import accepted, along, as_chain, straightened
 from jserve.speculation.device.draft_loop import DraftContext, StepOutcome, leave_drafts
 from jserve.speculation.device.verify import accept
@@ -128,7 +129,7 @@ class StepModel:
     @property
     def axes(self) -> Axes:
         """Raises ConfigError for a rule that the mesh or the collectives cannot honour."""
-        return Axes.of(self.rules, self.mesh.shape)
+        return Axes.of(self.rules, self.mesh.shape, self.dtype)
 
     @property
     def tp(self) -> int:
@@ -153,7 +154,7 @@ class StepModel:
 
     @property
     def draft_axes(self) -> Axes:
-        return Axes.of(self.draft_rules, self.mesh.shape)
+        return Axes.of(self.draft_rules, self.mesh.shape, self.dtype)
 
     def draft_specs(self) -> Any:
         assert self.drafter is not None, "there is no drafter"
@@ -242,7 +243,8 @@ class StepModel:
 
 
 # Jitted only so that buckets with as many draws trace them once; XLA inlines the calls.
-_SAMPLE, _LOGPROBS = jax.jit(sample), jax.jit(logprobs)
+_SAMPLE = jax.jit(sample, static_argnames="part")
+_LOGPROBS = jax.jit(logprobs, static_argnames="part")
 _ADVANCE = jax.jit(slot_rows.advance)
 
 Step = Callable[[Any, DeviceState, jax.Array], tuple[DeviceState, StepOut]]
@@ -310,11 +312,12 @@ def run(
     x_TD, kv, values = done.x_TD, done.kv, done.read
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
-        raw_EV = model.family.logits(arch, params, x_ED, model.axes)
+        raw_EV = _target(model, params).own_logits(x_ED)
     with jax.named_scope("sample"):
         draws = draws_of(view)
-        drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags)
-        chosen = _LOGPROBS(raw_EV, drawn_E, view.flags, _picks(state.slots, draws.slot_E))
+        picks_EK, part = _picks(state.slots, draws.slot_E), VocabPart.of(model.axes, arch.V)
+        drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags, part=part)
+        chosen = _LOGPROBS(raw_EV, drawn_E, view.flags, picks_EK, part=part)
     n_ok_D = None
     if view.tree is not None:
         with jax.named_scope("path"):
