@@ -160,7 +160,8 @@ def test_sums_in_bfloat16_move_half_the_bytes() -> None:
         parts = [c for c in after.collectives or () if c.dtype == "bfloat16"]
         assert {c.op for c in parts} == {"all-to-all", "all-gather"}
         assert sum(c.count for c in parts) == 2 * sum(c.count for c in sums)
-        assert 2 * sum(c.n_bytes for c in parts) == 2 * sum(c.n_bytes for c in sums)
+        moved = 2 * sum(c.n_bytes for c in sums), sum(c.n_bytes for c in parts)
+        assert moved[0] == 2 * moved[1]
         assert not [c for c in after.collectives or () if c.op == "all-reduce"]
 
 
@@ -169,8 +170,16 @@ def test_split_logits_are_gathered_nowhere() -> None:
         "llama-3.1-8b", {"mesh": {"tp": 8}, "logits": "split"}
     ).programs:
         for c in program.collectives or ():
-            assert c.shape[-1:] != (128256,)
-            assert len(c.shape) < 2 or c.shape[-1] in (4096, 8 * 64, 8 * 20), c
+            assert c.shape[-1] <= 4096, "neither a row of 128256 logits nor a part of one"
+
+
+def test_layouts_whose_sums_differ_have_other_names() -> None:
+    """Pages on disk, step times and compiled programs are kept under these."""
+    names = []
+    for more in ({}, {"sums": "weights"}, {"logits": "split"}):
+        rules = ShardRules.of_sharding(Sharding.of({"mesh": {"tp": 4}, **more}), {"tp": 4})
+        names.append(rules.described({"tp": 4}))
+    assert len(set(names)) == 3
 
 
 @pytest.mark.parametrize(
