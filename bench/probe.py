@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 
 MIB = 1 << 20
+VECTOR_UNITS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16")
 PACKAGES = ("jax", "jaxlib", "numpy", "transformers", "torch", "aiohttp")
 
 
@@ -133,6 +134,7 @@ def machine() -> dict[str, Any]:
     """Device and versions, for the head of a result file; no host name and no paths."""
     return {
         "cpu": _cpu_name(),
+        "vectors": _vector_units(),
         "cores": len(usable_cores()),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
@@ -156,6 +158,15 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def _vector_units() -> list[str]:
+    """Those that decide which native kernels can run, as Linux names them; empty where it does not say."""
+    try:
+        words = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return []
+    return [unit for unit in VECTOR_UNITS if unit in words]
 
 
 def _version(name: str) -> str | None:

@@ -251,6 +251,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     from jserve.model.families import family_for
     from jserve.model.moe_specs import check_has_experts
     from jserve.model.quant import bytes_by_form, form_name, n_bytes
+    from jserve.model.rope import for_context
     from jserve.runner.programs import use_compile_cache
     from jserve.runner.runner import ModelRunner
     from jserve.speculation.host.methods import check
@@ -262,7 +263,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     dtype = _dtype(config, source)
     scheme = _scheme(config, source, dtype)
     family = quantised(family_for(source.config), scheme)
-    arch = family.arch(source.config)
+    arch = for_context(family.arch(source.config), config.model.max_model_len)
     mesh, rules = _placement(config, mesh)
     check_has_experts(arch, rules, mesh.shape)
     config = _partitionable(config, rules, mesh.devices.flat[0].platform)

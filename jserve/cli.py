@@ -1,5 +1,5 @@
 """The command line: ``jserve serve | generate | chat | run-batch | convert | quantize | quality | plan | simulate |
-bench | native | env``.
+compile | manifest | bench | native | env``.
 
 It owns the commands and exit codes; the only file that reads ``os.environ`` and ``sys.argv`` (``xla`` has what is
 passed to XLA). Imports neither jax nor transformers at module level: ``--help`` must be quick. Results go to stdout,
@@ -11,6 +11,7 @@ Exit codes: 0 done, 1 failed while running, 2 bad usage, config or weights, 130 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from functools import partial
@@ -41,6 +42,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+manifest = typer.Typer(help="Lists of compiled programs.", no_args_is_help=True)
+app.add_typer(manifest, name="manifest")
 with_options = partial(cli_options.with_options, os.environ)
 
 Model = Annotated[
@@ -368,17 +371,67 @@ def plan(
         bool,
         typer.Option("--compile", help="also compile every step without a GPU (CUDA wheels)"),
     ] = False,
+    search: Annotated[
+        str,
+        typer.Option(
+            help="a load, as of jserve simulate: find the layout that serves it on the fewest devices"
+        ),
+    ] = "",
+    devices: Annotated[int, typer.Option(help="search: most devices")] = 8,
+    slo_ttft_ms: Annotated[float, typer.Option(help="search: target of first tokens")] = math.inf,
+    slo_tpot_ms: Annotated[float, typer.Option(help="search: target per later token")] = math.inf,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="search: file for --sharding to write", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
-    """Plan a deployment: what fits on given devices and how fast it can be."""
+    """Plan a deployment: what fits on given devices and how fast it can be, or which layout serves a load."""
     if compiled:
         # Or the plugin looks for cuDNN and a driver; read when jax first asks for devices.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from jserve import commands
 
+    if search:
+        asked = commands.SearchOptions(
+            load=search,
+            devices=devices,
+            slo_ttft_ms=slo_ttft_ms,
+            slo_tpot_ms=slo_tpot_ms,
+            out=out,
+        )
+        raise typer.Exit(commands.search(config, device, asked, as_json=as_json, console=err))
     commands.plan(
         config, device, lengths, acceptance, compiled=compiled, as_json=as_json, console=err
     )
+
+
+@app.command("compile", cls=OptionsCommand)
+@with_options(ServerOptions, FleetOptions)
+def compile_all(
+    config: EngineConfig,
+    model: Model = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="file to write")] = Path("manifest.json"),
+) -> None:
+    """Compile every program of an engine on this CPU, without its weights, and list them with their costs."""
+    from jserve import commands
+
+    typer.echo(commands.compile_all(config, out, err), nl=False)
+
+
+@manifest.command()
+def diff(
+    old: Annotated[Path, typer.Argument(help="file of jserve compile", show_default=False)],
+    new: Annotated[Path, typer.Argument(help="another one", show_default=False)],
+) -> None:
+    """Say in what two manifests differ; exit code 1 if they do."""
+    from jserve import commands
+
+    with reported():
+        found = commands.manifest_diff(old, new)
+    typer.echo("".join(f"{line}\n" for line in found), nl=False)
+    if found:
+        raise typer.Exit(1)
 
 
 @bench.command(cls=OptionsCommand)

@@ -5,8 +5,10 @@ It owns the start banner, the order of a server's life and what is shown meanwhi
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -359,6 +361,85 @@ def plan(
         sys.stdout.write(show.as_json(found))
     else:
         show.as_text(found, Console(width=None if sys.stdout.isatty() else show.WIDTH))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """The arguments of ``jserve plan --search``, as given."""
+
+    load: str
+    """A trace, a journal, a ``.traffic`` file, or the text form of traffic sources."""
+    devices: int
+    slo_ttft_ms: float
+    slo_tpot_ms: float
+    out: Path | None
+
+
+def search(
+    config: EngineConfig, device: str, asked: SearchOptions, *, as_json: bool, console: Any
+) -> int:
+    """Print the layouts of ``config``'s model that were tried, and write the one that won. Returns the exit code: 1
+    where none keeps the targets.
+
+    Raises:
+        ConfigError: an argument or option that makes no sense; ``field`` names it.
+    """
+    import sys
+
+    from rich.console import Console
+
+    from jserve.build import shipped
+    from jserve.plugins import load_plugins
+    from jserve.sim.report import Slo
+    from jserve.sim.study import load_trace
+    from jserve.sizing import show, show_search
+    from jserve.sizing.search import search as searched
+
+    load_plugins(config.model.plugins)
+    name, slo = (
+        config.model.model or str(shipped()),
+        Slo(ttft_ms=asked.slo_ttft_ms, tpot_ms=asked.slo_tpot_ms),
+    )
+    trace = load_trace(asked.load, config.model.seed)
+    with start_progress(console) as progress:
+        found = searched(name, device, asked.devices, trace, slo, config, progress)
+    if as_json:
+        sys.stdout.write(show_search.as_json(found))
+    else:
+        show_search.as_text(found, Console(width=None if sys.stdout.isatty() else show.WIDTH))
+    if asked.out is not None and found.winner is not None:
+        asked.out.write_text(show_search.as_spec(found.winner), encoding="utf-8")
+    return 0 if found.winner is not None else 1
+
+
+def compile_all(config: EngineConfig, out: Path, console: Any) -> str:
+    """Write the manifest of ``config``'s engine to ``out``; a line that says so.
+
+    Raises:
+        ConfigError: as the engine would at start, or a sharding that is not sizes of tp and ep alone.
+    """
+    from jserve.build import shipped
+    from jserve.plugins import load_plugins
+    from jserve.sizing import manifest
+
+    if config.device.sharding:
+        raise ConfigError("compile takes --tp and --ep, not --sharding", field="sharding")
+    load_plugins(config.model.plugins)
+    with start_progress(console) as progress:
+        found = manifest.manifest(config.model.model or str(shipped()), config, progress)
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return f"{out}: {len(found['programs'])} programs of {found['model']}\n"
+
+
+def manifest_diff(old: Path, new: Path) -> list[str]:
+    """A line for each difference of two manifests.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    from jserve.sizing.manifest import differences, read
+
+    return list(differences(read(old), read(new)))
 
 
 def _explain(name: str, config: EngineConfig, *, as_json: bool) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import KV_FORMS
 from jserve.option_names import dotted, flat_name, hint
 from jserve.options import checked, opt
 from jserve.sampling import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
@@ -144,8 +145,16 @@ class CacheOptions:
     kv_cache_dtype: str = opt(
         "auto",
         "KV storage; auto is the dtype of the activations",
-        choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3"),
+        choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3", *KV_FORMS),
         aliases=FLOATS | {"fp8": "fp8_e4m3"},
+    )
+    kv_cache_dtype_skip_layers: tuple[str, ...] = opt(
+        (),
+        "layers whose KV stays in the dtype of the activations: numbers from 0, and sliding_window",
+    )
+    kv_cache_rotate: bool = opt(
+        False,
+        "turn queries and keys by a Hadamard matrix before keys are rounded to a *_per_token_head form",
     )
     kv_groups: str = opt(
         "auto",
@@ -305,6 +314,12 @@ class DeviceOptions:
         "most likely tokens beside each prompt token at most, of requests by Python",
         min=1,
         max=MAX_PROMPT_LOGPROBS,
+    )
+    logprobs_mode: str = opt(
+        "raw_logprobs",
+        "log-probabilities are of the model's own logits, or of those that are drawn from: after penalties,"
+        " biases, masks, temperature and truncation; those of prompts are always the model's own",
+        choices=("raw_logprobs", "processed_logprobs"),
     )
     max_logprob_token_ids: int = opt(
         MAX_LOGPROB_TOKEN_IDS,

@@ -28,6 +28,7 @@ from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.norms import normed
 from jserve.model.points import POST, PRE, in_layer, matching
+from jserve.model.rope import for_context
 from jserve.model.shard import Axes, ParamSpec, ShardRules, is_spec, make_mesh, shardings
 from jserve.model.view import SAMPLING, StepView
 from jserve.weights.hf import read_config
@@ -53,8 +54,11 @@ class FunctionalModel:
         return self.family.specs(self.arch, 1)
 
 
-def model(source: str | Path | Mapping[str, Any], *, dtype: Any = "float32") -> FunctionalModel:
-    """The model of a directory, or of a config.json as a mapping; no weights are read.
+def model(
+    source: str | Path | Mapping[str, Any], *, dtype: Any = "float32", max_model_len: int = 0
+) -> FunctionalModel:
+    """The model of a directory, or of a config.json as a mapping; no weights are read. ``max_model_len`` as the
+    engine's option: beyond a model's original context longrope has other factors.
 
     Raises:
         ConfigError: the architecture or one of its keys is not supported, or the checkpoint is quantised.
@@ -64,7 +68,8 @@ def model(source: str | Path | Mapping[str, Any], *, dtype: Any = "float32") -> 
         why = "quantised weights have no gradient; convert them to a floating dtype first"
         raise ConfigError(f"quantization_config: {why}", field="quantization_config")
     family = family_for(config)
-    return FunctionalModel(family=family, arch=family.arch(config), dtype=jnp.dtype(dtype))
+    arch = for_context(family.arch(config), max_model_len)
+    return FunctionalModel(family=family, arch=arch, dtype=jnp.dtype(dtype))
 
 
 def init(model: FunctionalModel, key: jax.Array) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jserve.errors import ConfigError
@@ -50,6 +50,26 @@ class Span:
         if self.chunk:
             return pos.clip(0) // self.chunk * self.chunk
         return (pos - self.window + 1).clip(0) if self.window else 0 * pos
+
+
+KV_FORMS = ("int8_per_token_head", "int4_per_token_head")
+"""Numbers of 8 or 4 bits with a scale for each token and kv head, which lies behind them (``model/kv_bytes.py``)."""
+SKIPPED = ("bfloat16", "float32")
+"""Of the layers that keep the type of the activations."""
+_BYTES = {
+    "int8_per_token_head": (1.0, 4),
+    "int4_per_token_head": (0.5, 4),
+    "fp8_e4m3": (1.0, 0),
+    "bfloat16": (2.0, 0),
+    "float32": (4.0, 0),
+}
+"""Of a number, and of what lies behind a vector."""
+
+
+def stored_width(form: str, width: int) -> int:
+    """Bytes of a vector of ``width`` numbers in a form."""
+    each, behind = _BYTES[form]
+    return int(width * each) + behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +111,11 @@ class KVLayer:
     def latent(cls, width: int) -> KVLayer:
         """One vector of ``width`` numbers, of which all heads make their keys and values."""
         return cls(arrays=(KVArray(0, width),), replicated=True)
+
+    def as_bytes(self, form: str) -> KVLayer:
+        """The same layer, its vectors as bytes in ``form``."""
+        arrays = tuple(KVArray(a.heads, stored_width(form, a.width)) for a in self.arrays)
+        return replace(self, arrays=arrays)
 
     @property
     def span(self) -> Span:

@@ -19,7 +19,7 @@ class Logprob:
     """The log-probability of one token at one position."""
 
     logprob: float
-    """Under the model's raw logits."""
+    """Under the model's raw logits, or as option ``logprobs_mode`` says."""
     rank: int | None = None
     """1 for the most likely token; None where the rank was not counted."""
     decoded_token: str | None = None

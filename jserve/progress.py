@@ -28,6 +28,7 @@ SAY_EVERY_S = 10.0
 UNITS = {
     "load weights": "bytes",
     "quantize": "layers",
+    "simulate": "layouts",
     "start replicas": "replicas",
     "score": "tokens",
     "score the reference": "tokens",

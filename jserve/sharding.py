@@ -9,9 +9,9 @@ It owns the format and the checks that need no model. What the rules do to weigh
       kv_heads: y
       ffn: [x, y]
       vocab: [x, y]
+    sums: weights               # type in which devices exchange partial sums: float32 (the default), or the weights'
     params:                     # mode auto only: regular expression of a parameter's path -> an entry per dimension
       layers/.*/down: [null, [x, y]]
-    sums: float32               # or weights: partial sums travel in the type of the weights, mode manual only
     logits: gathered            # or split: sampling over the parts of a split vocabulary, mode manual only
 """
 
@@ -29,7 +29,7 @@ from jserve.errors import ConfigError
 from jserve.option_names import hint
 
 FIELD = "sharding"
-KEYS = ("mesh", "mode", "rules", "params", "sums", "logits")
+KEYS = ("mesh", "mode", "rules", "sums", "logits", "params")
 MODES = ("manual", "auto")
 SUMS = ("float32", "weights")
 LOGITS = ("gathered", "split")
@@ -57,10 +57,10 @@ class Sharding:
     mode: str = "manual"
     rules: tuple[tuple[str, MeshAxes], ...] | None = None
     """(logical axis, mesh axes); None: those of a mesh of ``OWN`` axes, or none beside ``params``."""
+    sums: str = "float32"
+    """The type in which devices exchange partial sums, which are added in float32: that, or the one of the weights."""
     params: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = ()
     """(regular expression of a parameter's path, mesh axes of each dimension); the first match counts."""
-    sums: str = "float32"
-    """The type in which partial sums travel between devices: float32, or weights."""
     logits: str = "gathered"
     """gathered: whole on every device where tokens are drawn; split: they stay split as ``vocab`` is."""
 
@@ -82,8 +82,8 @@ class Sharding:
             mesh=_mesh(found.get("mesh") or {}),
             mode=mode,
             rules=_rules(found["rules"]) if "rules" in found else None,
-            params=_params(found.get("params") or {}, mode),
             sums=_one_of("sums", found.get("sums", SUMS[0]), SUMS, mode),
+            params=_params(found.get("params") or {}, mode),
             logits=_one_of("logits", found.get("logits", LOGITS[0]), LOGITS, mode),
         )
         if sharding.mesh:
@@ -117,12 +117,12 @@ class Sharding:
         found: dict[str, Any] = {"mesh": dict(self.mesh), "mode": self.mode}
         if self.rules is not None:
             found["rules"] = {name: list(axes) or None for name, axes in self.rules}
+        if self.sums != "float32":
+            found["sums"] = self.sums
         if self.params:
             found["params"] = {
                 path: [list(axes) or None for axes in each] for path, each in self.params
             }
-        if self.sums != SUMS[0]:
-            found["sums"] = self.sums
         if self.logits != LOGITS[0]:
             found["logits"] = self.logits
         return found

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jserve.kv_layout import KVLayer, Span
+from jserve.errors import ConfigError
+from jserve.kv_layout import KV_FORMS, SKIPPED, KVLayer, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,12 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    short_factor: tuple[float, ...] = ()
+    factors: tuple[float, ...] = ()
     """Of longrope: what each frequency is divided by."""
+    long_factors: tuple[float, ...] = ()
+    """The same in a context beyond ``original_max_position``."""
+    longest: int = 0
+    """Tokens of context under ``long_factors``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +245,11 @@ class Arch:
     """The checkpoint has scales for KV of 8 bits."""
     sinks: int = 0
     """First tokens that stay visible beside the windows (an option of the engine, not of config.json)."""
+    kv_forms: tuple[str, ...] = ()
+    """The form in which each layer's KV is kept as bytes (``kv_bytes``); empty: all in the pool's own type. An option
+    of the engine, too."""
+    kv_rotated: bool = False
+    """Queries and keys meet turned by a Hadamard matrix, in which a channel of outliers is spread over all."""
 
     @property
     def L(self) -> int:
@@ -270,9 +280,18 @@ class Arch:
         return tuple(dict.fromkeys(rope for rope in found if rope is not None))
 
     @property
+    def kv_form(self) -> str:
+        """Of the layers that are not skipped, and of a drafter's; empty: the pool's own type."""
+        forms = (*(form for form in self.kv_forms if form not in SKIPPED), *self.kv_forms, "")
+        return forms[0]
+
+    @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
         """The KV that each layer keeps of a token."""
-        return tuple(layer.attn.kv for layer in self.layers)
+        layers = tuple(layer.attn.kv for layer in self.layers)
+        if not self.kv_forms:
+            return layers
+        return tuple(map(KVLayer.as_bytes, layers, self.kv_forms))
 
 
 def resized(arch: Arch, *, L: int = 0, windows: Sequence[int] = (), **fields: Any) -> Arch:
@@ -297,3 +316,62 @@ def resized(arch: Arch, *, L: int = 0, windows: Sequence[int] = (), **fields: An
 def _changed(part: Any, fields: dict[str, Any]) -> Any:
     own = part.__dataclass_fields__
     return replace(part, **{name: value for name, value in fields.items() if name in own})
+
+
+LEAST_HEAD = 16
+"""Numbers of the smallest heads, of which all forms of KV differ in width."""
+
+
+def with_kv_forms(
+    arch: Arch, form: str, skipped: Sequence[str], dtype: str, *, rotate: bool = False
+) -> Arch:
+    """``arch`` with the form of each layer's KV, where it is not one plain type for all.
+
+    Args:
+        form: option ``kv_cache_dtype``.
+        skipped: option ``kv_cache_dtype_skip_layers``: numbers of layers, from 0, or ``sliding_window``.
+        dtype: of the activations, which skipped layers keep (float16 in float32).
+        rotate: option ``kv_cache_rotate``.
+
+    Raises:
+        ConfigError: these heads or this attention have no such form, or a layer does not exist; ``field`` is the
+            option.
+    """
+    if rotate and (form not in KV_FORMS or arch.H & (arch.H - 1)):
+        why = f"needs kv_cache_dtype {' or '.join(KV_FORMS)} and heads of a power of two"
+        raise ConfigError(
+            f"kv_cache_rotate {why}, not {form} and {arch.H}", field="kv_cache_rotate"
+        )
+    if form not in KV_FORMS and not (skipped and form == "fp8_e4m3"):
+        if skipped:
+            raise _not_skipped(f"kv_cache_dtype {form} leaves nothing to skip")
+        return arch
+    why = ""
+    if any(layer.attn.latent is not None for layer in arch.layers):
+        why = f"does not go with the latents of {arch.family}"
+    elif arch.H % 2 or arch.H < LEAST_HEAD:
+        why = f"needs heads of {LEAST_HEAD} or more, an even number, not {arch.H}"
+    if why:
+        raise ConfigError(f"kv_cache_dtype {form} {why}", field="kv_cache_dtype")
+    whole, kept = "bfloat16" if dtype == "bfloat16" else "float32", _skipped(arch, skipped)
+    forms = tuple(whole if i in kept else form for i in range(arch.L))
+    return replace(arch, kv_forms=forms, kv_rotated=rotate)
+
+
+def _skipped(arch: Arch, names: Sequence[str]) -> set[int]:
+    found: set[int] = set()
+    for name in ",".join(names).replace(" ", "").split(",") if names else ():
+        if name == "sliding_window":
+            found |= {i for i, layer in enumerate(arch.layers) if layer.attn.window}
+        elif name.isdecimal() and int(name) < arch.L:
+            found.add(int(name))
+        else:
+            raise _not_skipped(
+                f"{name!r} is no layer from 0 to {arch.L - 1}, and not sliding_window"
+            )
+    return found
+
+
+def _not_skipped(why: str) -> ConfigError:
+    name = "kv_cache_dtype_skip_layers"
+    return ConfigError(f"{name}: {why}", field=name)

@@ -29,6 +29,7 @@ from jserve.kv_layout import Span
 from jserve.model.attention import AttendArgs, AttentionBackend, LatentArgs, LayerKV, capped
 from jserve.model.attn_latent import absorbed, with_values
 from jserve.model.draft_tree import DraftMask, seen_in_tree
+from jserve.model.kv_bytes import widened
 from jserve.model.kv_pool import kv_shape, move, write_kv
 from jserve.model.view import StepView
 
@@ -49,7 +50,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     step = _LayerAttention(
         queries=[x.reshape(T, K, N // K, H) for x in queries],
         kv=kv,
-        V=kv[1].shape[3],
+        V=H,
         view=view,
         span=args.span,
         sink_logits_KG=args.sink_logits(K),
@@ -194,7 +195,7 @@ class _LayerAttention(NamedTuple):
 
     def _tile_bytes(self, Q: int, B: int) -> int:
         """Of a tile: keys and values as they are multiplied, scores twice in float32 and once as weights."""
-        _, K, Z, H = self.kv[0].shape
+        (_, K, Z, _), H = self.kv[0].shape, self.queries[0].shape[-1]
         itemsize = _multiplied(self.kv[0].dtype).itemsize
         G = self.queries[0].shape[2]
         return B * Z * K * (2 * H * itemsize + Q * G * (8 + itemsize))
@@ -248,7 +249,7 @@ class _LayerAttention(NamedTuple):
         _, K, G, H = q_TKGH.shape
         table_RM = self.view.page_table_RM
         page_IB = table_RM[tiles.row_I[:, None], jnp.minimum(page_IB, table_RM.shape[1] - 1)]
-        keys, *rest = (_gathered(x, page_IB) for x in self.kv)
+        keys, *rest = (_gathered(x, page_IB, H) for x in self.kv)
         values = rest[0] if rest else keys[..., : self.V]
         q_IQKGH = q_TKGH.at[tiles.at_IQ].get(mode="fill", fill_value=0.0).astype(keys.dtype)
         q_IKCH = q_IQKGH.swapaxes(1, 2).reshape(n, K, Q * G, H)
@@ -264,17 +265,18 @@ def _padded(x: jax.Array, n: int, value: Any) -> jax.Array:
 
 
 def _multiplied(dtype: Any) -> Any:
-    """The type that KV stored as ``dtype`` is multiplied in: each e4m3 has an exact bfloat16."""
+    """The type that KV stored as ``dtype`` is multiplied in: each e4m3 has an exact bfloat16; numbers of 8 and 4 bits
+    with a scale are rounded to it."""
     return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype)
 
 
-def _gathered(pool_PKZH: jax.Array, page_IB: jax.Array) -> jax.Array:
+def _gathered(pool_PKZY: jax.Array, page_IB: jax.Array, H: int) -> jax.Array:
     """[I, K, B*Z, H]: a kv head's share of each page is one run, so heads come out first."""
-    P, K, Z, H = pool_PKZH.shape
+    P, K, Z, width = pool_PKZY.shape
     n, B = page_IB.shape
     at_IKB = page_IB[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]
-    x = pool_PKZH.reshape(P * K, Z, H).at[at_IKB].get(mode="promise_in_bounds")
-    return x.reshape(n, K, B * Z, H).astype(_multiplied(pool_PKZH.dtype))
+    x = pool_PKZY.reshape(P * K, Z, width).at[at_IKB].get(mode="promise_in_bounds")
+    return widened(x, H).reshape(n, K, B * Z, H).astype(_multiplied(pool_PKZY.dtype))
 
 
 DENSE = AttentionBackend(

@@ -23,6 +23,7 @@ from jserve.errors import ConfigError
 from jserve.model import moe_hopper
 from jserve.model.attention import AttendArgs, AttentionBackend, ExpertKernel, LayerKV
 from jserve.model.draft_tree import DraftMask, TreeShape
+from jserve.model.kv_bytes import BYTES
 from jserve.model.kv_pool import kv_shape, move, write_kv
 from jserve.model.kv_quant import E4M3
 from jserve.model.view import StepView
@@ -35,7 +36,7 @@ from pallas_kernels.spec import AttentionSpec, Chunks, Pages, Rows
 
 def kv_dtype(dtype: Any) -> Any:
     """The type that values of ``dtype`` are stored as: as they are if they have 8 or 16 bits, else in bfloat16."""
-    kept = (E4M3, jnp.float16)
+    kept = (E4M3, jnp.float16, BYTES)
     return jnp.dtype(dtype if dtype in kept else jnp.bfloat16)
 
 
@@ -83,6 +84,11 @@ def placed(numbers: jax.Array) -> jax.Array:
 
 def check(H: int, stored_as: Any, tree: TreeShape) -> None:
     """Refuse what the kernels do not do, by the name of the option that asks for it."""
+    if jnp.dtype(stored_as) == BYTES:
+        raise ConfigError(
+            "kv_cache_dtype: attention_backend hopper serves no scales for each token and head, dense does",
+            field="kv_cache_dtype",
+        )
     if H not in HEAD_DIMS:
         raise ConfigError(
             f"attention_backend hopper serves heads of {HEAD_DIMS}, not {H}",

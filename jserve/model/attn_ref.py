@@ -23,6 +23,7 @@ from jserve.model.attention import (
     capped,
 )
 from jserve.model.draft_tree import seen_in_tree
+from jserve.model.kv_bytes import widened
 from jserve.model.kv_quant import stored
 from jserve.model.view import StepView
 
@@ -36,8 +37,8 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
     at = (view.write_page_T, view.write_off_T)
     keys, values = kv
     return (
-        keys.at[at].set(stored(k_TKH, keys.dtype)),
-        values.at[at].set(stored(v_TKH, values.dtype)),
+        keys.at[at].set(stored(k_TKH, keys.dtype, keys.shape[-1])),
+        values.at[at].set(stored(v_TKH, values.dtype, values.shape[-1])),
     )
 
 
@@ -46,7 +47,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     span, scale, sinks = args.span, args.scale, args.sinks
     T, N, H = args.q_TNH.shape
     row_T = jnp.minimum(view.row_T, view.page_table_RM.shape[0] - 1)
-    k_TSKH, v_TSKH = (_gather(x, view.page_table_RM)[row_T] for x in kv)
+    k_TSKH, v_TSKH = (_gather(x, view.page_table_RM, H)[row_T] for x in kv)
     K = k_TSKH.shape[2]
     seen_TS = _mask(view.pos_T, k_TSKH.shape[1], span)
     if view.tree is not None:
@@ -71,7 +72,8 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
 def attend_latent(args: LatentArgs, pool_PZC: jax.Array, view: StepView) -> jax.Array:
     """float32[T, N, V]: the keys and values of every head, made from what is kept, and plain attention over them."""
     row_T = jnp.minimum(view.row_T, view.page_table_RM.shape[0] - 1)
-    kept_TSC = _gather(pool_PZC[:, :, None], view.page_table_RM)[row_T][:, :, 0]
+    C = pool_PZC.shape[-1]
+    kept_TSC = _gather(pool_PZC[:, :, None], view.page_table_RM, C)[row_T][:, :, 0]
     seen_TS = _mask(view.pos_T, kept_TSC.shape[1], Span())
     if view.tree is not None:
         seen_TS = _of_trees(seen_TS, view, Span())
@@ -96,10 +98,10 @@ def _softmax(score_TKGS: jax.Array, sink_KG: jax.Array | None) -> jax.Array:
     return p_TKGS / jnp.maximum(p_TKGS.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
 
-def _gather(x_PZKH: jax.Array, table_RM: jax.Array) -> jax.Array:
+def _gather(x_PZKY: jax.Array, table_RM: jax.Array, H: int) -> jax.Array:
     R, M = table_RM.shape
-    _, Z, K, H = x_PZKH.shape
-    return x_PZKH[table_RM].reshape(R, M * Z, K, H).astype(jnp.float32)
+    _, Z, K, _ = x_PZKY.shape
+    return widened(x_PZKY[table_RM], H).reshape(R, M * Z, K, H).astype(jnp.float32)
 
 
 def _mask(pos_T: jax.Array, S: int, span: Span) -> jax.Array:

@@ -17,6 +17,7 @@ import numpy as np
 from jserve.model import attn_latent
 from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV, Places
 from jserve.model.attn_blocks import KVBlocks, Layer, Queries, decode_rows, finite, prefill_rows
+from jserve.model.kv_bytes import BYTES, widened
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.view import StepView
 
@@ -34,7 +35,9 @@ def kv_dtype(dtype: Any) -> Any:
 def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
     """Scatter each token's key and value to its page and offset."""
     keys, values = (
-        pool.at[view.write_page_T, :, view.write_off_T].set(stored(x_TKH, pool.dtype))
+        pool.at[view.write_page_T, :, view.write_off_T].set(
+            stored(x_TKH, pool.dtype, pool.shape[-1])
+        )
         for pool, x_TKH in zip(kv, (k_TKH, v_TKH), strict=True)
     )
     return keys, values
@@ -68,11 +71,11 @@ def _scaled(args: AttendArgs, K: int) -> Queries:
 
 
 def _layer(args: AttendArgs, kv: LayerKV) -> Layer:
-    _, K, Z, _ = kv[0].shape
+    (_, K, Z, _), H = kv[0].shape, args.q_TNH.shape[-1]
     return Layer(
-        read=partial(_read, kv),
+        read=partial(_read, kv, H),
         Z=Z,
-        V=kv[1].shape[-1],
+        V=H,
         span=args.span,
         sinks=0 if args.sinks is None else args.sinks.n,
         soft_cap=args.soft_cap,
@@ -80,17 +83,18 @@ def _layer(args: AttendArgs, kv: LayerKV) -> Layer:
     )
 
 
-def _read(kv: LayerKV, pages_WB: jax.Array) -> KVBlocks:
+def _read(kv: LayerKV, H: int, pages_WB: jax.Array) -> KVBlocks:
     """The blocks in pages [W, B]. What is not finite reads as NaN among keys, so that it stays
     visible in the scores of its own row, and as zero among values, so that it cannot leave it
     with a weight of zero."""
-    P, K, Z, H = kv[0].shape
+    P, K, Z, width = kv[0].shape
     W, B = pages_WB.shape
     at_A = (pages_WB[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]).reshape(-1)
 
     def read(pool: jax.Array, instead: float) -> jax.Array:
-        x_AY = pool.reshape(P * K, Z * H).at[at_A].get(mode="promise_in_bounds")
-        return finite(x_AY, instead).reshape(W, K, B * Z, H)
+        x_AY = pool.reshape(P * K, Z * width).at[at_A].get(mode="promise_in_bounds")
+        x = widened(x_AY.reshape(-1, Z, width), H) if pool.dtype == BYTES else x_AY
+        return finite(x, instead).reshape(W, K, B * Z, H)
 
     return KVBlocks(read(kv[0], np.nan), read(kv[1], 0.0))
 

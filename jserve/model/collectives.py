@@ -6,14 +6,12 @@ program. ``Axes`` (``jserve.model.shard``) says which axis that is for each logi
     heads   sum of the output projection's partial sums, and of squares for a norm over all heads
     ffn     sum of the down projection's partial sums
     routed  sum over the experts that devices have, and of their down projections' partial sums
-    vocab   sum of embedding rows (other shards give zero), gather of logits or what sampling needs of them
-
-With ``Axes.sums`` partial sums travel in that type and are added in float32: an exchange of parts, each added by one
-device, and a gather of the results, which together move half the bytes that a sum of float32 moves where the type has
-16 bits.
+    vocab   sum of embedding rows (other shards give zero), gather of logits
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +20,30 @@ from jax import lax
 from jserve.model.shard import MeshAxis
 
 
-def reduce(y: jax.Array, axis: MeshAxis) -> jax.Array:
-    """Sum of the shards' partial results."""
-    return y if axis is None else lax.psum(y, axis)
+def reduce(y: jax.Array, axis: MeshAxis, exchanged: Any = jnp.float32) -> jax.Array:
+    """Sum of the shards' partial results, float32[..., D]. ``exchanged``: the type in which they go from device to
+    device; a narrower one takes fewer bytes. They are added in float32 all the same, in the order of the devices."""
+    if axis is None:
+        return y
+    if jnp.dtype(exchanged).itemsize >= y.dtype.itemsize:
+        return lax.psum(y, axis)
+    n = lax.axis_size(axis)
+    if n <= FEW or not isinstance(axis, str):
+        return lax.all_gather(y.astype(exchanged), axis).astype(y.dtype).sum(0)
+    return _in_parts(y, axis, n, exchanged)
 
 
-def reduce_partial(y_TD: jax.Array, axis: MeshAxis, dtype: str) -> jax.Array:
-    """float32[T, D]: sum of the shards' partial products, which travel in ``dtype``; empty: as float32."""
-    if axis is None or dtype in ("", "float32"):
-        return reduce(y_TD, axis)
-    (T, D), n = y_TD.shape, n_shards(axis)
-    y_TD = jnp.pad(y_TD.astype(dtype), ((0, 0), (0, -D % n)))
-    part_nTX = y_TD.reshape(T, n, -1).swapaxes(0, 1)
-    part_nTX = lax.all_to_all(part_nTX, axis, split_axis=0, concat_axis=0)
-    sum_TX = part_nTX.astype(jnp.float32).sum(0).astype(dtype)
-    return gather(sum_TX, axis, 1)[:, :D].astype(jnp.float32)
+FEW = 2
+"""Devices up to which every one gets all partial sums: as many bytes as in parts, in one collective instead of two."""
+
+
+def _in_parts(y: jax.Array, axis: str, n: int, exchanged: Any) -> jax.Array:
+    """Every device adds a part of D, rounds it, and all get all parts."""
+    D = y.shape[-1]
+    parts = jnp.pad(y.astype(exchanged), [(0, 0)] * (y.ndim - 1) + [(0, -D % n)])
+    got = lax.all_to_all(parts.reshape(*y.shape[:-1], n, -1), axis, y.ndim - 1, 0)
+    own = got.astype(y.dtype).sum(0).astype(exchanged)
+    return lax.all_gather(own, axis, axis=y.ndim - 1, tiled=True)[..., :D].astype(y.dtype)
 
 
 def maximum(y: jax.Array, axis: MeshAxis) -> jax.Array:

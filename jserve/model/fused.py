@@ -20,7 +20,7 @@ from jax import lax
 
 from jserve.model.arch import Arch, DecoderLayer, Mlp
 from jserve.model.attention import DecodeKernels, LayerKV, Projected
-from jserve.model.collectives import reduce_partial
+from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.layers import gated
 from jserve.model.norms import rms_norm
@@ -108,12 +108,13 @@ def _layer(
         scale=spec.scale or spec.H**-0.5,
     )
     o_TNH, kv = kernels.attend(projected, kv, ctx.view)
-    y_STD = _whole(
-        split_product(o_TNH.reshape(T, -1), p["o"]), p.get("o_bias"), ctx, ctx.axes.heads
-    )
+    axes, o = ctx.axes, p["o"]
+    y_STD = split_product(o_TNH.reshape(T, -1), o)
+    y_STD = _whole(y_STD, p.get("o_bias"), axes.heads, axes.exchanged(o))
     x_TD, normed_TD = _add_norm(ctx, y_STD, x_TD, p["mlp_norm"])
     h_TF = gated(ctx, p, normed_TD).astype(p["down"].dtype)
-    y_STD = _whole(split_product(h_TF, p["down"]), p.get("down_bias"), ctx, ctx.axes.ffn)
+    y_STD = split_product(h_TF, p["down"])
+    y_STD = _whole(y_STD, p.get("down_bias"), axes.ffn, axes.exchanged(p["down"]))
     return (*_add_norm(ctx, y_STD, x_TD, norm_D), kv)
 
 
@@ -141,9 +142,9 @@ def split_product(x_TD: jax.Array, w_ND: jax.Array) -> jax.Array:
     return lax.dot_general(x_TSX, w_NSX, dims, preferred_element_type=jnp.float32)
 
 
-def _whole(y_STD: jax.Array, bias_D: jax.Array | None, ctx: Ctx, axis: MeshAxis) -> jax.Array:
+def _whole(y_STD: jax.Array, bias_D: jax.Array | None, axis: MeshAxis, exchanged: Any) -> jax.Array:
     """Partial sums that lack nothing: with a bias, or those of other devices, one in place of several."""
     if axis is None and bias_D is None:
         return y_STD
-    y_TD = reduce_partial(y_STD.sum(0), axis, ctx.axes.sums)
+    y_TD = reduce(y_STD.sum(0), axis, exchanged)
     return (y_TD if bias_D is None else y_TD + bias_D)[None]

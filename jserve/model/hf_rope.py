@@ -115,13 +115,16 @@ _KEYS = {
 
 
 def _longrope(config: Config, raw: Config, key: str, turned: int) -> RopeScaling:
-    """The short factors, and the length up to which they hold. The long ones are checked and not kept: a
-    sequence that grew beyond the original length would need its KV computed anew."""
+    """The short factors, and the length up to which they hold; ``rope.for_context`` puts the long ones in their
+    place."""
     if not turned:
         refuse(key, "type longrope is not supported in this family")
-    short, _ = (_factors(raw, key, name, turned // 2) for name in ("short_factor", "long_factor"))
+    short, long = (
+        _factors(raw, key, name, turned // 2) for name in ("short_factor", "long_factor")
+    )
     original = integer(config if config.get(_ORIGINAL) is not None else raw, _ORIGINAL)
-    stretch = integer(config, "max_position_embeddings") / original
+    stated = integer(config, "max_position_embeddings")
+    stretch = stated / original
     factor = number(raw, "factor", stretch) if raw.get("factor") is not None else stretch
     return RopeScaling(
         kind="longrope",
@@ -130,7 +133,9 @@ def _longrope(config: Config, raw: Config, key: str, turned: int) -> RopeScaling
         attention_factor=number(raw, "attention_factor", 1.0)
         if raw.get("attention_factor")
         else None,
-        short_factor=short,
+        factors=short,
+        long_factors=long,
+        longest=stated,
     )
 
 

@@ -54,5 +54,5 @@ def _rows(pool_PKZH: jax.Array, places: Places) -> jax.Array:
 
 def _put(pool: jax.Array, row_AK: jax.Array, x_AKH: jax.Array) -> jax.Array:
     rows = pool.reshape(-1, pool.shape[-1]).at[row_AK]
-    new = rows.set(stored(x_AKH, pool.dtype), mode="drop", unique_indices=True)
+    new = rows.set(stored(x_AKH, pool.dtype, pool.shape[-1]), mode="drop", unique_indices=True)
     return new.reshape(pool.shape)

@@ -18,25 +18,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+from jserve.model.kv_bytes import BYTES, E4M3, as_e4m3, encode
+
 LARGEST = float(jnp.finfo(E4M3).max)
 
 
-def stored(x: jax.Array, dtype: Any) -> jax.Array:
-    """``x`` as a pool of ``dtype`` takes it: uint16 holds the bits of bfloat16, uint8 those of e4m3.
-    What exceeds e4m3 becomes its largest number; what is not finite becomes NaN, which stays visible."""
+def stored(x: jax.Array, dtype: Any, width: int = 0) -> jax.Array:
+    """``x`` as a pool of ``dtype`` takes it: uint16 holds the bits of bfloat16, uint8 those of e4m3, int8 is
+    ``width`` bytes (``kv_bytes``). What exceeds e4m3 becomes its largest number; what is not finite becomes NaN,
+    which stays visible."""
+    if dtype == BYTES:
+        return encode(x, width)
     if dtype == jnp.uint16:
         return lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)
     if dtype == jnp.uint8:
         return lax.bitcast_convert_type(stored(x, E4M3), dtype)
-    if dtype == E4M3:
-        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST), jnp.nan)
-    return x.astype(dtype)
+    return as_e4m3(x) if dtype == E4M3 else x.astype(dtype)
 
 
-def scales_of(layer: Any, pool: jax.Array) -> jax.Array | None:
-    """float32[K, 2] (of keys, of values) of a layer whose KV is in ``pool``; None where all are 1."""
-    return layer.get("kv_scale") if pool.dtype.itemsize == 1 else None
+def scales_of(layer: Any, pool: jax.Array, H: int) -> jax.Array | None:
+    """float32[K, 2] (of keys, of values) of a layer whose KV, heads of ``H``, is in ``pool``; None where all are 1."""
+    is_e4m3 = pool.dtype.itemsize == 1 and pool.shape[-1] == H
+    return layer.get("kv_scale") if is_e4m3 else None
 
 
 def fold(

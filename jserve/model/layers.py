@@ -13,6 +13,7 @@ dimension is split; each collective reads the axis of its own dimension and is l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,10 @@ from jax import lax
 from jserve.model import mla
 from jserve.model.arch import Moe
 from jserve.model.attention import AttendArgs, LayerKV
-from jserve.model.collectives import gather, n_shards, reduce, reduce_partial, shard_index
+from jserve.model.collectives import gather, n_shards, reduce, shard_index
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot, gate_up
+from jserve.model.kv_bytes import rotated
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.moe import mixture
 from jserve.model.norms import l2_norm, normed
@@ -50,12 +52,14 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
     """Attention over what is normed already, up to its output's bias."""
     if ctx.spec.attn.latent is not None:
         return mla.attend_normed(ctx, p, x_TD, kv)
-    scale_K2, spec = scales_of(p, kv[0]), ctx.spec.attn
+    scale_K2, spec = scales_of(p, kv[0], ctx.spec.attn.H), ctx.spec.attn
     q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(ctx, p, x_TD))
-    kv = ctx.attn.write_kv(kv, _turned(ctx, k_TKH), v_TKH, ctx.view)
+    kv = ctx.attn.write_kv(kv, _spread(ctx, _turned(ctx, k_TKH)), v_TKH, ctx.view)
     sinks = sinks_of(ctx, q_TNH)
+    if sinks is not None:
+        sinks = replace(sinks, q_TNH=_spread(ctx, sinks.q_TNH))
     args = AttendArgs(
-        q_TNH=_warmer(ctx, _turned(ctx, q_TNH)),
+        q_TNH=_spread(ctx, _warmer(ctx, _turned(ctx, q_TNH))),
         window=spec.window,
         chunk=spec.chunk,
         sink_logits_N=p["sink_logits"].reshape(-1) if spec.sink_logits else None,
@@ -65,8 +69,8 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         o_dtype=p["o"].dtype if scale_K2 is None else jnp.float32,
     )
     o_TNH = unfold(scale_K2, ctx.attn.attend(args, kv, ctx.view))
-    y_TD = reduce_partial(
-        dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), ctx.axes.heads, ctx.axes.sums
+    y_TD = reduce(
+        dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), ctx.axes.heads, ctx.axes.exchanged(p["o"])
     )
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
@@ -95,6 +99,11 @@ def _turned(ctx: Ctx, x_TNH: jax.Array) -> jax.Array:
     """Heads turned to their tokens' positions, normed after it where the layer says so."""
     x_TNH, eps = ctx.turned(x_TNH), ctx.arch.norm.eps
     return l2_norm(x_TNH, eps) if ctx.spec.attn.qk_norm == "turned" else x_TNH
+
+
+def _spread(ctx: Ctx, x_TNH: jax.Array) -> jax.Array:
+    """Queries or keys as they meet, where KV is rotated."""
+    return rotated(x_TNH) if ctx.arch.kv_rotated else x_TNH
 
 
 def _warmer(ctx: Ctx, q_TNH: jax.Array) -> jax.Array:
@@ -127,7 +136,8 @@ def ffn_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _mlp(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
-    y_TD = reduce_partial(dot(gated(ctx, p, x_TD), p["down"]), ctx.axes.ffn, ctx.axes.sums)
+    y_TD = dot(gated(ctx, p, x_TD), p["down"])
+    y_TD = reduce(y_TD, ctx.axes.ffn, ctx.axes.exchanged(p["down"]))
     return y_TD + p["down_bias"] if "down_bias" in p else y_TD
 
 
@@ -145,7 +155,7 @@ def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
     local_T = tok_T - shard_index(axes.vocab) * V
     mine_T = (local_T >= 0) & (local_T < V)
     x_TD = _rows(table_VD, jnp.where(mine_T, local_T, 0))
-    return reduce_partial(jnp.where(mine_T[:, None], x_TD, 0.0), axes.vocab, axes.sums)
+    return reduce(jnp.where(mine_T[:, None], x_TD, 0.0), axes.vocab, axes.exchanged(table_VD))
 
 
 def _rows(table_VD: jax.Array, at_T: jax.Array) -> jax.Array:

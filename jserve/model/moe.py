@@ -31,7 +31,7 @@ from jax import lax
 from jserve.model import native
 from jserve.model.arch import Moe, Router
 from jserve.model.attention import ExpertKernel
-from jserve.model.collectives import reduce_partial
+from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.dot import activated, dot, gate_up
 from jserve.model.moe_places import slots_of, tokens_of_each
@@ -58,13 +58,14 @@ def mixture(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array 
     slot_TX = slots_of(expert_TX, pos_T, moe.E, slots, ctx.axes.experts, ctx.places)
     held = replace(moe, E=slots)
     y_TD = routed(held, p, x_TD, slot_TX, weight_TX, ctx.attn.experts)
+    kind = ctx.axes.exchanged(p["expert_down"])
     if moe.shared is None:
-        y_TD = reduce_partial(y_TD, ctx.axes.routed, ctx.axes.sums)
+        y_TD = reduce(y_TD, ctx.axes.routed, kind)
     elif ctx.axes.ffn == ctx.axes.routed:
-        y_TD = reduce_partial(y_TD + _shared(moe, p, x_TD), ctx.axes.ffn, ctx.axes.sums)
+        y_TD = reduce(y_TD + _shared(moe, p, x_TD), ctx.axes.ffn, kind)
     else:
-        shared_TD = reduce_partial(_shared(moe, p, x_TD), ctx.axes.ffn, ctx.axes.sums)
-        y_TD = reduce_partial(y_TD, ctx.axes.routed, ctx.axes.sums) + shared_TD
+        shared_TD = reduce(_shared(moe, p, x_TD), ctx.axes.ffn, kind)
+        y_TD = reduce(y_TD, ctx.axes.routed, kind) + shared_TD
     if moe.expert_bias:
         y_TD = y_TD + _down_bias(moe, p, expert_TX, weight_TX)
     return y_TD, None if ctx.places is None else tokens_of_each(expert_TX, moe.E)

@@ -13,14 +13,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.arch import Rope, RopeScaling
+from jserve.model.arch import Arch, Rope, RopeScaling
 
 KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+def for_context(arch: Arch, n_tokens: int) -> Arch:
+    """``arch`` as it serves texts of up to ``n_tokens`` tokens: beyond longrope's original context all texts
+    have its long factors, as in vLLM. transformers decides by the length of each text, so that KV of a text
+    that grows beyond it has to be computed anew."""
+    if n_tokens <= arch.max_position or not any(map(_grows, arch.ropes)):
+        return arch
+    layers = [replace(x, attn=replace(x.attn, rope=_long(x.attn.rope))) for x in arch.layers]
+    longest = max(r.scaling.longest for r in arch.ropes if r.scaling is not None)
+    return replace(arch, layers=tuple(layers), max_position=longest)
+
+
+def _grows(rope: Rope | None) -> bool:
+    return rope is not None and rope.scaling is not None and bool(rope.scaling.long_factors)
+
+
+def _long(rope: Rope | None) -> Rope | None:
+    if rope is None or rope.scaling is None or not _grows(rope):
+        return rope
+    s = replace(rope.scaling, factors=rope.scaling.long_factors, long_factors=())
+    return replace(rope, scaling=s)
 
 
 def rope_tables(rope: Rope, H: int, pos_T: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +155,7 @@ def _longrope(freq_H: np.ndarray, H: int, theta: float, s: RopeScaling) -> tuple
     if scale is None:
         grown = math.log(s.factor) / math.log(s.original_max_position)
         scale = math.sqrt(1.0 + grown) if s.factor > 1 else 1.0
-    return freq_H / np.asarray(s.short_factor, np.float32), scale
+    return freq_H / np.asarray(s.factors, np.float32), scale
 
 
 _SCALED: dict[str, Callable[..., tuple[np.ndarray, float]]] = {

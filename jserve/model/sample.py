@@ -2,7 +2,8 @@
 
 It owns every sampling field of ``SamplingParams`` and the order in which they act, which is vLLM's: grammar mask,
 bias (logit_bias, allowed and bad ids), bad words, min_tokens, penalties; then the greedy choice, or temperature,
-min_p, top_k, top_p and a draw. Log-probabilities are of the raw logits, before all of that.
+min_p, top_k, top_p and a draw. Log-probabilities are of the raw logits, before all of that, unless
+option ``logprobs_mode`` says otherwise.
 
 Each of min_p, top_k and top_p keeps a set of the form "logit >= threshold", so truncation is one
 threshold per row and the vocabulary is never sorted: the 64 largest logits decide it nearly always,
@@ -233,6 +234,26 @@ def logprobs(
         return found.replace(rank_E=zeros[0], picked_EK=zeros[1])  # type: ignore[attr-defined]
 
     return jax.lax.cond(flags & LOGPROBS, some, none, raw_EV)
+
+
+def processed(
+    raw_EV: jax.Array,
+    draws: Draws,
+    slots: SlotState,
+    flags: jax.Array,
+    part: VocabPart = WHOLE,
+) -> jax.Array:
+    """float32[E, V]: the logits of which the draw is the softmax, with -inf for what cannot be drawn: after masks,
+    biases, bad words and penalties, and unless the row is greedy after temperature and truncation. Of a row with
+    ``redraw_E`` those of the second draw. ``raw_EV`` unless log-probabilities are flagged."""
+
+    def of(raw_EV):
+        logits_EV = adjust(part.real(raw_EV), draws, slots, flags, part)
+        scaled_EV, _ = scaled(logits_EV, draws, part)
+        greedy_E1 = is_greedy(draws.temperature_E)[:, None]
+        return jnp.where(greedy_E1, scaled_EV, truncated(scaled_EV, draws, flags, part))
+
+    return jax.lax.cond(flags & LOGPROBS, of, lambda x: x, raw_EV)
 
 
 def ranks(raw_EV: jax.Array, chosen_E: jax.Array, part: VocabPart = WHOLE) -> jax.Array:

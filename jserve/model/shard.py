@@ -151,14 +151,14 @@ class ShardRules:
     here, and ``experts``, which are whole on every device unless they are."""
     redundant_experts: int = 0
     """Slots of a layer beyond one for each expert, on all devices together."""
+    sums: str = "float32"
+    """As ``Sharding.sums``."""
     auto: bool = False
     """The step is written for one device, and XLA's partitioner inserts its collectives: any rule is honoured. Else
     it runs under shard_map with the collectives of ``Axes``."""
     params: tuple[tuple[str, tuple[MeshAxis, ...]], ...] = ()
     """With ``auto``: (regular expression of a parameter's path, mesh axes of each of its dimensions), before the rules;
     the first match counts."""
-    sums: str = "float32"
-    """The type in which partial sums travel: float32, or weights for that of the model."""
     logits: str = "gathered"
     """gathered: whole on every device; split: they lie as ``vocab`` does, and sampling is over the parts."""
 
@@ -264,10 +264,9 @@ class ShardRules:
         laid = [(name, self.split(name, sizes)) for name in self.names()]
         rules = [f"{name}:{'+'.join(_names(axis))}" for name, axis in laid if axis is not None]
         paths = [f"{path}:{axes}" for path, axes in self.params]
-        modes = ["auto"] if self.auto else []
-        modes += ["sums:weights"] if self.sums == "weights" else []
-        modes += ["logits:split"] if self.logits == "split" else []
-        return " ".join([mesh, *rules, *paths, *modes])
+        others = ["auto"] * self.auto + [f"sums:{self.sums}"] * (self.sums != "float32")
+        others += [f"logits:{self.logits}"] * (self.logits != "gathered")
+        return " ".join([mesh, *rules, *paths, *others])
 
     def names(self) -> tuple[str, ...]:
         """The logical axes that have a rule."""
@@ -303,8 +302,8 @@ class Axes:
     ffn_expert: MeshAxis = None
     """The width of an expert."""
     vocab: MeshAxis = None
-    sums: str = ""
-    """The type in which partial sums travel; empty: float32."""
+    sums: str = "float32"
+    """As ``Sharding.sums``."""
     split_logits: bool = False
     """Logits of a split vocabulary stay where they are."""
 
@@ -313,14 +312,18 @@ class Axes:
         """The same for logits that are whole on every device."""
         return replace(self, split_logits=False)
 
+    def exchanged(self, weights: Any) -> Any:
+        """The type of partial sums between devices, of a product with ``weights``."""
+        return weights.dtype if self.sums == "weights" else jnp.float32
+
     @property
     def routed(self) -> MeshAxis:
         """Of the sum over the experts that devices have, and over their widths."""
         return _axis_of([*_names(self.experts), *_names(self.ffn_expert)])
 
     @classmethod
-    def of(cls, rules: ShardRules, sizes: Mapping[str, int], dtype: Any = None) -> Axes:
-        """The axes that ``rules`` give on a mesh of these axis sizes (``Mesh.shape``), for weights of ``dtype``.
+    def of(cls, rules: ShardRules, sizes: Mapping[str, int]) -> Axes:
+        """The axes that ``rules`` give on a mesh of these axis sizes (``Mesh.shape``).
 
         Raises:
             ConfigError: the mesh lacks an axis, or no collective serves the rule; ``field`` is the
@@ -335,7 +338,7 @@ class Axes:
             experts=found.pop("experts"),
             ffn_expert=found.pop("ffn_expert"),
             vocab=found.pop("vocab"),
-            sums=jnp.dtype(dtype).name if rules.sums == "weights" and dtype is not None else "",
+            sums=rules.sums,
             split_logits=rules.logits == "split",
         )
         if axes.split_logits and axes.vocab is None:

@@ -38,7 +38,7 @@ from jserve.model.family import Family, Pass
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
 from jserve.model.points import entering, read_by
-from jserve.model.sample import Chosen, logprobs, sample
+from jserve.model.sample import Chosen, logprobs, processed, sample
 from jserve.model.shard import (
     Axes,
     MeshAxis,
@@ -123,13 +123,15 @@ class StepModel:
     drafter: Drafter | None = None
     experts: bool = False
     """The state has the places of experts, and counts the tokens of each."""
+    logprobs_mode: str = "raw_logprobs"
+    """Option ``logprobs_mode``."""
     kernels: str = ""
     """Level of the native kernels that compute products, attention and writes of KV; empty: XLA does."""
 
     @property
     def axes(self) -> Axes:
         """Raises ConfigError for a rule that the mesh or the collectives cannot honour."""
-        return Axes.of(self.rules, self.mesh.shape, self.dtype)
+        return Axes.of(self.rules, self.mesh.shape)
 
     @property
     def tp(self) -> int:
@@ -154,7 +156,7 @@ class StepModel:
 
     @property
     def draft_axes(self) -> Axes:
-        return Axes.of(self.draft_rules, self.mesh.shape, self.dtype)
+        return Axes.of(self.draft_rules, self.mesh.shape)
 
     def draft_specs(self) -> Any:
         assert self.drafter is not None, "there is no drafter"
@@ -245,6 +247,7 @@ class StepModel:
 # Jitted only so that buckets with as many draws trace them once; XLA inlines the calls.
 _SAMPLE = jax.jit(sample, static_argnames="part")
 _LOGPROBS = jax.jit(logprobs, static_argnames="part")
+_PROCESSED = jax.jit(processed, static_argnames="part")
 _ADVANCE = jax.jit(slot_rows.advance)
 
 Step = Callable[[Any, DeviceState, jax.Array], tuple[DeviceState, StepOut]]
@@ -315,9 +318,13 @@ def run(
         raw_EV = _target(model, params).own_logits(x_ED)
     with jax.named_scope("sample"):
         draws = draws_of(view)
-        picks_EK, part = _picks(state.slots, draws.slot_E), VocabPart.of(model.axes, arch.V)
+        part = VocabPart.of(model.axes, arch.V)
         drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags, part=part)
-        chosen = _LOGPROBS(raw_EV, drawn_E, view.flags, picks_EK, part=part)
+        seen_EV = raw_EV
+        if model.logprobs_mode == "processed_logprobs":
+            seen_EV = _PROCESSED(raw_EV, draws, state.slots, view.flags, part=part)
+        picks_EK = _picks(state.slots, draws.slot_E)
+        chosen = _LOGPROBS(seen_EV, drawn_E, view.flags, picks_EK, part=part)
     n_ok_D = None
     if view.tree is not None:
         with jax.named_scope("path"):

@@ -34,6 +34,8 @@ def identity(config: EngineConfig, source: Source) -> dict[str, Any]:
         "quantization_config": json.loads(given) if given else {},
         "dtype": dtype_name(source.config) if options.dtype == "auto" else options.dtype,
         "kv_cache_dtype": config.cache.kv_cache_dtype,
+        "kv_cache_dtype_skip_layers": list(config.cache.kv_cache_dtype_skip_layers),
+        "kv_cache_rotate": config.cache.kv_cache_rotate,
     }
 
 

@@ -90,6 +90,8 @@ def reference_config(config: EngineConfig, reference: str) -> EngineConfig:
         "quantization": "auto",
         "quantization_config": "",
         "kv_cache_dtype": "auto",
+        "kv_cache_dtype_skip_layers": (),
+        "kv_cache_rotate": False,
         "dtype": _dtype(config),
     }
     if reference:

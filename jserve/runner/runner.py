@@ -285,7 +285,7 @@ class ModelRunner:
             "sharding": self.model.rules.described(mesh.shape),
             "backend": self.model.backend.name,
             "dtype": str(self.model.dtype),
-            "kv_dtype": str(self.sizes.kv_dtype),
+            "kv_dtype": self.sizes.kv_name,
             "kernels": self.sizes.kernels or "xla",
             "no_kernels": self._no_kernels,
             "programs": len(self.programs),

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.kv_layout import KVLayout, chosen_groups
-from jserve.model.arch import Arch
+from jserve.kv_layout import KV_FORMS, KVLayout, chosen_groups
+from jserve.model.arch import Arch, with_kv_forms
 from jserve.model.attention import (
     AttentionBackend,
     backend as find_backend,
@@ -27,6 +27,7 @@ from jserve.model.attention import (
 from jserve.model.draft_tree import TreeShape
 from jserve.model.family import Family
 from jserve.model.features import registered
+from jserve.model.kv_bytes import BYTES
 from jserve.model.kv_quant import E4M3
 from jserve.model.native import has_attention, takes_rows
 from jserve.model.shard import ShardRules
@@ -76,10 +77,29 @@ def step_dims(
 
 
 def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
-    """The type that KV is rounded to, for activations of ``dtype``."""
+    """The type that KV is rounded to, for activations of ``dtype``; int8: bytes, in forms of each layer
+    (``kv_bytes``)."""
     name = config.cache.kv_cache_dtype
+    if name in KV_FORMS or config.cache.kv_cache_dtype_skip_layers:
+        return BYTES
     named = {"auto": dtype, "fp8_e4m3": E4M3}
     return jnp.dtype(named.get(name, name))
+
+
+def _with_kv_forms(
+    arch: Arch, config: EngineConfig, dtype: Any, speculation: LoadedDrafter | None
+) -> Arch:
+    """``arch`` with the forms of KV that the options ask for.
+
+    Raises:
+        ConfigError: as ``with_kv_forms``, also for a drafter's layers.
+    """
+    options, name = config.cache, jnp.dtype(dtype).name
+    form = options.kv_cache_dtype
+    if speculation is not None and speculation.drafter.kv_layers and form in KV_FORMS:
+        with_kv_forms(speculation.drafter.arch, form, (), name)
+    skipped, rotate = options.kv_cache_dtype_skip_layers, options.kv_cache_rotate
+    return with_kv_forms(arch, form, skipped, name, rotate=rotate)
 
 
 def stored_kv(
@@ -270,7 +290,7 @@ class Sizes:
     config: EngineConfig
     """With numbers where the options leave them to the device."""
     arch: Arch
-    """With the attention sinks that the options ask for."""
+    """With the attention sinks and forms of KV that the options ask for."""
     attention: AttentionBackend
     dims: StepDims
     dtype: Any
@@ -285,6 +305,11 @@ class Sizes:
     limits: RunnerLimits
     """Without measured times."""
     ladder: Ladder
+
+    @property
+    def kv_name(self) -> str:
+        """What KV is kept in: a form of option ``kv_cache_dtype``, or a type."""
+        return self.arch.kv_form or str(self.kv_dtype)
 
 
 def _most_rows(limits: RunnerLimits) -> int:
@@ -326,6 +351,7 @@ def sizes_of(
     name = attention_name(arch, config, dtype, platform, capability, speculation, kernels)
     attention = find_backend(name, platform)
     arch = with_sinks(arch, attention, config.device.attention_sinks)
+    arch = _with_kv_forms(arch, config, dtype, speculation)
     stored = stored_kv(config, attention, dtype, arch, speculation)
     dims = step_dims(arch, config, speculation, penalises=penalises)
     dims = with_groups(arch, config, dims, speculation, shared_pass=shared_pass)
@@ -381,5 +407,6 @@ def step_model(
         dtype=sizes.dtype,
         drafter=None if speculation is None else speculation.drafter,
         experts=sizes.config.device.tracks_experts,
+        logprobs_mode=sizes.config.device.logprobs_mode,
         kernels=sizes.kernels,
     )

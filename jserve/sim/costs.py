@@ -21,7 +21,7 @@ import msgspec
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError
 from jserve.kv_layout import Reach
-from jserve.model.arch import Arch
+from jserve.model.arch import Arch, with_kv_forms
 from jserve.ports import StepCosts, StepTime
 from jserve.sim.roofline import CHIPS, GIB, Roofline
 
@@ -209,11 +209,13 @@ def from_roofline(model: SimulatedModel, gpu: str, options: CacheOptions) -> Dev
     """
     if gpu not in CHIPS:
         raise ConfigError(f"no roofline for {gpu!r}, only {', '.join(CHIPS)}", field="gpu")
-    itemsizes = {"auto": model.itemsize, "float32": 4, "fp8_e4m3": 1}
-    kv_itemsize = itemsizes.get(options.kv_cache_dtype, 2)
-    costs = Roofline(
-        arch=model.arch, itemsize=model.itemsize, chip=CHIPS[gpu], kv_itemsize=kv_itemsize
+    form, skipped = options.kv_cache_dtype, options.kv_cache_dtype_skip_layers
+    arch = with_kv_forms(
+        model.arch, form, skipped, "bfloat16" if model.itemsize == 2 else "float32"
     )
+    itemsizes = {"auto": model.itemsize, "float32": 4, "fp8_e4m3": 1}
+    kv_itemsize = 1 if arch.kv_forms else itemsizes.get(form, 2)
+    costs = Roofline(arch=arch, itemsize=model.itemsize, chip=CHIPS[gpu], kv_itemsize=kv_itemsize)
     groups = costs.groups(options)
     return Device(
         name=f"{model.name} on one {CHIPS[gpu].name} (roofline)",

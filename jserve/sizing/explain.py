@@ -179,6 +179,12 @@ def _traced(jaxpr: Any) -> Iterator[Collective]:
         yield Collective(op=op, axes=axes, dtype=dtype, shape=shape, count=count)
 
 
+def traced_collectives(jaxpr: Any) -> Iterator[str]:
+    """``op dtype[shape] over axes`` of every collective that our code asks for."""
+    for op, axes, dtype, shape in _equations(jaxpr):
+        yield f"{op} {dtype}[{','.join(map(str, shape))}] over {','.join(axes)}"
+
+
 def _equations(jaxpr: Any) -> Iterator[tuple[Any, ...]]:
     """(op, axes, dtype, shape) of every collective, those of inner functions each time that they are called."""
     for eqn in jaxpr.eqns:

@@ -22,6 +22,7 @@ from jserve.model.arch import Arch
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.quant import bytes_by_form
+from jserve.model.rope import for_context
 from jserve.model.shard import (
     AXIS,
     EXPERT_AXIS,
@@ -101,11 +102,13 @@ def find(
     dtype: str = "auto",
     *,
     quantization: tuple[str, str] = ("auto", ""),
+    max_model_len: int = 0,
 ) -> Model:
     """The model called ``name``; a directory comes before a known shape of that name.
 
     Args:
         quantization: the options ``quantization`` and ``quantization_config``.
+        max_model_len: that option.
 
     Raises:
         ConfigError: nothing there, or a config.json that cannot be honoured; ``field`` is the key,
@@ -116,7 +119,7 @@ def find(
     stated = hf.dtype_name(config) if dtype == "auto" else dtype
     scheme = scheme_of(config, stated, *quantization)
     family = quantised(family_for(config), scheme)
-    arch = family.arch(config)
+    arch = for_context(family.arch(config), max_model_len)
     return Model(
         name=source.name,
         family=family,

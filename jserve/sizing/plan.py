@@ -192,7 +192,13 @@ def plan(
     chip, acceptance = CHIPS[device], drafts.acceptance_of(acceptance, config)
     options = config.model
     forms = (options.quantization, options.quantization_config)
-    model = find(name, options.revision, options.dtype, quantization=forms)
+    model = find(
+        name,
+        options.revision,
+        options.dtype,
+        quantization=forms,
+        max_model_len=options.max_model_len,
+    )
     try:
         laid = lay_out(model, config, chip)
     except ConfigError as error:
@@ -209,7 +215,7 @@ def plan(
 def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float) -> Plan:
     model, sizes, tp = laid.model, laid.sizes, laid.tp
     memory = sizes.memory
-    line, context = _roofline(laid, chip), lengths[len(lengths) // 2]
+    line, context = roofline_of(laid, chip), lengths[len(lengths) // 2]
     per_token = dataclasses.replace(sizes.kv, groups=None).page_bytes // sizes.dims.Z
     rates = tuple(_rate(laid, line, b, n) for n in lengths for b in BATCHES)
     drafting = None if laid.speculation is None else DraftCosts.of(laid.speculation.drafter, line)
@@ -226,7 +232,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         devices=tp,
         device_bytes=memory.total_bytes,
         attention_backend=sizes.attention.name,
-        kv_dtype=str(sizes.kv_dtype),
+        kv_dtype=sizes.kv_name,
         kv_bytes_per_token=per_token,
         kv_bytes_per_token_total=per_token * tp,
         page_size=sizes.dims.Z,
@@ -309,7 +315,8 @@ def _context(laid: Layout) -> int:
     return laid.config.model.max_model_len or laid.model.arch.max_position
 
 
-def _roofline(laid: Layout, chip: Chip) -> Roofline:
+def roofline_of(laid: Layout, chip: Chip) -> Roofline:
+    """What prices the steps of a layout."""
     return Roofline(
         arch=laid.model.arch,
         itemsize=laid.model.itemsize,

@@ -22,6 +22,7 @@ from flax import nnx
 from jserve.errors import WeightsError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
+from jserve.model.rope import for_context
 from jserve.model.shard import ParamSpec
 from jserve.weights.layout import join
 from jserve.weights.loader import load
@@ -41,7 +42,8 @@ def from_directory(
     source = resolve(str(path))
     if source.config.get("quantization_config"):
         raise WeightsError(f"{path}: a quantised checkpoint cannot be handed over", field=str(path))
-    if family.arch(source.config) != arch:
+    plain = replace(arch, sinks=0, kv_forms=(), kv_rotated=False)  # these are options of the engine
+    if for_context(family.arch(source.config), arch.max_position) != plain:
         raise WeightsError(f"{path}: config.json is of another model", field=str(path))
     return load(family, arch, source, mesh, rules, dtype)
 

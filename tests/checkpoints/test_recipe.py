@@ -201,6 +201,7 @@ def _shipped(folder: Path) -> tuple[ModelConfig, dict]:
 
 
 @needs_weights
+@pytest.mark.slow
 def test_shipped_model_keeps_its_promises():
     """A quick look at every skill on the card; the full table with larger counts is in the model card."""
     from tokenizers import Tokenizer

@@ -67,6 +67,7 @@ def test_step_feature_over_http(url: str) -> None:
     assert json.load(caught.value)["error"]["param"] == "vllm_xargs.entropy"
 
 
+@pytest.mark.slow
 def test_own_family(neox_dir: Path, in_root: Callable, capsys) -> None:
     in_root(neox_dir)
     start("own_family", str(neox_dir))

@@ -264,6 +264,7 @@ def operations(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any],
     return found
 
 
+@pytest.mark.slow
 async def test_the_described_operations_with_anything_in_every_field():
     """Picks up ``/openapi.json`` where the server has one."""
     async with world() as made:

@@ -107,6 +107,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_running_out_of_descriptors_is_survived():
     done = subprocess.run(
         [sys.executable, "-c", FULL_TABLE], capture_output=True, text=True, timeout=60

@@ -11,6 +11,8 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.errors import ConfigError
+from jserve.kv_layout import KV_FORMS, stored_width
+from jserve.model.arch import resized, with_kv_forms
 from jserve.model.view import Bucket
 from jserve.runner.moves import identity
 from jserve.runner.runner import ModelRunner
@@ -291,6 +293,29 @@ def test_pages_of_8_bits_come_back_from_the_disk_as_they_went(tmp_path):
     engine.close()
 
     other = dataclasses.replace(device.model, kv_dtype=np.dtype("float16"))
+    assert identity(other, device.params) != identity(device.model, device.params)
+
+
+@pytest.mark.parametrize("form", KV_FORMS)
+def test_scales_go_where_their_numbers_go(tmp_path, form):
+    """Through the prefix cache, host memory and the disk."""
+    arch, wide = resized(ARCH, H=16), {"kv_cache_dtype": form}
+    page = 2 * ARCH.L * ARCH.K * Z * stored_width(form, 16)
+    gib = (N_HOST + 0.5) * page / 2**30
+    device = make_runner(BUCKETS, strict=True, arch=arch, host_memory_gb=gib, **wide)
+    assert (device.memory.page_bytes, device.limits.n_host_pages) == (page, N_HOST)
+    check_hit_lengths(device, 40)
+    check_the_way_through_host_memory(device, overlap=1)
+
+    prompts = [text(41, seed=s) for s in range(3)]
+    _, engine = with_disk(tmp_path, arch=arch, **wide)
+    cold = [tokens_of(engine, p, f"c{i}")[0] for i, p in enumerate(prompts)]
+    engine.close()
+    device, engine = with_disk(tmp_path, arch=arch, **wide)
+    warm = [tokens_of(engine, p, f"w{i}") for i, p in enumerate(prompts)]
+    assert warm == [(drawn, 1) for drawn in cold]
+    engine.close()
+    other = dataclasses.replace(device.model, arch=with_kv_forms(arch, form, ("0",), "float32"))
     assert identity(other, device.params) != identity(device.model, device.params)
 
 

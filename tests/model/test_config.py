@@ -11,6 +11,7 @@ import pytest
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch, RopeScaling
 from jserve.model.families import family_for, register_family
+from jserve.model.rope import for_context
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -255,10 +256,16 @@ def test_layers_differ_where_a_family_says_so() -> None:
     assert arch(GLM4).ropes[0].rotary == 64
 
 
-def test_longrope_ends_where_its_short_factors_do() -> None:
-    """Keys of older and of newer files; beyond the original length KV would have to be computed anew."""
+def test_longrope_has_other_factors_where_a_longer_context_is_asked_for() -> None:
+    """Keys of older and of newer files."""
     a = arch(PHI3, rope_scaling=LONG, max_position_embeddings=4096)
-    assert a.max_position == 64
+    assert (a.max_position, a.ropes[0].scaling.factors) == (64, (1.0,) * 4)
+    assert for_context(a, 0) is for_context(a, 64) is a
+    beyond = for_context(a, 65)
+    assert (beyond.max_position, beyond.ropes[0].scaling.factors) == (4096, (2.0,) * 4)
+    assert for_context(beyond, 4096) is beyond
+    plain = arch(LLAMA)
+    assert for_context(plain, plain.max_position + 1) is plain
     new = {**LONG, "rope_type": "longrope", "rope_theta": 1e4}
     assert arch(PHI3, rope_parameters=new, max_position_embeddings=4096) == a
     assert a.ropes[0].scaling.factor == 64.0

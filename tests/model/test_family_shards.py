@@ -22,7 +22,12 @@ CASES = (
 BUCKET = Bucket(D=2, P=40, F=1)
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("gemma3", "phi3-longrope", "cohere2", "glm4", "qwen2-moe", "llama4", "deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+)
 def test_devices_agree(case: str) -> None:
     """Two kv heads, so four devices hold each of them twice."""
     logits = of_case(case)

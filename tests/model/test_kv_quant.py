@@ -81,12 +81,13 @@ def test_scales_are_folded_into_what_meets_the_numbers() -> None:
     np.testing.assert_array_equal(k8[:, 0], k[:, 0] * 2)
 
 
-def test_only_8_bit_pools_have_scales() -> None:
-    layer = {"kv_scale": jnp.ones((2, 2))}
-    assert kv_quant.scales_of(layer, jnp.zeros(1, E4M3)) is layer["kv_scale"]
-    assert kv_quant.scales_of(layer, jnp.zeros(1, jnp.uint8)) is layer["kv_scale"]
-    assert kv_quant.scales_of(layer, jnp.zeros(1, jnp.bfloat16)) is None
-    assert kv_quant.scales_of({}, jnp.zeros(1, E4M3)) is None
+def test_only_pools_of_e4m3_have_scales() -> None:
+    layer, pool = {"kv_scale": jnp.ones((2, 2))}, (2, 2, 8, 16)
+    for dtype in (E4M3, jnp.uint8, jnp.int8):
+        assert kv_quant.scales_of(layer, jnp.zeros(pool, dtype), 16) is layer["kv_scale"]
+    assert kv_quant.scales_of(layer, jnp.zeros((2, 2, 8, 20), jnp.int8), 16) is None
+    assert kv_quant.scales_of(layer, jnp.zeros(pool, jnp.bfloat16), 16) is None
+    assert kv_quant.scales_of({}, jnp.zeros(pool, E4M3), 16) is None
 
 
 def model(architecture: str, **config: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jserve.model.families import family_for
+from jserve.model.rope import for_context
 from tests.model.driver import Driver
 
 LLAMA3 = {
@@ -24,6 +25,16 @@ YARN = {
     "rope_theta": 10000.0,
     "factor": 2.0,
     "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "max_position_embeddings": 1024,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.1, 1.3, 1.7],
+        "long_factor": [2.0, 3.0, 5.0, 9.0],
+    },
+    "pad_token_id": None,
 }
 MLA = {
     "num_key_value_heads": 8,
@@ -129,19 +140,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": None,
         },
     ),
-    "phi3-longrope": (
+    "phi3-longrope": ("Phi3ForCausalLM", {"original_max_position_embeddings": 128, **LONGROPE}),
+    "phi3-longrope-beyond": (
         "Phi3ForCausalLM",
-        {
-            "max_position_embeddings": 1024,
-            "original_max_position_embeddings": 128,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0, 1.1, 1.3, 1.7],
-                "long_factor": [2.0, 3.0, 5.0, 9.0],
-            },
-            "pad_token_id": None,
-        },
+        {"original_max_position_embeddings": 32, **LONGROPE},
     ),
     "olmo2": ("Olmo2ForCausalLM", {"rms_norm_eps": 1e-3, "seed": 1}),
     "granite": (
@@ -381,14 +383,18 @@ RUNS = [
 ]
 
 
+PROMPT = 39
+"""Tokens of the prompt."""
+
+
 def check(case: str, attn: str, n: int) -> None:
     from tests.model import hf  # every worker collects this file, one runs it
 
     model, config = hf.tiny(CASES[case][0], **CASES[case][1])
     family = family_for(config)
-    arch = family.arch(config)
+    arch = for_context(family.arch(config), PROMPT + n)
     driver = Driver(family, arch, hf.weights(model), attn=attn)
-    prompt = np.random.default_rng(1).integers(0, 128, 39).tolist()
+    prompt = np.random.default_rng(1).integers(0, 128, PROMPT).tolist()
     want_logits, want = hf.greedy(model, prompt, n)
     got_logits, got = driver.greedy(prompt, n)
     assert np.abs(got_logits - want_logits).max() < 2e-4 * np.ptp(want_logits)

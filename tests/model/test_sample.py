@@ -72,6 +72,24 @@ def test_every_pair_of_fields_gives_the_reference_distribution(spread):
             np.testing.assert_allclose(w[i] / w[i].sum(), p, rtol=3e-4, atol=1e-6)
 
 
+def test_processed_logits_are_those_of_the_reference_distribution():
+    """Also of greedy rows, which have no temperature and no truncation."""
+    rng = np.random.default_rng(8)
+    rows = [(SamplingParams(**kw, max_tokens=99), _context(rng)) for kw in _pairs()]
+    raw = (rng.standard_normal((len(rows), V)) * 3).astype(np.float32)
+    draws, flags = draws_of(rows)
+    slots, flags = slots_of(rows, V), flags | RANDOM | TRUNCATE
+    x = np.asarray(sampling.processed(raw, draws, slots, flags | LOGPROBS), np.float64)
+    w = np.exp(x - x.max(1, keepdims=True))
+    for i, (params, context) in enumerate(rows):
+        want = adjusted(raw[i], params, context)
+        p = np.exp(want - want.max())
+        p = p / p.sum() if params.greedy else distribution(want, params)
+        np.testing.assert_array_equal(w[i] > 0, p > 0, err_msg=str(params))
+        np.testing.assert_allclose(w[i] / w[i].sum(), p, rtol=3e-4, atol=1e-6)
+    np.testing.assert_array_equal(sampling.processed(raw, draws, slots, flags & ~LOGPROBS), raw)
+
+
 def test_sample_of_a_mixed_batch_equals_each_row_alone():
     rng = np.random.default_rng(3)
     rows = [(SamplingParams(**kw, max_tokens=99), _context(rng)) for kw in _pairs()[1:14]]

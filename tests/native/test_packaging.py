@@ -138,6 +138,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any], list[str
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_wheel_takes_the_library_and_the_platform_of_its_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

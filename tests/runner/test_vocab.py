@@ -208,8 +208,8 @@ def drafts_of(kind: str, tp: int) -> tuple[list[Any], list[int], list[int]]:
 @pytest.mark.parametrize(
     "kind",
     [
-        "eagle3",
-        pytest.param("same", marks=pytest.mark.slow),
+        pytest.param("eagle3", marks=pytest.mark.slow),
+        "same",
         pytest.param("medusa", marks=pytest.mark.slow),
     ],
 )

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
-from jserve.model.shard import ShardRules, mesh_of
+from jserve.model.rope import for_context
+from jserve.model.shard import ShardRules, make_mesh, mesh_of, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight, Proposer, StepTime
 from jserve.runner.buckets import Ladder, Needs
@@ -34,6 +37,7 @@ from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import Output, Request, Sequence, StepPlan
 from jserve.weights.loader import load
 from jserve.weights.source import Source
+from tests.model.assembly import assemble_all
 
 V = 96
 TINY = {
@@ -75,24 +79,49 @@ def make_runner(
     speculation: Callable[..., Any] | None = None,
     buckets: Seq[Bucket] = BUCKETS,
     sharding: Any = None,
+    model: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> ModelRunner:
     """The tiny model with drawn weights, large enough in scale that its choices vary, over ``tp`` devices or as
-    ``sharding`` says; drafted for by what ``speculation`` makes of its arch, its parameters and the mesh."""
-    family = family_for(TINY)
+    ``sharding`` says; drafted for by what ``speculation`` makes of its arch, its parameters and the mesh. ``model``:
+    other values in its config."""
+    stated = {**TINY, **model}
+    family = family_for(stated)
     source = Source(
-        name="tiny", directory=None, format="dummy", weights=None, config=TINY, generation={}
+        name="tiny", directory=None, format="dummy", weights=None, config=stated, generation={}
     )  # type: ignore[arg-type]
     asked = Sharding.of(sharding or f"tp={tp}")
     mesh, dtype = mesh_of(asked), jnp.dtype("float32")
     rules = ShardRules.of_sharding(asked, mesh.shape)
-    params = load(family, family.arch(TINY), source, mesh, rules, dtype, seed=3)
+    params = load(family, family.arch(stated), source, mesh, rules, dtype, seed=3)
     params = {**params, "embed": params["embed"] * 30}
-    config = EngineConfig.of(**OPTIONS | options)
-    arch, ladder = family.arch(TINY), Ladder(buckets=tuple(buckets))
+    arch, ladder = family.arch(stated), Ladder(buckets=tuple(buckets))
     drafts = None if speculation is None else speculation(arch, params, mesh)
+    config = EngineConfig.of(**OPTIONS | options)
     return ModelRunner(
         family, arch, params, mesh, config, rules=rules, ladder=ladder, speculation=drafts
+    )
+
+
+def runner_of(architecture: str, config: dict[str, Any], **options: Any) -> ModelRunner:
+    """As ``make_runner``, of transformers' tiny model of an architecture: norms, biases and sinks are drawn too."""
+    from tests.model import hf  # skips where torch is absent
+
+    size = {"vocab_size": V, "max_position_embeddings": 256}
+    model, config = hf.tiny(architecture, **size | config)
+    family, mesh = family_for(config), make_mesh(1)
+    arch = for_context(family.arch(config), OPTIONS["max_model_len"])
+    rules = ShardRules.of_mesh(mesh.shape)
+    specs = family.specs(arch, 1)
+    params = assemble_all(specs, hf.weights(model), jnp.dtype("float32"))
+    return ModelRunner(
+        family,
+        arch,
+        jax.device_put(params, shardings(specs, mesh, rules)),
+        mesh,
+        EngineConfig.of(**OPTIONS | options),
+        rules=rules,
+        ladder=Ladder(buckets=BUCKETS),
     )
 
 

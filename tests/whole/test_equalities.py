@@ -86,7 +86,7 @@ def test_any_way_of_running_equals_alone_many(runner, block: int) -> None:
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sharded_equals_one_device(runner, tp: int) -> None:
     sharded = equal.make_runner(tp)
-    for seed in range(50, 54):
+    for seed in range(50, 52):
         check_workload(runner, seed, sharded)
 
 

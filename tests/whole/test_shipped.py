@@ -57,9 +57,8 @@ def test_kv_of_8_bits_moves_the_shipped_model_little() -> None:
     assert np.exp(-likely[1].mean()) == pytest.approx(np.exp(-likely[0].mean()), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "name", ["jserve-mini", pytest.param("jserve-mini-draft", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jserve-mini", "jserve-mini-draft"])
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

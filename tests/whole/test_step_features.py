@@ -50,6 +50,7 @@ def entropies(choice: Any, at: float) -> np.ndarray:
     return -(np.exp(logp_nV) * logp_nV).sum(axis=1)
 
 
+@pytest.mark.slow
 def test_one_value_for_each_token(llm: LLM) -> None:
     [choice] = ran(llm, params(0.05, logprob_token_ids=tuple(range(V))))
     assert len(choice.extra["entropy"]) == len(choice.token_ids) == 16
@@ -57,6 +58,7 @@ def test_one_value_for_each_token(llm: LLM) -> None:
     assert np.ptp(choice.extra["entropy"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_each_row_gets_its_own(llm: LLM) -> None:
     alone = [ran(llm, params(at))[0] for at in (1, 0.25)]
     together = ran(llm, params(1), params(), params(0.25))
@@ -67,6 +69,7 @@ def test_each_row_gets_its_own(llm: LLM) -> None:
     assert alone[0].extra["entropy"] != pytest.approx(alone[1].extra["entropy"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_with_a_grammar_that_forces_tokens(llm: LLM) -> None:
     from jserve import StructuredOutputs
 
@@ -75,6 +78,7 @@ def test_with_a_grammar_that_forces_tokens(llm: LLM) -> None:
     assert len(choice.extra["entropy"]) == len(choice.token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra_args", "field"),
     [

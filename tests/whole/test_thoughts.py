@@ -90,7 +90,14 @@ def tag(llm: LLM, text: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("spec", STRUCTURES, ids=lambda spec: spec.given[0])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, marks=() if spec.json or spec.choice else pytest.mark.slow)
+        for spec in STRUCTURES
+    ],
+    ids=lambda spec: spec.given[0],
+)
 def test_a_structure_changes_no_thought_and_begins_none(llm: LLM, free, spec) -> None:
     close, most = tag(llm, "</think>"), 60
     for plain, out in zip(free, answers(llm, most, structured_outputs=spec), strict=True):

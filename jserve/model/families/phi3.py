@@ -13,7 +13,8 @@ NAMES = TensorNames(qkv="qkv_proj", gate_up="gate_up_proj")
 
 
 def arch(config: Config) -> Arch:
-    """config.json -> Arch. Under longrope the context is the original one, where the short factors hold."""
+    """config.json -> Arch. Under longrope the context is the original one, where the short factors hold, unless a
+    longer one is asked for (``rope.for_context``)."""
     L = integer(config, "num_hidden_layers")
     H = integer(
         config, "head_dim", integer(config, "hidden_size") // integer(config, "num_attention_heads")

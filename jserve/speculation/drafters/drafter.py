@@ -152,6 +152,8 @@ def kv_layout(
         tp: devices that the kv heads are split over.
     """
     own = () if drafter is None else drafter.kv_layers
+    if arch.kv_forms:  # the pool is of bytes
+        own = tuple(layer.as_bytes(arch.kv_form) for layer in own)
     layers = (*arch.kv_layers, *own)
     return KVLayout(layers=layers, page_size=page_size, dtype=np.dtype(dtype), tp=tp)
 

@@ -19,6 +19,7 @@ from jserve.model import draft_tree as trees
 from jserve.model.arch import Arch
 from jserve.model.draft_tree import TreeShape
 from jserve.model.families import family_for
+from jserve.model.rope import for_context
 from jserve.model.shard import ShardRules
 from jserve.speculation.drafters import heads
 from jserve.speculation.drafters.draft_model import draft_model
@@ -158,7 +159,7 @@ def _draft_model(source: Source, target: Arch) -> FoundDrafter:
             field="quantization_config",
         )
     family = family_for(source.config)
-    arch = family.arch(source.config)
+    arch = for_context(family.arch(source.config), target.max_position)
     return FoundDrafter(draft_model(family, arch, target), partial(load, family, arch, source))
 
 

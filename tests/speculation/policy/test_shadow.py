@@ -52,6 +52,7 @@ def test_nothing_waits_and_what_repeats_is_drafted(depth):
     assert total(drive, "spec_decode_num_accepted_tokens_total") == drive.stood
 
 
+@pytest.mark.slow
 def test_it_drafts_at_once_when_a_text_begins_to_copy_and_never_probes():
     """What drafts would have brought is seen in every text: no step is spent to find out."""
     drive = Watched(copying(step_times=slow()), depth=1, proposer=shadow())

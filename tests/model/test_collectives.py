@@ -1,0 +1,106 @@
+"""Sums over devices in a narrower type: the arithmetic that they promise, and the bytes that they save."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jserve import explain_sharding
+from jserve.model.collectives import FEW, reduce
+from jserve.model.families import family_for
+from jserve.model.hand import Row
+from jserve.model.shard import ShardRules, make_mesh, mesh_of
+from jserve.model.view import Bucket
+from jserve.sharding import Sharding
+
+BF16 = ml_dtypes.bfloat16
+
+
+def summed(parts: np.ndarray, mesh: Any, axis: Any, dtype: Any) -> np.ndarray:
+    """[n, ...]: what each device has after the sum of ``parts[i]`` of device i."""
+    spec = PartitionSpec(axis)
+    one = jax.shard_map(
+        lambda x: reduce(x[0], axis, dtype)[None],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    return np.asarray(jax.jit(one)(parts))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("D", [64, 37])
+def test_partial_sums_are_rounded_once_and_added_in_float32(n: int, D: int) -> None:
+    parts = np.random.default_rng(n).standard_normal((n, 5, D)).astype(np.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]), ("tp",))
+    want = parts.astype(BF16).astype(np.float32)
+    total = want[0]
+    for part in want[1:]:
+        total = total + part
+    if n > FEW:
+        total = total.astype(BF16).astype(np.float32)
+    got = summed(parts, mesh, "tp", jnp.bfloat16)
+    np.testing.assert_array_equal(got, np.broadcast_to(total, got.shape))
+    exact = summed(parts, mesh, "tp", jnp.float32)
+    np.testing.assert_allclose(
+        exact, np.broadcast_to(parts.sum(0), exact.shape), rtol=2e-6, atol=1e-6
+    )
+
+
+def test_over_several_axes_of_a_mesh() -> None:
+    parts = np.random.default_rng(0).standard_normal((4, 3, 16)).astype(np.float32)
+    mesh = mesh_of(Sharding.of({"mesh": {"x": 2, "y": 2}, "rules": {"ffn": ["x", "y"]}}))
+    got = summed(parts, mesh, ("x", "y"), jnp.bfloat16)
+    want = parts.astype(BF16).astype(np.float32).sum(0)
+    np.testing.assert_allclose(got, np.broadcast_to(want, got.shape), rtol=1e-6, atol=1e-6)
+
+
+def exchanged(tp: int, dtype: str, sums: str) -> list[tuple[str, str, tuple[int, ...], int]]:
+    spec = {"mesh": {"tp": tp}, "sums": sums}
+    decode, _ = explain_sharding("checkpoints/jserve-mini", spec, dtype=dtype).programs
+    return sorted((c.op, c.dtype, c.shape, c.count) for c in decode.collectives or ())
+
+
+def test_the_collectives_are_half_as_wide() -> None:
+    before, after = exchanged(4, "bfloat16", "float32"), exchanged(4, "bfloat16", "weights")
+    [(_, _, (T, D), n)] = [c for c in before if c[0] == "all-reduce"]
+    assert ("all-to-all", "bfloat16", (4, T, D // 4), n) in after
+    assert ("all-gather", "bfloat16", (T, D), n) in after
+    assert not [c for c in after if c[0] == "all-reduce"]
+    assert [c for c in after if c[1] == "float32"] == [c for c in before if c[0] == "all-gather"]
+    two = exchanged(2, "bfloat16", "weights")
+    assert ("all-gather", "bfloat16", (2, T, D), n) in two
+
+
+def test_weights_in_float32_are_summed_as_before() -> None:
+    assert exchanged(4, "float32", "weights") == exchanged(4, "float32", "float32")
+
+
+@pytest.mark.parametrize("case", ["llama-gqa4", "deepseek-v3", "granite-moe-shared"])
+def test_a_step_is_close_to_one_with_sums_in_float32(case: str) -> None:
+    from tests.model import hf
+    from tests.model.driver import Driver
+    from tests.model.test_parity import CASES
+
+    model, config = hf.tiny(CASES[case][0], **CASES[case][1])
+    family = family_for(config)
+    get, mesh = hf.weights(model), make_mesh(4)
+    make = partial(Driver, family, family.arch(config), get, attn="ref", mesh=mesh)
+    prompt = np.random.default_rng(1).integers(0, 128, 39).tolist()
+    rows, bucket = [Row(list(range(1, 17)), 0, prompt)], Bucket(D=2, P=40, F=1)
+    wide, narrow = (
+        np.asarray(
+            make(dtype=jnp.bfloat16, rules=ShardRules(sums=sums)).step(bucket, prefill=rows),
+            np.float32,
+        )[2:41]
+        for sums in ("float32", "weights")
+    )
+    assert 0 < np.abs(narrow - wide).max() < 0.03 * np.ptp(wide)

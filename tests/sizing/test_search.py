@@ -1,0 +1,108 @@
+"""The search for a layout: what is tried, who wins, and why the others do not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from jserve.cli import app
+from jserve.config import EngineConfig
+from jserve.errors import ConfigError
+from jserve.sharding import Sharding
+from jserve.sim.report import Slo
+from jserve.sim.study import load_trace
+from jserve.sizing.models import find
+from jserve.sizing.search import Found, layouts, search
+
+
+def searched(
+    name: str = "llama-3.1-8b",
+    *,
+    load: str = "rate=20,n=24,prompt=512,output=24",
+    n: int = 4,
+    ttft_ms: float = math.inf,
+    tpot_ms: float = math.inf,
+    device: str = "h200",
+    **options: object,
+) -> Found:
+    slo = Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+    config = EngineConfig.of(**options)
+    return search(name, device, n, load_trace(load, 0), slo, config, lambda *_: None)
+
+
+def test_layouts_are_all_ways_to_use_so_many_devices() -> None:
+    dense, experts = find("llama-3.1-8b"), find("qwen3-30b-a3b")
+    assert list(layouts(dense, 5)) == [
+        *((1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 1, 4), (2, 1, 2), (4, 1, 1)),
+    ]
+    assert {(1, 2, 1), (2, 2, 1), (1, 2, 2)} <= set(layouts(experts, 4))
+    assert all(tp * ep * engines <= 4 for tp, ep, engines in layouts(experts, 4))
+
+
+def test_more_is_asked_for_more_devices() -> None:
+    """Tokens every 6 ms are beyond one H200, whose weights take 4; 2 ms beyond any four."""
+    easy, harder, most = (searched(tpot_ms=ms) for ms in (100.0, 6.0, 0.5))
+    assert easy.winner is not None
+    assert (easy.winner.devices, easy.winner.tp) == (1, 1)
+    assert harder.winner is not None
+    assert harder.winner.devices > 1
+    assert most.winner is None
+    for found in (easy, harder, most):
+        for lost in found.candidates[found.winner is not None :]:
+            why = found.why_not(lost)
+            fewer = found.winner is not None and lost.devices > found.winner.devices
+            assert ("devices instead of" in why) == (fewer and lost.good_share is None)
+    assert all(c.good_share is not None for c in most.candidates), "nothing is left out"
+
+
+def test_a_model_that_does_not_fit_on_one_says_so() -> None:
+    found = searched("llama-3.1-70b", n=4, load="rate=1,n=4,prompt=64,output=8", device="h100")
+    refused = {(c.tp, c.ep, c.replicas): c.refused for c in found.candidates if c.refused}
+    assert (1, 1, 1) in refused
+    assert "memory_utilization" in refused[1, 1, 1]
+    assert found.winner is not None
+    assert found.winner.tp > 1
+    assert found.why_not(next(c for c in found.candidates if c.refused)) in refused.values()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"device": "cpu"}, "device"),
+        ({"device": "tpu"}, "device"),
+        ({"n": 0}, "devices"),
+        ({"n": 65}, "devices"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"name": "nothing-of-the-kind"}, "model"),
+        ({"load": "rate=x"}, None),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(changes: dict, field: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        searched(**changes)
+    assert field is None or caught.value.field == field
+
+
+def test_the_winner_is_a_file_that_serves(tmp_path: Path) -> None:
+    out = tmp_path / "a.yaml"
+    words = [
+        "plan",
+        "llama-3.1-8b",
+        "--search",
+        "rate=20,n=24,prompt=512,output=24",
+        "--devices",
+        "4",
+    ]
+    done = CliRunner().invoke(app, [*words, "--slo-tpot-ms", "6", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    found = searched(tpot_ms=6.0).winner
+    assert found is not None
+    assert Sharding.of(out) == found.sharding
+    assert yaml.safe_load(out.read_text())["mesh"]["tp"] == found.tp
+    assert f"--sharding {found.sharding}" in done.output
+    none = CliRunner().invoke(app, [*words, "--slo-tpot-ms", "0.5", "--json"])
+    assert none.exit_code == 1
