@@ -12,6 +12,7 @@ It owns the format and the checks that need no model. What the rules do to weigh
     sums: weights               # type in which devices exchange partial sums: float32 (the default), or the weights'
     params:                     # mode auto only: regular expression of a parameter's path -> an entry per dimension
       layers/.*/down: [null, [x, y]]
+    logits: gathered            # or split: sampling over the parts of a split vocabulary, mode manual only
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from jserve.errors import ConfigError
 from jserve.option_names import hint
 
 FIELD = "sharding"
-KEYS = ("mesh", "mode", "rules", "sums", "params")
+KEYS = ("mesh", "mode", "rules", "sums", "logits", "params")
 MODES = ("manual", "auto")
 SUMS = ("float32", "weights")
+LOGITS = ("gathered", "split")
 LOGICAL = ("vocab", "kv_heads", "ffn", "embed", "experts", "ffn_expert")
 """The axes of weights that have a rule."""
 OWN = ("tp", "ep")
@@ -59,6 +61,8 @@ class Sharding:
     """The type in which devices exchange partial sums, which are added in float32: that, or the one of the weights."""
     params: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = ()
     """(regular expression of a parameter's path, mesh axes of each dimension); the first match counts."""
+    logits: str = "gathered"
+    """gathered: whole on every device where tokens are drawn; split: they stay split as ``vocab`` is."""
 
     @classmethod
     def of(cls, given: Sharding | Mapping[str, Any] | str | Path) -> Sharding:
@@ -73,15 +77,14 @@ class Sharding:
         for key in found:
             if key not in KEYS:
                 raise _bad(str(key), f"there is no such key{hint(str(key), KEYS)}")
-        mode = found.get("mode", "manual")
-        if mode not in MODES:
-            raise _bad("mode", f"must be {' or '.join(MODES)}, not {mode!r}")
+        mode = _one_of("mode", found.get("mode", "manual"), MODES)
         sharding = cls(
             mesh=_mesh(found.get("mesh") or {}),
             mode=mode,
             rules=_rules(found["rules"]) if "rules" in found else None,
-            sums=_sums(found.get("sums", "float32"), mode),
+            sums=_one_of("sums", found.get("sums", SUMS[0]), SUMS, mode),
             params=_params(found.get("params") or {}, mode),
+            logits=_one_of("logits", found.get("logits", LOGITS[0]), LOGITS, mode),
         )
         if sharding.mesh:
             sharding.check(dict(sharding.mesh))
@@ -120,12 +123,15 @@ class Sharding:
             found["params"] = {
                 path: [list(axes) or None for axes in each] for path, each in self.params
             }
+        if self.logits != LOGITS[0]:
+            found["logits"] = self.logits
         return found
 
     def __str__(self) -> str:
         """One line: the sizes, and the rest as JSON where it says more."""
         sizes = ",".join(f"{axis}={size}" for axis, size in self.mesh)
-        if self.rules is None and self.mode == "manual" and self.sums == "float32":
+        own = (self.mode, self.sums, self.logits) != (MODES[0], SUMS[0], LOGITS[0])
+        if self.rules is None and not own:
             return sizes
         return json.dumps(self.as_mapping(), separators=(",", ":"))
 
@@ -133,6 +139,15 @@ class Sharding:
 def _bad(name: str, why: str) -> ConfigError:
     field = f"{FIELD}.{name}"
     return ConfigError(f"{field}: {why}", field=field)
+
+
+def _one_of(name: str, given: Any, known: tuple[str, ...], mode: str = MODES[0]) -> str:
+    """``given``, one of ``known``; of mode auto only the first."""
+    if given not in known:
+        raise _bad(name, f"must be {' or '.join(known)}, not {given!r}")
+    if mode == "auto" and given != known[0]:
+        raise _bad(name, f"{given} is for mode manual; XLA chooses the collectives of mode auto")
+    return given
 
 
 def _read(text: str) -> Mapping[str, Any]:
@@ -188,14 +203,6 @@ def _rules(given: Any) -> tuple[tuple[str, MeshAxes], ...]:
         if name not in LOGICAL:
             raise _bad(f"rules.{name}", f"there is no such rule{hint(str(name), LOGICAL)}")
     return tuple((name, _axes(f"rules.{name}", axes)) for name, axes in given.items())
-
-
-def _sums(given: Any, mode: str) -> str:
-    if given not in SUMS:
-        raise _bad("sums", f"must be {' or '.join(SUMS)}, not {given!r}")
-    if given != "float32" and mode == "auto":
-        raise _bad("sums", "is for mode manual; XLA's partitioner adds as it does")
-    return given
 
 
 def _params(given: Any, mode: str) -> tuple[tuple[str, tuple[MeshAxes, ...]], ...]:

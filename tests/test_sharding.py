@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, strategies as st
 
 from jserve.errors import ConfigError
-from jserve.sharding import LOGICAL, SUMS, Sharding
+from jserve.sharding import LOGICAL, LOGITS, SUMS, Sharding
 
 AXES = ("x", "y", "tensor")
 SPEC = {
@@ -27,7 +27,12 @@ def specs(draw: Any) -> dict[str, Any]:
     one = st.sampled_from(sorted(mesh))
     axes = st.one_of(st.none(), one, st.lists(one, unique=True))
     rules = {name: draw(axes) for name in LOGICAL if draw(st.booleans())}
-    return {"mesh": mesh, "rules": rules, "sums": draw(st.sampled_from(SUMS))}
+    return {
+        "mesh": mesh,
+        "rules": rules,
+        "sums": draw(st.sampled_from(SUMS)),
+        "logits": draw(st.sampled_from(LOGITS)),
+    }
 
 
 @given(specs())
@@ -42,6 +47,7 @@ def test_every_spec_is_read_as_it_is_or_refused_by_a_key_of_it(spec: dict[str, A
         return
     found = Sharding.of(spec)
     assert dict(found.mesh) == spec["mesh"]
+    assert (found.sums, found.logits) == (spec["sums"], spec["logits"])
     lists = {k: [v] if isinstance(v, str) else list(v or ()) for k, v in spec["rules"].items()}
     assert {name: list(axes) for name, axes in found.rules or ()} == lists
     assert Sharding.of(found.as_mapping()) == Sharding.of(str(found)) == found

@@ -46,6 +46,16 @@ def _in_parts(y: jax.Array, axis: str, n: int, exchanged: Any) -> jax.Array:
     return lax.all_gather(own, axis, axis=y.ndim - 1, tiled=True)[..., :D].astype(y.dtype)
 
 
+def maximum(y: jax.Array, axis: MeshAxis) -> jax.Array:
+    """The largest of the shards' values."""
+    return y if axis is None else lax.pmax(y, axis)
+
+
+def minimum(y: jax.Array, axis: MeshAxis) -> jax.Array:
+    """The smallest of the shards' values."""
+    return y if axis is None else lax.pmin(y, axis)
+
+
 def gather(y: jax.Array, axis: MeshAxis, dimension: int) -> jax.Array:
     """The shards' parts one after another along ``dimension``."""
     return y if axis is None else lax.all_gather(y, axis, axis=dimension, tiled=True)

@@ -166,10 +166,13 @@ def _rows(table_VD: jax.Array, at_T: jax.Array) -> jax.Array:
 
 
 def unembed(table_VD: jax.Array, x_ED: jax.Array, axes: Axes, V: int) -> jax.Array:
-    """float32[E, V], the whole vocabulary on every shard.
+    """float32[E, V], the whole vocabulary on every shard, or with ``axes.split_logits`` the columns of its part.
 
     Columns from V on, of rows that only make the shards equal (``shard.padded``), end here: what reads
     logits knows V tokens.
     """
-    y_EV = gather(dot(x_ED, table_VD), axes.vocab, 1)
+    y_EV = dot(x_ED, table_VD)
+    if axes.split_logits:
+        return y_EV
+    y_EV = gather(y_EV, axes.vocab, 1)
     return y_EV if y_EV.shape[1] == V else y_EV[:, :V]

@@ -38,15 +38,22 @@ _TAIL = (
 """(log(1 + f) - f) / f ** 2 over the f of ``_split``, fitted for the least relative error: 3e-8."""
 
 
-def gumbel(seed_E2: jax.Array, pos_E: jax.Array, V: int, purpose: Purpose = 0) -> jax.Array:
-    """float32[E, V], between -2.9 and 22.2, of tokens 0 to V - 1.
+def gumbel(
+    seed_E2: jax.Array,
+    pos_E: jax.Array,
+    V: int,
+    purpose: Purpose = 0,
+    first: jax.Array | int = 0,
+) -> jax.Array:
+    """float32[E, V], between -2.9 and 22.2, of V tokens from ``first`` on.
 
     Args:
         seed_E2: uint32, the seeds of the requests.
         pos_E: int32, positions of the tokens to be drawn.
     """
     key_E, other_E = _keys(seed_E2, pos_E, purpose)
-    token_V = jnp.arange(V, dtype=jnp.uint32) * jnp.uint32(_SPREAD)
+    id_V = jnp.arange(V, dtype=jnp.uint32) + jnp.uint32(first)
+    token_V = id_V * jnp.uint32(_SPREAD)
     bits_EV = _mixed(_mixed(token_V + key_E[:, None]) ^ other_E[:, None])
     return _gumbel(_unit(bits_EV))
 

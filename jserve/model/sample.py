@@ -20,6 +20,9 @@ forbids it: the token is drawn without the mask first, and only a forbidden one 
 noise of its own. So the thought has the tokens that it has without a structure, and its
 first token the probability.
 
+Where the vocabulary is split over devices, each has the columns of its ``VocabPart``, all know the same numbers of
+each row, and V below is the number of its columns.
+
 ``flags`` says what any row of the step needs; the rest is skipped by ``lax.cond``. E below counts
 draws (rows of the step times their positions), not experts.
 """
@@ -32,7 +35,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jserve.model.largest import largest, largest_ids
 from jserve.model.noise import Purpose, gumbel
 from jserve.model.slots import NONE, SlotState
 from jserve.model.view import (
@@ -44,6 +46,7 @@ from jserve.model.view import (
     RANDOM,
     TRUNCATE,
 )
+from jserve.model.vocab_part import WHOLE, VocabPart
 from jserve.model.vocab_rows import IN_PROMPT, VocabState
 from jserve.sampling import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
@@ -100,7 +103,11 @@ class Chosen:
 
 
 def sample(
-    raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array
+    raw_EV: jax.Array,
+    draws: Draws,
+    slots: SlotState,
+    flags: jax.Array,
+    part: VocabPart = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw one token per row of logits.
 
@@ -109,16 +116,17 @@ def sample(
         forbidden.
     """
     # Not by the largest and smallest: XLA:CPU's pass over a NaN among some hundred numbers.
-    ok_E = jnp.all(jnp.isfinite(raw_EV), axis=-1)
+    ok_E = part.all_finite(raw_EV)
+    raw_EV = part.real(raw_EV)
 
     def greedy(raw_EV):
-        return argmax(raw_EV), jnp.ones_like(ok_E)
+        return argmax(raw_EV, part), jnp.ones_like(ok_E)
 
     def full(raw_EV):
-        return _chosen(raw_EV, draws, slots, flags)
+        return _chosen(raw_EV, draws, slots, flags, part=part)
 
     if draws.mask_EW is not None:
-        token_E, allowed_E = _guided(raw_EV, draws, slots, flags)
+        token_E, allowed_E = _guided(raw_EV, draws, slots, flags, part)
     else:
         plain = (flags & ~LOGPROBS) == 0
         token_E, allowed_E = jax.lax.cond(plain, greedy, full, raw_EV)
@@ -131,59 +139,61 @@ def _chosen(
     slots: SlotState,
     flags: jax.Array,
     purpose: Purpose = PURPOSE_TOKEN,
+    part: VocabPart = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
     """int32[E] tokens and bool[E], False where everything was forbidden."""
 
     def adjusted(raw_EV):
-        return adjust(raw_EV, draws, slots, flags)
+        return adjust(raw_EV, draws, slots, flags, part)
 
     def greedy(raw_EV):
         logits_EV = adjusted(raw_EV)
-        return argmax(logits_EV), jnp.max(logits_EV, axis=-1) > _NEG
+        return argmax(logits_EV, part), part.max(jnp.max(logits_EV, axis=-1)) > _NEG
 
     def random(raw_EV):
         # Both branches compute what they give: one that gave its operand back would copy it.
         scaled_EV, allowed_E = jax.lax.cond(
             flags & CHANGES,
-            lambda x: scaled(adjusted(x), draws),
-            lambda x: scaled(_allowed(x, draws), draws),
+            lambda x: scaled(adjusted(x), draws, part),
+            lambda x: scaled(_allowed(x, draws, part), draws, part),
             raw_EV,
         )
-        return draw(scaled_EV, draws, flags, purpose), allowed_E
+        return draw(scaled_EV, draws, flags, purpose, part), allowed_E
 
     return jax.lax.cond(flags & RANDOM, random, greedy, raw_EV)
 
 
 def _guided(
-    raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array
+    raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array, part: VocabPart
 ) -> tuple[jax.Array, jax.Array]:
     """As ``_chosen``, of which a row with ``redraw_E`` gets its own only where the mask forbids its
     first, unmasked draw."""
     mask_EW, redraw_E = draws.mask_EW, draws.redraw_E
     if mask_EW is None or redraw_E is None:
-        return _chosen(raw_EV, draws, slots, flags)
+        return _chosen(raw_EV, draws, slots, flags, part=part)
     redraws_E = redraw_E != NONE
     unmasked = draws.replace(mask_EW=None)  # type: ignore[attr-defined]
     masked = draws.replace(mask_EW=_less(mask_EW, redraw_E))  # type: ignore[attr-defined]
     purpose_E = jnp.where(redraws_E, PURPOSE_REDRAW, PURPOSE_TOKEN)
-    token_E, allowed_E = _chosen(raw_EV, masked, slots, flags, purpose_E)
+    token_E, allowed_E = _chosen(raw_EV, masked, slots, flags, purpose_E, part)
 
     def first(token_E, allowed_E):
-        first_E, _ = _chosen(raw_EV, unmasked, slots, flags)
+        first_E, _ = _chosen(raw_EV, unmasked, slots, flags, part=part)
         stays_E = redraws_E & _in_mask(mask_EW, first_E)
         return jnp.where(stays_E, first_E, token_E), allowed_E | stays_E
 
     return jax.lax.cond(jnp.any(redraws_E), first, lambda *x: x, token_E, allowed_E)
 
 
-def argmax(x_EV: jax.Array) -> jax.Array:
-    """int32[E], the lowest index of the maximum; one pass over V (XLA:CPU's own argmax is 20 times
+def argmax(x_EV: jax.Array, part: VocabPart = WHOLE) -> jax.Array:
+    """int32[E], the lowest id of the maximum; one pass over V (XLA:CPU's own argmax is 20 times
     slower)."""
     x_ENB = _blocks(x_EV, _NEG)
     best_EN = jnp.max(x_ENB, axis=2)
     block_E = jnp.argmax(best_EN, axis=1)
     x_EB = _pick(x_ENB, block_E)
-    return (block_E * x_ENB.shape[2] + jnp.argmax(x_EB, axis=1)).astype(jnp.int32)
+    column_E = (block_E * x_ENB.shape[2] + jnp.argmax(x_EB, axis=1)).astype(jnp.int32)
+    return part.best(jnp.max(best_EN, axis=1), column_E, x_EV.shape[1])
 
 
 def logprobs(
@@ -193,16 +203,17 @@ def logprobs(
     pick_EK: jax.Array | None = None,
     *,
     n_top: int = MAX_LOGPROBS,
+    part: VocabPart = WHOLE,
 ) -> Chosen:
     """Log-probabilities of the tokens, of the ``n_top`` most likely ids and of the ids ``pick_EK``."""
-    E, V = raw_EV.shape
-    n = min(n_top, V)
+    E, n = raw_EV.shape[0], min(n_top, part.n_ids(raw_EV))
+    raw_EV = part.real(raw_EV)
 
     def some(raw_EV):
-        lse_E = jax.nn.logsumexp(raw_EV, axis=-1)
-        top_EL, ids_EL = largest_ids(raw_EV, n)
+        lse_E = part.logsumexp(raw_EV)
+        top_EL, ids_EL = part.largest_ids(raw_EV, n)
         pad = ((0, 0), (0, n_top - n))
-        chosen_E = jnp.take_along_axis(raw_EV, token_E[:, None], axis=1)[:, 0]
+        chosen_E = part.at(raw_EV, token_E[:, None])[:, 0]
         found = Chosen(
             logprob_E=chosen_E - lse_E,
             top_ids_EL=jnp.pad(ids_EL, pad),
@@ -210,8 +221,9 @@ def logprobs(
         )
         if pick_EK is None:
             return found
-        picked_EK = jnp.take_along_axis(raw_EV, pick_EK, axis=1) - lse_E[:, None]
-        return found.replace(rank_E=ranks(raw_EV, chosen_E), picked_EK=picked_EK)  # type: ignore[attr-defined]
+        picked_EK = part.at(raw_EV, pick_EK) - lse_E[:, None]
+        rank_E = ranks(raw_EV, chosen_E, part)
+        return found.replace(rank_E=rank_E, picked_EK=picked_EK)  # type: ignore[attr-defined]
 
     def none(raw_EV):
         ids_EL = jnp.zeros((E, n_top), jnp.int32)
@@ -224,90 +236,115 @@ def logprobs(
     return jax.lax.cond(flags & LOGPROBS, some, none, raw_EV)
 
 
-def processed(raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array) -> jax.Array:
+def processed(
+    raw_EV: jax.Array,
+    draws: Draws,
+    slots: SlotState,
+    flags: jax.Array,
+    part: VocabPart = WHOLE,
+) -> jax.Array:
     """float32[E, V]: the logits of which the draw is the softmax, with -inf for what cannot be drawn: after masks,
     biases, bad words and penalties, and unless the row is greedy after temperature and truncation. Of a row with
     ``redraw_E`` those of the second draw. ``raw_EV`` unless log-probabilities are flagged."""
 
     def of(raw_EV):
-        scaled_EV, _ = scaled(adjust(raw_EV, draws, slots, flags), draws)
+        logits_EV = adjust(part.real(raw_EV), draws, slots, flags, part)
+        scaled_EV, _ = scaled(logits_EV, draws, part)
         greedy_E1 = is_greedy(draws.temperature_E)[:, None]
-        return jnp.where(greedy_E1, scaled_EV, truncated(scaled_EV, draws, flags))
+        return jnp.where(greedy_E1, scaled_EV, truncated(scaled_EV, draws, flags, part))
 
     return jax.lax.cond(flags & LOGPROBS, of, lambda x: x, raw_EV)
 
 
-def ranks(raw_EV: jax.Array, chosen_E: jax.Array) -> jax.Array:
+def ranks(raw_EV: jax.Array, chosen_E: jax.Array, part: VocabPart = WHOLE) -> jax.Array:
     """int32[E]: the rank of a token with the logit ``chosen_E``; 1 for the most likely one."""
-    return 1 + jnp.sum(raw_EV > chosen_E[:, None], axis=1, dtype=jnp.int32)
+    greater_EV = part.real(raw_EV) > chosen_E[:, None]
+    return 1 + part.sum(jnp.sum(greater_EV, axis=1, dtype=jnp.int32))
 
 
-def adjust(raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array) -> jax.Array:
+def adjust(
+    raw_EV: jax.Array,
+    draws: Draws,
+    slots: SlotState,
+    flags: jax.Array,
+    part: VocabPart = WHOLE,
+) -> jax.Array:
     """The logits after everything that can change which token is the most likely."""
-    x_EV = _allowed(raw_EV, draws)
+    x_EV = _allowed(raw_EV, draws, part)
     vocab = slots.vocab
 
     def where(bit: int, change: Callable[[jax.Array], jax.Array], x_EV: jax.Array) -> jax.Array:
         return jax.lax.cond(flags & bit, change, lambda x: x, x_EV)
 
     if vocab is not None:
-        x_EV = where(BIAS, lambda x: _biased(x, draws, vocab), x_EV)
-    x_EV = where(BAD_WORDS, lambda x: _without(x, _bad_ids(draws, slots)), x_EV)
-    x_EV = where(MIN_TOKENS, lambda x: _without(x, _early_stops(draws)), x_EV)
+        x_EV = where(BIAS, lambda x: _biased(x, draws, vocab, part), x_EV)
+    x_EV = where(BAD_WORDS, lambda x: _without(x, _bad_ids(draws, slots), part), x_EV)
+    x_EV = where(MIN_TOKENS, lambda x: _without(x, _early_stops(draws), part), x_EV)
     if vocab is not None:
-        x_EV = where(PENALTY, lambda x: _penalised(x, draws, vocab), x_EV)
+        x_EV = where(PENALTY, lambda x: _penalised(x, draws, vocab, part), x_EV)
     return x_EV
 
 
-def scaled(logits_EV: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array]:
+def scaled(
+    logits_EV: jax.Array, draws: Draws, part: VocabPart = WHOLE
+) -> tuple[jax.Array, jax.Array]:
     """float32[E, V]: logits over temperature (of greedy rows: over 1), 0 for the likeliest; and bool[E], False
     where every token is forbidden."""
     temperature_E = jnp.where(is_greedy(draws.temperature_E), 1.0, draws.temperature_E)
-    top_E1 = jnp.max(logits_EV, axis=-1, keepdims=True)
+    top_E1 = part.max(jnp.max(logits_EV, axis=-1, keepdims=True))
     allowed_E = top_E1[:, 0] > _NEG
     top_E1 = jnp.maximum(top_E1, jnp.finfo(jnp.float32).min)
     return (logits_EV - top_E1) / temperature_E[:, None], allowed_E
 
 
 def draw(
-    scaled_EV: jax.Array, draws: Draws, flags: jax.Array, purpose: Purpose = PURPOSE_TOKEN
+    scaled_EV: jax.Array,
+    draws: Draws,
+    flags: jax.Array,
+    purpose: Purpose = PURPOSE_TOKEN,
+    part: VocabPart = WHOLE,
 ) -> jax.Array:
     """int32[E]: a token of each row's truncated distribution; of a greedy row the likeliest."""
-    noise_EV = gumbel(draws.seed_E2, draws.pos_E, scaled_EV.shape[1], purpose)
-    noisy_EV = truncated(scaled_EV, draws, flags) + noise_EV
-    return argmax(jnp.where(is_greedy(draws.temperature_E)[:, None], scaled_EV, noisy_EV))
+    V = scaled_EV.shape[1]
+    noise_EV = gumbel(draws.seed_E2, draws.pos_E, V, purpose, part.first(V))
+    noisy_EV = truncated(scaled_EV, draws, flags, part) + noise_EV
+    return argmax(jnp.where(is_greedy(draws.temperature_E)[:, None], scaled_EV, noisy_EV), part)
 
 
-def truncated(scaled_EV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
+def truncated(
+    scaled_EV: jax.Array, draws: Draws, flags: jax.Array, part: VocabPart = WHOLE
+) -> jax.Array:
     """float32[E, V]: what ``scaled`` gives, of which the draw is the softmax, with -inf for a token that was cut."""
     floor_E = jax.lax.cond(
         flags & TRUNCATE,
-        lambda x: threshold(x, draws),
+        lambda x: threshold(x, draws, part),
         lambda x: jnp.full(x.shape[:1], _NEG),
         scaled_EV,
     )
     return jnp.where(scaled_EV >= floor_E[:, None], scaled_EV, _NEG)
 
 
-def threshold(scaled_EV: jax.Array, draws: Draws) -> jax.Array:
+def threshold(scaled_EV: jax.Array, draws: Draws, part: VocabPart = WHOLE) -> jax.Array:
     """float32[E]: min_p, then top_k of what is left, then top_p of that, as one lower bound on
     logits.
 
     Args:
         scaled_EV: logits over temperature, shifted so that the largest of a row is 0.
     """
-    V = scaled_EV.shape[1]
+    V = part.n_ids(scaled_EV)
     n = min(PREFILTER, V)
     weight_EV = jnp.exp(scaled_EV)
-    best_En, n_sure_E = largest(scaled_EV, n)
+    best_En, n_sure_E = part.largest(scaled_EV, n)
     k_E = jnp.where((draws.top_k_E <= 0) | (draws.top_k_E > V), V, draws.top_k_E)
     floor_E = jnp.where(draws.min_p_E > 0, jnp.log(draws.min_p_E), _NEG)
     kth_E = jnp.take_along_axis(best_En, jnp.minimum(k_E, n)[:, None] - 1, axis=1)[:, 0]
     wide_E = (k_E < V) & (k_E > n_sure_E)
-    kth_E = _search(scaled_EV, jnp.ones_like(weight_EV), k_E.astype(jnp.float32), kth_E, wide_E)
+    k_float_E, ones_EV = k_E.astype(jnp.float32), jnp.ones_like(weight_EV)
+    kth_E = _search(scaled_EV, ones_EV, k_float_E, kth_E, wide_E, part)
     floor_E = jnp.maximum(floor_E, jnp.where(k_E < V, kth_E, _NEG))
 
-    total_E = jnp.sum(jnp.where(scaled_EV >= floor_E[:, None], weight_EV, 0.0), axis=1)
+    kept_EV = jnp.where(scaled_EV >= floor_E[:, None], weight_EV, 0.0)
+    total_E = part.sum(jnp.sum(kept_EV, axis=1))
     want_E = draws.top_p_E * total_E
     mass_En = _cumulative(jnp.where(best_En >= floor_E[:, None], jnp.exp(best_En), 0.0))
     at_E = jnp.sum((mass_En < want_E[:, None]).astype(jnp.int32), axis=1)
@@ -317,26 +354,31 @@ def threshold(scaled_EV: jax.Array, draws: Draws) -> jax.Array:
     sure_En = jnp.arange(n, dtype=jnp.int32) < n_sure_E[:, None]
     least_E = jnp.min(jnp.where(sure_En, best_En, jnp.inf), axis=1)
     wide_E = cuts_E & (at_E >= n_sure_E) & (least_E > floor_E)
-    edge_E = _search(scaled_EV, weight_EV, want_E, edge_E, wide_E)
+    edge_E = _search(scaled_EV, weight_EV, want_E, edge_E, wide_E, part)
     return jnp.where(cuts_E, jnp.maximum(floor_E, edge_E), floor_E)
 
 
 def _search(
-    x_EV: jax.Array, weight_EV: jax.Array, want_E: jax.Array, known_E: jax.Array, wide_E: jax.Array
+    x_EV: jax.Array,
+    weight_EV: jax.Array,
+    want_E: jax.Array,
+    known_E: jax.Array,
+    wide_E: jax.Array,
+    part: VocabPart,
 ) -> jax.Array:
     """The largest t whose ``sum(weight[x >= t])`` reaches ``want``, for rows in ``wide_E``; else
     ``known_E``.
 
     ``x <= 0``, so the bits of ``-x`` order like the values and 31 halvings are exact.
     """
-    if x_EV.shape[1] <= PREFILTER:
+    if part.n_ids(x_EV) <= PREFILTER:
         return known_E
     last = jax.lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.int32)
 
     def halve(bits_EV, bounds):
         low_E, high_E = bounds
         mid_E = low_E + (high_E - low_E) // 2
-        sum_E = jnp.sum(jnp.where(bits_EV <= mid_E[:, None], weight_EV, 0.0), axis=1)
+        sum_E = part.sum(jnp.sum(jnp.where(bits_EV <= mid_E[:, None], weight_EV, 0.0), axis=1))
         enough_E = sum_E >= want_E
         return jnp.where(enough_E, low_E, mid_E + 1), jnp.where(enough_E, mid_E, high_E)
 
@@ -383,15 +425,15 @@ def is_greedy(temperature_E: jax.Array) -> jax.Array:
     return temperature_E < GREEDY_TEMPERATURE
 
 
-def _allowed(raw_EV: jax.Array, draws: Draws) -> jax.Array:
+def _allowed(raw_EV: jax.Array, draws: Draws, part: VocabPart) -> jax.Array:
     """The logits that a grammar allows."""
-    return raw_EV if draws.mask_EW is None else _masked(raw_EV, draws.mask_EW)
+    return raw_EV if draws.mask_EW is None else _masked(raw_EV, draws.mask_EW, part)
 
 
-def _masked(x_EV: jax.Array, mask_EW: jax.Array) -> jax.Array:
-    V = x_EV.shape[1]
+def _masked(x_EV: jax.Array, mask_EW: jax.Array, part: VocabPart) -> jax.Array:
     bits_EWb = (mask_EW[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
-    return jnp.where(bits_EWb.reshape(x_EV.shape[0], -1)[:, :V] > 0, x_EV, _NEG)
+    bits_EV = bits_EWb.reshape(x_EV.shape[0], -1)[:, : part.n_ids(x_EV)]
+    return jnp.where(part.columns(bits_EV, x_EV.shape[1]) > 0, x_EV, _NEG)
 
 
 def _in_mask(mask_EW: jax.Array, token_E: jax.Array) -> jax.Array:
@@ -407,19 +449,15 @@ def _less(mask_EW: jax.Array, token_E: jax.Array) -> jax.Array:
     return jnp.where(here_EW, mask_EW & ~bit_E[:, None], mask_EW)
 
 
-def _biased(x_EV: jax.Array, draws: Draws, vocab: VocabState) -> jax.Array:
+def _biased(x_EV: jax.Array, draws: Draws, vocab: VocabState, part: VocabPart) -> jax.Array:
     uses_E1 = (draws.uses_E & BIAS)[:, None] > 0
-    return jnp.where(uses_E1, x_EV + vocab.biases(draws.slot_E), x_EV)
+    return jnp.where(uses_E1, x_EV + part.columns(vocab.biases(draws.slot_E), x_EV.shape[1]), x_EV)
 
 
-def _without(x_EV: jax.Array, id_EX: jax.Array) -> jax.Array:
+def _without(x_EV: jax.Array, id_EX: jax.Array, part: VocabPart) -> jax.Array:
     """``x_EV`` with -inf at each row's ids; NONE is no id."""
     row_E1 = jnp.arange(x_EV.shape[0])[:, None]
-    return x_EV.at[row_E1, _or_drop(id_EX, x_EV.shape[1])].set(_NEG, mode="drop")
-
-
-def _or_drop(ids: jax.Array, V: int) -> jax.Array:
-    return jnp.where(ids < 0, V, ids)
+    return x_EV.at[row_E1, part.places(id_EX, x_EV.shape[1])].set(_NEG, mode="drop")
 
 
 def _early_stops(draws: Draws) -> jax.Array:
@@ -440,11 +478,11 @@ def _bad_ids(draws: Draws, slots: SlotState) -> jax.Array:
     return jnp.where(fits_EW & uses_E1, bad_EWK[:, :, -1], NONE)
 
 
-def _penalised(x_EV: jax.Array, draws: Draws, vocab: VocabState) -> jax.Array:
+def _penalised(x_EV: jax.Array, draws: Draws, vocab: VocabState, part: VocabPart) -> jax.Array:
     E, V = x_EV.shape
-    counts_EV = vocab.counts(draws.slot_E)
+    counts_EV = part.columns(vocab.counts(draws.slot_E), V)
     if draws.prefix_EJ.shape[1]:
-        counts_EV = counts_EV.at[jnp.arange(E)[:, None], _or_drop(draws.prefix_EJ, V)].add(
+        counts_EV = counts_EV.at[jnp.arange(E)[:, None], part.places(draws.prefix_EJ, V)].add(
             1, mode="drop"
         )
     repetition_E1 = draws.repetition_E[:, None]

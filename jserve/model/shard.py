@@ -159,6 +159,8 @@ class ShardRules:
     params: tuple[tuple[str, tuple[MeshAxis, ...]], ...] = ()
     """With ``auto``: (regular expression of a parameter's path, mesh axes of each of its dimensions), before the rules;
     the first match counts."""
+    logits: str = "gathered"
+    """gathered: whole on every device; split: they lie as ``vocab`` does, and sampling is over the parts."""
 
     @classmethod
     def of_sharding(
@@ -178,7 +180,13 @@ class ShardRules:
             own = {name: found.pop(name, None) for name in _RULES}
             rules = cls(**own, extra=found, redundant_experts=redundant_experts)
         paths = tuple((path, tuple(map(_axis_of, axes))) for path, axes in sharding.params)
-        return replace(rules, sums=sharding.sums, auto=sharding.mode == "auto", params=paths)
+        return replace(
+            rules,
+            auto=sharding.mode == "auto",
+            params=paths,
+            sums=sharding.sums,
+            logits=sharding.logits,
+        )
 
     @classmethod
     def of_mesh(cls, sizes: Mapping[str, int], redundant_experts: int = 0) -> ShardRules:
@@ -208,7 +216,7 @@ class ShardRules:
     def in_width(self) -> ShardRules:
         """The same for another model, each of whose experts is split over all devices, as an MLP is."""
         extra = {k: v for k, v in self.extra.items() if k not in _FOLLOWS}
-        return replace(self, extra=extra, redundant_experts=0, params=())
+        return replace(self, extra=extra, redundant_experts=0, params=(), logits="gathered")
 
     def partition(self, axes: tuple[str | OnMesh | None, ...]) -> PartitionSpec:
         return PartitionSpec(*(self.axis(a) for a in axes))
@@ -257,6 +265,7 @@ class ShardRules:
         rules = [f"{name}:{'+'.join(_names(axis))}" for name, axis in laid if axis is not None]
         paths = [f"{path}:{axes}" for path, axes in self.params]
         others = ["auto"] * self.auto + [f"sums:{self.sums}"] * (self.sums != "float32")
+        others += [f"logits:{self.logits}"] * (self.logits != "gathered")
         return " ".join([mesh, *rules, *paths, *others])
 
     def names(self) -> tuple[str, ...]:
@@ -295,6 +304,13 @@ class Axes:
     vocab: MeshAxis = None
     sums: str = "float32"
     """As ``Sharding.sums``."""
+    split_logits: bool = False
+    """Logits of a split vocabulary stay where they are."""
+
+    @property
+    def gathered(self) -> Axes:
+        """The same for logits that are whole on every device."""
+        return replace(self, split_logits=False)
 
     def exchanged(self, weights: Any) -> Any:
         """The type of partial sums between devices, of a product with ``weights``."""
@@ -323,7 +339,11 @@ class Axes:
             ffn_expert=found.pop("ffn_expert"),
             vocab=found.pop("vocab"),
             sums=rules.sums,
+            split_logits=rules.logits == "split",
         )
+        if axes.split_logits and axes.vocab is None:
+            field = "sharding.logits"
+            raise ConfigError(f"{field}: split needs a rule that splits vocab", field=field)
         if set(_names(axes.experts)) & set(_names(axes.ffn_expert)):
             why = f"axis {axes.experts!r} splits the width of an expert already"
             raise ConfigError(f"{rule('experts')}: {why}", field=rule("experts"))

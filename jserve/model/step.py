@@ -58,6 +58,7 @@ from jserve.model.view import (
     layout,
     unpack,
 )
+from jserve.model.vocab_part import VocabPart
 from jserve.speculation.device.accepted_path import accepted, along, as_chain, straightened
 from jserve.speculation.device.draft_loop import DraftContext, StepOutcome, leave_drafts
 from jserve.speculation.device.verify import accept
@@ -244,7 +245,9 @@ class StepModel:
 
 
 # Jitted only so that buckets with as many draws trace them once; XLA inlines the calls.
-_SAMPLE, _LOGPROBS, _PROCESSED = jax.jit(sample), jax.jit(logprobs), jax.jit(processed)
+_SAMPLE = jax.jit(sample, static_argnames="part")
+_LOGPROBS = jax.jit(logprobs, static_argnames="part")
+_PROCESSED = jax.jit(processed, static_argnames="part")
 _ADVANCE = jax.jit(slot_rows.advance)
 
 Step = Callable[[Any, DeviceState, jax.Array], tuple[DeviceState, StepOut]]
@@ -312,14 +315,16 @@ def run(
     x_TD, kv, values = done.x_TD, done.kv, done.read
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
-        raw_EV = model.family.logits(arch, params, x_ED, model.axes)
+        raw_EV = _target(model, params).own_logits(x_ED)
     with jax.named_scope("sample"):
         draws = draws_of(view)
-        drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags)
+        part = VocabPart.of(model.axes, arch.V)
+        drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags, part=part)
         seen_EV = raw_EV
         if model.logprobs_mode == "processed_logprobs":
-            seen_EV = _PROCESSED(raw_EV, draws, state.slots, view.flags)
-        chosen = _LOGPROBS(seen_EV, drawn_E, view.flags, _picks(state.slots, draws.slot_E))
+            seen_EV = _PROCESSED(raw_EV, draws, state.slots, view.flags, part=part)
+        picks_EK = _picks(state.slots, draws.slot_E)
+        chosen = _LOGPROBS(seen_EV, drawn_E, view.flags, picks_EK, part=part)
     n_ok_D = None
     if view.tree is not None:
         with jax.named_scope("path"):

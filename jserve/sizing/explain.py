@@ -29,7 +29,13 @@ from jserve.sizing.models import find
 
 BUCKETS = (Bucket(D=8, P=0, F=0), Bucket(D=2, P=256, F=1))
 """A step of eight sequences, and one of 256 prompt tokens."""
-PRIMITIVES = {"psum": "all-reduce", "all_gather": "all-gather", "all_to_all": "all-to-all"}
+PRIMITIVES = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+}
 """The primitives of ``model.collectives`` -> what XLA calls them."""
 _KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "pred": "bool"}
 _HLO = re.compile(

@@ -21,6 +21,7 @@ import numpy as np
 from jserve.model.feature import StepFeature, in_range
 from jserve.model.sample import logprobs, ranks
 from jserve.model.view import LOGPROBS, Bucket, Field, StepDims
+from jserve.model.vocab_part import VocabPart
 from jserve.speculation.device.draft_passes import StepOutcome
 from jserve.speculation.drafters.drafter import Target
 from jserve.types import PromptLogprobs, RowPlan
@@ -49,19 +50,20 @@ def fields(bucket: Bucket, dims: StepDims) -> tuple[Field, ...]:
 def after(target: Target, outcome: StepOutcome) -> Scores:
     view = outcome.view
     x_PD, target_P = outcome.x_TD[-view.P :], view.extra["target_T"][-view.P :]
-    P, D = x_PD.shape
+    (P, D), part = x_PD.shape, VocabPart.of(target.axes, target.arch.V)
     pad = -P % BLOCK
     x_XBD = jnp.pad(x_PD, ((0, pad), (0, 0))).reshape(-1, BLOCK, D)
     target_XB = jnp.pad(jnp.maximum(target_P, 0), (0, pad)).reshape(-1, BLOCK)
 
     def block(item: tuple[jax.Array, jax.Array]) -> Scores:
         x_BD, target_B = item
-        raw_BV = target.logits(x_BD)
-        scored = logprobs(raw_BV, target_B, jnp.int32(LOGPROBS), n_top=target.scored)
-        chosen_B = jnp.take_along_axis(raw_BV, target_B[:, None], axis=1)[:, 0]
+        raw_BV = target.own_logits(x_BD)
+        flags = jnp.int32(LOGPROBS)
+        scored = logprobs(raw_BV, target_B, flags, n_top=target.scored, part=part)
+        chosen_B = part.at(raw_BV, target_B[:, None])[:, 0]
         return Scores(
             logprob_P=scored.logprob_E,
-            rank_P=ranks(raw_BV, chosen_B),
+            rank_P=ranks(raw_BV, chosen_B, part),
             top_ids_PL=scored.top_ids_EL,
             top_logprobs_PL=scored.top_logprobs_EL,
         )

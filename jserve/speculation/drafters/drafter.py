@@ -27,6 +27,7 @@ from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
+from jserve.model.collectives import n_shards
 from jserve.model.shard import AXIS, Axes, ShardRules, padded
 from jserve.model.view import StepView
 from jserve.sampling import MAX_LOGPROBS
@@ -56,7 +57,19 @@ class Target:
 
     def logits(self, x_ED: jax.Array) -> jax.Array:
         """float32[E, V]: the target's unembedding."""
-        return self.unembedding(self.arch, self.params, x_ED, self.axes)
+        return self.unembedding(self.arch, self.params, x_ED, self.axes.gathered)
+
+    def own_logits(self, x_ED: jax.Array) -> jax.Array:
+        """float32[E, V]: the same, or the columns of this device's part (``VocabPart``) where logits stay split.
+
+        Raises:
+            ConfigError: logits are to stay split, and the family's are whole.
+        """
+        x_EV, axes = self.unembedding(self.arch, self.params, x_ED, self.axes), self.axes
+        if axes.split_logits and x_EV.shape[1] != -(-self.arch.V // n_shards(axes.vocab)):
+            why = "the logits of this family are whole on every device"
+            raise ConfigError(f"sharding.logits: {why}", field="sharding.logits")
+        return x_EV
 
 
 @flax.struct.dataclass

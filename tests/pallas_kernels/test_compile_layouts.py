@@ -1,0 +1,58 @@
+"""Steps of layouts compiled for H200s that are not there: one graph, KV in place, the collectives of the layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from jserve.model.arch import resized
+from jserve.model.attention import backend
+from jserve.model.shard import ShardRules, mesh_of
+from jserve.model.view import Bucket
+from jserve.sharding import Sharding
+from jserve.sizing.compiled import compile_step
+from pallas_kernels import aot
+from tests.pallas_kernels.shapes import ARCHS, step_model
+from tests.pallas_kernels.test_compile import layer_bytes
+
+pytestmark = [pytest.mark.usefixtures("h200"), pytest.mark.slow]
+NAME = "llama-3.1-8b"
+XY = {"x": 2, "y": 4}
+ALL = {"kv_heads": ["x", "y"], "ffn": ["x", "y"], "vocab": ["x", "y"]}
+SPECS: dict[str, dict[str, Any]] = {
+    **{f"split logits, {n}": {"mesh": {"tp": n}, "logits": "split"} for n in (2, 4, 8)},
+    **{f"sums of weights, {n}": {"mesh": {"tp": n}, "sums": "weights"} for n in (2, 4, 8)},
+    "one device": {"mesh": {"tp": 1}, "sums": "weights"},
+    "both, 2D": {
+        "mesh": XY,
+        "rules": {**ALL, "kv_heads": "y", "vocab": "x"},
+        "logits": "split",
+        "sums": "weights",
+    },
+    "auto": {"mesh": XY, "mode": "auto", "rules": ALL},
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("bucket", [Bucket(D=64, P=0, F=0), Bucket(D=8, P=1024, F=4)], ids=str)
+def test_a_step_is_one_graph_with_its_kv_in_place(name: str, bucket: Bucket) -> None:
+    sharding = Sharding.of(SPECS[name])
+    mesh = mesh_of(sharding, aot.h200(sharding.n_devices))
+    rules = ShardRules.of_sharding(sharding, mesh.shape)
+    arch, n_pages = resized(ARCHS[NAME], L=2), 1024 * sharding.n_devices
+    model = dataclasses.replace(step_model(arch, n_pages=n_pages), mesh=mesh, rules=rules)
+    if rules.auto:
+        dense = backend("dense", "cuda")
+        model = dataclasses.replace(model, backend=dense)
+    report = compile_step(model, bucket)
+    assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
+    assert report.temp_bytes < layer_bytes(model), "scratch is as large as a layer's KV"
+    assert report.alias_bytes >= arch.L * layer_bytes(model), "KV is not updated in place"
+    if sharding.sums == "weights" and sharding.n_devices > 1:
+        assert not re.search(r"f32\[\d+,4096\]\S* all-reduce", report.hlo)
+        assert len(re.findall(r"bf16\[\S* all-to-all(?:-start)?\(", report.hlo)) > 0
+    if sharding.logits == "split":
+        assert not re.search(rf"\[\d+,{arch.V}\]\S* all-gather", report.hlo)
