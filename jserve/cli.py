@@ -448,6 +448,31 @@ def steps(
     typer.echo(commands.bench_steps(config, out, repeats, err), nl=False)
 
 
+@bench.command(cls=OptionsCommand)
+@with_options(ServerOptions, FleetOptions)
+def shard(
+    config: EngineConfig,
+    model: Model = None,
+    spec: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="a sharding, as of --sharding; two or more", show_default=False),
+    ] = None,
+    device: Annotated[str, typer.Option(help="whose rates price it: h100, h200, b200")] = "h200",
+    live: Annotated[
+        bool, typer.Option("--live", help="also run each on the devices of this machine")
+    ] = False,
+    trace: Annotated[
+        str, typer.Option(help="live: the requests, all at once, as of jserve simulate")
+    ] = "rate=1000,n=16,prompt=64,output=32",
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Compare shardings of one model: collectives, expected times, and with --live tokens and measured times."""
+    from jserve.shard_commands import bench_shard
+
+    asked = (config, spec or [], device, trace)
+    raise typer.Exit(bench_shard(*asked, live=live, as_json=as_json, console=err))
+
+
 @app.command()
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,

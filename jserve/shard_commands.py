@@ -1,0 +1,175 @@
+"""Implements ``jserve bench shard``: shardings of one model side by side, priced for a device or run on those here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jserve import build
+from jserve.config import EngineConfig
+from jserve.errors import ConfigError
+from jserve.progress import start_progress
+from jserve.sampling import SamplingParams
+from jserve.sharding import Sharding
+from jserve.types import Request
+
+Answers = dict[str, tuple[int, ...]]
+"""Id of a request -> the tokens that it drew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """A trace run under one sharding on the devices there are."""
+
+    answers: Answers
+    wall_s: float
+    n_drawn: int
+    step_ms: float
+    """Measured at start: of the step of most decode rows."""
+    dtype: str
+    """Of the weights."""
+    first_other: str = ""
+    """The first request whose tokens are others than under the first sharding; empty: none is."""
+    n_other: int = 0
+
+
+def bench_shard(
+    config: EngineConfig,
+    specs: Sequence[str],
+    device: str,
+    trace: str,
+    *,
+    live: bool,
+    as_json: bool,
+    console: Any,
+) -> int:
+    """Print every sharding's prices and, if ``live``, what running ``trace`` gave. Returns the exit code: 1 where
+    weights are float32 and a sharding drew other tokens than the first one.
+
+    Raises:
+        ConfigError: a sharding, device or trace that cannot be honoured.
+    """
+    import sys
+
+    from jserve.sim.study import load_trace
+    from jserve.sizing import show
+    from jserve.sizing.compare import priced
+
+    if config.device.sharding:
+        raise ConfigError("sharding: bench shard takes --spec", field="sharding")
+    if not specs:
+        raise ConfigError("spec: there is none to look at", field="spec")
+    model = config.model.model or str(build.shipped())
+    shardings = [Sharding.of(spec) for spec in specs]
+    prices = [priced(model, spec, device, dtype=config.model.dtype) for spec in shardings]
+    runs: list[Live] = []
+    items = load_trace(trace, config.model.seed) if live else []
+    for sharding in shardings if live else []:
+        runs.append(_run(config, sharding, items, console))
+        if len(runs) > 1:
+            runs[-1] = _compared(runs[-1], runs[0].answers)
+    rows = [
+        {"spec": spec, **dataclasses.asdict(price), "sharding": price.sharding.as_mapping()}
+        | ({"live": _figures(runs[i])} if runs else {})
+        for i, (spec, price) in enumerate(zip(specs, prices, strict=True))
+    ]
+    if as_json:
+        sys.stdout.write(
+            json.dumps({"model": model, "device": device, "specs": rows}, indent=1) + "\n"
+        )
+    else:
+        _print(rows, device, Console(width=None if sys.stdout.isatty() else show.WIDTH))
+    return 1 if any(run.n_other and run.dtype == "float32" for run in runs) else 0
+
+
+def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console: Any) -> Live:
+    device = dataclasses.replace(config.device, sharding=str(sharding))
+    with start_progress(console) as progress:
+        engine, info = build.engine(dataclasses.replace(config, device=device), progress)
+    try:
+        vocab, limits = engine.scheduler.limits.vocab_size, engine.scheduler.limits
+        for request in _requests(items, vocab, limits.max_model_len):
+            engine.submit(request)
+        began, drawn = time.monotonic(), dict[str, tuple[int, ...]]()
+        for out in engine.drain():
+            if out.error is not None:
+                raise ConfigError(f"{out.request_id}: {out.error}", field="trace")
+            drawn[out.request_id] = (*drawn.get(out.request_id, ()), *out.token_ids)
+        wall_s = time.monotonic() - began
+    finally:
+        build.close(engine)
+    decode = [t for t in limits.step_times if not t.n_prefill and t.width == 1]
+    most = max(decode, key=lambda t: (t.n_decode, -t.n_context))
+    n_drawn = sum(map(len, drawn.values()))
+    return Live(
+        answers=drawn,
+        wall_s=wall_s,
+        n_drawn=n_drawn,
+        step_ms=most.seconds * 1e3,
+        dtype=info["dtype"],
+    )
+
+
+def _requests(items: Sequence[Any], vocab: int, longest: int) -> list[Request]:
+    """Those of a trace all at once, every other one sampled by a seed."""
+    from jserve.sim.trace import Streams, request_of
+
+    streams, found = Streams(), []
+    for i, item in enumerate(items):
+        ids = tuple(t % vocab for t in request_of(item, streams, 0.0).prompt_ids)
+        n = max(sum(piece[2] for piece in pieces) for pieces in item.outputs)
+        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=n, ignore_eos=True)
+        if len(ids) + n > longest:
+            raise ConfigError(
+                f"trace: {item.id} takes {len(ids) + n} tokens, the context is {longest}",
+                field="trace",
+            )
+        found.append(Request(id=item.id, prompt_ids=ids, params=params))
+    return found
+
+
+def _compared(run: Live, first: Answers) -> Live:
+    other = [name for name, tokens in first.items() if run.answers.get(name) != tokens]
+    return dataclasses.replace(run, n_other=len(other), first_other=other[0] if other else "")
+
+
+def _figures(run: Live) -> dict[str, Any]:
+    return {
+        "requests": len(run.answers),
+        "output_tok_s": round(run.n_drawn / run.wall_s, 1),
+        "step_ms": round(run.step_ms, 3),
+        "other_requests": run.n_other,
+        "first_other": run.first_other,
+    }
+
+
+def _print(rows: Sequence[dict[str, Any]], device: str, console: Console) -> None:
+    table = Table("spec", "weights MiB a device")
+    for step in ("8 sequences", "256 prompt tokens"):
+        table.add_column(f"{step}: collectives, MiB, ms; step ms", justify="right")
+    if "live" in rows[0]:
+        table.add_column("here: step ms", justify="right")
+        table.add_column("output tok/s", justify="right")
+        table.add_column("other tokens than the first", justify="right")
+    for row in rows:
+        cells = [
+            f"{s['collectives']}, {s['collective_mib']:.2f}, {s['collective_ms']:.2f}; {s['step_ms']:.2f}"
+            for s in row["steps"]
+        ] or ["XLA's, not known here"] * 2
+        if live := row.get("live"):
+            same = f"{live['other_requests']} of {live['requests']}"
+            first = f", {live['first_other']} first" if live["first_other"] else ""
+            cells += [f"{live['step_ms']:.2f}", f"{live['output_tok_s']:.0f}", same + first]
+        table.add_row(row["spec"], f"{row['device_bytes'] / 2**20:.1f}", *cells)
+    console.print(table, highlight=False)
+    console.print(
+        f"[dim]Times of steps and collectives are a roofline's, of {device}; what ran here says so.[/]",
+        highlight=False,
+    )

@@ -1,0 +1,74 @@
+"""Prices of shardings side by side, against arithmetic."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from jserve.cli import app
+from jserve.errors import ConfigError
+from jserve.sim.roofline import CHIPS
+from jserve.sizing.compare import priced
+from jserve.sizing.models import find
+
+MINI, CHIP = "checkpoints/jserve-mini", CHIPS["h200"]
+
+
+def test_a_step_is_weights_then_collectives() -> None:
+    found, arch = priced(MINI, "tp=4", "h200"), find(MINI).arch
+    decode, prefill = found.steps
+    assert (decode.decode_rows, prefill.prefill_tokens) == (8, 256)
+    assert decode.collectives == 2 * arch.L + 2
+    sums = (2 * arch.L + 1) * 8 * arch.D * 4
+    logits = 8 * arch.V * 4
+    assert decode.collective_mib == pytest.approx((sums + logits) / 2**20)
+    sent = (2 * sums + logits) * 3 / 4
+    links = decode.collectives * CHIP.link_s + sent / CHIP.link_bytes_per_s
+    assert decode.collective_ms == pytest.approx(1e3 * links)
+    read = found.device_bytes / CHIP.bytes_per_s / CHIP.reached
+    assert decode.step_ms == pytest.approx(1e3 * (read + links + CHIP.step_s))
+
+
+def test_sums_in_bfloat16_send_half() -> None:
+    """In twice as many collectives, so at 256 tokens that is worth little."""
+    wide, narrow = (
+        priced("llama-3.1-8b", {"mesh": {"tp": 8}, "sums": sums}, "h200").steps[1]
+        for sums in ("float32", "weights")
+    )
+    arch = find("llama-3.1-8b").arch
+    gathered = 3 * arch.V * 4 * 7 / 8 / CHIP.link_bytes_per_s
+    sent = [p.collective_ms / 1e3 - p.collectives * CHIP.link_s - gathered for p in (wide, narrow)]
+    assert sent[1] == pytest.approx(sent[0] / 2, rel=1e-6)
+    assert narrow.collectives == 2 * wide.collectives - 1
+
+
+def test_one_device_has_no_collectives() -> None:
+    [decode, _] = priced(MINI, "tp=1", "h200").steps
+    assert (decode.collectives, decode.collective_ms) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ([], "spec"),
+        (["--spec", "tp=x"], "sharding"),
+        (["--spec", "tp=2", "--device", "tpu"], "device"),
+        (["--spec", "tp=2", "--sharding", "tp=2"], "sharding"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_option(words: list[str], name: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "shard", MINI, *words])
+    assert done.exit_code == 2 or isinstance(done.exception, ConfigError)
+    assert name in (done.output + str(done.exception))
+
+
+def test_all_figures_as_json() -> None:
+    done = CliRunner().invoke(
+        app, ["bench", "shard", MINI, "--spec", "tp=1", "--spec", "tp=2", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["specs"]
+    assert [row["spec"] for row in rows] == ["tp=1", "tp=2"]
+    assert rows[0]["device_bytes"] > rows[1]["device_bytes"]
