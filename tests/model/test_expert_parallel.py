@@ -128,7 +128,7 @@ def wrong_offset(*args: Any) -> jax.Array:
 
 PLANTS = {
     "offset": (moe, "slots_of", wrong_offset),
-    "no sum": (moe, "reduce", lambda y, axis: y),
+    "no sum": (moe, "reduce", lambda y, *_: y),
     "all nowhere": (moe, "slots_of", lambda e, p, E, n, *_: jnp.full_like(e, n)),
     "no owner": (moe, "slots_of", lambda e, p, E, n, *_: jnp.where(e < E, e % n, n)),
 }

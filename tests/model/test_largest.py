@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jserve.model import sample as sampling
+from jserve.model import vocab_part
 from jserve.model.largest import BY_KERNEL, PARTS, by_parts, in_two_rounds
 from jserve.model.view import RANDOM, TRUNCATE
 from jserve.sampling import SamplingParams
@@ -65,7 +66,7 @@ def test_a_threshold_by_parts_is_the_threshold(monkeypatch: pytest.MonkeyPatch) 
         scaled_EV = jnp.asarray(x - x.max(1, keepdims=True))
         want = np.asarray(jax.jit(sampling.threshold)(scaled_EV, draws))
         with monkeypatch.context() as patch:
-            patch.setattr(sampling, "largest", by_parts)
+            patch.setattr(vocab_part.local, "largest", by_parts)
             got = np.asarray(jax.jit(lambda *a: sampling.threshold(*a))(scaled_EV, draws))
         kept = [(np.asarray(scaled_EV) >= t[:, None]).sum(1) for t in (got, want)]
         # A mass within rounding of top_p may move the border by a token where they lie densely.
