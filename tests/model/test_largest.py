@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jserve.model import sample as sampling
-from jserve.model import vocab_part
+from jserve.model import sample as sampling, vocab_part
 from jserve.model.largest import BY_KERNEL, PARTS, by_parts, in_two_rounds
 from jserve.model.view import RANDOM, TRUNCATE
 from jserve.sampling import SamplingParams
